@@ -10,7 +10,7 @@ PURE := $(addprefix tests/,specs planning scheduling)
 TRAINED := $(addprefix tests/,audio fake_card gpu memory training)
 PYTEST := PYTHONHASHSEED=0 $(BIN)/python -m pytest -m "not long and not cluster"
 
-.PHONY: demo demo-audio test test-pure test-trained test-world test-long test-cluster chaos lint docs bench bench-memory bench-cost bench-gpu bench-scheduler bench-recovery clean
+.PHONY: demo demo-audio test test-pure test-trained test-world test-long test-cluster chaos lint docs bench bench-memory bench-cost bench-gpu bench-scheduler bench-recovery bench-compare clean
 
 $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -83,6 +83,9 @@ bench-scheduler: $(READY)
 
 bench-recovery: $(READY)
 	$(BIN)/python -m benchmarks recovery
+
+bench-compare: $(READY)
+	$(BIN)/python -m benchmarks compare
 
 clean:
 	rm -rf $(VENV) .bench .demo build *.egg-info

@@ -34,7 +34,7 @@ NAMES = (
     "journal",
     "service",
 )
-ON_REQUEST = ("sweep",)  # minutes that inform only
+ON_REQUEST = ("sweep", "compare")  # minutes
 FOLDER = Path(".bench")
 
 

@@ -78,11 +78,12 @@ def _sections(
 
 
 def _inner(schema: dict[str, Any], key: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The sections that a key may hold: itself, in a list, or as one of several."""
+    """The sections that a key may hold: itself, in a list or a mapping, or as one of several."""
     key = _resolved(schema, key)
     if "properties" in key:
         yield key
-    for one in (*key.get("anyOf", ()), *([key["items"]] if isinstance(key.get("items"), dict) else ())):
+    below = [key[name] for name in ("items", "additionalProperties") if isinstance(key.get(name), dict)]
+    for one in (*key.get("anyOf", ()), *below):
         yield from _inner(schema, one)
 
 
@@ -131,6 +132,9 @@ def _value(schema: dict[str, Any], key: dict[str, Any], where: dict[str, str]) -
         return PATTERNS[found["pattern"]]
     if found.get("type") == "array" and isinstance(found.get("items"), dict):
         return f"list of {_value(schema, found['items'], where)}"
+    values = found.get("additionalProperties")
+    if isinstance(values, dict) and "$ref" in values:
+        return f"mapping of {_value(schema, values, where)}"
     kind = {"integer": "whole number", "number": "number", **TYPES}.get(str(found.get("type")), "any value")
     kind = {"regex": "regular expression", "date-time": "date and time"}.get(str(found.get("format")), kind)
     limits = [f"{words} {found[limit]}" for limit, words in LIMITS.items() if limit in found]

@@ -27,7 +27,6 @@ from orchestrator.service.terminal.options import SERVER, AsJson, Cluster, Home,
 from orchestrator.service.terminal.output import tell
 from orchestrator.specs.errors import IllegalPlan, OrchestratorError, SpecError
 from orchestrator.specs.fault import Fault, FaultKind
-from orchestrator.specs.job.sweep import SWEEP
 from orchestrator.specs.units import format_bytes
 
 if TYPE_CHECKING:
@@ -233,6 +232,7 @@ def submit(
     from orchestrator.service.server.intake import read_overrides, read_pins
     from orchestrator.service.server.sending import read_for
     from orchestrator.service.terminal.tables import promise_words
+    from orchestrator.specs.job.sweep import SWEEP
 
     specs = read_for(service_of(home), files, (*read_overrides(settings or []), *read_pins(pins)), home)
     client = client_of(home)
@@ -324,6 +324,7 @@ def show(job_id: JobId, home: Home = DEFAULT_HOME, as_json: AsJson = False) -> N
     """Show everything about one job: attempts, changes, predicted and measured peaks, failures; or a sweep's trials."""
     from orchestrator.service.terminal.sweep_tables import sweep_panel
     from orchestrator.service.terminal.tables import job_panel
+    from orchestrator.specs.job.sweep import SWEEP
 
     client = client_of(home)
     if job_id.startswith(SWEEP) and any(one["id"] == job_id for one in client.sweeps()):

@@ -583,7 +583,11 @@ def job_json_schema() -> dict[str, Any]:
             "description": "Most jobs of the array, or trials of the sweep, that run at once; without it, all, or 4.",
             "examples": [2],
         },
-        "sweep": {"$ref": "#/$defs/Sweep"},
+        "sweep": {
+            "$ref": "#/$defs/Sweep",
+            "description": "Trials with other values of {placeholders}, judged by a metric: a grid, or drawn.",
+            "examples": [{"method": "grid", "parameters": {"lr": {"values": [0.001, 0.0001]}}}],
+        },
     }
     schema["$defs"] |= sweep_json_schema()
     return schema

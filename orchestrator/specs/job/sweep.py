@@ -116,7 +116,7 @@ Parameters = Annotated[
         lambda said: {name: one.model_dump(mode="json", exclude_defaults=True) for name, one in said},
         return_type=dict[str, Any],
     ),
-    WithJsonSchema({"type": "object", "additionalProperties": {"$ref": "#/$defs/Parameter"}}),
+    WithJsonSchema({"type": "object", "additionalProperties": {"type": "object"}}),
 ]
 
 
@@ -214,8 +214,7 @@ def templates(data: Mapping[str, Any], says: Any, keys: tuple[str, ...] = ()) ->
 
 def sweep_json_schema() -> dict[str, Any]:
     """The definitions of `sweep:` for the JSON Schema of a job file."""
-    schema = json_schema_of(Sweep)
-    parameter = json_schema_of(Parameter)
-    own = {key: part for key, part in schema.items() if key not in ("$defs", "$schema")}
-    of_one = {key: part for key, part in parameter.items() if key not in ("$defs", "$schema")}
+    schema, parameter = json_schema_of(Sweep), json_schema_of(Parameter)
+    schema["properties"]["parameters"]["additionalProperties"] = {"$ref": "#/$defs/Parameter"}
+    own, of_one = ({key: part for key, part in one.items() if key[0] != "$"} for one in (schema, parameter))
     return {**schema["$defs"], "Sweep": own, "Parameter": of_one}
