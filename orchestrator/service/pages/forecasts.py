@@ -13,6 +13,7 @@ from orchestrator.specs.state import State
 FRESH_S = 10.0  # so long a forecast counts while the state stays the same
 REST = 9.0  # times as long as it took, none is reckoned: a tenth of a core at most
 PATIENCE_S = 0.05  # how long the first page waits for the first one
+SOON_MAX = 200  # jobs whose forecast can be there by then; that of 5,000 takes seconds
 
 Expectations = Mapping[str, ExpectedJob]
 
@@ -40,7 +41,7 @@ class Forecasts:
             is_due = time.monotonic() > self._at_s + REST * self._took_s
             if is_old and is_idle and is_due:
                 self._pending = self._worker.submit(self._reckon)
-        if is_first:
+        if is_first and len(self._state().jobs) <= SOON_MAX:
             self._is_known.wait(PATIENCE_S)
         return self._known
 

@@ -147,3 +147,9 @@ def _environment() -> Environment:
 
 
 _ENVIRONMENT = _environment()
+
+
+def compile_all() -> None:
+    """Compile every template, so that no page does it: the queue's took 36 of 49 ms of its first page (2026-11)."""
+    for name in _ENVIRONMENT.list_templates(extensions=["html"]):
+        _ENVIRONMENT.get_template(name)

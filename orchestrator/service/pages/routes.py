@@ -22,7 +22,7 @@ from orchestrator.service.commands.plan import forecast
 from orchestrator.service.commands.what_if import WhatIf, what_if
 from orchestrator.service.pages.compare import comparison_data, comparisons
 from orchestrator.service.pages.forecasts import Forecasts
-from orchestrator.service.pages.frame import HEADERS, page, refused
+from orchestrator.service.pages.frame import HEADERS, compile_all, page, refused
 from orchestrator.service.pages.job import (
     attempt_rows,
     bytes_by_cause,
@@ -95,6 +95,7 @@ workdir: /path/on/the/service
 def _add(app: FastAPI, controller: Controller, home: Path, gate: Gate, provider: Provider | None) -> None:
     """Add every page to the application, which has the routes of the API already: pages show what these answer."""
     pages = _Pages(app, controller, home, gate, SignIn(provider, gate) if provider else None)
+    compile_all()
     routes: dict[tuple[str, str], Callable[..., Any]] = {
         ("GET", "/"): lambda _: RedirectResponse(START),
         ("GET", PAGES): lambda _: RedirectResponse(START),

@@ -62,6 +62,7 @@ from orchestrator.service.server.endpoint import LOOPBACK
 from orchestrator.service.server.gate import Gate, Gated, limiter, refusal
 from orchestrator.service.server.intake import check_files
 from orchestrator.service.server.join_token import secret_of
+from orchestrator.service.server.links import Links
 from orchestrator.service.server.members import Members, machine
 from orchestrator.service.server.metrics import MEDIA_TYPE, Metrics
 from orchestrator.service.server.notifier import Notifier
@@ -246,7 +247,7 @@ def create_app(service: Service) -> FastAPI:
 
 
 def _add_job_routes(app: FastAPI, service: Service, uploads: Uploads, waits: Waits) -> None:
-    controller = service.controller
+    controller, links = service.controller, Links(comparison_url)
 
     @app.post("/jobs", **answers(SubmittedAnswer))
     def submit(request: SubmitRequest, sender: Sender, traceparent: Traceparent = "") -> dict[str, Any]:
@@ -304,7 +305,7 @@ def _add_job_routes(app: FastAPI, service: Service, uploads: Uploads, waits: Wai
         curves = {one.id: curve_of(metric_lines(service.home, one)) for one in jobs}
         found = comparison(controller.state, jobs, curves)
         address, ran = service.trackers.get("mlflow"), sum(bool(one.attempts) for one in jobs)
-        link = comparison_url(address, comparison_key(jobs[0]), ran) if address and ran else None
+        link = links.of(address, comparison_key(jobs[0]), ran) if address and ran else None
         return dict(comparison_view(found, link))
 
     @app.post("/jobs/cancel", **answers(CancelledAnswer))
