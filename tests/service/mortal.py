@@ -19,7 +19,7 @@ from orchestrator.service.server.api import Service, create_app
 from orchestrator.service.server.controller import Controller
 from orchestrator.service.server.daemon import served
 from orchestrator.service.server.lifecycle import write_service_file
-from orchestrator.service.sweeps.sweeper import Sweeper
+from orchestrator.service.server.sweeper import Sweeper
 from tests.scheduling.world import cluster, device
 from tests.service.folder_world import FolderBackend
 

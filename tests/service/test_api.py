@@ -21,7 +21,7 @@ from orchestrator.service.server.api import Service, create_app
 from orchestrator.service.server.controller import Controller
 from orchestrator.service.server.gate import BODY_BYTES_MAX, PAGES
 from orchestrator.service.server.intake import read_cluster
-from orchestrator.service.sweeps.sweeper import Sweeper
+from orchestrator.service.server.sweeper import Sweeper
 from orchestrator.service.terminal.tables import explanation_panel, job_panel, promise_words, queue_table
 from orchestrator.service.views.records import node_from_view, observations_from_view, observations_view
 from orchestrator.service.views.teams import teams_table
@@ -118,6 +118,8 @@ ROUTES = [
     ("GET", "/jobs/lm-1/output"),
     ("POST", "/uploads/missing"),
     ("PUT", "/uploads/0"),
+    ("GET", "/sweeps"),
+    ("GET", "/sweeps/sweep-lm-1"),
     ("GET", "/cluster"),
     ("GET", "/teams"),
     ("GET", "/report"),
@@ -161,10 +163,8 @@ def test_requests_without_the_token_are_refused(world: World) -> None:
 def test_every_route_asks_for_the_token(world: World) -> None:
     paths = {route.path for route in world.client.app.routes}  # type: ignore[attr-defined]
     known = {path for path in paths if path != "/" and not path.startswith(PAGES)}  # pages: test_pages.py
-    filled = {path.format(job_id="lm-1", number=1, node="n", name="ada", digest=0) for path in known} - {
-        "/healthz",
-        "/readyz",
-    }
+    names = {"job_id": "lm-1", "sweep_id": "sweep-lm-1", "number": 1, "node": "n", "name": "ada", "digest": 0}
+    filled = {path.format(**names) for path in known} - {"/healthz", "/readyz"}
     assert filled == {path for _, path in ROUTES if path != "/nothing"}
 
 

@@ -23,7 +23,7 @@ from orchestrator.service.server.client import Client
 from orchestrator.service.server.controller import Controller
 from orchestrator.service.server.daemon import served
 from orchestrator.service.server.lifecycle import write_service_file
-from orchestrator.service.sweeps.sweeper import Sweeper
+from orchestrator.service.server.sweeper import Sweeper
 from orchestrator.specs.cluster import idle_nodes
 from orchestrator.specs.errors import ServiceError, SpecError
 from orchestrator.specs.job.spec import JobSpec

@@ -14,7 +14,7 @@ from orchestrator.service.server.cluster_file import kept_cluster, nodes_here
 from orchestrator.service.server.intake import read_cluster
 from orchestrator.service.server.join_token import FILE, parts_of
 from orchestrator.service.server.members import Machine, Members, check_alike, machine
-from orchestrator.service.sweeps.sweeper import Sweeper
+from orchestrator.service.server.sweeper import Sweeper
 from orchestrator.specs.access import Role
 from orchestrator.specs.cluster import ClusterSpec, NodeSpec
 from orchestrator.specs.errors import ServiceError, SpecError

@@ -72,7 +72,7 @@ def routes_answered(world: World, role: Role, count: int) -> Counter[tuple[str, 
         @given(case=operation.as_strategy(), is_known=st.booleans())
         def send(case: Any, is_known: bool) -> None:
             if is_known and case.path_parameters:
-                known = {"job_id": "lm-1", "number": 1, "node": "virtual", "name": "eve"}
+                known = {"job_id": "lm-1", "number": 1, "node": "virtual", "name": "eve", "sweep_id": "sweep-lm-1"}
                 case.path_parameters.update({one: known[one] for one in case.path_parameters if one in known})
             if case.query:
                 case.query.pop("wait_s", None)  # which would wait

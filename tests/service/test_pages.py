@@ -40,6 +40,7 @@ PAGE_PATHS = [
     "/night?hours=72",
     "/compare",
     "/compare/lm-compare-4",
+    "/sweeps",
     "/teams",
     "/what-if",
     "/submit",

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import httpx
 import pytest
 
 from orchestrator.backends.attempts.backend import ProcessBackend
@@ -20,15 +21,15 @@ from orchestrator.backends.journal.accounts import Accounts
 from orchestrator.backends.journal.journal import Journal
 from orchestrator.cli import main
 from orchestrator.service.pages.routes import PAGES_OF_SERVICE
+from orchestrator.service.server import study as study_module
 from orchestrator.service.server.api import Service, create_app
 from orchestrator.service.server.client import Client
 from orchestrator.service.server.controller import Controller
 from orchestrator.service.server.daemon import served
 from orchestrator.service.server.intake import read_jobs
 from orchestrator.service.server.lifecycle import write_service_file
-from orchestrator.service.sweeps import study as study_module
-from orchestrator.service.sweeps.study import Study
-from orchestrator.service.sweeps.sweeper import FAILURES_MAX, Sweeper
+from orchestrator.service.server.study import Study
+from orchestrator.service.server.sweeper import FAILURES_MAX, Sweeper
 from orchestrator.specs.errors import ServiceError, SpecError
 from orchestrator.specs.job.sweep import Sweep
 from orchestrator.specs.run import JobFolder
@@ -96,7 +97,9 @@ class World:
         )
         stop = threading.Event()
         threads = [threading.Thread(target=run, args=(stop,)) for run in (self.controller.run, self.sweeper.run)]
-        write_service_file(self.home, stack.enter_context(served(create_app(service))))
+        port = stack.enter_context(served(create_app(service)))
+        self.url = f"http://127.0.0.1:{port}"
+        write_service_file(self.home, port)
         for thread in threads:
             thread.start()
             stack.callback(thread.join)
@@ -159,6 +162,9 @@ def test_every_trial_is_a_job_with_its_values_and_the_best_one_is_shown_everywhe
         shown = said(capsys, *command)
         assert best in " ".join(shown.split()), command
         assert max(map(len, shown.splitlines())) <= 80 or command == ("report",), command
+    for path in ("/ui/sweeps", f"/ui/sweeps/{sweep_id}"):
+        page = httpx.get(f"{world.url}{path}", headers={"Authorization": f"Bearer {TOKEN}"})
+        assert (page.status_code, best in page.text) == (200, True), page.text
     log = JobFolder(world.home, over["trials"][0]["job"]).attempt(1).log(0).read_text()
     assert "step 20 loss=4.05" in log
     with pytest.raises(ServiceError, match="has ended already: finished"), contextlib.closing(Client(world.home)) as it:
@@ -216,8 +222,8 @@ def test_a_program_with_a_bug_ends_the_sweep_after_its_first_trials(world: World
     (world.folder / "broken").touch()
     (world.folder / "job.yaml").write_text(SCRIPT.replace("[4, 2, 3, 1]", str([*range(20)])))
     over = world.until(world.submit(), lambda found: found["ended"])
-    assert over["ended"] == f"its first {len(over['trials'])} trials failed"
-    assert FAILURES_MAX <= len(over["trials"]) <= FAILURES_MAX + 1
+    assert over["ended"] in [f"its first {count} trials failed" for count in (FAILURES_MAX, FAILURES_MAX + 1)]
+    assert len(over["trials"]) <= FAILURES_MAX + 2, "at most two were live meanwhile"
 
 
 def test_without_optuna_nothing_is_stored_and_the_missing_extra_is_named(
@@ -236,6 +242,34 @@ def test_a_client_submits_no_trial_of_a_sweep_that_exists(world: World) -> None:
     forged["trial"] |= {"of": "sweep-tune-1", "number": 7}
     with contextlib.closing(Client(world.home)) as client, pytest.raises(SpecError, match="by the service alone"):
         client.submit_all([forged])
+
+
+@pytest.mark.timeout(300)
+def test_a_trial_that_diverges_has_no_value_whatever_it_had_before(world: World) -> None:
+    (world.folder / "train.py").write_text(TRAIN + "if rate < 3:\n    print('loss=nan')\n")
+    over = world.until(world.submit(), lambda found: found["ended"] and not found["live"])
+    assert [one["value"] is None for one in over["trials"]] == [False, True, False, True]
+    assert over["best"] == 2
+
+
+def test_a_search_that_fails_ends_its_sweep_and_no_other(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    (world.folder / "slow").touch()
+    bad = world.submit()
+    world.until(bad, lambda found: len(found["trials"]) == 2)
+    good = world.submit()
+    report = world.sweeper._advance
+
+    def advance(sweep_id: str) -> None:
+        if sweep_id == bad:
+            raise ZeroDivisionError("a bug")
+        report(sweep_id)
+
+    monkeypatch.setattr(world.sweeper, "_advance", advance)
+    over = world.until(bad, lambda found: found["ended"])
+    assert over["ended"] == "its search failed: ZeroDivisionError: a bug"
+    assert world.sweep(good)["ended"] == ""
+    with contextlib.closing(Client(world.home)) as client:
+        client.cancel([good], whole_arrays=False)
 
 
 def sweep_said(**said: Any) -> Sweep:

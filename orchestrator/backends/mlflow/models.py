@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from orchestrator.backends.attempts.launcher import dies_with_parent
 from orchestrator.backends.mlflow.log_model import MODEL_TAG, PENDING, files_of
 from orchestrator.backends.mlflow.server import PASSED_ON
+from orchestrator.backends.ports import Known
 from orchestrator.specs.run import JobFolder
 
 if TYPE_CHECKING:
@@ -33,8 +34,8 @@ class _Copy:
 class Outputs:
     """Outputs to copy. What is to be done is a tag of the job's run, so that a restart loses nothing."""
 
-    def __init__(self, tracking_uri: str, home: Path) -> None:
-        self._uri, self._home = tracking_uri, home
+    def __init__(self, tracking_uri: str, home: Path, known: Known) -> None:
+        self._uri, self._home, self._known = tracking_uri, home, known
         self._waiting: deque[_Copy] = deque()
         self._process: subprocess.Popen[bytes] | None = None
         self._current: _Copy | None = None
@@ -45,8 +46,10 @@ class Outputs:
         wanted = f"tags.`{MODEL_TAG}` = '{PENDING}'"
         known = {one.run_id for one in (*self._waiting, *filter(None, [self._current]))}
         for run in client.search_runs([experiment_id], wanted, max_results=PENDING_MAX):
-            if run.info.run_id not in known:
-                self._waiting.append(_Copy(run_id=run.info.run_id, job_id=run.data.tags["orc.job_id"]))
+            job = self._known.job(run.data.tags["orc.job_id"])
+            is_ours = job is not None and run.data.tags["orc.run"].startswith(f"{job.key}/")  # not another home's
+            if job is not None and is_ours and run.info.run_id not in known:
+                self._waiting.append(_Copy(run_id=run.info.run_id, job_id=job.id))
 
     def ask(self, client: MlflowClient, run: Run, job_id: str) -> None:
         """Have the job's output copied, unless it is empty or was asked for before."""
@@ -62,8 +65,7 @@ class Outputs:
                 return
             self._process.kill()
             if self._process.wait() != 0:  # it could not say so itself
-                said = self._log(self._current).read_text(errors="replace").strip().splitlines()[-1:]
-                client.set_tag(self._current.run_id, MODEL_TAG, f"not copied: {' '.join(said)}"[:500])
+                client.set_tag(self._current.run_id, MODEL_TAG, f"not copied: {self._last_words(self._current)}"[:500])
             self._process = self._current = None
         if self._waiting:
             self._start(self._waiting.popleft())
@@ -86,6 +88,12 @@ class Outputs:
                 preexec_fn=dies_with_parent(),
             )
         self._current, self._until_s = copy, time.monotonic() + COPY_S
+
+    def _last_words(self, copy: _Copy) -> str:
+        try:
+            return " ".join(self._log(copy).read_text(errors="replace").strip().splitlines()[-1:])
+        except OSError as error:
+            return str(error)
 
     def _log(self, copy: _Copy) -> Path:
         return JobFolder(self._home, copy.job_id).path / "log_model.log"

@@ -70,7 +70,7 @@ class MlflowTracker(Tracker):
         self._home, self._known = home, known
         self._contact: Contact | None = None
         self._curves: dict[str, _Curves] = {}
-        self._outputs = Outputs(tracking_uri, home)
+        self._outputs = Outputs(tracking_uri, home, known)
         self._groups = Groups(tracking_uri, home, known)
         bound_requests()
 

@@ -81,9 +81,9 @@ from orchestrator.service.server.requests import (
     UserRequest,
 )
 from orchestrator.service.server.sessions import Sessions
+from orchestrator.service.server.sweeper import Sweeper
 from orchestrator.service.server.tracing import Tracing
 from orchestrator.service.server.waits import Waits
-from orchestrator.service.sweeps.sweeper import Sweeper
 from orchestrator.service.transfer.outputs import output_of
 from orchestrator.service.transfer.store import BODY_BYTES_MAX as UPLOAD_BYTES_MAX
 from orchestrator.service.transfer.store import Uploads

@@ -47,9 +47,9 @@ from orchestrator.service.server.logs import VARIABLE, LogFormat, configure
 from orchestrator.service.server.members import Members
 from orchestrator.service.server.notifier import Notifier
 from orchestrator.service.server.rates import known, measured
+from orchestrator.service.server.sweeper import Sweeper
 from orchestrator.service.server.tracing import Tracing
 from orchestrator.service.server.waiting import waiting_app
-from orchestrator.service.sweeps.sweeper import Sweeper
 from orchestrator.specs.errors import OrchestratorError, ServiceError, SpecError
 
 NOTIFY_TIMEOUT_S = 5.0  # how long the trackers' notifier takes to see that the service stops

@@ -31,15 +31,16 @@ class MetricCurve:
         for attempt in job.attempts:
             if not attempt.probe:
                 for step, value in self._of_attempt(job.spec, self._folder.attempt(attempt.number)):
-                    self.last = value
-                    yield step, value
+                    self.last = value if math.isfinite(value) else None  # what has diverged has no value
+                    if self.last is not None:
+                        yield step, value
 
     def _of_attempt(self, spec: JobSpec, folder: AttemptFolder) -> Iterator[tuple[int, float]]:
         assert spec.trial is not None, spec.name
         metric, path = spec.trial.sweep.metric, folder.log(0) if spec.is_script else folder.metrics
         for line in self._lines(path):
             found = _in_log(spec, line, self._counted, path) if metric.log else _in_curve(line, metric.name)
-            if found is not None and math.isfinite(found[1]):
+            if found is not None:
                 yield found
 
     def _lines(self, path: Path) -> Iterator[str]:

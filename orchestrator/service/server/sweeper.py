@@ -17,8 +17,8 @@ from orchestrator.memory.profiles import is_known
 from orchestrator.scheduling.reports.sweep import SweepReport, is_stopped_early, sweep_report
 from orchestrator.service.server.controller import Controller
 from orchestrator.service.server.profiling import traced
-from orchestrator.service.sweeps.curve import MetricCurve
-from orchestrator.service.sweeps.study import Study, require_optuna
+from orchestrator.service.server.study import Study, require_optuna
+from orchestrator.service.server.trial_curve import MetricCurve
 from orchestrator.specs.errors import OrchestratorError, ServiceError, SpecError
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job.sweep import STOPPED_EARLY, SWEEP, Trial
@@ -28,6 +28,8 @@ from orchestrator.specs.parse import trial_of
 LOOK_S = 1.0  # between two looks at the curves of running trials
 FAILURES_MAX = 5  # first trials that all fail: the program is to blame (wandb/agents/pyagent.py has the same number)
 SHOWN_MAX = 50  # sweeps of a list, the newest first
+ERRORS_MAX = 5
+REASON_MAX = 500  # characters
 FINISHED, CANCELLED = "finished", "cancelled"
 
 log = logging.getLogger(__name__)
@@ -53,6 +55,7 @@ class Sweeper:
         self._controller, self._sweeps, self._home = controller, sweeps, home
         self._running: dict[str, _Running] = {}
         self._over: dict[str, SweepReport] = {}  # of the newest, those that do not change any more
+        self._errors: dict[str, int] = {}  # in a row, by sweep
         self._lock = threading.Lock()
 
     def run(self, stop: threading.Event) -> None:
@@ -74,11 +77,23 @@ class Sweeper:
         return self._with_costs(trial_of(spec, None, 0, Study("", spec.trial.sweep, None).ask()))
 
     def look(self) -> None:
-        """Take each open sweep as far as it goes now."""
+        """Take each open sweep as far as it goes now. One that cannot be looked after ERRORS_MAX times has ended."""
         for sweep_id in self._sweeps.open():
             with self._lock:
-                if self._sweeps.ended(sweep_id) == "":  # nobody has cancelled it meanwhile
+                if self._sweeps.ended(sweep_id) != "":  # somebody has cancelled it meanwhile
+                    continue
+                try:
                     self._advance(sweep_id)
+                except ServiceError:
+                    raise
+                except Exception as error:  # the edge of a sweep: others go on
+                    log.exception("sweep %s", sweep_id)
+                    self._running.pop(sweep_id, None)  # made anew from what the journal has
+                    self._errors[sweep_id] = self._errors.get(sweep_id, 0) + 1
+                    if self._errors[sweep_id] >= ERRORS_MAX:
+                        self._end(sweep_id, f"its search failed: {type(error).__name__}: {error}"[:REASON_MAX])
+                else:
+                    self._errors.pop(sweep_id, None)
 
     def cancel(self, sweep_id: str) -> list[str]:
         """End a sweep, and cancel its live trials; their ids. Raises ServiceError where it has ended or is unknown."""
@@ -132,22 +147,27 @@ class Sweeper:
 
     def _advance(self, sweep_id: str) -> None:
         rows = self._sweeps.trials(sweep_id)
+        jobs = {row.number: self._controller.job(row.job) for row in rows if not self._is_over(sweep_id, row.number)}
+        if None in jobs.values():  # it is being committed
+            return
         running = self._running.get(sweep_id) or self._taken_up(sweep_id, rows)
-        for row in rows:
-            if row.number not in running.over:
-                job = self._controller.job(row.job)
-                assert job is not None, row.job
-                self._follow(running, job)
+        for job in jobs.values():
+            assert job is not None, sweep_id
+            self._follow(running, job)
         over = list(running.over.values())
-        if len(over) == len(rows) >= FAILURES_MAX and not {*over} - {JobStatus.FAILED, JobStatus.REFUSED}:
-            self._end(sweep_id, f"its first {len(rows)} trials failed")
+        if len(over) >= FAILURES_MAX and not {*over} - {JobStatus.FAILED, JobStatus.REFUSED}:
+            self._end(sweep_id, f"its first {len(over)} trials failed")
             return
         live, number = len(rows) - len(over), len(rows)
         while number < running.trial.sweep.trials and live < running.trial.max_concurrent:
-            self._submit(running, sweep_id, number)
+            if not self._submit(running, sweep_id, number):
+                return
             live, number = live + 1, number + 1
         if not live:
             self._end(sweep_id, FINISHED)
+
+    def _is_over(self, sweep_id: str, number: int) -> bool:
+        return sweep_id in self._running and number in self._running[sweep_id].over
 
     def _taken_up(self, sweep_id: str, rows: Sequence[TrialRow]) -> _Running:
         first = self._controller.job(rows[0].job)
@@ -158,17 +178,20 @@ class Sweeper:
         self._running[sweep_id] = running
         return running
 
-    def _submit(self, running: _Running, sweep_id: str, number: int) -> None:
+    def _submit(self, running: _Running, sweep_id: str, number: int) -> bool:
+        """Whether the next trial was submitted; else the sweep has ended."""
         assert running.asked == number, (running.asked, number)
         parameters = running.study.ask()
         running.asked += 1
         try:
             self._controller.submit(self._with_costs(trial_of(running.first, sweep_id, number, parameters)))
         except OrchestratorError as error:
-            del self._running[sweep_id]  # the study has a trial that the queue lacks
-            if isinstance(error, SpecError):
-                self._end(sweep_id, f"trial {number} was refused: {error}"[:500])
-            raise
+            self._running.pop(sweep_id, None)  # its study has a trial that the queue lacks
+            if not isinstance(error, SpecError):
+                raise
+            self._end(sweep_id, f"trial {number} was refused: {error}"[:REASON_MAX])  # as by a deadline that is over
+            return False
+        return True
 
     def _follow(self, running: _Running, job: Job) -> None:
         """Take a trial that was not over into the study, with the news of its curve and its end."""
