@@ -202,7 +202,8 @@ def _ranks(profile: ModelProfile, plan: Plan, full_layers: int) -> tuple[Rank, .
 def _moments(rank: Rank, plan: Plan, device: DeviceSpec, places: Iterable[int]) -> list[Moment]:
     """Those of the model's passages at the places, and all that are none of its passages."""
     cuda = device.kind is DeviceKind.CUDA
-    if plan.engine is Engine.TORCH or plan.zero_stage < ZeroStage.GRADIENTS or plan.sharding is Sharding.FSDP:
+    is_by_torch = plan.engine is Engine.TORCH or plan.sharding is Sharding.FSDP
+    if (is_by_torch or plan.zero_stage < ZeroStage.GRADIENTS) and not plan.optimizer_in_backward:
         places = [at for at in places if rank.passages[at].point is not Point.ARRIVAL]
     if plan.engine is Engine.DEEPSPEED:
         return deepspeed.moments(rank, plan, places, cuda=cuda)

@@ -15,19 +15,25 @@ from orchestrator.specs.plan import (
     Precision,
     Sharding,
     ZeroStage,
+    text_of,
 )
 
-SWITCHED_OFF = (ActivationCheckpointing.NONE.value, Precision.FP32.value, "0")  # where a script's bare switch is absent
+SWITCHED_OFF = (
+    ActivationCheckpointing.NONE.value,
+    Precision.FP32.value,
+    "0",
+    "false",
+)  # where a script's bare switch is absent
 
 # As our engines scale (training/contract/loss_scale.py): from 2**16, doubled after 2000 finite steps, halved at once.
 DYNAMIC_LOSS_SCALE = {"initial_scale_power": 16, "loss_scale_window": 2000, "hysteresis": 1}
 
 
-def deepspeed_config(plan: Plan, *, clip_norm: float, virtual: bool = False) -> dict[str, Any]:
+def deepspeed_config(plan: Plan, *, clip_norm: float | None, virtual: bool = False) -> dict[str, Any]:
     """The DeepSpeed configuration of a plan, with every setting explicit whose default would surprise.
 
-    Clipping defaults to 1.0 in DeepSpeed, buckets to 5e8 elements (deepspeed/runtime/constants.py, zero/config.py).
-    `virtual` asks for the small buckets of a virtual device.
+    Clipping defaults to 1.0 in DeepSpeed, where 0 is none, and buckets to 5e8 elements (deepspeed/runtime/constants.py,
+    zero/config.py). `virtual` asks for the small buckets of a virtual device.
     """
     buckets = VIRTUAL_BUCKETS if virtual else CUDA_BUCKETS
     is_stage_3 = plan.zero_stage is ZeroStage.PARAMETERS
@@ -52,7 +58,7 @@ def deepspeed_config(plan: Plan, *, clip_norm: float, virtual: bool = False) -> 
         "train_batch_size": plan.global_batch_size,
         "train_micro_batch_size_per_gpu": plan.micro_batch_size,
         "gradient_accumulation_steps": plan.gradient_accumulation_steps,
-        "gradient_clipping": clip_norm,
+        "gradient_clipping": clip_norm or 0.0,
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
@@ -131,6 +137,7 @@ def script_command(
         *_same(knobs.global_batch_size, str(spec.global_batch_size)),
         *_same(knobs.activation_checkpointing, plan.activation_checkpointing.value),
         *_same(knobs.precision, plan.precision.value),
+        *_same(knobs.optimizer_in_backward, text_of(plan.optimizer_in_backward)),
         *_same(knobs.sequence_length, None if plan.sequence_length is None else str(plan.sequence_length)),
         *_same(knobs.zero_stage, str(int(plan.zero_stage))),
         *_same(knobs.deepspeed_config, deepspeed_config_path),

@@ -539,6 +539,8 @@ def _families(spec: JobSpec, hardware: Hardware, variant: _Variant) -> Iterator[
             except IllegalPlan:
                 continue
             at_work = tuple(cut for cut in cuts if why_pipeline_stalls(*pipeline, cut[1]) is None)
+            if strategy.optimizer_in_backward:
+                at_work = tuple(cut for cut in at_work if cut[1] == 1)
             modes = checkpointing(spec, strategy)
             if mode is not None:
                 modes = tuple(one for one in modes if one is mode)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 from orchestrator.memory.models.hf import decoder_shape
@@ -39,10 +39,29 @@ class Strategy:
     pipeline_stages_per_rank: int = 1
     offload: Offload = Offload.NONE
     offload_target: OffloadTarget = OffloadTarget.CPU
+    optimizer_in_backward: bool = False
     sharding: Sharding = Sharding.DEEPSPEED
 
 
 def strategies(spec: JobSpec, hardware: Hardware, layout: ParallelLayout) -> Iterator[Strategy]:
+    """Every way to share that the job, the layout and the hardware have room for, updated in either way."""
+    for one in _shared(spec, hardware, layout):
+        yield one
+        if _updates_in_backward(spec):
+            yield replace(one, optimizer_in_backward=True)
+
+
+def _updates_in_backward(spec: JobSpec) -> bool:
+    """Whether the job lets a gradient go before it knows the others; which plans can is said in specs.plan.
+
+    Recipes that take turns do not: FSDP2 makes gradients of those that stand still.
+    """
+    if spec.training.clip_norm is not None or any(one.profile.turns for one in spec.traced):
+        return False
+    return not spec.is_script or spec.knobs.optimizer_in_backward is not None
+
+
+def _shared(spec: JobSpec, hardware: Hardware, layout: ParallelLayout) -> Iterator[Strategy]:
     """Every engine and sharding that the job, the layout and the hardware have room for.
 
     One rank has no peer to share with; host memory is no other memory on a virtual device.

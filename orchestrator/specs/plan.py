@@ -221,6 +221,15 @@ class Plan:
             is_given=False,
         ),
     )
+    # Whether each parameter is updated, and its gradient let go, as soon as that is whole.
+    optimizer_in_backward: bool = field(
+        default=False,
+        metadata=_declared(
+            Degradation.EXACT,
+            short=lambda plan: _where("optimizer in backward", plan.optimizer_in_backward),
+            rows=lambda plan: {"optimizer_in_backward": "true"} if plan.optimizer_in_backward else {},
+        ),
+    )
     # Of a script's ZeRO stages; ours follow from the engine.
     sharding: Sharding = field(
         default=Sharding.DEEPSPEED,
@@ -270,7 +279,7 @@ class Plan:
             return "offload_target=nvme needs an offload and zero_stage=3 (deepspeed/runtime/zero/offload_config.py)"
         if self.engine is not Engine.SCRIPT and (self.sharding is not Sharding.DEEPSPEED or self.phase_batch_sizes):
             return "sharding and phase_batch_sizes are a script's"
-        reason = self._why_layout_is_illegal()
+        reason = self._why_layout_is_illegal() or self._why_not_in_backward()
         if reason is None and self.engine is Engine.TORCH:
             reason = self._why_illegal_for_torch()
         if reason is None and self.engine is Engine.DEEPSPEED:
@@ -296,6 +305,36 @@ class Plan:
                 )
             return why_pipeline_stalls(layout.pp, self.pipeline_stages_per_rank, self.gradient_accumulation_steps)
         return None
+
+    def _why_not_in_backward(self) -> str | None:
+        if not self.optimizer_in_backward:
+            return None
+        if self.engine is Engine.DEEPSPEED or (self.engine is Engine.SCRIPT and self._is_by_deepspeed):
+            return (
+                "optimizer_in_backward=true is not for DeepSpeed, which updates flat pieces of all parameters at once"
+            )
+        if self.gradient_accumulation_steps > 1:
+            return (
+                "optimizer_in_backward=true needs gradient_accumulation_steps=1: else the first gradients are not whole"
+            )
+        if self.precision is Precision.FP16:
+            return "optimizer_in_backward=true needs fp32 or bf16: fp16 looks for overflows in all gradients first"
+        if self.layout.dp > 1 and self.zero_stage is ZeroStage.NONE:
+            return (
+                "optimizer_in_backward=true with dp > 1 needs zero_stage 2 or 3: "
+                "DistributedDataParallel's buckets hold all gradients to the end"
+            )
+        if self.dp_replicate > 1:
+            return "optimizer_in_backward=true needs dp_replicate=1: hybrid sharding keeps what it reduces to the end"
+        if self.offload is not Offload.NONE:
+            return "optimizer_in_backward=true needs offload=none: gradients are in host memory already"
+        if self.optimizer is Optimizer.ADAMW_8BIT:
+            return "optimizer_in_backward=true needs another optimizer: bitsandbytes was never seen to run so"
+        return None
+
+    @property
+    def _is_by_deepspeed(self) -> bool:
+        return self.zero_stage is not ZeroStage.NONE and self.sharding is Sharding.DEEPSPEED
 
     def _why_illegal_for_torch(self) -> str | None:
         if self.zero_stage is ZeroStage.OPTIMIZER:
@@ -387,6 +426,8 @@ class Setting:
     @cached_property
     def choices(self) -> dict[str, Any]:
         """Its values by their text; empty where it is a number."""
+        if self.kind is bool:
+            return {text_of(value): value for value in (False, True)}
         return {text_of(value): value for value in self.kind} if _is_enum(self.kind) else {}
 
     def from_json(self, value: Any) -> Any:
@@ -440,6 +481,8 @@ def settings(plan: Plan) -> dict[str, str]:
 
 def text_of(value: Any) -> str:
     """A setting's value in one word."""
+    if isinstance(value, bool):
+        return str(value).lower()
     return str(int(value)) if isinstance(value, int) else str(value)
 
 

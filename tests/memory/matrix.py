@@ -184,6 +184,28 @@ def partial_plans(ranks: int) -> list[Plan]:
     return _legal((*how, selective | more) for *how, more in (of_two if ranks == 2 else of_four))
 
 
+def in_backward_plans(ranks: int, micro_batch_sizes: Sequence[int], precision: Precision) -> list[Plan]:
+    """Where each parameter is updated as soon as its gradient is whole: alone, under FSDP2, in tensor parallel."""
+    said: dict[int, tuple[tuple[int, dict[str, int]], ...]] = {
+        1: ((0, {}),),
+        2: ((2, {"dp": 2}), (3, {"dp": 2}), (0, {"tp": 2})),
+        4: ((2, {"dp": 2, "tp": 2}), (3, {"dp": 2, "tp": 2})),
+    }
+    return [
+        Plan(
+            engine=Engine.TORCH,
+            layout=ParallelLayout(**layout),
+            zero_stage=ZeroStage(stage),
+            micro_batch_size=micro,
+            activation_checkpointing=mode,
+            precision=precision,
+            optimizer_in_backward=True,
+            sequence_length=SEQUENCE_LENGTH,
+        )
+        for (stage, layout), micro, mode in product(said[ranks], micro_batch_sizes, ActivationCheckpointing)
+    ]
+
+
 def adapted_plans() -> list[Plan]:
     """Where what is gathered, recomputed and returned by adapters shows."""
     none, selective, whole = ActivationCheckpointing

@@ -145,6 +145,7 @@ def _peak_bytes(asked: Run, folder: Path) -> int:
         training=TrainingSpec(
             max_steps=STEPS,
             optimizer=plan.optimizer,
+            clip_norm=None if plan.optimizer_in_backward else 1.0,
             batch_norm_samples=plan.micro_batch_size,
             freeze=tuple(Freeze(parameters=names) for names in asked.frozen),
         ),

@@ -11,7 +11,7 @@ import pytest
 
 from orchestrator.memory.engines.deepspeed import CUDA_BUCKETS, VIRTUAL_BUCKETS
 from orchestrator.memory.engines.pipeline import layers_of
-from orchestrator.memory.profiles import CHUNK_TOKENS
+from orchestrator.memory.profiles import CHUNK_TOKENS, profile_of
 from orchestrator.planning.frontier import MARGIN
 from orchestrator.specs.job.model import LoraSpec, ModelSpec
 from orchestrator.specs.plan import ActivationCheckpointing, Engine, Plan, Precision
@@ -27,6 +27,7 @@ from tests.memory.matrix import (
     Row,
     adapted_plans,
     full,
+    in_backward_plans,
     job,
     parallel_plans,
     partial_plans,
@@ -76,6 +77,24 @@ def test_a_plan_whose_first_layers_only_are_recomputed_in_full_needs_what_is_pre
     found = rows(DEEP, partial_plans(ranks), tmp_path)
     assert found
     assert max(abs(row.error) for row in found) <= MEAN_ERROR_MAX, table(found)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.long)])
+def test_a_plan_that_updates_in_the_backward_pass_needs_what_is_predicted(tmp_path: Path, ranks: int) -> None:
+    found = rows(DEEP, in_backward_plans(ranks, (2,), Precision.FP32), tmp_path / "deep")
+    if ranks == 1:
+        found += rows(WIDE, in_backward_plans(ranks, (1, 16), Precision.BF16), tmp_path / "wide")
+    assert max(abs(row.error) for row in found) <= MEAN_ERROR_MAX, table(found)
+
+
+def test_an_update_in_the_backward_pass_saves_the_bytes_of_all_gradients_but_one(tmp_path: Path) -> None:
+    *_, inside = in_backward_plans(1, (1,), Precision.FP32)
+    outside = dataclasses.replace(inside, optimizer_in_backward=False)
+    less, more = rows(DEEP, [inside, outside], tmp_path)
+    profile = profile_of(job(ModelSpec(decoder=DEEP)), precision=Precision.FP32, sequence_length=SEQUENCE_LENGTH)
+    assert profile is not None
+    gradient_bytes = 4 * (profile.trained_parameters - profile.largest_trained)
+    assert 0.9 * gradient_bytes < more.measured_bytes - less.measured_bytes < 1.1 * gradient_bytes, table([less, more])
 
 
 def test_no_plan_called_fitting_needs_more_than_the_capacity(measured: list[Row]) -> None:

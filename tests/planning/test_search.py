@@ -37,6 +37,7 @@ KNOBS = {
     "precision": {"flag": "--dtype"},
     "sequence_length": {"flag": "--tokens", "default": LENGTH},
     "deepspeed_config": {"flag": "--deepspeed"},
+    "optimizer_in_backward": {"switch": "--update-in-backward"},
 }
 SCRIPT = {"command": "python train.py", "knobs": KNOBS}
 WORK: tuple[dict[str, Any], ...] = (
@@ -85,7 +86,11 @@ jobs = st.builds(
     gpus=st.tuples(st.integers(1, 2), st.integers(0, 6)),
     allow=st.sampled_from(("exact", "numeric", "semantic")),
     precision=st.sampled_from(("fp32", "bf16", "fp16")),
-    training=st.sampled_from(("adamw", "sgd", "adafactor")).map(lambda rule: {"optimizer": rule}),
+    training=st.builds(
+        lambda rule, clip: {"optimizer": rule, "clip_norm": clip},
+        st.sampled_from(("adamw", "sgd", "adafactor")),
+        st.sampled_from((1.0, None)),
+    ),
 )
 machines = st.builds(
     machine,

@@ -268,3 +268,36 @@ def test_selective_checkpointing_under_zero_3_of_deepspeed_is_for_recipes_that_d
     }
     assert ((Engine.DEEPSPEED, ZeroStage.PARAMETERS) in selective) == (not turns)
     assert {(Engine.DEEPSPEED, ZeroStage.GRADIENTS), (Engine.TORCH, ZeroStage.PARAMETERS)} <= selective
+
+
+UNCLIPPED = {"training": {"clip_norm": None}}
+
+
+def test_updates_in_the_backward_pass_are_offered_where_no_other_gradient_is_waited_for() -> None:
+    inside = [one for one in plans(job(**UNCLIPPED), machine()) if one.optimizer_in_backward]
+    assert {one.engine for one in inside} == {Engine.TORCH}
+    assert {one.gradient_accumulation_steps for one in inside} == {1}
+    assert {one.layout.pp for one in inside} == {1}
+    assert not [one for one in inside if one.layout.dp > 1 and not one.zero_stage]
+    kinds = {(one.layout.dp > 1, one.layout.tp > 1, int(one.zero_stage)) for one in inside}
+    assert kinds == {(False, False, 0), (False, True, 0)} | {
+        (True, cut, stage) for cut in (False, True) for stage in (2, 3)
+    }
+
+
+def test_a_job_that_clips_has_no_updates_in_the_backward_pass_and_one_that_pins_them_is_told_why() -> None:
+    assert not [one for one in plans(job(), machine()) if one.optimizer_in_backward]
+    with pytest.raises(ValueError, match=r"clips by the norm of all gradients[^}]*clip_norm: null"):
+        job(plan={"optimizer_in_backward": True})
+
+
+def test_an_update_in_the_backward_pass_is_on_the_frontier_slower_and_needs_less() -> None:
+    found = frontier(job(gpus=1, global_batch_size=2, **UNCLIPPED), machine()).candidates
+    known = {one.plan: one for one in found}
+    inside = [one for one in found if one.plan.optimizer_in_backward]
+    pairs = [(known.get(replace(one.plan, optimizer_in_backward=False)), one) for one in inside]
+    both = [(plain, less) for plain, less in pairs if plain is not None]
+    assert both
+    for plain, less in both:
+        assert plain.step_s < less.step_s < 1.2 * plain.step_s
+        assert less.estimate.device_bytes < plain.estimate.device_bytes

@@ -22,6 +22,7 @@ from orchestrator.specs.plan import (
     ActivationCheckpointing,
     Engine,
     Offload,
+    Optimizer,
     ParallelLayout,
     Plan,
     Precision,
@@ -128,6 +129,38 @@ def test_every_plan_that_the_planner_emits_gives_the_losses_of_one_process(tmp_p
             curves = losses(home, [ONE_PROCESS, *chosen], decoder=decoder, timeout_s=3500)
             expected = curves.pop(ONE_PROCESS)
             check(curves, expected)
+
+
+UNCLIPPED = dataclasses.replace(TRAINING, clip_norm=None)
+IN_BACKWARD = (
+    plan(TORCH, 0, optimizer_in_backward=True),
+    plan(TORCH, 0, optimizer_in_backward=True, activation_checkpointing=SELECTIVE, precision=Precision.BF16),
+    plan(TORCH, 0, tp=2, optimizer_in_backward=True),
+    plan(TORCH, 2, dp=2, optimizer_in_backward=True),
+    plan(TORCH, 3, dp=2, optimizer_in_backward=True, activation_checkpointing=FULL),
+    plan(TORCH, 3, dp=2, optimizer_in_backward=True, precision=Precision.BF16),
+)
+
+
+@pytest.mark.parametrize("optimizer", [Optimizer.ADAMW, pytest.param(Optimizer.SGD, marks=pytest.mark.long)])
+def test_updates_in_the_backward_pass_give_the_losses_of_one_process(tmp_path: Path, optimizer: Optimizer) -> None:
+    training = dataclasses.replace(UNCLIPPED, optimizer=optimizer)
+    curves = losses(tmp_path, [ONE_PROCESS, *IN_BACKWARD], training=training)
+    expected = curves.pop(ONE_PROCESS)
+    assert expected[TRAINING.max_steps] < expected[1] - 0.2
+    check(curves, expected)
+
+
+def test_a_training_hops_in_and_out_of_updates_in_the_backward_pass(tmp_path: Path) -> None:
+    legs = (
+        plan(TORCH, 3, dp=2, optimizer_in_backward=True),
+        plan(DEEPSPEED, 2, dp=2, cuts=2),
+        plan(TORCH, 0, tp=2, optimizer_in_backward=True),
+        plan(TORCH, 0, dp=2, cuts=2),
+        plan(TORCH, 2, dp=2, optimizer_in_backward=True, activation_checkpointing=FULL),
+    )
+    chain, expected = hop(tmp_path, legs, dataclasses.replace(HOPPING, clip_norm=None))
+    assert chain == pytest.approx(expected, abs=TOLERANCE[Precision.FP32], rel=0)
 
 
 DROPPING_OVER_TWO = (
@@ -268,12 +301,19 @@ def one_of_each_strategy(emitted: Iterable[Plan]) -> list[Plan]:
 
 
 def losses(
-    home: Path, chosen: Sequence[Plan], *, decoder: DecoderSpec = DECODER, timeout_s: float = gang.LAUNCH_TIMEOUT_S
+    home: Path,
+    chosen: Sequence[Plan],
+    *,
+    decoder: DecoderSpec = DECODER,
+    training: TrainingSpec = TRAINING,
+    timeout_s: float = gang.LAUNCH_TIMEOUT_S,
 ) -> dict[Plan, dict[int, float]]:
     """Loss by step of a training under each plan; plans of one world size share a launch."""
     home.mkdir(exist_ok=True)
     text = gang.ragged_text(home)
-    runs = {each: _run(home, f"plan-{n}", each, text, decoder=decoder) for n, each in enumerate(chosen)}
+    runs = {
+        each: _run(home, f"plan-{n}", each, text, decoder=decoder, training=training) for n, each in enumerate(chosen)
+    }
     for ranks in sorted({each.world_size for each in chosen}):
         parts = [Part(run=run) for each, run in runs.items() if each.world_size == ranks]
         for start in range(0, len(parts), LAUNCHED_TOGETHER):

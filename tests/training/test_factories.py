@@ -273,6 +273,13 @@ def test_several_recipes_run_data_parallel_only() -> None:
         _engine_of(dataclasses.replace(recipes[0], then=recipes[1:]), tensor_parallel)
 
 
+def test_several_recipes_are_never_updated_in_the_backward_pass() -> None:
+    recipes = _gan()
+    inside = plan(dp=1, micro=gang.GLOBAL_BATCH, optimizer_in_backward=True)
+    with pytest.raises(SpecError, match="gradients out of turn"):
+        _engine_of(dataclasses.replace(recipes[0], then=recipes[1:]), inside)
+
+
 @pytest.mark.parametrize(
     ("returned", "said"),
     [

@@ -232,6 +232,28 @@ def test_a_plain_training_is_counted_and_timed(tmp_path: Path) -> None:
     assert 6 * parameter_bytes < beat["peak_bytes"] < 10 * parameter_bytes
 
 
+IN_BACKWARD = """
+import torch
+from torch import nn
+model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+alone = {parameter: torch.optim.AdamW([parameter]) for parameter in model.parameters()}
+def update(parameter):
+    alone[parameter].step()
+    parameter.grad = None
+for parameter in model.parameters():
+    parameter.register_post_accumulate_grad_hook(update)
+for step in range(5):
+    model(torch.ones(8, 64)).sum().backward()
+"""
+
+
+def test_optimizers_that_step_within_the_backward_pass_count_one_step_for_each_pass(tmp_path: Path) -> None:
+    guarded = run(tmp_path, script(tmp_path, IN_BACKWARD))
+    assert guarded.exit_code == 0, guarded.out
+    beat = guarded.read("heartbeat")
+    assert (beat["steps_done"], beat["backwards"], beat["phase"]) == (5, 5, "forward")
+
+
 def test_the_room_of_the_allocator_on_a_cuda_device_is_its_minimum_so_far(tmp_path: Path) -> None:
     """A context and a communicator take 700 of 1000 MiB; memory that the allocator reserves or frees does not count."""
     text = ON_CUDA.format(free=900 * MIB) + (

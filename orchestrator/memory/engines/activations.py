@@ -55,7 +55,7 @@ def activations(
     aten/src/ATen/autocast_mode.cpp, torch 2.13.0). The first `full_layers` layers of the stage keep their input only.
     """
     how = _How(mode, casts, full_layers)
-    alone = _of_one_micro_batch(rank.stage, rank.has_loss, not rank.messages, how, rank.full_layers)
+    alone = _of_one_micro_batch(rank.stage, rank.has_loss, not rank.messages, how, rank.full_layers, rank.updates)
     if rank.in_flight == 1:
         return alone
     full = full_parts(rank.stage, full_layers)
@@ -87,16 +87,16 @@ def _full_is_lightest(segment: Segment) -> bool:
 
 def highest_places(rank: Rank, *, casts: bool) -> frozenset[int]:
     """The rank's passages where most is live of large micro-batches under some checkpointing, or a loss in chunks."""
-    return _highest_places(rank.stage, rank.has_loss, not rank.messages, casts)
+    return _highest_places(rank.stage, rank.has_loss, not rank.messages, casts, rank.updates)
 
 
 @lru_cache(maxsize=8192)
-def _highest_places(stage: ModelProfile, has_loss: bool, gathers: bool, casts: bool) -> frozenset[int]:
+def _highest_places(stage: ModelProfile, has_loss: bool, gathers: bool, casts: bool, updates: bool) -> frozenset[int]:
     """Those of one micro-batch: the others in flight add as much to all."""
-    points = traced_passages(stage) if stage.moments else passages(stage, has_loss, gathers=gathers)
+    points = traced_passages(stage) if stage.moments else passages(stage, has_loss, gathers=gathers, updates=updates)
     places, found = [at for at, passage in enumerate(points) if passage.point is not Point.ARRIVAL], set()
     for mode in ActivationCheckpointing:
-        passing = _of_one_micro_batch(stage, has_loss, gathers, _How(mode, casts, 0), 0)[:FORWARDED]
+        passing = _of_one_micro_batch(stage, has_loss, gathers, _How(mode, casts, 0), 0, updates)[:FORWARDED]
         found.add(max(places, key=lambda at: passing[at].per_sample_bytes))
         found.update(at for at, live in enumerate(passing) if live.chunks is not None)
     return frozenset(found)
@@ -104,9 +104,9 @@ def _highest_places(stage: ModelProfile, has_loss: bool, gathers: bool, casts: b
 
 @lru_cache(maxsize=8192)
 def _of_one_micro_batch(
-    stage: ModelProfile, has_loss: bool, gathers: bool, how: _How, passing: int
+    stage: ModelProfile, has_loss: bool, gathers: bool, how: _How, passing: int, updates: bool
 ) -> tuple[Activations, ...]:
-    """`passing`: full layers whose passages count."""
+    """`passing`: full layers whose passages count; `updates`: as those of a rank."""
     mode, casts = how.mode, how.casts
     if stage.moments:
         lines = (Activations(one.sample_bytes, one.fixed_bytes) if one.mode is mode else NONE for one in stage.moments)
@@ -128,7 +128,7 @@ def _of_one_micro_batch(
     gradient_bytes = stage.parameter_bytes if casts or stage.precision is Precision.FP32 else 2
     recast = casts and mode is not ActivationCheckpointing.NONE and stage.tensor_parallel == 1
     found = []
-    for passage in passages(stage, has_loss, gathers=gathers, full_layers=passing):
+    for passage in passages(stage, has_loss, gathers=gathers, full_layers=passing, updates=updates):
         if passage.point is Point.FORWARD:
             kept_then = up_to(passage.place, passage.segment.count)
             waiting_bytes = gradient_bytes * _waiting(passage, segments[-1])

@@ -92,12 +92,19 @@ class Rank:
     accumulates: bool = False  # whether the gradients of an earlier micro-batch exist while so many are in flight
     messages: int = 0  # hidden states and gradients that it keeps for them, of one micro-batch each
     full_layers: int = 0  # of selective checkpointing: its first layers that keep their input only
+    updates: bool = False  # each parameter in the backward pass, as soon as its gradient is whole
 
     @cached_property
     def passages(self) -> tuple[Passage, ...]:
         if self.stage.moments:
             return traced_passages(self.stage)
-        return passages(self.stage, self.has_loss, gathers=not self.messages, full_layers=self.full_layers)
+        return passages(
+            self.stage,
+            self.has_loss,
+            gathers=not self.messages,
+            full_layers=self.full_layers,
+            updates=self.updates,
+        )
 
     @cached_property
     def parameters(self) -> int:
@@ -138,12 +145,15 @@ def full_parts(stage: ModelProfile, full_layers: int) -> list[int]:
 
 
 @lru_cache(maxsize=8192)
-def passages(stage: ModelProfile, has_loss: bool, *, gathers: bool, full_layers: int = 0) -> tuple[Passage, ...]:
+def passages(
+    stage: ModelProfile, has_loss: bool, *, gathers: bool, full_layers: int = 0, updates: bool = False
+) -> tuple[Passage, ...]:
     """The points that can be the worst of one micro-batch, in the order in which they come.
 
     Between the second part of a segment and the last everything changes linearly, so three are enough; but the last has
     none ahead. Where an engine `gathers` one part ahead of another, as no pipeline does, the last but one counts too.
-    Where the first layers keep less than the others, the last of them and the first of the others count as well.
+    Where the first layers keep less than the others, the last of them and the first of the others count as well. Where
+    a gradient `updates` its parameter at once, so does the largest one of a part that tells no peaks of its own.
     """
     segments = stage.segments
     last, chunks = segments[-1], segments[-1].chunks
@@ -184,7 +194,7 @@ def passages(stage: ModelProfile, has_loss: bool, *, gathers: bool, full_layers:
                     peak=peak,
                     since=max((each.own for each in segment.arrivals if each.own < own), default=0),
                 )
-                for point, own, peak in _backward(segment, is_loss=is_loss, arrives=gathers)
+                for point, own, peak in _backward(segment, is_loss=is_loss, arrives=gathers, updates=updates)
             ]
         done += segment.count * segment.trained_parameters
         units += segment.count * segment.parameters if repeated else 0
@@ -243,7 +253,9 @@ def _order(segment: Segment, position: int) -> str:
     return "last " if position == 0 else "first " if position == segment.count - 1 else ""
 
 
-def _backward(segment: Segment, *, is_loss: bool, arrives: bool) -> list[tuple[Point, int, BackwardPeak | None]]:
+def _backward(
+    segment: Segment, *, is_loss: bool, arrives: bool, updates: bool
+) -> list[tuple[Point, int, BackwardPeak | None]]:
     """Backward pass of one part, with the gradients that it has by then: its start, its peaks, all of them made.
 
     In a repeated part the largest activations and the gradient of the largest matrix (of the feed-forward) meet, where
@@ -259,5 +271,6 @@ def _backward(segment: Segment, *, is_loss: bool, arrives: bool) -> list[tuple[P
         return [(Point.PEAK, 0, None), (Point.GRADIENT, largest, None), (Point.END, trained, None)]
     found: list[tuple[Point, int, BackwardPeak | None]] = [(Point.START, 0, None)]
     found += [(Point.PEAK, peak.own, peak) for peak in segment.peaks] or [(Point.PEAK, largest, None)]
+    found += [(Point.GRADIENT, largest, None)] if updates and not segment.peaks else []
     found += [(Point.ARRIVAL, arrival.own, arrival) for arrival in segment.arrivals if arrives]
     return [*found, (Point.END, trained, None)]

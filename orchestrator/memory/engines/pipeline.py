@@ -19,7 +19,7 @@ def ranks(profile: ModelProfile, plan: Plan, *, full_layers: int = 0) -> tuple[R
     `full_layers`: the ranks' passages are those where so many first layers of every stage keep less than the others.
     """
     if plan.layout.pp == 1:
-        return _whole(profile, full_layers, is_alone=all_in_flight(plan))
+        return _whole(profile, full_layers, is_alone=all_in_flight(plan), updates=plan.optimizer_in_backward)
     return _stages(profile, plan.layout.pp, plan.pipeline_stages_per_rank, full_layers, fills=all_in_flight(plan))
 
 
@@ -30,8 +30,11 @@ def all_in_flight(plan: Plan) -> bool:
 
 
 @lru_cache(maxsize=1024)
-def _whole(profile: ModelProfile, full_layers: int, *, is_alone: bool) -> tuple[Rank, ...]:
-    return (Rank(name="", held=profile, stage=profile, accumulates=not is_alone, full_layers=full_layers),)
+def _whole(profile: ModelProfile, full_layers: int, *, is_alone: bool, updates: bool) -> tuple[Rank, ...]:
+    whole = Rank(
+        name="", held=profile, stage=profile, accumulates=not is_alone, full_layers=full_layers, updates=updates
+    )
+    return (whole,)
 
 
 @lru_cache(maxsize=4096)

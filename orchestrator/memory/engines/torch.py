@@ -30,6 +30,8 @@ def ddp_moments(
     )
 
     def gradients(passage: Passage) -> int:
+        if plan.optimizer_in_backward:
+            return width * _arriving(passage)
         if rank.accumulates:
             whole = passage.turn or count
             if buckets and bucket_views and plan.gradient_accumulation_steps == 2 and plan.layout.pp == 1:
@@ -42,12 +44,35 @@ def ddp_moments(
     found = []
     for at in places:
         passage = rank.passages[at]
-        found.append(Moment(passage.name, (*fixed, ("gradients", gradients(passage))), at))
+        at_once = ("gradients", gradients(passage)), ("optimizer temporaries", _updating(passage, plan, cuda=cuda))
+        found.append(Moment(passage.name, (*fixed, *at_once), at))
+    if plan.optimizer_in_backward:
+        return found
     own = 0 if buckets and bucket_views else width * max(profile.turns, default=count)
     largest, before = profile.largest_trained, profile.updated_before_largest
     temporary = width * count if foreach else temporaries(plan, largest, cuda=cuda, before=before)
     found.append(Moment("optimizer step", (*fixed, ("gradients", own), ("optimizer temporaries", temporary))))
     return found
+
+
+def _arriving(passage: Passage) -> int:
+    """Elements of the one gradient that is there where each goes as soon as it is whole.
+
+    Where most is live in a layer, that of its largest matrix has gone. A loss in chunks makes its own long before.
+    """
+    has_gone = passage.point is Point.PEAK and passage.segment.is_unit and passage.peak is None
+    return 0 if has_gone else passage.fresh
+
+
+def _updating(passage: Passage, plan: Plan, *, cuda: bool) -> int:
+    """Bytes held while a gradient that has just come is used up within the backward pass.
+
+    One of a loss in chunks, or of a weight that other parts share, waits.
+    """
+    waits = passage.segment.chunks is not None and passage.point is Point.PEAK
+    if not plan.optimizer_in_backward or not passage.backward or waits:
+        return 0
+    return temporaries(plan, min(_arriving(passage), passage.segment.trained_parameters), cuda=cuda)
 
 
 def fsdp2_moments(rank: Rank, plan: Plan, places: Iterable[int], *, cuda: bool, foreach: bool = False) -> list[Moment]:
@@ -78,6 +103,8 @@ def fsdp2_moments(rank: Rank, plan: Plan, places: Iterable[int], *, cuda: bool, 
             transients = _unit(rank, plan, passage, compute, shards, gloo=not cuda)
         # of reduced gradients the rank has a shard
         fresh = max(0, passage.done - passage.ends_done)
+        if plan.optimizer_in_backward:  # the shard of one unit, from its reduction to its update
+            fresh = passage.behind.trained_parameters if passage.behind and passage.point is Point.START else 0
         whole = of_turn.get(passage.turn, rank.trained_parameters)
         reduced = 0 if plan.layout.pp > 1 else whole + copies * fresh if rank.accumulates else fresh
         gradients = ("gradients", device * profile.parameter_bytes * -(-reduced // shards))
@@ -90,7 +117,7 @@ def fsdp2_moments(rank: Rank, plan: Plan, places: Iterable[int], *, cuda: bool, 
         found.append(Moment("gradient reduction of a layer", (*fixed, *_first_reduction(rank, unit, compute))))
     reduction = _root_reduction(rank, plan, shards, device, gloo=not cuda)
     found.append(Moment("gradient reduction of the root", (*fixed, *reduction)))
-    if device:
+    if device and not plan.optimizer_in_backward:
         largest, before = (-(-each // shards) for each in (profile.largest_trained, profile.updated_before_largest))
         shard = -(-rank.trained_parameters // shards)
         step = (
@@ -206,7 +233,11 @@ def _root_reduction(rank: Rank, plan: Plan, shards: int, device: int, *, gloo: b
     compute = compute_bytes(plan)
     width, exchanged = rank.held.parameter_bytes, exchanged_bytes(plan, rank.held.parameter_bytes)
     root, trained = rank.end_parameters, rank.trained_end_parameters
-    reduced = rank.trained_parameters - (0 if plan.gradient_accumulation_steps > 1 else trained)
+    reduced = (
+        0
+        if plan.optimizer_in_backward
+        else rank.trained_parameters - (0 if plan.gradient_accumulation_steps > 1 else trained)
+    )
     if plan.dp_replicate > 1 and plan.gradient_accumulation_steps > 1:
         reduced += rank.trained_parameters - trained
     shard = width * -(-trained // shards)

@@ -43,6 +43,8 @@ def bytes_per_parameter(plan: Plan) -> float:
     states = STATE_BYTES[plan.optimizer] / (shards if plan.zero_stage >= ZeroStage.OPTIMIZER else 1)
     if plan.offload is Offload.OPTIMIZER:
         states = 0.0
+    if plan.optimizer_in_backward:
+        gradients = 0.0
     return (weights + gradients + states) / (plan.layout.tp * plan.layout.pp)
 
 

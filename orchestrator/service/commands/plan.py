@@ -18,7 +18,7 @@ from orchestrator.scheduling.options.probe import measured_spec, probe_of
 from orchestrator.service.views.records import EstimateView, estimate_view
 from orchestrator.specs.cluster import DeviceSpec, Node
 from orchestrator.specs.errors import SpecError
-from orchestrator.specs.job.pins import GIVEN, SHORT, setting_value, unknown_setting
+from orchestrator.specs.job.pins import GIVEN, SHORT, check_in_backward, setting_value, unknown_setting
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.observation import Observation
@@ -234,6 +234,8 @@ def given_plan(spec: JobSpec, given: Sequence[Override]) -> Plan:
     if problems:
         raise together(problems, "--set")
     values = {key: setting_value(GIVEN[key], key, text, "--set") for key, text in said.items()}
+    if values.get("optimizer_in_backward"):
+        check_in_backward(spec.training.clip_norm, "--set optimizer_in_backward")
     layout = ParallelLayout(**{"dp": spec.gpus.min} | {axis: values.pop(axis) for axis in AXES if axis in values})
     micro_batch_size = values.setdefault("micro_batch_size", 1)
     told_steps = values.pop("gradient_accumulation_steps", None)

@@ -184,6 +184,7 @@ _FRAMEWORKS: dict[str, dict[str, Any]] = {
                 "values": {"none": "False", "full": "True"},
             },
             "precision": {"override": "dtype", "values": {"bf16": "bf16", "fp32": "fp32"}},
+            "optimizer_in_backward": {"override": "optimizer_in_bwd", "values": {"false": "False", "true": "True"}},
             "output_dir": {"override": "output_dir"},
         },
         "resume": {"checkpoints": "epoch_*", "step": r"epoch_(\d+)"},

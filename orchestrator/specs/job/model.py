@@ -263,9 +263,11 @@ class TrainingSpec:
     beta2: float = field(default=0.95, metadata=_key("Decay of the second moment of AdamW.", 0.999))
     momentum: float = field(default=0.9, metadata=_key("Momentum of SGD.", 0.95))
     weight_decay: float = field(default=0.1, metadata=_key("Weight decay of the optimizer.", 0.01))
-    clip_norm: float = field(
+    clip_norm: float | None = field(
         default=1.0,
-        metadata=_key("Greatest norm of the gradients of the whole model; larger ones are scaled down.", 1.0),
+        metadata=_key(
+            "Greatest norm of the gradients of the whole model; larger ones are scaled down; null: none.", 1.0
+        ),
     )
     freeze: tuple[Freeze, ...] = field(
         default=(),
@@ -293,8 +295,9 @@ class TrainingSpec:
             if getattr(self, name) < 1:
                 raise SpecError("must be at least 1", path=name, got=getattr(self, name))
         for name in ("learning_rate", "clip_norm"):
-            if getattr(self, name) <= 0:
-                raise SpecError("must be above 0", path=name, got=getattr(self, name))
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise SpecError("must be above 0", path=name, got=value)
         for name in ("warmup_steps", "min_learning_rate", "momentum", "weight_decay"):
             if getattr(self, name) < 0:
                 raise SpecError("must not be negative", path=name, got=getattr(self, name))

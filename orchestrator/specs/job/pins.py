@@ -22,6 +22,7 @@ KNOB_OF = {  # of a script, by the setting that it takes; a pin of another one h
     "sequence_length": "sequence_length",
     "zero_stage": "zero_stage",
     "offload": "deepspeed_config",
+    "optimizer_in_backward": "optimizer_in_backward",
 }
 
 
@@ -36,7 +37,7 @@ def unknown_setting(key: str, given: object, source: str = "") -> SpecError:
 
 def setting_value(setting: Setting, key: str, given: object, source: str = "") -> Any:
     """The setting's value that a text or a number says. Raises SpecError."""
-    choices, text = setting.choices, str(given)
+    choices, text = setting.choices, text_of(given)
     if text in choices:
         return choices[text]
     if choices:
@@ -77,13 +78,13 @@ Pins = Annotated[  # settings of a plan with their values
     BeforeValidator(_read),
     PlainSerializer(
         lambda pins: {key: value.value if isinstance(value, Enum) else value for key, value in pins},
-        return_type=dict[str, str | int],
+        return_type=dict[str, str | int | bool],
     ),
     WithJsonSchema(
         {
             "type": "object",
             "propertyNames": {"enum": [*GIVEN, *SHORT]},
-            "additionalProperties": {"type": ["string", "integer"]},
+            "additionalProperties": {"type": ["string", "integer", "boolean"]},
         }
     ),
 ]
@@ -112,6 +113,7 @@ def check_pins(
     precision: Precision,
     other_precision: bool,
     lengths: tuple[int | None, ...],
+    clip_norm: float | None,
 ) -> None:
     """Raises SpecError for a pin that the job cannot have on any hardware.
 
@@ -119,6 +121,8 @@ def check_pins(
     `other_precision` says whether it may have another precision than its own.
     """
     said = dict(pins)
+    if said.get("optimizer_in_backward"):
+        check_in_backward(clip_norm, "plan.optimizer_in_backward")
     if (engine := said.get("engine")) is not None and (engine is Engine.SCRIPT) is not (knobs is not None):
         ours = "torch, deepspeed" if knobs is None else "script"
         raise SpecError("the job has another engine", path="plan.engine", got=engine.value, allowed=ours)
@@ -142,6 +146,17 @@ def check_pins(
             got=said["sequence_length"],
             allowed=", ".join(str(length) for length in lengths if length is not None),
             hint="name it in `degrade.sequence_lengths`, with `degrade.allow: semantic`",
+        )
+
+
+def check_in_backward(clip_norm: float | None, path: str) -> None:
+    """Raises SpecError where a job clips: no gradient is scaled before the norm of all of them is known."""
+    if clip_norm is not None:
+        raise SpecError(
+            "the job clips by the norm of all gradients, which are never there together",
+            path=path,
+            got=f"true, with clip_norm {clip_norm:g}",
+            hint="say `training: {clip_norm: null}`, which is another training",
         )
 
 

@@ -548,6 +548,7 @@ class JobSpec(SpecModel):
             precision=self.precision,
             other_precision=self.degrade.limit >= Degradation.NUMERIC,
             lengths=(own or None, *self.degrade.sequence_lengths),
+            clip_norm=self.training.clip_norm,
         )
 
     def _check_guarantee(self) -> None:

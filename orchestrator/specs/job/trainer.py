@@ -18,7 +18,12 @@ LaunchStyle = Literal["ranks", "torchrun", "accelerate", "deepspeed", "dora", "s
 ON_ONE_NODE: tuple[LaunchStyle, ...] = ("dora", "self")
 STARTS_PYTHON: tuple[LaunchStyle, ...] = ("torchrun", "accelerate", "deepspeed")
 PHASES = ("startup", "encoding", "training", "optimizer", "evaluation", "checkpointing")
-YES_OR_NO = ("activation_checkpointing", "precision", "zero_stage")  # settings that a bare switch can say
+YES_OR_NO = (
+    "activation_checkpointing",
+    "precision",
+    "zero_stage",
+    "optimizer_in_backward",
+)  # settings that a bare switch can say
 
 
 def _word(value: object) -> object:
@@ -155,6 +160,11 @@ class Knobs(SpecModel):
         default=None,
         description="Arithmetic of the forward and backward pass: fp32, bf16 or fp16.",
         examples=[{"flag": "--dtype", "values": {"fp32": "float32", "bf16": "bfloat16"}}],
+    )
+    optimizer_in_backward: Knob | None = Field(
+        default=None,
+        description="Whether parameters are updated in the backward pass; needs `training: {clip_norm: null}`.",
+        examples=[{"override": "optimizer_in_bwd", "values": {"false": "False", "true": "True"}}],
     )
     sequence_length: Knob | None = Field(
         default=None,

@@ -37,6 +37,9 @@ class AlternatingEngine:
         if plan.layout.tp > 1 or plan.layout.pp > 1:
             got = f"tp={plan.layout.tp}, pp={plan.layout.pp}"
             raise SpecError("recipes that train in turn run data parallel only", path="plan.layout", got=got)
+        if plan.optimizer_in_backward:
+            what = "recipes that train in turn get gradients out of turn, which would be updates"
+            raise SpecError(what, path="plan.optimizer_in_backward", got="true")
         _check_names(recipes, training)
         own = [self._with_own_randomness(each) for each in recipes]
         self._engines = [build(each, _training(each, training)) for each in own]

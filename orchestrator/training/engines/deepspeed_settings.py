@@ -72,7 +72,7 @@ def settings(
         # Our own loss scale is set before every step: DeepSpeed would change its scale within a step.
         "fp16": {"enabled": plan.precision is Precision.FP16, "loss_scale": 1.0},
         # Explicit: unset means 1.0, not off. At stage 0 DeepSpeed does not return the norm, so the engine clips.
-        "gradient_clipping": training.clip_norm if plan.zero_stage is not ZeroStage.NONE else 0.0,
+        "gradient_clipping": (training.clip_norm or 0.0) if plan.zero_stage is not ZeroStage.NONE else 0.0,
         "zero_allow_untested_optimizer": True,  # torch.optim.AdamW: DeepSpeed's own would be compiled at start
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 10**9,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -41,6 +41,8 @@ class Updates:
         self.steps = torch.tensor([float(max(0, step - thaw)) for thaw in self._thaws])
         self._thawed = torch.tensor([thaw <= step for thaw in self._thaws])  # a pipeline stage may have none of a group
         self.optimizer = _optimizer(self.groups, training, device)
+        self._alone: dict[nn.Parameter, Any] = {}  # optimizers that update one parameter each, with its own states
+        self._device = device
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -77,10 +79,30 @@ class Updates:
                 elif "step" in state:
                     state["step"] = int(done)
 
+    def update_in_backward(self, ready: Callable[[nn.Parameter], None]) -> None:
+        """From now on, update each parameter and drop its gradient within the backward pass, when that is whole.
+
+        Before its update, `ready` gets the parameter. FSDP2 runs the hook with a reduced shard (foreach_reduce in
+        torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, torch 2.13.0).
+        """
+        for thaw, group in self.groups.items():
+            for name, parameter in group.items():
+                self._alone[parameter] = alone = _optimizer({thaw: {name: parameter}}, self._training, self._device)
+                alone.state = self.optimizer.state  # one dictionary: a checkpoint fills it, and counters are set in it
+
+                def update(parameter: Tensor) -> None:
+                    assert isinstance(parameter, nn.Parameter)
+                    ready(parameter)
+                    self._alone[parameter].step()
+                    parameter.grad = None
+
+                parameter.register_post_accumulate_grad_hook(update)  # type: ignore[no-untyped-call]
+
     def prepare(self, step: int) -> None:
         """Set the learning rate of the update that follows `step` optimizer steps."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(self._training, step)
+        for optimizer in (self.optimizer, *self._alone.values()):
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(self._training, step)
 
     def count(self) -> None:
         """One more update was made."""
@@ -111,9 +133,9 @@ def scale_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
         torch._foreach_mul_(gradients, factor)
 
 
-def clip_factor(norm: float, clip_norm: float) -> float:
-    """The factor that reduces gradients of this norm to at most `clip_norm` (torch's formula)."""
-    return min(1.0, clip_norm / (norm + 1e-6))
+def clip_factor(norm: float, clip_norm: float | None) -> float:
+    """The factor that reduces gradients of this norm to at most `clip_norm` (torch's formula); 1 where it is None."""
+    return 1.0 if clip_norm is None else min(1.0, clip_norm / (norm + 1e-6))
 
 
 def _optimizer(groups: dict[int, dict[str, nn.Parameter]], training: TrainingSpec, device: torch.device) -> Any:

@@ -8,7 +8,7 @@ a rank has its own tokens only: see sequence_parallel.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -72,10 +72,14 @@ class TensorParallel:
         if self.tokens:
             layers[0].register_forward_pre_hook(_changing_first(stood_for), prepend=True, with_kwargs=True)
 
-    def add_up(self, named: Mapping[str, nn.Parameter]) -> None:
-        """Sum the gradients of `partial` parameters over the ranks, in place."""
-        found = [named[name].grad for name in sorted(self.partial & named.keys())]
-        add_up([_local(gradient) for gradient in found if gradient is not None], self.mesh.get_group())
+    def partial_of(self, named: Mapping[str, nn.Parameter]) -> tuple[nn.Parameter, ...]:
+        """Those of the parameters whose gradients are to be added up, in the same order on every rank."""
+        return tuple(named[name] for name in sorted(self.partial & named.keys()))
+
+    def add_up(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Sum the gradients of such parameters over the ranks, in place."""
+        found = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        add_up([_local(gradient) for gradient in found], self.mesh.get_group())
 
 
 def tensor_parallel(recipe: Recipe, mesh: DeviceMesh, micro_batch_size: int) -> TensorParallel:

@@ -8,6 +8,7 @@ Facts for its memory model, in bytes (P parameters, dp ranks):
   FSDP2: 4P/dp, freed after the step; every micro-batch is reduce-scattered, so accumulation holds nothing unsharded.
 - FSDP2 at stage 2 keeps every layer gathered until its backward pass. At stage 3 it frees a layer after its forward
   pass and gathers it again; the rest (embedding, norm, head) stays gathered. HSDP shards over dp / dp_replicate ranks.
+- Optimizer in the backward pass: plain, one gradient at a time; FSDP2, the shards of the unit that is reduced.
 - Optimizer on CPU: one parameter at a time, two temporaries of its size. On CUDA: fused, none.
 - Tensor parallel: 1/tp of sharded parameters, all of replicated ones (norms); at start one parameter is whole. Between
   sharded modules a rank has 1/tp of the tokens (sequence_parallel.py).
@@ -68,6 +69,7 @@ class TorchEngine:
         self._changing = freeze_for(recipe.module, training.freeze, step)
         self._build()
         self._named = _named(recipe.module, self._share)
+        self._partial = dict.fromkeys(self._cut.partial_of(self._named) if self._cut else ())
         self._updates = Updates(self._named.items(), training, _state_device(plan, device), step)
         self._updates.allocate()
         self._trained = list(self._updates.parameters.values())
@@ -76,6 +78,11 @@ class TorchEngine:
         counted = self._updates.parameters.items()
         again = shared if self._pipeline and self._pipeline.is_last else ()  # counted by the first stage
         self._by_copies = _by_copies([parameter for name, parameter in counted if name not in again], plan)
+        self._squared = torch.zeros((), dtype=torch.float64, device=device)  # of gradients that are gone
+        if plan.optimizer_in_backward:
+            assert training.clip_norm is None, "planning/strategies.py offers it to jobs that do not clip"
+            self._copies = {each: copies for copies, some in self._by_copies.items() for each in some}
+            self._updates.update_in_backward(self._count_norm)
         if resume_from:
             checkpoint.load(resume_from.path, self._state(known_at=step))
             self._updates.set_steps()
@@ -108,6 +115,7 @@ class TorchEngine:
         factor = self._loss_scale.factor if self._loss_scale else 1.0
         scale = factor * layout.dp / tokens  # DDP and FSDP2 average gradients over dp; a single rank has dp = 1
         first = dist.get_rank() // layout.tp % layout.dp * turns
+        self._updates.prepare(step)
         if self._pipeline:
             loss = self._pipeline.step(step, first, micro_batches, scale)
             self._pipeline.add_up(parameter.grad for parameter in self._shared if parameter.grad is not None)
@@ -117,7 +125,7 @@ class TorchEngine:
                 self._randomness.begin(step, first + turn)
                 with self._sync_on_last(is_last=turn == turns - 1):
                     loss += self._forward_backward(batch, scale)
-        norm = self._update(step, factor)
+        norm = self._update(factor)
         counts = dist.get_rank() % layout.tp == 0  # tensor-parallel ranks have the same loss
         return StepResult(loss=loss.item() / tokens if counts else 0.0, grad_norm=norm)
 
@@ -139,14 +147,18 @@ class TorchEngine:
         (loss_sum * scale).backward()  # type: ignore[no-untyped-call]
         return loss_sum.detach().double()
 
-    def _update(self, step: int, factor: float) -> float:
+    def _update(self, factor: float) -> float:
         """Clip and update; returns the gradients' norm without `factor`. Skips a fp16 step that overflowed."""
+        if self._plan.optimizer_in_backward:
+            norm = self._over_all_ranks(self._squared)
+            self._squared.zero_()
+            self._updates.count()
+            return norm
         if self._cut:
             _settle(self._trained)
-            self._cut.add_up(self._named)
+            self._cut.add_up(self._partial)
         norm = self._gradient_norm() / factor
         if self._loss_scale is None or self._loss_scale.update(norm):
-            self._updates.prepare(step)
             scale_gradients(self._trained, clip_factor(norm, self._clip_norm) / factor)
             self._updates.optimizer.step()
             self._updates.count()
@@ -159,8 +171,22 @@ class TorchEngine:
         for copies, parameters in self._by_copies.items():
             own = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
             squared += torch.nn.utils.get_total_norm(own).to(squared) ** 2 / copies
+        return self._over_all_ranks(squared)
+
+    def _count_norm(self, parameter: nn.Parameter) -> None:
+        """Settle the parameter's gradient, and keep its norm: it is about to go."""
+        if self._cut:
+            _settle([parameter])
+            self._cut.add_up((parameter,) if parameter in self._partial else ())
+        assert parameter.grad is not None
+        norm = torch.linalg.vector_norm(_local(parameter.grad))
+        self._squared += norm.to(self._squared) ** 2 / self._copies[parameter]
+
+    def _over_all_ranks(self, squared: Tensor) -> float:
+        """The norm whose squares, over the number of ranks that hold the same part, add up to this on each rank."""
         if set(self._by_copies) == {self._plan.world_size}:
-            return squared.mul_(self._plan.world_size).sqrt().item()
+            return squared.mul(self._plan.world_size).sqrt().item()
+        squared = squared.clone()
         dist.all_reduce(squared)
         return squared.sqrt().item()
 

@@ -31,7 +31,8 @@ class Monitor:
     """Hooks PyTorch's optimizers and backward passes in this process and writes `rank<r>.heartbeat.json`.
 
     A step is a cycle of optimizer steps. It completes when the cycle's first optimizer has stepped, so two optimizers
-    that alternate count once. Steps that a loop reports itself (`training.progress`) take precedence.
+    that alternate count once. An optimizer for each parameter, which steps within the backward pass, is part of that
+    pass. Steps that a loop reports itself (`training.progress`) take precedence.
     """
 
     def __init__(self, settings: GuardSettings, rank: int | None) -> None:
@@ -211,7 +212,8 @@ class Monitor:
             self.beat()
             raise_fault(kind, self.device.capacity_bytes if self.device else None)
         self._depth += 1
-        self._enter("optimizer")
+        if self.phase != "backward":
+            self._enter("optimizer")
 
     def _after_optimizer(self, optimizer: Any, *_: Any) -> None:
         self._depth = max(self._depth - 1, 0)
@@ -222,8 +224,9 @@ class Monitor:
                 self._cycle.clear()
                 self._complete(self.step + 1)
             self._cycle.add(id(optimizer))
-        self._passes.begin_forward()
-        self._enter("forward")
+        if self.phase != "backward":
+            self._passes.begin_forward()
+            self._enter("forward")
 
     def _on_reported_step(self, step: int, loss: float | None) -> None:
         if not self._loop_reports:
