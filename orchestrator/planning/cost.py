@@ -149,14 +149,15 @@ def _busy_s(
     one = micro_batch(profile, size, device, precision)
     device_s = one.forward_s + one.backward_s
     device_s += 2 * added * profile.trained_parameters / (device.memory_bandwidth * BANDWIDTH_EFFICIENCY)
-    replayed = 0 if mode is ActivationCheckpointing.NONE else one.replayed_parts
+    is_selective = mode is ActivationCheckpointing.SELECTIVE
+    replayed = min(full_layers, one.replayed_parts) if mode is ActivationCheckpointing.NONE else one.replayed_parts
     if mode is ActivationCheckpointing.FULL:
         device_s += one.replay_s
-    elif mode is ActivationCheckpointing.SELECTIVE:
+    elif is_selective:
         device_s += one.selective_replay_s
-        for count, more_s in one.layers if full_layers else ():
-            device_s += min(full_layers, count) * more_s
-            full_layers -= min(full_layers, count)
+    for count, full_s, selective_s in one.layers if full_layers else ():
+        device_s += min(full_layers, count) * (full_s - selective_s if is_selective else full_s)
+        full_layers -= min(full_layers, count)
     launches_s = host_s(one.parts, replayed, 3, device)
     if updates:
         launches_s += UPDATE_ALONE_S * sum(each.count * len(each.gradients) for each in profile.segments)

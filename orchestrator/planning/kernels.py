@@ -65,7 +65,8 @@ class MicroBatch:
     selective_replay_s: float  # the same for what selective checkpointing does not keep
     parts: int
     replayed_parts: int
-    layers: tuple[tuple[int, float], ...]  # (count, seconds more of each where it is recomputed in full), first to last
+    # (count, seconds of each where it is recomputed in full, and where selectively), first to last
+    layers: tuple[tuple[int, float, float], ...]
     messages: int  # that tensor-parallel ranks wait for, recomputing left out
 
 
@@ -94,7 +95,7 @@ def micro_batch(profile: ModelProfile, size: int, device: DeviceSpec, precision:
                 selective_s = size * again * moved / bandwidth
                 selective_replay_s += segment.count * size * again * moved / bandwidth
         if segment.is_unit:
-            layers.append((segment.count, full_s - selective_s))
+            layers.append((segment.count, full_s, selective_s))
     return MicroBatch(
         forward_s=forward_s,
         backward_s=backward_s,

@@ -25,6 +25,8 @@ SWITCHED_OFF = (
     "false",
 )  # where a script's bare switch is absent
 
+PARTIAL = "partial"  # what `activation_checkpointing` is told where the first layers only are recomputed
+
 # As our engines scale (training/contract/loss_scale.py): from 2**16, doubled after 2000 finite steps, halved at once.
 DYNAMIC_LOSS_SCALE = {"initial_scale_power": 16, "loss_scale_window": 2000, "hysteresis": 1}
 
@@ -128,18 +130,19 @@ def script_command(
     """
     assert spec.command is not None, "only a script has a command"
     knobs, arguments, env, keys = spec.knobs, list(spec.command), dict[str, str](), dict[str, str]()
-    accumulation = knobs.gradient_accumulation_steps
+    accumulation, layers = knobs.gradient_accumulation_steps, plan.full_checkpointing_layers
     if spec.config is not None and spec.config.flag is not None and config_path is not None:
         arguments += [spec.config.flag, config_path]
     told: tuple[tuple[Knob | None, str | None], ...] = (
         *((one, _batch(one, plan, len(devices))) for one in _parts(knobs.micro_batch_size)),
         *_same(None if accumulation == "derived" else accumulation, str(plan.gradient_accumulation_steps)),
         *_same(knobs.global_batch_size, str(spec.global_batch_size)),
-        *_same(knobs.activation_checkpointing, plan.activation_checkpointing.value),
+        *_same(knobs.activation_checkpointing, PARTIAL if layers else plan.activation_checkpointing.value),
+        *_same(knobs.full_checkpointing_layers, str(layers)),
         *_same(knobs.precision, plan.precision.value),
         *_same(knobs.optimizer_in_backward, text_of(plan.optimizer_in_backward)),
         *_same(knobs.sequence_length, None if plan.sequence_length is None else str(plan.sequence_length)),
-        *_same(knobs.zero_stage, str(int(plan.zero_stage))),
+        *_same(knobs.zero_stage, str(int(plan.zero_stage)) if plan.zero_stage or not knobs.always_shards else None),
         *_same(knobs.deepspeed_config, deepspeed_config_path),
         *((one, one.separator.join(map(str, devices))) for one in _parts(knobs.devices)),
         *((one, str(len(devices) if one.per == "node" else plan.world_size)) for one in _parts(knobs.ranks)),

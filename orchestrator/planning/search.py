@@ -442,7 +442,8 @@ def _timed(
     """
     profile, bytes_of = needs.of(family.example)
     takes: StepSeconds | None = None
-    is_lightest = bool(family.partial) and full_is_lightest(profile)
+    is_selective = any(mode is ActivationCheckpointing.SELECTIVE for mode, _ in family.partial)
+    is_lightest = is_selective and full_is_lightest(profile)
     has_full = any(mode is ActivationCheckpointing.FULL for mode, _ in family.alike)
     is_beyond: dict[int, bool] = {}
     for micro, accumulation in family.cuts:
@@ -547,16 +548,21 @@ def _families(spec: JobSpec, hardware: Hardware, variant: _Variant) -> Iterator[
             yield _Family(
                 example=example,
                 alike=() if first_layers else tuple((one, 0) for one in modes),
-                partial=_partial(spec, strategy, first_layers) if ActivationCheckpointing.SELECTIVE in modes else (),
+                partial=_partial(spec, strategy, modes, first_layers),
                 cuts=at_work,
             )
 
 
-def _partial(spec: JobSpec, strategy: Strategy, pinned: int | None) -> tuple[_Mode, ...]:
-    """Of the pinned number of layers, or of those that the planner tries."""
+def _partial(
+    spec: JobSpec, strategy: Strategy, modes: Sequence[ActivationCheckpointing], pinned: int | None
+) -> tuple[_Mode, ...]:
+    """Of the pinned number of layers, or of those that the planner tries; the others keep what a plan says of all."""
+    others = ActivationCheckpointing.NONE if spec.is_script else ActivationCheckpointing.SELECTIVE
+    if others not in modes:
+        return ()
     layers, tried = full_layers(spec, strategy)
     chosen = tried if pinned is None else (pinned,)
-    return tuple((ActivationCheckpointing.SELECTIVE, count) for count in chosen if 0 < count < layers)
+    return tuple((others, count) for count in chosen if 0 < count < layers)
 
 
 OF_A_FAMILY = ("micro_batch_size", "gradient_accumulation_steps", *CHECKPOINTING)  # what its plans vary

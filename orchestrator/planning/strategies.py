@@ -67,7 +67,8 @@ def _shared(spec: JobSpec, hardware: Hardware, layout: ParallelLayout) -> Iterat
     One rank has no peer to share with; host memory is no other memory on a virtual device.
     """
     if spec.is_script:
-        yield Strategy(engine=Engine.SCRIPT, layout=layout)
+        if layout.dp == 1 or not spec.knobs.always_shards:
+            yield Strategy(engine=Engine.SCRIPT, layout=layout)
         for stage in spec.knobs.zero_stages:
             if not spec.knobs.is_sharded_by_fsdp:
                 yield from _deepspeed(Engine.SCRIPT, hardware, layout, stage)
@@ -109,16 +110,17 @@ def full_layers(spec: JobSpec, strategy: Strategy) -> tuple[int, tuple[int, ...]
     A frontier knows no free memory, so a plan that fits any device is never far: quarters of a stage, eighths of a deep
     one. That costs at most 6 and 3 % of a step, since full checkpointing adds a quarter to selective. Of models whose
     layers are known to be alike; a trace knows only moments in which all are recomputed alike. Not beside an offload:
-    what it frees is there for less than the host takes.
+    what it frees is there for less than the host takes. A script needs a knob for it.
     """
-    layers = _equal_layers(spec) if strategy.offload is Offload.NONE else 0
+    can_be_told = not spec.is_script or spec.knobs.full_checkpointing_layers is not None
+    layers = _equal_layers(spec) if can_be_told and strategy.offload is Offload.NONE else 0
     stage = -(-layers // (strategy.layout.pp * strategy.pipeline_stages_per_rank))
     parts = 8 if stage >= DEEP else 4
     return stage, tuple(sorted({-(-stage * part // parts) for part in range(1, parts)} - {0, stage}))
 
 
 def _equal_layers(spec: JobSpec) -> int:
-    model = spec.model
+    model = spec.known_model
     if model is None or freezes(spec):
         return 0
     if spec.profile is not None:

@@ -180,7 +180,8 @@ class Plan:
             }[plan.activation_checkpointing],
         ),
     )
-    # Of selective checkpointing: the first so many layers of every pipeline stage keep their input only.
+    # The first so many layers of every pipeline stage keep their input only: of selective checkpointing, or of a
+    # script's layers that keep everything else.
     full_checkpointing_layers: int = field(
         default=0,
         metadata=_declared(
@@ -268,8 +269,9 @@ class Plan:
             return "micro_batch_size, gradient_accumulation_steps and pipeline_stages_per_rank are at least 1"
         if self.full_checkpointing_layers < 0:
             return "full_checkpointing_layers is at least 0"
-        if self.full_checkpointing_layers and self.activation_checkpointing is not ActivationCheckpointing.SELECTIVE:
-            return "full_checkpointing_layers > 0 needs activation_checkpointing=selective, which the other layers have"
+        others = ActivationCheckpointing.NONE if self.engine is Engine.SCRIPT else ActivationCheckpointing.SELECTIVE
+        if self.full_checkpointing_layers and self.activation_checkpointing is not others:
+            return f"full_checkpointing_layers > 0 needs activation_checkpointing={others}, which the other layers have"
         if self.offload is Offload.OPTIMIZER and self.zero_stage is ZeroStage.NONE:
             return "offload=optimizer needs zero_stage >= 1 (deepspeed/runtime/zero/offload_config.py)"
         if self.offload is Offload.PARAMETERS and self.zero_stage is not ZeroStage.PARAMETERS:
@@ -368,8 +370,6 @@ class Plan:
     def _why_illegal_for_script(self) -> str | None:
         if self.layout.pp > 1:
             return "engine=script runs no pipeline (pp=1): nothing tells a script how to cut its model"
-        if self.full_checkpointing_layers:
-            return "engine=script has full_checkpointing_layers=0: nothing tells a script which layers it recomputes"
         if self.offload_target is OffloadTarget.NVME:
             return "engine=script offloads to host memory only: no one removes the files that a script leaves"
         if self.sharding is Sharding.FSDP and self.zero_stage is ZeroStage.OPTIMIZER:

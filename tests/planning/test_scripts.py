@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
 
 from orchestrator.memory.calibration.calibrate import UNMEASURED
 from orchestrator.memory.calibration.correction import corrected, corrected_allocated_bytes, corrected_bytes
+from orchestrator.memory.estimate import estimate
 from orchestrator.memory.profiles import profile_of
+from orchestrator.planning.cost import step_s
 from orchestrator.planning.explain import breakdown, nearest, what_would_fit, why_nothing_fits
 from orchestrator.planning.frontier import Candidate, fitting, needed_bytes
 from orchestrator.planning.render import accelerate_config, deepspeed_config, script_command
-from orchestrator.planning.search import Hardware, frontier, plans
+from orchestrator.planning.search import Hardware, frontier, plans, profile_for
 from orchestrator.specs.cluster import DeviceKind, DeviceSpec
 from orchestrator.specs.errors import IllegalPlan, SpecError
 from orchestrator.specs.job.model import DataSpec, DecoderSpec, ModelSpec
 from orchestrator.specs.job.spec import JobSpec
+from orchestrator.specs.parse import job_from_data
 from orchestrator.specs.plan import (
     ActivationCheckpointing,
     Engine,
@@ -429,3 +433,60 @@ def test_a_declared_profile_wins_over_the_closed_form() -> None:
     assert profile is not None
     assert (profile.source, profile.parameters) == ("declared", 1001)
     assert sum(segment.count * segment.saved_bytes for segment in profile.segments) == 2 * 2**20, "half the tokens"
+
+
+NONE = ActivationCheckpointing.NONE
+MEGATRON = {
+    "trainer": "megatron",
+    "command": "python pretrain_gpt.py --bf16",
+    "trains": {
+        "decoder": {
+            "vocab_size": 512,
+            "hidden_size": 256,
+            "intermediate_size": 768,
+            "num_hidden_layers": 8,
+            "num_attention_heads": 8,
+        }
+    },
+    "data": {"sequence_length": 512},
+}
+
+
+def test_the_more_first_layers_a_script_recomputes_the_slower_it_is_and_the_less_it_needs() -> None:
+    spec = job_from_data({"name": "job", "gpus": 1, "global_batch_size": 16, **MEGATRON}, "job")
+    here = machine(DeviceKind.CUDA, "80GiB")
+    whole = [one for one in plans(spec, here) if one.micro_batch_size == 16]
+    steps = [(one.activation_checkpointing.value, one.full_checkpointing_layers) for one in whole]
+    assert sorted(steps) == [("full", 0), ("none", 0), ("none", 2), ("none", 4), ("none", 6)]
+    partial = sorted(
+        (one for one in whole if one.activation_checkpointing is NONE), key=lambda one: one.full_checkpointing_layers
+    )
+    full = next(one for one in whole if one.activation_checkpointing is not NONE)
+    profile = profile_for(spec, here, full)
+    times = [step_s(profile, one, here) for one in (*partial, full)]
+    needs = [estimate(profile, one, here.device).allocated_bytes for one in (*partial, full)]
+    assert times == sorted(times)
+    assert needs == sorted(needs, reverse=True)
+    saved = [first - second for first, second in pairwise(needs[:4])]
+    assert saved == [saved[0]] * 3
+    layer = max(profile.segments, key=lambda segment: segment.count)
+    assert saved[0] >= 2 * 16 * (layer.saved_bytes - layer.checkpointed_bytes) > 0
+
+
+def test_a_script_without_a_knob_recomputes_all_layers_or_none() -> None:
+    spec = job_from_data({"name": "job", "gpus": 1, "global_batch_size": 16, **MEGATRON}, "job")
+    knobs = spec.knobs.model_copy(update={"full_checkpointing_layers": None})
+    bare = spec.model_copy(update={"knobs": knobs})
+    assert {one.full_checkpointing_layers for one in plans(bare, machine())} == {0}
+    with pytest.raises(SpecError, match="no knob of the script takes this"):
+        job_from_data(
+            {**MEGATRON, "name": "job", "global_batch_size": 16, "trainer": "hf"}
+            | {"plan": {"full_checkpointing_layers": 2}},
+            "job",
+        )
+
+
+def test_a_script_that_always_shards_has_no_plan_that_holds_all_on_several_ranks() -> None:
+    said = {"name": "job", "gpus": 2, "global_batch_size": 16, **MEGATRON, "trainer": "torchtitan"}
+    found = list(plans(job_from_data(said, "job"), machine(DeviceKind.CUDA, "80GiB")))
+    assert {one.zero_stage for one in found} == {ZeroStage.GRADIENTS, ZeroStage.PARAMETERS}

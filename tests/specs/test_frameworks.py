@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 
 from orchestrator.planning.render import script_command
 from orchestrator.specs.errors import SpecError
-from orchestrator.specs.job.frameworks import Framework
+from orchestrator.specs.job.frameworks import Framework, knobs_of
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.parse import job_from_data, parse_job
-from orchestrator.specs.plan import ActivationCheckpointing, Engine, ParallelLayout, Plan, Precision
+from orchestrator.specs.plan import (
+    ActivationCheckpointing,
+    Engine,
+    ParallelLayout,
+    Plan,
+    Precision,
+    Sharding,
+    ZeroStage,
+)
 
 FRAMEWORKS = get_args(Framework)
 
@@ -45,6 +54,28 @@ def test_a_job_that_names_its_trainer_survives_the_way_to_the_service(trainer: s
     spec = job(trainer, command)
     assert job_from_data(spec.model_dump(mode="json"), "request") == spec
     assert spec.knobs.micro_batch_size is not None
+
+
+def test_megatron_recomputes_all_layers_the_first_of_a_stage_or_none() -> None:
+    spec = job("megatron", "python pretrain_gpt.py --bf16")
+    none, full = ActivationCheckpointing.NONE, ActivationCheckpointing.FULL
+    told_of = {
+        (mode, layers): " ".join(told(spec, activation_checkpointing=mode, full_checkpointing_layers=layers)[5:-2])
+        for mode, layers in ((none, 0), (none, 3), (full, 0))
+    }
+    assert told_of == {
+        (none, 0): "",
+        (none, 3): "--recompute-granularity full --recompute-method block --recompute-num-layers 3",
+        (full, 0): "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    }
+
+
+def test_torchtitan_shards_wherever_there_are_several_ranks() -> None:
+    spec = job("torchtitan", "python -m torchtitan.train")
+    alone = told(spec, layout=ParallelLayout(), gradient_accumulation_steps=8)
+    assert not [word for word in alone if "fsdp" in word]
+    shards = {"zero_stage": ZeroStage.GRADIENTS, "sharding": Sharding.FSDP}
+    assert "--parallelism.fsdp_reshard_after_forward never" in " ".join(told(spec, **shards))
 
 
 @pytest.mark.parametrize(
@@ -165,3 +196,39 @@ def test_a_script_of_trl_trains_in_bf16_by_default() -> None:
     assert job("trl").precision is Precision.BF16
     assert job("trl", "python train.py --bf16 false").precision is Precision.FP32
     assert job("trl", precision="fp16").precision is Precision.FP16
+
+
+def test_the_guide_says_of_each_trainer_what_it_is_told() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "guides" / "frameworks.md").read_text()
+    rows = (line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| `"))
+    table = {cells[0].strip("`"): cells[1:] for cells in rows if cells[0].strip("`") in FRAMEWORKS}
+    assert table == {trainer: _told(knobs_of(trainer)) for trainer in FRAMEWORKS}
+
+
+def _told(knobs: dict[str, Any]) -> list[str]:
+    """The cells of a trainer in the guide's table."""
+    recomputes = knobs.get("activation_checkpointing")
+    words = (
+        []
+        if recomputes is None
+        else ["all layers", *(["selective"] if "selective" in recomputes.get("values", ()) else [])]
+    )
+    others = ("full_checkpointing_layers", "zero_stage", "optimizer_in_backward")
+    return [", ".join(words) or "-", *(f"`{name}`" if name in knobs else "-" for name in others)]
+
+
+@pytest.mark.parametrize(
+    ("trainer", "words"),
+    [
+        ("megatron", "--tensor-model-parallel-size 2"),
+        ("megatron", "--context-parallel-size=4"),
+        ("torchtitan", "--parallelism.pipeline_parallel_degree 2"),
+    ],
+)
+def test_a_command_that_cuts_its_model_over_ranks_is_refused_unless_it_tells_its_speeds(
+    trainer: str, words: str
+) -> None:
+    with pytest.raises(SpecError, match="plans of a script are data parallel only"):
+        job(trainer, f"python train.py {words}")
+    assert job(trainer, f"python train.py {words}", speeds={"8": "2.1s"}).speeds
+    assert job(trainer, f"python train.py {words[:-1]}1").command

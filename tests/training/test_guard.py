@@ -244,14 +244,17 @@ for parameter in model.parameters():
     parameter.register_post_accumulate_grad_hook(update)
 for step in range(5):
     model(torch.ones(8, 64)).sum().backward()
+model[0].weight.register_post_accumulate_grad_hook(lambda _: torch.zeros(64, 2**20))
+model(torch.ones(8, 64)).sum().backward()
 """
 
 
 def test_optimizers_that_step_within_the_backward_pass_count_one_step_for_each_pass(tmp_path: Path) -> None:
-    guarded = run(tmp_path, script(tmp_path, IN_BACKWARD))
-    assert guarded.exit_code == 0, guarded.out
-    beat = guarded.read("heartbeat")
-    assert (beat["steps_done"], beat["backwards"], beat["phase"]) == (5, 5, "forward")
+    guarded = run(tmp_path, script(tmp_path, IN_BACKWARD), virtual_capacity_bytes=100 * MIB)
+    assert guarded.exit_code == OOM_EXIT_CODE, guarded.out
+    report = guarded.read("oom")
+    assert (report["step"], report["phase"]) == (6, "backward")  # the last parameter's update, after all others
+    assert 0 < report["pass_done"] <= 1
 
 
 def test_the_room_of_the_allocator_on_a_cuda_device_is_its_minimum_so_far(tmp_path: Path) -> None:

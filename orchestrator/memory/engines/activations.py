@@ -164,7 +164,9 @@ def _kept(segment: Segment, how: _How, parts: int, full: int) -> tuple[int, int]
         selective = segment.saved_bytes if segment.selective_bytes is None else segment.selective_bytes
         inputs = min(parts, full)
         return inputs * segment.checkpointed_bytes + (parts - inputs) * selective, 0
-    return parts * segment.saved_bytes, parts * segment.cast_bytes if how.casts else 0
+    inputs = min(parts, full)
+    saved_bytes = inputs * segment.checkpointed_bytes + (parts - inputs) * segment.saved_bytes
+    return saved_bytes, (parts - inputs) * segment.cast_bytes if how.casts else 0
 
 
 def _forward_end(

@@ -18,6 +18,8 @@ Framework = Literal[
     "llamafactory",
     "axolotl",
     "torchtune",
+    "torchtitan",
+    "megatron",
 ]
 
 # A progress bar of tqdm without a name before it. At 0 nothing has been counted yet: resumed ones begin there, too.
@@ -35,6 +37,8 @@ _RESUME = {"flag": "--resume_from_checkpoint"}
 # llamafactory: its YAML has TrainingArguments' keys (llamafactory/hparams, 0.9); its command gives launcher.py to
 # torchrun. axolotl: utils/schemas/config.py (0.19); its command gives cli/train.py to accelerate.
 # torchtune: recipes/configs/*.yaml (0.6), words of OmegaConf after the recipe.
+# torchtitan: torchtitan/config/job_config.py (6404b93); it accumulates up to its global batch. megatron: NVIDIA's
+# megatron/training/arguments.py; `block` recomputes the first layers of each stage, and the others keep everything.
 # deepspeed: the file of `--deepspeed_config`, with the keys of deepspeed/runtime/constants.py.
 _FRAMEWORKS: dict[str, dict[str, Any]] = {
     "hf": {
@@ -190,8 +194,68 @@ _FRAMEWORKS: dict[str, dict[str, Any]] = {
         "resume": {"checkpoints": "epoch_*", "step": r"epoch_(\d+)"},
         "success": {"artifacts": ["epoch_*/*.safetensors"]},
     },
+    "torchtitan": {
+        "launch": "torchrun",
+        "precision": "bf16",
+        "knobs": {
+            "micro_batch_size": {"flag": "--training.local_batch_size", "default": 8},
+            "gradient_accumulation_steps": "derived",
+            "global_batch_size": {"flag": "--training.global_batch_size"},
+            "activation_checkpointing": {
+                "flag": "--activation_checkpoint.mode",
+                "values": {"none": "none", "selective": "selective", "full": "full"},
+                "also": [
+                    {
+                        "flag": "--activation_checkpoint.selective_ac_option",
+                        "values": {"none": None, "selective": "op", "full": None},
+                    }
+                ],
+            },
+            "zero_stage": {
+                "flag": "--parallelism.fsdp_reshard_after_forward",
+                "values": {"2": "never", "3": "always"},
+            },
+            "output_dir": {"flag": "--job.dump_folder"},
+        },
+        "progress": r"step:\s*(\d+)",
+    },
+    "megatron": {
+        "launch": "torchrun",
+        "precision": "bf16",
+        "knobs": {
+            "micro_batch_size": {"flag": "--micro-batch-size", "default": 1},
+            "gradient_accumulation_steps": "derived",
+            "global_batch_size": {"flag": "--global-batch-size"},
+            "activation_checkpointing": {
+                "flag": "--recompute-granularity",
+                "values": {"none": None, "full": "full", "partial": "full"},
+                "also": [
+                    {"flag": "--recompute-method", "values": {"none": None, "full": "uniform", "partial": "block"}},
+                    {"flag": "--recompute-num-layers", "values": {"none": None, "full": 1, "partial": None}},
+                ],
+            },
+            "full_checkpointing_layers": {"flag": "--recompute-num-layers", "values": {"0": None}},
+            "output_dir": {"flag": "--save"},
+        },
+        "progress": r"iteration\s+(\d+)/",
+    },
 }
 _FRAMEWORKS = {"hf": _FRAMEWORKS["hf"], "trl": {**_FRAMEWORKS["hf"], "precision": "bf16"}, **_FRAMEWORKS}
+# Options by which a trainer cuts its model over ranks. No plan of a script does, so that its dp would be another.
+CUTS_OVER_RANKS: dict[str, tuple[str, ...]] = {
+    "torchtitan": (
+        "--parallelism.tensor_parallel_degree",
+        "--parallelism.pipeline_parallel_degree",
+        "--parallelism.context_parallel_degree",
+        "--parallelism.expert_parallel_degree",
+    ),
+    "megatron": (
+        "--tensor-model-parallel-size",
+        "--pipeline-model-parallel-size",
+        "--context-parallel-size",
+        "--expert-model-parallel-size",
+    ),
+}
 WAYS = ("flag", "switch", "override", "key", "env", "accelerate")
 CONFIG_FLAG = {"deepspeed": "--deepspeed_config"}  # its file stands in the command, and is rewritten for each attempt
 READS_FIRST_FILE = ("llamafactory", "axolotl")  # the first YAML file in the command is their config, at this very path
@@ -273,6 +337,15 @@ def taken(words: tuple[str, ...], flag: str) -> tuple[str | None, tuple[str, ...
             value = "true" if bare else words[index + 1]
             return value, words[:index] + words[index + (1 if bare else 2) :]
     return None, words
+
+
+def cut_over_ranks(trainer: str | None, command: Sequence[str]) -> tuple[str, str] | None:
+    """The first option with its degree by which a command cuts its model over ranks; None where it does not."""
+    for flag in CUTS_OVER_RANKS.get(str(trainer), ()):
+        degree, _ = taken(tuple(command), flag)
+        if degree not in (None, "1"):
+            return flag, str(degree)
+    return None
 
 
 def switched_on(command: Sequence[str], flag: str) -> bool:

@@ -22,6 +22,7 @@ KNOB_OF = {  # of a script, by the setting that it takes; a pin of another one h
     "sequence_length": "sequence_length",
     "zero_stage": "zero_stage",
     "offload": "deepspeed_config",
+    "full_checkpointing_layers": "full_checkpointing_layers",
     "optimizer_in_backward": "optimizer_in_backward",
 }
 

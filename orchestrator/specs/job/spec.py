@@ -18,8 +18,9 @@ from pydantic.json_schema import SkipJsonSchema
 
 from orchestrator.specs import units
 from orchestrator.specs.clock import Deadline, Window, parse_deadline, parse_window
+from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.code_source import CodeSource
-from orchestrator.specs.job.frameworks import Framework, completed
+from orchestrator.specs.job.frameworks import Framework, completed, cut_over_ranks
 from orchestrator.specs.job.model import DataSpec, ModelSpec, TrainingSpec
 from orchestrator.specs.job.pins import Pins, check_pins
 from orchestrator.specs.job.sweep import METRICS, Trial, sweep_json_schema
@@ -520,6 +521,14 @@ class JobSpec(SpecModel):
             raise ValueError(f"`speeds` knows none of {self.gpus.min} to {self.gpus.max} devices, which `gpus` allows")
         if self.trainer is not None and self.command is None:
             raise ValueError("`trainer` says how somebody's script is driven: it needs a `command`")
+        cut = cut_over_ranks(self.trainer, self.command or ())
+        if cut is not None and not self.speeds:
+            raise SpecError(
+                "the command cuts the model over ranks, and plans of a script are data parallel only",
+                path="command",
+                got=" ".join(cut),
+                hint="leave it out, or say `speeds`: then each number of devices runs as the script cuts it",
+            )
         self._check_guarantee()
         check(self.command, self.launch, self.knobs, self.config, self.phases)
         if self.degrade.sequence_lengths and self.degrade.limit is not Degradation.SEMANTIC:

@@ -161,6 +161,11 @@ class Knobs(SpecModel):
         description="Arithmetic of the forward and backward pass: fp32, bf16 or fp16.",
         examples=[{"flag": "--dtype", "values": {"fp32": "float32", "bf16": "bfloat16"}}],
     )
+    full_checkpointing_layers: Knob | None = Field(
+        default=None,
+        description="Number of first layers of a stage that are recomputed while the others keep everything.",
+        examples=[{"flag": "--recompute-num-layers", "values": {"0": None}}],
+    )
     optimizer_in_backward: Knob | None = Field(
         default=None,
         description="Whether parameters are updated in the backward pass; needs `training: {clip_norm: null}`.",
@@ -240,6 +245,11 @@ class Knobs(SpecModel):
     def is_sharded_by_fsdp(self) -> bool:
         """Whether a ZeRO stage of a plan means FSDP for this script, not DeepSpeed."""
         return self.zero_stage is not None and self.zero_stage.accelerate != "deepspeed"
+
+    @property
+    def always_shards(self) -> bool:
+        """Whether several ranks are sharded in every plan: the knob has words, and none for stage 0."""
+        return self.zero_stage is not None and bool(self.zero_stage.values) and "0" not in dict(self.zero_stage.values)
 
     @property
     def zero_stages(self) -> tuple[ZeroStage, ...]:
