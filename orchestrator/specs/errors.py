@@ -53,7 +53,7 @@ class SpecError(OrchestratorError, ValueError):
                 given = f"{given[:GIVEN_MAX].rpartition(' ')[0] or given[:GIVEN_MAX]} ..."
             lines.append(f"  given:   {given}")
         if self.allowed:
-            lines.append(f"  allowed: {_wrapped(self.allowed)}")
+            lines.append(f"  allowed: {_wrapped(str(self.allowed))}")
         if self.hint:
             lines.append(f"  to do:   {self.hint}")
         return "\n".join(lines)

@@ -67,9 +67,11 @@ def _arriving(passage: Passage) -> int:
 def _updating(passage: Passage, plan: Plan, *, cuda: bool) -> int:
     """Bytes held while a gradient that has just come is used up within the backward pass.
 
-    One of a loss in chunks, or of a weight that other parts share, waits.
+    One of a loss in chunks, or of a weight that other parts share, waits. One of a layer whose tokens are gathered is
+    used when these have gone (training/engines/sequence_parallel.py).
     """
-    waits = passage.segment.chunks is not None and passage.point is Point.PEAK
+    is_gathered = plan.layout.tp > 1 and passage.segment.is_unit
+    waits = (passage.segment.chunks is not None or is_gathered) and passage.point is Point.PEAK
     if not plan.optimizer_in_backward or not passage.backward or waits:
         return 0
     return temporaries(plan, min(_arriving(passage), passage.segment.trained_parameters), cuda=cuda)
