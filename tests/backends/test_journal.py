@@ -489,7 +489,7 @@ def test_a_full_disk_refuses_the_whole_append_and_keeps_what_was_there(
     assert writers.stdout.readline() == "0\n"
     number, message = (tmp_path / "refused").read_text().split(" ", 1)
     assert int(number) > 0
-    assert "full disk" in message
+    assert "Free the disk" in message
     with closing(Journal(url(tmp_path))) as journal:
         assert [event.at_s for event in journal.events()] == list(range(int(number)))
         assert len(journal.outbox.pending("mlflow", 1000)) == int(number)

@@ -117,7 +117,7 @@ def test_a_record_is_one_line_with_an_id_and_shows_no_secret(tmp_path: Path, mon
     spec = SPEC.model_copy(update={"secrets": ("TOKEN",), "env": (("URL", "very-private"),)})
     job = Job(id="a", spec=spec, order=0, submitted_at_s=0, reason="true: very-private")
     tracker = JsonLinesTracker(tmp_path, NOTHING)
-    tracker.send([(7, Record(job=job, sweep=lambda _: None)), (9, Record(job=job, sweep=lambda _: None))])
+    tracker.send([(7, Record(job=job)), (9, Record(job=job))])
     text = (tmp_path / "records.jsonl").read_text()
     first, second = (json.loads(line) for line in text.splitlines())
     assert (first["id"], second["id"]) == (f"{job.key}/7", f"{job.key}/9")

@@ -148,7 +148,7 @@ def test_the_token_of_joining_machines_admits_to_nothing_else(tmp_path: Path) ->
     machine_client = client(SECRET)
     assert client(f"{SECRET}x").get("/join").status_code == 401
     assert machine_client.get("/join").json()["ray_address"] == "10.0.0.1:6379"
-    filled = {"job_id": "a", "number": 1, "node": "n", "digest": "0" * 64}
+    filled = {"job_id": "a", "sweep_id": "a", "number": 1, "node": "n", "digest": "0" * 64}
     for method, path in set(ROLES) - JOINING:
         assert machine_client.request(method, path.format(**filled)).status_code == 403, path
     for method, path in (("POST", "/shutdown"), ("GET", "/tokens"), ("PUT", "/users/ada"), ("GET", "/audit")):

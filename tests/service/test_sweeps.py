@@ -80,7 +80,7 @@ class World:
         self._stack = stack = contextlib.ExitStack()
         journal = stack.enter_context(contextlib.closing(Journal(f"sqlite:///{self.home / 'journal.sqlite'}")))
         backend = stack.enter_context(
-            contextlib.closing(ProcessBackend(self.home, CLUSTER, LocalNodes(CLUSTER), self._launchers))
+            contextlib.closing(ProcessBackend(self.home, CLUSTER, LocalNodes(CLUSTER), self._launchers, journal))
         )
         self.controller = Controller(journal, backend, time.time)
         self.sweeper = Sweeper(self.controller, journal.sweeps, self.home)

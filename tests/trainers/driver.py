@@ -26,6 +26,7 @@ from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.run import JobFolder
 from orchestrator.specs.state import State
+from tests.backends.ray_jobs import Alone
 from tests.local_cluster import LocalLaunchers, LocalNodes
 
 SCRIPTS = Path(__file__).parent
@@ -112,6 +113,8 @@ def attempt(job: Job, planned: Attempt, home: Path, nodes: ClusterSpec) -> Evide
         clock=time.time,
         emit=told.append,
         closing=threading.Event(),
+        ownership=Alone(),
+        fence=None,
     )
     world.nodes.refresh()
     watch = AttemptWatch(job, planned, world)

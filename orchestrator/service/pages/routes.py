@@ -171,7 +171,7 @@ class _Pages:
 
         problems = self._controller.health.problems()
         said: dict[str, Any] = {"may": may, "may_cancel": may_cancel, "problems": problems}
-        return page(request, template, version=self._controller.version, now_s=time.time(), **said, **data)
+        return page(request, template, version=self._controller.version, now_s=time.time(), **said | data)
 
     # ------------------------------------------------------------------------------------------------------- sessions
 
