@@ -200,6 +200,8 @@ def token_env(home: Path) -> dict[str, str]:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "w") as file:
             file.write(secrets.token_hex(32))
+            file.flush()
+            os.fsync(descriptor)  # a disk that fails at once keeps no empty token, with which no Ray would start again
     return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(path.resolve())}
 
 

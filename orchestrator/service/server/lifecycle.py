@@ -173,6 +173,8 @@ def prepare(home: Path) -> None:
         return
     with os.fdopen(descriptor, "w") as file:
         file.write(secrets.token_urlsafe(32))
+        file.flush()
+        os.fsync(descriptor)  # an empty token admits nobody
 
 
 def write_service_file(home: Path, port: int) -> None:
