@@ -51,7 +51,7 @@ class OidcSpec(SpecModel):
     )
     user_claim: str = Field(
         min_length=1,
-        description="Claim with the user's name: one that people cannot change. `email` counts where it is verified.",
+        description="Claim with the user's name, which people cannot change; `email` counts where it is verified.",
         examples=["email"],
     )
     roles_claim: str | None = Field(
@@ -61,7 +61,7 @@ class OidcSpec(SpecModel):
     )
     roles: dict[str, Role] = Field(
         default={},
-        description="Role by word of `roles_claim`; the highest counts. Without one, that of `orc user` does.",
+        description="Role by word of `roles_claim`: the highest counts, and without one that of `orc user`.",
         examples=[{"gpu-users": "member", "gpu-admins": "admin"}],
     )
     session: Annotated[Seconds, Field(gt=0, le=86_400)] = Field(

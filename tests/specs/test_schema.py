@@ -24,6 +24,7 @@ OF_A_MODEL = ("model", "data", "training")
 # What else a file has to say where it says the key.
 BESIDE: dict[str, dict[str, Any]] = {
     "array": {"name": "a-{lr}"},
+    "sweep": {"sweep": {"metric": {"log": r"loss=([\d.]+)"}, "max_trials": 20}},
     "max_concurrent": {"array": {"lr": ["1e-3", "1e-4"]}},
     "guarantee": {"steps": 100, "gpus": {"min": 1, "max": 8}},
     "plan": {"knobs": {"micro_batch_size": {"flag": "--batch-size"}, "deepspeed_config": {"flag": "--deepspeed"}}},
@@ -93,7 +94,9 @@ def test_every_key_has_a_description_of_one_short_sentence_an_example_and_a_defa
             wrong.append(f"{'.'.join(path)}: no example")
     sections = [SCHEMAS[noun], *SCHEMAS[noun]["$defs"].values()]
     for section in sections:
-        for name in set(section.get("properties", {})) - set(section.get("required", ())) - {"array", "max_concurrent"}:
+        for name in (
+            set(section.get("properties", {})) - set(section.get("required", ())) - {"array", "max_concurrent", "sweep"}
+        ):
             if "default" not in section["properties"][name]:
                 wrong.append(f"{section['title']}.{name}: neither required nor with a default")
     assert not wrong, "\n".join(wrong)

@@ -39,7 +39,7 @@ class Metric(SpecModel):
     )
     log: Number | None = Field(
         default=None,
-        description="Regular expression with one group: the value in a script's log. Needed for a `command` alone.",
+        description="Regular expression with one group: the value in a script's log, which a `command` needs.",
         examples=[r"eval_loss=([-+.\de]+)"],
     )
 
