@@ -42,11 +42,11 @@ def profile_of(
 ) -> ModelProfile | None:
     """What one rank has of the job's model at this precision and these tokens per sample (None: its own).
 
-    The declared profile where there is one, else the closed form of a decoder or of a transformers family that has
-    one, else what intake had traced; None where nothing is known. A script's own loss is taken to hold all logits.
+    The declared profile where there is one, else the closed form of a decoder or of a transformers family that has one.
+    Else it is what intake had traced; None where nothing is known. A script's own loss is taken to hold all logits.
     `tensor_parallel`: over so many ranks its matrices are cut. `autocast`: as `autocasts` says of the plan. `cuda`:
-    whether it runs there, where masks of dropout are narrower. Closed forms take all of a model to be trained: one that
-    is frozen in part is traced, but where ranks hold parts of it, so that those need no more.
+    whether it runs there, where masks of dropout are narrower. Closed forms take all of a model to be trained. One that
+    is frozen in part is traced, but not where ranks hold parts of it: these need no more.
     """
     if spec.profile is not None:
         own_length = spec.data.sequence_length if spec.model is not None else _script_length(spec)
@@ -209,14 +209,14 @@ def decoder_profile(
 ) -> ModelProfile:
     """The closed form of `training/models/decoder.py` with `cross_entropy.py`, per sample of `sequence_length` tokens.
 
-    Coefficients follow from the tensors that autograd saves; each was measured as a slope, by counting live storages
-    of one layer on a CPU (torch 2.13.0, 2026-11), and they agree with Korthikanti et al. 2022 (arXiv:2205.05198) for
-    flash attention. In fp32 a layer keeps the inputs of its seven projections, norms with their intermediates, both
-    factors of the gate, queries, keys, values, output and log-sum-exp of the attention. Under autocast the residual
-    stream and the norms stay fp32, and every weight matrix is kept once more in low precision (`cast_bytes`); where
-    the weights themselves are cast, only the norms work in fp32. Tensor parallelism cuts heads, feed-forward and
-    vocabulary (Shoeybi et al. 2019, arXiv:1909.08053, section 3); over `spread` ranks it also spreads the tokens of
-    norms and residual stream (training/engines/sequence_parallel.py), which are repeated else.
+    Coefficients follow from the tensors that autograd saves. Each was measured as a slope, by counting live storages of
+    one layer on a CPU (torch 2.13.0, 2026-11). They agree with Korthikanti et al. 2022 (arXiv:2205.05198) for flash
+    attention. In fp32 a layer keeps the inputs of its seven projections, norms with their intermediates, both factors
+    of the gate, queries, keys, values, output and log-sum-exp of the attention. Under autocast the residual stream and
+    the norms stay fp32, and every weight matrix is kept once more in low precision (`cast_bytes`). Where the weights
+    themselves are cast, only the norms work in fp32. Tensor parallelism cuts heads, feed-forward and vocabulary
+    (Shoeybi et al. 2019, arXiv:1909.08053, section 3). Over `spread` ranks it also spreads the tokens of norms and
+    residual stream (training/engines/sequence_parallel.py).
     """
     s, h, d = sequence_length, spec.hidden_size, spec.head_dim
     f, v, n = spec.intermediate_size // tp, spec.vocab_size // tp, spec.num_attention_heads // tp
@@ -234,27 +234,7 @@ def decoder_profile(
     selective = stream * own + width * (2 * own + 2 * q + 2 * kv + 2 * f) + 4 * n
     if spec.dropout:
         saved += 2 * (1 if cuda else width) * own  # masks, which a CPU has in the type of the input
-    embedded = round(s * (stream * own + 16))  # and tokens and labels
-    looked_up = s * stream * h * (1 if spread == 1 else 2)  # gradients of all tokens, and without those of other rows
-    tied = spec.tie_word_embeddings
-    shared = v * h if tied else 0
-    embedding = Segment(
-        name="embedding",
-        count=1,
-        parameters=v * h,
-        saved_bytes=embedded,
-        checkpointed_bytes=embedded,
-        selective_bytes=embedded,
-        selective_transient_bytes=looked_up,
-        transient_bytes=looked_up,
-        forward_flops=0.0,
-        largest_parameter=v * h,
-        summed_gradients=3 * shared,  # of head and embedding, and their sum
-        looked_up=v * h,
-        factored=v + h,
-        tensors=(v * h,),
-        peaks=(BackwardPeak(0, 0, looked_up),) if tied else (),
-    )
+    shared = v * h if spec.tie_word_embeddings else 0
     recomputed = 2 * width * f
     layer = Segment(
         name="layer",
@@ -283,7 +263,11 @@ def decoder_profile(
         family=family,
         precision=precision,
         source=Source.CLOSED_FORM,
-        segments=(embedding, layer, _head(s, h, v, low=low, stream=stream, tied=tied, spread=spread)),
+        segments=(
+            _embedding(s, h, v, stream=stream, tied=spec.tie_word_embeddings, spread=spread),
+            layer,
+            _head(s, h, v, low=low, stream=stream, tied=spec.tie_word_embeddings, spread=spread),
+        ),
         workspace_bytes=8 * s * d,  # rotary tables
         tensor_parallel=tp,
         sequence_parallel=spread,
@@ -325,6 +309,32 @@ def with_all_logits(profile: ModelProfile, vocab_size: int, sequence_length: int
 def _updated_before_largest(feed_forward: int, table: int) -> int:
     """See ModelProfile: two matrices of a feed-forward part are updated one behind the other, a table behind a norm."""
     return max(2 * table, 3 * feed_forward) - 2 * max(table, feed_forward)
+
+
+def _embedding(s: int, h: int, v: int, *, stream: int, tied: bool, spread: int) -> Segment:
+    """What is looked up, with tokens and labels; backward, the gradient of its output.
+
+    Over `spread` ranks that is the gradient of all tokens, and the same without the rows of other ranks.
+    """
+    saved = round(s * (stream * h / spread + 16))
+    gradient = s * stream * h * (1 if spread == 1 else 2)
+    return Segment(
+        name="embedding",
+        count=1,
+        parameters=v * h,
+        saved_bytes=saved,
+        checkpointed_bytes=saved,
+        selective_bytes=saved,
+        selective_transient_bytes=gradient,
+        transient_bytes=gradient,
+        forward_flops=0.0,
+        largest_parameter=v * h,
+        summed_gradients=3 * v * h if tied else 0,  # of head and embedding, and their sum
+        looked_up=v * h,
+        factored=v + h,
+        tensors=(v * h,),
+        peaks=(BackwardPeak(0, 0, gradient),) if tied else (),
+    )
 
 
 def _head(s: int, h: int, v: int, *, low: bool, stream: int, tied: bool, spread: int) -> Segment:

@@ -3,53 +3,45 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cache, lru_cache, partial
-from itertools import accumulate, chain, product
-from math import ceil, floor, gcd, inf, log2, prod
-from operator import attrgetter
+from itertools import accumulate
+from math import ceil, floor, gcd, inf, log2
 from typing import Any, NamedTuple
 
 from orchestrator.memory.calibration.correction import corrected_bytes
 from orchestrator.memory.engines.activations import full_is_lightest
 from orchestrator.memory.engines.overhead import SUPPOSED_OVERHEAD, Overhead
-from orchestrator.memory.estimate import CHECKPOINTING, DeviceBytes, alike
+from orchestrator.memory.estimate import DeviceBytes, alike
 from orchestrator.memory.profiles import autocasts, profile_of, with_held_boundaries
 from orchestrator.planning.cost import Hardware, StepSeconds
+from orchestrator.planning.families import Family, Variant, default_length, families_of, variants_of
 from orchestrator.planning.frontier import MARGIN, Candidate, Frontier
 from orchestrator.planning.layouts import layouts
 from orchestrator.planning.pareto import Costed, Timed, device_bytes, pareto
 from orchestrator.planning.strategies import (
-    Strategy,
-    batch_cuts,
-    checkpointing,
-    full_layers,
-    strategies,
     why_no_strategy,
 )
 from orchestrator.specs import replace as changed
-from orchestrator.specs.cluster import DeviceKind, DeviceSpec
+from orchestrator.specs.cluster import DeviceKind
 from orchestrator.specs.errors import IllegalPlan, SpecError
-from orchestrator.specs.job.pins import agrees, in_words
+from orchestrator.specs.job.pins import in_words
 from orchestrator.specs.job.spec import JobSpec, Retries
 from orchestrator.specs.plan import (
     AXES,
-    SETTINGS,
     ActivationCheckpointing,
     Degradation,
     Engine,
     ParallelLayout,
     Plan,
     Precision,
-    Setting,
     ZeroStage,
     text_of,
-    why_pipeline_stalls,
 )
 from orchestrator.specs.profile import MemoryEstimate, ModelProfile, OwnSettings, Segment, Source
 
-__all__ = ["Hardware", "asked_settings", "frontier", "layouts", "own_settings", "plans", "profile_for"]
+__all__ = ["Hardware", "frontier", "layouts", "own_settings", "plans", "profile_for"]
 
 # What a job says that no plan depends on: jobs that differ in nothing else share their frontier.
 UNPLANNED = {
@@ -66,7 +58,6 @@ UNPLANNED = {
     "env": (),
     "secrets": (),
 }
-_Mode = tuple[ActivationCheckpointing, int]  # and the first layers of a stage that are recomputed in full
 _Beats = Callable[[int, float, int], bool]
 BLOCKING = ("CUDA_LAUNCH_BLOCKING", "1")  # in a job's env: its host waits for every kernel
 REACH = 2  # devices: plans that need more memory than so many have are left out, as long as any needs less
@@ -76,14 +67,6 @@ ASSUMED_FILL = 0.9  # of a device: what a script of unknown memory is taken to f
 # (torch/csrc/distributed/c10d/reducer.cpp) beside the 16 of weights, gradients and AdamW's moments in fp32.
 BUCKETS_OF_FIXED = 4 / 16
 ASSUMED_FORWARD_S = 0.01  # per sample: only the order of its plans follows from it
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Variant:
-    """Settings of a family of plans that `degrade` may touch, and how far they leave what the user asked for."""
-
-    values: Mapping[str, Any]  # by the setting's name
-    degradation: Degradation
 
 
 def frontier(
@@ -133,8 +116,8 @@ def _measured(costed: Frontier, speeds: Mapping[int, float]) -> Frontier:
 @lru_cache(maxsize=512)
 def _frontier(spec: JobSpec, hardware: Hardware, overhead: Overhead, steps: tuple[int, ...]) -> Frontier:
     """What is in any of the frontiers at these steps of the scale of corrections."""
-    classes: dict[Degradation, list[_Variant]] = {}
-    for variant in _variants(spec, hardware):
+    classes: dict[Degradation, list[Variant]] = {}
+    for variant in variants_of(spec, hardware):
         classes.setdefault(variant.degradation, []).append(variant)
     needs = _Needs(spec, hardware, overhead)
     found = [
@@ -190,7 +173,7 @@ def _why_illegal(spec: JobSpec) -> str:
 
 
 def _beaten_by_none(
-    spec: JobSpec, hardware: Hardware, variants: Sequence[_Variant], needs: _Needs, steps: tuple[int, ...]
+    spec: JobSpec, hardware: Hardware, variants: Sequence[Variant], needs: _Needs, steps: tuple[int, ...]
 ) -> list[Costed]:
     """The plans that no other legal plan beats at one of the steps, the fastest first; all are timed once.
 
@@ -201,7 +184,7 @@ def _beaten_by_none(
     @cache
     def timed(most_bytes: float) -> tuple[list[Timed], list[_Between]]:
         between: list[_Between] = []
-        families = (family for variant in variants for family in _families(spec, hardware, variant))
+        families = (family for variant in variants for family in families_of(spec, hardware, variant))
         return [one for family in families for one in _timed(hardware, family, needs, most_bytes, between)], between
 
     estimate = cache(needs.estimate)
@@ -260,8 +243,8 @@ def _beaten(costed: Sequence[Costed], *, by_count: bool) -> _Beats:
 
 def plans(spec: JobSpec, hardware: Hardware) -> Iterator[Plan]:
     """Every legal plan of the job, each once, smaller micro-batches first. Raises SpecError as `frontier`."""
-    for variant in _variants(spec, hardware):
-        for family in _families(spec, hardware, variant):
+    for variant in variants_of(spec, hardware):
+        for family in families_of(spec, hardware, variant):
             yield from family
 
 
@@ -335,7 +318,7 @@ def own_settings(spec: JobSpec) -> OwnSettings:
     micro = knob.default if knob is not None else None
     return OwnSettings(
         micro_batch_size=int(micro) if micro is not None else -(-spec.global_batch_size // _fewest_shares(spec)),
-        sequence_length=_default_length(spec),
+        sequence_length=default_length(spec),
         precision=spec.precision,
     )
 
@@ -348,54 +331,6 @@ def _width(precision: Precision) -> float:
 def _fewest_shares(spec: JobSpec) -> int:
     """Into how many parts a script cuts its batch on the devices that leave the most to each of them."""
     return min((gcd(count, spec.global_batch_size) for count, _ in spec.speeds), default=spec.gpus.min)
-
-
-def _variants(spec: JobSpec, hardware: Hardware) -> list[_Variant]:
-    """What the user asked for, and what `degrade` allows besides, as far as the devices can compute it."""
-    asked, device, pins = asked_settings(spec), hardware.device, dict(spec.plan)
-    touched = [one for one in SETTINGS if one.degradation is not Degradation.EXACT]
-    choices = [[(asked[one.name], Degradation.EXACT), *_others(spec, device, one, asked[one.name])] for one in touched]
-    found = []
-    for chosen in product(*choices):
-        values = {one.name: value for one, (value, _) in zip(touched, chosen, strict=True)}
-        if pins and any(pins.get(name, value) != value for name, value in values.items()):
-            continue
-        if device.has(values["precision"]):
-            found.append(_Variant(values=values, degradation=max(degradation for _, degradation in chosen)))
-    return found
-
-
-def asked_settings(spec: JobSpec) -> dict[str, Any]:
-    """The settings that `degrade` may touch, as the job has them."""
-    usual = {one.name: one.usual for one in SETTINGS if one.degradation is not Degradation.EXACT}
-    length = spec.data.sequence_length if spec.model is not None else _default_length(spec)
-    return usual | {
-        "precision": spec.precision,
-        "optimizer": spec.training.optimizer,
-        "sequence_length": length,
-    }
-
-
-def _others(spec: JobSpec, device: DeviceSpec, setting: Setting, asked: Any) -> Iterator[tuple[Any, Degradation]]:
-    """Values of the setting that `degrade` allows instead of the one asked for, with the class of that change.
-
-    A numeric change takes the best cheaper value that the device computes; semantic ones are named by the job, in
-    `degrade.<setting>s`. A script has to have a knob for it.
-    """
-    is_turnable = spec.model is not None or getattr(spec.knobs, setting.name, None) is not None
-    if not is_turnable or spec.degrade.limit < setting.degradation:
-        return
-    if setting.degradation is Degradation.NUMERIC:
-        others = [value for value in setting.cheaper if device.has(value)][:1] if asked == setting.usual else []
-    else:
-        others = [value for value in getattr(spec.degrade, f"{setting.name}s", ()) if value != asked]
-    for value in others:
-        yield value, setting.degradation
-
-
-def _default_length(spec: JobSpec) -> int | None:
-    knob = spec.knobs.sequence_length
-    return int(knob.default) if knob is not None and knob.default is not None else None
 
 
 class _Needs:
@@ -420,7 +355,7 @@ class _Needs:
 class _Between(NamedTuple):
     """The plans of a cut whose first layers only are recomputed in full, with the least that any of them can cost."""
 
-    family: _Family
+    family: Family
     micro: int
     accumulation: int
     takes: StepSeconds
@@ -430,7 +365,7 @@ class _Between(NamedTuple):
 
 
 def _timed(
-    hardware: Hardware, family: _Family, needs: _Needs, most_bytes: float, between: list[_Between]
+    hardware: Hardware, family: Family, needs: _Needs, most_bytes: float, between: list[_Between]
 ) -> Iterator[Timed]:
     """How long the plans of a family take that may need no more than `most_bytes`; they share their profile.
 
@@ -494,82 +429,3 @@ def _timed_between(between: _Between, needs: _Needs, most_bytes: float, beats: _
             yield Timed(plan, step_s, at_least_bytes)
         halves.append((low, middle, least_s, at_least_bytes if between.is_ordered else 0))
         halves.append((middle + 1, high, step_s if between.is_ordered else 0.0, least_bytes))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Family:
-    """Plans that differ in checkpointing and in the cut of their batch only, smaller micro-batches first."""
-
-    example: Plan  # of the smallest batch that fills its pipeline: what all of them have in common
-    alike: tuple[_Mode, ...]  # of all layers
-    partial: tuple[_Mode, ...]  # in which the first layers keep less than the others
-    cuts: tuple[tuple[int, int], ...]  # those that keep its pipeline at work, so that every plan is legal
-
-    def __iter__(self) -> Iterator[Plan]:
-        modes = (*self.alike, *self.partial)
-        return chain.from_iterable(self.of_cut(micro, accumulation, modes) for micro, accumulation in self.cuts)
-
-    def of_cut(self, micro: int, accumulation: int, modes: Iterable[_Mode]) -> Iterator[Plan]:
-        """Those of a cut, made one by one."""
-        for mode, first_layers in modes:
-            yield changed.replace(
-                self.example,
-                micro_batch_size=micro,
-                gradient_accumulation_steps=accumulation,
-                activation_checkpointing=mode,
-                full_checkpointing_layers=first_layers,
-            )
-
-
-def _families(spec: JobSpec, hardware: Hardware, variant: _Variant) -> Iterator[_Family]:
-    """Only of plans that have the job's pinned settings: another plan that beats one of these does not count."""
-    pins = dict(spec.plan)
-    micro, steps, mode, first_layers = (pins.get(name) for name in OF_A_FAMILY)
-    for layout in layouts(spec, hardware):
-        if pins and not agrees(layout, pins):
-            continue
-        cuts = batch_cuts(spec, layout.dp)
-        if pins:
-            cuts = tuple(cut for cut in cuts if micro in (None, cut[0]) and steps in (None, cut[1]))
-        for strategy in strategies(spec, hardware, layout) if cuts else ():
-            if pins and not agrees(strategy, pins):
-                continue
-            pipeline = layout.pp, strategy.pipeline_stages_per_rank
-            try:  # which combinations are legal is said once, in specs.plan
-                example = _plan(strategy, variant, prod(pipeline))
-            except IllegalPlan:
-                continue
-            at_work = tuple(cut for cut in cuts if why_pipeline_stalls(*pipeline, cut[1]) is None)
-            if strategy.optimizer_in_backward:
-                at_work = tuple(cut for cut in at_work if cut[1] == 1)
-            modes = checkpointing(spec, strategy)
-            if mode is not None:
-                modes = tuple(one for one in modes if one is mode)
-            yield _Family(
-                example=example,
-                alike=() if first_layers else tuple((one, 0) for one in modes),
-                partial=_partial(spec, strategy, modes, first_layers),
-                cuts=at_work,
-            )
-
-
-def _partial(
-    spec: JobSpec, strategy: Strategy, modes: Sequence[ActivationCheckpointing], pinned: int | None
-) -> tuple[_Mode, ...]:
-    """Of the pinned number of layers, or of those that the planner tries; the others keep what a plan says of all."""
-    others = ActivationCheckpointing.NONE if spec.is_script else ActivationCheckpointing.SELECTIVE
-    if others not in modes:
-        return ()
-    layers, tried = full_layers(spec, strategy)
-    chosen = tried if pinned is None else (pinned,)
-    return tuple((others, count) for count in chosen if 0 < count < layers)
-
-
-OF_A_FAMILY = ("micro_batch_size", "gradient_accumulation_steps", *CHECKPOINTING)  # what its plans vary
-STRATEGY = tuple(one.name for one in fields(Strategy))
-_of_strategy = attrgetter(*STRATEGY)
-
-
-def _plan(strategy: Strategy, variant: _Variant, micro_batches: int) -> Plan:
-    chosen = zip(STRATEGY, _of_strategy(strategy), strict=True)
-    return Plan(**dict(chosen), **variant.values, micro_batch_size=1, gradient_accumulation_steps=micro_batches)

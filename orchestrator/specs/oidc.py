@@ -1,4 +1,4 @@
-"""OidcSpec: which OpenID provider signs people in at the pages, and as whom. It names secrets and holds none."""
+"""OidcSpec: the OpenID provider of the pages, and how claims become users and roles. It names secrets, holds none."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class OidcSpec(SpecModel):
         return max(given, key=list(Role).index, default=None)
 
     def user(self, claims: Mapping[str, Any]) -> str:
-        """The user whom the claims name. Raises SignInError where they name none."""
+        """The user name in the claims. Raises SignInError without a valid one."""
         if self.user_claim == "email" and claims.get("email_verified") is not True:
             raise SignInError("the address is not verified")
         said = claims.get(self.user_claim)

@@ -14,7 +14,8 @@ import pytest
 import orchestrator
 from orchestrator.memory.estimate import estimate
 from orchestrator.planning.cost import step_s
-from orchestrator.planning.search import asked_settings, frontier, plans, profile_for
+from orchestrator.planning.families import asked_settings
+from orchestrator.planning.search import frontier, plans, profile_for
 from orchestrator.specs.errors import IllegalPlan
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.plan import (

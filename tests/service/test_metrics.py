@@ -1,4 +1,4 @@
-"""Laws of `/metrics`: what is said of a service, to whom, and at what cost."""
+"""Laws of `/metrics`: which metrics a service has, which roles may read them, and what a scrape costs."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Ownership of a journal by one process: a file lock, or a lease whose fence every write checks.
 
-A lease can be lost without notice, by a process that was stopped or a network that was cut; a fence, the number of
-the holder, keeps such a process from writing (M. Kleppmann, "How to do distributed locking", 2016).
+A process that was stopped, or whose network was cut, loses a lease without notice. A fence, the number of the holder,
+keeps it from writing (M. Kleppmann, "How to do distributed locking", 2016).
 """
 
 from __future__ import annotations

@@ -259,7 +259,7 @@ def _backward(
     """Backward pass of one part, with the gradients that it has by then: its start, its peaks, all of them made.
 
     In a repeated part the largest activations and the gradient of the largest matrix (of the feed-forward) meet, where
-    it does not say itself what meets; a loss that holds all logits has its peak before the head has any gradient, one
+    it does not say itself what meets. A loss that holds all logits has its peak before the head has any gradient. One
     in chunks has the head's from the forward pass.
     """
     trained, largest = segment.trained_parameters, segment.largest_gradient

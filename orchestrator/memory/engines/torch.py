@@ -16,9 +16,9 @@ def ddp_moments(
     """Moments of a rank that holds its part of the model whole (Li et al. 2020, arXiv:2006.15704).
 
     With several data-parallel ranks there are buckets for all gradients from the start. Under `bucket_views` they are
-    the gradients, but for accumulation: what micro-batches without synchronisation leave lies beside them until the
-    last one, in whose backward pass it goes into the buckets: of two micro-batches the second has less and less of it.
-    A single rank has no buckets, and its gradients appear as the backward pass goes on.
+    the gradients, but for accumulation: what micro-batches without synchronisation leave lies beside them. It goes into
+    the buckets in the backward pass of the last one: of two micro-batches the second has less and less of it. A single
+    rank has no buckets, and its gradients appear as the backward pass goes on.
     """
     profile, count, width = rank.held, rank.trained_parameters, rank.held.parameter_bytes
     buckets = width * count if plan.layout.dp > 1 else 0
@@ -80,14 +80,14 @@ def _updating(passage: Passage, plan: Plan, *, cuda: bool) -> int:
 def fsdp2_moments(rank: Rank, plan: Plan, places: Iterable[int], *, cuda: bool, foreach: bool = False) -> list[Moment]:
     """Moments of a rank that holds a shard: parameters, gradients and optimizer states are split over dp.
 
-    Layers are units of their own, everything else is the root unit, which stays gathered from forward to the
-    end of backward (Zhao et al. 2023, arXiv:2304.11277). While a part goes backward, the one before it is gathered
-    ahead into a flat buffer, and the gradients of the one behind it are still in the buffer of their reduce-scatter.
-    At stage 2 every part stays gathered from its forward to its backward pass. A single rank copies its weights where
-    they are used, without flat buffers and ahead of nothing (`wait_for_unshard` in
-    torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, torch 2.13.0). HSDP cuts over dp / dp_replicate ranks,
-    and keeps the shards that it reduces between its copies until the backward pass is over (`finalize_backward` in
-    the same file), beside those to which they are added.
+    Layers are units of their own, everything else is the root unit, which stays gathered from forward to the end of
+    backward (Zhao et al. 2023, arXiv:2304.11277). While a part goes backward, the one before it is gathered ahead into
+    a flat buffer. The gradients of the one behind it are still in the buffer of their reduce-scatter. At stage 2 every
+    part stays gathered from its forward to its backward pass. A single rank copies its weights where they are used,
+    without flat buffers and ahead of nothing (`wait_for_unshard` in
+    torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, torch 2.13.0). HSDP cuts over dp / dp_replicate ranks. It
+    keeps the shards that it reduces between its copies until the backward pass is over (`finalize_backward` in the same
+    file). Those to which they are added lie beside.
     """
     profile, shards = rank.held, plan.layout.dp // plan.dp_replicate
     compute = compute_bytes(plan)
@@ -151,9 +151,9 @@ def _shards(rank: Rank, plan: Plan) -> Causes:
 def _unit(rank: Rank, plan: Plan, passage: Passage, compute: int, shards: int, *, gloo: bool) -> Causes:
     """What is gathered and not yet reduced where every unit comes and goes by itself.
 
-    Before the backward pass of a unit starts, the gradients of the one behind it are reduced: they are in the flat
-    input of their reduce-scatter, of which gloo makes a copy, beside the last of them (see _root_reduction), while this
-    one waits in the flat buffer in which it was gathered ahead. Then its weights leave that, the one before comes in
+    Before the backward pass of a unit starts, the gradients of the one behind it are reduced. They are in the flat
+    input of their reduce-scatter, of which gloo makes a copy, beside the last of them (see _root_reduction). This unit
+    waits in the flat buffer in which it was gathered ahead. Then its weights leave that, the one before comes in
     another, and the input is still there (`post_backward` and `pre_backward` in
     torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, torch 2.13.0). Where gradients add up over micro-batches,
     the shard that is to be added lies beside: under HSDP it is among those that wait for their copies. At stage 2
@@ -227,10 +227,10 @@ def _first_reduction(rank: Rank, unit: int, compute: int) -> Causes:
 def _root_reduction(rank: Rank, plan: Plan, shards: int, device: int, *, gloo: bool) -> Causes:
     """What is live when the root unit, which goes last, is reduced: its weights are let go before.
 
-    Its gradients go into a flat fp32 buffer; then they are let go, but for the last one, which a loop's variable still
-    names where there are several ranks, and a shard is reduced out of the buffer, of which gloo makes a copy
-    (`foreach_reduce` in torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, torch 2.13.0). Under a pipeline its
-    weights are still there, and one shard of it in the compute type more than these explain (two gloo ranks, 2026-11).
+    Its gradients go into a flat fp32 buffer and are let go. The last one stays where there are several ranks: a loop's
+    variable still names it. A shard is reduced out of the buffer, of which gloo makes a copy (`foreach_reduce` in
+    torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, torch 2.13.0). Under a pipeline its weights are still
+    there, and one shard of it in the compute type more than these explain (two gloo ranks, 2026-11).
     """
     compute = compute_bytes(plan)
     width, exchanged = rank.held.parameter_bytes, exchanged_bytes(plan, rank.held.parameter_bytes)

@@ -11,8 +11,9 @@ from orchestrator.memory.calibration.correction import corrected_bytes, is_known
 from orchestrator.memory.estimate import estimate
 from orchestrator.planning.cost import step_s
 from orchestrator.planning.explain import why_nothing_fits
+from orchestrator.planning.families import asked_settings
 from orchestrator.planning.frontier import Candidate, fit_probability, fits, likeliest, needed_bytes, why_rejected
-from orchestrator.planning.search import asked_settings, frontier, profile_for
+from orchestrator.planning.search import frontier, profile_for
 from orchestrator.scheduling.base.node_groups import Group, groups_of
 from orchestrator.scheduling.options.probe import measured_spec, probe_of
 from orchestrator.service.views.records import EstimateView, estimate_view

@@ -15,7 +15,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -27,7 +27,7 @@ from fastapi import FastAPI
 
 from orchestrator.backends.journal.accounts import Accounts
 from orchestrator.backends.journal.journal import Journal
-from orchestrator.backends.notify.targets import targets_of
+from orchestrator.backends.notify.targets import Target, targets_of
 from orchestrator.backends.oidc import provider_of
 from orchestrator.backends.otel import spans_of
 from orchestrator.backends.outbox_relay import OutboxRelay
@@ -41,6 +41,7 @@ from orchestrator.service.server.cluster_file import joined_nodes, kept_cluster,
 from orchestrator.service.server.controller import Controller
 from orchestrator.service.server.detection import node_name
 from orchestrator.service.server.endpoint import LOOPBACK, Endpoint, kept_endpoint
+from orchestrator.service.server.health import Health
 from orchestrator.service.server.home_watch import HomeWatch
 from orchestrator.service.server.lifecycle import journal_url, prepare, write_service_file
 from orchestrator.service.server.logs import VARIABLE, LogFormat, configure
@@ -50,6 +51,7 @@ from orchestrator.service.server.rates import known, measured
 from orchestrator.service.server.sweeper import Sweeper
 from orchestrator.service.server.tracing import Tracing
 from orchestrator.service.server.waiting import waiting_app
+from orchestrator.specs.cluster import ClusterSpec
 from orchestrator.specs.errors import OrchestratorError, ServiceError, SpecError
 
 NOTIFY_TIMEOUT_S = 5.0  # how long the trackers' notifier takes to see that the service stops
@@ -97,12 +99,10 @@ def serve(home: Path, pages: Pages, stop: threading.Event, down: threading.Event
         waiting = stack.enter_context(ExitStack())
         if standby:
             waiting.enter_context(_served_to_others(waiting_app(), endpoint))
-        try:
-            journal = stack.enter_context(closing(Journal(journal_url(home), stop=stop if standby else None)))
-        except ServiceError:
-            if stop.is_set():
-                return
-            raise
+        journal = _opened(home, stop, standby=standby)
+        if journal is None:
+            return
+        stack.enter_context(closing(journal))
         own = own_cluster(home)
         cluster = with_joined(own, joined_nodes(home))
         found = embedded_ray.find(home)
@@ -116,60 +116,43 @@ def serve(home: Path, pages: Pages, stop: threading.Event, down: threading.Event
         provider = provider_of(cluster.oidc, os.environ)
         journal.outbox.register(cluster.trackers)
         journal.notices.register(targets)
-        trackers: dict[str, Tracker] = {}
         asked = Known(
             state=lambda: controller.state,
             job=lambda job_id: controller.job(job_id),
             sweep=lambda sweep_id: sweeper.report(sweep_id),
         )
+        trackers: dict[str, Tracker] = {}
         for name in cluster.trackers:
             trackers[name] = TRACKERS[name](home, asked)
             stack.callback(_end, trackers[name].shut_down, must_end)
-        named, own_ray = _named_ray(home), None
-        if not named:
-            here = nodes_here(own, joined_nodes(home), node_name())
-            own_ray = embedded_ray.OwnRay(home, here, endpoint.address if endpoint else LOOPBACK_ADDRESS)
+        named = _named_ray(home)
+        own_ray = None if named else _own_ray(home, own, endpoint)
+        if own_ray is not None:
             stack.callback(_end, own_ray.stop, must_end)
         locate = own_ray.address if own_ray is not None else lambda: named
         backend = stack.enter_context(closing(RayBackend(home, rates.result(), locate, journal)))
         controller = Controller(journal, backend, time.time)
         controller.health.watch(lambda: backend.problem)
-        disk = HomeWatch(home)
-        controller.health.watch(lambda: disk.problem)
-        threading.Thread(target=disk.run, args=(stop,), name="disk", daemon=True).start()
-        threading.Thread(target=_log_disk, args=(disk, stop), name="disk-log", daemon=True).start()
+        _watch_disk(home, controller.health, stop)
         sweeper = Sweeper(controller, journal.sweeps, home)
         controller.turn(0.0)  # nothing starts on nodes of an earlier service that are not there
         notifier = Notifier(cluster.notify, targets, journal.notices, controller, time.time) if targets else None
-        relays: list[OutboxRelay[Any]] = [
-            *(OutboxRelay(name, tracker, journal.outbox) for name, tracker in trackers.items()),
-            *(OutboxRelay(name, target, journal.notices) for name, target in targets.items()),
-        ]
-        for relay in relays:
-            relay.start()
-            stack.callback(relay.stop)
-        if notifier is not None:
-            threading.Thread(target=notifier.run, args=(stop,), name="notifier", daemon=True).start()
-        threading.Thread(target=sweeper.run, args=(stop,), name="sweeper", daemon=True).start()
-        threading.Thread(target=_notify, args=(controller, relays, stop), daemon=True).start()
-
+        relays = stack.enter_context(_relays(journal, trackers, targets))
         tracing = None
         if spans is not None:
             stack.callback(spans.close)
             tracing = Tracing(spans, controller, home, time.time)
-            threading.Thread(target=tracing.run, args=(stop,), name="tracing", daemon=True).start()
+        for follower in (notifier, sweeper, tracing):
+            if follower is not None:
+                _in_a_thread(follower.run, stop)
+        _in_a_thread(_notify, controller, relays, stop)
 
         def shut_down() -> None:
             down.set()
             stop.set()
 
         token = (home / "token").read_text()
-        threading.Thread(target=_watch_home, args=(home, token, shut_down, stop), daemon=True).start()
-        members = None
-        if own_ray is not None:
-            members = Members(
-                home, own, own_ray.known_address, backend.addresses, lambda now: backend.set_cluster(known(now, home))
-            )
+        _in_a_thread(_watch_home, home, token, shut_down, stop)
         service = Service(
             controller=controller,
             accounts=Accounts(journal.database.transaction, time.time),
@@ -179,7 +162,7 @@ def serve(home: Path, pages: Pages, stop: threading.Event, down: threading.Event
             trackers={name: tracker.address for name, tracker in trackers.items()},
             shut_down=shut_down,
             hosts=endpoint.names() if endpoint else LOOPBACK,
-            members=members,
+            members=_members(home, own, own_ray, backend) if own_ray is not None else None,
             pages=pages,
             notifier=notifier,
             provider=provider,
@@ -200,10 +183,64 @@ def serve(home: Path, pages: Pages, stop: threading.Event, down: threading.Event
                     (home / "service.json").unlink(missing_ok=True)
 
 
+def _in_a_thread(run: Callable[..., None], *arguments: Any) -> None:
+    """Start what ends with the service at the latest."""
+    threading.Thread(target=run, args=arguments, name=run.__qualname__, daemon=True).start()
+
+
+@contextmanager
+def _relays(
+    journal: Journal, trackers: Mapping[str, Tracker], targets: Mapping[str, Target]
+) -> Iterator[list[OutboxRelay[Any]]]:
+    """Relays that carry records to trackers and notices to targets, until the context ends."""
+    relays: list[OutboxRelay[Any]] = [
+        *(OutboxRelay(name, tracker, journal.outbox) for name, tracker in trackers.items()),
+        *(OutboxRelay(name, target, journal.notices) for name, target in targets.items()),
+    ]
+    with ExitStack() as stack:
+        for relay in relays:
+            relay.start()
+            stack.callback(relay.stop)
+        yield relays
+
+
+def _watch_disk(home: Path, health: Health, stop: threading.Event) -> None:
+    """Have the home folder's disk watched; what is wrong with it goes to `health` and the log."""
+    disk = HomeWatch(home)
+    health.watch(lambda: disk.problem)
+    _in_a_thread(disk.run, stop)
+    _in_a_thread(_log_disk, disk, stop)
+
+
 def _named_ray(home: Path) -> str:
     """The address of the Ray that `orc up --ray` named; empty where the service has its own."""
     kept = _if_there(home / "ray_address")
     return kept.read_text() if kept else ""
+
+
+def _opened(home: Path, stop: threading.Event, *, standby: bool) -> Journal | None:
+    """The journal, for which a standby waits; None where it was stopped meanwhile. Raises ServiceError."""
+    try:
+        return Journal(journal_url(home), stop=stop if standby else None)
+    except ServiceError:
+        if stop.is_set():
+            return None
+        raise
+
+
+def _own_ray(home: Path, own: ClusterSpec, endpoint: Endpoint | None) -> embedded_ray.OwnRay:
+    """The service's own Ray on this machine; nothing of it is started yet."""
+    here = nodes_here(own, joined_nodes(home), node_name())
+    return embedded_ray.OwnRay(home, here, endpoint.address if endpoint else LOOPBACK_ADDRESS)
+
+
+def _members(home: Path, own: ClusterSpec, own_ray: embedded_ray.OwnRay, backend: RayBackend) -> Members:
+    """Machines that join the service's own Ray, whose rates are known to the backend from then on."""
+
+    def changed(cluster: ClusterSpec) -> None:
+        backend.set_cluster(known(cluster, home))
+
+    return Members(home, own, own_ray.known_address, backend.addresses, changed)
 
 
 def _if_there(path: Path) -> Path | None:

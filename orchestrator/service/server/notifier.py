@@ -13,8 +13,9 @@ from orchestrator.backends.notify.targets import Target
 from orchestrator.scheduling.reports.deadlines import late
 from orchestrator.service.server.controller import Controller
 from orchestrator.service.server.ended import report_of
+from orchestrator.service.server.looking import look_until
 from orchestrator.service.views.report import markdown, title
-from orchestrator.specs.errors import ServiceError, SpecError, closest
+from orchestrator.specs.errors import SpecError, closest
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.notify import NoticeKind, NotifySpec
 
@@ -45,13 +46,7 @@ class Notifier:
 
     def run(self, stop: threading.Event) -> None:
         """Look every LOOK_S until `stop` is set; ends with the journal."""
-        while not stop.wait(LOOK_S):
-            try:
-                self.look()
-            except ServiceError as error:  # the controller meets the same, and ends the service
-                log.error("%s", error)
-            except Exception:  # the thread's edge: jobs go on
-                log.exception("looking for late jobs failed")
+        look_until(stop, self.look, LOOK_S, log, "looking for late jobs failed")
 
     def look(self) -> None:
         """Tell of jobs that are expected to be late, and of a report that is due, each once."""

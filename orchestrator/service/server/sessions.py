@@ -39,7 +39,7 @@ class Sessions:
         return None if number is None else self._signed(f"{number}.{int(self.clock() + LIFETIME_S)}")
 
     def opened(self, user: str, role: Role, lifetime_s: float) -> str:
-        """The cookie of a new session of a user whom an OpenID provider names."""
+        """A cookie: a new session for a user that signed in through an OpenID provider."""
         number = self.accounts.open_session(user, role, lifetime_s)
         return self._signed(f"{number}.{int(self.clock() + lifetime_s)}")
 

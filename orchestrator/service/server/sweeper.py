@@ -16,6 +16,7 @@ from orchestrator.backends.journal.sweeps import Sweeps, TrialRow
 from orchestrator.memory.profiles import is_known
 from orchestrator.scheduling.reports.sweep import SweepReport, is_stopped_early, sweep_report
 from orchestrator.service.server.controller import Controller
+from orchestrator.service.server.looking import look_until
 from orchestrator.service.server.profiling import traced
 from orchestrator.service.server.study import Study, require_optuna
 from orchestrator.service.server.trial_curve import MetricCurve
@@ -60,13 +61,7 @@ class Sweeper:
 
     def run(self, stop: threading.Event) -> None:
         """Look every LOOK_S until `stop` is set."""
-        while not stop.wait(LOOK_S):
-            try:
-                self.look()
-            except ServiceError as error:  # the controller meets the same, and ends the service
-                log.error("%s", error)
-            except Exception:  # the thread's edge: jobs go on
-                log.exception("looking after sweeps failed")
+        look_until(stop, self.look, LOOK_S, log, "looking after sweeps failed")
 
     def first(self, spec: JobSpec) -> JobSpec:
         """The first trial of a sweep that is being submitted, with its parameters. Raises SpecError without Optuna."""

@@ -1,4 +1,4 @@
-"""The trace of each job: submit, plan, launch and first step, as spans for whoever receives them.
+"""The trace of each job: submit, plan, launch and first step, as OpenTelemetry spans.
 
 A span is sent once it is over. Spans follow from a job's record and its ranks' heartbeats, so that deciding and keeping
 know nothing of traces.

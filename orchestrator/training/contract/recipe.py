@@ -60,12 +60,15 @@ class Recipe:
     - `layers`: the repeated blocks, which FSDP2 shards, activation checkpointing recomputes and a pipeline cuts.
     - `initialise(name, parameter)`: required for a module on the meta device. It fills a parameter by its whole-model
       name alone, so that every layout starts from the same values.
-    - `tensor_parallel`: shell patterns of module names -> one of these words, or a torch ParallelStyle. "colwise",
-      "rowwise"; "embedding" (cut by vocabulary); "head" (likewise, and its forward pass passes the DTensor weight to
-      `linear_cross_entropy`); "headwise" (replicated, used on this rank's heads, gradients summed); "gathered" (holds
-      cut modules only: between such modules a rank has its own tokens [1, N, D], from the embedding to the head);
-      "tokenwise" (replicated, used on these between the last layer and the head). Modules without a match are
-      replicated. Without a plan the model runs at tp=1.
+    - `tensor_parallel`: shell patterns of module names -> a torch ParallelStyle, or one of these words. Modules without
+      a match are replicated. Without a plan the model runs at tp=1.
+      - "colwise", "rowwise": cut by outputs, by inputs.
+      - "embedding": cut by vocabulary.
+      - "head": likewise; its forward pass passes the DTensor weight to `linear_cross_entropy`.
+      - "headwise": replicated, used on this rank's heads, gradients summed.
+      - "gathered": holds cut modules only. Between such modules a rank has its own tokens [1, N, D], from the embedding
+        to the head.
+      - "tokenwise": replicated, used on these between the last layer and the head.
     - `tensor_parallel_sizes`: sizes, by the user's names, that the degree must divide.
     - `stages`: without it the model runs at pp=1.
 

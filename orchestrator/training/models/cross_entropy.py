@@ -53,13 +53,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         hidden_grad = torch.empty_like(hidden_ND) if needs_hidden else None
         weight_grad = torch.zeros_like(weight_VD, dtype=torch.float32) if needs_weight else None
         spread = _Spread(group, len(hidden_ND), labels_N) if group and len(hidden_ND) < len(labels_N) else None
+        step = spread.chunk_tokens if spread else CHUNK_TOKENS
         with torch.autocast(device, enabled=False):
-            for start in range(0, len(hidden_ND), spread.chunk_tokens if spread else CHUNK_TOKENS):
-                rows = slice(start, start + (spread.chunk_tokens if spread else CHUNK_TOKENS))
-                chunk_CD = hidden_ND[rows].to(dtype)
-                labels_C = spread.labels(rows) if spread else labels_N[rows]
+            for start in range(0, len(hidden_ND), step):
+                rows = slice(start, start + step)
+                chunk_CD, labels_C = hidden_ND[rows].to(dtype), labels_N[rows]
                 if spread:
-                    chunk_CD = spread.gathered(chunk_CD)
+                    chunk_CD, labels_C = spread.gathered(chunk_CD), spread.labels(rows)
                 chunk_loss, grad_CV = _loss_and_gradient(chunk_CD @ cast_VD.T, labels_C - first, group)
                 loss += chunk_loss
                 grad_CV = grad_CV.to(dtype)

@@ -1,0 +1,163 @@
+"""Which settings and which plans does a job allow on this hardware? Families of plans that share their memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from itertools import chain, product
+from math import prod
+from operator import attrgetter
+from typing import Any
+
+from orchestrator.memory.estimate import CHECKPOINTING
+from orchestrator.planning.cost import Hardware
+from orchestrator.planning.layouts import layouts
+from orchestrator.planning.strategies import Strategy, batch_cuts, checkpointing, full_layers, strategies
+from orchestrator.specs import replace as changed
+from orchestrator.specs.cluster import DeviceSpec
+from orchestrator.specs.errors import IllegalPlan
+from orchestrator.specs.job.pins import agrees
+from orchestrator.specs.job.spec import JobSpec
+from orchestrator.specs.plan import (
+    SETTINGS,
+    ActivationCheckpointing,
+    Degradation,
+    Plan,
+    Setting,
+    why_pipeline_stalls,
+)
+
+Mode = tuple[ActivationCheckpointing, int]  # and the first layers of a stage that are recomputed in full
+OF_A_FAMILY = ("micro_batch_size", "gradient_accumulation_steps", *CHECKPOINTING)  # what its plans vary
+STRATEGY = tuple(one.name for one in fields(Strategy))
+_of_strategy = attrgetter(*STRATEGY)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """Settings of a family of plans that `degrade` may touch, and how far they leave what the user asked for."""
+
+    values: Mapping[str, Any]  # by the setting's name
+    degradation: Degradation
+
+
+def variants_of(spec: JobSpec, hardware: Hardware) -> list[Variant]:
+    """What the user asked for, and what `degrade` allows besides, as far as the devices can compute it."""
+    asked, device, pins = asked_settings(spec), hardware.device, dict(spec.plan)
+    touched = [one for one in SETTINGS if one.degradation is not Degradation.EXACT]
+    choices = [[(asked[one.name], Degradation.EXACT), *_others(spec, device, one, asked[one.name])] for one in touched]
+    found = []
+    for chosen in product(*choices):
+        values = {one.name: value for one, (value, _) in zip(touched, chosen, strict=True)}
+        if pins and any(pins.get(name, value) != value for name, value in values.items()):
+            continue
+        if device.has(values["precision"]):
+            found.append(Variant(values=values, degradation=max(degradation for _, degradation in chosen)))
+    return found
+
+
+def asked_settings(spec: JobSpec) -> dict[str, Any]:
+    """The settings that `degrade` may touch, as the job has them."""
+    usual = {one.name: one.usual for one in SETTINGS if one.degradation is not Degradation.EXACT}
+    length = spec.data.sequence_length if spec.model is not None else default_length(spec)
+    return usual | {
+        "precision": spec.precision,
+        "optimizer": spec.training.optimizer,
+        "sequence_length": length,
+    }
+
+
+def _others(spec: JobSpec, device: DeviceSpec, setting: Setting, asked: Any) -> Iterator[tuple[Any, Degradation]]:
+    """Values of the setting that `degrade` allows instead of the one asked for, with the class of that change.
+
+    A numeric change takes the best cheaper value that the device computes; semantic ones are named by the job, in
+    `degrade.<setting>s`. A script has to have a knob for it.
+    """
+    is_turnable = spec.model is not None or getattr(spec.knobs, setting.name, None) is not None
+    if not is_turnable or spec.degrade.limit < setting.degradation:
+        return
+    if setting.degradation is Degradation.NUMERIC:
+        others = [value for value in setting.cheaper if device.has(value)][:1] if asked == setting.usual else []
+    else:
+        others = [value for value in getattr(spec.degrade, f"{setting.name}s", ()) if value != asked]
+    for value in others:
+        yield value, setting.degradation
+
+
+def default_length(spec: JobSpec) -> int | None:
+    knob = spec.knobs.sequence_length
+    return int(knob.default) if knob is not None and knob.default is not None else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Family:
+    """Plans that differ in checkpointing and in the cut of their batch only, smaller micro-batches first."""
+
+    example: Plan  # of the smallest batch that fills its pipeline: what all of them have in common
+    alike: tuple[Mode, ...]  # of all layers
+    partial: tuple[Mode, ...]  # in which the first layers keep less than the others
+    cuts: tuple[tuple[int, int], ...]  # those that keep its pipeline at work, so that every plan is legal
+
+    def __iter__(self) -> Iterator[Plan]:
+        modes = (*self.alike, *self.partial)
+        return chain.from_iterable(self.of_cut(micro, accumulation, modes) for micro, accumulation in self.cuts)
+
+    def of_cut(self, micro: int, accumulation: int, modes: Iterable[Mode]) -> Iterator[Plan]:
+        """Those of a cut, made one by one."""
+        for mode, first_layers in modes:
+            yield changed.replace(
+                self.example,
+                micro_batch_size=micro,
+                gradient_accumulation_steps=accumulation,
+                activation_checkpointing=mode,
+                full_checkpointing_layers=first_layers,
+            )
+
+
+def families_of(spec: JobSpec, hardware: Hardware, variant: Variant) -> Iterator[Family]:
+    """Only of plans that have the job's pinned settings: another plan that beats one of these does not count."""
+    pins = dict(spec.plan)
+    micro, steps, mode, first_layers = (pins.get(name) for name in OF_A_FAMILY)
+    for layout in layouts(spec, hardware):
+        if pins and not agrees(layout, pins):
+            continue
+        cuts = batch_cuts(spec, layout.dp)
+        if pins:
+            cuts = tuple(cut for cut in cuts if micro in (None, cut[0]) and steps in (None, cut[1]))
+        for strategy in strategies(spec, hardware, layout) if cuts else ():
+            if pins and not agrees(strategy, pins):
+                continue
+            pipeline = layout.pp, strategy.pipeline_stages_per_rank
+            try:  # which combinations are legal is said once, in specs.plan
+                example = _plan(strategy, variant, prod(pipeline))
+            except IllegalPlan:
+                continue
+            at_work = tuple(cut for cut in cuts if why_pipeline_stalls(*pipeline, cut[1]) is None)
+            if strategy.optimizer_in_backward:
+                at_work = tuple(cut for cut in at_work if cut[1] == 1)
+            modes = checkpointing(spec, strategy)
+            if mode is not None:
+                modes = tuple(one for one in modes if one is mode)
+            yield Family(
+                example=example,
+                alike=() if first_layers else tuple((one, 0) for one in modes),
+                partial=_partial(spec, strategy, modes, first_layers),
+                cuts=at_work,
+            )
+
+
+def _partial(
+    spec: JobSpec, strategy: Strategy, modes: Sequence[ActivationCheckpointing], pinned: int | None
+) -> tuple[Mode, ...]:
+    """Of the pinned number of layers, or of those that the planner tries; the others keep what a plan says of all."""
+    others = ActivationCheckpointing.NONE if spec.is_script else ActivationCheckpointing.SELECTIVE
+    if others not in modes:
+        return ()
+    layers, tried = full_layers(spec, strategy)
+    chosen = tried if pinned is None else (pinned,)
+    return tuple((others, count) for count in chosen if 0 < count < layers)
+
+
+def _plan(strategy: Strategy, variant: Variant, micro_batches: int) -> Plan:
+    chosen = zip(STRATEGY, _of_strategy(strategy), strict=True)
+    return Plan(**dict(chosen), **variant.values, micro_batch_size=1, gradient_accumulation_steps=micro_batches)

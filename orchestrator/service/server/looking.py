@@ -1,0 +1,22 @@
+"""Looks at something again and again, in a thread whose edge lets nothing out."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+from orchestrator.specs.errors import ServiceError
+
+
+def look_until(
+    stop: threading.Event, look: Callable[[], None], every_s: float, log: logging.Logger, failure: str
+) -> None:
+    """Call `look` every `every_s` until `stop` is set; `failure` says in the log what an unexpected error broke."""
+    while not stop.wait(every_s):
+        try:
+            look()
+        except ServiceError as error:  # the controller meets the same, and decides what follows
+            log.error("%s", error)
+        except Exception:  # jobs go on
+            log.exception(failure)
