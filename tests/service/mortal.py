@@ -15,9 +15,10 @@ from pathlib import Path
 
 from orchestrator.backends.journal.accounts import Accounts
 from orchestrator.backends.journal.journal import Journal
-from orchestrator.service.server.api import Service, create_app
+from orchestrator.service.server.api import create_app
 from orchestrator.service.server.controller import Controller
 from orchestrator.service.server.daemon import served
+from orchestrator.service.server.dependencies import Service
 from orchestrator.service.server.lifecycle import write_service_file
 from orchestrator.service.server.sweeper import Sweeper
 from tests.scheduling.world import cluster, device

@@ -17,8 +17,9 @@ from orchestrator.backends.journal.journal import Journal
 from orchestrator.backends.oidc.provider import Provider
 from orchestrator.backends.simulated.backend import SimulatedBackend
 from orchestrator.service.pages.routes import PAGES_OF_SERVICE
-from orchestrator.service.server.api import Service, create_app
+from orchestrator.service.server.api import create_app
 from orchestrator.service.server.controller import Controller
+from orchestrator.service.server.dependencies import Service
 from orchestrator.service.server.gate import BODY_BYTES_MAX, PAGES
 from orchestrator.service.server.intake import read_cluster
 from orchestrator.service.server.sweeper import Sweeper

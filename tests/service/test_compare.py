@@ -18,10 +18,11 @@ from orchestrator.backends.journal.accounts import Accounts
 from orchestrator.backends.journal.journal import Journal
 from orchestrator.cli import main
 from orchestrator.service.commands.compare import STEPS, compared, strategies
-from orchestrator.service.server.api import Service, create_app
+from orchestrator.service.server.api import create_app
 from orchestrator.service.server.client import Client
 from orchestrator.service.server.controller import Controller
 from orchestrator.service.server.daemon import served
+from orchestrator.service.server.dependencies import Service
 from orchestrator.service.server.lifecycle import write_service_file
 from orchestrator.service.server.sweeper import Sweeper
 from orchestrator.specs.cluster import idle_nodes

@@ -9,8 +9,9 @@ import pytest
 from fastapi.testclient import TestClient
 
 from orchestrator.backends.journal.accounts import Accounts
-from orchestrator.service.server.api import JOINING, ROLES, Service, create_app
+from orchestrator.service.server.api import JOINING, ROLES, create_app
 from orchestrator.service.server.cluster_file import kept_cluster, nodes_here
+from orchestrator.service.server.dependencies import Service
 from orchestrator.service.server.intake import read_cluster
 from orchestrator.service.server.join_token import FILE, parts_of
 from orchestrator.service.server.members import Machine, Members, check_alike, machine

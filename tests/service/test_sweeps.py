@@ -22,10 +22,11 @@ from orchestrator.backends.journal.journal import Journal
 from orchestrator.cli import main
 from orchestrator.service.pages.routes import PAGES_OF_SERVICE
 from orchestrator.service.server import study as study_module
-from orchestrator.service.server.api import Service, create_app
+from orchestrator.service.server.api import create_app
 from orchestrator.service.server.client import Client
 from orchestrator.service.server.controller import Controller
 from orchestrator.service.server.daemon import served
+from orchestrator.service.server.dependencies import Service
 from orchestrator.service.server.intake import read_jobs
 from orchestrator.service.server.lifecycle import write_service_file
 from orchestrator.service.server.study import Study

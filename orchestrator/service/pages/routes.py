@@ -38,10 +38,10 @@ from orchestrator.service.pages.night import ENDED_MAX, night_data
 from orchestrator.service.pages.oidc import SignIn
 from orchestrator.service.pages.queue import ROWS, Filter, queue_data
 from orchestrator.service.server.answers import PlainRoute
-from orchestrator.service.server.api import NEVER_SEEN, Pages, job_of
 from orchestrator.service.server.attempt_files import view_of
 from orchestrator.service.server.cluster_file import kept_cluster
 from orchestrator.service.server.controller import Controller
+from orchestrator.service.server.dependencies import NEVER_SEEN, Pages, job_of
 from orchestrator.service.server.gate import OIDC, OIDC_BACK, PAGES, SIGN_IN, STATIC, Gate
 from orchestrator.service.server.intake import read_jobs
 from orchestrator.service.server.ownership import may_change

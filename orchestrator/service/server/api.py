@@ -2,129 +2,75 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib.metadata import version
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
-from fastapi import Depends, FastAPI, Header, Query, Request, Response
+from fastapi import FastAPI, Query, Request, Response
 from fastapi import Path as PathField
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, StreamingResponse
-from starlette.concurrency import run_in_threadpool
+from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
 
-from orchestrator.backends.attempts.metrics import metric_lines
 from orchestrator.backends.journal.accounts import Accounts
-from orchestrator.backends.mlflow.content import comparison_key
-from orchestrator.backends.mlflow.tracker import comparison_url
 from orchestrator.scheduling.base.held_devices import holders
-from orchestrator.scheduling.reports.comparison import compared_ids, comparison, curve_of
-from orchestrator.scheduling.reports.deadlines import late
-from orchestrator.scheduling.reports.sweep import SweepReport
 from orchestrator.service.server.answers import (
     REFUSALS,
     AuditAnswer,
-    BatchAnswer,
-    CancelledAnswer,
     ClusterAnswer,
     EmptyAnswer,
     ErrorAnswer,
-    JobAnswer,
-    JobsAnswer,
     JoinAnswer,
     KeptAnswer,
-    MissingAnswer,
     NewTokenAnswer,
     PlainRoute,
     ReadyAnswer,
     ShutdownAnswer,
     StatusAnswer,
-    SubmittedAnswer,
-    SweepsAnswer,
     TeamsAnswer,
     TokensAnswer,
     TriedAnswer,
     UsersAnswer,
     WhoAnswer,
     answers,
-    answers_bytes,
 )
-from orchestrator.service.server.attempt_files import beats, followed, read_from, view_of
+from orchestrator.service.server.attempt_files import beats
 from orchestrator.service.server.client import user_name
-from orchestrator.service.server.controller import Controller
+from orchestrator.service.server.dependencies import NUMBER_MAX, Forbidden, Sender, Service, Unknown
 from orchestrator.service.server.ended import report_of
-from orchestrator.service.server.endpoint import LOOPBACK
 from orchestrator.service.server.gate import Gate, Gated, limiter, refusal
-from orchestrator.service.server.intake import check_files
+from orchestrator.service.server.job_routes import add_file_routes, add_job_routes, add_log_routes
 from orchestrator.service.server.join_token import secret_of
-from orchestrator.service.server.links import Links
 from orchestrator.service.server.members import Members, machine
 from orchestrator.service.server.metrics import MEDIA_TYPE, Metrics
-from orchestrator.service.server.notifier import Notifier
-from orchestrator.service.server.ownership import may_change
 from orchestrator.service.server.requests import (
-    BatchRequest,
-    CancelRequest,
-    DigestsRequest,
     DrainRequest,
     NodeRequest,
     ObserveRequest,
     ShutdownRequest,
-    SubmitRequest,
     TokenRequest,
     TryRequest,
     UserRequest,
 )
 from orchestrator.service.server.sessions import Sessions
-from orchestrator.service.server.sweeper import Sweeper
-from orchestrator.service.server.tracing import Tracing
 from orchestrator.service.server.waits import Waits
-from orchestrator.service.transfer.outputs import output_of
 from orchestrator.service.transfer.store import BODY_BYTES_MAX as UPLOAD_BYTES_MAX
 from orchestrator.service.transfer.store import Uploads
-from orchestrator.service.views.comparison import ComparisonView, comparison_view
 from orchestrator.service.views.morning import ReportView
 from orchestrator.service.views.records import (
-    ExplanationView,
-    explanation_view,
-    in_order,
     node_view,
     observations_from_view,
     observations_view,
-    promise_view,
 )
-from orchestrator.service.views.sweeps import SweepView, sweep_view
 from orchestrator.service.views.teams import teams_view
-from orchestrator.specs.access import Principal, Role
-from orchestrator.specs.attempt import AttemptStatus
+from orchestrator.specs.access import Role
 from orchestrator.specs.errors import OrchestratorError, ServiceError, SpecError, StorageError
-from orchestrator.specs.fault import Fault
-from orchestrator.specs.job.paths import paths_of, with_paths
-from orchestrator.specs.job.spec import JobSpec, UserName
-from orchestrator.specs.job_record import Job, JobStatus
-from orchestrator.specs.parse import job_from_data, node_from_data
-from orchestrator.specs.policy import PolicySpec
-from orchestrator.specs.run import JobFolder, uploaded
-
-if TYPE_CHECKING:
-    from orchestrator.backends.oidc.provider import Provider
-
-ENDED_SHOWN, ENDED_MAX = 100, 1000  # ended jobs in a response
-WAIT_S_MAX = 10.0  # of a long poll
-RECEIVE_S = 900.0  # for an upload to arrive
-NUMBER_MAX = 2**63 - 1  # of a row in SQL, and of an offset in a file
-NEVER_SEEN = -1  # a version that no state has
-
-FOLLOW_S = 20.0  # of a log that is followed: a token that has ended reads no longer than that
-
-Traceparent = Annotated[str, Header(max_length=256)]  # W3C Trace Context
-Rank = Annotated[int, Query(ge=0)]
-Offset = Annotated[int, Query(ge=0, le=NUMBER_MAX)]
+from orchestrator.specs.job.paths import paths_of
+from orchestrator.specs.job.spec import UserName
+from orchestrator.specs.job_record import JobStatus
+from orchestrator.specs.parse import node_from_data
+from orchestrator.specs.run import uploaded
 
 ROLES = {  # needed by each route; one that is missing here needs an admin
     ("GET", "/openapi.json"): Role.VIEWER,
@@ -163,11 +109,6 @@ JOINING = frozenset(  # for which the token of joining machines is enough
         ("DELETE", "/nodes/{node}"),
     }
 )
-
-
-BYTES_SENT = {
-    "requestBody": {"content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}}
-}
 EXPOSITION: dict[str, Any] = {
     "response_model": None,
     "response_class": Response,
@@ -177,36 +118,6 @@ READY: dict[str, Any] = {
     "response_model": None,
     "responses": {200: {"model": ReadyAnswer}, 503: {"model": ErrorAnswer, "description": "It may not decide yet."}},
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pages:
-    """What people look at beside the API: `add` adds the routes, `roles` has the role that each needs."""
-
-    roles: Mapping[tuple[str, str], Role]
-    headers: Mapping[str, str]  # of each page
-    refused: Callable[[Request, int, str], Response]  # the page of a refusal
-    add: Callable[[FastAPI, Controller, Path, Gate, Provider | None], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Service:
-    """What the routes use: the controller, the accounts, the home folder with its token, and the shutdown."""
-
-    controller: Controller
-    accounts: Accounts
-    home: Path
-    token: str  # of the home folder: its holder is an admin
-    cluster: str  # name of the cluster
-    trackers: Mapping[str, str]  # name -> address
-    shut_down: Callable[[], None]
-    sweeper: Sweeper
-    hosts: frozenset[str] = LOOPBACK  # that a Host header may name
-    members: Members | None = None  # machines that join; None: the Ray is not the service's own
-    pages: Pages | None = None  # that people look at; None: the API alone
-    notifier: Notifier | None = None  # None: the cluster file names no target
-    tracing: Tracing | None = None  # None: nobody receives traces
-    provider: Provider | None = None  # that signs people in at the pages; None: tokens alone
 
 
 def create_app(service: Service) -> FastAPI:
@@ -232,9 +143,9 @@ def create_app(service: Service) -> FastAPI:
     app.exception_handler(HTTPException)(_unrouted)
     uploads = Uploads(service.home, lambda: _used_uploads(service))
     waits = Waits(service.controller.wait_for_change)
-    _add_job_routes(app, service, uploads, waits)
-    _add_log_routes(app, service, waits)
-    _add_file_routes(app, service, uploads)
+    add_job_routes(app, service, uploads, waits)
+    add_log_routes(app, service, waits)
+    add_file_routes(app, service, uploads)
     _add_service_routes(app, service)
     _add_member_routes(app, service)
     _add_account_routes(app, service.accounts)
@@ -244,172 +155,6 @@ def create_app(service: Service) -> FastAPI:
 
 
 # ------------------------------------------------------------------------------------------------------------- routes
-
-
-def _add_job_routes(app: FastAPI, service: Service, uploads: Uploads, waits: Waits) -> None:
-    controller, links = service.controller, Links(comparison_url)
-
-    @app.post("/jobs", **answers(SubmittedAnswer))
-    def submit(request: SubmitRequest, sender: Sender, traceparent: Traceparent = "") -> dict[str, Any]:
-        began_s = time.time()
-        job_id = controller.submit(*_asked(request, "the submitted job", sender, uploads, service.sweeper))
-        if service.tracing is not None:
-            service.tracing.submitted([job_id], began_s, traceparent)
-        return {"id": job_id, "late": late(controller.state, [job_id])}
-
-    @app.post("/jobs/batch", **answers(BatchAnswer))
-    def submit_batch(request: BatchRequest, sender: Sender, traceparent: Traceparent = "") -> dict[str, Any]:
-        """Submit all jobs or none, in one transaction."""
-        began_s = time.time()
-        asked = [
-            _asked(one, f"submitted job {number}", sender, uploads, service.sweeper)
-            for number, one in enumerate(request.jobs, 1)
-        ]
-        ids = controller.submit_all(asked)
-        if service.tracing is not None:
-            service.tracing.submitted(ids, began_s, traceparent)
-        promises = {job_id: promise for job_id in ids if (promise := promise_view(job_of(service.controller, job_id)))}
-        return {"ids": ids, "late": late(controller.state, ids), "promises": promises}
-
-    @app.get("/jobs", **answers(JobsAnswer))
-    def jobs(
-        ended: Annotated[int, Query(ge=0, le=ENDED_MAX)] = ENDED_SHOWN, before: str | None = None
-    ) -> dict[str, Any]:
-        known = dict(controller.state.jobs) if before is None else {}
-        known |= {job.id: job for job in controller.ended(ended, before)}  # read second, so that no job is missed
-        policy, problems = controller.state.policy, controller.health.problems()
-        return {"jobs": [view_of(service.home, job, policy, problems) for job in in_order(known.values())]}
-
-    @app.get("/jobs/{job_id}", **answers(JobAnswer))
-    async def job(
-        job_id: str, seen: int | None = None, wait_s: Annotated[float, Query(ge=0, le=WAIT_S_MAX)] = 0
-    ) -> Response:
-        await run_in_threadpool(job_of, controller, job_id)
-        if seen is not None:
-            await waits.until(lambda: controller.version != seen, wait_s)
-        return await run_in_threadpool(now, job_id)
-
-    def now(job_id: str) -> Response:
-        version, found = controller.version, job_of(controller, job_id)  # in this order: nothing is missed
-        view = view_of(service.home, found, controller.state.policy, controller.health.problems())
-        return JSONResponse({"job": view, "version": version})
-
-    @app.get("/jobs/{job_id}/explanation", **answers(ExplanationView))
-    def explanation(job_id: str) -> dict[str, Any]:
-        return dict(explanation_view(controller.state, job_of(service.controller, job_id)))
-
-    @app.get("/jobs/{job_id}/comparison", **answers(ComparisonView))
-    def compared(job_id: str) -> dict[str, Any]:
-        """The strategies of `orc compare`, by the id of one of their jobs."""
-        jobs = _compared(service, job_of(service.controller, job_id))
-        curves = {one.id: curve_of(metric_lines(service.home, one)) for one in jobs}
-        found = comparison(controller.state, jobs, curves)
-        address, ran = service.trackers.get("mlflow"), sum(bool(one.attempts) for one in jobs)
-        link = links.of(address, comparison_key(jobs[0]), ran) if address and ran else None
-        return dict(comparison_view(found, link))
-
-    @app.post("/jobs/cancel", **answers(CancelledAnswer))
-    def cancel(request: CancelRequest, sender: Sender) -> dict[str, Any]:
-        """Cancel jobs, and sweeps by their ids."""
-        sweeps = [job_id for job_id in request.jobs if service.sweeper.knows(job_id)]
-        jobs = [job_id for job_id in request.jobs if job_id not in sweeps]
-        of_sweeps = [one.job for sweep_id in sweeps for one in _sweep(service, sweep_id).trials]
-        for job_id in (*jobs, *of_sweeps):
-            _refuse_other_teams(job_of(service.controller, job_id), sender, controller.state.policy, "cancel")
-        if request.whole_arrays:
-            found = {sweep_id: job_id for job_id in jobs if (sweep_id := service.sweeper.sweep_of(job_id))}
-            sweeps += found
-            jobs = [job_id for job_id in jobs if service.sweeper.sweep_of(job_id) is None]
-        cancelled = controller.cancel(jobs, whole_arrays=request.whole_arrays) if jobs else []
-        return {"cancelled": cancelled + [job_id for sweep_id in sweeps for job_id in service.sweeper.cancel(sweep_id)]}
-
-    @app.get("/sweeps", **answers(SweepsAnswer))
-    def sweeps() -> dict[str, Any]:
-        return {"sweeps": [sweep_view(one) for one in service.sweeper.reports()]}
-
-    @app.get("/sweeps/{sweep_id}", **answers(SweepView))
-    def sweep(sweep_id: str) -> dict[str, Any]:
-        return dict(sweep_view(_sweep(service, sweep_id)))
-
-
-def _add_log_routes(app: FastAPI, service: Service, waits: Waits) -> None:
-    controller = service.controller
-
-    def file_of(job_id: str, number: int, rank: int) -> Path:
-        attempts = job_of(controller, job_id).attempts
-        if not 1 <= number <= len(attempts):
-            raise _Unknown(f"job {job_id} has {len(attempts)} attempts; there is no attempt {number}")
-        ranks = attempts[number - 1].plan.world_size
-        if rank >= ranks:
-            raise _Unknown(f"attempt {number} of {job_id} has ranks 0 to {ranks - 1}; there is no rank {rank}")
-        return JobFolder(service.home, job_id).attempt(number).log(rank)
-
-    @app.get("/jobs/{job_id}/attempts/{number}/logs", **answers_bytes("X-Next-Offset"))
-    def log(job_id: str, number: int, rank: Rank = 0, offset: Offset = 0) -> Response:
-        text = read_from(file_of(job_id, number, rank), offset)
-        headers = {"X-Next-Offset": str(offset + len(text))}
-        return Response(content=text, media_type="application/octet-stream", headers=headers)
-
-    @app.get("/jobs/{job_id}/attempts/{number}/logs/follow", **answers_bytes())
-    async def follow(
-        job_id: str,
-        number: int,
-        rank: Rank = 0,
-        offset: Offset = 0,
-        wait_s: Annotated[float, Query(ge=0, le=FOLLOW_S)] = FOLLOW_S,
-    ) -> Response:
-        """The log from an offset, as it grows: until the attempt has ended, or for `wait_s`."""
-        file = await run_in_threadpool(file_of, job_id, number, rank)
-
-        def is_over() -> bool:
-            job = controller.state.jobs.get(job_id)
-            return job is None or job.attempts[number - 1].status is AttemptStatus.ENDED
-
-        stream = followed(file, offset, is_over, waits, wait_s)
-        return StreamingResponse(stream, media_type="application/octet-stream")
-
-
-def _add_file_routes(app: FastAPI, service: Service, uploads: Uploads) -> None:
-    @app.post("/uploads/missing", **answers(MissingAnswer))
-    def missing(request: DigestsRequest) -> dict[str, Any]:
-        return {"missing": uploads.missing(request.digests)}
-
-    @app.put("/uploads/{digest}", **answers(EmptyAnswer), openapi_extra=BYTES_SENT)
-    async def upload(digest: str, request: Request) -> dict[str, Any]:
-        with uploads.receiving() as file:
-            try:
-                async with asyncio.timeout(RECEIVE_S):
-                    await _received(request, file)
-            except TimeoutError:
-                raise ServiceError(f"the upload took longer than {RECEIVE_S:.0f} s: submit again") from None
-            except ClientDisconnect:
-                raise ServiceError("the upload was cut off") from None
-            except OSError as error:
-                raise ServiceError(f"the upload cannot be stored: {error.strerror}") from None
-            await run_in_threadpool(uploads.store, digest, file)
-        return {}
-
-    @app.get("/jobs/{job_id}/output", **answers_bytes("X-Output-Bytes", "X-Output-Left-Out"))
-    def output(job_id: str, sender: Sender) -> Response:
-        """The job's output folder as an archive; what came by upload and was not changed is left out."""
-        job = job_of(service.controller, job_id)
-        _refuse_other_teams(job, sender, service.controller.state.policy, "fetch the output of")
-        listing = output_of(service.home, job)
-        headers = {
-            "Content-Length": str(
-                len(listing.manifest()) + listing.total_bytes
-            ),  # so that a client sees what is cut off
-            "X-Output-Bytes": str(listing.total_bytes),
-            "X-Output-Left-Out": str(len(listing.left_out)),
-        }
-        return StreamingResponse(listing.stream(), media_type="application/octet-stream", headers=headers)
-
-
-async def _received(request: Request, file: Path) -> None:
-    """Write the body to a file."""
-    with file.open("wb") as opened:
-        async for chunk in request.stream():
-            await run_in_threadpool(opened.write, chunk)
 
 
 def _used_uploads(service: Service) -> set[str]:
@@ -567,83 +312,13 @@ def _add_account_routes(app: FastAPI, accounts: Accounts) -> None:
         return {"rows": [{"number": number, **asdict(row)} for number, row in accounts.audit(limit, before)]}
 
 
-def _sender(request: Request) -> Principal:
-    principal: Principal = request.state.principal
-    return principal
-
-
-Sender = Annotated[Principal, Depends(_sender)]
-
-
-def _asked(
-    request: SubmitRequest, source: str, sender: Principal, uploads: Uploads, sweeper: Sweeper
-) -> tuple[JobSpec, Fault | None]:
-    """The job, whose user is who sent it, and whose files are here; of a sweep the first trial.
-
-    The home folder's own token may name any user.
-    """
-    asked = request.fault
-    fault = Fault(kind=asked.kind, rank=asked.rank, step=asked.step) if asked else None
-    spec = job_from_data(request.spec, source)
-    if sender.is_owner:
-        return _first(spec, sweeper), fault
-    if spec.user not in (None, sender.name):
-        hint = "leave `user` out: the job belongs to the user of the token"
-        what = "another user's name"
-        raise SpecError(what, source=source, path="user", got=spec.user, allowed=sender.name, hint=hint)
-    spec = with_paths(spec, uploads.resolved)
-    check_files(spec, source)
-    return _first(spec.model_copy(update={"user": sender.name}), sweeper), fault
-
-
-def _first(spec: JobSpec, sweeper: Sweeper) -> JobSpec:
-    return spec if spec.trial is None else sweeper.first(spec)
-
-
-def _refuse_other_teams(job: Job, sender: Principal, policy: PolicySpec, act: str) -> None:
-    if may_change(job.user, sender, policy):
-        return
-    raise _Forbidden(f"{job.id} belongs to {job.user or 'nobody'}: {sender.name} may {act} jobs of its own team only")
-
-
-class _Forbidden(ServiceError):
-    """The role of the sender does not include this."""
-
-
-class _Unknown(ServiceError):
-    """No such job, attempt or rank."""
-
-
-def job_of(controller: Controller, job_id: str) -> Job:
-    """The job of an id. Raises ServiceError, answered with 404, where there is none."""
-    job = controller.job(job_id)
-    if job is None:
-        raise _Unknown(f"there is no job {job_id!r}. `orc queue` lists them")
-    return job
-
-
-def _sweep(service: Service, sweep_id: str) -> SweepReport:
-    found = service.sweeper.report(sweep_id)
-    if found is None:
-        raise _Unknown(f"there is no sweep {sweep_id!r}. `orc queue` lists them")
-    return found
-
-
-def _compared(service: Service, job: Job) -> list[Job]:
-    """The jobs of the comparison that the job is of."""
-    member = job.spec.member
-    if member is None or not member.compared:
-        raise ServiceError(f"{job.id} belongs to no comparison. `orc compare FILE` makes one")
-    return [job_of(service.controller, job_id) for job_id in compared_ids(job)]
-
-
 # ------------------------------------------------------------------------------------------------------------- errors
 
 
 async def _refused(_: Request, error: Exception) -> JSONResponse:
-    if isinstance(error, _Unknown):
+    if isinstance(error, Unknown):
         return refusal(404, str(error))
-    if isinstance(error, _Forbidden):
+    if isinstance(error, Forbidden):
         return refusal(403, str(error))
     if isinstance(error, StorageError):
         return refusal(503, str(error))

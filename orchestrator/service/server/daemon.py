@@ -36,9 +36,10 @@ from orchestrator.backends.ray import embedded as embedded_ray
 from orchestrator.backends.ray.address import LOOPBACK as LOOPBACK_ADDRESS
 from orchestrator.backends.ray.backend import RayBackend
 from orchestrator.backends.trackers import TRACKERS
-from orchestrator.service.server.api import Pages, Service, create_app
+from orchestrator.service.server.api import create_app
 from orchestrator.service.server.cluster_file import joined_nodes, kept_cluster, nodes_here, own_cluster, with_joined
 from orchestrator.service.server.controller import Controller
+from orchestrator.service.server.dependencies import Pages, Service
 from orchestrator.service.server.detection import node_name
 from orchestrator.service.server.endpoint import LOOPBACK, Endpoint, kept_endpoint
 from orchestrator.service.server.health import Health

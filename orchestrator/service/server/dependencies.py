@@ -1,0 +1,82 @@
+"""What the routes of the API share: the service behind them, who asks, and their errors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from fastapi import Depends, FastAPI, Request, Response
+
+from orchestrator.backends.journal.accounts import Accounts
+from orchestrator.service.server.controller import Controller
+from orchestrator.service.server.endpoint import LOOPBACK
+from orchestrator.service.server.gate import Gate
+from orchestrator.service.server.members import Members
+from orchestrator.service.server.notifier import Notifier
+from orchestrator.service.server.sweeper import Sweeper
+from orchestrator.service.server.tracing import Tracing
+from orchestrator.specs.access import Principal, Role
+from orchestrator.specs.errors import ServiceError
+from orchestrator.specs.job_record import Job
+
+if TYPE_CHECKING:
+    from orchestrator.backends.oidc.provider import Provider
+
+NEVER_SEEN = -1  # a version that no state has
+NUMBER_MAX = 2**63 - 1  # of a row in SQL, and of an offset in a file
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pages:
+    """What people look at beside the API: `add` adds the routes, `roles` has the role that each needs."""
+
+    roles: Mapping[tuple[str, str], Role]
+    headers: Mapping[str, str]  # of each page
+    refused: Callable[[Request, int, str], Response]  # the page of a refusal
+    add: Callable[[FastAPI, Controller, Path, Gate, Provider | None], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Service:
+    """What the routes use: the controller, the accounts, the home folder with its token, and the shutdown."""
+
+    controller: Controller
+    accounts: Accounts
+    home: Path
+    token: str  # of the home folder: its holder is an admin
+    cluster: str  # name of the cluster
+    trackers: Mapping[str, str]  # name -> address
+    shut_down: Callable[[], None]
+    sweeper: Sweeper
+    hosts: frozenset[str] = LOOPBACK  # that a Host header may name
+    members: Members | None = None  # machines that join; None: the Ray is not the service's own
+    pages: Pages | None = None  # that people look at; None: the API alone
+    notifier: Notifier | None = None  # None: the cluster file names no target
+    tracing: Tracing | None = None  # None: nobody receives traces
+    provider: Provider | None = None  # that signs people in at the pages; None: tokens alone
+
+
+def _sender(request: Request) -> Principal:
+    principal: Principal = request.state.principal
+    return principal
+
+
+Sender = Annotated[Principal, Depends(_sender)]
+
+
+class Forbidden(ServiceError):
+    """The role of the sender does not include this."""
+
+
+class Unknown(ServiceError):
+    """No such job, attempt or rank."""
+
+
+def job_of(controller: Controller, job_id: str) -> Job:
+    """The job of an id. Raises ServiceError, answered with 404, where there is none."""
+    job = controller.job(job_id)
+    if job is None:
+        raise Unknown(f"there is no job {job_id!r}. `orc queue` lists them")
+    return job

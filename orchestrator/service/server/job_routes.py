@@ -1,0 +1,286 @@
+"""Routes of jobs: submit, look at, cancel and compare them, follow their logs, send and fetch their files."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+from fastapi import FastAPI, Header, Query, Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import ClientDisconnect
+
+from orchestrator.backends.attempts.metrics import metric_lines
+from orchestrator.backends.mlflow.content import comparison_key
+from orchestrator.backends.mlflow.tracker import comparison_url
+from orchestrator.scheduling.reports.comparison import compared_ids, comparison, curve_of
+from orchestrator.scheduling.reports.deadlines import late
+from orchestrator.scheduling.reports.sweep import SweepReport
+from orchestrator.service.server.answers import (
+    BatchAnswer,
+    CancelledAnswer,
+    EmptyAnswer,
+    JobAnswer,
+    JobsAnswer,
+    MissingAnswer,
+    SubmittedAnswer,
+    SweepsAnswer,
+    answers,
+    answers_bytes,
+)
+from orchestrator.service.server.attempt_files import followed, read_from, view_of
+from orchestrator.service.server.dependencies import NUMBER_MAX, Forbidden, Sender, Service, Unknown, job_of
+from orchestrator.service.server.intake import check_files
+from orchestrator.service.server.links import Links
+from orchestrator.service.server.ownership import may_change
+from orchestrator.service.server.requests import (
+    BatchRequest,
+    CancelRequest,
+    DigestsRequest,
+    SubmitRequest,
+)
+from orchestrator.service.server.sweeper import Sweeper
+from orchestrator.service.server.waits import Waits
+from orchestrator.service.transfer.outputs import output_of
+from orchestrator.service.transfer.store import Uploads
+from orchestrator.service.views.comparison import ComparisonView, comparison_view
+from orchestrator.service.views.records import (
+    ExplanationView,
+    explanation_view,
+    in_order,
+    promise_view,
+)
+from orchestrator.service.views.sweeps import SweepView, sweep_view
+from orchestrator.specs.access import Principal
+from orchestrator.specs.attempt import AttemptStatus
+from orchestrator.specs.errors import ServiceError, SpecError
+from orchestrator.specs.fault import Fault
+from orchestrator.specs.job.paths import with_paths
+from orchestrator.specs.job.spec import JobSpec
+from orchestrator.specs.job_record import Job
+from orchestrator.specs.parse import job_from_data
+from orchestrator.specs.policy import PolicySpec
+from orchestrator.specs.run import JobFolder
+
+ENDED_SHOWN, ENDED_MAX = 100, 1000  # ended jobs in a response
+WAIT_S_MAX = 10.0  # of a long poll
+RECEIVE_S = 900.0  # for an upload to arrive
+FOLLOW_S = 20.0  # of a log that is followed: a token that has ended reads no longer than that
+Traceparent = Annotated[str, Header(max_length=256)]  # W3C Trace Context
+Rank = Annotated[int, Query(ge=0)]
+Offset = Annotated[int, Query(ge=0, le=NUMBER_MAX)]
+BYTES_SENT = {
+    "requestBody": {"content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}}
+}
+
+
+def add_job_routes(app: FastAPI, service: Service, uploads: Uploads, waits: Waits) -> None:
+    controller, links = service.controller, Links(comparison_url)
+
+    @app.post("/jobs", **answers(SubmittedAnswer))
+    def submit(request: SubmitRequest, sender: Sender, traceparent: Traceparent = "") -> dict[str, Any]:
+        began_s = time.time()
+        job_id = controller.submit(*_asked(request, "the submitted job", sender, uploads, service.sweeper))
+        if service.tracing is not None:
+            service.tracing.submitted([job_id], began_s, traceparent)
+        return {"id": job_id, "late": late(controller.state, [job_id])}
+
+    @app.post("/jobs/batch", **answers(BatchAnswer))
+    def submit_batch(request: BatchRequest, sender: Sender, traceparent: Traceparent = "") -> dict[str, Any]:
+        """Submit all jobs or none, in one transaction."""
+        began_s = time.time()
+        asked = [
+            _asked(one, f"submitted job {number}", sender, uploads, service.sweeper)
+            for number, one in enumerate(request.jobs, 1)
+        ]
+        ids = controller.submit_all(asked)
+        if service.tracing is not None:
+            service.tracing.submitted(ids, began_s, traceparent)
+        promises = {job_id: promise for job_id in ids if (promise := promise_view(job_of(service.controller, job_id)))}
+        return {"ids": ids, "late": late(controller.state, ids), "promises": promises}
+
+    @app.get("/jobs", **answers(JobsAnswer))
+    def jobs(
+        ended: Annotated[int, Query(ge=0, le=ENDED_MAX)] = ENDED_SHOWN, before: str | None = None
+    ) -> dict[str, Any]:
+        known = dict(controller.state.jobs) if before is None else {}
+        known |= {job.id: job for job in controller.ended(ended, before)}  # read second, so that no job is missed
+        policy, problems = controller.state.policy, controller.health.problems()
+        return {"jobs": [view_of(service.home, job, policy, problems) for job in in_order(known.values())]}
+
+    @app.get("/jobs/{job_id}", **answers(JobAnswer))
+    async def job(
+        job_id: str, seen: int | None = None, wait_s: Annotated[float, Query(ge=0, le=WAIT_S_MAX)] = 0
+    ) -> Response:
+        await run_in_threadpool(job_of, controller, job_id)
+        if seen is not None:
+            await waits.until(lambda: controller.version != seen, wait_s)
+        return await run_in_threadpool(now, job_id)
+
+    def now(job_id: str) -> Response:
+        version, found = controller.version, job_of(controller, job_id)  # in this order: nothing is missed
+        view = view_of(service.home, found, controller.state.policy, controller.health.problems())
+        return JSONResponse({"job": view, "version": version})
+
+    @app.get("/jobs/{job_id}/explanation", **answers(ExplanationView))
+    def explanation(job_id: str) -> dict[str, Any]:
+        return dict(explanation_view(controller.state, job_of(service.controller, job_id)))
+
+    @app.get("/jobs/{job_id}/comparison", **answers(ComparisonView))
+    def compared(job_id: str) -> dict[str, Any]:
+        """The strategies of `orc compare`, by the id of one of their jobs."""
+        jobs = _compared(service, job_of(service.controller, job_id))
+        curves = {one.id: curve_of(metric_lines(service.home, one)) for one in jobs}
+        found = comparison(controller.state, jobs, curves)
+        address, ran = service.trackers.get("mlflow"), sum(bool(one.attempts) for one in jobs)
+        link = links.of(address, comparison_key(jobs[0]), ran) if address and ran else None
+        return dict(comparison_view(found, link))
+
+    @app.post("/jobs/cancel", **answers(CancelledAnswer))
+    def cancel(request: CancelRequest, sender: Sender) -> dict[str, Any]:
+        """Cancel jobs, and sweeps by their ids."""
+        sweeps = [job_id for job_id in request.jobs if service.sweeper.knows(job_id)]
+        jobs = [job_id for job_id in request.jobs if job_id not in sweeps]
+        of_sweeps = [one.job for sweep_id in sweeps for one in _sweep(service, sweep_id).trials]
+        for job_id in (*jobs, *of_sweeps):
+            _refuse_other_teams(job_of(service.controller, job_id), sender, controller.state.policy, "cancel")
+        if request.whole_arrays:
+            found = {sweep_id: job_id for job_id in jobs if (sweep_id := service.sweeper.sweep_of(job_id))}
+            sweeps += found
+            jobs = [job_id for job_id in jobs if service.sweeper.sweep_of(job_id) is None]
+        cancelled = controller.cancel(jobs, whole_arrays=request.whole_arrays) if jobs else []
+        return {"cancelled": cancelled + [job_id for sweep_id in sweeps for job_id in service.sweeper.cancel(sweep_id)]}
+
+    @app.get("/sweeps", **answers(SweepsAnswer))
+    def sweeps() -> dict[str, Any]:
+        return {"sweeps": [sweep_view(one) for one in service.sweeper.reports()]}
+
+    @app.get("/sweeps/{sweep_id}", **answers(SweepView))
+    def sweep(sweep_id: str) -> dict[str, Any]:
+        return dict(sweep_view(_sweep(service, sweep_id)))
+
+
+def add_log_routes(app: FastAPI, service: Service, waits: Waits) -> None:
+    controller = service.controller
+
+    def file_of(job_id: str, number: int, rank: int) -> Path:
+        attempts = job_of(controller, job_id).attempts
+        if not 1 <= number <= len(attempts):
+            raise Unknown(f"job {job_id} has {len(attempts)} attempts; there is no attempt {number}")
+        ranks = attempts[number - 1].plan.world_size
+        if rank >= ranks:
+            raise Unknown(f"attempt {number} of {job_id} has ranks 0 to {ranks - 1}; there is no rank {rank}")
+        return JobFolder(service.home, job_id).attempt(number).log(rank)
+
+    @app.get("/jobs/{job_id}/attempts/{number}/logs", **answers_bytes("X-Next-Offset"))
+    def log(job_id: str, number: int, rank: Rank = 0, offset: Offset = 0) -> Response:
+        text = read_from(file_of(job_id, number, rank), offset)
+        headers = {"X-Next-Offset": str(offset + len(text))}
+        return Response(content=text, media_type="application/octet-stream", headers=headers)
+
+    @app.get("/jobs/{job_id}/attempts/{number}/logs/follow", **answers_bytes())
+    async def follow(
+        job_id: str,
+        number: int,
+        rank: Rank = 0,
+        offset: Offset = 0,
+        wait_s: Annotated[float, Query(ge=0, le=FOLLOW_S)] = FOLLOW_S,
+    ) -> Response:
+        """The log from an offset, as it grows: until the attempt has ended, or for `wait_s`."""
+        file = await run_in_threadpool(file_of, job_id, number, rank)
+
+        def is_over() -> bool:
+            job = controller.state.jobs.get(job_id)
+            return job is None or job.attempts[number - 1].status is AttemptStatus.ENDED
+
+        stream = followed(file, offset, is_over, waits, wait_s)
+        return StreamingResponse(stream, media_type="application/octet-stream")
+
+
+def add_file_routes(app: FastAPI, service: Service, uploads: Uploads) -> None:
+    @app.post("/uploads/missing", **answers(MissingAnswer))
+    def missing(request: DigestsRequest) -> dict[str, Any]:
+        return {"missing": uploads.missing(request.digests)}
+
+    @app.put("/uploads/{digest}", **answers(EmptyAnswer), openapi_extra=BYTES_SENT)
+    async def upload(digest: str, request: Request) -> dict[str, Any]:
+        with uploads.receiving() as file:
+            try:
+                async with asyncio.timeout(RECEIVE_S):
+                    await _received(request, file)
+            except TimeoutError:
+                raise ServiceError(f"the upload took longer than {RECEIVE_S:.0f} s: submit again") from None
+            except ClientDisconnect:
+                raise ServiceError("the upload was cut off") from None
+            except OSError as error:
+                raise ServiceError(f"the upload cannot be stored: {error.strerror}") from None
+            await run_in_threadpool(uploads.store, digest, file)
+        return {}
+
+    @app.get("/jobs/{job_id}/output", **answers_bytes("X-Output-Bytes", "X-Output-Left-Out"))
+    def output(job_id: str, sender: Sender) -> Response:
+        """The job's output folder as an archive; what came by upload and was not changed is left out."""
+        job = job_of(service.controller, job_id)
+        _refuse_other_teams(job, sender, service.controller.state.policy, "fetch the output of")
+        listing = output_of(service.home, job)
+        headers = {
+            "Content-Length": str(len(listing.manifest()) + listing.total_bytes),  # a client sees what is cut off
+            "X-Output-Bytes": str(listing.total_bytes),
+            "X-Output-Left-Out": str(len(listing.left_out)),
+        }
+        return StreamingResponse(listing.stream(), media_type="application/octet-stream", headers=headers)
+
+
+async def _received(request: Request, file: Path) -> None:
+    """Write the body to a file."""
+    with file.open("wb") as opened:
+        async for chunk in request.stream():
+            await run_in_threadpool(opened.write, chunk)
+
+
+def _asked(
+    request: SubmitRequest, source: str, sender: Principal, uploads: Uploads, sweeper: Sweeper
+) -> tuple[JobSpec, Fault | None]:
+    """The job, whose user is who sent it, and whose files are here; of a sweep the first trial.
+
+    The home folder's own token may name any user.
+    """
+    asked = request.fault
+    fault = Fault(kind=asked.kind, rank=asked.rank, step=asked.step) if asked else None
+    spec = job_from_data(request.spec, source)
+    if sender.is_owner:
+        return _first(spec, sweeper), fault
+    if spec.user not in (None, sender.name):
+        hint = "leave `user` out: the job belongs to the user of the token"
+        what = "another user's name"
+        raise SpecError(what, source=source, path="user", got=spec.user, allowed=sender.name, hint=hint)
+    spec = with_paths(spec, uploads.resolved)
+    check_files(spec, source)
+    return _first(spec.model_copy(update={"user": sender.name}), sweeper), fault
+
+
+def _first(spec: JobSpec, sweeper: Sweeper) -> JobSpec:
+    return spec if spec.trial is None else sweeper.first(spec)
+
+
+def _refuse_other_teams(job: Job, sender: Principal, policy: PolicySpec, act: str) -> None:
+    if may_change(job.user, sender, policy):
+        return
+    raise Forbidden(f"{job.id} belongs to {job.user or 'nobody'}: {sender.name} may {act} jobs of its own team only")
+
+
+def _sweep(service: Service, sweep_id: str) -> SweepReport:
+    found = service.sweeper.report(sweep_id)
+    if found is None:
+        raise Unknown(f"there is no sweep {sweep_id!r}. `orc queue` lists them")
+    return found
+
+
+def _compared(service: Service, job: Job) -> list[Job]:
+    """The jobs of the comparison that the job is of."""
+    member = job.spec.member
+    if member is None or not member.compared:
+        raise ServiceError(f"{job.id} belongs to no comparison. `orc compare FILE` makes one")
+    return [job_of(service.controller, job_id) for job_id in compared_ids(job)]
