@@ -42,9 +42,9 @@ def estimate(
 ) -> MemoryEstimate:
     """Bytes that the worst rank of `plan` needs on `device` at its worst moment, by cause.
 
-    `profile` is that of the plan's precision, sequence length and tensor-parallel degree. On a virtual device only
-    live tensors count, so the three totals are equal; on CUDA the allocator, the context and the communicators come on
-    top.
+    `profile` is that of the plan's precision, sequence length, and degrees of tensor and context parallelism. On a
+    virtual device only live tensors count, so the three totals are equal; on CUDA the allocator, the context and the
+    communicators come on top.
     """
     return DeviceBytes(profile, plan, device, overhead).estimate(plan)
 
@@ -52,10 +52,10 @@ def estimate(
 def alike(plan: Plan) -> object:
     """What plans have in common that may share `DeviceBytes`: all but checkpointing, the cut of the batch, and, under
     hybrid sharding, how many copies of the shards there are."""
-    layout, shards = plan.layout, (plan.layout.dp, False)
+    layout, shards = plan.layout, (plan.layout.dp_cp, False)
     if plan.engine is Engine.TORCH and plan.zero_stage is not ZeroStage.NONE:
-        shards = (plan.layout.dp // plan.dp_replicate, plan.dp_replicate > 1)
-    return (shards, layout.tp, layout.pp, _SHARED(plan))
+        shards = (plan.layout.dp_cp // plan.dp_replicate, plan.dp_replicate > 1)
+    return (shards, layout.cp, layout.tp, layout.pp, _SHARED(plan))
 
 
 CHECKPOINTING = ("activation_checkpointing", "full_checkpointing_layers")
@@ -73,7 +73,7 @@ class DeviceBytes:
         self, profile: ModelProfile, plan: Plan, device: DeviceSpec, overhead: Overhead = SUPPOSED_OVERHEAD
     ) -> None:
         self._profile, self._plan, self._device, self._overhead = profile, plan, device, overhead
-        self._is_ddp = plan.layout.pp == 1 and plan.layout.dp > 1 and plan.zero_stage is ZeroStage.NONE
+        self._is_ddp = plan.layout.pp == 1 and plan.layout.dp_cp > 1 and plan.zero_stage is ZeroStage.NONE
         self._in_flight = in_flight(0, plan.layout.pp, plan.pipeline_stages_per_rank)
         tells_apart = plan.engine is not Engine.TORCH and deepspeed.tells_recomputed_apart(profile, plan)
         self.counts_every_mode_alike = device.kind is DeviceKind.CUDA and not tells_apart
@@ -193,7 +193,8 @@ def _as_run(profile: ModelProfile, *, sharded: bool, zero3: bool) -> ModelProfil
 
 
 def _ranks(profile: ModelProfile, plan: Plan, full_layers: int) -> tuple[Rank, ...]:
-    assert profile.tensor_parallel == plan.layout.tp, f"a profile of tp={profile.tensor_parallel} for {plan.layout}"
+    of = profile.context_parallel, profile.tensor_parallel
+    assert of == (plan.layout.cp, plan.layout.tp), f"a profile of (cp, tp) = {of} for {plan.layout}"
     sharded = plan.engine is Engine.TORCH and plan.zero_stage is not ZeroStage.NONE
     zero3 = plan.engine is Engine.DEEPSPEED and plan.zero_stage is ZeroStage.PARAMETERS
     return ranks(_as_run(profile, sharded=sharded, zero3=zero3), plan, full_layers=full_layers)
@@ -228,7 +229,7 @@ def _host_bytes(profile: ModelProfile, plan: Plan) -> int:
     copied = _checkpoint_bytes(profile, plan)
     if plan.offload is Offload.NONE:
         return copied
-    shard = -(-profile.parameters // (plan.layout.dp // plan.dp_replicate))
+    shard = -(-profile.parameters // (plan.layout.dp_cp // plan.dp_replicate))
     whole = shard * (24 if plan.offload is Offload.OPTIMIZER else 27)
     if plan.offload_target is OffloadTarget.NVME:
         whole = min(whole, deepspeed.nvme_buffer_bytes(profile, plan))
@@ -243,4 +244,4 @@ def _checkpoint_bytes(profile: ModelProfile, plan: Plan) -> int:
     if plan.engine is Engine.SCRIPT:
         return 0
     whole = FP32_BYTES * profile.trained_parameters + state_bytes(profile, plan, 1)
-    return -(-whole // plan.layout.dp)
+    return -(-whole // plan.layout.dp_cp)

@@ -35,6 +35,7 @@ def profile_of(
     *,
     precision: Precision,
     sequence_length: int | None,
+    context_parallel: int = 1,
     tensor_parallel: int = 1,
     pipeline_parallel: int = 1,
     autocast: bool = False,
@@ -44,9 +45,10 @@ def profile_of(
 
     The declared profile where there is one, else the closed form of a decoder or of a transformers family that has one.
     Else it is what intake had traced; None where nothing is known. A script's own loss is taken to hold all logits.
-    `tensor_parallel`: over so many ranks its matrices are cut. `autocast`: as `autocasts` says of the plan. `cuda`:
-    whether it runs there, where masks of dropout are narrower. Closed forms take all of a model to be trained. One that
-    is frozen in part is traced, but not where ranks hold parts of it: these need no more.
+    `tensor_parallel`: over so many ranks its matrices are cut; `context_parallel`: and each sample's tokens.
+    `autocast`: as `autocasts` says of the plan. `cuda`: whether it runs there, where masks of dropout are narrower.
+    Closed forms take all of a model to be trained. One that is frozen in part is traced, but not where ranks hold parts
+    of it: these need no more.
     """
     if spec.profile is not None:
         own_length = spec.data.sequence_length if spec.model is not None else _script_length(spec)
@@ -55,6 +57,7 @@ def profile_of(
         share = LOW_SHARE if lower else 1.0
         return _declared(spec.profile, spec.family_name, precision, tensor_parallel, stretch=stretch, share=share)
     model, length = spec.known_model, sequence_length or spec.data.sequence_length
+    assert context_parallel == 1 or (model is not None and not spec.is_script), "planning/layouts.py asks for no other"
     spread = 1 if spec.is_script else tensor_parallel  # our engine spreads tokens over the ranks that share matrices
     if model is not None and model.weight_bytes_each == 2:
         autocast = False  # nothing is left to cast
@@ -64,14 +67,24 @@ def profile_of(
             return known
     if model is not None and model.decoder is not None:
         ours = decoder_profile(
-            model.decoder, spec.family_name, precision, length, tensor_parallel, autocast, cuda, spread
+            model.decoder,
+            spec.family_name,
+            precision,
+            length,
+            tensor_parallel,
+            autocast,
+            cuda,
+            spread,
+            context_parallel,
         )
         return _as_script_runs(spec, ours, model, model.decoder.vocab_size, length) if spec.is_script else ours
     if model is not None and model.hf is not None:
         shape = decoder_shape(model, length)
         if shape is not None and (tensor_parallel == 1 or shape.experts is None):
-            ours = decoder_profile(shape, spec.family_name, precision, length, tensor_parallel, autocast, spread=spread)
-            theirs = as_transformers(ours, model, shape, length, autocast=autocast, cuda=cuda)
+            how = {"spread": spread, "cp": context_parallel}
+            ours = decoder_profile(shape, spec.family_name, precision, length, tensor_parallel, autocast, **how)
+            own_length = length // context_parallel
+            theirs = as_transformers(ours, model, shape, own_length, autocast=autocast, cuda=cuda)
             return _as_script_runs(spec, theirs, model, shape.vocab_size, length) if spec.is_script else theirs
         if tensor_parallel == 1 and not spec.training.freeze:
             known = _encoder_decoder(model, spec.family_name, precision, length, autocast=autocast, cuda=cuda)
@@ -206,6 +219,7 @@ def decoder_profile(
     autocast: bool,
     cuda: bool = False,
     spread: int = 1,
+    cp: int = 1,
 ) -> ModelProfile:
     """The closed form of `training/models/decoder.py` with `cross_entropy.py`, per sample of `sequence_length` tokens.
 
@@ -216,9 +230,10 @@ def decoder_profile(
     the norms stay fp32, and every weight matrix is kept once more in low precision (`cast_bytes`). Where the weights
     themselves are cast, only the norms work in fp32. Tensor parallelism cuts heads, feed-forward and vocabulary
     (Shoeybi et al. 2019, arXiv:1909.08053, section 3). Over `spread` ranks it also spreads the tokens of norms and
-    residual stream (training/engines/sequence_parallel.py).
+    residual stream (training/engines/sequence_parallel.py). Over `cp` ranks each sample's tokens are cut, and a rank
+    attends to all of them with its share of the heads (training/contract/context.py).
     """
-    s, h, d = sequence_length, spec.hidden_size, spec.head_dim
+    s, h, d = sequence_length // cp, spec.hidden_size, spec.head_dim
     f, v, n = spec.intermediate_size // tp, spec.vocab_size // tp, spec.num_attention_heads // tp
     q, kv = n * d, spec.kv_heads * d // tp
     own = h / spread  # of the residual stream, per token of the sample
@@ -234,6 +249,8 @@ def decoder_profile(
     selective = stream * own + width * (2 * own + 2 * q + 2 * kv + 2 * f) + 4 * n
     if spec.dropout:
         saved += 2 * (1 if cuda else width) * own  # masks, which a CPU has in the type of the input
+    if cp > 1:
+        saved += width * q  # attention's output comes back in another tensor
     shared = v * h if spec.tie_word_embeddings else 0
     recomputed = 2 * width * f
     layer = Segment(
@@ -245,7 +262,7 @@ def decoder_profile(
         selective_bytes=round(s * selective),
         selective_transient_bytes=round(s * (recomputed + (2 if low and autocast else 4) * own)),
         transient_bytes=s * recomputed,
-        forward_flops=s * (2.0 * matrices + 2.0 * s * q),  # causal attention: half of 4 s^2 q
+        forward_flops=s * (2.0 * matrices + 2.0 * sequence_length * q),  # causal attention: half of 4 s^2 q
         cast_bytes=(casts + 8 * s * d) if low and autocast else 0,
         largest_parameter=h * max(f, q),
         waiting_gradients=shared,
@@ -258,6 +275,7 @@ def decoder_profile(
             BackwardPeak(matrices + 2 * h, h * q, -s * (4 * width * f + stream * h)),
         ),
         peaks=_gathered_peaks(s * width, h, f, own) if spread > 1 else (),
+        exchanged_bytes=s * width * (2 * q + 2 * kv) if cp > 1 else 0,
     )
     return ModelProfile(
         family=family,
@@ -271,6 +289,7 @@ def decoder_profile(
         workspace_bytes=8 * s * d,  # rotary tables
         tensor_parallel=tp,
         sequence_parallel=spread,
+        context_parallel=cp,
         updated_before_largest=_updated_before_largest(h * f, h * v),
     )
 

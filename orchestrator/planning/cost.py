@@ -31,6 +31,7 @@ DISPATCH_S = 2.3e-5
 # An update of one parameter alone, on the host: its hook, its norm and an optimizer's step, above its share of one step
 # for all, with 300 matrices of 32 x 32 under AdamW (30 to 36 us; torch 2.13.0, one CPU core, 2026-11-25).
 UPDATE_ALONE_S = 3.3e-5
+CONTEXT_MESSAGES = 4  # all-to-alls of an attention: queries, keys and values to heads, its output to tokens
 BUCKET_BYTES = 25 * 2**20  # of DistributedDataParallel (bucket_cap_mb)
 TENSORS_PER_PART = 9  # weights of a transformer layer: DeepSpeed's stage 3 gathers them one by one
 # DeepSpeed runs a Python hook per gradient and copies it into a bucket (deepspeed/runtime/zero/stage_1_and_2.py). The
@@ -82,7 +83,8 @@ class StepSeconds:
     """Seconds of a step of the plans that differ from one in checkpointing and in the cut of their batch only."""
 
     def __init__(self, profile: ModelProfile, plan: Plan, hardware: Hardware) -> None:
-        assert profile.tensor_parallel == plan.layout.tp, f"a profile for tp={profile.tensor_parallel} of {plan}"
+        of = profile.context_parallel, profile.tensor_parallel
+        assert of == (plan.layout.cp, plan.layout.tp), f"a profile for (cp, tp) = {of} of {plan}"
         self._profile, self._hardware = profile, hardware
         self._held = tuple(dict.fromkeys(rank.held for rank in ranks(profile, plan)))
         self._largest = max(self._held, key=lambda part: part.parameters)
@@ -141,7 +143,8 @@ def _busy_s(
     A rank all-reduces what a layer hands on, and everything waits for it (kernels.LAYER_MESSAGES): twice more where the
     layer is recomputed. Where tokens are spread, it reduce-scatters and gathers as much; selective checkpointing keeps
     the sums, and the second gathering of the backward pass hides behind a product (training/engines/
-    sequence_parallel.py). A CUDA device works off what its host has launched, so that the longer hides the shorter, the
+    sequence_parallel.py). An all-to-all moves as much as a gathering of
+    what a rank sends. A CUDA device works off what its host has launched, so that the longer hides the shorter, the
     better the longer it is; a CPU rank is its own host, and where launches block the device waits for its host as long
     as the host for the device.
     """
@@ -159,6 +162,12 @@ def _busy_s(
         device_s += min(full_layers, count) * (full_s - selective_s if is_selective else full_s)
         full_layers -= min(full_layers, count)
     launches_s = host_s(one.parts, replayed, 3, device)
+    if profile.context_parallel > 1:  # there and back, of queries, keys, values and outputs; again where recomputed
+        layer = max(profile.segments, key=lambda each: each.count)
+        passes = 2 * layer.count + min(replayed, layer.count)
+        across, messages = _ring(profile.context_parallel, tp, hardware), passes * CONTEXT_MESSAGES
+        device_s += across.gather_s(passes * layer.exchanged_bytes * size, messages)
+        launches_s += messages * (across.start_s + DISPATCH_S)
     if updates:
         launches_s += UPDATE_ALONE_S * sum(each.count * len(each.gradients) for each in profile.segments)
     if tp > 1:
@@ -220,13 +229,13 @@ def _shared_s(profile: ModelProfile, plan: Plan, hardware: Hardware) -> float:
     engine. Hybrid sharding reduces the shards of a node over all of them.
     """
     layout = plan.layout
-    if layout.dp == 1:
+    if layout.dp_cp == 1:
         return 0.0
     gathered, reduced = _moved_bytes(profile, plan)
     if plan.zero_stage is ZeroStage.NONE:
         buckets = -(-int(reduced) // BUCKET_BYTES) if plan.engine is not Engine.DEEPSPEED else 1
-        return _ring(layout.dp, layout.tp, hardware).all_reduce_s(reduced, max(1, buckets))
-    messages, shards = _messages(profile, plan), layout.dp // plan.dp_replicate
+        return _ring(layout.dp_cp, layout.tp, hardware).all_reduce_s(reduced, max(1, buckets))
+    messages, shards = _messages(profile, plan), layout.dp_cp // plan.dp_replicate
     shared_s = _ring(shards, layout.tp, hardware).gather_s(gathered + reduced, messages)
     if plan.dp_replicate > 1:
         shared_s += _ring(plan.dp_replicate, shards * layout.tp, hardware).all_reduce_s(reduced / shards, messages)
@@ -266,7 +275,7 @@ def _optimizer_s(profile: ModelProfile, plan: Plan, hardware: Hardware) -> float
     On NVMe masters and moments are read and written at every step, and weights for every pass where they lie there.
     """
     device, traffic = hardware.device, UPDATE_TRAFFIC_BYTES[plan.optimizer]
-    shards = 1 if plan.zero_stage is ZeroStage.NONE else plan.layout.dp // plan.dp_replicate
+    shards = 1 if plan.zero_stage is ZeroStage.NONE else plan.layout.dp_cp // plan.dp_replicate
     share = profile.trained_parameters / shards
     if plan.offload is Offload.NONE:
         return share * traffic / (device.memory_bandwidth * BANDWIDTH_EFFICIENCY)

@@ -122,6 +122,9 @@ def families_of(spec: JobSpec, hardware: Hardware, variant: Variant) -> Iterator
         if pins and not agrees(layout, pins):
             continue
         cuts = batch_cuts(spec, layout.dp)
+        if layout.cp > 1 and "cp" not in pins and spec.global_batch_size % layout.dp_cp == 0:
+            # Whole samples for every rank: dp in the place of cp is the same without messages.
+            cuts = tuple(cut for cut in cuts if cut[0] % layout.cp)
         if pins:
             cuts = tuple(cut for cut in cuts if micro in (None, cut[0]) and steps in (None, cut[1]))
         for strategy in strategies(spec, hardware, layout) if cuts else ():

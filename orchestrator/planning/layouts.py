@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import lru_cache
 from itertools import product
 from math import gcd
@@ -14,12 +15,17 @@ from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job.trainer import ON_ONE_NODE
 from orchestrator.specs.plan import ParallelLayout
 
+# Tokens of a sample that a context-parallel rank has at least, where nobody pins its degree: experts share samples of
+# 16,384 tokens and more (Grattafiori et al. 2024, arXiv:2407.21783, table 4: 131,072 tokens over 16 ranks, 8,192 over
+# one). Shorter runs of tokens have shorter products, and messages that start as often.
+OWN_TOKENS_MIN = 8192
+
 
 def layouts(spec: JobSpec, hardware: Hardware) -> tuple[ParallelLayout, ...]:
     """Every parallel layout that the job may take, in whole nodes beyond one node.
 
-    dp divides the global batch; tp stays inside a node, where the all-reduces of every layer go; pp leaves every rank a
-    layer. Raises SpecError where no allowed number of devices divides the global batch.
+    dp divides the global batch; cp x tp stays inside a node, where the messages of every layer go; pp leaves every rank
+    a layer. Raises SpecError where no allowed number of devices divides the global batch.
     """
     if spec.speeds:
         return _measured_layouts(spec, hardware)
@@ -31,9 +37,11 @@ def layouts(spec: JobSpec, hardware: Hardware) -> tuple[ParallelLayout, ...]:
         allowed &= {spec.gpus.min}
     tensor, pipeline = tensor_parallel_degrees(spec, hardware), pipeline_degrees(spec, most)
     found = [
-        ParallelLayout(dp=dp, tp=tp, pp=pp)
-        for dp, tp, pp in product(divisors(spec.global_batch_size), tensor, pipeline)
-        if dp * tp * pp in allowed and pp <= spec.global_batch_size // dp
+        ParallelLayout(dp=dp, cp=cp, tp=tp, pp=pp)
+        for (cp, tp), dp, pp in product(
+            _inside_a_node(spec, hardware, tensor), divisors(spec.global_batch_size), pipeline
+        )
+        if dp * cp * tp * pp in allowed and pp <= spec.global_batch_size // dp
     ]
     if not found:
         raise _no_layout(spec, hardware)
@@ -67,6 +75,29 @@ def tensor_parallel_degrees(spec: JobSpec, hardware: Hardware) -> tuple[int, ...
     cut = (per_node, shape.num_attention_heads, shape.kv_heads, shape.intermediate_size, shape.vocab_size)
     powers = (1 << power for power in range(per_node.bit_length()))
     return tuple(degree for degree in powers if all(size % degree == 0 for size in cut))
+
+
+def _inside_a_node(spec: JobSpec, hardware: Hardware, tensor: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+    """Degrees (cp, tp): their product divides a node, and the heads of which each rank attends with some."""
+    shape, per_node = known_shape(spec), hardware.devices_per_node
+    contexts = context_parallel_degrees(spec, per_node)
+    for cp, tp in product(contexts, tensor):
+        sizes = (per_node, shape.num_attention_heads, shape.kv_heads) if shape is not None else (per_node,)
+        if cp == 1 or all(size % (cp * tp) == 0 for size in sizes):
+            yield cp, tp
+
+
+def context_parallel_degrees(spec: JobSpec, devices_per_node: int) -> tuple[int, ...]:
+    """1, the pinned degree, and the powers of two that leave a rank OWN_TOKENS_MIN tokens of a sample.
+
+    Of models whose attention our engine shares by heads; where there are experts nobody has counted its memory.
+    """
+    shape = known_shape(spec)
+    if shape is None or (isinstance(shape, DecoderShape) and shape.experts is not None):
+        return (1,)
+    pinned, length = dict(spec.plan).get("cp"), spec.data.sequence_length
+    powers = (1 << power for power in range(devices_per_node.bit_length()))
+    return tuple(degree for degree in powers if degree in (1, pinned) or length // degree >= OWN_TOKENS_MIN)
 
 
 def pipeline_degrees(spec: JobSpec, devices: int) -> tuple[int, ...]:

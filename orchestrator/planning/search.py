@@ -254,6 +254,7 @@ def profile_for(spec: JobSpec, hardware: Hardware, plan: Plan) -> ModelProfile:
         spec,
         precision=plan.precision,
         sequence_length=plan.sequence_length,
+        context_parallel=plan.layout.cp,
         tensor_parallel=plan.layout.tp,
         pipeline_parallel=plan.layout.pp,
         autocast=autocasts(plan),
@@ -269,7 +270,7 @@ def profile_for(spec: JobSpec, hardware: Hardware, plan: Plan) -> ModelProfile:
 
 
 def _is_ddp(plan: Plan) -> bool:
-    return plan.layout.dp > 1 and plan.zero_stage is ZeroStage.NONE
+    return plan.layout.dp_cp > 1 and plan.zero_stage is ZeroStage.NONE
 
 
 def _assumed_profile(

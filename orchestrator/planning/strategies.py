@@ -78,7 +78,7 @@ def _shared(spec: JobSpec, hardware: Hardware, layout: ParallelLayout) -> Iterat
     if hardware.device.kind is not DeviceKind.CUDA and _needs_cuda(spec):
         return
     yield from _torch(spec, hardware, layout)
-    if layout.tp == layout.pp == 1 and not _quantised(spec):
+    if layout.cp == layout.tp == layout.pp == 1 and not _quantised(spec):
         for stage in ZeroStage:
             yield from _deepspeed(Engine.DEEPSPEED, hardware, layout, stage)
 
@@ -200,7 +200,7 @@ def _torch(spec: JobSpec, hardware: Hardware, layout: ParallelLayout) -> Iterato
         yield Strategy(engine=Engine.TORCH, layout=layout, pipeline_stages_per_rank=stages_per_rank)
         if _quantised(spec) or spec.training.optimizer is Optimizer.ADAMW_8BIT:
             continue
-        stages = (ZeroStage.GRADIENTS, ZeroStage.PARAMETERS) if layout.dp > 1 else _of_one_share(spec, layout)
+        stages = (ZeroStage.GRADIENTS, ZeroStage.PARAMETERS) if layout.dp_cp > 1 else _of_one_share(spec, layout)
         for stage, copies in product(stages, _copies(hardware, layout)):
             yield Strategy(
                 engine=Engine.TORCH,
@@ -234,7 +234,7 @@ def _deepspeed(engine: Engine, hardware: Hardware, layout: ParallelLayout, stage
 
 def _copies(hardware: Hardware, layout: ParallelLayout) -> tuple[int, ...]:
     """How often the shards of a pipeline stage may be repeated: over groups of whole nodes, as long as any are cut."""
-    nodes, rest = divmod(layout.dp * layout.tp, hardware.devices_per_node)
+    nodes, rest = divmod(layout.dp_cp * layout.tp, hardware.devices_per_node)
     if rest or nodes < 2 or layout.dp == 1:
         return (1,)
     return tuple(copies for copies in divisors(nodes) if copies < layout.dp)

@@ -84,14 +84,15 @@ class Degradation(IntEnum):
     SEMANTIC = 2  # another training: sequence length
 
 
-AXES = ("dp", "tp", "pp")
+AXES = ("dp", "cp", "tp", "pp")  # ranks from the slowest to the fastest: pp, dp, cp, tp
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelLayout:
-    """Degrees of data, tensor and pipeline parallelism; their product is the number of ranks."""
+    """Degrees of data, context, tensor and pipeline parallelism; their product is the number of ranks."""
 
     dp: int = 1
+    cp: int = 1
     tp: int = 1
     pp: int = 1
 
@@ -102,7 +103,16 @@ class ParallelLayout:
 
     @property
     def world_size(self) -> int:
-        return self.dp * self.tp * self.pp
+        return self.dp * self.cp * self.tp * self.pp
+
+    @property
+    def dp_cp(self) -> int:
+        """Ranks that hold the same parameters before ZeRO or FSDP cuts them (Megatron-LM's name for their group)."""
+        return self.dp * self.cp
+
+    def dp_rank(self, rank: int) -> int:
+        """Which share of the global batch the rank trains on."""
+        return rank // (self.cp * self.tp) % self.dp
 
 
 def _declared(
@@ -141,7 +151,7 @@ class Plan:
         metadata=_declared(
             Degradation.EXACT,
             short=lambda plan: _layout_in_short(plan),
-            rows=lambda plan: {"gpus": str(plan.world_size)} | {axis: str(getattr(plan.layout, axis)) for axis in AXES},
+            rows=lambda plan: _layout_in_rows(plan),
         ),
     )
     # Copies of the shards: hybrid sharding cuts over dp / dp_replicate ranks.
@@ -297,6 +307,10 @@ class Plan:
                 return "dp_replicate > 1 is hybrid sharding: engine=torch with zero_stage 2 or 3"
             if layout.dp % self.dp_replicate or layout.dp == self.dp_replicate:
                 return f"dp_replicate={self.dp_replicate} leaves no equal shards of dp={layout.dp}"
+        if layout.cp > 1 and self.engine is not Engine.TORCH:
+            return f"cp > 1 is engine=torch's: no one tells engine={self.engine} to share a sample's tokens"
+        if layout.cp > 1 and (self.sequence_length or 0) % layout.cp:
+            return f"cp={layout.cp} does not divide sequence_length={self.sequence_length}"
         if layout.pp == 1 and self.pipeline_stages_per_rank > 1:
             return "pipeline_stages_per_rank > 1 needs pp > 1"
         if layout.pp > 1:
@@ -321,9 +335,9 @@ class Plan:
             )
         if self.precision is Precision.FP16:
             return "optimizer_in_backward=true needs fp32 or bf16: fp16 looks for overflows in all gradients first"
-        if self.layout.dp > 1 and self.zero_stage is ZeroStage.NONE:
+        if self.layout.dp_cp > 1 and self.zero_stage is ZeroStage.NONE:
             return (
-                "optimizer_in_backward=true with dp > 1 needs zero_stage 2 or 3: "
+                "optimizer_in_backward=true with dp x cp > 1 needs zero_stage 2 or 3: "
                 "DistributedDataParallel's buckets hold all gradients to the end"
             )
         if self.dp_replicate > 1:
@@ -345,8 +359,8 @@ class Plan:
             return "engine=torch offloads parameters and optimizer together (offload=parameters)"
         if self.offload_target is OffloadTarget.NVME:
             return "engine=torch offloads to host memory only; offload_target=nvme is DeepSpeed's"
-        if self.layout.tp > 1 and self.layout.dp > 1 and self.zero_stage is ZeroStage.NONE:
-            return "tp > 1 with dp > 1 needs zero_stage 2 or 3: DistributedDataParallel does not take DTensors"
+        if self.layout.tp > 1 and self.layout.dp_cp > 1 and self.zero_stage is ZeroStage.NONE:
+            return "tp > 1 with dp x cp > 1 needs zero_stage 2 or 3: DistributedDataParallel does not take DTensors"
         if self.optimizer is Optimizer.ADAMW_8BIT and (self.zero_stage is not ZeroStage.NONE or self.layout.tp > 1):
             return "optimizer=adamw_8bit quantises whole tensors: engine=torch with zero_stage=0 and tp=1"
         if self.optimizer is Optimizer.ADAFACTOR and (self.zero_stage is not ZeroStage.NONE or self.layout.tp > 1):
@@ -514,7 +528,13 @@ def _where(words: str, is_said: bool) -> list[str]:
 def _layout_in_short(plan: Plan) -> list[str]:
     layout = plan.layout
     words = [f"{plan.world_size} gpu{'s' if plan.world_size > 1 else ''}", f"dp{layout.dp}"]
-    return words + [f"{axis}{getattr(layout, axis)}" for axis in ("tp", "pp") if getattr(layout, axis) > 1]
+    return words + [f"{axis}{getattr(layout, axis)}" for axis in AXES[1:] if getattr(layout, axis) > 1]
+
+
+def _layout_in_rows(plan: Plan) -> dict[str, str]:
+    degrees = {axis: getattr(plan.layout, axis) for axis in AXES}
+    told = {axis: str(degree) for axis, degree in degrees.items() if axis != "cp" or degree > 1}
+    return {"gpus": str(plan.world_size)} | told
 
 
 def _partial_in_short(plan: Plan) -> list[str]:
@@ -526,7 +546,7 @@ def _partial_in_short(plan: Plan) -> list[str]:
 def _sharding_in_short(plan: Plan) -> list[str]:
     if plan.engine is Engine.TORCH:
         if plan.zero_stage is ZeroStage.NONE:
-            return ["DDP"] if plan.layout.dp > 1 or plan.world_size == 1 else []
+            return ["DDP"] if plan.layout.dp_cp > 1 or plan.world_size == 1 else []
         kept = [] if plan.zero_stage is ZeroStage.PARAMETERS else ["weights kept gathered"]
         return [f"HSDP x{plan.dp_replicate}" if plan.dp_replicate > 1 else "FSDP2", *kept]
     if plan.engine is Engine.SCRIPT and plan.zero_stage is ZeroStage.NONE:

@@ -71,6 +71,7 @@ class Segment:
     arrivals: tuple[BackwardPeak, ...] = ()  # the most that is live as its gradients come, up to so many; none: unknown
     holds_boundaries: bool = False  # recomputed parts keep their input, and its gradient, to the end of backward
     registered: tuple[int, ...] = ()  # `tensors` in the order of the module; none: in that of its forward pass
+    exchanged_bytes: int = 0  # what context-parallel ranks exchange for it in a forward pass, per sample
 
     @property
     def is_unit(self) -> bool:
@@ -172,6 +173,7 @@ class ModelProfile:
     workspace_bytes: int = 0
     tensor_parallel: int = 1  # what one rank has of the model when matrices are cut over that many
     sequence_parallel: int = 1  # ranks over which tokens are spread between those matrices
+    context_parallel: int = 1  # ranks over which each sample's tokens are cut
     moments: tuple[TracedMoment, ...] = ()  # where it was traced: they stand for what segments say of activations
     turns: tuple[int, ...] = ()  # trained parameters of recipes that train in turn; none: all train at once
     attention: str = ""  # the kernel that the trace assumed

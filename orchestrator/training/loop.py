@@ -104,7 +104,7 @@ def _step(
     plan, dataset = run.plan, recipe.dataset
     samples = global_batch(cursor.samples, plan.global_batch_size, len(dataset), run.training.seed)
     tokens = sum(dataset.token_count(sample) for sample in samples)
-    dp_rank = ranks.rank // plan.layout.tp % plan.layout.dp  # of mesh axes pp, dp, tp
+    dp_rank = plan.layout.dp_rank(ranks.rank)
     together = plan.layout.dp if run.training.sync_batch_norm else 1
     mine = micro_batches(samples, dp_rank, plan.micro_batch_size, plan.gradient_accumulation_steps, together=together)
     result = engine.step(cursor.step, (dataset.batch(indices) for indices in mine), tokens)

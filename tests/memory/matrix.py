@@ -160,6 +160,20 @@ def parallel_plans(
     )
 
 
+def context_plans(ranks: int, modes: Sequence[ActivationCheckpointing]) -> list[Plan]:
+    """Ranks that share each sample's tokens, alone and in products, for few tokens and many."""
+    said: dict[int, tuple[tuple[int, dict[str, int]], ...]] = {
+        2: ((0, {"cp": 2}), (2, {"cp": 2}), (3, {"cp": 2})),
+        4: ((0, {"cp": 4}), (2, {"dp": 2, "cp": 2}), (3, {"cp": 2, "tp": 2}), (0, {"cp": 2, "pp": 2})),
+    }
+    return _legal(
+        (Engine.TORCH, stage, micro, layout, {"activation_checkpointing": mode, "precision": precision})
+        for (stage, layout), precision, micro, mode in product(
+            said[ranks], (Precision.FP32, Precision.BF16), (1, 4), modes
+        )
+    )
+
+
 def partial_plans(ranks: int) -> list[Plan]:
     """Where some first layers of a stage keep their input only: few and most of them, few samples and many."""
     low = Precision.BF16
@@ -276,6 +290,7 @@ def predicted(spec: JobSpec, plan: Plan) -> int:
         spec,
         precision=plan.precision,
         sequence_length=plan.sequence_length,
+        context_parallel=plan.layout.cp,
         tensor_parallel=plan.layout.tp,
         autocast=autocasts(plan),
     )

@@ -161,7 +161,7 @@ def _peak_bytes(asked: Run, folder: Path) -> int:
         for step in range(STEPS):
             samples = global_batch(step * plan.global_batch_size, plan.global_batch_size, len(recipe.dataset), 0)
             tokens = sum(recipe.dataset.token_count(sample) for sample in samples)
-            dp_rank = dist.get_rank() // plan.layout.tp % plan.layout.dp  # of mesh axes pp, dp, tp
+            dp_rank = plan.layout.dp_rank(dist.get_rank())
             mine = micro_batches(samples, dp_rank, plan.micro_batch_size, plan.gradient_accumulation_steps)
             engine.step(step, (recipe.dataset.batch(indices) for indices in mine), tokens)
         del engine, recipe

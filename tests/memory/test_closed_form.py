@@ -26,6 +26,7 @@ from tests.memory.matrix import (
     WIDE,
     Row,
     adapted_plans,
+    context_plans,
     full,
     in_backward_plans,
     job,
@@ -43,7 +44,7 @@ from tests.memory.models import BART, T5
 
 MEAN_ERROR_MAX = 0.02
 MOMENT_ERROR_MAX = 0.01
-NONE, SELECTIVE, FULL = ActivationCheckpointing
+MODES = NONE, SELECTIVE, FULL = tuple(ActivationCheckpointing)
 pytestmark = pytest.mark.timeout(600)  # 60 s of launches on two idle cores, several times that on busy ones
 
 
@@ -76,6 +77,16 @@ def test_a_plan_whose_first_layers_only_are_recomputed_in_full_needs_what_is_pre
 ) -> None:
     found = rows(DEEP, partial_plans(ranks), tmp_path)
     assert found
+    assert max(abs(row.error) for row in found) <= MEAN_ERROR_MAX, table(found)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "modes"), [(2, (SELECTIVE,)), *(pytest.param(ranks, MODES, marks=pytest.mark.long) for ranks in (2, 4))]
+)
+def test_ranks_that_share_samples_need_what_is_predicted(
+    tmp_path: Path, ranks: int, modes: Sequence[ActivationCheckpointing]
+) -> None:
+    found = rows(WIDE, context_plans(ranks, modes), tmp_path)
     assert max(abs(row.error) for row in found) <= MEAN_ERROR_MAX, table(found)
 
 

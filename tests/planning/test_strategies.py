@@ -80,6 +80,62 @@ def test_tensor_parallel_divides_what_it_cuts_and_stays_inside_a_node() -> None:
     assert all(layout.world_size <= 8 or layout.world_size == 16 for layout in layouts(job(), machine()))
 
 
+def _sharing(tokens: int, **changes: Any) -> set[tuple[int, int]]:
+    """Degrees (cp, tp) of the layouts of a job with such samples."""
+    found = layouts(job(data={"text": ["text"], "sequence_length": tokens}, **changes), machine())
+    return {(one.cp, one.tp) for one in found}
+
+
+def test_a_sample_is_shared_where_every_rank_has_many_tokens_and_heads_of_it() -> None:
+    assert {cp for cp, _ in _sharing(8192)} == {1}
+    assert _sharing(16384) == {(1, 1), (1, 2), (1, 4), (2, 1), (2, 2)}  # 4 key-value heads for cp x tp
+    assert {cp for cp, _ in _sharing(65536)} == {1, 2, 4}
+    assert {cp for cp, _ in _sharing(128, plan={"cp": 2})} == {1, 2}
+    assert {cp for cp, _ in _sharing(65536, model=LLAMA | {"lora": {"rank": 4}})} == {1}
+
+
+def test_whole_samples_are_never_shared_where_each_rank_could_have_its_own() -> None:
+    shared = [
+        one for one in plans(job(data={"text": ["text"], "sequence_length": 16384}), machine()) if one.layout.cp > 1
+    ]
+    assert {one.micro_batch_size for one in shared} == {1}  # a batch of 32 on up to 16 devices
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("mode", ActivationCheckpointing)
+def test_samples_of_their_own_cost_ranks_no_more_than_as_many_shared_ones(
+    stage: int, mode: ActivationCheckpointing
+) -> None:
+    """What the planner leaves out."""
+    long, here = job(data={"text": ["text"], "sequence_length": 16384}), machine()
+
+    def costs(micro: int, **layout: int) -> tuple[float, int]:
+        chosen = plan(
+            layout=ParallelLayout(**layout),
+            zero_stage=ZeroStage(stage),
+            micro_batch_size=micro,
+            activation_checkpointing=mode,
+            sequence_length=16384,
+        )
+        profile = profile_for(long, here, chosen)
+        return step_s(profile, chosen, here), estimate(profile, chosen, here.device).device_bytes
+
+    own, shared = costs(1, dp=4), costs(2, dp=2, cp=2)
+    assert own[0] <= shared[0] and own[1] <= shared[1]
+
+
+def test_a_sample_that_no_rank_holds_alone_is_shared() -> None:
+    model = {"decoder": SIZES | {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32}}
+    long = job(model, gpus=4, global_batch_size=1, precision="bf16", data={"text": ["text"], "sequence_length": 2**17})
+    alone = long.model_copy(update={"plan": (("cp", 1),)})
+
+    def fastest(spec: JobSpec) -> Any:
+        return next(fitting(frontier(spec, machine(nodes=1)), machine().device.memory, UNMEASURED))
+
+    assert fastest(long).plan.layout.cp == 4
+    assert fastest(long).step_s < fastest(alone).step_s
+
+
 def test_a_transformers_model_of_known_shape_is_cut_as_a_decoder_is_and_one_with_adapters_is_not() -> None:
     assert layouts(job(LLAMA), machine()) == layouts(job(), machine())
     adapted = layouts(job(LLAMA | {"lora": {"rank": 4}}), machine())
@@ -242,7 +298,7 @@ def test_hybrid_sharding_is_faster_than_sharding_over_a_slow_network() -> None:
 
 
 def test_a_model_too_large_for_its_activations_on_one_device_is_cut() -> None:
-    """Long samples that no batch can divide: only tensor parallelism and recomputation help."""
+    """Long samples that no batch can divide: only sharing them, tensor parallelism and recomputation help."""
     long = job(
         {"decoder": {key: 16 * size for key, size in SIZES.items()} | {"num_hidden_layers": 16}},
         data={"text": ["text"], "sequence_length": 65536},
@@ -251,7 +307,7 @@ def test_a_model_too_large_for_its_activations_on_one_device_is_cut() -> None:
         precision="bf16",
     )
     best = next(fitting(frontier(long, machine()), 80 * 2**30, UNMEASURED))
-    assert best.plan.layout.tp > 1
+    assert best.plan.layout.cp * best.plan.layout.tp > 1
 
 
 @pytest.mark.parametrize("turns", [(), (10**6, 10**6)], ids=["one recipe", "recipes in turn"])

@@ -401,7 +401,7 @@ def test_every_parameter_is_a_dtensor_with_this_ranks_part_of_the_whole_values(t
     spec = dataclasses.replace(DECODER, num_key_value_heads=4)
     whole, cut = _recipe(tmp_path, spec), _recipe(tmp_path, spec)
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
-    placed = tensor_parallel(cut, mesh, MICRO_BATCH)
+    placed = tensor_parallel(cut, mesh, MICRO_BATCH, gang.SEQUENCE_LENGTH)
     for recipe, place in ((whole, None), (cut, placed.place)):
         materialise(recipe.module, recipe.module, recipe, torch.device("cpu"), place)
     expected = dict(whole.module.named_parameters())
@@ -441,4 +441,6 @@ def test_a_model_that_cannot_be_cut_over_tensor_parallel_ranks_is_refused(
 ) -> None:
     recipe = change(_recipe(tmp_path, dataclasses.replace(DECODER, **spec)))  # type: ignore[arg-type]
     with pytest.raises(SpecError, match=words):
-        tensor_parallel(recipe, init_device_mesh("cpu", (4,), mesh_dim_names=("tp",)), MICRO_BATCH)
+        tensor_parallel(
+            recipe, init_device_mesh("cpu", (4,), mesh_dim_names=("tp",)), MICRO_BATCH, gang.SEQUENCE_LENGTH
+        )

@@ -89,7 +89,9 @@ def test_tokens_that_ranks_cannot_share_evenly_give_the_losses_of_one_process(
 def test_a_layer_sees_its_ranks_tokens_and_all_reduces_nothing(tmp_path: Path, mode: ActivationCheckpointing) -> None:
     recipe = _recipe(tmp_path)
     recompute(recipe.layers, mode)
-    cut = tensor_parallel(recipe, init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",)), SAMPLES)
+    cut = tensor_parallel(
+        recipe, init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",)), SAMPLES, gang.SEQUENCE_LENGTH
+    )
     materialise(recipe.module, recipe.module, recipe, torch.device("cpu"), cut.place)
     cut.spread(recipe.layers)
     seen = []
@@ -118,7 +120,7 @@ def test_a_gathered_module_with_a_part_that_is_not_cut_is_refused(tmp_path: Path
     uncut = {name: word for name, word in recipe.tensor_parallel.items() if not name.endswith("up_proj")}
     mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",))
     with pytest.raises(SpecError, match="has a part that is not cut"):
-        tensor_parallel(dataclasses.replace(recipe, tensor_parallel=uncut), mesh, SAMPLES)
+        tensor_parallel(dataclasses.replace(recipe, tensor_parallel=uncut), mesh, SAMPLES, gang.SEQUENCE_LENGTH)
 
 
 def test_every_ranks_tokens_are_dropped_by_draws_of_their_own(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ def supposed_overhead_bytes(plan: Plan) -> int:
 @lru_cache(maxsize=4096)
 def _supposed_bytes(layout: ParallelLayout, dp_replicate: int) -> int:
     world = layout.world_size
-    axes = [layout.tp, layout.pp, layout.dp // dp_replicate, dp_replicate]
+    axes = [layout.cp, layout.tp, layout.pp, layout.dp_cp // dp_replicate, dp_replicate]
     groups = [world, *(degree for degree in axes if 1 < degree < world)]
     return CONTEXT_BYTES + sum(COMMUNICATOR_BYTES.get(degree, LARGE_COMMUNICATOR_BYTES) for degree in groups)
 

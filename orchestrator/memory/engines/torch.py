@@ -21,7 +21,7 @@ def ddp_moments(
     rank has no buckets, and its gradients appear as the backward pass goes on.
     """
     profile, count, width = rank.held, rank.trained_parameters, rank.held.parameter_bytes
-    buckets = width * count if plan.layout.dp > 1 else 0
+    buckets = width * count if plan.layout.dp_cp > 1 else 0
     fixed = (
         ("parameters", rank.weight_bytes),
         ("optimizer states", state_bytes(profile, plan, 1)),
@@ -89,7 +89,7 @@ def fsdp2_moments(rank: Rank, plan: Plan, places: Iterable[int], *, cuda: bool, 
     keeps the shards that it reduces between its copies until the backward pass is over (`finalize_backward` in the same
     file). Those to which they are added lie beside.
     """
-    profile, shards = rank.held, plan.layout.dp // plan.dp_replicate
+    profile, shards = rank.held, plan.layout.dp_cp // plan.dp_replicate
     compute = compute_bytes(plan)
     device, fixed = _on_device(plan), _shards(rank, plan)
     copies = int(plan.dp_replicate > 1)
@@ -140,7 +140,7 @@ def _on_device(plan: Plan) -> int:
 
 def _shards(rank: Rank, plan: Plan) -> Causes:
     """What a rank holds at every moment."""
-    shards, device = plan.layout.dp // plan.dp_replicate, _on_device(plan)
+    shards, device = plan.layout.dp_cp // plan.dp_replicate, _on_device(plan)
     return (
         ("parameters", device * -(-rank.weight_bytes // shards)),
         ("optimizer states", device * state_bytes(rank.held, plan, shards)),

@@ -37,7 +37,7 @@ def bytes_per_parameter(plan: Plan) -> float:
     """What a device holds of each of the model's parameters in the optimizer step (arXiv:1910.02054, section 5)."""
     if plan.offload is Offload.PARAMETERS:
         return 0.0
-    shards = plan.layout.dp // plan.dp_replicate
+    shards = plan.layout.dp_cp // plan.dp_replicate
     weights = 4.0 / (shards if plan.zero_stage >= ZeroStage.PARAMETERS else 1)
     gradients = 4.0 / (shards if plan.zero_stage >= ZeroStage.GRADIENTS else 1)
     states = STATE_BYTES[plan.optimizer] / (shards if plan.zero_stage >= ZeroStage.OPTIMIZER else 1)

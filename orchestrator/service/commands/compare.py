@@ -20,7 +20,7 @@ from orchestrator.specs.job.pins import SHORT, pins_of
 from orchestrator.specs.job.spec import Degrade, JobSpec, Member
 from orchestrator.specs.observation import Observation
 from orchestrator.specs.parse import job_from_data, read_document
-from orchestrator.specs.plan import Degradation, Plan
+from orchestrator.specs.plan import AXES, Degradation, Plan
 
 STRATEGIES_MAX = 32  # of one comparison
 STEPS = 30  # of a model, where nobody says
@@ -93,7 +93,7 @@ def compared(spec: JobSpec, wanted: Sequence[Pins], steps: int | None) -> list[J
 
 def _all_ways(spec: JobSpec, group: Group) -> Iterator[Pins]:
     """Each combination of engine, layout, stage and offload that a plan of the job has."""
-    names = ("engine", "dp", "tp", "pp", "dp_replicate", "zero_stage", "offload", "offload_target")
+    names = ("engine", *AXES, "dp_replicate", "zero_stage", "offload", "offload_target")
     seen: dict[Pins, None] = {}
     for plan in plans(spec, group.hardware):
         seen.setdefault(tuple(pin for pin in pins_of(plan) if pin[0] in names))

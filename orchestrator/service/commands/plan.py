@@ -259,7 +259,7 @@ def _default_engine(spec: JobSpec, layout: ParallelLayout, values: dict[str, Any
     if spec.is_script:
         return Engine.SCRIPT
     zero_stage = values.get("zero_stage", ZeroStage.NONE)
-    torch_only = layout.tp > 1 or layout.pp > 1 or values.get("dp_replicate", 1) > 1
+    torch_only = max(layout.cp, layout.tp, layout.pp) > 1 or values.get("dp_replicate", 1) > 1
     by_deepspeed = (ZeroStage.OPTIMIZER, Offload.OPTIMIZER, OffloadTarget.NVME)
     told = (zero_stage, values.get("offload"), values.get("offload_target"))
     deepspeed_only = any(one is ours for one, ours in zip(told, by_deepspeed, strict=True))

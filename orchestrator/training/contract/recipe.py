@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from orchestrator.specs.errors import SpecError
+from orchestrator.training.contract.context import Context
 
 IGNORED_LABEL = -100  # torch.nn.functional.cross_entropy's default ignore_index
 
@@ -71,6 +72,8 @@ class Recipe:
       - "tokenwise": replicated, used on these between the last layer and the head.
     - `tensor_parallel_sizes`: sizes, by the user's names, that the degree must divide.
     - `stages`: without it the model runs at pp=1.
+    - `context_parallel(context)` makes the module, in place, take its rank's own tokens and attend to all; without it
+      the model runs at cp=1. Degrees divide `num_attention_heads` and `num_key_value_heads` as those of tp do.
 
     A factory may return several recipes (a GAN's two networks), each with a `name` and optionally a `learning_rate`.
     They train one after the other within every optimizer step, in that order. A recipe's loss calls its own module
@@ -85,6 +88,7 @@ class Recipe:
     tensor_parallel: Mapping[str, str | ParallelStyle] = field(default_factory=dict)
     tensor_parallel_sizes: Mapping[str, int] = field(default_factory=dict)
     stages: Stages | None = None
+    context_parallel: Callable[[Context], None] | None = None
     name: str = ""
     learning_rate: float | None = None  # None: the job's
     then: tuple[Recipe, ...] = ()
@@ -163,8 +167,9 @@ def _in_turn(recipes: tuple[Recipe, ...]) -> Recipe:
         raise SpecError("several recipes need a name each", path="model.factory", got=names, allowed="identifiers")
     if any(recipe.dataset is not recipes[0].dataset for recipe in recipes):
         raise SpecError("recipes that train in turn see the same samples", path="model.factory", allowed="one dataset")
-    if any(recipe.tensor_parallel or recipe.stages for recipe in recipes):
-        raise SpecError("several recipes run data parallel only", path="model.factory", got="tensor_parallel or stages")
+    if any(recipe.tensor_parallel or recipe.stages or recipe.context_parallel for recipe in recipes):
+        got = "tensor_parallel, context_parallel or stages"
+        raise SpecError("several recipes run data parallel only", path="model.factory", got=got)
     shared = Counter(id(parameter) for recipe in recipes for parameter in recipe.module.parameters())
     if max(shared.values(), default=1) > 1:
         raise SpecError("a parameter belongs to one recipe", path="model.factory", got="a parameter of two modules")

@@ -34,8 +34,8 @@ class AlternatingEngine:
     ) -> None:
         """`build` makes a recipe's engine. Raises SpecError if the plan or the job does not support several recipes."""
         recipes = (recipe, *recipe.then)
-        if plan.layout.tp > 1 or plan.layout.pp > 1:
-            got = f"tp={plan.layout.tp}, pp={plan.layout.pp}"
+        if plan.world_size > plan.layout.dp:
+            got = plan.layout
             raise SpecError("recipes that train in turn run data parallel only", path="plan.layout", got=got)
         if plan.optimizer_in_backward:
             what = "recipes that train in turn get gradients out of turn, which would be updates"

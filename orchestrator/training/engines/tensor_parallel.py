@@ -82,9 +82,10 @@ class TensorParallel:
         add_up([_local(gradient) for gradient in found], self.mesh.get_group())
 
 
-def tensor_parallel(recipe: Recipe, mesh: DeviceMesh, micro_batch_size: int) -> TensorParallel:
+def tensor_parallel(recipe: Recipe, mesh: DeviceMesh, micro_batch_size: int, length: int) -> TensorParallel:
     """Make the recipe's modules compute on their shards, in place; returns how their parameters are sharded.
 
+    `length`: tokens of each sample that the group's ranks have together.
     Raises SpecError if the recipe's plan is missing or matches nothing, or the degree does not divide a size.
     """
     degree = mesh.size()
@@ -92,7 +93,7 @@ def tensor_parallel(recipe: Recipe, mesh: DeviceMesh, micro_batch_size: int) -> 
     chosen = _chosen(recipe)
     tokens = None
     if is_sequence_parallel(recipe):
-        tokens = Tokens(mesh.get_group(), micro_batch_size, recipe.dataset.batch([0])[0].shape[1])
+        tokens = Tokens(mesh.get_group(), micro_batch_size, length)
     axes: dict[str, int | None] = {}
     styles: dict[int, ParallelStyle] = {}
     partial: set[str] = set()

@@ -12,6 +12,7 @@ Facts for its memory model, in bytes (P parameters, dp ranks):
 - Optimizer on CPU: one parameter at a time, two temporaries of its size. On CUDA: fused, none.
 - Tensor parallel: 1/tp of sharded parameters, all of replicated ones (norms); at start one parameter is whole. Between
   sharded modules a rank has 1/tp of the tokens (sequence_parallel.py).
+- Context parallel: 1/cp of the tokens, parameters as over dp x cp ranks (contract/context.py).
 - Pipeline: see pipeline.py.
 - A checkpoint is saved and loaded shard by shard in place: no copy of the model.
 """
@@ -31,10 +32,12 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.model import TrainingSpec
 from orchestrator.specs.plan import Offload, Plan, Precision, ZeroStage
 from orchestrator.training.checkpoint import checkpoint
 from orchestrator.training.contract import loss_scale
+from orchestrator.training.contract.context import Context
 from orchestrator.training.contract.engine import State
 from orchestrator.training.contract.loss_scale import LossScale
 from orchestrator.training.contract.precision import LOW_PRECISION
@@ -46,6 +49,8 @@ from orchestrator.training.engines.optimizers import Updates, clip_factor, scale
 from orchestrator.training.engines.pipeline import Pipeline, Share, Stage
 from orchestrator.training.engines.randomness import Randomness
 from orchestrator.training.engines.tensor_parallel import TensorParallel, is_sequence_parallel, tensor_parallel
+
+HEADS = ("num_attention_heads", "num_key_value_heads")  # of `Recipe.tensor_parallel_sizes`, what cp cuts as well
 
 
 class TorchEngine:
@@ -62,8 +67,11 @@ class TorchEngine:
         self._recipe, self._plan, self._device = recipe, plan, device
         self._clip_norm = training.clip_norm
         self._mesh = device_mesh(plan, device)
-        own_tokens = plan.layout.tp > 1 and is_sequence_parallel(recipe)
-        self._randomness = Randomness(recipe, training.seed, self._mesh["tp"].get_local_rank() if own_tokens else 0)
+        self._context = _context(recipe, plan) if plan.layout.cp > 1 else None
+        part = self._context.rank if self._context else 0
+        if plan.layout.tp > 1 and is_sequence_parallel(recipe):
+            part = part * plan.layout.tp + self._mesh["tp"].get_local_rank()
+        self._randomness = Randomness(recipe, training.seed, part)
         self._loss_scale = LossScale() if plan.precision is Precision.FP16 else None
         step = resume_from.cursor.step if resume_from else 0
         self._changing = freeze_for(recipe.module, training.freeze, step)
@@ -93,7 +101,10 @@ class TorchEngine:
         self._model: nn.Module = recipe.module
         self._share: Share | None = None
         self._pipeline: Pipeline | None = None
-        self._cut = cut = tensor_parallel(recipe, mesh["tp"], plan.micro_batch_size) if plan.layout.tp > 1 else None
+        self._cut = cut = None
+        if plan.layout.tp > 1:
+            length = recipe.dataset.batch([0])[0].shape[1] // plan.layout.cp
+            self._cut = cut = tensor_parallel(recipe, mesh["tp"], plan.micro_batch_size, length)
         if plan.layout.pp == 1:
             self._model = _wrapped(recipe, recipe.module, plan, mesh, self._device, cut)
             if cut:
@@ -113,8 +124,10 @@ class TorchEngine:
     def step(self, step: int, micro_batches: Iterable[Batch], tokens: int) -> StepResult:
         layout, turns = self._plan.layout, self._plan.gradient_accumulation_steps
         factor = self._loss_scale.factor if self._loss_scale else 1.0
-        scale = factor * layout.dp / tokens  # DDP and FSDP2 average gradients over dp; a single rank has dp = 1
-        first = dist.get_rank() // layout.tp % layout.dp * turns
+        scale = factor * layout.dp_cp / tokens  # DDP and FSDP2 average gradients over so many ranks
+        first = layout.dp_rank(dist.get_rank()) * turns
+        if self._context:
+            micro_batches = (tuple(map(self._context.own, batch)) for batch in micro_batches)
         self._updates.prepare(step)
         if self._pipeline:
             loss = self._pipeline.step(step, first, micro_batches, scale)
@@ -205,19 +218,41 @@ class TorchEngine:
 def device_mesh(plan: Plan, device: torch.device) -> DeviceMesh:
     """The mesh of a plan: axes pp, dp_replicate, dp_shard, tp from the slowest to the fastest rank.
 
-    Axes of one rank are left out, except dp_shard: each axis costs a communicator.
+    Context-parallel ranks hold the same parameters, and are the fastest in dp_shard. Axes of one rank are left out,
+    except dp_shard: each axis costs a communicator.
     """
     layout, copies = plan.layout, plan.dp_replicate
-    degrees = {"pp": layout.pp, "dp_replicate": copies, "dp_shard": layout.dp // copies, "tp": layout.tp}
+    degrees = {"pp": layout.pp, "dp_replicate": copies, "dp_shard": layout.dp_cp // copies, "tp": layout.tp}
     kept = {axis: degree for axis, degree in degrees.items() if degree > 1 or axis == "dp_shard"}
     return init_device_mesh(device.type, tuple(kept.values()), mesh_dim_names=tuple(kept))
+
+
+def _context(recipe: Recipe, plan: Plan) -> Context:
+    """The ranks that share samples with this one, for which the recipe's module is prepared. Raises SpecError."""
+    layout, path = plan.layout, "plan.layout.cp"
+    if recipe.context_parallel is None:
+        hint = "a factory may return a Recipe with `context_parallel`"
+        raise SpecError("this model cannot share a context", path=path, got=layout.cp, allowed="1", hint=hint)
+    sizes = recipe.tensor_parallel_sizes
+    cut = {name: (sizes[name], layout.cp * layout.tp) for name in HEADS if name in sizes}
+    cut["sequence_length"] = recipe.dataset.batch([0])[0].shape[1], layout.cp
+    for name, (size, degree) in cut.items():
+        if size % degree:
+            raise SpecError(f"no divisor of {name} = {size}", path=path, got=f"{layout.cp}, and tp = {layout.tp}")
+    among = range(0, layout.cp * layout.tp, layout.tp)
+    starts = (at for at in range(layout.world_size) if at // layout.tp % layout.cp == 0)
+    groups = [[start + step for step in among] for start in starts]
+    group, _ = dist.new_subgroups_by_enumeration(groups)  # type: ignore[no-untyped-call]
+    context = Context(group)
+    recipe.context_parallel(context)
+    return context
 
 
 def _by_copies(parameters: Iterable[nn.Parameter], plan: Plan) -> dict[int, list[nn.Parameter]]:
     """Number of ranks that hold the same part -> parameters."""
     found: dict[int, list[nn.Parameter]] = {}
     for parameter in parameters:
-        copies = plan.layout.dp
+        copies = plan.layout.dp_cp
         if isinstance(parameter, DTensor):
             mesh = parameter.device_mesh
             repeated = (axis for axis, placement in enumerate(parameter.placements) if placement.is_replicate())

@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.model import DecoderSpec
+from orchestrator.training.contract.context import Context
 from orchestrator.training.contract.recipe import Batch, Recipe, Stages, seeded_normal
 from orchestrator.training.data.dataset import BYTE_VOCABULARY, TextDataset
 from orchestrator.training.models.cross_entropy import linear_cross_entropy
@@ -27,6 +28,7 @@ class Attention(nn.Module):
     def __init__(self, spec: DecoderSpec) -> None:
         super().__init__()
         self.heads, self.kv_heads, self.width = spec.num_attention_heads, spec.kv_heads, spec.head_dim
+        self.context: Context | None = None  # where other ranks have tokens of the same samples
         self.q_proj = nn.Linear(spec.hidden_size, self.heads * self.width, bias=False)
         self.k_proj = nn.Linear(spec.hidden_size, self.kv_heads * self.width, bias=False)
         self.v_proj = nn.Linear(spec.hidden_size, self.kv_heads * self.width, bias=False)
@@ -36,14 +38,17 @@ class Attention(nn.Module):
         q_BNTH = self.q_proj(x_BTD).unflatten(-1, (-1, self.width)).transpose(1, 2)
         k_BKTH = self.k_proj(x_BTD).unflatten(-1, (-1, self.width)).transpose(1, 2)
         v_BKTH = self.v_proj(x_BTD).unflatten(-1, (-1, self.width)).transpose(1, 2)
-        out_BNTH = functional.scaled_dot_product_attention(
-            _rotate(q_BNTH, cos_TH, sin_TH),
-            _rotate(k_BKTH, cos_TH, sin_TH),
-            v_BKTH,
-            is_causal=True,
-            enable_gqa=self.heads != self.kv_heads,
-        )
-        return self.o_proj(out_BNTH.transpose(1, 2).flatten(2))
+        q_BNTH, k_BKTH = _rotate(q_BNTH, cos_TH, sin_TH), _rotate(k_BKTH, cos_TH, sin_TH)
+        if self.context is not None:
+            out_BTNH = self.context.attend(q_BNTH, k_BKTH, v_BKTH, self._attend)
+        else:
+            out_BTNH = self._attend(q_BNTH, k_BKTH, v_BKTH)
+        return self.o_proj(out_BTNH.flatten(2))
+
+    def _attend(self, q_BNTH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor) -> Tensor:
+        grouped = self.heads != self.kv_heads
+        out_BNTH = functional.scaled_dot_product_attention(q_BNTH, k_BKTH, v_BKTH, is_causal=True, enable_gqa=grouped)
+        return out_BNTH.transpose(1, 2)
 
 
 class FeedForward(nn.Module):
@@ -88,6 +93,7 @@ class Decoder(nn.Module):
     def __init__(self, spec: DecoderSpec) -> None:
         super().__init__()
         self.head_dim = spec.head_dim
+        self.context: Context | None = None
         self.embed_tokens = nn.Embedding(spec.vocab_size, spec.hidden_size)
         self.layers = nn.ModuleList(Layer(spec) for _ in range(spec.num_hidden_layers))
         self.norm = nn.RMSNorm(spec.hidden_size, eps=1e-6)
@@ -101,10 +107,17 @@ class Decoder(nn.Module):
     def hidden(self, x: Tensor) -> Tensor:
         """Hidden states [B, T, D] after this stage's layers, from tokens [B, T] or from hidden states."""
         x_BTD = self.embed_tokens(x) if self.embed_tokens is not None else x
-        cos_TH, sin_TH = _rotary_tables(x_BTD.shape[1], self.head_dim, x_BTD.device)
+        first = self.context.first(x_BTD.shape[1]) if self.context is not None else 0
+        cos_TH, sin_TH = _rotary_tables(first, x_BTD.shape[1], self.head_dim, x_BTD.device)
         for layer in self.layers:
             x_BTD = layer(x_BTD, cos_TH, sin_TH)
         return self.norm(x_BTD) if self.norm is not None else x_BTD
+
+    def share_context(self, context: Context) -> None:
+        """Take a rank's own tokens from now on, and attend to those of all."""
+        for module in self.modules():
+            if isinstance(module, Attention | Decoder):
+                module.context = context
 
 
 # Attention is sharded by heads, the feed-forward by columns (arXiv:1909.08053, section 3); the rest by tokens
@@ -149,6 +162,7 @@ def decoder_recipe(spec: DecoderSpec, dataset: TextDataset, seed: int) -> Recipe
             "vocab_size": spec.vocab_size,
         },
         stages=STAGES,
+        context_parallel=module.share_context,
     )
 
 
@@ -163,9 +177,10 @@ def _initialise(name: str, parameter: Tensor, *, seed: int) -> None:
         parameter.fill_(1.0)  # norm weights
 
 
-def _rotary_tables(length: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def _rotary_tables(first: int, length: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
     frequencies = ROTARY_BASE ** (-torch.arange(0, width, 2, device=device, dtype=torch.float32) / width)
-    angles = torch.outer(torch.arange(length, device=device, dtype=torch.float32), frequencies).repeat(1, 2)
+    places = torch.arange(first, first + length, device=device, dtype=torch.float32)
+    angles = torch.outer(places, frequencies).repeat(1, 2)
     return angles.cos(), angles.sin()
 
 

@@ -26,7 +26,9 @@ from orchestrator.training.data.tokenised import dataset_of
 from orchestrator.training.models.cross_entropy import linear_cross_entropy
 from orchestrator.training.models.hf_adapters import adapt, quantised
 from orchestrator.training.models.hf_parallel import (
+    context_parallel_of,
     keep_own_heads,
+    positions,
     stages_of,
     tensor_parallel_of,
     tensor_parallel_sizes_of,
@@ -67,6 +69,7 @@ def hf_recipe(run: TrainingRun, dataset: Dataset | None = None) -> Recipe:
         tensor_parallel={} if adapted else tensor_parallel_of(module),
         tensor_parallel_sizes=tensor_parallel_sizes_of(module),
         stages=None if adapted else stages_of(module),
+        context_parallel=None if adapted else context_parallel_of(module),
     )
 
 
@@ -149,9 +152,9 @@ def _auto_class(config: PreTrainedConfig) -> Any:
 
 
 def _check_layout(plan: Plan) -> None:
-    if plan.layout.tp > 1 or plan.layout.pp > 1:
-        got = f"tp={plan.layout.tp}, pp={plan.layout.pp}"
-        raise SpecError("adapters are trained data parallel only", path="model.lora", got=got, allowed="tp=pp=1")
+    if plan.world_size > plan.layout.dp:
+        allowed = "cp=tp=pp=1"
+        raise SpecError("adapters are trained data parallel only", path="model.lora", got=plan.layout, allowed=allowed)
 
 
 def _fill_buffers(module: nn.Module, stored: Callable[[str], Tensor] | None) -> None:
@@ -215,7 +218,8 @@ def _set_loss(module: Any) -> None:
 
 
 def _causal_loss(module: Any, tokens_BT: Tensor, labels_BT: Tensor) -> Tensor:
-    hidden_BTD = module.base_model(input_ids=tokens_BT, use_cache=False).last_hidden_state
+    where = positions(module, tokens_BT)
+    hidden_BTD = module.base_model(input_ids=tokens_BT, use_cache=False, **where).last_hidden_state
     return module.get_output_embeddings()(hidden_BTD, labels_BT)
 
 
@@ -224,7 +228,8 @@ def _head_loss(head: nn.Linear, hidden_BTD: Tensor, labels_BT: Tensor) -> Tensor
 
 
 def _loss_of_logits(module: Any, forward: Callable[..., Any], tokens_BT: Tensor, labels_BT: Tensor) -> Tensor:
-    return _cross_entropy(forward(module, input_ids=tokens_BT, use_cache=False).logits, labels_BT)
+    where = positions(module, tokens_BT)
+    return _cross_entropy(forward(module, input_ids=tokens_BT, use_cache=False, **where).logits, labels_BT)
 
 
 def _seq2seq_loss(module: Any, forward: Callable[..., Any], tokens_BT: Tensor, labels_BT: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Tensor-parallel plans and pipeline stages of transformers models, by family.
+"""Tensor-parallel plans, pipeline stages and shared contexts of transformers models, by family.
 
 Attention is sharded by heads, the feed-forward by columns (arXiv:1909.08053, section 3). The attention modules of
 transformers derive their number of heads from the projections' output. Families of the Llama kind are sharded by tokens
@@ -7,11 +7,16 @@ in between (arXiv:2205.05198, section 4.2.2).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from orchestrator.training.contract.context import Context
 from orchestrator.training.contract.recipe import Stages
 
 LLAMA_PLAN = {
@@ -41,6 +46,7 @@ PLANS = {
     "gemma": LLAMA_PLAN,
     "t5": T5_PLAN,
 }
+SHARED = "context_parallel"  # our attention, by transformers' name of an implementation
 STAGED = ("llama", "mistral", "qwen2", "qwen3", "gemma", "mixtral", "qwen2_moe", "qwen3_moe")
 
 
@@ -71,12 +77,45 @@ def stages_of(module: Any) -> Stages | None:
     )
 
 
+def context_parallel_of(module: Any) -> Callable[[Context], None] | None:
+    """The function that makes the module attend over all ranks' tokens; None if its family cannot."""
+    return functools.partial(_share_context, module) if module.config.model_type in STAGED else None
+
+
+def _share_context(module: Any, context: Context) -> None:
+    AttentionInterface.register(SHARED, _attend)
+    module.config._attn_implementation = SHARED
+    module.context = context
+    for part in module.modules():
+        if hasattr(part, "num_key_value_groups"):
+            part.context = context
+
+
+def _attend(module: Any, q: Tensor, k: Tensor, v: Tensor, _mask: None, **settings: Any) -> tuple[Tensor, None]:
+    """transformers' call of SDPA, over all tokens; of an implementation that it does not know it asks for no mask."""
+    assert _mask is None, "a decoder's own mask needs none"
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return sdpa_attention_forward(module, q, k, v, None, **settings)[0]
+
+    return module.context.attend(q, k, v, attention), None
+
+
+def positions(module: Any, x: Tensor) -> dict[str, Tensor]:
+    """`position_ids` [1, t] of own tokens [B, t, ...]; nothing where a rank has all of a sample."""
+    context: Context | None = getattr(module, "context", None)
+    if context is None:
+        return {}
+    first, count = context.first(x.shape[1]), x.shape[1]
+    return {"position_ids": torch.arange(first, first + count, device=x.device).unsqueeze(0)}
+
+
 def _hidden(module: Any, x: Tensor) -> Tensor:
     base = module.base_model
     if base.norm is None:  # the model calls it; a placeholder without parameters leaves all names unchanged
         base.norm = nn.Identity()
     given = "inputs_embeds" if base.embed_tokens is None else "input_ids"
-    return base(**{given: x}, use_cache=False).last_hidden_state
+    return base(**{given: x}, **positions(module, x), use_cache=False).last_hidden_state
 
 
 def _stage_loss_sum(module: Any, hidden: Tensor, labels: Tensor) -> Tensor:

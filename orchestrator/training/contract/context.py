@@ -1,0 +1,93 @@
+"""Context parallelism by all-to-alls (DeepSpeed's Ulysses; Jacobs et al. 2023, arXiv:2309.14509).
+
+Each rank has an equal run of every sample's tokens. Attention alone needs all of them: there a rank has all tokens of
+its share of the heads, and all-to-alls go there and back. So a causal mask costs every rank the same, and any kernel
+attends. Ring attention would allow more ranks than heads; torch 2.13 has it for CUDA's kernels only
+(torch/distributed/tensor/experimental/_context_parallel/_attention.py).
+
+Shape suffixes: B samples, T tokens, t tokens of one rank, N heads, n heads of one rank, H head width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from orchestrator.training.contract.collectives import all_to_all
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # queries, keys, values [B, n, T, H] to outputs [B, T, n, H]
+
+
+class Context:
+    """The tokens of every sample, in equal runs over the ranks of a group."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group, self.ranks, self.rank = group, group.size(), group.rank()
+
+    def own(self, x_BT: Tensor) -> Tensor:
+        """This rank's run of the tokens [B, t], or of what there is for each of them."""
+        return x_BT.chunk(self.ranks, dim=1)[self.rank]
+
+    def first(self, own_count: int) -> int:
+        """The position of this rank's first token in its sample."""
+        return self.rank * own_count
+
+    def attend(self, q_BNtH: Tensor, k_BKtH: Tensor, v_BKtH: Tensor, attention: Attend) -> Tensor:
+        """What `attention` returns for this rank's tokens and all heads [B, t, N, H]."""
+        out_BTnH = attention(*(self._to_heads(x).transpose(1, 2) for x in (q_BNtH, k_BKtH, v_BKtH)))
+        return _ToTokens.apply(out_BTnH, self.group)  # type: ignore[no-untyped-call, no-any-return]
+
+    def _to_heads(self, x_BNtH: Tensor) -> Tensor:
+        return _ToHeads.apply(x_BNtH.transpose(1, 2), self.group)  # type: ignore[no-untyped-call, no-any-return]
+
+
+class _ToHeads(torch.autograd.Function):
+    """[B, t, N, H] to [B, T, n, H]."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BtNH: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _to_heads(x_BtNH, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad_BTnH: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return _to_tokens(grad_BTnH, ctx.group), None
+
+
+class _ToTokens(torch.autograd.Function):
+    """[B, T, n, H] to [B, t, N, H]."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BTnH: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _to_tokens(x_BTnH, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad_BtNH: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return _to_heads(grad_BtNH, ctx.group), None
+
+
+def _to_heads(x_BtNH: Tensor, group: dist.ProcessGroup) -> Tensor:
+    sent_RBtnH = _cut(x_BtNH, 2, group).movedim(2, 0).contiguous()
+    return _exchanged(sent_RBtnH, group).movedim(0, 1).flatten(1, 2)
+
+
+def _to_tokens(x_BTnH: Tensor, group: dist.ProcessGroup) -> Tensor:
+    sent_RBtnH = _cut(x_BTnH, 1, group).movedim(1, 0).contiguous()
+    return _exchanged(sent_RBtnH, group).movedim(0, 2).flatten(2, 3)
+
+
+def _cut(x: Tensor, axis: int, group: dist.ProcessGroup) -> Tensor:
+    """The axis as two: rank, and what is of that rank."""
+    return x.unflatten(axis, (group.size(), -1))  # type: ignore[no-untyped-call, no-any-return]
+
+
+def _exchanged(sent: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Row r is what rank r sent to this one."""
+    received = torch.empty_like(sent)
+    all_to_all(received, sent, group=group)
+    return received
