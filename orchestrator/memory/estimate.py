@@ -52,13 +52,14 @@ def estimate(
 def alike(plan: Plan) -> object:
     """What plans have in common that may share `DeviceBytes`: all but checkpointing, the cut of the batch, and, under
     hybrid sharding, how many copies of the shards there are."""
-    layout, shards = plan.layout, (plan.layout.dp_cp, False)
+    layout = plan.layout
+    shards = (layout.dp * layout.cp, False)
     if plan.engine is Engine.TORCH and plan.zero_stage is not ZeroStage.NONE:
-        shards = (plan.layout.dp_cp // plan.dp_replicate, plan.dp_replicate > 1)
+        shards = (layout.dp * layout.cp // plan.dp_replicate, plan.dp_replicate > 1)
     return (shards, layout.cp, layout.tp, layout.pp, _SHARED(plan))
 
 
-CHECKPOINTING = ("activation_checkpointing", "full_checkpointing_layers")
+CHECKPOINTING = ("activation_checkpointing", "full_checkpointing_layers", "activation_offload")
 _OWN = ("layout", "dp_replicate", "micro_batch_size", "gradient_accumulation_steps", *CHECKPOINTING)
 _SHARED = attrgetter(*(one.name for one in SETTINGS if one.name not in _OWN))
 
@@ -106,7 +107,7 @@ class DeviceBytes:
         full_layers = plan.full_checkpointing_layers
         allocated = 0
         for rank, beside in self._counted_of(plan):
-            live = activations(rank, mode, casts=casts, full_layers=full_layers)
+            live = activations(rank, mode, casts=casts, full_layers=full_layers, offloads=plan.activation_offload)
             most = max([counted + live[at].bytes_of(micro) for at, counted in beside.items()])
             allocated = max(allocated, most + rank.buffer_bytes(plan))
         return self._reserved_bytes(allocated, mode) + self._overhead_bytes(plan)
@@ -116,7 +117,9 @@ class DeviceBytes:
         micro, found = plan.micro_batch_size, []
         for rank, moments in self._moments_of(plan):
             mode, full_layers = plan.activation_checkpointing, plan.full_checkpointing_layers
-            live = activations(rank, mode, casts=autocasts(plan), full_layers=full_layers)
+            live = activations(
+                rank, mode, casts=autocasts(plan), full_layers=full_layers, offloads=plan.activation_offload
+            )
             buffer_bytes = rank.buffer_bytes(plan)
             for moment, counted in moments:
                 found.append((rank, moment, counted + buffer_bytes, live[moment.activations].bytes_of(micro)))
@@ -129,7 +132,7 @@ class DeviceBytes:
             allocated_bytes=counted + activation,
             reserved_bytes=reserved,
             device_bytes=reserved + self._overhead_bytes(plan),
-            host_bytes=_host_bytes(rank.held, plan),
+            host_bytes=_host_bytes(rank, plan),
             source=self._profile.source,
             moments=tuple(
                 MomentBytes(name=moment.name, counted_bytes=counted, activation_bytes=activation)
@@ -219,14 +222,18 @@ def _moments(rank: Rank, plan: Plan, device: DeviceSpec, places: Iterable[int]) 
     return torch_engines.ddp_moments(rank, plan, places, bucket_views=False, cuda=cuda, foreach=cuda)
 
 
-def _host_bytes(profile: ModelProfile, plan: Plan) -> int:
+def _host_bytes(rank: Rank, plan: Plan) -> int:
     """Host memory of one rank: what is offloaded, and the copy of what it writes of a checkpoint.
 
     Offloaded are fp32 masters, both moments and gradients of its shard, and parameters where they live there.
     DeepSpeed's own estimate is 16 to 18 bytes per parameter x 1.5 (deepspeed/runtime/zero/stage3.py); users report
     that less was not enough. With NVMe only the buffers of its swapping are in host memory.
     """
+    profile = rank.held
     copied = _checkpoint_bytes(profile, plan)
+    if plan.activation_offload:
+        inputs = sum(part.count * part.checkpointed_bytes for part in rank.stage.segments if part.is_unit)
+        copied += rank.in_flight * plan.micro_batch_size * inputs
     if plan.offload is Offload.NONE:
         return copied
     shard = -(-profile.parameters // (plan.layout.dp_cp // plan.dp_replicate))

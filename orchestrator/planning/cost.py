@@ -124,7 +124,14 @@ def _computing_s(profile: ModelProfile, plan: Plan, hardware: Hardware, stages: 
     if plan.gradient_accumulation_steps > 1:
         added = compute_bytes(plan) if plan.engine is Engine.DEEPSPEED else 4
     how = plan.activation_checkpointing, stages * plan.full_checkpointing_layers
-    return _busy_s(profile, plan.micro_batch_size, *how, plan.precision, added, plan.optimizer_in_backward, hardware)
+    busy = (profile, plan.micro_batch_size, *how, plan.precision, added, plan.optimizer_in_backward, hardware)
+    return _busy_s(*busy) + (_inputs_moved_s(profile, plan, hardware) if plan.activation_offload else 0.0)
+
+
+def _inputs_moved_s(profile: ModelProfile, plan: Plan, hardware: Hardware) -> float:
+    """The layers' inputs go down in the forward pass and up in the backward pass, on the stream that computes."""
+    sample_bytes = sum(part.count * part.checkpointed_bytes for part in profile.segments if part.is_unit)
+    return 2 * plan.micro_batch_size * sample_bytes / hardware.device.host_bandwidth
 
 
 @lru_cache(maxsize=16384)

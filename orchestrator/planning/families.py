@@ -5,14 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import chain, product
-from math import prod
+from math import inf, prod
 from operator import attrgetter
 from typing import Any
 
 from orchestrator.memory.estimate import CHECKPOINTING
 from orchestrator.planning.cost import Hardware
 from orchestrator.planning.layouts import layouts
-from orchestrator.planning.strategies import Strategy, batch_cuts, checkpointing, full_layers, strategies
+from orchestrator.planning.strategies import (
+    OFFLOADED_MIN,
+    Strategy,
+    batch_cuts,
+    checkpointing,
+    full_layers,
+    layer_inputs_bytes,
+    strategies,
+)
 from orchestrator.specs import replace as changed
 from orchestrator.specs.cluster import DeviceSpec
 from orchestrator.specs.errors import IllegalPlan
@@ -27,7 +35,9 @@ from orchestrator.specs.plan import (
     why_pipeline_stalls,
 )
 
-Mode = tuple[ActivationCheckpointing, int]  # and the first layers of a stage that are recomputed in full
+# And the first layers of a stage that are recomputed in full; whether the inputs of all wait in host memory.
+Mode = tuple[ActivationCheckpointing, int, bool]
+ON_HOST: Mode = (ActivationCheckpointing.FULL, 0, True)
 OF_A_FAMILY = ("micro_batch_size", "gradient_accumulation_steps", *CHECKPOINTING)  # what its plans vary
 STRATEGY = tuple(one.name for one in fields(Strategy))
 _of_strategy = attrgetter(*STRATEGY)
@@ -96,28 +106,37 @@ class Family:
     example: Plan  # of the smallest batch that fills its pipeline: what all of them have in common
     alike: tuple[Mode, ...]  # of all layers
     partial: tuple[Mode, ...]  # in which the first layers keep less than the others
+    offloads_to: float  # the largest micro-batch of which the layers' inputs may wait in host memory; 0: none
     cuts: tuple[tuple[int, int], ...]  # those that keep its pipeline at work, so that every plan is legal
 
     def __iter__(self) -> Iterator[Plan]:
-        modes = (*self.alike, *self.partial)
-        return chain.from_iterable(self.of_cut(micro, accumulation, modes) for micro, accumulation in self.cuts)
+        return chain.from_iterable(
+            self.of_cut(micro, accumulation, (*self.alike_of(micro), *self.partial))
+            for micro, accumulation in self.cuts
+        )
+
+    def alike_of(self, micro: int) -> tuple[Mode, ...]:
+        """Modes of all layers at that micro-batch."""
+        return (*self.alike, ON_HOST) if micro <= self.offloads_to else self.alike
 
     def of_cut(self, micro: int, accumulation: int, modes: Iterable[Mode]) -> Iterator[Plan]:
         """Those of a cut, made one by one."""
-        for mode, first_layers in modes:
+        for mode, first_layers, offload in modes:
             yield changed.replace(
                 self.example,
                 micro_batch_size=micro,
                 gradient_accumulation_steps=accumulation,
                 activation_checkpointing=mode,
                 full_checkpointing_layers=first_layers,
+                activation_offload=offload,
             )
 
 
 def families_of(spec: JobSpec, hardware: Hardware, variant: Variant) -> Iterator[Family]:
     """Only of plans that have the job's pinned settings: another plan that beats one of these does not count."""
     pins = dict(spec.plan)
-    micro, steps, mode, first_layers = (pins.get(name) for name in OF_A_FAMILY)
+    micro, steps, mode, first_layers, offload = (pins.get(name) for name in OF_A_FAMILY)
+    inputs_bytes = layer_inputs_bytes(spec, hardware)
     for layout in layouts(spec, hardware):
         if pins and not agrees(layout, pins):
             continue
@@ -141,10 +160,16 @@ def families_of(spec: JobSpec, hardware: Hardware, variant: Variant) -> Iterator
             modes = checkpointing(spec, strategy)
             if mode is not None:
                 modes = tuple(one for one in modes if one is mode)
+            offloads_to = inf if offload else 0.0
+            if offload is None and not first_layers and at_work:  # the smallest: it is lighter, for less than a copy
+                smallest, ranks = at_work[0][0], layout.cp * layout.tp * layout.pp
+                is_worth_it = smallest * inputs_bytes / ranks >= OFFLOADED_MIN * hardware.device.memory
+                offloads_to = smallest if is_worth_it else 0
             yield Family(
                 example=example,
-                alike=() if first_layers else tuple((one, 0) for one in modes),
-                partial=_partial(spec, strategy, modes, first_layers),
+                alike=() if first_layers or offload else tuple((one, 0, False) for one in modes),
+                partial=() if offload else _partial(spec, strategy, modes, first_layers),
+                offloads_to=offloads_to if ActivationCheckpointing.FULL in modes else 0,
                 cuts=at_work,
             )
 
@@ -158,7 +183,7 @@ def _partial(
         return ()
     layers, tried = full_layers(spec, strategy)
     chosen = tried if pinned is None else (pinned,)
-    return tuple((others, count) for count in chosen if 0 < count < layers)
+    return tuple((others, count, False) for count in chosen if 0 < count < layers)
 
 
 def _plan(strategy: Strategy, variant: Variant, micro_batches: int) -> Plan:

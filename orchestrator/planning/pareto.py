@@ -77,6 +77,7 @@ def _order(timed: Timed) -> tuple[object, ...]:
         timed.step_s,
         plan.engine is Engine.DEEPSPEED,
         plan.offload is not Offload.NONE,
+        plan.activation_offload,
         plan.zero_stage,
         plan.activation_checkpointing,
         plan.gradient_accumulation_steps,

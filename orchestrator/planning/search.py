@@ -378,15 +378,15 @@ def _timed(
     """
     profile, bytes_of = needs.of(family.example)
     takes: StepSeconds | None = None
-    is_selective = any(mode is ActivationCheckpointing.SELECTIVE for mode, _ in family.partial)
+    is_selective = any(mode is ActivationCheckpointing.SELECTIVE for mode, *_ in family.partial)
     is_lightest = is_selective and full_is_lightest(profile)
-    has_full = any(mode is ActivationCheckpointing.FULL for mode, _ in family.alike)
+    has_full = any(mode is ActivationCheckpointing.FULL for mode, *_ in family.alike)
     is_beyond: dict[int, bool] = {}
     for micro, accumulation in family.cuts:
         turns = bytes_of.turns(accumulation)
         selective: Timed | None = None
         full: Timed | None = None
-        for plan in () if is_beyond.get(turns) else family.of_cut(micro, accumulation, family.alike):
+        for plan in () if is_beyond.get(turns) else family.of_cut(micro, accumulation, family.alike_of(micro)):
             if bytes_of.counts_every_mode_alike and turns not in is_beyond:
                 is_beyond[turns] = bytes_of.without_activations(plan) > most_bytes
             if is_beyond.get(turns):
@@ -394,7 +394,7 @@ def _timed(
             if (at_least_bytes := bytes_of.at_least(plan)) <= most_bytes:
                 takes = takes or StepSeconds(profile, family.example, hardware)
                 one = Timed(plan, takes(plan), at_least_bytes)
-                if plan.activation_checkpointing is ActivationCheckpointing.FULL:
+                if plan.activation_checkpointing is ActivationCheckpointing.FULL and not plan.activation_offload:
                     full = one
                 elif plan.activation_checkpointing is ActivationCheckpointing.SELECTIVE:
                     selective = one

@@ -9,7 +9,7 @@ from itertools import product
 from orchestrator.memory.models.hf import decoder_shape
 from orchestrator.memory.profiles import freezes
 from orchestrator.planning.cost import Hardware
-from orchestrator.planning.layouts import divisors, layers_to_cut
+from orchestrator.planning.layouts import divisors, known_shape, layers_to_cut
 from orchestrator.specs.cluster import DeviceKind
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.spec import JobSpec
@@ -26,6 +26,7 @@ from orchestrator.specs.plan import (
 )
 
 DEEP = 64  # layers of a stage
+OFFLOADED_MIN = 1 / 8  # of a device: less of its layers' inputs is not worth the time of a copy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +118,18 @@ def full_layers(spec: JobSpec, strategy: Strategy) -> tuple[int, tuple[int, ...]
     stage = -(-layers // (strategy.layout.pp * strategy.pipeline_stages_per_rank))
     parts = 8 if stage >= DEEP else 4
     return stage, tuple(sorted({-(-stage * part // parts) for part in range(1, parts)} - {0, stage}))
+
+
+def layer_inputs_bytes(spec: JobSpec, hardware: Hardware) -> int:
+    """Bytes of a sample's inputs of all layers, which all its ranks share; 0 where they cannot wait in host memory.
+
+    Of models whose shape is known.
+    """
+    shape = known_shape(spec)
+    if shape is None or not _offloads(hardware):
+        return 0
+    value_bytes = 4 if spec.precision is Precision.FP32 else 2
+    return value_bytes * spec.data.sequence_length * shape.hidden_size * shape.num_hidden_layers
 
 
 def _equal_layers(spec: JobSpec) -> int:

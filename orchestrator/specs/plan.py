@@ -205,6 +205,15 @@ class Plan:
             least=0,
         ),
     )
+    # Whether what full checkpointing keeps, the layers' inputs, waits in host memory.
+    activation_offload: bool = field(
+        default=False,
+        metadata=_declared(
+            Degradation.EXACT,
+            short=lambda plan: _where("layers' inputs on host", plan.activation_offload),
+            rows=lambda plan: {"activation_offload": "true"} if plan.activation_offload else {},
+        ),
+    )
     offload: Offload = field(
         default=Offload.NONE,
         metadata=_declared(
@@ -282,6 +291,10 @@ class Plan:
         others = ActivationCheckpointing.NONE if self.engine is Engine.SCRIPT else ActivationCheckpointing.SELECTIVE
         if self.full_checkpointing_layers and self.activation_checkpointing is not others:
             return f"full_checkpointing_layers > 0 needs activation_checkpointing={others}, which the other layers have"
+        if self.activation_offload and self.activation_checkpointing is not ActivationCheckpointing.FULL:
+            return "activation_offload=true needs activation_checkpointing=full: it moves the inputs of all layers"
+        if self.activation_offload and self.engine is Engine.SCRIPT:
+            return "activation_offload=true is for our engines: nothing tells a script to move its layers' inputs"
         if self.offload is Offload.OPTIMIZER and self.zero_stage is ZeroStage.NONE:
             return "offload=optimizer needs zero_stage >= 1 (deepspeed/runtime/zero/offload_config.py)"
         if self.offload is Offload.PARAMETERS and self.zero_stage is not ZeroStage.PARAMETERS:

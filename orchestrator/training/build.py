@@ -17,7 +17,7 @@ from orchestrator.training.data.dataset import TextDataset
 from orchestrator.training.engines.alternating import AlternatingEngine
 from orchestrator.training.engines.batch_norm import RunningStatistics, batch_norms
 from orchestrator.training.engines.batch_norm import prepare as prepare_batch_norms
-from orchestrator.training.engines.recompute import compile_layers, recompute
+from orchestrator.training.engines.recompute import compile_layers, keep_inputs_on_host, recompute
 from orchestrator.training.engines.torch_engine import TorchEngine
 from orchestrator.training.models.decoder import decoder_recipe
 
@@ -53,6 +53,8 @@ def build_engine(run: TrainingRun, recipe: Recipe, device: torch.device, resume_
         recompute(each.layers, plan.activation_checkpointing, plan.full_checkpointing_layers, stages)
         if run.training.compile:
             compile_layers(each.layers)
+        if plan.activation_offload:
+            keep_inputs_on_host(each.layers)
 
     def build(part: Recipe, training: TrainingSpec) -> Engine:
         engine = _engine(part, run, training, device, resume_from)

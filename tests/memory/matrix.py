@@ -174,6 +174,23 @@ def context_plans(ranks: int, modes: Sequence[ActivationCheckpointing]) -> list[
     )
 
 
+def on_host_plans(ranks: int) -> list[Plan]:
+    """Plans whose layers' inputs wait in host memory, for few samples and many."""
+    said: dict[int, tuple[tuple[Engine, int, dict[str, int]], ...]] = {
+        1: ((Engine.TORCH, 0, {}),),
+        2: (
+            *((Engine.TORCH, stage, {"dp": 2}) for stage in (0, 2, 3)),
+            *((Engine.TORCH, 0, {axis: 2}) for axis in ("tp", "cp", "pp")),
+            *((Engine.DEEPSPEED, stage, {"dp": 2}) for stage in ZeroStage),
+        ),
+    }
+    fields = {"activation_checkpointing": ActivationCheckpointing.FULL, "activation_offload": True}
+    return _legal(
+        (engine, stage, micro, layout, fields | {"precision": precision})
+        for (engine, stage, layout), precision, micro in product(said[ranks], (Precision.FP32, Precision.BF16), (1, 8))
+    )
+
+
 def partial_plans(ranks: int) -> list[Plan]:
     """Where some first layers of a stage keep their input only: few and most of them, few samples and many."""
     low = Precision.BF16

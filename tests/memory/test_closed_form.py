@@ -30,6 +30,7 @@ from tests.memory.matrix import (
     full,
     in_backward_plans,
     job,
+    on_host_plans,
     parallel_plans,
     partial_plans,
     plan,
@@ -87,6 +88,12 @@ def test_ranks_that_share_samples_need_what_is_predicted(
     tmp_path: Path, ranks: int, modes: Sequence[ActivationCheckpointing]
 ) -> None:
     found = rows(WIDE, context_plans(ranks, modes), tmp_path)
+    assert max(abs(row.error) for row in found) <= MEAN_ERROR_MAX, table(found)
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_a_plan_whose_layer_inputs_wait_on_the_host_needs_what_is_predicted(tmp_path: Path, ranks: int) -> None:
+    found = rows(DEEP, on_host_plans(ranks), tmp_path)
     assert max(abs(row.error) for row in found) <= MEAN_ERROR_MAX, table(found)
 
 

@@ -121,7 +121,8 @@ def test_samples_of_their_own_cost_ranks_no_more_than_as_many_shared_ones(
         return step_s(profile, chosen, here), estimate(profile, chosen, here.device).device_bytes
 
     own, shared = costs(1, dp=4), costs(2, dp=2, cp=2)
-    assert own[0] <= shared[0] and own[1] <= shared[1]
+    assert own[0] <= shared[0]
+    assert own[1] <= shared[1]
 
 
 def test_a_sample_that_no_rank_holds_alone_is_shared() -> None:
@@ -134,6 +135,39 @@ def test_a_sample_that_no_rank_holds_alone_is_shared() -> None:
 
     assert fastest(long).plan.layout.cp == 4
     assert fastest(long).step_s < fastest(alone).step_s
+
+
+def test_layer_inputs_wait_on_the_host_where_nothing_else_fits_and_they_fill_much_of_a_device() -> None:
+    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 8}
+    data = {"text": ["text"], "sequence_length": 2**20}
+    long = job({"decoder": SIZES | sizes | heads}, gpus=8, global_batch_size=1, precision="bf16", data=data)
+    here = machine(nodes=1, memory="72GiB")
+    offloads = {one.activation_offload for one in plans(long, here)}
+    assert offloads == {False, True}
+    assert not any(one.activation_offload for one in plans(job(), here))
+    assert not any(one.activation_offload for one in plans(long, machine(DeviceKind.VIRTUAL, nodes=1)))
+    best = next(fitting(frontier(long, here), here.device.memory, UNMEASURED))
+    assert best.plan.activation_offload
+    without = long.model_copy(update={"plan": (("activation_offload", False),)})
+    assert not any(fitting(frontier(without, here), here.device.memory, UNMEASURED))
+
+
+def test_layer_inputs_on_the_host_take_their_bytes_from_the_device_and_time_from_the_step() -> None:
+    long, here = job(data={"text": ["text"], "sequence_length": 16384}), machine()
+
+    def costs(**fields: Any) -> tuple[float, int, int]:
+        chosen = plan(activation_checkpointing=ActivationCheckpointing.FULL, sequence_length=16384, **fields)
+        profile = profile_for(long, here, chosen)
+        found = estimate(profile, chosen, here.device)
+        return step_s(profile, chosen, here), found.allocated_bytes, found.host_bytes
+
+    on_device, on_host = costs(), costs(activation_offload=True)
+    inputs_bytes = 6 * 16384 * SIZES["hidden_size"] * 4
+    assert on_host[2] - on_device[2] == inputs_bytes
+    assert inputs_bytes * 5 // 6 <= on_device[1] - on_host[1] <= inputs_bytes
+    moved_s = 8 * 2 * inputs_bytes / here.device.host_bandwidth
+    assert on_host[0] - on_device[0] == pytest.approx(moved_s)
 
 
 def test_a_transformers_model_of_known_shape_is_cut_as_a_decoder_is_and_one_with_adapters_is_not() -> None:

@@ -104,6 +104,10 @@ COVERING = (
     plan(TORCH, 3, dp=2, cuts=2, activation_checkpointing=SELECTIVE, full_checkpointing_layers=3),
     plan(TORCH, 0, pp=2, cuts=4, activation_checkpointing=SELECTIVE, full_checkpointing_layers=1),
     plan(DEEPSPEED, 3, dp=2, cuts=2, activation_checkpointing=SELECTIVE, full_checkpointing_layers=1),
+    plan(TORCH, 3, dp=2, cuts=2, activation_checkpointing=FULL, activation_offload=True),
+    plan(TORCH, 0, pp=2, cuts=4, activation_checkpointing=FULL, activation_offload=True),
+    plan(TORCH, 0, tp=2, cuts=2, activation_checkpointing=FULL, activation_offload=True),
+    plan(DEEPSPEED, 3, dp=2, cuts=2, activation_checkpointing=FULL, activation_offload=True),
 )
 
 

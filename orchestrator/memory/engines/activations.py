@@ -41,11 +41,12 @@ class _How(NamedTuple):
     mode: ActivationCheckpointing
     casts: bool
     full_layers: int
+    offloads: bool  # what full checkpointing keeps of layers
 
 
 @lru_cache(maxsize=16384)
 def activations(
-    rank: Rank, mode: ActivationCheckpointing, *, casts: bool, full_layers: int = 0
+    rank: Rank, mode: ActivationCheckpointing, *, casts: bool, full_layers: int = 0, offloads: bool = False
 ) -> tuple[Activations, ...]:
     """What is live at every passage of the rank, then where the last layer goes forward, then none at all.
 
@@ -53,8 +54,9 @@ def activations(
     until the forward pass is over; those that the backward pass needs live on, and what is recomputed casts them again.
     It keeps none of what tensor parallelism cuts, which are views of parameters (`cached_cast` in
     aten/src/ATen/autocast_mode.cpp, torch 2.13.0). The first `full_layers` layers of the stage keep their input only.
+    `offloads`: the layers' inputs wait in host memory (training/engines/recompute.py).
     """
-    how = _How(mode, casts, full_layers)
+    how = _How(mode, casts, full_layers, offloads)
     alone = _of_one_micro_batch(rank.stage, rank.has_loss, not rank.messages, how, rank.full_layers, rank.updates)
     if rank.in_flight == 1:
         return alone
@@ -96,7 +98,7 @@ def _highest_places(stage: ModelProfile, has_loss: bool, gathers: bool, casts: b
     points = traced_passages(stage) if stage.moments else passages(stage, has_loss, gathers=gathers, updates=updates)
     places, found = [at for at, passage in enumerate(points) if passage.point is not Point.ARRIVAL], set()
     for mode in ActivationCheckpointing:
-        passing = _of_one_micro_batch(stage, has_loss, gathers, _How(mode, casts, 0), 0, updates)[:FORWARDED]
+        passing = _of_one_micro_batch(stage, has_loss, gathers, _How(mode, casts, 0, False), 0, updates)[:FORWARDED]
         found.add(max(places, key=lambda at: passing[at].per_sample_bytes))
         found.update(at for at, live in enumerate(passing) if live.chunks is not None)
     return frozenset(found)
@@ -159,7 +161,7 @@ def _kept(segment: Segment, how: _How, parts: int, full: int) -> tuple[int, int]
     The first `full` of the segment keep their input only.
     """
     if how.mode is ActivationCheckpointing.FULL:
-        return parts * segment.checkpointed_bytes, 0
+        return 0 if how.offloads and segment.is_unit else parts * segment.checkpointed_bytes, 0
     if how.mode is ActivationCheckpointing.SELECTIVE:
         selective = segment.saved_bytes if segment.selective_bytes is None else segment.selective_bytes
         inputs = min(parts, full)

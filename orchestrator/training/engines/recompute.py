@@ -1,14 +1,14 @@
-"""Activation checkpointing and compilation of a recipe's layers, before any engine wraps them."""
+"""Activation checkpointing, compilation and offload of a recipe's layers, before any engine wraps them."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -17,6 +17,7 @@ from orchestrator.specs.plan import ActivationCheckpointing
 from orchestrator.training.engines.batch_norm import batch_norms, counted_once
 from orchestrator.training.engines.pipeline import layer_range
 from orchestrator.training.engines.sequence_parallel import SUMMED_PRODUCT
+from orchestrator.training.guard.virtual_device import host_memory
 
 aten = torch.ops.aten
 # Expensive operations, which selective checkpointing saves: matrix products, convolutions and attention.
@@ -52,6 +53,44 @@ def _recompute(layer: nn.Module, mode: ActivationCheckpointing) -> None:
     elif mode is ActivationCheckpointing.SELECTIVE:  # torch.compile supports only this function
         settings["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _keep_what_is_dear)
     layer.forward = functools.partial(checkpoint, layer.forward, **settings)  # type: ignore[method-assign]
+
+
+def keep_inputs_on_host(layers: Iterable[nn.Module]) -> None:
+    """Let what full checkpointing keeps of every layer, its input, wait in host memory; in place, once compiled."""
+    for layer in layers:
+        layer.forward = functools.partial(_with_input_on_host, layer.forward)  # type: ignore[method-assign]
+
+
+def _with_input_on_host(forward: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Call a layer that is recomputed; of what checkpointing saves, its first argument goes to the host."""
+
+    # Not with the tensor itself, since autograd keeps the hook.
+    pack = functools.partial(_pack, address=x.data_ptr(), shape=x.shape)
+    with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
+        return forward(x, *args, **kwargs)
+
+
+def _pack(saved: Tensor, *, address: int, shape: torch.Size) -> Tensor | _OnHost:
+    return _OnHost(saved) if saved.data_ptr() == address and saved.shape == shape else saved
+
+
+def _unpack(saved: Tensor | _OnHost) -> Tensor:
+    return saved.on_device() if isinstance(saved, _OnHost) else saved
+
+
+class _OnHost:
+    """A copy of a tensor in host memory: pinned beside a CUDA device, so that no copy waits for the host."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._device = tensor.device
+        with host_memory():
+            pinned = tensor.device.type == "cuda"
+            self._copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned)
+            self._copy.copy_(tensor, non_blocking=pinned)
+
+    def on_device(self) -> Tensor:
+        on_device = torch.empty_like(self._copy, device=self._device)
+        return on_device.copy_(self._copy, non_blocking=True)
 
 
 def _contexts(mode: ActivationCheckpointing, norms: list[_BatchNorm]) -> tuple[Any, Any]:
