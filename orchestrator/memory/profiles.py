@@ -249,8 +249,9 @@ def decoder_profile(
     selective = stream * own + width * (2 * own + 2 * q + 2 * kv + 2 * f) + 4 * n
     if spec.dropout:
         saved += 2 * (1 if cuda else width) * own  # masks, which a CPU has in the type of the input
-    if cp > 1:
-        saved += width * q  # attention's output comes back in another tensor
+    again = max(1, cp * tp // spec.kv_heads)  # ranks that have the same key-value head
+    if cp > 1:  # attention's output comes back in another tensor
+        saved += width * (q + 2 * (again - 1) * kv)
     shared = v * h if spec.tie_word_embeddings else 0
     recomputed = 2 * width * f
     layer = Segment(
@@ -275,7 +276,7 @@ def decoder_profile(
             BackwardPeak(matrices + 2 * h, h * q, -s * (4 * width * f + stream * h)),
         ),
         peaks=_gathered_peaks(s * width, h, f, own) if spread > 1 else (),
-        exchanged_bytes=s * width * (2 * q + 2 * kv) if cp > 1 else 0,
+        exchanged_bytes=s * width * (2 * q + 2 * again * kv) if cp > 1 else 0,
     )
     return ModelProfile(
         family=family,

@@ -43,6 +43,27 @@ class Ring:
         return (self.ranks / self.nodes - 1) * LINK_STEP_S + (self.nodes - 1).bit_length() * NETWORK_STEP_S
 
 
+def all_to_all_s(
+    sent_bytes: float,
+    messages: float,
+    ranks: int,
+    stride: int,
+    device: DeviceSpec,
+    devices_per_node: int,
+    network_bandwidth: int,
+) -> float:
+    """Every `stride`-th of the devices sends each of the others as much, in so many messages.
+
+    Over the links of a node, and over the network, of which each device of a node has an equal part, at once.
+    """
+    over = ring(ranks, stride, device, devices_per_node, network_bandwidth)
+    near = min(ranks, max(1, devices_per_node // stride))  # on the same node
+    inside_s = sent_bytes * (near - 1) / ranks / device.link_bandwidth
+    share = min(device.link_bandwidth, network_bandwidth / devices_per_node)
+    outside_s = sent_bytes * (ranks - near) / ranks / share
+    return messages * over.gather_s(0.0) + max(inside_s, outside_s) / LINK_EFFICIENCY
+
+
 @lru_cache(maxsize=4096)
 def ring(ranks: int, stride: int, device: DeviceSpec, devices_per_node: int, network_bandwidth: int) -> Ring:
     """The ring of every `stride`-th device. Rings between the same nodes run at once and share the network."""

@@ -8,7 +8,7 @@ from functools import cached_property, lru_cache
 
 from orchestrator.memory.engines.pipeline import ranks
 from orchestrator.memory.engines.widths import compute_bytes, exchanged_bytes
-from orchestrator.planning.collectives import Ring, ring, send_s
+from orchestrator.planning.collectives import START_S, Ring, all_to_all_s, ring, send_s
 from orchestrator.planning.kernels import BANDWIDTH_EFFICIENCY, host_s, micro_batch
 from orchestrator.specs.cluster import DeviceKind, DeviceSpec
 from orchestrator.specs.plan import (
@@ -150,10 +150,9 @@ def _busy_s(
     A rank all-reduces what a layer hands on, and everything waits for it (kernels.LAYER_MESSAGES): twice more where the
     layer is recomputed. Where tokens are spread, it reduce-scatters and gathers as much; selective checkpointing keeps
     the sums, and the second gathering of the backward pass hides behind a product (training/engines/
-    sequence_parallel.py). An all-to-all moves as much as a gathering of
-    what a rank sends. A CUDA device works off what its host has launched, so that the longer hides the shorter, the
-    better the longer it is; a CPU rank is its own host, and where launches block the device waits for its host as long
-    as the host for the device.
+    sequence_parallel.py). Context-parallel ranks wait for their all-to-alls. A CUDA device works off what its host has
+    launched, so that the longer hides the shorter, the better the longer it is; a CPU rank is its own host, and where
+    launches block the device waits for its host as long as the host for the device.
     """
     device, tp = hardware.device, profile.tensor_parallel
     one = micro_batch(profile, size, device, precision)
@@ -172,9 +171,10 @@ def _busy_s(
     if profile.context_parallel > 1:  # there and back, of queries, keys, values and outputs; again where recomputed
         layer = max(profile.segments, key=lambda each: each.count)
         passes = 2 * layer.count + min(replayed, layer.count)
-        across, messages = _ring(profile.context_parallel, tp, hardware), passes * CONTEXT_MESSAGES
-        device_s += across.gather_s(passes * layer.exchanged_bytes * size, messages)
-        launches_s += messages * (across.start_s + DISPATCH_S)
+        messages, sent_bytes = passes * CONTEXT_MESSAGES, passes * layer.exchanged_bytes * size
+        where = device, hardware.devices_per_node, hardware.network_bandwidth
+        device_s += all_to_all_s(sent_bytes, messages, profile.context_parallel, tp, *where)
+        launches_s += messages * (START_S[device.kind] + DISPATCH_S)
     if updates:
         launches_s += UPDATE_ALONE_S * sum(each.count * len(each.gradients) for each in profile.segments)
     if tp > 1:

@@ -13,7 +13,7 @@ from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.model import DecoderSpec
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job.trainer import ON_ONE_NODE
-from orchestrator.specs.plan import ParallelLayout
+from orchestrator.specs.plan import ParallelLayout, share_heads
 
 # Tokens of a sample that a context-parallel rank has at least, where nobody pins its degree: experts share samples of
 # 16,384 tokens and more (Grattafiori et al. 2024, arXiv:2407.21783, table 4: 131,072 tokens over 16 ranks, 8,192 over
@@ -24,8 +24,8 @@ OWN_TOKENS_MIN = 8192
 def layouts(spec: JobSpec, hardware: Hardware) -> tuple[ParallelLayout, ...]:
     """Every parallel layout that the job may take, in whole nodes beyond one node.
 
-    dp divides the global batch; cp x tp stays inside a node, where the messages of every layer go; pp leaves every rank
-    a layer. Raises SpecError where no allowed number of devices divides the global batch.
+    dp divides the global batch; tp stays inside a node, where the messages of every layer go, and cp as long as it can;
+    pp leaves every rank a layer. Raises SpecError where no allowed number of devices divides the global batch.
     """
     if spec.speeds:
         return _measured_layouts(spec, hardware)
@@ -39,7 +39,7 @@ def layouts(spec: JobSpec, hardware: Hardware) -> tuple[ParallelLayout, ...]:
     found = [
         ParallelLayout(dp=dp, cp=cp, tp=tp, pp=pp)
         for (cp, tp), dp, pp in product(
-            _inside_a_node(spec, hardware, tensor), divisors(spec.global_batch_size), pipeline
+            _of_a_sample(spec, hardware, tensor, most), divisors(spec.global_batch_size), pipeline
         )
         if dp * cp * tp * pp in allowed and pp <= spec.global_batch_size // dp
     ]
@@ -77,17 +77,20 @@ def tensor_parallel_degrees(spec: JobSpec, hardware: Hardware) -> tuple[int, ...
     return tuple(degree for degree in powers if all(size % degree == 0 for size in cut))
 
 
-def _inside_a_node(spec: JobSpec, hardware: Hardware, tensor: tuple[int, ...]) -> Iterator[tuple[int, int]]:
-    """Degrees (cp, tp): their product divides a node, and the heads of which each rank attends with some."""
+def _of_a_sample(spec: JobSpec, hardware: Hardware, tensor: tuple[int, ...], devices: int) -> Iterator[tuple[int, int]]:
+    """Degrees (cp, tp): their ranks lie on one node or on whole ones, and share the heads of which each has some."""
     shape, per_node = known_shape(spec), hardware.devices_per_node
-    contexts = context_parallel_degrees(spec, per_node)
-    for cp, tp in product(contexts, tensor):
-        sizes = (per_node, shape.num_attention_heads, shape.kv_heads) if shape is not None else (per_node,)
-        if cp == 1 or all(size % (cp * tp) == 0 for size in sizes):
+    for cp, tp in product(context_parallel_degrees(spec, devices), tensor):
+        if cp == 1:
+            yield cp, tp
+            continue
+        assert shape is not None, "no degree but 1 where no shape is known"
+        is_regular = per_node % (cp * tp) == 0 or cp * tp % per_node == 0
+        if is_regular and share_heads(shape.num_attention_heads, shape.kv_heads, ParallelLayout(cp=cp, tp=tp)):
             yield cp, tp
 
 
-def context_parallel_degrees(spec: JobSpec, devices_per_node: int) -> tuple[int, ...]:
+def context_parallel_degrees(spec: JobSpec, devices: int) -> tuple[int, ...]:
     """1, the pinned degree, and the powers of two that leave a rank OWN_TOKENS_MIN tokens of a sample.
 
     Of models whose attention our engine shares by heads; where there are experts nobody has counted its memory.
@@ -96,7 +99,7 @@ def context_parallel_degrees(spec: JobSpec, devices_per_node: int) -> tuple[int,
     if shape is None or (isinstance(shape, DecoderShape) and shape.experts is not None):
         return (1,)
     pinned, length = dict(spec.plan).get("cp"), spec.data.sequence_length
-    powers = (1 << power for power in range(devices_per_node.bit_length()))
+    powers = (1 << power for power in range(devices.bit_length()))
     return tuple(degree for degree in powers if degree in (1, pinned) or length // degree >= OWN_TOKENS_MIN)
 
 

@@ -430,6 +430,17 @@ def why_pipeline_stalls(pp: int, stages_per_rank: int, micro_batches: int) -> st
     return None
 
 
+def share_heads(heads: int, kv_heads: int, layout: ParallelLayout) -> bool:
+    """Whether context-parallel ranks can share the heads that a tensor-parallel rank has.
+
+    Each has as many queries. Of keys and values each has as many, or as many ranks have each of them.
+    """
+    own, kv = heads // layout.tp, kv_heads // layout.tp
+    if heads % layout.tp or kv_heads % layout.tp or own % layout.cp:
+        return False
+    return kv % layout.cp == 0 or layout.cp % kv == 0
+
+
 @dataclass(frozen=True, kw_only=True)
 class Setting:
     """One field of a Plan, as everything outside of memory and cost formulas knows it."""

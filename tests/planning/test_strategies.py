@@ -88,8 +88,8 @@ def _sharing(tokens: int, **changes: Any) -> set[tuple[int, int]]:
 
 def test_a_sample_is_shared_where_every_rank_has_many_tokens_and_heads_of_it() -> None:
     assert {cp for cp, _ in _sharing(8192)} == {1}
-    assert _sharing(16384) == {(1, 1), (1, 2), (1, 4), (2, 1), (2, 2)}  # 4 key-value heads for cp x tp
-    assert {cp for cp, _ in _sharing(65536)} == {1, 2, 4}
+    assert _sharing(16384) == {(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (2, 4)}  # 8 heads for cp x tp
+    assert {cp for cp, _ in _sharing(65536)} == {1, 2, 4, 8}
     assert {cp for cp, _ in _sharing(128, plan={"cp": 2})} == {1, 2}
     assert {cp for cp, _ in _sharing(65536, model=LLAMA | {"lora": {"rank": 4}})} == {1}
 

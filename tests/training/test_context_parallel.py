@@ -30,7 +30,8 @@ from tests.training.gang import GLOBAL_BATCH, Part
 FP32_TOLERANCE = 2e-6
 LOW_TOLERANCE = 2e-3
 RESUME_STEP = 4
-DECODER = dataclasses.replace(gang.DECODER, num_hidden_layers=2, num_key_value_heads=4, tie_word_embeddings=True)
+# Of four context-parallel ranks two have each key-value head.
+DECODER = dataclasses.replace(gang.DECODER, num_hidden_layers=2, num_key_value_heads=2, tie_word_embeddings=True)
 FULL, SELECTIVE = ActivationCheckpointing.FULL, ActivationCheckpointing.SELECTIVE
 
 
@@ -54,6 +55,7 @@ PLANS = {
     },
     4: {
         "x tp": plan(cp=2, tp=2, stage=3, micro=2, activation_checkpointing=FULL),
+        "4": plan(cp=4, micro=8, activation_checkpointing=SELECTIVE),
         "x pp": plan(cp=2, pp=2, stage=2, micro=2),
     },
 }
@@ -66,7 +68,6 @@ LONG = {
         "fp16": plan(cp=2, stage=2, precision=Precision.FP16),
     },
     4: {
-        "4": plan(cp=4, micro=8),
         "x dp": plan(dp=2, cp=2, stage=3, micro=2),
         "x dp by ddp": plan(dp=2, cp=2, micro=2, activation_checkpointing=FULL),
         "x pp alone": plan(cp=2, pp=2, activation_checkpointing=SELECTIVE),
@@ -142,7 +143,7 @@ def test_transformers_families_share_samples_in_their_own_attention(families: li
     tiny_hf.tokenizer().save_pretrained(tmp_path / "tokenizer")
     data = DataSpec(text=text, tokenizer=str(tmp_path / "tokenizer"), sequence_length=gang.SEQUENCE_LENGTH)
     models = {each: ModelSpec(hf={"model_type": each, **tiny_hf.FAMILIES[each]}) for each in families}
-    two, four = plan(cp=2, stage=3, micro=2, activation_checkpointing=SELECTIVE), plan(cp=2, pp=2, micro=2)
+    two, four = plan(cp=2, pp=2, micro=2), plan(cp=4, stage=3, micro=2, activation_checkpointing=SELECTIVE)
 
     def runs(kind: str, chosen: Plan) -> dict[str, TrainingRun]:
         name = "{}-{}".format
@@ -199,7 +200,8 @@ def test_a_layer_has_its_ranks_tokens_and_sends_for_attention_alone(
     [
         ({"cp": 4}, 32, {"context_parallel": None}, "cannot share a context"),
         ({"cp": 4}, 30, {}, "no divisor of sequence_length = 30"),
-        ({"cp": 2, "tp": 2}, 32, {"tensor_parallel_sizes": {"num_key_value_heads": 2}}, "num_key_value_heads = 2"),
+        ({"cp": 2, "tp": 2}, 32, {"tensor_parallel_sizes": {"num_key_value_heads": 6}}, "num_key_value_heads = 6"),
+        ({"cp": 4}, 32, {"tensor_parallel_sizes": {"num_attention_heads": 6}}, "num_attention_heads = 6"),
     ],
 )
 def test_a_model_that_ranks_cannot_share_is_refused(

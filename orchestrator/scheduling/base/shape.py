@@ -22,11 +22,13 @@ class Shape:
 def shape_of(plan: Plan, devices_per_node: int, nodes: int) -> Shape | None:
     """How a plan's ranks may lie on the nodes of a group; None where they cannot.
 
-    Ranks form a regular mesh: every node holds equally many. Tensor- and context-parallel ranks stay inside a node, but
-    for those of a script, which cuts its work in a way of its own.
+    Ranks form a regular mesh: every node holds equally many. Tensor-parallel ranks stay inside a node, and
+    context-parallel ones where it has room, but for those of a script, which cuts its work in a way of its own.
     """
     devices = plan.world_size
-    inside = 1 if plan.engine is Engine.SCRIPT else plan.layout.cp * plan.layout.tp
+    layout = plan.layout
+    inside = layout.cp * layout.tp if layout.cp * layout.tp <= devices_per_node else layout.tp
+    inside = 1 if plan.engine is Engine.SCRIPT else inside
     shares = [
         share
         for share in range(min(devices, devices_per_node), 0, -1)

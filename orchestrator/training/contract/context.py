@@ -37,8 +37,13 @@ class Context:
         return self.rank * own_count
 
     def attend(self, q_BNtH: Tensor, k_BKtH: Tensor, v_BKtH: Tensor, attention: Attend) -> Tensor:
-        """What `attention` returns for this rank's tokens and all heads [B, t, N, H]."""
-        out_BTnH = attention(*(self._to_heads(x).transpose(1, 2) for x in (q_BNtH, k_BKtH, v_BKtH)))
+        """What `attention` returns for this rank's tokens and all heads [B, t, N, H].
+
+        Fewer key-value heads than ranks are repeated, so that each rank has the one that its queries need.
+        """
+        again = max(1, self.ranks // k_BKtH.shape[1])
+        keys_and_values = (x.repeat_interleave(again, dim=1) if again > 1 else x for x in (k_BKtH, v_BKtH))
+        out_BTnH = attention(*(self._to_heads(x).transpose(1, 2) for x in (q_BNtH, *keys_and_values)))
         return _ToTokens.apply(out_BTnH, self.group)  # type: ignore[no-untyped-call, no-any-return]
 
     def _to_heads(self, x_BNtH: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.model import TrainingSpec
-from orchestrator.specs.plan import Offload, Plan, Precision, ZeroStage
+from orchestrator.specs.plan import Offload, Plan, Precision, ZeroStage, share_heads
 from orchestrator.training.checkpoint import checkpoint
 from orchestrator.training.contract import loss_scale
 from orchestrator.training.contract.context import Context
@@ -50,7 +50,7 @@ from orchestrator.training.engines.pipeline import Pipeline, Share, Stage
 from orchestrator.training.engines.randomness import Randomness
 from orchestrator.training.engines.tensor_parallel import TensorParallel, is_sequence_parallel, tensor_parallel
 
-HEADS = ("num_attention_heads", "num_key_value_heads")  # of `Recipe.tensor_parallel_sizes`, what cp cuts as well
+HEADS = ("num_attention_heads", "num_key_value_heads")  # of `Recipe.tensor_parallel_sizes`
 
 
 class TorchEngine:
@@ -233,12 +233,13 @@ def _context(recipe: Recipe, plan: Plan) -> Context:
     if recipe.context_parallel is None:
         hint = "a factory may return a Recipe with `context_parallel`"
         raise SpecError("this model cannot share a context", path=path, got=layout.cp, allowed="1", hint=hint)
-    sizes = recipe.tensor_parallel_sizes
-    cut = {name: (sizes[name], layout.cp * layout.tp) for name in HEADS if name in sizes}
-    cut["sequence_length"] = recipe.dataset.batch([0])[0].shape[1], layout.cp
-    for name, (size, degree) in cut.items():
-        if size % degree:
-            raise SpecError(f"no divisor of {name} = {size}", path=path, got=f"{layout.cp}, and tp = {layout.tp}")
+    sizes, length = recipe.tensor_parallel_sizes, recipe.dataset.batch([0])[0].shape[1]
+    if length % layout.cp:
+        raise SpecError(f"no divisor of sequence_length = {length}", path=path, got=layout.cp)
+    heads, kv_heads = (sizes.get(name, layout.cp * layout.tp) for name in HEADS)
+    if not share_heads(heads, kv_heads, layout):
+        cut = ", ".join(f"{name} = {sizes[name]}" for name in HEADS if name in sizes)
+        raise SpecError(f"ranks cannot share {cut}", path=path, got=f"{layout.cp}, and tp = {layout.tp}")
     among = range(0, layout.cp * layout.tp, layout.tp)
     starts = (at for at in range(layout.world_size) if at // layout.tp % layout.cp == 0)
     groups = [[start + step for step in among] for start in starts]

@@ -96,6 +96,7 @@ def _attend(module: Any, q: Tensor, k: Tensor, v: Tensor, _mask: None, **setting
     assert _mask is None, "a decoder's own mask needs none"
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        module.num_key_value_groups = q.shape[1] // k.shape[1]  # fewer where ranks share a key-value head
         return sdpa_attention_forward(module, q, k, v, None, **settings)[0]
 
     return module.context.attend(q, k, v, attention), None
