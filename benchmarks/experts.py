@@ -211,4 +211,5 @@ def _cells(one: Answered) -> Iterator[str]:
 def _short(plan: str) -> str:
     """The plan without its devices and precision, in fewer words."""
     said = " · ".join(plan.split(" · ")[1:-1])
+    said = said.replace("FSDP2 · reduced once a step", "ZeRO-1 by FSDP2")
     return said.replace("FSDP2 · weights kept gathered", "ZeRO-2 by FSDP2").replace("checkpointing", "ckpt")

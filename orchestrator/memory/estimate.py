@@ -74,7 +74,8 @@ class DeviceBytes:
         self, profile: ModelProfile, plan: Plan, device: DeviceSpec, overhead: Overhead = SUPPOSED_OVERHEAD
     ) -> None:
         self._profile, self._plan, self._device, self._overhead = profile, plan, device, overhead
-        self._is_ddp = plan.layout.pp == 1 and plan.layout.dp_cp > 1 and plan.zero_stage is ZeroStage.NONE
+        is_ddp = plan.layout.pp == 1 and plan.layout.dp_cp > 1 and plan.zero_stage is ZeroStage.NONE
+        self._reduces_once = is_ddp or (plan.engine is Engine.TORCH and plan.zero_stage is ZeroStage.OPTIMIZER)
         self._in_flight = in_flight(0, plan.layout.pp, plan.pipeline_stages_per_rank)
         tells_apart = plan.engine is not Engine.TORCH and deepspeed.tells_recomputed_apart(profile, plan)
         self.counts_every_mode_alike = device.kind is DeviceKind.CUDA and not tells_apart
@@ -83,8 +84,9 @@ class DeviceBytes:
         self._moments: dict[object, list[tuple[Rank, list[tuple[Moment, int]]]]] = {}  # and their counted bytes
 
     def turns(self, gradient_accumulation_steps: int) -> int:
-        """What the number of micro-batches changes: whether all are in flight; under DDP whether there are two."""
-        if self._is_ddp:
+        """What the number of micro-batches changes: whether all are in flight; where each step reduces once, whether
+        there are two."""
+        if self._reduces_once:
             return min(gradient_accumulation_steps, 3)
         return int(gradient_accumulation_steps * self._plan.pipeline_stages_per_rank == self._in_flight)
 

@@ -226,6 +226,8 @@ def _window_s(micro_batch_s: float, plan: Plan) -> float:
         return 0.0
     if plan.zero_stage is ZeroStage.NONE or plan.layout.pp > 1:
         return micro_batch_s * 2 / 3
+    if plan.zero_stage is ZeroStage.OPTIMIZER:  # gathered in the first forward pass, reduced in the last backward pass
+        return micro_batch_s
     return plan.gradient_accumulation_steps * micro_batch_s
 
 
@@ -270,7 +272,7 @@ def _messages(profile: ModelProfile, plan: Plan) -> int:
     if plan.engine is not Engine.TORCH and plan.zero_stage is not ZeroStage.PARAMETERS:
         return 1 + (micro_steps if plan.zero_stage is ZeroStage.GRADIENTS else 1)
     units = sum(segment.count for segment in profile.segments if segment.count > 1) + 1
-    if plan.layout.pp > 1:
+    if plan.layout.pp > 1 or (plan.engine is Engine.TORCH and plan.zero_stage is ZeroStage.OPTIMIZER):
         return 2 * units
     each = 1 if plan.engine is Engine.TORCH else TENSORS_PER_PART
     return (3 if plan.zero_stage is ZeroStage.PARAMETERS else 2) * units * each * micro_steps

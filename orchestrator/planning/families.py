@@ -30,8 +30,10 @@ from orchestrator.specs.plan import (
     SETTINGS,
     ActivationCheckpointing,
     Degradation,
+    Engine,
     Plan,
     Setting,
+    ZeroStage,
     why_pipeline_stalls,
 )
 
@@ -150,11 +152,14 @@ def families_of(spec: JobSpec, hardware: Hardware, variant: Variant) -> Iterator
             if pins and not agrees(strategy, pins):
                 continue
             pipeline = layout.pp, strategy.pipeline_stages_per_rank
+            adds_up = strategy.engine is Engine.TORCH and strategy.zero_stage is ZeroStage.OPTIMIZER
             try:  # which combinations are legal is said once, in specs.plan
-                example = _plan(strategy, variant, prod(pipeline))
+                example = _plan(strategy, variant, max(prod(pipeline), 2 if adds_up else 1))
             except IllegalPlan:
                 continue
             at_work = tuple(cut for cut in cuts if why_pipeline_stalls(*pipeline, cut[1]) is None)
+            if adds_up:
+                at_work = tuple(cut for cut in at_work if cut[1] > 1)
             if strategy.optimizer_in_backward:
                 at_work = tuple(cut for cut in at_work if cut[1] == 1)
             modes = checkpointing(spec, strategy)

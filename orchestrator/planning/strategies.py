@@ -213,7 +213,7 @@ def _torch(spec: JobSpec, hardware: Hardware, layout: ParallelLayout) -> Iterato
         yield Strategy(engine=Engine.TORCH, layout=layout, pipeline_stages_per_rank=stages_per_rank)
         if _quantised(spec) or spec.training.optimizer is Optimizer.ADAMW_8BIT:
             continue
-        stages = (ZeroStage.GRADIENTS, ZeroStage.PARAMETERS) if layout.dp_cp > 1 else _of_one_share(spec, layout)
+        stages = _stages(spec, hardware, layout)
         for stage, copies in product(stages, _copies(hardware, layout)):
             yield Strategy(
                 engine=Engine.TORCH,
@@ -224,6 +224,16 @@ def _torch(spec: JobSpec, hardware: Hardware, layout: ParallelLayout) -> Iterato
             )
     if _offloads(hardware) and layout.tp == layout.pp == 1 and not _quantised(spec):
         yield Strategy(engine=Engine.TORCH, layout=layout, zero_stage=ZeroStage.PARAMETERS, offload=Offload.PARAMETERS)
+
+
+def _stages(spec: JobSpec, hardware: Hardware, layout: ParallelLayout) -> tuple[ZeroStage, ...]:
+    """Stages 2 and 3, and between nodes stage 1, whose messages hide behind one micro-batch of a step."""
+    if layout.dp_cp == 1:
+        return _of_one_share(spec, layout)
+    sharded = ZeroStage.GRADIENTS, ZeroStage.PARAMETERS
+    is_between_nodes = layout.pp == 1 and layout.world_size > hardware.devices_per_node
+    is_pinned = ("zero_stage", ZeroStage.OPTIMIZER) in spec.plan
+    return (ZeroStage.OPTIMIZER, *sharded) if is_between_nodes or is_pinned else sharded
 
 
 def _of_one_share(spec: JobSpec, layout: ParallelLayout) -> tuple[ZeroStage, ...]:

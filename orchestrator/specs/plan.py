@@ -366,8 +366,10 @@ class Plan:
         return self.zero_stage is not ZeroStage.NONE and self.sharding is Sharding.DEEPSPEED
 
     def _why_illegal_for_torch(self) -> str | None:
-        if self.zero_stage is ZeroStage.OPTIMIZER:
-            return "engine=torch shards with FSDP2 (zero_stage 2 or 3) or not at all (0); stage 1 is DeepSpeed's"
+        if self.zero_stage is ZeroStage.OPTIMIZER and self.layout.pp > 1:
+            return "zero_stage=1 with pp > 1 is zero_stage=2: a pipeline reduces gradients once a step"
+        if self.zero_stage is ZeroStage.OPTIMIZER and self.gradient_accumulation_steps == 1:
+            return "zero_stage=1 with gradient_accumulation_steps=1 is zero_stage=2 on engine=torch"
         if self.offload is Offload.OPTIMIZER:
             return "engine=torch offloads parameters and optimizer together (offload=parameters)"
         if self.offload_target is OffloadTarget.NVME:
@@ -571,7 +573,11 @@ def _sharding_in_short(plan: Plan) -> list[str]:
     if plan.engine is Engine.TORCH:
         if plan.zero_stage is ZeroStage.NONE:
             return ["DDP"] if plan.layout.dp_cp > 1 or plan.world_size == 1 else []
-        kept = [] if plan.zero_stage is ZeroStage.PARAMETERS else ["weights kept gathered"]
+        kept = {
+            ZeroStage.OPTIMIZER: ["reduced once a step"],
+            ZeroStage.GRADIENTS: ["weights kept gathered"],
+            ZeroStage.PARAMETERS: [],
+        }[plan.zero_stage]
         return [f"HSDP x{plan.dp_replicate}" if plan.dp_replicate > 1 else "FSDP2", *kept]
     if plan.engine is Engine.SCRIPT and plan.zero_stage is ZeroStage.NONE:
         return []

@@ -174,6 +174,26 @@ def context_plans(ranks: int, modes: Sequence[ActivationCheckpointing]) -> list[
     )
 
 
+def once_plans(ranks: int) -> list[Plan]:
+    """ZeRO-1 by FSDP2, which reduces once a step: two micro-batches and three, few samples and many."""
+    layouts: dict[int, tuple[dict[str, int], ...]] = {2: ({"dp": 2},), 4: ({"dp": 2, "tp": 2}, {"dp": 4})}
+    return [
+        Plan(
+            engine=Engine.TORCH,
+            layout=ParallelLayout(**layout),
+            zero_stage=ZeroStage.OPTIMIZER,
+            micro_batch_size=micro,
+            gradient_accumulation_steps=turns,
+            activation_checkpointing=mode,
+            precision=precision,
+            sequence_length=SEQUENCE_LENGTH,
+        )
+        for layout, precision, (micro, turns), mode in product(
+            layouts[ranks], (Precision.FP32, Precision.BF16), ((1, 3), (1, 2), (8, 2)), ActivationCheckpointing
+        )
+    ]
+
+
 def on_host_plans(ranks: int) -> list[Plan]:
     """Plans whose layers' inputs wait in host memory, for few samples and many."""
     said: dict[int, tuple[tuple[Engine, int, dict[str, int]], ...]] = {

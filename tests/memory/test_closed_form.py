@@ -31,6 +31,7 @@ from tests.memory.matrix import (
     in_backward_plans,
     job,
     on_host_plans,
+    once_plans,
     parallel_plans,
     partial_plans,
     plan,
@@ -89,6 +90,12 @@ def test_ranks_that_share_samples_need_what_is_predicted(
 ) -> None:
     grouped = dataclasses.replace(WIDE, num_key_value_heads=2)  # of four ranks two have each key-value head
     found = rows(grouped, context_plans(ranks, modes), tmp_path)
+    assert max(abs(row.error) for row in found) <= MEAN_ERROR_MAX, table(found)
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
+def test_a_plan_that_reduces_once_a_step_needs_what_is_predicted(tmp_path: Path, ranks: int) -> None:
+    found = rows(DEEP, once_plans(ranks), tmp_path)
     assert max(abs(row.error) for row in found) <= MEAN_ERROR_MAX, table(found)
 
 

@@ -85,6 +85,9 @@ ONE_PROCESS = plan(TORCH, 0)
 # One of every kind, at two and four ranks; the rest are long.
 COVERING = (
     plan(TORCH, 0, dp=2, cuts=2, activation_checkpointing=SELECTIVE),
+    plan(TORCH, 1, dp=2, cuts=4),
+    plan(TORCH, 1, dp=2, cuts=2, precision=Precision.BF16, activation_checkpointing=SELECTIVE),
+    plan(TORCH, 1, dp=2, tp=2, cuts=2),
     plan(TORCH, 2, dp=2, cuts=2),
     plan(TORCH, 3, dp=2, cuts=4, activation_checkpointing=FULL),
     plan(TORCH, 0, tp=2, cuts=2),

@@ -92,7 +92,7 @@ def fsdp2_moments(rank: Rank, plan: Plan, places: Iterable[int], *, cuda: bool, 
     profile, shards = rank.held, plan.layout.dp_cp // plan.dp_replicate
     compute = compute_bytes(plan)
     device, fixed = _on_device(plan), _shards(rank, plan)
-    copies = int(plan.dp_replicate > 1)
+    copies, once = int(plan.dp_replicate > 1), plan.zero_stage is ZeroStage.OPTIMIZER
     of_turn: dict[int, int] = {}  # gradients by the end of it, those of recipes out of turn among them
     for passage in rank.passages if profile.turns else ():
         of_turn[passage.turn] = max(of_turn.get(passage.turn, 0), passage.done + passage.own)
@@ -101,6 +101,8 @@ def fsdp2_moments(rank: Rank, plan: Plan, places: Iterable[int], *, cuda: bool, 
         passage = rank.passages[at]
         if plan.layout.pp > 1:
             transients = _pipelined(rank, passage, compute)
+        elif once:
+            transients = _reduced_once(rank, plan, passage, compute, shards, gloo=not cuda)
         else:
             transients = _unit(rank, plan, passage, compute, shards, gloo=not cuda)
         # of reduced gradients the rank has a shard
@@ -108,7 +110,9 @@ def fsdp2_moments(rank: Rank, plan: Plan, places: Iterable[int], *, cuda: bool, 
         if plan.optimizer_in_backward:  # the shard of one unit, from its reduction to its update
             fresh = passage.behind.trained_parameters if passage.behind and passage.point is Point.START else 0
         whole = of_turn.get(passage.turn, rank.trained_parameters)
-        reduced = 0 if plan.layout.pp > 1 else whole + copies * fresh if rank.accumulates else fresh
+        reduced = whole + copies * fresh if rank.accumulates else fresh
+        if plan.layout.pp > 1 or once:
+            reduced = 0
         gradients = ("gradients", device * profile.parameter_bytes * -(-reduced // shards))
         found.append(Moment(passage.name, (*fixed, gradients, *transients), at))
     unit = max((segment.parameters for segment in profile.segments if segment.count > 1), default=0)
@@ -194,12 +198,13 @@ def _last_gathering(rank: Rank, plan: Plan, unit: int, compute: int, shards: int
     `wait_for_unshard` lets go of the buffer of the unit before when it returns, not before it copies
     (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, torch 2.13.0).
     """
-    keeps = plan.zero_stage is ZeroStage.GRADIENTS
+    keeps = plan.zero_stage is not ZeroStage.PARAMETERS
+    accumulates = rank.accumulates and plan.zero_stage is not ZeroStage.OPTIMIZER  # the first forward pass gathers
     gathered = (rank.parameters if keeps else rank.end_parameters + unit) + 2 * unit
     return (
         (
             "gradients",
-            device * rank.held.parameter_bytes * -(-(rank.trained_parameters if rank.accumulates else 0) // shards),
+            device * rank.held.parameter_bytes * -(-(rank.trained_parameters if accumulates else 0) // shards),
         ),
         ("gathered parameters", compute * gathered),
     )
@@ -212,6 +217,36 @@ def _pipelined(rank: Rank, passage: Passage, compute: int) -> Causes:
     else:
         whole = FP32_BYTES * (passage.done + passage.own)
     return (("gathered parameters", compute * rank.parameters), ("whole gradients", whole))
+
+
+def _reduced_once(rank: Rank, plan: Plan, passage: Passage, compute: int, shards: int, *, gloo: bool) -> Causes:
+    """Where all is gathered once a step, and reduced in the backward pass of the last micro-batch only.
+
+    Until then gradients add up whole, in the type in which they are exchanged: of the second of two micro-batches those
+    of the first are there. In the last backward pass the unit behind is in the flat input of its reduce-scatter, of
+    which gloo makes a copy, beside the last of its gradients (see _root_reduction). What is reduced is let go
+    (`post_backward` in torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, torch 2.13.0).
+    """
+    width = rank.held.parameter_bytes
+    exchanged = exchanged_bytes(plan, width)
+    is_third = plan.gradient_accumulation_steps > 2
+    made = rank.trained_parameters if is_third else passage.done + passage.own
+    adding = (
+        ("gathered parameters", compute * rank.parameters),
+        ("whole gradients", exchanged * made + compute * (passage.fresh if is_third else 0)),
+    )
+    reduced = max(0, passage.done - passage.ends_done)
+    behind = passage.behind.trained_parameters if passage.behind and passage.backward else 0
+    copies, named = 1, 0
+    if passage.behind and passage.point is Point.START:
+        copies, named = 1 + gloo, passage.behind.last_gradient
+    whole = exchanged * (rank.trained_parameters - reduced + copies * behind + named) + compute * passage.fresh
+    last = (
+        ("gradients", width * -(-reduced // shards)),
+        ("gathered parameters", compute * (rank.parameters - passage.units_done)),
+        ("whole gradients", whole),
+    )
+    return max(adding, last, key=lambda causes: sum(count for _, count in causes))
 
 
 def _first_reduction(rank: Rank, unit: int, compute: int) -> Causes:
@@ -235,11 +270,8 @@ def _root_reduction(rank: Rank, plan: Plan, shards: int, device: int, *, gloo: b
     compute = compute_bytes(plan)
     width, exchanged = rank.held.parameter_bytes, exchanged_bytes(plan, rank.held.parameter_bytes)
     root, trained = rank.end_parameters, rank.trained_end_parameters
-    reduced = (
-        0
-        if plan.optimizer_in_backward
-        else rank.trained_parameters - (0 if plan.gradient_accumulation_steps > 1 else trained)
-    )
+    adds_shards = plan.gradient_accumulation_steps > 1 and plan.zero_stage is not ZeroStage.OPTIMIZER
+    reduced = 0 if plan.optimizer_in_backward else rank.trained_parameters - (0 if adds_shards else trained)
     if plan.dp_replicate > 1 and plan.gradient_accumulation_steps > 1:
         reduced += rank.trained_parameters - trained
     shard = width * -(-trained // shards)
@@ -248,7 +280,8 @@ def _root_reduction(rank: Rank, plan: Plan, shards: int, device: int, *, gloo: b
     else:
         last = next((each.last_gradient for each in reversed(rank.held.segments) if not each.is_unit), 0)
         named, copies = (compute * last, 1 + gloo) if shards > 1 else (0, 1)
-        gathered, whole = 0, max((compute + exchanged) * trained, copies * exchanged * trained + shard + named)
+        made = exchanged if plan.zero_stage is ZeroStage.OPTIMIZER else compute
+        gathered, whole = 0, max((made + exchanged) * trained, copies * exchanged * trained + shard + named)
     return (
         ("gradients", device * width * -(-reduced // shards)),
         ("gathered parameters", gathered),

@@ -143,8 +143,10 @@ def curve_of(lines: Iterable[str]) -> Curve:
 def strategy_of(plan: Plan) -> str:
     """What a plan shards, recomputes and offloads, and on how many devices: `ZeRO-2 on 4`."""
     words = [part for part in in_short(plan).split(" · ")[2:] if not part.startswith("micro ")]
-    if plan.engine is Engine.TORCH and plan.zero_stage is ZeroStage.GRADIENTS:
-        words = ["ZeRO-2 by FSDP2" if word == "FSDP2" else word for word in words if word != "weights kept gathered"]
+    if plan.engine is Engine.TORCH and plan.zero_stage in (ZeroStage.OPTIMIZER, ZeroStage.GRADIENTS):
+        said = f"ZeRO-{int(plan.zero_stage)} by FSDP2"
+        details = ("reduced once a step", "weights kept gathered")
+        words = [said if word == "FSDP2" else word for word in words if word not in details]
     if plan.world_size == 1:
         words = [word for word in words if word != "DDP"] or ["plain"]
     return f"{' + '.join(words) or 'plain'} on {plan.world_size}"

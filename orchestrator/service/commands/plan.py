@@ -255,15 +255,14 @@ def given_plan(spec: JobSpec, given: Sequence[Override]) -> Plan:
 
 
 def _default_engine(spec: JobSpec, layout: ParallelLayout, values: dict[str, Any]) -> Engine:
-    """DeepSpeed for settings that only it supports, and for stage 2 if both engines do."""
+    """DeepSpeed for settings that only it supports, and for stages 1 and 2 if both engines do."""
     if spec.is_script:
         return Engine.SCRIPT
     zero_stage = values.get("zero_stage", ZeroStage.NONE)
     torch_only = max(layout.cp, layout.tp, layout.pp) > 1 or values.get("dp_replicate", 1) > 1
-    by_deepspeed = (ZeroStage.OPTIMIZER, Offload.OPTIMIZER, OffloadTarget.NVME)
-    told = (zero_stage, values.get("offload"), values.get("offload_target"))
-    deepspeed_only = any(one is ours for one, ours in zip(told, by_deepspeed, strict=True))
-    either = zero_stage is ZeroStage.GRADIENTS and not torch_only
+    told = (values.get("offload"), values.get("offload_target"))
+    deepspeed_only = any(one is ours for one, ours in zip(told, (Offload.OPTIMIZER, OffloadTarget.NVME), strict=True))
+    either = zero_stage in (ZeroStage.OPTIMIZER, ZeroStage.GRADIENTS) and not torch_only
     return Engine.DEEPSPEED if deepspeed_only or either else Engine.TORCH
 
 

@@ -6,6 +6,7 @@ Facts for its memory model, in bytes (P parameters, dp ranks):
 - Gradients: plain: per parameter during backward, freed after the step. DDP: buckets of 4P in all, never freed; the
   gradients are views of them. (Buckets have 25 MiB, the first 1 MiB; the second step rebuilds them in order of use.)
   FSDP2: 4P/dp, freed after the step; every micro-batch is reduce-scattered, so accumulation holds nothing unsharded.
+- FSDP2 at stage 1 gathers every layer and reduces its gradient once a step, which it holds whole until then.
 - FSDP2 at stage 2 keeps every layer gathered until its backward pass. At stage 3 it frees a layer after its forward
   pass and gathers it again; the rest (embedding, norm, head) stays gathered. HSDP shards over dp / dp_replicate ranks.
 - Optimizer in the backward pass: plain, one gradient at a time; FSDP2, the shards of the unit that is reduced.
@@ -28,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -212,6 +213,10 @@ class TorchEngine:
     def _sync_on_last(self, *, is_last: bool) -> contextlib.AbstractContextManager[object]:
         if isinstance(self._model, DistributedDataParallel) and not is_last:
             return self._model.no_sync()
+        if self._plan.zero_stage is ZeroStage.OPTIMIZER:
+            assert isinstance(self._model, FSDPModule)
+            self._model.set_requires_gradient_sync(is_last)
+            self._model.set_reshard_after_backward(is_last)
         return contextlib.nullcontext()
 
 
