@@ -47,7 +47,14 @@ EXCLUDED: dict[str, tuple[dict[str, Any], str]] = {
         {"layout": ON_TWO, "dp_replicate": 2, "zero_stage": ZeroStage.PARAMETERS},
         "leaves no equal shards",
     ),
-    "torch at stage 1": ({"layout": ON_TWO, "zero_stage": ZeroStage.OPTIMIZER}, "stage 1 is DeepSpeed's"),
+    "torch at stage 1 of one micro-batch": (
+        {"layout": ON_TWO, "zero_stage": ZeroStage.OPTIMIZER, "gradient_accumulation_steps": 1},
+        "is zero_stage=2 on engine=torch",
+    ),
+    "torch at stage 1 under a pipeline": (
+        {"layout": ParallelLayout(dp=2, pp=2), "zero_stage": ZeroStage.OPTIMIZER, "gradient_accumulation_steps": 2},
+        "reduces gradients once a step",
+    ),
     "torch offloads the optimizer alone": (
         {"layout": ON_TWO, "zero_stage": ZeroStage.PARAMETERS, "offload": Offload.OPTIMIZER},
         "parameters and optimizer together",
