@@ -13,7 +13,7 @@ from orchestrator.memory.engines.activations import activations, highest_places
 from orchestrator.memory.engines.moments import ACTIVATIONS, FP32_BYTES, Moment, Point, Rank
 from orchestrator.memory.engines.optimizers import state_bytes
 from orchestrator.memory.engines.overhead import SUPPOSED_OVERHEAD, Overhead
-from orchestrator.memory.engines.pipeline import in_flight, ranks
+from orchestrator.memory.engines.pipeline import filling, ranks
 from orchestrator.memory.profiles import autocasts
 from orchestrator.specs.cluster import DeviceKind, DeviceSpec
 from orchestrator.specs.plan import (
@@ -76,19 +76,18 @@ class DeviceBytes:
         self._profile, self._plan, self._device, self._overhead = profile, plan, device, overhead
         is_ddp = plan.layout.pp == 1 and plan.layout.dp_cp > 1 and plan.zero_stage is ZeroStage.NONE
         self._reduces_once = is_ddp or (plan.engine is Engine.TORCH and plan.zero_stage is ZeroStage.OPTIMIZER)
-        self._in_flight = in_flight(0, plan.layout.pp, plan.pipeline_stages_per_rank)
         tells_apart = plan.engine is not Engine.TORCH and deepspeed.tells_recomputed_apart(profile, plan)
         self.counts_every_mode_alike = device.kind is DeviceKind.CUDA and not tells_apart
         self._overhead_bytes_of: dict[int, int] = {}  # by copies of the shards, which alone differ
         self._counted: dict[object, list[tuple[Rank, dict[int, int]]]] = {}
         self._moments: dict[object, list[tuple[Rank, list[tuple[Moment, int]]]]] = {}  # and their counted bytes
 
-    def turns(self, gradient_accumulation_steps: int) -> int:
-        """What the number of micro-batches changes: whether all are in flight; where each step reduces once, whether
-        there are two."""
+    def turns(self, gradient_accumulation_steps: int) -> object:
+        """What the number of micro-batches changes: which are in flight; where each step reduces once, whether there
+        are two."""
         if self._reduces_once:
             return min(gradient_accumulation_steps, 3)
-        return int(gradient_accumulation_steps * self._plan.pipeline_stages_per_rank == self._in_flight)
+        return filling(self._plan.layout.pp, self._plan.pipeline_stages_per_rank, gradient_accumulation_steps)
 
     def without_activations(self, plan: Plan) -> int:
         """What the plan's `device_bytes` are at least, whatever its micro-batch is.
@@ -234,8 +233,8 @@ def _host_bytes(rank: Rank, plan: Plan) -> int:
     profile = rank.held
     copied = _checkpoint_bytes(profile, plan)
     if plan.activation_offload:
-        inputs = sum(part.count * part.checkpointed_bytes for part in rank.stage.segments if part.is_unit)
-        copied += rank.in_flight * plan.micro_batch_size * inputs
+        in_flight = ((rank.stage, 1), *rank.others)
+        copied += plan.micro_batch_size * sum(passes * stage.layer_inputs_bytes for stage, passes in in_flight)
     if plan.offload is Offload.NONE:
         return copied
     shard = -(-profile.parameters // (plan.layout.dp_cp // plan.dp_replicate))

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from orchestrator.memory.engines.pipeline import ranks
+from orchestrator.memory.engines.pipeline import part, ranks
 from orchestrator.memory.engines.widths import compute_bytes, exchanged_bytes
 from orchestrator.planning.collectives import START_S, Ring, all_to_all_s, ring, send_s
 from orchestrator.planning.kernels import BANDWIDTH_EFFICIENCY, host_s, micro_batch
@@ -87,7 +87,7 @@ class StepSeconds:
         assert of == (plan.layout.cp, plan.layout.tp), f"a profile for (cp, tp) = {of} of {plan}"
         self._profile, self._hardware = profile, hardware
         self._held = tuple(dict.fromkeys(rank.held for rank in ranks(profile, plan)))
-        self._largest = max(self._held, key=lambda part: part.parameters)
+        self._largest = max(self._held, key=lambda held: held.parameters)
         self._largest_at = self._held.index(self._largest)
         self._engine = DEEPSPEED_OVERHEAD if plan.engine is Engine.DEEPSPEED else 1.0
         self._once: dict[int, tuple[float, float]] = {}
@@ -97,7 +97,7 @@ class StepSeconds:
         micro_steps, pp = plan.gradient_accumulation_steps, plan.layout.pp
         handed_on_s = _handed_on_s(self._profile, plan, self._hardware)
         per_rank = plan.pipeline_stages_per_rank
-        seconds = [_computing_s(part, plan, self._hardware, per_rank) + handed_on_s for part in self._held]
+        seconds = [_computing_s(held, plan, self._hardware, per_rank) + handed_on_s for held in self._held]
         slowest_s = max(seconds)
         compute_s = micro_steps * slowest_s
         if pp > 1:
@@ -130,8 +130,7 @@ def _computing_s(profile: ModelProfile, plan: Plan, hardware: Hardware, stages: 
 
 def _inputs_moved_s(profile: ModelProfile, plan: Plan, hardware: Hardware) -> float:
     """The layers' inputs go down in the forward pass and up in the backward pass, on the stream that computes."""
-    sample_bytes = sum(part.count * part.checkpointed_bytes for part in profile.segments if part.is_unit)
-    return 2 * plan.micro_batch_size * sample_bytes / hardware.device.host_bandwidth
+    return 2 * plan.micro_batch_size * profile.layer_inputs_bytes / hardware.device.host_bandwidth
 
 
 @lru_cache(maxsize=16384)
@@ -189,6 +188,19 @@ def _busy_s(
     if device.kind is not DeviceKind.CUDA or hardware.launches_block:
         return device_s + launches_s
     return math.hypot(device_s, launches_s)
+
+
+def seconds_in_three(
+    profile: ModelProfile, mode: ActivationCheckpointing, precision: Precision, hardware: Hardware
+) -> tuple[float, float, float]:
+    """Seconds of a sample in what only the first stage of a pipeline has, in a layer, and in what only the last has."""
+    how = 1, mode, 0, precision, 4, False, hardware
+
+    def busy_s(layers: int, *, first: bool = False, last: bool = False) -> float:
+        return _busy_s(part(profile, layers, first=first, last=last), *how)
+
+    one_s = busy_s(1)
+    return busy_s(1, first=True) - one_s, busy_s(2) - one_s, busy_s(1, last=True) - one_s
 
 
 def _ring(ranks: int, stride: int, hardware: Hardware) -> Ring:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import chain, product
 from math import inf, prod
@@ -11,7 +11,8 @@ from typing import Any
 
 from orchestrator.memory.estimate import CHECKPOINTING
 from orchestrator.planning.cost import Hardware
-from orchestrator.planning.layouts import layouts
+from orchestrator.planning.ends import ends_of
+from orchestrator.planning.layouts import layers_to_cut, layouts
 from orchestrator.planning.strategies import (
     OFFLOADED_MIN,
     Strategy,
@@ -36,11 +37,14 @@ from orchestrator.specs.plan import (
     ZeroStage,
     why_pipeline_stalls,
 )
+from orchestrator.specs.profile import ModelProfile
+from orchestrator.specs.stages import stage_layers
 
 # And the first layers of a stage that are recomputed in full; whether the inputs of all wait in host memory.
 Mode = tuple[ActivationCheckpointing, int, bool]
 ON_HOST: Mode = (ActivationCheckpointing.FULL, 0, True)
 OF_A_FAMILY = ("micro_batch_size", "gradient_accumulation_steps", *CHECKPOINTING)  # what its plans vary
+ENDS = ("first_stage_layers", "last_stage_layers")
 STRATEGY = tuple(one.name for one in fields(Strategy))
 _of_strategy = attrgetter(*STRATEGY)
 
@@ -134,7 +138,9 @@ class Family:
             )
 
 
-def families_of(spec: JobSpec, hardware: Hardware, variant: Variant) -> Iterator[Family]:
+def families_of(
+    spec: JobSpec, hardware: Hardware, variant: Variant, profile_of: Callable[[Plan], ModelProfile]
+) -> Iterator[Family]:
     """Only of plans that have the job's pinned settings: another plan that beats one of these does not count."""
     pins = dict(spec.plan)
     micro, steps, mode, first_layers, offload = (pins.get(name) for name in OF_A_FAMILY)
@@ -152,6 +158,8 @@ def families_of(spec: JobSpec, hardware: Hardware, variant: Variant) -> Iterator
             if pins and not agrees(strategy, pins):
                 continue
             pipeline = layout.pp, strategy.pipeline_stages_per_rank
+            if pins and not _can_be_cut(spec, pipeline, pins):
+                continue
             adds_up = strategy.engine is Engine.TORCH and strategy.zero_stage is ZeroStage.OPTIMIZER
             try:  # which combinations are legal is said once, in specs.plan
                 example = _plan(strategy, variant, max(prod(pipeline), 2 if adds_up else 1))
@@ -170,6 +178,9 @@ def families_of(spec: JobSpec, hardware: Hardware, variant: Variant) -> Iterator
                 smallest, ranks = at_work[0][0], layout.cp * layout.tp * layout.pp
                 is_worth_it = smallest * inputs_bytes / ranks >= OFFLOADED_MIN * hardware.device.memory
                 offloads_to = smallest if is_worth_it else 0
+            if modes and at_work:
+                first, last = _ends(spec, hardware, example, modes, profile_of)
+                example = changed.replace(example, first_stage_layers=first, last_stage_layers=last)
             yield Family(
                 example=example,
                 alike=() if first_layers or offload else tuple((one, 0, False) for one in modes),
@@ -177,6 +188,35 @@ def families_of(spec: JobSpec, hardware: Hardware, variant: Variant) -> Iterator
                 offloads_to=offloads_to if ActivationCheckpointing.FULL in modes else 0,
                 cuts=at_work,
             )
+
+
+def _can_be_cut(spec: JobSpec, pipeline: tuple[int, int], pins: Mapping[str, Any]) -> bool:
+    """Whether stages may have as many layers as is pinned."""
+    first, last = (pins.get(name, 0) for name in ENDS)
+    if pipeline[0] == 1:
+        return not first and not last
+    layers = layers_to_cut(spec)
+    sizes = stage_layers(layers, prod(pipeline), first, last)
+    return min(sizes) > 0 and sum(sizes) == layers
+
+
+def _ends(
+    spec: JobSpec,
+    hardware: Hardware,
+    example: Plan,
+    modes: Sequence[ActivationCheckpointing],
+    profile_of: Callable[[Plan], ModelProfile],
+) -> tuple[int, int]:
+    """Layers of the first and the last stage of a family, as pinned or as fast as it goes.
+
+    One cut for all kinds of checkpointing, of which plans in between are made: that for the kind before the last, which
+    keeps a part. In full recomputation a layer takes a quarter more beside the same head.
+    """
+    pins = dict(spec.plan)
+    if example.layout.pp == 1 or any(name in pins for name in ENDS):
+        first, last = (pins.get(name, 0) for name in ENDS)
+        return first, last
+    return ends_of(profile_of(example), changed.replace(example, activation_checkpointing=modes[-2:][0]), hardware)
 
 
 def _partial(

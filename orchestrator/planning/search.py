@@ -184,7 +184,7 @@ def _beaten_by_none(
     @cache
     def timed(most_bytes: float) -> tuple[list[Timed], list[_Between]]:
         between: list[_Between] = []
-        families = (family for variant in variants for family in families_of(spec, hardware, variant))
+        families = (family for one in variants for family in families_of(spec, hardware, one, needs.profile))
         return [one for family in families for one in _timed(hardware, family, needs, most_bytes, between)], between
 
     estimate = cache(needs.estimate)
@@ -244,7 +244,7 @@ def _beaten(costed: Sequence[Costed], *, by_count: bool) -> _Beats:
 def plans(spec: JobSpec, hardware: Hardware) -> Iterator[Plan]:
     """Every legal plan of the job, each once, smaller micro-batches first. Raises SpecError as `frontier`."""
     for variant in variants_of(spec, hardware):
-        for family in families_of(spec, hardware, variant):
+        for family in families_of(spec, hardware, variant, partial(profile_for, spec, hardware)):
             yield from family
 
 
@@ -349,6 +349,9 @@ class _Needs:
             self._known[key] = (profile, DeviceBytes(profile, plan, self._hardware.device, self._overhead))
         return self._known[key]
 
+    def profile(self, plan: Plan) -> ModelProfile:
+        return self.of(plan)[0]
+
     def estimate(self, plan: Plan) -> MemoryEstimate:
         return self.of(plan)[1].estimate(plan)
 
@@ -381,7 +384,7 @@ def _timed(
     is_selective = any(mode is ActivationCheckpointing.SELECTIVE for mode, *_ in family.partial)
     is_lightest = is_selective and full_is_lightest(profile)
     has_full = any(mode is ActivationCheckpointing.FULL for mode, *_ in family.alike)
-    is_beyond: dict[int, bool] = {}
+    is_beyond: dict[object, bool] = {}
     for micro, accumulation in family.cuts:
         turns = bytes_of.turns(accumulation)
         selective: Timed | None = None

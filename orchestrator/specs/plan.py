@@ -166,6 +166,25 @@ class Plan:
             ),
         ),
     )
+    # Layers of the first and of the last pipeline stage, which have embedding and head beside; 0: an even share.
+    first_stage_layers: int = field(
+        default=0,
+        metadata=_declared(
+            Degradation.EXACT,
+            short=lambda plan: _where(f"{plan.first_stage_layers} layers first", plan.first_stage_layers > 0),
+            rows=lambda plan: _row_where("first_stage_layers", plan.first_stage_layers),
+            least=0,
+        ),
+    )
+    last_stage_layers: int = field(
+        default=0,
+        metadata=_declared(
+            Degradation.EXACT,
+            short=lambda plan: _where(f"{plan.last_stage_layers} layers last", plan.last_stage_layers > 0),
+            rows=lambda plan: _row_where("last_stage_layers", plan.last_stage_layers),
+            least=0,
+        ),
+    )
     zero_stage: ZeroStage = field(
         default=ZeroStage.NONE, metadata=_declared(Degradation.EXACT, short=lambda plan: _sharding_in_short(plan))
     )
@@ -197,11 +216,7 @@ class Plan:
         metadata=_declared(
             Degradation.EXACT,
             short=lambda plan: _partial_in_short(plan),
-            rows=lambda plan: (
-                {"full_checkpointing_layers": str(plan.full_checkpointing_layers)}
-                if plan.full_checkpointing_layers
-                else {}
-            ),
+            rows=lambda plan: _row_where("full_checkpointing_layers", plan.full_checkpointing_layers),
             least=0,
         ),
     )
@@ -286,8 +301,8 @@ class Plan:
     def _why_illegal(self) -> str | None:
         if min(self.micro_batch_size, self.gradient_accumulation_steps, self.pipeline_stages_per_rank) < 1:
             return "micro_batch_size, gradient_accumulation_steps and pipeline_stages_per_rank are at least 1"
-        if self.full_checkpointing_layers < 0:
-            return "full_checkpointing_layers is at least 0"
+        if min(self.full_checkpointing_layers, self.first_stage_layers, self.last_stage_layers) < 0:
+            return "full_checkpointing_layers, first_stage_layers and last_stage_layers are at least 0"
         others = ActivationCheckpointing.NONE if self.engine is Engine.SCRIPT else ActivationCheckpointing.SELECTIVE
         if self.full_checkpointing_layers and self.activation_checkpointing is not others:
             return f"full_checkpointing_layers > 0 needs activation_checkpointing={others}, which the other layers have"
@@ -326,6 +341,8 @@ class Plan:
             return f"cp={layout.cp} does not divide sequence_length={self.sequence_length}"
         if layout.pp == 1 and self.pipeline_stages_per_rank > 1:
             return "pipeline_stages_per_rank > 1 needs pp > 1"
+        if layout.pp == 1 and (self.first_stage_layers or self.last_stage_layers):
+            return "first_stage_layers and last_stage_layers need pp > 1"
         if layout.pp > 1:
             if self.zero_stage is ZeroStage.PARAMETERS:
                 return (
@@ -561,6 +578,10 @@ def _layout_in_rows(plan: Plan) -> dict[str, str]:
     degrees = {axis: getattr(plan.layout, axis) for axis in AXES}
     told = {axis: str(degree) for axis, degree in degrees.items() if axis != "cp" or degree > 1}
     return {"gpus": str(plan.world_size)} | told
+
+
+def _row_where(name: str, number: int) -> dict[str, str]:
+    return {name: str(number)} if number else {}
 
 
 def _partial_in_short(plan: Plan) -> list[str]:

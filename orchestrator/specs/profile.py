@@ -216,6 +216,11 @@ class ModelProfile:
         return max(self.segments, key=lambda segment: segment.count).checkpointed_bytes
 
     @cached_property
+    def layer_inputs_bytes(self) -> int:
+        """Per sample, what full checkpointing keeps of all layers."""
+        return sum(segment.count * segment.checkpointed_bytes for segment in self.segments if segment.is_unit)
+
+    @cached_property
     def forward_flops(self) -> float:
         """Per sample."""
         return sum(segment.count * segment.forward_flops for segment in self.segments)

@@ -17,6 +17,7 @@ from orchestrator.training.data.dataset import TextDataset
 from orchestrator.training.engines.alternating import AlternatingEngine
 from orchestrator.training.engines.batch_norm import RunningStatistics, batch_norms
 from orchestrator.training.engines.batch_norm import prepare as prepare_batch_norms
+from orchestrator.training.engines.pipeline import plan_ranges
 from orchestrator.training.engines.recompute import compile_layers, keep_inputs_on_host, recompute
 from orchestrator.training.engines.torch_engine import TorchEngine
 from orchestrator.training.models.decoder import decoder_recipe
@@ -48,8 +49,9 @@ def build_engine(run: TrainingRun, recipe: Recipe, device: torch.device, resume_
     recipes = (recipe, *recipe.then)
     norms = [layer for each in recipes for layer in batch_norms(each.module)]
     prepare_batch_norms(norms, run.plan, run.training)
-    plan, stages = run.plan, run.plan.layout.pp * run.plan.pipeline_stages_per_rank
+    plan = run.plan
     for each in recipes:
+        stages = plan_ranges(len(each.layers), plan) if each.stages and plan.layout.pp > 1 else ()
         recompute(each.layers, plan.activation_checkpointing, plan.full_checkpointing_layers, stages)
         if run.training.compile:
             compile_layers(each.layers)

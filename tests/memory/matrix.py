@@ -211,6 +211,36 @@ def on_host_plans(ranks: int) -> list[Plan]:
     )
 
 
+def cut_plans(ranks: int) -> list[Plan]:
+    """Pipelines whose ends have other numbers of layers than the stages between, and few micro-batches for them."""
+    kept, low = ActivationCheckpointing.NONE, {"precision": Precision.BF16}
+    selective = {"activation_checkpointing": ActivationCheckpointing.SELECTIVE}
+    full = {"activation_checkpointing": ActivationCheckpointing.FULL}
+    of_two = (
+        (0, 2, 4, {"first_stage_layers": 5, "last_stage_layers": 3}),
+        (0, 4, 4, {"first_stage_layers": 3, "last_stage_layers": 5, **selective, **low}),
+        (0, 4, 4, {"pipeline_stages_per_rank": 2, "first_stage_layers": 1, "last_stage_layers": 1, **full}),
+        (0, 4, 4, {"first_stage_layers": 5, "last_stage_layers": 3, "full_checkpointing_layers": 4, **selective}),
+    )
+    of_four = (
+        (0, 4, 8, {"last_stage_layers": 1, **selective}),
+        (0, 4, 4, {"first_stage_layers": 1, "last_stage_layers": 1}),
+        (2, 4, 4, {"first_stage_layers": 5, "last_stage_layers": 3}),
+    )
+    return [
+        Plan(
+            engine=Engine.TORCH,
+            layout=ParallelLayout(dp=2, pp=2) if stage else ParallelLayout(pp=ranks),
+            zero_stage=ZeroStage(stage),
+            micro_batch_size=micro,
+            gradient_accumulation_steps=turns,
+            sequence_length=SEQUENCE_LENGTH,
+            **{"activation_checkpointing": kept, **fields},
+        )
+        for stage, micro, turns, fields in (of_two if ranks == 2 else of_four)
+    ]
+
+
 def partial_plans(ranks: int) -> list[Plan]:
     """Where some first layers of a stage keep their input only: few and most of them, few samples and many."""
     low = Precision.BF16

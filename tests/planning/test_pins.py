@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from orchestrator.memory.calibration.calibrate import UNMEASURED
 from orchestrator.planning.explain import why_nothing_fits
+from orchestrator.planning.families import ENDS
 from orchestrator.planning.frontier import needed_bytes
 from orchestrator.planning.search import frontier, plans
 from orchestrator.specs.cluster import DeviceKind
@@ -38,7 +39,7 @@ def test_a_pinned_job_has_every_plan_that_agrees_and_no_other(work: dict[str, An
     spec = job(work, 8, (1, 3), allow)
     every = list(plans(spec, ONE_NODE))
     whole = dict(pins_of(data.draw(st.sampled_from(every))))
-    names = data.draw(st.sets(st.sampled_from(sorted(whole)), min_size=1))
+    names = data.draw(st.sets(st.sampled_from(sorted(whole.keys() - set(ENDS))), min_size=1))  # these: test_ends.py
     pins = tuple((name, whole[name]) for name in whole if name in names)
     found = list(plans(spec.model_copy(update={"plan": pins}), ONE_NODE))
     assert found == [plan for plan in every if has(plan, pins)]

@@ -40,6 +40,8 @@ EXCLUDED: dict[str, tuple[dict[str, Any], str]] = {
         {"layout": PIPELINE, "pipeline_stages_per_rank": 2, "gradient_accumulation_steps": 5},
         "divisible by pp",
     ),
+    "layers of a last stage without a pipeline": ({"last_stage_layers": 3}, "need pp > 1"),
+    "fewer layers than none": ({"layout": PIPELINE, "first_stage_layers": -1}, "at least 0"),
     "interleaved stages without a pipeline": ({"pipeline_stages_per_rank": 2}, "needs pp > 1"),
     "tensor parallel under DDP": ({"layout": ParallelLayout(dp=2, tp=2)}, "DistributedDataParallel"),
     "copies of nothing": ({"layout": ON_TWO, "dp_replicate": 2}, "hybrid sharding"),

@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
@@ -34,7 +32,6 @@ from orchestrator.specs.run import JobFolder, TrainingRun
 from orchestrator.training.contract.recipe import Recipe, materialise
 from orchestrator.training.data.dataset import TextDataset
 from orchestrator.training.engines import pipeline
-from orchestrator.training.engines.pipeline import layer_range
 from orchestrator.training.engines.recompute import compile_layers, recompute
 from orchestrator.training.engines.tensor_parallel import tensor_parallel
 from orchestrator.training.models.decoder import decoder_recipe
@@ -65,6 +62,7 @@ def plan(*, dp: int = 1, tp: int = 1, pp: int = 1, stage: int = 0, micro: int = 
 ON_TWO_RANKS = {
     "tp": plan(tp=2, activation_checkpointing=SELECTIVE),
     "pp": plan(pp=2),
+    "pp deep first": plan(pp=2, first_stage_layers=2, last_stage_layers=1),
 }
 ON_FOUR_RANKS = {"pp x tp": plan(tp=2, pp=2)}
 LONG = {
@@ -92,6 +90,8 @@ LONG = {
         "interleaved x fsdp2": plan(dp=2, pp=2, stage=2, micro=1, pipeline_stages_per_rank=2),
         "interleaved x tp": plan(tp=2, pp=2, micro=1, pipeline_stages_per_rank=2),
         "pp 4": plan(pp=4),
+        "pp 4 with one layer last": plan(pp=4, last_stage_layers=1),
+        "pp x fsdp2 deep first": plan(dp=2, pp=2, stage=2, first_stage_layers=4, last_stage_layers=1),
     },
     8: {
         "pp x dp x tp": plan(dp=2, tp=2, pp=2, stage=2),
@@ -190,6 +190,14 @@ def test_a_training_goes_on_with_another_number_of_layers_recomputed_in_full(cur
     _check(after, curves.reference, steps=gang.TRAINING.max_steps - RESUME_STEP)
 
 
+def test_a_training_goes_on_with_other_layers_in_its_stages(curves: Curves, tmp_path: Path) -> None:
+    text = gang.ragged_text(tmp_path)
+    before, after = (_run(tmp_path, name, ON_TWO_RANKS[name], text, DECODER) for name in ("pp deep first", "pp"))
+    gang.launch([Part(run=before), Part(run=after, start_from=_step_folder(tmp_path, "pp deep first"))])
+    _check(before, curves.reference)
+    _check(after, curves.reference, steps=gang.TRAINING.max_steps - RESUME_STEP)
+
+
 def test_the_reference_learns(curves: Curves) -> None:
     """Otherwise equal curves would prove little."""
     found = gang.losses(curves.reference)
@@ -278,14 +286,6 @@ def _materialise(stages: tuple[Recipe, ...]) -> None:
         materialise(stage.module, stage.module, stage, torch.device("cpu"))
 
 
-@given(layers=st.integers(1, 40), count=st.integers(1, 40))
-def test_every_layer_lies_in_one_stage_and_no_stage_has_two_more_than_another(layers: int, count: int) -> None:
-    ranges = [layer_range(layers, stage, count) for stage in range(count)]
-    assert [layer for each in ranges for layer in each] == list(range(layers))
-    sizes = [len(each) for each in ranges]
-    assert max(sizes) - min(sizes) <= 1
-
-
 @pytest.mark.parametrize("per_rank", [1, 2])
 def test_the_ranks_of_a_pipeline_share_the_parameters_out_and_make_no_others(tmp_path: Path, per_rank: int) -> None:
     """With the values and names of one process; tied ends exist on both stages."""
@@ -306,6 +306,18 @@ def test_the_ranks_of_a_pipeline_share_the_parameters_out_and_make_no_others(tmp
         for stage in share.stages:
             assert {id(each) for each in stage.module.parameters()} <= {id(each) for each in recipe.module.parameters()}
     assert found == {name: 2 if name == "embed_tokens.weight" else 1 for name in expected}
+
+
+@pytest.mark.parametrize(
+    ("ends", "per_rank", "expected"), [((0, 0), 1, (3, 4)), ((5, 2), 1, (5, 2)), ((3, 1), 2, (5, 2))]
+)
+def test_the_ends_of_a_pipeline_have_as_many_layers_as_its_plan_says(
+    tmp_path: Path, ends: tuple[int, int], per_rank: int, expected: tuple[int, int]
+) -> None:
+    said = dict(zip(("first_stage_layers", "last_stage_layers"), ends, strict=True))
+    chosen, seven = plan(pp=2, micro=1, pipeline_stages_per_rank=per_rank, **said), {"num_hidden_layers": 7}
+    shares = [pipeline.cut(_recipe(tmp_path, dataclasses.replace(DECODER, **seven)), chosen, rank) for rank in range(2)]
+    assert tuple(sum(len(stage.layers) for stage in share.stages) for share in shares) == expected
 
 
 def test_a_materialised_model_frees_the_stages_of_other_ranks(tmp_path: Path) -> None:

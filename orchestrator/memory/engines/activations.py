@@ -58,12 +58,14 @@ def activations(
     """
     how = _How(mode, casts, full_layers, offloads)
     alone = _of_one_micro_batch(rank.stage, rank.has_loss, not rank.messages, how, rank.full_layers, rank.updates)
-    if rank.in_flight == 1:
+    if not rank.others:
         return alone
-    full = full_parts(rank.stage, full_layers)
-    kept = [_kept(segment, how, segment.count, parts) for segment, parts in zip(rank.stage.segments, full, strict=True)]
-    others = rank.in_flight - 1
-    saved_bytes, copied_bytes = (others * sum(each) for each in zip(*kept, strict=True))
+    saved_bytes = copied_bytes = 0
+    for stage, passes in rank.others:
+        full = full_parts(stage, full_layers)
+        for segment, parts in zip(stage.segments, full, strict=True):
+            saved, copied = _kept(segment, how, segment.count, parts)
+            saved_bytes, copied_bytes = saved_bytes + passes * saved, copied_bytes + passes * copied
     beside = (
         Activations(each.per_sample_bytes + saved_bytes, each.fixed_bytes + copied_bytes, each.chunks)
         for each in alone[:NOTHING]

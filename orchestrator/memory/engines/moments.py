@@ -80,16 +80,17 @@ class Passage(NamedTuple):
 class Rank:
     """What one rank holds of a model; under pipeline parallelism that is some of its layers.
 
-    `stage` is one of its pipeline stages: all of `held` but where stages are interleaved. Every further micro-batch in
-    flight keeps the activations of one more stage. Compared by identity: there is one of each (pipeline.ranks).
+    `stage` is one of its pipeline stages: all of `held` but where stages are interleaved. Every further pass in flight
+    keeps the activations of its stage. Compared by identity: there is one of each (pipeline.ranks).
     """
 
     name: str  # where it stands in the pipeline, "" where there is none
     held: ModelProfile
     stage: ModelProfile
     has_loss: bool = True
-    in_flight: int = 1
+    others: tuple[tuple[ModelProfile, int], ...] = ()  # stages, and passes of them that are in flight beside
     accumulates: bool = False  # whether the gradients of an earlier micro-batch exist while so many are in flight
+    earlier: int | None = None  # of its trained parameters, those whose gradients then exist; None: all
     messages: int = 0  # hidden states and gradients that it keeps for them, of one micro-batch each
     full_layers: int = 0  # of selective checkpointing: its first layers that keep their input only
     updates: bool = False  # each parameter in the backward pass, as soon as its gradient is whole
@@ -113,6 +114,11 @@ class Rank:
     @cached_property
     def trained_parameters(self) -> int:
         return self.held.trained_parameters
+
+    @cached_property
+    def accumulated(self) -> int:
+        """Trained parameters that have gradients of earlier micro-batches."""
+        return 0 if not self.accumulates else self.trained_parameters if self.earlier is None else self.earlier
 
     @cached_property
     def weight_bytes(self) -> int:

@@ -2,31 +2,66 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
+from typing import NamedTuple
 
 from orchestrator.memory.engines.moments import Rank
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import ModelProfile, Segment
+from orchestrator.specs.stages import stage_layers
 
 
 def ranks(profile: ModelProfile, plan: Plan, *, full_layers: int = 0) -> tuple[Rank, ...]:
-    """One rank of each kind that can need the most: of the first stage, the first with the most layers, the last.
+    """One rank of each kind that can need the most: of the first stage, the first of those that hold alike, the last.
 
     The first stage has the embedding and the most micro-batches in flight, the last has the loss. The repeated segment
-    is cut as evenly as it goes; what stands before it belongs to the first stage, what stands behind it to the last.
-    Where as many micro-batches are in flight as a step has, no gradient exists then; a rank is listed twice.
+    is cut as specs.stages says; what stands before it belongs to the first stage, what stands behind it to the last.
+    Where a step has few micro-batches, fewer gradients exist while the most are in flight: ranks are listed twice.
     `full_layers`: the ranks' passages are those where so many first layers of every stage keep less than the others.
     """
-    if plan.layout.pp == 1:
-        return _whole(profile, full_layers, is_alone=all_in_flight(plan), updates=plan.optimizer_in_backward)
-    return _stages(profile, plan.layout.pp, plan.pipeline_stages_per_rank, full_layers, fills=all_in_flight(plan))
+    layout, per_rank = plan.layout, plan.pipeline_stages_per_rank
+    in_flight = filling(layout.pp, per_rank, plan.gradient_accumulation_steps)
+    if layout.pp == 1:
+        is_alone = in_flight.is_one_round
+        return _whole(profile, full_layers, is_alone=is_alone, updates=plan.optimizer_in_backward)
+    ends = plan.first_stage_layers, plan.last_stage_layers
+    sizes = stage_layers(in_three(profile)[1].count, layout.pp * per_rank, *ends)
+    return _stages(profile, layout.pp, sizes, in_flight, full_layers)
 
 
-def all_in_flight(plan: Plan) -> bool:
-    """Whether a step has as many micro-batches as wait on the first rank: one more, and any number is like it."""
-    waiting = in_flight(0, plan.layout.pp, plan.pipeline_stages_per_rank)
-    return plan.gradient_accumulation_steps * plan.pipeline_stages_per_rank == waiting
+class Filling(NamedTuple):
+    """What the number of micro-batches changes of what is in flight."""
+
+    at_a_time: int  # micro-batches that go through one stage of a rank before the next has its turn
+    is_one_round: bool  # whether these are all of a step
+
+
+@lru_cache(maxsize=4096)
+def filling(pp: int, per_rank: int, micro_batches: int) -> Filling:
+    """That of so many micro-batches; equal where their number makes no difference.
+
+    (`microbatches_per_round` in torch/distributed/pipelining/schedules.py, ScheduleInterleaved1F1B, torch 2.13.0.)
+    """
+    rounds = max(1, micro_batches // pp)
+    at_a_time = micro_batches // rounds if per_rank > 1 else pp
+    return Filling(at_a_time, micro_batches == at_a_time)
+
+
+@lru_cache(maxsize=4096)
+def waiting(rank: int, pp: int, per_rank: int, filling: Filling) -> tuple[int, ...]:
+    """Of each stage of the rank, the forward passes that wait for their backward pass when the first of these begins.
+
+    1F1B: Narayanan et al. 2021, arXiv:2104.04473, section 2.2.1; interleaved: the forwards of the warm-up, and one
+    (`_get_warmup_ops` in torch/distributed/pipelining/schedules.py, torch 2.13.0). No later moment has more of them.
+    """
+    if per_rank == 1:
+        return (pp - rank,)
+    at_a_time, whole_round = filling.at_a_time, per_rank * filling.at_a_time
+    passes = (per_rank - 1) * at_a_time + 2 * (pp - 1 - rank) + 1
+    rounds, rest = divmod(min(passes, whole_round) if filling.is_one_round else passes, whole_round)
+    return tuple(rounds * at_a_time + min(at_a_time, max(0, rest - stage * at_a_time)) for stage in range(per_rank))
 
 
 @lru_cache(maxsize=1024)
@@ -38,68 +73,111 @@ def _whole(profile: ModelProfile, full_layers: int, *, is_alone: bool, updates: 
 
 
 @lru_cache(maxsize=4096)
-def _stages(profile: ModelProfile, pp: int, per_rank: int, full_layers: int, *, fills: bool) -> tuple[Rank, ...]:
-    layers, count = _repeated(profile).count, pp * per_rank
-    held = [sum(layers_of(layers, stage, count) for stage in range(rank, count, pp)) for rank in range(pp)]
+def _stages(
+    profile: ModelProfile, pp: int, sizes: tuple[int, ...], filling: Filling, full_layers: int
+) -> tuple[Rank, ...]:
+    per_rank = len(sizes) // pp
     found = []
-    for rank in sorted({0, held.index(max(held)), pp - 1}):
-        waiting = Rank(
+    for rank in of_all_kinds(pp, sizes):
+        own, passes = sizes[rank::pp], waiting(rank, pp, per_rank, filling)
+        first, last = rank == 0, rank == pp - 1
+        stages = [
+            part(profile, layers, first=first and turn == 0, last=last and turn == per_rank - 1)
+            for turn, layers in enumerate(own)
+        ]
+        every = Rank(
             name=f" in pipeline rank {rank}",
-            held=_part(profile, held[rank], first=rank == 0, last=rank == pp - 1),
-            stage=_part(profile, -(-held[rank] // per_rank), first=rank == 0, last=rank == pp - 1),
-            has_loss=rank == pp - 1,
-            in_flight=in_flight(rank, pp, per_rank),
+            held=part(profile, sum(own), first=first, last=last),
+            stage=part(profile, max(own), first=first, last=last),
+            has_loss=last,
+            others=_others(stages, passes, -1),
             accumulates=True,
-            messages=messages(rank, pp, per_rank),
+            messages=messages(rank, pp, passes, per_rank - first),
             full_layers=full_layers,
         )
-        if fills and rank == 0:
-            found.append(replace(waiting, accumulates=False))
-            waiting = replace(waiting, in_flight=waiting.in_flight - 1)
-        found.append(waiting)
+        found += _of_one_round(every, stages, passes, rank, pp, filling.at_a_time) if filling.is_one_round else [every]
     return tuple(found)
 
 
-def layers_of(layers: int, stage: int, stages: int) -> int:
-    """How many of the layers the stage has (training/engines/pipeline.py cuts so)."""
-    return layers * (stage + 1) // stages - layers * stage // stages
+def _of_one_round(
+    every: Rank, stages: Sequence[ModelProfile], passes: tuple[int, ...], rank: int, pp: int, at_a_time: int
+) -> list[Rank]:
+    """The rank where its last stage goes backward first, goes on, and where its first stage does.
 
-
-def in_flight(rank: int, pp: int, per_rank: int) -> int:
-    """The most forward passes of single stages that wait for their backward pass on the rank.
-
-    1F1B: Narayanan et al. 2021, arXiv:2104.04473, section 2.2.1; interleaved: the forwards of the warm-up,
-    and one (torch/distributed/pipelining/schedules.py, ScheduleInterleaved1F1B). No plan has too few micro-batches.
+    No stage before the last has a gradient until the last has been through all of its backward passes. No forward pass
+    is left then.
     """
-    if per_rank == 1:
-        return pp - rank
-    return (per_rank - 1) * pp + 2 * (pp - 1 - rank) + 1
+    per_rank = len(stages)
+    found = []
+    of_last = replace(every, stage=stages[-1])
+    if sum(passes) == per_rank * at_a_time:
+        sent = messages(rank, pp, passes, 0)
+        found.append(replace(of_last, accumulates=False, messages=sent))
+        passes = (*passes[:-1], passes[-1] - 1)
+    sent = messages(rank, pp, passes, int(per_rank > 1 or rank > 0))
+    others = _others(stages, passes, -1)
+    found.append(replace(of_last, others=others, earlier=stages[-1].trained_parameters, messages=sent))
+    if per_rank > 1:
+        passes = (at_a_time - 1, *(0 for _ in stages[1:]))
+        sent = messages(rank, pp, passes, per_rank - (rank == 0))
+        others = _others(stages, passes, 0)
+        found.append(replace(every, stage=stages[0], has_loss=False, others=others, messages=sent))
+    return found
 
 
-def messages(rank: int, pp: int, per_rank: int) -> int:
+def of_all_kinds(pp: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """The first rank, the last, and of the others the first with so many layers, unless one before has as many."""
+    per_rank, chosen, most = len(sizes) // pp, [0], sum(sizes[0::pp])
+    for rank in range(1, pp - 1):
+        layers = sum(sizes[rank + turn * pp] for turn in range(per_rank))
+        if layers > most:
+            chosen.append(rank)
+            most = layers
+    return (*chosen, pp - 1)
+
+
+def _others(
+    stages: Sequence[ModelProfile], passes: Sequence[int], backward: int
+) -> tuple[tuple[ModelProfile, int], ...]:
+    """What is in flight beside one pass of the stage that goes backward."""
+    found: dict[ModelProfile, int] = {}
+    for turn, (stage, count) in enumerate(zip(stages, passes, strict=True)):
+        others = count - (turn == backward % len(stages))
+        if others > 0:
+            found[stage] = found.get(stage, 0) + others
+    return tuple(found.items())
+
+
+def messages(rank: int, pp: int, passes: tuple[int, ...], sent: int) -> int:
     """The most hidden states and gradients from and to other ranks that the rank holds at once.
 
     These are inputs of the passes in flight that came from another rank, and a gradient that arrives. Gradients on
-    their way count as well: at 1F1B the last one sent, interleaved one of each stage (training/engines/pipeline.py).
-    The first stage receives nothing: interleaved, it has 2 pp - 1 of the passes in flight on rank 0.
+    their way count as well: at 1F1B the last one sent, interleaved one of each stage that has begun to go backward
+    (training/engines/pipeline.py). The first stage receives nothing.
     """
-    received = in_flight(rank, pp, per_rank) - (2 * pp - 1 if per_rank > 1 else pp) * (rank == 0)
-    arriving = 1 - (rank == pp - 1 and per_rank == 1)
-    return received + arriving + per_rank - (rank == 0)
-
-
-def _repeated(profile: ModelProfile) -> Segment:
-    return max(profile.segments, key=lambda segment: segment.count)
+    received = sum(passes) - passes[0] * (rank == 0)
+    arriving = 1 - (rank == pp - 1 and len(passes) == 1)
+    return received + arriving + sent
 
 
 @lru_cache(maxsize=4096)
-def _part(profile: ModelProfile, layers: int, *, first: bool, last: bool) -> ModelProfile:
-    """The profile of a rank with so many layers. A weight shared by both ends is held by both."""
-    repeated = _repeated(profile)
+def in_three(profile: ModelProfile) -> tuple[tuple[Segment, ...], Segment, tuple[Segment, ...]]:
+    """What the first stage has, the repeated segment, of which every stage has layers, and what the last stage has.
+
+    A weight shared by both ends is held by both.
+    """
+    repeated = max(profile.segments, key=lambda segment: segment.count)
     at = profile.segments.index(repeated)
-    before = tuple(_with_shared(segment) for segment in profile.segments[:at]) if first else ()
-    behind = tuple(_with_shared(segment) for segment in profile.segments[at + 1 :]) if last else ()
-    return replace(profile, segments=(*before, replace(repeated, count=layers, waiting_gradients=0), *behind))
+    before, behind = profile.segments[:at], profile.segments[at + 1 :]
+    return tuple(map(_with_shared, before)), replace(repeated, waiting_gradients=0), tuple(map(_with_shared, behind))
+
+
+@lru_cache(maxsize=4096)
+def part(profile: ModelProfile, layers: int, *, first: bool, last: bool) -> ModelProfile:
+    """The profile of a rank with so many layers."""
+    before, repeated, behind = in_three(profile)
+    ends = before if first else (), behind if last else ()
+    return replace(profile, segments=(*ends[0], replace(repeated, count=layers), *ends[1]))
 
 
 def _with_shared(segment: Segment) -> Segment:

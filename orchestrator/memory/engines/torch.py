@@ -33,7 +33,7 @@ def ddp_moments(
         if plan.optimizer_in_backward:
             return width * _arriving(passage)
         if rank.accumulates:
-            whole = passage.turn or count
+            whole = passage.turn or rank.accumulated
             if buckets and bucket_views and plan.gradient_accumulation_steps == 2 and plan.layout.pp == 1:
                 whole = max(passage.done + passage.own, whole - passage.done)
             return width * (whole + passage.fresh)
@@ -213,7 +213,7 @@ def _last_gathering(rank: Rank, plan: Plan, unit: int, compute: int, shards: int
 def _pipelined(rank: Rank, passage: Passage, compute: int) -> Causes:
     """Under a pipeline all is gathered once a step, and gradients are reduced after the last micro-batch only."""
     if rank.accumulates:
-        whole = FP32_BYTES * rank.trained_parameters + compute * passage.fresh
+        whole = FP32_BYTES * rank.accumulated + compute * passage.fresh
     else:
         whole = FP32_BYTES * (passage.done + passage.own)
     return (("gathered parameters", compute * rank.parameters), ("whole gradients", whole))

@@ -13,6 +13,7 @@ from orchestrator.planning.cost import step_s
 from orchestrator.planning.explain import why_nothing_fits
 from orchestrator.planning.families import asked_settings
 from orchestrator.planning.frontier import Candidate, fit_probability, fits, likeliest, needed_bytes, why_rejected
+from orchestrator.planning.layouts import layers_to_cut
 from orchestrator.planning.search import frontier, profile_for
 from orchestrator.scheduling.base.node_groups import Group, groups_of
 from orchestrator.scheduling.options.probe import measured_spec, probe_of
@@ -39,6 +40,7 @@ from orchestrator.specs.plan import (
     settings,
 )
 from orchestrator.specs.profile import ModelProfile
+from orchestrator.specs.stages import layer_ranges
 
 
 class CandidateView(TypedDict):
@@ -202,6 +204,7 @@ def forecast_of(
     Raises SpecError for an unknown or impossible setting, IllegalPlan if no engine can run the combination.
     """
     plan = given_plan(spec, given)
+    _check_stages(spec, plan)
     groups = _groups(nodes)
     group = next((one for one in groups if one.devices >= plan.world_size), groups[0])
     if plan.world_size > group.devices:
@@ -223,6 +226,17 @@ def forecast_of(
         degradation=_degradation(spec, plan),
     )
     return _view(candidate, free_bytes, calibrated)
+
+
+def _check_stages(spec: JobSpec, plan: Plan) -> None:
+    """Raises SpecError where a stage of a pipeline would have no layer."""
+    if plan.layout.pp == 1:
+        return
+    stages = plan.layout.pp * plan.pipeline_stages_per_rank
+    try:
+        layer_ranges(layers_to_cut(spec), stages, plan.first_stage_layers, plan.last_stage_layers)
+    except ValueError as error:
+        raise SpecError("every pipeline stage needs a layer", source="--set", path="pp", got=str(error)) from None
 
 
 def given_plan(spec: JobSpec, given: Sequence[Override]) -> Plan:

@@ -1,7 +1,8 @@
 """Pipeline parallelism: layers per rank, and the schedule that runs them (torch.distributed.pipelining).
 
-Stage s of n has the layers from L*s//n to L*(s+1)//n of L. Rank r of pp has the stages r, r+pp, ... (interleaved:
-Narayanan et al. 2021, arXiv:2104.04473, section 2.2). A rank's module keeps its structure, hence the whole-model names.
+The plan says how many layers the first and the last stage have (specs/stages.py). Rank r of pp has the stages r, r+pp,
+... (interleaved: Narayanan et al. 2021, arXiv:2104.04473, section 2.2). A rank's module keeps its structure, hence the
+whole-model names.
 
 Facts for its memory model:
 - A rank has receive buffers for the hidden states of micro-batches in flight, and for gradients as they arrive.
@@ -30,6 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.plan import Plan
+from orchestrator.specs.stages import layer_ranges
 from orchestrator.training.contract.recipe import Batch, Recipe
 from orchestrator.training.engines.randomness import Randomness
 from orchestrator.training.engines.sequence_parallel import Tokens
@@ -55,10 +57,8 @@ def cut(recipe: Recipe, plan: Plan, rank: int) -> Share:
         raise SpecError(
             "this model defines no pipeline stages", path="plan.layout.pp", got=plan.layout.pp, allowed="1", hint=hint
         )
-    if len(recipe.layers) < count:
-        got = f"{count} stages of {len(recipe.layers)} layers"
-        raise SpecError("every pipeline stage needs a layer", path="plan.layout.pp", got=got)
-    names, shared = _names(recipe, count)
+    ranges = plan_ranges(len(recipe.layers), plan)
+    names, shared = _names(recipe, ranges)
     own = range(rank, count, plan.layout.pp)
     first, last = recipe.stages.first, recipe.stages.last
     layer_names = _layer_names(recipe)
@@ -68,7 +68,7 @@ def cut(recipe: Recipe, plan: Plan, rank: int) -> Share:
         assert initialise
         initialise(names[name], values)
 
-    kept = {stage: [layer_names[index] for index in layer_range(len(layer_names), stage, count)] for stage in own}
+    kept = {stage: [layer_names[index] for index in ranges[stage]] for stage in own}
     for stage in own:
         kept[stage] += first if stage == 0 else last if stage == count - 1 else ()
     whole = set().union(*kept.values())
@@ -82,15 +82,19 @@ def cut(recipe: Recipe, plan: Plan, rank: int) -> Share:
         if len(own) > 1:
             module = _copied(module, "", {*layer_names, *first, *last})
             _leave_out(module, whole - set(kept[stage]), first + last)
-        layers = tuple(recipe.layers[index] for index in layer_range(len(layer_names), stage, count))
+        layers = tuple(recipe.layers[index] for index in ranges[stage])
         made = by_first_name if initialise else None
         stages.append(dataclasses.replace(recipe, module=module, layers=layers, initialise=made))
     return Share(stages=tuple(stages), names=names, shared=shared if {0, count - 1} & set(own) else ())
 
 
-def layer_range(layers: int, stage: int, count: int) -> range:
-    """The layers of a stage, split as evenly as possible."""
-    return range(layers * stage // count, layers * (stage + 1) // count)
+def plan_ranges(layers: int, plan: Plan) -> tuple[range, ...]:
+    """The layers of each stage of the plan. Raises SpecError where a stage has none."""
+    count = plan.layout.pp * plan.pipeline_stages_per_rank
+    try:
+        return layer_ranges(layers, count, plan.first_stage_layers, plan.last_stage_layers)
+    except ValueError as error:
+        raise SpecError("every pipeline stage needs a layer", path="plan.layout.pp", got=str(error)) from None
 
 
 class Stage(nn.Module):
@@ -309,13 +313,11 @@ def _layer_names(recipe: Recipe) -> list[str]:
     return [names[id(layer)] for layer in recipe.layers]
 
 
-def _names(recipe: Recipe, count: int) -> tuple[dict[str, str], tuple[str, ...]]:
+def _names(recipe: Recipe, ranges: Sequence[range]) -> tuple[dict[str, str], tuple[str, ...]]:
     """First name of every name, and the parameters of both end stages. Raises SpecError if sharing forbids the cut."""
     assert recipe.stages
-    layers = _layer_names(recipe)
-    stage_of = {
-        name: stage for stage in range(count) for name in (layers[i] for i in layer_range(len(layers), stage, count))
-    }
+    layers, count = _layer_names(recipe), len(ranges)
+    stage_of = {layers[index]: stage for stage, own in enumerate(ranges) for index in own}
     stage_of |= dict.fromkeys(recipe.stages.first, 0) | dict.fromkeys(recipe.stages.last, count - 1)
     names: dict[str, str] = {}
     first_names: dict[int, str] = {}

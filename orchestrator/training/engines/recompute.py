@@ -15,7 +15,6 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.plan import ActivationCheckpointing
 from orchestrator.training.engines.batch_norm import batch_norms, counted_once
-from orchestrator.training.engines.pipeline import layer_range
 from orchestrator.training.engines.sequence_parallel import SUMMED_PRODUCT
 from orchestrator.training.guard.virtual_device import host_memory
 
@@ -32,15 +31,15 @@ KEPT = frozenset(
 
 
 def recompute(
-    layers: Sequence[nn.Module], mode: ActivationCheckpointing, full_layers: int = 0, stages: int = 1
+    layers: Sequence[nn.Module], mode: ActivationCheckpointing, full_layers: int = 0, stages: Sequence[range] = ()
 ) -> None:
     """Apply activation checkpointing to every layer, in place.
 
-    The first `full_layers` layers of each of so many pipeline stages are recomputed in full.
+    The first `full_layers` layers of each pipeline stage are recomputed in full; without `stages` all are of one.
     """
     if mode is ActivationCheckpointing.NONE:
         return
-    full = {at for stage in range(stages) for at in layer_range(len(layers), stage, stages)[:full_layers]}
+    full = {at for stage in stages or (range(len(layers)),) for at in stage[:full_layers]}
     for at, layer in enumerate(layers):
         _recompute(layer, ActivationCheckpointing.FULL if at in full else mode)
 

@@ -1,0 +1,86 @@
+"""How many layers have the first and the last stage of a pipeline, which have embedding and head beside them?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from math import floor
+
+from orchestrator.memory.engines.pipeline import Filling, in_three, of_all_kinds, waiting
+from orchestrator.planning.cost import Hardware, seconds_in_three
+from orchestrator.specs.plan import ActivationCheckpointing, Plan, Precision, ZeroStage
+from orchestrator.specs.profile import ModelProfile
+from orchestrator.specs.stages import stage_layers
+
+# Bytes of a parameter, its gradient and its optimizer states on a rank: whole, or with states cut over many ranks
+# (memory/engines/torch.py). They decide between cuts that are equally fast only.
+WHOLE_BYTES, SHARDED_BYTES = 16, 8
+STEP_S = 1e-9  # below which two ranks are equally fast, of the slower one's time
+
+
+def ends_of(profile: ModelProfile, plan: Plan, hardware: Hardware) -> tuple[int, int]:
+    """Layers of the first and the last stage of a plan with a pipeline; zeros where an even cut is the best.
+
+    The slowest rank is as fast as it can be: embedding, head and loss count on their stages, and so does what the plan
+    recomputes. Of cuts that are equally fast the fullest rank needs the least at a micro-batch of one sample.
+    """
+    mode, is_sharded = plan.activation_checkpointing, plan.zero_stage is not ZeroStage.NONE
+    how = (mode, is_sharded, plan.precision)
+    return _ends(profile, plan.layout.pp, plan.pipeline_stages_per_rank, *how, hardware)
+
+
+@lru_cache(maxsize=4096)
+def _ends(
+    profile: ModelProfile,
+    pp: int,
+    per_rank: int,
+    mode: ActivationCheckpointing,
+    is_sharded: bool,
+    precision: Precision,
+    hardware: Hardware,
+) -> tuple[int, int]:
+    layers, stages = in_three(profile)[1].count, pp * per_rank
+    first_s, layer_s, last_s = seconds_in_three(profile, mode, precision, hardware)
+    if layer_s <= 0.0:
+        return 0, 0
+    even = stage_layers(layers, stages)
+
+    def slowest_s(sizes: Sequence[int]) -> float:
+        own = sizes if per_rank == 1 else [sum(sizes[rank::pp]) for rank in range(pp)]
+        return max(own[0] * layer_s + first_s, own[-1] * layer_s + last_s, max(own[1:-1], default=0) * layer_s)
+
+    def fullest_bytes(sizes: tuple[int, ...]) -> int:
+        return _fullest_bytes(profile, pp, sizes, mode, WHOLE_BYTES if not is_sharded else SHARDED_BYTES)
+
+    wished = (layers + last_s / layer_s) / pp - last_s / layer_s - (per_rank - 1) * layers / stages
+    tried = {max(1, min(even[-1], floor(wished) + more)) for more in (-1, 0, 1)} | {even[-1]}
+    cuts = [stage_layers(layers, stages, 0, last) for last in sorted(tried, reverse=True)]
+    best = min(cuts, key=slowest_s)
+    most_s = slowest_s(best) * (1 + STEP_S)
+    least_bytes = fullest_bytes(best)
+    while stages > 2 and best[0] > 1:  # the first rank has the most micro-batches in flight
+        lighter = stage_layers(layers, stages, best[0] - 1, best[-1])
+        if slowest_s(lighter) > most_s or (needed := fullest_bytes(lighter)) >= least_bytes:
+            break
+        best, least_bytes = lighter, needed
+    return (0, 0) if best == even else (best[0], best[-1])
+
+
+def _fullest_bytes(
+    profile: ModelProfile, pp: int, sizes: tuple[int, ...], mode: ActivationCheckpointing, parameter_bytes: int
+) -> int:
+    """Of the rank that needs the most: what every parameter costs, and layers of the micro-batches in flight."""
+    before, layer, behind = in_three(profile)
+    kept_bytes = {
+        ActivationCheckpointing.NONE: layer.saved_bytes,
+        ActivationCheckpointing.SELECTIVE: layer.selective_bytes or layer.saved_bytes,
+        ActivationCheckpointing.FULL: layer.checkpointed_bytes,
+    }[mode]
+    per_rank, most = len(sizes) // pp, 0
+    for rank in of_all_kinds(pp, sizes):
+        own, passes = sizes[rank::pp], waiting(rank, pp, per_rank, Filling(pp, False))
+        parameters = sum(own) * layer.parameters
+        parameters += sum(part.parameters for part in (before if rank == 0 else behind if rank == pp - 1 else ()))
+        in_flight = sum(layers * count for layers, count in zip(own, passes, strict=True))
+        most = max(most, parameter_bytes * parameters + kept_bytes * in_flight)
+    return most
