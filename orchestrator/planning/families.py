@@ -162,7 +162,7 @@ def families_of(
                 continue
             adds_up = strategy.engine is Engine.TORCH and strategy.zero_stage is ZeroStage.OPTIMIZER
             try:  # which combinations are legal is said once, in specs.plan
-                example = _plan(strategy, variant, max(prod(pipeline), 2 if adds_up else 1))
+                example = _plan(strategy, variant, max(layout.pp, 2 if adds_up else 1))
             except IllegalPlan:
                 continue
             at_work = tuple(cut for cut in cuts if why_pipeline_stalls(*pipeline, cut[1]) is None)

@@ -438,14 +438,13 @@ class Plan:
 
 def why_pipeline_stalls(pp: int, stages_per_rank: int, micro_batches: int) -> str | None:
     """Why a step of so many micro-batches cannot keep every stage at work, as a sentence; None where it can."""
-    stages = pp * stages_per_rank
-    if micro_batches < stages:
+    if micro_batches < pp:
+        return f"{micro_batches} micro-batches cannot fill a pipeline of {pp} ranks: gradient_accumulation_steps >= pp"
+    if stages_per_rank > 1 and micro_batches % (micro_batches // pp):
         return (
-            f"{micro_batches} micro-batches cannot fill {stages} pipeline stages: "
-            "gradient_accumulation_steps >= pp x pipeline_stages_per_rank"
+            f"{micro_batches} micro-batches cannot go in {micro_batches // pp} equal rounds through a pipeline of {pp} "
+            "ranks: interleaved stages need gradient_accumulation_steps divisible by gradient_accumulation_steps // pp"
         )
-    if stages_per_rank > 1 and micro_batches % pp:
-        return "interleaved pipeline stages need gradient_accumulation_steps divisible by pp"
     return None
 
 

@@ -221,11 +221,16 @@ def cut_plans(ranks: int) -> list[Plan]:
         (0, 4, 4, {"first_stage_layers": 3, "last_stage_layers": 5, **selective, **low}),
         (0, 4, 4, {"pipeline_stages_per_rank": 2, "first_stage_layers": 1, "last_stage_layers": 1, **full}),
         (0, 4, 4, {"first_stage_layers": 5, "last_stage_layers": 3, "full_checkpointing_layers": 4, **selective}),
+        (0, 4, 2, {"pipeline_stages_per_rank": 2}),
+        (0, 4, 3, {"pipeline_stages_per_rank": 4, **selective}),
     )
     of_four = (
         (0, 4, 8, {"last_stage_layers": 1, **selective}),
         (0, 4, 4, {"first_stage_layers": 1, "last_stage_layers": 1}),
+        (0, 4, 4, {"pipeline_stages_per_rank": 2}),
+        (0, 4, 6, {"pipeline_stages_per_rank": 2, **selective}),
         (2, 4, 4, {"first_stage_layers": 5, "last_stage_layers": 3}),
+        (2, 4, 2, {"pipeline_stages_per_rank": 2, "last_stage_layers": 1, **selective}),
     )
     return [
         Plan(

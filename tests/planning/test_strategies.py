@@ -28,6 +28,7 @@ from orchestrator.specs.plan import (
     ZeroStage,
 )
 from orchestrator.specs.profile import TracedProfile
+from orchestrator.specs.stages import stage_layers
 
 SIZES = {
     "vocab_size": 512,
@@ -196,8 +197,12 @@ def test_every_rank_of_a_pipeline_has_a_layer_and_enough_micro_batches() -> None
     assert {one.pipeline_stages_per_rank for one in piped} == {1, 2}
     for one in piped:
         stages = one.layout.pp * one.pipeline_stages_per_rank
-        assert stages <= SIZES["num_hidden_layers"]
-        assert one.gradient_accumulation_steps >= stages
+        sizes = stage_layers(SIZES["num_hidden_layers"], stages, one.first_stage_layers, one.last_stage_layers)
+        assert min(sizes) > 0
+        assert one.gradient_accumulation_steps >= one.layout.pp
+    assert any(one.gradient_accumulation_steps < one.layout.pp * one.pipeline_stages_per_rank for one in piped), (
+        "interleaved stages go on with as many micro-batches as ranks"
+    )
 
 
 def test_hybrid_sharding_repeats_shards_over_groups_of_whole_nodes() -> None:

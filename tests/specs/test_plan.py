@@ -35,10 +35,10 @@ EXCLUDED: dict[str, tuple[dict[str, Any], str]] = {
         {"layout": PIPELINE, "zero_stage": ZeroStage.PARAMETERS, "gradient_accumulation_steps": 2},
         "zero_stage=3 with pp > 1",
     ),
-    "too few micro-batches for the pipeline": ({"layout": PIPELINE}, "cannot fill 2 pipeline stages"),
+    "too few micro-batches for the pipeline": ({"layout": PIPELINE}, "cannot fill a pipeline of 2 ranks"),
     "micro-batches that interleaved stages cannot share": (
         {"layout": PIPELINE, "pipeline_stages_per_rank": 2, "gradient_accumulation_steps": 5},
-        "divisible by pp",
+        "cannot go in 2 equal rounds",
     ),
     "layers of a last stage without a pipeline": ({"last_stage_layers": 3}, "need pp > 1"),
     "fewer layers than none": ({"layout": PIPELINE, "first_stage_layers": -1}, "at least 0"),

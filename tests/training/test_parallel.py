@@ -92,6 +92,13 @@ LONG = {
         "pp 4": plan(pp=4),
         "pp 4 with one layer last": plan(pp=4, last_stage_layers=1),
         "pp x fsdp2 deep first": plan(dp=2, pp=2, stage=2, first_stage_layers=4, last_stage_layers=1),
+        "interleaved with fewer micro-batches than stages": plan(
+            dp=2, pp=2, pipeline_stages_per_rank=2, first_stage_layers=2, last_stage_layers=1
+        ),
+        "interleaved x fsdp2 with fewer micro-batches than stages": plan(
+            dp=2, pp=2, stage=2, pipeline_stages_per_rank=2, activation_checkpointing=SELECTIVE
+        ),
+        "interleaved x tp with fewer micro-batches than stages": plan(tp=2, pp=2, micro=4, pipeline_stages_per_rank=2),
     },
     8: {
         "pp x dp x tp": plan(dp=2, tp=2, pp=2, stage=2),
