@@ -104,11 +104,11 @@ def test_a_script_takes_the_pins_that_its_knobs_can_carry_out() -> None:
 
 
 def test_a_pin_without_a_plan_names_the_values_that_there_are() -> None:
-    spec = job(DECODER, 8, (2, 0), "exact", plan={"engine": "torch", "zero_stage": 1})
+    spec = job(DECODER, 8, (2, 0), "exact", plan={"engine": "torch", "zero_stage": 2, "offload": "optimizer"})
     with pytest.raises(SpecError) as raised:
         frontier(spec, ONE_NODE)
-    assert (raised.value.path, raised.value.allowed) == ("plan.engine", "deepspeed with zero_stage=1")
-    assert "stage 1 is DeepSpeed's" in raised.value.hint
+    assert (raised.value.path, raised.value.allowed) == ("plan.engine", "deepspeed with zero_stage=2, offload=optimizer")
+    assert "parameters and optimizer together" in raised.value.hint
 
 
 def test_a_pinned_plan_that_does_not_fit_is_refused_with_its_bytes_and_what_fits_instead() -> None:
