@@ -171,7 +171,7 @@ class Plan:
         default=0,
         metadata=_declared(
             Degradation.EXACT,
-            short=lambda plan: _where(f"{plan.first_stage_layers} layers first", plan.first_stage_layers > 0),
+            short=lambda plan: _end_in_short(plan.first_stage_layers, "first"),
             rows=lambda plan: _row_where("first_stage_layers", plan.first_stage_layers),
             least=0,
         ),
@@ -180,7 +180,7 @@ class Plan:
         default=0,
         metadata=_declared(
             Degradation.EXACT,
-            short=lambda plan: _where(f"{plan.last_stage_layers} layers last", plan.last_stage_layers > 0),
+            short=lambda plan: _end_in_short(plan.last_stage_layers, "last"),
             rows=lambda plan: _row_where("last_stage_layers", plan.last_stage_layers),
             least=0,
         ),
@@ -577,6 +577,10 @@ def _layout_in_rows(plan: Plan) -> dict[str, str]:
     degrees = {axis: getattr(plan.layout, axis) for axis in AXES}
     told = {axis: str(degree) for axis, degree in degrees.items() if axis != "cp" or degree > 1}
     return {"gpus": str(plan.world_size)} | told
+
+
+def _end_in_short(layers: int, end: str) -> list[str]:
+    return _where(f"{layers} layer{'s' if layers > 1 else ''} {end}", layers > 0)
 
 
 def _row_where(name: str, number: int) -> dict[str, str]:

@@ -107,7 +107,10 @@ def test_a_pin_without_a_plan_names_the_values_that_there_are() -> None:
     spec = job(DECODER, 8, (2, 0), "exact", plan={"engine": "torch", "zero_stage": 2, "offload": "optimizer"})
     with pytest.raises(SpecError) as raised:
         frontier(spec, ONE_NODE)
-    assert (raised.value.path, raised.value.allowed) == ("plan.engine", "deepspeed with zero_stage=2, offload=optimizer")
+    assert (raised.value.path, raised.value.allowed) == (
+        "plan.engine",
+        "deepspeed with zero_stage=2, offload=optimizer",
+    )
     assert "parameters and optimizer together" in raised.value.hint
 
 
