@@ -31,6 +31,14 @@ class Totals:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Submission:
+    """What was submitted under a key."""
+
+    digest: str  # SHA-256 of what was asked
+    ids: tuple[str, ...]  # of its jobs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Known:
     """What a tracker may ask of the service; any thread may ask."""
 
@@ -68,13 +76,19 @@ class EventLog(Protocol):
         """
 
     def append(self, decided: Sequence[Decided]) -> None:
-        """Keep events, decisions, ended jobs and records for trackers, all or nothing."""
+        """Keep events, decisions, ended jobs and records for trackers, all or nothing.
+
+        Raises UncertainError where it is not known which; any other exception says nothing.
+        """
 
     def confirm(self, *, asks: bool = True) -> None:
         """Return while this process owns the journal and may act. Raises ServiceError once it does not.
 
         Without `asks` nothing is waited for, and doubt is a no.
         """
+
+    def submitted(self, keys: Sequence[str]) -> Mapping[str, Submission]:
+        """What was submitted under those of these keys that are known."""
 
     def archive(self, ended: Sequence[tuple[Job, float]]) -> None:
         """Keep ended jobs, each with the time of its end, unless they are kept already."""

@@ -80,6 +80,10 @@ class StorageError(ServiceError):
     """The disk under the journal takes no write now and may take one later; nothing of this change was kept."""
 
 
+class UncertainError(ServiceError):
+    """The database fell silent amid a commit: whether this change was kept, only the journal knows."""
+
+
 def closest(word: str, known: Iterable[str]) -> str | None:
     """The known word that `word` was most likely meant to be, or None where nothing is near."""
     matches = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)

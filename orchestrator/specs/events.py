@@ -14,6 +14,14 @@ from orchestrator.specs.policy import UNSHARED, PolicySpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RequestKey:
+    """Names a submission, so that one that is sent again is known."""
+
+    name: str  # unique among those of one sender
+    digest: str  # SHA-256 of what was asked
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Submitted:
     job_id: str
     order: int  # among all submissions ever: 1, 2, 3 ...
@@ -22,6 +30,7 @@ class Submitted:
     fault: Fault | None = None
     array: str | None = None  # id of the first job of its array
     satisfied: tuple[str, ...] = ()  # ids of jobs that it comes after, and that have ended before as it wants
+    request: RequestKey | None = None  # what its submission was sent under
     type: Literal["submitted"] = "submitted"
 
 

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 
 import pytest
+import sqlalchemy as sa
 
 from orchestrator.backends.journal import ownership
 from orchestrator.backends.journal.journal import Journal
-from orchestrator.specs.errors import ServiceError
+from orchestrator.specs.errors import ServiceError, UncertainError
 from orchestrator.specs.events import TimerFired
 from tests.backends.postgres import PASSWORD, Server
 
@@ -129,6 +131,52 @@ def test_who_only_wants_to_know_does_not_wait_for_a_database_that_is_away(
         with journal.database.transaction(), refused:  # one that the database keeps waiting has the connection
             journal.confirm(asks=False)
         journal.confirm()
+
+
+def test_a_commit_without_an_answer_is_told_as_one_that_may_have_come_true(database: str) -> None:
+    with silent_at_commit(database) as (url, deaf), closing(Journal(url)) as journal:
+        journal.append([(TimerFired(at_s=1), ())])
+        deaf.set()
+        with pytest.raises(UncertainError, match="amid a commit"):
+            journal.append([(TimerFired(at_s=2), ())])
+        deaf.clear()
+        assert [event.at_s for event in journal.events()] == [1, 2]
+        with pytest.raises(ServiceError) as refused, journal.database.transaction() as connection:
+            connection.execute(sa.text("SELECT no such thing"))
+        assert not isinstance(refused.value, UncertainError), "nothing of this was kept, for sure"
+
+
+@contextmanager
+def silent_at_commit(url: str) -> Iterator[tuple[str, threading.Event]]:
+    """The address of a proxy of a database; while it is deaf, it cuts a connection before the answer to a commit."""
+    port, deaf, own = int(url.rpartition(":")[2].partition("/")[0]), threading.Event(), list[socket.socket]()
+
+    def pass_on(source: socket.socket, to: socket.socket, *, is_answer: bool) -> None:
+        with suppress(OSError):
+            while said := source.recv(65536):
+                if is_answer and deaf.is_set() and b"COMMIT" in said:
+                    break
+                to.sendall(said)
+        for one in (source, to):
+            with suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+
+    def serve(listener: socket.socket) -> None:
+        with suppress(OSError):
+            while True:
+                asked, _ = listener.accept()
+                served = socket.create_connection(("127.0.0.1", port))
+                own.extend((asked, served))
+                for pair, is_answer in (((asked, served), False), ((served, asked), True)):
+                    threading.Thread(target=pass_on, args=pair, kwargs={"is_answer": is_answer}, daemon=True).start()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=serve, args=(listener,), daemon=True).start()
+        try:
+            yield url.replace(f":{port}/", f":{listener.getsockname()[1]}/"), deaf
+        finally:
+            for one in own:
+                one.close()
 
 
 def test_a_stopped_holder_of_a_file_keeps_it(tmp_path: Path) -> None:

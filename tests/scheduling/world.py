@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 
-from orchestrator.backends.ports import Totals, decisions
+from orchestrator.backends.ports import Submission, Totals, decisions
 from orchestrator.backends.simulated.backend import SimulatedBackend
 from orchestrator.service.server.controller import Controller
 from orchestrator.specs.actions import Action, Archive, Launch, Record
@@ -16,7 +16,7 @@ from orchestrator.specs.attempt import FailureKind
 from orchestrator.specs.clock import deadline_at
 from orchestrator.specs.cluster import ClusterSpec, DeviceSpec, Maintenance, NodeSpec
 from orchestrator.specs.errors import SpecError
-from orchestrator.specs.events import Event
+from orchestrator.specs.events import Event, RequestKey, Submitted
 from orchestrator.specs.fault import Fault, FaultKind
 from orchestrator.specs.job.spec import JobSpec, Member
 from orchestrator.specs.job.trainer import Knob
@@ -65,6 +65,13 @@ class MemoryJournal:
             self.archive([(action.job, event.at_s) for action in actions if isinstance(action, Archive)])
         if self.kill_after.intersection(rows):
             raise Killed
+
+    def submitted(self, keys: Sequence[str]) -> Mapping[str, Submission]:
+        ids: dict[RequestKey, tuple[str, ...]] = {}
+        for event in self.kept:
+            if isinstance(event, Submitted) and event.request is not None and event.request.name in keys:
+                ids[event.request] = (*ids.get(event.request, ()), event.job_id)
+        return {key.name: Submission(digest=key.digest, ids=jobs) for key, jobs in ids.items()}
 
     def archive(self, ended: Sequence[tuple[Job, float]]) -> None:
         for job, _ in ended:

@@ -6,6 +6,8 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,8 +18,8 @@ from orchestrator.service.server import controller as service
 from orchestrator.service.server.controller import Controller
 from orchestrator.specs.actions import Action, Launch, Stop
 from orchestrator.specs.attempt import Attempt, AttemptStatus, FailureKind
-from orchestrator.specs.errors import ServiceError
-from orchestrator.specs.events import Event, NodesSeen, Submitted
+from orchestrator.specs.errors import ServiceError, SpecError, UncertainError
+from orchestrator.specs.events import Event, NodesSeen, RequestKey, Submitted
 from orchestrator.specs.job_record import Job, JobStatus
 from tests.scheduling.world import CALM, CLUSTERS, MemoryJournal, MortalBackend, script, settled, too_large
 
@@ -80,6 +82,85 @@ def test_a_submission_is_in_the_journal_before_it_is_answered(journal: Journal) 
         ("lm-2", 5.0),
     ]
     assert [record.job.id for _, record in journal.outbox.pending("mlflow", 10)] == ["lm-1", "lm-2"]
+
+
+@pytest.mark.parametrize("again", ["at once", "after it ended", "after a restart"])
+def test_a_submission_that_is_sent_again_under_its_key_is_the_same_jobs(again: str, tmp_path: Path) -> None:
+    url, key, backend = f"sqlite:///{tmp_path}/journal.db", RequestKey(name="ada/k1", digest="d1"), Spy()
+    jobs = [(script("lm"), None), (script("other"), None)]
+    with closing(Journal(url)) as journal:
+        controller = Controller(journal, backend, backend.now)
+        assert controller.submit_all(jobs, key) == ["lm-1", "other-2"]
+        if again == "after it ended":
+            turn_until(controller, lambda: settled(controller.state))
+        if again != "after a restart":
+            assert controller.submit_all(jobs, key) == ["lm-1", "other-2"]
+    with closing(Journal(url)) as journal:
+        controller = Controller(journal, backend, backend.now)
+        assert controller.submit_all(jobs, key) == ["lm-1", "other-2"]
+        with pytest.raises(SpecError, match="another submission came under this key"):
+            controller.submit(script("lm"), None, replace(key, digest="d2"))
+        assert controller.submit_all(jobs[:1], replace(key, name="bob/k1")) == ["lm-3"]
+        assert controller.submit_all(jobs[:1]) == ["lm-4"]
+
+
+def test_a_submission_that_is_sent_twice_at_once_is_one_job() -> None:
+    class Gate(MemoryJournal):
+        gate, reached = threading.Event(), threading.Event()
+
+        def append(self, decided: Sequence[tuple[Event, Sequence[Action]]]) -> None:
+            self.reached.set()
+            assert self.gate.wait(60)
+            super().append(decided)
+
+    journal, key, answers = Gate(), RequestKey(name="ada/k1", digest="d1"), list[str]()
+    controller = Controller(journal, Spy(), lambda: 1.0)
+    first = threading.Thread(target=lambda: controller.submit(script("first")))
+    first.start()
+    assert journal.reached.wait(60)
+    both = [
+        threading.Thread(target=lambda: answers.append(controller.submit(script("lm"), None, key))) for _ in range(2)
+    ]
+    for one in both:
+        one.start()
+    while len(controller._requests) < len(both):
+        time.sleep(0.001)
+    journal.gate.set()
+    for one in (first, *both):
+        one.join(60)
+    assert answers == ["lm-2", "lm-2"]
+    assert controller.state.submitted == 2
+
+
+def test_a_service_that_does_not_know_whether_its_commit_was_kept_decides_no_more(tmp_path: Path) -> None:
+    """A commit that came true without an answer: decisions without it would give its id a second time."""
+
+    class Silent(Journal):
+        is_silent = False
+
+        def append(self, decided: Sequence[tuple[Event, Sequence[Action]]]) -> None:
+            super().append(decided)
+            if self.is_silent:
+                raise UncertainError("the server closed the connection")
+
+    url, key, backend = f"sqlite:///{tmp_path}/journal.db", RequestKey(name="ada/k1", digest="d1"), Spy()
+    with closing(Silent(url)) as journal:
+        controller = Controller(journal, backend, backend.now)
+        controller.turn(1.0)
+        journal.is_silent = True
+        with pytest.raises(UncertainError):
+            controller.submit(script("lm"), None, key)
+        journal.is_silent = False
+        with pytest.raises(UncertainError):
+            controller.submit(script("other"))
+        with pytest.raises(UncertainError):
+            controller.run(threading.Event())
+        assert backend.asked == []
+    with closing(Journal(url)) as journal:
+        controller = Controller(journal, backend, backend.now)
+        assert controller.submit(script("lm"), None, key) == "lm-1"
+        turn_until(controller, lambda: settled(controller.state))
+        assert [job.id for job in controller.ended(9)] == ["lm-1"]
 
 
 def test_no_action_is_performed_that_is_not_in_the_journal() -> None:

@@ -50,9 +50,13 @@ class Mortal:
         os.kill(pid, signal.SIGKILL)
         assert self._forker.stdout.readline() == "-9\n", "the service had ended by itself"
 
-    def live_to_the_end(self) -> None:
-        """Serve until every job has ended."""
+    def live_to_the_end(self, clients: list[threading.Thread]) -> None:
+        """Serve until every client has its last answer, and every job has ended."""
         pid = self._begin()
+        self._full.set()
+        for one in clients:
+            one.join(60)
+            assert not one.is_alive(), "a submission is without an answer"
         client, deadline_s = Client(self.home), time.monotonic() + PATIENCE_S
         while any(job["status"] in ("queued", "running") for job in client.jobs(ended=0)):
             assert time.monotonic() < deadline_s, client.jobs(ended=0)
@@ -69,9 +73,6 @@ class Mortal:
             thread.start()
         return threads
 
-    def enough(self) -> None:
-        self._full.set()
-
     def _begin(self) -> int:
         (self.home / "service.json").unlink(missing_ok=True)
         self._forker.stdin.write(f"{self.home}\n")
@@ -87,8 +88,8 @@ class Mortal:
         while not self._full.wait(PAUSE_S):
             try:
                 client = client or Client(self.home)
-                ids.append(client.submit(SPEC))
-            except ServiceError:  # it is dead, or was killed before it answered
+                ids.append(client.submit(SPEC))  # sent again where it was killed before it answered
+            except ServiceError:  # it is dead
                 client = None
 
 
@@ -117,10 +118,7 @@ def test_kills_under_load_lose_nothing_start_nothing_twice_and_keep_the_order(
     clients = mortal.load()
     for _ in range(rounds):
         mortal.live(draw.choice((0, 1, 5, 20)), draw.uniform(0.0, 0.05))
-    mortal.enough()
-    for client in clients:
-        client.join(60)
-    mortal.live_to_the_end()
+    mortal.live_to_the_end(clients)
 
     with closing(Journal(f"sqlite:///{home}/journal.sqlite")) as journal:
         events = list(journal.events())
@@ -133,6 +131,8 @@ def test_kills_under_load_lose_nothing_start_nothing_twice_and_keep_the_order(
     assert [event.order for event in submitted] == list(range(1, len(submitted) + 1))
     assert set(answered) <= set(ended), "an answered submission was lost"
     assert set(ended) == {event.job_id for event in submitted}
+    assert len(set(answered)) == len(answered), "two submissions were answered with one job"
+    assert set(ended) == set(answered), "a submission that was sent again became two jobs"
     assert {job.status for job in ended.values()} == {JobStatus.SUCCEEDED}
     order = {event.job_id: event.order for event in submitted}
     for ids in mortal.answered:

@@ -16,9 +16,9 @@ import sqlalchemy as sa
 from sqlalchemy.exc import ArgumentError, DatabaseError, OperationalError
 
 from orchestrator.backends.journal.ownership import FileLock, Lease, connect_args
-from orchestrator.specs.errors import ServiceError, SpecError, StorageError
+from orchestrator.specs.errors import ServiceError, SpecError, StorageError, UncertainError
 
-SCHEMA = "0007"  # newest revision in migrations/versions
+SCHEMA = "0008"  # newest revision in migrations/versions
 BUSY_TIMEOUT_S = 5.0
 LOOK_EVERY_S = 1.0  # of a standby at another's lease: a holder that ends by itself gives it up early
 OPENING = 0x6F7263  # key of the advisory lock under which a database is opened: "orc"
@@ -32,7 +32,7 @@ class Database:
 
     A SQLite file is locked as long as this process lives. A PostgreSQL database is held by a lease (see `Lease`).
     A reader of a PostgreSQL database takes no lease and writes nothing. Raises ServiceError where another process owns
-    the database or it refuses, SpecError where the address is none.
+    the database or it refuses, UncertainError where it falls silent amid a commit, SpecError where the address is none.
     """
 
     def __init__(self, url: str, *, reads_only: bool = False, stop: threading.Event | None = None) -> None:
@@ -160,15 +160,22 @@ class Database:
 
     @contextmanager
     def _connected(self) -> Iterator[sa.Connection]:
+        is_committing = False
         try:
             with self.engine.begin() as connection:
                 yield connection
+                is_committing = True
         except DatabaseError as error:
             if isinstance(self._owned, FileLock) and isinstance(error, OperationalError):
                 said = str(error.orig).strip()
                 raise StorageError(
                     f"journal {self.name} cannot be written: {said}. Nothing of this change was kept. Free the disk, "
                     "or mount it for writing: the service tries again until it can."
+                ) from error
+            if is_committing:
+                raise UncertainError(
+                    f"journal {self.name}: {str(error.orig).strip()}, amid a commit. Whether this change was kept is "
+                    "not known here: the service ends, and goes on from the journal when it is started again."
                 ) from error
             raise ServiceError(
                 f"journal {self.name}: {str(error.orig).strip()}. Nothing of this change was kept. Look for a full "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -14,9 +14,10 @@ from pydantic import Field, TypeAdapter
 from orchestrator.backends.journal.database import Database
 from orchestrator.backends.journal.outbox import Notices, Outbox
 from orchestrator.backends.journal.rows import adapter, dump, read
+from orchestrator.backends.journal.submissions import Submissions
 from orchestrator.backends.journal.sweeps import Sweeps
 from orchestrator.backends.notify.notice import notices_of
-from orchestrator.backends.ports import Decided, Totals, decisions
+from orchestrator.backends.ports import Decided, Submission, Totals, decisions
 from orchestrator.specs.actions import Archive, Record
 from orchestrator.specs.events import Event
 from orchestrator.specs.job_record import Job
@@ -62,6 +63,7 @@ class Journal:
         self.outbox = Outbox(self.database, Record, "outbox", "trackers")
         self.notices = Notices(self.database)
         self.sweeps = Sweeps(self.database)
+        self._submissions = Submissions(self.database)
         self._event = adapter(Annotated[Event, Field(discriminator="type")])
         self._state, self._job = adapter(State), adapter(Job)
         self._saved = Jobs()  # those in the table of live jobs
@@ -98,10 +100,15 @@ class Journal:
         with self.database.transaction() as connection:
             connection.execute(_events.insert(), events)
             self.sweeps.add(connection, (event for event, _ in decided))
+            self._submissions.add(connection, (event for event, _ in decided))
             self.outbox.add(connection, records)
             self.notices.add(connection, notices)
             if ended:
                 connection.execute(_jobs.insert(), ended)
+
+    def submitted(self, keys: Sequence[str]) -> Mapping[str, Submission]:
+        """What was submitted under those of these keys that are known."""
+        return self._submissions.of(keys)
 
     def archive(self, ended: Sequence[tuple[Job, float]]) -> None:
         """Keep ended jobs, each with the time of its end, unless they are kept already."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import TypedDict
 
-from orchestrator.backends.ports import Decided, Totals
+from orchestrator.backends.ports import Decided, Submission, Totals
 from orchestrator.backends.simulated.backend import SimulatedBackend
 from orchestrator.backends.simulated.nature import Span, stream
 from orchestrator.backends.simulated.process import Process
@@ -160,6 +160,9 @@ class Unkept:
 
     def append(self, decided: Sequence[Decided]) -> None:
         pass
+
+    def submitted(self, keys: Sequence[str]) -> Mapping[str, Submission]:  # noqa: ARG002
+        return {}
 
     def archive(self, ended: Sequence[tuple[Job, float]]) -> None:
         pass

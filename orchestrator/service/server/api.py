@@ -65,13 +65,14 @@ from orchestrator.service.views.records import (
 )
 from orchestrator.service.views.teams import teams_view
 from orchestrator.specs.access import Role
-from orchestrator.specs.errors import OrchestratorError, ServiceError, SpecError, StorageError
+from orchestrator.specs.errors import OrchestratorError, ServiceError, SpecError, StorageError, UncertainError
 from orchestrator.specs.job.paths import paths_of
 from orchestrator.specs.job.spec import UserName
 from orchestrator.specs.job_record import JobStatus
 from orchestrator.specs.parse import node_from_data
 from orchestrator.specs.run import uploaded
 
+ASK_AGAIN_S = 5  # after a commit whose outcome is not known: a service is started again by then
 ROLES = {  # needed by each route; one that is missing here needs an admin
     ("GET", "/openapi.json"): Role.VIEWER,
     ("GET", "/whoami"): Role.VIEWER,
@@ -322,6 +323,10 @@ async def _refused(_: Request, error: Exception) -> JSONResponse:
         return refusal(403, str(error))
     if isinstance(error, StorageError):
         return refusal(503, str(error))
+    if isinstance(error, UncertainError):
+        answer = refusal(503, str(error))
+        answer.headers["Retry-After"] = str(ASK_AGAIN_S)
+        return answer
     return refusal(422 if isinstance(error, SpecError) else 409, str(error))
 
 

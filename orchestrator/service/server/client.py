@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import pwd
+import secrets
 import shutil
 import ssl
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,8 @@ OBSERVATIONS_SENT = 500  # per request: about 0.5 MB
 ENDED_SHOWN = 100
 TIMEOUT_S = 30.0
 LONG_POLL_S = 2.0
+KEY = "Idempotency-Key"
+AGAIN_S = (1.0, 2.0, 4.0, 8.0, 16.0)  # before a submission without an answer is sent again: longer than a failover
 UPLOAD_TIMEOUT_S = 600.0
 
 
@@ -43,7 +47,7 @@ class Client:
             trusted = ssl.create_default_context(cadata=service.certificate)
             trusted.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # a pinned certificate need not sign itself
         else:
-            url, token, trusted = f"http://127.0.0.1:{service_file(service)['port']}", _token(service), None
+            url, token, trusted = _local_url(service), _token(service), None
         self._http = httpx.Client(
             base_url=url,
             headers={"Authorization": f"Bearer {token}", **_trace()},
@@ -51,11 +55,16 @@ class Client:
             verify=trusted or True,
             trust_env=False,  # a proxy would see the token
         )
-        self._names_user = not isinstance(service, Login)  # elsewhere the token says who submits
+        self._home = None if isinstance(service, Login) else service  # elsewhere the token says who submits
 
-    def submit(self, spec: dict[str, Any], fault: dict[str, Any] | None = None) -> str:
-        """The id of the job that is in the queue when this returns."""
-        return self._json("POST", "/jobs", {"spec": self._signed(spec), "fault": fault})["id"]
+    def submit(self, spec: dict[str, Any], fault: dict[str, Any] | None = None, key: str | None = None) -> str:
+        """The id of the job that is in the queue when this returns.
+
+        A submission that stays without an answer is sent again, and makes no second job. With a `key`, at most 64
+        characters that name it, the caller sends it again under the same one, to any service of the same journal.
+        """
+        asked = {"spec": self._signed(spec), "fault": fault}
+        return (self._submitted("/jobs", asked) if key is None else self._json("POST", "/jobs", asked, key))["id"]
 
     def submit_all(self, specs: Sequence[dict[str, Any]]) -> tuple[list[str], dict[str, str], dict[str, PromiseView]]:
         """Submit jobs atomically; returns their ids once they are in the queue.
@@ -63,7 +72,7 @@ class Client:
         Also returns, by id, reasons why jobs are expected to miss their deadlines, and the promises to jobs with a
         guarantee. If one job is invalid, none is submitted.
         """
-        answer = self._json("POST", "/jobs/batch", {"jobs": [{"spec": self._signed(spec)} for spec in specs]})
+        answer = self._submitted("/jobs/batch", {"jobs": [{"spec": self._signed(spec)} for spec in specs]})
         return answer["ids"], answer["late"], answer["promises"]
 
     def whoami(self) -> dict[str, str]:
@@ -244,14 +253,42 @@ class Client:
 
     def _signed(self, spec: dict[str, Any]) -> dict[str, Any]:
         """The job with its user: the submitter, where it names none."""
-        return spec if spec.get("user") or not self._names_user else {**spec, "user": user_name()}
+        return spec if spec.get("user") or self._home is None else {**spec, "user": user_name()}
 
-    def _json(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
-        return self._send(method, path, body).json()
+    def _submitted(self, path: str, body: dict[str, Any]) -> Any:
+        """The answer to a submission, sent again under the same key where none comes."""
+        key, why = secrets.token_hex(16), ""
+        for pause_s in (0.0, *AGAIN_S):
+            time.sleep(pause_s)
+            try:
+                if why:
+                    self._find_again()
+                answer = self._http.post(path, json=body, headers={KEY: key})
+            except (httpx.HTTPError, ServiceError) as error:
+                if not why and isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
+                    raise _unanswered(error) from None  # it was not sent
+                why = str(error)
+                continue
+            if "retry-after" in answer.headers or (why and answer.status_code == httpx.codes.SERVICE_UNAVAILABLE):
+                why = _error_of(answer)
+                continue
+            _refuse_failed(answer)
+            return answer.json()
+        raise ServiceError(f"no service answered ({why}). `orc queue` shows whether anything was submitted")
 
-    def _send(self, method: str, path: str, body: dict[str, Any] | None = None) -> httpx.Response:
+    def _find_again(self) -> None:
+        """The service of a home listens on another port once it is started again. Raises ServiceError."""
+        if self._home is not None:
+            self._http.base_url = _local_url(self._home)
+
+    def _json(self, method: str, path: str, body: dict[str, Any] | None = None, key: str | None = None) -> Any:
+        return self._send(method, path, body, key).json()
+
+    def _send(
+        self, method: str, path: str, body: dict[str, Any] | None = None, key: str | None = None
+    ) -> httpx.Response:
         try:
-            answer = self._http.request(method, path, json=body)
+            answer = self._http.request(method, path, json=body, headers={KEY: key} if key else None)
         except httpx.HTTPError as error:
             raise _unanswered(error) from None
         _refuse_failed(answer)
@@ -284,6 +321,10 @@ def _refuse_failed(answer: httpx.Response) -> None:
     if answer.status_code == httpx.codes.UNPROCESSABLE_ENTITY:
         raise SpecError(said)
     raise ServiceError(said)
+
+
+def _local_url(home: Path) -> str:
+    return f"http://127.0.0.1:{service_file(home)['port']}"
 
 
 def service_file(home: Path) -> dict[str, Any]:

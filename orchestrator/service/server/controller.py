@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 
-from orchestrator.backends.ports import Backend, Decided, EventLog, decisions
+from orchestrator.backends.ports import Backend, Decided, EventLog, Submission, decisions
 from orchestrator.scheduling.base.migration import MOVE_GRACE_S
 from orchestrator.scheduling.queue.dependencies import resolved
 from orchestrator.scheduling.scheduler import Scheduler
@@ -20,7 +20,7 @@ from orchestrator.service.server.logs import about
 from orchestrator.service.server.tally import Figures, Tally
 from orchestrator.specs.actions import Archive, Launch, Stop
 from orchestrator.specs.attempt import Attempt, AttemptStatus, Evidence
-from orchestrator.specs.errors import ServiceError, SpecError, StorageError, closest
+from orchestrator.specs.errors import ServiceError, SpecError, StorageError, UncertainError, closest
 from orchestrator.specs.events import (
     CancelRequested,
     DrainRequested,
@@ -28,6 +28,7 @@ from orchestrator.specs.events import (
     Finished,
     NodesSeen,
     Observed,
+    RequestKey,
     Submitted,
     TimerFired,
 )
@@ -61,9 +62,11 @@ class _Request:
     """Jobs whose submitter waits for the commit."""
 
     jobs: Sequence[tuple[JobSpec, Fault | None]]
+    key: RequestKey | None = None
     ids: list[str] = field(default_factory=list)
     error: BaseException | None = None
     is_answered: bool = False
+    is_repeated: bool = False  # what it asks was done before
     woken: threading.Event = field(default_factory=threading.Event)  # answered, or chosen to commit the next group
 
 
@@ -93,6 +96,7 @@ class Controller:
         self.health = Health()
         self.health.watch(lambda: self._storage_problem)
         self._storage_problem: str | None = None
+        self._uncertain: UncertainError | None = None  # the journal may know what this process does not
         self._unkept: list[Event] = []  # told by the backend, and not in the journal yet
         self._journal = journal
         self._backend = backend
@@ -148,18 +152,20 @@ class Controller:
             at_s, tally = self._clock(), deepcopy(self._tally)
             return Figures(at_s=at_s, state=self._state, totals=totals, ends_s=ends_s, tally=tally)
 
-    def submit(self, spec: JobSpec, fault: Fault | None = None) -> str:
+    def submit(self, spec: JobSpec, fault: Fault | None = None, key: RequestKey | None = None) -> str:
         """Submit a job; returns its id once it is in the journal. Raises ServiceError if it cannot be stored."""
-        return self.submit_all([(spec, fault)])[0]
+        return self.submit_all([(spec, fault)], key)[0]
 
-    def submit_all(self, jobs: Sequence[tuple[JobSpec, Fault | None]]) -> list[str]:
+    def submit_all(self, jobs: Sequence[tuple[JobSpec, Fault | None]], key: RequestKey | None = None) -> list[str]:
         """Submit jobs atomically; returns their ids once they are in the journal. Raises ServiceError if they are not.
 
-        Raises SpecError if a job depends on an unknown job, or on one whose end excludes it, or missed its deadline.
+        Submitted again under the same key, they are the same jobs.
+        Raises SpecError if a job depends on an unknown job, or on one whose end excludes it, or missed its deadline, or
+        if something else was submitted under the key.
 
         Group commit: submissions that arrive during a transaction share the next one.
         """
-        request = _Request(jobs)
+        request = _Request(jobs, key)
         with self._queue:
             self._requests.append(request)
             leads, self._led = not self._led, True
@@ -175,7 +181,7 @@ class Controller:
                         self._requests[0].woken.set()
         if request.error is not None:
             raise request.error
-        if request.ids:
+        if request.ids and not request.is_repeated:
             log.info("submitted jobs=%d first=%s last=%s", len(request.ids), request.ids[0], request.ids[-1])
         return request.ids
 
@@ -261,6 +267,8 @@ class Controller:
 
     def turn(self, wait_s: float) -> None:
         """One iteration: perform pending actions, wait up to `wait_s` for events, decide, perform."""
+        if self._uncertain is not None:
+            raise self._uncertain
         self._journal.confirm()
         if self._storage_problem is not None:
             self._prove_storage()
@@ -301,22 +309,35 @@ class Controller:
 
     def _admit(self) -> None:
         """Commit waiting submissions, oldest first, in one transaction of about GROUP jobs."""
-        requests, events = list[_Request](), list[Event]()
         error: BaseException | None = None
         with self._changed:
-            while len(events) < GROUP and (request := self._next_request()) is not None:
-                requests.append(request)
-                try:
-                    events += self._submissions(request, self._state.submitted + len(events))
-                except SpecError as refused:
-                    request.error = refused
+            requests = self._next_requests()
             try:
-                self._apply(events)
+                self._apply(self._asked(requests))
             except BaseException as refused:  # re-raised in the thread of every submitter of this group
                 error = refused
         for request in requests:
             request.error, request.is_answered = request.error or error, True
             request.woken.set()
+
+    def _asked(self, requests: Sequence[_Request]) -> list[Submitted]:
+        """The new jobs of the requests; one that came before under its key, or in this group, asks for none."""
+        keys = [request.key.name for request in requests if request.key is not None]
+        known = dict(self._journal.submitted(keys)) if keys else {}
+        events = list[Submitted]()
+        for request in requests:
+            try:
+                before = known.get(request.key.name) if request.key is not None else None
+                if before is not None:
+                    _repeat(request, before)
+                    continue
+                events += self._submissions(request, self._state.submitted + len(events))
+            except SpecError as refused:
+                request.error = refused
+                continue
+            if request.key is not None:
+                known[request.key.name] = Submission(digest=request.key.digest, ids=tuple(request.ids))
+        return events
 
     def _submissions(self, request: _Request, submitted: int) -> list[Submitted]:
         """The request's jobs with new ids. Raises SpecError if one depends on an unknown job."""
@@ -337,19 +358,33 @@ class Controller:
                 array = job_id
             events.append(
                 Submitted(
-                    job_id=job_id, order=order, spec=spec, at_s=at_s, fault=fault, array=array, satisfied=satisfied
+                    job_id=job_id,
+                    order=order,
+                    spec=spec,
+                    at_s=at_s,
+                    fault=fault,
+                    array=array,
+                    satisfied=satisfied,
+                    request=request.key,
                 )
             )
         request.ids = [event.job_id for event in events]
         return events
 
-    def _next_request(self) -> _Request | None:
+    def _next_requests(self) -> list[_Request]:
+        """The oldest requests, of about GROUP jobs together."""
+        found, jobs = list[_Request](), 0
         with self._queue:
-            return self._requests.popleft() if self._requests else None
+            while self._requests and jobs < GROUP:
+                found.append(self._requests.popleft())
+                jobs += len(found[-1].jobs)
+        return found
 
     def _apply(self, events: Sequence[Event]) -> None:
         """Decide each event and commit all together; only then is the state visible and are actions performed."""
         with self._changed:
+            if self._uncertain is not None:
+                raise self._uncertain
             decided, taken_s = list[Decided](), list[float]()
             try:
                 for event in events:
@@ -365,6 +400,8 @@ class Controller:
             except BaseException as error:
                 if isinstance(error, StorageError):
                     self._note_storage(str(error))
+                if isinstance(error, UncertainError):
+                    self._uncertain = error
                 self._scheduler = self._scheduler_of(self._state)  # nothing of this has happened
                 raise
             self._state = state = self._scheduler.state
@@ -388,6 +425,8 @@ class Controller:
             self._journal.snapshot(self._state)
         except StorageError as error:
             self._note_storage(str(error))
+        except UncertainError as error:
+            self._uncertain = error  # what was appended is kept: whoever waits for that has an answer
         else:
             self._unsaved_events = 0
             self._note_storage(None)
@@ -442,6 +481,15 @@ class Controller:
         self._apply([Finished(job_id=attempt.job_id, number=attempt.number, evidence=evidence, at_s=self._clock())])
         job = self._state.jobs[attempt.job_id]
         self._take_up(job, job.attempts[attempt.number - 1])
+
+
+def _repeat(request: _Request, before: Submission) -> None:
+    """Answer as before. Raises SpecError where something else was asked then."""
+    assert request.key is not None
+    if request.key.digest != before.digest:
+        hint = "a key names one submission: send another one under a key of its own"
+        raise SpecError("another submission came under this key", source="Idempotency-Key", hint=hint)
+    request.ids, request.is_repeated = [*before.ids], True
 
 
 def _is_known(state: State, seen: NodesSeen) -> bool:

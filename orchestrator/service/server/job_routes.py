@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -56,6 +57,7 @@ from orchestrator.service.views.sweeps import SweepView, sweep_view
 from orchestrator.specs.access import Principal
 from orchestrator.specs.attempt import AttemptStatus
 from orchestrator.specs.errors import ServiceError, SpecError
+from orchestrator.specs.events import RequestKey
 from orchestrator.specs.fault import Fault
 from orchestrator.specs.job.paths import with_paths
 from orchestrator.specs.job.spec import JobSpec
@@ -69,6 +71,7 @@ WAIT_S_MAX = 10.0  # of a long poll
 RECEIVE_S = 900.0  # for an upload to arrive
 FOLLOW_S = 20.0  # of a log that is followed: a token that has ended reads no longer than that
 Traceparent = Annotated[str, Header(max_length=256)]  # W3C Trace Context
+IdempotencyKey = Annotated[str, Header(max_length=64)]  # names a submission: sent again, it makes no second job
 Rank = Annotated[int, Query(ge=0)]
 Offset = Annotated[int, Query(ge=0, le=NUMBER_MAX)]
 BYTES_SENT = {
@@ -80,22 +83,26 @@ def add_job_routes(app: FastAPI, service: Service, uploads: Uploads, waits: Wait
     controller, links = service.controller, Links(comparison_url)
 
     @app.post("/jobs", **answers(SubmittedAnswer))
-    def submit(request: SubmitRequest, sender: Sender, traceparent: Traceparent = "") -> dict[str, Any]:
-        began_s = time.time()
-        job_id = controller.submit(*_asked(request, "the submitted job", sender, uploads, service.sweeper))
+    def submit(
+        request: SubmitRequest, sender: Sender, traceparent: Traceparent = "", idempotency_key: IdempotencyKey = ""
+    ) -> dict[str, Any]:
+        began_s, key = time.time(), _key(idempotency_key, sender, request)
+        job_id = controller.submit(*_asked(request, "the submitted job", sender, uploads, service.sweeper), key)
         if service.tracing is not None:
             service.tracing.submitted([job_id], began_s, traceparent)
         return {"id": job_id, "late": late(controller.state, [job_id])}
 
     @app.post("/jobs/batch", **answers(BatchAnswer))
-    def submit_batch(request: BatchRequest, sender: Sender, traceparent: Traceparent = "") -> dict[str, Any]:
+    def submit_batch(
+        request: BatchRequest, sender: Sender, traceparent: Traceparent = "", idempotency_key: IdempotencyKey = ""
+    ) -> dict[str, Any]:
         """Submit all jobs or none, in one transaction."""
-        began_s = time.time()
+        began_s, key = time.time(), _key(idempotency_key, sender, request)
         asked = [
             _asked(one, f"submitted job {number}", sender, uploads, service.sweeper)
             for number, one in enumerate(request.jobs, 1)
         ]
-        ids = controller.submit_all(asked)
+        ids = controller.submit_all(asked, key)
         if service.tracing is not None:
             service.tracing.submitted(ids, began_s, traceparent)
         promises = {job_id: promise for job_id in ids if (promise := promise_view(job_of(service.controller, job_id)))}
@@ -238,6 +245,14 @@ async def _received(request: Request, file: Path) -> None:
     with file.open("wb") as opened:
         async for chunk in request.stream():
             await run_in_threadpool(opened.write, chunk)
+
+
+def _key(name: str, sender: Principal, request: SubmitRequest | BatchRequest) -> RequestKey | None:
+    """What the journal knows a submission by: the sender's name for it, and what it asks for."""
+    if not name:
+        return None
+    digest = hashlib.sha256(request.model_dump_json().encode(errors="surrogatepass")).hexdigest()
+    return RequestKey(name=f"{sender.name}/{name}", digest=digest)
 
 
 def _asked(

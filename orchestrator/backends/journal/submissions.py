@@ -1,0 +1,53 @@
+"""Submissions in the journal, by the keys that they were sent under: one that is sent again is known."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+
+import sqlalchemy as sa
+
+from orchestrator.backends.journal.database import Database
+from orchestrator.backends.ports import Submission
+from orchestrator.specs.events import Event, RequestKey, Submitted
+
+KEPT_S = 86_400.0  # as Stripe keeps its keys (docs.stripe.com/api/idempotent_requests)
+
+_submissions = sa.Table(
+    "submissions",
+    sa.MetaData(),
+    sa.Column("key", sa.Text, primary_key=True),
+    sa.Column("digest", sa.Text),
+    sa.Column("jobs", sa.Text),  # their ids, as JSON
+    sa.Column("at_s", sa.Float),
+)
+
+
+class Submissions:
+    """A table of a journal; every method may be called from any thread."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def add(self, connection: sa.Connection, events: Iterable[Event]) -> None:
+        """Keep the submissions that came under a key, in a transaction of the journal; older ones are forgotten."""
+        ids: dict[RequestKey, list[str]] = {}
+        at_s = 0.0
+        for event in events:
+            if isinstance(event, Submitted) and event.request is not None:
+                ids.setdefault(event.request, []).append(event.job_id)
+                at_s = event.at_s
+        if not ids:
+            return
+        connection.execute(_submissions.delete().where(_submissions.c.at_s < at_s - KEPT_S))
+        rows = [
+            {"key": key.name, "digest": key.digest, "jobs": json.dumps(jobs), "at_s": at_s} for key, jobs in ids.items()
+        ]
+        connection.execute(_submissions.insert(), rows)
+
+    def of(self, names: Sequence[str]) -> Mapping[str, Submission]:
+        """Those of these keys that something was submitted under in the last KEPT_S."""
+        wanted = sa.select(_submissions).where(_submissions.c.key.in_(names))
+        with self._database.transaction() as connection:
+            rows = connection.execute(wanted).all()
+        return {row.key: Submission(digest=row.digest, ids=tuple(json.loads(row.jobs))) for row in rows}
