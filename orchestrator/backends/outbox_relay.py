@@ -90,6 +90,7 @@ class OutboxRelay(Generic[Body]):
         for group, together in groups.items():  # in the order of their first rows: each moves the cursor
             if self._stop.is_set():
                 return False
+            self._outbox.database.confirm(asks=False)  # a service that was frozen sends nothing old
             self._send(group, together)
             sent = {number for number, _ in together}
             unsent = [number for number in unsent if number not in sent]

@@ -9,7 +9,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlsplit
 
@@ -413,6 +413,39 @@ def test_a_creation_that_came_true_after_its_timeout_leaves_no_second_run(
         say(journal, new_job("twice", ended(one), status=JobStatus.SUCCEEDED))
         assert tracker.wait_delivered(60)
     assert runs(server, "twice")["1"].info.status == "FINISHED"
+
+
+@pytest.mark.parametrize("its_job_ends", [True, False])
+def test_a_service_that_was_frozen_amid_a_creation_leaves_no_second_run(
+    its_job_ends: bool, server: MlflowServer
+) -> None:
+    """Another one took over, and recorded the same attempt, between its look at MLflow and its creation."""
+    from mlflow.exceptions import MlflowException
+
+    known = Known(state=State, job=lambda _: None, sweep=lambda _: None)
+    old, new = (MlflowTracker(server.uri, server.home, known) for _ in range(2))
+    name = f"frozen-{its_job_ends}".lower()
+    one = attempt(name, 1)
+    first = new_job(name)
+    later = new_job(name, ended(one), status=JobStatus.SUCCEEDED) if its_job_ends else new_job(name, one)
+    old.send([(1, Record(job=first))])
+    create = old._contact.client.create_run
+
+    def creates_late(*arguments: object, **named: object) -> object:
+        new.send([(2, Record(job=later, attempt=later.last))])
+        return create(*arguments, **named)
+
+    old._contact.client.create_run = creates_late
+    old.send([(2, Record(job=new_job(name, one), attempt=one))])
+    kept = runs(server, name)
+    assert set(kept) == {"0", "1"}
+    assert (kept["1"].info.end_time is not None) == its_job_ends, "a record that was whole was given up"
+    for tracker in (old, new):  # the one whose run was replaced finds the other
+        for _ in range(2):
+            with suppress(OSError, MlflowException):  # the relay sends again
+                tracker.send([(3, Record(job=new_job(name, ended(one), status=JobStatus.SUCCEEDED)))])
+    assert runs(server, name)["1"].info.run_id == kept["1"].info.run_id
+    assert runs(server, name)["1"].info.status == "FINISHED"
 
 
 def test_a_record_that_mlflow_refuses_holds_nobody_up(

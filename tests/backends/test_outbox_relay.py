@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.backends import outbox_relay
+from orchestrator.backends.journal import ownership
 from orchestrator.backends.journal.journal import Journal
 from orchestrator.backends.jsonl.tracker import JsonLinesTracker
 from orchestrator.backends.outbox_relay import REFUSALS_MAX, OutboxRelay
@@ -21,6 +22,7 @@ from orchestrator.specs.events import TimerFired
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.state import State
+from tests.backends.postgres import Server
 
 NOTHING = Known(state=State, job=lambda _: None, sweep=lambda _: None)
 
@@ -100,6 +102,32 @@ def test_what_was_sent_before_a_failure_is_not_sent_again(journal: Journal) -> N
     with relaying(journal, "flaky", tracker) as relay:
         assert relay.wait_delivered(30)
     assert tracker.kept == [(1, "first"), (2, "bad"), (3, "last")]
+
+
+def test_a_service_that_may_have_lost_its_journal_sends_nothing_more(
+    postgres: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that was frozen between two sends: what it has read may be old."""
+
+    class Frozen(Flaky):
+        def send(self, rows: Sequence[OutboxRow]) -> None:
+            super().send(rows)
+            if rows[0][1].job.id == "first":
+                monkeypatch.setattr(ownership, "SURE", 0.0)
+
+    with closing(Journal(postgres.new_database())) as journal:
+        journal.outbox.register(["flaky"])
+        say(journal, "first", "second")
+        tracker = Frozen()
+        with relaying(journal, "flaky", tracker) as relay:
+            while relay.problem is None and len(tracker.kept) < 2:
+                relay.notify()
+            assert [job_id for _, job_id in tracker.kept] == ["first"]
+            assert relay.problem is not None
+            assert "another service may own it" in relay.problem
+            monkeypatch.setattr(ownership, "SURE", 0.5)
+            assert relay.wait_delivered(60)
+        assert [job_id for _, job_id in tracker.kept] == ["first", "second"]
 
 
 def test_a_tracker_that_is_away_holds_up_no_other_and_its_rows_wait(journal: Journal, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -34,7 +35,23 @@ class Contact:
         self.run_ids: dict[str, str] = {}
         self.closed: set[str] = set()  # keys of runs that are complete
 
-    def find(self, key: str) -> list[Run]:
-        """The runs with this key; more than one where a creation that timed out came true."""
+    def found_or_created(self, key: str, start_ms: int, tags: Mapping[str, str], name: str) -> Run:
+        """The one run with this key, which is its tag `orc.run`."""
+        found = self.only(key)
+        if found is not None:
+            return found
+        run = self.client.create_run(self.experiment_id, start_time=start_ms, tags=dict(tags), run_name=name)
+        return self.only(key) or run  # another service may have created one since, and this one been frozen
+
+    def only(self, key: str) -> Run | None:
+        """The one run with this key, or None; where there are more, every service keeps the same one.
+
+        More than one are there where a creation that timed out came true, or one of a service that was frozen. The one
+        that has ended stays, else the first by id; the others are deleted.
+        """
         runs = self.client.search_runs([self.experiment_id], f"tags.`orc.run` = '{key}'", max_results=100)
-        return sorted(runs, key=lambda run: run.info.run_id)
+        first, *others = sorted(runs, key=lambda run: (run.info.end_time is None, run.info.run_id)) or (None,)
+        for other in others:
+            assert other is not None
+            self.client.delete_run(other.info.run_id)
+        return first

@@ -76,15 +76,7 @@ class Groups:
         """The id of the run of a comparison or a sweep, found or created."""
         key = tags["orc.run"]
         if key not in contact.run_ids:
-            runs = contact.find(key)
-            run = (
-                runs[0]
-                if runs
-                else contact.client.create_run(
-                    contact.experiment_id, start_time=int(1000 * begun_s), tags=tags, run_name=name
-                )
-            )
-            contact.run_ids[key] = run.info.run_id
+            contact.run_ids[key] = contact.found_or_created(key, int(1000 * begun_s), tags, name).info.run_id
         return contact.run_ids[key]
 
     def end_sweeps(self, contact: Contact) -> None:

@@ -169,15 +169,8 @@ class MlflowTracker(Tracker):
         """The id of the run with this key, found or created."""
         key = run_key(job, number)
         if key not in contact.run_ids:
-            runs = contact.find(key)
             tags = {"orc.run": key, "orc.job_id": job.id, "orc.attempt": str(number), **tags}
-            run = (
-                runs[0]
-                if runs
-                else contact.client.create_run(
-                    contact.experiment_id, start_time=content.start_ms, tags=tags, run_name=content.name
-                )
-            )
+            run = contact.found_or_created(key, content.start_ms, tags, content.name)
             contact.run_ids[key] = run.info.run_id
             if number and run.info.end_time is not None:
                 contact.closed.add(key)
@@ -202,9 +195,9 @@ class MlflowTracker(Tracker):
             client.log_text(run_id, text, path)
         if content.picture is not None:
             client.log_figure(run_id, figure(f"Plans of {content.name}", content.picture), "frontier.png")
-        for other in contact.find(key):  # a creation that timed out here may have come true there
-            if other.info.run_id != run_id:
-                client.delete_run(other.info.run_id)
+        kept = contact.only(key)  # a creation that timed out here may have come true there
+        if kept is None or kept.info.run_id != run_id:
+            raise ConnectionError(f"run {run_id} was replaced by another one of {key}")
         client.set_terminated(run_id, content.status, content.end_ms)
         contact.closed.add(key)
 
