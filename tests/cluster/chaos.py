@@ -19,13 +19,14 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psycopg
 from rich.console import Console
 
 from benchmarks.__main__ import FOLDER, table
@@ -39,9 +40,10 @@ from orchestrator.specs.run import JobFolder
 from tests.cluster.machines import NODES, Cluster, cluster, until
 
 SEEDS, STEPS, STEP_S = 5, 30, 0.15  # of the jobs
-ASKED_MAX = 30  # times that a submission is asked, for 2 s and more each
+ASKED_S = 120.0  # that a submission is asked for: a lease, and a start on a busy machine
 SETTLE_S = 120.0  # for the cluster to come back after the last fault
 JOB_S = 30.0  # more for each job
+RECORD_S = 2.0  # more for each attempt, until MLflow has its record
 KINDS = {  # of a fault -> seconds that it may last; 0: it is over at once
     "kill the service": 0.0,
     "kill the standby": 0.0,
@@ -114,6 +116,7 @@ class Night:
     """A cluster under faults, and what its clients were told."""
 
     cluster: Cluster
+    asked: int = 0  # submissions
     answered: list[str] = field(default_factory=list)
     unanswered: int = 0  # submissions that no service took, however often asked
     waits_s: list[float] = field(default_factory=list)  # until each of the others was answered
@@ -163,11 +166,12 @@ class Night:
         return None
 
     def submit(self, seed: int) -> None:
-        """Submit a job, asked again for as long as a failover may take; none counts that was not answered."""
-        spec, began_s = _spec(self.cluster, seed), time.monotonic()
-        for _ in range(ASKED_MAX):
+        """Submit a job, under one key to whichever service answers, for as long as a failover may take."""
+        spec, began_s, key = _spec(self.cluster, seed), time.monotonic(), f"chaos-{self.asked}"
+        self.asked += 1
+        while time.monotonic() < began_s + ASKED_S:
             with contextlib.suppress(AssertionError):  # no service yet
-                self.answered.append(self.cluster.asked(lambda client: client.submit(spec), "an answer", 2.0))
+                self.answered.append(self.cluster.asked(lambda client: client.submit(spec, key=key), "an answer", 2.0))
                 self.waits_s.append(time.monotonic() - began_s)
                 return
             self.cluster.supervise()
@@ -301,18 +305,24 @@ def real_spans(jobs: Sequence[Job], diaries: Mapping[str, Diary]) -> list[tuple[
     return found
 
 
-def records(made: Cluster) -> Counter[str]:
-    """How many ended MLflow runs each attempt has, by its name."""
+def not_recorded_once(attempts: Iterable[str], runs: Iterable[tuple[str, bool]]) -> list[str]:
+    """Attempts without exactly one run, or with one that has not ended, of runs (attempt, whether it has ended)."""
+    once, found = Counter((name, True) for name in attempts), Counter(runs)
+    return sorted({name for name, _ in (once - found) + (found - once)})
+
+
+def records(made: Cluster) -> list[tuple[str, bool]]:
+    """The MLflow runs of attempts: the attempt's name, and whether the run has ended."""
     from mlflow import MlflowClient
 
     client = MlflowClient(made.mlflow)
     experiments = [one.experiment_id for one in client.search_experiments() if one.name != "Default"]
-    found: Counter[str] = Counter()
+    found: list[tuple[str, bool]] = []
     token = None
     while True:
         page = client.search_runs(experiments, max_results=1000, page_token=token)
         children = [run for run in page if "mlflow.parentRunId" in run.data.tags]
-        found.update(run.info.run_name for run in children if run.info.status != "RUNNING")
+        found += [(str(run.info.run_name), run.info.status != "RUNNING") for run in children]
         token = page.token
         if not token:
             return found
@@ -361,6 +371,22 @@ def _settled(made: Cluster, patience_s: float) -> tuple[list[Job], list[Event]]:
         return list(journal.ended(1_000_000)), list(journal.events())
 
 
+def _undelivered(made: Cluster, patience_s: float) -> int:
+    """How many records MLflow lacks, once it lacks none or `patience_s` have passed."""
+    behind = "SELECT count(*) FROM outbox WHERE id > (SELECT last_row FROM trackers WHERE name = 'mlflow')"
+    waiting = [-1]
+
+    def none() -> bool:
+        made.supervise()
+        with contextlib.suppress(psycopg.OperationalError):  # it is coming back
+            waiting[0] = int(made.sql(behind)[0][0])
+        return waiting[0] == 0
+
+    with contextlib.suppress(AssertionError):
+        until(none, "the records", patience_s, 1.0)
+    return waiting[0]
+
+
 def _figures(night: Night, ended: Sequence[Job], events: Sequence[Event], disturbed_s: float) -> list[Figure]:
     made = night.cluster
     kept = {event.job_id for event in events if isinstance(event, Submitted)}
@@ -369,27 +395,29 @@ def _figures(night: Night, ended: Sequence[Job], events: Sequence[Event], distur
     diaries = {job.id: read_diary(JobFolder(made.home, job.id).output) for job in ended}
     attempts = [attempt for job in ended for attempt in job.attempts]
     names = Counter(attempt.name for attempt in attempts)
-    lacking: list[str] = []
+    waiting = _undelivered(made, SETTLE_S + RECORD_S * len(attempts))
+    runs: list[tuple[str, bool]] = []
 
-    def recorded() -> bool:
+    def answers() -> bool:
         made.supervise()
-        with contextlib.suppress(Exception):  # the server is coming back
-            found = records(made)
-            lacking[:] = sorted(name for name in names.keys() | found.keys() if found[name] != 1 or names[name] != 1)
-            return not lacking
+        with contextlib.suppress(Exception):  # MLflow is coming back
+            runs[:] = records(made)
+            return True
         return False
 
-    with contextlib.suppress(AssertionError):
-        until(recorded, "the records", SETTLE_S, 1.0)
+    until(answers, "MLflow's answer")
     broken = {
         "jobs that were answered for and are not in the journal": sorted(set(night.answered) - kept),
+        "submissions that became two jobs": sorted(kept)[night.asked :],
+        "submissions that were answered with one job": sorted((Counter(night.answered) - Counter(kept)).elements()),
         "jobs that have not ended": sorted(kept - {job.id for job in ended}),
         "jobs that ended otherwise than expected": [
             f"{job.id}: {job.status}, {job.reason}" for job in ended if job.status is not JobStatus.SUCCEEDED
         ],
         "pairs of attempts on one device at once, by the journal": overlaps(journalled_spans(ended, events)),
         "pairs of attempts on one device at once, by what ran": overlaps(real_spans(ended, diaries)),
-        "attempts without exactly one MLflow record": lacking,
+        "attempts of one name": sorted(name for name, count in names.items() if count != 1),
+        "attempts without exactly one MLflow record": not_recorded_once(names, runs),
         "loss curves that differ from an undisturbed run": changed_curves(
             diaries, {job_id: curves[seed] for job_id, seed in seeds.items()}
         ),
@@ -405,6 +433,7 @@ def _figures(night: Night, ended: Sequence[Job], events: Sequence[Event], distur
         informs("longest wait for the answer to a submission", max(night.waits_s, default=0.0), "s"),
         at_most("submissions that no service answered", night.unanswered, "", 0),
         at_least("jobs that ended", len(ended), "", len(night.answered)),
+        at_most("records that were not delivered", abs(waiting), "", 0),
         *(at_most(law, len(cases), "", 0) for law, cases in broken.items()),
     ]
 

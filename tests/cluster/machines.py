@@ -276,11 +276,11 @@ class Cluster:
 
     def raylet(self, node: str) -> int | None:
         """Process id of a node's raylet."""
-        return _of_ray("raylet", node)
+        return _of_ray("raylet", self.hosts[node])
 
     def ray_head(self) -> int | None:
         """Process id of the server that knows all nodes (GCS)."""
-        return _of_ray("gcs_server", "head")
+        return _of_ray("gcs_server", self.hosts["head"])
 
     def supervise(self) -> list[str]:
         """Start again what has ended, as systemd does; the names of what was started."""
@@ -437,12 +437,15 @@ def _add(made: Cluster, name: str, host: str, words: Sequence[str], env: dict[st
     part.start()
 
 
-def _of_ray(program: str, node: str) -> int | None:
-    for pid in _processes():
-        with contextlib.suppress(OSError):
-            command = Path(f"/proc/{pid}/cmdline").read_bytes()
-            if command.split(b"\0")[0].endswith(f"/{program}".encode()) and f"/tmp/ray-{node}".encode() in command:
-                return pid
+def _of_ray(program: str, host: Host) -> int | None:
+    with contextlib.suppress(OSError):
+        network = os.readlink(f"/proc/{first_child(host.init.pid)}/ns/net")  # another cluster may run on this machine
+        for pid in _processes():
+            with contextlib.suppress(OSError):
+                command = Path(f"/proc/{pid}/cmdline").read_bytes()
+                is_it = command.split(b"\0")[0].endswith(f"/{program}".encode())
+                if is_it and os.readlink(f"/proc/{pid}/ns/net") == network:
+                    return pid
     return None
 
 
