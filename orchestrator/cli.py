@@ -126,13 +126,15 @@ def up(
 ) -> None:
     """Start the service; without a cluster file on this machine's GPUs, else on two virtual devices."""
     from orchestrator.service.server.client import service_file
-    from orchestrator.service.server.endpoint import endpoint_of, kept_endpoint
+    from orchestrator.service.server.endpoint import endpoint_of, kept_endpoint, parse_listen
     from orchestrator.service.server.intake import read_cluster
     from orchestrator.service.server.join_token import make_join_token
     from orchestrator.service.server.lifecycle import become, start
 
     home = home.expanduser()
     read_cluster(cluster)
+    if ray is not None:
+        parse_listen(ray, "--ray", "head:6379")
     os.environ[LOG_FORMAT] = log_format  # the service inherits it
     if listen is None and (tls_cert or tls_key or allowed_hosts):
         raise SpecError("say where other machines are served", source="--listen", allowed="HOST:PORT")

@@ -16,9 +16,11 @@ from orchestrator.backends.journal.journal import Journal
 from orchestrator.backends.mlflow.server import MlflowServer
 from orchestrator.backends.ray import embedded as embedded_ray
 from orchestrator.service.server.client import is_up, process_is_alive, service_file
-from orchestrator.service.server.lifecycle import journal_url, start, stop
+from orchestrator.service.server.endpoint import FILE, endpoint_of, endpoint_text
+from orchestrator.service.server.lifecycle import journal_url, prepare, start, stop
 from orchestrator.specs.errors import ServiceError
 from tests.backends.ray_jobs import until
+from tests.service.test_reach import free_port
 
 GONE_S = 120.0
 NO_RAY = "127.0.0.1:1"
@@ -107,3 +109,33 @@ def test_up_in_the_foreground_leaves_the_note_of_the_service_that_acts(tmp_path:
     with closing(Journal(journal_url(home))):  # another service owns it
         subprocess.run(command, env={**os.environ, "ORC_MLFLOW": "http://127.0.0.1:1"}, timeout=GONE_S, check=False)
     assert (home / "service.json").read_text() == note
+
+
+def test_a_service_listens_where_it_was_told_to_though_another_one_of_its_home_has_noted_its_own_since(
+    tmp_path: Path,
+) -> None:
+    home, variables = tmp_path / "home", {**os.environ, "ORC_MLFLOW": "http://127.0.0.1:1"}
+    prepare(home)
+    own, other = (endpoint_of(home, f"127.0.0.1:{free_port()}", None, None, ()) for _ in range(2))
+    command = [sys.executable, "-m", "orchestrator.cli", "up", "--foreground", "--home", str(home), "--ray", NO_RAY]
+    command += ["--listen", f"{own.host}:{own.port}"]
+    with subprocess.Popen(command, env=variables, stderr=subprocess.DEVNULL) as process:
+        until(lambda: is_up(home), "the service", GONE_S)
+        became = Path(f"/proc/{process.pid}/cmdline").read_text().rstrip("\0").split("\0")
+        process.terminate()
+    (home / FILE).write_text(endpoint_text(other))
+    with subprocess.Popen(became, env=variables, stderr=subprocess.DEVNULL) as process:
+        until(lambda: is_up(home), "the service that started a moment later", GONE_S)
+        assert embedded_ray.accepts(f"{own.host}:{own.port}", 5.0)
+        assert not embedded_ray.accepts(f"{other.host}:{other.port}", 5.0)
+        process.terminate()
+
+
+@pytest.mark.parametrize("typo", ["head", "head:", "head:ray", ":6379", "auto"])
+def test_an_address_of_ray_that_is_none_is_refused_before_anything_starts(typo: str, tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    command = [sys.executable, "-m", "orchestrator.cli", "up", "--home", str(home), "--ray", typo]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=GONE_S, check=False)
+    assert ended.returncode == 2
+    assert ended.stderr.startswith(f"--ray: not an address\n  given:   {typo!r}\n")
+    assert not (home / "service.json").exists()

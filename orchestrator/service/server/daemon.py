@@ -41,7 +41,7 @@ from orchestrator.service.server.cluster_file import joined_nodes, kept_cluster,
 from orchestrator.service.server.controller import Controller
 from orchestrator.service.server.dependencies import Pages, Service
 from orchestrator.service.server.detection import node_name
-from orchestrator.service.server.endpoint import LOOPBACK, Endpoint, kept_endpoint
+from orchestrator.service.server.endpoint import LOOPBACK, Endpoint, endpoint_from, kept_endpoint
 from orchestrator.service.server.health import Health
 from orchestrator.service.server.home_watch import HomeWatch
 from orchestrator.service.server.lifecycle import journal_url, prepare, write_service_file
@@ -69,6 +69,7 @@ def main(pages: Pages) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--home", type=Path, required=True)
     parser.add_argument("--standby", action="store_true", help="wait for a lease that another service holds")
+    parser.add_argument("--endpoint", default="", help="where it listens, as JSON; default: what the home keeps")
     said = parser.parse_args()
     home: Path = said.home.resolve()
     try:
@@ -79,21 +80,23 @@ def main(pages: Pages) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     try:
-        serve(home, pages, stop, down, standby=said.standby)
+        serve(home, pages, stop, down, endpoint_from(said.endpoint), standby=said.standby)
     except OrchestratorError as error:
         log.critical("%s", error)
         sys.exit(1)
     log.info("ended")
 
 
-def serve(home: Path, pages: Pages, stop: threading.Event, down: threading.Event, *, standby: bool) -> None:
-    """Run everything until `stop` is set. Raises OrchestratorError.
+def serve(
+    home: Path, pages: Pages, stop: threading.Event, down: threading.Event, endpoint: Endpoint | None, *, standby: bool
+) -> None:
+    """Run everything until `stop` is set, at `endpoint` or where the home says. Raises OrchestratorError.
 
     With `down`, Ray and the trackers' processes stop too. A failed start stops them as well, unless Ray ran before:
     jobs may run there. A standby waits for the lease of another service; the home is read only after that.
     """
     prepare(home)
-    endpoint, is_serving = kept_endpoint(home), threading.Event()
+    endpoint, is_serving = endpoint or kept_endpoint(home), threading.Event()
     with ExitStack() as stack:
         background = stack.enter_context(ThreadPoolExecutor(1))
         background.submit(measured, kept_cluster(home), home)  # kept by then: a standby takes over in seconds

@@ -48,11 +48,11 @@ def fingerprint_of(certificate_pem: str) -> str:
     return f"sha256:{hashlib.sha256(ssl.PEM_cert_to_DER_cert(first)).hexdigest()}"
 
 
-def parse_listen(text: str) -> tuple[str, int]:
-    """Host and port of `--listen HOST:PORT`; an IPv6 address stands in brackets. Raises SpecError."""
+def parse_listen(text: str, source: str = "--listen", example: str = "0.0.0.0:8443") -> tuple[str, int]:
+    """Host and port of HOST:PORT; an IPv6 address stands in brackets. Raises SpecError, which names the `source`."""
     host, colon, port = text.rpartition(":")
     if not colon or not host or not port.isdecimal() or not 0 < int(port) < 2**16:
-        raise SpecError("not an address", source="--listen", got=text, allowed="HOST:PORT, such as 0.0.0.0:8443")
+        raise SpecError("not an address", source=source, got=text, allowed=f"HOST:PORT, such as {example}")
     return host.strip("[]"), int(port)
 
 
@@ -115,7 +115,11 @@ def endpoint_text(endpoint: Endpoint) -> str:
 def kept_endpoint(home: Path) -> Endpoint | None:
     """The endpoint that the last `orc up --listen` asked for; None: the loopback alone."""
     path = home / FILE
-    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    return endpoint_from(path.read_text(encoding="utf-8") if path.exists() else "")
+
+
+def endpoint_from(text: str) -> Endpoint | None:
+    """The endpoint that `endpoint_text` wrote; None where it is empty."""
     if not text:
         return None
     kept = json.loads(text)

@@ -60,6 +60,7 @@ def become(home: Path, cluster: Path | None, ray_address: str | None, endpoint: 
 
     Where another service owns a PostgreSQL journal, it is a standby and waits for the lease.
     `service.json` stays until the service serves: a standby that shares the home must not hide the one that acts.
+    Each of several services listens where it was told to; the home keeps the endpoint of the one that started last.
     """
     prepare(home)
     _refuse_another_machine(home)
@@ -67,6 +68,8 @@ def become(home: Path, cluster: Path | None, ray_address: str | None, endpoint: 
         if _keep_world(home, cluster, ray_address, endpoint) is None:
             raise ServiceError(f"the service of {home} is up already: `orc down` stops it")
     command = [*_daemon(home), "--standby"]
+    if endpoint is not None:  # another service of this home may have noted its own since
+        command += ["--endpoint", endpoint_text(endpoint)]
     os.execv(command[0], command)
 
 
