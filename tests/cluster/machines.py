@@ -11,12 +11,14 @@ import os
 import pwd
 import secrets
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -37,6 +39,7 @@ from tests.hosts import Host, first_child, hosts
 NODES = ("n0", "n1", "n2")
 SERVICE_PORT, RAY_PORT, DATABASE_PORT, MLFLOW_PORT = 8443, 6379, 5432, 5000
 PATIENCE_S = 240.0
+ESTABLISHED = "01"  # in /proc/net/tcp
 NOWHERE = "02:00:00:00:00:01"  # a link address of no machine: what is sent there is lost, what comes still arrives
 CLUSTER = """\
 name: hosts
@@ -44,13 +47,21 @@ network_bandwidth: 1GB/s
 launch_cost: 5s
 trackers: [mlflow, jsonl]
 nodes:
-  - name: n
-    count: 3
+"""
+NODE = """\
+  - name: {name}
+    rack: {rack}
     devices: 2
     host_memory: 4GiB
-    device: {name: virtual-256MiB, kind: virtual, memory: 256MiB, bf16_tflops: 0.02, fp32_tflops: 0.05,
-             memory_bandwidth: 8GB/s, link_bandwidth: 1GB/s}
+    device: {{name: virtual-256MiB, kind: virtual, memory: 256MiB, bf16_tflops: 0.02, fp32_tflops: 0.05,
+              memory_bandwidth: 8GB/s, link_bandwidth: 1GB/s}}
 """
+RACKS = {"n0": "r1", "n1": "r2", "n2": "r2"}
+MAINTENANCE = """\
+maintenance:
+  - {{start: "{start}", end: "{end}", nodes: [{node}]}}
+"""
+CLUSTER_TEXT = CLUSTER + "".join(NODE.format(name=name, rack=rack) for name, rack in RACKS.items())
 Found = TypeVar("Found")
 
 
@@ -256,6 +267,24 @@ class Cluster:
     def heal(self, node: str, address: str) -> None:
         self.hosts[node].run("ip", "neigh", "del", address, "dev", "e0", code=None)
 
+    def maintain(self, node: str, start_s: float, end_s: float) -> None:
+        """Plan a maintenance of a node, and start both services again with it."""
+        start, end = (datetime.fromtimestamp(at_s, UTC).isoformat() for at_s in (start_s, end_s))
+        planned = MAINTENANCE.format(start=start, end=end, node=node)
+        (self.folder / "cluster.yaml").write_text(CLUSTER_TEXT + planned)
+        for one in ("n0", "n1"):
+            self.parts[f"service-{one}"].kill()
+            self.parts[f"service-{one}"].start()
+
+    def peers(self, pid: int) -> set[tuple[str, int, str, int]]:
+        """The TCP connections of a process: its address and port, and those of the other end."""
+        sockets = set()
+        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                sockets.add(os.readlink(descriptor).removeprefix("socket:[").rstrip("]"))
+        lines = [line.split() for table in ("tcp", "tcp6") for line in _lines(Path(f"/proc/{pid}/net/{table}"))[1:]]
+        return {(*_end(one[1]), *_end(one[2])) for one in lines if one[3] == ESTABLISHED and one[9] in sockets}
+
     def ranks(self) -> list[int]:
         """Process ids of the ranks that run on any host."""
         found = []
@@ -410,7 +439,7 @@ def _mlflow(made: Cluster) -> None:
 
 
 def _services(made: Cluster) -> None:
-    (made.folder / "cluster.yaml").write_text(CLUSTER)
+    (made.folder / "cluster.yaml").write_text(CLUSTER_TEXT)
     env = {"ORC_JOURNAL": made.dsn, "ORC_MLFLOW": made.mlflow}
     allowed = [word for node in ("n0", "n1") for word in ("--allowed-host", made.hosts[node].address)]
     words = [
@@ -447,6 +476,16 @@ def _of_ray(program: str, host: Host) -> int | None:
                 if is_it and os.readlink(f"/proc/{pid}/ns/net") == network:
                     return pid
     return None
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text().splitlines()
+
+
+def _end(text: str) -> tuple[str, int]:
+    """Address and port as /proc/net writes them: 32 bits in the machine's order, of IPv6 the last ones."""
+    address, _, port = text.partition(":")
+    return socket.inet_ntoa(int(address[-8:], 16).to_bytes(4, sys.byteorder)), int(port, 16)
 
 
 def _processes() -> list[int]:

@@ -32,6 +32,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
 STEPS = 12
 MOVED_STEPS = 800  # more than a host takes between its cut and its loss: it trains on, since files are shared
+MAINTAINED_AFTER_S, MAINTAINED_S = 60.0, 15.0  # after the services start again, which takes a busy machine a while
 FAILOVER_S = 20.0
 RETRIED = ("node_lost", "startup", "hung", "preempted")
 DECODER = """\
@@ -132,6 +133,26 @@ def test_a_gang_over_two_hosts_trains_as_one_host_does(hosts_of_our_own: Cluster
     assert losses(cluster, wide) == pytest.approx(losses(cluster, narrow), rel=1e-3)
 
 
+def test_a_gang_of_two_hosts_stays_in_one_rack_and_its_ranks_talk_by_the_hosts_addresses(
+    hosts_of_our_own: Cluster,
+) -> None:
+    """By name and by load n0 and n1 would do as well, but they stand in two racks."""
+    cluster = hosts_of_our_own
+    job_id = decoder(cluster, "racked", 4, steps=300)
+    saves(cluster, job_id)  # every rank has spoken to every other by then
+    ranks = [(pid, cluster.peers(pid)) for pid in cluster.ranks()]
+    addresses = {name: host.address for name, host in cluster.hosts.items()}
+    job = cluster.ended(job_id)
+    assert job["status"] == "succeeded", job
+    assert all(nodes == {"n1", "n2"} for nodes in nodes_of(job)), job
+    ends = [(own, other) for _, found in ranks for own, _, other, _ in found]
+    assert len(ranks) == 4
+    assert not [pair for pair in ends if pair[0].startswith("127.") or pair[1].startswith("127.")], "by the loopback"
+    assert {other for _, other in ends} == {addresses["n1"], addresses["n2"]}
+    for _, found in ranks:
+        assert {other for _, _, other, _ in found} == {addresses["n1"], addresses["n2"]}, "not with every other rank"
+
+
 def test_out_of_memory_on_the_device_of_a_host_is_recovered_from(hosts_of_our_own: Cluster) -> None:
     cluster = hosts_of_our_own
     script = Path(__file__).parents[2] / "jobs" / "demo" / "train_bytes.py"
@@ -181,6 +202,29 @@ def test_a_host_that_is_cut_off_is_lost_and_its_job_goes_on_elsewhere(hosts_of_o
     cluster.parts["ray-n2"].start()
     until(lambda: "n2" in cluster.asked(lambda client: [one["name"] for one in client.cluster()["nodes"]], "n2"), "n2")
     cluster.await_replication()
+
+
+def test_a_host_is_left_before_its_maintenance_and_taken_again_after_it(hosts_of_our_own: Cluster) -> None:
+    cluster = hosts_of_our_own
+    for node in ("n0", "n1"):
+        cluster.asked(lambda client, node=node: client.drain(node, undo=False), f"the drain of {node}")
+    try:
+        leaves = decoder(cluster, "leaves", 2, steps=MOVED_STEPS)
+        saves(cluster, leaves)
+        start_s = time.time() + MAINTAINED_AFTER_S
+        end_s = start_s + MAINTAINED_S
+        cluster.maintain("n2", start_s, end_s)
+        waits = decoder(cluster, "waits", 2)  # no other host takes anything
+        jobs = [cluster.ended(leaves), cluster.ended(waits)]
+    finally:
+        for node in ("n0", "n1"):
+            cluster.asked(lambda client, node=node: client.drain(node, undo=True), f"the end of the drain of {node}")
+    assert [job["status"] for job in jobs] == ["succeeded"] * 2, jobs
+    first, *later = jobs[0]["attempts"]
+    assert (first["outcome"], nodes_of(jobs[0])[0]) == ("moved", {"n2"})
+    assert first["ended_at_s"] < start_s, "it ran into the maintenance"
+    assert all(one["launched_at_s"] >= end_s for one in (*later, *jobs[1]["attempts"])), "one began in the maintenance"
+    assert list(losses(cluster, leaves)) == list(range(1, MOVED_STEPS + 1))
 
 
 def test_a_standby_takes_over_from_a_killed_service_and_its_jobs_run_on(hosts_of_our_own: Cluster) -> None:

@@ -7,7 +7,8 @@ import shutil
 import sqlite3
 import subprocess
 import sys
-from contextlib import closing
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -119,23 +120,34 @@ def test_a_service_listens_where_it_was_told_to_though_another_one_of_its_home_h
     own, other = (endpoint_of(home, f"127.0.0.1:{free_port()}", None, None, ()) for _ in range(2))
     command = [sys.executable, "-m", "orchestrator.cli", "up", "--foreground", "--home", str(home), "--ray", NO_RAY]
     command += ["--listen", f"{own.host}:{own.port}"]
-    with subprocess.Popen(command, env=variables, stderr=subprocess.DEVNULL) as process:
+    with running(command, variables) as process:
         until(lambda: is_up(home), "the service", GONE_S)
         became = Path(f"/proc/{process.pid}/cmdline").read_text().rstrip("\0").split("\0")
-        process.terminate()
     (home / FILE).write_text(endpoint_text(other))
-    with subprocess.Popen(became, env=variables, stderr=subprocess.DEVNULL) as process:
+    with running(became, variables):
         until(lambda: is_up(home), "the service that started a moment later", GONE_S)
         assert embedded_ray.accepts(f"{own.host}:{own.port}", 5.0)
         assert not embedded_ray.accepts(f"{other.host}:{other.port}", 5.0)
-        process.terminate()
+
+
+@contextmanager
+def running(command: Sequence[str], variables: Mapping[str, str]) -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen(command, env=variables, stderr=subprocess.DEVNULL) as process:
+        try:
+            yield process
+        finally:
+            process.terminate()
 
 
 @pytest.mark.parametrize("typo", ["head", "head:", "head:ray", ":6379", "auto"])
 def test_an_address_of_ray_that_is_none_is_refused_before_anything_starts(typo: str, tmp_path: Path) -> None:
     home = tmp_path / "home"
     command = [sys.executable, "-m", "orchestrator.cli", "up", "--home", str(home), "--ray", typo]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=GONE_S, check=False)
+    try:
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=GONE_S, check=False)
+    finally:
+        if (home / "service.json").exists():
+            stop(home, force=True)
     assert ended.returncode == 2
     assert ended.stderr.startswith(f"--ray: not an address\n  given:   {typo!r}\n")
-    assert not (home / "service.json").exists()
+    assert not home.exists()
