@@ -9,7 +9,7 @@ from math import log
 from statistics import fmean
 
 from benchmarks.figure import Figure, at_most, informs, say
-from orchestrator.backends.simulated.traces import Arrival, Trace, job_spec_from_trace
+from orchestrator.backends.simulated.traces import Arrival, job_spec_from_trace
 from orchestrator.scheduling.scheduler import Scheduler
 from orchestrator.service.commands.simulate import FOREVER_S, Trouble, Unkept, backend_for, quantile
 from orchestrator.service.server.controller import Controller
@@ -74,7 +74,7 @@ def decisions_at(cluster: ClusterSpec, pending: int, decisions: int) -> tuple[in
     kinds = [_kind(draw) for _ in range(40)]
     arrivals = [_arrival(draw, kinds) for _ in range(pending + RUNNING + decisions)]
     coming = iter(arrivals)
-    backend = backend_for(Trace(name="deep", arrivals=tuple(arrivals)), cluster, seed=0, trouble=Trouble())
+    backend = backend_for(arrivals, cluster, seed=0, trouble=Trouble())
     taken_s: list[float] = []
     ended = 0
 

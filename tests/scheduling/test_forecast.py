@@ -41,7 +41,7 @@ def test_eight_of_ten_jobs_start_and_end_within_what_was_told_of_them(kind: Call
         draw = random.Random(seed)
         jobs = tuple(Arrival(at_s=0.0, spec=kind(draw)) for _ in range(24))
         trace, cluster = misjudged(Trace(name="night", arrivals=jobs), SUPPOSED_SPREAD, seed), cluster_of(1, 10.0)
-        backend = backend_for(trace, cluster, seed=seed, trouble=Trouble())
+        backend = backend_for(trace.arrivals, cluster, seed=seed, trouble=Trouble())
         controller = Controller(Unkept(), backend, backend.now)
         controller.turn(0.0)
         controller.submit_all([(one.spec, None) for one in trace.arrivals])

@@ -61,7 +61,7 @@ class Watched:
         self.controller = Controller(self.journal, self.backend, lambda: self.now_s)
         self.controller.turn(0.0)
         targets = targets_of(self.spec, "c", {})
-        self.notifier = Notifier(self.spec, targets, self.journal.notices, self.controller, lambda: self.now_s)
+        self.notifier = Notifier(self.spec, targets, self.journal.notices, self.controller, lambda: self.now_s, list)
 
     def told(self) -> list[tuple[str, str]]:
         self.notifier.look()
@@ -113,7 +113,7 @@ def test_a_target_is_tried_by_an_operator_and_its_problem_is_told_without_its_ur
     world = World(tmp_path)
     spec = NotifySpec.model_validate(NOTIFY)
     targets = targets_of(spec, "c", {"ORC_URL": hook.url, "ORC_SECRET": SECRET})
-    notifier = Notifier(spec, targets, world.journal.notices, world.controller, lambda: SEVEN_S)
+    notifier = Notifier(spec, targets, world.journal.notices, world.controller, lambda: SEVEN_S, list)
     assert notifier.test([]) == {"hook": None}
     (_, body), *_ = hook.got
     assert json.loads(body)["type"] == "orc.test"

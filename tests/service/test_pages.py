@@ -315,7 +315,7 @@ def test_a_play_is_bounded_and_its_late_jobs_are_counted(world: World) -> None:
     assert "no job runs or waits" in refused.text
     slow = {"training": {**_spec()["training"], "max_steps": 100_000_000}, "deadline": "23:59 UTC"}
     assert world.client.post("/jobs", json={"spec": _spec() | slow}).status_code == 200
-    found = what_if(world.controller.state, cluster := read_cluster(None), cluster, [])
+    found = what_if(world.controller.state, cluster := read_cluster(None), cluster, [], {}, world.home)
     assert (found.late_now, found.late_then) == (1, 1)
     jobs = {"jobs": [{"spec": _spec()}] * JOBS_MAX}
     assert world.client.post("/jobs/batch", json=jobs).status_code == 200

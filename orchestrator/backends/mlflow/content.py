@@ -301,7 +301,12 @@ def comparison_note(found: Comparison, link: str) -> str:
 
 def sweep_note(found: SweepReport, link: str) -> str:
     """The description of a sweep's run in Markdown: its best trial, and a table of its trials."""
-    lines = [f"**{found.best_said or 'No trial succeeded'}**", "", f"{found.state}. [Compare the trials]({link})", ""]
+    lines = [
+        f"**{found.best_said or 'No trial succeeded'}**",
+        "",
+        f"{found.state}; {found.cost_said}. [Compare the trials]({link})",
+        "",
+    ]
     lines += [f"| trial | {found.metric} | parameters | plan | end |", "|---|---|---|---|---|"]
     for trial in found.trials:
         value = "-" if trial.value is None else f"{trial.value:.6g}"

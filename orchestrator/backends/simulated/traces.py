@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from decimal import Decimal
 from functools import cache
@@ -49,6 +49,7 @@ class Trace:
 
     name: str
     arrivals: tuple[Arrival, ...]
+    trials: Mapping[str, tuple[Arrival, ...]] = field(default_factory=dict)  # still to come, by id of the sweep
 
 
 def read_trace(path: Path) -> Trace:
@@ -83,7 +84,11 @@ def misjudged(trace: Trace, sigma: float, seed: int) -> Trace:
     if not sigma:
         return trace
     draw = stream(seed, "misjudged")
-    return replace(trace, arrivals=tuple(_misjudged(one, draw.lognormvariate(0.0, sigma)) for one in trace.arrivals))
+    arrivals, *of_sweeps = (
+        tuple(_misjudged(one, draw.lognormvariate(0.0, sigma)) for one in each)
+        for each in (trace.arrivals, *trace.trials.values())
+    )
+    return replace(trace, arrivals=arrivals, trials=dict(zip(trace.trials, of_sweeps, strict=True)))
 
 
 def _misjudged(arrival: Arrival, factor: float) -> Arrival:

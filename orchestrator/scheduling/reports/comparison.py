@@ -18,6 +18,7 @@ from orchestrator.planning.search import frontier
 from orchestrator.scheduling.base.node_groups import Group, groups_of
 from orchestrator.scheduling.failures.observation import ran_out
 from orchestrator.scheduling.options.job_options import learned
+from orchestrator.scheduling.reports.cost import SECONDS_AN_HOUR
 from orchestrator.specs.cluster import DeviceKind, DeviceSpec
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.pins import in_words
@@ -31,7 +32,6 @@ from orchestrator.specs.units import format_bytes
 BACKWARD_FLOPS = 2.0  # times those of the forward pass (arXiv:2204.02311, appendix B: MFU counts no recomputation)
 ALIKE = 1.03  # step times and costs that differ by less are called the same
 NAMED_MAX = 3  # strategies that a verdict names for one reason
-SECONDS_AN_HOUR = 3600.0
 
 
 class Outcome(StrEnum):

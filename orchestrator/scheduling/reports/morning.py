@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from orchestrator.memory.calibration.calibrate import MARGIN
 from orchestrator.memory.calibration.correction import predicted_peak_bytes
 from orchestrator.scheduling.failures.observation import ran_out
+from orchestrator.scheduling.reports.cost import prices, spent
 from orchestrator.scheduling.reports.deadlines import late
+from orchestrator.scheduling.reports.sweep import SweepReport
 from orchestrator.specs.attempt import Attempt, AttemptStatus, FailureKind
 from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.plan import in_short
@@ -71,6 +73,7 @@ class Cost:
     probing_s: float
     idle_s: float  # of the nodes that live now
     saved_s: float  # of `trained_s`, by jobs that succeeded after a failure: run as requested, they would have ended
+    money: float | None  # for all that was held, where every device has a price
 
     @property
     def held_s(self) -> float:
@@ -91,6 +94,7 @@ class MorningReport:
     late: tuple[Line, ...]
     running: tuple[Line, ...]
     waiting: tuple[Line, ...]
+    sweeps: tuple[Line, ...]  # that had trials within it: how far, the best trial, and what all trials cost
     misses: tuple[Miss, ...]  # predictions wrong by more than the margin, the worst first
     cost: Cost
     to_do: tuple[str, ...]
@@ -103,8 +107,10 @@ def ended_at_s(job: Job) -> float:
     return max((one.ended_at_s for one in job.attempts if one.ended_at_s is not None), default=job.submitted_at_s)
 
 
-def morning_report(state: State, ended: Iterable[Job], since_s: float, until_s: float) -> MorningReport:
-    """The report of a span of time: `ended` are archived jobs, of which those that ended before it are left out."""
+def morning_report(
+    state: State, ended: Iterable[Job], since_s: float, until_s: float, sweeps: Iterable[SweepReport] = ()
+) -> MorningReport:
+    """The report of a span of time: jobs that ended before it, and sweeps without a trial in it, are left out."""
     known = {job.id: job for job in (*ended, *state.jobs.values())}
     jobs = sorted(
         (job for job in known.values() if not job.status.ended or ended_at_s(job) >= since_s), key=lambda job: job.order
@@ -114,6 +120,7 @@ def morning_report(state: State, ended: Iterable[Job], since_s: float, until_s: 
         if not (job.status is JobStatus.REFUSED and job.spec.member is not None and job.spec.member.compared):
             by_status[job.status].append(job)  # a strategy without a plan is what a comparison has found out
     missed = _late(state, jobs)
+    told = {job.id for job in jobs}
     recovered = {job.id for job in by_status[JobStatus.SUCCEEDED] if _failures(job)}
     spans = tuple(_spans(jobs, since_s, until_s))
     nodes = {node.name: node.devices for node in state.nodes}
@@ -130,8 +137,9 @@ def morning_report(state: State, ended: Iterable[Job], since_s: float, until_s: 
         late=missed,
         running=_lines(by_status[JobStatus.RUNNING], _progress),
         waiting=_lines(by_status[JobStatus.QUEUED], _reason),
+        sweeps=tuple(_sweep(one) for one in sweeps if not told.isdisjoint(trial.job for trial in one.trials)),
         misses=tuple(_misses(jobs, since_s)),
-        cost=_cost(state, spans, since_s, until_s, recovered),
+        cost=_cost(state, jobs, spans, since_s, until_s, recovered),
         to_do=tuple(_to_do(state, by_status, missed)),
         nodes=dict(sorted(nodes.items())),
         spans=spans,
@@ -176,6 +184,12 @@ def _recovery(job: Job) -> str:
         assert failed.failure is not None, failed.name
         said.append(f"{failed.failure.kind.value}{change}")
     return "; then ".join(said)
+
+
+def _sweep(sweep: SweepReport) -> Line:
+    best = f"best {sweep.best_said}" if sweep.best_said else "no trial succeeded" if sweep.ended else "no best yet"
+    said = "; ".join((sweep.state, best, sweep.cost_said))
+    return Line(id=sweep.id, name=sweep.name, user=sweep.user, said=said)
 
 
 def _late(state: State, jobs: Iterable[Job]) -> tuple[Line, ...]:
@@ -233,7 +247,9 @@ def _spans(jobs: Iterable[Job], since_s: float, until_s: float) -> Iterator[Span
                 )
 
 
-def _cost(state: State, spans: Iterable[Span], since_s: float, until_s: float, recovered: Set[str]) -> Cost:
+def _cost(
+    state: State, jobs: Sequence[Job], spans: Iterable[Span], since_s: float, until_s: float, recovered: Set[str]
+) -> Cost:
     saved_s = 0.0
     held = {"trained": 0.0, "lost": 0.0, "probing": 0.0}
     for span in spans:
@@ -247,6 +263,7 @@ def _cost(state: State, spans: Iterable[Span], since_s: float, until_s: float, r
         probing_s=held["probing"],
         idle_s=max(0.0, capacity_s - sum(held.values())),
         saved_s=saved_s,
+        money=spent(jobs, prices(state), until_s, since_s).money,
     )
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from orchestrator.scheduling.reports.cost import prices, spent
 from orchestrator.specs.job.sweep import STOPPED_EARLY, Value
 from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.plan import in_short
+from orchestrator.specs.state import State
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +43,9 @@ class SweepReport:
     live: int  # trials that have not ended
     best: int | None  # number of the best trial that has succeeded
     best_said: str  # that trial in words; "" before there is one
+    device_s: float  # that its trials held
+    money: float | None  # for these, where the cluster file has prices
+    cost_said: str
     trials: tuple[TrialReport, ...]
 
 
@@ -49,7 +54,9 @@ def is_stopped_early(job: Job) -> bool:
     return job.status is JobStatus.CANCELLED and job.reason.startswith(STOPPED_EARLY)
 
 
-def sweep_report(sweep_id: str, ended: str, jobs: Sequence[Job], values: Mapping[int, float | None]) -> SweepReport:
+def sweep_report(
+    sweep_id: str, ended: str, jobs: Sequence[Job], values: Mapping[int, float | None], state: State, now_s: float
+) -> SweepReport:
     """The sweep of these jobs, at least one; `values` by number of the trial."""
     first = jobs[0].spec.trial
     assert first is not None, jobs[0].id
@@ -59,6 +66,7 @@ def sweep_report(sweep_id: str, ended: str, jobs: Sequence[Job], values: Mapping
     done = [(sign * one.value, one) for one in trials if one.status == JobStatus.SUCCEEDED and one.value is not None]
     best = min(done, key=lambda pair: pair[0])[1] if done else None
     live = sum(not job.status.ended for job in jobs)
+    cost = spent(jobs, prices(state), now_s)
     return SweepReport(
         id=sweep_id,
         name=jobs[0].spec.family_name,
@@ -73,6 +81,9 @@ def sweep_report(sweep_id: str, ended: str, jobs: Sequence[Job], values: Mapping
         live=live,
         best=None if best is None else best.number,
         best_said="" if best is None else f"{sweep.metric.name} {best.value:.6g} by {best.job}: {best.said}",
+        device_s=cost.device_s,
+        money=cost.money,
+        cost_said=cost.said,
         trials=trials,
     )
 

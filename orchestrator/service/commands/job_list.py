@@ -8,6 +8,7 @@ from typing import Any
 
 from orchestrator.backends.simulated.traces import Arrival, Trace, trace_of
 from orchestrator.service.server.intake import local_zone, read_jobs
+from orchestrator.service.server.trials import trials_of
 from orchestrator.specs.clock import parse_deadline
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.spec import JobSpec
@@ -19,7 +20,7 @@ def read_list(path: Path, home: Path) -> Trace:
     """The jobs of a file with `begins: 2026-11-23T18:00` and `jobs: [{at: 10min, file: job.yaml}, ...]`.
 
     Files are relative to the list. Jobs of one file, and files with the same `at`, are submitted together; `at`
-    defaults to the list's begin. Only hours and deadlines need `begins`. Raises SpecError.
+    defaults to the list's begin. A sweep has all its trials. Only hours and deadlines need `begins`. Raises SpecError.
     """
     source = str(path)
     try:
@@ -42,7 +43,14 @@ def read_list(path: Path, home: Path) -> Trace:
             raise SpecError(str(error), source=source, path=f"{where}.at", got=entry["at"]) from None
         timed += [(at_s, spec, f"{source}: {where}") for spec in read_jobs(path.parent / str(entry["file"]), (), home)]
     first_s = min((at_s for at_s, _, _ in timed), default=0.0)
-    return trace_of(path.stem, [_arrival(spec, at_s, first_s, begins_s, where) for at_s, spec, where in timed])
+    arrivals, to_come = list[Arrival](), dict[str, tuple[Arrival, ...]]()
+    for number, (at_s, spec, where) in enumerate(timed):
+        specs = (spec,) if spec.trial is None else trials_of(spec, f"{spec.name}#{number}", home)
+        first, *rest = (_arrival(one, at_s, first_s, begins_s, where) for one in specs)
+        arrivals.append(first)
+        if spec.trial is not None:
+            to_come[f"{spec.name}#{number}"] = tuple(rest)
+    return replace(trace_of(path.stem, arrivals), trials=to_come)
 
 
 def _begin(said: object, source: str) -> float:

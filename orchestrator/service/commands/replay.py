@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from math import inf
@@ -16,8 +16,10 @@ from orchestrator.backends.ports import decisions
 from orchestrator.scheduling.options.job_options import steps_left
 from orchestrator.scheduling.reports.forecast import Expected, forecast, foreseen
 from orchestrator.scheduling.scheduler import Scheduler
+from orchestrator.service.server.trials import to_come
 from orchestrator.specs.actions import Action, Launch, Record, Stop
 from orchestrator.specs.events import Event
+from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.state import State
 
@@ -67,6 +69,16 @@ def kept_state(journal: str) -> State:
     for event, _ in tail:
         scheduler.step(event)
     return scheduler.state
+
+
+def kept_queue(journal: str, home: Path) -> tuple[State, Mapping[str, tuple[JobSpec, ...]]]:
+    """The state at the end of a journal, and the trials that its open sweeps have still to submit, by their ids.
+
+    Raises as `kept_events`, and SpecError without Optuna where a sweep is open.
+    """
+    state = kept_state(journal)
+    with opened(journal) as kept:
+        return state, to_come(kept.sweeps, lambda job_id: state.jobs.get(job_id) or kept.job(job_id), home)
 
 
 def expected_jobs(state: State, now_s: float, *, ranged: bool = True) -> list[ExpectedJob]:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from math import ceil, inf
 from pathlib import Path
 from statistics import fmean, median
-from typing import TypedDict
+from types import MappingProxyType
+from typing import Any, TypedDict
 
 from orchestrator.backends.ports import Decided, Submission, Totals
 from orchestrator.backends.simulated.backend import SimulatedBackend
@@ -58,6 +60,7 @@ class Outcome:
     guaranteed: bool = False  # it asks for a promise
     request_step_s: float | None = None  # true seconds of a step as it would run as requested; None: not told
     starts_by_s: float | None = None  # as promised; None: it was promised nothing
+    trial: tuple[str | None, int] | None = None  # of a sweep: its id, and the trial's number
 
     @property
     def keeps_promise(self) -> bool:
@@ -195,49 +198,109 @@ class TimedScheduler(Scheduler):
 
 
 def simulate(trace: Trace, cluster: ClusterSpec, *, seed: int, trouble: Trouble = Trouble()) -> Simulated:
-    """The trace played on the cluster until nothing more can happen."""
-    backend = backend_for(trace, cluster, seed=seed, trouble=trouble)
+    """The trace played on the cluster until nothing more can happen.
+
+    Outcomes are in the order of submission: a trial that is to come is submitted once its sweep has room for it.
+    """
+    arrivals = list[Arrival]()  # as they are submitted
+    backend = backend_for(arrivals, cluster, seed=seed, trouble=trouble)
     taken_s: list[float] = []
     controller = Controller(Unkept(), backend, backend.now, lambda state: TimedScheduler(state, taken_s))
     controller.turn(0.0)  # the cluster is seen
-    turns = TURNS_PER_JOB * len(trace.arrivals)
-    burst = stream(seed, "burst")
+    to_come = {sweep: deque(trials) for sweep, trials in trace.trials.items()}
+    turns = TURNS_PER_JOB * (len(trace.arrivals) + sum(map(len, to_come.values())))
+    burst, fault = stream(seed, "burst"), Fault(kind=FaultKind.OOM, rank=0, step=1)
+
+    def submit(together: Sequence[Arrival]) -> None:
+        bursts = [(_due(arrival), fault if burst.random() < trouble.oom_chance else None) for arrival in together]
+        arrivals.extend(together)
+        controller.submit_all(bursts)
+
+    def turn(wait_s: float) -> None:
+        controller.turn(wait_s)
+        if to_come:
+            _next_trials(controller.state, arrivals, to_come, backend.now(), submit)
+
     for at_s, together in groupby(trace.arrivals, key=lambda arrival: arrival.at_s):
         while backend.now() < at_s:
-            controller.turn(at_s - backend.now())
+            turn(at_s - backend.now())
             turns -= 1
-        bursts = ((arrival, burst.random() < trouble.oom_chance) for arrival in together)
-        fault = Fault(kind=FaultKind.OOM, rank=0, step=1)
-        controller.submit_all([(_due(arrival), fault if is_burst else None) for arrival, is_burst in bursts])
-    controller.turn(0.0)  # what was decided of the last is done
+        submit(list(together))
+    turn(0.0)  # what was decided of the last is done
     while controller.state.jobs and (backend.is_busy or controller.wake_at_s() is not None):
-        controller.turn(FOREVER_S)
+        turn(FOREVER_S)
         turns -= 1
         assert turns > 0, "events beget events"
-    outcomes = outcomes_of(trace, cluster, backend.processes)
-    return Simulated(report=report_on(trace, cluster, seed, outcomes), outcomes=outcomes, decisions_s=tuple(taken_s))
+    arrivals += [replace(one, at_s=backend.now()) for rest in to_come.values() for one in rest]  # never submitted
+    played = replace(trace, arrivals=tuple(arrivals))
+    outcomes = outcomes_of(played, cluster, backend.processes)
+    return Simulated(report=report_on(played, cluster, seed, outcomes), outcomes=outcomes, decisions_s=tuple(taken_s))
 
 
-def from_queue(state: State) -> tuple[Trace, tuple[str, ...]]:
+def _next_trials(
+    state: State,
+    arrivals: Sequence[Arrival],
+    to_come: dict[str, deque[Arrival]],
+    now_s: float,
+    submit: Callable[[Sequence[Arrival]], None],
+) -> None:
+    """Submit the trials for which their sweeps have room, as a service does; a sweep ends where it may submit none."""
+    trials = [job for job in state.jobs.values() if job.spec.trial is not None and not job.status.ended]
+    live, waits_for = Counter(job.array for job in trials), {job.array: job.waits_for for job in trials}
+    begun = {one.spec.trial.of for one in arrivals if one.spec.trial is not None}
+    for sweep in [one for one in to_come if one in begun]:
+        rest = to_come[sweep]
+        while rest and (trial := rest[0].spec.trial) is not None and live[sweep] < trial.max_concurrent:
+            spec = rest[0].spec.model_copy(update={"depends_on": waits_for.get(sweep, ())})
+            one = replace(rest[0], at_s=now_s, spec=spec)
+            if one.deadline_s is not None and one.deadline_s <= now_s:
+                break
+            submit([one])
+            rest.popleft()
+            live[sweep] += 1
+        if not rest:
+            del to_come[sweep]
+
+
+def from_queue(
+    state: State, to_come: Mapping[str, Sequence[JobSpec]] = MappingProxyType({})
+) -> tuple[Trace, tuple[str, ...]]:
     """Live jobs as a trace that begins now: what they wait for, their hours and deadlines count from now as well.
 
-    And the ids of the jobs of unknown length: they are left out. Raises SpecError where none is left.
+    `to_come` has the trials that live sweeps have yet to submit. And the ids of the jobs of unknown length: they are
+    left out. Raises SpecError where none is left.
     """
     trace, unknown = queued(state.jobs.values(), state.at_s)
     live = [job for job in sorted(state.jobs.values(), key=lambda one: one.order) if not job.status.ended]
     known = [job for job in live if job.id not in unknown]
     ids = {job.id: f"{job.spec.name}-{number}" for number, job in enumerate(known, 1)}
     both = zip(known, trace.arrivals, strict=True)
-    return replace(trace, arrivals=tuple(_from_now(job, one, ids, state.at_s) for job, one in both)), unknown
+    arrivals = tuple(_from_now(job, one, ids, state.at_s) for job, one in both)
+    begun = {job.array for job in known if job.spec.trial is not None}
+    trials = {
+        sweep: tuple(from_now(spec, state.at_s) for spec in specs) for sweep, specs in to_come.items() if sweep in begun
+    }
+    return replace(trace, arrivals=arrivals, trials=trials), unknown
+
+
+def from_now(spec: JobSpec, now_s: float) -> Arrival:
+    """A job that would be submitted now, which is called 0, with the same hours and deadline."""
+    window = None if spec.start_window is None else spec.start_window.counted_from(now_s)
+    deadline_s = None if spec.deadline is None else spec.deadline.due_s(now_s) - now_s
+    return Arrival(
+        at_s=0.0, spec=spec.model_copy(update={"start_window": window, "deadline": None}), deadline_s=deadline_s
+    )
 
 
 def _from_now(job: Job, arrival: Arrival, ids: Mapping[str, str], now_s: float) -> Arrival:
     between = job.spec.start_window
-    said = {
+    said: dict[str, Any] = {
         "depends_on": tuple(one.model_copy(update={"job": ids[one.job]}) for one in job.waits_for if one.job in ids),
         "start_window": None if between is None else between.counted_from(now_s),
         "deadline": None,
     }
+    if job.spec.trial is not None:
+        said["trial"] = job.spec.trial.model_copy(update={"of": job.array})  # the first one could not say it
     deadline_s = None if job.deadline_s is None or job.deadline_s <= now_s else job.deadline_s - now_s
     return replace(arrival, spec=arrival.spec.model_copy(update=said), deadline_s=deadline_s)
 
@@ -249,10 +312,10 @@ def _due(arrival: Arrival) -> JobSpec:
     return arrival.spec.model_copy(update={"deadline": deadline_at(arrival.deadline_s)})
 
 
-def backend_for(trace: Trace, cluster: ClusterSpec, *, seed: int, trouble: Trouble) -> SimulatedBackend:
-    """The world in which the trace's jobs take as long as they truly do."""
+def backend_for(arrivals: Sequence[Arrival], cluster: ClusterSpec, *, seed: int, trouble: Trouble) -> SimulatedBackend:
+    """The world in which these jobs, in the order of their submission, take as long as they truly do."""
     hazards = {FailureKind.NODE_LOST: trouble.node_loss_chance} if trouble.node_loss_chance else {}
-    nature = Recorded(trace.arrivals, cluster.launch_cost)
+    nature = Recorded(arrivals, cluster.launch_cost)
     return SimulatedBackend(cluster, seed=seed, hazards=hazards, repeat_chance=0.0, nature=nature)
 
 
@@ -281,6 +344,7 @@ def _outcome(arrival: Arrival, attempts: tuple[Process, ...], launch_cost_s: flo
         guaranteed=arrival.spec.guarantee is not None,
         request_step_s=_request_step_s(arrival),
         starts_by_s=attempts[0].job.starts_by_s if attempts else None,
+        trial=None if arrival.spec.trial is None else (arrival.spec.trial.of, arrival.spec.trial.number),
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from markupsafe import Markup
 
 from orchestrator.scheduling.reports.morning import ended_at_s, morning_report, summary
+from orchestrator.scheduling.reports.sweep import SweepReport
 from orchestrator.service.pages.forecasts import Expectations
 from orchestrator.service.pages.frame import tone
 from orchestrator.service.pages.job import MEMORY
@@ -26,12 +27,17 @@ HOURS = (1, 3, 12, 24, 72)  # that a page may look back
 
 
 def night_data(
-    state: State, archived: Iterable[Job], expected: Expectations, hours: float, now_s: float
+    state: State,
+    archived: Iterable[Job],
+    expected: Expectations,
+    sweeps: Iterable[SweepReport],
+    hours: float,
+    now_s: float,
 ) -> Mapping[str, Any]:
     """What the page of the night shows, from `hours` ago on."""
     from_s = now_s - hours * 3600
     known = {job.id: job for job in (*archived, *state.jobs.values())}
-    report = morning_report(state, known.values(), from_s, now_s)
+    report = morning_report(state, known.values(), from_s, now_s, sweeps)
     jobs = [job for job in known.values() if any((one.ended_at_s or now_s) >= from_s for one in job.attempts)]
     ended = [job for job in known.values() if job.status.ended and ended_at_s(job) >= from_s]
     return {

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import parse_qs, quote, urlsplit
 
 from fastapi import FastAPI, Request, Response
@@ -40,8 +40,7 @@ from orchestrator.service.pages.queue import ROWS, Filter, queue_data
 from orchestrator.service.server.answers import PlainRoute
 from orchestrator.service.server.attempt_files import view_of
 from orchestrator.service.server.cluster_file import kept_cluster
-from orchestrator.service.server.controller import Controller
-from orchestrator.service.server.dependencies import NEVER_SEEN, Pages, job_of
+from orchestrator.service.server.dependencies import NEVER_SEEN, Pages, Service, job_of
 from orchestrator.service.server.gate import OIDC, OIDC_BACK, PAGES, SIGN_IN, STATIC, Gate
 from orchestrator.service.server.intake import read_jobs
 from orchestrator.service.server.ownership import may_change
@@ -53,9 +52,6 @@ from orchestrator.specs.errors import OrchestratorError, SpecError
 from orchestrator.specs.job.paths import paths_of
 from orchestrator.specs.order import Order
 from orchestrator.specs.parse import parse_cluster, parse_jobs
-
-if TYPE_CHECKING:
-    from orchestrator.backends.oidc.provider import Provider
 
 PAGE_ROLES = {
     ("GET", PAGES): Role.VIEWER,
@@ -92,9 +88,9 @@ workdir: /path/on/the/service
 """
 
 
-def _add(app: FastAPI, controller: Controller, home: Path, gate: Gate, provider: Provider | None) -> None:
+def _add(app: FastAPI, service: Service, gate: Gate) -> None:
     """Add every page to the application, which has the routes of the API already: pages show what these answer."""
-    pages = _Pages(app, controller, home, gate, SignIn(provider, gate) if provider else None)
+    pages = _Pages(app, service, gate)
     compile_all()
     routes: dict[tuple[str, str], Callable[..., Any]] = {
         ("GET", "/"): lambda _: RedirectResponse(START),
@@ -131,16 +127,17 @@ PAGES_OF_SERVICE = Pages(roles=PAGE_ROLES, headers=HEADERS, refused=refused, add
 
 
 class _Pages:
-    def __init__(self, app: FastAPI, controller: Controller, home: Path, gate: Gate, oidc: SignIn | None) -> None:
-        self.oidc = oidc
+    def __init__(self, app: FastAPI, service: Service, gate: Gate) -> None:
+        self.oidc = None if service.provider is None else SignIn(service.provider, gate)
         self._api = {
             (method, route.path): route.answers
             for route in app.routes
             if isinstance(route, PlainRoute)
             for method in route.methods or ()
         }
-        self._controller = controller
-        self._home = home
+        self._controller = controller = service.controller
+        self._sweeper = service.sweeper
+        self._home = service.home
         self._gate = gate
         self._forecasts = Forecasts(lambda: controller.state)
         self._playing = threading.Lock()
@@ -297,7 +294,14 @@ class _Pages:
         hours = request.query_params.get("hours", "")
         archived = self._controller.ended(ENDED_MAX)
         looked_back = min(float(hours), 24.0 * 366) if hours.isdecimal() and int(hours) else 12.0
-        data = night_data(self._controller.state, archived, self._forecasts.newest(), looked_back, time.time())
+        data = night_data(
+            self._controller.state,
+            archived,
+            self._forecasts.newest(),
+            self._sweeper.reports(),
+            looked_back,
+            time.time(),
+        )
         return self._page(request, "night", **data)
 
     def comparisons(self, request: Request) -> Response:
@@ -369,7 +373,8 @@ class _Pages:
         if asked["order"] in list(Order):
             other = other.ordered(Order(asked["order"]))
         more = _read(asked["job"]) if asked["job"].strip() else []
-        return what_if(replace(state, at_s=max(state.at_s, time.time())), present, other, more)
+        state = replace(state, at_s=max(state.at_s, time.time()))
+        return what_if(state, present, other, more, self._sweeper.to_come(), self._home)
 
     def audit(self, request: Request) -> Response:
         before = request.query_params.get("before", "")

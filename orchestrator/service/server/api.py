@@ -151,7 +151,7 @@ def create_app(service: Service) -> FastAPI:
     _add_member_routes(app, service)
     _add_account_routes(app, service.accounts)
     if service.pages is not None:
-        service.pages.add(app, service.controller, service.home, gate, service.provider)
+        service.pages.add(app, service, gate)
     return app
 
 

@@ -128,6 +128,10 @@ class Controller:
         """The number of changes of the state since the start; read it before the state."""
         return self._version
 
+    def now_s(self) -> float:
+        """The time of this service's clock."""
+        return self._clock()
+
     def wake_at_s(self) -> float | None:
         """When the loop decides again without an event; None: not before the next event."""
         with self._changed:

@@ -140,7 +140,10 @@ def serve(
         _watch_disk(home, controller.health, stop)
         sweeper = Sweeper(controller, journal.sweeps, home)
         controller.turn(0.0)  # nothing starts on nodes of an earlier service that are not there
-        notifier = Notifier(cluster.notify, targets, journal.notices, controller, time.time) if targets else None
+        notifier = None
+        if targets:
+            notices, sweeps = journal.notices, sweeper.reports
+            notifier = Notifier(cluster.notify, targets, notices, controller, time.time, sweeps)
         relays = stack.enter_context(_relays(journal, trackers, targets))
         tracing = None
         if spans is not None:

@@ -35,7 +35,7 @@ class Pages:
     roles: Mapping[tuple[str, str], Role]
     headers: Mapping[str, str]  # of each page
     refused: Callable[[Request, int, str], Response]  # the page of a refusal
-    add: Callable[[FastAPI, Controller, Path, Gate, Provider | None], None]
+    add: Callable[[FastAPI, Service, Gate], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,25 +7,16 @@ from collections.abc import Iterator, Sequence
 from orchestrator.scheduling.reports.morning import ended_at_s, morning_report
 from orchestrator.scheduling.reports.sweep import SweepReport
 from orchestrator.service.server.controller import Controller
-from orchestrator.service.views.morning import LineView, ReportView, report_view
+from orchestrator.service.views.morning import ReportView, report_view
 from orchestrator.specs.job_record import Job
 
 PAGE = 1000  # jobs read at a time
 REPORTED_MAX = 20_000  # ended jobs that a report looks at, the latest first
 
 
-def report_of(controller: Controller, since_s: float, until_s: float, sweeps: Sequence[SweepReport] = ()) -> ReportView:
+def report_of(controller: Controller, since_s: float, until_s: float, sweeps: Sequence[SweepReport]) -> ReportView:
     """What happened between two moments, in seconds since 1970, with those of the sweeps that had trials then."""
-    report = morning_report(controller.state, _ended_since(controller, since_s), since_s, until_s)
-    lines = (*report.succeeded, *report.failed, *report.refused, *report.cancelled, *report.running, *report.waiting)
-    told = {line.id for line in lines}
-    shown = [one for one in sweeps if not told.isdisjoint(trial.job for trial in one.trials)]
-    return report_view(report, [_sweep_line(one) for one in shown])
-
-
-def _sweep_line(sweep: SweepReport) -> LineView:
-    said = f"{sweep.state}; best {sweep.best_said}" if sweep.best_said else sweep.state
-    return LineView(id=sweep.id, name=sweep.name, user=sweep.user, said=said)
+    return report_view(morning_report(controller.state, _ended_since(controller, since_s), since_s, until_s, sweeps))
 
 
 def _ended_since(controller: Controller, since_s: float) -> Iterator[Job]:

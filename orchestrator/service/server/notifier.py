@@ -11,6 +11,7 @@ from orchestrator.backends.journal.outbox import Notices
 from orchestrator.backends.notify.notice import Notice, job_notice, notice
 from orchestrator.backends.notify.targets import Target
 from orchestrator.scheduling.reports.deadlines import late
+from orchestrator.scheduling.reports.sweep import SweepReport
 from orchestrator.service.server.controller import Controller
 from orchestrator.service.server.ended import report_of
 from orchestrator.service.server.looking import look_until
@@ -36,10 +37,12 @@ class Notifier:
         notices: Notices,
         controller: Controller,
         clock: Callable[[], float],
+        sweeps: Callable[[], Sequence[SweepReport]],
     ) -> None:
         """Nothing is told yet. The hour before the first start with `report_at` counts as told."""
         self.targets = targets
         self._spec, self._notices, self._controller, self._clock = spec, notices, controller, clock
+        self._sweeps = sweeps
         if spec.report_at is not None and not notices.knows_kind(NoticeKind.REPORT):
             due_s = self._due_s(clock())
             notices.remember(notice(NoticeKind.REPORT, repr(due_s), due_s, "", "", {}))
@@ -89,7 +92,7 @@ class Notifier:
         due_s = self._due_s(now_s)
         if self._notices.known([notice(NoticeKind.REPORT, repr(due_s), due_s, "", "", {}).id]):
             return []
-        view = report_of(self._controller, due_s - DAY_S, now_s)
+        view = report_of(self._controller, due_s - DAY_S, now_s, self._sweeps())
         data = {"summary": view["summary"], "since_s": repr(view["since_s"]), "until_s": repr(view["until_s"])}
         words = f"Report, {title(view)}"
         return [notice(NoticeKind.REPORT, repr(due_s), now_s, words, markdown(view), data)]

@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from orchestrator.backends.journal.sweeps import Sweeps, TrialRow
-from orchestrator.memory.profiles import is_known
 from orchestrator.scheduling.reports.sweep import SweepReport, is_stopped_early, sweep_report
 from orchestrator.service.server.controller import Controller
 from orchestrator.service.server.looking import look_until
-from orchestrator.service.server.profiling import traced
 from orchestrator.service.server.study import Study, require_optuna
 from orchestrator.service.server.trial_curve import MetricCurve
+from orchestrator.service.server.trials import to_come, with_costs
 from orchestrator.specs.errors import OrchestratorError, ServiceError, SpecError
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job.sweep import STOPPED_EARLY, SWEEP, Trial
@@ -69,7 +68,7 @@ class Sweeper:
         if spec.trial.of is not None or spec.trial.number or spec.trial.parameters:
             raise SpecError("a trial of a sweep that exists is submitted by the service alone", path="sweep")
         require_optuna()
-        return self._with_costs(trial_of(spec, None, 0, Study("", spec.trial.sweep, None).ask()))
+        return with_costs(trial_of(spec, None, 0, Study("", spec.trial.sweep, None).ask()), self._home)
 
     def look(self) -> None:
         """Take each open sweep as far as it goes now. One that cannot be looked after ERRORS_MAX times has ended."""
@@ -124,7 +123,7 @@ class Sweeper:
         values = {row.number: row.value for row in rows}
         if running is not None:
             values |= {number: curve.last for number, curve in dict(running.curves).items() if curve.last is not None}
-        report = sweep_report(sweep_id, ended, jobs, values)
+        report = sweep_report(sweep_id, ended, jobs, values, self._controller.state, self._controller.now_s())
         if ended and not report.live:
             self._over[sweep_id] = report
         return report
@@ -135,6 +134,10 @@ class Sweeper:
         found = [report for sweep_id in newest if (report := self.report(sweep_id)) is not None]
         self._over = {sweep_id: report for sweep_id, report in self._over.items() if sweep_id in newest}
         return found
+
+    def to_come(self) -> Mapping[str, tuple[JobSpec, ...]]:
+        """The trials that each open sweep has still to submit, by its id. Raises SpecError without Optuna."""
+        return to_come(self._sweeps, self._controller.job, self._home)
 
     def _jobs(self, rows: Sequence[TrialRow]) -> list[Job]:
         found = (self._controller.job(row.job) for row in rows)
@@ -179,7 +182,7 @@ class Sweeper:
         parameters = running.study.ask()
         running.asked += 1
         try:
-            self._controller.submit(self._with_costs(trial_of(running.first, sweep_id, number, parameters)))
+            self._controller.submit(with_costs(trial_of(running.first, sweep_id, number, parameters), self._home))
         except OrchestratorError as error:
             self._running.pop(sweep_id, None)  # its study has a trial that the queue lacks
             if not isinstance(error, SpecError):
@@ -209,13 +212,6 @@ class Sweeper:
             self._controller.stop_early(
                 job.id, f"{STOPPED_EARLY} at step {hopeless[0]}: other trials had a better {name}"
             )
-
-    def _with_costs(self, spec: JobSpec) -> JobSpec:
-        """The job with the costs of its own model, where these have to be traced: parameters may change them."""
-        bare = spec.model_copy(update={"traced": ()})
-        if spec.known_model is None or is_known(bare):
-            return spec
-        return spec.model_copy(update={"traced": traced(bare, self._home, spec.name)})
 
     def _end(self, sweep_id: str, why: str) -> None:
         self._sweeps.end(sweep_id, why)

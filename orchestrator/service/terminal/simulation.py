@@ -123,7 +123,7 @@ def _played(trace: Path | None, queue: QueueTime | None, home: Path) -> Trace:
     """The jobs to play: of a list, of a published trace, or those of the live queue."""
     from orchestrator.backends.simulated.traces import read_trace
     from orchestrator.service.commands.job_list import read_list
-    from orchestrator.service.commands.replay import kept_state
+    from orchestrator.service.commands.replay import kept_queue
     from orchestrator.service.commands.simulate import from_queue
     from orchestrator.service.server.lifecycle import journal_url
 
@@ -131,7 +131,7 @@ def _played(trace: Path | None, queue: QueueTime | None, home: Path) -> Trace:
         raise SpecError("say what to play", path="TRACE", allowed="a trace, or --queue now")
     if trace is not None:
         return read_list(trace, home) if trace.suffix in (".yaml", ".yml") else read_trace(trace)
-    played, unknown = from_queue(kept_state(journal_url(home)))
+    played, unknown = from_queue(*kept_queue(journal_url(home), home))
     if unknown:
         console_on(sys.stderr).print(f"Left out, since their length is unknown: {', '.join(unknown)}")
     return played

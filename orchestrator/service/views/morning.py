@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict
 
 from typing_extensions import TypedDict
@@ -38,6 +37,7 @@ class CostView(TypedDict):
     probing_s: float
     idle_s: float
     saved_s: float  # of `trained_s`, by jobs that succeeded though they had failed
+    money: float | None  # for all that was held, where every device has a price
 
 
 class SpanView(TypedDict):
@@ -65,7 +65,7 @@ class ReportView(TypedDict):
     late: list[LineView]
     running: list[LineView]
     waiting: list[LineView]
-    sweeps: list[LineView]  # that ran within it, each with its best trial
+    sweeps: list[LineView]  # that had trials within it: how far, the best trial, and what all trials cost
     misses: list[MissView]
     cost: CostView
     to_do: list[str]
@@ -73,8 +73,8 @@ class ReportView(TypedDict):
     spans: list[SpanView]
 
 
-def report_view(report: MorningReport, sweeps: Sequence[LineView] = ()) -> ReportView:
+def report_view(report: MorningReport) -> ReportView:
     """The report as JSON."""
     misses = [{**asdict(miss), "said": miss.said} for miss in report.misses]
-    view: ReportView = {**asdict(report), "summary": summary(report), "misses": misses, "sweeps": [*sweeps]}  # type: ignore[typeddict-item]
+    view: ReportView = {**asdict(report), "summary": summary(report), "misses": misses}  # type: ignore[typeddict-item]
     return view

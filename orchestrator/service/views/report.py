@@ -83,6 +83,7 @@ def cost_words(view: ReportView) -> str:
     parts = {"trained": cost["trained_s"], "lost to failures": cost["lost_s"], "probing": cost["probing_s"]}
     said = ", ".join(f"{_device_time(part)} {word}" for word, part in parts.items() if part)
     words = f"{_device_time(held)} of devices held{f': {said}' if said else ''}; {_device_time(cost['idle_s'])} idle"
+    words += "" if cost["money"] is None else f"; cost {cost['money']:.4g}"
     if not cost["saved_s"]:
         return words
     saved, of = _device_time(cost["saved_s"]), len(view["recovered"])

@@ -39,6 +39,9 @@ class SweepView(TypedDict):
     live: int  # trials that have not ended
     best: int | None  # number of the best trial that has succeeded
     best_said: str  # that trial in words; "" before there is one
+    device_s: float  # that its trials held
+    money: float | None  # for these, where the cluster file has prices
+    cost_said: str
     trials: list[TrialView]
 
 

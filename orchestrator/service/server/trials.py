@@ -1,0 +1,57 @@
+"""Which trials does a sweep have, and which are still to come?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from orchestrator.backends.journal.sweeps import Sweeps
+from orchestrator.memory.profiles import is_known
+from orchestrator.service.server.profiling import traced
+from orchestrator.service.server.study import Study, require_optuna
+from orchestrator.specs.errors import SpecError
+from orchestrator.specs.job.spec import JobSpec
+from orchestrator.specs.job_record import Job
+from orchestrator.specs.parse import trial_of
+
+
+def with_costs(spec: JobSpec, home: Path) -> JobSpec:
+    """The job with the costs of its own model, where these have to be traced: parameters may change them.
+
+    Raises SpecError where the trace fails.
+    """
+    bare = spec.model_copy(update={"traced": ()})
+    if spec.known_model is None or is_known(bare):
+        return spec
+    return spec.model_copy(update={"traced": traced(bare, home, spec.name)})
+
+
+def trials_of(first: JobSpec, sweep_id: str, home: Path, begun: Sequence[JobSpec] = ()) -> tuple[JobSpec, ...]:
+    """The trials of a sweep, without those that have begun, up to one that no job can be.
+
+    What bayes will choose follows from values that nobody knows yet: it draws at random instead. Raises SpecError
+    without Optuna.
+    """
+    assert first.trial is not None, first.name
+    require_optuna()
+    study, found = Study(sweep_id, first.trial.sweep, None), list[JobSpec]()
+    for spec in begun:
+        assert spec.trial is not None, spec.name
+        study.ask(dict(spec.trial.parameters))
+    for number in range(len(begun), first.trial.sweep.trials):
+        try:
+            found.append(with_costs(trial_of(first, sweep_id, number, study.ask()), home))
+        except SpecError:
+            if not begun and not found:
+                raise
+            break  # as the sweep ends there
+    return tuple(found)
+
+
+def to_come(sweeps: Sweeps, job: Callable[[str], Job | None], home: Path) -> Mapping[str, tuple[JobSpec, ...]]:
+    """The trials that each open sweep has still to submit, by its id. Raises SpecError without Optuna."""
+    found = {}
+    for sweep_id in sweeps.open():
+        begun = [one.spec for row in sweeps.trials(sweep_id) if (one := job(row.job)) is not None]
+        found[sweep_id] = trials_of(begun[0], sweep_id, home, begun)
+    return found
