@@ -71,6 +71,18 @@ def test_the_device_seconds_are_those_of_the_attempts_and_two_halves_add_up(stat
     assert first.cost.lost_s + second.cost.lost_s == pytest.approx(report.cost.lost_s)
 
 
+def test_the_cost_is_that_of_the_devices_at_their_prices_and_unknown_where_one_has_none(state: State) -> None:
+    def priced(price: float | None) -> MorningReport:
+        nodes = tuple(
+            replace(node, device=node.device.model_copy(update={"price_per_hour": price})) for node in state.nodes
+        )
+        return told(replace(state, nodes=nodes, declared=()))
+
+    assert priced(None).cost.money is None
+    found = priced(2.0).cost
+    assert found.money == pytest.approx(2.0 * found.held_s / 3600)
+
+
 def test_saved_is_what_jobs_trained_that_succeeded_though_they_had_failed(state: State) -> None:
     report = told(state)
     jobs = {line.id for line in report.recovered}

@@ -45,6 +45,28 @@ def test_arrays_dependencies_hours_and_deadlines_of_a_list_are_played(night: Pat
     assert run.report["mean_lateness_s"] == 0.0
 
 
+@pytest.mark.parametrize("at_once", [1, 2, 4])
+def test_a_sweep_of_a_list_is_played_with_all_its_trials_so_many_at_once(night: Path, at_once: int) -> None:
+    """Each trial has an hour of work; what waits behind the sweep on the same device goes between its trials."""
+    text = JOB.replace("x.py", "x.py --lr {{lr}}") + "sweep: {{method: grid, metric: {{name: loss, log: 'loss=(.)'}}, "
+    text += "parameters: {{lr: {{values: [1, 2, 3, 4, 5]}}}}, max_trials: 4}}\nmax_concurrent: {at_once}\n"
+    (night / "tune.yaml").write_text(text.format(name="tune", at_once=at_once))
+    run = simulate(read_list(listed(night, "jobs: [{file: tune.yaml}]\n"), night), cluster_of(1, 0.0, 4), seed=0)
+    assert [one.trial for one in run.outcomes] == [("tune#0", number) for number in range(4)]
+    starts_h = [(one.started_at_s or 0.0) / HOUR_S for one in run.outcomes]
+    assert starts_h == [number // at_once for number in range(4)]
+    assert (run.report["jobs"], run.report["finished"]) == (4, 4)
+
+
+def test_trials_of_a_sweep_that_is_stuck_count_as_not_finished(night: Path) -> None:
+    sweep = "sweep: {{method: grid, metric: {{name: loss, log: 'loss=(.)'}}, parameters: {{lr: {{values: [1, 2]}}}}}}\n"
+    text = JOB.replace("x.py", "x.py --lr {{lr}}").replace("gpus: 1", "gpus: 8").replace("{{1: 10s}}", "{{8: 10s}}")
+    (night / "tune.yaml").write_text((text + sweep + "max_concurrent: 1\n").format(name="tune"))
+    text = "jobs: [{file: tune.yaml}, {file: prepare.yaml}]\n"
+    report = simulate(read_list(listed(night, text), night), cluster_of(1, 0.0, 4), seed=0).report
+    assert (report["jobs"], report["finished"]) == (3, 1)
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import html
 import json
 import os
 import sys
@@ -29,10 +30,12 @@ from orchestrator.service.server.daemon import served
 from orchestrator.service.server.dependencies import Service
 from orchestrator.service.server.intake import read_jobs
 from orchestrator.service.server.lifecycle import write_service_file
+from orchestrator.service.server.notifier import DAY_S, Notifier
 from orchestrator.service.server.study import Study
 from orchestrator.service.server.sweeper import FAILURES_MAX, Sweeper
 from orchestrator.specs.errors import ServiceError, SpecError
 from orchestrator.specs.job.sweep import Sweep
+from orchestrator.specs.notify import NotifySpec
 from orchestrator.specs.run import JobFolder
 from tests.local_cluster import LocalLaunchers, LocalNodes
 from tests.service.test_api import TOKEN
@@ -79,7 +82,8 @@ class World:
 
     def begin(self) -> None:
         self._stack = stack = contextlib.ExitStack()
-        journal = stack.enter_context(contextlib.closing(Journal(f"sqlite:///{self.home / 'journal.sqlite'}")))
+        database = f"sqlite:///{self.home / 'journal.sqlite'}"
+        self.journal = journal = stack.enter_context(contextlib.closing(Journal(database)))
         backend = stack.enter_context(
             contextlib.closing(ProcessBackend(self.home, CLUSTER, LocalNodes(CLUSTER), self._launchers, journal))
         )
@@ -118,6 +122,27 @@ class World:
     def sweep(self, sweep_id: str) -> Any:
         with contextlib.closing(Client(self.home)) as client:
             return client.sweep(sweep_id)
+
+    def page(self, path: str) -> str:
+        answer = httpx.get(f"{self.url}/ui{path}", headers={"Authorization": f"Bearer {TOKEN}"})
+        assert answer.status_code == 200, answer.text
+        return html.unescape(answer.text)
+
+    def held_s(self, trial: Any) -> float:
+        """Seconds of devices that the attempts of a trial held."""
+        job = self.controller.job(trial["job"])
+        assert job is not None
+        return sum((one.ended_at_s or 0.0) - one.launched_at_s for one in job.attempts)
+
+    def notified(self) -> str:
+        """The report that a service sends at an hour which is due now."""
+        hook = {"name": "hook", "webhook": "ORC_URL", "signed_with": "ORC_SECRET"}
+        spec = NotifySpec.model_validate({"targets": [hook], "report_at": "00:00"})
+        notices, now_s = self.journal.notices, time.time()
+        notices.register(["hook"])
+        for at_s in (now_s - 2 * DAY_S, now_s):  # the first hour counts as told
+            Notifier(spec, {}, notices, self.controller, lambda at_s=at_s: at_s, self.sweeper.reports).look()
+        return str([one.text for _, one in notices.pending("hook", 9)][-1])
 
     def until(self, sweep_id: str, law: Callable[[Any], object]) -> Any:
         deadline_s = time.monotonic() + PATIENCE_S
@@ -163,9 +188,15 @@ def test_every_trial_is_a_job_with_its_values_and_the_best_one_is_shown_everywhe
         shown = said(capsys, *command)
         assert best in " ".join(shown.split()), command
         assert max(map(len, shown.splitlines())) <= 80 or command == ("report",), command
-    for path in ("/ui/sweeps", f"/ui/sweeps/{sweep_id}"):
-        page = httpx.get(f"{world.url}{path}", headers={"Authorization": f"Bearer {TOKEN}"})
-        assert (page.status_code, best in page.text) == (200, True), page.text
+    for path in ("/sweeps", f"/sweeps/{sweep_id}"):
+        assert best in world.page(path), path
+    line = f"4 of 4 trials ended; best {best}; "
+    for form in ("text", "markdown", "html"):
+        assert line in " ".join(said(capsys, "report", "--format", form).split()), form
+    assert line in world.page("/night?hours=1")
+    assert line in world.notified()
+    assert json.loads(said(capsys, "report", "--json"))["sweeps"][0]["id"] == sweep_id
+    assert over["device_s"] == pytest.approx(sum(map(world.held_s, over["trials"])))
     log = JobFolder(world.home, over["trials"][0]["job"]).attempt(1).log(0).read_text()
     assert "step 20 loss=4.05" in log
     with pytest.raises(ServiceError, match="has ended already: finished"), contextlib.closing(Client(world.home)) as it:
@@ -185,6 +216,27 @@ def test_at_most_so_many_trials_are_live_and_the_cancelled_sweep_has_no_more(
     over = world.until(sweep_id, lambda found: not found["live"])
     assert (over["ended"], len(over["trials"]), over["best"]) == ("cancelled", 2, None)
     assert {one["status"] for one in over["trials"]} == {"cancelled"}
+
+
+@pytest.mark.timeout(300)
+def test_a_sweep_that_runs_is_played_with_the_trials_that_it_has_still_to_submit(
+    world: World, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (world.folder / "slow").touch()
+    sweep_id = world.submit()
+    world.until(sweep_id, lambda found: len(found["trials"]) == 2)
+    played = json.loads(said(capsys, "simulate", "--queue", "now", "--json"))
+    assert (played["jobs"], played["finished"]) == (4, 4)
+    (world.folder / "more.yaml").write_text(SCRIPT.replace("name: tune", "name: more"))
+    form = {"job": (world.folder / "more.yaml").read_text() + f"workdir: {world.folder}\n"}
+    answer = httpx.post(f"{world.url}/ui/what-if", data=form, headers={"Authorization": f"Bearer {TOKEN}"})
+    shown = html.unescape(answer.text)
+    assert "4 of 4" in shown, "as it is"
+    assert "8 of 8" in shown, "with the other sweep"
+    for name in [*(f"tune, trial {number}" for number in (2, 3)), *(f"more, trial {number}" for number in range(4))]:
+        assert shown.count(f">{name} <") == 1, name
+    with contextlib.closing(Client(world.home)) as client:
+        client.cancel([sweep_id], whole_arrays=False)
 
 
 @pytest.mark.timeout(300)
