@@ -12,10 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
 
 from orchestrator.backends import outbox_relay
 from orchestrator.backends.journal.journal import Journal
-from orchestrator.backends.mlflow.log_model import MODEL_TAG, PENDING, main, task_of
+from orchestrator.backends.mlflow.log_model import MODEL_TAG, PENDING, base_of, main, task_of
 from orchestrator.backends.mlflow.server import MlflowServer
 from orchestrator.specs.job_record import JobStatus
 from orchestrator.specs.run import JobFolder
@@ -88,6 +91,74 @@ def test_a_transformers_model_is_a_logged_model_that_a_fresh_process_loads_and_a
     assert again.stdout.splitlines() == ["LlamaForCausalLM", "1"], again.stderr[-2000:]
     main(server.uri, run.info.run_id, "tuned-1", str(output))
     assert told(server, "tuned-1") == model_id, "copied again, it is the same model"
+
+
+ADAPTED_AGAIN = """
+import mlflow, sys, torch
+mlflow.set_tracking_uri(sys.argv[1])
+pipeline = mlflow.transformers.load_model(sys.argv[2])
+print(type(pipeline.model).__name__)
+print(len(mlflow.pyfunc.load_model(sys.argv[2]).predict(["some words"])))
+with torch.no_grad():
+    print(pipeline.model(torch.arange(9)[None]).logits.double().sum().item())
+"""
+
+
+def adapters(home: Path) -> tuple[Path, float]:
+    """A folder of adapters that change a tiny base model, and the sum of the logits that both give together."""
+    base = tiny_hf.folder(home, "llama")
+    lora = LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
+    adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(base), lora)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:  # zeros in the beginning
+                parameter.fill_(0.01)
+        logits = adapted.eval()(torch.arange(9)[None]).logits
+    adapted.save_pretrained(home / "adapters")
+    return home / "adapters", logits.double().sum().item()
+
+
+@pytest.mark.timeout(600)
+def test_adapters_are_a_logged_model_that_a_fresh_process_puts_on_their_base_again(
+    server: MlflowServer, journal: Journal
+) -> None:
+    output = output_of(server, "lora-1")
+    made, logits = adapters(output.parent)
+    made.rename(output)  # without a tokenizer: that of the base counts
+    with tracking(journal, server):
+        say(journal, new_job("lora-1", ended(attempt("lora-1", 1)), status=JobStatus.SUCCEEDED))
+        eventually(lambda: told(server, "lora-1") not in ("", PENDING), 120)
+    model_id = told(server, "lora-1")
+    assert model_id.startswith("m-"), model_id
+    command = [sys.executable, "-c", ADAPTED_AGAIN, server.uri, f"models:/{model_id}"]
+    offline = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    again = subprocess.run(command, env=offline, capture_output=True, text=True, timeout=400)
+    kind, count, total = again.stdout.splitlines()
+    assert (kind, count) == ("PeftModelForCausalLM", "1"), again.stderr[-2000:]
+    assert float(total) == pytest.approx(logits, rel=1e-6)
+    weights = [path for path in server.home.rglob("*.safetensors") if model_id in path.parts]
+    assert [path.name for path in weights] == ["adapter_model.safetensors"], "the base is not copied"
+
+
+@pytest.mark.parametrize("without", ["the base", "peft"])
+def test_adapters_that_nothing_here_can_load_are_artifacts(
+    server: MlflowServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, without: str
+) -> None:
+    from mlflow import MlflowClient
+
+    made, _ = adapters(tmp_path)
+    assert base_of(made) == (tmp_path / "llama", "text-generation")
+    if without == "peft":
+        monkeypatch.setitem(sys.modules, "peft", None)
+    else:
+        (tmp_path / "llama").rename(tmp_path / "elsewhere")
+        assert base_of(made) is None
+    client = MlflowClient(server.uri)
+    run = client.create_run(client.create_experiment(f"without {without}"))
+    main(server.uri, run.info.run_id, "lora-1", str(made))
+    kept = [one.path for one in client.list_artifacts(run.info.run_id, "output")]
+    assert "output/adapter_model.safetensors" in kept
+    assert client.get_run(run.info.run_id).data.tags[MODEL_TAG] == "output/"
 
 
 def test_an_output_that_is_no_transformers_model_is_artifacts_without_a_claim(

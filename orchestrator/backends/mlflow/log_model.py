@@ -1,16 +1,19 @@
 """Copies what a job left in its output folder to MLflow; a process of its own, since it imports transformers.
 
-A whole transformers model becomes a LoggedModel, which `mlflow.transformers` and `mlflow.pyfunc` load again. Anything
-else becomes artifacts under `output/`, of which nothing is claimed.
+A whole transformers model becomes a LoggedModel, which `mlflow.transformers` and `mlflow.pyfunc` load again. So do
+adapters of peft whose base model is on this machine: the LoggedModel has the adapters, and names the base's folder.
+Anything else becomes artifacts under `output/`, of which nothing is claimed.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import shutil
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from pkgutil import resolve_name
@@ -18,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
+    from mlflow.models import Model
 
 COPIED_BYTES_MAX = 16 * 2**30  # of one output folder; larger ones stay where they are
 MODEL_TAG = "orc.model"  # of a job's run: PENDING, the id of its LoggedModel, or in words what became of its output
@@ -35,6 +39,8 @@ TASKS: Mapping[str, str] = {  # end of the name of a transformers class -> the p
 }
 WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
+ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
+ADAPTER_CONFIG = "adapter_config.json"
 WORDY = "text-generation", "fill-mask", "text-classification", "token-classification"  # tasks that need a tokenizer
 
 
@@ -45,6 +51,26 @@ def files_of(folder: Path) -> list[Path]:
 
 def task_of(folder: Path) -> str | None:
     """The pipeline of the transformers model in a folder; None where it holds none that a pipeline takes."""
+    return _task(folder, has_tokenizer=_has_any(folder, TOKENIZER))
+
+
+def base_of(folder: Path) -> tuple[Path, str] | None:
+    """The folder of the base model of the adapters in a folder, and its pipeline.
+
+    None where there are no adapters, or no base model on this machine that a pipeline takes.
+    """
+    try:
+        name = str(json.loads((folder / ADAPTER_CONFIG).read_text())["base_model_name_or_path"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    base = _local(name)
+    if base is None or not _has_any(folder, ADAPTERS):
+        return None
+    task = _task(base, has_tokenizer=_has_any(folder, TOKENIZER) or _has_any(base, TOKENIZER))
+    return None if task is None else (base, task)
+
+
+def _task(folder: Path, *, has_tokenizer: bool) -> str | None:
     try:
         config = json.loads((folder / "config.json").read_text())
         architecture = str(config["architectures"][0])
@@ -53,7 +79,24 @@ def task_of(folder: Path) -> str | None:
     task = next((task for end, task in TASKS.items() if architecture.endswith(end)), None)
     if task is None or not any(any(folder.glob(pattern)) for pattern in WEIGHTS):
         return None
-    return task if task not in WORDY or any((folder / name).is_file() for name in TOKENIZER) else None
+    return task if task not in WORDY or has_tokenizer else None
+
+
+def _has_any(folder: Path, names: Iterable[str]) -> bool:
+    return any((folder / name).is_file() for name in names)
+
+
+def _local(name: str) -> Path | None:
+    """The folder of a model on this machine: itself, or that of its name in Hugging Face's cache."""
+    if Path(name).is_absolute():
+        return Path(name)
+    from huggingface_hub import try_to_load_from_cache
+
+    try:
+        found = try_to_load_from_cache(name, "config.json")
+    except ValueError:  # no name of the hub
+        return None
+    return Path(found).parent if isinstance(found, str) else None
 
 
 def main(tracking_uri: str, run_id: str, name: str, folder: str) -> None:
@@ -65,8 +108,10 @@ def main(tracking_uri: str, run_id: str, name: str, folder: str) -> None:
     size_bytes = sum(path.stat().st_size for path in files)
     if size_bytes > COPIED_BYTES_MAX:
         said = f"not copied: {size_bytes} bytes in {output}"
-    elif task is not None and _has_transformers():
-        said = _logged_model(client, tracking_uri, run_id, name, files, task)
+    elif task is not None and _has("transformers"):
+        said = _logged_model(client, tracking_uri, run_id, name, task, partial(_save_model, files, task))
+    elif _has("transformers", "peft") and (base := base_of(output)) is not None:
+        said = _logged_model(client, tracking_uri, run_id, name, base[1], partial(_save_adapters, files, *base))
     else:
         for path in files:
             client.log_artifact(run_id, str(path), IN_ARTIFACTS.rstrip("/"))
@@ -74,16 +119,19 @@ def main(tracking_uri: str, run_id: str, name: str, folder: str) -> None:
     client.set_tag(run_id, MODEL_TAG, said)
 
 
-def _has_transformers() -> bool:
+def _has(*libraries: str) -> bool:
     from importlib.util import find_spec
 
-    return find_spec("transformers") is not None
+    return all(find_spec(library) is not None for library in libraries)
 
 
-def _logged_model(client: MlflowClient, tracking_uri: str, run_id: str, name: str, files: list[Path], task: str) -> str:
+def _logged_model(
+    client: MlflowClient, tracking_uri: str, run_id: str, name: str, task: str, save: Callable[[Path, Model], Path]
+) -> str:
     """The id of the run's LoggedModel; one that an earlier process left unfinished is made anew."""
     import mlflow
     from mlflow.entities import LoggedModelOutput, LoggedModelStatus
+    from mlflow.models import Model
 
     mlflow.set_tracking_uri(tracking_uri)
     experiment = client.get_run(run_id).info.experiment_id
@@ -95,17 +143,36 @@ def _logged_model(client: MlflowClient, tracking_uri: str, run_id: str, name: st
         experiment, name=re.sub(r"[^A-Za-z0-9_-]", "-", name), source_run_id=run_id, model_type=task
     )
     with tempfile.TemporaryDirectory(prefix="orc-model-") as scratch:
-        _saved(Path(scratch), files, task, str(model.model_id), run_id)
-        client.log_model_artifacts(model.model_id, str(Path(scratch) / "saved"))
+        about: Any = Model(model_id=str(model.model_id), run_id=run_id)
+        client.log_model_artifacts(model.model_id, str(save(Path(scratch), about)))
     client.finalize_logged_model(model.model_id, LoggedModelStatus.READY)
     client.log_outputs(run_id, [LoggedModelOutput(model.model_id, 0)])
     return str(model.model_id)
 
 
-def _saved(scratch: Path, files: list[Path], task: str, model_id: str, run_id: str) -> None:
-    """Write MLflow's form of the model; its weights are linked and copied, and never loaded."""
+def _save_adapters(files: list[Path], base: Path, task: str, scratch: Path, about: Model) -> Path:
+    """MLflow's form of adapters beside a base model in a folder, whose weights are neither loaded nor copied."""
+    own = {path.name: path for path in files}
+    described = {path.name: path for path in files_of(base) if path.suffix in (".json", ".txt", ".model")} | own
+    adapters = [own.pop(name) for name in (ADAPTER_CONFIG, *ADAPTERS) if name in own]
+    saved = _save_model(
+        [path for name, path in described.items() if path not in adapters], task, scratch, about, "peft"
+    )
+    shutil.rmtree(saved / "model")
+    (saved / "peft").mkdir()
+    for path in adapters:
+        shutil.copyfile(path, saved / "peft" / path.name)
+    flavor = about.flavors["transformers"]
+    del flavor["model_binary"]
+    flavor |= {"peft_adaptor": "peft", "local_base_model_path": str(base), "source_model_name": str(base)}
+    about.model_size_bytes = sum(path.stat().st_size for path in saved.rglob("*") if path.is_file())
+    about.save(str(saved / "MLmodel"))
+    return saved
+
+
+def _save_model(files: list[Path], task: str, scratch: Path, about: Model, *needed: str) -> Path:
+    """MLflow's form of a model; its weights are linked and copied, and never loaded."""
     import transformers
-    from mlflow.models import Model
     from mlflow.transformers import save_model
 
     known = transformers.pipelines.check_task(task)[1]
@@ -114,10 +181,10 @@ def _saved(scratch: Path, files: list[Path], task: str, model_id: str, run_id: s
     (scratch / "model").mkdir()
     for path in files:
         (scratch / "model" / path.name).symlink_to(path.resolve())
-    about: Any = Model(model_id=model_id, run_id=run_id)
-    needs = [f"{name}=={version(name)}" for name in ("transformers", "torch", "mlflow")]
+    needs = [f"{name}=={version(name)}" for name in ("transformers", "torch", "mlflow", *needed)]
     where = str(scratch / "model"), str(scratch / "saved")
     save_model(*where, task=task, mlflow_model=about, pip_requirements=needs)
+    return scratch / "saved"
 
 
 if __name__ == "__main__":
