@@ -190,6 +190,7 @@ def test_every_trial_is_a_job_with_its_values_and_the_best_one_is_shown_everywhe
         assert max(map(len, shown.splitlines())) <= 80 or command == ("report",), command
     for path in ("/sweeps", f"/sweeps/{sweep_id}"):
         assert best in world.page(path), path
+    assert f'href="/ui/sweeps/{sweep_id}"' in world.page(f"/jobs/{over['trials'][1]['job']}")
     line = f"4 of 4 trials ended; best {best}; "
     for form in ("text", "markdown", "html"):
         assert line in " ".join(said(capsys, "report", "--format", form).split()), form
@@ -231,6 +232,10 @@ def test_a_sweep_that_runs_is_played_with_the_trials_that_it_has_still_to_submit
     form = {"job": (world.folder / "more.yaml").read_text() + f"workdir: {world.folder}\n"}
     answer = httpx.post(f"{world.url}/ui/what-if", data=form, headers={"Authorization": f"Bearer {TOKEN}"})
     shown = html.unescape(answer.text)
+    asked = httpx.post(
+        f"{world.url}/ui/submit", data={"text": form["job"]}, headers={"Authorization": f"Bearer {TOKEN}"}
+    )
+    assert "Submit the sweep of 4 trials" in asked.text
     assert "4 of 4" in shown, "as it is"
     assert "8 of 8" in shown, "with the other sweep"
     for name in [*(f"tune, trial {number}" for number in (2, 3)), *(f"more, trial {number}" for number in range(4))]:
@@ -368,6 +373,16 @@ def test_bayes_comes_closer_than_chance() -> None:
         return sum(found[30:])
 
     assert best("bayes") < best("random")
+
+
+def test_no_trial_is_stopped_at_its_last_step() -> None:
+    study = Study("s", sweep_said(early_terminate={"type": "median", "startup_trials": 1}), 10)
+    stopped = []
+    for number in range(3):
+        study.ask()
+        stopped += [step for step in (9, 10) if study.report(number, step, float(number))]
+        study.tell(number, float(number))
+    assert stopped == [9, 9]
 
 
 def test_hyperband_stops_the_worse_and_never_all() -> None:

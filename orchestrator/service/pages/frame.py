@@ -10,7 +10,7 @@ from urllib.parse import quote
 from fastapi import Request, Response
 from fastapi.responses import HTMLResponse, RedirectResponse
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from orchestrator.service.server.gate import PAGES, SIGN_IN, STATIC
 from orchestrator.specs.access import Principal, Role
@@ -117,6 +117,13 @@ def size(count: float | None) -> str:
     return "–" if count is None else format_bytes(count)
 
 
+def commands(text: str) -> Markup:
+    """The text with what stands in backticks as code."""
+    parts = text.split("`")
+    marked = (Markup("<code>{}</code>").format(part) if index % 2 else escape(part) for index, part in enumerate(parts))
+    return Markup("").join(marked) if len(parts) % 2 else escape(text)
+
+
 def tone(word: str) -> str:
     """The colour of a status or an outcome."""
     return TONES.get(word, "bad")
@@ -137,6 +144,7 @@ def _environment() -> Environment:
         "size": size,
         "memory": lambda text: format_bytes(parse_bytes(text)),
         "tone": tone,
+        "commands": commands,
         "share": lambda share: "–" if share is None else format_probability(share),
         "segment": lambda text: quote(str(text), safe=""),
         "words": lambda text: str(text).replace("_", " "),

@@ -253,6 +253,7 @@ class _Pages:
             expected=self._forecasts.newest().get(job["id"]),
             deadline_s=last.deadline_s if last else None,
             comparison=last.array if last and last.spec.member and last.spec.member.compared else None,
+            sweep=last.array if last and last.spec.trial else None,
         )
 
     def plan(self, request: Request) -> Response:
@@ -323,7 +324,7 @@ class _Pages:
         return self._page(request, "teams", **self._asked("/teams"))
 
     def submit(self, request: Request) -> Response:
-        return self._page(request, "submit", text=EXAMPLE, error="", specs=[], forecasts=[])
+        return self._page(request, "submit", text=EXAMPLE, error="", specs=[], forecasts=[], trials=0)
 
     async def dry_run(self, request: Request) -> Response:
         text = (await _form(request)).get("text", "")
@@ -332,16 +333,18 @@ class _Pages:
     def _dry_run(self, request: Request, text: str) -> Response:
         """The plans that the jobs of a text would get; nothing is submitted."""
         cluster = self._asked("/cluster")
-        error, specs, forecasts = "", [], []
+        error, specs, forecasts, trials = "", [], [], 0
         try:
             specs = _read(text)
             nodes = [node_from_view(node) for node in cluster["nodes"]]
             state = self._controller.state
             forecasts = [forecast(spec, nodes, state.observations) for spec in specs[:1]]
+            trials = specs[0].trial.sweep.trials if specs[0].trial is not None else 0
         except OrchestratorError as refused:
             error = str(refused)
         dumped = [{"spec": spec.model_dump(mode="json")} for spec in specs]
-        return self._page(request, "submit", text=text, error=error, specs=[] if error else dumped, forecasts=forecasts)
+        shown = {"text": text, "error": error, "specs": [] if error else dumped, "trials": trials}
+        return self._page(request, "submit", forecasts=forecasts, **shown)
 
     def what_if(self, request: Request) -> Response:
         return self._page(request, "what_if", asked=NOTHING_ASKED, error="", found=None, orders=list(Order))

@@ -71,8 +71,10 @@ class Study:
             self._study.tell(self._trials[number], value)
 
     def _counts(self, step: int) -> bool:
-        """Whether the step is one at which trials are compared."""
-        return step <= REPORTED_STEPS if self._steps is None else step % max(1, self._steps // REPORTS) == 0
+        """Whether the step is one at which trials are compared: none that is the end anyway."""
+        if self._steps is None:
+            return step <= REPORTED_STEPS
+        return step < self._steps and step % max(1, self._steps // REPORTS) == 0
 
     def _sampler(self, number: int) -> optuna.samplers.BaseSampler:
         """Seeded by the trial's number, so that a restart changes nothing."""

@@ -32,7 +32,7 @@ def sweep_panel(sweep: SweepView) -> RenderableType:
     head.add_row("state", sweep["state"])
     head.add_row("method", f"{sweep['method']}, {sweep['goal']} {sweep['metric']}")
     head.add_row("best", Text(sweep["best_said"] or "no trial has succeeded yet", style="bold"))
-    head.add_row("cost", sweep["cost_said"])
+    head.add_row("spent", sweep["cost_said"])
     table = _table("TRIAL")
     table.add_column(sweep["metric"].upper(), justify="right", no_wrap=True)
     for column in ("PARAMETERS", "PLAN"):

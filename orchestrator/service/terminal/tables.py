@@ -49,22 +49,25 @@ ROWS_AROUND = 5  # of the frontier, on each side of the chosen plan
 
 
 def queue_table(jobs: Sequence[JobView]) -> Table:
-    """One row per job: status, plan, reason; on a shared cluster also its user and team."""
+    """One row per job: status, plan, reason; its user and team, priority and progress where any job has them."""
     shared = any(job["team"] is not None for job in jobs)
+    ranked = any(job["priority"] for job in jobs)
+    moves = any(progress_line(job["progress"]) for job in jobs)
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("JOB", *(["TEAM/USER"] if shared else []), "STATUS", "PRIO", "TRIES", "PLAN", "PROGRESS"):
+    said = {"JOB": True, "TEAM/USER": shared, "STATUS": True, "PRIO": ranked, "TRIES": True, "PLAN": True}
+    for column in (name for name, is_shown in (said | {"PROGRESS": moves}).items() if is_shown):
         table.add_column(column, no_wrap=column != "PLAN")
-    table.add_column("WHY", overflow="fold")
+    table.add_column("WHY", overflow="fold", ratio=1)
     for job in jobs:
         plan = job["attempts"][-1]["plan"] if job["attempts"] else f"{_gpus(job)} wanted"
         table.add_row(
             job["id"],
             *([f"{job['team']}/{job['user']}"] if shared else []),
             coloured(job["status"]),
-            str(job["priority"]),
+            *([str(job["priority"])] if ranked else []),
             str(len(job["attempts"])),
             plan,
-            progress_line(job["progress"]),
+            *([progress_line(job["progress"])] if moves else []),
             Text(_why(job)),
         )
     return table
