@@ -49,15 +49,15 @@ ROWS_AROUND = 5  # of the frontier, on each side of the chosen plan
 
 
 def queue_table(jobs: Sequence[JobView]) -> Table:
-    """One row per job: status, plan, reason; its user and team, priority and progress where any job has them."""
+    """One row per job: status, plan, its progress or reason; its team, user and priority where any job has them."""
     shared = any(job["team"] is not None for job in jobs)
     ranked = any(job["priority"] for job in jobs)
-    moves = any(progress_line(job["progress"]) for job in jobs)
     table = Table(box=None, pad_edge=False, header_style="bold")
-    said = {"JOB": True, "TEAM/USER": shared, "STATUS": True, "PRIO": ranked, "TRIES": True, "PLAN": True}
-    for column in (name for name, is_shown in (said | {"PROGRESS": moves}).items() if is_shown):
-        table.add_column(column, no_wrap=column != "PLAN")
-    table.add_column("WHY", overflow="fold", ratio=1)
+    said = {"JOB": True, "TEAM/USER": shared, "STATUS": True, "PRIO": ranked, "TRIES": True}
+    for column in (name for name, is_shown in said.items() if is_shown):
+        table.add_column(column, no_wrap=True)
+    table.add_column("PLAN")
+    table.add_column("WHY", overflow="fold")
     for job in jobs:
         plan = job["attempts"][-1]["plan"] if job["attempts"] else f"{_gpus(job)} wanted"
         table.add_row(
@@ -67,8 +67,7 @@ def queue_table(jobs: Sequence[JobView]) -> Table:
             *([str(job["priority"])] if ranked else []),
             str(len(job["attempts"])),
             plan,
-            *([progress_line(job["progress"])] if moves else []),
-            Text(_why(job)),
+            Text(progress_line(job["progress"]) or _why(job)),
         )
     return table
 

@@ -13,6 +13,7 @@ from orchestrator.service.views.records import PictureView, picture_view
 from orchestrator.specs.units import format_bytes
 
 EXPLAINED = (Outcome.OUT_OF_MEMORY, Outcome.DOES_NOT_FIT, Outcome.NO_SUCH_PLAN, Outcome.FAILED)
+COUNTED = ("OOMs", "Restarts")
 Words = Callable[[Any], str]
 MEASURES: Mapping[str, tuple[str, Words]] = {  # what a strategy gave, beside its memory and its step time
     "Tokens/s": ("tokens_per_s", lambda rate: f"{rate:,.0f}"),
@@ -53,8 +54,9 @@ def comparison_view(found: Comparison, mlflow: str | None) -> ComparisonView:
 
 
 def measures(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, tuple[str, Words]]:
-    """Those of MEASURES that are known of any strategy; samples only where no tokens are counted."""
+    """Those of MEASURES that are known of any strategy; samples only without tokens, failures only where there are."""
     known = {name: said for name, said in MEASURES.items() if any(row[said[0]] is not None for row in rows)}
+    known = {name: said for name, said in known.items() if name not in COUNTED or any(row[said[0]] for row in rows)}
     if "Tokens/s" in known:
         known.pop("Samples/s", None)
     return known
