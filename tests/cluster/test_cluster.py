@@ -221,7 +221,7 @@ def test_a_host_is_left_before_its_maintenance_and_taken_again_after_it(hosts_of
             cluster.asked(lambda client, node=node: client.drain(node, undo=True), f"the end of the drain of {node}")
     assert [job["status"] for job in jobs] == ["succeeded"] * 2, jobs
     first, *later = jobs[0]["attempts"]
-    assert (first["outcome"], nodes_of(jobs[0])[0]) == ("moved", {"n2"})
+    assert (first["outcome"], nodes_of(jobs[0])[0]) == ("moved", {"n2"}), jobs[0]
     assert first["ended_at_s"] < start_s, "it ran into the maintenance"
     assert all(one["launched_at_s"] >= end_s for one in (*later, *jobs[1]["attempts"])), "one began in the maintenance"
     assert list(losses(cluster, leaves)) == list(range(1, MOVED_STEPS + 1))
