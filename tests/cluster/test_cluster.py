@@ -61,7 +61,9 @@ success: {{artifacts: [model.pt]}}
 
 
 def submit(cluster: Cluster, text: str, name: str) -> str:
-    (cluster.folder / "corpus.txt").write_text("the quick brown fox jumps over the lazy dog. " * 400)
+    corpus = cluster.folder / "corpus.txt"
+    if not corpus.exists():  # a rank has it mapped: one that is cut short under it ends by SIGBUS
+        corpus.write_text("the quick brown fox jumps over the lazy dog. " * 400)
     file = cluster.folder / f"{name}.yaml"
     file.write_text(text)
     spec = read_job(file).model_dump(mode="json")
