@@ -90,7 +90,7 @@ def test_what_memory_excludes_is_a_row_and_told_with_its_bytes() -> None:
         ran(1, ON_ONE, 0.6),
         ran(2, ON_TWO, 0.4, FailureKind.DEVICE_OOM, 256 * MIB),
         refused(3, big, global_batch_size=8, data={"text": ["corpus.txt"], "sequence_length": 8192}),
-        refused(4, {"engine": "torch", "zero_stage": 1}),
+        refused(4, {"engine": "torch", "zero_stage": 1, "pp": 2}),
     )
     assert [row.outcome for row in found.rows] == [
         Outcome.FINISHED,
