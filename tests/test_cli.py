@@ -133,8 +133,8 @@ REFUSED = {
     "bad override": (["submit", "lm.yaml", "--set", "training.max_step=3"], ["training.max_step", "max_steps"]),
     "bad cluster": (["up", "--cluster", "lm.yaml"], ["lm.yaml", "nodes", "required"]),
     "illegal plan": (
-        ["estimate", "lm.yaml", "--set", "zero_stage=1", "--set", "engine=torch"],
-        ["FSDP2", "stage 1 is DeepSpeed"],
+        ["estimate", "lm.yaml", "--set", "zero_stage=1", "--set", "pp=2"],
+        ["zero_stage=1 with pp > 1", "reduces gradients once a step"],
     ),
     "indivisible batch": (["estimate", "lm.yaml", "--set", "dp=2", "--set", "micro_batch=3"], ["divisor of"]),
     "other global batch": (

@@ -446,7 +446,7 @@ def test_a_journal_of_the_version_before_gets_the_tables_and_keeps_its_rows(tmp_
     with opened(tmp_path) as journal:
         fail(journal, "a")
     with closing(sqlite3.connect(tmp_path / "journal.db")) as old, old:
-        for table in ("notices", "targets", "told", "sweeps", "trials"):
+        for table in ("notices", "targets", "told", "sweeps", "trials", "submissions"):
             old.execute(f"DROP TABLE {table}")
         old.execute("UPDATE alembic_version SET version_num = '0005'")
     with opened(tmp_path, "hook") as journal:

@@ -84,7 +84,7 @@ class Site:
 
 def compare(world: World) -> None:
     """Three strategies of the job, of which two finish and one has no plan; their ids begin with lm-compare-4."""
-    pins = ({"micro_batch_size": 8}, {"micro_batch_size": 2}, {"engine": "torch", "zero_stage": 1})
+    pins = ({"micro_batch_size": 8}, {"micro_batch_size": 2}, {"engine": "torch", "zero_stage": 1, "pp": 2})
     jobs = [
         {"spec": {**_spec(), "name": "lm-compare", "plan": pin, "degrade": {"allow": "none"}, "member": member}}
         for number, pin in enumerate(pins)
