@@ -101,8 +101,8 @@ class DeviceBytes:
     def at_least(self, plan: Plan) -> int:
         """What the plan's `device_bytes` are at least, and most often are, in a tenth of the time of its estimate.
 
-        Of the moments that can be the worst it knows those that are none of the model's passages, and the passages at
-        which the most activations are live: straight lines over the micro-batch, with which nothing else changes.
+        Of the moments that can be the worst it knows those that are none of the model's passages. It also knows the
+        passages at which the most activations are live. These are straight lines over the micro-batch.
         """
         mode, micro, casts = plan.activation_checkpointing, plan.micro_batch_size, autocasts(plan)
         full_layers = plan.full_checkpointing_layers

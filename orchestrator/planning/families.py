@@ -32,6 +32,7 @@ from orchestrator.specs.plan import (
     ActivationCheckpointing,
     Degradation,
     Engine,
+    ParallelLayout,
     Plan,
     Setting,
     ZeroStage,
@@ -43,7 +44,7 @@ from orchestrator.specs.stages import stage_layers
 # And the first layers of a stage that are recomputed in full; whether the inputs of all wait in host memory.
 Mode = tuple[ActivationCheckpointing, int, bool]
 ON_HOST: Mode = (ActivationCheckpointing.FULL, 0, True)
-OF_A_FAMILY = ("micro_batch_size", "gradient_accumulation_steps", *CHECKPOINTING)  # what its plans vary
+BATCH = ("micro_batch_size", "gradient_accumulation_steps")
 ENDS = ("first_stage_layers", "last_stage_layers")
 STRATEGY = tuple(one.name for one in fields(Strategy))
 _of_strategy = attrgetter(*STRATEGY)
@@ -143,17 +144,12 @@ def families_of(
 ) -> Iterator[Family]:
     """Only of plans that have the job's pinned settings: another plan that beats one of these does not count."""
     pins = dict(spec.plan)
-    micro, steps, mode, first_layers, offload = (pins.get(name) for name in OF_A_FAMILY)
+    mode, first_layers, offload = (pins.get(name) for name in CHECKPOINTING)
     inputs_bytes = layer_inputs_bytes(spec, hardware)
     for layout in layouts(spec, hardware):
         if pins and not agrees(layout, pins):
             continue
-        cuts = batch_cuts(spec, layout.dp)
-        if layout.cp > 1 and "cp" not in pins and spec.global_batch_size % layout.dp_cp == 0:
-            # Whole samples for every rank: dp in the place of cp is the same without messages.
-            cuts = tuple(cut for cut in cuts if cut[0] % layout.cp)
-        if pins:
-            cuts = tuple(cut for cut in cuts if micro in (None, cut[0]) and steps in (None, cut[1]))
+        cuts = _cuts(spec, layout, pins)
         for strategy in strategies(spec, hardware, layout) if cuts else ():
             if pins and not agrees(strategy, pins):
                 continue
@@ -173,11 +169,6 @@ def families_of(
             modes = checkpointing(spec, strategy)
             if mode is not None:
                 modes = tuple(one for one in modes if one is mode)
-            offloads_to = inf if offload else 0.0
-            if offload is None and not first_layers and at_work:  # the smallest: it is lighter, for less than a copy
-                smallest, ranks = at_work[0][0], layout.cp * layout.tp * layout.pp
-                is_worth_it = smallest * inputs_bytes / ranks >= OFFLOADED_MIN * hardware.device.memory
-                offloads_to = smallest if is_worth_it else 0
             if modes and at_work:
                 first, last = _ends(spec, hardware, example, modes, profile_of)
                 example = changed.replace(example, first_stage_layers=first, last_stage_layers=last)
@@ -185,9 +176,40 @@ def families_of(
                 example=example,
                 alike=() if first_layers or offload else tuple((one, 0, False) for one in modes),
                 partial=() if offload else _partial(spec, strategy, modes, first_layers),
-                offloads_to=offloads_to if ActivationCheckpointing.FULL in modes else 0,
+                offloads_to=_offloads_to(at_work, modes, inputs_bytes / layout.ranks_of_a_sample, hardware, pins),
                 cuts=at_work,
             )
+
+
+def _cuts(spec: JobSpec, layout: ParallelLayout, pins: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
+    """(micro-batch, accumulation) as pinned, without those that shared samples are no better for.
+
+    Where each rank could have whole samples of its own, dp in the place of cp is the same without messages.
+    """
+    cuts = batch_cuts(spec, layout.dp)
+    if layout.cp > 1 and "cp" not in pins and spec.global_batch_size % layout.dp_cp == 0:
+        cuts = tuple(cut for cut in cuts if cut[0] % layout.cp)
+    micro, steps = (pins.get(name) for name in BATCH)
+    return tuple(cut for cut in cuts if micro in (None, cut[0]) and steps in (None, cut[1])) if pins else cuts
+
+
+def _offloads_to(
+    cuts: Sequence[tuple[int, int]],
+    modes: Sequence[ActivationCheckpointing],
+    sample_bytes: float,
+    hardware: Hardware,
+    pins: Mapping[str, Any],
+) -> float:
+    """The smallest micro-batch, where its layer inputs fill much of a device; any, where that is pinned.
+
+    A smaller micro-batch is lighter for less than a copy. `sample_bytes`: of a rank, for one sample.
+    """
+    offload, first_layers = pins.get("activation_offload"), pins.get("full_checkpointing_layers")
+    if ActivationCheckpointing.FULL not in modes or first_layers or offload is False or not cuts:
+        return 0.0
+    smallest, _ = cuts[0]
+    is_worth_it = smallest * sample_bytes >= OFFLOADED_MIN * hardware.device.memory
+    return inf if offload else smallest if is_worth_it else 0.0
 
 
 def _can_be_cut(spec: JobSpec, pipeline: tuple[int, int], pins: Mapping[str, Any]) -> bool:

@@ -91,8 +91,8 @@ def checkpointing(spec: JobSpec, strategy: Strategy) -> tuple[ActivationCheckpoi
     """What may be recomputed: of a script what its knob can say, of a model what is known of its memory.
 
     Where recipes take turns, ZeRO-3's hooks free parameters in the recomputation that they left alone in the forward
-    pass, and selective checkpointing refuses operations that it has not seen before: a GAN ends with "aten.empty ...
-    not found in storage" (torch 2.13.0, deepspeed 0.19.8, 2026-11).
+    pass. Selective checkpointing refuses operations that it has not seen before. A GAN ends with "aten.empty ... not
+    found in storage" (torch 2.13.0, deepspeed 0.19.8, 2026-11).
     """
     knob, all_of_it = spec.knobs.activation_checkpointing, ActivationCheckpointing.FULL
     if spec.is_script:

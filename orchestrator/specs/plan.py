@@ -110,6 +110,11 @@ class ParallelLayout:
         """Ranks that hold the same parameters before ZeRO or FSDP cuts them (Megatron-LM's name for their group)."""
         return self.dp * self.cp
 
+    @property
+    def ranks_of_a_sample(self) -> int:
+        """Ranks that share what layers keep of a sample."""
+        return self.cp * self.tp * self.pp
+
     def dp_rank(self, rank: int) -> int:
         """Which share of the global batch the rank trains on."""
         return rank // (self.cp * self.tp) % self.dp

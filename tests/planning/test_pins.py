@@ -114,6 +114,12 @@ def test_a_pin_without_a_plan_names_the_values_that_there_are() -> None:
     assert "parameters and optimizer together" in raised.value.hint
 
 
+def test_pins_of_which_no_plan_has_both_leave_none() -> None:
+    pins = {"activation_offload": True, "full_checkpointing_layers": 2}
+    with pytest.raises(SpecError, match="no plan on device has"):
+        frontier(job(DECODER, 8, (1, 0), "exact", plan=pins), ONE_NODE)
+
+
 def test_a_pinned_plan_that_does_not_fit_is_refused_with_its_bytes_and_what_fits_instead() -> None:
     spec = job(
         DECODER, 8, (1, 0), "exact", plan={"zero_stage": 0, "micro_batch": 8, "activation_checkpointing": "none"}
