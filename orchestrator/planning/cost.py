@@ -72,8 +72,8 @@ class Hardware:
 def step_s(profile: ModelProfile, plan: Plan, hardware: Hardware) -> float:
     """Seconds of one optimizer step over the whole global batch; `profile` as for `memory.estimate.estimate`.
 
-    Every rank of a pipeline waits for the slowest one. It waits for the first micro-batch to come through all ranks, and
-    for the last to come back. So many micro-batches of the slowest count, and one of all others, in `v` pieces each
+    Every rank of a pipeline waits for the slowest one. It waits for the first micro-batch to come through all ranks,
+    and for the last to come back. So many micro-batches of the slowest count, and one of all others, in `v` pieces each
     (Narayanan et al. 2021, arXiv:2104.04473, section 2.2).
     """
     return StepSeconds(profile, plan, hardware)(plan)
