@@ -59,6 +59,7 @@ KINDS = {  # of a fault -> seconds that it may last; 0: it is over at once
     "freeze a launcher": 8.0,
     "freeze a rank": 8.0,
     "freeze a raylet": 12.0,
+    "freeze Ray's head": 12.0,
     "freeze MLflow": 8.0,
     "freeze PostgreSQL": 8.0,
     "cut a host off": 12.0,
