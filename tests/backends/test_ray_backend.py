@@ -153,6 +153,22 @@ def test_a_lost_node_is_told_and_leaves_the_cluster(reader: Reader, embedded: Em
     assert [node.name for node in seen[-1].nodes] == ["gpu", "n0", "n1"]
 
 
+def test_a_node_whose_launcher_wrote_down_that_ray_killed_its_ranks_is_lost_all_the_same(
+    reader: Reader, embedded: Embedded
+) -> None:
+    """Ray kills a worker's children before the worker: its launcher may have the time for their exit codes."""
+    launch = launch_of("written-down", script("wait", "wait", "wait", "wait"), BOTH)
+    reader.backend.launch(launch)
+    reader.started(launch)
+    folder = folder_of(embedded.home, launch)
+    launcher = parent_of(descendants_of(folder, [0, 1, 2, 3])[0])
+    os.kill(launcher, signal.SIGSTOP)  # it tells nothing of what follows
+    for rank in (0, 1):
+        folder.exit_code(rank).write_text(str(-signal.SIGKILL))
+    os.kill(launcher, signal.SIGKILL)
+    assert reader.finished(launch).evidence.nodes_lost == ("n0",)
+
+
 def test_devices_are_released_when_nvml_says_so(reader: Reader, embedded: Embedded, nvml_library: Path) -> None:
     if not any(nvml_library.iterdir()):
         pytest.skip("no C compiler: the fake libnvidia-ml.so.1 cannot be built")

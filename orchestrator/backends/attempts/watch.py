@@ -6,6 +6,7 @@ import errno
 import logging
 import math
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -109,6 +110,7 @@ class EndingGang:
     aborted: bool = False
     stopped: bool = False
     give_up_at_s: float = -math.inf  # where it was told
+    lost_before: frozenset[str] = frozenset()  # nodes that went before any launcher was told
 
 
 class AttemptWatch:
@@ -252,6 +254,8 @@ class AttemptWatch:
             self._check_closing()
             try:
                 self._poll(known)
+                if not ending.aborted and not ending.stopped:
+                    ending.lost_before = frozenset(known.lost)
                 if not ending.aborted and ending.hung_for_s is None and not ending.stopped:
                     cpu_s = sum(status["cpu_s"] for status in known.statuses.values())
                     ending.hung_for_s = progress.hung_for_s(self._world.nodes.idle_for_s(self._devices), cpu_s)
@@ -309,7 +313,7 @@ class AttemptWatch:
         first = min(firsts, key=lambda seen: seen[1])[0] if firsts else first_ended(self._folder, self._started)
         errors = [status["error"] for status in known.statuses.values() if status["error"] and not status["pids"]]
         return Ending(
-            nodes_lost=tuple(sorted(node for node in known.lost if not self._all_told(node))),
+            nodes_lost=tuple(sorted(node for node in known.lost if not self._all_told(node, ending))),
             first_ended_rank=first,
             host_oom_kills=max((status["host_oom_kills"] for status in known.statuses.values()), default=0),
             hung_for_s=ending.hung_for_s,
@@ -320,14 +324,20 @@ class AttemptWatch:
             free_before_bytes=self._free_before_bytes,
         )
 
-    def _all_told(self, node: str) -> bool:
-        """Whether every rank of `node` left its exit code on the disk before its launcher went."""
+    def _all_told(self, node: str, ending: EndingGang) -> bool:
+        """Whether every rank of `node` left its exit code on the disk before its launcher went.
+
+        Nothing is told by ranks that SIGKILL ended before anybody was asked to end them: Ray kills a worker's children
+        before the worker itself, and the launcher may still write that down (KillChildProcs, core_worker.cc, Ray 2.60).
+        """
+        codes: list[int | None] = []
         rank = 0
         for part in self._attempt.placement:
             ranks = range(rank, rank := rank + len(part.devices))
             if part.node == node:
-                return all(read_exit_code(self._folder, one) is not None for one in ranks if one in self._started)
-        return False
+                codes = [read_exit_code(self._folder, one) for one in ranks if one in self._started]
+        was_killed = {code for code in codes if code} == {-signal.SIGKILL} and node in ending.lost_before
+        return None not in codes and not was_killed
 
     def _emit(self, event: Event) -> None:
         self._check_closing()
