@@ -105,6 +105,9 @@ class EventLog(Protocol):
     def totals(self) -> Totals:
         """How many jobs have ended, and how many records wait for trackers."""
 
+    def began_at_s(self) -> float | None:
+        """When its first event came, in seconds since 1970; None before it."""
+
 
 class Receiver(Protocol[Sent]):
     """What gets the rows of an outbox. One thread calls it, and calls again after an error.

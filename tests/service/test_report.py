@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator.service.server.ended import report_of
 from orchestrator.service.views.morning import ReportView
 from orchestrator.service.views.report import SHOWN_MAX, html, markdown, sections, since_of
 from orchestrator.specs.access import Role
@@ -66,6 +67,16 @@ def test_the_service_reports_the_job_that_succeeded_and_its_devices(view: Report
         len(span["devices"]) * (span["until_s"] - span["from_s"]) for span in view["spans"]
     )
     json.dumps(view)
+
+
+def test_devices_were_not_idle_before_the_journal_began(world: World, view: ReportView) -> None:
+    """The service of `view` runs by a clock that begins with 0."""
+    began_s = next(iter(world.journal.events())).at_s
+    assert [world.controller.since_s(began_s + asked_s) for asked_s in (-86400.0, 1.0)] == [began_s, began_s + 1.0]
+    report = report_of(world.controller, began_s - 86400.0, began_s + 60.0, ())
+    lasted_s = report["until_s"] - report["since_s"]
+    assert (report["since_s"], lasted_s) == (began_s, 60.0)
+    assert 0 < report["cost"]["idle_s"] <= sum(view["nodes"].values()) * lasted_s
 
 
 def test_an_infinite_or_negative_moment_is_refused(world: World) -> None:

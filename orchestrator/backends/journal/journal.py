@@ -178,6 +178,13 @@ class Journal:
         """Every event ever appended, oldest first."""
         return (event for event, _ in self.history())
 
+    def began_at_s(self) -> float | None:
+        """When its first event came, in seconds since 1970; None before it."""
+        first = sa.select(_events.c.id, _events.c.body).order_by(_events.c.id).limit(1)
+        with self.database.transaction() as connection:
+            row = connection.execute(first).one_or_none()
+        return None if row is None else float(self._read(self._event, _events, *row).at_s)
+
     def history(self, after: int = 0) -> Iterator[tuple[Event, str | None]]:
         """Every event, oldest first, with what was decided; `after` skips as many rows."""
         while True:

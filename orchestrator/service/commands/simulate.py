@@ -179,6 +179,9 @@ class Unkept:
     def ended(self, limit: int, before: str | None = None) -> list[Job]:  # noqa: ARG002
         return []
 
+    def began_at_s(self) -> float | None:
+        return None
+
     def totals(self) -> Totals:
         return Totals(ended={}, undelivered={}, notices={}, oldest_notices_s={})
 

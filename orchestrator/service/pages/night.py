@@ -32,12 +32,13 @@ def night_data(
     expected: Expectations,
     sweeps: Iterable[SweepReport],
     hours: float,
+    since_s: float,
     now_s: float,
 ) -> Mapping[str, Any]:
-    """What the page of the night shows, from `hours` ago on."""
+    """What the page of the night shows from `hours` ago on; its report is about the time from `since_s` on."""
     from_s = now_s - hours * 3600
     known = {job.id: job for job in (*archived, *state.jobs.values())}
-    report = morning_report(state, known.values(), from_s, now_s, sweeps)
+    report = morning_report(state, known.values(), since_s, now_s, sweeps)
     jobs = [job for job in known.values() if any((one.ended_at_s or now_s) >= from_s for one in job.attempts)]
     ended = [job for job in known.values() if job.status.ended and ended_at_s(job) >= from_s]
     return {

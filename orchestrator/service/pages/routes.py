@@ -295,13 +295,15 @@ class _Pages:
         hours = request.query_params.get("hours", "")
         archived = self._controller.ended(ENDED_MAX)
         looked_back = min(float(hours), 24.0 * 366) if hours.isdecimal() and int(hours) else 12.0
+        now_s = time.time()
         data = night_data(
             self._controller.state,
             archived,
             self._forecasts.newest(),
             self._sweeper.reports(),
             looked_back,
-            time.time(),
+            self._controller.since_s(now_s - looked_back * 3600),
+            now_s,
         )
         return self._page(request, "night", **data)
 

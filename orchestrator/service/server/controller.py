@@ -98,6 +98,7 @@ class Controller:
         self._storage_problem: str | None = None
         self._uncertain: UncertainError | None = None  # the journal may know what this process does not
         self._unkept: list[Event] = []  # told by the backend, and not in the journal yet
+        self._began_at_s = journal.began_at_s()
         self._journal = journal
         self._backend = backend
         self._clock = clock
@@ -148,6 +149,12 @@ class Controller:
     def ended(self, limit: int, before: str | None = None) -> list[Job]:
         """At most `limit` archived jobs, the most recently ended first; see `Journal.ended`."""
         return self._journal.ended(limit, before)
+
+    def since_s(self, asked_s: float) -> float:
+        """The moment from which a report has something to tell: as asked, but not before the journal's first event."""
+        if self._began_at_s is None:
+            self._began_at_s = self._journal.began_at_s()
+        return asked_s if self._began_at_s is None else max(asked_s, self._began_at_s)
 
     def figures(self) -> Figures:
         """What `/metrics` shows, all of one moment. Raises ServiceError if the journal cannot be read."""

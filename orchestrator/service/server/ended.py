@@ -15,7 +15,11 @@ REPORTED_MAX = 20_000  # ended jobs that a report looks at, the latest first
 
 
 def report_of(controller: Controller, since_s: float, until_s: float, sweeps: Sequence[SweepReport]) -> ReportView:
-    """What happened between two moments, in seconds since 1970, with those of the sweeps that had trials then."""
+    """What happened between two moments, in seconds since 1970, with those of the sweeps that had trials then.
+
+    It begins with the journal at the earliest: devices that nobody had were not idle.
+    """
+    since_s = controller.since_s(since_s)
     return report_view(morning_report(controller.state, _ended_since(controller, since_s), since_s, until_s, sweeps))
 
 
