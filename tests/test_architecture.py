@@ -26,7 +26,7 @@ FOREIGN_IMPORTS = {  # which distributions; packages that are not here may impor
     "memory": set(),
     "planning": set(),
     "scheduling": set(),
-    "training": {"torch", "deepspeed", "numpy", "transformers", "peft", "accelerate", "safetensors", "bitsandbytes"},
+    "training": {"torch", "deepspeed", "numpy", "transformers", "peft", "accelerate", "safetensors", "torchao"},
 }
 ONE_ROOM_ONLY = {  # distribution -> the folder that alone may import it: a seam stands between it and the rest
     "ray": "orchestrator/backends/ray",

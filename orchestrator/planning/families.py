@@ -34,6 +34,7 @@ from orchestrator.specs.plan import (
     Engine,
     ParallelLayout,
     Plan,
+    Precision,
     Setting,
     ZeroStage,
     why_pipeline_stalls,
@@ -94,7 +95,8 @@ def _others(spec: JobSpec, device: DeviceSpec, setting: Setting, asked: Any) -> 
     if not is_turnable or spec.degrade.limit < setting.degradation:
         return
     if setting.degradation is Degradation.NUMERIC:
-        others = [value for value in setting.cheaper if device.has(value)][:1] if asked == setting.usual else []
+        able = [value for value in setting.cheaper if not isinstance(value, Precision) or device.has(value)]
+        others = able[:1] if asked == setting.usual else []
     else:
         others = [value for value in getattr(spec.degrade, f"{setting.name}s", ()) if value != asked]
     for value in others:

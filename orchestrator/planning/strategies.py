@@ -18,7 +18,6 @@ from orchestrator.specs.plan import (
     Engine,
     Offload,
     OffloadTarget,
-    Optimizer,
     ParallelLayout,
     Precision,
     Sharding,
@@ -79,7 +78,7 @@ def _shared(spec: JobSpec, hardware: Hardware, layout: ParallelLayout) -> Iterat
             elif layout.dp > 1:
                 yield Strategy(engine=Engine.SCRIPT, layout=layout, zero_stage=stage, sharding=Sharding.FSDP)
         return
-    if hardware.device.kind is not DeviceKind.CUDA and _needs_cuda(spec):
+    if hardware.device.kind is not DeviceKind.CUDA and _quantised(spec):
         return
     yield from _torch(spec, hardware, layout)
     if layout.cp == layout.tp == layout.pp == 1 and not _quantised(spec):
@@ -197,9 +196,13 @@ def why_no_strategy(spec: JobSpec, hardware: Hardware) -> SpecError:
             allowed=f"the micro-batch{together}: a divisor of what they get of the global batch",
             hint="statistics over another number of samples would be another training",
         )
-    if hardware.device.kind is not DeviceKind.CUDA and _needs_cuda(spec):
-        got = "adamw_8bit" if training.optimizer is Optimizer.ADAMW_8BIT else "4-bit base weights"
-        return SpecError("needs CUDA devices", path="training", got=got, allowed="on virtual devices: neither of them")
+    if hardware.device.kind is not DeviceKind.CUDA and _quantised(spec):
+        return SpecError(
+            "needs CUDA devices",
+            path="model.lora.quantise_base",
+            got="true on virtual devices",
+            allowed="false on virtual devices",
+        )
     return SpecError(
         "no engine can run this job on any layout that it allows",
         path="gpus",
@@ -215,7 +218,7 @@ def _torch(spec: JobSpec, hardware: Hardware, layout: ParallelLayout) -> Iterato
     per_rank = (1,) if layout.pp == 1 or deepest == 1 else (1, deepest)
     for stages_per_rank in per_rank:
         yield Strategy(engine=Engine.TORCH, layout=layout, pipeline_stages_per_rank=stages_per_rank)
-        if _quantised(spec) or spec.training.optimizer is Optimizer.ADAMW_8BIT:
+        if _quantised(spec):
             continue
         stages = _stages(spec, hardware, layout)
         for stage, copies in product(stages, _copies(hardware, layout)):
@@ -274,10 +277,6 @@ def _offloads(hardware: Hardware) -> bool:
 def _quantised(spec: JobSpec) -> bool:
     lora = spec.model.lora if spec.model is not None else None
     return lora is not None and lora.quantise_base
-
-
-def _needs_cuda(spec: JobSpec) -> bool:
-    return _quantised(spec) or spec.training.optimizer is Optimizer.ADAMW_8BIT
 
 
 def _exact_cut(share: int, accumulation: int) -> tuple[tuple[int, int], ...]:

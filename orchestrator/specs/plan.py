@@ -71,7 +71,7 @@ class Optimizer(StrEnum):
     """The update rule."""
 
     ADAMW = "adamw"  # arXiv:1711.05101
-    ADAMW_8BIT = "adamw_8bit"  # the same with block-wise quantised moments, CUDA only (arXiv:2110.02861)
+    ADAMW_8BIT = "adamw_8bit"  # the same with block-wise quantised moments (arXiv:2110.02861)
     ADAFACTOR = "adafactor"  # arXiv:1804.04235
     SGD = "sgd"  # with momentum
 
@@ -80,7 +80,7 @@ class Degradation(IntEnum):
     """What a change of settings may touch, mildest first."""
 
     EXACT = 0  # the same mathematics: layout, micro-batch, checkpointing, ZeRO, offload
-    NUMERIC = 1  # the same training in other arithmetic: precision
+    NUMERIC = 1  # the same training in other arithmetic: precision, the optimizer's moments in 8 bits
     SEMANTIC = 2  # another training: sequence length
 
 
@@ -256,8 +256,9 @@ class Plan:
     optimizer: Optimizer = field(
         default=Optimizer.ADAMW,
         metadata=_declared(
-            Degradation.SEMANTIC,
+            Degradation.NUMERIC,
             short=lambda plan: _where(plan.optimizer, plan.optimizer is not Optimizer.ADAMW),
+            cheaper=(Optimizer.ADAMW_8BIT,),
             is_given=False,
         ),
     )
@@ -379,8 +380,6 @@ class Plan:
             return "optimizer_in_backward=true needs dp_replicate=1: hybrid sharding keeps what it reduces to the end"
         if self.offload is not Offload.NONE:
             return "optimizer_in_backward=true needs offload=none: gradients are in host memory already"
-        if self.optimizer is Optimizer.ADAMW_8BIT:
-            return "optimizer_in_backward=true needs another optimizer: bitsandbytes was never seen to run so"
         return None
 
     @property
@@ -398,8 +397,8 @@ class Plan:
             return "engine=torch offloads to host memory only; offload_target=nvme is DeepSpeed's"
         if self.layout.tp > 1 and self.layout.dp_cp > 1 and self.zero_stage is ZeroStage.NONE:
             return "tp > 1 with dp x cp > 1 needs zero_stage 2 or 3: DistributedDataParallel does not take DTensors"
-        if self.optimizer is Optimizer.ADAMW_8BIT and (self.zero_stage is not ZeroStage.NONE or self.layout.tp > 1):
-            return "optimizer=adamw_8bit quantises whole tensors: engine=torch with zero_stage=0 and tp=1"
+        if self.optimizer is Optimizer.ADAMW_8BIT and self.offload is not Offload.NONE:
+            return "optimizer=adamw_8bit needs offload=none: its update is compiled for the device"
         if self.optimizer is Optimizer.ADAFACTOR and (self.zero_stage is not ZeroStage.NONE or self.layout.tp > 1):
             return (
                 "optimizer=adafactor factors whole matrices, and torch.optim.Adafactor refuses DTensors: "
@@ -415,7 +414,7 @@ class Plan:
         if self.optimizer is Optimizer.ADAFACTOR and self.zero_stage is not ZeroStage.NONE:
             return "optimizer=adafactor factors whole matrices; DeepSpeed's stages 1 to 3 hold flat pieces of them"
         if self.optimizer is Optimizer.ADAMW_8BIT:
-            return "optimizer=adamw_8bit quantises whole tensors: engine=torch with zero_stage=0 and tp=1"
+            return "optimizer=adamw_8bit is torchao's, whose shards are DTensors: engine=torch"
         return None
 
     def _why_illegal_for_script(self) -> str | None:

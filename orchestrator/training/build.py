@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 
 import torch
@@ -44,6 +45,8 @@ def build_recipe(run: TrainingRun) -> Recipe:
 def build_engine(run: TrainingRun, recipe: Recipe, device: torch.device, resume_from: Saved | None) -> Engine:
     """The plan's engine on this rank, in the state of the checkpoint `resume_from` where one is given; collective.
 
+    Its optimizer is the plan's: a restart may have taken another one than the job's.
+
     It trains what thaws up to that checkpoint's step; where more thaws later, the next engine is built then.
     """
     recipes = (recipe, *recipe.then)
@@ -63,7 +66,8 @@ def build_engine(run: TrainingRun, recipe: Recipe, device: torch.device, resume_
         own_statistics = norms and run.plan.layout.dp > 1 and not training.sync_batch_norm
         return RunningStatistics(engine, norms) if own_statistics else engine
 
-    return AlternatingEngine(recipe, run.plan, run.training, build) if recipe.then else build(recipe, run.training)
+    training = dataclasses.replace(run.training, optimizer=plan.optimizer)
+    return AlternatingEngine(recipe, plan, training, build) if recipe.then else build(recipe, training)
 
 
 def _engine(

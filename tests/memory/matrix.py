@@ -338,6 +338,21 @@ def optimizer_plans() -> list[Plan]:
     )
 
 
+def eight_bit_plans(ranks: int) -> list[Plan]:
+    """Moments in 8 bits under every sharding of the torch engine, updated at the end and within the backward pass."""
+    of_two = ({"dp": 2}, 0), ({"dp": 2}, 1), ({"dp": 2}, 2), ({"dp": 2}, 3), ({"tp": 2}, 0), ({"pp": 2}, 0)
+    of_four = ({"dp": 2, "tp": 2}, 2), ({"dp": 2, "tp": 2}, 3), ({"dp": 2, "pp": 2}, 2), ({"tp": 2, "pp": 2}, 0)
+    ways = {1: (({"dp": 1}, 0),), 2: of_two, 4: of_four}[ranks]
+    modes = ActivationCheckpointing.NONE, ActivationCheckpointing.FULL
+    precisions = Precision.FP32, Precision.BF16
+    at_the_end = _legal(
+        (Engine.TORCH, stage, micro, layout, {"activation_checkpointing": mode, "precision": precision})
+        for (layout, stage), micro, mode, precision in product(ways, (1, 4), modes, precisions)
+    )
+    within = [one for precision in precisions for one in in_backward_plans(ranks, (1, 4), precision)]
+    return [replace(one, optimizer=Optimizer.ADAMW_8BIT) for one in (*at_the_end, *within)]
+
+
 def _legal(said: Iterable[tuple[Engine, int, int, dict[str, int], dict[str, Any]]]) -> list[Plan]:
     found = []
     for engine, stage, micro, layout, fields in said:
@@ -386,7 +401,10 @@ def full(folder: Path) -> dict[str, list[Row]]:
             if each.layout.pp * each.pipeline_stages_per_rank <= decoder.num_hidden_layers
         ]
         found[name] += rows(decoder, tried, folder / f"{name}-{ranks}")
-    found["deep decoder"] += rows(DEEP, optimizer_plans(), folder / "optimizers")
+    more = {"optimizers": optimizer_plans(), "once": once_plans(RANKS), "on host": on_host_plans(RANKS)}
+    for name, tried in (more | {"8 bits": eight_bit_plans(RANKS)}).items():
+        found["deep decoder"] += rows(DEEP, tried, folder / name)
+    found["wide decoder"] += rows(WIDE, context_plans(RANKS, modes), folder / "context")
     found["llama with adapters"] = rows(ADAPTED, adapted_plans(), folder / "adapted")
     found["llama"] = rows(replace(ADAPTED, lora=None), adapted_plans(), folder / "unadapted")
     found["mixtral"] = rows(MIXED, mixed_plans(), folder / "mixed")

@@ -253,16 +253,26 @@ def test_a_device_without_bf16_is_offered_fp16_instead_and_refuses_jobs_that_say
     assert refused.value.path == "precision"
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{"training": {"optimizer": "adamw_8bit"}}, {"model": LLAMA | {"lora": {"quantise_base": True}}}],
-    ids=["8-bit optimizer", "4-bit base"],
-)
-def test_what_needs_cuda_is_refused_on_virtual_devices(changes: dict[str, Any]) -> None:
+def test_a_base_of_four_bits_is_refused_on_virtual_devices() -> None:
+    spec = job(LLAMA | {"lora": {"quantise_base": True}})
     with pytest.raises(SpecError, match="CUDA"):
-        frontier(job(**changes), machine(DeviceKind.VIRTUAL))
-    offered = {(one.engine, one.zero_stage) for one in plans(job(**changes), machine())}
-    assert offered == {(Engine.TORCH, ZeroStage.NONE)}
+        frontier(spec, machine(DeviceKind.VIRTUAL))
+    assert {(one.engine, one.zero_stage) for one in plans(spec, machine())} == {(Engine.TORCH, ZeroStage.NONE)}
+
+
+def test_moments_in_8_bits_are_offered_as_a_numeric_change_on_every_layout_of_the_torch_engine() -> None:
+    allowed = job(degrade={"allow": "numeric"})
+    for hardware in (machine(), machine(DeviceKind.VIRTUAL)):
+        assert {one.optimizer for one in plans(job(), hardware)} == {Optimizer.ADAMW}
+        found = list(plans(allowed, hardware))
+        assert {one.optimizer for one in found} == {Optimizer.ADAMW, Optimizer.ADAMW_8BIT}
+        in_8_bits = [one for one in found if one.optimizer is Optimizer.ADAMW_8BIT]
+        in_32_bits = [one for one in found if one.engine is Engine.TORCH and one.offload is Offload.NONE]
+        assert {replace(one, optimizer=Optimizer.ADAMW) for one in in_8_bits} == set(in_32_bits) - set(in_8_bits)
+    asked = job(training={"optimizer": "adamw_8bit"})
+    assert {one.optimizer for one in plans(asked, machine())} == {Optimizer.ADAMW_8BIT}
+    chosen = job(training={"optimizer": "sgd"}, degrade={"allow": "numeric"})
+    assert {one.optimizer for one in plans(chosen, machine())} == {Optimizer.SGD}, "another rule is another training"
 
 
 @pytest.mark.parametrize("together", [False, True])

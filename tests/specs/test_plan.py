@@ -82,9 +82,18 @@ EXCLUDED: dict[str, tuple[dict[str, Any], str]] = {
         {"engine": DEEPSPEED, "zero_stage": ZeroStage.OPTIMIZER, "optimizer": Optimizer.ADAFACTOR},
         "whole matrices",
     ),
-    "shards and 8-bit moments": (
-        {"layout": ON_TWO, "zero_stage": ZeroStage.PARAMETERS, "optimizer": Optimizer.ADAMW_8BIT},
-        "whole tensors",
+    "DeepSpeed and 8-bit moments": (
+        {"engine": DEEPSPEED, "zero_stage": ZeroStage.OPTIMIZER, "optimizer": Optimizer.ADAMW_8BIT},
+        "engine=torch",
+    ),
+    "offload and 8-bit moments": (
+        {
+            "layout": ON_TWO,
+            "zero_stage": ZeroStage.PARAMETERS,
+            "offload": Offload.PARAMETERS,
+            "optimizer": Optimizer.ADAMW_8BIT,
+        },
+        "offload=none",
     ),
 }
 

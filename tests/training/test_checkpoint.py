@@ -16,6 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torchao.optim.subclass_8bit import OptimState8bit
 
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.plan import Engine, ParallelLayout, Plan, ZeroStage
@@ -23,7 +24,7 @@ from orchestrator.specs.run import AttemptFolder
 from orchestrator.training.checkpoint import checkpoint
 from orchestrator.training.checkpoint import folder as checkpoint_folder
 from orchestrator.training.checkpoint.checkpoint import Cursor
-from orchestrator.training.checkpoint.fragment import Fragment, rectangles
+from orchestrator.training.checkpoint.fragment import Fragment, Quantised, rectangles
 from orchestrator.training.checkpoint.host_copy import shares
 from orchestrator.training.contract import loss_scale
 from orchestrator.training.guard.virtual_device import VirtualDevice
@@ -72,6 +73,29 @@ def test_whole_and_fragmented_states_load_either_way(
     assert pieces["model.cut"].tolist() == pieces["model.whole"].tolist() == list(range(start, stop))
     assert full.equal(whole)
     assert checkpoint.opened(folder).cursor == Cursor(step=3, samples=24)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch says that it saves without a process group
+def test_a_checkpoint_has_the_fp32_values_of_what_is_held_in_8_bits(tmp_path: Path) -> None:
+    values = torch.randn(32, 128, generator=torch.Generator().manual_seed(0))
+
+    def held() -> Quantised:
+        return Quantised({(0, 0): OptimState8bit.zeros(values.shape)}, values.shape)
+
+    def found_in(folder: Path) -> torch.Tensor:
+        found = torch.full(values.shape, -1.0)
+        checkpoint.load(folder, {"x": found})
+        return found
+
+    checkpoint.save(tmp_path / "plain", {"x": values}, Cursor())
+    of_plain, again = held(), held()
+    checkpoint.load(tmp_path / "plain", {"x": of_plain})
+    checkpoint.save(tmp_path / "quantised", {"x": of_plain}, Cursor())
+    in_8_bits = found_in(tmp_path / "quantised")
+    assert in_8_bits.equal(of_plain.held[0, 0].dequantize())
+    assert 0 < (in_8_bits - values).abs().max() < 0.05 * values.abs().max()
+    checkpoint.load(tmp_path / "quantised", {"x": again})
+    torch.testing.assert_close(again.held[0, 0].dequantize(), in_8_bits, rtol=0.01, atol=0)
 
 
 @settings(deadline=None)

@@ -7,6 +7,7 @@ with clipping that bites; all are compared with one plain process.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -168,6 +169,48 @@ def test_a_training_hops_in_and_out_of_updates_in_the_backward_pass(tmp_path: Pa
     )
     chain, expected = hop(tmp_path, legs, dataclasses.replace(HOPPING, clip_norm=None))
     assert chain == pytest.approx(expected, abs=TOLERANCE[Precision.FP32], rel=0)
+
+
+BLOCKS = dataclasses.replace(DECODER, hidden_size=128, intermediate_size=128, num_hidden_layers=4)  # whole ones each
+EIGHT_BIT = functools.partial(plan, TORCH, optimizer=Optimizer.ADAMW_8BIT)
+OF_THE_SAME_BLOCKS = (
+    EIGHT_BIT(0, dp=2, cuts=2),
+    EIGHT_BIT(1, dp=2, cuts=2),
+    EIGHT_BIT(2, dp=2, activation_checkpointing=FULL),
+    EIGHT_BIT(3, dp=2, cuts=2),
+    EIGHT_BIT(3, dp=2, optimizer_in_backward=True),
+    EIGHT_BIT(0, pp=2, cuts=4),
+)
+OF_OTHER_BLOCKS = (EIGHT_BIT(0, tp=2), EIGHT_BIT(3, dp=2, tp=2))
+IN_BF16 = EIGHT_BIT(0, precision=Precision.BF16), EIGHT_BIT(3, dp=2, precision=Precision.BF16)
+
+
+def test_moments_in_8_bits_give_the_losses_of_one_process(tmp_path: Path) -> None:
+    """To rounding where a rank holds the blocks that one process has; tensor parallelism cuts rows, and so others."""
+    plans = [ONE_PROCESS, EIGHT_BIT(0), *OF_THE_SAME_BLOCKS, *OF_OTHER_BLOCKS, *IN_BF16]
+    curves = losses(tmp_path, plans, training=UNCLIPPED, decoder=BLOCKS)
+    in_32_bits, expected = curves.pop(ONE_PROCESS), curves.pop(EIGHT_BIT(0))
+    check({each: curves[each] for each in OF_THE_SAME_BLOCKS}, expected)
+    for each in OF_OTHER_BLOCKS:
+        assert curves[each] == pytest.approx(expected, abs=2e-3, rel=0), in_short(each)
+    alone, sharded = IN_BF16  # autocast casts other values than FSDP2 does
+    assert curves[sharded] == pytest.approx(curves[alone], abs=5e-3, rel=0)
+    assert expected == pytest.approx(in_32_bits, abs=5e-3, rel=0)
+    assert expected != pytest.approx(in_32_bits, abs=2e-5, rel=0), "nothing was quantised"
+
+
+def test_a_training_hops_in_and_out_of_moments_in_8_bits(tmp_path: Path) -> None:
+    """A checkpoint has them in fp32: any plan goes on from any other's."""
+    legs = (
+        plan(TORCH, 0, dp=2, cuts=2),
+        EIGHT_BIT(3, dp=2),
+        plan(DEEPSPEED, 2, dp=2, cuts=2),
+        EIGHT_BIT(0, tp=2),
+        EIGHT_BIT(0, pp=2, cuts=4),
+        plan(TORCH, 3, dp=2),
+    )
+    chain, expected = hop(tmp_path, legs, HOPPING, decoder=BLOCKS)
+    assert chain == pytest.approx(expected, abs=2e-3, rel=0)
 
 
 DROPPING_OVER_TWO = (
@@ -333,11 +376,13 @@ def hop(
     legs: Sequence[Plan],
     training: TrainingSpec,
     model: Callable[[TrainingRun, int], ModelSpec] | None = None,
+    *,
+    decoder: DecoderSpec = DECODER,
 ) -> tuple[dict[int, float], dict[int, float]]:
     """Loss by step of one training whose legs, a step each, begin with other weights and load the last checkpoint.
 
     The last leg runs on to the end. Beside it, the losses of one uninterrupted process. The schedule must not depend
-    on where a leg ends. `model(run, seed)` is our decoder where it is not given.
+    on where a leg ends. Without a `model(run, seed)` it is our decoder.
     """
     assert training.schedule is Schedule.CONSTANT
     home.mkdir(exist_ok=True)
@@ -347,7 +392,7 @@ def hop(
 
     def run(job: str, leg: Plan, stop: int, seed: int) -> TrainingRun:
         settings = dataclasses.replace(training, max_steps=stop)
-        return _run(home, job, leg, text, training=settings, seed=seed, model=model)
+        return _run(home, job, leg, text, decoder=decoder, training=settings, seed=seed, model=model)
 
     runs = [run("chain", leg, stop, seed) for seed, (leg, stop) in enumerate(zip(legs, stops, strict=True))]
     reference = run("reference", ONE_PROCESS, last, 0)

@@ -10,8 +10,16 @@ from orchestrator.specs.profile import ModelProfile
 
 ADAM_BYTES = 8  # exp_avg and exp_avg_sq in fp32 (Kingma and Ba 2015, arXiv:1412.6980)
 SGD_BYTES = 4  # the momentum buffer; counted where momentum is 0 too, since the plan does not say
-# Both moments in a byte each, and the fp32 largest value of every block of 256 (bitsandbytes/optim/optimizer.py).
-ADAM_8BIT_BYTES = 2 + 2 * 4 / 256
+# Of a tensor in 8 bits: a byte of each moment, the fp32 largest values of every block, and a table of fp32 values for
+# each moment (torchao/optim/subclass_8bit.py). Smaller tensors keep fp32 (torchao/optim/adam.py, _new_buffer).
+BLOCK, QUANTISED_MIN = 256, 4096
+TABLES_BYTES = 2 * 256 * FP32_BYTES
+# Held of each element while 8-bit AdamW updates its tensor. Compiled, two fp32 values (what inductor allocates for
+# single_param_adam, torch 2.13.0, torchao 0.18). Operation by operation, on a virtual device: seven fp32 values, two
+# int64 codes and two fp32 differences, and with them a mask and a third code (torchao/optim/quant_utils.py,
+# quantize_8bit_with_qmap, its last `where`).
+COMPILED_8BIT_BYTES = 8
+EAGER_8BIT_BYTES = 53
 
 
 def state_bytes(profile: ModelProfile, plan: Plan, shards: int) -> int:
@@ -22,7 +30,11 @@ def state_bytes(profile: ModelProfile, plan: Plan, shards: int) -> int:
     if plan.optimizer is Optimizer.ADAFACTOR:
         return FP32_BYTES * -(-_factored(profile) // shards)
     if plan.optimizer is Optimizer.ADAMW_8BIT:
-        return math.ceil(ADAM_8BIT_BYTES * trained / shards)
+        return sum(
+            segment.count * _in_8_bits(-(-tensor // shards))
+            for segment in profile.segments
+            for tensor in segment.gradients
+        )
     return (SGD_BYTES if plan.optimizer is Optimizer.SGD else ADAM_BYTES) // narrow * -(-trained // shards)
 
 
@@ -34,10 +46,17 @@ def temporaries(plan: Plan, elements: int, *, cuda: bool, before: int = 0) -> in
     _single_tensor_adam, torch 2.13.0).
     """
     if plan.optimizer is Optimizer.ADAMW_8BIT:
-        return 0
+        return elements * (COMPILED_8BIT_BYTES if cuda else EAGER_8BIT_BYTES)
     if cuda and plan.offload is Offload.NONE and plan.optimizer is not Optimizer.ADAFACTOR:
         return 0
     return FP32_BYTES * (2 * elements + before if plan.optimizer is Optimizer.ADAMW else elements)
+
+
+def _in_8_bits(elements: int) -> int:
+    """Bytes of both moments of a tensor of which a rank has so many elements."""
+    if elements < QUANTISED_MIN or elements % BLOCK:
+        return ADAM_BYTES * elements
+    return 2 * (elements + FP32_BYTES * elements // BLOCK) + TABLES_BYTES
 
 
 def _factored(profile: ModelProfile) -> int:

@@ -115,6 +115,9 @@ def fsdp2_moments(rank: Rank, plan: Plan, places: Iterable[int], *, cuda: bool, 
             reduced = 0
         gradients = ("gradients", device * profile.parameter_bytes * -(-reduced // shards))
         found.append(Moment(passage.name, (*fixed, gradients, *transients), at))
+        if plan.optimizer_in_backward and passage.behind and passage.point is Point.START:
+            updating = _update_behind(rank, plan, passage, compute, shards, cuda=cuda)
+            found.append(Moment(f"update behind {passage.name}", (*fixed, gradients, *updating), at))
     unit = max((segment.parameters for segment in profile.segments if segment.count > 1), default=0)
     if unit and plan.layout.pp == 1 and shards > 1 and not profile.moments:
         gathering = _last_gathering(rank, plan, unit, compute, shards, device)
@@ -123,6 +126,8 @@ def fsdp2_moments(rank: Rank, plan: Plan, places: Iterable[int], *, cuda: bool, 
         found.append(Moment("gradient reduction of a layer", (*fixed, *_first_reduction(rank, unit, compute))))
     reduction = _root_reduction(rank, plan, shards, device, gloo=not cuda)
     found.append(Moment("gradient reduction of the root", (*fixed, *reduction)))
+    if plan.optimizer_in_backward:
+        found.append(Moment("update of the root", (*fixed, *_root_update(rank, plan, compute, shards, cuda=cuda))))
     if device and not plan.optimizer_in_backward:
         largest, before = (-(-each // shards) for each in (profile.largest_trained, profile.updated_before_largest))
         shard = -(-rank.trained_parameters // shards)
@@ -190,6 +195,40 @@ def _unit(rank: Rank, plan: Plan, passage: Passage, compute: int, shards: int, *
         gathered += next((each.parameters for each in earlier if each.is_unit), 0)
     whole = compute * (passage.ends_done + passage.own + named) + exchanged * reducing
     return (("gathered parameters", compute * gathered), ("whole gradients", whole))
+
+
+def _update_behind(rank: Rank, plan: Plan, passage: Passage, compute: int, shards: int, *, cuda: bool) -> Causes:
+    """What is there while the unit behind is updated within the backward pass, as soon as its shard is reduced.
+
+    The flat input of its reduce-scatter is, and the unit that comes next has been gathered (see _unit).
+    """
+    behind, keeps, alone = passage.behind, plan.zero_stage is ZeroStage.GRADIENTS, shards == 1
+    assert behind is not None, passage
+    ahead = 0 if alone else passage.segment.parameters
+    gathered = rank.parameters - passage.units_done if keeps else rank.end_parameters + ahead
+    named = 0 if alone else behind.last_gradient
+    exchanged = exchanged_bytes(plan, rank.held.parameter_bytes)
+    return (
+        ("gathered parameters", compute * gathered),
+        ("whole gradients", compute * (passage.ends_done + named) + exchanged * behind.trained_parameters),
+        ("optimizer temporaries", temporaries(plan, -(-behind.largest_gradient // shards), cuda=cuda)),
+    )
+
+
+def _root_update(rank: Rank, plan: Plan, compute: int, shards: int, *, cuda: bool) -> Causes:
+    """What is there while a weight of the root unit is updated: its shards, and what they were reduced out of.
+
+    (See _root_reduction.)
+    """
+    ends = [each for each in rank.held.segments if not each.is_unit]
+    last = next((each.last_gradient for each in reversed(ends)), 0)
+    trained, largest = rank.trained_end_parameters, max((each.largest_gradient for each in ends), default=0)
+    exchanged = exchanged_bytes(plan, rank.held.parameter_bytes)
+    return (
+        ("gradients", rank.held.parameter_bytes * -(-trained // shards)),
+        ("whole gradients", compute * last + exchanged * trained if shards > 1 else 0),
+        ("optimizer temporaries", temporaries(plan, -(-largest // shards), cuda=cuda)),
+    )
 
 
 def _last_gathering(rank: Rank, plan: Plan, unit: int, compute: int, shards: int, device: int) -> Causes:

@@ -246,7 +246,7 @@ class TrainingSpec:
         default=100, metadata=_key("Optimizer steps from the beginning of the job to its end.", 1000)
     )
     optimizer: Optimizer = field(
-        default=Optimizer.ADAMW, metadata=_key("Update rule; adamw_8bit needs CUDA.", "adamw_8bit")
+        default=Optimizer.ADAMW, metadata=_key("Update rule; adamw_8bit keeps its moments in 8 bits.", "adamw_8bit")
     )
     learning_rate: float = field(default=1e-3, metadata=_key("Learning rate after the warm-up.", 2e-4))
     schedule: Schedule = field(

@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from orchestrator.specs.errors import SpecError
 from orchestrator.training.checkpoint import folder as checkpoint_folder
-from orchestrator.training.checkpoint.fragment import FragmentLoadPlanner, FragmentSavePlanner
+from orchestrator.training.checkpoint.fragment import FragmentLoadPlanner, FragmentSavePlanner, Quantised
 from orchestrator.training.contract import loss_scale
 from orchestrator.training.contract.engine import State
 
@@ -80,8 +80,13 @@ def load(folder: Path, state: State) -> None:
     wanted = {name: value for name, value in state.items() if name in known or not name.startswith(loss_scale.STATE)}
     for name, value in wanted.items():
         _check(folder, name, tuple(value.size()), known.get(name))
+    quantised = {name: value for name, value in wanted.items() if isinstance(value, Quantised)}
+    wanted |= {name: value.room() for name, value in quantised.items()}
     with _own_out_of_memory():
         state_dict_loader.load(wanted, storage_reader=reader, planner=FragmentLoadPlanner())
+    with torch.no_grad():
+        for name, value in quantised.items():
+            value.fill(wanted[name])
 
 
 def _check(folder: Path, name: str, wanted: tuple[int, ...], found: object) -> None:

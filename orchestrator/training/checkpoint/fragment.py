@@ -19,6 +19,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
+from orchestrator.training.guard.virtual_device import host_memory
+
 Shape = tuple[int, ...]
 
 
@@ -76,6 +78,23 @@ class Chunks:
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         assert index.offset is not None, index
         return self.held[tuple(index.offset)]
+
+
+class Quantised(Chunks):
+    """Rectangles whose fp32 values a rank holds in fewer bits: a checkpoint has the values."""
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        return super().__get_tensor_shard__(index).dequantize()
+
+    def room(self) -> Chunks:
+        """Room for the values, in host memory."""
+        with host_memory():
+            return Chunks({at: torch.empty(part.shape) for at, part in self.held.items()}, self.size())
+
+    def fill(self, values: Chunks) -> None:
+        """Quantise the values of these rectangles."""
+        for at, part in self.held.items():
+            part.copy_(values.held[at].to(part.device))
 
 
 class Fragment(Chunks):

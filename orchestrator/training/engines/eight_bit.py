@@ -1,46 +1,52 @@
-"""8-bit AdamW of bitsandbytes (Dettmers et al. 2022, arXiv:2110.02861): quantised moments, on CUDA only.
+"""8-bit AdamW of torchao: both moments quantised in blocks (Dettmers et al. 2022, arXiv:2110.02861).
 
-Names, sizes and counters are those of bitsandbytes 0.50.2 (bitsandbytes/optim/optimizer.py, Optimizer2State). It
-quantises in blocks of 256; a release with another block size could not read the checkpoint.
+Blocks are of 256 elements of what a rank has of a parameter, be it the whole or a shard. Of fewer than 4096 elements,
+or of a number that 256 does not divide, moments stay in fp32 (torchao/optim/adam.py, _new_buffer, torchao 0.18).
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.model import TrainingSpec
-
-MINIMUM_ELEMENTS = 4096  # smaller tensors keep fp32 moments (bitsandbytes/optim/adamw.py, min_8bit_size)
-
-
-def state_names(elements: int) -> tuple[str, ...]:
-    """Names of a parameter's states: both moments and, if quantised, the largest value of every block."""
-    return ("state1", "state2", "absmax1", "absmax2") if elements >= MINIMUM_ELEMENTS else ("state1", "state2")
+from orchestrator.training.checkpoint.fragment import Chunks, Quantised, chunks_of
 
 
-def adamw(groups: Sequence[dict[str, Any]], training: TrainingSpec, device: torch.device) -> Any:
-    """The optimizer. Raises SpecError without a CUDA device or without bitsandbytes."""
-    if device.type != "cuda":
-        raise SpecError("needs CUDA", path="training.optimizer", got="adamw_8bit", allowed="adamw on this device")
-    try:
-        import bitsandbytes
-    except ImportError:
-        hint = "pip install bitsandbytes"
-        raise SpecError("bitsandbytes is missing", path="training.optimizer", got="adamw_8bit", hint=hint) from None
+def adamw(groups: Sequence[dict[str, Any]], training: TrainingSpec) -> Any:
+    """The optimizer."""
+    from torchao.optim import AdamW8bit  # only here: it takes a second
+
     betas, decay = (training.beta1, training.beta2), training.weight_decay
-    return bitsandbytes.optim.AdamW8bit(groups, lr=training.learning_rate, betas=betas, weight_decay=decay)
+    return AdamW8bit(groups, lr=training.learning_rate, betas=betas, weight_decay=decay)
 
 
 def new_state(optimizer: Any, tensor: Tensor) -> dict[str, Any]:
-    """The states of a parameter before its first update, all moments zero; `step` is a plain int."""
-    for group_index, group in enumerate(optimizer.param_groups):
-        for index, parameter in enumerate(group["params"]):
-            if parameter is tensor:
-                optimizer.init_state(group, parameter, group_index, index)
-    state: dict[str, Any] = optimizer.state[tensor]
-    return state
+    """The states of a parameter before its first update, all moments zero."""
+    moments = {"exp_avg": True, "exp_avg_sq": False}  # whether it has a sign
+    return {"step": torch.tensor(0.0)} | {
+        name: optimizer._new_buffer(tensor, is_signed) for name, is_signed in moments.items()
+    }
+
+
+def saved(moment: Tensor) -> Tensor | Chunks:
+    """A moment as a checkpoint takes it, sharing its memory."""
+    from torchao.optim.subclass_8bit import OptimState8bit
+
+    local = moment.to_local() if isinstance(moment, DTensor) else moment
+    chunks = chunks_of(moment)
+    return Quantised(chunks.held, chunks.size()) if isinstance(local, OptimState8bit) else moment
+
+
+def stance(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """How an update runs: compiled to one kernel for each shape, on the CPU operation by operation.
+
+    The kernel holds no temporaries of a parameter's size; a C++ compiler would take longer than the small models of
+    virtual devices train.
+    """
+    return torch.compiler.set_stance("force_eager") if device.type == "cpu" else contextlib.nullcontext()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from orchestrator.specs.job.model import TrainingSpec
 from orchestrator.specs.plan import Optimizer
+from orchestrator.training.checkpoint.fragment import Chunks
 from orchestrator.training.engines import eight_bit
 from orchestrator.training.engines.freezing import thaw_step, thaw_steps
 from orchestrator.training.engines.schedule import learning_rate
@@ -59,10 +60,10 @@ class Updates:
             self.optimizer.state[tensor] = _new_state(self.optimizer, self._training, tensor)
         self.set_steps()
 
-    def state(self, *, known_at: int | None = None) -> dict[str, Tensor]:
+    def state(self, *, known_at: int | None = None) -> dict[str, Any]:
         """`optim.state.<name>.<state>` by reference; with `known_at`, only of groups that thawed before that step."""
         return {
-            f"optim.state.{name}.{key}": self.optimizer.state[parameter][key]
+            f"optim.state.{name}.{key}": self._saved(self.optimizer.state[parameter][key])
             for thaw, group in self.groups.items()
             if known_at is None or thaw < known_at
             for name, parameter in group.items()
@@ -93,7 +94,7 @@ class Updates:
                 def update(parameter: Tensor) -> None:
                     assert isinstance(parameter, nn.Parameter)
                     ready(parameter)
-                    self._alone[parameter].step()
+                    self._step(self._alone[parameter])
                     parameter.grad = None
 
                 parameter.register_post_accumulate_grad_hook(update)  # type: ignore[no-untyped-call]
@@ -102,11 +103,31 @@ class Updates:
         """Set the learning rate of the update that follows `step` optimizer steps."""
         for optimizer in (self.optimizer, *self._alone.values()):
             for group in optimizer.param_groups:
-                group["lr"] = learning_rate(self._training, step)
+                rate = learning_rate(self._training, step)
+                if isinstance(group["lr"], Tensor):  # of a compiled update
+                    group["lr"].fill_(rate)
+                else:
+                    group["lr"] = rate
+
+    def update(self) -> None:
+        """Update every parameter by its gradient."""
+        self._step(self.optimizer)
+        self.count()
 
     def count(self) -> None:
         """One more update was made."""
         self.steps[self._thawed] += 1
+
+    def _step(self, optimizer: Any) -> None:
+        with eight_bit.stance(self._device) if self._is_eight_bit else contextlib.nullcontext():
+            optimizer.step()
+
+    def _saved(self, state: Tensor) -> Tensor | Chunks:
+        return eight_bit.saved(state) if self._is_eight_bit else state
+
+    @property
+    def _is_eight_bit(self) -> bool:
+        return self._training.optimizer is Optimizer.ADAMW_8BIT
 
 
 def state_names(training: TrainingSpec, shape: Sequence[int]) -> tuple[str, ...]:
@@ -115,8 +136,6 @@ def state_names(training: TrainingSpec, shape: Sequence[int]) -> tuple[str, ...]
         return ("momentum_buffer",) if training.momentum else ()
     if training.optimizer is Optimizer.ADAFACTOR:
         return ("row_var", "col_var") if len(shape) > 1 else ("variance",)
-    if training.optimizer is Optimizer.ADAMW_8BIT:
-        return eight_bit.state_names(math.prod(shape))
     return ("exp_avg", "exp_avg_sq")
 
 
@@ -150,7 +169,7 @@ def _optimizer(groups: dict[int, dict[str, nn.Parameter]], training: TrainingSpe
     if training.optimizer is Optimizer.ADAFACTOR:
         return torch.optim.Adafactor(chosen, lr=training.learning_rate, weight_decay=decay, foreach=False)
     if training.optimizer is Optimizer.ADAMW_8BIT:
-        return eight_bit.adamw(chosen, training, device)
+        return eight_bit.adamw(chosen, training)
     return torch.optim.AdamW(
         chosen, lr=training.learning_rate, betas=betas, weight_decay=decay, foreach=False, fused=fused
     )

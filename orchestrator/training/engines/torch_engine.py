@@ -174,8 +174,7 @@ class TorchEngine:
         norm = self._gradient_norm() / factor
         if self._loss_scale is None or self._loss_scale.update(norm):
             scale_gradients(self._trained, clip_factor(norm, self._clip_norm) / factor)
-            self._updates.optimizer.step()
-            self._updates.count()
+            self._updates.update()
         self._updates.optimizer.zero_grad(set_to_none=True)
         return norm
 
