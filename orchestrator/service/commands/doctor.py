@@ -50,6 +50,7 @@ def findings(home: Path) -> list[Finding]:
     checks: list[tuple[str, Callable[[], Finding | None]]] = [
         ("python", _python),
         ("torch", lambda: _package("torch", "the ranks of our engines train with it")),
+        ("torchao", lambda: _package("torchao", "it keeps AdamW's moments in 8 bits")),
         ("deepspeed", lambda: _package("deepspeed", "it runs ZeRO stages 1 and 2, and offload")),
         ("ray", lambda: _package("ray", "it starts the processes")),
         ("mlflow", lambda: _package("mlflow", "it keeps the records")),
@@ -132,7 +133,7 @@ def _compiler() -> Finding:
     found = f"{compiler or 'no C++ compiler'}, {'ninja' if ninja else 'no ninja'}"
     if compiler and ninja:
         return Finding(subject="compiler", verdict=OK, found=found)
-    to_do = "apt install g++ ninja-build: DeepSpeed builds its CPU optimizer with them, for plans with offload"
+    to_do = "apt install g++ ninja-build: DeepSpeed's offload and 8-bit AdamW on CUDA compile with them"
     return Finding(subject="compiler", verdict=WARN, found=found, to_do=to_do)
 
 
