@@ -46,7 +46,7 @@ def saved(moment: Tensor) -> Tensor | Chunks:
 def stance(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """How an update runs: compiled to one kernel for each shape, on the CPU operation by operation.
 
-    The kernel holds no temporaries of a parameter's size; a C++ compiler would take longer than the small models of
-    virtual devices train.
+    There the compiler would take longer than the small models of virtual devices train. What either way holds meanwhile
+    is in memory/engines/optimizers.py.
     """
     return torch.compiler.set_stance("force_eager") if device.type == "cpu" else contextlib.nullcontext()
