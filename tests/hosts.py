@@ -25,6 +25,7 @@ import pytest
 
 COMMAND_S = 240.0
 READY_S = 10.0
+DISK = "4G"  # as much as is written of it takes room
 INIT = "import signal; signal.signal(signal.SIGCHLD, signal.SIG_IGN); signal.sigwait([signal.SIGUSR2])"
 _numbers = itertools.count()
 
@@ -110,10 +111,11 @@ class Host:
 
 
 @contextmanager
-def hosts(names: Sequence[str]) -> Iterator[dict[str, Host]]:
+def hosts(names: Sequence[str], *, own_disk: bool = False) -> Iterator[dict[str, Host]]:
     """Hosts of these names on a bridge of their own, with a shared folder; all of it is removed at the end.
 
-    Skips the test where the machine does not permit it.
+    With `own_disk` the folder is a file system of its own, which fsfreeze(8) can hold up. Skips the test where the
+    machine does not permit it.
     """
     reason = why_not()
     if reason is not None:
@@ -123,6 +125,8 @@ def hosts(names: Sequence[str]) -> Iterator[dict[str, Host]]:
     bridge, shared = f"orcb{mark}", Path(tempfile.mkdtemp(prefix="orc-shared-", dir="/var/tmp"))
     found: dict[str, Host] = {}
     try:
+        if own_disk:
+            _mount_disk(shared)
         _ip("link", "add", bridge, "type", "bridge")
         _ip("link", "set", bridge, "up")
         _ip("addr", "add", f"{net}.254/24", "dev", bridge)  # the test reaches every host
@@ -139,7 +143,23 @@ def hosts(names: Sequence[str]) -> Iterator[dict[str, Host]]:
             _ip("netns", "del", host.interface, check=False)
             _ip("link", "del", host.interface, check=False)
         _ip("link", "del", bridge, check=False)
+        if own_disk:
+            subprocess.run(["umount", "--lazy", str(shared)], check=False, capture_output=True)
+            shared.with_suffix(".disk").unlink(missing_ok=True)
         shutil.rmtree(shared, ignore_errors=True)
+
+
+def _mount_disk(at: Path) -> None:
+    """An empty file system at a folder, in a file beside it."""
+    file = str(at.with_suffix(".disk"))
+    for words in (
+        ("truncate", "--size", DISK, file),
+        ("mkfs.ext4", "-q", file),
+        ("mount", "-o", "loop", file, str(at)),
+    ):
+        tried = subprocess.run(words, capture_output=True, text=True)
+        if tried.returncode != 0:
+            pytest.skip(f"no disk of its own: {tried.stderr.strip()}")
 
 
 def _host(name: str, address: str, bridge: str, interface: str, shared: Path) -> Host:

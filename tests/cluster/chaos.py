@@ -62,6 +62,7 @@ KINDS = {  # of a fault -> seconds that it may last; 0: it is over at once
     "freeze Ray's head": 12.0,
     "freeze MLflow": 8.0,
     "freeze PostgreSQL": 8.0,
+    "freeze the shared disk": 8.0,
     "cut a host off": 12.0,
     "half-open link of a host to the head": 12.0,
     "half-open link of the service to PostgreSQL": 15.0,
@@ -146,6 +147,9 @@ class Night:
             return _cut_link(made, fault, holder)
         if verb == "promote":
             return _promote(made, holder, with_service=fault.draw < 0.5)
+        if what == "the shared disk":
+            made.freeze_disk()
+            return made.thaw_disk
         if verb == "full":
             host = made.hosts[fault.one_of(list(made.hosts))]
             return host.empty_disk if host.fill_disk() else None
@@ -335,7 +339,7 @@ def records(made: Cluster) -> list[tuple[str, bool]]:
 def run(seed: int, faults: int, jobs: int, limit_s: float) -> list[Figure]:
     """Figures of one night under the faults of a seed; after `limit_s` no further fault or job comes."""
     drawn = schedule(seed, faults)
-    with cluster(standby_database=False) as made:
+    with cluster(standby_database=False, own_disk=True) as made:
         night = Night(made)
         until(lambda: made.status("n1", "/readyz") == 503, "the standby")
         say(f"seed {seed}: {faults} faults over {jobs} jobs")

@@ -237,7 +237,11 @@ class Cluster:
         until(lambda: self.sql(has_all), "all that was committed before")
 
     def attach_standby(self) -> None:
-        """Copy the primary to the other host, and start that copy as a synchronous standby."""
+        """Copy the primary to the other host, and start that copy as a synchronous standby.
+
+        A primary that was killed a moment ago comes back first.
+        """
+        until(lambda: _answers(self, self.database), "PostgreSQL")
         other = "n2" if self.primary == "head" else "head"
         host = self.hosts[other]
         host.run("rm", "-rf", "/tmp/pg/data")
@@ -263,6 +267,14 @@ class Cluster:
     def cut(self, node: str, address: str) -> None:
         """Let what `node` sends to an address be lost; the other direction stays."""
         self.hosts[node].run("ip", "neigh", "replace", address, "lladdr", NOWHERE, "dev", "e0", "nud", "permanent")
+
+    def freeze_disk(self) -> None:
+        """Let whoever writes to what the hosts share wait."""
+        subprocess.run(["fsfreeze", "--freeze", str(self.folder)], check=True, capture_output=True)
+
+    def thaw_disk(self) -> None:
+        """Let them go on; one that is not frozen stays so."""
+        subprocess.run(["fsfreeze", "--unfreeze", str(self.folder)], check=False, capture_output=True)
 
     def heal(self, node: str, address: str) -> None:
         self.hosts[node].run("ip", "neigh", "del", address, "dev", "e0", code=None)
@@ -320,11 +332,14 @@ class Cluster:
 
 
 @contextmanager
-def cluster(*, standby_database: bool = True) -> Iterator[Cluster]:
-    """The whole cluster with the first service serving; all of it is ended and removed at the end."""
+def cluster(*, standby_database: bool = True, own_disk: bool = False) -> Iterator[Cluster]:
+    """The whole cluster with the first service serving; all of it is ended and removed at the end.
+
+    With `own_disk` what the hosts share can be held up.
+    """
     if postgres.programs() is None or postgres.owner() != "postgres":
         pytest.skip("no PostgreSQL on this machine")
-    with hosts(["head", *NODES]) as found:
+    with hosts(["head", *NODES], own_disk=own_disk) as found:
         head = found["head"]
         database = f"{head.address.rpartition('.')[0]}.100"
         addresses = {"head": database, "n2": found["n2"].address}
@@ -348,6 +363,8 @@ def cluster(*, standby_database: bool = True) -> Iterator[Cluster]:
             _services(made)
             yield made
         finally:
+            if own_disk:
+                made.thaw_disk()
             for part in made.parts.values():
                 part.thaw()
                 part.signal(signal.SIGKILL)
