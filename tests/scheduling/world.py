@@ -87,6 +87,9 @@ class MemoryJournal:
     def totals(self) -> Totals:
         return Totals(ended=Counter(job.status.value for job in self.archived.values()), undelivered={})
 
+    def began_at_s(self) -> float | None:
+        return self.kept[0].at_s if self.kept else None
+
     def snapshot(self, state: State) -> None:
         self.newest = (state, len(self.kept))
 
