@@ -127,7 +127,7 @@ def test_the_frontier_goes_from_mild_to_harsh_and_from_fast_to_slow(spec: JobSpe
 def _candidate(spec: JobSpec, machine: Hardware, plan) -> Candidate:  # type: ignore[no-untyped-def]
     profile = profile_for(spec, machine, plan)
     semantic = plan.sequence_length != spec.data.sequence_length
-    numeric = plan.precision is not spec.precision
+    numeric = (plan.precision, plan.optimizer) != (spec.precision, spec.training.optimizer)
     return Candidate(
         plan=plan,
         estimate=estimate(profile, plan, machine.device),
@@ -153,6 +153,7 @@ def test_estimates_are_positive_and_grow_with_the_micro_batch(spec: JobSpec, mac
                 plan.activation_checkpointing,
                 plan.full_checkpointing_layers,
                 plan.precision,
+                plan.optimizer,
                 plan.sequence_length,
                 plan.gradient_accumulation_steps > plan.layout.pp,
             ),

@@ -172,7 +172,8 @@ def cost(spec: JobSpec, here: Hardware, plan: Plan, overhead: Overhead = SUPPOSE
     """By the formulas, plan by plan, without anything of the search."""
     profile = profile_for(spec, here, plan)
     asked = spec.data.sequence_length if spec.model is not None else LENGTH
-    semantic, numeric = plan.sequence_length != asked, plan.precision is not spec.precision
+    semantic = plan.sequence_length != asked
+    numeric = (plan.precision, plan.optimizer) != (spec.precision, spec.training.optimizer)
     degradation = Degradation.SEMANTIC if semantic else Degradation.NUMERIC if numeric else Degradation.EXACT
     needed = estimate(profile, plan, here.device, overhead).device_bytes
     return (degradation, step_s(profile, plan, here), needed, plan.world_size)
