@@ -241,7 +241,12 @@ class Cluster:
 
         A primary that was killed a moment ago comes back first.
         """
-        until(lambda: _answers(self, self.database), "PostgreSQL")
+
+        def is_back() -> bool:
+            self.supervise()
+            return _answers(self, self.database)
+
+        until(is_back, "PostgreSQL")
         other = "n2" if self.primary == "head" else "head"
         host = self.hosts[other]
         host.run("rm", "-rf", "/tmp/pg/data")
