@@ -274,11 +274,11 @@ class Cluster:
         self.hosts[node].run("ip", "neigh", "replace", address, "lladdr", NOWHERE, "dev", "e0", "nud", "permanent")
 
     def freeze_disk(self) -> None:
-        """Let whoever writes to what the hosts share wait."""
+        """Hold up every write to the shared folder, until `thaw_disk`."""
         subprocess.run(["fsfreeze", "--freeze", str(self.folder)], check=True, capture_output=True)
 
     def thaw_disk(self) -> None:
-        """Let them go on; one that is not frozen stays so."""
+        """Let writes to the shared folder go on; a disk that is not frozen stays as it is."""
         subprocess.run(["fsfreeze", "--unfreeze", str(self.folder)], check=False, capture_output=True)
 
     def heal(self, node: str, address: str) -> None:

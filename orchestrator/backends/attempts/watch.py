@@ -327,8 +327,8 @@ class AttemptWatch:
     def _all_told(self, node: str, ending: EndingGang) -> bool:
         """Whether every rank of `node` left its exit code on the disk before its launcher went.
 
-        Nothing is told by ranks that SIGKILL ended before anybody was asked to end them: Ray kills a worker's children
-        before the worker itself, and the launcher may still write that down (KillChildProcs, core_worker.cc, Ray 2.60).
+        SIGKILL tells nothing before a launcher was asked to end its ranks. Ray kills a worker's children before the
+        worker itself, and the launcher may still write that down (KillChildProcs, core_worker.cc, Ray 2.60).
         """
         codes: list[int | None] = []
         rank = 0

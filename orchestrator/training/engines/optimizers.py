@@ -75,10 +75,8 @@ class Updates:
         for thaw, group in zip(self.groups, self._updated, strict=True):
             done = float(self.steps[self._thaws.index(thaw)])
             for state in (self.optimizer.state[tensor] for tensor in group):
-                if isinstance(state.get("step"), Tensor):
+                if "step" in state:
                     state["step"].fill_(done)
-                elif "step" in state:
-                    state["step"] = int(done)
 
     def update_in_backward(self, ready: Callable[[nn.Parameter], None]) -> None:
         """From now on, update each parameter and drop its gradient within the backward pass, when that is whole.
