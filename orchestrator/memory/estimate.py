@@ -11,17 +11,20 @@ from orchestrator.memory.engines import deepspeed
 from orchestrator.memory.engines import torch as torch_engines
 from orchestrator.memory.engines.activations import activations, highest_places
 from orchestrator.memory.engines.moments import ACTIVATIONS, FP32_BYTES, Moment, Point, Rank
-from orchestrator.memory.engines.optimizers import state_bytes
+from orchestrator.memory.engines.optimizers import ADAM_BYTES, state_bytes
 from orchestrator.memory.engines.overhead import SUPPOSED_OVERHEAD, Overhead
 from orchestrator.memory.engines.pipeline import filling, ranks
+from orchestrator.memory.engines.widths import master_bytes
 from orchestrator.memory.profiles import autocasts
 from orchestrator.specs.cluster import DeviceKind, DeviceSpec
 from orchestrator.specs.plan import (
     SETTINGS,
     ActivationCheckpointing,
     Engine,
+    MasterWeights,
     Offload,
     OffloadTarget,
+    Optimizer,
     Plan,
     Sharding,
     ZeroStage,
@@ -73,6 +76,8 @@ class DeviceBytes:
     def __init__(
         self, profile: ModelProfile, plan: Plan, device: DeviceSpec, overhead: Overhead = SUPPOSED_OVERHEAD
     ) -> None:
+        if plan.master_weights is MasterWeights.BF16:
+            profile = replace(profile, parameter_bytes=master_bytes(plan))
         self._profile, self._plan, self._device, self._overhead = profile, plan, device, overhead
         is_ddp = plan.layout.pp == 1 and plan.layout.dp_cp > 1 and plan.zero_stage is ZeroStage.NONE
         self._reduces_once = is_ddp or (plan.engine is Engine.TORCH and plan.zero_stage is ZeroStage.OPTIMIZER)
@@ -245,11 +250,12 @@ def _host_bytes(rank: Rank, plan: Plan) -> int:
 
 
 def _checkpoint_bytes(profile: ModelProfile, plan: Plan) -> int:
-    """What is trained, in fp32, and its optimizer states; every part is copied by one of the ranks that hold it.
+    """What is trained and its optimizer states, in fp32; every part is copied by one of the ranks that hold it.
 
     training/checkpoint/host_copy.py; a script's own checkpoints are its own affair.
     """
     if plan.engine is Engine.SCRIPT:
         return 0
-    whole = FP32_BYTES * profile.trained_parameters + state_bytes(profile, plan, 1)
-    return -(-whole // plan.layout.dp_cp)
+    in_8_bits = plan.optimizer is Optimizer.ADAMW_8BIT
+    states = ADAM_BYTES * profile.trained_parameters if in_8_bits else state_bytes(profile, plan, 1)
+    return -(-(FP32_BYTES * profile.trained_parameters + states) // plan.layout.dp_cp)

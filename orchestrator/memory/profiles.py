@@ -11,7 +11,7 @@ from orchestrator.memory.models.t5 import t5_profile, t5_shape
 from orchestrator.specs.job.frameworks import switched_on
 from orchestrator.specs.job.model import DecoderSpec, ModelSpec
 from orchestrator.specs.job.spec import DeclaredProfile, JobSpec
-from orchestrator.specs.plan import Engine, Plan, Precision, Sharding, ZeroStage
+from orchestrator.specs.plan import Engine, MasterWeights, Plan, Precision, Sharding, ZeroStage
 from orchestrator.specs.profile import BackwardPeak, LossChunks, ModelProfile, Segment, Source, TracedProfile
 
 # Activations of a user's model in bf16 or fp16 over those in fp32: norms, residuals and losses stay fp32 under
@@ -22,11 +22,12 @@ CHUNK_TOKENS = 1024  # of training/models/cross_entropy.py (a test compares the 
 
 
 def autocasts(plan: Plan) -> bool:
-    """Whether the plan computes in low precision with weights that stay fp32; else it casts the weights themselves."""
+    """Whether the plan computes in low precision with weights that stay fp32; else the weights are in it themselves."""
     return (
         plan.precision is not Precision.FP32
         and plan.zero_stage is ZeroStage.NONE
         and plan.engine is not Engine.DEEPSPEED
+        and plan.master_weights is MasterWeights.FP32
     )
 
 

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from orchestrator.memory.engines.pipeline import part, ranks
-from orchestrator.memory.engines.widths import compute_bytes, exchanged_bytes
+from orchestrator.memory.engines.widths import compute_bytes, exchanged_bytes, master_bytes
 from orchestrator.planning.collectives import START_S, Ring, all_to_all_s, ring, send_s
 from orchestrator.planning.kernels import BANDWIDTH_EFFICIENCY, host_s, micro_batch
 from orchestrator.specs.cluster import DeviceKind, DeviceSpec
 from orchestrator.specs.plan import (
     ActivationCheckpointing,
     Engine,
+    MasterWeights,
     Offload,
     OffloadTarget,
     Optimizer,
@@ -39,13 +40,17 @@ TENSORS_PER_PART = 9  # weights of a transformer layer: DeepSpeed's stage 3 gath
 DEEPSPEED_OVERHEAD = 1.05
 # Bytes that an update reads and writes per parameter. AdamW reads parameter, gradient and both moments and writes all
 # but the gradient: 7 fp32 words; SGD has one moment; 8-bit moments have a byte each; Adafactor's are small, but it
-# goes over the gradient twice.
+# goes over the gradient twice. Of a weight in bf16, AdamW in 8 bits moves three words of half the size.
 UPDATE_TRAFFIC_BYTES = {
     Optimizer.ADAMW: 28,
     Optimizer.ADAMW_8BIT: 16,
     Optimizer.ADAFACTOR: 20,
     Optimizer.SGD: 20,
 }
+BF16_TRAFFIC_BYTES = 10
+# Of one element, where 8-bit AdamW is not compiled (training/engines/eight_bit.py): 143 ns beside fp32 weights, 158 ns
+# beside bf16 ones (torch 2.13.0, torchao 0.18, one CPU core, 2026-11-26).
+EAGER_8BIT_S = 1.5e-7
 # Host memory bandwidth that one rank's AdamW on the host gets: one socket's 200 GB/s among 8 ranks.
 HOST_ADAM_BANDWIDTH = 25e9
 MASTER_AND_MOMENTS_BYTES = 12  # per parameter: what an update on NVMe reads and writes back
@@ -122,7 +127,7 @@ def _computing_s(profile: ModelProfile, plan: Plan, hardware: Hardware, stages: 
     """Seconds of one micro-batch on a rank that holds `profile`, so many stages, but for what it waits for."""
     added = 0  # bytes of a gradient that a micro-batch adds to that of those before it
     if plan.gradient_accumulation_steps > 1:
-        added = compute_bytes(plan) if plan.engine is Engine.DEEPSPEED else 4
+        added = compute_bytes(plan) if plan.engine is Engine.DEEPSPEED else master_bytes(plan)
     how = plan.activation_checkpointing, stages * plan.full_checkpointing_layers
     busy = (profile, plan.micro_batch_size, *how, plan.precision, added, plan.optimizer_in_backward, hardware)
     return _busy_s(*busy) + (_inputs_moved_s(profile, plan, hardware) if plan.activation_offload else 0.0)
@@ -296,8 +301,12 @@ def _optimizer_s(profile: ModelProfile, plan: Plan, hardware: Hardware) -> float
     On NVMe masters and moments are read and written at every step, and weights for every pass where they lie there.
     """
     device, traffic = hardware.device, UPDATE_TRAFFIC_BYTES[plan.optimizer]
+    if plan.master_weights is MasterWeights.BF16:
+        traffic = BF16_TRAFFIC_BYTES
     shards = 1 if plan.zero_stage is ZeroStage.NONE else plan.layout.dp_cp // plan.dp_replicate
     share = profile.trained_parameters / shards
+    if plan.optimizer is Optimizer.ADAMW_8BIT and device.kind is not DeviceKind.CUDA:
+        return share * EAGER_8BIT_S
     if plan.offload is Offload.NONE:
         return share * traffic / (device.memory_bandwidth * BANDWIDTH_EFFICIENCY)
     fetched = 0.0

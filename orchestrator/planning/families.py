@@ -10,6 +10,7 @@ from operator import attrgetter
 from typing import Any
 
 from orchestrator.memory.estimate import CHECKPOINTING
+from orchestrator.memory.profiles import freezes
 from orchestrator.planning.cost import Hardware
 from orchestrator.planning.ends import ends_of
 from orchestrator.planning.layouts import layers_to_cut, layouts
@@ -32,6 +33,7 @@ from orchestrator.specs.plan import (
     ActivationCheckpointing,
     Degradation,
     Engine,
+    MasterWeights,
     ParallelLayout,
     Plan,
     Precision,
@@ -75,12 +77,13 @@ def variants_of(spec: JobSpec, hardware: Hardware) -> list[Variant]:
 
 
 def asked_settings(spec: JobSpec) -> dict[str, Any]:
-    """The settings that `degrade` may touch, as the job has them."""
+    """The settings that `degrade` may touch, as the job has them; where only `plan:` can say one, as that does."""
     usual = {one.name: one.usual for one in SETTINGS if one.degradation is not Degradation.EXACT}
     length = spec.data.sequence_length if spec.model is not None else default_length(spec)
     return usual | {
         "precision": spec.precision,
         "optimizer": spec.training.optimizer,
+        "master_weights": dict(spec.plan).get("master_weights", MasterWeights.FP32),
         "sequence_length": length,
     }
 
@@ -92,6 +95,8 @@ def _others(spec: JobSpec, device: DeviceSpec, setting: Setting, asked: Any) -> 
     `degrade.<setting>s`. A script has to have a knob for it.
     """
     is_turnable = spec.model is not None or getattr(spec.knobs, setting.name, None) is not None
+    if setting.name == "master_weights" and _is_frozen_in_part(spec):
+        return
     if not is_turnable or spec.degrade.limit < setting.degradation:
         return
     if setting.degradation is Degradation.NUMERIC:
@@ -101,6 +106,11 @@ def _others(spec: JobSpec, device: DeviceSpec, setting: Setting, asked: Any) -> 
         others = [value for value in getattr(spec.degrade, f"{setting.name}s", ()) if value != asked]
     for value in others:
         yield value, setting.degradation
+
+
+def _is_frozen_in_part(spec: JobSpec) -> bool:
+    """Whether few of the job's weights are trained, whose masters are small beside the others."""
+    return freezes(spec) or (spec.model is not None and spec.model.lora is not None)
 
 
 def default_length(spec: JobSpec) -> int | None:

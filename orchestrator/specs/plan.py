@@ -60,11 +60,18 @@ class ActivationCheckpointing(StrEnum):
 
 
 class Precision(StrEnum):
-    """Arithmetic of the forward and backward pass; master weights are fp32 in all."""
+    """Arithmetic of the forward and backward pass."""
 
     FP32 = "fp32"
     BF16 = "bf16"
     FP16 = "fp16"  # with dynamic loss scaling
+
+
+class MasterWeights(StrEnum):
+    """What the weights that an update changes are held in between steps, and their gradients."""
+
+    FP32 = "fp32"
+    BF16 = "bf16"  # rounded stochastically after each update, so that small changes add up (arXiv:2010.06192)
 
 
 class Optimizer(StrEnum):
@@ -80,7 +87,7 @@ class Degradation(IntEnum):
     """What a change of settings may touch, mildest first."""
 
     EXACT = 0  # the same mathematics: layout, micro-batch, checkpointing, ZeRO, offload
-    NUMERIC = 1  # the same training in other arithmetic: precision, the optimizer's moments in 8 bits
+    NUMERIC = 1  # the same training in other arithmetic: precision, master weights in bf16, moments in 8 bits
     SEMANTIC = 2  # another training: sequence length
 
 
@@ -262,6 +269,15 @@ class Plan:
             is_given=False,
         ),
     )
+    master_weights: MasterWeights = field(
+        default=MasterWeights.FP32,
+        metadata=_declared(
+            Degradation.NUMERIC,
+            short=lambda plan: _where("master weights in bf16", plan.master_weights is MasterWeights.BF16),
+            rows=lambda plan: {"master_weights": "bf16"} if plan.master_weights is MasterWeights.BF16 else {},
+            cheaper=(MasterWeights.BF16,),
+        ),
+    )
     # Whether each parameter is updated, and its gradient let go, as soon as that is whole.
     optimizer_in_backward: bool = field(
         default=False,
@@ -325,7 +341,7 @@ class Plan:
             return "offload_target=nvme needs an offload and zero_stage=3 (deepspeed/runtime/zero/offload_config.py)"
         if self.engine is not Engine.SCRIPT and (self.sharding is not Sharding.DEEPSPEED or self.phase_batch_sizes):
             return "sharding and phase_batch_sizes are a script's"
-        reason = self._why_layout_is_illegal() or self._why_not_in_backward()
+        reason = self._why_layout_is_illegal() or self._why_not_in_backward() or self._why_not_in_bf16()
         if reason is None and self.engine is Engine.TORCH:
             reason = self._why_illegal_for_torch()
         if reason is None and self.engine is Engine.DEEPSPEED:
@@ -380,6 +396,17 @@ class Plan:
             return "optimizer_in_backward=true needs dp_replicate=1: hybrid sharding keeps what it reduces to the end"
         if self.offload is not Offload.NONE:
             return "optimizer_in_backward=true needs offload=none: gradients are in host memory already"
+        return None
+
+    def _why_not_in_bf16(self) -> str | None:
+        if self.master_weights is MasterWeights.FP32:
+            return None
+        if self.engine is not Engine.TORCH:
+            return "master_weights=bf16 is for engine=torch: DeepSpeed and scripts keep weights of their own"
+        if self.precision is not Precision.BF16:
+            return "master_weights=bf16 needs precision=bf16: what computes in more has to be held in more"
+        if self.optimizer is not Optimizer.ADAMW_8BIT:
+            return "master_weights=bf16 needs optimizer=adamw_8bit: other updates round small changes of weights away"
         return None
 
     @property

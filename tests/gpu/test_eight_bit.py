@@ -15,7 +15,7 @@ from orchestrator.specs.plan import Optimizer  # noqa: E402
 from orchestrator.training.build import build_engine, build_recipe  # noqa: E402
 from orchestrator.training.checkpoint import checkpoint  # noqa: E402
 from orchestrator.training.checkpoint.checkpoint import Cursor, Saved  # noqa: E402
-from orchestrator.training.checkpoint.fragment import Quantised  # noqa: E402
+from orchestrator.training.checkpoint.fragment import Narrow  # noqa: E402
 from orchestrator.training.engines.optimizers import Updates  # noqa: E402
 from tests.gpu.runs import TRAINING, plan, run_of, train  # noqa: E402
 
@@ -32,7 +32,7 @@ def test_it_stays_near_adamw_and_goes_on_from_its_checkpoint(tmp_path: Path, dev
     eight = train(run, device)
     assert eight.losses == pytest.approx(full.losses, abs=2e-2, rel=0)
     state = eight.engine.state()
-    assert any(isinstance(value, Quantised) for value in state.values())
+    assert any(isinstance(value, Narrow) for value in state.values())
     saved = Saved(path=tmp_path / "checkpoint", cursor=Cursor(step=TRAINING.max_steps))
     checkpoint.save(saved.path, state, saved.cursor)
     again = build_engine(run, build_recipe(run), device, saved).state()
@@ -40,8 +40,8 @@ def test_it_stays_near_adamw_and_goes_on_from_its_checkpoint(tmp_path: Path, dev
         torch.testing.assert_close(_values(again[name]), _values(value), rtol=0.01, atol=0)
 
 
-def _values(value: torch.Tensor | Quantised) -> torch.Tensor:
-    return value.held[0, 0].dequantize() if isinstance(value, Quantised) else value
+def _values(value: torch.Tensor | Narrow) -> torch.Tensor:
+    return value.held[0, 0].dequantize() if isinstance(value, Narrow) else value
 
 
 @pytest.mark.long

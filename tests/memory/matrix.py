@@ -18,6 +18,7 @@ from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.plan import (
     ActivationCheckpointing,
     Engine,
+    MasterWeights,
     Optimizer,
     ParallelLayout,
     Plan,
@@ -339,7 +340,10 @@ def optimizer_plans() -> list[Plan]:
 
 
 def eight_bit_plans(ranks: int) -> list[Plan]:
-    """Moments in 8 bits under every sharding of the torch engine, updated at the end and within the backward pass."""
+    """Moments in 8 bits under every sharding of the torch engine, updated at the end and within the backward pass.
+
+    Beside fp32 weights, and beside weights in bf16.
+    """
     of_two = ({"dp": 2}, 0), ({"dp": 2}, 1), ({"dp": 2}, 2), ({"dp": 2}, 3), ({"tp": 2}, 0), ({"pp": 2}, 0)
     of_four = ({"dp": 2, "tp": 2}, 2), ({"dp": 2, "tp": 2}, 3), ({"dp": 2, "pp": 2}, 2), ({"tp": 2, "pp": 2}, 0)
     ways = {1: (({"dp": 1}, 0),), 2: of_two, 4: of_four}[ranks]
@@ -350,7 +354,9 @@ def eight_bit_plans(ranks: int) -> list[Plan]:
         for (layout, stage), micro, mode, precision in product(ways, (1, 4), modes, precisions)
     )
     within = [one for precision in precisions for one in in_backward_plans(ranks, (1, 4), precision)]
-    return [replace(one, optimizer=Optimizer.ADAMW_8BIT) for one in (*at_the_end, *within)]
+    found = [replace(one, optimizer=Optimizer.ADAMW_8BIT) for one in (*at_the_end, *within)]
+    rounded = [one for one in found if one.precision is Precision.BF16]
+    return [*found, *(replace(one, master_weights=MasterWeights.BF16) for one in rounded)]
 
 
 def _legal(said: Iterable[tuple[Engine, int, int, dict[str, int], dict[str, Any]]]) -> list[Plan]:

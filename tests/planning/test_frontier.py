@@ -154,6 +154,7 @@ def test_estimates_are_positive_and_grow_with_the_micro_batch(spec: JobSpec, mac
                 plan.full_checkpointing_layers,
                 plan.precision,
                 plan.optimizer,
+                plan.master_weights,
                 plan.sequence_length,
                 plan.gradient_accumulation_steps > plan.layout.pp,
             ),

@@ -22,6 +22,7 @@ from orchestrator.specs.plan import (
     SETTINGS,
     Degradation,
     Engine,
+    Optimizer,
     ParallelLayout,
     Plan,
     Precision,
@@ -38,6 +39,13 @@ BY_FSDP = Plan(
     layout=ParallelLayout(dp=2),
     zero_stage=ZeroStage.PARAMETERS,
     sharding=Sharding.FSDP,
+    micro_batch_size=1,
+    sequence_length=128,
+)
+IN_8_BITS = Plan(
+    engine=Engine.TORCH,
+    precision=Precision.BF16,
+    optimizer=Optimizer.ADAMW_8BIT,
     micro_batch_size=1,
     sequence_length=128,
 )
@@ -67,7 +75,7 @@ def test_every_declared_setting_of_training_has_a_memory_or_a_cost_term(setting:
     spec = job()
     is_known = any(
         costs(spec, plan) != costs(spec, other)
-        for plan in chain(plans(spec, MACHINE), (BY_FSDP,))
+        for plan in chain(plans(spec, MACHINE), (BY_FSDP, IN_8_BITS))
         for other in others(setting, plan)
     )
     assert is_known != (setting.name in OUTSIDE_TRAINING)

@@ -19,6 +19,7 @@ from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.plan import (
     ActivationCheckpointing,
     Engine,
+    MasterWeights,
     Offload,
     OffloadTarget,
     Optimizer,
@@ -266,13 +267,41 @@ def test_moments_in_8_bits_are_offered_as_a_numeric_change_on_every_layout_of_th
         assert {one.optimizer for one in plans(job(), hardware)} == {Optimizer.ADAMW}
         found = list(plans(allowed, hardware))
         assert {one.optimizer for one in found} == {Optimizer.ADAMW, Optimizer.ADAMW_8BIT}
-        in_8_bits = [one for one in found if one.optimizer is Optimizer.ADAMW_8BIT]
-        in_32_bits = [one for one in found if one.engine is Engine.TORCH and one.offload is Offload.NONE]
-        assert {replace(one, optimizer=Optimizer.ADAMW) for one in in_8_bits} == set(in_32_bits) - set(in_8_bits)
+        in_8_bits = [one for one in found if one.optimizer is Optimizer.ADAMW_8BIT and not is_rounded(one)]
+        of_torch = [one for one in found if one.engine is Engine.TORCH and one.offload is Offload.NONE]
+        in_32_bits = {one for one in of_torch if one.optimizer is Optimizer.ADAMW}
+        assert {replace(one, optimizer=Optimizer.ADAMW) for one in in_8_bits} == in_32_bits
     asked = job(training={"optimizer": "adamw_8bit"})
     assert {one.optimizer for one in plans(asked, machine())} == {Optimizer.ADAMW_8BIT}
     chosen = job(training={"optimizer": "sgd"}, degrade={"allow": "numeric"})
     assert {one.optimizer for one in plans(chosen, machine())} == {Optimizer.SGD}, "another rule is another training"
+
+
+def test_master_weights_in_bf16_are_offered_beside_8_bit_moments_as_a_numeric_change() -> None:
+    allowed = job(degrade={"allow": "numeric"})
+    found = list(plans(allowed, machine()))
+    rounded = {one for one in found if is_rounded(one)}
+    beside = {one for one in found if (one.optimizer, one.precision) == (Optimizer.ADAMW_8BIT, Precision.BF16)}
+    assert {replace(one, master_weights=MasterWeights.FP32) for one in rounded} == beside - rounded
+    assert not any(map(is_rounded, plans(job(), machine())))
+    adapted = job(LLAMA | {"lora": {}}, degrade={"allow": "numeric"})
+    assert not any(map(is_rounded, plans(adapted, machine()))), "what is trained is little"
+
+
+def test_a_pin_of_master_weights_in_bf16_asks_for_them() -> None:
+    asked = {"precision": "bf16", "training": {"optimizer": "adamw_8bit"}}
+    pinned = job(**asked, plan={"master_weights": "bf16"}, degrade={"allow": "none"})
+    found = list(plans(pinned, machine()))
+    assert found
+    assert all(map(is_rounded, found))
+    with pytest.raises(SpecError) as refused:
+        frontier(job(plan={"master_weights": "bf16"}), machine())
+    assert refused.value.path == "plan.master_weights"
+    assert "precision=bf16" in refused.value.hint
+
+
+def is_rounded(one: Plan) -> bool:
+    return one.master_weights is MasterWeights.BF16
 
 
 @pytest.mark.parametrize("together", [False, True])

@@ -12,6 +12,7 @@ import pytest
 from orchestrator.specs.errors import IllegalPlan
 from orchestrator.specs.plan import (
     Engine,
+    MasterWeights,
     Offload,
     OffloadTarget,
     Optimizer,
@@ -94,6 +95,23 @@ EXCLUDED: dict[str, tuple[dict[str, Any], str]] = {
             "optimizer": Optimizer.ADAMW_8BIT,
         },
         "offload=none",
+    ),
+    "master weights in bf16 beside fp32": (
+        {"master_weights": MasterWeights.BF16, "optimizer": Optimizer.ADAMW_8BIT},
+        "needs precision=bf16",
+    ),
+    "master weights in bf16 without stochastic rounding": (
+        {"master_weights": MasterWeights.BF16, "precision": Precision.BF16},
+        "needs optimizer=adamw_8bit",
+    ),
+    "DeepSpeed and master weights in bf16": (
+        {
+            "engine": DEEPSPEED,
+            "zero_stage": ZeroStage.OPTIMIZER,
+            "precision": Precision.BF16,
+            "master_weights": MasterWeights.BF16,
+        },
+        "engine=torch",
     ),
 }
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torchao.optim.subclass_8bit import OptimState8bit
 
 from orchestrator.specs.errors import SpecError
@@ -24,7 +25,7 @@ from orchestrator.specs.run import AttemptFolder
 from orchestrator.training.checkpoint import checkpoint
 from orchestrator.training.checkpoint import folder as checkpoint_folder
 from orchestrator.training.checkpoint.checkpoint import Cursor
-from orchestrator.training.checkpoint.fragment import Fragment, Quantised, rectangles
+from orchestrator.training.checkpoint.fragment import Fragment, Narrow, rectangles
 from orchestrator.training.checkpoint.host_copy import shares
 from orchestrator.training.contract import loss_scale
 from orchestrator.training.guard.virtual_device import VirtualDevice
@@ -76,11 +77,24 @@ def test_whole_and_fragmented_states_load_either_way(
 
 
 @pytest.mark.filterwarnings("ignore")  # torch says that it saves without a process group
+def test_a_checkpoint_has_the_fp32_values_of_weights_that_are_held_in_bf16(tmp_path: Path) -> None:
+    weight = torch.randn(3, 5, generator=torch.Generator().manual_seed(0)).bfloat16()
+    checkpoint.save(tmp_path, {"x": checkpoint.saved_weight(weight)}, Cursor())
+    found, again = torch.zeros(3, 5), torch.zeros(3, 5, dtype=torch.bfloat16)
+    checkpoint.load(tmp_path, {"x": found})
+    checkpoint.load(tmp_path, {"x": checkpoint.saved_weight(again)})
+    stored = FileSystemReader(tmp_path).read_metadata().state_dict_metadata["x"]
+    assert stored.properties.dtype is torch.float32  # type: ignore[union-attr]
+    assert found.equal(weight.float())
+    assert again.equal(weight)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch says that it saves without a process group
 def test_a_checkpoint_has_the_fp32_values_of_what_is_held_in_8_bits(tmp_path: Path) -> None:
     values = torch.randn(32, 128, generator=torch.Generator().manual_seed(0))
 
-    def held() -> Quantised:
-        return Quantised({(0, 0): OptimState8bit.zeros(values.shape)}, values.shape)
+    def held() -> Narrow:
+        return Narrow({(0, 0): OptimState8bit.zeros(values.shape)}, values.shape)
 
     def found_in(folder: Path) -> torch.Tensor:
         found = torch.full(values.shape, -1.0)

@@ -22,6 +22,7 @@ from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.plan import (
     ActivationCheckpointing,
     Engine,
+    MasterWeights,
     Offload,
     Optimizer,
     ParallelLayout,
@@ -31,6 +32,7 @@ from orchestrator.specs.plan import (
     in_short,
 )
 from orchestrator.specs.run import AttemptFolder, TrainingRun, write_json
+from tests.ranks import start_ranks
 from tests.training import gang, tiny_hf
 from tests.training.gang import Part
 
@@ -211,6 +213,57 @@ def test_a_training_hops_in_and_out_of_moments_in_8_bits(tmp_path: Path) -> None
     )
     chain, expected = hop(tmp_path, legs, HOPPING, decoder=BLOCKS)
     assert chain == pytest.approx(expected, abs=2e-3, rel=0)
+
+
+ROUNDED = functools.partial(EIGHT_BIT, precision=Precision.BF16, master_weights=MasterWeights.BF16)
+OF_ROUNDED_WEIGHTS = (
+    ROUNDED(0),
+    ROUNDED(0, dp=2, cuts=2),
+    ROUNDED(1, dp=2, cuts=2),
+    ROUNDED(2, dp=2, activation_checkpointing=FULL),
+    ROUNDED(3, dp=2, cuts=2),
+    ROUNDED(0, pp=2, cuts=4),
+    ROUNDED(0, tp=2),
+    ROUNDED(3, dp=2, tp=2),
+    ROUNDED(2, dp=2, pp=2, cuts=2),
+)
+AT_THE_END = ROUNDED(0), ROUNDED(3, dp=2)
+
+
+def test_master_weights_in_bf16_stay_near_the_losses_of_fp32_ones(tmp_path: Path) -> None:
+    """And an update is rounded alike within the backward pass and at its end."""
+    within = [dataclasses.replace(each, optimizer_in_backward=True) for each in AT_THE_END]
+    plans = dict.fromkeys((EIGHT_BIT(0), *OF_ROUNDED_WEIGHTS, *AT_THE_END, *within))
+    curves = losses(tmp_path, list(plans), training=UNCLIPPED, decoder=BLOCKS)
+    expected = curves[EIGHT_BIT(0)]
+    for each in OF_ROUNDED_WEIGHTS:
+        assert curves[each] == pytest.approx(expected, abs=5e-3, rel=0), in_short(each)
+        assert curves[each] != pytest.approx(expected, abs=2e-5, rel=0), "nothing was rounded"
+    for each, same in zip(AT_THE_END, within, strict=True):
+        assert curves[same] == pytest.approx(curves[each], abs=TOLERANCE[Precision.FP32], rel=0), in_short(each)
+
+
+def test_ranks_that_hold_one_weight_in_bf16_round_it_alike(tmp_path: Path) -> None:
+    """Data-parallel copies, and an embedding that is the head of the last pipeline stage, too."""
+    text = gang.ragged_text(tmp_path)
+    paths = []
+    for number, each in enumerate((ROUNDED(0, dp=2, cuts=2), ROUNDED(0, pp=2, cuts=4), ROUNDED(0, tp=2))):
+        run = _run(tmp_path, f"copies-{number}", each, text, decoder=BLOCKS, training=UNCLIPPED)
+        paths.append(str(AttemptFolder(run.attempt_folder).run))
+    assert gang.finish(start_ranks("tests.training.copies", paths, 2)) == [0, 0]
+
+
+def test_a_training_hops_in_and_out_of_master_weights_in_bf16(tmp_path: Path) -> None:
+    legs = (
+        plan(TORCH, 0, dp=2, cuts=2),
+        ROUNDED(3, dp=2),
+        ROUNDED(0, pp=2, cuts=4),
+        plan(DEEPSPEED, 2, dp=2, cuts=2),
+        ROUNDED(0, tp=2),
+        plan(TORCH, 3, dp=2),
+    )
+    chain, expected = hop(tmp_path, legs, HOPPING, decoder=BLOCKS)
+    assert chain == pytest.approx(expected, abs=5e-3, rel=0)
 
 
 DROPPING_OVER_TWO = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -133,6 +134,20 @@ def test_an_update_equals_plain_torch_with_states_that_begin_on_their_own(optimi
         for module in (ours, plain):
             module.zero_grad()
     torch.testing.assert_close(dict(ours.named_parameters()), dict(plain.named_parameters()), rtol=0, atol=1e-7)
+
+
+def test_changes_below_what_bf16_can_tell_apart_add_up() -> None:
+    """The neighbours of 1 are 1 / 256 below and 1 / 128 above: no change of a thousandth alone would ever move it."""
+    weight = nn.Parameter(torch.ones(4096, dtype=torch.bfloat16))
+    training = TrainingSpec(optimizer=Optimizer.ADAMW_8BIT, learning_rate=1e-3, weight_decay=0.0)
+    seeds = itertools.count()
+    updates = Updates([("weight", weight)], training, CPU, step=0, seed=lambda _: torch.manual_seed(next(seeds)))
+    updates.allocate()
+    for _ in range(20):
+        weight.grad = torch.ones_like(weight)
+        updates.prepare(0)
+        updates.update()
+    assert weight.float().mean().item() == pytest.approx(1 - 20 * 1e-3, abs=2e-3)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

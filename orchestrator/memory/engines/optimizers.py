@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 
 from orchestrator.memory.engines.moments import FP32_BYTES
-from orchestrator.specs.plan import Offload, Optimizer, Plan, Sharding, ZeroStage
+from orchestrator.specs.plan import MasterWeights, Offload, Optimizer, Plan, Sharding, ZeroStage
 from orchestrator.specs.profile import ModelProfile
 
 ADAM_BYTES = 8  # exp_avg and exp_avg_sq in fp32 (Kingma and Ba 2015, arXiv:1412.6980)
 SGD_BYTES = 4  # the momentum buffer; counted where momentum is 0 too, since the plan does not say
 # Of a tensor in 8 bits: a byte of each moment, the fp32 largest values of every block, and a table of fp32 values for
-# each moment (torchao/optim/subclass_8bit.py). Smaller tensors keep fp32 (torchao/optim/adam.py, _new_buffer).
+# each moment (torchao/optim/subclass_8bit.py). Smaller tensors keep fp32 (training/engines/eight_bit.py).
 BLOCK, QUANTISED_MIN = 256, 4096
 TABLES_BYTES = 2 * 256 * FP32_BYTES
 # Held of each element while 8-bit AdamW updates its tensor. Compiled, two fp32 values (what inductor allocates for
@@ -20,6 +20,8 @@ TABLES_BYTES = 2 * 256 * FP32_BYTES
 # quantize_8bit_with_qmap, its last `where`).
 COMPILED_8BIT_BYTES = 8
 EAGER_8BIT_BYTES = 53
+# More where the weight is bf16: its gradient in fp32 (torchao/optim/adam.py, single_param_adam).
+WIDENED_BYTES = 4
 
 
 def state_bytes(profile: ModelProfile, plan: Plan, shards: int) -> int:
@@ -46,7 +48,8 @@ def temporaries(plan: Plan, elements: int, *, cuda: bool, before: int = 0) -> in
     _single_tensor_adam, torch 2.13.0).
     """
     if plan.optimizer is Optimizer.ADAMW_8BIT:
-        return elements * (COMPILED_8BIT_BYTES if cuda else EAGER_8BIT_BYTES)
+        widened = 0 if plan.master_weights is MasterWeights.FP32 else WIDENED_BYTES
+        return elements * (COMPILED_8BIT_BYTES if cuda else EAGER_8BIT_BYTES + widened)
     if cuda and plan.offload is Offload.NONE and plan.optimizer is not Optimizer.ADAFACTOR:
         return 0
     return FP32_BYTES * (2 * elements + before if plan.optimizer is Optimizer.ADAMW else elements)

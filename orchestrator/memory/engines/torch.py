@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from orchestrator.memory.engines.moments import FORWARDED, FP32_BYTES, Causes, Moment, Passage, Point, Rank
+from orchestrator.memory.engines.moments import FORWARDED, Causes, Moment, Passage, Point, Rank
 from orchestrator.memory.engines.optimizers import state_bytes, temporaries
 from orchestrator.memory.engines.widths import compute_bytes, exchanged_bytes
 from orchestrator.specs.plan import Offload, Plan, ZeroStage
@@ -252,9 +252,9 @@ def _last_gathering(rank: Rank, plan: Plan, unit: int, compute: int, shards: int
 def _pipelined(rank: Rank, passage: Passage, compute: int) -> Causes:
     """Under a pipeline all is gathered once a step, and gradients are reduced after the last micro-batch only."""
     if rank.accumulates:
-        whole = FP32_BYTES * rank.accumulated + compute * passage.fresh
+        whole = rank.held.parameter_bytes * rank.accumulated + compute * passage.fresh
     else:
-        whole = FP32_BYTES * (passage.done + passage.own)
+        whole = rank.held.parameter_bytes * (passage.done + passage.own)
     return (("gathered parameters", compute * rank.parameters), ("whole gradients", whole))
 
 
@@ -295,7 +295,8 @@ def _first_reduction(rank: Rank, unit: int, compute: int) -> Causes:
     more is there than that explains (two stages on two gloo ranks each, bf16, 2026-11).
     """
     whole = rank.trained_parameters + unit + rank.trained_end_parameters
-    return (("gathered parameters", compute * rank.parameters), ("whole gradients", FP32_BYTES * whole))
+    gradients = rank.held.parameter_bytes * whole
+    return (("gathered parameters", compute * rank.parameters), ("whole gradients", gradients))
 
 
 def _root_reduction(rank: Rank, plan: Plan, shards: int, device: int, *, gloo: bool) -> Causes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from orchestrator.memory.engines.moments import FP32_BYTES
-from orchestrator.specs.plan import Engine, Plan, Precision
+from orchestrator.specs.plan import Engine, MasterWeights, Plan, Precision
 
 
 def compute_bytes(plan: Plan) -> int:
@@ -11,10 +11,17 @@ def compute_bytes(plan: Plan) -> int:
     return FP32_BYTES if plan.precision is Precision.FP32 else 2
 
 
-def exchanged_bytes(plan: Plan, held_bytes: int = FP32_BYTES) -> int:
+def master_bytes(plan: Plan) -> int:
+    """Bytes of a weight between steps, and of its gradient, where an engine of ours trains it."""
+    return FP32_BYTES if plan.master_weights is MasterWeights.FP32 else 2
+
+
+def exchanged_bytes(plan: Plan, held_bytes: int | None = None) -> int:
     """Bytes of a gradient as data-parallel ranks exchange it.
 
     DeepSpeed exchanges in the type that computes. FSDP2 and DistributedDataParallel exchange in the type in which a
-    rank holds its weights, of `held_bytes` each.
+    rank holds its weights, of `held_bytes` each, where they are not `master_bytes`.
     """
-    return compute_bytes(plan) if plan.engine is Engine.DEEPSPEED else held_bytes
+    if plan.engine is Engine.DEEPSPEED:
+        return compute_bytes(plan)
+    return master_bytes(plan) if held_bytes is None else held_bytes

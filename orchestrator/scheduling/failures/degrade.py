@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from orchestrator.memory.engines.widths import master_bytes
 from orchestrator.planning.frontier import Candidate
 from orchestrator.specs.attempt import Attempt, FailureKind, Phase
 from orchestrator.specs.job.spec import JobSpec
@@ -38,8 +39,9 @@ def bytes_per_parameter(plan: Plan) -> float:
     if plan.offload is Offload.PARAMETERS:
         return 0.0
     shards = plan.layout.dp_cp // plan.dp_replicate
-    weights = 4.0 / (shards if plan.zero_stage >= ZeroStage.PARAMETERS else 1)
-    gradients = 4.0 / (shards if plan.zero_stage >= ZeroStage.GRADIENTS else 1)
+    held = float(master_bytes(plan))
+    weights = held / (shards if plan.zero_stage >= ZeroStage.PARAMETERS else 1)
+    gradients = held / (shards if plan.zero_stage >= ZeroStage.GRADIENTS else 1)
     states = STATE_BYTES[plan.optimizer] / (shards if plan.zero_stage >= ZeroStage.OPTIMIZER else 1)
     if plan.offload is Offload.OPTIMIZER:
         states = 0.0

@@ -171,8 +171,8 @@ class Degrade(SpecModel):
 
     allow: Literal["none", "exact", "numeric", "semantic"] = Field(
         default="exact",
-        description="Furthest change: none, exact (same mathematics), numeric (precision, 8-bit moments) or semantic "
-        "(the training).",
+        description="Furthest change: none, exact (same mathematics), numeric (precision, moments in 8 bits, "
+        "master weights in bf16) or semantic (the training).",
         examples=["numeric"],
     )
     sequence_lengths: tuple[int, ...] = Field(

@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from orchestrator.specs.errors import SpecError
 from orchestrator.training.checkpoint import folder as checkpoint_folder
-from orchestrator.training.checkpoint.fragment import FragmentLoadPlanner, FragmentSavePlanner, Quantised
+from orchestrator.training.checkpoint.fragment import FragmentLoadPlanner, FragmentSavePlanner, Narrow, chunks_of
 from orchestrator.training.contract import loss_scale
 from orchestrator.training.contract.engine import State
 
@@ -80,12 +80,12 @@ def load(folder: Path, state: State) -> None:
     wanted = {name: value for name, value in state.items() if name in known or not name.startswith(loss_scale.STATE)}
     for name, value in wanted.items():
         _check(folder, name, tuple(value.size()), known.get(name))
-    quantised = {name: value for name, value in wanted.items() if isinstance(value, Quantised)}
-    wanted |= {name: value.room() for name, value in quantised.items()}
+    narrow = {name: value for name, value in wanted.items() if isinstance(value, Narrow)}
+    wanted |= {name: value.room() for name, value in narrow.items()}
     with _own_out_of_memory():
         state_dict_loader.load(wanted, storage_reader=reader, planner=FragmentLoadPlanner())
     with torch.no_grad():
-        for name, value in quantised.items():
+        for name, value in narrow.items():
             value.fill(wanted[name])
 
 
@@ -112,14 +112,23 @@ def opened(folder: Path) -> Saved:
     return Saved(path=folder, cursor=Cursor(step=int(tree["step"]), samples=int(tree["samples"])))
 
 
-def model_state(module: nn.Module, changing: frozenset[str]) -> dict[str, Tensor]:
+def model_state(module: nn.Module, changing: frozenset[str]) -> dict[str, Any]:
     """`model.<name>` of the parameters named in `changing` and of every persistent buffer, sharing their memory.
 
     A shared parameter appears once. Parameters that no step changes are left out.
     """
     kept = changing | {name for name, _ in module.named_buffers(remove_duplicate=False)}
     values = {name: value for name, value in module.state_dict().items() if name in kept}
-    return {f"model.{name}": value.detach() for name, value in values.items()}
+    return {f"model.{name}": saved_weight(value) if name in changing else value for name, value in values.items()}
+
+
+def saved_weight(weight: Tensor) -> Tensor | Narrow:
+    """A weight as a checkpoint takes it, sharing its memory: its values are fp32 there."""
+    weight = weight.detach()
+    if weight.dtype is not torch.bfloat16:
+        return weight
+    chunks = chunks_of(weight)
+    return Narrow(chunks.held, chunks.size())
 
 
 def of_recipe(recipe: str, state: State) -> State:

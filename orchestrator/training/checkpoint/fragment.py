@@ -50,7 +50,12 @@ def rectangles(shape: Shape, start: int, stop: int) -> Iterator[Rectangle]:
 
 
 class Chunks:
-    """The rectangles of a tensor of `shape` that a rank holds, by offset: the form that the checkpoint takes."""
+    """The rectangles of a tensor of `shape` that a rank holds, by offset: the form that the checkpoint takes.
+
+    `stored_dtype`: what a checkpoint has the values in, where that is not the parts' own.
+    """
+
+    stored_dtype: torch.dtype | None = None
 
     def __init__(self, held: Mapping[Shape, Tensor], shape: torch.Size) -> None:
         self.held, self._shape = held, shape
@@ -64,7 +69,7 @@ class Chunks:
                 index=MetadataIndex(name, chunk.offsets),
                 type=WriteItemType.SHARD,
                 tensor_data=TensorWriteData(
-                    chunk=chunk, properties=TensorProperties.create_from_tensor(part), size=self._shape
+                    chunk=chunk, properties=TensorProperties(dtype=self.dtype_of(part)), size=self._shape
                 ),
             )
             for chunk, part in zip(self.__create_chunk_list__(), self.held.values(), strict=True)
@@ -79,12 +84,19 @@ class Chunks:
         assert index.offset is not None, index
         return self.held[tuple(index.offset)]
 
+    def dtype_of(self, part: Tensor) -> torch.dtype:
+        """What a checkpoint has the values of this part in."""
+        return self.stored_dtype or part.dtype
 
-class Quantised(Chunks):
-    """Rectangles whose fp32 values a rank holds in fewer bits: a checkpoint has the values."""
+
+class Narrow(Chunks):
+    """Rectangles whose fp32 values a rank holds in fewer bits, quantised or rounded: a checkpoint has the values."""
+
+    stored_dtype = torch.float32
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        return super().__get_tensor_shard__(index).dequantize()
+        part = super().__get_tensor_shard__(index)
+        return part.float() if part.dtype is torch.bfloat16 else part.dequantize()
 
     def room(self) -> Chunks:
         """Room for the values, in host memory."""
@@ -92,7 +104,7 @@ class Quantised(Chunks):
             return Chunks({at: torch.empty(part.shape) for at, part in self.held.items()}, self.size())
 
     def fill(self, values: Chunks) -> None:
-        """Quantise the values of these rectangles."""
+        """Quantise or round the values of these rectangles."""
         for at, part in self.held.items():
             part.copy_(values.held[at].to(part.device))
 

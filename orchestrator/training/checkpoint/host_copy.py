@@ -32,11 +32,11 @@ class HostCopy:
         self._copied = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         with torch.no_grad(), host_memory():
             values = {name: chunks_of(value) for name, value in state.items()}
-            held = [(name, at, part.nbytes) for name, value in values.items() for at, part in value.held.items()]
+            held = [(name, at, _bytes(value, at)) for name, value in values.items() for at in value.held]
             everyone: list[Sequence[Part]] = [[] for _ in range(group.size())]
             dist.all_gather_object(everyone, held, group=group)
             mine = shares(everyone)[group.rank()]
-            self._buffers = self._allocate([(name, at, values[name].held[at]) for name, at, _ in mine])
+            self._buffers = self._allocate([(name, at, values[name]) for name, at, _ in mine])
         parts: dict[str, dict[Shape, Tensor]] = {}
         for (name, at), buffer in self._buffers.items():
             parts.setdefault(name, {})[at] = buffer
@@ -64,23 +64,25 @@ class HostCopy:
             _check(_cudart().cudaHostUnregister(self._pinned.data_ptr()))
         self._pinned, self._buffers, self.state = None, {}, {}
 
-    def _allocate(self, parts: Sequence[tuple[str, Shape, Tensor]]) -> dict[tuple[str, Shape], Tensor]:
+    def _allocate(self, parts: Sequence[tuple[str, Shape, Chunks]]) -> dict[tuple[str, Shape], Tensor]:
         """A buffer for each part, all in one mapping, each with its own storage, so that it is written without a copy.
 
         torch's pinned allocator is not used: it rounds up to powers of two.
         """
-        sizes = [-(-part.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for _, _, part in parts]
+        sizes = [-(-_bytes(value, at) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for _, at, value in parts]
         memory = mmap.mmap(-1, max(sum(sizes), mmap.PAGESIZE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         whole = torch.frombuffer(memory, dtype=torch.uint8).zero_()  # touches every page
         if self._copied:
             _check(_cudart().cudaHostRegister(whole.data_ptr(), whole.nbytes, 0))
             self._pinned = whole
         buffers, offset = {}, 0
-        for (name, at, part), size in zip(parts, sizes, strict=True):
+        for (name, at, value), size in zip(parts, sizes, strict=True):
+            part = value.held[at]
+            dtype = value.dtype_of(part)
             if part.numel():
-                flat = torch.frombuffer(memory, dtype=part.dtype, count=part.numel(), offset=offset)
+                flat = torch.frombuffer(memory, dtype=dtype, count=part.numel(), offset=offset)
             else:
-                flat = torch.empty(0, dtype=part.dtype)
+                flat = torch.empty(0, dtype=dtype)
             buffers[name, at] = flat.view(part.shape)
             offset += size
         return buffers
@@ -111,6 +113,11 @@ def shares(everyone: Sequence[Sequence[Part]]) -> list[list[Part]]:
         found[rank].append(part)
         load_bytes[rank] += part[2]
     return found
+
+
+def _bytes(value: Chunks, at: Shape) -> int:
+    part = value.held[at]
+    return part.numel() * value.dtype_of(part).itemsize
 
 
 def _part(value: Any, at: Shape) -> Tensor:

@@ -100,17 +100,21 @@ def materialise(
     recipe: Recipe,
     device: torch.device,
     place: Callable[[str, Tensor], Tensor] | None = None,
+    dtype: torch.dtype | None = None,
 ) -> None:
     """Allocate and initialise the parameters of `part` that are on the meta device, in place.
 
     Shared parameters stay shared. Names are those in `root`, the whole module. `place` returns this rank's part of any
-    parameter; at most one parameter at a time is whole.
+    parameter; at most one parameter at a time is whole. Of floating-point parameters, `dtype` replaces their own.
     """
     names = {id(parameter): name for name, parameter in root.named_parameters()}
     real: dict[int, nn.Parameter] = {}
     for module in part.modules():
         for key, parameter in module._parameters.items():
-            if parameter is None or not (parameter.is_meta or (place and not isinstance(parameter, DTensor))):
+            if parameter is None:
+                continue
+            is_placed = place is None or isinstance(parameter, DTensor)
+            if not parameter.is_meta and is_placed and dtype in (None, parameter.dtype):
                 continue
             if id(parameter) not in real:
                 name, values = names[id(parameter)], parameter.detach()
@@ -118,6 +122,7 @@ def materialise(
                     assert recipe.initialise, "a module on the meta device needs Recipe.initialise"
                     values = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
                     recipe.initialise(name, values)
+                values = values.to(dtype) if dtype is not None and values.is_floating_point() else values
                 values = place(name, values.to(device)) if place else values
                 real[id(parameter)] = nn.Parameter(values, requires_grad=parameter.requires_grad)
             module._parameters[key] = real[id(parameter)]

@@ -2,6 +2,8 @@
 
 Blocks are of 256 elements of what a rank has of a parameter, be it the whole or a shard. Of fewer than 4096 elements,
 or of a number that 256 does not divide, moments stay in fp32 (torchao/optim/adam.py, _new_buffer, torchao 0.18).
+Weights in bf16 are rounded stochastically: torchao draws from torch's generator, so that copies of a weight stay equal
+where the ranks that hold them have seeded it alike.
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from orchestrator.specs.job.model import TrainingSpec
-from orchestrator.training.checkpoint.fragment import Chunks, Quantised, chunks_of
+from orchestrator.training.checkpoint.fragment import Chunks, Narrow, chunks_of
+
+BLOCK, QUANTISED_MIN = 256, 4096  # elements
 
 
 def adamw(groups: Sequence[dict[str, Any]], training: TrainingSpec) -> Any:
@@ -23,15 +27,30 @@ def adamw(groups: Sequence[dict[str, Any]], training: TrainingSpec) -> Any:
     from torchao.optim import AdamW8bit  # only here: it takes a second
 
     betas, decay = (training.beta1, training.beta2), training.weight_decay
-    return AdamW8bit(groups, lr=training.learning_rate, betas=betas, weight_decay=decay)
+    return AdamW8bit(groups, lr=training.learning_rate, betas=betas, weight_decay=decay, bf16_stochastic_round=True)
 
 
-def new_state(optimizer: Any, tensor: Tensor) -> dict[str, Any]:
-    """The states of a parameter before its first update, all moments zero."""
+def new_state(tensor: Tensor) -> dict[str, Any]:
+    """The states of a parameter before its first update, all moments zero.
+
+    Those that stay whole are fp32 beside any weight: in bf16 a second moment would hardly move.
+    """
     moments = {"exp_avg": True, "exp_avg_sq": False}  # whether it has a sign
-    return {"step": torch.tensor(0.0)} | {
-        name: optimizer._new_buffer(tensor, is_signed) for name, is_signed in moments.items()
-    }
+    return {"step": torch.tensor(0.0)} | {name: _zeros(tensor, is_signed) for name, is_signed in moments.items()}
+
+
+def _zeros(tensor: Tensor, is_signed: bool) -> Tensor:
+    from torchao.optim.subclass_8bit import OptimState8bit
+
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if local.numel() < QUANTISED_MIN or local.numel() % BLOCK:
+        moment = torch.zeros_like(local, dtype=torch.float32, requires_grad=False)
+    else:
+        moment = OptimState8bit.zeros(local.shape, is_signed, BLOCK, local.device, dtype=torch.float32)
+    if not isinstance(tensor, DTensor):
+        return moment
+    mesh, placements, shape = tensor.device_mesh, tensor.placements, tensor.shape
+    return DTensor.from_local(moment, mesh, placements, run_check=False, shape=shape, stride=tensor.stride())
 
 
 def saved(moment: Tensor) -> Tensor | Chunks:
@@ -40,7 +59,7 @@ def saved(moment: Tensor) -> Tensor | Chunks:
 
     local = moment.to_local() if isinstance(moment, DTensor) else moment
     chunks = chunks_of(moment)
-    return Quantised(chunks.held, chunks.size()) if isinstance(local, OptimState8bit) else moment
+    return Narrow(chunks.held, chunks.size()) if isinstance(local, OptimState8bit) else moment
 
 
 def stance(device: torch.device) -> contextlib.AbstractContextManager[Any]:

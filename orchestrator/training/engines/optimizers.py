@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,13 @@ from orchestrator.training.engines.schedule import learning_rate
 STEPS = "optim.steps"  # canonical name: updates done by each group of parameters that thaw together, ascending
 
 
+class _Alone(NamedTuple):
+    """The optimizer that updates one parameter, with its own states."""
+
+    name: str
+    optimizer: Any
+
+
 class Updates:
     """The optimizer over the parameters that are trained between two thaw steps.
 
@@ -28,9 +35,17 @@ class Updates:
     """
 
     def __init__(
-        self, named: Iterable[tuple[str, nn.Parameter]], training: TrainingSpec, device: torch.device, step: int
+        self,
+        named: Iterable[tuple[str, nn.Parameter]],
+        training: TrainingSpec,
+        device: torch.device,
+        step: int,
+        seed: Callable[[str], None] | None = None,
     ) -> None:
-        """`named`: all parameters, frozen as `freeze_for` leaves them after `step` steps; `device` holds the states."""
+        """`named`: all parameters, frozen as `freeze_for` leaves them after `step` steps; `device` holds the states.
+
+        Where updates are rounded stochastically, `seed` seeds for that of the parameter of a name.
+        """
         self._training, self._thaws = training, thaw_steps(training.freeze)
         groups: dict[int, dict[str, nn.Parameter]] = {}
         for name, parameter in named:
@@ -42,8 +57,10 @@ class Updates:
         self.steps = torch.tensor([float(max(0, step - thaw)) for thaw in self._thaws])
         self._thawed = torch.tensor([thaw <= step for thaw in self._thaws])  # a pipeline stage may have none of a group
         self.optimizer = _optimizer(self.groups, training, device)
-        self._alone: dict[nn.Parameter, Any] = {}  # optimizers that update one parameter each, with its own states
-        self._device = device
+        self._alone: dict[nn.Parameter, _Alone] = {}
+        self._device, self._seed = device, seed
+        for thaw, group in self.groups.items() if seed else ():
+            self._update_alone(thaw, group)
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -84,22 +101,21 @@ class Updates:
         Before its update, `ready` gets the parameter. FSDP2 runs the hook with a reduced shard (foreach_reduce in
         torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, torch 2.13.0).
         """
+
+        def update(parameter: Tensor) -> None:
+            assert isinstance(parameter, nn.Parameter)
+            ready(parameter)
+            self._step_alone(self._alone[parameter])
+            parameter.grad = None
+
         for thaw, group in self.groups.items():
-            for name, parameter in group.items():
-                self._alone[parameter] = alone = _optimizer({thaw: {name: parameter}}, self._training, self._device)
-                alone.state = self.optimizer.state  # one dictionary: a checkpoint fills it, and counters are set in it
-
-                def update(parameter: Tensor) -> None:
-                    assert isinstance(parameter, nn.Parameter)
-                    ready(parameter)
-                    self._step(self._alone[parameter])
-                    parameter.grad = None
-
+            self._update_alone(thaw, group)
+            for parameter in group.values():
                 parameter.register_post_accumulate_grad_hook(update)  # type: ignore[no-untyped-call]
 
     def prepare(self, step: int) -> None:
         """Set the learning rate of the update that follows `step` optimizer steps."""
-        for optimizer in (self.optimizer, *self._alone.values()):
+        for optimizer in (self.optimizer, *(alone.optimizer for alone in self._alone.values())):
             for group in optimizer.param_groups:
                 rate = learning_rate(self._training, step)
                 if isinstance(group["lr"], Tensor):  # of a compiled update
@@ -109,12 +125,27 @@ class Updates:
 
     def update(self) -> None:
         """Update every parameter by its gradient."""
-        self._step(self.optimizer)
+        if self._alone:
+            for alone in self._alone.values():
+                self._step_alone(alone)
+        else:
+            self._step(self.optimizer)
         self.count()
 
     def count(self) -> None:
         """One more update was made."""
         self.steps[self._thawed] += 1
+
+    def _update_alone(self, thaw: int, group: dict[str, nn.Parameter]) -> None:
+        for name, parameter in group.items():
+            optimizer = _optimizer({thaw: {name: parameter}}, self._training, self._device)
+            optimizer.state = self.optimizer.state  # one dictionary: a checkpoint fills it, and counters are set in it
+            self._alone[parameter] = _Alone(name, optimizer)
+
+    def _step_alone(self, alone: _Alone) -> None:
+        if self._seed:
+            self._seed(alone.name)
+        self._step(alone.optimizer)
 
     def _step(self, optimizer: Any) -> None:
         with eight_bit.stance(self._device) if self._is_eight_bit else contextlib.nullcontext():
@@ -175,7 +206,7 @@ def _optimizer(groups: dict[int, dict[str, nn.Parameter]], training: TrainingSpe
 
 def _new_state(optimizer: Any, training: TrainingSpec, tensor: Tensor) -> dict[str, Any]:
     if training.optimizer is Optimizer.ADAMW_8BIT:
-        return eight_bit.new_state(optimizer, tensor)
+        return eight_bit.new_state(tensor)
     names = state_names(training, tensor.shape)
     if training.optimizer is Optimizer.SGD:
         return {name: torch.zeros_like(tensor, requires_grad=False) for name in names}

@@ -9,6 +9,7 @@ They differ if the micro-batch size differs, or if a tensor-parallel rank draws 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,7 @@ from orchestrator.training.contract.recipe import Recipe
 
 _ODD = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio: Fibonacci hashing (Knuth, TAOCP 3, section 6.4)
 _MASK = 2**63 - 1
+_UPDATE = 1  # where the seeds of updates start; those of micro-batches start at 0
 
 
 class Randomness:
@@ -38,6 +40,11 @@ class Randomness:
         """Seed for micro-batch `micro_batch` (counted over the global batch) of the step after `step` steps."""
         self._micro_batch = _mixed(_mixed(_mixed(0, self._seed), step), micro_batch)
         self._restart(self._micro_batch)
+
+    def begin_update(self, step: int, name: str) -> None:
+        """Seed for the update of a parameter after `step` steps, the same on every rank that has it."""
+        of_name = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "big")
+        self._restart(_mixed(_mixed(_mixed(_UPDATE, self._seed), step), of_name))
 
     def _seeded(self, layer: int) -> Callable[[nn.Module, Any], None]:
         def restart(_module: nn.Module, _inputs: Any) -> None:

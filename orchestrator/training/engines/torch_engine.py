@@ -9,6 +9,7 @@ Facts for its memory model, in bytes (P parameters, dp ranks):
 - FSDP2 at stage 1 gathers every layer and reduces its gradient once a step, which it holds whole until then.
 - FSDP2 at stage 2 keeps every layer gathered until its backward pass. At stage 3 it frees a layer after its forward
   pass and gathers it again; the rest (embedding, norm, head) stays gathered. HSDP shards over dp / dp_replicate ranks.
+- Master weights in bf16: 2P of weights and of gradients in all of these, which are exchanged in it.
 - Optimizer in the backward pass: plain, one gradient at a time; FSDP2, the shards of the unit that is reduced.
 - Optimizer on CPU: one parameter at a time, two temporaries of its size. On CUDA: fused, none.
 - Tensor parallel: 1/tp of sharded parameters, all of replicated ones (norms); at start one parameter is whole. Between
@@ -35,7 +36,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.model import TrainingSpec
-from orchestrator.specs.plan import Offload, Plan, Precision, ZeroStage, share_heads
+from orchestrator.specs.plan import MasterWeights, Offload, Plan, Precision, ZeroStage, share_heads
 from orchestrator.training.checkpoint import checkpoint
 from orchestrator.training.contract import loss_scale
 from orchestrator.training.contract.context import Context
@@ -79,7 +80,10 @@ class TorchEngine:
         self._build()
         self._named = _named(recipe.module, self._share)
         self._partial = dict.fromkeys(self._cut.partial_of(self._named) if self._cut else ())
-        self._updates = Updates(self._named.items(), training, _state_device(plan, device), step)
+        self._step = step
+        is_rounded = plan.master_weights is MasterWeights.BF16
+        seed = (lambda name: self._randomness.begin_update(self._step, name)) if is_rounded else None
+        self._updates = Updates(self._named.items(), training, _state_device(plan, device), step, seed)
         self._updates.allocate()
         self._trained = list(self._updates.parameters.values())
         shared = self._share.shared if self._share else ()
@@ -129,6 +133,7 @@ class TorchEngine:
         first = layout.dp_rank(dist.get_rank()) * turns
         if self._context:
             micro_batches = (tuple(map(self._context.own, batch)) for batch in micro_batches)
+        self._step = step
         self._updates.prepare(step)
         if self._pipeline:
             loss = self._pipeline.step(step, first, micro_batches, scale)
@@ -150,7 +155,8 @@ class TorchEngine:
         scale = {loss_scale.STATE: self._loss_scale.state} if self._loss_scale else {}
         model = checkpoint.model_state(self._recipe.module, self._changing)
         if self._share:  # a shared parameter's name on the last stage is not its first name
-            model |= {f"model.{name}": self._named[name].detach() for name in self._changing & self._named.keys()}
+            named = self._changing & self._named.keys()
+            model |= {f"model.{name}": checkpoint.saved_weight(self._named[name]) for name in named}
         state = model | self._updates.state(known_at=known_at) | scale
         return checkpoint.of_recipe(self._recipe.name, state)
 
@@ -183,7 +189,8 @@ class TorchEngine:
         squared = torch.zeros((), dtype=torch.float64, device=self._device)
         for copies, parameters in self._by_copies.items():
             own = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
-            squared += torch.nn.utils.get_total_norm(own).to(squared) ** 2 / copies
+            norms = torch._foreach_norm(own, dtype=torch.float32) if own else ()
+            squared += sum(norm.to(squared) ** 2 for norm in norms) / copies
         return self._over_all_ranks(squared)
 
     def _count_norm(self, parameter: nn.Parameter) -> None:
@@ -192,7 +199,7 @@ class TorchEngine:
             _settle([parameter])
             self._cut.add_up((parameter,) if parameter in self._partial else ())
         assert parameter.grad is not None
-        norm = torch.linalg.vector_norm(_local(parameter.grad))
+        norm = torch.linalg.vector_norm(_local(parameter.grad), dtype=torch.float32)
         self._squared += norm.to(self._squared) ** 2 / self._copies[parameter]
 
     def _over_all_ranks(self, squared: Tensor) -> float:
@@ -205,7 +212,8 @@ class TorchEngine:
 
     def _autocast(self) -> contextlib.AbstractContextManager[object]:
         """Autocast if weights stay fp32; FSDP2 casts gathered weights instead."""
-        if self._plan.precision in LOW_PRECISION and not self._plan.zero_stage:
+        is_held_low = self._plan.master_weights is MasterWeights.BF16
+        if self._plan.precision in LOW_PRECISION and not self._plan.zero_stage and not is_held_low:
             return torch.autocast(self._device.type, dtype=LOW_PRECISION[self._plan.precision])
         return contextlib.nullcontext()
 
@@ -293,20 +301,21 @@ def _wrapped(
     """`root`, which contains the recipe's module, with its parameters made and wrapped in DDP or FSDP2 by the plan."""
     if plan.zero_stage:
         return _sharded(recipe, root, plan, mesh, device, cut)
-    return _replicated(recipe, root, mesh, device, cut)
+    return _replicated(recipe, root, plan, mesh, device, cut)
 
 
-def _make(part: nn.Module, recipe: Recipe, device: torch.device, cut: TensorParallel | None) -> None:
+def _make(part: nn.Module, recipe: Recipe, plan: Plan, device: torch.device, cut: TensorParallel | None) -> None:
     """Allocate and initialise this rank's parts of the parameters of `part`."""
-    materialise(recipe.module, part, recipe, device, cut.place if cut else None)
+    held = torch.bfloat16 if plan.master_weights is MasterWeights.BF16 else None
+    materialise(recipe.module, part, recipe, device, cut.place if cut else None, held)
     if cut:
         cut.finish(part)
 
 
 def _replicated(
-    recipe: Recipe, root: nn.Module, mesh: DeviceMesh, device: torch.device, cut: TensorParallel | None
+    recipe: Recipe, root: nn.Module, plan: Plan, mesh: DeviceMesh, device: torch.device, cut: TensorParallel | None
 ) -> nn.Module:
-    _make(recipe.module, recipe, device, cut)
+    _make(recipe.module, recipe, plan, device, cut)
     root.to(device)
     trains = any(parameter.requires_grad for parameter in root.parameters())
     if mesh["dp_shard"].size() == 1 or not trains:
@@ -327,11 +336,11 @@ def _replicated(
 def _sharded(
     recipe: Recipe, root: nn.Module, plan: Plan, mesh: DeviceMesh, device: torch.device, cut: TensorParallel | None
 ) -> nn.Module:
-    low = LOW_PRECISION.get(plan.precision)
+    low = LOW_PRECISION.get(plan.precision) if plan.master_weights is MasterWeights.FP32 else None
     mixed = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32) if low else MixedPrecisionPolicy()
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
     for part in (*recipe.layers, root):
-        _make(part, recipe, device, cut)
+        _make(part, recipe, plan, device, cut)
         fully_shard(
             part,
             mesh=mesh["dp_replicate", "dp_shard"] if plan.dp_replicate > 1 else mesh["dp_shard"],
