@@ -25,7 +25,8 @@ from orchestrator.service.commands.plan import Forecast, forecast
 from orchestrator.service.server.profiling import traced
 from orchestrator.specs.cluster import idle_nodes
 from orchestrator.specs.job.model import DataSpec, DecoderSpec, ModelSpec
-from orchestrator.specs.job.spec import GpuRange, JobSpec
+from orchestrator.specs.job.sections import GpuRange
+from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.parse import parse_cluster, parse_job
 from orchestrator.specs.plan import Precision
 

@@ -28,7 +28,8 @@ from docs import generate
 from orchestrator.cli import app, main
 from orchestrator.specs.attempt import FailureKind
 from orchestrator.specs.cluster import cluster_json_schema
-from orchestrator.specs.job.spec import Retries, job_json_schema
+from orchestrator.specs.job.sections import Retries
+from orchestrator.specs.job.spec import job_json_schema
 from orchestrator.specs.parse import parse_cluster, parse_jobs
 from orchestrator.specs.plan import Engine, ParallelLayout, Plan, Sharding, ZeroStage, settings
 

@@ -10,7 +10,8 @@ from orchestrator.memory.models.hf import DecoderShape, as_transformers, config_
 from orchestrator.memory.models.t5 import t5_profile, t5_shape
 from orchestrator.specs.job.frameworks import switched_on
 from orchestrator.specs.job.model import DecoderSpec, ModelSpec
-from orchestrator.specs.job.spec import DeclaredProfile, JobSpec
+from orchestrator.specs.job.sections import DeclaredProfile
+from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.plan import Engine, MasterWeights, Plan, Precision, Sharding, ZeroStage
 from orchestrator.specs.profile import BackwardPeak, LossChunks, ModelProfile, Segment, Source, TracedProfile
 

@@ -11,7 +11,8 @@ from orchestrator.planning.frontier import Candidate, Frontier, fitting, needed_
 from orchestrator.planning.search import frontier
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.pins import in_words
-from orchestrator.specs.job.spec import Degrade, GpuRange, JobSpec
+from orchestrator.specs.job.sections import Degrade, GpuRange
+from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job.trainer import Knob
 from orchestrator.specs.plan import Degradation, Plan, in_short
 from orchestrator.specs.profile import MemoryEstimate, MomentBytes

@@ -27,7 +27,8 @@ from orchestrator.specs import replace as changed
 from orchestrator.specs.cluster import DeviceKind
 from orchestrator.specs.errors import IllegalPlan, SpecError
 from orchestrator.specs.job.pins import in_words
-from orchestrator.specs.job.spec import JobSpec, Retries
+from orchestrator.specs.job.sections import Retries
+from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.plan import (
     AXES,
     ActivationCheckpointing,

@@ -10,7 +10,7 @@ from pydantic import AfterValidator, AwareDatetime, BeforeValidator, Field, mode
 
 from orchestrator.specs.devices import DEVICES
 from orchestrator.specs.errors import SpecError, closest
-from orchestrator.specs.job.spec import Bandwidth, Bytes, Seconds
+from orchestrator.specs.fields import Bandwidth, Bytes, Seconds
 from orchestrator.specs.notify import UNNOTIFIED, NotifySpec
 from orchestrator.specs.oidc import OidcSpec
 from orchestrator.specs.order import Order

@@ -7,7 +7,8 @@ from enum import StrEnum
 
 from orchestrator.specs.attempt import Attempt
 from orchestrator.specs.fault import Fault
-from orchestrator.specs.job.spec import Dependency, JobSpec
+from orchestrator.specs.job.sections import Dependency
+from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.plan import Plan
 
 

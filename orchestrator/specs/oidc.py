@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, Field
 
 from orchestrator.specs.access import Role
-from orchestrator.specs.job.spec import USER_NAME, Seconds
+from orchestrator.specs.fields import USER_NAME, Seconds
 from orchestrator.specs.notify import Variable
 from orchestrator.specs.spec_model import SpecModel
 

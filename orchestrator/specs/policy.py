@@ -7,7 +7,7 @@ from functools import cached_property
 
 from pydantic import Field, model_validator
 
-from orchestrator.specs.job.spec import Seconds, UserName
+from orchestrator.specs.fields import Seconds, UserName
 from orchestrator.specs.order import Order
 from orchestrator.specs.spec_model import SpecModel
 

@@ -43,7 +43,8 @@ from orchestrator.specs.attempt import (
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.events import NodesSeen, TimerFired
 from orchestrator.specs.job.code_source import CodeSource
-from orchestrator.specs.job.spec import JobSpec, Member
+from orchestrator.specs.job.sections import Member
+from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.plan import Engine, Plan, changes
 from orchestrator.specs.profile import MemoryEstimate, MomentBytes

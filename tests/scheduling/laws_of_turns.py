@@ -18,7 +18,7 @@ from orchestrator.scheduling.scheduling_pass.decide import array_limit_reason
 from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
 from orchestrator.specs.actions import Launch
 from orchestrator.specs.clock import Window
-from orchestrator.specs.job.spec import Retries
+from orchestrator.specs.job.sections import Retries
 from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.state import State
 from tests.scheduling.transition import Law, Transition, attempts, devices, of

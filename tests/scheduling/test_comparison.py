@@ -11,7 +11,7 @@ from orchestrator.scheduling.reports.comparison import Comparison, Curve, Outcom
 from orchestrator.scheduling.step import step
 from orchestrator.specs.attempt import AttemptStatus, Evidence, Failure, FailureKind, Heartbeat, RankEnd
 from orchestrator.specs.events import NodesSeen
-from orchestrator.specs.job.spec import Member
+from orchestrator.specs.job.sections import Member
 from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.plan import ActivationCheckpointing, Engine, Offload, ParallelLayout, Plan, ZeroStage
 from orchestrator.specs.state import State

@@ -10,7 +10,7 @@ import pytest
 
 from orchestrator.scheduling.reports.morning import NOT_LOST, MorningReport, ended_at_s, morning_report, summary
 from orchestrator.specs.attempt import FailureKind
-from orchestrator.specs.job.spec import Member
+from orchestrator.specs.job.sections import Member
 from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.state import State
 from tests.scheduling.world import MemoryJournal, backend_of, play, random_rush, random_scenario, random_tide

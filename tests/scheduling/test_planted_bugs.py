@@ -35,7 +35,7 @@ from orchestrator.specs.actions import Action, Launch, Record
 from orchestrator.specs.attempt import Attempt, AttemptStatus, Failure, FailureKind, Restart
 from orchestrator.specs.errors import ServiceError
 from orchestrator.specs.events import Event, Finished
-from orchestrator.specs.job.spec import Retries
+from orchestrator.specs.job.sections import Retries
 from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.policy import PolicySpec
 from tests.scheduling import transition, world

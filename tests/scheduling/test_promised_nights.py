@@ -16,7 +16,8 @@ from orchestrator.scheduling.scheduling_pass.index import OVERDUE
 from orchestrator.service.commands.simulate import ROUNDING_S, Outcome, simulate
 from orchestrator.specs.actions import Launch, Stop
 from orchestrator.specs.cluster import ClusterSpec
-from orchestrator.specs.job.spec import Guarantee, JobSpec
+from orchestrator.specs.job.sections import Guarantee
+from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import JobStatus
 from orchestrator.specs.policy import UNSHARED
 from tests.scheduling.test_properties import SEEDS, UNSHRUNK, played

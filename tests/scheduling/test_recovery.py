@@ -10,7 +10,8 @@ from orchestrator.specs.actions import Action, Launch
 from orchestrator.specs.attempt import Attempt, Evidence, OomReport, RankEnd
 from orchestrator.specs.cluster import idle_nodes
 from orchestrator.specs.events import Finished, Released, Submitted
-from orchestrator.specs.job.spec import JobSpec, Retries
+from orchestrator.specs.job.sections import Retries
+from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.parse import parse_cluster
 from orchestrator.specs.run import OOM_EXIT_CODE
 from orchestrator.specs.state import State

@@ -18,7 +18,8 @@ from orchestrator.specs.cluster import ClusterSpec, DeviceSpec, Maintenance, Nod
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.events import Event, RequestKey, Submitted
 from orchestrator.specs.fault import Fault, FaultKind
-from orchestrator.specs.job.spec import JobSpec, Member
+from orchestrator.specs.job.sections import Member
+from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job.trainer import Knob
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.policy import UNSHARED, Objective, PolicySpec

@@ -8,7 +8,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from orchestrator.specs.attempt import FailureKind
-from orchestrator.specs.job.spec import Retries
+from orchestrator.specs.job.sections import Retries
 from tests.scheduling.laws_of_attempts import BUDGET_OF
 
 

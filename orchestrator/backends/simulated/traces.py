@@ -17,7 +17,8 @@ from pydantic import ValidationError
 from orchestrator.backends.simulated.nature import stream
 from orchestrator.scheduling.options.job_options import steps_left
 from orchestrator.specs.errors import SpecError
-from orchestrator.specs.job.spec import Guarantee, JobSpec
+from orchestrator.specs.job.sections import Guarantee
+from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job
 
 Row = Mapping[str, str]

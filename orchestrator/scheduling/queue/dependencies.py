@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from orchestrator.specs.errors import SpecError
-from orchestrator.specs.job.spec import Dependency, JobSpec
+from orchestrator.specs.job.sections import Dependency
+from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.replace import replace
 

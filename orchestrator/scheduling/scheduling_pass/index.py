@@ -27,7 +27,7 @@ from orchestrator.scheduling.queue.wait_queue import Waiting, WaitQueue, merged
 from orchestrator.scheduling.scheduling_pass.option_cache import OptionCache
 from orchestrator.specs.attempt import Attempt
 from orchestrator.specs.cluster import Window
-from orchestrator.specs.job.spec import Dependency
+from orchestrator.specs.job.sections import Dependency
 from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.state import Reservation, State
 

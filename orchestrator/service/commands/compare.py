@@ -17,7 +17,8 @@ from orchestrator.scheduling.options.probe import measured_spec
 from orchestrator.specs.cluster import Node
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.pins import SHORT, pins_of
-from orchestrator.specs.job.spec import Degrade, JobSpec, Member
+from orchestrator.specs.job.sections import Degrade, Member
+from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.observation import Observation
 from orchestrator.specs.parse import job_from_data, read_document
 from orchestrator.specs.plan import AXES, Degradation, Plan

@@ -66,8 +66,8 @@ from orchestrator.service.views.records import (
 from orchestrator.service.views.teams import teams_view
 from orchestrator.specs.access import Role
 from orchestrator.specs.errors import OrchestratorError, ServiceError, SpecError, StorageError, UncertainError
+from orchestrator.specs.fields import UserName
 from orchestrator.specs.job.paths import paths_of
-from orchestrator.specs.job.spec import UserName
 from orchestrator.specs.job_record import JobStatus
 from orchestrator.specs.parse import node_from_data
 from orchestrator.specs.run import uploaded

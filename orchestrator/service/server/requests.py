@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from orchestrator.specs.access import Role
 from orchestrator.specs.fault import FaultKind
-from orchestrator.specs.job.spec import UserName
+from orchestrator.specs.fields import UserName
 
 LIFETIME_S_MAX = 100 * 365 * 86400.0  # of a token
 

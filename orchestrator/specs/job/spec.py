@@ -2,258 +2,35 @@
 
 from __future__ import annotations
 
-from decimal import Decimal
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import (
-    AfterValidator,
-    BeforeValidator,
     Field,
-    PlainSerializer,
-    PositiveInt,
-    WithJsonSchema,
     model_validator,
 )
 from pydantic.json_schema import SkipJsonSchema
 
-from orchestrator.specs import units
-from orchestrator.specs.clock import Deadline, Window, parse_deadline, parse_window
 from orchestrator.specs.errors import SpecError
+from orchestrator.specs.fields import DeadlineField, Hours, Priority, Seconds, Speeds, UserName
 from orchestrator.specs.job.code_source import CodeSource
 from orchestrator.specs.job.frameworks import Framework, completed, cut_over_ranks
 from orchestrator.specs.job.model import DataSpec, ModelSpec, TrainingSpec
 from orchestrator.specs.job.pins import Pins, check_pins
+from orchestrator.specs.job.sections import (
+    DeclaredProfile,
+    Degrade,
+    Dependencies,
+    GpuRange,
+    Gpus,
+    Member,
+    Promise,
+    Retries,
+)
 from orchestrator.specs.job.sweep import METRICS, Trial, sweep_json_schema
 from orchestrator.specs.job.trainer import ConfigFile, Knobs, LaunchStyle, Resume, Success, check
 from orchestrator.specs.plan import Degradation, Precision
 from orchestrator.specs.profile import MeasuredLine, OwnSettings, TracedProfile
 from orchestrator.specs.spec_model import Command, Counter, SpecModel, Words, json_schema_of
-
-Bytes = Annotated[
-    int,
-    BeforeValidator(units.parse_bytes),
-    PlainSerializer(lambda count: f"{count}B", return_type=str),
-    WithJsonSchema({"type": "string", "pattern": units.SIZE_PATTERN, "examples": ["1.5GiB"]}),
-]
-Bandwidth = Annotated[
-    int,
-    BeforeValidator(units.parse_bandwidth),
-    PlainSerializer(lambda count: f"{count}B/s", return_type=str),
-    WithJsonSchema({"type": "string", "pattern": units.BANDWIDTH_PATTERN, "examples": ["450GB/s"]}),
-]
-
-
-def _digits(number: float) -> str:
-    """All of a float's digits, without an exponent."""
-    shortest = repr(number)
-    return f"{Decimal(shortest):f}" if "e" in shortest else shortest
-
-
-Seconds = Annotated[
-    float,
-    BeforeValidator(units.parse_seconds),
-    # every digit, and never an exponent: what is read back is the same float
-    PlainSerializer(lambda seconds: _digits(seconds).removesuffix(".0") + "s", return_type=str),
-    WithJsonSchema({"type": "string", "pattern": units.DURATION_PATTERN, "examples": ["10min"]}),
-]
-
-
-def _pairs(speeds: object) -> object:
-    return tuple((int(str(count)), each) for count, each in speeds.items()) if isinstance(speeds, dict) else speeds
-
-
-Speeds = Annotated[  # seconds per optimizer step by number of devices, fewest devices first
-    tuple[tuple[Annotated[int, Field(ge=1)], Seconds], ...],
-    BeforeValidator(_pairs),
-    AfterValidator(lambda speeds: tuple(sorted(speeds))),
-    PlainSerializer(
-        lambda speeds: {str(count): f"{_digits(each)}s" for count, each in speeds}, return_type=dict[str, str]
-    ),
-    WithJsonSchema({"type": "object", "additionalProperties": {"type": "string"}, "examples": [{"1": "2.1s"}]}),
-]
-
-Hours = Annotated[
-    Window,
-    BeforeValidator(lambda said: said if isinstance(said, Window) else parse_window(said)),
-    PlainSerializer(str, return_type=str),
-    WithJsonSchema({"type": "string", "examples": ["22:00-08:00 Europe/Berlin mon-fri"]}),
-]
-
-DeadlineField = Annotated[
-    Deadline,
-    BeforeValidator(lambda said: said if isinstance(said, Deadline) else parse_deadline(said)),
-    PlainSerializer(str, return_type=str),
-    WithJsonSchema({"type": "string", "examples": ["08:00", "2026-11-23T08:00 Europe/Berlin"]}),
-]
-
-
-# Classes of priority by name; between them there is room for numbers.
-PRIORITIES = {"high": 100, "normal": 0, "low": -100}
-
-
-def _rank(said: object) -> object:
-    if isinstance(said, str) and said.lstrip("+-").isdecimal():
-        return int(said)
-    if isinstance(said, str) and said not in PRIORITIES:
-        raise ValueError(f"a priority is {', '.join(PRIORITIES)} or a whole number")
-    return PRIORITIES[said] if isinstance(said, str) else said
-
-
-Priority = Annotated[  # higher first
-    int,
-    BeforeValidator(_rank),
-    WithJsonSchema({"anyOf": [{"type": "integer"}, {"enum": list(PRIORITIES)}], "default": 0}),
-]
-USER_NAME = r"^[A-Za-z0-9_][A-Za-z0-9._@-]{0,62}$"
-UserName = Annotated[str, Field(pattern=USER_NAME)]
-
-
-class GpuRange(SpecModel):
-    """Number of devices that the job runs on; `gpus: 4` means exactly 4."""
-
-    min: int = Field(default=1, ge=1, description="Fewest devices that the job runs on.", examples=[1])
-    max: int = Field(default=1, ge=1, description="Most devices that the job runs on.", examples=[8])
-
-    @model_validator(mode="after")
-    def _ordered(self) -> GpuRange:
-        if self.max < self.min:
-            raise ValueError(f"gpus.max={self.max} is below gpus.min={self.min}")
-        return self
-
-
-def _exact_count(gpus: object) -> object:
-    return {"min": gpus, "max": gpus} if isinstance(gpus, int) else gpus
-
-
-class DeclaredProfile(SpecModel):
-    """Memory and cost of a model or a script as declared; no closed form or trace is used then."""
-
-    parameters: int = Field(ge=0, description="Number of parameters.", examples=[350_000_000])
-    layers: int = Field(
-        default=1, ge=1, description="Number of layers of equal size; FSDP gathers one at a time.", examples=[24]
-    )
-    activations_per_sample: Bytes = Field(
-        description="Activation memory of one sample between forward and backward pass.", examples=["900MiB"]
-    )
-    checkpointed_per_sample: Bytes | None = Field(
-        default=None,
-        description="The same under full activation checkpointing; null: checkpointing saves nothing.",
-        examples=["90MiB"],
-    )
-    selective_per_sample: Bytes | None = Field(
-        default=None,
-        description="The same under selective activation checkpointing; null: the model does not support it.",
-        examples=["300MiB"],
-    )
-    tensor_parallel: tuple[int, ...] = Field(
-        default=(), description="Degrees above 1 of tensor parallelism that the model supports.", examples=[[2, 4]]
-    )
-    pipeline: bool = Field(
-        default=False,
-        description="Whether the model can be split into pipeline stages between layers.",
-        examples=[True],
-    )
-    workspace: Bytes = Field(
-        default=0,
-        description="Memory besides parameters, gradients, optimizer states and activations.",
-        examples=["1GiB"],
-    )
-    forward_flops_per_sample: float | None = Field(
-        default=None,
-        gt=0,
-        description="FLOPs of the forward pass of one sample; null: 2 x `parameters`.",
-        examples=[1.4e12],
-    )
-
-
-class Degrade(SpecModel):
-    """What a restart may change."""
-
-    allow: Literal["none", "exact", "numeric", "semantic"] = Field(
-        default="exact",
-        description="Furthest change: none, exact (same mathematics), numeric (precision, moments in 8 bits, "
-        "master weights in bf16) or semantic (the training).",
-        examples=["numeric"],
-    )
-    sequence_lengths: tuple[int, ...] = Field(
-        default=(),
-        description="Sequence lengths in tokens that a restart may use; needs `allow: semantic`.",
-        examples=[[1024, 512]],
-    )
-
-    @property
-    def limit(self) -> Degradation:
-        """How far the plans of the job may leave what it asks for."""
-        return Degradation.EXACT if self.keeps_plan else Degradation[self.allow.upper()]
-
-    @property
-    def keeps_plan(self) -> bool:
-        """Whether every attempt has the plan of the first one."""
-        return self.allow == "none"
-
-
-class Retries(SpecModel):
-    """Restarts per cause of failure, from 0 to 64. An error of the program itself has none."""
-
-    oom: int = Field(
-        default=8, ge=0, le=64, description="Restarts after out-of-memory failures of device or host.", examples=[4]
-    )
-    node: int = Field(
-        default=3, ge=0, le=64, description="Restarts after lost nodes and contended device memory.", examples=[5]
-    )
-    startup: int = Field(default=2, ge=0, le=64, description="Restarts after failed launches.", examples=[1])
-    hang: int = Field(default=1, ge=0, le=64, description="Restarts after hangs.", examples=[2])
-    preemption: int = Field(
-        default=16, ge=0, le=64, description="Restarts after signals from outside the service.", examples=[32]
-    )
-
-
-class Dependency(SpecModel):
-    """Another job that has to end first."""
-
-    job: str = Field(
-        description="Id of the other job, or the name of an earlier one in the same submission.", examples=["prepare-1"]
-    )
-    when: Literal["success", "always"] = Field(
-        default="success",
-        description="End that satisfies the dependency: success only, or any (Slurm: afterok, afterany).",
-        examples=["always"],
-    )
-
-
-class Member(SpecModel):
-    """Which job of an array this one is."""
-
-    number: int = Field(ge=0)  # 0, 1, 2 ...
-    of: int = Field(ge=1)
-    max_concurrent: int = Field(ge=1)  # of them run at once
-    compared: bool = False  # each is one strategy of `orc compare`
-
-
-def _dependencies(said: object) -> object:
-    """`prepare-1`, `[prepare-1, encode-2]` and `{job: prepare-1, when: always}` as a list of the last."""
-    entries = said if isinstance(said, list | tuple) else [said]
-    return tuple({"job": one} if isinstance(one, str) else one for one in entries)
-
-
-class Guarantee(SpecModel):
-    """Speed that the job is promised from its start on, as that of a request."""
-
-    gpus: int | None = Field(
-        default=None, ge=1, description="Number of devices requested; null: `gpus.max`.", examples=[4]
-    )
-    step: Seconds | None = Field(
-        default=None,
-        gt=0,
-        description="Time of an optimizer step on those devices with the requested plan; null: with the fastest plan.",
-        examples=["2.1s"],
-    )
-
-
-def _request(said: object) -> object:
-    if isinstance(said, str) and said != "requested":
-        raise ValueError("a guarantee is `requested`, or a mapping of `gpus` and `step`")
-    return {} if said == "requested" else said
 
 
 class JobSpec(SpecModel):
@@ -277,10 +54,7 @@ class JobSpec(SpecModel):
     user: UserName | None = Field(
         default=None, description="User whose share the job is charged to; null: who submits it.", examples=["ada"]
     )
-    depends_on: Annotated[
-        tuple[Dependency, ...],
-        BeforeValidator(_dependencies, json_schema_input_type=str | Dependency | list[str | Dependency]),
-    ] = Field(
+    depends_on: Dependencies = Field(
         default=(),
         description="Jobs that have to end before this one starts.",
         examples=[["prepare-1", {"job": "encode-2", "when": "always"}]],
@@ -296,18 +70,12 @@ class JobSpec(SpecModel):
         description="Hours and weekdays within which the job starts; without a zone, that of the submitting machine.",
         examples=["22:00-08:00 Europe/Berlin mon-fri"],
     )
-    gpus: Annotated[GpuRange, BeforeValidator(_exact_count, json_schema_input_type=PositiveInt | GpuRange)] = Field(
+    gpus: Gpus = Field(
         default=GpuRange(),
         description="Number of devices: exactly this many, or a range.",
         examples=[{"min": 1, "max": 4}, 2],
     )
-    guarantee: Annotated[
-        Guarantee | None,
-        BeforeValidator(_request),
-        WithJsonSchema(
-            {"anyOf": [{"const": "requested"}, Guarantee.model_json_schema(), {"type": "null"}], "default": None}
-        ),
-    ] = Field(
+    guarantee: Promise = Field(
         default=None,
         description="Promises at least the speed of the request from a start told at submission, or refuses the job.",
         examples=["requested"],

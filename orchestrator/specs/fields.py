@@ -1,0 +1,89 @@
+"""Kinds of fields of job, cluster and policy files: how YAML says each, how it is written back, and its schema."""
+
+from __future__ import annotations
+
+from decimal import Decimal
+from typing import Annotated
+
+from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, WithJsonSchema
+
+from orchestrator.specs import units
+from orchestrator.specs.clock import Deadline, Window, parse_deadline, parse_window
+
+Bytes = Annotated[
+    int,
+    BeforeValidator(units.parse_bytes),
+    PlainSerializer(lambda count: f"{count}B", return_type=str),
+    WithJsonSchema({"type": "string", "pattern": units.SIZE_PATTERN, "examples": ["1.5GiB"]}),
+]
+Bandwidth = Annotated[
+    int,
+    BeforeValidator(units.parse_bandwidth),
+    PlainSerializer(lambda count: f"{count}B/s", return_type=str),
+    WithJsonSchema({"type": "string", "pattern": units.BANDWIDTH_PATTERN, "examples": ["450GB/s"]}),
+]
+
+
+def _digits(number: float) -> str:
+    """All of a float's digits, without an exponent."""
+    shortest = repr(number)
+    return f"{Decimal(shortest):f}" if "e" in shortest else shortest
+
+
+Seconds = Annotated[
+    float,
+    BeforeValidator(units.parse_seconds),
+    # every digit, and never an exponent: what is read back is the same float
+    PlainSerializer(lambda seconds: _digits(seconds).removesuffix(".0") + "s", return_type=str),
+    WithJsonSchema({"type": "string", "pattern": units.DURATION_PATTERN, "examples": ["10min"]}),
+]
+
+
+def _pairs(speeds: object) -> object:
+    return tuple((int(str(count)), each) for count, each in speeds.items()) if isinstance(speeds, dict) else speeds
+
+
+Speeds = Annotated[  # seconds per optimizer step by number of devices, fewest devices first
+    tuple[tuple[Annotated[int, Field(ge=1)], Seconds], ...],
+    BeforeValidator(_pairs),
+    AfterValidator(lambda speeds: tuple(sorted(speeds))),
+    PlainSerializer(
+        lambda speeds: {str(count): f"{_digits(each)}s" for count, each in speeds}, return_type=dict[str, str]
+    ),
+    WithJsonSchema({"type": "object", "additionalProperties": {"type": "string"}, "examples": [{"1": "2.1s"}]}),
+]
+
+Hours = Annotated[
+    Window,
+    BeforeValidator(lambda said: said if isinstance(said, Window) else parse_window(said)),
+    PlainSerializer(str, return_type=str),
+    WithJsonSchema({"type": "string", "examples": ["22:00-08:00 Europe/Berlin mon-fri"]}),
+]
+
+DeadlineField = Annotated[
+    Deadline,
+    BeforeValidator(lambda said: said if isinstance(said, Deadline) else parse_deadline(said)),
+    PlainSerializer(str, return_type=str),
+    WithJsonSchema({"type": "string", "examples": ["08:00", "2026-11-23T08:00 Europe/Berlin"]}),
+]
+
+
+# Classes of priority by name; between them there is room for numbers.
+PRIORITIES = {"high": 100, "normal": 0, "low": -100}
+
+
+def _rank(said: object) -> object:
+    if isinstance(said, str) and said.lstrip("+-").isdecimal():
+        return int(said)
+    if isinstance(said, str) and said not in PRIORITIES:
+        raise ValueError(f"a priority is {', '.join(PRIORITIES)} or a whole number")
+    return PRIORITIES[said] if isinstance(said, str) else said
+
+
+Priority = Annotated[  # higher first
+    int,
+    BeforeValidator(_rank),
+    WithJsonSchema({"anyOf": [{"type": "integer"}, {"enum": list(PRIORITIES)}], "default": 0}),
+]
+USER_NAME = r"^[A-Za-z0-9_][A-Za-z0-9._@-]{0,62}$"
+UserName = Annotated[str, Field(pattern=USER_NAME)]

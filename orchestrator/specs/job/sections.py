@@ -1,0 +1,177 @@
+"""Sections of a job file: what one part of a job says, and the shorter ways to say it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field, PositiveInt, WithJsonSchema, model_validator
+
+from orchestrator.specs.fields import Bytes, Seconds
+from orchestrator.specs.plan import Degradation
+from orchestrator.specs.spec_model import SpecModel
+
+
+class GpuRange(SpecModel):
+    """Number of devices that the job runs on; `gpus: 4` means exactly 4."""
+
+    min: int = Field(default=1, ge=1, description="Fewest devices that the job runs on.", examples=[1])
+    max: int = Field(default=1, ge=1, description="Most devices that the job runs on.", examples=[8])
+
+    @model_validator(mode="after")
+    def _ordered(self) -> GpuRange:
+        if self.max < self.min:
+            raise ValueError(f"gpus.max={self.max} is below gpus.min={self.min}")
+        return self
+
+
+def _exact_count(gpus: object) -> object:
+    return {"min": gpus, "max": gpus} if isinstance(gpus, int) else gpus
+
+
+Gpus = Annotated[GpuRange, BeforeValidator(_exact_count, json_schema_input_type=PositiveInt | GpuRange)]
+
+
+class DeclaredProfile(SpecModel):
+    """Memory and cost of a model or a script as declared; no closed form or trace is used then."""
+
+    parameters: int = Field(ge=0, description="Number of parameters.", examples=[350_000_000])
+    layers: int = Field(
+        default=1, ge=1, description="Number of layers of equal size; FSDP gathers one at a time.", examples=[24]
+    )
+    activations_per_sample: Bytes = Field(
+        description="Activation memory of one sample between forward and backward pass.", examples=["900MiB"]
+    )
+    checkpointed_per_sample: Bytes | None = Field(
+        default=None,
+        description="The same under full activation checkpointing; null: checkpointing saves nothing.",
+        examples=["90MiB"],
+    )
+    selective_per_sample: Bytes | None = Field(
+        default=None,
+        description="The same under selective activation checkpointing; null: the model does not support it.",
+        examples=["300MiB"],
+    )
+    tensor_parallel: tuple[int, ...] = Field(
+        default=(), description="Degrees above 1 of tensor parallelism that the model supports.", examples=[[2, 4]]
+    )
+    pipeline: bool = Field(
+        default=False,
+        description="Whether the model can be split into pipeline stages between layers.",
+        examples=[True],
+    )
+    workspace: Bytes = Field(
+        default=0,
+        description="Memory besides parameters, gradients, optimizer states and activations.",
+        examples=["1GiB"],
+    )
+    forward_flops_per_sample: float | None = Field(
+        default=None,
+        gt=0,
+        description="FLOPs of the forward pass of one sample; null: 2 x `parameters`.",
+        examples=[1.4e12],
+    )
+
+
+class Degrade(SpecModel):
+    """What a restart may change."""
+
+    allow: Literal["none", "exact", "numeric", "semantic"] = Field(
+        default="exact",
+        description="Furthest change: none, exact (same mathematics), numeric (precision, moments in 8 bits, "
+        "master weights in bf16) or semantic (the training).",
+        examples=["numeric"],
+    )
+    sequence_lengths: tuple[int, ...] = Field(
+        default=(),
+        description="Sequence lengths in tokens that a restart may use; needs `allow: semantic`.",
+        examples=[[1024, 512]],
+    )
+
+    @property
+    def limit(self) -> Degradation:
+        """How far the plans of the job may leave what it asks for."""
+        return Degradation.EXACT if self.keeps_plan else Degradation[self.allow.upper()]
+
+    @property
+    def keeps_plan(self) -> bool:
+        """Whether every attempt has the plan of the first one."""
+        return self.allow == "none"
+
+
+class Retries(SpecModel):
+    """Restarts per cause of failure, from 0 to 64. An error of the program itself has none."""
+
+    oom: int = Field(
+        default=8, ge=0, le=64, description="Restarts after out-of-memory failures of device or host.", examples=[4]
+    )
+    node: int = Field(
+        default=3, ge=0, le=64, description="Restarts after lost nodes and contended device memory.", examples=[5]
+    )
+    startup: int = Field(default=2, ge=0, le=64, description="Restarts after failed launches.", examples=[1])
+    hang: int = Field(default=1, ge=0, le=64, description="Restarts after hangs.", examples=[2])
+    preemption: int = Field(
+        default=16, ge=0, le=64, description="Restarts after signals from outside the service.", examples=[32]
+    )
+
+
+class Dependency(SpecModel):
+    """Another job that has to end first."""
+
+    job: str = Field(
+        description="Id of the other job, or the name of an earlier one in the same submission.", examples=["prepare-1"]
+    )
+    when: Literal["success", "always"] = Field(
+        default="success",
+        description="End that satisfies the dependency: success only, or any (Slurm: afterok, afterany).",
+        examples=["always"],
+    )
+
+
+class Member(SpecModel):
+    """Which job of an array this one is."""
+
+    number: int = Field(ge=0)  # 0, 1, 2 ...
+    of: int = Field(ge=1)
+    max_concurrent: int = Field(ge=1)  # of them run at once
+    compared: bool = False  # each is one strategy of `orc compare`
+
+
+def _dependencies(said: object) -> object:
+    """`prepare-1`, `[prepare-1, encode-2]` and `{job: prepare-1, when: always}` as a list of the last."""
+    entries = said if isinstance(said, list | tuple) else [said]
+    return tuple({"job": one} if isinstance(one, str) else one for one in entries)
+
+
+Dependencies = Annotated[
+    tuple[Dependency, ...],
+    BeforeValidator(_dependencies, json_schema_input_type=str | Dependency | list[str | Dependency]),
+]
+
+
+class Guarantee(SpecModel):
+    """Speed that the job is promised from its start on, as that of a request."""
+
+    gpus: int | None = Field(
+        default=None, ge=1, description="Number of devices requested; null: `gpus.max`.", examples=[4]
+    )
+    step: Seconds | None = Field(
+        default=None,
+        gt=0,
+        description="Time of an optimizer step on those devices with the requested plan; null: with the fastest plan.",
+        examples=["2.1s"],
+    )
+
+
+def _request(said: object) -> object:
+    if isinstance(said, str) and said != "requested":
+        raise ValueError("a guarantee is `requested`, or a mapping of `gpus` and `step`")
+    return {} if said == "requested" else said
+
+
+Promise = Annotated[
+    Guarantee | None,
+    BeforeValidator(_request),
+    WithJsonSchema(
+        {"anyOf": [{"const": "requested"}, Guarantee.model_json_schema(), {"type": "null"}], "default": None}
+    ),
+]
