@@ -53,12 +53,12 @@ def read_rows(folder: Path = FOLDER) -> list[Row]:
 
 def _rows(path: Path) -> Iterator[Row]:
     data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    _only(data, SOURCE_KEYS, path.name)
+    only(data, SOURCE_KEYS, path.name)
     for said in data["rows"]:
         where = f"{path.name}: {said.get('id')}"
-        _only(said, ROW_KEYS, where)
+        only(said, ROW_KEYS, where)
         measured = said.get("measured", {})
-        _only(measured, set(KINDS), where)
+        only(measured, set(KINDS), where)
         if said["outcome"] not in OUTCOMES:
             raise ValueError(f"{where}: outcome {said['outcome']!r} is none of {', '.join(OUTCOMES)}")
         kind = next((each for each in KINDS if each in measured), None)
@@ -68,23 +68,24 @@ def _rows(path: Path) -> Iterator[Row]:
             name=said["id"],
             job=said["job"],
             plan=said["plan"],
-            cluster=_cluster(said["cluster"], data.get("devices", {}), where),
+            cluster=cluster_of(said["cluster"], data.get("devices", {}), where),
             kind=kind,
             measured_bytes=round(measured[kind] * GIB) if kind else 0,
             ran=said["outcome"] == "ran",
         )
 
 
-def _cluster(name: str, devices: Mapping[str, Any], where: str) -> ClusterSpec:
+def cluster_of(name: str, devices: Mapping[str, Any], where: str, network: str = "100GB/s") -> ClusterSpec:
     """`2x8-a100-80gb`: nodes, devices of each, and a device of the catalogue or of the file."""
     found = re.fullmatch(r"(\d+)x(\d+)-([a-z0-9-]+)", name)
     if found is None:
         raise ValueError(f"{where}: cluster {name!r} is not NODESxDEVICES-DEVICE")
     nodes, count, device = int(found[1]), int(found[2]), devices.get(found[3], found[3])
     node = {"name": "node", "count": nodes, "devices": count, "device": device, "host_memory": "1TiB"}
-    return ClusterSpec.model_validate({"name": name, "nodes": [node], "network_bandwidth": "100GB/s"})
+    return ClusterSpec.model_validate({"name": name, "nodes": [node], "network_bandwidth": network})
 
 
-def _only(said: Mapping[str, Any], known: set[str], where: str) -> None:
+def only(said: Mapping[str, Any], known: set[str], where: str) -> None:
+    """Raises ValueError where a key is not known."""
     if unknown := sorted(set(said) - known):
         raise ValueError(f"{where}: unknown {', '.join(unknown)}; known are {', '.join(sorted(known))}")
