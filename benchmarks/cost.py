@@ -1,5 +1,5 @@
-"""How well is a plan's step time predicted? Against published step times (benchmarks/step_times.py), and against CPU
-ranks of this machine (benchmarks/cpu_ranks.py).
+"""How well is a plan's step time predicted? Against published step times, of tuned configurations (benchmarks/tuned.py)
+and of others (benchmarks/step_times.py), and against CPU ranks of this machine (benchmarks/cpu_ranks.py).
 
 Plans are compared within a group: the same model, GPUs and global batch on the same machines.
 """
@@ -14,8 +14,9 @@ from dataclasses import replace
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import cpu_ranks
+from benchmarks import cpu_ranks, tuned
 from benchmarks.figure import Figure, at_least, at_most, informs
+from benchmarks.ranks import spearman
 from benchmarks.step_times import DATA, Measured, Shape, sources
 
 COMPARED_MIN = 3  # plans of a group whose order says something
@@ -24,10 +25,10 @@ MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)  # how far apart residuals are shown
 
 
 def figures() -> list[Figure]:
-    """Order, choice and time of the plans of every source, and time on CPU ranks that are measured here."""
+    """Time of tuned configurations, order, choice and time of the plans of others, and time on CPU ranks."""
     if not DATA.is_dir():
         Console().print(f"nothing published to compare with: {DATA.name} is not here")
-        return cpu_ranks.figures()
+        return [*tuned.figures(), *cpu_ranks.figures()]
     found, regrets, consistent, least, beaten = [], [], [], [], []
     for name, rows in sources().items():
         print_residuals(name, rows)
@@ -63,6 +64,7 @@ def figures() -> list[Figure]:
             informs(f"{name}: predicted over measured, median", statistics.median(row.ratio for row in rows), ""),
         ]
     return [
+        *tuned.figures(),
         *found,
         at_most(f"lost by our choice in all {len(regrets)} groups, median", statistics.median(regrets), "%", 3),
         at_most("lost by our choice in all groups, p95", quantile(regrets, 0.95), "%", LOST_MAX_PERCENT),
@@ -91,15 +93,6 @@ def grouped(rows: Iterable[Measured]) -> dict[tuple[object, ...], list[Measured]
     for row in rows:
         found[row.group].append(row)
     return found
-
-
-def spearman(first: Sequence[float], second: Sequence[float]) -> float:
-    """Rank correlation; equal values share their rank."""
-    return statistics.correlation(_ranks(first), _ranks(second))
-
-
-def _ranks(values: Sequence[float]) -> list[float]:
-    return [sum(other < one for other in values) + (values.count(one) - 1) / 2 for one in values]
 
 
 def regret(group: Sequence[Measured]) -> float:

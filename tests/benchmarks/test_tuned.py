@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from benchmarks.tuned import Answered, half_figures, source_figures
 from benchmarks.tuned_rows import FILE, HALVES, half_of, read_rows
 from orchestrator.scheduling.base.node_groups import groups_of
 from orchestrator.service.commands.plan import given_plan
@@ -64,3 +65,34 @@ def test_an_unknown_key_beside_the_rows_is_an_error(where: str, tmp_path: Path) 
     (tmp_path / "tuned.yaml").write_text(yaml.safe_dump(data))
     with pytest.raises(ValueError, match="looked_at"):
         read_rows(tmp_path / "tuned.yaml")
+
+
+def test_a_row_is_answered_as_orc_estimate_does_and_its_error_is_of_what_was_measured() -> None:
+    row = next(row for row in read_rows() if row.name == "flagperf-7b-a100-40gb")
+    found = Answered(row, row.answer())
+    assert found.view["settings"]["tp"] == "4"
+    assert found.error == pytest.approx(found.view["step_s"] / 11.43 - 1, abs=1e-3)
+
+
+def test_only_the_second_half_has_a_bar() -> None:
+    row = next(row for row in read_rows() if row.name == "flagperf-7b-a100-40gb")
+    found = Answered(row, row.answer())
+    found = found._replace(view={**found.view, "step_s": row.measured_s / 2})
+    first, second = (half_figures(half, [found]) for half in HALVES)
+    assert [figure for figure in first if figure["bar"]] == []
+    (with_bar,) = (figure for figure in second if figure["bar"])
+    assert with_bar["value"] == pytest.approx(50)
+    assert not with_bar["holds"]
+
+
+def test_a_source_of_few_rows_has_no_order() -> None:
+    row = next(row for row in read_rows() if row.name == "flagperf-7b-a100-40gb")
+    found = Answered(row, row.answer())
+    other_order = [
+        Answered(row._replace(measured_s=6.0 - step_s), {**found.view, "step_s": step_s})
+        for step_s in (1.0, 2.0, 3.0, 4.0, 5.0)
+    ]
+    assert [figure for figure in source_figures("s", other_order[:4]) if figure["bar"]] == []
+    (order,) = (figure for figure in source_figures("s", other_order) if figure["bar"])
+    assert order["value"] == pytest.approx(-1)
+    assert not order["holds"]
