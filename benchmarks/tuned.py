@@ -22,7 +22,7 @@ ROWS_MIN = 40
 MEDIAN_MAX_PERCENT = 12
 RANK_CORRELATION_MIN = 0.9
 RANKED_MIN = 5  # rows of a source whose order says something
-WIDTH = 150
+WIDTH = 200
 
 
 class Answered(NamedTuple):
