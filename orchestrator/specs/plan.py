@@ -168,6 +168,17 @@ class Plan:
     )
     # Copies of the shards: hybrid sharding cuts over dp / dp_replicate ranks.
     dp_replicate: int = field(default=1, metadata=_declared(Degradation.EXACT))
+    # So many data-parallel ranks hold other experts of every layer: like `dp_replicate` it adds no ranks.
+    expert_parallel: int = field(
+        default=1,
+        metadata=_declared(
+            Degradation.EXACT,
+            short=lambda plan: _where(f"ep{plan.expert_parallel}", plan.expert_parallel > 1),
+            rows=lambda plan: {"expert_parallel": str(plan.expert_parallel)} if plan.expert_parallel > 1 else {},
+            is_given=False,
+            alias="ep",
+        ),
+    )
     # 1: 1F1B; more: interleaved 1F1B (arXiv:2104.04473, section 2.2).
     pipeline_stages_per_rank: int = field(
         default=1,
@@ -341,7 +352,12 @@ class Plan:
             return "offload_target=nvme needs an offload and zero_stage=3 (deepspeed/runtime/zero/offload_config.py)"
         if self.engine is not Engine.SCRIPT and (self.sharding is not Sharding.DEEPSPEED or self.phase_batch_sizes):
             return "sharding and phase_batch_sizes are a script's"
-        reason = self._why_layout_is_illegal() or self._why_not_in_backward() or self._why_not_in_bf16()
+        reason = (
+            self._why_layout_is_illegal()
+            or self._why_no_expert_parallel()
+            or self._why_not_in_backward()
+            or self._why_not_in_bf16()
+        )
         if reason is None and self.engine is Engine.TORCH:
             reason = self._why_illegal_for_torch()
         if reason is None and self.engine is Engine.DEEPSPEED:
@@ -396,6 +412,26 @@ class Plan:
             return "optimizer_in_backward=true needs dp_replicate=1: hybrid sharding keeps what it reduces to the end"
         if self.offload is not Offload.NONE:
             return "optimizer_in_backward=true needs offload=none: gradients are in host memory already"
+        return None
+
+    def _why_no_expert_parallel(self) -> str | None:
+        if self.expert_parallel == 1:
+            return None
+        if self.expert_parallel < 1:
+            return f"expert_parallel={self.expert_parallel}: a parallel degree is at least 1"
+        layout = self.layout
+        if self.engine is not Engine.TORCH or self.zero_stage < ZeroStage.GRADIENTS:
+            return "expert_parallel > 1 is FSDP2's: engine=torch with zero_stage 2 or 3"
+        if layout.dp % self.expert_parallel:
+            return f"expert_parallel={self.expert_parallel} does not divide dp={layout.dp}, whose ranks it spreads over"
+        if max(layout.cp, layout.tp, layout.pp) > 1:
+            return "expert_parallel > 1 needs cp=tp=pp=1: tokens are sent between data-parallel ranks only"
+        if self.dp_replicate > 1:
+            return "expert_parallel > 1 needs dp_replicate=1: experts have other copies than the rest of a layer"
+        if self.offload is not Offload.NONE:
+            return "expert_parallel > 1 needs offload=none: ranks that hold other experts need no host memory for them"
+        if self.optimizer_in_backward:
+            return "expert_parallel > 1 needs optimizer_in_backward=false: experts' gradients are averaged after a step"
         return None
 
     def _why_not_in_bf16(self) -> str | None:

@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from orchestrator.specs.errors import SpecError
 from orchestrator.training.contract.context import Context
+from orchestrator.training.contract.dispatch import Dispatch
 
 IGNORED_LABEL = -100  # torch.nn.functional.cross_entropy's default ignore_index
 
@@ -53,6 +54,19 @@ class Stages:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """The mixtures of experts within a module's layers.
+
+    - `modules`: each holds all experts of a layer, `count` of them along axis 0 of every parameter.
+    - `spread(dispatch)` makes them, in place, compute with the experts of one rank, and send tokens to the others.
+    """
+
+    modules: tuple[nn.Module, ...]
+    count: int
+    spread: Callable[[Dispatch], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
     """A model, its loss and its data.
 
@@ -74,6 +88,7 @@ class Recipe:
     - `stages`: without it the model runs at pp=1.
     - `context_parallel(context)` makes the module, in place, take its rank's own tokens and attend to all; without it
       the model runs at cp=1. Degrees divide `num_attention_heads` and `num_key_value_heads` as those of tp do.
+    - `experts`: without them the model runs at expert_parallel=1, which divides their number otherwise.
 
     A factory may return several recipes (a GAN's two networks), each with a `name` and optionally a `learning_rate`.
     They train one after the other within every optimizer step, in that order. A recipe's loss calls its own module
@@ -89,6 +104,7 @@ class Recipe:
     tensor_parallel_sizes: Mapping[str, int] = field(default_factory=dict)
     stages: Stages | None = None
     context_parallel: Callable[[Context], None] | None = None
+    experts: Experts | None = None
     name: str = ""
     learning_rate: float | None = None  # None: the job's
     then: tuple[Recipe, ...] = ()

@@ -15,6 +15,7 @@ Facts for its memory model, in bytes (P parameters, dp ranks):
 - Tensor parallel: 1/tp of sharded parameters, all of replicated ones (norms); at start one parameter is whole. Between
   sharded modules a rank has 1/tp of the tokens (sequence_parallel.py).
 - Context parallel: 1/cp of the tokens, parameters as over dp x cp ranks (contract/context.py).
+- Expert parallel: of a layer's experts 1/ep are gathered, over dp/ep ranks (expert_parallel.py).
 - Pipeline: see pipeline.py.
 - A checkpoint is saved and loaded shard by shard in place: no copy of the model.
 """
@@ -46,6 +47,7 @@ from orchestrator.training.contract.precision import LOW_PRECISION
 from orchestrator.training.contract.recipe import Batch, Recipe, materialise
 from orchestrator.training.contract.results import StepResult
 from orchestrator.training.engines import pipeline
+from orchestrator.training.engines.expert_parallel import ExpertParallel
 from orchestrator.training.engines.freezing import freeze_for
 from orchestrator.training.engines.optimizers import Updates, clip_factor, scale_gradients
 from orchestrator.training.engines.pipeline import Pipeline, Share, Stage
@@ -70,6 +72,7 @@ class TorchEngine:
         self._clip_norm = training.clip_norm
         self._mesh = device_mesh(plan, device)
         self._context = _context(recipe, plan) if plan.layout.cp > 1 else None
+        self._experts = ExpertParallel(recipe, plan, device) if plan.expert_parallel > 1 else None
         part = self._context.rank if self._context else 0
         if plan.layout.tp > 1 and is_sequence_parallel(recipe):
             part = part * plan.layout.tp + self._mesh["tp"].get_local_rank()
@@ -86,6 +89,7 @@ class TorchEngine:
         self._updates = Updates(self._named.items(), training, _state_device(plan, device), step, seed)
         self._updates.allocate()
         self._trained = list(self._updates.parameters.values())
+        self._spread = self._experts.of(self._updates.parameters) if self._experts else ()
         shared = self._share.shared if self._share else ()
         self._shared = [self._named[name] for name in shared if self._named[name].requires_grad]
         counted = self._updates.parameters.items()
@@ -111,7 +115,7 @@ class TorchEngine:
             length = recipe.dataset.batch([0])[0].shape[1] // plan.layout.cp
             self._cut = cut = tensor_parallel(recipe, mesh["tp"], plan.micro_batch_size, length)
         if plan.layout.pp == 1:
-            self._model = _wrapped(recipe, recipe.module, plan, mesh, self._device, cut)
+            self._model = _wrapped(recipe, recipe.module, plan, mesh, self._device, cut, self._experts)
             if cut:
                 cut.spread(recipe.layers)
             return
@@ -177,6 +181,7 @@ class TorchEngine:
         if self._cut:
             _settle(self._trained)
             self._cut.add_up(self._partial)
+        scale_gradients(self._spread, 1 / self._plan.expert_parallel)  # FSDP2 averaged over the ranks that share them
         norm = self._gradient_norm() / factor
         if self._loss_scale is None or self._loss_scale.update(norm):
             scale_gradients(self._trained, clip_factor(norm, self._clip_norm) / factor)
@@ -296,18 +301,32 @@ def _named(module: nn.Module, share: Share | None) -> dict[str, nn.Parameter]:
 
 
 def _wrapped(
-    recipe: Recipe, root: nn.Module, plan: Plan, mesh: DeviceMesh, device: torch.device, cut: TensorParallel | None
+    recipe: Recipe,
+    root: nn.Module,
+    plan: Plan,
+    mesh: DeviceMesh,
+    device: torch.device,
+    cut: TensorParallel | None,
+    experts: ExpertParallel | None = None,
 ) -> nn.Module:
     """`root`, which contains the recipe's module, with its parameters made and wrapped in DDP or FSDP2 by the plan."""
     if plan.zero_stage:
-        return _sharded(recipe, root, plan, mesh, device, cut)
+        return _sharded(recipe, root, plan, mesh, device, cut, experts)
     return _replicated(recipe, root, plan, mesh, device, cut)
 
 
-def _make(part: nn.Module, recipe: Recipe, plan: Plan, device: torch.device, cut: TensorParallel | None) -> None:
+def _make(
+    part: nn.Module,
+    recipe: Recipe,
+    plan: Plan,
+    device: torch.device,
+    cut: TensorParallel | None,
+    experts: ExpertParallel | None = None,
+) -> None:
     """Allocate and initialise this rank's parts of the parameters of `part`."""
+    cuts = cut or experts
     held = torch.bfloat16 if plan.master_weights is MasterWeights.BF16 else None
-    materialise(recipe.module, part, recipe, device, cut.place if cut else None, held)
+    materialise(recipe.module, part, recipe, device, cuts.place if cuts else None, held)
     if cut:
         cut.finish(part)
 
@@ -334,18 +353,25 @@ def _replicated(
 
 
 def _sharded(
-    recipe: Recipe, root: nn.Module, plan: Plan, mesh: DeviceMesh, device: torch.device, cut: TensorParallel | None
+    recipe: Recipe,
+    root: nn.Module,
+    plan: Plan,
+    mesh: DeviceMesh,
+    device: torch.device,
+    cut: TensorParallel | None,
+    experts: ExpertParallel | None,
 ) -> nn.Module:
     low = LOW_PRECISION.get(plan.precision) if plan.master_weights is MasterWeights.FP32 else None
     mixed = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32) if low else MixedPrecisionPolicy()
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
     for part in (*recipe.layers, root):
-        _make(part, recipe, plan, device, cut)
+        _make(part, recipe, plan, device, cut, experts)
         fully_shard(
             part,
             mesh=mesh["dp_replicate", "dp_shard"] if plan.dp_replicate > 1 else mesh["dp_shard"],
             reshard_after_forward=plan.zero_stage is ZeroStage.PARAMETERS and part is not root,
             mp_policy=mixed,
             offload_policy=offload if plan.offload is Offload.PARAMETERS else OffloadPolicy(),
+            shard_placement_fn=experts.placement if experts else None,
         )
     return root

@@ -27,6 +27,7 @@ from orchestrator.training.models.cross_entropy import linear_cross_entropy
 from orchestrator.training.models.hf_adapters import adapt, quantised
 from orchestrator.training.models.hf_parallel import (
     context_parallel_of,
+    experts_of,
     keep_own_heads,
     positions,
     stages_of,
@@ -70,6 +71,7 @@ def hf_recipe(run: TrainingRun, dataset: Dataset | None = None) -> Recipe:
         tensor_parallel_sizes=tensor_parallel_sizes_of(module),
         stages=None if adapted else stages_of(module),
         context_parallel=None if adapted else context_parallel_of(module),
+        experts=None if adapted else experts_of(module),
     )
 
 

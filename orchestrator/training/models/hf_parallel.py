@@ -8,16 +8,18 @@ in between (arXiv:2205.05198, section 4.2.2).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _grouped_linear
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from orchestrator.training.contract.context import Context
-from orchestrator.training.contract.recipe import Stages
+from orchestrator.training.contract.dispatch import Dispatch
+from orchestrator.training.contract.recipe import Experts, Stages
 
 LLAMA_PLAN = {
     "model.layers.*.self_attn": "gathered",
@@ -47,7 +49,9 @@ PLANS = {
     "t5": T5_PLAN,
 }
 SHARED = "context_parallel"  # our attention, by transformers' name of an implementation
-STAGED = ("llama", "mistral", "qwen2", "qwen3", "gemma", "mixtral", "qwen2_moe", "qwen3_moe")
+SPREAD = "expert_parallel"  # our dispatch to experts, likewise
+MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe")
+STAGED = ("llama", "mistral", "qwen2", "qwen3", "gemma", *MIXTURES)
 
 
 def tensor_parallel_of(module: Any) -> Mapping[str, str]:
@@ -100,6 +104,34 @@ def _attend(module: Any, q: Tensor, k: Tensor, v: Tensor, _mask: None, **setting
         return sdpa_attention_forward(module, q, k, v, None, **settings)[0]
 
     return module.context.attend(q, k, v, attention), None
+
+
+def experts_of(module: Any) -> Experts | None:
+    """The family's mixtures of experts, of which ranks may hold some each; None if it has none."""
+    if module.config.model_type not in MIXTURES:
+        return None
+    found = tuple(part for part in module.modules() if hasattr(part, "gate_up_proj"))
+    if not found:
+        return None
+    return Experts(modules=found, count=found[0].num_experts, spread=functools.partial(_spread, module, found))
+
+
+def _spread(module: Any, mixtures: Sequence[Any], dispatch: Dispatch) -> None:
+    ALL_EXPERTS_FUNCTIONS.register(SPREAD, _dispatched)
+    module.config._experts_implementation = SPREAD
+    for mixture in mixtures:
+        mixture.dispatch = dispatch
+
+
+def _dispatched(mixture: Any, x_ND: Tensor, chosen_NK: Tensor, weights_NK: Tensor) -> Tensor:
+    """transformers' `grouped_mm_experts_forward`, with the products of a token on the ranks of its experts."""
+
+    def experts(x_RD: Tensor, ends_L: Tensor) -> Tensor:
+        gate_up, down = (each.to_local() for each in (mixture.gate_up_proj, mixture.down_proj))
+        gated_RF = mixture._apply_gate(_grouped_linear(x_RD, gate_up, ends_L, is_transposed=mixture.is_transposed))
+        return _grouped_linear(gated_RF, down, ends_L, is_transposed=mixture.is_transposed)
+
+    return mixture.dispatch.answer(x_ND, chosen_NK, weights_NK, experts)
 
 
 def positions(module: Any, x: Tensor) -> dict[str, Tensor]:

@@ -1,0 +1,108 @@
+"""Tokens to the ranks of their experts and back by all-to-alls (Lepikhin et al. 2020, arXiv:2006.16668, section 3).
+
+Each rank holds an equal run of a layer's experts. It sends a copy of a token to every expert that the router chose, and
+gets the answers back. No copy is dropped, so that the mathematics is that of one rank. How many copies come to a rank
+follows from the routing: ranks tell each other first.
+
+Shape suffixes: N tokens, K experts chosen for each, S = N K copies sent, R copies received, E experts, L experts of a
+rank, P ranks, D hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from orchestrator.training.contract.collectives import all_to_all
+
+# Copies [R, D], those of one expert behind each other, and where those of each end [L], to answers [R, D].
+OwnExperts = Callable[[Tensor, Tensor], Tensor]
+
+
+class Dispatch:
+    """Ranks of a group that hold `count` experts between them, the same number each."""
+
+    def __init__(self, group: dist.ProcessGroup, count: int) -> None:
+        assert count % group.size() == 0, f"{count} experts on {group.size()} ranks"
+        self.group, self._own = group, count // group.size()
+
+    def answer(self, x_ND: Tensor, chosen_NK: Tensor, weights_NK: Tensor, experts: OwnExperts) -> Tensor:
+        """The weighted sum [N, D] of what the experts chosen for each token make of it, on whichever ranks they are."""
+        chosen_S, order_S = torch.sort(chosen_NK.flatten(), stable=True)
+        routes = self._routes(chosen_S)
+        sent_SD = x_ND[order_S // chosen_NK.shape[1]]
+        answers_RD = experts(_ToExperts.apply(sent_SD, routes), routes.ends_L)  # type: ignore[no-untyped-call]
+        answers_SD = _ToTokens.apply(answers_RD, routes)  # type: ignore[no-untyped-call]
+        weighted_SD = answers_SD * weights_NK.flatten()[order_S].unsqueeze(-1)
+        return weighted_SD[_inverse(order_S)].view(*chosen_NK.shape, -1).sum(dim=1).to(x_ND.dtype)
+
+    def _routes(self, chosen_S: Tensor) -> _Routes:
+        """Those of copies in the order of their experts."""
+        ranks = self.group.size()
+        sent_PL = torch.bincount(chosen_S, minlength=ranks * self._own).view(ranks, self._own)
+        received_PL = torch.empty_like(sent_PL)
+        all_to_all(received_PL, sent_PL, group=self.group)
+        own_L = torch.arange(self._own, device=chosen_S.device)
+        expert_R = own_L.repeat(ranks).repeat_interleave(received_PL.flatten())
+        sent, received = torch.stack((sent_PL, received_PL)).sum(dim=-1).tolist()  # the host waits for the device here
+        return _Routes(
+            group=self.group,
+            sent=sent,
+            received=received,
+            order_R=torch.argsort(expert_R, stable=True),
+            ends_L=received_PL.sum(dim=0).cumsum(dim=0, dtype=torch.int32),
+        )
+
+
+class _Routes(NamedTuple):
+    """Where the copies of one layer's tokens go."""
+
+    group: dist.ProcessGroup
+    sent: list[int]  # copies, by rank
+    received: list[int]
+    order_R: Tensor  # of the received copies, by expert: they come by rank
+    ends_L: Tensor
+
+    def to_experts(self, x_SD: Tensor) -> Tensor:
+        return self._exchanged(x_SD, self.sent, self.received)[self.order_R]
+
+    def to_tokens(self, x_RD: Tensor) -> Tensor:
+        return self._exchanged(x_RD[_inverse(self.order_R)], self.received, self.sent)
+
+    def _exchanged(self, x: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        found = x.new_empty(sum(received), *x.shape[1:])
+        all_to_all(found, x.contiguous(), received, sent, group=self.group)
+        return found
+
+
+class _ToExperts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_SD: Tensor, routes: _Routes) -> Tensor:
+        ctx.routes = routes
+        return routes.to_experts(x_SD)
+
+    @staticmethod
+    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return ctx.routes.to_tokens(grad_RD), None
+
+
+class _ToTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_RD: Tensor, routes: _Routes) -> Tensor:
+        ctx.routes = routes
+        return routes.to_tokens(x_RD)
+
+    @staticmethod
+    def backward(ctx: Any, grad_SD: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return ctx.routes.to_experts(grad_SD), None
+
+
+def _inverse(order: Tensor) -> Tensor:
+    """Where each place of an order went."""
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(len(order), device=order.device)
+    return inverse
