@@ -45,9 +45,9 @@ def estimate(
 ) -> MemoryEstimate:
     """Bytes that the worst rank of `plan` needs on `device` at its worst moment, by cause.
 
-    `profile` is that of the plan's precision, sequence length, and degrees of tensor and context parallelism. On a
-    virtual device only live tensors count, so the three totals are equal; on CUDA the allocator, the context and the
-    communicators come on top.
+    `profile` is that of the plan's precision, sequence length, and degrees of tensor, context and expert parallelism.
+    On a virtual device only live tensors count, so the three totals are equal; on CUDA the allocator, the context and
+    the communicators come on top.
     """
     return DeviceBytes(profile, plan, device, overhead).estimate(plan)
 
@@ -202,8 +202,8 @@ def _as_run(profile: ModelProfile, *, sharded: bool, zero3: bool) -> ModelProfil
 
 
 def _ranks(profile: ModelProfile, plan: Plan, full_layers: int) -> tuple[Rank, ...]:
-    of = profile.context_parallel, profile.tensor_parallel
-    assert of == (plan.layout.cp, plan.layout.tp), f"a profile of (cp, tp) = {of} for {plan.layout}"
+    of = profile.context_parallel, profile.tensor_parallel, profile.expert_parallel
+    assert of == (plan.layout.cp, plan.layout.tp, plan.expert_parallel), f"a profile of (cp, tp, ep) = {of} for {plan}"
     sharded = plan.engine is Engine.TORCH and plan.zero_stage is not ZeroStage.NONE
     zero3 = plan.engine is Engine.DEEPSPEED and plan.zero_stage is ZeroStage.PARAMETERS
     return ranks(_as_run(profile, sharded=sharded, zero3=zero3), plan, full_layers=full_layers)

@@ -40,6 +40,8 @@ def profile_of(
     context_parallel: int = 1,
     tensor_parallel: int = 1,
     pipeline_parallel: int = 1,
+    expert_parallel: int = 1,
+    uneven: float = 1.0,
     autocast: bool = False,
     cuda: bool = False,
 ) -> ModelProfile | None:
@@ -48,6 +50,7 @@ def profile_of(
     The declared profile where there is one, else the closed form of a decoder or of a transformers family that has one.
     Else it is what intake had traced; None where nothing is known. A script's own loss is taken to hold all logits.
     `tensor_parallel`: over so many ranks its matrices are cut; `context_parallel`: and each sample's tokens.
+    `expert_parallel`: over so many its experts are spread, and `uneven` times as many tokens come to one as it sends.
     `autocast`: as `autocasts` says of the plan. `cuda`: whether it runs there, where masks of dropout are narrower.
     Closed forms take all of a model to be trained. One that is frozen in part is traced, but not where ranks hold parts
     of it: these need no more.
@@ -63,7 +66,7 @@ def profile_of(
     spread = 1 if spec.is_script else tensor_parallel  # our engine spreads tokens over the ranks that share matrices
     if model is not None and model.weight_bytes_each == 2:
         autocast = False  # nothing is left to cast
-    if freezes(spec) and tensor_parallel == pipeline_parallel == 1:
+    if freezes(spec) and tensor_parallel == pipeline_parallel == expert_parallel == 1:
         known = _traced(spec.traced, precision, length, autocast, cuda)
         if known is not None:
             return known
@@ -86,7 +89,13 @@ def profile_of(
             how = {"spread": spread, "cp": context_parallel}
             ours = decoder_profile(shape, spec.family_name, precision, length, tensor_parallel, autocast, **how)
             own_length = length // context_parallel
-            theirs = as_transformers(ours, model, shape, own_length, autocast=autocast, cuda=cuda)
+            theirs = as_transformers(
+                *(ours, model, shape, own_length),
+                autocast=autocast,
+                cuda=cuda,
+                expert_parallel=expert_parallel,
+                uneven=uneven,
+            )
             return _as_script_runs(spec, theirs, model, shape.vocab_size, length) if spec.is_script else theirs
         if tensor_parallel == 1 and not spec.training.freeze:
             known = _encoder_decoder(model, spec.family_name, precision, length, autocast=autocast, cuda=cuda)

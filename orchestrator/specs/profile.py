@@ -72,6 +72,8 @@ class Segment:
     holds_boundaries: bool = False  # recomputed parts keep their input, and its gradient, to the end of backward
     registered: tuple[int, ...] = ()  # `tensors` in the order of the module; none: in that of its forward pass
     exchanged_bytes: int = 0  # what context-parallel ranks exchange for it in a forward pass, per sample
+    experts: int = 0  # of `parameters`, those of experts, of which expert-parallel ranks hold an equal part each
+    routed_bytes: int = 0  # what expert-parallel ranks send to the experts of it in a forward pass, per sample
 
     @property
     def is_unit(self) -> bool:
@@ -174,6 +176,7 @@ class ModelProfile:
     tensor_parallel: int = 1  # what one rank has of the model when matrices are cut over that many
     sequence_parallel: int = 1  # ranks over which tokens are spread between those matrices
     context_parallel: int = 1  # ranks over which each sample's tokens are cut
+    expert_parallel: int = 1  # ranks over which the experts of a layer are spread
     moments: tuple[TracedMoment, ...] = ()  # where it was traced: they stand for what segments say of activations
     turns: tuple[int, ...] = ()  # trained parameters of recipes that train in turn; none: all train at once
     attention: str = ""  # the kernel that the trace assumed
@@ -200,6 +203,19 @@ class ModelProfile:
     @cached_property
     def trained_parameters(self) -> int:
         return sum(segment.count * segment.trained_parameters for segment in self.segments)
+
+    def gathered(self, segment: Segment) -> int:
+        """Of the parameters of one part, those that a rank computes with: it has no other rank's experts."""
+        return segment.parameters - segment.experts + segment.experts // self.expert_parallel
+
+    def made(self, segment: Segment) -> int:
+        """Of what is trained of one part, that of which a rank makes a gradient."""
+        return segment.trained_parameters - segment.experts + segment.experts // self.expert_parallel
+
+    @cached_property
+    def gathered_parameters(self) -> int:
+        """Of all parameters, those that a rank computes with."""
+        return sum(segment.count * self.gathered(segment) for segment in self.segments)
 
     @cached_property
     def largest_trained(self) -> int:

@@ -70,6 +70,24 @@ MIXED = ModelSpec(
         "pad_token_id": None,
     },
 )
+# Every token goes to all experts, so that as many copies come to a rank as it sends.
+EVEN = ModelSpec(hf={**MIXED.hf, "num_local_experts": 4, "num_experts_per_tok": 4})
+NARROW = ModelSpec(
+    hf={
+        "model_type": "qwen2_moe",
+        "vocab_size": 512,
+        "hidden_size": 128,
+        "intermediate_size": 192,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_experts": 8,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 48,
+        "shared_expert_intermediate_size": 96,
+        "pad_token_id": None,
+    },
+)
 STAGES = {
     Engine.TORCH: (ZeroStage.NONE, ZeroStage.GRADIENTS, ZeroStage.PARAMETERS),
     Engine.DEEPSPEED: tuple(ZeroStage),
@@ -330,6 +348,23 @@ def mixed_plans(modes: Sequence[ActivationCheckpointing] = tuple(ActivationCheck
     )
 
 
+def expert_plans(ranks: int, modes: Sequence[ActivationCheckpointing]) -> list[Plan]:
+    """Experts spread over all ranks, and over some of them: both stages and precisions, few tokens and many."""
+    degrees = (2,) if ranks == 2 else (2, 4)
+    return [
+        plan(
+            *(Engine.TORCH, stage, micro),
+            layout={"dp": ranks},
+            expert_parallel=degree,
+            activation_checkpointing=mode,
+            precision=precision,
+        )
+        for degree, stage, micro, precision, mode in product(
+            degrees, (2, 3), (1, 4), (Precision.FP32, Precision.BF16), modes
+        )
+    ]
+
+
 def optimizer_plans() -> list[Plan]:
     """Every update rule that runs on a virtual device, where its states show."""
     return _legal(
@@ -385,6 +420,7 @@ def predicted(spec: JobSpec, plan: Plan) -> int:
         sequence_length=plan.sequence_length,
         context_parallel=plan.layout.cp,
         tensor_parallel=plan.layout.tp,
+        expert_parallel=plan.expert_parallel,
         autocast=autocasts(plan),
     )
     assert profile is not None

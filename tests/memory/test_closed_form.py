@@ -19,7 +19,9 @@ from orchestrator.training.models import cross_entropy
 from tests.memory.matrix import (
     ADAPTED,
     DEEP,
+    EVEN,
     MIXED,
+    NARROW,
     SEQUENCE_LENGTH,
     WIDE,
     Row,
@@ -27,6 +29,7 @@ from tests.memory.matrix import (
     context_plans,
     cut_plans,
     eight_bit_plans,
+    expert_plans,
     full,
     in_backward_plans,
     job,
@@ -99,6 +102,21 @@ def test_ranks_that_share_samples_need_what_is_predicted(
 ) -> None:
     grouped = dataclasses.replace(WIDE, num_key_value_heads=2)  # of four ranks two have each key-value head
     found = rows(grouped, context_plans(ranks, modes), tmp_path)
+    assert max(abs(row.error) for row in found) <= MEAN_ERROR_MAX, table(found)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "models", "modes"),
+    [
+        (2, (NARROW,), (SELECTIVE,)),
+        pytest.param(2, (EVEN, NARROW), MODES, marks=pytest.mark.long),
+        pytest.param(4, (EVEN, NARROW), MODES, marks=pytest.mark.long),
+    ],
+)
+def test_ranks_that_hold_other_experts_need_what_is_predicted_where_as_much_comes_to_each(
+    tmp_path: Path, ranks: int, models: Sequence[ModelSpec], modes: Sequence[ActivationCheckpointing]
+) -> None:
+    found = [row for at, one in enumerate(models) for row in rows(one, expert_plans(ranks, modes), tmp_path / str(at))]
     assert max(abs(row.error) for row in found) <= MEAN_ERROR_MAX, table(found)
 
 

@@ -112,6 +112,10 @@ class Rank:
         return self.held.parameters
 
     @cached_property
+    def gathered_parameters(self) -> int:
+        return self.held.gathered_parameters
+
+    @cached_property
     def trained_parameters(self) -> int:
         return self.held.trained_parameters
 
@@ -193,7 +197,7 @@ def passages(
                     done=done + position * segment.trained_parameters,
                     own=own,
                     fresh=min(own, segment.largest_gradient) if peak is None else peak.fresh,
-                    units_done=units + position * segment.parameters,
+                    units_done=units + position * stage.gathered(segment),
                     ends_done=ends,
                     ahead=layers[at - 1] if repeated and at > 0 else None,
                     behind=layers[at + 1] if repeated and at + 1 < len(layers) else None,
@@ -203,7 +207,7 @@ def passages(
                 for point, own, peak in _backward(segment, is_loss=is_loss, arrives=gathers, updates=updates)
             ]
         done += segment.count * segment.trained_parameters
-        units += segment.count * segment.parameters if repeated else 0
+        units += segment.count * stage.gathered(segment) if repeated else 0
         passed += segment.count if repeated else 0
         ends += 0 if repeated else segment.trained_parameters
     return tuple(found)

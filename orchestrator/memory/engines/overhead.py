@@ -26,16 +26,19 @@ COUNTED = 32  # newest measurements that count of each supposed overhead
 def supposed_overhead_bytes(plan: Plan) -> int:
     """Bytes of a CUDA context and of the plan's communicators, as the constants have them.
 
-    A communicator is that of all ranks, and one along every axis of the mesh that is not the whole of it.
+    A communicator is that of all ranks, and one along every axis of the mesh that is not the whole of it. Experts that
+    are spread have a mesh of their own (training/engines/expert_parallel.py).
     """
-    return _supposed_bytes(plan.layout, plan.dp_replicate)
+    return _supposed_bytes(plan.layout, plan.dp_replicate, plan.expert_parallel)
 
 
 @lru_cache(maxsize=4096)
-def _supposed_bytes(layout: ParallelLayout, dp_replicate: int) -> int:
+def _supposed_bytes(layout: ParallelLayout, dp_replicate: int, expert_parallel: int) -> int:
     world = layout.world_size
     axes = [layout.cp, layout.tp, layout.pp, layout.dp_cp // dp_replicate, dp_replicate]
     groups = [world, *(degree for degree in axes if 1 < degree < world)]
+    if expert_parallel > 1:
+        groups += [expert_parallel, world // expert_parallel]
     return CONTEXT_BYTES + sum(COMMUNICATOR_BYTES.get(degree, LARGE_COMMUNICATOR_BYTES) for degree in groups)
 
 

@@ -8,6 +8,7 @@ from orchestrator.memory.engines.moments import FORWARDED, Causes, Moment, Passa
 from orchestrator.memory.engines.optimizers import state_bytes, temporaries
 from orchestrator.memory.engines.widths import compute_bytes, exchanged_bytes
 from orchestrator.specs.plan import Offload, Plan, ZeroStage
+from orchestrator.specs.profile import Segment
 
 
 def ddp_moments(
@@ -118,9 +119,10 @@ def fsdp2_moments(rank: Rank, plan: Plan, places: Iterable[int], *, cuda: bool, 
         if plan.optimizer_in_backward and passage.behind and passage.point is Point.START:
             updating = _update_behind(rank, plan, passage, compute, shards, cuda=cuda)
             found.append(Moment(f"update behind {passage.name}", (*fixed, gradients, *updating), at))
-    unit = max((segment.parameters for segment in profile.segments if segment.count > 1), default=0)
+    layer = max(profile.segments, key=lambda segment: segment.parameters * (segment.count > 1))
+    unit = layer.parameters if layer.count > 1 else 0
     if unit and plan.layout.pp == 1 and shards > 1 and not profile.moments:
-        gathering = _last_gathering(rank, plan, unit, compute, shards, device)
+        gathering = _last_gathering(rank, plan, layer, compute, shards, device)
         found.append(Moment("gathering of last layer", (*fixed, *gathering), FORWARDED))
     if unit and plan.layout.pp > 1:
         found.append(Moment("gradient reduction of a layer", (*fixed, *_first_reduction(rank, unit, compute))))
@@ -170,8 +172,10 @@ def _unit(rank: Rank, plan: Plan, passage: Passage, compute: int, shards: int, *
     """
     exchanged = exchanged_bytes(plan, rank.held.parameter_bytes)
     segment, keeps, alone = passage.segment, plan.zero_stage is ZeroStage.GRADIENTS, shards == 1
-    gathered, reducing, named = rank.parameters - passage.units_done if keeps else rank.end_parameters, 0, 0
+    gathered, reducing, named = rank.gathered_parameters - passage.units_done if keeps else rank.end_parameters, 0, 0
     ahead, behind = passage.ahead, passage.behind
+    if segment.experts and plan.expert_parallel > 1:
+        return _mixture(rank, plan, passage, compute, gathered, gloo=gloo)
     if segment.is_unit and passage.backward:
         unit, reducing = 0 if keeps else segment.parameters, behind.trained_parameters if behind else 0
         waiting = 0 if alone else unit
@@ -192,9 +196,47 @@ def _unit(rank: Rank, plan: Plan, passage: Passage, compute: int, shards: int, *
     elif not alone and not passage.outside and not (passage.backward and keeps):
         # The root goes on: forward it has the last one's flat buffer until it is done, backward it gathers that ahead.
         earlier = reversed(rank.stage.segments[: passage.place])
-        gathered += next((each.parameters for each in earlier if each.is_unit), 0)
+        layer = next((each for each in earlier if each.is_unit), None)
+        if layer is not None:
+            gathered += layer.parameters if plan.expert_parallel == 1 else _flat(plan, layer)[1]
     whole = compute * (passage.ends_done + passage.own + named) + exchanged * reducing
     return (("gathered parameters", compute * gathered), ("whole gradients", whole))
+
+
+def _mixture(rank: Rank, plan: Plan, passage: Passage, compute: int, gathered: int, *, gloo: bool) -> Causes:
+    """What `_unit` counts of a layer whose experts are cut over other ranks than its rest, beside what is `gathered`.
+
+    They are gathered behind the rest, each in a flat buffer of its own, and reduced before it. When the experts of the
+    layer behind are reduced, its rest has neither been let go nor been reduced (`_register_post_backward_hook` and
+    `post_backward` in torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, torch 2.13.0). Where no other rank has
+    the same experts they are copied, without flat buffers for weights.
+    """
+    segment, keeps, shards = passage.segment, plan.zero_stage is ZeroStage.GRADIENTS, plan.layout.dp
+    exchanged = exchanged_bytes(plan, rank.held.parameter_bytes)
+    rest, experts = segment.parameters - segment.experts, segment.experts // plan.expert_parallel
+    of_rest, of_experts = (0, 0) if keeps else _flat(plan, segment)  # flat buffers
+    unit = 0 if keeps else rest + experts
+    reducing = exchanged * (rest + experts) if passage.behind else 0
+    here = compute * (unit + (of_rest + of_experts if passage.ahead else 0)), reducing
+    if passage.point is Point.START:
+        moments = [here, (compute * (unit + of_experts), reducing)]
+        if passage.behind:
+            alone = plan.expert_parallel == plan.layout.dp
+            last_expert = 0 if alone else experts // 3
+            added = exchanged * (segment.parameters // shards) if rank.accumulates else 0
+            first = exchanged * experts * (2 if gloo and not alone else 1) + compute * (rest + last_expert) + added
+            second = exchanged * (experts + (1 + gloo) * rest) + compute * segment.last_gradient + added
+            moments.append((compute * (of_rest + of_experts + rest), first))
+            moments.append((compute * (of_rest + of_experts), second))
+        here = max(moments, key=sum)
+    own = compute * (passage.ends_done + min(passage.own, rank.stage.made(segment)))
+    return (("gathered parameters", compute * gathered + here[0]), ("whole gradients", own + here[1]))
+
+
+def _flat(plan: Plan, segment: Segment) -> tuple[int, int]:
+    """Elements of the flat buffers in which a layer's rest and its experts are gathered."""
+    experts = segment.experts // plan.expert_parallel
+    return segment.parameters - segment.experts, 0 if plan.layout.dp == plan.expert_parallel else experts
 
 
 def _update_behind(rank: Rank, plan: Plan, passage: Passage, compute: int, shards: int, *, cuda: bool) -> Causes:
@@ -231,7 +273,7 @@ def _root_update(rank: Rank, plan: Plan, compute: int, shards: int, *, cuda: boo
     )
 
 
-def _last_gathering(rank: Rank, plan: Plan, unit: int, compute: int, shards: int, device: int) -> Causes:
+def _last_gathering(rank: Rank, plan: Plan, layer: Segment, compute: int, shards: int, device: int) -> Causes:
     """The forward pass comes to the last unit: its weights leave one flat buffer, and the one before has another.
 
     `wait_for_unshard` lets go of the buffer of the unit before when it returns, not before it copies
@@ -239,7 +281,9 @@ def _last_gathering(rank: Rank, plan: Plan, unit: int, compute: int, shards: int
     """
     keeps = plan.zero_stage is not ZeroStage.PARAMETERS
     accumulates = rank.accumulates and plan.zero_stage is not ZeroStage.OPTIMIZER  # the first forward pass gathers
-    gathered = (rank.parameters if keeps else rank.end_parameters + unit) + 2 * unit
+    unit = rank.held.gathered(layer)
+    flats = 2 * unit if plan.expert_parallel == 1 else sum(_flat(plan, layer))
+    gathered = (rank.gathered_parameters if keeps else rank.end_parameters + unit) + flats
     return (
         (
             "gradients",

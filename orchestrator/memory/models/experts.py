@@ -3,7 +3,8 @@
 Every token goes to some of the experts, whose matrices lie in two tensors of a layer. transformers 5.23 sorts the
 copies of all tokens by their expert and multiplies them group by group (`grouped_mm_experts_forward` in
 transformers/integrations/moe.py). A layer's bytes therefore follow from the number of copies, not from the routing.
-Uneven routing costs memory where experts are spread over ranks; none of our engines spreads them.
+Where experts are spread over ranks, a rank's bytes follow from the copies that come to it. Routing is taken to be
+balanced, so that as many come as it sends. `uneven` says how many times as many may come (see UNEVEN).
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ from typing import Any
 from orchestrator.specs.plan import Precision
 from orchestrator.specs.profile import BackwardPeak, ModelProfile
 
+# How often over what it sends a rank may receive, as plans are made: the capacity factor with which Switch Transformers
+# were trained (Fedus et al. 2021, arXiv:2101.03961, section 2.2: 1.25, beyond which they drop tokens). We drop none.
+UNEVEN = 1.25
 # What the configuration classes of transformers 5.23 say where config.json says nothing, by family.
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "mixtral": {"num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2},
@@ -85,8 +89,20 @@ def experts_of(config: Mapping[str, Any]) -> Experts | None:
     )
 
 
-def with_experts(profile: ModelProfile, experts: Experts, hidden: int, tokens: int, *, autocast: bool) -> ModelProfile:
+def with_experts(
+    profile: ModelProfile,
+    experts: Experts,
+    hidden: int,
+    tokens: int,
+    *,
+    autocast: bool,
+    spread: int = 1,
+    uneven: float = 1.0,
+) -> ModelProfile:
     """The profile of `tokens` a sample whose layers have no feed-forward part, with a mixture of experts in each.
+
+    Over `spread` expert-parallel ranks experts are spread, and up to `uneven` times as many copies come to one of them
+    as it sends (training/contract/dispatch.py).
 
     Each coefficient is a slope of live storages over one of the sizes. They meet traced steps of 21 mixtures to the
     byte (transformers 5.23, torch 2.13.0, 2026-11). Autocast does not reach the experts.
@@ -94,9 +110,10 @@ def with_experts(profile: ModelProfile, experts: Experts, hidden: int, tokens: i
     embedding, layer, head = profile.segments
     h, f, shared, count = hidden, experts.width, experts.shared_width, experts.count
     down, router = count * f * h, count * h
-    saved_bytes, selective_bytes = _saved_bytes(profile, experts, h, autocast=autocast)
+    routing = _Routing(tokens=tokens, experts=experts, spread=spread, uneven=uneven)
+    saved_bytes, selective_bytes = _saved_bytes(profile, routing, h, autocast=autocast)
     parts = (*((h, *(3 * (shared * h,))) if shared else ()), down, 2 * down, router)
-    copies = tokens * experts.chosen
+    copies = routing.received
     products: tuple[tuple[int, int, int], ...] = ((tokens, h, count), (copies, h, 2 * f), (copies, f, h))
     if shared:
         products += ((tokens, h, 1), (tokens, h, shared), (tokens, h, shared), (tokens, shared, h))
@@ -105,8 +122,8 @@ def with_experts(profile: ModelProfile, experts: Experts, hidden: int, tokens: i
     layer = replace(
         layer,
         parameters=layer.parameters + sum(parts),
-        saved_bytes=layer.saved_bytes + tokens * saved_bytes,
-        selective_bytes=(layer.selective_bytes or 0) + tokens * selective_bytes,
+        saved_bytes=layer.saved_bytes + saved_bytes,
+        selective_bytes=(layer.selective_bytes or 0) + selective_bytes,
         forward_flops=layer.forward_flops + 2.0 * sum(rows * inner * columns for rows, inner, columns in products),
         matmuls=(*(product for product in layer.matmuls if all(product)), *products),
         cast_bytes=layer.cast_bytes + (2 * cast if layer.cast_bytes else 0),
@@ -116,30 +133,52 @@ def with_experts(profile: ModelProfile, experts: Experts, hidden: int, tokens: i
         arrivals=(),
         side_by_side=sum(parts),  # its block is one of DeepSpeed's leaf modules
         viewed=3 * down,  # transposed (`_grouped_linear`)
-        peaks=_peaks(profile, experts, h, tokens, autocast=autocast),
+        peaks=_peaks(profile, routing, h, autocast=autocast),
+        experts=3 * down,
+        routed_bytes=2 * routing.sent * h * _expert_width(profile, autocast=autocast) if spread > 1 else 0,
     )
     return replace(
         profile,
+        expert_parallel=spread,
         segments=(embedding, layer, head),
         updated_before_largest=_updated_before_largest(experts, embedding.largest_parameter, h),
     )
 
 
-def _routed_bytes(profile: ModelProfile, experts: Experts, h: int, *, autocast: bool) -> int:
-    """Saved of a token by router and experts.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Routing:
+    """A sample's tokens on a rank, and the copies of them that its experts get."""
+
+    tokens: int
+    experts: Experts
+    spread: int
+    uneven: float
+
+    @property
+    def sent(self) -> int:
+        return self.tokens * self.experts.chosen
+
+    @property
+    def received(self) -> int:
+        return round(self.sent * self.uneven) if self.spread > 1 else self.sent
+
+
+def _routed_bytes(profile: ModelProfile, routing: _Routing, h: int, *, autocast: bool) -> int:
+    """Saved of a sample by router and experts.
 
     Of every copy: its input, gathered by expert; both halves of the first product, the activated gate and the gated
     product; what the second product returned, since its weight is multiplied with it; 40 bytes of places and weights.
-    Of the token the router's probabilities, in fp32, and the sum of its weights.
+    Of the token the router's probabilities, in fp32, and the sum of its weights. Where experts are spread over ranks, a
+    rank has the answers of its own copies, and of those that came everything else, with 8 bytes of places.
     """
+    experts = routing.experts
     k, low = experts.chosen, profile.precision is not Precision.FP32
     weights = (2 * k if low and not experts.weights_in_fp32 else 0) + (0 if experts.weights_add_up else 4 * k + 4)
+    w, places = _expert_width(profile, autocast=autocast), 8 if routing.spread > 1 else 0
     return (
-        _expert_width(profile, autocast=autocast) * k * (4 * experts.width + 2 * h)
-        + 4 * experts.count
-        + 40 * k
-        + 4
-        - weights
+        routing.received * (w * (4 * experts.width + h) + places)
+        + routing.sent * (w * h + 40)
+        + routing.tokens * (4 * experts.count + 4 - weights)
     )
 
 
@@ -151,35 +190,46 @@ def _shared_bytes(profile: ModelProfile, experts: Experts, h: int, *, autocast: 
     return width * (4 * experts.shared_width + h + 1) + (6 * h if autocast and width == 2 else 0)
 
 
-def _saved_bytes(profile: ModelProfile, experts: Experts, h: int, *, autocast: bool) -> tuple[int, int]:
-    """Of a token, beside what a layer without a feed-forward part saves: all, and where only products are kept."""
-    width = 4 if profile.precision is Precision.FP32 else 2
-    routed = _routed_bytes(profile, experts, h, autocast=autocast)
+def _saved_bytes(profile: ModelProfile, routing: _Routing, h: int, *, autocast: bool) -> tuple[int, int]:
+    """Of a sample, beside what a layer without a feed-forward part saves: all, and where only products are kept."""
+    width, experts = 4 if profile.precision is Precision.FP32 else 2, routing.experts
+    routed = _routed_bytes(profile, routing, h, autocast=autocast)
     shared = _shared_bytes(profile, experts, h, autocast=autocast)
     kept = width * (2 * experts.shared_width + h + 1) if experts.shared_width else 0
     unread = 2 * h if autocast and width == 2 else 0  # the experts' input is not cast
-    return routed + shared - unread, kept + width * (experts.count - h)
+    selective = kept + width * (experts.count - h)
+    return routed + routing.tokens * (shared - unread), routing.tokens * selective
 
 
-def _peaks(profile: ModelProfile, experts: Experts, h: int, tokens: int, *, autocast: bool) -> tuple[BackwardPeak, ...]:
+def _peaks(profile: ModelProfile, routing: _Routing, h: int, *, autocast: bool) -> tuple[BackwardPeak, ...]:
     """Behind each of the experts' products, and when the gradients of copies are added up or attention goes backward.
 
-    A gradient of all experts is one tensor and made whole, whatever the routing was.
+    A gradient of all experts of a rank is one tensor and made whole, whatever the routing was. Where they are spread,
+    the gradients of copies go back to their tokens in between: as they came, in the order of ranks, and arrived.
     """
+    experts, tokens, sent, received = routing.experts, routing.tokens, routing.sent, routing.received
     k, f, width = experts.chosen, experts.width, 4 if profile.precision is Precision.FP32 else 2
-    w, down = _expert_width(profile, autocast=autocast), experts.count * experts.width * h
+    w, down = _expert_width(profile, autocast=autocast), experts.count // routing.spread * experts.width * h
     came_in = width * (h - 1) if experts.shared_width else 0  # of what the shared expert returned
-    base = came_in - 8 * k
-    gathered = (8 if w == 4 else 4) * h - w * k * (4 * f + h) - 8 * k + base
-    own = _routed_bytes(profile, experts, h, autocast=autocast) + _shared_bytes(profile, experts, h, autocast=autocast)
-    attention = (18 if w == 2 else 10 if width == 2 else 8) * h - own
+    base = tokens * came_in - 8 * sent
+    routed = _routed_bytes(profile, routing, h, autocast=autocast)
+    own = routed + tokens * _shared_bytes(profile, experts, h, autocast=autocast)
+    gone = received * w * 4 * f + sent * w * h + 8 * sent  # of what experts saved, all but their input
+    gathered = tokens * (8 if w == 4 else 4) * h - gone + base
+    attention = tokens * (18 if w == 2 else 10 if width == 2 else 8) * h - own
     weighted = 3 * w * k * h if w == 4 or not experts.weights_in_fp32 else 14 * k * h - 8 * k
+    more = w * h * (received - sent)  # gradients of what came instead of answers
+    returned: tuple[BackwardPeak, ...] = ()
+    if routing.spread > 1:
+        gathered -= w * h * (received - sent) + 8 * received  # the gradients are of what was sent
+        returned = (BackwardPeak(3 * down, 0, received * w * (h - 4 * f) + base),)
     return (
         BackwardPeak(0, 0, tokens * (weighted + came_in)),
-        BackwardPeak(down, 0, tokens * (w * k * (2 * f - h) + base)),
-        BackwardPeak(down, down, tokens * (w * k * f + base)),
-        BackwardPeak(3 * down, 2 * down, tokens * (base - 2 * w * k * f)),
-        BackwardPeak(3 * down, 0, tokens * max(gathered, attention)),
+        BackwardPeak(down, 0, received * 2 * w * f - sent * w * h + base),
+        BackwardPeak(down, down, received * w * f + more + base),
+        BackwardPeak(3 * down, 2 * down, base + more - 2 * received * w * f),
+        *returned,
+        BackwardPeak(3 * down, 0, max(gathered, attention)),
     )
 
 

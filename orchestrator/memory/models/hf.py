@@ -96,7 +96,15 @@ def decoder_shape(model: ModelSpec, sequence_length: int) -> DecoderShape | None
 
 
 def as_transformers(
-    profile: ModelProfile, model: ModelSpec, shape: DecoderShape, sequence_length: int, *, autocast: bool, cuda: bool
+    profile: ModelProfile,
+    model: ModelSpec,
+    shape: DecoderShape,
+    sequence_length: int,
+    *,
+    autocast: bool,
+    cuda: bool,
+    expert_parallel: int = 1,
+    uneven: float = 1.0,
 ) -> ModelProfile:
     """Our decoder's profile with what the family has more: biases, norms of heads; adapters beside a frozen base."""
     embedding, layer, head = profile.segments
@@ -142,7 +150,15 @@ def as_transformers(
     profile = replace(profile, segments=(embedding, layer, head))
     if shape.experts is None:
         return profile
-    return mixtures.with_experts(profile, shape.experts, shape.hidden_size, sequence_length, autocast=autocast)
+    return mixtures.with_experts(
+        profile,
+        shape.experts,
+        shape.hidden_size,
+        sequence_length,
+        autocast=autocast,
+        spread=expert_parallel,
+        uneven=uneven,
+    )
 
 
 def _with_adapters(

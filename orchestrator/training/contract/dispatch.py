@@ -34,11 +34,14 @@ class Dispatch:
         """The weighted sum [N, D] of what the experts chosen for each token make of it, on whichever ranks they are."""
         chosen_S, order_S = torch.sort(chosen_NK.flatten(), stable=True)
         routes = self._routes(chosen_S)
-        sent_SD = x_ND[order_S // chosen_NK.shape[1]]
-        answers_RD = experts(_ToExperts.apply(sent_SD, routes), routes.ends_L)  # type: ignore[no-untyped-call]
-        answers_SD = _ToTokens.apply(answers_RD, routes)  # type: ignore[no-untyped-call]
+        answers_SD = self._answers(x_ND, order_S // chosen_NK.shape[1], routes, experts)
         weighted_SD = answers_SD * weights_NK.flatten()[order_S].unsqueeze(-1)
         return weighted_SD[_inverse(order_S)].view(*chosen_NK.shape, -1).sum(dim=1).to(x_ND.dtype)
+
+    def _answers(self, x_ND: Tensor, token_S: Tensor, routes: _Routes, experts: OwnExperts) -> Tensor:
+        """Those to the copies of these tokens; no name here outlives what is computed from it."""
+        came_RD = _ToExperts.apply(x_ND[token_S], routes)  # type: ignore[no-untyped-call]
+        return _ToTokens.apply(experts(came_RD, routes.ends_L), routes)  # type: ignore[no-untyped-call, no-any-return]
 
     def _routes(self, chosen_S: Tensor) -> _Routes:
         """Those of copies in the order of their experts."""

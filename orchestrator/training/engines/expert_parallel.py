@@ -28,8 +28,7 @@ class ExpertParallel:
         """Raises SpecError where the recipe's experts cannot be spread so, or this torch cannot."""
         degree, path, experts = plan.expert_parallel, "plan.expert_parallel", recipe.experts
         if experts is None:
-            hint = "a factory may return a Recipe with `experts`"
-            raise SpecError("this model has no experts to spread", path=path, got=degree, allowed="1", hint=hint)
+            raise SpecError("this model has no experts to spread", path=path, got=degree, allowed="1")
         if experts.count % degree:
             raise SpecError(f"no divisor of its {experts.count} experts", path=path, got=degree)
         self._mesh = init_device_mesh(
