@@ -32,6 +32,7 @@ DISPATCH_S = 2.3e-5
 # An update of one parameter alone, on the host: its hook, its norm and an optimizer's step, above its share of one step
 # for all, with 300 matrices of 32 x 32 under AdamW (30 to 36 us; torch 2.13.0, one CPU core, 2026-11-25).
 UPDATE_ALONE_S = 3.3e-5
+EXPERT_MESSAGES = 2  # all-to-alls of a mixture of experts: tokens there and back; forward their numbers before
 CONTEXT_MESSAGES = 4  # all-to-alls of an attention: queries, keys and values to heads, its output to tokens
 BUCKET_BYTES = 25 * 2**20  # of DistributedDataParallel (bucket_cap_mb)
 TENSORS_PER_PART = 9  # weights of a transformer layer: DeepSpeed's stage 3 gathers them one by one
@@ -88,8 +89,9 @@ class StepSeconds:
     """Seconds of a step of the plans that differ from one in checkpointing and in the cut of their batch only."""
 
     def __init__(self, profile: ModelProfile, plan: Plan, hardware: Hardware) -> None:
-        of = profile.context_parallel, profile.tensor_parallel
-        assert of == (plan.layout.cp, plan.layout.tp), f"a profile for (cp, tp) = {of} of {plan}"
+        of = profile.context_parallel, profile.tensor_parallel, profile.expert_parallel
+        degrees = plan.layout.cp, plan.layout.tp, plan.expert_parallel
+        assert of == degrees, f"a profile for (cp, tp, ep) = {of} of {plan}"
         self._profile, self._hardware = profile, hardware
         self._held = tuple(dict.fromkeys(rank.held for rank in ranks(profile, plan)))
         self._largest = max(self._held, key=lambda held: held.parameters)
@@ -179,6 +181,14 @@ def _busy_s(
         where = device, hardware.devices_per_node, hardware.network_bandwidth
         device_s += all_to_all_s(sent_bytes, messages, profile.context_parallel, tp, *where)
         launches_s += messages * (START_S[device.kind] + DISPATCH_S)
+    if profile.expert_parallel > 1:  # there and back, forward and backward; again where recomputed
+        layer = max(profile.segments, key=lambda each: each.count)
+        forward = layer.count + min(replayed, layer.count)
+        messages = forward * (EXPERT_MESSAGES + 1) + layer.count * EXPERT_MESSAGES
+        sent_bytes = (forward + layer.count) * layer.routed_bytes * size
+        where = device, hardware.devices_per_node, hardware.network_bandwidth
+        device_s += all_to_all_s(sent_bytes, messages, profile.expert_parallel, 1, *where)
+        launches_s += messages * (START_S[device.kind] + DISPATCH_S)
     if updates:
         launches_s += UPDATE_ALONE_S * sum(each.count * len(each.gradients) for each in profile.segments)
     if tp > 1:
@@ -261,11 +271,23 @@ def _shared_s(profile: ModelProfile, plan: Plan, hardware: Hardware) -> float:
     if plan.zero_stage is ZeroStage.NONE:
         buckets = -(-int(reduced) // BUCKET_BYTES) if plan.engine is not Engine.DEEPSPEED else 1
         return _ring(layout.dp_cp, layout.tp, hardware).all_reduce_s(reduced, max(1, buckets))
+    if plan.expert_parallel > 1:
+        return _shared_beside_experts_s(profile, plan, hardware, gathered + reduced)
     messages, shards = _messages(profile, plan), layout.dp_cp // plan.dp_replicate
     shared_s = _ring(shards, layout.tp, hardware).gather_s(gathered + reduced, messages)
     if plan.dp_replicate > 1:
         shared_s += _ring(plan.dp_replicate, shards * layout.tp, hardware).all_reduce_s(reduced / shards, messages)
     return shared_s
+
+
+def _shared_beside_experts_s(profile: ModelProfile, plan: Plan, hardware: Hardware, moved_bytes: float) -> float:
+    """Of all parameters' bytes: experts move between the ranks that have the same ones, the rest between all."""
+    dp, ep, messages = plan.layout.dp, plan.expert_parallel, _messages(profile, plan)
+    layers = sum(segment.count for segment in profile.segments if segment.experts)
+    of_experts = sum(segment.count * segment.experts for segment in profile.segments) / profile.parameters
+    rest_s = _ring(dp, 1, hardware).gather_s(moved_bytes * (1 - of_experts), messages)
+    messages = messages * layers // (layers + 1)  # the root has none
+    return rest_s + _ring(dp // ep, ep, hardware).gather_s(moved_bytes * of_experts / ep, messages)
 
 
 def _moved_bytes(profile: ModelProfile, plan: Plan) -> tuple[float, float]:

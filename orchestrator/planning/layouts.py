@@ -103,6 +103,28 @@ def context_parallel_degrees(spec: JobSpec, devices: int) -> tuple[int, ...]:
     return tuple(degree for degree in powers if degree in (1, pinned) or length // degree >= OWN_TOKENS_MIN)
 
 
+def expert_parallel_degrees(spec: JobSpec, dp: int) -> tuple[int, ...]:
+    """Degrees above 1 over which so many data-parallel ranks may spread the experts of the job's model."""
+    return tuple(ep for ep in divisors(dp)[1:] if why_no_experts(spec, dp, ep) is None)
+
+
+def why_no_experts(spec: JobSpec, dp: int, ep: int) -> str | None:
+    """Why experts of the job's model cannot be spread over `ep` of `dp` ranks, as a sentence; None where they can.
+
+    The ranks that have the same experts share them equally: so many experts each, or as much of each expert.
+    """
+    shape = known_shape(spec)
+    if not isinstance(shape, DecoderShape) or shape.experts is None:
+        return "no experts of this model are known that ranks could hold"
+    experts, ranks = shape.experts, dp // ep
+    if experts.count % ep:
+        return f"{ep} does not divide its {experts.count} experts"
+    own = experts.count // ep
+    if own % ranks and (2 * experts.width % ranks or shape.hidden_size % ranks):
+        return f"{ranks} ranks with the same {own} experts could not share them equally"
+    return None
+
+
 def pipeline_degrees(spec: JobSpec, devices: int) -> tuple[int, ...]:
     """The divisors of the number of layers, and up to it the powers of two and the divisors of the devices.
 

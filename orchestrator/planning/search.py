@@ -14,6 +14,7 @@ from orchestrator.memory.calibration.correction import corrected_bytes
 from orchestrator.memory.engines.activations import full_is_lightest
 from orchestrator.memory.engines.overhead import SUPPOSED_OVERHEAD, Overhead
 from orchestrator.memory.estimate import DeviceBytes, alike
+from orchestrator.memory.models.experts import UNEVEN
 from orchestrator.memory.profiles import autocasts, profile_of, with_held_boundaries
 from orchestrator.planning.cost import Hardware, StepSeconds
 from orchestrator.planning.families import Family, Variant, default_length, families_of, variants_of
@@ -258,6 +259,8 @@ def profile_for(spec: JobSpec, hardware: Hardware, plan: Plan) -> ModelProfile:
         context_parallel=plan.layout.cp,
         tensor_parallel=plan.layout.tp,
         pipeline_parallel=plan.layout.pp,
+        expert_parallel=plan.expert_parallel,
+        uneven=UNEVEN,
         autocast=autocasts(plan),
         cuda=hardware.device.kind is DeviceKind.CUDA,
     )

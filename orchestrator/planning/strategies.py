@@ -9,7 +9,7 @@ from itertools import product
 from orchestrator.memory.models.hf import decoder_shape
 from orchestrator.memory.profiles import freezes
 from orchestrator.planning.cost import Hardware
-from orchestrator.planning.layouts import divisors, known_shape, layers_to_cut
+from orchestrator.planning.layouts import divisors, expert_parallel_degrees, known_shape, layers_to_cut
 from orchestrator.specs.cluster import DeviceKind
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.spec import JobSpec
@@ -39,6 +39,7 @@ class Strategy:
     layout: ParallelLayout
     zero_stage: ZeroStage = ZeroStage.NONE
     dp_replicate: int = 1
+    expert_parallel: int = 1
     pipeline_stages_per_rank: int = 1
     offload: Offload = Offload.NONE
     offload_target: OffloadTarget = OffloadTarget.CPU
@@ -213,7 +214,10 @@ def why_no_strategy(spec: JobSpec, hardware: Hardware) -> SpecError:
 
 
 def _torch(spec: JobSpec, hardware: Hardware, layout: ParallelLayout) -> Iterator[Strategy]:
-    """Plain or DDP, FSDP2 at stages 2 and 3 and hybrid sharding, each under a pipeline where it goes."""
+    """Plain or DDP, FSDP2 at stages 2 and 3 and hybrid sharding, each under a pipeline where it goes.
+
+    And FSDP2 with experts spread over its ranks.
+    """
     deepest = max((count for count in INTERLEAVED if count * layout.pp <= layers_to_cut(spec)), default=1)
     per_rank = (1,) if layout.pp == 1 or deepest == 1 else (1, deepest)
     for stages_per_rank in per_rank:
@@ -229,6 +233,11 @@ def _torch(spec: JobSpec, hardware: Hardware, layout: ParallelLayout) -> Iterato
                 dp_replicate=copies,
                 pipeline_stages_per_rank=stages_per_rank,
             )
+    if layout.dp > 1 and layout.cp == layout.tp == layout.pp == 1 and not _quantised(spec):
+        for stage, experts in product(
+            (ZeroStage.GRADIENTS, ZeroStage.PARAMETERS), expert_parallel_degrees(spec, layout.dp)
+        ):
+            yield Strategy(engine=Engine.TORCH, layout=layout, zero_stage=stage, expert_parallel=experts)
     if _offloads(hardware) and layout.tp == layout.pp == 1 and not _quantised(spec):
         yield Strategy(engine=Engine.TORCH, layout=layout, zero_stage=ZeroStage.PARAMETERS, offload=Offload.PARAMETERS)
 

@@ -175,7 +175,6 @@ class Plan:
             Degradation.EXACT,
             short=lambda plan: _where(f"ep{plan.expert_parallel}", plan.expert_parallel > 1),
             rows=lambda plan: {"expert_parallel": str(plan.expert_parallel)} if plan.expert_parallel > 1 else {},
-            is_given=False,
             alias="ep",
         ),
     )

@@ -253,3 +253,28 @@ def test_every_plan_takes_some_time_and_deepspeed_more_than_torch_where_both_wou
     stage_3: dict[str, Any] = {"zero_stage": ZeroStage.PARAMETERS, "steps": 4}
     assert all(seconds(one, here) > 0 for one in plans(job(gpus={"min": 1, "max": 8}), here))
     assert seconds(plan(dp=8, **stage_3), here) < seconds(plan(dp=8, engine=Engine.DEEPSPEED, **stage_3), here)
+
+
+MIXTURE = {
+    "hf": {
+        "model_type": "qwen3_moe",
+        "vocab_size": 32000,
+        "hidden_size": 2048,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+        "num_experts": 64,
+        "intermediate_size": 4096,
+    }
+}
+
+
+def spread_over(ep: int, micro: int, here: Hardware) -> float:
+    spec = job(model=MIXTURE, global_batch_size=16 * micro)
+    return seconds(plan(dp=16, micro=micro, steps=1, zero_stage=ZeroStage.PARAMETERS, expert_parallel=ep), here, spec)
+
+
+def test_spread_experts_save_messages_of_weights_and_cost_messages_of_tokens() -> None:
+    slow, fast = (machine(network=network * 10**9, nodes=2) for network in (25, 200))
+    assert spread_over(8, 1, slow) < spread_over(2, 1, slow) < spread_over(1, 1, slow), "few tokens, many weights"
+    assert spread_over(8, 16, fast) > spread_over(1, 16, fast), "weights hide behind what many tokens compute"
+    assert spread_over(16, 16, fast) > spread_over(8, 16, fast), "tokens leave the node"

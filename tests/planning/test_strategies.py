@@ -9,6 +9,8 @@ import pytest
 
 from orchestrator.memory.calibration.calibrate import UNMEASURED
 from orchestrator.memory.estimate import estimate
+from orchestrator.memory.models.experts import UNEVEN
+from orchestrator.memory.profiles import profile_of
 from orchestrator.planning.cost import Hardware, step_s
 from orchestrator.planning.frontier import fitting
 from orchestrator.planning.layouts import layouts
@@ -222,6 +224,45 @@ def test_hybrid_sharding_repeats_shards_over_groups_of_whole_nodes() -> None:
         (8, 4, 4),
     }
     assert (8, 2, 2, 2) in hybrid, "each stage of a pipeline has two nodes"
+
+
+MIXTURE = {
+    "hf": {
+        "model_type": "mixtral",
+        "vocab_size": 512,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_local_experts": 6,
+    }
+}
+
+
+def test_experts_are_spread_over_fsdp2s_ranks_where_each_gets_as_many_and_nowhere_else() -> None:
+    found = [one for one in plans(job(MIXTURE), machine()) if one.expert_parallel > 1]
+    assert {one.zero_stage for one in found} == {ZeroStage.GRADIENTS, ZeroStage.PARAMETERS}
+    # 3 experts on a rank leave 2 ranks with the same ones halves of each
+    assert {(one.layout.dp, one.expert_parallel) for one in found} == {(2, 2), (4, 2), (8, 2), (16, 2)}
+    assert not any(one.expert_parallel > 1 for one in plans(job(), machine()))
+    assert not any(one.expert_parallel > 1 for one in plans(job(MIXTURE | {"lora": {"rank": 4}}), machine()))
+    uneven = {"hf": MIXTURE["hf"] | {"num_local_experts": 2, "intermediate_size": 97, "hidden_size": 40}}
+    assert {one.layout.dp for one in plans(job(uneven), machine()) if one.expert_parallel > 1} == {2, 4}
+
+
+def test_ranks_that_hold_other_experts_gather_less_and_are_given_room_for_uneven_routing() -> None:
+    spec, fields = job(MIXTURE), {"layout": ParallelLayout(dp=4), "zero_stage": ZeroStage.PARAMETERS}
+    alone, two = (plan(**fields, expert_parallel=ep) for ep in (1, 2))
+    room, even = (
+        estimate(
+            profile_of(spec, precision=two.precision, sequence_length=None, expert_parallel=2, uneven=uneven),
+            two,
+            machine(DeviceKind.VIRTUAL).device,
+        ).allocated_bytes
+        for uneven in (UNEVEN, 1.0)
+    )
+    assert peak(two, spec) == room > even
+    assert even < peak(alone, spec)
 
 
 def test_a_virtual_device_is_offered_no_offload_and_nvme_needs_a_folder() -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from orchestrator.memory.calibration.calibrate import CONFIDENCE
 from orchestrator.planning.search import frontier, plans
 from orchestrator.scheduling.base.node_groups import groups_of
-from orchestrator.service.commands.plan import GIVEN, forecast, given_plan
+from orchestrator.service.commands.plan import GIVEN, forecast, forecast_of, given_plan
 from orchestrator.specs.cluster import idle_nodes
+from orchestrator.specs.errors import SpecError
 from orchestrator.specs.plan import Engine, Optimizer, Plan, settings
-from tests.planning.test_strategies import job, machine
+from tests.planning.test_strategies import DECODER, MIXTURE, job, machine
 from tests.scheduling.factories import MIB, decoder_spec, node, observation
 from tests.scheduling.test_probe import Night, unknown
 from tests.scheduling.world import CLUSTERS
@@ -18,9 +21,11 @@ from tests.scheduling.world import CLUSTERS
 FOLLOWS = {"gpus", "optimizer", "global_batch_size"}  # from the layout and the job
 
 
-@pytest.mark.parametrize("optimizer", [Optimizer.ADAMW, Optimizer.SGD])
-def test_every_offered_plan_can_be_given_by_its_settings(optimizer: Optimizer) -> None:
-    spec = job(training={"optimizer": optimizer})
+@pytest.mark.parametrize(
+    ("model", "optimizer"), [(DECODER, Optimizer.ADAMW), (DECODER, Optimizer.SGD), (MIXTURE, Optimizer.ADAMW)]
+)
+def test_every_offered_plan_can_be_given_by_its_settings(model: dict[str, Any], optimizer: Optimizer) -> None:
+    spec = job(model, training={"optimizer": optimizer})
     offered = list(plans(spec, machine(nvme_folder="/nvme")))
     assert len(offered) > 1000
     for plan in offered:
@@ -29,8 +34,19 @@ def test_every_offered_plan_can_be_given_by_its_settings(optimizer: Optimizer) -
         assert given_plan(spec, tuple(said.items())) == plan
 
 
-def test_the_engine_is_derived_if_only_one_can_run_a_plan() -> None:
-    spec, engines = job(), dict[Plan, list[Engine]]()
+@pytest.mark.parametrize(
+    ("model", "ep", "words"),
+    [(DECODER, 2, "no experts of this model are known"), (MIXTURE, 4, "4 does not divide its 6 experts")],
+)
+def test_a_given_plan_spreads_only_experts_that_ranks_can_share(model: dict[str, Any], ep: int, words: str) -> None:
+    said = (("dp", "4"), ("zero_stage", "3"), ("ep", str(ep)))
+    with pytest.raises(SpecError, match=words):
+        forecast_of(job(model), said, [node(devices=4)])
+
+
+@pytest.mark.parametrize("model", [DECODER, MIXTURE])
+def test_the_engine_is_derived_if_only_one_can_run_a_plan(model: dict[str, Any]) -> None:
+    spec, engines = job(model), dict[Plan, list[Engine]]()
     for plan in plans(spec, machine(nvme_folder="/nvme")):
         said = {name: text for name, text in settings(plan).items() if name not in FOLLOWS | {"engine"}}
         engines.setdefault(given_plan(spec, tuple(said.items())), []).append(plan.engine)

@@ -94,7 +94,7 @@ def compared(spec: JobSpec, wanted: Sequence[Pins], steps: int | None) -> list[J
 
 def _all_ways(spec: JobSpec, group: Group) -> Iterator[Pins]:
     """Each combination of engine, layout, stage and offload that a plan of the job has."""
-    names = ("engine", *AXES, "dp_replicate", "zero_stage", "offload", "offload_target")
+    names = ("engine", *AXES, "dp_replicate", "expert_parallel", "zero_stage", "offload", "offload_target")
     seen: dict[Pins, None] = {}
     for plan in plans(spec, group.hardware):
         seen.setdefault(tuple(pin for pin in pins_of(plan) if pin[0] in names))

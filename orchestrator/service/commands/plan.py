@@ -13,7 +13,7 @@ from orchestrator.planning.cost import step_s
 from orchestrator.planning.explain import why_nothing_fits
 from orchestrator.planning.families import asked_settings
 from orchestrator.planning.frontier import Candidate, fit_probability, fits, likeliest, needed_bytes, why_rejected
-from orchestrator.planning.layouts import layers_to_cut
+from orchestrator.planning.layouts import layers_to_cut, why_no_experts
 from orchestrator.planning.search import frontier, profile_for
 from orchestrator.scheduling.base.node_groups import Group, groups_of
 from orchestrator.scheduling.options.probe import measured_spec, probe_of
@@ -41,6 +41,8 @@ from orchestrator.specs.plan import (
 )
 from orchestrator.specs.profile import ModelProfile
 from orchestrator.specs.stages import layer_ranges
+
+TORCH_ONLY = "dp_replicate", "expert_parallel"  # degrees beside the layout's
 
 
 class CandidateView(TypedDict):
@@ -205,6 +207,7 @@ def forecast_of(
     """
     plan = given_plan(spec, given)
     _check_stages(spec, plan)
+    _check_experts(spec, plan)
     groups = _groups(nodes)
     group = next((one for one in groups if one.devices >= plan.world_size), groups[0])
     if plan.world_size > group.devices:
@@ -237,6 +240,13 @@ def _check_stages(spec: JobSpec, plan: Plan) -> None:
         layer_ranges(layers_to_cut(spec), stages, plan.first_stage_layers, plan.last_stage_layers)
     except ValueError as error:
         raise SpecError("every pipeline stage needs a layer", source="--set", path="pp", got=str(error)) from None
+
+
+def _check_experts(spec: JobSpec, plan: Plan) -> None:
+    """Raises SpecError where experts cannot be spread so."""
+    why = why_no_experts(spec, plan.layout.dp, plan.expert_parallel) if plan.expert_parallel > 1 else None
+    if why is not None:
+        raise SpecError(why, source="--set", path="expert_parallel", got=plan.expert_parallel)
 
 
 def given_plan(spec: JobSpec, given: Sequence[Override]) -> Plan:
@@ -273,7 +283,7 @@ def _default_engine(spec: JobSpec, layout: ParallelLayout, values: dict[str, Any
     if spec.is_script:
         return Engine.SCRIPT
     zero_stage = values.get("zero_stage", ZeroStage.NONE)
-    torch_only = max(layout.cp, layout.tp, layout.pp) > 1 or values.get("dp_replicate", 1) > 1
+    torch_only = max(layout.cp, layout.tp, layout.pp, *(values.get(name, 1) for name in TORCH_ONLY)) > 1
     told = (values.get("offload"), values.get("offload_target"))
     deepspeed_only = any(one is ours for one, ours in zip(told, (Offload.OPTIMIZER, OffloadTarget.NVME), strict=True))
     either = zero_stage in (ZeroStage.OPTIMIZER, ZeroStage.GRADIENTS) and not torch_only
