@@ -54,6 +54,22 @@ def test_the_engine_is_derived_if_only_one_can_run_a_plan(model: dict[str, Any])
         assert found.engine in able
 
 
+def test_a_forecast_says_where_plans_of_another_kind_are_too_near_to_tell_and_proposes_to_compare() -> None:
+    told = forecast(job(gpus={"min": 2, "max": 2}), [node(devices=2)])
+    assert told["chosen"] is not None
+    taken = told["frontier"][told["chosen"]]
+    near = [one for one in told["frontier"] if one["rejected"] is None and one["step_s"] <= 1.16 * taken["step_s"]]
+    kinds = {tuple(one["settings"][name] for name in ("engine", "dp", "tp", "pp", "zero_stage")) for one in near}
+    assert len(kinds) > 1
+    assert told["unsure"] is not None
+    assert "orc compare" in told["unsure"]
+    alone = forecast(
+        job(gpus={"min": 2, "max": 2}, plan={"dp": 2, "zero_stage": 3, "engine": "torch"}), [node(devices=2)]
+    )
+    assert alone["chosen"] is not None
+    assert alone["unsure"] is None
+
+
 def test_measured_steps_scale_the_forecast_of_their_engine_alone() -> None:
     spec, nodes = decoder_spec(), [node()]
     taken = [

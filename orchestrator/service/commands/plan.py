@@ -39,9 +39,12 @@ from orchestrator.specs.plan import (
     in_short,
     settings,
 )
-from orchestrator.specs.profile import ModelProfile
+from orchestrator.specs.profile import ModelProfile, Source
 from orchestrator.specs.stages import layer_ranges
 
+# Median error of predicted steps of 40 published configurations that nobody had looked at (`make bench-cost`,
+# 2026-11-26).
+STEP_ERROR = 0.16
 TORCH_ONLY = "dp_replicate", "expert_parallel"  # degrees beside the layout's
 
 
@@ -73,6 +76,7 @@ class Forecast(TypedDict):
     probe: CandidateView | None  # the measuring attempt that runs first if the script's memory is unknown
     frontier: list[CandidateView]
     nothing_fits: str | None  # the breakdown, and what would make it fit
+    unsure: str | None  # that other plans may be as fast, and how to find out; None where none is near
 
 
 def forecast(spec: JobSpec, nodes: Sequence[Node], observations: Sequence[Observation] = ()) -> Forecast:
@@ -157,8 +161,34 @@ def _forecast_on(spec: JobSpec, group: Group, observations: Sequence[Observation
         probe=None if probe is None or chosen is None else _view(probe, free_bytes, calibrated),
         frontier=views,
         nothing_fits=nothing,
+        unsure=None if chosen is None or probe is not None else _unsure(candidates, views, chosen),
     )
     return _OnKind(told, hardware.device, candidates, calibrated)
+
+
+def _unsure(candidates: Sequence[Candidate], views: Sequence[CandidateView], chosen: int) -> str | None:
+    """That plans of another kind, on as many devices, are predicted too near to the chosen one to tell them apart."""
+    best, far_s = candidates[chosen].plan, views[chosen]["step_s"] * (1 + STEP_ERROR)
+    near = sum(
+        view["rejected"] is None
+        and view["step_s"] <= far_s
+        and view["degradation"] == views[chosen]["degradation"]
+        and one.plan.world_size == best.world_size
+        and _kind(one.plan) != _kind(best)
+        for one, view in zip(candidates, views, strict=True)
+    )
+    if not near or candidates[chosen].estimate.source is Source.ASSUMED:
+        return None
+    others = "another plan" if near == 1 else f"{near} other plans"
+    return (
+        f"{others} on as many devices may be as fast: predicted within {STEP_ERROR:.0%}, which is how far predictions "
+        "are off in the median. `orc compare FILE --strategies frontier` measures them"
+    )
+
+
+def _kind(plan: Plan) -> tuple[object, ...]:
+    """What people call another strategy: all but how much of the batch goes at once, and what is recomputed."""
+    return plan.engine, plan.layout, plan.zero_stage, plan.dp_replicate, plan.expert_parallel, plan.offload
 
 
 def _view(candidate: Candidate, free_bytes: Sequence[int], calibrated: Calibration) -> CandidateView:

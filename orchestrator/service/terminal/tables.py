@@ -135,6 +135,8 @@ def forecast_panel(forecast: Forecast) -> RenderableType:
         parts += [Text(forecast["nothing_fits"], style="red"), Text()]
         parts += [Text("Plans that may fit are tried anyway:", style="yellow"), Text()]
     parts.append(candidate_panel(candidate) if forecast["probe"] is None else _probe_panel(forecast["probe"]))
+    if forecast["unsure"] is not None:
+        parts += [Text(), Text(forecast["unsure"], style="yellow")]
     if _is_known(candidate["estimate"]):
         title = Text("Bytes by moment of a step", style="bold")
         parts += [Text(), title, moments(candidate["estimate"], candidate["correction"])]
