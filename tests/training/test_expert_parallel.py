@@ -15,7 +15,17 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from orchestrator.specs.errors import IllegalPlan, SpecError
 from orchestrator.specs.job.model import DataSpec, LoraSpec, ModelSpec
-from orchestrator.specs.plan import ActivationCheckpointing, Engine, Offload, ParallelLayout, Plan, Precision, ZeroStage
+from orchestrator.specs.plan import (
+    ActivationCheckpointing,
+    Engine,
+    MasterWeights,
+    Offload,
+    Optimizer,
+    ParallelLayout,
+    Plan,
+    Precision,
+    ZeroStage,
+)
 from orchestrator.specs.run import AttemptFolder, TrainingRun, write_json
 from orchestrator.training.contract.dispatch import Dispatch
 from orchestrator.training.data.dataset import TextDataset
@@ -83,6 +93,17 @@ LONG: dict[int, dict[str, tuple[str, Plan]]] = {
         "bf16": ("mixtral", plan(dp=2, ep=2, precision=Precision.BF16)),
         "bf16 full": ("qwen2_moe", plan(dp=2, ep=2, stage=2, precision=Precision.BF16, activation_checkpointing=FULL)),
         "fp16": ("qwen3_moe", plan(dp=2, ep=2, precision=Precision.FP16)),
+        "moments in 8 bits": ("mixtral", plan(dp=2, ep=2, precision=Precision.BF16, optimizer=Optimizer.ADAMW_8BIT)),
+        "weights in bf16": (
+            "mixtral",
+            plan(
+                dp=2,
+                ep=2,
+                precision=Precision.BF16,
+                optimizer=Optimizer.ADAMW_8BIT,
+                master_weights=MasterWeights.BF16,
+            ),
+        ),
         "some full": (
             "mixtral",
             plan(dp=2, ep=2, activation_checkpointing=SELECTIVE, full_checkpointing_layers=1),
