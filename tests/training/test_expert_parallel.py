@@ -1,4 +1,4 @@
-"""Laws of expert parallelism: the losses and values of one process, and two all-to-alls a pass of a layer."""
+"""Laws of expert parallelism: the losses, first values and checkpoints of one process, wherever its experts are."""
 
 from __future__ import annotations
 
