@@ -72,6 +72,7 @@ MIXED = ModelSpec(
 )
 # Every token goes to all experts, so that as many copies come to a rank as it sends.
 EVEN = ModelSpec(hf={**MIXED.hf, "num_local_experts": 4, "num_experts_per_tok": 4})
+FEW = ModelSpec(hf={**MIXED.hf, "num_local_experts": 2, "num_experts_per_tok": 2})  # of four ranks two share one
 NARROW = ModelSpec(
     hf={
         "model_type": "qwen2_moe",
@@ -348,9 +349,9 @@ def mixed_plans(modes: Sequence[ActivationCheckpointing] = tuple(ActivationCheck
     )
 
 
-def expert_plans(ranks: int, modes: Sequence[ActivationCheckpointing]) -> list[Plan]:
-    """Experts spread over all ranks, and over some of them: both stages and precisions, few tokens and many."""
-    degrees = (2,) if ranks == 2 else (2, 4)
+def expert_plans(ranks: int, modes: Sequence[ActivationCheckpointing], experts: int = 4) -> list[Plan]:
+    """So many experts over all ranks, and over some of them: both stages and precisions, few tokens and many."""
+    degrees = (2,) if min(ranks, experts) == 2 else (2, 4)
     return [
         plan(
             *(Engine.TORCH, stage, micro),
@@ -412,7 +413,7 @@ def rows(model: DecoderSpec | ModelSpec, tried: Sequence[Plan], folder: Path) ->
     ]
 
 
-def predicted(spec: JobSpec, plan: Plan) -> int:
+def predicted(spec: JobSpec, plan: Plan, uneven: float = 1.0) -> int:
     """Allocated bytes of the plan, by the closed form."""
     profile = profile_of(
         spec,
@@ -421,6 +422,7 @@ def predicted(spec: JobSpec, plan: Plan) -> int:
         context_parallel=plan.layout.cp,
         tensor_parallel=plan.layout.tp,
         expert_parallel=plan.expert_parallel,
+        uneven=uneven,
         autocast=autocasts(plan),
     )
     assert profile is not None

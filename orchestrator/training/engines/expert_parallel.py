@@ -8,11 +8,11 @@ their own. So each parameter's shard is 1/dp of it, whatever `ep` is. Tokens go 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
 from torch.distributed.tensor import DTensor, Shard
 
 from orchestrator.specs.errors import SpecError
@@ -25,7 +25,7 @@ class ExpertParallel:
     """How the experts of a recipe are spread over the ranks of a plan; its modules send their tokens from now on."""
 
     def __init__(self, recipe: Recipe, plan: Plan, device: torch.device) -> None:
-        """Raises SpecError where the recipe's experts cannot be spread so, or this torch cannot."""
+        """Raises SpecError where the recipe's experts cannot be spread so."""
         degree, path, experts = plan.expert_parallel, "plan.expert_parallel", recipe.experts
         if experts is None:
             raise SpecError("this model has no experts to spread", path=path, got=degree, allowed="1")
@@ -34,7 +34,7 @@ class ExpertParallel:
         self._mesh = init_device_mesh(
             device.type, (plan.layout.dp // degree, degree), mesh_dim_names=("expert_shard", "ep")
         )
-        self._cut = _cuts_of_a_layer(self._mesh["expert_shard"])
+        self._shared = FSDPMeshInfo(mesh=self._mesh["expert_shard"], shard_mesh_dim=0)
         self._names = frozenset(
             f"{name}.{key}"
             for name, module in recipe.module.named_modules()
@@ -51,7 +51,7 @@ class ExpertParallel:
         own = values.chunk(mesh.size())[mesh.get_local_rank()].clone()
         return DTensor.from_local(own, mesh, (Shard(0),), run_check=False)
 
-    def placement(self, parameter: nn.Parameter) -> Any:
+    def placement(self, parameter: nn.Parameter) -> ShardPlacementResult | None:
         """What FSDP2 asks of a layer's parameter: over which ranks it is cut, and along which axis.
 
         Experts are cut between each other. Where ranks do not have the same number then, each expert is.
@@ -59,21 +59,8 @@ class ExpertParallel:
         if not isinstance(parameter, DTensor):
             return None
         ranks, own = self._mesh["expert_shard"].size(), parameter.to_local()
-        return self._cut(Shard(0 if len(own) % ranks == 0 else 1))
+        return ShardPlacementResult(Shard(0 if len(own) % ranks == 0 else 1), self._shared)
 
     def of(self, named: Mapping[str, nn.Parameter]) -> tuple[nn.Parameter, ...]:
         """Those of the parameters that are experts'."""
         return tuple(parameter for name, parameter in named.items() if name in self._names)
-
-
-def _cuts_of_a_layer(mesh: Any) -> Any:
-    """What makes FSDP2's placement of a parameter on a mesh of its own. Raises SpecError where torch has none."""
-    try:
-        from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
-    except ImportError:
-        got = torch.__version__
-        raise SpecError(
-            "this torch cuts all of a layer alike", path="plan.expert_parallel", got=got, allowed="2.12 or newer"
-        ) from None
-    info = FSDPMeshInfo(mesh=mesh, shard_mesh_dim=0)
-    return lambda placement: ShardPlacementResult(placement, info)
