@@ -20,9 +20,11 @@ from orchestrator.planning.cost import Hardware, step_s
 from orchestrator.planning.search import plans, profile_for
 from orchestrator.service.server.intake import read_cluster, read_job
 from orchestrator.service.server.rates import measured
+from orchestrator.specs.choices import ActivationCheckpointing, Engine, ZeroStage
 from orchestrator.specs.job.spec import JobSpec
-from orchestrator.specs.plan import ActivationCheckpointing, Engine, Plan, ZeroStage, in_short
+from orchestrator.specs.plan import Plan
 from orchestrator.specs.run import TrainingRun
+from orchestrator.specs.settings import in_short
 from tests.ranks import start_ranks
 from tests.training.gang import finish
 

@@ -23,11 +23,12 @@ from orchestrator.scheduling.base.node_groups import groups_of
 from orchestrator.scheduling.step import step
 from orchestrator.specs.actions import Action, Launch
 from orchestrator.specs.attempt import PROBE_STEPS, Attempt, Evidence, Heartbeat, OomReport, RankEnd
+from orchestrator.specs.choices import ActivationCheckpointing, Optimizer, ZeroStage
 from orchestrator.specs.cluster import idle_nodes
 from orchestrator.specs.events import Finished, Released, Submitted
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.parse import parse_cluster
-from orchestrator.specs.plan import ActivationCheckpointing, Optimizer, Plan, ZeroStage
+from orchestrator.specs.plan import Plan
 from orchestrator.specs.run import OOM_EXIT_CODE
 from orchestrator.specs.state import State
 

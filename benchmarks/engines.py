@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.figure import Figure, at_most, informs
+from orchestrator.specs.choices import Engine, ParallelLayout, ZeroStage
 from orchestrator.specs.job.model import DataSpec, DecoderSpec, ModelSpec, TrainingSpec
-from orchestrator.specs.plan import Engine, ParallelLayout, Plan, ZeroStage
+from orchestrator.specs.plan import Plan
 from orchestrator.specs.run import TrainingRun
 from tests.ranks import start_ranks
 from tests.training.gang import finish

@@ -16,7 +16,8 @@ from rich.table import Table
 
 from benchmarks.figure import Figure, at_most, informs, say
 from orchestrator.planning.frontier import MARGIN
-from orchestrator.specs.plan import Engine, Plan
+from orchestrator.specs.choices import Engine
+from orchestrator.specs.plan import Plan
 from tests.memory import matrix, test_traced
 from tests.memory.matrix import Row
 from tests.memory.test_closed_form import MEAN_ERROR_MAX

@@ -23,12 +23,12 @@ from typing import Any
 from benchmarks.figure import Figure, at_most, informs
 from orchestrator.service.commands.plan import Forecast, forecast
 from orchestrator.service.server.profiling import traced
+from orchestrator.specs.choices import Precision
 from orchestrator.specs.cluster import idle_nodes
 from orchestrator.specs.job.model import DataSpec, DecoderSpec, ModelSpec
 from orchestrator.specs.job.sections import GpuRange
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.parse import parse_cluster, parse_job
-from orchestrator.specs.plan import Precision
 
 ROOT = Path(__file__).parents[1]
 RUNS, TRACES = 5, 3

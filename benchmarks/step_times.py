@@ -16,8 +16,9 @@ from functools import lru_cache
 from pathlib import Path
 
 from orchestrator.planning.cost import Hardware, step_s
+from orchestrator.specs.choices import ActivationCheckpointing, Engine, ParallelLayout, Precision, ZeroStage
 from orchestrator.specs.cluster import ClusterSpec
-from orchestrator.specs.plan import ActivationCheckpointing, Engine, ParallelLayout, Plan, Precision, ZeroStage
+from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import ModelProfile, Segment, Source
 
 DATA = Path(__file__).parents[2] / "shared" / "ground_truth"

@@ -68,7 +68,19 @@ STANDARD_LIBRARY_ONLY = {  # what a training process reads, on machines that hav
     "orchestrator/specs/__init__.py",
     *(
         f"orchestrator/specs/{name}.py"
-        for name in ("plan", "attempt", "job/__init__", "job/model", "run", "errors", "profile", "stages", "str_enum")
+        for name in (
+            "choices",
+            "plan",
+            "settings",
+            "attempt",
+            "job/__init__",
+            "job/model",
+            "run",
+            "errors",
+            "profile",
+            "stages",
+            "str_enum",
+        )
     ),
 }
 EXCEPTIONS = {  # file -> modules that it alone may import

@@ -13,10 +13,11 @@ from orchestrator.planning.cost import Hardware
 from orchestrator.planning.frontier import Candidate, fitting
 from orchestrator.planning.search import frontier, plans, profile_for
 from orchestrator.service.server.intake import read_cluster, read_job
+from orchestrator.specs.choices import ActivationCheckpointing, Engine, ParallelLayout, Precision, ZeroStage
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.parse import job_from_data
-from orchestrator.specs.plan import ActivationCheckpointing, Engine, ParallelLayout, Plan, Precision, ZeroStage
+from orchestrator.specs.plan import Plan
 
 ROOT = Path(__file__).parents[1]
 GB = 10**9

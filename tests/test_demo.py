@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from orchestrator.service.server import lifecycle
-from orchestrator.specs.plan import Engine, Plan
+from orchestrator.specs.choices import Engine
+from orchestrator.specs.plan import Plan
 from orchestrator.specs.run import AttemptFolder, training_run_from_json
 from tests.training.gang import finish, spawn
 

@@ -27,11 +27,13 @@ from typer.core import TyperGroup
 from docs import generate
 from orchestrator.cli import app, main
 from orchestrator.specs.attempt import FailureKind
+from orchestrator.specs.choices import Engine, ParallelLayout, Sharding, ZeroStage
 from orchestrator.specs.cluster import cluster_json_schema
 from orchestrator.specs.job.sections import Retries
 from orchestrator.specs.job.spec import job_json_schema
 from orchestrator.specs.parse import parse_cluster, parse_jobs
-from orchestrator.specs.plan import Engine, ParallelLayout, Plan, Sharding, ZeroStage, settings
+from orchestrator.specs.plan import Plan
+from orchestrator.specs.settings import settings
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([ROOT / "README.md", *ROOT.glob("C*.md"), *(ROOT / "docs").rglob("*.md")])

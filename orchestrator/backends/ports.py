@@ -11,7 +11,7 @@ from orchestrator.specs.actions import Action, Launch, Record, Stop
 from orchestrator.specs.attempt import Attempt
 from orchestrator.specs.events import Event
 from orchestrator.specs.job_record import Job
-from orchestrator.specs.plan import in_short
+from orchestrator.specs.settings import in_short
 from orchestrator.specs.state import State
 
 Body = TypeVar("Body")  # what a row of an outbox holds

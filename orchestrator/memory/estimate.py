@@ -16,20 +16,20 @@ from orchestrator.memory.engines.overhead import SUPPOSED_OVERHEAD, Overhead
 from orchestrator.memory.engines.pipeline import filling, ranks
 from orchestrator.memory.engines.widths import master_bytes
 from orchestrator.memory.profiles import autocasts
-from orchestrator.specs.cluster import DeviceKind, DeviceSpec
-from orchestrator.specs.plan import (
-    SETTINGS,
+from orchestrator.specs.choices import (
     ActivationCheckpointing,
     Engine,
     MasterWeights,
     Offload,
     OffloadTarget,
     Optimizer,
-    Plan,
     Sharding,
     ZeroStage,
 )
+from orchestrator.specs.cluster import DeviceKind, DeviceSpec
+from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import SEGMENTS_BYTES, MemoryEstimate, ModelProfile, MomentBytes
+from orchestrator.specs.settings import SETTINGS
 
 # Reserved over allocated: +0.9 to +13.2 % over 11 replayed allocator traces (2026-11, a model of the allocator, not
 # compared with a device). With planning's margin of 5 % on top this covers the worst of them. A traced model whose own

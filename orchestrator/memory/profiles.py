@@ -8,11 +8,12 @@ from functools import lru_cache
 from orchestrator.memory.models.bart import bart_profile, bart_shape
 from orchestrator.memory.models.hf import DecoderShape, as_transformers, config_of, decoder_shape
 from orchestrator.memory.models.t5 import t5_profile, t5_shape
+from orchestrator.specs.choices import Engine, MasterWeights, Precision, Sharding, ZeroStage
 from orchestrator.specs.job.frameworks import switched_on
 from orchestrator.specs.job.model import DecoderSpec, ModelSpec
 from orchestrator.specs.job.sections import DeclaredProfile
 from orchestrator.specs.job.spec import JobSpec
-from orchestrator.specs.plan import Engine, MasterWeights, Plan, Precision, Sharding, ZeroStage
+from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import BackwardPeak, LossChunks, ModelProfile, Segment, Source, TracedProfile
 
 # Activations of a user's model in bf16 or fp16 over those in fp32: norms, residuals and losses stay fp32 under

@@ -10,18 +10,18 @@ from orchestrator.memory.engines.pipeline import part, ranks
 from orchestrator.memory.engines.widths import compute_bytes, exchanged_bytes, master_bytes
 from orchestrator.planning.collectives import START_S, Ring, all_to_all_s, ring, send_s
 from orchestrator.planning.kernels import BANDWIDTH_EFFICIENCY, host_s, micro_batch
-from orchestrator.specs.cluster import DeviceKind, DeviceSpec
-from orchestrator.specs.plan import (
+from orchestrator.specs.choices import (
     ActivationCheckpointing,
     Engine,
     MasterWeights,
     Offload,
     OffloadTarget,
     Optimizer,
-    Plan,
     Precision,
     ZeroStage,
 )
+from orchestrator.specs.cluster import DeviceKind, DeviceSpec
+from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import ModelProfile
 
 # Computation and communication that overlap slow each other by 1.1 to 1.3 (Galvatron, arXiv:2211.13878, section 3.4).

@@ -8,7 +8,8 @@ from math import floor
 
 from orchestrator.memory.engines.pipeline import Filling, in_three, of_all_kinds, waiting
 from orchestrator.planning.cost import Hardware, seconds_in_three
-from orchestrator.specs.plan import ActivationCheckpointing, Plan, Precision, ZeroStage
+from orchestrator.specs.choices import ActivationCheckpointing, Precision, ZeroStage
+from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import ModelProfile
 from orchestrator.specs.stages import stage_layers
 

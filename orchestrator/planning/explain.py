@@ -9,13 +9,15 @@ from orchestrator.memory.calibration.correction import corrected
 from orchestrator.planning.cost import Hardware
 from orchestrator.planning.frontier import Candidate, Frontier, fitting, needed_bytes
 from orchestrator.planning.search import frontier
+from orchestrator.specs.choices import Degradation
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.pins import in_words
 from orchestrator.specs.job.sections import Degrade, GpuRange
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job.trainer import Knob
-from orchestrator.specs.plan import Degradation, Plan, in_short
+from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import MemoryEstimate, MomentBytes
+from orchestrator.specs.settings import in_short
 from orchestrator.specs.units import format_bytes, format_probability
 
 DEVICES_MAX = 4096  # as far as the search for a larger cluster goes

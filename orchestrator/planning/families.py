@@ -24,24 +24,22 @@ from orchestrator.planning.strategies import (
     strategies,
 )
 from orchestrator.specs import replace as changed
-from orchestrator.specs.cluster import DeviceSpec
-from orchestrator.specs.errors import IllegalPlan
-from orchestrator.specs.job.pins import agrees
-from orchestrator.specs.job.spec import JobSpec
-from orchestrator.specs.plan import (
-    SETTINGS,
+from orchestrator.specs.choices import (
     ActivationCheckpointing,
     Degradation,
     Engine,
     MasterWeights,
     ParallelLayout,
-    Plan,
     Precision,
-    Setting,
     ZeroStage,
-    why_pipeline_stalls,
 )
+from orchestrator.specs.cluster import DeviceSpec
+from orchestrator.specs.errors import IllegalPlan
+from orchestrator.specs.job.pins import agrees
+from orchestrator.specs.job.spec import JobSpec
+from orchestrator.specs.plan import Plan, why_pipeline_stalls
 from orchestrator.specs.profile import ModelProfile
+from orchestrator.specs.settings import SETTINGS, Setting
 from orchestrator.specs.stages import stage_layers
 
 # And the first layers of a stage that are recomputed in full; whether the inputs of all wait in host memory.

@@ -9,7 +9,8 @@ from operator import itemgetter
 from orchestrator.memory.calibration import calibrate as calibration
 from orchestrator.memory.calibration.calibrate import EVEN, Calibration
 from orchestrator.memory.calibration.calibrate import MARGIN as MARGIN
-from orchestrator.specs.plan import Degradation, Plan
+from orchestrator.specs.choices import Degradation
+from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import MemoryEstimate
 from orchestrator.specs.units import format_bytes
 

@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
+from orchestrator.specs.choices import Precision
 from orchestrator.specs.cluster import DeviceKind, DeviceSpec
-from orchestrator.specs.plan import Precision
 from orchestrator.specs.profile import ModelProfile, Segment
 
 # Of the data sheet's peak, what the fastest product reaches where the device was not measured: 0.80 on H100, 0.86 on

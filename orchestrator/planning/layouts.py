@@ -9,11 +9,12 @@ from math import gcd
 
 from orchestrator.memory.models.hf import DecoderShape, decoder_shape
 from orchestrator.planning.cost import Hardware
+from orchestrator.specs.choices import ParallelLayout
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.model import DecoderSpec
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job.trainer import ON_ONE_NODE
-from orchestrator.specs.plan import ParallelLayout, share_heads
+from orchestrator.specs.plan import share_heads
 
 # Tokens of a sample that a context-parallel rank has at least, where nobody pins its degree: experts share samples of
 # 16,384 tokens and more (Grattafiori et al. 2024, arXiv:2407.21783, table 4: 131,072 tokens over 16 ranks, 8,192 over

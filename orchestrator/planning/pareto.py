@@ -6,7 +6,8 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from orchestrator.specs.plan import Engine, Offload, Plan
+from orchestrator.specs.choices import Engine, Offload
+from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import MemoryEstimate
 
 

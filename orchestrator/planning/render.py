@@ -5,18 +5,11 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from orchestrator.memory.engines.deepspeed import CUDA_BUCKETS, VIRTUAL_BUCKETS
+from orchestrator.specs.choices import ActivationCheckpointing, Offload, OffloadTarget, Precision, Sharding, ZeroStage
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job.trainer import Knob, Knobs
-from orchestrator.specs.plan import (
-    ActivationCheckpointing,
-    Offload,
-    OffloadTarget,
-    Plan,
-    Precision,
-    Sharding,
-    ZeroStage,
-    text_of,
-)
+from orchestrator.specs.plan import Plan
+from orchestrator.specs.settings import text_of
 
 SWITCHED_OFF = (
     ActivationCheckpointing.NONE.value,

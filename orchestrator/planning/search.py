@@ -25,23 +25,23 @@ from orchestrator.planning.strategies import (
     why_no_strategy,
 )
 from orchestrator.specs import replace as changed
-from orchestrator.specs.cluster import DeviceKind
-from orchestrator.specs.errors import IllegalPlan, SpecError
-from orchestrator.specs.job.pins import in_words
-from orchestrator.specs.job.sections import Retries
-from orchestrator.specs.job.spec import JobSpec
-from orchestrator.specs.plan import (
+from orchestrator.specs.choices import (
     AXES,
     ActivationCheckpointing,
     Degradation,
     Engine,
     ParallelLayout,
-    Plan,
     Precision,
     ZeroStage,
-    text_of,
 )
+from orchestrator.specs.cluster import DeviceKind
+from orchestrator.specs.errors import IllegalPlan, SpecError
+from orchestrator.specs.job.pins import in_words
+from orchestrator.specs.job.sections import Retries
+from orchestrator.specs.job.spec import JobSpec
+from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import MemoryEstimate, ModelProfile, OwnSettings, Segment, Source
+from orchestrator.specs.settings import text_of
 
 __all__ = ["Hardware", "frontier", "layouts", "own_settings", "plans", "profile_for"]
 

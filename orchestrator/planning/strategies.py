@@ -10,10 +10,7 @@ from orchestrator.memory.models.hf import decoder_shape
 from orchestrator.memory.profiles import freezes
 from orchestrator.planning.cost import Hardware
 from orchestrator.planning.layouts import divisors, expert_parallel_degrees, known_shape, layers_to_cut
-from orchestrator.specs.cluster import DeviceKind
-from orchestrator.specs.errors import SpecError
-from orchestrator.specs.job.spec import JobSpec
-from orchestrator.specs.plan import (
+from orchestrator.specs.choices import (
     ActivationCheckpointing,
     Engine,
     Offload,
@@ -23,6 +20,9 @@ from orchestrator.specs.plan import (
     Sharding,
     ZeroStage,
 )
+from orchestrator.specs.cluster import DeviceKind
+from orchestrator.specs.errors import SpecError
+from orchestrator.specs.job.spec import JobSpec
 
 DEEP = 64  # layers of a stage
 OFFLOADED_MIN = 1 / 8  # of a device: less of its layers' inputs is not worth the time of a copy

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from orchestrator.specs.plan import Change, Plan
+from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import MemoryEstimate, OwnSettings
+from orchestrator.specs.settings import Change
 from orchestrator.specs.str_enum import StrEnum
 
 

@@ -8,13 +8,13 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, AwareDatetime, BeforeValidator, Field, model_validator
 
+from orchestrator.specs.choices import Precision
 from orchestrator.specs.devices import DEVICES
 from orchestrator.specs.errors import SpecError, closest
 from orchestrator.specs.fields import Bandwidth, Bytes, Seconds
 from orchestrator.specs.notify import UNNOTIFIED, NotifySpec
 from orchestrator.specs.oidc import OidcSpec
 from orchestrator.specs.order import Order
-from orchestrator.specs.plan import Precision
 from orchestrator.specs.policy import UNSHARED, Objective, PolicySpec
 from orchestrator.specs.spec_model import SpecModel, json_schema_of
 

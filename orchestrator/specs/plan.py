@@ -2,129 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from enum import Enum, IntEnum
-from functools import cached_property
-from typing import Any, get_type_hints
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
+from orchestrator.specs.choices import (
+    AXES,
+    ActivationCheckpointing,
+    Degradation,
+    Engine,
+    MasterWeights,
+    Offload,
+    OffloadTarget,
+    Optimizer,
+    ParallelLayout,
+    Precision,
+    Sharding,
+    ZeroStage,
+)
 from orchestrator.specs.errors import IllegalPlan
-from orchestrator.specs.str_enum import StrEnum
-
-
-class Engine(StrEnum):
-    """Who runs the training loop: one of ours, or the user's own script."""
-
-    TORCH = "torch"
-    DEEPSPEED = "deepspeed"
-    SCRIPT = "script"
-
-
-class ZeroStage(IntEnum):
-    """What data-parallel ranks share instead of repeating; DeepSpeed's numbering (arXiv:1910.02054)."""
-
-    NONE = 0
-    OPTIMIZER = 1
-    GRADIENTS = 2
-    PARAMETERS = 3
-
-
-class Sharding(StrEnum):
-    """Whose ZeRO stages those of a script are. Ours follow from the engine."""
-
-    DEEPSPEED = "deepspeed"
-    FSDP = "fsdp"  # arXiv:2304.11277: SHARD_GRAD_OP is stage 2, FULL_SHARD stage 3
-
-
-class Offload(StrEnum):
-    """What lives in host memory instead of device memory."""
-
-    NONE = "none"
-    OPTIMIZER = "optimizer"
-    PARAMETERS = "parameters"  # parameters and optimizer
-
-
-class OffloadTarget(StrEnum):
-    """Where offloaded tensors live; DeepSpeed's words."""
-
-    CPU = "cpu"
-    NVME = "nvme"
-
-
-class ActivationCheckpointing(StrEnum):
-    """Which activations are recomputed in the backward pass instead of kept."""
-
-    NONE = "none"
-    SELECTIVE = "selective"  # every layer keeps its input and what matrix products and attention returned
-    FULL = "full"  # every layer keeps its input only
-
-
-class Precision(StrEnum):
-    """Arithmetic of the forward and backward pass."""
-
-    FP32 = "fp32"
-    BF16 = "bf16"
-    FP16 = "fp16"  # with dynamic loss scaling
-
-
-class MasterWeights(StrEnum):
-    """What the weights that an update changes are held in between steps, and their gradients."""
-
-    FP32 = "fp32"
-    BF16 = "bf16"  # rounded stochastically after each update, so that small changes add up (arXiv:2010.06192)
-
-
-class Optimizer(StrEnum):
-    """The update rule."""
-
-    ADAMW = "adamw"  # arXiv:1711.05101
-    ADAMW_8BIT = "adamw_8bit"  # the same with block-wise quantised moments (arXiv:2110.02861)
-    ADAFACTOR = "adafactor"  # arXiv:1804.04235
-    SGD = "sgd"  # with momentum
-
-
-class Degradation(IntEnum):
-    """What a change of settings may touch, mildest first."""
-
-    EXACT = 0  # the same mathematics: layout, micro-batch, checkpointing, ZeRO, offload
-    NUMERIC = 1  # the same training in other arithmetic: precision, master weights in bf16, moments in 8 bits
-    SEMANTIC = 2  # another training: sequence length
-
-
-AXES = ("dp", "cp", "tp", "pp")  # ranks from the slowest to the fastest: pp, dp, cp, tp
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParallelLayout:
-    """Degrees of data, context, tensor and pipeline parallelism; their product is the number of ranks."""
-
-    dp: int = 1
-    cp: int = 1
-    tp: int = 1
-    pp: int = 1
-
-    def __post_init__(self) -> None:
-        for axis in AXES:
-            if getattr(self, axis) < 1:
-                raise IllegalPlan(f"{axis}={getattr(self, axis)}: a parallel degree is at least 1")
-
-    @property
-    def world_size(self) -> int:
-        return self.dp * self.cp * self.tp * self.pp
-
-    @property
-    def dp_cp(self) -> int:
-        """Ranks that hold the same parameters before ZeRO or FSDP cuts them (Megatron-LM's name for their group)."""
-        return self.dp * self.cp
-
-    @property
-    def ranks_of_a_sample(self) -> int:
-        """Ranks that share what layers keep of a sample."""
-        return self.cp * self.tp * self.pp
-
-    def dp_rank(self, rank: int) -> int:
-        """Which share of the global batch the rank trains on."""
-        return rank // (self.cp * self.tp) % self.dp
 
 
 def _declared(
@@ -523,110 +419,6 @@ def share_heads(heads: int, kv_heads: int, layout: ParallelLayout) -> bool:
     if heads % layout.tp or kv_heads % layout.tp or own % layout.cp:
         return False
     return kv % layout.cp == 0 or layout.cp % kv == 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Setting:
-    """One field of a Plan, as everything outside of memory and cost formulas knows it."""
-
-    name: str
-    kind: Any  # its type
-    usual: Any  # its default; MISSING where every plan says it
-    degradation: Degradation  # what a change of it touches
-    short: Callable[[Plan], Sequence[str]] | None  # its words in a line; None: it has none of its own
-    rows: Callable[[Plan], dict[str, str]] | None  # its rows in a table; None: its name and value
-    cheaper: tuple[Any, ...]  # values that `degrade: numeric` may take instead of the usual one, the best first
-    is_given: bool  # whether people may give it (`plan:`, `orc estimate --set`); else it follows from the job
-    alias: str  # what `--set` takes for its name as well
-    least: int  # of a number
-
-    @cached_property
-    def keys(self) -> tuple[str, ...]:
-        """Names under which `--set` takes it."""
-        return AXES if self.kind is ParallelLayout else (self.name,)
-
-    @cached_property
-    def choices(self) -> dict[str, Any]:
-        """Its values by their text; empty where it is a number."""
-        if self.kind is bool:
-            return {text_of(value): value for value in (False, True)}
-        return {text_of(value): value for value in self.kind} if _is_enum(self.kind) else {}
-
-    def from_json(self, value: Any) -> Any:
-        """The value that `dataclasses.asdict` and JSON made of one."""
-        if self.kind is ParallelLayout:
-            return ParallelLayout(**value)
-        if _is_enum(self.kind):
-            return self.kind(value)
-        return tuple((phase, samples) for phase, samples in value) if isinstance(value, list) else value
-
-
-def _is_enum(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, Enum)
-
-
-def _of_plan() -> tuple[Setting, ...]:
-    kinds = get_type_hints(Plan)
-    return tuple(
-        Setting(name=one.name, kind=kinds[one.name], usual=one.default, **one.metadata["setting"])
-        for one in fields(Plan)
-    )
-
-
-SETTINGS = _of_plan()  # in the order in which people read them
-
-
-def plan_from_json(data: dict[str, Any]) -> Plan:
-    """The plan that `dataclasses.asdict` wrote. Raises IllegalPlan where it names an illegal one."""
-    return Plan(**{one.name: one.from_json(data[one.name]) for one in SETTINGS})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
-    """One setting that differs between two plans, as people read it."""
-
-    setting: str
-    before: str
-    after: str
-
-    def __str__(self) -> str:
-        return f"{self.setting} {self.before} -> {self.after}"
-
-
-def settings(plan: Plan) -> dict[str, str]:
-    """The plan flattened to `setting: value` text, in the order in which people read it."""
-    flat: dict[str, str] = {}
-    for one in SETTINGS:
-        flat |= {one.name: text_of(getattr(plan, one.name))} if one.rows is None else one.rows(plan)
-    return flat | {"global_batch_size": str(plan.global_batch_size)}
-
-
-def text_of(value: Any) -> str:
-    """A setting's value in one word."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    return str(int(value)) if isinstance(value, int) else str(value)
-
-
-def changes(before: Plan, after: Plan) -> tuple[Change, ...]:
-    """Every setting in which two plans differ; empty where they are equal."""
-    old, new = settings(before), settings(after)
-    return tuple(
-        Change(setting=name, before=old.get(name, "-"), after=new.get(name, "-"))
-        for name in dict.fromkeys((*old, *new))
-        if old.get(name) != new.get(name)
-    )
-
-
-def degradation(asked: Mapping[str, Any], plan: Plan) -> Degradation:
-    """The worst class among the settings that are not as `asked` (values by name); EXACT where all are."""
-    changed = (one for one in SETTINGS if one.name in asked and asked[one.name] != getattr(plan, one.name))
-    return max((one.degradation for one in changed), default=Degradation.EXACT)
-
-
-def in_short(plan: Plan) -> str:
-    """The plan in a line: `2 gpus · dp2 · ZeRO-3 · micro 4x2 · checkpointing`."""
-    return " · ".join(words for one in SETTINGS if one.short is not None for words in one.short(plan))
 
 
 def _where(words: str, is_said: bool) -> list[str]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from orchestrator.specs.plan import ActivationCheckpointing, Precision
+from orchestrator.specs.choices import ActivationCheckpointing, Precision
 from orchestrator.specs.str_enum import StrEnum
 
 

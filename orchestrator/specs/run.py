@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.specs.attempt import ErrorReport, Heartbeat, OomReport
+from orchestrator.specs.choices import OffloadTarget
 from orchestrator.specs.job.model import (
     DataSpec,
     ModelSpec,
@@ -42,7 +43,8 @@ from orchestrator.specs.job.model import (
     model_from_json,
     training_from_json,
 )
-from orchestrator.specs.plan import OffloadTarget, Plan, plan_from_json
+from orchestrator.specs.plan import Plan
+from orchestrator.specs.settings import plan_from_json
 
 OOM_EXIT_CODE = 77  # the guard's own: an out-of-memory exception, with a report beside the log
 UPLOADED_AT_S = 946_684_800.0  # modification time of each uploaded file: 2000-01-01, so that a later write shows

@@ -7,7 +7,7 @@ import os
 
 import torch
 
-from orchestrator.specs import plan as plans
+from orchestrator.specs import choices
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.model import TrainingSpec
 from orchestrator.specs.run import TrainingRun
@@ -74,12 +74,12 @@ def _engine(
     recipe: Recipe, run: TrainingRun, training: TrainingSpec, device: torch.device, resume_from: Saved | None
 ) -> Engine:
     plan = run.plan
-    if plan.engine is plans.Engine.DEEPSPEED:
+    if plan.engine is choices.Engine.DEEPSPEED:
         # Only here: importing deepspeed takes seconds, and it chooses its accelerator while it is imported.
         if device.type == "cpu":
             os.environ["DS_ACCELERATOR"] = "cpu"
         from orchestrator.training.engines.deepspeed_engine import DeepSpeedEngine
 
         return DeepSpeedEngine(recipe, run, training, device, resume_from)
-    assert plan.engine is plans.Engine.TORCH, f"{plan.engine} is not one of our engines"
+    assert plan.engine is choices.Engine.TORCH, f"{plan.engine} is not one of our engines"
     return TorchEngine(recipe, plan, training, device, resume_from)

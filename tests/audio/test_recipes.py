@@ -11,9 +11,10 @@ import torch
 from safetensors.torch import save_file
 
 from jobs.audio import orpheus
+from orchestrator.specs.choices import ActivationCheckpointing, ParallelLayout, ZeroStage
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.model import DataSpec, LoraSpec, ModelSpec
-from orchestrator.specs.plan import ActivationCheckpointing, ParallelLayout, Plan, ZeroStage
+from orchestrator.specs.plan import Plan
 from orchestrator.specs.run import TrainingRun
 from orchestrator.training.contract.recipe import Recipe, from_factory
 from tests.training import gang

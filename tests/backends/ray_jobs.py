@@ -13,11 +13,12 @@ from typing import TypeVar
 from orchestrator.backends.ports import Backend
 from orchestrator.specs.actions import Launch
 from orchestrator.specs.attempt import Attempt, NodeDevices, Placement
+from orchestrator.specs.choices import Engine, ParallelLayout
 from orchestrator.specs.cluster import ClusterSpec, DeviceKind, DeviceSpec, NodeSpec
 from orchestrator.specs.events import Event, Finished, NodesSeen, Released, Started
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job
-from orchestrator.specs.plan import Engine, ParallelLayout, Plan
+from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import MemoryEstimate
 from orchestrator.specs.run import AttemptFolder, JobFolder
 

@@ -32,21 +32,14 @@ from orchestrator.service.commands.replay import kept_events, kept_state
 from orchestrator.service.server.controller import Controller
 from orchestrator.specs.actions import Archive, Record
 from orchestrator.specs.attempt import Attempt, Evidence, NodeDevices
+from orchestrator.specs.choices import ActivationCheckpointing, Engine, Offload, ParallelLayout, Precision, ZeroStage
 from orchestrator.specs.cluster import DeviceSpec, Node
 from orchestrator.specs.errors import IllegalPlan, ServiceError, SpecError
 from orchestrator.specs.events import Event, Finished, Submitted, TimerFired
 from orchestrator.specs.job.model import DataSpec, DecoderSpec, ModelSpec, TrainingSpec
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job, JobStatus
-from orchestrator.specs.plan import (
-    ActivationCheckpointing,
-    Engine,
-    Offload,
-    ParallelLayout,
-    Plan,
-    Precision,
-    ZeroStage,
-)
+from orchestrator.specs.plan import Plan
 from orchestrator.specs.policy import PolicySpec
 from orchestrator.specs.profile import MemoryEstimate
 from orchestrator.specs.state import State

@@ -11,10 +11,10 @@ import pytest
 
 from orchestrator.backends.attempts.launch_request import GUARD, LaunchNode, LaunchRequest, guarded, launch_request
 from orchestrator.specs.attempt import NodeDevices
+from orchestrator.specs.choices import Engine
 from orchestrator.specs.cluster import DeviceKind, DeviceSpec
 from orchestrator.specs.fault import Fault, FaultKind
 from orchestrator.specs.job.spec import JobSpec
-from orchestrator.specs.plan import Engine
 from orchestrator.specs.run import GuardSettings, training_run_from_json
 from tests.backends.ray_jobs import BOTH, DEVICE, launch_of
 from tests.scheduling.factories import decoder_spec

@@ -22,8 +22,9 @@ from orchestrator.backends.attempts.launcher import (
 from orchestrator.backends.attempts.leftovers import clean_up, kill_marked, mark_of
 from orchestrator.backends.attempts.system_metrics import Watched
 from orchestrator.backends.ray import connection
+from orchestrator.specs.choices import Engine, Offload, OffloadTarget, ZeroStage
 from orchestrator.specs.job.model import DataSpec, ModelSpec, TrainingSpec
-from orchestrator.specs.plan import Engine, Offload, OffloadTarget, Plan, ZeroStage
+from orchestrator.specs.plan import Plan
 from orchestrator.specs.run import AttemptFolder, JobFolder, TrainingRun, write_json
 from tests.backends.ray_jobs import PROGRAM, alive, said, until
 

@@ -40,15 +40,17 @@ from orchestrator.specs.attempt import (
     NodeDevices,
     RankEnd,
 )
+from orchestrator.specs.choices import Engine
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.events import NodesSeen, TimerFired
 from orchestrator.specs.job.code_source import CodeSource
 from orchestrator.specs.job.sections import Member
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job, JobStatus
-from orchestrator.specs.plan import Engine, Plan, changes
+from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import MemoryEstimate, MomentBytes
 from orchestrator.specs.run import JobFolder
+from orchestrator.specs.settings import changes
 from orchestrator.specs.state import State
 from tests.scheduling.factories import decoder_spec, node
 from tests.scheduling.test_step import finished, oom, released, run, submitted

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from benchmarks.cost import contradicts_itself, knowing_layouts, off_a_line
 from benchmarks.step_times import Measured
-from orchestrator.specs.plan import Engine, ParallelLayout, Plan, Precision
+from orchestrator.specs.choices import Engine, ParallelLayout, Precision
+from orchestrator.specs.plan import Plan
 
 
 def row(micro: int, steps: int, measured_s: float, tp: int = 1) -> Measured:

@@ -9,10 +9,11 @@ from orchestrator.memory.calibration.calibrate import UNMEASURED, plan_needed_by
 from orchestrator.memory.engines.overhead import supposed_overhead_bytes
 from orchestrator.memory.estimate import estimate
 from orchestrator.memory.profiles import autocasts, profile_of
+from orchestrator.specs.choices import ActivationCheckpointing, Engine, Offload, Optimizer, Precision, ZeroStage
 from orchestrator.specs.cluster import DeviceKind, DeviceSpec
 from orchestrator.specs.job.model import DataSpec, LoraSpec, ModelSpec, TrainingSpec
 from orchestrator.specs.job.spec import JobSpec
-from orchestrator.specs.plan import ActivationCheckpointing, Engine, Offload, Optimizer, Plan, Precision, ZeroStage
+from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import MemoryEstimate
 
 GIB = 2**30

@@ -25,8 +25,8 @@ from typing import Any
 from benchmarks.figure import Figure, at_most, informs, say
 from orchestrator.specs.cluster import DeviceKind
 from orchestrator.specs.job.model import DataSpec
-from orchestrator.specs.plan import in_short
 from orchestrator.specs.run import OOM_EXIT_CODE, GuardSettings, TrainingRun, write_json
+from orchestrator.specs.settings import in_short
 from orchestrator.training.guard import guard
 from tests.gpu.configurations import STEPS, Measurement, on_cpu, on_cuda
 

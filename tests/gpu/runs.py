@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
+from orchestrator.specs.choices import Engine
 from orchestrator.specs.job.model import DataSpec, DecoderSpec, ModelSpec, TrainingSpec
-from orchestrator.specs.plan import Engine, Plan
+from orchestrator.specs.plan import Plan
 from orchestrator.specs.run import TrainingRun
 from orchestrator.training.build import build_engine, build_recipe
 from orchestrator.training.contract.engine import Engine as RunningEngine

@@ -12,8 +12,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from orchestrator.specs.choices import Precision  # noqa: E402
 from orchestrator.specs.job.model import DataSpec, LoraSpec, ModelSpec  # noqa: E402
-from orchestrator.specs.plan import Precision  # noqa: E402
 from tests.gpu.runs import TRAINING, plan, run_of, train  # noqa: E402
 
 LLAMA = {

@@ -10,8 +10,8 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("torchao")
 
 from orchestrator.memory.engines.optimizers import temporaries  # noqa: E402
+from orchestrator.specs.choices import Optimizer  # noqa: E402
 from orchestrator.specs.job.model import DecoderSpec, ModelSpec, TrainingSpec  # noqa: E402
-from orchestrator.specs.plan import Optimizer  # noqa: E402
 from orchestrator.training.build import build_engine, build_recipe  # noqa: E402
 from orchestrator.training.checkpoint import checkpoint  # noqa: E402
 from orchestrator.training.checkpoint.checkpoint import Cursor, Saved  # noqa: E402

@@ -10,8 +10,8 @@ import pytest
 pytest.importorskip("pydantic", reason="the planner reads job files with pydantic")
 pytest.importorskip("transformers")
 
+from orchestrator.specs.choices import ActivationCheckpointing, Optimizer, Precision, ZeroStage
 from orchestrator.specs.cluster import DeviceKind
-from orchestrator.specs.plan import ActivationCheckpointing, Optimizer, Precision, ZeroStage
 from tests.gpu import measure
 from tests.gpu.configurations import GIB, Measurement, on_cpu, on_cuda
 

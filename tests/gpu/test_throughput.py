@@ -10,8 +10,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from orchestrator.specs.choices import ActivationCheckpointing, Precision, ZeroStage  # noqa: E402
 from orchestrator.specs.job.model import DataSpec, DecoderSpec, ModelSpec, TrainingSpec  # noqa: E402
-from orchestrator.specs.plan import ActivationCheckpointing, Plan, Precision, ZeroStage, in_short  # noqa: E402
+from orchestrator.specs.plan import Plan  # noqa: E402
+from orchestrator.specs.settings import in_short  # noqa: E402
 from tests.gpu.runs import SMALL, plan, run_of, train  # noqa: E402
 
 # Dense bf16 FLOP/s of the data sheets, by a part of the name that CUDA gives.

@@ -10,14 +10,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from orchestrator.specs.plan import (  # noqa: E402
-    ActivationCheckpointing,
-    Offload,
-    Optimizer,
-    Plan,
-    Precision,
-    ZeroStage,
-)
+from orchestrator.specs.choices import ActivationCheckpointing, Offload, Optimizer, Precision, ZeroStage  # noqa: E402
+from orchestrator.specs.plan import Plan  # noqa: E402
 from tests.gpu import runs  # noqa: E402
 from tests.gpu.runs import TRAINING, plan, run_of  # noqa: E402
 

@@ -11,21 +11,21 @@ from typing import Any
 
 from orchestrator.memory.estimate import estimate
 from orchestrator.memory.profiles import autocasts, profile_of
-from orchestrator.specs.cluster import DeviceKind, DeviceSpec
-from orchestrator.specs.errors import IllegalPlan
-from orchestrator.specs.job.model import DataSpec, DecoderSpec, LoraSpec, ModelSpec
-from orchestrator.specs.job.spec import JobSpec
-from orchestrator.specs.plan import (
+from orchestrator.specs.choices import (
     ActivationCheckpointing,
     Engine,
     MasterWeights,
     Optimizer,
     ParallelLayout,
-    Plan,
     Precision,
     ZeroStage,
-    in_short,
 )
+from orchestrator.specs.cluster import DeviceKind, DeviceSpec
+from orchestrator.specs.errors import IllegalPlan
+from orchestrator.specs.job.model import DataSpec, DecoderSpec, LoraSpec, ModelSpec
+from orchestrator.specs.job.spec import JobSpec
+from orchestrator.specs.plan import Plan
+from orchestrator.specs.settings import in_short
 from tests.memory.measure import peaks
 
 SEQUENCE_LENGTH = 64

@@ -15,8 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from orchestrator.specs.choices import Engine, ZeroStage
 from orchestrator.specs.job.model import DataSpec, Freeze, ModelSpec, TrainingSpec, model_from_json
-from orchestrator.specs.plan import Engine, Plan, ZeroStage
+from orchestrator.specs.plan import Plan
 from orchestrator.specs.run import OOM_EXIT_CODE, TrainingRun, plan_from_json
 from tests.ranks import Rank, start_ranks
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.memory.engines.deepspeed_buckets import Reduction, filling, largest_share
-from orchestrator.specs.plan import Precision
+from orchestrator.specs.choices import Precision
 from orchestrator.specs.profile import ModelProfile, Segment, Source
 
 SIZES = st.lists(st.integers(1, 90), min_size=1, max_size=5)

@@ -28,8 +28,9 @@ from orchestrator.memory.calibration.calibrate import (
     remembered,
 )
 from orchestrator.memory.calibration.correction import corrected_bytes, lasting, observed_correction
+from orchestrator.specs.choices import Engine
 from orchestrator.specs.observation import Observation
-from orchestrator.specs.plan import Engine, Plan
+from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import MemoryEstimate, MomentBytes, Source
 from tests.scheduling.factories import DEVICE, MIB, observation
 

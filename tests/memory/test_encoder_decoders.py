@@ -16,10 +16,11 @@ from orchestrator.memory.models import bart, t5
 from orchestrator.memory.models.bart import bart_shape
 from orchestrator.memory.models.t5 import t5_shape
 from orchestrator.memory.profiles import autocasts, profile_of
+from orchestrator.specs.choices import ActivationCheckpointing, Engine, Precision
 from orchestrator.specs.errors import IllegalPlan
 from orchestrator.specs.job.model import DataSpec, Freeze, LoraSpec, ModelSpec, TrainingSpec
 from orchestrator.specs.job.spec import JobSpec
-from orchestrator.specs.plan import ActivationCheckpointing, Engine, Plan, Precision
+from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import ModelProfile, Source
 from orchestrator.training.tracing.trace import Arithmetic, Request, profiles
 from tests.memory.matrix import DEVICE

@@ -15,17 +15,10 @@ import pytest
 from orchestrator.memory.calibration.calibrate import UNMEASURED, plan_needed_bytes
 from orchestrator.memory.estimate import estimate
 from orchestrator.memory.profiles import autocasts, profile_of
+from orchestrator.specs.choices import ActivationCheckpointing, Engine, Optimizer, ParallelLayout, Precision, ZeroStage
 from orchestrator.specs.errors import IllegalPlan
 from orchestrator.specs.job.model import TrainingSpec
-from orchestrator.specs.plan import (
-    ActivationCheckpointing,
-    Engine,
-    Optimizer,
-    ParallelLayout,
-    Plan,
-    Precision,
-    ZeroStage,
-)
+from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import ModelProfile
 from orchestrator.training.tracing.trace import Arithmetic, Request, profiles
 from tests.memory.matrix import ADAPTED, DEVICE, SEQUENCE_LENGTH, job

@@ -16,10 +16,11 @@ from orchestrator.memory.estimate import estimate
 from orchestrator.memory.models import experts
 from orchestrator.memory.models.hf import DEFAULTS, decoder_shape
 from orchestrator.memory.profiles import profile_of
+from orchestrator.specs.choices import ActivationCheckpointing, Engine, ParallelLayout, Precision, ZeroStage
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.model import DataSpec, LoraSpec, ModelSpec, TrainingSpec
 from orchestrator.specs.job.spec import JobSpec
-from orchestrator.specs.plan import ActivationCheckpointing, Engine, ParallelLayout, Plan, Precision, ZeroStage
+from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import ModelProfile
 from orchestrator.training.guard.virtual_device import VirtualDevice
 from orchestrator.training.models.hf_adapters import adapt

@@ -8,8 +8,8 @@ import pytest
 
 from orchestrator.memory.estimate import estimate
 from orchestrator.memory.profiles import profile_of
+from orchestrator.specs.choices import Engine, Offload, Optimizer, Precision
 from orchestrator.specs.job.model import ModelSpec
-from orchestrator.specs.plan import Engine, Offload, Optimizer, Precision
 from tests.memory.matrix import ADAPTED, DEEP, DEVICE, SEQUENCE_LENGTH, job, plan
 
 

@@ -17,8 +17,9 @@ from orchestrator.memory.engines.overhead import (
     SUPPOSED_OVERHEAD,
     supposed_overhead_bytes,
 )
+from orchestrator.specs.choices import Engine, ParallelLayout, ZeroStage
 from orchestrator.specs.observation import Observation
-from orchestrator.specs.plan import Engine, ParallelLayout, Plan, ZeroStage
+from orchestrator.specs.plan import Plan
 from tests.scheduling.factories import DEVICE, MIB, observation
 
 ALONE = Plan(engine=Engine.TORCH, micro_batch_size=1)

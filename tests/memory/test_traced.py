@@ -10,16 +10,9 @@ import pytest
 
 from orchestrator.memory.estimate import estimate
 from orchestrator.memory.profiles import autocasts, is_known, profile_of
+from orchestrator.specs.choices import ActivationCheckpointing, Engine, Optimizer, ParallelLayout, Precision, ZeroStage
 from orchestrator.specs.job.model import Freeze, ModelSpec, TrainingSpec
-from orchestrator.specs.plan import (
-    ActivationCheckpointing,
-    Engine,
-    Optimizer,
-    ParallelLayout,
-    Plan,
-    Precision,
-    ZeroStage,
-)
+from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import ModelProfile, Source, TracedProfile
 from orchestrator.training.tracing.trace import Arithmetic, Request, profiles
 from tests.memory.matrix import DEVICE, SEQUENCE_LENGTH, Row, job, table

@@ -14,18 +14,12 @@ from orchestrator.planning.collectives import ring, send_s
 from orchestrator.planning.cost import Hardware, step_s
 from orchestrator.planning.kernels import matmul_s, micro_batch, product_flops, product_rates
 from orchestrator.planning.search import plans, profile_for
+from orchestrator.specs.choices import ActivationCheckpointing, Engine, ParallelLayout, Precision, ZeroStage
 from orchestrator.specs.cluster import DeviceSpec
 from orchestrator.specs.devices import DEVICES
 from orchestrator.specs.job.spec import JobSpec
-from orchestrator.specs.plan import (
-    ActivationCheckpointing,
-    Engine,
-    ParallelLayout,
-    Plan,
-    Precision,
-    ZeroStage,
-    in_short,
-)
+from orchestrator.specs.plan import Plan
+from orchestrator.specs.settings import in_short
 
 SMALL = {
     "vocab_size": 32000,

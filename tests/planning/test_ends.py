@@ -11,8 +11,9 @@ from orchestrator.memory.estimate import estimate
 from orchestrator.planning.cost import step_s
 from orchestrator.planning.ends import ends_of
 from orchestrator.planning.search import plans, profile_for
+from orchestrator.specs.choices import ActivationCheckpointing, Engine, ParallelLayout, Precision, ZeroStage
 from orchestrator.specs.job.spec import JobSpec
-from orchestrator.specs.plan import ActivationCheckpointing, Engine, ParallelLayout, Plan, Precision, ZeroStage
+from orchestrator.specs.plan import Plan
 from orchestrator.specs.stages import stage_layers
 from tests.planning.test_cost import job, machine
 

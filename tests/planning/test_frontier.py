@@ -17,20 +17,20 @@ from orchestrator.memory.estimate import estimate
 from orchestrator.planning.cost import step_s
 from orchestrator.planning.frontier import Candidate, fits, fitting, needed_bytes, why_rejected
 from orchestrator.planning.search import Hardware, frontier, plans, profile_for
-from orchestrator.specs.cluster import DeviceKind, DeviceSpec
-from orchestrator.specs.errors import SpecError
-from orchestrator.specs.job.model import DataSpec, DecoderSpec, ModelSpec
-from orchestrator.specs.job.spec import JobSpec
-from orchestrator.specs.plan import (
+from orchestrator.specs.choices import (
     ActivationCheckpointing,
     Degradation,
     Engine,
     Offload,
     ParallelLayout,
-    Plan,
     Precision,
     ZeroStage,
 )
+from orchestrator.specs.cluster import DeviceKind, DeviceSpec
+from orchestrator.specs.errors import SpecError
+from orchestrator.specs.job.model import DataSpec, DecoderSpec, ModelSpec
+from orchestrator.specs.job.spec import JobSpec
+from orchestrator.specs.plan import Plan
 
 
 def device(kind: DeviceKind = DeviceKind.CUDA, memory: str = "80GiB") -> DeviceSpec:

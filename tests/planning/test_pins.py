@@ -13,12 +13,13 @@ from orchestrator.planning.explain import why_nothing_fits
 from orchestrator.planning.families import ENDS
 from orchestrator.planning.frontier import needed_bytes
 from orchestrator.planning.search import frontier, plans
+from orchestrator.specs.choices import ActivationCheckpointing
 from orchestrator.specs.cluster import DeviceKind
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.pins import agrees, pins_of
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.parse import parse_job
-from orchestrator.specs.plan import ActivationCheckpointing, Plan
+from orchestrator.specs.plan import Plan
 from orchestrator.specs.units import format_bytes
 from tests.planning.test_search import KNOBS, SIZES, WORK, job, machine
 

@@ -17,24 +17,24 @@ from orchestrator.planning.explain import breakdown, nearest, what_would_fit, wh
 from orchestrator.planning.frontier import Candidate, fitting, needed_bytes
 from orchestrator.planning.render import accelerate_config, deepspeed_config, script_command
 from orchestrator.planning.search import Hardware, frontier, plans, profile_for
-from orchestrator.specs.cluster import DeviceKind, DeviceSpec
-from orchestrator.specs.errors import IllegalPlan, SpecError
-from orchestrator.specs.job.model import DataSpec, DecoderSpec, ModelSpec
-from orchestrator.specs.job.spec import JobSpec
-from orchestrator.specs.parse import job_from_data
-from orchestrator.specs.plan import (
+from orchestrator.specs.choices import (
     ActivationCheckpointing,
     Engine,
     Offload,
     OffloadTarget,
     ParallelLayout,
-    Plan,
     Precision,
     Sharding,
     ZeroStage,
-    changes,
 )
+from orchestrator.specs.cluster import DeviceKind, DeviceSpec
+from orchestrator.specs.errors import IllegalPlan, SpecError
+from orchestrator.specs.job.model import DataSpec, DecoderSpec, ModelSpec
+from orchestrator.specs.job.spec import JobSpec
+from orchestrator.specs.parse import job_from_data
+from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import Source
+from orchestrator.specs.settings import changes
 
 KNOBS = {
     "micro_batch_size": {"flag": "--batch", "default": 16},

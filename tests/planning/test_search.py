@@ -15,10 +15,11 @@ from orchestrator.memory.estimate import DeviceBytes, alike, estimate
 from orchestrator.planning.cost import Hardware, step_s
 from orchestrator.planning.pareto import Timed, pareto
 from orchestrator.planning.search import CORRECTION_STEPS, REACH, frontier, plans, profile_for
+from orchestrator.specs.choices import ActivationCheckpointing, Degradation, Engine, ParallelLayout
 from orchestrator.specs.cluster import DeviceKind, DeviceSpec
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.spec import JobSpec
-from orchestrator.specs.plan import ActivationCheckpointing, Degradation, Engine, ParallelLayout, Plan
+from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import MemoryEstimate
 
 Cost = tuple[Degradation, float, int, int]  # and step time, device bytes, GPUs

@@ -16,21 +16,11 @@ from orchestrator.memory.estimate import estimate
 from orchestrator.planning.cost import step_s
 from orchestrator.planning.families import asked_settings
 from orchestrator.planning.search import frontier, plans, profile_for
+from orchestrator.specs.choices import Degradation, Engine, Optimizer, ParallelLayout, Precision, Sharding, ZeroStage
 from orchestrator.specs.errors import IllegalPlan
 from orchestrator.specs.job.spec import JobSpec
-from orchestrator.specs.plan import (
-    SETTINGS,
-    Degradation,
-    Engine,
-    Optimizer,
-    ParallelLayout,
-    Plan,
-    Precision,
-    Setting,
-    Sharding,
-    ZeroStage,
-    degradation,
-)
+from orchestrator.specs.plan import Plan
+from orchestrator.specs.settings import SETTINGS, Setting, degradation
 from tests.planning.test_strategies import DECODER, MIXTURE, job, machine
 
 MACHINE = machine(nvme_folder="/nvme")

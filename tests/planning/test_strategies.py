@@ -15,10 +15,7 @@ from orchestrator.planning.cost import Hardware, step_s
 from orchestrator.planning.frontier import fitting
 from orchestrator.planning.layouts import layouts
 from orchestrator.planning.search import frontier, plans, profile_for
-from orchestrator.specs.cluster import DeviceKind, DeviceSpec
-from orchestrator.specs.errors import SpecError
-from orchestrator.specs.job.spec import JobSpec
-from orchestrator.specs.plan import (
+from orchestrator.specs.choices import (
     ActivationCheckpointing,
     Engine,
     MasterWeights,
@@ -26,10 +23,13 @@ from orchestrator.specs.plan import (
     OffloadTarget,
     Optimizer,
     ParallelLayout,
-    Plan,
     Precision,
     ZeroStage,
 )
+from orchestrator.specs.cluster import DeviceKind, DeviceSpec
+from orchestrator.specs.errors import SpecError
+from orchestrator.specs.job.spec import JobSpec
+from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import TracedProfile
 from orchestrator.specs.stages import stage_layers
 

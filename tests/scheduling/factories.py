@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from orchestrator.specs.attempt import Attempt, NodeDevices
+from orchestrator.specs.choices import Engine
 from orchestrator.specs.cluster import DeviceKind, DeviceSpec, Node
 from orchestrator.specs.job.model import DataSpec, DecoderSpec, ModelSpec
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.observation import Observation
-from orchestrator.specs.plan import Engine, Plan
+from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import MemoryEstimate, MomentBytes
 
 MIB = 2**20

@@ -10,10 +10,11 @@ from orchestrator.planning.picture import Mark
 from orchestrator.scheduling.reports.comparison import Comparison, Curve, Outcome, comparison, curve_of, strategy_of
 from orchestrator.scheduling.step import step
 from orchestrator.specs.attempt import AttemptStatus, Evidence, Failure, FailureKind, Heartbeat, RankEnd
+from orchestrator.specs.choices import ActivationCheckpointing, Engine, Offload, ParallelLayout, ZeroStage
 from orchestrator.specs.events import NodesSeen
 from orchestrator.specs.job.sections import Member
 from orchestrator.specs.job_record import Job, JobStatus
-from orchestrator.specs.plan import ActivationCheckpointing, Engine, Offload, ParallelLayout, Plan, ZeroStage
+from orchestrator.specs.plan import Plan
 from orchestrator.specs.state import State
 from tests.scheduling.factories import DEVICE, MIB, attempt, decoder_spec, job, node
 

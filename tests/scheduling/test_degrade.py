@@ -26,18 +26,18 @@ from orchestrator.specs.attempt import (
     Phase,
     RankEnd,
 )
-from orchestrator.specs.events import Event, Finished, NodesSeen, Released, Submitted
-from orchestrator.specs.job.spec import JobSpec
-from orchestrator.specs.plan import (
+from orchestrator.specs.choices import (
     ActivationCheckpointing,
     Degradation,
     Engine,
     Offload,
     Optimizer,
     ParallelLayout,
-    Plan,
     ZeroStage,
 )
+from orchestrator.specs.events import Event, Finished, NodesSeen, Released, Submitted
+from orchestrator.specs.job.spec import JobSpec
+from orchestrator.specs.plan import Plan
 from orchestrator.specs.state import State
 from tests.scheduling.factories import MIB, attempt, estimate, node, script_spec
 

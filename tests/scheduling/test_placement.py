@@ -13,7 +13,8 @@ from orchestrator.scheduling.base.node_groups import groups_of
 from orchestrator.scheduling.base.shape import shape_of
 from orchestrator.scheduling.placement.availability import AvailabilityProfile
 from orchestrator.specs.attempt import NodeDevices, Placement
-from orchestrator.specs.plan import Engine, ParallelLayout, Plan
+from orchestrator.specs.choices import Engine, ParallelLayout
+from orchestrator.specs.plan import Plan
 from tests.scheduling.factories import node
 
 

@@ -8,9 +8,10 @@ from orchestrator.memory.calibration.calibrate import calibration
 from orchestrator.planning.search import frontier
 from orchestrator.scheduling.base.node_groups import groups_of
 from orchestrator.scheduling.options.probe import measured_spec
+from orchestrator.specs.choices import Precision
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import JobStatus
-from orchestrator.specs.plan import Plan, Precision
+from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import OwnSettings
 from tests.scheduling.test_probe import Night, unknown
 

@@ -10,9 +10,11 @@ from orchestrator.memory.calibration.calibrate import CONFIDENCE
 from orchestrator.planning.search import frontier, plans
 from orchestrator.scheduling.base.node_groups import groups_of
 from orchestrator.service.commands.plan import GIVEN, forecast, forecast_of, given_plan
+from orchestrator.specs.choices import Engine, Optimizer
 from orchestrator.specs.cluster import idle_nodes
 from orchestrator.specs.errors import SpecError
-from orchestrator.specs.plan import Engine, Optimizer, Plan, settings
+from orchestrator.specs.plan import Plan
+from orchestrator.specs.settings import settings
 from tests.planning.test_strategies import DECODER, MIXTURE, job, machine
 from tests.scheduling.factories import MIB, decoder_spec, node, observation
 from tests.scheduling.test_probe import Night, unknown

@@ -11,9 +11,9 @@ import pytest
 from orchestrator.memory.models.hf import decoder_shape
 from orchestrator.memory.profiles import profile_of
 from orchestrator.service.server.intake import EMBEDDED_CLUSTER, read_cluster, read_job, read_overrides
+from orchestrator.specs.choices import Precision
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.parse import job_from_data
-from orchestrator.specs.plan import Precision
 from orchestrator.specs.profile import Source
 
 MODEL = """\

@@ -9,10 +9,10 @@ import pytest
 from orchestrator.service.commands.init.proposal import proposal
 from orchestrator.service.commands.plan import forecast
 from orchestrator.service.server.intake import read_cluster, read_job
+from orchestrator.specs.choices import Precision
 from orchestrator.specs.cluster import idle_nodes
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.spec import JobSpec
-from orchestrator.specs.plan import Precision
 
 ARGPARSE = """
 import argparse

@@ -10,8 +10,8 @@ from orchestrator.planning.collectives import ring
 from orchestrator.planning.kernels import BANDWIDTH_EFFICIENCY, product_flops
 from orchestrator.service.server.intake import read_cluster
 from orchestrator.service.server.rates import Rates, known, measured, with_rates
+from orchestrator.specs.choices import Precision
 from orchestrator.specs.cluster import ClusterSpec, DeviceSpec
-from orchestrator.specs.plan import Precision
 
 RATES = Rates(fp32_flops=88e9, bf16_flops=4e11, memory_bandwidth=6e10, link_bandwidth=2e9)
 

@@ -11,12 +11,12 @@ import pytest
 from orchestrator.service.commands.init.proposal import proposal
 from orchestrator.service.commands.plan import forecast
 from orchestrator.service.server.intake import read_cluster
+from orchestrator.specs.choices import Precision
 from orchestrator.specs.cluster import idle_nodes
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job.trainer import Knob
 from orchestrator.specs.parse import parse_job
-from orchestrator.specs.plan import Precision
 
 TRAIN = """
 import argparse

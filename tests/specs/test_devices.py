@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from orchestrator.specs.choices import Precision
 from orchestrator.specs.cluster import DeviceKind, DeviceSpec, NodeSpec, cluster_json_schema
 from orchestrator.specs.devices import DEVICES
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.parse import parse_cluster
-from orchestrator.specs.plan import Precision
 
 CLUSTER = """
 name: lab

@@ -8,19 +8,12 @@ from typing import Any, get_args
 import pytest
 
 from orchestrator.planning.render import script_command
+from orchestrator.specs.choices import ActivationCheckpointing, Engine, ParallelLayout, Precision, Sharding, ZeroStage
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.frameworks import Framework, knobs_of
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.parse import job_from_data, parse_job
-from orchestrator.specs.plan import (
-    ActivationCheckpointing,
-    Engine,
-    ParallelLayout,
-    Plan,
-    Precision,
-    Sharding,
-    ZeroStage,
-)
+from orchestrator.specs.plan import Plan
 
 FRAMEWORKS = get_args(Framework)
 

@@ -9,22 +9,19 @@ from typing import Any
 
 import pytest
 
-from orchestrator.specs.errors import IllegalPlan
-from orchestrator.specs.plan import (
+from orchestrator.specs.choices import (
     Engine,
     MasterWeights,
     Offload,
     OffloadTarget,
     Optimizer,
     ParallelLayout,
-    Plan,
     Precision,
     ZeroStage,
-    changes,
-    in_short,
-    plan_from_json,
-    settings,
 )
+from orchestrator.specs.errors import IllegalPlan
+from orchestrator.specs.plan import Plan
+from orchestrator.specs.settings import changes, in_short, plan_from_json, settings
 
 TORCH, DEEPSPEED = Engine.TORCH, Engine.DEEPSPEED
 ON_TWO, TENSOR, PIPELINE = ParallelLayout(dp=2), ParallelLayout(tp=2), ParallelLayout(pp=2)

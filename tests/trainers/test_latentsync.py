@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from orchestrator.specs.choices import ActivationCheckpointing
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import JobStatus
-from orchestrator.specs.plan import ActivationCheckpointing
 from tests.fake_card import COMMUNICATOR_BYTES, CONTEXT_BYTES, MIB, environment
 from tests.trainers.driver import Drive, card_cluster, checkout, cluster, log, story
 

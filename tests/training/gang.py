@@ -12,8 +12,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from orchestrator.specs.choices import Engine
 from orchestrator.specs.job.model import DataSpec, DecoderSpec, ModelSpec, TrainingSpec
-from orchestrator.specs.plan import Engine, Plan
+from orchestrator.specs.plan import Plan
 from orchestrator.specs.run import (
     AttemptFolder,
     JobFolder,

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
+from orchestrator.specs.choices import ActivationCheckpointing, Precision
 from orchestrator.specs.job.model import ModelSpec, TrainingSpec
-from orchestrator.specs.plan import ActivationCheckpointing, Precision
 from orchestrator.specs.profile import SEGMENTS_BYTES
 from orchestrator.training.tracing.allocator import (
     MIB,

@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torchao.optim.subclass_8bit import OptimState8bit
 
+from orchestrator.specs.choices import Engine, ParallelLayout, ZeroStage
 from orchestrator.specs.errors import SpecError
-from orchestrator.specs.plan import Engine, ParallelLayout, Plan, ZeroStage
+from orchestrator.specs.plan import Plan
 from orchestrator.specs.run import AttemptFolder
 from orchestrator.training.checkpoint import checkpoint
 from orchestrator.training.checkpoint import folder as checkpoint_folder

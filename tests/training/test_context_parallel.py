@@ -14,9 +14,10 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from orchestrator.specs.choices import ActivationCheckpointing, Engine, ParallelLayout, Precision, ZeroStage
 from orchestrator.specs.errors import IllegalPlan, SpecError
 from orchestrator.specs.job.model import DataSpec, ModelSpec
-from orchestrator.specs.plan import ActivationCheckpointing, Engine, ParallelLayout, Plan, Precision, ZeroStage
+from orchestrator.specs.plan import Plan
 from orchestrator.specs.run import JobFolder, TrainingRun
 from orchestrator.training.contract.context import Context
 from orchestrator.training.contract.recipe import materialise

@@ -18,18 +18,10 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from orchestrator.planning.render import deepspeed_config
+from orchestrator.specs.choices import Engine, Offload, OffloadTarget, Optimizer, ParallelLayout, Precision, ZeroStage
 from orchestrator.specs.errors import IllegalPlan, SpecError
 from orchestrator.specs.job.model import Freeze, ModelSpec, Schedule, TrainingSpec
-from orchestrator.specs.plan import (
-    Engine,
-    Offload,
-    OffloadTarget,
-    Optimizer,
-    ParallelLayout,
-    Plan,
-    Precision,
-    ZeroStage,
-)
+from orchestrator.specs.plan import Plan
 from orchestrator.specs.run import JobFolder, TrainingRun
 from orchestrator.training.checkpoint import checkpoint
 from orchestrator.training.checkpoint import folder as checkpoint_folder

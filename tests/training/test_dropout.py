@@ -13,8 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
 from orchestrator.memory.profiles import decoder_profile
+from orchestrator.specs.choices import Precision
 from orchestrator.specs.job.model import DecoderSpec, ModelSpec, TrainingSpec
-from orchestrator.specs.plan import Precision
 from orchestrator.specs.profile import ModelProfile
 from orchestrator.training.contract.recipe import Batch, Recipe
 from orchestrator.training.tracing.allocator import Ledger

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from orchestrator.specs.choices import ActivationCheckpointing, Engine, Offload, ParallelLayout, Precision, ZeroStage
 from orchestrator.specs.job.model import ModelSpec
-from orchestrator.specs.plan import ActivationCheckpointing, Engine, Offload, ParallelLayout, Plan, Precision, ZeroStage
+from orchestrator.specs.plan import Plan
 from orchestrator.specs.run import JobFolder, TrainingRun
 from tests.training import gang
 from tests.training.gang import GLOBAL_BATCH, Part

@@ -16,22 +16,22 @@ from typing import Any
 import pytest
 
 from orchestrator.planning.search import Hardware, plans
-from orchestrator.specs.cluster import DeviceKind, DeviceSpec
-from orchestrator.specs.job.model import DataSpec, DecoderSpec, Freeze, LoraSpec, ModelSpec, Schedule, TrainingSpec
-from orchestrator.specs.job.spec import JobSpec
-from orchestrator.specs.plan import (
+from orchestrator.specs.choices import (
     ActivationCheckpointing,
     Engine,
     MasterWeights,
     Offload,
     Optimizer,
     ParallelLayout,
-    Plan,
     Precision,
     ZeroStage,
-    in_short,
 )
+from orchestrator.specs.cluster import DeviceKind, DeviceSpec
+from orchestrator.specs.job.model import DataSpec, DecoderSpec, Freeze, LoraSpec, ModelSpec, Schedule, TrainingSpec
+from orchestrator.specs.job.spec import JobSpec
+from orchestrator.specs.plan import Plan
 from orchestrator.specs.run import AttemptFolder, TrainingRun, write_json
+from orchestrator.specs.settings import in_short
 from tests.ranks import start_ranks
 from tests.training import gang, tiny_hf
 from tests.training.gang import Part

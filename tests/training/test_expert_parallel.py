@@ -13,19 +13,19 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from orchestrator.specs.errors import IllegalPlan, SpecError
-from orchestrator.specs.job.model import DataSpec, LoraSpec, ModelSpec
-from orchestrator.specs.plan import (
+from orchestrator.specs.choices import (
     ActivationCheckpointing,
     Engine,
     MasterWeights,
     Offload,
     Optimizer,
     ParallelLayout,
-    Plan,
     Precision,
     ZeroStage,
 )
+from orchestrator.specs.errors import IllegalPlan, SpecError
+from orchestrator.specs.job.model import DataSpec, LoraSpec, ModelSpec
+from orchestrator.specs.plan import Plan
 from orchestrator.specs.run import AttemptFolder, TrainingRun, write_json
 from orchestrator.training.contract.dispatch import Dispatch
 from orchestrator.training.data.dataset import TextDataset

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import nn
 
+from orchestrator.specs.choices import ActivationCheckpointing, Engine, ParallelLayout, ZeroStage
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.model import DataSpec, Freeze, ModelSpec, TrainingSpec
-from orchestrator.specs.plan import ActivationCheckpointing, Engine, ParallelLayout, Plan, ZeroStage
+from orchestrator.specs.plan import Plan
 from orchestrator.specs.run import JobFolder, TrainingRun
 from orchestrator.training.build import build_engine
 from orchestrator.training.checkpoint import checkpoint

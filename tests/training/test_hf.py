@@ -14,9 +14,10 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokeni
 
 from orchestrator.memory.models import experts
 from orchestrator.memory.models import hf as hf_profiles
+from orchestrator.specs.choices import Engine, ParallelLayout, Precision, ZeroStage
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.model import DataSpec, Freeze, LoraSpec, ModelSpec
-from orchestrator.specs.plan import Engine, ParallelLayout, Plan, Precision, ZeroStage
+from orchestrator.specs.plan import Plan
 from orchestrator.specs.run import JobFolder, TrainingRun
 from orchestrator.training.build import build_recipe
 from orchestrator.training.contract.recipe import IGNORED_LABEL, Recipe, materialise

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.specs.plan import Engine, ParallelLayout, Plan, ZeroStage
+from orchestrator.specs.choices import Engine, ParallelLayout, ZeroStage
+from orchestrator.specs.plan import Plan
 from orchestrator.specs.run import TrainingRun
 from orchestrator.training.checkpoint import folder as checkpoint_folder
 from tests.ranks import Rank

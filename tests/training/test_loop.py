@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
+from orchestrator.specs.choices import Engine, ParallelLayout
 from orchestrator.specs.job.model import Freeze, ModelSpec
-from orchestrator.specs.plan import Engine, ParallelLayout, Plan
+from orchestrator.specs.plan import Plan
 from orchestrator.specs.run import STALE_EXIT_CODE, AttemptFolder, JobFolder, TrainingRun
 from orchestrator.training.checkpoint import checkpoint
 from orchestrator.training.checkpoint import folder as checkpoint_folder

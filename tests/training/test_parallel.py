@@ -18,16 +18,10 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from orchestrator.specs.choices import ActivationCheckpointing, Engine, ParallelLayout, Precision, ZeroStage
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.model import DecoderSpec, Freeze, ModelSpec
-from orchestrator.specs.plan import (
-    ActivationCheckpointing,
-    Engine,
-    ParallelLayout,
-    Plan,
-    Precision,
-    ZeroStage,
-)
+from orchestrator.specs.plan import Plan
 from orchestrator.specs.run import JobFolder, TrainingRun
 from orchestrator.training.contract.recipe import Recipe, materialise
 from orchestrator.training.data.dataset import TextDataset

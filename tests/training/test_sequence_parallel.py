@@ -19,9 +19,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from orchestrator.specs.choices import ActivationCheckpointing, Engine, ParallelLayout
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.model import DataSpec
-from orchestrator.specs.plan import ActivationCheckpointing, Engine, ParallelLayout, Plan
+from orchestrator.specs.plan import Plan
 from orchestrator.training.contract.recipe import Recipe, materialise
 from orchestrator.training.data.dataset import TextDataset
 from orchestrator.training.engines.randomness import Randomness

@@ -6,8 +6,8 @@ import pytest
 from deepspeed.runtime.zero.leaf_module_config import DEFAULT_LEAF_MODULE_CLASSES
 
 from orchestrator.memory.profiles import profile_of
+from orchestrator.specs.choices import ActivationCheckpointing, Precision
 from orchestrator.specs.job.model import TrainingSpec
-from orchestrator.specs.plan import ActivationCheckpointing, Precision
 from orchestrator.specs.profile import ModelProfile
 from orchestrator.training.tracing.op_recorder import LEAF_MODULES
 from orchestrator.training.tracing.timeline import Event, Phase, Place, Steps, timeline

@@ -19,9 +19,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from orchestrator.memory.models import hf as hf_profiles
 from orchestrator.memory.profiles import decoder_profile, profile_of
 from orchestrator.service.server.profiling import PROGRAM
+from orchestrator.specs.choices import ActivationCheckpointing, Precision
 from orchestrator.specs.job.model import DataSpec, DecoderSpec, Freeze, LoraSpec, ModelSpec, TrainingSpec
 from orchestrator.specs.job.spec import JobSpec
-from orchestrator.specs.plan import ActivationCheckpointing, Precision
 from orchestrator.specs.profile import ModelProfile, Source, TracedMoment
 from orchestrator.training.contract.recipe import Recipe
 from orchestrator.training.models.hf_adapters import NF4_BYTES

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
 
+from orchestrator.specs.choices import ActivationCheckpointing, Optimizer
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.model import Freeze, Schedule, TrainingSpec
-from orchestrator.specs.plan import ActivationCheckpointing, Optimizer
 from orchestrator.training.contract.loss_scale import GROWTH_INTERVAL, INITIAL, LossScale
 from orchestrator.training.contract.recipe import Recipe
 from orchestrator.training.engines.freezing import freeze_for, next_thaw, thaw_step

@@ -15,11 +15,12 @@ import yaml
 from orchestrator.backends.attempts.workdir import rewritten
 from orchestrator.planning.render import RenderedCommand, accelerate_config, deepspeed_config, script_command
 from orchestrator.specs.attempt import Attempt, Placement
+from orchestrator.specs.choices import Sharding, ZeroStage
 from orchestrator.specs.cluster import DeviceKind, DeviceSpec
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job.trainer import is_python
 from orchestrator.specs.job_record import Job
-from orchestrator.specs.plan import Plan, Sharding, ZeroStage
+from orchestrator.specs.plan import Plan
 from orchestrator.specs.run import AttemptFolder, GuardSettings, JobFolder, TrainingRun
 
 GUARD = Path(__file__).resolve().parents[2] / "training" / "guard" / "guard.py"

@@ -21,8 +21,8 @@ from orchestrator.scheduling.reports.sweep import SweepReport
 from orchestrator.specs.attempt import Attempt, AttemptStatus, FailureKind
 from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.observation import Observation
-from orchestrator.specs.plan import settings
 from orchestrator.specs.profile import UNTIMED
+from orchestrator.specs.settings import settings
 from orchestrator.specs.units import format_bytes, format_seconds
 
 ENDED_FROM_OUTSIDE = (FailureKind.CANCELLED, FailureKind.PREEMPTED, FailureKind.MOVED, FailureKind.PROBED)

@@ -18,8 +18,9 @@ from statistics import median, median_high
 from orchestrator.memory.calibration.belief import Belief, belief, factor_within
 from orchestrator.memory.calibration.correction import corrected_bytes, corrected_peak, observed_correction
 from orchestrator.memory.engines.overhead import SUPPOSED_OVERHEAD, Overhead, measured_overhead
+from orchestrator.specs.choices import Engine
 from orchestrator.specs.observation import Observation
-from orchestrator.specs.plan import Engine, Plan
+from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import MeasuredLine, MemoryEstimate, OwnSettings, Source
 
 # A plan fits where it does so with this probability.

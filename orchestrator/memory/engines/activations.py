@@ -16,7 +16,7 @@ from orchestrator.memory.engines.moments import (
     passages,
     traced_passages,
 )
-from orchestrator.specs.plan import ActivationCheckpointing, Precision
+from orchestrator.specs.choices import ActivationCheckpointing, Precision
 from orchestrator.specs.profile import LossChunks, ModelProfile, Segment
 
 

@@ -9,7 +9,8 @@ from orchestrator.memory.engines.deepspeed_buckets import Reduction, filling, la
 from orchestrator.memory.engines.moments import FP32_BYTES, Causes, Moment, Passage, Point, Rank
 from orchestrator.memory.engines.optimizers import state_bytes, temporaries
 from orchestrator.memory.engines.widths import compute_bytes
-from orchestrator.specs.plan import ActivationCheckpointing, Offload, Plan, ZeroStage
+from orchestrator.specs.choices import ActivationCheckpointing, Offload, ZeroStage
+from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import ModelProfile
 
 

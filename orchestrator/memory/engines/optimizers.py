@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 
 from orchestrator.memory.engines.moments import FP32_BYTES
-from orchestrator.specs.plan import MasterWeights, Offload, Optimizer, Plan, Sharding, ZeroStage
+from orchestrator.specs.choices import MasterWeights, Offload, Optimizer, Sharding, ZeroStage
+from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import ModelProfile
 
 ADAM_BYTES = 8  # exp_avg and exp_avg_sq in fp32 (Kingma and Ba 2015, arXiv:1412.6980)

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from statistics import median_high
 
+from orchestrator.specs.choices import ParallelLayout
 from orchestrator.specs.observation import Observation
-from orchestrator.specs.plan import ParallelLayout, Plan
+from orchestrator.specs.plan import Plan
 
 # Lazily loaded context on an A100, torch 2.1.1: stas00/ml-engineering training/performance/README.md.
 CONTEXT_BYTES = 505_000_000

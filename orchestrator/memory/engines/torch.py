@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from orchestrator.memory.engines.moments import FORWARDED, Causes, Moment, Passage, Point, Rank
 from orchestrator.memory.engines.optimizers import state_bytes, temporaries
 from orchestrator.memory.engines.widths import compute_bytes, exchanged_bytes
-from orchestrator.specs.plan import Offload, Plan, ZeroStage
+from orchestrator.specs.choices import Offload, ZeroStage
+from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import Segment
 
 

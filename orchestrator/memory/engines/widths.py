@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from orchestrator.memory.engines.moments import FP32_BYTES
-from orchestrator.specs.plan import Engine, MasterWeights, Plan, Precision
+from orchestrator.specs.choices import Engine, MasterWeights, Precision
+from orchestrator.specs.plan import Plan
 
 
 def compute_bytes(plan: Plan) -> int:

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.memory.models.encoder_decoder import embedding, head
+from orchestrator.specs.choices import ActivationCheckpointing, Precision
 from orchestrator.specs.job.model import ModelSpec
-from orchestrator.specs.plan import ActivationCheckpointing, Precision
 from orchestrator.specs.profile import BackwardPeak, ModelProfile, Segment, Source
 
 # What BartConfig of transformers 5.23 says where config.json says nothing.

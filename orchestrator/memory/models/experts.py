@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from orchestrator.specs.plan import Precision
+from orchestrator.specs.choices import Precision
 from orchestrator.specs.profile import BackwardPeak, ModelProfile
 
 # How often over what it sends a rank may receive, as plans are made: the capacity factor with which Switch Transformers

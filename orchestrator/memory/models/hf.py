@@ -14,8 +14,8 @@ from typing import Any
 from orchestrator.memory.models import experts as mixtures
 from orchestrator.memory.models.adapters import PROJECTIONS, AdaptedLayer
 from orchestrator.memory.models.experts import Experts
+from orchestrator.specs.choices import Precision
 from orchestrator.specs.job.model import LoraSpec, ModelSpec
-from orchestrator.specs.plan import Precision
 from orchestrator.specs.profile import LossChunks, ModelProfile, Segment
 
 # What the configuration classes of transformers 5.23 say where config.json says nothing.

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from orchestrator.planning.search import Hardware
+from orchestrator.specs.choices import Precision
 from orchestrator.specs.cluster import Node
-from orchestrator.specs.plan import Precision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

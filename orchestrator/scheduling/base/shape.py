@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from orchestrator.specs.plan import Engine, Plan
+from orchestrator.specs.choices import Engine
+from orchestrator.specs.plan import Plan
 
 SPREAD_MAX = 2  # times the fewest nodes that hold a gang: over more it would rather wait than talk
 

@@ -20,12 +20,13 @@ from orchestrator.scheduling.failures.observation import is_truncated
 from orchestrator.scheduling.options.hedge import restart_s, soonest
 from orchestrator.scheduling.options.probe import measured_spec, probe_of
 from orchestrator.specs.attempt import Attempt, FailureKind
+from orchestrator.specs.choices import Engine
 from orchestrator.specs.cluster import DeviceKind
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.pins import pins_of
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job
-from orchestrator.specs.plan import Engine, Plan
+from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import UNTIMED, MemoryEstimate
 from orchestrator.specs.state import State
 

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from orchestrator.memory.calibration.calibrate import MARGIN, Calibration
 from orchestrator.planning.frontier import Candidate
 from orchestrator.specs.attempt import Attempt, Failure, FailureKind
+from orchestrator.specs.choices import ActivationCheckpointing, Degradation, ZeroStage
 from orchestrator.specs.cluster import DeviceSpec
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job
-from orchestrator.specs.plan import ActivationCheckpointing, Degradation, ZeroStage
 
 PROBES_MAX = 2  # of a job
 MICRO_BATCHES_MIN = 3  # that the job could run with: of two, an attempt tells as much

@@ -19,12 +19,14 @@ from orchestrator.scheduling.base.node_groups import Group, groups_of
 from orchestrator.scheduling.failures.observation import ran_out
 from orchestrator.scheduling.options.job_options import learned
 from orchestrator.scheduling.reports.cost import SECONDS_AN_HOUR
+from orchestrator.specs.choices import Engine, ZeroStage
 from orchestrator.specs.cluster import DeviceKind, DeviceSpec
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.pins import in_words
 from orchestrator.specs.job_record import Job, JobStatus
-from orchestrator.specs.plan import Engine, Plan, ZeroStage, in_short
+from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import UNTIMED, MemoryEstimate
+from orchestrator.specs.settings import in_short
 from orchestrator.specs.state import State
 from orchestrator.specs.str_enum import StrEnum
 from orchestrator.specs.units import format_bytes

@@ -27,7 +27,7 @@ from orchestrator.specs.attempt import Attempt
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.observation import Observation
-from orchestrator.specs.plan import in_short
+from orchestrator.specs.settings import in_short
 from orchestrator.specs.state import State
 from orchestrator.specs.units import format_bytes, format_probability
 

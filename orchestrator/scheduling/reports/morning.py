@@ -13,7 +13,7 @@ from orchestrator.scheduling.reports.deadlines import late
 from orchestrator.scheduling.reports.sweep import SweepReport
 from orchestrator.specs.attempt import Attempt, AttemptStatus, FailureKind
 from orchestrator.specs.job_record import Job, JobStatus
-from orchestrator.specs.plan import in_short
+from orchestrator.specs.settings import in_short
 from orchestrator.specs.state import State
 from orchestrator.specs.units import format_bytes, format_seconds
 

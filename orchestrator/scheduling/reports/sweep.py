@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from orchestrator.scheduling.reports.cost import prices, spent
 from orchestrator.specs.job.sweep import STOPPED_EARLY, Value
 from orchestrator.specs.job_record import Job, JobStatus
-from orchestrator.specs.plan import in_short
+from orchestrator.specs.settings import in_short
 from orchestrator.specs.state import State
 
 

@@ -28,9 +28,9 @@ from orchestrator.scheduling.scheduling_pass.quotas import QuotaPass
 from orchestrator.specs.actions import Action, Launch, Record, Stop
 from orchestrator.specs.attempt import Attempt, FailureKind
 from orchestrator.specs.job_record import Job, JobStatus
-from orchestrator.specs.plan import changes
 from orchestrator.specs.profile import UNTIMED, OwnSettings
 from orchestrator.specs.replace import replace
+from orchestrator.specs.settings import changes
 from orchestrator.specs.state import Reservation, State
 
 NO_PROMISES = Infeasible(why=lambda: "`guarantee` needs the cluster's `policy: {order: adaptive}`")

@@ -14,6 +14,7 @@ from orchestrator.planning.frontier import fitting
 from orchestrator.planning.search import frontier, plans
 from orchestrator.scheduling.base.node_groups import Group, groups_of
 from orchestrator.scheduling.options.probe import measured_spec
+from orchestrator.specs.choices import AXES, Degradation
 from orchestrator.specs.cluster import Node
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.pins import SHORT, pins_of
@@ -21,7 +22,7 @@ from orchestrator.specs.job.sections import Degrade, Member
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.observation import Observation
 from orchestrator.specs.parse import job_from_data, read_document
-from orchestrator.specs.plan import AXES, Degradation, Plan
+from orchestrator.specs.plan import Plan
 
 STRATEGIES_MAX = 32  # of one comparison
 STEPS = 30  # of a model, where nobody says

@@ -18,6 +18,16 @@ from orchestrator.planning.search import frontier, profile_for
 from orchestrator.scheduling.base.node_groups import Group, groups_of
 from orchestrator.scheduling.options.probe import measured_spec, probe_of
 from orchestrator.service.views.records import EstimateView, estimate_view
+from orchestrator.specs.choices import (
+    AXES,
+    Degradation,
+    Engine,
+    Offload,
+    OffloadTarget,
+    ParallelLayout,
+    Sharding,
+    ZeroStage,
+)
 from orchestrator.specs.cluster import DeviceSpec, Node
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.pins import GIVEN, SHORT, check_in_backward, setting_value, unknown_setting
@@ -25,21 +35,9 @@ from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.observation import Observation
 from orchestrator.specs.parse import Override, together
-from orchestrator.specs.plan import (
-    AXES,
-    Degradation,
-    Engine,
-    Offload,
-    OffloadTarget,
-    ParallelLayout,
-    Plan,
-    Sharding,
-    ZeroStage,
-    degradation,
-    in_short,
-    settings,
-)
+from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import ModelProfile, Source
+from orchestrator.specs.settings import degradation, in_short, settings
 from orchestrator.specs.stages import layer_ranges
 
 # Median error of predicted steps of 40 published configurations that nobody had looked at (`make bench-cost`,

@@ -22,9 +22,9 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from orchestrator.specs.choices import Precision
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.spec import JobSpec
-from orchestrator.specs.plan import Precision
 from orchestrator.specs.profile import ModelProfile, TracedProfile
 
 TRACE_TIMEOUT_S = 600.0  # a decoder of 70 billion parameters takes 20 s

@@ -19,8 +19,8 @@ from orchestrator.service.server.attempt_files import beats
 from orchestrator.service.server.controller import Controller
 from orchestrator.specs.attempt import Attempt, AttemptStatus, Heartbeat
 from orchestrator.specs.job_record import Job, JobStatus
-from orchestrator.specs.plan import in_short
 from orchestrator.specs.run import JobFolder
+from orchestrator.specs.settings import in_short
 from orchestrator.specs.span import Parent, Span, parent_of
 
 LOOK_S = 0.5  # at most so late is a first step noticed

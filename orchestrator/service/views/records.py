@@ -20,9 +20,9 @@ from orchestrator.specs.cluster import DeviceSpec, Node
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.observation import Observation
-from orchestrator.specs.plan import in_short, settings
 from orchestrator.specs.policy import UNSHARED, PolicySpec
 from orchestrator.specs.profile import MemoryEstimate
+from orchestrator.specs.settings import in_short, settings
 from orchestrator.specs.state import State
 
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from orchestrator.specs.choices import Optimizer, Precision
 from orchestrator.specs.errors import SpecError
-from orchestrator.specs.plan import Optimizer, Precision
 from orchestrator.specs.str_enum import StrEnum
 
 FORBID_EXTRA = {"extra": "forbid"}  # read by pydantic where these nouns stand inside a JobSpec

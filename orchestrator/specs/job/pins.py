@@ -8,9 +8,11 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, PlainSerializer, WithJsonSchema
 
+from orchestrator.specs.choices import AXES, Engine, Offload, Precision, ZeroStage
 from orchestrator.specs.errors import SpecError, closest
 from orchestrator.specs.job.trainer import Knobs
-from orchestrator.specs.plan import AXES, SETTINGS, Engine, Offload, Plan, Precision, Setting, ZeroStage, text_of
+from orchestrator.specs.plan import Plan
+from orchestrator.specs.settings import SETTINGS, Setting, text_of
 
 GIVEN = {key: one for one in SETTINGS if one.is_given for key in one.keys}  # settings that people may give
 SHORT = {one.alias: one.name for one in SETTINGS if one.alias}

@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, PositiveInt, WithJsonSchema, model_validator
 
+from orchestrator.specs.choices import Degradation
 from orchestrator.specs.fields import Bytes, Seconds
-from orchestrator.specs.plan import Degradation
 from orchestrator.specs.spec_model import SpecModel
 
 

@@ -10,6 +10,7 @@ from pydantic import (
 )
 from pydantic.json_schema import SkipJsonSchema
 
+from orchestrator.specs.choices import Degradation, Precision
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.fields import DeadlineField, Hours, Priority, Seconds, Speeds, UserName
 from orchestrator.specs.job.code_source import CodeSource
@@ -28,7 +29,6 @@ from orchestrator.specs.job.sections import (
 )
 from orchestrator.specs.job.sweep import METRICS, Trial, sweep_json_schema
 from orchestrator.specs.job.trainer import ConfigFile, Knobs, LaunchStyle, Resume, Success, check
-from orchestrator.specs.plan import Degradation, Precision
 from orchestrator.specs.profile import MeasuredLine, OwnSettings, TracedProfile
 from orchestrator.specs.spec_model import Command, Counter, SpecModel, Words, json_schema_of
 

@@ -8,8 +8,8 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, PlainSerializer, WithJsonSchema, model_validator
 
+from orchestrator.specs.choices import ZeroStage
 from orchestrator.specs.errors import SpecError
-from orchestrator.specs.plan import ZeroStage
 from orchestrator.specs.spec_model import Command, Counter, Pattern, SpecModel
 
 # Who starts one process per rank: we, the script's own launcher on each node, or the script itself (`dora run` and

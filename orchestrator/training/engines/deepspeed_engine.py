@@ -28,8 +28,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from orchestrator.specs.choices import Offload, OffloadTarget, Precision, ZeroStage
 from orchestrator.specs.job.model import TrainingSpec
-from orchestrator.specs.plan import Offload, OffloadTarget, Plan, Precision, ZeroStage
+from orchestrator.specs.plan import Plan
 from orchestrator.specs.run import TrainingRun
 from orchestrator.training.checkpoint import checkpoint
 from orchestrator.training.checkpoint.fragment import Fragment

@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from orchestrator.specs.plan import ZeroStage
+from orchestrator.specs.choices import ZeroStage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

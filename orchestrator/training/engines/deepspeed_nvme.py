@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 from torch.utils import cpp_extension
 
+from orchestrator.specs.choices import Offload
 from orchestrator.specs.errors import SpecError
-from orchestrator.specs.plan import Offload, Plan
+from orchestrator.specs.plan import Plan
 from orchestrator.specs.run import TrainingRun
 
 MASTER = "master"

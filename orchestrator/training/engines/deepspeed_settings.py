@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from orchestrator.specs.choices import Offload, OffloadTarget, Precision, ZeroStage
 from orchestrator.specs.job.model import TrainingSpec
-from orchestrator.specs.plan import Offload, OffloadTarget, Plan, Precision, ZeroStage
+from orchestrator.specs.plan import Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

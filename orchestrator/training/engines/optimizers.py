@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from orchestrator.specs.choices import Optimizer
 from orchestrator.specs.job.model import TrainingSpec
-from orchestrator.specs.plan import Optimizer
 from orchestrator.training.checkpoint.fragment import Chunks
 from orchestrator.training.engines import eight_bit
 from orchestrator.training.engines.freezing import thaw_step, thaw_steps

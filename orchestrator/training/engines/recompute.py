@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from orchestrator.specs.choices import ActivationCheckpointing
 from orchestrator.specs.errors import SpecError
-from orchestrator.specs.plan import ActivationCheckpointing
 from orchestrator.training.engines.batch_norm import batch_norms, counted_once
 from orchestrator.training.engines.sequence_parallel import SUMMED_PRODUCT
 from orchestrator.training.guard.virtual_device import host_memory

@@ -35,9 +35,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from orchestrator.specs.choices import MasterWeights, Offload, Precision, ZeroStage
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.model import TrainingSpec
-from orchestrator.specs.plan import MasterWeights, Offload, Plan, Precision, ZeroStage, share_heads
+from orchestrator.specs.plan import Plan, share_heads
 from orchestrator.training.checkpoint import checkpoint
 from orchestrator.training.contract import loss_scale
 from orchestrator.training.contract.context import Context

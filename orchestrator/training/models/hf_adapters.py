@@ -10,9 +10,9 @@ import torch
 from peft import LoraConfig, inject_adapter_in_model
 from transformers import BitsAndBytesConfig, PreTrainedModel
 
+from orchestrator.specs.choices import Engine, ZeroStage
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.model import LoraSpec
-from orchestrator.specs.plan import Engine, ZeroStage
 from orchestrator.specs.run import TrainingRun
 from orchestrator.training.contract.precision import LOW_PRECISION
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from orchestrator.specs.plan import ActivationCheckpointing, Precision
+from orchestrator.specs.choices import ActivationCheckpointing, Precision
 from orchestrator.specs.profile import ModelProfile, Segment, Source, TracedMoment
 
 LINEAR = ("fixed_bytes", "sample_bytes", "own", "done", "ends_done", "units_done")  # along equal layers

@@ -31,6 +31,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 from torch.utils._pytree import tree_map
 
+from orchestrator.specs.choices import ActivationCheckpointing, Engine, ParallelLayout, Precision
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.model import (
     DataSpec,
@@ -40,7 +41,7 @@ from orchestrator.specs.job.model import (
     model_from_json,
     training_from_json,
 )
-from orchestrator.specs.plan import ActivationCheckpointing, Engine, ParallelLayout, Plan, Precision
+from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import ModelProfile
 from orchestrator.specs.run import TrainingRun
 from orchestrator.training.contract.precision import LOW_PRECISION

@@ -12,9 +12,9 @@ from typing import Any
 from orchestrator.service.commands.init.given_settings import Settled, settle
 from orchestrator.service.commands.init.script_flags import NO_SCRIPT, TRL, Flag, Script, read_script
 from orchestrator.service.commands.init.typed_command import Typed, read_command
+from orchestrator.specs.choices import Precision
 from orchestrator.specs.job.frameworks import CONFIG_FLAG, Framework, knobs_of, launch_of
 from orchestrator.specs.parse import parse_job
-from orchestrator.specs.plan import Precision
 
 CHECK = "CHECK: "
 GLOBAL_BATCH_SIZE = 8  # if the script has no default of its own
