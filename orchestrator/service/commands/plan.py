@@ -177,10 +177,10 @@ def _unsure(candidates: Sequence[Candidate], views: Sequence[CandidateView], cho
     )
     if not near or candidates[chosen].estimate.source is Source.ASSUMED:
         return None
-    others = "another plan" if near == 1 else f"{near} other plans"
+    others = "Another plan" if near == 1 else f"{near} other plans"
     return (
         f"{others} on as many devices may be as fast: predicted within {STEP_ERROR:.0%}, which is how far predictions "
-        "are off in the median. `orc compare FILE --strategies frontier` measures them"
+        "are off in the median. `orc compare FILE --strategies frontier` measures them."
     )
 
 
