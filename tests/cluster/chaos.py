@@ -25,9 +25,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import httpx
 import psycopg
 from rich.console import Console
+from sqlalchemy.exc import SQLAlchemyError
 
 from benchmarks.__main__ import FOLDER, table
 from benchmarks.figure import Figure, at_least, at_most, informs, say
@@ -361,19 +361,23 @@ def run(seed: int, faults: int, jobs: int, limit_s: float) -> list[Figure]:
 
 
 def _settled(made: Cluster, patience_s: float) -> tuple[list[Job], list[Event]]:
-    """Ended jobs and events once every job has ended, or `patience_s` have passed."""
-    deadline_s = time.monotonic() + patience_s
-    while True:
+    """Ended jobs and events once every job has ended and given back its devices, or `patience_s` have passed.
+
+    Only the journal tells: to a service a job has ended as soon as it succeeded, however long its devices take.
+    """
+    found: tuple[list[Job], list[Event]] = ([], [])
+
+    def all_ended() -> bool:
         made.supervise()
-        with contextlib.suppress(ServiceError, httpx.HTTPError), closing(made.client(_holder(made))) as client:
-            live = [job for job in client.jobs(0) if job["status"] in ("queued", "running")]
-            if not live or time.monotonic() > deadline_s:
-                break
-        if time.monotonic() > deadline_s:
-            break
-        time.sleep(1.0)
-    with closing(Journal(made.dsn, reads_only=True)) as journal:
-        return list(journal.ended(1_000_000)), list(journal.events())
+        with contextlib.suppress(ServiceError, SQLAlchemyError), closing(Journal(made.dsn, reads_only=True)) as journal:
+            found[0][:], found[1][:] = journal.ended(1_000_000), journal.events()
+            kept = {event.job_id for event in found[1] if isinstance(event, Submitted)}
+            return kept == {job.id for job in found[0]}
+        return False
+
+    with contextlib.suppress(AssertionError):
+        until(all_ended, "the end of all jobs", patience_s, 1.0)
+    return found
 
 
 def _undelivered(made: Cluster, patience_s: float) -> int:
