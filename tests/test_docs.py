@@ -483,6 +483,16 @@ def test_the_page_of_mlflow_names_all_that_is_recorded() -> None:
     assert sorted(name for name in names if f"`{name}`" not in text) == []
 
 
+@pytest.mark.parametrize(
+    "block", [block for block in BLOCKS if block.language == "diff"], ids=lambda block: block.where
+)
+def test_every_change_that_the_docs_show_applies_to_this_tree(block: Block) -> None:
+    checked = subprocess.run(
+        ["git", "apply", "--check", "-"], input=block.text, text=True, capture_output=True, cwd=ROOT
+    )
+    assert not checked.returncode, checked.stderr
+
+
 def test_every_test_that_the_page_of_security_names_is_there() -> None:
     page = (ROOT / "docs/security.md").read_text()
     promised = page[page.index("## Promised") : page.index("## Not promised")]
