@@ -59,8 +59,8 @@ class Updates:
         self.optimizer = _optimizer(self.groups, training, device)
         self._alone: dict[nn.Parameter, _Alone] = {}
         self._device, self._seed = device, seed
-        for thaw, group in self.groups.items() if seed else ():
-            self._update_alone(thaw, group)
+        if seed:
+            self._update_alone()
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -108,10 +108,10 @@ class Updates:
             self._step_alone(self._alone[parameter])
             parameter.grad = None
 
-        for thaw, group in self.groups.items():
-            self._update_alone(thaw, group)
-            for parameter in group.values():
-                parameter.register_post_accumulate_grad_hook(update)  # type: ignore[no-untyped-call]
+        if not self._alone:
+            self._update_alone()
+        for parameter in self._alone:
+            parameter.register_post_accumulate_grad_hook(update)  # type: ignore[no-untyped-call]
 
     def prepare(self, step: int) -> None:
         """Set the learning rate of the update that follows `step` optimizer steps."""
@@ -136,11 +136,13 @@ class Updates:
         """One more update was made."""
         self.steps[self._thawed] += 1
 
-    def _update_alone(self, thaw: int, group: dict[str, nn.Parameter]) -> None:
-        for name, parameter in group.items():
-            optimizer = _optimizer({thaw: {name: parameter}}, self._training, self._device)
-            optimizer.state = self.optimizer.state  # one dictionary: a checkpoint fills it, and counters are set in it
-            self._alone[parameter] = _Alone(name, optimizer)
+    def _update_alone(self) -> None:
+        """From now on, each parameter has an optimizer to itself."""
+        for thaw, group in self.groups.items():
+            for name, parameter in group.items():
+                optimizer = _optimizer({thaw: {name: parameter}}, self._training, self._device)
+                optimizer.state = self.optimizer.state  # one dictionary: a checkpoint fills it, counters are set in it
+                self._alone[parameter] = _Alone(name, optimizer)
 
     def _step_alone(self, alone: _Alone) -> None:
         if self._seed:
