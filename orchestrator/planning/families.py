@@ -28,7 +28,6 @@ from orchestrator.specs.choices import (
     ActivationCheckpointing,
     Degradation,
     Engine,
-    MasterWeights,
     ParallelLayout,
     Precision,
     ZeroStage,
@@ -76,12 +75,12 @@ def variants_of(spec: JobSpec, hardware: Hardware) -> list[Variant]:
 
 def asked_settings(spec: JobSpec) -> dict[str, Any]:
     """The settings that `degrade` may touch, as the job has them; where only `plan:` can say one, as that does."""
-    usual = {one.name: one.usual for one in SETTINGS if one.degradation is not Degradation.EXACT}
+    pins = dict(spec.plan)
+    said = {one.name: pins.get(one.name, one.usual) for one in SETTINGS if one.degradation is not Degradation.EXACT}
     length = spec.data.sequence_length if spec.model is not None else default_length(spec)
-    return usual | {
+    return said | {
         "precision": spec.precision,
         "optimizer": spec.training.optimizer,
-        "master_weights": dict(spec.plan).get("master_weights", MasterWeights.FP32),
         "sequence_length": length,
     }
 

@@ -142,9 +142,9 @@ def _no_reservation_is_delayed(t: Transition) -> Iterator[str]:
 
 
 def _the_due_are_delayed_by_nobody_who_came_later(t: Transition) -> Iterator[str]:
-    """Whoever is past its aging limit has devices promised before anybody who came later and is no better starts.
+    """A job past its aging limit has devices promised before a job starts that came later and ranks no higher.
 
-    What is promised nobody delays. Its hours, its array, drained nodes and memory that others hold bind it.
+    No job delays what is promised. Its hours, its array, drained nodes and memory that others hold bind it.
     """
     launches = list(of(Launch, t.actions))
     if not launches or (t.after.policy.has_quotas):

@@ -12,11 +12,13 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
 
+from orchestrator.memory.engines import optimizers
 from orchestrator.specs.choices import ActivationCheckpointing, Optimizer
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.model import Freeze, Schedule, TrainingSpec
 from orchestrator.training.contract.loss_scale import GROWTH_INTERVAL, INITIAL, LossScale
 from orchestrator.training.contract.recipe import Recipe
+from orchestrator.training.engines import eight_bit
 from orchestrator.training.engines.freezing import freeze_for, next_thaw, thaw_step
 from orchestrator.training.engines.optimizers import STEPS, Updates, clip_factor, gradient_norm, scale_gradients
 from orchestrator.training.engines.randomness import Randomness
@@ -134,6 +136,10 @@ def test_an_update_equals_plain_torch_with_states_that_begin_on_their_own(optimi
         for module in (ours, plain):
             module.zero_grad()
     torch.testing.assert_close(dict(ours.named_parameters()), dict(plain.named_parameters()), rtol=0, atol=1e-7)
+
+
+def test_what_is_predicted_to_be_quantised_is_what_is() -> None:
+    assert (optimizers.BLOCK, optimizers.QUANTISED_MIN) == (eight_bit.BLOCK, eight_bit.QUANTISED_MIN)
 
 
 def test_changes_below_what_bf16_can_tell_apart_add_up() -> None:

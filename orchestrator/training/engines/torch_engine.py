@@ -195,8 +195,9 @@ class TorchEngine:
         squared = torch.zeros((), dtype=torch.float64, device=self._device)
         for copies, parameters in self._by_copies.items():
             own = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
-            norms = torch._foreach_norm(own, dtype=torch.float32) if own else ()
-            squared += sum(norm.to(squared) ** 2 for norm in norms) / copies
+            if own:
+                norms = torch.stack(torch._foreach_norm(own, dtype=torch.float32))
+                squared += norms.to(squared).square().sum() / copies
         return self._over_all_ranks(squared)
 
     def _count_norm(self, parameter: nn.Parameter) -> None:
