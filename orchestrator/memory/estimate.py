@@ -36,8 +36,10 @@ from orchestrator.specs.settings import SETTINGS
 # steps needed more gets that; none gets less, since the replay of a Llama of 1.3 billion parameters at seven
 # micro-batches gave 0.7 to 8.8 %, up and down (training/tracing/allocator.py, 2026-11-23).
 FRAGMENTATION = 1.08
-# cuBLAS on Hopper keeps 32 MiB per handle and stream (aten/src/ATen/cuda/CublasHandlePool.cpp); cublasLt as much.
-WORKSPACE_BYTES = 64 * 2**20
+# cuBLAS on Hopper has 32 MiB per handle and stream (aten/src/ATen/cuda/CublasHandlePool.cpp), of PyTorch's allocator.
+# The threads of forward and backward pass have a handle each: two were live at each of four peaks on an H100
+# (tests/gpu/measured/, 2026-11-26).
+CUBLAS_BYTES = 64 * 2**20
 
 
 def estimate(
@@ -83,6 +85,7 @@ class DeviceBytes:
         self._reduces_once = is_ddp or (plan.engine is Engine.TORCH and plan.zero_stage is ZeroStage.OPTIMIZER)
         tells_apart = plan.engine is not Engine.TORCH and deepspeed.tells_recomputed_apart(profile, plan)
         self.counts_every_mode_alike = device.kind is DeviceKind.CUDA and not tells_apart
+        self._library_bytes = CUBLAS_BYTES if device.kind is DeviceKind.CUDA else 0
         self._overhead_bytes_of: dict[int, int] = {}  # by copies of the shards, which alone differ
         self._counted: dict[object, list[tuple[Rank, dict[int, int]]]] = {}
         self._moments: dict[object, list[tuple[Rank, list[tuple[Moment, int]]]]] = {}  # and their counted bytes
@@ -130,7 +133,8 @@ class DeviceBytes:
             for moment, counted in moments:
                 found.append((rank, moment, counted + buffer_bytes, live[moment.activations].bytes_of(micro)))
         rank, worst, counted, activation = max(found, key=lambda one: one[2] + one[3])
-        causes = (*worst.counted, ("pipeline buffers", rank.buffer_bytes(plan)), (ACTIVATIONS, activation))
+        beside = ("pipeline buffers", rank.buffer_bytes(plan)), ("cuBLAS workspaces", self._library_bytes)
+        causes = (*worst.counted, *beside, (ACTIVATIONS, activation))
         reserved = self._reserved_bytes(counted + activation, plan.activation_checkpointing)
         return MemoryEstimate(
             moment=worst.name + rank.name,
@@ -150,7 +154,7 @@ class DeviceBytes:
         """What the allocator holds for as much; the least under any kind of checkpointing where it is None."""
         if self._device.kind is not DeviceKind.CUDA:
             return allocated_bytes
-        held, replayed = allocated_bytes + WORKSPACE_BYTES, self._profile.fragmentation_of(mode)
+        held, replayed = allocated_bytes, self._profile.fragmentation_of(mode)
         return round(held * FRAGMENTATION if replayed <= FRAGMENTATION else held * replayed + SEGMENTS_BYTES)
 
     def _overhead_bytes(self, plan: Plan) -> int:
@@ -168,7 +172,8 @@ class DeviceBytes:
             self._moments[key] = []
             for rank in _ranks(self._profile, plan, full_layers):
                 moments = _moments(rank, plan, self._device, range(len(rank.passages)))
-                self._moments[key].append((rank, [(moment, moment.counted_bytes) for moment in moments]))
+                counted = [(moment, moment.counted_bytes + self._library_bytes) for moment in moments]
+                self._moments[key].append((rank, counted))
         return self._moments[key]
 
     def _counted_of(self, plan: Plan) -> list[tuple[Rank, dict[int, int]]]:
@@ -184,7 +189,8 @@ class DeviceBytes:
     def _counted_beside(self, rank: Rank, plan: Plan) -> dict[int, int]:
         most: dict[int, int] = {}
         for moment in _moments(rank, plan, self._device, highest_places(rank, casts=autocasts(plan))):
-            most[moment.activations] = max(moment.counted_bytes, most.get(moment.activations, 0))
+            counted = moment.counted_bytes + self._library_bytes
+            most[moment.activations] = max(counted, most.get(moment.activations, 0))
         return most
 
     def _key(self, plan: Plan) -> object:

@@ -253,10 +253,13 @@ def decoder_profile(
     width = 2 if low else 4  # of what matrix products return
     stream = 2 if low and not autocast else 4  # of the residual stream
     matrices = 2 * h * q + 2 * h * kv + 3 * h * f
-    norms = {(False, 4): 24, (True, 4): 26, (True, 2): 20}[low, stream]  # and the inputs of projections behind them
+    # Norms with the inputs of the projections behind them. CUDA's norm is one kernel, which keeps its input alone.
+    norms = {(False, 4): 24, (True, 4): 26, (True, 2): 20}[low, stream]
+    if cuda:
+        norms -= 12 if stream == 2 else 8
     casts = 2 * matrices
     if spread > 1:  # one cast is gathered for all projections, and theirs are made again in the backward pass
-        norms, casts = min(norms, 20) if low else norms, 0
+        norms, casts = norms - 6 if low and stream == 4 else norms, 0
     saved = norms * own + width * (2 * q + 2 * kv + 4 * f) + 4 * n + 8 / spread
     selective = stream * own + width * (2 * own + 2 * q + 2 * kv + 2 * f) + 4 * n
     if spec.dropout:
@@ -297,7 +300,7 @@ def decoder_profile(
         segments=(
             _embedding(s, h, v, stream=stream, tied=spec.tie_word_embeddings, spread=spread),
             layer,
-            _head(s, h, v, low=low, stream=stream, tied=spec.tie_word_embeddings, spread=spread),
+            _head(s, h, v, low=low, stream=stream, tied=spec.tie_word_embeddings, spread=spread, cuda=cuda),
         ),
         workspace_bytes=8 * s * d,  # rotary tables
         tensor_parallel=tp,
@@ -369,8 +372,8 @@ def _embedding(s: int, h: int, v: int, *, stream: int, tied: bool, spread: int) 
     )
 
 
-def _head(s: int, h: int, v: int, *, low: bool, stream: int, tied: bool, spread: int) -> Segment:
-    """Norm and chunked loss, measured as slopes like a layer.
+def _head(s: int, h: int, v: int, *, low: bool, stream: int, tied: bool, spread: int, cuda: bool = False) -> Segment:
+    """Norm and chunked loss, measured as slopes like a layer; on CUDA the norm has no intermediates.
 
     The weight's gradient is made in fp32, in the forward pass; engines count it in their own width. That of a weight
     which it shares is the embedding's, and waits for the other one's. In low precision the loss has logits twice for a
@@ -378,8 +381,10 @@ def _head(s: int, h: int, v: int, *, low: bool, stream: int, tied: bool, spread:
     tokens, and gathers those of a chunk.
     """
     own = h / spread
-    saved = round(s * ((10 if stream == 2 else 8) * own + 4 / spread))
-    normed = round(s * (14 if stream == 2 else 12) * own)
+    kept, passed = (10, 14) if stream == 2 else (8, 12)
+    if cuda:
+        kept, passed = stream, 2 * stream
+    saved, normed = round(s * (kept * own + 4 / spread)), round(s * passed * own)
     if not low:
         peaks: tuple[tuple[int, int], ...] = ((4 * v + 4 * h, 0),)
     elif stream == 4:

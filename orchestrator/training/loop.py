@@ -110,7 +110,8 @@ def _step(
     result = engine.step(cursor.step, (dataset.batch(indices) for indices in mine), tokens)
     own = [result.loss, float(bool(stop)), float(saver.failed)]
     shared = torch.tensor(own, dtype=torch.float64, device=ranks.device)
-    dist.all_reduce(shared)
+    if ranks.world_size > 1:
+        dist.all_reduce(shared)
     loss, stopping, failed = shared.tolist()
     if failed:
         saver.wait()

@@ -54,7 +54,7 @@ def _join(run: TrainingRun) -> loop.Ranks:
         rank=rank,
         world_size=world_size,
         timeout=COLLECTIVE_TIMEOUT,
-        device_id=device if cuda else None,
+        device_id=device if cuda and world_size > 1 else None,  # one rank alone needs NCCL for shards only
     )
     return loop.Ranks(rank=rank, local_rank=local_rank, world_size=world_size, device=device)
 

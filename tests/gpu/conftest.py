@@ -20,6 +20,8 @@ def device(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[torch.dev
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # models this small wait for more
     found = torch.device("cuda", 0) if request.param == "cuda" else torch.device("cpu")
+    if found.type == "cuda":
+        torch.cuda.set_device(found)
     torch.distributed.init_process_group(
         "cpu:gloo,cuda:nccl" if found.type == "cuda" else "gloo",
         store=torch.distributed.FileStore(str(tmp_path / "store"), 1),

@@ -10,14 +10,16 @@ from dataclasses import dataclass
 from functools import lru_cache
 from statistics import median_high
 
-from orchestrator.specs.choices import ParallelLayout
+from orchestrator.specs.choices import Engine, ParallelLayout, ZeroStage
 from orchestrator.specs.observation import Observation
 from orchestrator.specs.plan import Plan
 
-# Lazily loaded context on an A100, torch 2.1.1: stas00/ml-engineering training/performance/README.md.
-CONTEXT_BYTES = 505_000_000
-# One communicator of 2 ranks, and of more: NVIDIA/nccl issue 964.
-COMMUNICATOR_BYTES = {1: 0, 2: 544_000_000}
+# With the kernels that a training has loaded, on an H100 under torch 2.11.0 and CUDA 13.0. Before the first kernel it
+# is 552 MB (tests/gpu/measured/, 2026-11-26). An A100 under torch 2.1.1 had 505 MB (stas00/ml-engineering
+# training/performance/README.md).
+CONTEXT_BYTES = 789_000_000
+# One communicator of 1 rank: the same H100, NCCL 2.28. Of 2 ranks, and of more: NVIDIA/nccl issue 964.
+COMMUNICATOR_BYTES = {1: 589_000_000, 2: 544_000_000}
 LARGE_COMMUNICATOR_BYTES = 688_000_000
 
 STEP_BYTES = 32 * 2**20  # measurements are rounded up to these: what is searched anew for every few pages gains nothing
@@ -28,8 +30,11 @@ def supposed_overhead_bytes(plan: Plan) -> int:
     """Bytes of a CUDA context and of the plan's communicators, as the constants have them.
 
     A communicator is that of all ranks, and one along every axis of the mesh that is not the whole of it. Experts that
-    are spread have a mesh of their own (training/engines/expert_parallel.py).
+    are spread have a mesh of their own (training/engines/expert_parallel.py). One rank alone has a communicator only
+    under FSDP2 and DeepSpeed.
     """
+    if plan.world_size == 1 and plan.zero_stage is ZeroStage.NONE and plan.engine is not Engine.DEEPSPEED:
+        return CONTEXT_BYTES
     return _supposed_bytes(plan.layout, plan.dp_replicate, plan.expert_parallel)
 
 

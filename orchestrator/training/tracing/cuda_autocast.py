@@ -1,4 +1,4 @@
-"""CUDA's behaviour on CPU tensors: its autocast to fp32, attention without saved scores, dropout masks of bytes."""
+"""CUDA's behaviour on CPU tensors: autocast to fp32, attention without scores, masks of bytes, RMS norms at once."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ _PUT_TOGETHER = torch._C.DispatchKey.CompositeImplicitAutograd  # composite oper
 
 @contextlib.contextmanager
 def as_on_cuda() -> Iterator[None]:
-    """A context in which `torch.autocast("cpu")` follows `torch.autocast("cuda")`, also for attention and dropout.
+    """A context in which `torch.autocast("cpu")` follows `torch.autocast("cuda")`; so do attention, dropout, RMS norm.
 
-    What both do alike is left to torch. Operations that only the CPU's computes in fp32 (pooling, padding, image
-    sampling) stay so.
+    It is for fake tensors. What both do alike is left to torch. Operations that only the CPU's computes in fp32
+    (pooling, padding, image sampling) stay so.
     """
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     names = [(name, _in_fp32) for name in FP32] + [(name, _in_fp32_by_default) for name in FP32_UNLESS_SAID]
@@ -48,6 +48,7 @@ def as_on_cuda() -> Iterator[None]:
         if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "AutocastCPU"):
             library.impl(name, kernel(_overload(name)), "AutocastCPU")  # type: ignore[no-untyped-call]
     library.impl("dropout", _dropout, "AutogradCPU")  # type: ignore[no-untyped-call]
+    library.impl("rms_norm", _rms_norm, "AutogradCPU")  # type: ignore[no-untyped-call]
     attention = _without_scores(functional.scaled_dot_product_attention)
     try:
         with patch.object(functional, "scaled_dot_product_attention", attention):
@@ -97,6 +98,31 @@ def _dropout(given: Tensor, p: float, train: bool) -> Tensor:
     if train and 0 < p < 1 and given.numel() > 0:
         return torch.ops.aten.native_dropout(given, p, train)[0]  # type: ignore[no-any-return]
     return torch.ops.aten.dropout.default._op_dk(_PUT_TOGETHER, given, p, train)  # type: ignore[no-any-return]
+
+
+def _rms_norm(given: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+    """RMS norm by CUDA's kernel, which saves its input and one number for each row; a CPU saves every intermediate.
+
+    As `rms_norm_symint` in aten/src/ATen/native/layer_norm.cpp chooses (2.13.0). Seen on an H100 under 2.11.0.
+    """
+    if weight is not None and weight.dtype is not given.dtype:
+        return torch.ops.aten.rms_norm.default._op_dk(_PUT_TOGETHER, given, shape, weight, eps)  # type: ignore[no-any-return]
+    return _FusedRmsNorm.apply(given, shape, weight)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _FusedRmsNorm(torch.autograd.Function):
+    """What CUDA's kernels allocate: fake tensors have no values."""
+
+    @staticmethod
+    def forward(ctx: Any, given: Tensor, shape: list[int], weight: Tensor | None) -> Tensor:
+        rows = given.shape[: given.dim() - len(shape)]
+        ctx.save_for_backward(given, weight, given.new_empty(rows, dtype=torch.float32))
+        return torch.empty_like(given)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None, Tensor | None]:  # type: ignore[override]
+        given, weight, *_rows = ctx.saved_tensors
+        return torch.empty_like(given), None, None if weight is None else torch.empty_like(weight)
 
 
 def _overload(name: str) -> Any:

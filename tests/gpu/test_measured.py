@@ -1,0 +1,73 @@
+"""What was measured on GPUs is what the planner says today. The figures are in `measured/`, so this needs no GPU.
+
+`live_bytes` are those of tensors at the peak, added up from PyTorch's record of every allocation; `blocks_bytes` are
+`max_memory_allocated`. Nothing was fitted to them but what each test names.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("pydantic", reason="the planner reads job files with pydantic")
+
+from orchestrator.memory.calibration.calibrate import MARGIN
+from orchestrator.memory.engines.overhead import COMMUNICATOR_BYTES, CONTEXT_BYTES
+from orchestrator.specs.choices import ActivationCheckpointing, Engine, Precision, ZeroStage
+from orchestrator.specs.cluster import DeviceKind
+from orchestrator.specs.job.model import ModelSpec
+from orchestrator.specs.plan import Plan
+from tests.gpu.configurations import MODELS, Measurement, on_cuda
+from tests.gpu.measure import RAN, name_of
+from tests.gpu.test_throughput import BILLION
+
+H100 = json.loads((Path(__file__).parent / "measured/h100-80gb.json").read_text())
+TRAININGS = {name_of(one): one for one in on_cuda()}
+CHOICES = {
+    "precision": Precision,
+    "zero_stage": ZeroStage,
+    "activation_checkpointing": ActivationCheckpointing,
+}
+LIVE_TOLERANCE = 0.005
+
+
+def measured_at(peak: dict[str, Any]) -> Measurement:
+    model = ModelSpec(decoder=BILLION) if peak["model"].startswith("decoder") else ModelSpec(hf=MODELS[peak["model"]])
+    settings = {name: CHOICES.get(name, int)(value) for name, value in peak["plan"].items()}
+    return Measurement(
+        name=peak["model"],
+        model=model,
+        sequence_length=peak["tokens"],
+        plan=Plan(engine=Engine.TORCH, **settings),
+        capacity_bytes=H100["device"]["total_bytes"],
+    )
+
+
+@pytest.mark.parametrize("peak", H100["peaks"], ids=lambda one: f"{one['model']} {one['plan']}")
+def test_the_closed_form_is_what_was_live_at_the_peak(peak: dict[str, Any]) -> None:
+    """Fitted: that a norm of our decoder keeps no intermediates there, and two workspaces of cuBLAS."""
+    predicted = measured_at(peak).predicted(DeviceKind.CUDA)
+    assert predicted.allocated_bytes == pytest.approx(peak["live_bytes"], rel=LIVE_TOLERANCE)
+
+
+@pytest.mark.parametrize("training", H100["trainings"], ids=lambda one: one["id"])
+def test_what_was_said_to_fit_ran_within_what_was_reserved_for_it(training: dict[str, Any]) -> None:
+    """Fitted: two workspaces of cuBLAS."""
+    one = TRAININGS[training["id"]]
+    predicted = one.predicted(DeviceKind.CUDA)
+    assert one.fits(DeviceKind.CUDA) == (training["outcome"] == RAN)
+    if training["outcome"] == RAN:
+        assert training["reserved_bytes"] <= MARGIN * predicted.reserved_bytes
+        assert predicted.reserved_bytes <= 1.1 * training["reserved_bytes"]
+        assert predicted.allocated_bytes == pytest.approx(training["blocks_bytes"], rel=0.04)
+
+
+def test_a_context_and_a_communicator_of_one_rank_hold_what_is_supposed() -> None:
+    """They are where both constants come from."""
+    (told,) = (one["beside_allocator_bytes"] for one in H100["trainings"] if "beside_allocator_bytes" in one)
+    assert CONTEXT_BYTES + COMMUNICATOR_BYTES[1] == pytest.approx(told, rel=0.01)
+    held = {one["after"]: one["bytes"] for one in H100["beside_allocator"]}
+    assert held["nccl group of one, eager"] - held["cross entropy"] == pytest.approx(COMMUNICATOR_BYTES[1], rel=0.01)
