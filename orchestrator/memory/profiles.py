@@ -243,7 +243,9 @@ def decoder_profile(
     themselves are cast, only the norms work in fp32. Tensor parallelism cuts heads, feed-forward and vocabulary
     (Shoeybi et al. 2019, arXiv:1909.08053, section 3). Over `spread` ranks it also spreads the tokens of norms and
     residual stream (training/engines/sequence_parallel.py). Over `cp` ranks each sample's tokens are cut, and a rank
-    attends to all of them with its share of the heads (training/contract/context.py).
+    attends to all of them with its share of the heads (training/contract/context.py). What operators move was counted
+    on meta tensors (2026-11-26), a norm as CUDA's one kernel: norms, rotation, gate, residual stream and their
+    gradients, and under autocast the casts of what goes into products.
     """
     s, h, d = sequence_length // cp, spec.hidden_size, spec.head_dim
     f, v, n = spec.intermediate_size // tp, spec.vocab_size // tp, spec.num_attention_heads // tp
@@ -264,6 +266,7 @@ def decoder_profile(
     selective = stream * own + width * (2 * own + 2 * q + 2 * kv + 2 * f) + 4 * n
     if spec.dropout:
         saved += 2 * (1 if cuda else width) * own  # masks, which a CPU has in the type of the input
+    moved = (66, 142) if low and autocast else (10 * width, 25 * width)  # of the residual stream, forward and backward
     again = max(1, cp * tp // spec.kv_heads)  # ranks that have the same key-value head
     if cp > 1:  # attention's output comes back in another tensor
         saved += width * (q + 2 * (again - 1) * kv)
@@ -292,6 +295,8 @@ def decoder_profile(
         ),
         peaks=_gathered_peaks(s * width, h, f, own) if spread > 1 else (),
         exchanged_bytes=s * width * (2 * q + 2 * again * kv) if cp > 1 else 0,
+        forward_moved_bytes=round(s * (moved[0] * own + width * (10 * (q + kv) + 5 * f))),
+        backward_moved_bytes=round(s * (moved[1] * own + width * (10 * (q + kv) + 9 * f))),
     )
     return ModelProfile(
         family=family,

@@ -18,6 +18,7 @@ from orchestrator.specs.choices import (
     OffloadTarget,
     Optimizer,
     Precision,
+    Sharding,
     ZeroStage,
 )
 from orchestrator.specs.cluster import DeviceKind, DeviceSpec
@@ -97,6 +98,8 @@ class StepSeconds:
         self._largest = max(self._held, key=lambda held: held.parameters)
         self._largest_at = self._held.index(self._largest)
         self._engine = DEEPSPEED_OVERHEAD if plan.engine is Engine.DEEPSPEED else 1.0
+        self._copied_s = _copied_s(self._largest, plan, hardware)
+        self._copies_once = plan.zero_stage is ZeroStage.OPTIMIZER or plan.layout.pp > 1
         self._once: dict[int, tuple[float, float]] = {}
 
     def __call__(self, plan: Plan) -> float:
@@ -113,7 +116,8 @@ class StepSeconds:
         shared_s, update_s = self._once_s(plan)
         window_s = _window_s(seconds[self._largest_at], plan)
         hidden_s = 0.0 if self._hardware.launches_block else min(shared_s, window_s)
-        overlapped_s = compute_s + shared_s - (1 - OVERLAP_COST) * hidden_s
+        copied_s = (1 if self._copies_once else micro_steps) * self._copied_s
+        overlapped_s = compute_s + copied_s + shared_s - (1 - OVERLAP_COST) * hidden_s
         return self._engine * overlapped_s + update_s
 
     def _once_s(self, plan: Plan) -> tuple[float, float]:
@@ -278,6 +282,28 @@ def _shared_s(profile: ModelProfile, plan: Plan, hardware: Hardware) -> float:
     if plan.dp_replicate > 1:
         shared_s += _ring(plan.dp_replicate, shards * layout.tp, hardware).all_reduce_s(reduced / shards, messages)
     return shared_s
+
+
+def _copied_s(profile: ModelProfile, plan: Plan, hardware: Hardware) -> float:
+    """Copies on the stream that computes, of one gathering for each pass and one reduction.
+
+    FSDP2 casts its shard, copies weights out of a message and gradients into one, in fp32; NCCL copies where a rank is
+    alone (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py). On an H100 they were 38 bytes per parameter, and
+    are 34 by this (tests/gpu/measured/, 2026-11-26). DeepSpeed puts weights together, and gradients into a bucket, in
+    the type in which it computes (deepspeed/runtime/zero/partition_parameters.py, stage_1_and_2.py).
+    """
+    if plan.zero_stage is ZeroStage.NONE:
+        return 0.0
+    shards, width, sent = plan.layout.dp_cp // plan.dp_replicate, compute_bytes(plan), exchanged_bytes(plan)
+    if plan.engine is Engine.TORCH or plan.sharding is Sharding.FSDP:
+        gathered = 2 * width + (master_bytes(plan) + width) / shards + (2 * width if shards == 1 else 0)
+        reduced = width + sent + (2 * sent if shards == 1 else 0)
+        gathers = 2 if plan.zero_stage is ZeroStage.PARAMETERS else 1
+    else:
+        gathered = reduced = 2 * width
+        gathers = 2 if plan.zero_stage is ZeroStage.PARAMETERS else 0
+    moved_bytes = gathers * gathered * profile.parameters + reduced * profile.trained_parameters
+    return moved_bytes / (hardware.device.memory_bandwidth * BANDWIDTH_EFFICIENCY)
 
 
 def _shared_beside_experts_s(profile: ModelProfile, plan: Plan, hardware: Hardware, moved_bytes: float) -> float:

@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from orchestrator.specs.choices import Precision
 from orchestrator.specs.cluster import DeviceKind, DeviceSpec
-from orchestrator.specs.profile import ModelProfile, Segment
+from orchestrator.specs.profile import LossChunks, ModelProfile, Segment
 
 # Of the data sheet's peak, what the fastest product reaches where the device was not measured: 0.80 on H100, 0.86 on
 # A100, 0.76 on L4, 0.70 on L40S (mag-/gpu_benchmark README.md).
@@ -39,10 +39,16 @@ TILES = (
 SPLITS = (2, 4)  # of the inner dimension, where tiles are few (split-K): the sums are added in memory
 # Start and end of a kernel, in which the device is not full: a guess of its order. A launch takes some microseconds.
 KERNEL_S = 3e-6
-# What memory-bound operators move per byte that they keep for the backward pass. Counted over a layer of Megatron, of
-# which 34 sbh + 5 as^2 are kept (Korthikanti et al. 2022, arXiv:2205.05198, section 4.1): norms, activation, dropouts
-# and residuals read and write 38 sbh, softmax and its dropout 9 as^2; backwards 77 and 11.
+# What memory-bound operators move per byte that they keep, where nobody counted them. A layer of Megatron keeps
+# 34 sbh + 5 as^2 (Korthikanti et al. 2022, arXiv:2205.05198, section 4.1). Its norms, activation, dropouts and
+# residuals read and write 38 sbh, softmax and its dropout 9 as^2; backwards 77 and 11.
 FORWARD_TRAFFIC, BACKWARD_TRAFFIC = 1.5, 2.25
+# Bytes that our loss in chunks moves for each logit: maximum, difference, exponential, sum, quotient and mask, and in
+# low precision two conversions (training/models/cross_entropy.py). Then for each element of the weight's gradient, to
+# which every chunk is added. They took 22 and 10 ms of a step on an H100, and take 20 and 8 by this
+# (tests/gpu/measured/, 2026-11-26).
+LOGIT_TRAFFIC_BYTES = {Precision.FP32: 40, Precision.BF16: 52, Precision.FP16: 52}
+GRADIENT_TRAFFIC_BYTES = {Precision.FP32: 8, Precision.BF16: 10, Precision.FP16: 10}
 # All-reduces of a layer that is cut over ranks: of the outputs of its two pairs of products, and of their inputs'
 # gradients (Shoeybi et al. 2019, arXiv:1909.08053, section 3). What has fewer products has one of these: an embedding
 # that of its output, a head that of its input's gradient.
@@ -130,18 +136,23 @@ def _part(
         backward_s += matmul_s(count, columns, inner, *rates)
         backward_s += trained * matmul_s(inner, count, columns, *rates)
     attention_s = size * max(0.0, segment.forward_flops - products) / (peak * ATTENTION_EFFICIENCY)
-    kept = segment.saved_bytes + (_loss_traffic_bytes(segment) if segment.chunks else 0)
-    moved_s = size * kept / (device.memory_bandwidth * BANDWIDTH_EFFICIENCY)
-    cast_s = 3 * segment.cast_bytes / (device.memory_bandwidth * BANDWIDTH_EFFICIENCY)  # fp32 to 16 bits, and back
-    forward_s += attention_s + FORWARD_TRAFFIC * moved_s + cast_s
-    backward_s += attention_backward * attention_s + BACKWARD_TRAFFIC * moved_s + cast_s
+    bandwidth = device.memory_bandwidth * BANDWIDTH_EFFICIENCY
+    forward_bytes = segment.forward_moved_bytes or FORWARD_TRAFFIC * segment.saved_bytes
+    backward_bytes = segment.backward_moved_bytes or BACKWARD_TRAFFIC * segment.saved_bytes
+    cast_s = 3 * segment.cast_bytes / bandwidth  # fp32 to 16 bits, and back
+    forward_s += attention_s + size * forward_bytes / bandwidth + cast_s
+    backward_s += attention_backward * attention_s + size * backward_bytes / bandwidth + cast_s
+    if segment.chunks is not None:
+        forward_s += _loss_moved_bytes(segment, segment.chunks, size, precision) / bandwidth
     return forward_s, backward_s, FORWARD_TRAFFIC
 
 
-def _loss_traffic_bytes(segment: Segment) -> int:
-    """Per sample, what a loss in chunks holds of logits as it goes through its tokens."""
-    assert segment.chunks is not None
-    return segment.chunks.sample_tokens * max(per_token for per_token, _ in segment.chunks.peaks)
+def _loss_moved_bytes(segment: Segment, chunks: LossChunks, size: int, precision: Precision) -> float:
+    """What a loss in chunks moves of its logits, and of the weight's gradient where it makes that."""
+    (_, hidden, words), *_ = segment.matmuls
+    tokens = size * chunks.sample_tokens
+    added = tokens / chunks.chunk_tokens if segment.trained_parameters else 0.0
+    return words * (tokens * LOGIT_TRAFFIC_BYTES[precision] + added * hidden * GRADIENT_TRAFFIC_BYTES[precision])
 
 
 def product_rates(device: DeviceSpec, precision: Precision) -> tuple[int, float, float, int | None, float]:

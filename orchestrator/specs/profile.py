@@ -74,6 +74,9 @@ class Segment:
     exchanged_bytes: int = 0  # what context-parallel ranks exchange for it in a forward pass, per sample
     experts: int = 0  # of `parameters`, those of experts, of which expert-parallel ranks hold an equal part each
     routed_bytes: int = 0  # what expert-parallel ranks send to the experts of it in a forward pass, per sample
+    # What operators other than products and attention read and write, per sample; 0: nobody counted.
+    forward_moved_bytes: int = 0
+    backward_moved_bytes: int = 0
 
     @property
     def is_unit(self) -> bool:

@@ -14,7 +14,7 @@ from orchestrator.specs.cluster import DeviceKind, DeviceSpec
 from orchestrator.specs.job.model import DataSpec, LoraSpec, ModelSpec, TrainingSpec
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.plan import Plan
-from orchestrator.specs.profile import MemoryEstimate
+from orchestrator.specs.profile import MemoryEstimate, ModelProfile
 
 GIB = 2**30
 STEPS = 3  # in the second, optimizer states and activations are there together; the third finds the caches full
@@ -50,7 +50,7 @@ class Measurement:
     def training(self) -> TrainingSpec:
         return TrainingSpec(max_steps=STEPS, optimizer=self.plan.optimizer)
 
-    def predicted(self, kind: DeviceKind) -> MemoryEstimate:
+    def profile(self, kind: DeviceKind) -> ModelProfile:
         """Of the planner, before it has learned anything."""
         job = JobSpec(
             name="measured",
@@ -68,7 +68,11 @@ class Measurement:
             cuda=kind is DeviceKind.CUDA,
         )
         assert profile is not None, "these models have a closed form"
-        return estimate(profile, self.plan, device_of(kind))
+        return profile
+
+    def predicted(self, kind: DeviceKind) -> MemoryEstimate:
+        """Of its memory, likewise."""
+        return estimate(self.profile(kind), self.plan, device_of(kind))
 
     def allocator_bytes(self, kind: DeviceKind) -> int:
         """What PyTorch's allocator may hold, so that the device is as if it had `capacity_bytes`."""

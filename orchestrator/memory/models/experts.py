@@ -136,6 +136,8 @@ def with_experts(
         peaks=_peaks(profile, routing, h, autocast=autocast),
         experts=3 * down,
         routed_bytes=2 * routing.sent * h * _expert_width(profile, autocast=autocast) if spread > 1 else 0,
+        forward_moved_bytes=0,
+        backward_moved_bytes=0,
     )
     return replace(
         profile,

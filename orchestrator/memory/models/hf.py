@@ -32,6 +32,15 @@ HEAD_DIM_MAX = 256
 NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 # Families with experts whose layers are otherwise those of another.
 ATTENTION = {"mixtral": "mistral", "qwen2_moe": "qwen2", "qwen3_moe": "qwen3"}
+# Bytes that a layer's operators read and write for each element of the residual stream, of queries and keys, and of the
+# feed-forward width: forwards, backwards. Norms in Python, rotation, gate, residuals and their gradients, and under
+# autocast the casts of what goes into products (counted on meta tensors, transformers 5.24, 2026-11-26).
+MOVED: Mapping[str, tuple[tuple[int, int, int], tuple[int, int, int]]] = {
+    "fp32": ((80, 40, 20), (250, 52, 36)),
+    "low": ((84, 20, 10), (222, 26, 18)),
+    "autocast": ((106, 20, 10), (292, 26, 18)),
+}
+NORMS_OF_HEADS = (36, 96)  # of queries and keys
 # Bytes of a weight in NF4 with double quantisation: 4 bits and 0.127 (arXiv:2305.14314, section 3).
 NF4_BYTES = (4 + 0.127) / 8
 
@@ -130,6 +139,8 @@ def as_transformers(
             saved_bytes=layer.saved_bytes
             + sequence_length * (wider - 4) * shape.hidden_size // profile.sequence_parallel,
         )
+    forward_bytes, backward_bytes = _moved(profile, shape, family, sequence_length, autocast=low and autocast)
+    layer = replace(layer, forward_moved_bytes=forward_bytes, backward_moved_bytes=backward_bytes)
     if more:
         *arrivals, last = layer.arrivals
         layer = replace(
@@ -158,6 +169,19 @@ def as_transformers(
         autocast=autocast,
         spread=expert_parallel,
         uneven=uneven,
+    )
+
+
+def _moved(profile: ModelProfile, shape: DecoderShape, family: str, tokens: int, *, autocast: bool) -> tuple[int, ...]:
+    """Bytes of a sample that a layer's operators move, forwards and backwards, as its Python code runs uncompiled."""
+    tp, low = profile.tensor_parallel, profile.precision is not Precision.FP32
+    own, f = shape.hidden_size / profile.sequence_parallel, shape.intermediate_size // tp
+    rotated = (shape.num_attention_heads + shape.kv_heads) * shape.head_dim // tp
+    ways = MOVED["autocast" if autocast else "low" if low else "fp32"]
+    more = NORMS_OF_HEADS if family == "qwen3" else (0, 0)
+    return tuple(
+        round(tokens * (stream * own + (turned + normed) * rotated + gated * f))
+        for (stream, turned, gated), normed in zip(ways, more, strict=True)
     )
 
 

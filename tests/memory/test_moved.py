@@ -1,0 +1,148 @@
+"""What a layer's operators are said to move is what they read and write on meta tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from orchestrator.memory.profiles import profile_of
+from orchestrator.specs.choices import Precision
+from orchestrator.specs.job.model import DataSpec, DecoderSpec, ModelSpec
+from orchestrator.specs.job.spec import JobSpec
+from orchestrator.training.models.decoder import Layer, _rotary_tables
+
+TOKENS = 64
+SMALL = TOKENS * 32  # elements: below are rotary tables and what a norm keeps of a row
+TOLERANCE = 0.03
+# Views move nothing, fresh memory neither; products and attention have a time of their own.
+NOT_COUNTED = (
+    *("view", "_unsafe_view", "reshape", "transpose", "t.default", "permute", "expand", "unsqueeze", "squeeze"),
+    *("slice", "split", "select", "as_strided", "detach", "alias", "lift", "empty", "new_empty", "mm"),
+)
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+}
+
+
+class Counted(TorchDispatchMode):
+    """Bytes of the large tensors that operators read and write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.moved_bytes = 0
+
+    def add(self, *tensors: Any) -> None:
+        large = (one for one in tensors if isinstance(one, Tensor) and one.numel() >= SMALL)
+        self.moved_bytes += sum(one.numel() * one.element_size() for one in large)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if not str(func).removeprefix("aten.").startswith(NOT_COUNTED):
+            self.add(*tree_leaves((args, kwargs, out)))
+        return out
+
+
+class Attention(torch.autograd.Function):
+    """Output and gradients as a fused kernel lays them out, and nothing that is moved."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, *others: Tensor) -> Tensor:
+        ctx.save_for_backward(query, *others)
+        return _by_tokens(query)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> Any:
+        return tuple(map(_by_tokens, ctx.saved_tensors))
+
+
+def _by_tokens(heads: Tensor) -> Tensor:
+    batch, count, tokens, width = heads.shape
+    return heads.new_empty(batch, tokens, count, width).transpose(1, 2)
+
+
+def norm_of(counted: Counted) -> Callable[..., Tensor]:
+    """RMS norm as CUDA's kernels: forwards read and write; backwards one more, and both again for the weight."""
+
+    class Norm(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, given: Tensor, weight: Tensor) -> Tensor:
+            ctx.save_for_backward(given, weight)
+            counted.add(given, given)
+            return torch.empty_like(given)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Any:
+            given, weight = ctx.saved_tensors
+            counted.add(given, grad, given, grad, given)
+            return torch.empty_like(given), torch.empty_like(weight)
+
+    return lambda given, _shape, weight, *_eps: Norm.apply(given, weight)
+
+
+def ours() -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
+    spec = DecoderSpec(**SIZES)
+    layer = Layer(spec)
+    tables = _rotary_tables(0, TOKENS, spec.head_dim, torch.device("meta"))
+    return layer, lambda x: layer(x, *tables)
+
+
+def theirs(family: str) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
+    transformers = pytest.importorskip("transformers")
+    written = getattr(transformers.models, family)
+    modeling, name = getattr(written, f"modeling_{family}"), family.capitalize()
+    config = getattr(transformers, f"{name}Config")(**SIZES, head_dim=64)
+    config._attn_implementation = "sdpa"
+    layer = getattr(modeling, f"{name}DecoderLayer")(config, 0)
+    rotary = getattr(modeling, f"{name}RotaryEmbedding")(config)
+
+    def run(x: Tensor) -> Tensor:
+        out = layer(x, position_embeddings=rotary(x, torch.arange(TOKENS)[None]), attention_mask=None)
+        return out[0] if isinstance(out, tuple) else out
+
+    return layer, run
+
+
+@pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16])
+@pytest.mark.parametrize("family", ["ours", "llama", "mistral", "qwen3"])
+def test_operators_move_what_is_said(family: str, precision: Precision, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bf16 as FSDP2 and DeepSpeed run it: weights and residual stream are bf16, too."""
+    counted = Counted()
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", lambda q, k, v, *_, **__: Attention.apply(q, k, v))
+    monkeypatch.setattr(functional, "rms_norm", norm_of(counted))
+    dtype = torch.float32 if precision is Precision.FP32 else torch.bfloat16
+    with torch.device("meta"):
+        layer, run = ours() if family == "ours" else theirs(family)
+        x = torch.empty(1, TOKENS, SIZES["hidden_size"], dtype=dtype, requires_grad=True)
+        layer.to(dtype)
+        with counted:
+            out = run(x)
+            forward_bytes = counted.moved_bytes
+            out.backward(torch.empty_like(out))
+    model: Any = (
+        {"decoder": DecoderSpec(**SIZES)}
+        if family == "ours"
+        else {"hf": {"model_type": family, **SIZES, "head_dim": 64}}
+    )
+    job = JobSpec(
+        name="moved",
+        global_batch_size=1,
+        model=ModelSpec(**model),
+        data=DataSpec(text=("x",), sequence_length=TOKENS),
+    )
+    profile = profile_of(job, precision=precision, sequence_length=TOKENS, autocast=False, cuda=True)
+    assert profile is not None
+    (said,) = (each for each in profile.segments if each.name == "layer")
+    assert said.forward_moved_bytes == pytest.approx(forward_bytes, rel=TOLERANCE)
+    assert said.backward_moved_bytes == pytest.approx(counted.moved_bytes - forward_bytes, rel=TOLERANCE)
