@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 from orchestrator.memory.calibration.calibrate import UNMEASURED, plan_needed_bytes
 from orchestrator.memory.engines.overhead import supposed_overhead_bytes
@@ -11,12 +14,18 @@ from orchestrator.memory.estimate import estimate
 from orchestrator.memory.profiles import autocasts, profile_of
 from orchestrator.specs.choices import ActivationCheckpointing, Engine, Offload, Optimizer, Precision, ZeroStage
 from orchestrator.specs.cluster import DeviceKind, DeviceSpec
-from orchestrator.specs.job.model import DataSpec, LoraSpec, ModelSpec, TrainingSpec
+from orchestrator.specs.job.model import DataSpec, DecoderSpec, LoraSpec, ModelSpec, TrainingSpec
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import MemoryEstimate, ModelProfile
 
 GIB = 2**30
+H100 = json.loads((Path(__file__).parent / "measured/h100-80gb.json").read_text())
+CHOICES = {
+    "precision": Precision,
+    "zero_stage": ZeroStage,
+    "activation_checkpointing": ActivationCheckpointing,
+}
 STEPS = 3  # in the second, optimizer states and activations are there together; the third finds the caches full
 MICRO_BATCH_MAX = 1024
 CARD_80GB, CARD_141GB = 78 * GIB, 138 * GIB  # a little below what is free on them: 79.2 GiB on an H100 (2026-11-26)
@@ -83,6 +92,19 @@ class Measurement:
         return plan_needed_bytes(self.plan, self.predicted(kind), UNMEASURED) <= self.capacity_bytes
 
 
+def measured_at(peak: dict[str, Any]) -> Measurement:
+    """The training of a line of `measured/*.json` whose peak was taken apart."""
+    model = ModelSpec(decoder=BILLION) if peak["model"].startswith("decoder") else ModelSpec(hf=MODELS[peak["model"]])
+    settings = {name: CHOICES.get(name, int)(value) for name, value in peak["plan"].items()}
+    return Measurement(
+        name=peak["model"],
+        model=model,
+        sequence_length=peak["tokens"],
+        plan=Plan(engine=Engine.TORCH, **settings),
+        capacity_bytes=H100["device"]["total_bytes"],
+    )
+
+
 def device_of(kind: DeviceKind) -> DeviceSpec:
     """A device of which only its kind counts."""
     return DeviceSpec(
@@ -116,6 +138,15 @@ MODELS = {
     "3B": _llama(3072, 8192, 28, 24, 8, 32000),
     "8B": _llama(4096, 14336, 32, 32, 8, 128256),
 }
+BILLION = DecoderSpec(  # Llama 3.2 1B
+    vocab_size=128256,
+    hidden_size=2048,
+    intermediate_size=8192,
+    num_hidden_layers=16,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    tie_word_embeddings=True,
+)
 LORA, QLORA = LoraSpec(rank=16), LoraSpec(rank=16, quantise_base=True)
 EVERY = (FP32, BF16, FP16, SELECTIVE, FULL, SHARDED, SGD, ADAFACTOR, EIGHT_BIT)
 # model, tokens, bytes of the device, adapters, plans, which micro-batches

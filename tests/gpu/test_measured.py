@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -18,37 +17,32 @@ from orchestrator.memory.calibration.calibrate import MARGIN
 from orchestrator.memory.engines.overhead import COMMUNICATOR_BYTES, CONTEXT_BYTES
 from orchestrator.planning.cost import Hardware, step_s
 from orchestrator.service.server.intake import read_cluster
-from orchestrator.specs.choices import ActivationCheckpointing, Engine, Precision, ZeroStage
 from orchestrator.specs.cluster import DeviceKind
 from orchestrator.specs.job.model import ModelSpec
-from orchestrator.specs.plan import Plan
 from orchestrator.specs.settings import in_short
-from tests.gpu.configurations import MODELS, Measurement, on_cuda
+from tests.gpu.configurations import BILLION, H100, Measurement, measured_at, on_cuda
 from tests.gpu.measure import RAN, name_of
-from tests.gpu.test_throughput import BILLION, PLANS
+from tests.gpu.peaks import live_at_peak
+from tests.gpu.test_throughput import PLANS
 
-H100 = json.loads((Path(__file__).parent / "measured/h100-80gb.json").read_text())
 CLUSTER = Path(__file__).parents[2] / "clusters/1x8-h100-80gb.yaml"
 TRAININGS = {name_of(one): one for one in on_cuda()}
-CHOICES = {
-    "precision": Precision,
-    "zero_stage": ZeroStage,
-    "activation_checkpointing": ActivationCheckpointing,
-}
 LIVE_TOLERANCE = 0.005
 STEP_TOLERANCE = 0.12
 
 
-def measured_at(peak: dict[str, Any]) -> Measurement:
-    model = ModelSpec(decoder=BILLION) if peak["model"].startswith("decoder") else ModelSpec(hf=MODELS[peak["model"]])
-    settings = {name: CHOICES.get(name, int)(value) for name, value in peak["plan"].items()}
-    return Measurement(
-        name=peak["model"],
-        model=model,
-        sequence_length=peak["tokens"],
-        plan=Plan(engine=Engine.TORCH, **settings),
-        capacity_bytes=H100["device"]["total_bytes"],
-    )
+def test_live_allocations_are_those_of_the_highest_sum() -> None:
+    events = [
+        {"action": "alloc", "addr": 1, "size": 4},
+        {"action": "alloc", "addr": 2, "size": 8},
+        {"action": "free_requested", "addr": 1, "size": 4},
+        {"action": "free_completed", "addr": 1, "size": 4},
+        {"action": "alloc", "addr": 1, "size": 6},
+        {"action": "segment_alloc", "addr": 0, "size": 100},
+        {"action": "free_completed", "addr": 2, "size": 8},
+        {"action": "alloc", "addr": 2, "size": 2},
+    ]
+    assert live_at_peak(events) == (14, [events[1], events[4]])
 
 
 @pytest.mark.parametrize("peak", H100["peaks"], ids=lambda one: f"{one['model']} {one['plan']}")

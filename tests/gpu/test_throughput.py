@@ -14,19 +14,11 @@ from orchestrator.specs.choices import ActivationCheckpointing, Precision, ZeroS
 from orchestrator.specs.job.model import DataSpec, DecoderSpec, ModelSpec, TrainingSpec  # noqa: E402
 from orchestrator.specs.plan import Plan  # noqa: E402
 from orchestrator.specs.settings import in_short  # noqa: E402
+from tests.gpu.configurations import BILLION  # noqa: E402
 from tests.gpu.runs import SMALL, plan, run_of, train  # noqa: E402
 
 # Dense bf16 FLOP/s of the data sheets, by a part of the name that CUDA gives.
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "B200": 2250e12}
-BILLION = DecoderSpec(  # Llama 3.2 1B
-    vocab_size=128256,
-    hidden_size=2048,
-    intermediate_size=8192,
-    num_hidden_layers=16,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    tie_word_embeddings=True,
-)
 BF16, FULL, SELECTIVE = Precision.BF16, ActivationCheckpointing.FULL, ActivationCheckpointing.SELECTIVE
 PLANS = {
     "autocast": plan(2, 1, precision=BF16),
