@@ -125,6 +125,8 @@ def _step(
             "tokens": tokens,
             "grad_norm": result.grad_norm,
         }
+        if (peak_bytes := progress.peak_bytes()) is not None:
+            line["peak_bytes"] = peak_bytes
         with AttemptFolder(run.attempt_folder).metrics.open("a") as metrics:
             metrics.write(json.dumps(line) + "\n")
     progress.step_completed(cursor.step, loss)

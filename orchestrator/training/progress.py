@@ -1,12 +1,14 @@
-"""The interface by which a training loop reports its steps to the guard."""
+"""The interface between a training loop and the guard: the loop reports its steps, the guard tells their memory."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 Listener = Callable[[int, float | None], None]
+Meter = Callable[[], int]
 
 _listeners: list[Listener] = []
+_meters: list[Meter] = []
 
 
 def listen(listener: Listener) -> None:
@@ -18,3 +20,13 @@ def step_completed(step: int, loss: float | None = None) -> None:
     """Report that optimizer step `step` (counted from 1 over all attempts) is complete, with its loss."""
     for listener in _listeners:
         listener(step, loss)
+
+
+def measure(meter: Meter) -> None:
+    """Register `meter`, which returns the peak bytes of this rank's device since it was last called."""
+    _meters.append(meter)
+
+
+def peak_bytes() -> int | None:
+    """Peak bytes of live tensors since the last call, on this rank's device; None where no guard measures."""
+    return max((meter() for meter in _meters), default=None)

@@ -116,7 +116,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         folder = JobFolder(world.home, "lm-1").attempt(1)
         folder.path.mkdir(parents=True)
         folder.log(0).write_text(f"begins\n{HOSTILE}\nends\n")
-        folder.metrics.write_text("".join(f'{{"step": {n}, "loss": {9 / n}, "step_s": 0.1}}\n' for n in range(1, 9)))
+        line = '{{"step": {}, "loss": {}, "step_s": 0.1, "peak_bytes": {}}}\n'
+        folder.metrics.write_text("".join(line.format(n, 9 / n, n * 2**29) for n in range(1, 9)))
         for number, job_id in enumerate(("lm-compare-4", "lm-compare-5")):
             written = JobFolder(world.home, job_id).attempt(1)
             written.path.mkdir(parents=True)
@@ -459,6 +460,12 @@ def test_a_chart_says_what_it_shows_to_those_who_cannot_see_it() -> None:
     assert "attempt &lt;1&gt;: 4 at step 1 to 3 at step 2" in curve
     bars = waterfall([Cause("weights", 2**20), Cause("gradients", 2**21)], 3 * 2**20, None, None)
     assert "weights 1.00 MiB; gradients 2.00 MiB; predicted peak 3.00 MiB" in bars
+
+
+def test_a_job_shows_the_memory_of_its_steps(site: Site) -> None:
+    page = site.world.client.get(f"{PAGES}/jobs/lm-1").text
+    assert "attempt 1: 0.5 GiB at step 1 to 4 GiB at step 8" in page
+    assert "512.00 MiB" in page, "as a table, too"
 
 
 def test_a_chart_of_nothing_is_nothing_and_a_flat_curve_is_drawn() -> None:

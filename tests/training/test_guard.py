@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from orchestrator.specs.run import OOM_EXIT_CODE, STALE_EXIT_CODE, GuardSettings, write_json
+from orchestrator.training import progress
 from orchestrator.training.guard import guard, oom_report
 from tests.training.fake_cuda import ON_CUDA
 
@@ -290,6 +291,24 @@ def test_without_cuda_no_cuda_memory_is_reported(tmp_path: Path) -> None:
 def test_steps_that_a_loop_reports_take_precedence(tmp_path: Path) -> None:
     beat = train(tmp_path, "--adversary", "--tell", "101").read("heartbeat")
     assert (beat["step"], beat["steps_done"], beat["loss"]) == (104, 4, 0.5)
+
+
+def test_a_loop_is_told_the_peak_of_each_step_and_the_highest_stays_that_of_the_training(tmp_path: Path) -> None:
+    text = """
+import torch
+from orchestrator.training import progress
+for step, rows in enumerate((2, 8, 1), 1):
+    torch.ones(rows, 2**18)
+    print(progress.peak_bytes(), flush=True)
+    progress.step_completed(step)
+"""
+    guarded = run(tmp_path, script(tmp_path, text), virtual_capacity_bytes=100 * MIB, heartbeat_interval_s=0.0)
+    assert [int(line) for line in guarded.out.split()] == [2 * MIB, 8 * MIB, MIB]
+    assert guarded.read("heartbeat")["peak_bytes"] == 8 * MIB
+
+
+def test_without_a_guard_nobody_tells_the_peak_of_a_step() -> None:
+    assert progress.peak_bytes() is None
 
 
 def test_running_out_of_memory_is_reported_with_its_phase_and_bytes(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from orchestrator.service.views.records import AttemptView, ExplanationView, Job
 from orchestrator.specs.attempt import FailureKind
 from orchestrator.specs.profile import Source
 from orchestrator.specs.run import JobFolder
+from orchestrator.specs.units import BINARY_UNITS
 
 CURVE_BYTES_MAX = 4 * 2**20  # of the end of an attempt's curves: some 40,000 steps
 TAIL_BYTES = 32 * 2**10  # of a log
@@ -32,6 +33,7 @@ class Curves:
     number: int
     loss: Sequence[Metric]
     step_s: Sequence[Metric]
+    peak_bytes: Sequence[Metric]  # of each step
 
 
 def attempt_rows(job: JobView) -> Sequence[Mapping[str, Any]]:
@@ -66,7 +68,7 @@ def _curves(path: Path, number: int) -> Curves:
             if isinstance(row.get(name), int | float) and math.isfinite(row[name]) and isinstance(row.get("step"), int)
         ]
 
-    return Curves(number=number, loss=of("loss"), step_s=of("step_s"))
+    return Curves(number=number, loss=of("loss"), step_s=of("step_s"), peak_bytes=of("peak_bytes"))
 
 
 def _rows(path: Path) -> Iterator[dict[str, Any]]:
@@ -86,13 +88,23 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def charts(curves: Sequence[Curves]) -> Mapping[str, Markup]:
-    """Loss and step time of each attempt."""
+    """Loss, step time and memory of each attempt."""
     tones = [f"series-{index % 6}" for index in range(len(curves))]
     named = [(f"attempt {one.number}", tone, one) for one, tone in zip(curves, tones, strict=True)]
+    unit, scale = _binary_unit(max((count for one in curves for _, count in one.peak_bytes), default=0.0))
+    scaled = [[(step, count / scale) for step, count in one.peak_bytes] for one in curves]
+    memory = [Line(name, tone, points) for (name, tone, _), points in zip(named, scaled, strict=True)]
+    loss, step_s = ([Line(name, tone, getattr(one, of)) for name, tone, one in named] for of in ("loss", "step_s"))
     return {
-        "loss": lines("Loss", [Line(name, tone, one.loss) for name, tone, one in named]),
-        "step_s": lines("Step time", [Line(name, tone, one.step_s) for name, tone, one in named], unit=" s", zero=True),
+        "loss": lines("Loss", loss),
+        "step_s": lines("Step time", step_s, unit=" s", zero=True, clips_outliers=True),
+        "peak_bytes": lines("Peak memory of rank 0", memory, unit=f" {unit}", zero=True),
     }
+
+
+def _binary_unit(most_bytes: float) -> tuple[str, int]:
+    """The largest unit that so many bytes fill, and its bytes."""
+    return max((one for one in BINARY_UNITS.items() if one[1] <= max(1, most_bytes)), key=lambda one: one[1])
 
 
 def memory_rows(job: JobView, capacities: Mapping[str, int]) -> Sequence[Mapping[str, Any]]:

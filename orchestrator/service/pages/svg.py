@@ -73,7 +73,9 @@ class _Scale:
         return round(self.start + share * (self.end - self.start), 1)
 
 
-def lines(title: str, curves: Sequence[Line], *, unit: str = "", zero: bool = False) -> Markup:
+def lines(
+    title: str, curves: Sequence[Line], *, unit: str = "", zero: bool = False, clips_outliers: bool = False
+) -> Markup:
     """Curves over optimizer steps; empty where there is no point."""
     curves = [curve._replace(points=_thinned(curve.points)) for curve in curves if curve.points]
     if not curves:
@@ -81,7 +83,7 @@ def lines(title: str, curves: Sequence[Line], *, unit: str = "", zero: bool = Fa
     steps = [step for curve in curves for step, _ in curve.points]
     values = sorted(value for curve in curves for _, value in curve.points)
     low, high = (0.0 if zero else values[0]), values[-1]
-    if zero:  # one slow step does not flatten all others
+    if clips_outliers:  # one slow step does not flatten all others
         high = min(high, 2.0 * values[int(0.98 * (len(values) - 1))])
     room = 0.06 * (high - low) or abs(high) * 0.1 or 1.0
     across = _Scale(min(steps), max(max(steps), min(steps) + 1), LEFT, WIDTH - RIGHT)

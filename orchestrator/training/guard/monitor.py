@@ -55,6 +55,7 @@ class Monitor:
         self._next_beat_s = 0.0
         self._torch_version = ""
         self._allocator_room_bytes: int | None = None
+        self._peak_bytes = self._reserved_bytes = 0  # on CUDA, before the peaks of its allocator were reset
 
     def become(self, rank: int) -> None:
         """Report as this rank from now on."""
@@ -83,6 +84,7 @@ class Monitor:
         optimizers.register_optimizer_step_pre_hook(self._before_optimizer)
         optimizers.register_optimizer_step_post_hook(self._after_optimizer)
         progress.listen(self._on_reported_step)
+        progress.measure(self._peak_of_step)
         torch.autograd.backward = self._watched(torch.autograd.backward)
         torch.autograd.grad = self._watched(torch.autograd.grad)
         self._until_forward(torch)
@@ -162,9 +164,21 @@ class Monitor:
         if self.device is not None:
             return self.device.peak_bytes
         cuda = self._cuda()
+        return self._peak_bytes if cuda is None else max(self._peak_bytes, _requested_peak_bytes(cuda))
+
+    def _peak_of_step(self) -> int:
+        """Peak bytes of live tensors since this was last called; the peaks of PyTorch's allocator begin anew."""
+        if self.device is not None:
+            peak_bytes = self.device.recent_peak_bytes
+            self.device.reset_recent_peak()
+            return peak_bytes
+        cuda = self._cuda()
         if cuda is None:
             return 0
-        return int(cuda.memory_stats().get("requested_bytes.all.peak") or cuda.max_memory_allocated())
+        peak_bytes = _requested_peak_bytes(cuda)
+        self._peak_bytes, self._reserved_bytes = max(self._peak_bytes, peak_bytes), self.reserved_bytes()
+        cuda.reset_peak_memory_stats()
+        return peak_bytes
 
     def live_bytes(self) -> int:
         """Bytes allocated now on this rank's device; 0 before first use."""
@@ -176,7 +190,7 @@ class Monitor:
     def reserved_bytes(self) -> int:
         """Peak bytes reserved by PyTorch's CUDA allocator so far; 0 without CUDA."""
         cuda = self._cuda()
-        return 0 if cuda is None else int(cuda.max_memory_reserved())
+        return 0 if cuda is None else max(self._reserved_bytes, int(cuda.max_memory_reserved()))
 
     def allocator_room_bytes(self) -> int | None:
         """Minimum so far of free plus reserved bytes on this rank's device; None without CUDA.
@@ -264,6 +278,10 @@ class Monitor:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(STALE_EXIT_CODE)
+
+
+def _requested_peak_bytes(cuda: Any) -> int:
+    return int(cuda.memory_stats().get("requested_bytes.all.peak") or cuda.max_memory_allocated())
 
 
 def _other_process_leads(path: Path, beat: Heartbeat) -> bool:
