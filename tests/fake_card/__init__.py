@@ -24,7 +24,7 @@ HERE = Path(__file__).parent
 SOURCE, SITE = HERE / "card.cpp", HERE / "site"
 NVML = HERE.parent / "backends" / "fake_nvml" / "nvml.c"
 MIB = 2**20
-CONTEXT_BYTES = 480 * MIB  # of each process on a card, as in card.cpp
+CONTEXT_BYTES = 752 * MIB  # of each process on a card, as in card.cpp
 COMMUNICATOR_BYTES = 400 * MIB  # of each group of several ranks
 
 

@@ -27,7 +27,7 @@ def raises(kind, function):
 
 # memory: what is held counts, what is freed does not, the cap holds and tells its numbers
 free, total = torch.cuda.mem_get_info()
-assert (free, total) == (1024 * MIB - 480 * MIB - 100 * MIB, 1024 * MIB)
+assert (free, total) == (1296 * MIB - 752 * MIB - 100 * MIB, 1296 * MIB)
 held = torch.empty(100 * MIB, dtype=torch.uint8, device="cuda")
 assert (held.device, torch.cuda.memory_allocated()) == (torch.device("cuda", 0), 100 * MIB)
 view = held[: 50 * MIB]
@@ -40,8 +40,8 @@ torch.cuda.empty_cache()
 torch.cuda.reset_peak_memory_stats()
 assert torch.cuda.memory_reserved() == torch.cuda.max_memory_allocated() == 0
 said = raises(torch.cuda.OutOfMemoryError, lambda: torch.empty(445 * MIB, dtype=torch.uint8, device="cuda"))
-assert said.startswith("CUDA out of memory. Tried to allocate 445.00 MiB. GPU 0 has a total capacity of 1024.00 MiB of")
-torch.cuda.set_per_process_memory_fraction(0.25)
+assert said.startswith("CUDA out of memory. Tried to allocate 445.00 MiB. GPU 0 has a total capacity of 1.27 GiB of")
+torch.cuda.set_per_process_memory_fraction(256 / 1296)
 said = raises(torch.cuda.OutOfMemoryError, lambda: torch.empty(300 * MIB, dtype=torch.uint8, device="cuda"))
 assert "256.00 MiB allowed; " in said
 assert torch.cuda.memory_stats()["num_ooms"] == 2
@@ -136,7 +136,7 @@ except RuntimeError as error:
     assert "cpu" in str(error)
 else:
     raise AssertionError("nccl takes no tensors of the host")
-assert torch.cuda.mem_get_info()[0] < (2048 - 480 - 400) * 2**20, "a communicator holds memory that is not PyTorch's"
+assert torch.cuda.mem_get_info()[0] < (2320 - 752 - 400) * 2**20, "a communicator holds memory that is not PyTorch's"
 dist.destroy_process_group()
 print(HELD)
 """
@@ -145,7 +145,7 @@ print(HELD)
 def test_a_card_counts_caps_computes_and_refuses_as_cards_do(tmp_path: Path) -> None:
     (tmp_path / "site").mkdir()
     (tmp_path / "site/sitecustomize.py").write_text("import os; os.environ['HIDDEN'] = 'sitecustomize of the user'")
-    given = environment(tmp_path, [1024, 1024], used_mib=100)
+    given = environment(tmp_path, [1296, 1296], used_mib=100)
     given["PYTHONPATH"] += os.pathsep + str(tmp_path / "site")
     ended = run(tmp_path, ALONE, given)
     assert (ended.returncode, ended.stdout.count(HELD)) == (0, 1), (ended.stdout + ended.stderr)[-4000:]
@@ -153,7 +153,7 @@ def test_a_card_counts_caps_computes_and_refuses_as_cards_do(tmp_path: Path) -> 
 
 def test_two_ranks_train_alike_over_nccl_by_ddp_and_both_kinds_of_fsdp(tmp_path: Path) -> None:
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-    ended = run(tmp_path, GANG, environment(tmp_path, [2048, 2048]), *torchrun)
+    ended = run(tmp_path, GANG, environment(tmp_path, [2320, 2320]), *torchrun)
     assert (ended.returncode, ended.stdout.count(HELD)) == (0, 2), (ended.stdout + ended.stderr)[-4000:]
 
 

@@ -180,8 +180,8 @@ def test_trap_16_a_restart_after_the_optimizer_step_shards() -> None:
     sharded = script_spec(**said, knobs={**knobs, "zero_stage": {"switch": "--fsdp"}})
     first, second = restarted(sharded, Phase.OPTIMIZER)
     assert second is not None
-    assert (first.zero_stage, second.zero_stage) == (ZeroStage.GRADIENTS, ZeroStage.PARAMETERS)
-    first, second = restarted(sharded, Phase.TRAINING)
+    assert second.zero_stage > first.zero_stage
+    first, second = restarted(script_spec(**said, knobs=knobs), Phase.TRAINING)
     assert second == replace(first, activation_checkpointing=ActivationCheckpointing.FULL)
 
 

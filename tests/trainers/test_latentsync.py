@@ -84,7 +84,7 @@ def test_on_cards_a_batch_of_six_each_runs_out_of_memory_and_is_cured_by_checkpo
     config["data"].update(frames=frames, longer=0, width=8)
     config["run"].update(swallows=False, mixed_precision_training=precision == "fp16", max_train_steps=2)
     (folder / "configs/stage2.yaml").write_text(yaml.safe_dump(config))
-    cards = environment(tmp_path, [1536, 1536])
+    cards = environment(tmp_path, [1824, 1824])
     cards["PYTHONPATH"] = f"{folder}:{cards['PYTHONPATH']}"
     job = Drive(home, card_cluster(cards)).run(
         latentsync(
@@ -109,12 +109,13 @@ def test_on_cards_a_batch_of_six_each_runs_out_of_memory_and_is_cured_by_checkpo
     for evidence in (first.evidence, second.evidence):
         assert (evidence.virtual, evidence.unwatched) == (False, ())
     report = first.evidence.ooms[0]
-    assert (report.capacity_bytes, report.foreign_bytes) == (1536 * MIB, 0)
+    assert report.capacity_bytes == pytest.approx(1824 * MIB, rel=0.01), "CUDA says GiB to two digits"
+    assert report.foreign_bytes == 0
     assert report.overhead_bytes == CONTEXT_BYTES + COMMUNICATOR_BYTES
-    assert 0 < report.live_bytes <= 656 * MIB, "what the context and the communicator leave"
+    assert 0 < report.live_bytes <= 672 * MIB, "what the context and the communicator leave"
     assert second.plan.activation_checkpointing is ActivationCheckpointing.FULL
     for beat in second.evidence.heartbeats:
         assert beat.steps_done == 2
         assert 0 < beat.peak_bytes <= beat.reserved_bytes
-        assert beat.allocator_room_bytes == 656 * MIB
+        assert beat.allocator_room_bytes == 672 * MIB
     assert set(re.findall(r"samples (\d+)", log(home, 2))) == {"12"}

@@ -90,7 +90,7 @@ def test_an_end_after_the_last_epochs_training_is_no_success(tmp_path: Path) -> 
 
 def test_on_cards_one_worker_for_each_trains_over_nccl_to_its_end(tmp_path: Path) -> None:
     folder, home = checkout("musicgen", tmp_path / "musicgen"), tmp_path / "home"
-    cards = environment(tmp_path, [1536, 1536])
+    cards = environment(tmp_path, [1808, 1808])
     cards["PYTHONPATH"] = f"{folder}:{cards['PYTHONPATH']}"
     job = Drive(home, card_cluster(cards)).run(musicgen(folder, env=cards))
     assert (job.status, story(job)) == (JobStatus.SUCCEEDED, ["finished"]), (job.reason, log(home, 1))

@@ -104,7 +104,7 @@ def test_a_pair_that_a_kill_tore_is_quarantined_before_a_restart(tmp_path: Path)
 
 
 def test_on_cards_two_ranks_that_it_spawned_train_in_fp16_over_gloo_to_its_end(tmp_path: Path) -> None:
-    cards = environment(tmp_path, [1536, 1536])
+    cards = environment(tmp_path, [1808, 1808])
     job = Drive(tmp_path / "home", card_cluster(cards)).run(
         rvc(checkout("rvc", tmp_path / "rvc"), gpus=2, env=cards, precision="fp16")
     )
