@@ -148,7 +148,8 @@ def test_a_plan_that_reduces_once_a_step_needs_what_is_predicted(tmp_path: Path,
         (2, (WIDE,), MEAN_ERROR_MAX),
         # 2.4 % of one plan with weights in bf16, of a few tokens; the others are within 2 %
         pytest.param(2, (DEEP, WIDE), 0.025, marks=pytest.mark.long),
-        pytest.param(4, (DEEP, WIDE), 0.035, marks=pytest.mark.long),  # of pipelines; the others are within 1.3 %
+        # of pipelines; the others are within 1.3 %. Over 600 s on two idle cores
+        pytest.param(4, (DEEP, WIDE), 0.035, marks=(pytest.mark.long, pytest.mark.timeout(3600))),
     ],
 )
 def test_a_plan_with_moments_in_8_bits_needs_what_is_predicted(
