@@ -244,7 +244,7 @@ def decoder_profile(
     (Shoeybi et al. 2019, arXiv:1909.08053, section 3). Over `spread` ranks it also spreads the tokens of norms and
     residual stream (training/engines/sequence_parallel.py). Over `cp` ranks each sample's tokens are cut, and a rank
     attends to all of them with its share of the heads (training/contract/context.py). What operators move was counted
-    on meta tensors (2026-11-26), a norm as CUDA's one kernel: norms, rotation, gate, residual stream and their
+    on meta tensors, a norm as CUDA's one kernel (2026-11-26). They are norms, rotation, gate, residual stream and their
     gradients, and under autocast the casts of what goes into products.
     """
     s, h, d = sequence_length // cp, spec.hidden_size, spec.head_dim
@@ -377,7 +377,7 @@ def _embedding(s: int, h: int, v: int, *, stream: int, tied: bool, spread: int) 
     )
 
 
-def _head(s: int, h: int, v: int, *, low: bool, stream: int, tied: bool, spread: int, cuda: bool = False) -> Segment:
+def _head(s: int, h: int, v: int, *, low: bool, stream: int, tied: bool, spread: int, cuda: bool) -> Segment:
     """Norm and chunked loss, measured as slopes like a layer; on CUDA the norm has no intermediates.
 
     The weight's gradient is made in fp32, in the forward pass; engines count it in their own width. That of a weight

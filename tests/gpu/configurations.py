@@ -14,10 +14,11 @@ from orchestrator.memory.estimate import estimate
 from orchestrator.memory.profiles import autocasts, profile_of
 from orchestrator.specs.choices import ActivationCheckpointing, Engine, Offload, Optimizer, Precision, ZeroStage
 from orchestrator.specs.cluster import DeviceKind, DeviceSpec
-from orchestrator.specs.job.model import DataSpec, DecoderSpec, LoraSpec, ModelSpec, TrainingSpec
+from orchestrator.specs.job.model import DataSpec, LoraSpec, ModelSpec, TrainingSpec
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import MemoryEstimate, ModelProfile
+from tests.gpu.runs import BILLION
 
 GIB = 2**30
 H100 = json.loads((Path(__file__).parent / "measured/h100-80gb.json").read_text())
@@ -138,15 +139,6 @@ MODELS = {
     "3B": _llama(3072, 8192, 28, 24, 8, 32000),
     "8B": _llama(4096, 14336, 32, 32, 8, 128256),
 }
-BILLION = DecoderSpec(  # Llama 3.2 1B
-    vocab_size=128256,
-    hidden_size=2048,
-    intermediate_size=8192,
-    num_hidden_layers=16,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    tie_word_embeddings=True,
-)
 LORA, QLORA = LoraSpec(rank=16), LoraSpec(rank=16, quantise_base=True)
 EVERY = (FP32, BF16, FP16, SELECTIVE, FULL, SHARDED, SGD, ADAFACTOR, EIGHT_BIT)
 # model, tokens, bytes of the device, adapters, plans, which micro-batches

@@ -2,9 +2,9 @@
 
     python -m tests.gpu.peaks [NUMBER ...]
 
-Each training is a process of its own. A line of JSON tells its bytes of live tensors at the peak, those of the blocks
-that they are in, and the largest allocations with the place in the code that asked for each. Needs torch and
-transformers.
+Each training is a process of its own. A line of JSON tells its bytes of live tensors at the peak, and those of the
+blocks that they are in. Then come the largest allocations, each with the place in the code that asked for it. Needs
+torch and transformers.
 """
 
 from __future__ import annotations

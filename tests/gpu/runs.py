@@ -27,6 +27,15 @@ SMALL = DecoderSpec(
     num_attention_heads=4,
     num_key_value_heads=2,
 )
+BILLION = DecoderSpec(  # Llama 3.2 1B
+    vocab_size=128256,
+    hidden_size=2048,
+    intermediate_size=8192,
+    num_hidden_layers=16,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    tie_word_embeddings=True,
+)
 TRAINING = TrainingSpec(max_steps=6, learning_rate=1e-3, clip_norm=0.5)
 
 

@@ -20,9 +20,10 @@ from orchestrator.service.server.intake import read_cluster
 from orchestrator.specs.cluster import DeviceKind
 from orchestrator.specs.job.model import ModelSpec
 from orchestrator.specs.settings import in_short
-from tests.gpu.configurations import BILLION, H100, Measurement, measured_at, on_cuda
+from tests.gpu.configurations import H100, Measurement, measured_at, on_cuda
 from tests.gpu.measure import RAN, name_of
 from tests.gpu.peaks import live_at_peak
+from tests.gpu.runs import BILLION
 from tests.gpu.test_throughput import PLANS
 
 CLUSTER = Path(__file__).parents[2] / "clusters/1x8-h100-80gb.yaml"

@@ -14,8 +14,7 @@ from orchestrator.specs.choices import ActivationCheckpointing, Precision, ZeroS
 from orchestrator.specs.job.model import DataSpec, DecoderSpec, ModelSpec, TrainingSpec  # noqa: E402
 from orchestrator.specs.plan import Plan  # noqa: E402
 from orchestrator.specs.settings import in_short  # noqa: E402
-from tests.gpu.configurations import BILLION  # noqa: E402
-from tests.gpu.runs import SMALL, plan, run_of, train  # noqa: E402
+from tests.gpu.runs import BILLION, SMALL, plan, run_of, train  # noqa: E402
 
 # Dense bf16 FLOP/s of the data sheets, by a part of the name that CUDA gives.
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "B200": 2250e12}
