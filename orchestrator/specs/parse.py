@@ -175,6 +175,11 @@ def read_document(text: str, source: str) -> Document:
     return Document(source=source, data=data, lines=lines)
 
 
+def read_value(text: str, source: str) -> Any:
+    """Plain data of the YAML behind one key, such as `{min: 1, max: 2}`. Raises SpecError as `read_document` does."""
+    return read_document(f"value: {text}", source).data["value"]
+
+
 def _syntax_error(error: yaml.MarkedYAMLError, source: str) -> SpecError:
     mark = error.problem_mark or error.context_mark
     where = f"{source}:{mark.line + 1}:{mark.column + 1}" if mark else source
@@ -193,7 +198,7 @@ def _plain(node: yaml.Node, path: Path, source: str, lines: dict[Path, int]) -> 
     if node.tag not in _PLAIN_TAGS:
         raise SpecError("YAML tags are not read", source=where, path=dotted(path), got=node.tag)
     if isinstance(node, yaml.ScalarNode):
-        return _scalar(node.value) if node.style is None else node.value
+        return plain_scalar(node.value) if node.style is None else node.value
     if isinstance(node, yaml.SequenceNode):
         return [_plain(value, (*path, index), source, lines) for index, value in enumerate(node.value)]
     data: dict[str, Any] = {}
@@ -214,7 +219,8 @@ def _plain(node: yaml.Node, path: Path, source: str, lines: dict[Path, int]) -> 
     return data
 
 
-def _scalar(text: str) -> Any:
+def plain_scalar(text: str) -> Any:
+    """What a word without quotes says: null, a boolean, a number, or itself."""
     if text.lower() in _WORDS:
         return _WORDS[text.lower()]
     if _INT.fullmatch(text):
@@ -233,7 +239,7 @@ def _with(document: Document, overrides: Sequence[Override]) -> Document:
             if inner is not None and not isinstance(inner, dict):
                 raise SpecError("there is nothing to set inside a value", source="--set", path=key, got=text)
             place[section] = place = dict(inner or {})
-        place[last] = read_document(f"value: {text}", f"--set {key}").data["value"]
+        place[last] = read_value(text, f"--set {key}")
         lines = {path: line for path, line in lines.items() if dotted(path[: len(sections) + 1]) != key}
         lines[tuple(key.split("."))] = 0
     return Document(source=document.source, data=data, lines=lines)

@@ -24,6 +24,7 @@ from orchestrator.service.server.gate import PAGES, SIGN_IN, WRONG_TOKENS
 from orchestrator.service.server.intake import read_cluster
 from orchestrator.service.server.sessions import LIFETIME_S, Sessions
 from orchestrator.specs.access import Role
+from orchestrator.specs.parse import read_document
 from orchestrator.specs.run import JobFolder
 from orchestrator.specs.state import State
 from tests.service.test_access import TEAMS
@@ -279,6 +280,27 @@ def test_a_pasted_job_is_planned_and_then_submitted(site: Site) -> None:
     tab.get_by_role("button", name="Submit 1 job").click()
     tab.get_by_role("link", name="pasted-").wait_for()
     assert [job.spec.name for job in site.world.controller.state.jobs.values()].count("pasted") == 1
+
+
+def test_fields_of_the_form_write_the_job_file_that_is_planned(site: Site) -> None:
+    tab = site.signed_in()
+    tab.goto(f"{site.url}{PAGES}/submit")
+    tab.fill("#text", JOB)
+    tab.get_by_role("button", name="Show the plan").click()
+    tab.get_by_text("taken", exact=True).wait_for()
+    tab.get_by_label("name required").first.fill("typed")
+    tab.locator("summary", has_text="degrade").click()
+    tab.get_by_label("allow").select_option("numeric")
+    tab.get_by_label("env").fill("{A: [}")
+    tab.keyboard.press("Enter")
+    tab.get_by_text("not readable as YAML").wait_for()
+    assert tab.get_by_label("env").input_value() == "{A: [}", "what was typed is not lost"
+    tab.get_by_label("env").fill("")
+    tab.keyboard.press("Enter")
+    tab.get_by_role("button", name="Submit 1 job").wait_for()
+    said = read_document(tab.input_value("#text"), "").data
+    assert said == read_document(JOB, "").data | {"name": "typed", "degrade": {"allow": "numeric"}}
+    assert tab.get_by_label("allow").input_value() == "numeric"
 
 
 CLUSTER = """\

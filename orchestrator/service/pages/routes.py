@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from importlib.resources import files
-from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, quote, urlsplit
 
@@ -22,6 +20,7 @@ from orchestrator.service.commands.plan import forecast
 from orchestrator.service.commands.what_if import WhatIf, what_if
 from orchestrator.service.pages.compare import comparison_data, comparisons
 from orchestrator.service.pages.forecasts import Forecasts
+from orchestrator.service.pages.form import SOURCE, filled, sections, written
 from orchestrator.service.pages.frame import HEADERS, compile_all, page, refused
 from orchestrator.service.pages.job import (
     attempt_rows,
@@ -51,7 +50,7 @@ from orchestrator.specs.access import Principal, Role
 from orchestrator.specs.errors import OrchestratorError, SpecError
 from orchestrator.specs.job.paths import paths_of
 from orchestrator.specs.order import Order
-from orchestrator.specs.parse import parse_cluster, parse_jobs
+from orchestrator.specs.parse import parse_cluster, parse_jobs, read_document
 
 PAGE_ROLES = {
     ("GET", PAGES): Role.VIEWER,
@@ -326,27 +325,32 @@ class _Pages:
         return self._page(request, "teams", **self._asked("/teams"))
 
     def submit(self, request: Request) -> Response:
-        return self._page(request, "submit", text=EXAMPLE, error="", specs=[], forecasts=[], trials=0)
+        return self._submit_page(request, EXAMPLE, filled(EXAMPLE))
+
+    def _submit_page(self, request: Request, text: str, fields: Mapping[str, str], **found: Any) -> Response:
+        nothing = {"error": "", "specs": [], "forecasts": [], "trials": 0}
+        return self._page(request, "submit", text=text, fields=fields, sections=sections(), **nothing | found)
 
     async def dry_run(self, request: Request) -> Response:
-        text = (await _form(request)).get("text", "")
-        return await run_in_threadpool(self._dry_run, request, text)
+        return await run_in_threadpool(self._dry_run, request, await _form(request))
 
-    def _dry_run(self, request: Request, text: str) -> Response:
-        """The plans that the jobs of a text would get; nothing is submitted."""
+    def _dry_run(self, request: Request, given: Mapping[str, str]) -> Response:
+        """The plans that the jobs of a form would get; nothing is submitted."""
         cluster = self._asked("/cluster")
-        error, specs, forecasts, trials = "", [], [], 0
+        try:
+            text = written(given)
+        except OrchestratorError as refused:  # what was typed stays in its field
+            return self._submit_page(request, given.get("text", ""), given, error=str(refused))
         try:
             specs = _read(text)
             nodes = [node_from_view(node) for node in cluster["nodes"]]
             state = self._controller.state
             forecasts = [forecast(spec, nodes, state.observations) for spec in specs[:1]]
-            trials = specs[0].trial.sweep.trials if specs[0].trial is not None else 0
         except OrchestratorError as refused:
-            error = str(refused)
+            return self._submit_page(request, text, filled(text), error=str(refused))
+        trials = specs[0].trial.sweep.trials if specs[0].trial is not None else 0
         dumped = [{"spec": spec.model_dump(mode="json")} for spec in specs]
-        shown = {"text": text, "error": error, "specs": [] if error else dumped, "trials": trials}
-        return self._page(request, "submit", forecasts=forecasts, **shown)
+        return self._submit_page(request, text, filled(text), specs=dumped, forecasts=forecasts, trials=trials)
 
     def what_if(self, request: Request) -> Response:
         return self._page(request, "what_if", asked=NOTHING_ASKED, error="", found=None, orders=list(Order))
@@ -414,15 +418,11 @@ def _file(request: Request) -> Response:
 
 def _read(text: str) -> list[Any]:
     """The jobs of a text. Its paths are those of the service's machine, so each must be absolute."""
-    source = "the job"
-    for spec in parse_jobs(text, source):
+    for spec in parse_jobs(text, SOURCE):
         wrong = next(((key, path) for key, path in paths_of(spec) if not path.startswith("/")), None)
         if wrong is not None:
             hint = "a page has no folder to start from: write the path on the service's machine, or use `orc submit`"
-            raise SpecError("not an absolute path", source=source, path=wrong[0], got=wrong[1], hint=hint)
+            raise SpecError("not an absolute path", source=SOURCE, path=wrong[0], got=wrong[1], hint=hint)
         if spec.is_script and spec.workdir is None:
-            raise SpecError("the script has no folder", source=source, path="workdir", hint="name one, absolute")
-    with tempfile.TemporaryDirectory(prefix="orc-job-") as folder:
-        file = Path(folder) / source
-        file.write_text(text, encoding="utf-8")
-        return list(read_jobs(file))
+            raise SpecError("the script has no folder", source=SOURCE, path="workdir", hint="name one, absolute")
+    return list(read_jobs(read_document(text, SOURCE).data))

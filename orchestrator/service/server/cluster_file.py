@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from orchestrator.backends.attempts.durable import write_durably
 from orchestrator.service.server.intake import read_cluster
 from orchestrator.specs import units
@@ -17,6 +15,7 @@ from orchestrator.specs.cluster import ClusterSpec, DeviceKind, DeviceSpec, Node
 from orchestrator.specs.devices import DEVICES
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.parse import node_from_data
+from orchestrator.specs.written import as_yaml
 
 FILE = "cluster.yaml"
 JOINED = "joined.json"
@@ -87,7 +86,7 @@ def cluster_text(cluster: ClusterSpec, notes: Sequence[str] = ()) -> str:
     ]
     always = cluster.model_dump(mode="json", include={"name", *LOOK_AT})
     said = {name: always[name] for name in ("name", *LOOK_AT)} | said
-    text = yaml.safe_dump(_in_words(said), sort_keys=False, allow_unicode=True, width=10**6)
+    text = as_yaml(_in_words(said))
     for key, words in LOOK_AT.items():
         text = re.sub(rf"^({key}: .*)$", rf"\1  # {words}", text, flags=re.M)
     return "".join(f"# {note}\n" for note in notes) + text

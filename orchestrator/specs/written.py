@@ -1,0 +1,38 @@
+"""What text says this plain data? YAML that `specs.parse.read_document` reads as the same data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import yaml
+
+from orchestrator.specs.parse import plain_scalar
+
+WIDTH = 10**6  # no line is folded
+
+
+class _Dumper(yaml.SafeDumper):
+    """SafeDumper that quotes every string which our reader, of YAML 1.2, takes for something else: `1e-3`."""
+
+
+def _string(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    style = None if plain_scalar(text) == text else "'"
+    if not text.replace("\n", "").isprintable():
+        style = '"'  # escapes; the emitter writes U+0085 as a line's end otherwise
+    elif "\n" in text:
+        style = "|"  # the emitter takes another one where this cannot say it
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _string)
+
+
+def as_yaml(data: Any) -> str:
+    """YAML of plain data, keys in their order, one per line."""
+    return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=WIDTH)
+
+
+def as_yaml_line(data: Any) -> str:
+    """YAML of plain data in one line, such as `{min: 1, max: 2}`."""
+    text = yaml.dump(data, Dumper=_Dumper, sort_keys=False, width=WIDTH, default_flow_style=True)
+    return text.removesuffix("\n").removesuffix("\n...")
