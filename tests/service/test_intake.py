@@ -268,6 +268,11 @@ def test_files_that_a_job_names_must_exist_and_knobs_be_set_once(tmp_path: Path,
     assert [words for words in said if words not in message] == [], message
 
 
+def test_a_plan_needs_no_data(tmp_path: Path) -> None:
+    path = job_file(tmp_path, MODEL.replace("corpus", "corpse"))
+    assert read_job(path, to_run=False).data.text[0] == str(tmp_path / "jobs" / "corpse.txt")
+
+
 def test_a_missing_job_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match=r"nothing\.yaml: the file does not exist"):
         read_job(tmp_path / "nothing.yaml")

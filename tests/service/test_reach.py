@@ -146,8 +146,6 @@ def test_a_path_of_the_service_need_not_exist_elsewhere_and_is_looked_for_there(
     said = reached.there.orc("submit", str(file), code=2)
     assert "data.chat[0]: the file does not exist" in said
     assert "data.tokenizer: the folder does not exist" in said
-    elsewhere = Machine(folder=reached.there.folder)
-    assert "the file does not exist" in elsewhere.orc("plan", str(file), code=2)
 
 
 def test_a_login_is_readable_by_its_user_alone_and_holds_for_its_url_alone(reached: Reached) -> None:

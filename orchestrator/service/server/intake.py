@@ -77,7 +77,7 @@ def read_job(
     """The job in a file, its paths absolute (relative ones start at the file's folder). Raises SpecError.
 
     A model without a profile or closed form is traced; the result is cached in `home` (None: that of the environment).
-    Only a job `to_run` needs its folder and its programs: other people's projects can be planned without them.
+    Only a job `to_run` needs its data, folder and programs: what is for another machine can be planned without them.
     `elsewhere`: absolute paths in the file are those of another machine.
     """
     text, source, folder = _said(file)
@@ -131,7 +131,8 @@ def _read(spec: JobSpec, source: str, folder: Path, home: Path | None, *, to_run
     there = {key for key, _ in paths_of(resolved)} & {key for key, said in paths_of(spec) if said.startswith("/")}
     if not elsewhere:
         there.clear()
-    problems = [one for one in _missing_files(resolved, source) if one.path not in there or one.what == NO_CONFIG]
+    missing = [one for one in _missing_files(resolved, source) if to_run or not one.path.startswith("data.")]
+    problems = [one for one in missing if one.path not in there or one.what == NO_CONFIG]
     problems += _knobs_said_twice(resolved, source)
     is_here = to_run or (resolved.workdir is not None and Path(resolved.workdir).is_dir())
     if is_here and "workdir" not in there:
