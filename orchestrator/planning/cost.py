@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from math import inf
 
 from orchestrator.memory.engines.pipeline import part, ranks
 from orchestrator.memory.engines.widths import compute_bytes, exchanged_bytes, master_bytes
@@ -60,12 +61,16 @@ MASTER_AND_MOMENTS_BYTES = 12  # per parameter: what an update on NVMe reads and
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """Equal nodes of equal devices. `network_bandwidth` is bytes/s per node and direction."""
+    """Equal nodes of equal devices. `network_bandwidth` is bytes/s per node and direction.
+
+    `host_memory` is bytes of a node; infinite where nobody told it, as of most published measurements.
+    """
 
     device: DeviceSpec
     devices_per_node: int
     nodes: int
     network_bandwidth: int
+    host_memory: float = inf
     launches_block: bool = False  # CUDA_LAUNCH_BLOCKING=1: the host waits for every kernel that it launched
 
     def __hash__(self) -> int:
@@ -73,7 +78,8 @@ class Hardware:
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.device, self.devices_per_node, self.nodes, self.network_bandwidth, self.launches_block))
+        node = (self.device, self.devices_per_node, self.host_memory, self.launches_block)
+        return hash((node, self.nodes, self.network_bandwidth))
 
 
 def step_s(profile: ModelProfile, plan: Plan, hardware: Hardware) -> float:

@@ -48,9 +48,11 @@ def by_moment(estimate: MemoryEstimate) -> tuple[MomentBytes, ...]:
 
 
 def nearest(frontier: Frontier, calibrated: Calibration, refuted: frozenset[Plan] = frozenset()) -> Candidate | None:
-    """The untried candidate that needs the least memory; None where all were refuted."""
+    """The untried candidate that needs the least of a device, enough host memory first; None: all were refuted."""
     untried = (candidate for candidate in frontier.candidates if candidate.plan not in refuted)
-    return min(untried, key=lambda one: (one.degradation, needed_bytes(one, calibrated)), default=None)
+    return min(
+        untried, key=lambda one: (one.degradation, not one.fits_host, needed_bytes(one, calibrated)), default=None
+    )
 
 
 def why_nothing_fits(
@@ -112,7 +114,7 @@ def why_taken(fit_probability: float | None) -> str:
 
 def what_would_fit(spec: JobSpec, hardware: Hardware, capacity_bytes: int, calibrated: Calibration) -> tuple[str, ...]:
     """Changes by which the job would fit, each one really planned; empty where none of them helps."""
-    ways = (_other_settings, _more_devices, _larger_devices, _lower_precision, _shorter_samples)
+    ways = (_other_settings, _more_devices, _larger_devices, _more_host_memory, _lower_precision, _shorter_samples)
     return tuple(sentence for way in ways for sentence in way(spec, hardware, capacity_bytes, calibrated))
 
 
@@ -125,21 +127,30 @@ def _other_settings(spec: JobSpec, hardware: Hardware, capacity_bytes: int, cali
 def _more_devices(spec: JobSpec, hardware: Hardware, capacity_bytes: int, calibrated: Calibration) -> Iterator[str]:
     if spec.is_script and spec.knobs.micro_batch_size is None:
         return
-    devices = spec.gpus.max
+    devices = there = min(spec.gpus.max, hardware.nodes * hardware.devices_per_node)
     while (devices := devices * 2) <= DEVICES_MAX:
         larger = _more(hardware, devices)
         best = _first_fit(_with(spec, gpus=GpuRange(min=devices, max=devices)), larger, capacity_bytes, calibrated)
         if best is not None:
             needed = format_bytes(needed_bytes(best, calibrated))
-            yield f"{devices} devices instead of {spec.gpus.max} ({in_short(best.plan)}): {needed} each"
+            yield f"{devices} devices instead of {there} ({in_short(best.plan)}): {needed} each"
             return
 
 
 def _larger_devices(spec: JobSpec, hardware: Hardware, _capacity_bytes: int, calibrated: Calibration) -> Iterator[str]:
     found = frontier(spec, hardware, calibrated.correction, calibrated.overhead).candidates
     own = [candidate for candidate in found if candidate.degradation is Degradation.EXACT]
-    least = min(own, key=lambda candidate: needed_bytes(candidate, calibrated))
+    least = min(own, key=lambda one: (not one.fits_host, needed_bytes(one, calibrated)))
     yield f"devices with at least {format_bytes(needed_bytes(least, calibrated))} free ({in_short(least.plan)})"
+
+
+def _more_host_memory(spec: JobSpec, hardware: Hardware, capacity_bytes: int, calibrated: Calibration) -> Iterator[str]:
+    found = frontier(spec, hardware, calibrated.correction, calibrated.overhead).candidates
+    short = [one for one in found if not one.fits_host and needed_bytes(one, calibrated) <= capacity_bytes]
+    if short:
+        least = min(short, key=lambda one: (one.degradation, one.host_bytes))
+        has = format_bytes(hardware.host_memory)
+        yield f"nodes with {format_bytes(least.host_bytes)} of host memory instead of {has} ({in_short(least.plan)})"
 
 
 def _lower_precision(spec: JobSpec, hardware: Hardware, capacity_bytes: int, calibrated: Calibration) -> Iterator[str]:
@@ -190,6 +201,7 @@ def _more(hardware: Hardware, devices: int) -> Hardware:
         devices_per_node=hardware.devices_per_node,
         nodes=nodes,
         network_bandwidth=hardware.network_bandwidth,
+        host_memory=hardware.host_memory,
     )
 
 

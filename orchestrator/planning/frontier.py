@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from math import inf
 from operator import itemgetter
 
 from orchestrator.memory.calibration import calibrate as calibration
 from orchestrator.memory.calibration.calibrate import EVEN, Calibration
 from orchestrator.memory.calibration.calibrate import MARGIN as MARGIN
+from orchestrator.planning.cost import Hardware
 from orchestrator.specs.choices import Degradation
+from orchestrator.specs.cluster import DeviceKind
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import MemoryEstimate
 from orchestrator.specs.units import format_bytes
@@ -23,6 +26,13 @@ class Candidate:
     estimate: MemoryEstimate
     step_s: float
     degradation: Degradation
+    host_bytes: int = 0  # of host memory that a node needs whose devices its ranks fill
+    host_memory: float = inf  # that such a node has, in bytes
+
+    @property
+    def fits_host(self) -> bool:
+        """Whether the node has the host memory."""
+        return self.host_bytes <= self.host_memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,21 +42,34 @@ class Frontier:
     candidates: tuple[Candidate, ...]
 
 
+def node_host_bytes(plan: Plan, estimate: MemoryEstimate, hardware: Hardware) -> int:
+    """Bytes of host memory that a node needs whose devices the plan's ranks fill; of no other job on it.
+
+    A virtual device's memory is the host's.
+    """
+    virtual = estimate.device_bytes if hardware.device.kind is DeviceKind.VIRTUAL else 0
+    return min(plan.world_size, hardware.devices_per_node) * (estimate.host_bytes + virtual)
+
+
 def needed_bytes(candidate: Candidate, calibrated: Calibration) -> int:
     """Free bytes that one device must have for the candidate: its corrected estimate and the margin."""
     return calibration.plan_needed_bytes(candidate.plan, candidate.estimate, calibrated)
 
 
 def fit_probability(candidate: Candidate, capacity_bytes: int, calibrated: Calibration) -> float:
-    """The probability that the candidate runs within `capacity_bytes` of one device."""
+    """The probability that the candidate runs within `capacity_bytes` of one device; 0 without the host memory."""
+    if not candidate.fits_host:
+        return 0.0
     return calibration.plan_fit_probability(candidate.plan, candidate.estimate, calibrated, capacity_bytes)
 
 
 def fits(candidate: Candidate, capacity_bytes: int, calibrated: Calibration) -> bool:
-    """Whether the corrected estimate, with its margin, is within `capacity_bytes` of one device, and never burst it."""
-    return needed_bytes(candidate, calibrated) <= capacity_bytes and not calibrated.refutes(
-        candidate.plan, candidate.estimate, capacity_bytes
-    )
+    """Whether `capacity_bytes` of a device hold the corrected estimate with its margin, and a node has the host memory.
+
+    What burst such a device before does not fit.
+    """
+    is_within = candidate.fits_host and needed_bytes(candidate, calibrated) <= capacity_bytes
+    return is_within and not calibrated.refutes(candidate.plan, candidate.estimate, capacity_bytes)
 
 
 def likeliest(rooms: Iterable[tuple[Candidate, int]], calibrated: Calibration) -> Candidate | None:
@@ -81,6 +104,9 @@ def why_rejected(
     if needed > capacity_bytes:
         needs = f"needs {format_bytes(needed)} of {format_bytes(capacity_bytes)}"
         return f"{needs}; worst moment: {candidate.estimate.moment}"
+    if not candidate.fits_host:
+        has = format_bytes(candidate.host_memory)
+        return f"needs {format_bytes(candidate.host_bytes)} of host memory on a node that has {has}"
     if not fits(candidate, capacity_bytes, calibrated):
         return "ran out of memory before, in another job of this family"
     return None

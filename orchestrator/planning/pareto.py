@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable
+from math import inf
 from typing import NamedTuple
 
 from orchestrator.specs.choices import Engine, Offload
@@ -25,10 +26,10 @@ class Costed(NamedTuple):
     plan: Plan
     step_s: float
     estimate: MemoryEstimate
-    needed_bytes: int
+    needed_bytes: float
 
 
-def device_bytes(estimate: MemoryEstimate) -> int:
+def device_bytes(_plan: Plan, estimate: MemoryEstimate) -> int:
     """As estimated."""
     return estimate.device_bytes
 
@@ -37,11 +38,12 @@ def pareto(
     timed: Iterable[Timed],
     estimate: Callable[[Plan], MemoryEstimate],
     most_bytes: float,
-    needed: Callable[[MemoryEstimate], int] = device_bytes,
+    needed: Callable[[Plan, MemoryEstimate], float] = device_bytes,
 ) -> list[Costed]:
     """Those that no other beats or equals in step time, device bytes and GPUs at once, the fastest first.
 
-    `needed` tells the bytes, never fewer than estimated; none needs more than `most_bytes`. Of plans that are equal in
+    `needed` tells the bytes, never fewer than estimated, and infinitely many of what is no plan; none needs more than
+    `most_bytes`. Of plans that are equal in
     all three the simplest stays: the torch engine before DeepSpeed, no offload before offload, less sharding before
     more. With fewer GPUs first, what beats a plan has come before it, save among equally fast ones. On a staircase of
     step times upwards and bytes downwards one step decides (Kung et al. 1975, JACM 22(4)). Most plans are beaten even
@@ -49,16 +51,16 @@ def pareto(
     """
     kept: list[Costed] = []
     times: list[float] = []
-    least: list[int] = []
+    least: list[float] = []
     for one in sorted(timed, key=_order):
         at = bisect_right(times, one.step_s)
         below = min(most_bytes, least[at - 1] - 1) if at else most_bytes
         if one.at_least_bytes > below:
             continue
         estimated = estimate(one.plan)
-        needed_bytes = needed(estimated)
+        needed_bytes = needed(one.plan, estimated)
         assert one.at_least_bytes <= needed_bytes, (one, estimated)
-        if needed_bytes > below:
+        if needed_bytes > below or needed_bytes == inf:
             continue
         begin = bisect_left(times, one.step_s)
         end = begin
@@ -85,5 +87,5 @@ def _order(timed: Timed) -> tuple[object, ...]:
     )
 
 
-def _fastest_first(costed: Costed) -> tuple[float, int, int]:
+def _fastest_first(costed: Costed) -> tuple[float, float, int]:
     return (costed.step_s, costed.needed_bytes, costed.plan.world_size)

@@ -18,7 +18,7 @@ from orchestrator.memory.models.experts import UNEVEN
 from orchestrator.memory.profiles import autocasts, profile_of, with_held_boundaries
 from orchestrator.planning.cost import Hardware, StepSeconds
 from orchestrator.planning.families import Family, Variant, default_length, families_of, variants_of
-from orchestrator.planning.frontier import MARGIN, Candidate, Frontier
+from orchestrator.planning.frontier import MARGIN, Candidate, Frontier, node_host_bytes
 from orchestrator.planning.layouts import layouts
 from orchestrator.planning.pareto import Costed, Timed, device_bytes, pareto
 from orchestrator.planning.strategies import (
@@ -60,6 +60,7 @@ UNPLANNED = {
     "env": (),
     "secrets": (),
 }
+_Needed = Callable[[Plan, MemoryEstimate], float]  # bytes of a device
 _Beats = Callable[[int, float, int], bool]
 BLOCKING = ("CUDA_LAUNCH_BLOCKING", "1")  # in a job's env: its host waits for every kernel
 REACH = 2  # devices: plans that need more memory than so many have are left out, as long as any needs less
@@ -123,7 +124,14 @@ def _frontier(spec: JobSpec, hardware: Hardware, overhead: Overhead, steps: tupl
         classes.setdefault(variant.degradation, []).append(variant)
     needs = _Needs(spec, hardware, overhead)
     found = [
-        Candidate(plan=one.plan, estimate=one.estimate, step_s=one.step_s, degradation=degradation)
+        Candidate(
+            plan=one.plan,
+            estimate=one.estimate,
+            step_s=one.step_s,
+            degradation=degradation,
+            host_bytes=node_host_bytes(one.plan, one.estimate, hardware),
+            host_memory=hardware.host_memory,
+        )
         for degradation, variants in sorted(classes.items())
         for one in _beaten_by_none(spec, hardware, variants, needs, steps)
     ]
@@ -179,7 +187,8 @@ def _beaten_by_none(
 ) -> list[Costed]:
     """The plans that no other legal plan beats at one of the steps, the fastest first; all are timed once.
 
-    Within REACH, unless none is. Plans whose first layers only are recomputed in full come second: where one of the
+    Within REACH, unless none is. Where such a plan needs more host memory than a node has, those come beside it that no
+    plan beats which needs no more. Plans whose first layers only are recomputed in full come second: where one of the
     others beats the least that they can cost, none of them is made.
     """
 
@@ -190,9 +199,8 @@ def _beaten_by_none(
         return [one for family in families for one in _timed(hardware, family, needs, most_bytes, between)], between
 
     estimate = cache(needs.estimate)
-    found: dict[Plan, Costed] = {}
-    for step in steps:
-        needed = partial(corrected_bytes, correction=2 ** (step / CORRECTION_STEPS)) if step else device_bytes
+
+    def best(needed: _Needed) -> list[Costed]:
         for most_bytes in (REACH * hardware.device.memory, inf):
             alike, between = timed(most_bytes)
             costed = _pareto(spec, alike, estimate, most_bytes, needed)
@@ -201,11 +209,33 @@ def _beaten_by_none(
             kept = [Timed(one.plan, one.step_s, one.estimate.device_bytes) for one in costed]
             costed = _pareto(spec, [*kept, *others], estimate, most_bytes, needed) if others else costed
             if costed:
-                break
-        if len(steps) == 1:
+                return costed
+        return []
+
+    found: dict[Plan, Costed] = {}
+    for step in steps:
+        needed = _corrected(2 ** (step / CORRECTION_STEPS)) if step else device_bytes
+        costed = best(needed)
+        if any(node_host_bytes(one.plan, one.estimate, hardware) > hardware.host_memory for one in costed):
+            costed += best(_within_host(needed, hardware))
+        elif len(steps) == 1:
             return costed
         found |= {one.plan: one for one in costed}
     return sorted(found.values(), key=lambda one: (one.step_s, one.estimate.device_bytes, one.plan.world_size))
+
+
+def _corrected(correction: float) -> _Needed:
+    return lambda _plan, estimate: corrected_bytes(estimate, correction)
+
+
+def _within_host(needed: _Needed, hardware: Hardware) -> _Needed:
+    """Infinite where a node has not the host memory."""
+
+    def bytes_of(plan: Plan, estimate: MemoryEstimate) -> float:
+        fits = node_host_bytes(plan, estimate, hardware) <= hardware.host_memory
+        return needed(plan, estimate) if fits else inf
+
+    return bytes_of
 
 
 def _pareto(
@@ -213,7 +243,7 @@ def _pareto(
     timed: Sequence[Timed],
     estimate: Callable[[Plan], MemoryEstimate],
     most_bytes: float,
-    needed: Callable[[MemoryEstimate], int],
+    needed: _Needed,
 ) -> list[Costed]:
     """One frontier; where the job tells its speeds, which no cost model knows, one for each number of devices."""
     if not spec.speeds:
@@ -229,7 +259,7 @@ def _beaten(costed: Sequence[Costed], *, by_count: bool) -> _Beats:
 
     `by_count`: only plans on as many devices are compared.
     """
-    staircases: dict[int, tuple[list[float], list[int]]] = {}
+    staircases: dict[int, tuple[list[float], list[float]]] = {}
 
     def beats(count: int, step_s: float, least_bytes: int) -> bool:
         if count not in staircases:

@@ -13,6 +13,7 @@ from orchestrator.memory.calibration.correction import corrected_bytes
 from orchestrator.memory.engines.overhead import CONTEXT_BYTES, SUPPOSED_OVERHEAD, Overhead
 from orchestrator.memory.estimate import DeviceBytes, alike, estimate
 from orchestrator.planning.cost import Hardware, step_s
+from orchestrator.planning.frontier import node_host_bytes
 from orchestrator.planning.pareto import Timed, pareto
 from orchestrator.planning.search import CORRECTION_STEPS, REACH, frontier, plans, profile_for
 from orchestrator.specs.choices import ActivationCheckpointing, Degradation, Engine, ParallelLayout
@@ -132,6 +133,34 @@ def test_the_frontier_is_every_plan_within_reach_that_no_other_legal_plan_beats(
     told = [(one.degradation, one.step_s, one.estimate.device_bytes, one.plan.world_size) for one in found]
     assert told == sorted(expected)
     assert [cost(spec, here, one.plan, overhead) for one in found] == told
+
+
+@given(jobs, machines, st.sampled_from((64 * 2**20, 512 * 2**20, 3 * 2**30)))
+@example(job(WORK[5], 8, (2, 2), "exact"), machine(DeviceKind.CUDA, 4, 1, "2GiB", nvme=True), 512 * 2**20)
+@example(job(WORK[8], 8, (2, 2), "exact"), machine(DeviceKind.CUDA, 4, 1, "96MiB", nvme=False), 64 * 2**20)
+@settings(max_examples=30, deadline=None)
+def test_where_host_memory_is_short_the_frontier_has_every_plan_with_enough_that_no_other_such_plan_beats(
+    spec: JobSpec, here: Hardware, host_memory: int
+) -> None:
+    here = replace(here, host_memory=host_memory)
+    try:
+        tried = list(plans(spec, here))
+        found = frontier(spec, here).candidates
+    except SpecError:
+        return
+    with_host = [one for one in tried if node_host_bytes(one, _estimate(spec, here, one), here) <= host_memory]
+    costs = [cost(spec, here, one) for one in with_host]
+    kept = [one for one in unbeaten(costs) if one[2] <= REACH * here.device.memory]
+    classes = {one[0] for one in kept}
+    expected = kept + [one for one in unbeaten(costs) if one[0] not in classes]
+    told = [
+        (one.degradation, one.step_s, one.estimate.device_bytes, one.plan.world_size) for one in found if one.fits_host
+    ]
+    assert told == sorted(expected)
+
+
+def _estimate(spec: JobSpec, here: Hardware, plan: Plan) -> MemoryEstimate:
+    return estimate(profile_for(spec, here, plan), plan, here.device)
 
 
 @given(jobs, machines, st.floats(1.0, 30.0))

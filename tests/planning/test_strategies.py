@@ -12,7 +12,8 @@ from orchestrator.memory.estimate import estimate
 from orchestrator.memory.models.experts import UNEVEN
 from orchestrator.memory.profiles import profile_of
 from orchestrator.planning.cost import Hardware, step_s
-from orchestrator.planning.frontier import fitting
+from orchestrator.planning.explain import why_nothing_fits
+from orchestrator.planning.frontier import fitting, why_rejected
 from orchestrator.planning.layouts import layouts
 from orchestrator.planning.search import frontier, plans, profile_for
 from orchestrator.specs.choices import (
@@ -32,6 +33,7 @@ from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import TracedProfile
 from orchestrator.specs.stages import stage_layers
+from orchestrator.specs.units import format_bytes, parse_bytes
 
 SIZES = {
     "vocab_size": 512,
@@ -263,6 +265,44 @@ def test_ranks_that_hold_other_experts_gather_less_and_are_given_room_for_uneven
     )
     assert peak(two, spec) == room > even
     assert even < peak(alone, spec)
+
+
+SEVEN_B = SIZES | {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+}
+
+
+@pytest.mark.parametrize(("host", "target"), [("256GiB", OffloadTarget.CPU), ("128GiB", OffloadTarget.NVME)])
+def test_what_host_memory_cannot_hold_is_offloaded_to_files(host: str, target: OffloadTarget) -> None:
+    here = replace(machine(nodes=1, memory="24GiB", nvme_folder="/nvme"), host_memory=parse_bytes(host))
+    spec = job({"decoder": SEVEN_B}, gpus=1, global_batch_size=8, precision="bf16")
+    best = next(fitting(frontier(spec, here), here.device.memory, UNMEASURED))
+    assert (best.plan.offload, best.plan.offload_target) == (Offload.PARAMETERS, target)
+    assert best.host_bytes == best.estimate.host_bytes <= here.host_memory
+
+
+def test_a_plan_without_its_host_memory_is_refused_by_what_a_node_needs_and_has() -> None:
+    here = replace(machine(nodes=1, memory="24GiB"), host_memory=parse_bytes("128GiB"))
+    spec = job({"decoder": SEVEN_B}, gpus=1, global_batch_size=8, precision="bf16")
+    found = frontier(spec, here).candidates
+    said = [why_rejected(one, here.device.memory, UNMEASURED) for one in found]
+    assert None not in said
+    short = [one.host_bytes for one, why in zip(found, said, strict=True) if why and "host memory" in why]
+    least = format_bytes(min(short))
+    assert f"needs {least} of host memory on a node that has 128.00 GiB" in said
+    why = why_nothing_fits(spec, here, here.device.memory, UNMEASURED)
+    assert f"would fit: nodes with {least} of host memory instead of 128.00 GiB" in why
+
+
+def test_ranks_of_a_node_need_their_host_memory_together() -> None:
+    spec = job({"decoder": SEVEN_B}, gpus=16, global_batch_size=16, precision="bf16")
+    found = frontier(spec, machine(nodes=2)).candidates
+    assert {one.host_bytes for one in found} == {8 * one.estimate.host_bytes for one in found}
 
 
 def test_a_virtual_device_is_offered_no_offload_and_nvme_needs_a_folder() -> None:

@@ -13,7 +13,7 @@ from orchestrator.memory.calibration import calibrate as calibration
 from orchestrator.memory.calibration.calibrate import UNMEASURED
 from orchestrator.memory.estimate import estimate
 from orchestrator.planning.cost import step_s
-from orchestrator.planning.frontier import EVEN, needed_bytes
+from orchestrator.planning.frontier import EVEN, needed_bytes, node_host_bytes
 from orchestrator.planning.search import frontier, plans, profile_for
 from orchestrator.scheduling.base.node_groups import Group, groups_of
 from orchestrator.scheduling.base.pending import Pending, pending
@@ -220,10 +220,16 @@ def tried(spec: JobSpec, group: Group) -> list[Tried]:
         profile, capacity_bytes = profile_for(spec, group.hardware, plan), free_bytes[plan.world_size - 1]
         needs = estimate(profile, plan, device)
         needed = calibration.plan_needed_bytes(plan, needs, UNMEASURED)
-        probability = calibration.plan_fit_probability(plan, needs, UNMEASURED, device.memory)
-        holds = needs.device_bytes <= capacity_bytes
-        seconds = step_s(profile, plan, group.hardware)
-        found.append(Tried(seconds, probability, needed <= capacity_bytes, needed <= device.memory, holds))
+        has_host = node_host_bytes(plan, needs, group.hardware) <= group.hardware.host_memory
+        found.append(
+            Tried(
+                step_s=step_s(profile, plan, group.hardware),
+                probability=has_host * calibration.plan_fit_probability(plan, needs, UNMEASURED, device.memory),
+                fits=has_host and needed <= capacity_bytes,
+                fits_empty=has_host and needed <= device.memory,
+                holds=has_host and needs.device_bytes <= capacity_bytes,
+            )
+        )
     return found
 
 

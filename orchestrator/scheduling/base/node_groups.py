@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby
+from math import inf
 
 from orchestrator.planning.search import Hardware
 from orchestrator.specs.choices import Precision
@@ -38,5 +39,6 @@ def _group(nodes: tuple[Node, ...]) -> Group:
         devices_per_node=nodes[0].devices,
         nodes=len(nodes),
         network_bandwidth=min(node.network_bandwidth for node in nodes),
+        host_memory=min(node.host_free_bytes or inf for node in nodes),  # 0: a Ray that was told none
     )
     return Group(hardware=hardware, nodes=nodes)

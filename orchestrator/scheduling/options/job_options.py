@@ -109,7 +109,7 @@ def job_options(job: Job, group: Group, calibrated: Calibration, launch_cost_s: 
         best = best_of_each(entries)
         return JobOptions(fitting=tuple(entries), entries=best, most_bytes=max(one.least_bytes for one in best))
 
-    needs = [(one, _least_bytes(one, calibrated, measured)) for one in candidates]
+    needs = [(one, _least_bytes(one, calibrated, measured)) for one in candidates if one.fits_host]
     fitting = [(one, shape, least) for one, least in needs if least <= device.memory and (shape := shapes(one.plan))]
     if fitting:
         return of(_hedged(job, group, calibrated, fitting, launch_cost_s))

@@ -12,7 +12,15 @@ from orchestrator.memory.estimate import estimate
 from orchestrator.planning.cost import step_s
 from orchestrator.planning.explain import why_nothing_fits
 from orchestrator.planning.families import asked_settings
-from orchestrator.planning.frontier import Candidate, fit_probability, fits, likeliest, needed_bytes, why_rejected
+from orchestrator.planning.frontier import (
+    Candidate,
+    fit_probability,
+    fits,
+    likeliest,
+    needed_bytes,
+    node_host_bytes,
+    why_rejected,
+)
 from orchestrator.planning.layouts import layers_to_cut, why_no_experts
 from orchestrator.planning.search import frontier, profile_for
 from orchestrator.scheduling.base.node_groups import Group, groups_of
@@ -250,11 +258,14 @@ def forecast_of(
     hardware = group.hardware
     calibrated = calibration(observations, device=hardware.device.name, family=spec.family_name)
     profile = profile_for(measured_spec(spec, calibrated), hardware, plan)
+    estimated = estimate(profile, plan, hardware.device, calibrated.overhead)
     candidate = Candidate(
         plan=plan,
-        estimate=estimate(profile, plan, hardware.device, calibrated.overhead),
+        estimate=estimated,
         step_s=step_s(profile, plan, hardware),
         degradation=_degradation(spec, plan),
+        host_bytes=node_host_bytes(plan, estimated, hardware),
+        host_memory=hardware.host_memory,
     )
     return _view(candidate, free_bytes, calibrated)
 

@@ -317,6 +317,8 @@ def _verdict(candidate: CandidateView) -> Text:
     share = "" if probability is None else f" with {format_probability(probability)}"
     if candidate["rejected"] is None:
         said = Text(f"fits{share}", style="green")
+    elif candidate["needed_bytes"] <= candidate["capacity_bytes"]:
+        said = Text(candidate["rejected"], style="red")
     elif (probability or 0.0) >= EVEN:
         said = Text(f"may fit{share}", style="yellow")
     else:
