@@ -237,9 +237,10 @@ def _moments(rank: Rank, plan: Plan, device: DeviceSpec, places: Iterable[int]) 
 def _host_bytes(rank: Rank, plan: Plan) -> int:
     """Host memory of one rank: what is offloaded, and the copy of what it writes of a checkpoint.
 
-    Offloaded are fp32 masters, both moments and gradients of its shard, and parameters where they live there.
-    DeepSpeed's own estimate is 16 to 18 bytes per parameter x 1.5 (deepspeed/runtime/zero/stage3.py); users report
-    that less was not enough. With NVMe only the buffers of its swapping are in host memory.
+    Offloaded are fp32 masters, gradients and optimizer states of its shard, and parameters where they live there,
+    frozen ones too. DeepSpeed's own estimate is 16 to 18 bytes per parameter of AdamW x 1.5
+    (deepspeed/runtime/zero/stage3.py); users report that less was not enough. With NVMe only the buffers of its
+    swapping are in host memory.
     """
     profile = rank.held
     copied = _checkpoint_bytes(profile, plan)
@@ -248,8 +249,11 @@ def _host_bytes(rank: Rank, plan: Plan) -> int:
         copied += plan.micro_batch_size * sum(passes * stage.layer_inputs_bytes for stage, passes in in_flight)
     if plan.offload is Offload.NONE:
         return copied
-    shard = -(-profile.parameters // (plan.layout.dp_cp // plan.dp_replicate))
-    whole = shard * (24 if plan.offload is Offload.OPTIMIZER else 27)
+    trained = profile.trained_parameters
+    held = 2 * FP32_BYTES * trained + state_bytes(profile, plan, 1)
+    if plan.offload is Offload.PARAMETERS:
+        held += 2 * trained + profile.weight_bytes(FP32_BYTES) - FP32_BYTES * trained
+    whole = -(-3 * held // (2 * (plan.layout.dp_cp // plan.dp_replicate)))
     if plan.offload_target is OffloadTarget.NVME:
         whole = min(whole, deepspeed.nvme_buffer_bytes(profile, plan))
     return whole + copied

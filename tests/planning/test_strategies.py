@@ -299,6 +299,16 @@ def test_a_plan_without_its_host_memory_is_refused_by_what_a_node_needs_and_has(
     assert f"would fit: nodes with {least} of host memory instead of 128.00 GiB" in why
 
 
+def test_a_frozen_base_on_the_host_takes_its_weights_alone() -> None:
+    here = replace(machine(nodes=1, memory="12GiB"), host_memory=parse_bytes("64GiB"))
+    data = {"text": ["text"], "sequence_length": 2048}
+    spec = job({"hf": {"model_type": "llama", **SEVEN_B}, "lora": {"rank": 16}}, gpus=1, precision="bf16", data=data)
+    best = next(fitting(frontier(spec, here), here.device.memory, UNMEASURED))
+    assert best.plan.offload is Offload.PARAMETERS
+    bf16_bytes = 2 * 6_738_415_616
+    assert 1.5 * bf16_bytes < best.host_bytes < 1.7 * bf16_bytes
+
+
 def test_ranks_of_a_node_need_their_host_memory_together() -> None:
     spec = job({"decoder": SEVEN_B}, gpus=16, global_batch_size=16, precision="bf16")
     found = frontier(spec, machine(nodes=2)).candidates
