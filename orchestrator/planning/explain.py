@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from orchestrator.memory.calibration.calibrate import CONFIDENCE, Calibration
 from orchestrator.memory.calibration.correction import corrected
 from orchestrator.planning.cost import Hardware
-from orchestrator.planning.frontier import Candidate, Frontier, fitting, needed_bytes
+from orchestrator.planning.frontier import Candidate, Frontier, fitting, needed_bytes, why_rejected
 from orchestrator.planning.search import frontier
 from orchestrator.specs.choices import Degradation
 from orchestrator.specs.errors import SpecError
@@ -49,10 +49,12 @@ def by_moment(estimate: MemoryEstimate) -> tuple[MomentBytes, ...]:
 
 def nearest(frontier: Frontier, calibrated: Calibration, refuted: frozenset[Plan] = frozenset()) -> Candidate | None:
     """The untried candidate that needs the least of a device, enough host memory first; None: all were refuted."""
+
+    def missing(one: Candidate) -> tuple[object, ...]:
+        return one.degradation, 0 if one.fits_host else one.host_bytes, needed_bytes(one, calibrated)
+
     untried = (candidate for candidate in frontier.candidates if candidate.plan not in refuted)
-    return min(
-        untried, key=lambda one: (one.degradation, not one.fits_host, needed_bytes(one, calibrated)), default=None
-    )
+    return min(untried, key=missing, default=None)
 
 
 def why_nothing_fits(
@@ -69,12 +71,17 @@ def why_nothing_fits(
     estimate = corrected(closest.estimate, calibrated.correction_of(closest.plan, closest.estimate))
     needed = needed_bytes(closest, calibrated)
     pinned = "" if not spec.plan else f" with {in_words(spec.plan)}" if len(spec.plan) <= PINS_NAMED else " as pinned"
-    lines = [
-        f"no plan{pinned} fits {format_bytes(capacity_bytes)} of {hardware.device.name}",
-        f"closest: {in_short(closest.plan)} needs {format_bytes(needed)} at its worst moment ({estimate.moment})",
-        *(f"  {format_bytes(count):>12}  {cause}" for cause, count in breakdown(estimate)),
-        f"  {format_bytes(needed - estimate.device_bytes):>12}  margin",
-    ]
+    there = f"{format_bytes(capacity_bytes)} of {hardware.device.name}"
+    if needed <= capacity_bytes and not closest.fits_host:
+        why = why_rejected(closest, capacity_bytes, calibrated)
+        lines = [f"no plan{pinned} fits {there} and its node", f"closest: {in_short(closest.plan)} {why}"]
+    else:
+        lines = [
+            f"no plan{pinned} fits {there}",
+            f"closest: {in_short(closest.plan)} needs {format_bytes(needed)} at its worst moment ({estimate.moment})",
+            *(f"  {format_bytes(count):>12}  {cause}" for cause, count in breakdown(estimate)),
+            f"  {format_bytes(needed - estimate.device_bytes):>12}  margin",
+        ]
     lines += [f"would fit: {sentence}" for sentence in what_would_fit(spec, hardware, capacity_bytes, calibrated)]
     lines += _missing_knobs(spec, hardware, capacity_bytes, calibrated, refuted)
     return "\n".join(lines)
@@ -137,11 +144,12 @@ def _more_devices(spec: JobSpec, hardware: Hardware, capacity_bytes: int, calibr
             return
 
 
-def _larger_devices(spec: JobSpec, hardware: Hardware, _capacity_bytes: int, calibrated: Calibration) -> Iterator[str]:
+def _larger_devices(spec: JobSpec, hardware: Hardware, capacity_bytes: int, calibrated: Calibration) -> Iterator[str]:
     found = frontier(spec, hardware, calibrated.correction, calibrated.overhead).candidates
     own = [candidate for candidate in found if candidate.degradation is Degradation.EXACT]
     least = min(own, key=lambda one: (not one.fits_host, needed_bytes(one, calibrated)))
-    yield f"devices with at least {format_bytes(needed_bytes(least, calibrated))} free ({in_short(least.plan)})"
+    if (needed := needed_bytes(least, calibrated)) > capacity_bytes:
+        yield f"devices with at least {format_bytes(needed)} free ({in_short(least.plan)})"
 
 
 def _more_host_memory(spec: JobSpec, hardware: Hardware, capacity_bytes: int, calibrated: Calibration) -> Iterator[str]:

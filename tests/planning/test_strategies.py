@@ -295,6 +295,11 @@ def test_a_plan_without_its_host_memory_is_refused_by_what_a_node_needs_and_has(
     short = [one.host_bytes for one, why in zip(found, said, strict=True) if why and "host memory" in why]
     least = format_bytes(min(short))
     assert f"needs {least} of host memory on a node that has 128.00 GiB" in said
+    pinned = spec.model_copy(update={"plan": (("offload", Offload.PARAMETERS), ("offload_target", OffloadTarget.CPU))})
+    why = why_nothing_fits(pinned, here, here.device.memory, UNMEASURED).splitlines()
+    assert why[0].endswith("fits 24.00 GiB of device and its node")
+    assert why[1].endswith("of host memory on a node that has 128.00 GiB")
+    assert not any("devices with at least" in line for line in why)
     why = why_nothing_fits(spec, here, here.device.memory, UNMEASURED)
     assert f"would fit: nodes with {least} of host memory instead of 128.00 GiB" in why
 
