@@ -48,6 +48,14 @@ def test_a_changed_field_changes_its_key_and_no_other(path: Path) -> None:
     assert _after(text, steps="77") == before | {"steps": 77}
 
 
+def test_a_command_of_several_lines_is_no_change_and_is_shown_in_one() -> None:
+    text = TEXT.replace("python train.py", "|\n  python train.py\n  --lr 1")
+    shown = filled(text)[f"{OF_KEY}command"]
+    assert shown.strip() == "python train.py --lr 1"
+    assert written(_posted(text)) == text
+    assert written(_posted(text, command=shown.strip())) == text  # as a browser may send it
+
+
 def test_every_key_of_the_schema_has_a_field() -> None:
     names = {key.name.removeprefix(OF_KEY) for section in sections() for key in section.keys}
     assert {name.split(".")[0] for name in names} == set(job_json_schema()["properties"])

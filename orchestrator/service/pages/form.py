@@ -121,7 +121,7 @@ def filled(text: str) -> dict[str, str]:
     for key in _keys():
         value = _at(data, key.path)
         if value is not None:
-            shown[key.name] = key.typed(value)
+            shown[key.name] = " ".join(key.typed(value).split("\n"))  # a field has one line
     return shown
 
 
