@@ -13,9 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from orchestrator.memory.profiles import profile_of
+from orchestrator.planning.kernels import GRADIENT_TRAFFIC_BYTES, LOGIT_TRAFFIC_BYTES
 from orchestrator.specs.choices import Precision
 from orchestrator.specs.job.model import DataSpec, DecoderSpec, ModelSpec
 from orchestrator.specs.job.spec import JobSpec
+from orchestrator.training.models import cross_entropy
 from orchestrator.training.models.decoder import Layer, _rotary_tables
 
 TOKENS = 64
@@ -25,6 +27,7 @@ TOLERANCE = 0.03
 NOT_COUNTED = (
     *("view", "_unsafe_view", "reshape", "transpose", "t.default", "permute", "expand", "unsqueeze", "squeeze"),
     *("slice", "split", "select", "as_strided", "detach", "alias", "lift", "empty", "new_empty", "mm"),
+    *("gather", "scatter_add"),  # one logit of a row
 )
 SIZES = {
     "vocab_size": 64,
@@ -146,3 +149,24 @@ def test_operators_move_what_is_said(family: str, precision: Precision, monkeypa
     (said,) = (each for each in profile.segments if each.name == "layer")
     assert said.forward_moved_bytes == pytest.approx(forward_bytes, rel=TOLERANCE)
     assert said.backward_moved_bytes == pytest.approx(counted.moved_bytes - forward_bytes, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16])
+def test_the_loss_moves_what_is_said_of_a_logit_and_of_a_gradient(
+    precision: Precision, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words, hidden = 4096, 16
+    dtype = torch.float32 if precision is Precision.FP32 else torch.bfloat16
+
+    def moved_bytes(chunk_tokens: int, *, trains: bool) -> int:
+        monkeypatch.setattr(cross_entropy, "CHUNK_TOKENS", chunk_tokens)
+        counted = Counted()
+        weight = torch.zeros(words, hidden, dtype=dtype, requires_grad=trains)
+        states = torch.zeros(TOKENS, hidden, dtype=dtype, requires_grad=True)
+        with counted:
+            cross_entropy.linear_cross_entropy(states, weight, torch.zeros(TOKENS, dtype=torch.long))
+        return counted.moved_bytes
+
+    assert moved_bytes(TOKENS, trains=False) == TOKENS * words * LOGIT_TRAFFIC_BYTES[precision]
+    more = moved_bytes(TOKENS // 2, trains=True) - moved_bytes(TOKENS, trains=True)  # one chunk more is added
+    assert more == words * hidden * GRADIENT_TRAFFIC_BYTES[precision]
