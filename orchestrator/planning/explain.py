@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from orchestrator.memory.calibration.calibrate import CONFIDENCE, Calibration
 from orchestrator.memory.calibration.correction import corrected
@@ -204,13 +205,7 @@ def _with(spec: JobSpec, **changed: object) -> JobSpec:
 
 def _more(hardware: Hardware, devices: int) -> Hardware:
     nodes = max(hardware.nodes, -(-devices // hardware.devices_per_node))
-    return Hardware(
-        device=hardware.device,
-        devices_per_node=hardware.devices_per_node,
-        nodes=nodes,
-        network_bandwidth=hardware.network_bandwidth,
-        host_memory=hardware.host_memory,
-    )
+    return replace(hardware, nodes=nodes)
 
 
 def _total(moment: MomentBytes) -> int:

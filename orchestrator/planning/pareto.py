@@ -42,12 +42,12 @@ def pareto(
 ) -> list[Costed]:
     """Those that no other beats or equals in step time, device bytes and GPUs at once, the fastest first.
 
-    `needed` tells the bytes, never fewer than estimated, and infinitely many of what is no plan; none needs more than
-    `most_bytes`. Of plans that are equal in
-    all three the simplest stays: the torch engine before DeepSpeed, no offload before offload, less sharding before
-    more. With fewer GPUs first, what beats a plan has come before it, save among equally fast ones. On a staircase of
-    step times upwards and bytes downwards one step decides (Kung et al. 1975, JACM 22(4)). Most plans are beaten even
-    if they need no more than the least that they can, and are never estimated.
+    `needed` tells the bytes, never fewer than estimated, and infinitely many of a plan to leave out; none needs more
+    than `most_bytes`. Of plans that are equal in all three the simplest stays: the torch engine before DeepSpeed, no
+    offload before offload, less sharding before more. With fewer GPUs first, what beats a plan has come before it, save
+    among equally fast ones. On a staircase of step times upwards and bytes downwards one step decides (Kung et al.
+    1975, JACM 22(4)). Most plans are beaten even if they need no more than the least that they can, and are never
+    estimated.
     """
     kept: list[Costed] = []
     times: list[float] = []
