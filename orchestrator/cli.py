@@ -27,6 +27,7 @@ from orchestrator.service.terminal.options import SERVER, AsJson, Cluster, Home,
 from orchestrator.service.terminal.output import tell
 from orchestrator.specs.errors import IllegalPlan, OrchestratorError, SpecError
 from orchestrator.specs.fault import Fault, FaultKind
+from orchestrator.specs.parse import check_plain
 from orchestrator.specs.units import format_bytes
 
 if TYPE_CHECKING:
@@ -87,6 +88,7 @@ def before_a_command(
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one command; ends the process with its exit code."""
     try:
+        check_plain(sys.argv[1:] if arguments is None else [*arguments], "the command line")
         app(args=arguments)
     except OrchestratorError as error:
         print(error, file=sys.stderr)

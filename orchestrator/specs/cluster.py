@@ -22,6 +22,9 @@ from orchestrator.specs.spec_model import SpecModel, json_schema_of
 # what real programs load and compile: peers assume 25 to 250 s (Sia, SOSP'23, section 4), on which a cluster file says
 # what is true of its own programs and disks.
 LAUNCH_COST_S = 30.0
+TFLOPS_MAX = 1e6
+MULTIPROCESSORS_MAX = 100_000
+PRICE_MAX = 1e9
 
 
 class DeviceKind(StrEnum):
@@ -44,25 +47,31 @@ class DeviceSpec(SpecModel):
     bf16_tflops: float | None = Field(
         default=None,
         gt=0,
+        le=TFLOPS_MAX,
         description="Dense bf16 peak of the data sheet in TFLOP/s; null: no bf16 arithmetic (before Ampere).",
         examples=[165.2],
     )
     fp16_tflops: float | None = Field(
         default=None,
         gt=0,
+        le=TFLOPS_MAX,
         description="Dense fp16 peak of the data sheet in TFLOP/s; null: as bf16.",
         examples=[165.2],
     )
-    fp32_tflops: float = Field(gt=0, description="Dense fp32 peak of the data sheet in TFLOP/s.", examples=[82.6])
+    fp32_tflops: float = Field(
+        gt=0, le=TFLOPS_MAX, description="Dense fp32 peak of the data sheet in TFLOP/s.", examples=[82.6]
+    )
     measured_tflops: float | None = Field(
         default=None,
         gt=0,
+        le=TFLOPS_MAX,
         description="Fastest 16-bit matrix product measured on such a device, in TFLOP/s; null: not measured.",
         examples=[178.5],
     )
     multiprocessors: int | None = Field(
         default=None,
         ge=1,
+        le=MULTIPROCESSORS_MAX,
         description="Number of multiprocessors, for the tiles of a matrix product; null: unknown.",
         examples=[128],
     )
@@ -88,6 +97,7 @@ class DeviceSpec(SpecModel):
     price_per_hour: float | None = Field(
         default=None,
         ge=0,
+        le=PRICE_MAX,
         description="Price of one device for an hour, in any currency: `orc compare` shows costs; null: it shows none.",
         examples=[2.5],
     )

@@ -10,14 +10,19 @@ from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, Wi
 from orchestrator.specs import units
 from orchestrator.specs.clock import Deadline, Window, parse_deadline, parse_window
 
+DEVICES_MAX = 2**22  # of a cluster: 65,536 nodes of 64 devices
+PRIORITY_MAX = 10**9
+
 Bytes = Annotated[
     int,
+    Field(le=units.BYTES_MAX),
     BeforeValidator(units.parse_bytes),
     PlainSerializer(lambda count: f"{count}B", return_type=str),
     WithJsonSchema({"type": "string", "pattern": units.SIZE_PATTERN, "examples": ["1.5GiB"]}),
 ]
 Bandwidth = Annotated[
     int,
+    Field(gt=0, le=units.BANDWIDTH_MAX),
     BeforeValidator(units.parse_bandwidth),
     PlainSerializer(lambda count: f"{count}B/s", return_type=str),
     WithJsonSchema({"type": "string", "pattern": units.BANDWIDTH_PATTERN, "examples": ["450GB/s"]}),
@@ -32,6 +37,7 @@ def _digits(number: float) -> str:
 
 Seconds = Annotated[
     float,
+    Field(le=units.SECONDS_MAX),
     BeforeValidator(units.parse_seconds),
     # every digit, and never an exponent: what is read back is the same float
     PlainSerializer(lambda seconds: _digits(seconds).removesuffix(".0") + "s", return_type=str),
@@ -44,7 +50,7 @@ def _pairs(speeds: object) -> object:
 
 
 Speeds = Annotated[  # seconds per optimizer step by number of devices, fewest devices first
-    tuple[tuple[Annotated[int, Field(ge=1)], Seconds], ...],
+    tuple[tuple[Annotated[int, Field(ge=1, le=DEVICES_MAX)], Seconds], ...],
     BeforeValidator(_pairs),
     AfterValidator(lambda speeds: tuple(sorted(speeds))),
     PlainSerializer(
@@ -82,8 +88,17 @@ def _rank(said: object) -> object:
 
 Priority = Annotated[  # higher first
     int,
+    Field(ge=-PRIORITY_MAX, le=PRIORITY_MAX),
     BeforeValidator(_rank),
-    WithJsonSchema({"anyOf": [{"type": "integer"}, {"enum": list(PRIORITIES)}], "default": 0}),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "integer", "minimum": -PRIORITY_MAX, "maximum": PRIORITY_MAX},
+                {"enum": list(PRIORITIES)},
+            ],
+            "default": 0,
+        }
+    ),
 ]
 USER_NAME = r"^[A-Za-z0-9_][A-Za-z0-9._@-]{0,62}$"
 UserName = Annotated[str, Field(pattern=USER_NAME)]

@@ -10,6 +10,7 @@ import textwrap
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import yaml
@@ -19,6 +20,7 @@ from pydantic.json_schema import SkipJsonSchema
 from orchestrator.specs.cluster import ClusterSpec, NodeSpec
 from orchestrator.specs.errors import SpecError, closest
 from orchestrator.specs.job.array import INDEX, at_once, expanded, filled, in_one_family, placeholders
+from orchestrator.specs.job.model import EXACT_MAX
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job.sweep import TRIALS_AT_ONCE, Sweep, Value, templates
 from orchestrator.specs.spec_model import SpecModel
@@ -27,13 +29,16 @@ TEXT_LENGTH_MAX = 2**20
 NODES_MAX = 100_000  # after aliases are followed, so that a small file cannot become a large one
 PROBLEMS_MAX = 20  # told at once
 DEPTH_MAX = 32
+VALUE_LENGTH_MAX = 2**17  # of one text: Linux takes no longer argument (MAX_ARG_STRLEN, execve(2))
 GIVEN_LENGTH_MAX = 120
+BITS_SHOWN_MAX = 200
 IN_NO_SCHEMA = get_args(SkipJsonSchema[object])[1]  # marks what is found out, and said in no file
 
 Path = tuple[str | int, ...]
 Override = tuple[str, str]  # ("training.max_steps", "20")
 AnyNoun = TypeVar("AnyNoun", bound=BaseModel)
 
+_SIZES = f"{DEPTH_MAX} levels, {NODES_MAX} values"
 _STR_TAG = "tag:yaml.org,2002:str"
 _PLAIN_TAGS = {_STR_TAG, "tag:yaml.org,2002:seq", "tag:yaml.org,2002:map"}
 _INT = re.compile(r"[-+]?[0-9]+")
@@ -193,8 +198,7 @@ def _plain(node: yaml.Node, path: Path, source: str, lines: dict[Path, int]) -> 
     lines.setdefault(path, line)
     where = f"{source}:{line}"
     if len(path) > DEPTH_MAX or len(lines) > NODES_MAX:
-        allowed = f"{DEPTH_MAX} levels, {NODES_MAX} values"
-        raise SpecError("too large or nested too deeply", source=where, path=dotted(path), allowed=allowed)
+        raise SpecError("too large or nested too deeply", source=where, path=dotted(path), allowed=_SIZES)
     if node.tag not in _PLAIN_TAGS:
         raise SpecError("YAML tags are not read", source=where, path=dotted(path), got=node.tag)
     if isinstance(node, yaml.ScalarNode):
@@ -253,7 +257,64 @@ def dotted(path: Path) -> str:
 # ----------------------------------------------------------------------------------------------- plain data to nouns
 
 
+def check_plain(data: object, source: str, lines: Mapping[Path, int] | None = None) -> None:
+    """Raise SpecError at the first value of plain data that a journal, a process or a path cannot hold.
+
+    Such are NaN and infinities, whole numbers beyond 2**53, lone surrogates, NUL, very long texts and deep nesting.
+    """
+    left: list[tuple[Path, object]] = [((), data)]
+    visited = 0
+    while left:
+        path, value = left.pop()
+        visited += 1
+        if visited > NODES_MAX or len(path) > DEPTH_MAX:
+            raise _not_plain("too large or nested too deeply", path, None, _SIZES, source, lines)
+        if isinstance(value, Mapping):
+            for key in value:
+                if not isinstance(key, str) or _why_no_text(key):
+                    raise _not_plain("the name of a key is no text", path, key, "text in UTF-8", source, lines)
+            left += [((*path, key), inner) for key, inner in value.items()]
+        elif isinstance(value, list | tuple):
+            left += [((*path, index), inner) for index, inner in enumerate(value)]
+        elif isinstance(value, str) and (why := _why_no_text(value)):
+            got = value[:GIVEN_LENGTH_MAX]
+            raise _not_plain(
+                why, path, got, f"{VALUE_LENGTH_MAX:,} characters of UTF-8, none of them NUL", source, lines
+            )
+        elif isinstance(value, float) and not isfinite(value):
+            raise _not_plain("not a finite number", path, value, "a finite number", source, lines)
+        elif isinstance(value, int) and abs(value) > EXACT_MAX:
+            got = str(value) if value.bit_length() < BITS_SHOWN_MAX else f"a number of {value.bit_length()} bits"
+            raise _not_plain("the number is too large", path, got, f"at most {EXACT_MAX}", source, lines)
+
+
+def _why_no_text(text: str) -> str:
+    """Return why nothing outside of Python can hold a text; "" where everything can."""
+    if len(text) > VALUE_LENGTH_MAX:
+        return "the text is too long"
+    if "\0" in text:
+        return "the text has a NUL character"
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return "the text is not UTF-8: it has half of a surrogate pair"
+    return ""
+
+
+def _not_plain(
+    what: str, path: Path, got: object, allowed: str, source: str, lines: Mapping[Path, int] | None
+) -> SpecError:
+    where = source if lines is None else _where(Document(source=source, data={}, lines=lines), path)
+    return SpecError(what, source=where, path=printable(dotted(path)), got=got, allowed=allowed)
+
+
+def printable(text: str) -> str:
+    """Return a text that every terminal and every reader of UTF-8 takes: what is not printable stands as an escape."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
 def _validate(noun: type[AnyNoun], document: Document) -> AnyNoun:
+    check_plain(document.data, document.source, document.lines)
     try:
         return noun.model_validate(document.data)
     except ValidationError as error:
@@ -308,6 +369,8 @@ def _what_and_allowed(kind: str, message: str, context: Mapping[str, Any]) -> tu
         return "the value is of the wrong kind", allowed.split(", unable")[0]
     if kind in ("enum", "literal_error"):
         return "not one of the possible values", str(context["expected"])
+    if kind == "string_too_long":
+        return "the text is too long", f"at most {context['max_length']} characters"
     if kind == "string_pattern_mismatch":
         return "the name has a form that is not allowed", _NAME_RULE
     if kind.startswith(("greater_than", "less_than", "too_", "int_from_float")):

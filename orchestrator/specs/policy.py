@@ -7,7 +7,7 @@ from functools import cached_property
 
 from pydantic import Field, model_validator
 
-from orchestrator.specs.fields import Seconds, UserName
+from orchestrator.specs.fields import DEVICES_MAX, Seconds, UserName
 from orchestrator.specs.order import Order
 from orchestrator.specs.spec_model import SpecModel
 
@@ -40,6 +40,7 @@ class TeamSpec(SpecModel):
     quota: int = Field(
         default=0,
         ge=0,
+        le=DEVICES_MAX,
         description="Devices that the team owns; lent to others while none of its jobs waits.",
         examples=[4],
     )

@@ -6,15 +6,25 @@ import re
 import shlex
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, PlainSerializer, WithJsonSchema
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, WithJsonSchema
 
 from orchestrator.specs import units
+
+# Longest text of a field, in characters: PATH_MAX of Linux. Words of a command and values of variables may be longer.
+TEXT_LENGTH_MAX = 4096
+WORD_LENGTH_MAX = 2**17 - 1  # of one argument or variable: MAX_ARG_STRLEN of Linux (execve(2)), less its NUL
+WORDS_MAX = 4096
+
+Word = Annotated[str, Field(max_length=WORD_LENGTH_MAX)]
+
+
+HISTORY = "history"  # context of pydantic under which rows of a journal are read: nothing is judged
 
 
 class SpecModel(BaseModel):
     """Frozen, and no unknown key passes."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, str_max_length=TEXT_LENGTH_MAX)
 
 
 def _split_command(command: object) -> object:
@@ -23,7 +33,8 @@ def _split_command(command: object) -> object:
 
 
 Command = Annotated[
-    tuple[str, ...],
+    tuple[Word, ...],
+    Field(max_length=WORDS_MAX),
     BeforeValidator(_split_command),
     WithJsonSchema(
         {
@@ -34,11 +45,26 @@ Command = Annotated[
 ]
 
 Words = Annotated[  # a mapping of words that can be hashed
-    tuple[tuple[str, str], ...],
+    tuple[tuple[str, Word], ...],
+    Field(max_length=WORDS_MAX),
     BeforeValidator(lambda words: tuple(words.items()) if isinstance(words, dict) else words),
     PlainSerializer(dict, return_type=dict[str, str]),
     WithJsonSchema({"type": "object", "additionalProperties": {"type": "string"}}),
 ]
+
+
+VARIABLE = r"^[^=\s]{1,255}$"
+Variable = Annotated[str, Field(pattern=VARIABLE)]  # name of an environment variable
+
+
+def _are_variables(words: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
+    for name, _ in words:
+        if re.fullmatch(VARIABLE, name) is None:
+            raise ValueError(f"no name of an environment variable: {name[:80]!r} (without = and spaces, at most 255)")
+    return words
+
+
+Environment = Annotated[Words, AfterValidator(_are_variables)]
 
 
 def _compiles(pattern: str) -> str:

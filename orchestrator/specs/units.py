@@ -8,6 +8,11 @@ BINARY_UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 DECIMAL_UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 SECOND_UNITS = {"s": 1, "min": 60, "h": 3600, "d": 86400}
 
+BYTES_MAX = 2**60
+BANDWIDTH_MAX = 10**18  # bytes per second
+NUMBER_MAX = 2.0**63
+SECONDS_MAX = 100 * 366 * 86400.0
+
 SIZE_PATTERN = r"^[0-9]+(\.[0-9]+)? ?(B|KiB|MiB|GiB|TiB)$"
 BANDWIDTH_PATTERN = r"^[0-9]+(\.[0-9]+)? ?(B|kB|MB|GB|TB)/s$"
 DURATION_PATTERN = r"^[0-9]+(\.[0-9]+)? ?(s|min|h|d)$"
@@ -71,7 +76,10 @@ def _split(text: object, example: str, units: dict[str, int]) -> tuple[float, st
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z/]*)", text.strip()) if isinstance(text, str) else None
     if match is None:
         raise ValueError(f"expected {example} with one of {', '.join(units)}")
-    return float(match[1]), match[2]
+    number = float(match[1])
+    if number > NUMBER_MAX:
+        raise ValueError(f"the number is too large: at most {NUMBER_MAX:g}")
+    return number, match[2]
 
 
 def format_bytes(count: float) -> str:

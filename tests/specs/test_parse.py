@@ -78,7 +78,7 @@ REFUSED: dict[str, tuple[str, list[str]]] = {
         MODEL.replace("hidden_size: 64", "hidden_size: 66"),
         ["model.decoder.hidden_size", "66 over 4 heads", "an even number"],
     ),
-    "no steps": (f"{SCRIPT}training: {{max_steps: 0}}\n", ["job.yaml:4: training.max_steps", "at least 1", "0"]),
+    "no steps": (f"{SCRIPT}training: {{max_steps: 0}}\n", ["job.yaml:4: training.max_steps", "equal to 1", "0"]),
     "unclosed quote in a command": (f'{HEAD}command: "x \'y"\n', ["command", "No closing quotation"]),
     "repeated key": (f"{SCRIPT}name: b\n", ["job.yaml:4: name", "a second time", "lines 1 and 4"]),
     "a knob's key without a file": (

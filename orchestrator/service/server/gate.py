@@ -106,6 +106,8 @@ class Gate:
             return refusal(
                 429, f"{CHANGES.amount} changes a minute are allowed: wait, or submit jobs in a batch"
             ), False
+        if "\0" in request.url.path or "%00" in request.url.query:  # PostgreSQL takes no such text
+            return refusal(422, "the address has a NUL character"), is_change
         needed = Role.VIEWER if asked is None else self.roles.get(asked, Role.ADMIN)  # no such route: 404 or 405
         if principal.is_joining and asked not in self.joining:
             return refusal(403, "this token lets machines join, and nothing else"), is_change
@@ -172,7 +174,12 @@ class Gated:
             refused, is_audited = await self._gate.verdict(request)
         is_page = self._gate.pages is not None and request.url.path.startswith(PAGES)
         answer = _Answer(self._gate, request, send, is_audited=is_audited, is_page=is_page)
-        await (self._app if refused is None else refused)(scope, receive, answer.send)
+        try:
+            await (self._app if refused is None else refused)(scope, receive, answer.send)
+        except Exception:  # a fault of ours, which Starlette answers with 500 behind this gate
+            if is_audited:
+                await run_in_threadpool(self._gate.record, request, 500)
+            raise
 
 
 class _Answer:

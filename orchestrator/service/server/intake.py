@@ -134,7 +134,7 @@ def _read(spec: JobSpec, source: str, folder: Path, home: Path | None, *, to_run
     missing = [one for one in _missing_files(resolved, source) if to_run or not one.path.startswith("data.")]
     problems = [one for one in missing if one.path not in there or one.what == NO_CONFIG]
     problems += _knobs_said_twice(resolved, source)
-    is_here = to_run or (resolved.workdir is not None and Path(resolved.workdir).is_dir())
+    is_here = to_run or (resolved.workdir is not None and _is_dir(resolved.workdir))
     if is_here and "workdir" not in there:
         problems += _missing_script(resolved, source, with_programs=to_run and not elsewhere)
     if problems:
@@ -209,7 +209,7 @@ def _absolute(spec: JobSpec, folder: Path) -> JobSpec:
         changed["workdir"] = str(_at(folder, spec.workdir or "."))
     if spec.resume.before is not None:  # its program may be beside the job's file, but it runs in `workdir`
         # not resolved: a virtual environment's interpreter is a link, and its target has other packages
-        before = [os.path.abspath(folder / word) if (folder / word).is_file() else word for word in spec.resume.before]
+        before = [os.path.abspath(folder / word) if _is_file(folder / word) else word for word in spec.resume.before]
         changed["resume"] = spec.resume.model_copy(update={"before": tuple(before)})
     if spec.known_model is not None:
         changed[_said_as(spec)] = _absolute_model(spec.known_model, folder)
@@ -243,12 +243,32 @@ def local_zone() -> str:
 
 
 def _at(folder: Path, path: str) -> Path:
-    return (folder / Path(path).expanduser()).resolve()
+    """Return a path as an absolute one. Raises SpecError where its `~user` is nobody."""
+    try:
+        return (folder / Path(path).expanduser()).resolve()
+    except RuntimeError as error:  # no such user, or no home
+        raise SpecError(str(error), source=str(folder), got=path, hint="write the path without ~") from None
+
+
+def _is_file(path: str | Path) -> bool:
+    """Return whether a file is there; a path that no system call takes, such as one that is too long, is none."""
+    try:
+        return Path(path).is_file()
+    except (OSError, ValueError):
+        return False
+
+
+def _is_dir(path: str | Path) -> bool:
+    """Return whether a folder is there, as `_is_file`."""
+    try:
+        return Path(path).is_dir()
+    except (OSError, ValueError):
+        return False
 
 
 def _folder_or_name(folder: Path, said: str | None) -> str | None:
     """A folder as an absolute path; anything that neither is a folder nor looks like one is a hub name."""
-    if said is None or not (said.startswith((".", "/", "~")) or _at(folder, said).is_dir()):
+    if said is None or not (said.startswith((".", "/", "~")) or _is_dir(_at(folder, said))):
         return said
     return str(_at(folder, said))
 
@@ -275,15 +295,15 @@ def _hub_config(name: str) -> dict[str, Any]:
 def _missing_files(spec: JobSpec, source: str) -> Iterator[SpecError]:
     for kind in KINDS_OF_FILES:
         for index, file in enumerate(getattr(spec.data, kind)):
-            if not Path(file).is_file():
+            if not _is_file(file):
                 yield SpecError("the file does not exist", source=source, path=f"data.{kind}[{index}]", got=file)
     model, key = spec.known_model, _said_as(spec)
     folders = {"data.tokenizer": spec.data.tokenizer, f"{key}.hf": model.hf if model is not None else None}
     for path, folder in folders.items():
-        if isinstance(folder, str) and Path(folder).is_absolute() and not Path(folder).is_dir():
+        if isinstance(folder, str) and Path(folder).is_absolute() and not _is_dir(folder):
             yield SpecError("the folder does not exist", source=source, path=path, got=folder)
     hf = folders[f"{key}.hf"]
-    if model is not None and isinstance(hf, str) and Path(hf).is_dir() and not model.config:
+    if model is not None and isinstance(hf, str) and _is_dir(hf) and not model.config:
         hint = "use a folder as `save_pretrained` writes it"
         yield SpecError(NO_CONFIG, source=source, path=f"{key}.hf", got=hf, hint=hint)
     if model is not None and model.factory is not None:
@@ -291,15 +311,15 @@ def _missing_files(spec: JobSpec, source: str) -> Iterator[SpecError]:
         if not file or not function.isidentifier():
             form = "path/to/file.py:function"
             yield SpecError("no function", source=source, path=f"{key}.factory", got=model.factory, allowed=form)
-        elif not Path(file).is_file():
+        elif not _is_file(file):
             yield SpecError("the file does not exist", source=source, path=f"{key}.factory", got=file)
 
 
 def _missing_script(spec: JobSpec, source: str, *, with_programs: bool) -> Iterator[SpecError]:
-    if spec.workdir is not None and not Path(spec.workdir).is_dir():
+    if spec.workdir is not None and not _is_dir(spec.workdir):
         yield SpecError("the folder does not exist", source=source, path="workdir", got=spec.workdir)
     elif spec.command is not None and spec.workdir is not None:
-        if spec.config is not None and not (Path(spec.workdir) / spec.config.file).is_file():
+        if spec.config is not None and not _is_file(Path(spec.workdir) / spec.config.file):
             hint = f"it is relative to `workdir`, here {spec.workdir}"
             yield SpecError(
                 "the file does not exist", source=source, path="config.file", got=spec.config.file, hint=hint
@@ -307,7 +327,7 @@ def _missing_script(spec: JobSpec, source: str, *, with_programs: bool) -> Itera
         if with_programs:
             yield from _missing_programs(spec, source)
         script = _script_of(spec.command)
-        if script is not None and not (Path(spec.workdir) / script).is_file():
+        if script is not None and not _is_file(Path(spec.workdir) / script):
             hint = f"paths in `command` are relative to `workdir`, here {spec.workdir}"
             yield SpecError("the script does not exist", source=source, path="command", got=script, hint=hint)
 

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from orchestrator.specs.access import Role
 from orchestrator.specs.fault import FaultKind
-from orchestrator.specs.fields import UserName
+from orchestrator.specs.fields import DEVICES_MAX, UserName
+from orchestrator.specs.job.model import STEPS_MAX
+from orchestrator.specs.parse import check_plain
 
+JOBS_MAX = 10_000  # of one request
 LIFETIME_S_MAX = 100 * 365 * 86400.0  # of a token
+
+
+JobId = Annotated[str, Field(max_length=200)]
 
 
 class FaultRequest(BaseModel):
@@ -18,8 +24,20 @@ class FaultRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
     kind: FaultKind
-    rank: int = Field(ge=0)
-    step: int = Field(ge=0)
+    rank: int = Field(ge=0, le=DEVICES_MAX)
+    step: int = Field(ge=0, le=STEPS_MAX)
+
+
+class PlainRequest(BaseModel):
+    """Any body whose values go to the journal as they came: each must be one that the journal holds."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_plain(cls, data: Any) -> Any:
+        check_plain(data, "the request")
+        return data
 
 
 class SubmitRequest(BaseModel):
@@ -30,11 +48,10 @@ class SubmitRequest(BaseModel):
     fault: FaultRequest | None = None
 
 
-class CancelRequest(BaseModel):
+class CancelRequest(PlainRequest):
     """Jobs to cancel, or the arrays that they belong to."""
 
-    model_config = ConfigDict(extra="forbid")
-    jobs: list[str] = Field(min_length=1)
+    jobs: list[JobId] = Field(min_length=1, max_length=JOBS_MAX)
     whole_arrays: bool = False
 
 
@@ -42,62 +59,54 @@ class BatchRequest(BaseModel):
     """Jobs that are submitted atomically."""
 
     model_config = ConfigDict(extra="forbid")
-    jobs: list[SubmitRequest] = Field(min_length=1)
+    jobs: list[SubmitRequest] = Field(min_length=1, max_length=JOBS_MAX)
 
 
-class DigestsRequest(BaseModel):
+class DigestsRequest(PlainRequest):
     """SHA-256 of archives that a client may have to upload."""
 
-    model_config = ConfigDict(extra="forbid")
-    digests: list[str] = Field(max_length=1000)
+    digests: list[Annotated[str, Field(max_length=128)]] = Field(max_length=1000)
 
 
-class ObserveRequest(BaseModel):
+class ObserveRequest(PlainRequest):
     """Outcomes as `views.observations_view` writes them."""
 
-    model_config = ConfigDict(extra="forbid")
-    observations: list[dict[str, Any]]
+    observations: list[dict[str, Any]] = Field(max_length=JOBS_MAX)
 
 
-class DrainRequest(BaseModel):
+class DrainRequest(PlainRequest):
     """`undo`: the node accepts new attempts again."""
 
-    model_config = ConfigDict(extra="forbid")
     undo: bool = False
 
 
-class NodeRequest(BaseModel):
+class NodeRequest(PlainRequest):
     """A machine that joins: its node as `NodeSpec.model_dump(mode="json")` writes it, and its address."""
 
-    model_config = ConfigDict(extra="forbid")
     node: dict[str, Any]
-    address: str
+    address: str = Field(max_length=255)
 
 
-class UserRequest(BaseModel):
+class UserRequest(PlainRequest):
     """A user that is added, or gets another role."""
 
-    model_config = ConfigDict(extra="forbid")
     role: Role
 
 
-class TokenRequest(BaseModel):
+class TokenRequest(PlainRequest):
     """A token for a user."""
 
-    model_config = ConfigDict(extra="forbid")
     user: UserName
     lifetime_s: float | None = Field(default=None, gt=0, le=LIFETIME_S_MAX, allow_inf_nan=False)
 
 
-class TryRequest(BaseModel):
+class TryRequest(PlainRequest):
     """Targets of notifications to try; none: all."""
 
-    model_config = ConfigDict(extra="forbid")
-    targets: list[str] = Field(default=[], max_length=100)
+    targets: list[Annotated[str, Field(max_length=200)]] = Field(default=[], max_length=100)
 
 
-class ShutdownRequest(BaseModel):
+class ShutdownRequest(PlainRequest):
     """`force` ends the service even while jobs run."""
 
-    model_config = ConfigDict(extra="forbid")
     force: bool = False

@@ -10,47 +10,63 @@ from orchestrator.specs.choices import Optimizer, Precision
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.str_enum import StrEnum
 
-FORBID_EXTRA = {"extra": "forbid"}  # read by pydantic where these nouns stand inside a JobSpec
+# Greatest numbers of a job file. Each is far above what anybody trains, and keeps every decision short.
+BATCH_MAX = 2**24  # samples
+LAYERS_MAX = 1024  # DeepNet has 1,000 (arXiv:2203.00555)
+WIDTH_MAX = 2**20
+HEADS_MAX = 2**14
+TABLE_MAX = 2**24  # words of a vocabulary
+LENGTH_MAX = 2**24  # tokens of a sample
+RANK_MAX = 2**16
+STEPS_MAX = 10**9
+FACTOR_MAX = 1e9
+EXACT_MAX = 2**53  # whole numbers that every reader of JSON holds exactly (RFC 8259, section 6)
+
+# How pydantic reads these nouns where they stand inside a JobSpec.
+STRICT = {"extra": "forbid", "allow_inf_nan": False, "str_max_length": 4096}
 
 
-def _key(description: str, example: object) -> dict[str, Any]:
-    """What the JSON Schema says of a key; pydantic reads it from the metadata of the dataclass field."""
-    return {"description": description, "examples": [example]}
+def _key(description: str, example: object, **bounds: float) -> dict[str, Any]:
+    """Return what the JSON Schema says of a key; pydantic reads it from the metadata of the dataclass field.
+
+    `bounds` are `ge`, `gt`, `le` and `lt`, which pydantic checks where a file or a request is read.
+    """
+    return {"description": description, "examples": [example], **bounds}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderSpec:
     """A decoder transformer of the Llama kind: RMSNorm, rotary positions, gated MLP. Hugging Face names."""
 
-    vocab_size: int = field(metadata=_key("Number of tokens in the vocabulary.", 32000))
-    hidden_size: int = field(metadata=_key("Width of the residual stream; a multiple of `num_attention_heads`.", 4096))
-    intermediate_size: int = field(metadata=_key("Width of the gated feed-forward layer.", 14336))
-    num_hidden_layers: int = field(metadata=_key("Number of transformer layers.", 32))
-    num_attention_heads: int = field(metadata=_key("Number of query heads per layer.", 32))
+    vocab_size: int = field(metadata=_key("Number of tokens in the vocabulary.", 32000, ge=1, le=TABLE_MAX))
+    hidden_size: int = field(
+        metadata=_key("Width of the residual stream; a multiple of `num_attention_heads`.", 4096, ge=1, le=WIDTH_MAX)
+    )
+    intermediate_size: int = field(metadata=_key("Width of the gated feed-forward layer.", 14336, ge=1, le=WIDTH_MAX))
+    num_hidden_layers: int = field(metadata=_key("Number of transformer layers.", 32, ge=1, le=LAYERS_MAX))
+    num_attention_heads: int = field(metadata=_key("Number of query heads per layer.", 32, ge=1, le=HEADS_MAX))
     num_key_value_heads: int | None = field(
         default=None,
-        metadata=_key("Number of key and value heads (grouped-query attention); null: as many as query heads.", 8),
+        metadata=_key(
+            "Number of key and value heads (grouped-query attention); null: as many as query heads.",
+            8,
+            ge=1,
+            le=HEADS_MAX,
+        ),
     )
     tie_word_embeddings: bool = field(
         default=False, metadata=_key("Whether the output layer shares the weights of the input embedding.", True)
     )
     dropout: float = field(
         default=0.0,
-        metadata=_key("Dropout probability on the output of attention and feed-forward; from 0 to below 1.", 0.1),
+        metadata=_key(
+            "Dropout probability on the output of attention and feed-forward; from 0 to below 1.", 0.1, ge=0, lt=1
+        ),
     )
 
-    __pydantic_config__: ClassVar[dict[str, str]] = FORBID_EXTRA
+    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
 
     def __post_init__(self) -> None:
-        for name in (
-            "vocab_size",
-            "hidden_size",
-            "intermediate_size",
-            "num_hidden_layers",
-            "num_attention_heads",
-        ):
-            if getattr(self, name) < 1:
-                raise SpecError("a decoder's dimensions are at least 1", path=name, got=getattr(self, name))
         if self.hidden_size % self.num_attention_heads or self.head_dim % 2:
             raise SpecError(
                 "hidden_size must split into attention heads of an even width",
@@ -58,8 +74,6 @@ class DecoderSpec:
                 got=f"{self.hidden_size} over {self.num_attention_heads} heads",
                 allowed="hidden_size = num_attention_heads x an even number",
             )
-        if not 0 <= self.dropout < 1:
-            raise SpecError("must be from 0 to below 1", path="dropout", got=self.dropout)
         if self.num_attention_heads % self.kv_heads:
             raise SpecError(
                 "num_key_value_heads must divide num_attention_heads",
@@ -81,10 +95,14 @@ class DecoderSpec:
 class LoraSpec:
     """Low-rank adapters beside frozen weights (arXiv:2106.09685); with a 4-bit base, QLoRA (arXiv:2305.14314)."""
 
-    rank: int = field(default=8, metadata=_key("Rank of the adapter matrices.", 16))
-    alpha: float = field(default=16.0, metadata=_key("Scale of the adapters: their output counts alpha / rank.", 32.0))
+    rank: int = field(default=8, metadata=_key("Rank of the adapter matrices.", 16, ge=1, le=RANK_MAX))
+    alpha: float = field(
+        default=16.0,
+        metadata=_key("Scale of the adapters: their output counts alpha / rank.", 32.0, gt=0, le=FACTOR_MAX),
+    )
     dropout: float = field(
-        default=0.0, metadata=_key("Dropout probability on the input of the adapters; from 0 to below 1.", 0.05)
+        default=0.0,
+        metadata=_key("Dropout probability on the input of the adapters; from 0 to below 1.", 0.05, ge=0, lt=1),
     )
     target_modules: tuple[str, ...] = field(
         default=(),
@@ -97,15 +115,7 @@ class LoraSpec:
         default=False, metadata=_key("Whether the frozen weights are stored in 4 bits (QLoRA); CUDA only.", True)
     )
 
-    __pydantic_config__: ClassVar[dict[str, str]] = FORBID_EXTRA
-
-    def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise SpecError("must be at least 1", path="rank", got=self.rank)
-        if self.alpha <= 0:
-            raise SpecError("must be above 0", path="alpha", got=self.alpha)
-        if not 0 <= self.dropout < 1:
-            raise SpecError("must be from 0 to below 1", path="dropout", got=self.dropout)
+    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,7 +167,7 @@ class ModelSpec:
         | {"json_schema_extra": {"default": {}}},
     )
 
-    __pydantic_config__: ClassVar[dict[str, str]] = FORBID_EXTRA
+    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
 
     def __post_init__(self) -> None:
         if self.lora is not None and self.hf is None:
@@ -191,19 +201,13 @@ class DataSpec:
         default=None, metadata=_key("Folder or hub name of the tokenizer; null: the model's own.", "./tokenizer")
     )
     sequence_length: int = field(
-        default=128, metadata=_key("Tokens per sample at most; longer documents are cut into samples.", 2048)
+        default=128,
+        metadata=_key("Tokens per sample at most; longer documents are cut into samples.", 2048, ge=2, le=LENGTH_MAX),
     )
 
-    __pydantic_config__: ClassVar[dict[str, str]] = FORBID_EXTRA
+    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
 
     def __post_init__(self) -> None:
-        if self.sequence_length < 2:
-            raise SpecError(
-                "a sample needs a token and its successor",
-                path="sequence_length",
-                got=self.sequence_length,
-                allowed="2 or more",
-            )
         if sum(bool(files) for files in (self.text, self.chat, self.tokens)) > 1:
             raise SpecError("one kind of files only", path="data", allowed="one of text, chat, tokens")
 
@@ -228,14 +232,11 @@ class Freeze:
         metadata=_key("Shell pattern of the names of the parameters that are frozen.", "embed_tokens*")
     )
     until_step: int | None = field(
-        default=None, metadata=_key("Optimizer step at which they begin to train; null: never.", 100)
+        default=None,
+        metadata=_key("Optimizer step at which they begin to train; null: never.", 100, ge=1, le=STEPS_MAX),
     )
 
-    __pydantic_config__: ClassVar[dict[str, str]] = FORBID_EXTRA
-
-    def __post_init__(self) -> None:
-        if self.until_step is not None and self.until_step < 1:
-            raise SpecError("must be at least 1", path="until_step", got=self.until_step)
+    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,30 +244,38 @@ class TrainingSpec:
     """Optimizer, schedule and length of the training; no plan changes them."""
 
     max_steps: int = field(
-        default=100, metadata=_key("Optimizer steps from the beginning of the job to its end.", 1000)
+        default=100,
+        metadata=_key("Optimizer steps from the beginning of the job to its end.", 1000, ge=1, le=STEPS_MAX),
     )
     optimizer: Optimizer = field(
         default=Optimizer.ADAMW, metadata=_key("Update rule; adamw_8bit keeps its moments in 8 bits.", "adamw_8bit")
     )
-    learning_rate: float = field(default=1e-3, metadata=_key("Learning rate after the warm-up.", 2e-4))
+    learning_rate: float = field(
+        default=1e-3, metadata=_key("Learning rate after the warm-up.", 2e-4, gt=0, le=FACTOR_MAX)
+    )
     schedule: Schedule = field(
         default=Schedule.CONSTANT,
         metadata=_key("Course of the learning rate from the end of the warm-up to `max_steps`.", "cosine"),
     )
     warmup_steps: int = field(
-        default=0, metadata=_key("Optimizer steps over which the learning rate rises linearly from 0.", 50)
+        default=0,
+        metadata=_key("Optimizer steps over which the learning rate rises linearly from 0.", 50, ge=0, le=STEPS_MAX),
     )
     min_learning_rate: float = field(
-        default=0.0, metadata=_key("Learning rate at the end of a linear or cosine schedule.", 2e-5)
+        default=0.0,
+        metadata=_key("Learning rate at the end of a linear or cosine schedule.", 2e-5, ge=0, le=FACTOR_MAX),
     )
-    beta1: float = field(default=0.9, metadata=_key("Decay of the first moment of AdamW.", 0.9))
-    beta2: float = field(default=0.95, metadata=_key("Decay of the second moment of AdamW.", 0.999))
-    momentum: float = field(default=0.9, metadata=_key("Momentum of SGD.", 0.95))
-    weight_decay: float = field(default=0.1, metadata=_key("Weight decay of the optimizer.", 0.01))
+    beta1: float = field(default=0.9, metadata=_key("Decay of the first moment of AdamW.", 0.9, ge=0, lt=1))
+    beta2: float = field(default=0.95, metadata=_key("Decay of the second moment of AdamW.", 0.999, ge=0, lt=1))
+    momentum: float = field(default=0.9, metadata=_key("Momentum of SGD.", 0.95, ge=0, lt=1))
+    weight_decay: float = field(default=0.1, metadata=_key("Weight decay of the optimizer.", 0.01, ge=0, le=FACTOR_MAX))
     clip_norm: float | None = field(
         default=1.0,
         metadata=_key(
-            "Greatest norm of the gradients of the whole model; larger ones are scaled down; null: none.", 1.0
+            "Greatest norm of the gradients of the whole model; larger ones are scaled down; null: none.",
+            1.0,
+            gt=0,
+            le=FACTOR_MAX,
         ),
     )
     freeze: tuple[Freeze, ...] = field(
@@ -279,30 +288,27 @@ class TrainingSpec:
     compile: bool = field(default=False, metadata=_key("Whether torch.compile compiles each layer.", True))
     batch_norm_samples: int | None = field(
         default=None,
-        metadata=_key("Samples over which BatchNorm takes its statistics, under every plan; BatchNorm models only.", 8),
+        metadata=_key(
+            "Samples over which BatchNorm takes its statistics, under every plan; BatchNorm models only.",
+            8,
+            ge=1,
+            le=BATCH_MAX,
+        ),
     )
     sync_batch_norm: bool = field(
         default=False, metadata=_key("Whether the samples of one BatchNorm statistic may lie on several ranks.", True)
     )
-    seed: int = field(default=0, metadata=_key("Seed of weights, data order and dropout.", 1))
-    checkpoint_every_steps: int = field(default=50, metadata=_key("Optimizer steps between two checkpoints.", 200))
-    keep_checkpoints: int = field(default=2, metadata=_key("Number of newest checkpoints that stay on disk.", 3))
+    seed: int = field(default=0, metadata=_key("Seed of weights, data order and dropout.", 1, ge=0, le=EXACT_MAX))
+    checkpoint_every_steps: int = field(
+        default=50, metadata=_key("Optimizer steps between two checkpoints.", 200, ge=1, le=STEPS_MAX)
+    )
+    keep_checkpoints: int = field(
+        default=2, metadata=_key("Number of newest checkpoints that stay on disk.", 3, ge=1, le=STEPS_MAX)
+    )
 
-    __pydantic_config__: ClassVar[dict[str, str]] = FORBID_EXTRA
+    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
 
     def __post_init__(self) -> None:
-        for name in ("max_steps", "checkpoint_every_steps", "keep_checkpoints"):
-            if getattr(self, name) < 1:
-                raise SpecError("must be at least 1", path=name, got=getattr(self, name))
-        for name in ("learning_rate", "clip_norm"):
-            value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise SpecError("must be above 0", path=name, got=value)
-        for name in ("warmup_steps", "min_learning_rate", "momentum", "weight_decay"):
-            if getattr(self, name) < 0:
-                raise SpecError("must not be negative", path=name, got=getattr(self, name))
-        if self.batch_norm_samples is not None and self.batch_norm_samples < 1:
-            raise SpecError("must be at least 1", path="batch_norm_samples", got=self.batch_norm_samples)
         if self.sync_batch_norm and self.batch_norm_samples is None:
             raise SpecError("say over how many samples", path="batch_norm_samples", allowed="a number of samples")
 

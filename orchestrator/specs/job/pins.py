@@ -6,13 +6,14 @@ from collections.abc import Iterator, Mapping
 from enum import Enum
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, PlainSerializer, WithJsonSchema
+from pydantic import BeforeValidator, PlainSerializer, ValidationInfo, WithJsonSchema
 
 from orchestrator.specs.choices import AXES, Engine, Offload, Precision, ZeroStage
 from orchestrator.specs.errors import SpecError, closest
 from orchestrator.specs.job.trainer import Knobs
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.settings import SETTINGS, Setting, text_of
+from orchestrator.specs.spec_model import HISTORY
 
 GIVEN = {key: one for one in SETTINGS if one.is_given for key in one.keys}  # settings that people may give
 SHORT = {one.alias: one.name for one in SETTINGS if one.alias}
@@ -59,14 +60,16 @@ def setting_value(setting: Setting, key: str, given: object, source: str = "") -
     return int(text)
 
 
-def _read(said: object) -> object:
-    """The pairs of a mapping, in the order of the settings. Raises SpecError."""
-    if isinstance(said, tuple):
-        return said
-    if not isinstance(said, Mapping):
-        raise SpecError("the value is of the wrong kind", got=said, allowed="a section of `setting: value`")
+def _read(raw: object, info: ValidationInfo) -> object:
+    """Return the pairs of a mapping, in the order of the settings. Raises SpecError, but not for a row of a journal."""
+    if isinstance(raw, tuple):
+        return raw
+    if not isinstance(raw, Mapping):
+        raise SpecError("the value is of the wrong kind", got=raw, allowed="a section of `setting: value`")
+    if info.context is HISTORY:
+        return tuple((key, _as_it_was(key, value)) for key, value in raw.items())
     values: dict[str, Any] = {}
-    for given, value in said.items():
+    for given, value in raw.items():
         key = SHORT.get(str(given), str(given))
         if key not in GIVEN:
             raise unknown_setting(key, value)
@@ -74,6 +77,12 @@ def _read(said: object) -> object:
             raise SpecError("the setting is given twice", path=str(given), got=value)
         values[key] = setting_value(GIVEN[key], str(given), value)
     return tuple((key, values[key]) for key in GIVEN if key in values)
+
+
+def _as_it_was(key: str, value: Any) -> Any:
+    """Return the value of a setting as a row has it; one that no setting has any more stays plain."""
+    setting = GIVEN.get(key)
+    return value if setting is None else setting.choices.get(text_of(value), value)
 
 
 Pins = Annotated[  # settings of a plan with their values

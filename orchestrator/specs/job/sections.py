@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, PositiveInt, WithJsonSchema, model_validator
+from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
 from orchestrator.specs.choices import Degradation
-from orchestrator.specs.fields import Bytes, Seconds
+from orchestrator.specs.fields import DEVICES_MAX, Bytes, Seconds
+from orchestrator.specs.job.model import LAYERS_MAX, LENGTH_MAX
 from orchestrator.specs.spec_model import SpecModel
+
+PARAMETERS_MAX = 10**15
+FLOPS_MAX = 1e27  # of one sample
 
 
 class GpuRange(SpecModel):
     """Number of devices that the job runs on; `gpus: 4` means exactly 4."""
 
-    min: int = Field(default=1, ge=1, description="Fewest devices that the job runs on.", examples=[1])
-    max: int = Field(default=1, ge=1, description="Most devices that the job runs on.", examples=[8])
+    min: int = Field(default=1, ge=1, le=DEVICES_MAX, description="Fewest devices that the job runs on.", examples=[1])
+    max: int = Field(default=1, ge=1, le=DEVICES_MAX, description="Most devices that the job runs on.", examples=[8])
 
     @model_validator(mode="after")
     def _ordered(self) -> GpuRange:
@@ -28,15 +32,22 @@ def _exact_count(gpus: object) -> object:
     return {"min": gpus, "max": gpus} if isinstance(gpus, int) else gpus
 
 
-Gpus = Annotated[GpuRange, BeforeValidator(_exact_count, json_schema_input_type=PositiveInt | GpuRange)]
+Gpus = Annotated[
+    GpuRange,
+    BeforeValidator(_exact_count, json_schema_input_type=Annotated[int, Field(ge=1, le=DEVICES_MAX)] | GpuRange),
+]
 
 
 class DeclaredProfile(SpecModel):
     """Memory and cost of a model or a script as declared; no closed form or trace is used then."""
 
-    parameters: int = Field(ge=0, description="Number of parameters.", examples=[350_000_000])
+    parameters: int = Field(ge=0, le=PARAMETERS_MAX, description="Number of parameters.", examples=[350_000_000])
     layers: int = Field(
-        default=1, ge=1, description="Number of layers of equal size; FSDP gathers one at a time.", examples=[24]
+        default=1,
+        ge=1,
+        le=LAYERS_MAX,
+        description="Number of layers of equal size; FSDP gathers one at a time.",
+        examples=[24],
     )
     activations_per_sample: Bytes = Field(
         description="Activation memory of one sample between forward and backward pass.", examples=["900MiB"]
@@ -51,7 +62,7 @@ class DeclaredProfile(SpecModel):
         description="The same under selective activation checkpointing; null: the model does not support it.",
         examples=["300MiB"],
     )
-    tensor_parallel: tuple[int, ...] = Field(
+    tensor_parallel: tuple[Annotated[int, Field(ge=2, le=DEVICES_MAX)], ...] = Field(
         default=(), description="Degrees above 1 of tensor parallelism that the model supports.", examples=[[2, 4]]
     )
     pipeline: bool = Field(
@@ -67,6 +78,7 @@ class DeclaredProfile(SpecModel):
     forward_flops_per_sample: float | None = Field(
         default=None,
         gt=0,
+        le=FLOPS_MAX,
         description="FLOPs of the forward pass of one sample; null: 2 x `parameters`.",
         examples=[1.4e12],
     )
@@ -81,7 +93,7 @@ class Degrade(SpecModel):
         "master weights in bf16) or semantic (the training).",
         examples=["numeric"],
     )
-    sequence_lengths: tuple[int, ...] = Field(
+    sequence_lengths: tuple[Annotated[int, Field(ge=2, le=LENGTH_MAX)], ...] = Field(
         default=(),
         description="Sequence lengths in tokens that a restart may use; needs `allow: semantic`.",
         examples=[[1024, 512]],
@@ -152,7 +164,7 @@ class Guarantee(SpecModel):
     """Speed that the job is promised from its start on, as that of a request."""
 
     gpus: int | None = Field(
-        default=None, ge=1, description="Number of devices requested; null: `gpus.max`.", examples=[4]
+        default=None, ge=1, le=DEVICES_MAX, description="Number of devices requested; null: `gpus.max`.", examples=[4]
     )
     step: Seconds | None = Field(
         default=None,

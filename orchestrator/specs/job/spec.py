@@ -13,9 +13,10 @@ from pydantic.json_schema import SkipJsonSchema
 from orchestrator.specs.choices import Degradation, Precision
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.fields import DeadlineField, Hours, Priority, Seconds, Speeds, UserName
+from orchestrator.specs.job.array import JOBS_MAX
 from orchestrator.specs.job.code_source import CodeSource
 from orchestrator.specs.job.frameworks import Framework, completed, cut_over_ranks
-from orchestrator.specs.job.model import DataSpec, ModelSpec, TrainingSpec
+from orchestrator.specs.job.model import BATCH_MAX, STEPS_MAX, DataSpec, ModelSpec, TrainingSpec
 from orchestrator.specs.job.pins import Pins, check_pins
 from orchestrator.specs.job.sections import (
     DeclaredProfile,
@@ -30,7 +31,17 @@ from orchestrator.specs.job.sections import (
 from orchestrator.specs.job.sweep import METRICS, Trial, sweep_json_schema
 from orchestrator.specs.job.trainer import ConfigFile, Knobs, LaunchStyle, Resume, Success, check
 from orchestrator.specs.profile import MeasuredLine, OwnSettings, TracedProfile
-from orchestrator.specs.spec_model import Command, Counter, SpecModel, Words, json_schema_of
+from orchestrator.specs.spec_model import (
+    Command,
+    Counter,
+    Environment,
+    SpecModel,
+    Variable,
+    Words,
+    json_schema_of,
+)
+
+FAMILY_LENGTH_MAX = 200  # characters
 
 
 class JobSpec(SpecModel):
@@ -43,6 +54,7 @@ class JobSpec(SpecModel):
     )
     family: str | None = Field(
         default=None,
+        max_length=FAMILY_LENGTH_MAX,
         description="Jobs of one family share the calibration of their memory; null: the name.",
         examples=["llama-8b"],
     )
@@ -83,6 +95,7 @@ class JobSpec(SpecModel):
     steps: int | None = Field(
         default=None,
         ge=1,
+        le=STEPS_MAX,
         description="Optimizer steps of a script from beginning to end; a `model` says `training.max_steps`.",
         examples=[5000],
     )
@@ -92,7 +105,7 @@ class JobSpec(SpecModel):
         examples=[{"1": "2.1s", "2": "1.2s"}],
     )
     global_batch_size: int = Field(
-        ge=1, description="Samples per optimizer step over all ranks; no plan changes it.", examples=[256]
+        ge=1, le=BATCH_MAX, description="Samples per optimizer step over all ranks; no plan changes it.", examples=[256]
     )
     precision: Precision = Field(
         default=Precision.FP32,
@@ -141,10 +154,10 @@ class JobSpec(SpecModel):
         description="Working directory of the script, relative to the job file; null: the job file's folder.",
         examples=["project"],
     )
-    env: Words = Field(
+    env: Environment = Field(
         default=(), description="Environment variables of the script.", examples=[{"OMP_NUM_THREADS": "8"}]
     )
-    secrets: tuple[str, ...] = Field(
+    secrets: tuple[Variable, ...] = Field(
         default=(),
         description="Environment variables of the service that the script gets; their values are never recorded.",
         examples=[["HF_TOKEN"]],
@@ -359,6 +372,7 @@ def job_json_schema() -> dict[str, Any]:
         "max_concurrent": {
             "type": "integer",
             "minimum": 1,
+            "maximum": JOBS_MAX,
             "description": "Most jobs of the array, or trials of the sweep, that run at once; without it, all, or 4.",
             "examples": [2],
         },

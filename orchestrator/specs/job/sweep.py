@@ -10,9 +10,13 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, PlainSerializer, WithJsonSchema, model_validator
 
 from orchestrator.specs.job.array import INDEX, JOBS_MAX
+from orchestrator.specs.job.model import EXACT_MAX, STEPS_MAX
 from orchestrator.specs.spec_model import Number, SpecModel, json_schema_of
 
-Value = bool | int | float | str
+REAL_MAX = 1e300
+Whole = Annotated[int, Field(ge=-EXACT_MAX, le=EXACT_MAX)]
+Real = Annotated[float, Field(ge=-REAL_MAX, le=REAL_MAX)]
+Value = bool | Whole | Real | str
 TRIALS_AT_ONCE = 4  # where the file has no `max_concurrent`
 SWEEP = "sweep-"  # before the id of its first job: the id of a sweep
 STOPPED_EARLY = "stopped early"  # how the reason of such a trial begins
@@ -49,8 +53,8 @@ class Parameter(SpecModel):
 
     value: Value | None = Field(default=None, description="The same in every trial.", examples=[8])
     values: tuple[Value, ...] = Field(default=(), description="Values to choose from.", examples=[[1e-3, 1e-4]])
-    min: int | float | None = Field(default=None, description="Lowest value of a range.", examples=[1e-5])
-    max: int | float | None = Field(default=None, description="Highest value of a range.", examples=[1e-2])
+    min: Whole | Real | None = Field(default=None, description="Lowest value of a range.", examples=[1e-5])
+    max: Whole | Real | None = Field(default=None, description="Highest value of a range.", examples=[1e-2])
     distribution: Literal["uniform", "int_uniform", "log_uniform_values"] | None = Field(
         default=None,
         description="How a range is drawn from; null: int_uniform between whole numbers, else uniform.",
@@ -101,12 +105,20 @@ class EarlyTerminate(SpecModel):
         description="median: worse than half of the others; hyperband: brackets of successive halving.",
         examples=["hyperband"],
     )
-    min_iter: int = Field(default=1, ge=1, description="Steps before a trial can be stopped.", examples=[10])
-    max_iter: int | None = Field(
-        default=None, ge=1, description="Steps of a whole trial, for hyperband; null: those of the job.", examples=[100]
+    min_iter: int = Field(
+        default=1, ge=1, le=STEPS_MAX, description="Steps before a trial can be stopped.", examples=[10]
     )
-    eta: int = Field(default=3, ge=2, description="Factor by which hyperband halves.", examples=[3])
-    startup_trials: int = Field(default=5, ge=1, description="Trials that end before median stops any.", examples=[2])
+    max_iter: int | None = Field(
+        default=None,
+        ge=1,
+        le=STEPS_MAX,
+        description="Steps of a whole trial, for hyperband; null: those of the job.",
+        examples=[100],
+    )
+    eta: int = Field(default=3, ge=2, le=1000, description="Factor by which hyperband halves.", examples=[3])
+    startup_trials: int = Field(
+        default=5, ge=1, le=JOBS_MAX, description="Trials that end before median stops any.", examples=[2]
+    )
 
 
 Parameters = Annotated[

@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field, PlainSerializer, WithJsonSchema, mo
 
 from orchestrator.specs.choices import ZeroStage
 from orchestrator.specs.errors import SpecError
-from orchestrator.specs.spec_model import Command, Counter, Pattern, SpecModel
+from orchestrator.specs.spec_model import Command, Counter, Pattern, SpecModel, Variable
 
 # Who starts one process per rank: we, the script's own launcher on each node, or the script itself (`dora run` and
 # scripts that spawn their ranks stay on one node: nothing tells them of another).
@@ -73,7 +73,9 @@ class Knob(SpecModel):
     key: str | None = Field(
         default=None, description="Dotted key in the file that `config` names.", examples=["train.batch_size"]
     )
-    env: str | None = Field(default=None, description="Environment variable that holds the value.", examples=["BATCH"])
+    env: Variable | None = Field(
+        default=None, description="Environment variable that holds the value.", examples=["BATCH"]
+    )
     accelerate: Literal["fsdp", "deepspeed"] | None = Field(
         default=None,
         description="Section of the file that `accelerate launch` reads; of `zero_stage` only.",
