@@ -11,6 +11,7 @@ from orchestrator.specs.actions import Action, Launch, Record, Stop
 from orchestrator.specs.attempt import Attempt
 from orchestrator.specs.events import Event
 from orchestrator.specs.job_record import Job
+from orchestrator.specs.jobs import Jobs
 from orchestrator.specs.settings import in_short
 from orchestrator.specs.state import State
 
@@ -75,6 +76,15 @@ class EventLog(Protocol):
         Each event comes with its decisions as text (`decisions`); None where they were not kept.
         """
 
+    def as_kept(self, event: Event) -> Event:
+        """Return an event as it will be read from the log. Raises SpecError where it could not be read."""
+
+    def unreadable(self) -> str | None:
+        """Return which rows cannot be read, as a sentence; None where all can."""
+
+    def live(self) -> Jobs:
+        """Return the live jobs as they stood at the newest snapshot."""
+
     def append(self, decided: Sequence[Decided]) -> None:
         """Keep events, decisions, ended jobs and records for trackers, all or nothing.
 
@@ -89,9 +99,6 @@ class EventLog(Protocol):
 
     def submitted(self, keys: Sequence[str]) -> Mapping[str, Submission]:
         """What was submitted under those of these keys that are known."""
-
-    def archive(self, ended: Sequence[tuple[Job, float]]) -> None:
-        """Keep ended jobs, each with the time of its end, unless they are kept already."""
 
     def snapshot(self, state: State) -> None:
         """Keep the state after all appended events; `load` folds only later ones."""

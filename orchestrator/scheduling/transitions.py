@@ -77,7 +77,8 @@ def _submitted(state: State, event: Submitted) -> tuple[State, tuple[Action, ...
         array=event.array,
         deadline_s=event.spec.deadline.due_s(event.at_s) if event.spec.deadline else None,
         fault=event.fault,
-        reason=Pending.CLUSTER_UNSEEN.phrase,
+        reason=event.unreadable or Pending.CLUSTER_UNSEEN.phrase,
+        unreadable=event.unreadable,
     )
     job = with_pending_dependencies(job, state.jobs, event.satisfied)
     state, archived = archive_if_done(state, job)

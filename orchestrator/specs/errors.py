@@ -80,6 +80,10 @@ class StorageError(ServiceError):
     """The disk under the journal takes no write now and may take one later; nothing of this change was kept."""
 
 
+class ReadOnlyError(ServiceError):
+    """The service shows what it has and decides nothing, since a part of its journal cannot be read."""
+
+
 class UncertainError(ServiceError):
     """The database fell silent amid a commit: whether this change was kept, only the journal knows."""
 

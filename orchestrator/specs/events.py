@@ -31,6 +31,7 @@ class Submitted:
     array: str | None = None  # id of the first job of its array
     satisfied: tuple[str, ...] = ()  # ids of jobs that it comes after, and that have ended before as it wants
     request: RequestKey | None = None  # what its submission was sent under
+    unreadable: str = ""  # why its row could not be read: the job is known by its id alone, and never starts
     type: Literal["submitted"] = "submitted"
 
 

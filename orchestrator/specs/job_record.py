@@ -47,6 +47,7 @@ class Job:
     attempts: tuple[Attempt, ...] = ()
     refuted: frozenset[Plan] = frozenset()  # ran out of memory: never tried again
     fault: Fault | None = None
+    unreadable: str = ""  # why its row could not be read: it stands in for a job that only an operator can end
 
     @property
     def key(self) -> str:

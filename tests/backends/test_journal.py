@@ -27,15 +27,13 @@ from hypothesis import strategies as st
 from orchestrator.backends.journal import journal as journal_module
 from orchestrator.backends.journal.database import SCHEMA
 from orchestrator.backends.journal.journal import Journal
-from orchestrator.backends.simulated.backend import SimulatedBackend
 from orchestrator.service.commands.replay import kept_events, kept_state
-from orchestrator.service.server.controller import Controller
 from orchestrator.specs.actions import Archive, Record
 from orchestrator.specs.attempt import Attempt, Evidence, NodeDevices
 from orchestrator.specs.choices import ActivationCheckpointing, Engine, Offload, ParallelLayout, Precision, ZeroStage
 from orchestrator.specs.cluster import DeviceSpec, Node
 from orchestrator.specs.errors import IllegalPlan, ServiceError, SpecError
-from orchestrator.specs.events import Event, Finished, Submitted, TimerFired
+from orchestrator.specs.events import Event, Finished, TimerFired
 from orchestrator.specs.job.model import DataSpec, DecoderSpec, ModelSpec, TrainingSpec
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job, JobStatus
@@ -44,7 +42,6 @@ from orchestrator.specs.policy import PolicySpec
 from orchestrator.specs.profile import MemoryEstimate
 from orchestrator.specs.state import State
 from tests.backends.postgres import Server
-from tests.scheduling.world import CLUSTERS
 
 DEVICE = DeviceSpec(
     name="tiny",
@@ -266,22 +263,6 @@ def test_an_ended_job_is_kept_with_its_event_and_found_by_id_and_by_age(journal:
     assert len(list(journal.events())) == 5, "the event of a refused archive was kept"
 
 
-def test_a_journal_of_schema_0001_is_brought_up_to_date_with_its_jobs_where_they_belong(tmp_path: Path) -> None:
-    """The file is what commit b62ba28 wrote: two jobs ended before its snapshot, one after it, two live."""
-    with closing(sqlite3.connect(tmp_path / "journal.db")) as old:
-        old.executescript(Path(__file__).with_name("journal_0001.sql").read_text())
-    for _ in range(2):  # and stays so
-        backend = SimulatedBackend(CLUSTERS[1], seed=0, hazards={}, repeat_chance=0.0)
-        with closing(Journal(url(tmp_path))) as journal:
-            controller = Controller(journal, backend, lambda: 30.0)
-            assert list(controller.state.jobs) == ["runs-3", "wide-5"]
-            assert [job.id for job in controller.ended(9)] == ["ends-4", "giant-2", "done-1"]
-            assert controller.job("done-1").last.evidence.heartbeats[0].steps_done == 9
-            assert [record.job.id for _, record in journal.outbox.pending("mlflow", 9)] == ["ends-4", "wide-5"]
-            assert [e.order for e in journal.events() if isinstance(e, Submitted)] == [1, 2, 3, 4, 5]
-            assert controller.state.submitted == 5
-
-
 def records_of(*orders: int) -> list[Record]:
     return [Record(job=Job(id=str(order), spec=SCRIPT, order=order, submitted_at_s=0)) for order in orders]
 
@@ -380,16 +361,6 @@ def test_a_closed_journal_opens_again_quickly_with_everything(tmp_path: Path) ->
         assert again.load() == (None, ((TimerFired(at_s=1), ""),))
     assert took_s < 1, "0.014 s on an idle machine"
     assert (tmp_path / "journal.db").stat().st_mode & 0o077 == 0, "others may read the jobs' environments"
-
-
-@pytest.mark.parametrize("table", ["events", "snapshots", "outbox"])
-def test_a_row_that_cannot_be_read_names_file_row_and_remedy(file_journal: Journal, table: str) -> None:
-    file_journal.append([(TimerFired(at_s=1), [Record(job=Job(id="j", spec=SCRIPT, order=0, submitted_at_s=0))])])
-    file_journal.snapshot(State())
-    with closing(sqlite3.connect(file_journal.name)) as other, other:
-        other.execute(f"""UPDATE {table} SET body = '{{"type": "woke", "at": 1}}'""")
-    with pytest.raises(ServiceError, match=rf"{file_journal.name}: row 1 of table {table} .*"):
-        (file_journal.outbox.pending("mlflow", 1), list(file_journal.events()), file_journal.load())
 
 
 def test_a_journal_of_a_newer_version_is_refused_unchanged(tmp_path: Path) -> None:

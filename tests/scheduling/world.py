@@ -22,6 +22,7 @@ from orchestrator.specs.job.sections import Member
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job.trainer import Knob
 from orchestrator.specs.job_record import Job
+from orchestrator.specs.jobs import Jobs
 from orchestrator.specs.policy import UNSHARED, Objective, PolicySpec
 from orchestrator.specs.state import State
 
@@ -63,7 +64,9 @@ class MemoryJournal:
             self.kept.append(event)
             self.decided.append(decisions(actions))
             self.records += [action for action in actions if isinstance(action, Record)]
-            self.archive([(action.job, event.at_s) for action in actions if isinstance(action, Archive)])
+            for action in actions:
+                if isinstance(action, Archive):
+                    assert self.archived.setdefault(action.job.id, action.job) == action.job, "ended twice"
         if self.kill_after.intersection(rows):
             raise Killed
 
@@ -74,9 +77,14 @@ class MemoryJournal:
                 ids[event.request] = (*ids.get(event.request, ()), event.job_id)
         return {key.name: Submission(digest=key.digest, ids=jobs) for key, jobs in ids.items()}
 
-    def archive(self, ended: Sequence[tuple[Job, float]]) -> None:
-        for job, _ in ended:
-            assert self.archived.setdefault(job.id, job) == job, f"{job.id} ended twice"
+    def as_kept(self, event: Event) -> Event:
+        return event
+
+    def unreadable(self) -> str | None:
+        return None
+
+    def live(self) -> Jobs:
+        return Jobs()
 
     def job(self, job_id: str) -> Job | None:
         return self.archived.get(job_id)

@@ -18,8 +18,10 @@ from orchestrator.scheduling.base.pending import Pending, pending
 from orchestrator.service.server.controller import Controller
 from orchestrator.service.server.metrics import Metrics
 from orchestrator.specs.access import Role
+from orchestrator.specs.actions import Archive
 from orchestrator.specs.attempt import Heartbeat
 from orchestrator.specs.errors import ServiceError
+from orchestrator.specs.events import TimerFired
 from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.policy import PolicySpec
 from orchestrator.specs.run import JobFolder, write_json
@@ -196,7 +198,8 @@ def test_a_scrape_of_a_full_service_is_cheap(tmp_path: Path) -> None:
         while controller.state.jobs:
             controller.turn(0.0)
         (real,) = journal.ended(1)
-        journal.archive([(replace(real, id=f"ended-{number}"), 0.0) for number in range(1, ENDED)])
+        ended = [Archive(job=replace(real, id=f"ended-{number}")) for number in range(1, ENDED)]
+        journal.append([(TimerFired(at_s=0.0), ended)])
     with closing(Journal(url)) as journal:
         controller = Controller(journal, Idle(nodes), time.time)
         controller.turn(0.0)

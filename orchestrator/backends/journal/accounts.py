@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import secrets
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -54,6 +55,8 @@ _audit = sa.Table(
     sa.Column("action", sa.Text, nullable=False),
     sa.Column("status", sa.Integer, nullable=False),
 )
+
+log = logging.getLogger(__name__)
 
 Transaction = Callable[[], AbstractContextManager[sa.Connection]]
 
@@ -136,11 +139,12 @@ class Accounts:
         )
         with self._transaction() as connection:
             row = connection.execute(query).one_or_none()
-            if row is None:
+            role = None if row is None else _role(row.name, row.role)
+            if row is None or role is None:
                 return None
             if row.used_at is None or row.used_at < now_s - TOUCH_S:
                 connection.execute(_tokens.update().where(_tokens.c.id == row.id).values(used_at=now_s))
-        principal = Principal(name=row.name, role=Role(row.role))
+        principal = Principal(name=row.name, role=role)
         if len(self._known) >= CACHE_MAX:
             self._known.clear()
         self._known[key] = (principal, min(now_s + CACHE_S, inf if row.expires_at is None else row.expires_at))
@@ -163,10 +167,11 @@ class Accounts:
         self._known.clear()
 
     def users(self) -> Sequence[User]:
-        """Every user, by name."""
+        """Every user that can be read, by name."""
         with self._transaction() as connection:
             rows = connection.execute(sa.select(_users).order_by(_users.c.name)).all()
-        return [User(name=row.name, role=Role(row.role), created_at_s=row.created_at) for row in rows]
+        readable = ((row, role) for row in rows if (role := _role(row.name, row.role)) is not None)
+        return [User(name=row.name, role=role, created_at_s=row.created_at) for row, role in readable]
 
     def create_token(self, user: str, lifetime_s: float | None) -> tuple[str, Token]:
         """A new token, which cannot be read again, and what is kept of it. Raises ServiceError for an unknown user."""
@@ -243,6 +248,15 @@ class Accounts:
             )
             for row in rows
         ]
+
+
+def _role(name: str, text: str) -> Role | None:
+    """Return the role that a user's row names; None where this version knows no such role: that user may do nothing."""
+    try:
+        return Role(text)
+    except ValueError:
+        log.error("user %s has the unknown role %r, and is not admitted: `orc user add` gives another", name, text)
+        return None
 
 
 def _digest(token: str) -> str:

@@ -18,7 +18,7 @@ from sqlalchemy.exc import ArgumentError, DatabaseError, OperationalError
 from orchestrator.backends.journal.ownership import FileLock, Lease, connect_args
 from orchestrator.specs.errors import ServiceError, SpecError, StorageError, UncertainError
 
-SCHEMA = "0008"  # newest revision in migrations/versions
+SCHEMA = "0001"  # newest revision in migrations/versions
 BUSY_TIMEOUT_S = 5.0
 LOOK_EVERY_S = 1.0  # of a standby at another's lease: a holder that ends by itself gives it up early
 OPENING = 0x6F7263  # key of the advisory lock under which a database is opened: "orc"
@@ -41,6 +41,7 @@ class Database:
         With `stop`, wait until it is set for the lease that another process holds.
         """
         parsed = _parsed(url)
+        self.reads_only = reads_only
         self._lock, self._closed, self._ended = threading.Lock(), False, threading.Event()
         self._owned: FileLock | Lease | None
         if parsed.get_backend_name() == "sqlite":

@@ -6,19 +6,22 @@ import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Annotated
 
 import sqlalchemy as sa
-from pydantic import Field, TypeAdapter
+from pydantic import Field
 
 from orchestrator.backends.journal.database import Database
+from orchestrator.backends.journal.history import Codec, Unreadable
 from orchestrator.backends.journal.outbox import Notices, Outbox
-from orchestrator.backends.journal.rows import adapter, dump, read
+from orchestrator.backends.journal.salvage import salvage_job, salvage_submission
+from orchestrator.backends.journal.set_aside import SetAside
 from orchestrator.backends.journal.submissions import Submissions
 from orchestrator.backends.journal.sweeps import Sweeps
 from orchestrator.backends.notify.notice import notices_of
 from orchestrator.backends.ports import Decided, Submission, Totals, decisions
 from orchestrator.specs.actions import Archive, Record
+from orchestrator.specs.errors import SpecError
 from orchestrator.specs.events import Event
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.jobs import Jobs
@@ -49,8 +52,8 @@ class Journal:
 
     A SQLite file is locked as long as this process lives; a PostgreSQL database is held by a lease (see `Lease`).
     A reader of a PostgreSQL journal takes no lease and writes nothing.
-    Raises ServiceError where another process has the journal open, where the database refuses, or where a row cannot
-    be read back; the message says what to do.
+    Raises ServiceError where another process has the journal open, or where the database refuses; the message says what
+    to do. A row that cannot be read is set aside (`set_aside`), and the others are read on.
     """
 
     def __init__(self, url: str, *, reads_only: bool = False, stop: threading.Event | None = None) -> None:
@@ -60,35 +63,65 @@ class Journal:
         """
         self.database = Database(url, reads_only=reads_only, stop=stop)
         self.name = self.database.name
-        self.outbox = Outbox(self.database, Record, "outbox", "trackers")
-        self.notices = Notices(self.database)
+        self.set_aside = SetAside(self.database)
+        self.outbox = Outbox(self.database, Record, "outbox", "trackers", self.set_aside)
+        self.notices = Notices(self.database, self.set_aside)
         self.sweeps = Sweeps(self.database)
         self._submissions = Submissions(self.database)
-        self._event = adapter(Annotated[Event, Field(discriminator="type")])
-        self._state, self._job = adapter(State), adapter(Job)
-        self._saved = Jobs()  # those in the table of live jobs
+        self._event = Codec(Annotated[Event, Field(discriminator="type")])
+        self._state, self._job = Codec(State), Codec(Job)
+        self._saved = Jobs()  # those in the table of live jobs, where that is not to be written anew
+        self._is_rebuilt = False  # the snapshot could not be read: the table of live jobs is written anew
         self._ended, self._counted = Counter[str](), 0  # archived jobs by status, up to this number
 
     def load(self) -> tuple[State | None, Sequence[tuple[Event, str | None]]]:
         """The newest snapshot of the state (None: there is none), and the events after it, oldest first.
 
-        Each event comes with its decisions as text (`decisions`); None where they were not kept.
+        Each event comes with its decisions as text (`decisions`); None where they were not kept. A snapshot that cannot
+        be read counts as none: the state follows from all events. A live job that cannot be read has a stand-in, which
+        holds the devices of its last launch.
         """
         with self.database.transaction() as connection:
             row = connection.execute(sa.select(_snapshots.c.id, _snapshots.c.body)).one_or_none()
-            live = connection.execute(sa.select(_live.c.id, _live.c.body)).all()
         if row is None:
             return None, tuple(self.history())
-        self._saved = Jobs(self._read(self._job, _live, *one) for one in live)
-        state = replace(self._read(self._state, _snapshots, *row), jobs=self._saved)
-        return state, tuple(self.history(row.id))
+        state = self.set_aside.read(self._state, _snapshots.name, *row)
+        if state is None:
+            self._is_rebuilt = True
+            return None, tuple(self.history())
+        self._saved = self.live()
+        return replace(state, jobs=self._saved), tuple(self.history(row.id))
+
+    def live(self) -> Jobs:
+        """Return the live jobs of the newest snapshot; a stand-in for each that cannot be read."""
+        with self.database.transaction() as connection:
+            live = connection.execute(sa.select(_live.c.id, _live.c.body)).all()
+        return Jobs(self._live_job(*entry) for entry in live)
+
+    def unreadable(self) -> str | None:
+        """Return which rows cannot be read, as a sentence; None where all can."""
+        return self.set_aside.problem()
+
+    def _live_job(self, job_id: str, body: str) -> Job:
+        """Return a live job, or what stands in for one that cannot be read."""
+        job = self.set_aside.read(self._job, _live.name, job_id, body)
+        if job is not None:
+            return job  # type: ignore[no-any-return]
+        reason = next(row.reason for row in self.set_aside.rows() if (row.table, row.row) == (_live.name, job_id))
+        named = _events.c.decided.contains(f"launch {job_id}-", autoescape=True)
+        released = _events.c.body.contains(f'"job_id":"{job_id}"', autoescape=True)
+        with self.database.transaction() as connection:
+            by_id = sa.select(_events.c.decided, _events.c.body).order_by(_events.c.id)
+            decided = connection.execute(by_id.where(named)).scalars().all()
+            bodies = [entry.body for entry in connection.execute(by_id.where(released)).all()]
+        return salvage_job(job_id, body, reason, decided, bodies)
 
     def append(self, decided: Sequence[Decided]) -> None:
         """Keep events, decisions, ended jobs, records for trackers and notices for people, all or nothing.
 
         On disk when this returns.
         """
-        events = [{"body": dump(self._event, event), "decided": decisions(actions)} for event, actions in decided]
+        events = [{"body": self._event.write(event), "decided": decisions(actions)} for event, actions in decided]
         records = [action for _, actions in decided for action in actions if isinstance(action, Record)]
         ended = [
             self._row(action.job, event.at_s)
@@ -110,29 +143,22 @@ class Journal:
         """What was submitted under those of these keys that are known."""
         return self._submissions.of(keys)
 
-    def archive(self, ended: Sequence[tuple[Job, float]]) -> None:
-        """Keep ended jobs, each with the time of its end, unless they are kept already."""
-        known = sa.select(_jobs.c.id).where(_jobs.c.id.in_([job.id for job, _ in ended]))
-        with self.database.transaction() as connection:
-            kept = set(connection.execute(known).scalars())
-            rows = [self._row(job, at_s) for job, at_s in ended if job.id not in kept]
-            if rows:
-                connection.execute(_jobs.insert(), rows)
-
     def snapshot(self, state: State) -> None:
         """Keep the state after all appended events; `load` folds only later ones.
 
         Only jobs that changed since the last snapshot are written.
         """
         last = sa.select(sa.func.coalesce(sa.func.max(_events.c.id), 0)).scalar_subquery()
-        changed = [{"row": job.id, "body": dump(self._job, job)} for job in state.jobs.changed_since(self._saved)]
+        changed = [{"row": job.id, "body": self._job.write(job)} for job in state.jobs.changed_since(self._saved)]
         gone = [{"row": job_id} for job_id in self._saved if job_id not in state.jobs]
         rewritten = [one for one in changed if one["row"] in self._saved]
         added = [{"id": one["row"], "body": one["body"]} for one in changed if one["row"] not in self._saved]
-        body = dump(self._state, state, exclude={"jobs"})
+        body = self._state.write(state, exclude={"jobs"})
         row = _live.c.id == sa.bindparam("row")
         with self.database.transaction() as connection:
             connection.execute(_snapshots.delete())
+            if self._is_rebuilt:
+                connection.execute(_live.delete())
             connection.execute(_snapshots.insert().values(id=last, body=body))
             if gone:
                 connection.execute(_live.delete().where(row), gone)
@@ -140,13 +166,13 @@ class Journal:
                 connection.execute(_live.update().where(row), rewritten)
             if added:
                 connection.execute(_live.insert(), added)
-        self._saved = state.jobs
+        self._saved, self._is_rebuilt = state.jobs, False
 
     def job(self, job_id: str) -> Job | None:
-        """An ended job that has left the state; None where there is none."""
+        """An ended job that has left the state; None where there is none that can be read."""
         with self.database.transaction() as connection:
             row = connection.execute(sa.select(_jobs.c.number, _jobs.c.body).where(_jobs.c.id == job_id)).one_or_none()
-        return None if row is None else self._read(self._job, _jobs, *row)
+        return None if row is None else self.set_aside.read(self._job, _jobs.name, *row)
 
     def ended(self, limit: int, before: str | None = None) -> list[Job]:
         """At most `limit` such jobs, latest end first; with `before`, those that ended before that job."""
@@ -157,7 +183,8 @@ class Journal:
             )
         with self.database.transaction() as connection:
             rows = connection.execute(newest).all()
-        return [self._read(self._job, _jobs, *row) for row in rows]
+        jobs = (self.set_aside.read(self._job, _jobs.name, *row) for row in rows)
+        return [job for job in jobs if job is not None]
 
     def totals(self) -> Totals:
         """How many jobs have ended, and how many records wait for trackers; looks at jobs that are new since then."""
@@ -183,16 +210,19 @@ class Journal:
         first = sa.select(_events.c.id, _events.c.body).order_by(_events.c.id).limit(1)
         with self.database.transaction() as connection:
             row = connection.execute(first).one_or_none()
-        return None if row is None else float(self._read(self._event, _events, *row).at_s)
+        event = None if row is None else self._event_of(*row)
+        return None if event is None else float(event.at_s)
 
     def history(self, after: int = 0) -> Iterator[tuple[Event, str | None]]:
-        """Every event, oldest first, with what was decided; `after` skips as many rows."""
+        """Every event that can be read, oldest first, with what was decided; `after` skips as many rows."""
         while True:
             page = sa.select(_events).where(_events.c.id > after).order_by(_events.c.id).limit(PAGE)
             with self.database.transaction() as connection:
                 rows = connection.execute(page).all()
             for row in rows:
-                yield self._read(self._event, _events, row.id, row.body), row.decided
+                event = self._event_of(row.id, row.body)
+                if event is not None:
+                    yield event, row.decided
             if len(rows) < PAGE:
                 return
             after = rows[-1].id
@@ -216,8 +246,19 @@ class Journal:
             "status": job.status.value,
             "submitted_at": job.submitted_at_s,
             "ended_at": at_s,
-            "body": dump(self._job, job),
+            "body": self._job.write(job),
         }
 
-    def _read(self, noun: TypeAdapter[Any], table: sa.Table, row: object, body: str) -> Any:
-        return read(noun, self.name, table.name, row, body)
+    def _event_of(self, number: int, body: str) -> Event | None:
+        """Return an event; a submission that cannot be read by its id alone, and None for another such event."""
+        event = self.set_aside.read(self._event, _events.name, number, body)
+        if event is None:
+            return salvage_submission(body, "its row cannot be read")
+        return event  # type: ignore[no-any-return]
+
+    def as_kept(self, event: Event) -> Event:
+        """Return an event as it will be read from the journal. Raises SpecError where it could not be."""
+        try:
+            return self._event.as_kept(event)  # type: ignore[no-any-return]
+        except Unreadable as error:
+            raise SpecError(f"the journal could not be read with it: {error}", source="the journal") from None

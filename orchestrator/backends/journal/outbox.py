@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Generic
 
 import sqlalchemy as sa
 
 from orchestrator.backends.journal.database import Database
-from orchestrator.backends.journal.rows import adapter, dump, read
+from orchestrator.backends.journal.history import Codec, Unreadable
+from orchestrator.backends.journal.set_aside import SetAside
 from orchestrator.backends.notify.notice import Notice
 from orchestrator.backends.ports import Body
 
@@ -35,9 +37,9 @@ log = logging.getLogger(__name__)
 class Outbox(Generic[Body]):
     """A queue of the journal; every method may be called from any thread."""
 
-    def __init__(self, database: Database, noun: type[Body], rows: str, cursors: str) -> None:
+    def __init__(self, database: Database, noun: type[Body], rows: str, cursors: str, set_aside: SetAside) -> None:
         """`rows` and `cursors` are the names of its tables."""
-        self.database, self._noun = database, adapter(noun)
+        self.database, self._codec, self._set_aside = database, Codec(noun), set_aside
         tables = sa.MetaData()
         self._rows = sa.Table(rows, tables, sa.Column("id", sa.Integer, primary_key=True), sa.Column("body", sa.Text))
         self._cursors = sa.Table(
@@ -47,7 +49,7 @@ class Outbox(Generic[Body]):
     def add(self, connection: sa.Connection, bodies: Sequence[Body]) -> None:
         """Append bodies in a transaction of the journal."""
         if bodies:
-            connection.execute(self._rows.insert(), [{"body": dump(self._noun, body)} for body in bodies])
+            connection.execute(self._rows.insert(), [{"body": self._codec.write(body)} for body in bodies])
 
     def register(self, receivers: Iterable[str]) -> None:
         """Register exactly these receivers.
@@ -65,16 +67,18 @@ class Outbox(Generic[Body]):
             self._remove_passed(connection)
 
     def pending(self, receiver: str, limit: int) -> list[tuple[int, Body]]:
-        """At most `limit` rows that a registered receiver has not passed, oldest first."""
+        """At most `limit` rows that a registered receiver has not passed, oldest first; rows it cannot read pass."""
         cursor = sa.select(self._cursors.c.last_row).where(self._cursors.c.name == receiver)
         oldest = sa.select(self._rows.c.id, self._rows.c.body).order_by(self._rows.c.id).limit(limit)
-        with self.database.transaction() as connection:
-            last_row = connection.execute(cursor).scalar_one()
-            rows = connection.execute(oldest.where(self._rows.c.id > last_row)).all()
-        return [(row.id, self._body(row.id, row.body)) for row in rows]
-
-    def _body(self, row: int, text: str) -> Body:
-        return read(self._noun, self.database.name, self._rows.name, row, text)
+        while True:
+            with self.database.transaction() as connection:
+                last_row = connection.execute(cursor).scalar_one()
+                rows = connection.execute(oldest.where(self._rows.c.id > last_row)).all()
+            bodies = [(row.id, self._set_aside.read(self._codec, self._rows.name, row.id, row.body)) for row in rows]
+            readable = [(number, body) for number, body in bodies if body is not None]
+            if readable or not rows:
+                return readable
+            self.delivered(receiver, rows[-1].id)  # else nobody would move the cursor beyond these
 
     def undelivered(self, connection: sa.Connection) -> dict[str, int]:
         """How many rows each receiver has not passed, in a transaction of the journal."""
@@ -99,8 +103,8 @@ class Outbox(Generic[Body]):
 class Notices(Outbox[Notice]):
     """What people are told, each thing once; nothing is kept while no target is registered."""
 
-    def __init__(self, database: Database) -> None:
-        super().__init__(database, Notice, "notices", "targets")
+    def __init__(self, database: Database, set_aside: SetAside) -> None:
+        super().__init__(database, Notice, "notices", "targets", set_aside)
         self.has_targets = False
 
     def register(self, receivers: Iterable[str]) -> None:
@@ -131,8 +135,11 @@ class Notices(Outbox[Notice]):
         least = sa.select(sa.func.min(rows.c.id)).where(rows.c.id > cursors.c.last_row)
         first = least.correlate(cursors).scalar_subquery()
         query = sa.select(cursors.c.name, rows.c.id, rows.c.body).join_from(cursors, rows, rows.c.id == first)
-        found = connection.execute(query).all()
-        return {row.name: self._body(row.id, row.body).at_s for row in found}
+        oldest: dict[str, float] = {}
+        for row in connection.execute(query).all():
+            with suppress(Unreadable):  # which the relay sets aside
+                oldest[row.name] = self._codec.read(row.body).at_s
+        return oldest
 
     def tell(self, notices: Sequence[Notice]) -> None:
         """Append the notices that were not told before."""

@@ -14,7 +14,9 @@ MOVE_GRACE_S = 120.0
 
 def can_move(job: Job) -> bool:
     """Whether an attempt of the job runs and was not asked to end."""
-    return job.last is not None and job.last.status in (AttemptStatus.LAUNCHING, AttemptStatus.RUNNING)
+    if job.last is None or job.unreadable:
+        return False
+    return job.last.status in (AttemptStatus.LAUNCHING, AttemptStatus.RUNNING)
 
 
 def is_elastic(job: Job) -> bool:

@@ -264,9 +264,9 @@ class SchedulerIndex:
         return None if None in pools else pools[0]
 
     def end_of(self, job: Job, attempt: Attempt) -> float:
-        """When a running attempt is expected to end; infinity where its nodes are gone."""
+        """When a running attempt is expected to end; infinity where its nodes are gone, or only an operator ends it."""
         pool = self.pool_of(attempt)
-        if pool is None:
+        if pool is None or job.unreadable:
             return inf
         calibrated = self.options.calibrated(job, attempt.device)
         length_s = attempt_seconds(job, attempt, pool.group, calibrated, pool.launch_cost_s)
@@ -375,8 +375,9 @@ def _held(job: Job | None) -> dict[int, Attempt]:
 
 
 def _waits(job: Job) -> bool:
-    """For devices."""
-    return job.status is JobStatus.QUEUED and not job.waits_for and all(one.released for one in job.attempts)
+    """For devices; a job that could not be read is never started."""
+    may_start = job.status is JobStatus.QUEUED and not job.waits_for and not job.unreadable
+    return may_start and all(one.released for one in job.attempts)
 
 
 def _awaited(job: Job | None) -> Sequence[Dependency]:

@@ -29,6 +29,7 @@ from orchestrator.specs.events import Event
 from orchestrator.specs.fault import Fault, FaultKind
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job
+from orchestrator.specs.jobs import Jobs
 from orchestrator.specs.state import State
 
 FOREVER_S = 1e9
@@ -167,8 +168,14 @@ class Unkept:
     def submitted(self, keys: Sequence[str]) -> Mapping[str, Submission]:  # noqa: ARG002
         return {}
 
-    def archive(self, ended: Sequence[tuple[Job, float]]) -> None:
-        pass
+    def as_kept(self, event: Event) -> Event:
+        return event
+
+    def unreadable(self) -> str | None:
+        return None
+
+    def live(self) -> Jobs:
+        return Jobs()
 
     def snapshot(self, state: State) -> None:
         pass

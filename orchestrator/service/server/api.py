@@ -65,7 +65,14 @@ from orchestrator.service.views.records import (
 )
 from orchestrator.service.views.teams import teams_view
 from orchestrator.specs.access import Role
-from orchestrator.specs.errors import OrchestratorError, ServiceError, SpecError, StorageError, UncertainError
+from orchestrator.specs.errors import (
+    OrchestratorError,
+    ReadOnlyError,
+    ServiceError,
+    SpecError,
+    StorageError,
+    UncertainError,
+)
 from orchestrator.specs.fields import UserName
 from orchestrator.specs.job.paths import paths_of
 from orchestrator.specs.job_record import JobStatus
@@ -321,7 +328,7 @@ async def _refused(_: Request, error: Exception) -> JSONResponse:
         return refusal(404, str(error))
     if isinstance(error, Forbidden):
         return refusal(403, str(error))
-    if isinstance(error, StorageError):
+    if isinstance(error, StorageError | ReadOnlyError):
         return refusal(503, str(error))
     if isinstance(error, UncertainError):
         answer = refusal(503, str(error))

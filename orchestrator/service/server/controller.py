@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from orchestrator.backends.ports import Backend, Decided, EventLog, Submission, decisions
 from orchestrator.scheduling.base.migration import MOVE_GRACE_S
@@ -18,9 +18,16 @@ from orchestrator.scheduling.transitions import CANCEL_GRACE_S
 from orchestrator.service.server.health import Health
 from orchestrator.service.server.logs import about
 from orchestrator.service.server.tally import Figures, Tally
-from orchestrator.specs.actions import Archive, Launch, Stop
+from orchestrator.specs.actions import Launch, Stop
 from orchestrator.specs.attempt import Attempt, AttemptStatus, Evidence
-from orchestrator.specs.errors import ServiceError, SpecError, StorageError, UncertainError, closest
+from orchestrator.specs.errors import (
+    ReadOnlyError,
+    ServiceError,
+    SpecError,
+    StorageError,
+    UncertainError,
+    closest,
+)
 from orchestrator.specs.events import (
     CancelRequested,
     DrainRequested,
@@ -54,6 +61,10 @@ and this version of the orchestrator would decide:
 Attempts may be running that this version does not know. Start the version that wrote the journal, then stop it with \
 SIGTERM (`kill`, not `kill -9`). It saves a snapshot, so that no decision has to be repeated."""
 
+_READ_ONLY = """the service is read-only: {unreadable}. Without them the decisions since the last snapshot cannot be \
+repeated, and attempts may be running that are not known here. Start the version that wrote the journal, or restore a \
+backup. {error}"""
+
 log = logging.getLogger(__name__)
 
 
@@ -79,22 +90,27 @@ class Controller:
         backend: Backend,
         clock: Callable[[], float],
         scheduler: Callable[[State], Scheduler] = Scheduler,
+        check_first: Callable[[State, JobSpec], None] = lambda _state, _spec: None,
     ) -> None:
         """Restore the state from the journal and adopt every attempt that holds devices.
 
-        `scheduler` makes the Scheduler of a state: a benchmark gives one that takes the time.
+        `scheduler` makes the Scheduler of a state: a benchmark gives one that takes the time. `check_first` raises
+        SpecError for a job on which no decision can be made (`FirstDecisions`); it is asked outside of all locks.
         """
+        self._check_first = check_first
         snapshot, tail = journal.load()
         deciding = scheduler(snapshot or State())
-        ended: list[tuple[Job, float]] = []
-        for event, decided in tail:
-            actions = deciding.step(event)
-            if decided not in (None, decisions(actions)):
-                raise ServiceError(_OTHERWISE.format(event=_line(event), then=decided, now=decisions(actions)))
-            ended += [(action.job, event.at_s) for action in actions if isinstance(action, Archive)]
-        journal.archive(ended)  # journals written before the archive existed
+        self._read_only: str | None = None  # why nothing is decided
+        try:
+            _decide_again(deciding, tail)
+        except ServiceError as error:
+            if (unreadable := journal.unreadable()) is None:
+                raise
+            self._read_only, tail = _READ_ONLY.format(unreadable=unreadable, error=error), ()
+            deciding = scheduler(snapshot or State(jobs=journal.live()))
         self.health = Health()
         self.health.watch(lambda: self._storage_problem)
+        self.health.watch(lambda: self._read_only or journal.unreadable())
         self._storage_problem: str | None = None
         self._uncertain: UncertainError | None = None  # the journal may know what this process does not
         self._unkept: list[Event] = []  # told by the backend, and not in the journal yet
@@ -114,9 +130,9 @@ class Controller:
         self._led = False  # whether a submitter's thread commits them, or was chosen to
         self._changed = threading.Condition()
         log.info("restored jobs=%d events=%d", len(state.jobs), len(tail))
-        for job in state.jobs.values():
+        for job in state.jobs.values() if self._read_only is None else ():
             for attempt in job.attempts:
-                if not attempt.released:
+                if not attempt.released and (not job.unreadable or job.cancelling):
                     self._take_up(job, attempt)
 
     @property
@@ -139,8 +155,14 @@ class Controller:
             return self._scheduler.wake_at_s()
 
     def confirm(self) -> None:
-        """Return where this service surely owns its journal; waits for nothing. Raises ServiceError elsewhere."""
+        """Return where this service owns its journal and decides; waits for nothing. Raises ServiceError elsewhere."""
+        self._check_decides()
         self._journal.confirm(asks=False)
+
+    def _check_decides(self) -> None:
+        """Raise ReadOnlyError where the service decides nothing."""
+        if self._read_only is not None:
+            raise ReadOnlyError(self._read_only)
 
     def job(self, job_id: str) -> Job | None:
         """The job's current or final record."""
@@ -176,6 +198,9 @@ class Controller:
 
         Group commit: submissions that arrive during a transaction share the next one.
         """
+        self._check_decides()
+        for spec, _ in jobs:
+            self._check_first(self._state, spec)
         request = _Request(jobs, key)
         with self._queue:
             self._requests.append(request)
@@ -281,6 +306,9 @@ class Controller:
         if self._uncertain is not None:
             raise self._uncertain
         self._journal.confirm()
+        if self._read_only is not None:
+            time.sleep(min(wait_s, POLL_S))
+            return
         if self._storage_problem is not None:
             self._prove_storage()
         self._perform()
@@ -312,11 +340,21 @@ class Controller:
 
     def _listen(self, wait_s: float) -> Sequence[Event]:
         try:
-            return self._backend.events(wait_s)
+            return [kept for event in self._backend.events(wait_s) if (kept := self._as_kept(event)) is not None]
         except Exception:
             log.exception("backend failed to return events")
             time.sleep(DEAF_S)
             return ()
+
+    def _as_kept(self, event: Event) -> Event | None:
+        """Return an event of the world as the journal will have it; None where it cannot be kept and ends nothing."""
+        try:
+            return self._journal.as_kept(event)
+        except SpecError as error:
+            log.error("%s is left out: %s", _line(event), error)
+            if not isinstance(event, Finished):
+                return None
+            return replace(event, evidence=Evidence(launch_error=f"what the attempt left cannot be kept: {error}"))
 
     def _admit(self) -> None:
         """Commit waiting submissions, oldest first, in one transaction of about GROUP jobs."""
@@ -367,18 +405,20 @@ class Controller:
                 array = None
             elif spec.member.number == 0 or array is None:
                 array = job_id
-            events.append(
-                Submitted(
-                    job_id=job_id,
-                    order=order,
-                    spec=spec,
-                    at_s=at_s,
-                    fault=fault,
-                    array=array,
-                    satisfied=satisfied,
-                    request=request.key,
-                )
+            event = Submitted(
+                job_id=job_id,
+                order=order,
+                spec=spec,
+                at_s=at_s,
+                fault=fault,
+                array=array,
+                satisfied=satisfied,
+                request=request.key,
             )
+            if self._journal.as_kept(event) != event:
+                hint = "report this: it is a fault of the service"
+                raise SpecError("the journal would not give back the same job", source=asked.name, hint=hint)
+            events.append(event)
         request.ids = [event.job_id for event in events]
         return events
 
@@ -393,6 +433,7 @@ class Controller:
 
     def _apply(self, events: Sequence[Event]) -> None:
         """Decide each event and commit all together; only then is the state visible and are actions performed."""
+        self._check_decides()
         with self._changed:
             if self._uncertain is not None:
                 raise self._uncertain
@@ -463,7 +504,10 @@ class Controller:
                 raise
 
     def _stop(self, action: Stop) -> None:
+        job = self._state.jobs.get(action.job_id)
         try:
+            if job is not None and job.unreadable:  # nobody watches it yet
+                self._backend.adopt(job, job.attempts[action.number - 1])
             self._backend.stop(action)
         except Exception:
             log.exception("backend failed to stop attempt=%s", action.name, extra=_about(action))
@@ -492,6 +536,14 @@ class Controller:
         self._apply([Finished(job_id=attempt.job_id, number=attempt.number, evidence=evidence, at_s=self._clock())])
         job = self._state.jobs[attempt.job_id]
         self._take_up(job, job.attempts[attempt.number - 1])
+
+
+def _decide_again(scheduler: Scheduler, tail: Sequence[tuple[Event, str | None]]) -> None:
+    """Decide recorded events anew. Raises ServiceError where a decision is another one than was recorded."""
+    for event, decided in tail:
+        actions = scheduler.step(event)
+        if decided not in (None, decisions(actions)):
+            raise ServiceError(_OTHERWISE.format(event=_line(event), then=decided, now=decisions(actions)))
 
 
 def _repeat(request: _Request, before: Submission) -> None:

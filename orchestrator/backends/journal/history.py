@@ -1,0 +1,98 @@
+"""How rows are written, and how those of an older day are read: by their form, without judgement.
+
+A request is judged where it is submitted, a plan where it is about to run. A rule that is stricter than the one of the
+day on which a row was written leaves that row readable.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+from pydantic_core import CoreConfig, PydanticSerializationError, SchemaSerializer, SchemaValidator
+
+from orchestrator.specs.spec_model import HISTORY
+
+# What a core schema says of values beyond their type (docs.pydantic.dev/latest/api/pydantic_core_schema).
+RULES = ("ge", "gt", "le", "lt", "multiple_of", "pattern", "min_length", "max_length", "allow_inf_nan")
+CONFIG_RULES = ("str_max_length", "str_min_length")
+BOUNDED = ("int", "float", "str", "tuple", "list", "dict", "set", "frozenset")
+FUNCTIONS = ("function-before", "function-after", "function-wrap")  # those around the schema of a value
+DATA = ("metadata", "default", "expected", "cls", "members")  # no schemas
+AS_WRITTEN = CoreConfig(ser_json_inf_nan="constants", allow_inf_nan=True)  # a loss may be NaN
+
+
+class Unreadable(ValueError):
+    """A text is not the noun that a row should hold."""
+
+
+class Codec:
+    """Writes a noun as JSON, at any depth with NaN and infinities, and reads it back without judgement.
+
+    Fields are read by their types. A field whose written form differs from its value (`10min` for 600.0) keeps its
+    parser. Bounds, patterns, validators of whole nouns and `__post_init__` are left out. An unknown key is an error:
+    what a later version wrote must not be lost unseen.
+    """
+
+    def __init__(self, noun: Any) -> None:
+        """Make the codec of a type; `noun` is any annotation that pydantic takes."""
+        schema = _without_rules(TypeAdapter(noun).core_schema)
+        # each class has a validator of its own, which was made from its schema with all rules
+        self._validator = SchemaValidator(schema, AS_WRITTEN, _use_prebuilt=False)
+        self._serializer = SchemaSerializer(schema, AS_WRITTEN, _use_prebuilt=False)
+
+    def write(self, value: object, exclude: set[str] | None = None) -> str:
+        """Return the JSON of a value. Raises Unreadable where UTF-8 cannot say one of its texts."""
+        try:
+            return self._serializer.to_json(value, exclude=exclude, warnings="error").decode()
+        except PydanticSerializationError as error:
+            raise Unreadable(str(error)) from None
+
+    def read(self, text: str) -> Any:
+        """Return the value that `write` wrote. Raises Unreadable with the first problem and its place."""
+        try:
+            return self._validator.validate_json(text, extra="forbid", context=HISTORY)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            place = ".".join(str(part) for part in first["loc"])
+            raise Unreadable(f"{place}: {first['msg']}" if place else str(first["msg"])) from None
+
+    def as_kept(self, value: object) -> Any:
+        """Return the value as it will be read from its row; a half of a surrogate pair becomes `?`.
+
+        Raises Unreadable where it cannot be read.
+        """
+        try:
+            text = self.write(value)
+        except Unreadable:
+            plain = self._serializer.to_python(value, mode="json", warnings="error")
+            text = json.dumps(plain, ensure_ascii=False).encode(errors="replace").decode()
+        return self.read(text)
+
+
+def _without_rules(schema: Any, *, is_parsed: bool = False) -> Any:
+    """Return a core schema that reads the same forms and judges nothing.
+
+    `is_parsed`: the written form of the field differs from its value, so that its parser stays.
+    """
+    if isinstance(schema, list | tuple):
+        return type(schema)(_without_rules(part) for part in schema)
+    if not isinstance(schema, dict):
+        return schema
+    kind = schema.get("type")
+    if kind in FUNCTIONS:
+        is_parsed = is_parsed or "serialization" in schema
+        if not is_parsed:
+            inner = _without_rules(schema["schema"])
+            return inner | {"ref": schema["ref"]} if "ref" in schema else inner
+        return schema | {"schema": _without_rules(schema["schema"], is_parsed=True)}
+    parts = {key: part if key in DATA else _without_rules(part) for key, part in schema.items()}
+    if kind in BOUNDED:
+        parts = {key: part for key, part in parts.items() if key not in RULES}
+    if kind in ("dataclass", "model"):
+        config = {key: rule for key, rule in parts.get("config", {}).items() if key not in CONFIG_RULES}
+        parts["config"] = config | AS_WRITTEN
+    if kind == "dataclass":
+        parts["post_init"] = False
+    return parts

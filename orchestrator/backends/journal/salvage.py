@@ -1,0 +1,107 @@
+"""What stands in for a job whose row cannot be read: its id, whose it is, and the devices that it may hold."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from orchestrator.specs.attempt import Attempt, AttemptStatus, NodeDevices, Placement, attempt_name
+from orchestrator.specs.choices import Engine, ParallelLayout, Precision
+from orchestrator.specs.events import Submitted
+from orchestrator.specs.job.spec import JobSpec
+from orchestrator.specs.job_record import Job, JobStatus
+from orchestrator.specs.plan import Plan
+from orchestrator.specs.profile import MemoryEstimate
+
+UNKNOWN_PROGRAM = "unreadable"
+
+
+def salvage_job(job_id: str, body: str, reason: str, decided: Iterable[str], released: Iterable[str]) -> Job:
+    """Return a job that is never started, and that holds the devices of its last recorded launch.
+
+    `decided` are the recorded decisions that may name the job, oldest first. `released` are the bodies of events that
+    may say that its devices are free. Only the id is trusted; what else the row says is taken where it has the form.
+    """
+    raw = _plain(body)
+    name, _, order = job_id.rpartition("-")
+    launches = [launch for text in decided for line in text.splitlines() if (launch := _launch_of(job_id, line))]
+    number, placement = launches[-1] if launches else (0, ())
+    is_free = any(_is_release(_plain(text), job_id, number) for text in released)
+    attempts = tuple(_attempt(job_id, n, placement, released=n < number or is_free) for n in range(1, number + 1))
+    runs = bool(attempts) and not is_free
+    return Job(
+        id=job_id,
+        spec=_spec(name, raw.get("spec")),
+        order=int(order) if order.isdecimal() else 0,
+        submitted_at_s=_number(raw.get("submitted_at_s")),
+        status=JobStatus.RUNNING if runs else JobStatus.QUEUED,
+        reason=f"its row cannot be read ({reason}); `orc cancel {job_id}` ends it and frees its devices",
+        attempts=attempts,
+        unreadable=reason,
+    )
+
+
+def salvage_submission(body: str, reason: str) -> Submitted | None:
+    """Return the submission that an unreadable event was, of a job that is never started; None for other events."""
+    raw = _plain(body)
+    job_id, order = raw.get("job_id"), raw.get("order")
+    if raw.get("type") != "submitted" or not isinstance(job_id, str) or not isinstance(order, int):
+        return None
+    spec = _spec(job_id.rpartition("-")[0], raw.get("spec"))
+    return Submitted(job_id=job_id, order=order, spec=spec, at_s=_number(raw.get("at_s")), unreadable=reason)
+
+
+def _plain(body: str) -> Mapping[str, Any]:
+    try:
+        raw = json.loads(body)
+    except ValueError:
+        return {}
+    return raw if isinstance(raw, dict) else {}
+
+
+def _number(value: object) -> float:
+    return float(value) if isinstance(value, int | float) else 0.0
+
+
+def _spec(name: str, raw: object) -> JobSpec:
+    user = raw.get("user") if isinstance(raw, dict) else None
+    spec = JobSpec(name="unreadable", command=(UNKNOWN_PROGRAM,), global_batch_size=1)
+    return spec.model_copy(update={"name": name or "unreadable", "user": user if isinstance(user, str) else None})
+
+
+def _launch_of(job_id: str, line: str) -> tuple[int, Placement] | None:
+    """Return number and placement of a recorded launch of the job (`ports.decisions`); None for other lines."""
+    words = line.split(" ")
+    if words[:1] != ["launch"] or words[2:3] != ["on"] or "as" not in words:
+        return None
+    number = words[1].removeprefix(f"{job_id}-")
+    if not number.isdecimal() or words[1] != attempt_name(job_id, int(number)):
+        return None
+    parts = (word.rpartition(":") for word in words[3 : words.index("as")])
+    return int(number), tuple(NodeDevices(node=node, devices=tuple(map(int, ids.split(",")))) for node, _, ids in parts)
+
+
+def _is_release(raw: Mapping[str, Any], job_id: str, number: int) -> bool:
+    return (raw.get("type"), raw.get("job_id"), raw.get("number")) == ("released", job_id, number)
+
+
+def _attempt(job_id: str, number: int, placement: Placement, *, released: bool) -> Attempt:
+    devices = sum(len(part.devices) for part in placement)
+    plan = Plan(
+        engine=Engine.SCRIPT, layout=ParallelLayout(dp=max(1, devices)), micro_batch_size=1, precision=Precision.FP32
+    )
+    nothing = MemoryEstimate(moment="", by_cause=(), allocated_bytes=0, reserved_bytes=0, device_bytes=0)
+    return Attempt(
+        job_id=job_id,
+        number=number,
+        plan=plan,
+        placement=placement,
+        device="",
+        estimate=nothing,
+        correction=1.0,
+        step_s=0.0,
+        status=AttemptStatus.ENDED if released else AttemptStatus.RUNNING,
+        launched_at_s=0.0,
+        released=released,
+    )

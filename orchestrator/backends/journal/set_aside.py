@@ -1,0 +1,110 @@
+"""Rows that this version cannot read: each is set aside with its bytes and told, and stops nothing else."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import sqlalchemy as sa
+
+from orchestrator.backends.journal.database import Database
+from orchestrator.backends.journal.history import Codec, Unreadable
+
+ROWS_MAX = 1000  # that are listed; of more, the first
+
+_set_aside = sa.Table(
+    "set_aside",
+    sa.MetaData(),
+    sa.Column("table", sa.Text, primary_key=True),
+    sa.Column("row", sa.Text, primary_key=True),
+    sa.Column("body", sa.Text),
+    sa.Column("reason", sa.Text),
+    sa.Column("at", sa.Float),
+)
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnreadableRow:
+    """A row as it was found, and why it cannot be read."""
+
+    table: str
+    row: str  # its key
+    body: str
+    reason: str
+    at_s: float  # when it was met first
+
+
+class SetAside:
+    """The rows of a journal that cannot be read; every method may be called from any thread."""
+
+    def __init__(self, database: Database) -> None:
+        """Load what was set aside before."""
+        self._database = database
+        with database.transaction() as connection:
+            rows = connection.execute(sa.select(_set_aside).order_by(_set_aside.c.at).limit(ROWS_MAX)).all()
+        self._rows = {
+            (row.table, row.row): UnreadableRow(
+                table=row.table, row=row.row, body=row.body, reason=row.reason, at_s=row.at
+            )
+            for row in rows
+        }
+
+    def read(self, codec: Codec, table: str, row: object, body: str) -> Any | None:
+        """Return the noun of a row; None where it cannot be read, which is kept and told. Call outside transactions."""
+        try:
+            return codec.read(body)
+        except Unreadable as error:
+            self.put(table, row, body, str(error))
+            return None
+
+    def put(self, table: str, row: object, body: str, reason: str) -> None:
+        """Set a row aside, once."""
+        key = (table, str(row))
+        if key in self._rows:
+            return
+        entry = UnreadableRow(table=table, row=key[1], body=body, reason=reason, at_s=time.time())
+        log.error("row %s of table %s cannot be read and is set aside: %s", entry.row, table, reason)
+        if not self._database.reads_only:
+            values = {"table": table, "row": entry.row, "body": body, "reason": reason, "at": entry.at_s}
+            with self._database.transaction() as connection:
+                connection.execute(_set_aside.insert().values(**values))
+        self._rows[key] = entry
+
+    def rows(self) -> list[UnreadableRow]:
+        """Return what is set aside, what was met first at the front."""
+        return [*self._rows.values()]
+
+    def problem(self) -> str | None:
+        """Return one sentence for probes and people; None where all rows can be read."""
+        rows = self.rows()
+        if not rows:
+            return None
+        first = rows[0]
+        many = f"{len(rows)} rows" if len(rows) > 1 else "a row"
+        return (
+            f"{many} of the journal cannot be read and stand aside, first {first.table}/{first.row} ({first.reason}): "
+            "`orc doctor --repair` shows them"
+        )
+
+    def remove(self, table: str, row: str) -> UnreadableRow | None:
+        """Drop a row for good, where it stands aside and in its own table; None where there is none.
+
+        A row of `live` is a job: its cancellation frees its devices, and only its bytes are dropped here.
+        """
+        entry = self._rows.get((table, row))
+        if entry is None:
+            return None
+        with self._database.transaction() as connection:
+            key = (_set_aside.c.table == table) & (_set_aside.c.row == row)
+            connection.execute(_set_aside.delete().where(key))
+            if table in OWN_ROWS:
+                connection.execute(sa.text(f"DELETE FROM {table} WHERE {OWN_ROWS[table]} = :row"), {"row": row})
+        del self._rows[(table, row)]
+        return entry
+
+
+OWN_ROWS = {"jobs": "number", "outbox": "id", "notices": "id"}  # tables whose rows can be dropped, each with its key
