@@ -193,9 +193,9 @@ def _first_fit(
     refuted: frozenset[Plan] = frozenset(),
 ) -> Candidate | None:
     try:
-        found = frontier(spec, hardware, calibrated.correction, calibrated.overhead)
+        found = frontier(spec, hardware, calibrated.correction, calibrated.overhead, within_reach=True)
         return next(fitting(found, capacity_bytes, calibrated, refuted), None)
-    except SpecError:  # this many devices cannot share the global batch
+    except SpecError:  # so many devices cannot share the global batch, or have too many plans
         return None
 
 

@@ -23,6 +23,7 @@ from orchestrator.planning.strategies import (
     layer_inputs_bytes,
     strategies,
 )
+from orchestrator.planning.work import Work
 from orchestrator.specs import replace as changed
 from orchestrator.specs.choices import (
     ActivationCheckpointing,
@@ -149,17 +150,21 @@ class Family:
 
 
 def families_of(
-    spec: JobSpec, hardware: Hardware, variant: Variant, profile_of: Callable[[Plan], ModelProfile]
+    spec: JobSpec, hardware: Hardware, variant: Variant, profile_of: Callable[[Plan], ModelProfile], work: Work
 ) -> Iterator[Family]:
-    """Only of plans that have the job's pinned settings: another plan that beats one of these does not count."""
+    """Only of plans that have the job's pinned settings: another plan that beats one of these does not count.
+
+    Raises TooManyPlans beyond what `work` may look at.
+    """
     pins = dict(spec.plan)
     mode, first_layers, offload = (pins.get(name) for name in CHECKPOINTING)
     inputs_bytes = layer_inputs_bytes(spec, hardware)
-    for layout in layouts(spec, hardware):
+    for layout in layouts(spec, hardware, work):
         if pins and not agrees(layout, pins):
             continue
         cuts = _cuts(spec, layout, pins)
         for strategy in strategies(spec, hardware, layout) if cuts else ():
+            work.look()
             if pins and not agrees(strategy, pins):
                 continue
             pipeline = layout.pp, strategy.pipeline_stages_per_rank

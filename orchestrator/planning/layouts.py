@@ -9,9 +9,10 @@ from math import gcd
 
 from orchestrator.memory.models.hf import DecoderShape, decoder_shape
 from orchestrator.planning.cost import Hardware
+from orchestrator.planning.work import Work
 from orchestrator.specs.choices import ParallelLayout
 from orchestrator.specs.errors import SpecError
-from orchestrator.specs.job.model import DecoderSpec
+from orchestrator.specs.job.model import LAYERS_MAX, DecoderSpec
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job.trainer import ON_ONE_NODE
 from orchestrator.specs.plan import share_heads
@@ -22,11 +23,12 @@ from orchestrator.specs.plan import share_heads
 OWN_TOKENS_MIN = 8192
 
 
-def layouts(spec: JobSpec, hardware: Hardware) -> tuple[ParallelLayout, ...]:
+def layouts(spec: JobSpec, hardware: Hardware, work: Work) -> tuple[ParallelLayout, ...]:
     """Every parallel layout that the job may take, in whole nodes beyond one node.
 
     dp divides the global batch; tp stays inside a node, where the messages of every layer go, and cp as long as it can;
-    pp leaves every rank a layer. Raises SpecError where no allowed number of devices divides the global batch.
+    pp leaves every rank a layer. Raises SpecError where no allowed number of devices divides the global batch, and
+    TooManyPlans.
     """
     if spec.speeds:
         return _measured_layouts(spec, hardware)
@@ -37,13 +39,13 @@ def layouts(spec: JobSpec, hardware: Hardware) -> tuple[ParallelLayout, ...]:
     if _micro_is_unknown(spec):
         allowed &= {spec.gpus.min}
     tensor, pipeline = tensor_parallel_degrees(spec, hardware), pipeline_degrees(spec, most)
+    of_a_sample, shares = tuple(_of_a_sample(spec, hardware, tensor, most)), divisors(spec.global_batch_size)
     found = [
         ParallelLayout(dp=dp, cp=cp, tp=tp, pp=pp)
-        for (cp, tp), dp, pp in product(
-            _of_a_sample(spec, hardware, tensor, most), divisors(spec.global_batch_size), pipeline
-        )
+        for (cp, tp), dp, pp in product(of_a_sample, shares, pipeline)
         if dp * cp * tp * pp in allowed and pp <= spec.global_batch_size // dp
     ]
+    work.look(len(found))
     if not found:
         raise _no_layout(spec, hardware)
     return tuple(found)
@@ -142,7 +144,10 @@ def layers_to_cut(spec: JobSpec) -> int:
     if spec.model is not None and spec.profile is not None:
         return spec.profile.layers if spec.profile.pipeline else 1
     shape = known_shape(spec)
-    return 1 if shape is None else shape.num_hidden_layers
+    layers = 1 if shape is None else shape.num_hidden_layers
+    if layers > LAYERS_MAX:  # of a configuration that somebody else wrote
+        raise SpecError("too many layers to plan", path="model.hf", got=layers, allowed=f"{LAYERS_MAX} at most")
+    return layers
 
 
 def known_shape(spec: JobSpec) -> DecoderSpec | DecoderShape | None:

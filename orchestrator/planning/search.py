@@ -24,6 +24,7 @@ from orchestrator.planning.pareto import Costed, Timed, device_bytes, pareto
 from orchestrator.planning.strategies import (
     why_no_strategy,
 )
+from orchestrator.planning.work import OTHER_PLANS_MAX, PLANS_MAX, Work
 from orchestrator.specs import replace as changed
 from orchestrator.specs.choices import (
     AXES,
@@ -36,6 +37,7 @@ from orchestrator.specs.choices import (
 )
 from orchestrator.specs.cluster import DeviceKind
 from orchestrator.specs.errors import IllegalPlan, SpecError
+from orchestrator.specs.job.model import TrainingSpec
 from orchestrator.specs.job.pins import in_words
 from orchestrator.specs.job.sections import Retries
 from orchestrator.specs.job.spec import JobSpec
@@ -59,6 +61,25 @@ UNPLANNED = {
     "retries": Retries(),
     "env": (),
     "secrets": (),
+    "trial": None,
+    "source": None,
+}
+UNPLANNED_TRAINING: dict[str, Any] = {
+    name: getattr(TrainingSpec(), name)
+    for name in (
+        "max_steps",
+        "learning_rate",
+        "schedule",
+        "warmup_steps",
+        "min_learning_rate",
+        "beta1",
+        "beta2",
+        "momentum",
+        "weight_decay",
+        "seed",
+        "checkpoint_every_steps",
+        "keep_checkpoints",
+    )
 }
 _Needed = Callable[[Plan, MemoryEstimate], float]  # bytes of a device
 _Beats = Callable[[int, float, int], bool]
@@ -73,7 +94,12 @@ ASSUMED_FORWARD_S = 0.01  # per sample: only the order of its plans follows from
 
 
 def frontier(
-    spec: JobSpec, hardware: Hardware, correction: float = 1.0, overhead: Overhead = SUPPOSED_OVERHEAD
+    spec: JobSpec,
+    hardware: Hardware,
+    correction: float = 1.0,
+    overhead: Overhead = SUPPOSED_OVERHEAD,
+    *,
+    within_reach: bool = False,
 ) -> Frontier:
     """The plans of the job on this hardware that no other plan beats; remembered for all jobs of the same shape.
 
@@ -84,23 +110,48 @@ def frontier(
     `overhead` is what such devices hold beside the allocator.
     Where the job tells its speeds, these are the step times of the fastest plan on so many devices. What the cost model
     says of the other plans is relative to it.
-    Raises SpecError where the global batch cannot be cut over the devices that the job allows.
+    Raises SpecError where the global batch cannot be cut over the devices that the job allows, and TooManyPlans where
+    the job allows more than PLANS_MAX plans. With `within_reach`, only plans that need no more than REACH devices'
+    memory are looked at, OTHER_PLANS_MAX at most; there may be none.
     """
     if BLOCKING in spec.env and hardware.device.kind is DeviceKind.CUDA:
         hardware = replace(hardware, launches_block=True)
     step = CORRECTION_STEPS * log2(max(1.0, correction))
     steps = tuple(sorted({0, floor(step), ceil(step)}))
-    return _as_told(spec.model_copy(update=UNPLANNED), hardware, overhead, steps)
+    found = _as_told(planned_part(spec), hardware, overhead, steps, within_reach)
+    if isinstance(found, SpecError):
+        raise found.with_traceback(None)
+    return found
+
+
+def planned_part(spec: JobSpec) -> JobSpec:
+    """Return the job without what no plan depends on: jobs with the same such part have the same plans."""
+    training = replace(spec.training, **UNPLANNED_TRAINING)
+    return spec.model_copy(update={**UNPLANNED, "training": training})
 
 
 @lru_cache(maxsize=512)
-def _as_told(spec: JobSpec, hardware: Hardware, overhead: Overhead, steps: tuple[int, ...]) -> Frontier:
-    """Jobs that tell other speeds are costed alike."""
+def _as_told(
+    spec: JobSpec, hardware: Hardware, overhead: Overhead, steps: tuple[int, ...], within_reach: bool
+) -> Frontier | SpecError:
+    """Return the frontier, or why there is none; jobs that tell other speeds are costed alike."""
     if not spec.speeds:
-        return _frontier(spec, hardware, overhead, steps)
+        return _remembered(spec, hardware, overhead, steps, within_reach)
     counts = tuple((count, 1.0) for count, _ in spec.speeds)
-    costed = _frontier(spec.model_copy(update={"speeds": counts}), hardware, overhead, steps)
-    return _measured(costed, dict(spec.speeds))
+    costed = _remembered(spec.model_copy(update={"speeds": counts}), hardware, overhead, steps, within_reach)
+    return costed if isinstance(costed, SpecError) else _measured(costed, dict(spec.speeds))
+
+
+@lru_cache(maxsize=512)
+def _remembered(
+    spec: JobSpec, hardware: Hardware, overhead: Overhead, steps: tuple[int, ...], within_reach: bool
+) -> Frontier | SpecError:
+    """Return the frontier, or why there is none: that took as long to find out."""
+    try:
+        work = Work(OTHER_PLANS_MAX if within_reach else PLANS_MAX)
+        return _frontier(spec, hardware, overhead, steps, work, within_reach=within_reach)
+    except SpecError as error:
+        return error
 
 
 def _measured(costed: Frontier, speeds: Mapping[int, float]) -> Frontier:
@@ -116,8 +167,15 @@ def _measured(costed: Frontier, speeds: Mapping[int, float]) -> Frontier:
     return Frontier(tuple(sorted(found, key=lambda one: (one.degradation, one.step_s))))
 
 
-@lru_cache(maxsize=512)
-def _frontier(spec: JobSpec, hardware: Hardware, overhead: Overhead, steps: tuple[int, ...]) -> Frontier:
+def _frontier(
+    spec: JobSpec,
+    hardware: Hardware,
+    overhead: Overhead,
+    steps: tuple[int, ...],
+    work: Work,
+    *,
+    within_reach: bool,
+) -> Frontier:
     """What is in any of the frontiers at these steps of the scale of corrections."""
     classes: dict[Degradation, list[Variant]] = {}
     for variant in variants_of(spec, hardware):
@@ -133,23 +191,25 @@ def _frontier(spec: JobSpec, hardware: Hardware, overhead: Overhead, steps: tupl
             host_memory=hardware.host_memory,
         )
         for degradation, variants in sorted(classes.items())
-        for one in _beaten_by_none(spec, hardware, variants, needs, steps)
+        for one in _beaten_by_none(spec, hardware, variants, needs, steps, work, within_reach=within_reach)
     ]
-    if not found:
-        raise _why_no_plan(spec, hardware)
+    if not found and not within_reach:
+        raise _why_no_plan(spec, hardware, work)
     return Frontier(tuple(found))
 
 
-def _why_no_plan(spec: JobSpec, hardware: Hardware) -> SpecError:
+def _why_no_plan(spec: JobSpec, hardware: Hardware, work: Work) -> SpecError:
     """Which pinned setting has another value in every plan that has the other pinned ones, and which values there are.
 
     Raises SpecError where the job has no plan without its pins either.
     """
-    if not spec.plan or not any(True for _ in plans(_pinned(spec, ()), hardware)):
+    if not spec.plan or not any(True for _ in plans(_pinned(spec, ()), hardware, work)):
         return why_no_strategy(spec, hardware)
     for key, value in spec.plan:
         others = tuple(pin for pin in spec.plan if pin[0] != key)
-        found = {getattr(plan.layout if key in AXES else plan, key) for plan in plans(_pinned(spec, others), hardware)}
+        found = {
+            getattr(plan.layout if key in AXES else plan, key) for plan in plans(_pinned(spec, others), hardware, work)
+        }
         if found:
             beside = f" with {in_words(others)}" if others else ""
             return SpecError(
@@ -183,7 +243,14 @@ def _why_illegal(spec: JobSpec) -> str:
 
 
 def _beaten_by_none(
-    spec: JobSpec, hardware: Hardware, variants: Sequence[Variant], needs: _Needs, steps: tuple[int, ...]
+    spec: JobSpec,
+    hardware: Hardware,
+    variants: Sequence[Variant],
+    needs: _Needs,
+    steps: tuple[int, ...],
+    work: Work,
+    *,
+    within_reach: bool,
 ) -> list[Costed]:
     """The plans that no other legal plan beats at one of the steps, the fastest first; all are timed once.
 
@@ -195,17 +262,19 @@ def _beaten_by_none(
     @cache
     def timed(most_bytes: float) -> tuple[list[Timed], list[_Between]]:
         between: list[_Between] = []
-        families = (family for one in variants for family in families_of(spec, hardware, one, needs.profile))
-        return [one for family in families for one in _timed(hardware, family, needs, most_bytes, between)], between
+        families = (family for one in variants for family in families_of(spec, hardware, one, needs.profile, work))
+        found = [one for family in families for one in _timed(hardware, family, needs, most_bytes, between, work)]
+        return found, between
 
     estimate = cache(needs.estimate)
 
     def best(needed: _Needed) -> list[Costed]:
-        for most_bytes in (REACH * hardware.device.memory, inf):
+        reach_bytes = REACH * hardware.device.memory
+        for most_bytes in (reach_bytes,) if within_reach else (reach_bytes, inf):
             alike, between = timed(most_bytes)
             costed = _pareto(spec, alike, estimate, most_bytes, needed)
             beats = _beaten(costed, by_count=bool(spec.speeds))
-            others = [one for some in between for one in _timed_between(some, needs, most_bytes, beats)]
+            others = [one for some in between for one in _timed_between(some, needs, most_bytes, beats, work)]
             kept = [Timed(one.plan, one.step_s, one.estimate.device_bytes) for one in costed]
             costed = _pareto(spec, [*kept, *others], estimate, most_bytes, needed) if others else costed
             if costed:
@@ -273,11 +342,14 @@ def _beaten(costed: Sequence[Costed], *, by_count: bool) -> _Beats:
     return beats
 
 
-def plans(spec: JobSpec, hardware: Hardware) -> Iterator[Plan]:
+def plans(spec: JobSpec, hardware: Hardware, work: Work | None = None) -> Iterator[Plan]:
     """Every legal plan of the job, each once, smaller micro-batches first. Raises SpecError as `frontier`."""
+    work = work or Work()
     for variant in variants_of(spec, hardware):
-        for family in families_of(spec, hardware, variant, partial(profile_for, spec, hardware)):
-            yield from family
+        for family in families_of(spec, hardware, variant, partial(profile_for, spec, hardware), work):
+            for plan in family:
+                work.look()
+                yield plan
 
 
 def profile_for(spec: JobSpec, hardware: Hardware, plan: Plan) -> ModelProfile:
@@ -403,7 +475,7 @@ class _Between(NamedTuple):
 
 
 def _timed(
-    hardware: Hardware, family: Family, needs: _Needs, most_bytes: float, between: list[_Between]
+    hardware: Hardware, family: Family, needs: _Needs, most_bytes: float, between: list[_Between], work: Work
 ) -> Iterator[Timed]:
     """How long the plans of a family take that may need no more than `most_bytes`; they share their profile.
 
@@ -423,7 +495,9 @@ def _timed(
         turns = bytes_of.turns(accumulation)
         selective: Timed | None = None
         full: Timed | None = None
+        work.look()
         for plan in () if is_beyond.get(turns) else family.of_cut(micro, accumulation, family.alike_of(micro)):
+            work.look()
             if bytes_of.counts_every_mode_alike and turns not in is_beyond:
                 is_beyond[turns] = bytes_of.without_activations(plan) > most_bytes
             if is_beyond.get(turns):
@@ -448,7 +522,7 @@ def _timed(
             between.append(_Between(family, micro, accumulation, takes, *ordered))
 
 
-def _timed_between(between: _Between, needs: _Needs, most_bytes: float, beats: _Beats) -> Iterator[Timed]:
+def _timed_between(between: _Between, needs: _Needs, most_bytes: float, beats: _Beats, work: Work) -> Iterator[Timed]:
     """Those of the plans that nothing known beats; the middle one of them tells the least that both halves can cost.
 
     The more layers are recomputed in full, the longer a step takes, and the less a plan needs at most.
@@ -461,6 +535,7 @@ def _timed_between(between: _Between, needs: _Needs, most_bytes: float, beats: _
         if low == high or least_bytes > most_bytes or beats(count, least_s, least_bytes):
             continue
         middle = (low + high) // 2
+        work.look()
         (plan,) = family.of_cut(between.micro, between.accumulation, modes[middle : middle + 1])
         at_least_bytes, step_s = bytes_of.at_least(plan), between.takes(plan)
         if at_least_bytes <= most_bytes:

@@ -16,6 +16,7 @@ from orchestrator.planning.explain import why_nothing_fits
 from orchestrator.planning.frontier import fitting, why_rejected
 from orchestrator.planning.layouts import layouts
 from orchestrator.planning.search import frontier, plans, profile_for
+from orchestrator.planning.work import Work
 from orchestrator.specs.choices import (
     ActivationCheckpointing,
     Engine,
@@ -81,14 +82,14 @@ def plan(**fields: Any) -> Plan:
 
 
 def test_tensor_parallel_divides_what_it_cuts_and_stays_inside_a_node() -> None:
-    degrees = {layout.tp for layout in layouts(job(), machine())}
+    degrees = {layout.tp for layout in layouts(job(), machine(), Work())}
     assert degrees == {1, 2, 4}  # 4 key-value heads
-    assert all(layout.world_size <= 8 or layout.world_size == 16 for layout in layouts(job(), machine()))
+    assert all(layout.world_size <= 8 or layout.world_size == 16 for layout in layouts(job(), machine(), Work()))
 
 
 def _sharing(tokens: int, **changes: Any) -> set[tuple[int, int]]:
     """Degrees (cp, tp) of the layouts of a job with such samples."""
-    found = layouts(job(data={"text": ["text"], "sequence_length": tokens}, **changes), machine())
+    found = layouts(job(data={"text": ["text"], "sequence_length": tokens}, **changes), machine(), Work())
     return {(one.cp, one.tp) for one in found}
 
 
@@ -177,23 +178,23 @@ def test_layer_inputs_on_the_host_take_their_bytes_from_the_device_and_time_from
 
 
 def test_a_transformers_model_of_known_shape_is_cut_as_a_decoder_is_and_one_with_adapters_is_not() -> None:
-    assert layouts(job(LLAMA), machine()) == layouts(job(), machine())
-    adapted = layouts(job(LLAMA | {"lora": {"rank": 4}}), machine())
+    assert layouts(job(LLAMA), machine(), Work()) == layouts(job(), machine(), Work())
+    adapted = layouts(job(LLAMA | {"lora": {"rank": 4}}), machine(), Work())
     assert {(layout.tp, layout.pp) for layout in adapted} == {(1, 1)}
 
 
 def test_a_factory_is_cut_as_its_profile_says() -> None:
     factory = {"factory": "model.py:make"}
-    assert {(one.tp, one.pp) for one in layouts(job(factory, profile=CLOSED), machine())} == {(1, 1)}
+    assert {(one.tp, one.pp) for one in layouts(job(factory, profile=CLOSED), machine(), Work())} == {(1, 1)}
     opened = CLOSED | {"tensor_parallel": (2,), "pipeline": True}
-    found = layouts(job(factory, profile=opened), machine())
+    found = layouts(job(factory, profile=opened), machine(), Work())
     assert {one.tp for one in found} == {1, 2}
     assert {one.pp for one in found} == {1, 2, 3, 4, 6}
 
 
 def test_twelve_devices_are_all_used_where_twelve_does_not_divide_the_layers() -> None:
     seven = {**DECODER, "decoder": {**DECODER["decoder"], "num_hidden_layers": 7}}
-    found = layouts(job(seven, gpus=12), replace(machine(), devices_per_node=12, nodes=1))
+    found = layouts(job(seven, gpus=12), replace(machine(), devices_per_node=12, nodes=1), Work())
     assert {one.pp for one in found} == {3, 6}  # 12 devices, a batch of 32 and 7 layers
 
 

@@ -42,6 +42,7 @@ from orchestrator.service.server.controller import Controller
 from orchestrator.service.server.dependencies import Pages, Service
 from orchestrator.service.server.detection import node_name
 from orchestrator.service.server.endpoint import LOOPBACK, Endpoint, endpoint_from, kept_endpoint
+from orchestrator.service.server.first_decision import FirstDecisions
 from orchestrator.service.server.health import Health
 from orchestrator.service.server.home_watch import HomeWatch
 from orchestrator.service.server.lifecycle import journal_url, prepare, write_service_file
@@ -135,7 +136,9 @@ def serve(
             stack.callback(_end, own_ray.stop, must_end)
         locate = own_ray.address if own_ray is not None else lambda: named
         backend = stack.enter_context(closing(RayBackend(home, rates.result(), locate, journal)))
-        controller = Controller(journal, backend, time.time)
+        first = FirstDecisions()
+        stack.callback(first.close)
+        controller = Controller(journal, backend, time.time, check_first=first.check)
         controller.health.watch(lambda: backend.problem)
         _watch_disk(home, controller.health, stop)
         sweeper = Sweeper(controller, journal.sweeps, home)

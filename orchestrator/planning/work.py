@@ -1,0 +1,34 @@
+"""How much may a decision look at? A count of plans, not a time: a replay decides alike on any machine."""
+
+from __future__ import annotations
+
+from orchestrator.specs.errors import SpecError
+
+# A 405B model on 4,096 devices with a batch of 2,048 samples looks at 38,000, which takes 2.4 s (one Xeon core,
+# 2026-11).
+PLANS_MAX = 65_536
+OTHER_PLANS_MAX = PLANS_MAX // 4  # in the search after each change by which a job without a plan would fit
+
+
+class TooManyPlans(SpecError):
+    """The job allows more plans than a decision looks at."""
+
+
+class Work:
+    """Counts the plans, and the ways to share devices, that one search has looked at."""
+
+    def __init__(self, plans_max: int = PLANS_MAX) -> None:
+        self.looked, self._plans_max = 0, plans_max
+
+    def look(self, count: int = 1) -> None:
+        """Count some more. Raises TooManyPlans beyond the limit."""
+        if self.looked + count > self._plans_max:
+            raise TooManyPlans(
+                "too many plans to choose from",
+                path="plan",
+                got=f"more than {self._plans_max:,}",
+                allowed=f"{self._plans_max:,} plans that a decision looks at",
+                hint="pin settings, such as `plan: {tp: 8, pp: 4, micro_batch: 1}`, allow fewer numbers of devices "
+                "(`gpus`), or take a global batch with fewer divisors",
+            )
+        self.looked += count

@@ -1,0 +1,156 @@
+"""The first decision on a job of a new shape, in a child with limits: one that cannot end ends the child alone.
+
+The service decides under a lock that everybody waits for. So a shape that was never planned is tried here before its
+job is in the journal. Jobs of a shape that passed are not tried again.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import resource
+import selectors
+import subprocess
+import sys
+import threading
+import time
+from collections import OrderedDict
+from typing import IO, Any
+
+from orchestrator.backends.journal.history import Codec
+from orchestrator.planning.search import frontier, planned_part
+from orchestrator.planning.work import TooManyPlans
+from orchestrator.scheduling.base.node_groups import groups_of
+from orchestrator.scheduling.scheduler import Scheduler
+from orchestrator.specs.errors import ServiceError, SpecError
+from orchestrator.specs.events import Submitted
+from orchestrator.specs.job.spec import JobSpec
+from orchestrator.specs.state import State
+
+CPU_S = 20.0  # of one decision; a 405B model on 4,096 devices takes 3 s (two Xeon cores, 2026-11)
+MEMORY_BYTES = 4 * 2**30  # of address space
+ANSWER_S = 120.0  # of the clock, on a busy machine
+IDLE_S = 60.0  # after which a child without work ends
+SHAPES_MAX = 4096  # that are remembered
+PROGRAM = "orchestrator.service.server.first_decision"
+
+log = logging.getLogger(__name__)
+
+
+class FirstDecisions:
+    """Tries jobs of new shapes, one at a time; every method may be called from any thread."""
+
+    def __init__(self, cpu_s: float = CPU_S, program: str = PROGRAM, answer_s: float = ANSWER_S) -> None:
+        """Limit each decision to so many seconds of a processor, and of the clock."""
+        self._cpu_s, self._program, self._answer_s = cpu_s, program, answer_s
+        self._lock = threading.Lock()
+        self._child: subprocess.Popen[str] | None = None
+        self._passed: OrderedDict[object, None] = OrderedDict()
+        self._state, self._event = Codec(State), Codec(Submitted)
+
+    def check(self, state: State, spec: JobSpec) -> None:
+        """Return once a decision on the job is known to end. Raises SpecError where it exceeds a limit or PLANS_MAX."""
+        shape = (planned_part(spec), tuple(group.hardware for group in groups_of(state.nodes)))
+        with self._lock:
+            if shape in self._passed:
+                return
+            self._raise_for(self._reply_to(state, spec), spec)
+            self._passed[shape] = None
+            if len(self._passed) > SHAPES_MAX:
+                self._passed.popitem(last=False)
+
+    def close(self) -> None:
+        """End the child."""
+        with self._lock:
+            self._end()
+
+    def _reply_to(self, state: State, spec: JobSpec) -> dict[str, Any] | None:
+        """Return what the child says of the job; None where it ended instead."""
+        event = Submitted(job_id=f"{spec.name}-1", order=state.submitted + 1, spec=spec, at_s=state.at_s)
+        request = json.dumps({"state": self._state.write(state, exclude={"jobs"}), "event": self._event.write(event)})
+        for child in (self._child, None):  # one that was idle may just have ended
+            child = child or self._start()
+            try:
+                assert child.stdin is not None, "a pipe"
+                assert child.stdout is not None, "a pipe"
+                child.stdin.write(request + "\n")
+                child.stdin.flush()
+                reply = _line_of(child.stdout, self._answer_s)
+            except OSError:
+                reply = ""
+            if reply:
+                return dict(json.loads(reply))
+            was_idle = child.poll() == 0
+            self._end()
+            if not was_idle:
+                return None
+        return None
+
+    def _start(self) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", self._program, str(self._cpu_s)]
+        try:
+            self._child = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+            )
+        except OSError as error:
+            raise ServiceError(f"no process can be started to plan the job: {error.strerror}. Submit again") from None
+        return self._child
+
+    def _end(self) -> None:
+        child, self._child = self._child, None
+        if child is not None:
+            child.kill()
+            child.communicate()
+
+    def _raise_for(self, reply: dict[str, Any] | None, spec: JobSpec) -> None:
+        if reply is None:
+            log.error("the first decision on job %s did not end within its limits", spec.name)
+            raise SpecError(
+                "planning this job exceeds the limits of a decision",
+                source=spec.name,
+                path="plan",
+                allowed=f"{self._cpu_s:.0f} s of a processor, {MEMORY_BYTES // 2**30} GiB",
+                hint="pin settings with `plan:`, or allow fewer numbers of devices with `gpus`",
+            )
+        if reply:
+            raise SpecError(source=spec.name, **reply)
+
+
+def _line_of(stream: IO[str], timeout_s: float) -> str:
+    """Return the next line; "" at the end of the stream, and where none comes in time."""
+    with selectors.DefaultSelector() as selector:
+        selector.register(stream, selectors.EVENT_READ)
+        return stream.readline() if selector.select(timeout_s) else ""
+
+
+def main() -> None:
+    """Decide on each job that standard input says, and say why not; end where nobody asks any more."""
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    cpu_s = float(sys.argv[1])
+    state_codec, event_codec = Codec(State), Codec(Submitted)
+    while line := _line_of(sys.stdin, IDLE_S):
+        soft_s = int(time.process_time() + cpu_s) + 1
+        resource.setrlimit(resource.RLIMIT_CPU, (soft_s, resource.RLIM_INFINITY))
+        request = json.loads(line)
+        reply = decide(state_codec.read(request["state"]), event_codec.read(request["event"]))
+        print(json.dumps(reply), flush=True)
+
+
+def decide(state: State, event: Submitted) -> dict[str, Any]:
+    """Return the parts of the SpecError for a job with too many plans; {} after the decision on another one."""
+    for group in groups_of(state.nodes):
+        try:
+            frontier(event.spec, group.hardware)
+        except TooManyPlans as error:
+            return {"what": error.what, "path": error.path, "got": error.got} | {
+                "allowed": error.allowed,
+                "hint": error.hint,
+            }
+        except SpecError:  # the decision says it to whoever asks for the job
+            continue
+    Scheduler(state).step(event)
+    return {}
+
+
+if __name__ == "__main__":
+    main()

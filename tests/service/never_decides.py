@@ -1,0 +1,4 @@
+"""A program that never answers, in the place of the one that decides."""
+
+while True:
+    pass
