@@ -181,10 +181,26 @@ def down(
 
 
 @app.command()
-def doctor(home: Home = DEFAULT_HOME, as_json: AsJson = False) -> None:
+def doctor(
+    home: Home = DEFAULT_HOME,
+    repair_rows: Annotated[
+        bool, typer.Option("--repair", help="Show the rows of the journal that cannot be read.")
+    ] = False,
+    remove: Annotated[
+        list[str] | None,
+        typer.Option("--remove", metavar="TABLE/ROW", help="With --repair: drop such a row for good; repeatable."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
     """Check this machine: what is missing, and how to fix it. Exits with 1 where something is."""
     from dataclasses import asdict
 
+    if repair_rows or remove:
+        from orchestrator.service.commands.repair import repair, rows_table
+
+        rows = repair(home.expanduser(), remove or [])
+        tell({"rows": rows}, as_json, rows_table(rows))
+        raise typer.Exit(bool(rows))
     from orchestrator.service.commands.doctor import BAD, findings, findings_table
 
     found = findings(home.expanduser())

@@ -41,6 +41,7 @@ from orchestrator.specs.job.model import TrainingSpec
 from orchestrator.specs.job.pins import in_words
 from orchestrator.specs.job.sections import Retries
 from orchestrator.specs.job.spec import JobSpec
+from orchestrator.specs.parse import job_from_data
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import MemoryEstimate, ModelProfile, OwnSettings, Segment, Source
 from orchestrator.specs.settings import text_of
@@ -148,6 +149,7 @@ def _remembered(
 ) -> Frontier | SpecError:
     """Return the frontier, or why there is none: that took as long to find out."""
     try:
+        job_from_data(spec.model_dump(mode="json"), "")  # a journal of an older day is read without judgement
         work = Work(OTHER_PLANS_MAX if within_reach else PLANS_MAX)
         return _frontier(spec, hardware, overhead, steps, work, within_reach=within_reach)
     except SpecError as error:

@@ -32,6 +32,7 @@ DEPTH_MAX = 32
 VALUE_LENGTH_MAX = 2**17  # of one text: Linux takes no longer argument (MAX_ARG_STRLEN, execve(2))
 GIVEN_LENGTH_MAX = 120
 BITS_SHOWN_MAX = 200
+DIGITS_MAX = 4000  # of a whole number that Python reads
 IN_NO_SCHEMA = get_args(SkipJsonSchema[object])[1]  # marks what is found out, and said in no file
 
 Path = tuple[str | int, ...]
@@ -228,7 +229,7 @@ def plain_scalar(text: str) -> Any:
     if text.lower() in _WORDS:
         return _WORDS[text.lower()]
     if _INT.fullmatch(text):
-        return int(text) if len(text) < 32 else text
+        return int(text) if len(text) < DIGITS_MAX else text
     return float(text) if _FLOAT.fullmatch(text) else text
 
 

@@ -271,3 +271,23 @@ def test_decisions_that_differ_without_an_unreadable_row_are_refused_as_before(p
         other.execute("UPDATE events SET decided = 'launch other-9-1 on local:0 as x' WHERE body LIKE '%first-1%'")
     with journal_of(path) as journal, pytest.raises(ServiceError, match="would decide"):
         Controller(journal, Endless(), lambda: 2.0)
+
+
+def test_a_job_that_todays_rules_refuse_is_read_and_refused_where_it_would_run(path: Path) -> None:
+    with journal_of(path) as journal:
+        controller = Controller(journal, Endless(), lambda: 1.0)
+        controller.submit(script("older", 1))
+        controller.submit(script("newer", 1))
+    older = "body LIKE '%older-1%'"
+    with closing(sqlite3.connect(path)) as other:
+        ((text,),) = other.execute(f"SELECT body FROM events WHERE {older}").fetchall()
+    raw = json.loads(text)
+    damage(path, "events", json.dumps(raw | {"spec": raw["spec"] | {"global_batch_size": 2**40}}), older)
+    with journal_of(path) as journal:
+        controller = Controller(journal, Endless(), lambda: 2.0)
+        assert controller.state.jobs["older-1"].spec.global_batch_size == 2**40
+        for _ in range(3):
+            controller.turn(0.0)
+        assert controller.job("older-1").status is JobStatus.REFUSED
+        assert "global_batch_size: the value is out of range" in controller.job("older-1").reason
+        assert controller.job("newer-2").status is JobStatus.RUNNING

@@ -40,6 +40,7 @@ def serve(home: Path) -> None:
             trackers={},
             shut_down=lambda: None,
             sweeper=Sweeper(controller, journal.sweeps, home),
+            set_aside=journal.set_aside,
         )
         with served(create_app(service)) as port:
             write_service_file(home, port)

@@ -65,6 +65,7 @@ class World:
             trackers={"mlflow": "http://127.0.0.1:1"},
             shut_down=self._shut_down,
             sweeper=Sweeper(self.controller, self.journal.sweeps, home),
+            set_aside=self.journal.set_aside,
             pages=PAGES_OF_SERVICE,
             provider=provider,
         )
@@ -137,6 +138,8 @@ ROUTES = [
     ("POST", "/tokens"),
     ("DELETE", "/tokens/1"),
     ("GET", "/audit"),
+    ("GET", "/journal/unreadable"),
+    ("DELETE", "/journal/unreadable/jobs/1"),
     ("GET", "/join"),
     ("POST", "/nodes"),
     ("DELETE", "/nodes/n"),
@@ -164,7 +167,16 @@ def test_requests_without_the_token_are_refused(world: World) -> None:
 def test_every_route_asks_for_the_token(world: World) -> None:
     paths = {route.path for route in world.client.app.routes}  # type: ignore[attr-defined]
     known = {path for path in paths if path != "/" and not path.startswith(PAGES)}  # pages: test_pages.py
-    names = {"job_id": "lm-1", "sweep_id": "sweep-lm-1", "number": 1, "node": "n", "name": "ada", "digest": 0}
+    names = {
+        "job_id": "lm-1",
+        "sweep_id": "sweep-lm-1",
+        "number": 1,
+        "node": "n",
+        "name": "ada",
+        "digest": 0,
+        "table": "jobs",
+        "row": 1,
+    }
     filled = {path.format(**names) for path in known} - {"/healthz", "/readyz"}
     assert filled == {path for _, path in ROUTES if path != "/nothing"}
 

@@ -151,6 +151,7 @@ def home(tmp_path: Path) -> Iterator[Path]:
         trackers={},
         shut_down=lambda: None,
         sweeper=Sweeper(controller, journal.sweeps, home),
+        set_aside=journal.set_aside,
     )
     stop = threading.Event()
     loop = threading.Thread(target=controller.run, args=(stop,))

@@ -138,6 +138,7 @@ def test_the_token_of_joining_machines_admits_to_nothing_else(tmp_path: Path) ->
         trackers={},
         shut_down=lambda: None,
         sweeper=Sweeper(world.controller, world.journal.sweeps, tmp_path),
+        set_aside=world.journal.set_aside,
         members=joined.members,
     )
     app = create_app(service)

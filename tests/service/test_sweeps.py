@@ -98,6 +98,7 @@ class World:
             trackers={},
             shut_down=lambda: None,
             sweeper=self.sweeper,
+            set_aside=journal.set_aside,
             pages=PAGES_OF_SERVICE,
         )
         stop = threading.Event()

@@ -98,6 +98,18 @@ class Journal:
             live = connection.execute(sa.select(_live.c.id, _live.c.body)).all()
         return Jobs(self._live_job(*entry) for entry in live)
 
+    def read_all(self) -> None:
+        """Read each row once, so that those that cannot be read stand aside."""
+        _, tail = self.load()
+        del tail
+        for _ in self.history():
+            pass
+        last = None
+        while page := self.ended(PAGE, last):
+            last = page[-1].id
+        for queue in (self.outbox, self.notices):
+            queue.read_all()
+
     def unreadable(self) -> str | None:
         """Return which rows cannot be read, as a sentence; None where all can."""
         return self.set_aside.problem()

@@ -80,6 +80,13 @@ class Outbox(Generic[Body]):
                 return readable
             self.delivered(receiver, rows[-1].id)  # else nobody would move the cursor beyond these
 
+    def read_all(self) -> None:
+        """Read each row once, so that those that cannot be read stand aside."""
+        with self.database.transaction() as connection:
+            rows = connection.execute(sa.select(self._rows.c.id, self._rows.c.body)).all()
+        for row in rows:
+            self._set_aside.read(self._codec, self._rows.name, row.id, row.body)
+
     def undelivered(self, connection: sa.Connection) -> dict[str, int]:
         """How many rows each receiver has not passed, in a transaction of the journal."""
         behind = sa.select(sa.func.count()).where(self._rows.c.id > self._cursors.c.last_row).scalar_subquery()

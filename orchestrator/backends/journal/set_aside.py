@@ -102,7 +102,7 @@ class SetAside:
             key = (_set_aside.c.table == table) & (_set_aside.c.row == row)
             connection.execute(_set_aside.delete().where(key))
             if table in OWN_ROWS:
-                connection.execute(sa.text(f"DELETE FROM {table} WHERE {OWN_ROWS[table]} = :row"), {"row": row})
+                connection.execute(sa.text(f"DELETE FROM {table} WHERE {OWN_ROWS[table]} = :row"), {"row": int(row)})
         del self._rows[(table, row)]
         return entry
 

@@ -6,6 +6,7 @@ import contextlib
 import importlib.metadata
 import os
 import shutil
+import sqlite3
 import stat
 import sys
 from collections.abc import Callable
@@ -63,6 +64,7 @@ def findings(home: Path) -> list[Finding]:
         ("shm", lambda: _space("shm", Path("/dev/shm"), SHM_MIN_BYTES, SHM_GOOD_BYTES, SHM_HINT)),
         ("disk", lambda: _space("disk", home, DISK_MIN_BYTES, DISK_GOOD_BYTES, DISK_HINT)),
         ("home", lambda: _home(home)),
+        ("journal", lambda: _journal(home)),
         ("service", lambda: _service(home)),
     ]
     return [finding for subject, check in checks if (finding := _checked(subject, check))]
@@ -206,6 +208,22 @@ def _home(home: Path) -> Finding:
             to_do = f"chmod {allowed:o} {path}: others can read what lets them in"
             return Finding(subject="home", verdict=BAD, found=f"{path} has mode {mode:o}", to_do=to_do)
     return Finding(subject="home", verdict=OK, found=str(home))
+
+
+def _journal(home: Path) -> Finding | None:
+    """Whether rows stand aside; None where the home has no journal in a file, or one of another schema."""
+    path = home / "journal.sqlite"
+    if not path.is_file():
+        return None
+    with (
+        contextlib.suppress(sqlite3.Error),
+        contextlib.closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as journal,
+    ):
+        (rows,) = journal.execute("SELECT count(*) FROM set_aside").fetchone()
+        found = f"{rows} rows cannot be read and stand aside" if rows else "every row that was met can be read"
+        to_do = "`orc doctor --repair` shows and removes them" if rows else ""
+        return Finding(subject="journal", verdict=BAD if rows else OK, found=found, to_do=to_do)
+    return None
 
 
 def _service(home: Path) -> Finding:

@@ -175,6 +175,22 @@ class NewTokenAnswer(TypedDict):
     token: TokenAnswer
 
 
+class UnreadableRowAnswer(TypedDict):
+    """A row of the journal that cannot be read, with its bytes, and why."""
+
+    table: str
+    row: str
+    body: str
+    reason: str
+    at_s: float
+
+
+class UnreadableAnswer(TypedDict):
+    """The rows of the journal that stand aside."""
+
+    rows: list[UnreadableRowAnswer]
+
+
 class AuditRowAnswer(TypedDict):
     """One row of the audit log."""
 

@@ -31,6 +31,7 @@ from orchestrator.service.server.answers import (
     TeamsAnswer,
     TokensAnswer,
     TriedAnswer,
+    UnreadableAnswer,
     UsersAnswer,
     WhoAnswer,
     answers,
@@ -157,6 +158,7 @@ def create_app(service: Service) -> FastAPI:
     _add_service_routes(app, service)
     _add_member_routes(app, service)
     _add_account_routes(app, service.accounts)
+    _add_journal_routes(app, service)
     if service.pages is not None:
         service.pages.add(app, service, gate)
     return app
@@ -318,6 +320,24 @@ def _add_account_routes(app: FastAPI, accounts: Accounts) -> None:
         before: Annotated[int | None, Query(ge=0, le=NUMBER_MAX)] = None,
     ) -> dict[str, Any]:
         return {"rows": [{"number": number, **asdict(row)} for number, row in accounts.audit(limit, before)]}
+
+
+def _add_journal_routes(app: FastAPI, service: Service) -> None:
+    """Rows of the journal that cannot be read: for admins alone."""
+
+    @app.get("/journal/unreadable", **answers(UnreadableAnswer))
+    def unreadable() -> dict[str, Any]:
+        return {"rows": [asdict(row) for row in service.set_aside.rows()]}
+
+    @app.delete("/journal/unreadable/{table}/{row}", **answers(EmptyAnswer))
+    def drop_unreadable(table: str, row: str) -> dict[str, Any]:
+        """Drop a row for good. A live job is cancelled first: it may hold devices."""
+        job = service.controller.state.jobs.get(row) if table == "live" else None
+        if job is not None and job.unreadable:
+            raise ServiceError(f"{row} may hold devices: `orc cancel {row}` ends it, then its row can be dropped")
+        if service.set_aside.remove(table, row) is None:
+            raise Unknown(f"no row {table}/{row} stands aside. `orc doctor --repair` lists them")
+        return {}
 
 
 # ------------------------------------------------------------------------------------------------------------- errors

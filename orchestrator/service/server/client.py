@@ -108,6 +108,14 @@ class Client:
         """The newest rows of the audit log, newest first."""
         return self._json("GET", f"/audit?limit={limit}")["rows"]
 
+    def unreadable_rows(self) -> list[dict[str, Any]]:
+        """Return the rows of the journal that cannot be read."""
+        return self._json("GET", "/journal/unreadable")["rows"]
+
+    def drop_unreadable(self, table: str, row: str) -> None:
+        """Drop such a row for good."""
+        self._json("DELETE", f"/journal/unreadable/{quote(table, safe='')}/{quote(row, safe='')}")
+
     def jobs(self, ended: int = ENDED_SHOWN) -> list[JobView]:
         """Every live job and the `ended` most recently ended ones, in queue order."""
         return self._json("GET", f"/jobs?ended={ended}")["jobs"]

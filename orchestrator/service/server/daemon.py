@@ -178,6 +178,7 @@ def serve(
             provider=provider,
             tracing=tracing,
             sweeper=sweeper,
+            set_aside=journal.set_aside,
         )
         application = create_app(service)
         waiting.close()

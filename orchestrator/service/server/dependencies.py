@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 from fastapi import Depends, FastAPI, Request, Response
 
 from orchestrator.backends.journal.accounts import Accounts
+from orchestrator.backends.journal.set_aside import SetAside
 from orchestrator.service.server.controller import Controller
 from orchestrator.service.server.endpoint import LOOPBACK
 from orchestrator.service.server.gate import Gate
@@ -50,6 +51,7 @@ class Service:
     trackers: Mapping[str, str]  # name -> address
     shut_down: Callable[[], None]
     sweeper: Sweeper
+    set_aside: SetAside  # rows of the journal that cannot be read
     hosts: frozenset[str] = LOOPBACK  # that a Host header may name
     members: Members | None = None  # machines that join; None: the Ray is not the service's own
     pages: Pages | None = None  # that people look at; None: the API alone

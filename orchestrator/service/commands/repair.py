@@ -1,0 +1,54 @@
+"""Which rows of a home's journal cannot be read, and how is one dropped? With the service, or without it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from orchestrator.backends.journal.journal import Journal
+from orchestrator.service.server.client import Client, is_up
+from orchestrator.service.server.lifecycle import journal_url
+from orchestrator.specs.errors import SpecError
+
+BODY_SHOWN = 200  # characters
+
+
+def repair(home: Path, remove: Sequence[str]) -> list[dict[str, Any]]:
+    """Drop these rows, each `TABLE/ROW`, for good; return those that still stand aside. Raises SpecError.
+
+    Without a service the whole journal is read once, so that each unreadable row is met.
+    """
+    keys = [tuple(key.split("/", 1)) for key in remove]
+    for key, parts in zip(remove, keys, strict=True):
+        if len(parts) != 2:
+            raise SpecError("not a row", source="--remove", got=key, allowed="TABLE/ROW as `orc doctor --repair` shows")
+    if is_up(home):
+        client = Client(home)
+        for table, row in keys:
+            client.drop_unreadable(table, row)
+        return client.unreadable_rows()
+    with closing(Journal(journal_url(home))) as journal:
+        journal.read_all()
+        for table, row in keys:
+            if journal.set_aside.remove(table, row) is None:
+                raise SpecError("no such row stands aside", source="--remove", got=f"{table}/{row}")
+        return [asdict(row) for row in journal.set_aside.rows()]
+
+
+def rows_table(rows: Sequence[dict[str, Any]]) -> Table | str:
+    """Return the rows with their reasons and the beginning of their bytes, and what to do about them."""
+    if not rows:
+        return "every row of the journal can be read"
+    table = Table.grid(padding=(0, 2))
+    for row in rows:
+        key = f"{row['table']}/{row['row']}"
+        to_do = f"orc cancel {row['row']}" if row["table"] == "live" else f"orc doctor --repair --remove {key}"
+        table.add_row(Text(key, style="bold"), row["reason"], Text(to_do))
+        table.add_row("", Text(row["body"][:BODY_SHOWN], style="dim"), "")
+    return table
