@@ -20,10 +20,10 @@ from orchestrator.service.server.answers import (
     AuditAnswer,
     ClusterAnswer,
     EmptyAnswer,
-    ErrorAnswer,
     JoinAnswer,
     KeptAnswer,
     NewTokenAnswer,
+    NotReadyAnswer,
     PlainRoute,
     ReadyAnswer,
     ShutdownAnswer,
@@ -117,7 +117,7 @@ EXPOSITION: dict[str, Any] = {
 }
 READY: dict[str, Any] = {
     "response_model": None,
-    "responses": {200: {"model": ReadyAnswer}, 503: {"model": ErrorAnswer, "description": "It may not decide yet."}},
+    "responses": {200: {"model": ReadyAnswer}, 503: {"model": NotReadyAnswer, "description": "It takes no jobs now."}},
 }
 
 
@@ -173,13 +173,18 @@ def _add_service_routes(app: FastAPI, service: Service) -> None:
         return {"status": "ok"}
 
     @app.get("/readyz", **READY)
-    def readyz() -> Response:
-        """200 while the service takes jobs, since it owns its journal; also without nodes, where jobs wait."""
+    async def readyz() -> Response:
+        """200 while the service takes jobs: it owns its journal, can write it, and decides. Without nodes they wait.
+
+        It waits for nothing, and for no thread: those of other routes may all stand behind a decision.
+        """
         try:
             controller.confirm()
         except ServiceError as error:
             return refusal(503, str(error))
-        problems = controller.health.problems()
+        problems, failures = controller.health.problems(), controller.health.failures()
+        if failures:
+            return JSONResponse({"error": "; ".join(failures), "problems": problems}, status_code=503)
         if not controller.state.nodes and not problems:
             problems = ["no node is there"]
         return JSONResponse({"status": "ready", "problems": problems})

@@ -7,6 +7,7 @@ runs.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import gc
 import logging
 import os
@@ -18,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +61,7 @@ NOTIFY_TIMEOUT_S = 5.0  # how long the trackers' notifier takes to see that the 
 HOME_CHECK_S = 5.0
 HEALTH_S = 1.0
 STOP_TIMEOUT_S = 5.0
+GRACE_S = 8.0  # from SIGTERM to the end, whatever the service does
 STREAMS_S = 2  # that a page's stream of events, which has no end, may hold up the end of the service
 
 log = logging.getLogger(__name__)
@@ -76,9 +79,16 @@ def main(pages: Pages) -> None:
         configure(os.environ.get(VARIABLE, LogFormat.TEXT))
     except SpecError as error:
         sys.exit(f"{error}")
-    stop, down = threading.Event(), threading.Event()
+    stop, down, ending = threading.Event(), threading.Event(), threading.Event()
+
+    def end(*_: object) -> None:
+        stop.set()
+        if not ending.is_set():  # the kernel's thread: where a decision hangs, this is as kill -9, with a traceback
+            ending.set()
+            faulthandler.dump_traceback_later(GRACE_S, exit=True)
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
+        signal.signal(number, end)
     try:
         serve(home, pages, stop, down, endpoint_from(said.endpoint), standby=said.standby)
     except OrchestratorError as error:
@@ -138,6 +148,7 @@ def serve(
         controller = Controller(journal, backend, time.time)
         controller.health.watch(lambda: backend.problem)
         _watch_disk(home, controller.health, stop)
+        _in_a_thread(_log_problem, partial(controller.standstill, names_job=True), "decisions end again", stop)
         sweeper = Sweeper(controller, journal.sweeps, home)
         controller.turn(0.0)  # nothing starts on nodes of an earlier service that are not there
         notifier = None
@@ -214,9 +225,9 @@ def _relays(
 def _watch_disk(home: Path, health: Health, stop: threading.Event) -> None:
     """Have the home folder's disk watched; what is wrong with it goes to `health` and the log."""
     disk = HomeWatch(home)
-    health.watch(lambda: disk.problem)
+    health.watch(lambda: disk.problem, is_fatal=True)
     _in_a_thread(disk.run, stop)
-    _in_a_thread(_log_disk, disk, stop)
+    _in_a_thread(_log_problem, lambda: disk.problem, "the home folder is written again", stop)
 
 
 def _named_ray(home: Path) -> str:
@@ -275,16 +286,16 @@ def _watch_home(home: Path, token: str, shut_down: Callable[[], None], stop: thr
             shut_down()
 
 
-def _log_disk(disk: HomeWatch, stop: threading.Event) -> None:
-    """Log when the home folder takes no writes any more, and when it does again: its own thread may stand still."""
-    known: str | None = None
+def _log_problem(source: Callable[[], str | None], cured: str, stop: threading.Event) -> None:
+    """Log when `source` begins to have a problem, and when it is cured: what it watches may stand still."""
+    before: str | None = None
     while not stop.wait(HEALTH_S):
-        now = disk.problem
-        if now is not None and known is None:
+        now = source()
+        if now is not None and before is None:
             log.error("%s", now)
-        elif now is None and known is not None:
-            log.info("the home folder is written again")
-        known = now
+        elif now is None and before is not None:
+            log.info("%s", cured)
+        before = now
 
 
 def _notify(controller: Controller, relays: Sequence[OutboxRelay[Any]], stop: threading.Event) -> None:
