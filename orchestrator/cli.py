@@ -484,7 +484,7 @@ def init(
     """Print a job file for a training command, proposed from its files and options."""
     from orchestrator.service.commands.init.proposal import proposal
 
-    sys.stdout.write(proposal(command, Path.cwd()))
+    sys.stdout.write(proposal(command, Path.cwd(), os.environ))
 
 
 app.command()(comparing.compare)

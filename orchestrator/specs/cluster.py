@@ -232,6 +232,12 @@ class ClusterSpec(SpecModel):
         "records.jsonl in the home), or both.",
         examples=[["mlflow", "jsonl"]],
     )
+    inherit_env: tuple[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,126}\*?$")], ...] = Field(
+        default=(),
+        max_length=100,
+        description="Variables of the service that every job gets, by name, or by a beginning and *.",
+        examples=[["WANDB_MODE", "AWS_REGION", "MY_*"]],
+    )
     oidc: OidcSpec | None = Field(
         default=None,
         description="OpenID provider that signs people in at the pages; null: tokens alone.",

@@ -26,6 +26,7 @@ from orchestrator.backends.attempts.leftovers import clean_up
 from orchestrator.backends.attempts.process_census import MARK, Census
 from orchestrator.backends.attempts.program import EXEC_ERRORS, why_not_started
 from orchestrator.backends.attempts.system_metrics import Sampler, Watched
+from orchestrator.backends.environment import inherited
 from orchestrator.specs.run import AttemptFolder
 
 POLL_S = 0.05
@@ -41,7 +42,7 @@ CENSUS_EVERY_S = 0.5  # importing PyTorch takes a second and more
 INHERITED = (
     Path(__file__).resolve().parents[2] / "training" / "guard" / "inherited"
 )  # guards every Python process that trains
-HIDDEN = ("RAY_", "ORC_", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")  # cluster token, own settings, Ray's choices
+CHOSEN_BY_RAY = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
 
 
 RankStart = tuple[int, tuple[str, ...], dict[str, str]]  # number, argv, environment
@@ -308,7 +309,7 @@ class Launcher:
 
 def base_env() -> dict[str, str]:
     """Variables that ranks inherit; PATH has the tools of this environment, such as ninja for extensions."""
-    base = {name: value for name, value in os.environ.items() if not name.startswith(HIDDEN)}
+    base = {name: value for name, value in inherited(os.environ).items() if name not in CHOSEN_BY_RAY}
     base["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), base.get("PATH", os.defpath)])
     return base
 

@@ -67,6 +67,7 @@ class World:
     closing: threading.Event
     ownership: Ownership
     fence: Fence | None  # of this service; it has left its number
+    inherit_env: tuple[str, ...] = ()
 
 
 class Ownership(Protocol):
@@ -220,7 +221,8 @@ class AttemptWatch:
                 nodes = {part.node: live[part.node].launch for part in self._attempt.placement}
                 self._confirm()  # placing may have taken minutes
                 world = self._world
-                start_ranks(self._job, self._attempt, group, nodes, world.home, world.python, world.fence)
+                own = (world.home, world.python, world.fence, world.inherit_env)
+                start_ranks(self._job, self._attempt, group, nodes, *own)
             if self._attempt.status is AttemptStatus.LAUNCHING:
                 self._emit(Started(job_id=self._job.id, number=self._attempt.number, at_s=self._world.clock()))
         return group
