@@ -72,9 +72,10 @@ def shared_python() -> str:
     """An interpreter that every user of this machine can start; skips the test where there is none."""
     if os.geteuid() != 0:
         pytest.skip("another user's process needs root")
+    program = f"import sys; sys.version_info >= (3, 11) or 1 / 0; open({orchestrator.__file__!r})"
     for python in (os.path.realpath(sys.executable), shutil.which("python3", path="/usr/local/bin:/usr/bin")):
         with suppress(OSError, subprocess.CalledProcessError, TypeError):
-            subprocess.run([python, "-c", "import sys; sys.version_info >= (3, 11) or 1 / 0"], check=True, user=NOBODY)
+            subprocess.run([python, "-c", program], check=True, user=NOBODY, stderr=subprocess.DEVNULL)
             return str(python)
     pytest.skip("no interpreter of Python 3.11 is open to other users")
 

@@ -56,6 +56,7 @@ class ProcessBackend:
             ownership=ownership,
             fence=_fence_of(home, ownership),
             inherit_env=cluster.inherit_env,
+            users=cluster.users,
         )
         self._watches: dict[str, tuple[AttemptWatch, threading.Thread]] = {}
         self._declared, self._policy = idle_nodes(cluster), cluster.policy

@@ -7,6 +7,7 @@ import os
 import threading
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 PRIVATE = 0o600  # mode of a file that its owner alone may read
 
@@ -20,6 +21,11 @@ def write_durably(path: Path, text: str, mode: int = 0o666) -> None:
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
+
+
+def open_left(path: Path) -> BinaryIO:
+    """A file that a rank may have left, to read: no link is followed, and a pipe is not waited for. Raises OSError."""
+    return os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

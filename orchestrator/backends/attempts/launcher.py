@@ -42,6 +42,7 @@ CENSUS_EVERY_S = 0.5  # importing PyTorch takes a second and more
 INHERITED = (
     Path(__file__).resolve().parents[2] / "training" / "guard" / "inherited"
 )  # guards every Python process that trains
+RUN_AS = "ORC_RUN_AS"  # uid:gid of a rank's process; it does not inherit this
 CHOSEN_BY_RAY = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
 
 
@@ -63,6 +64,14 @@ class LauncherStatus(TypedDict):
     stale: bool  # a newer attempt exists
     error: str | None  # why ranks did not start
     no_program: bool  # and would not start again
+
+
+class Identity(TypedDict, total=False):
+    """Arguments of Popen that name a user."""
+
+    user: int
+    group: int
+    extra_groups: list[int]
 
 
 class NoProgram(Exception):
@@ -124,10 +133,12 @@ class Launcher:
         """Exit code of the command that runs before the ranks. Raises TimeoutExpired after 15 minutes."""
         self._folder.path.mkdir(parents=True, exist_ok=True)
         with self._folder.before.open("ab") as log:
+            env = {**base_env(), **env, "ORC_GUARD": "", MARK: self._mark}  # no rank: a process of the host
             return subprocess.run(
                 argv,
                 cwd=workdir,
-                env={**base_env(), **env, "ORC_GUARD": "", MARK: self._mark},  # no rank: a process of the host
+                **run_as(env.pop(RUN_AS, None)),
+                env=env,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -238,11 +249,13 @@ class Launcher:
         self, number: int, argv: tuple[str, ...], env: dict[str, str], workdir: str
     ) -> subprocess.Popen[bytes]:
         """A rank's process. Raises NoProgram where exec fails as it always will, OSError otherwise."""
+        user = run_as(env.pop(RUN_AS, None))
         with self._folder.log(number).open("ab", buffering=0) as log:
             try:
                 return subprocess.Popen(
                     argv,
                     cwd=workdir,
+                    **user,
                     env=_with_guard(env),
                     stdin=subprocess.DEVNULL,
                     stdout=log,
@@ -312,6 +325,17 @@ def base_env() -> dict[str, str]:
     base = {name: value for name, value in inherited(os.environ).items() if name not in CHOSEN_BY_RAY}
     base["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), base.get("PATH", os.defpath)])
     return base
+
+
+def run_as(identity: str | None) -> Identity:
+    """Arguments of Popen for a process of uid:gid, in no other group; for None one of this process's user.
+
+    The child changes its user before `preexec_fn` runs, as the signal of a dead parent is lost by that (prctl(2)).
+    """
+    if identity is None:
+        return {}
+    uid, _, gid = identity.partition(":")
+    return {"user": int(uid), "group": int(gid), "extra_groups": []}
 
 
 def _with_guard(env: dict[str, str]) -> dict[str, str]:

@@ -13,7 +13,6 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from orchestrator.backends.journal.accounts import Accounts
 from orchestrator.scheduling.base.held_devices import holders
 from orchestrator.service.server.answers import (
     REFUSALS,
@@ -149,7 +148,7 @@ def create_app(service: Service) -> FastAPI:
     add_file_routes(app, service, uploads)
     _add_service_routes(app, service)
     _add_member_routes(app, service)
-    _add_account_routes(app, service.accounts)
+    _add_account_routes(app, service)
     if service.pages is not None:
         service.pages.add(app, service, gate)
     return app
@@ -278,8 +277,9 @@ def _members(service: Service) -> Members:
     return service.members
 
 
-def _add_account_routes(app: FastAPI, accounts: Accounts) -> None:
+def _add_account_routes(app: FastAPI, service: Service) -> None:
     """Users, tokens, audit log: for admins alone, since `ROLES` does not name them."""
+    accounts = service.accounts
 
     @app.get("/users", **answers(UsersAnswer))
     def users() -> dict[str, Any]:
@@ -287,6 +287,8 @@ def _add_account_routes(app: FastAPI, accounts: Accounts) -> None:
 
     @app.put("/users/{name}", **answers(EmptyAnswer))
     def set_user(name: UserName, request: UserRequest) -> dict[str, Any]:
+        if request.role.may(Role.MEMBER):
+            service.refuse_user(name)
         accounts.set_user(name, request.role)
         return {}
 

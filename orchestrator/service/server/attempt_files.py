@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from starlette.concurrency import run_in_threadpool
 
+from orchestrator.backends.attempts.durable import open_left
 from orchestrator.backends.redaction import hidden_bytes, masked
 from orchestrator.service.server.waits import Waits
 from orchestrator.service.views.records import JobView, job_view
@@ -51,7 +52,8 @@ def beats(home: Path, job: Job) -> list[Heartbeat]:
 
 def _beat(folder: AttemptFolder, rank: int) -> Heartbeat | None:
     try:
-        return Heartbeat(**json.loads(folder.heartbeat(rank).read_text()))
+        with open_left(folder.heartbeat(rank)) as file:
+            return Heartbeat(**json.load(file))
     except (OSError, ValueError, TypeError):  # missing, or written by another version
         return None
 
@@ -64,7 +66,7 @@ def read_from(path: Path, offset: int, hidden: Sequence[bytes]) -> bytes:
     around = max(map(len, hidden), default=0)
     before = min(offset, around)
     try:
-        with path.open("rb") as file:
+        with open_left(path) as file:
             file.seek(offset - before)
             text = masked(file.read(before + LOG_BYTES_MAX + around), hidden)
     except OSError:

@@ -27,6 +27,7 @@ import pydantic.v1.fields  # noqa: F401  Ray and FastAPI import it late in two t
 import uvicorn
 from fastapi import FastAPI
 
+from orchestrator.backends.attempts.identity import open_home
 from orchestrator.backends.journal.accounts import Accounts
 from orchestrator.backends.journal.journal import Journal
 from orchestrator.backends.notify.targets import Target, targets_of
@@ -39,6 +40,7 @@ from orchestrator.backends.ray.address import LOOPBACK as LOOPBACK_ADDRESS
 from orchestrator.backends.ray.backend import RayBackend
 from orchestrator.backends.trackers import TRACKERS
 from orchestrator.service.server.api import create_app
+from orchestrator.service.server.client import user_name
 from orchestrator.service.server.cluster_file import joined_nodes, kept_cluster, nodes_here, own_cluster, with_joined
 from orchestrator.service.server.controller import Controller
 from orchestrator.service.server.dependencies import Pages, Service
@@ -54,6 +56,7 @@ from orchestrator.service.server.rates import known, measured
 from orchestrator.service.server.sweeper import Sweeper
 from orchestrator.service.server.tracing import Tracing
 from orchestrator.service.server.waiting import waiting_app
+from orchestrator.specs.access import Role
 from orchestrator.specs.cluster import ClusterSpec
 from orchestrator.specs.errors import OrchestratorError, ServiceError, SpecError
 
@@ -119,6 +122,8 @@ def serve(
         stack.enter_context(closing(journal))
         own = own_cluster(home)
         cluster = with_joined(own, joined_nodes(home))
+        accounts = Accounts(journal.database.transaction, time.time)
+        refuse_user = _separate_users(home, own, endpoint, accounts)
         found = embedded_ray.find(home)
 
         def must_end() -> bool:
@@ -173,7 +178,8 @@ def serve(
         _in_a_thread(_watch_home, home, token, shut_down, stop)
         service = Service(
             controller=controller,
-            accounts=Accounts(journal.database.transaction, time.time),
+            accounts=accounts,
+            refuse_user=refuse_user,
             home=home,
             token=token,
             cluster=cluster.name,
@@ -228,6 +234,34 @@ def _watch_disk(home: Path, health: Health, stop: threading.Event) -> None:
     health.watch(lambda: disk.problem, is_fatal=True)
     _in_a_thread(disk.run, stop)
     _in_a_thread(_log_problem, lambda: disk.problem, "the home folder is written again", stop)
+
+
+def _separate_users(
+    home: Path, own: ClusterSpec, endpoint: Endpoint | None, accounts: Accounts
+) -> Callable[[str], None]:
+    """Open the home to the user ids of the cluster file; a check of users whose jobs would run as this process's user.
+
+    Raises ServiceError where there is one already, or where this process may not run jobs as others.
+    """
+    if own.users:
+        if os.geteuid() != 0:
+            raise ServiceError("`users` of the cluster file has user ids, and only root may run jobs as others")
+        open_home(home)
+
+    def refuse(name: str) -> None:
+        if endpoint is None or endpoint.trusts_users or own.users or name == user_name():
+            return
+        raise ServiceError(
+            f"jobs of {name} would run as {user_name()}, who can read and change this home and everybody's files: "
+            "give each user a user id by `users` of the cluster file, or say `orc up --listen HOST:PORT --trust-users`"
+        )
+
+    for user in accounts.users():
+        if user.role.may(Role.MEMBER):
+            refuse(user.name)
+    if own.oidc is not None:
+        refuse("whom the OpenID provider signs in")
+    return refuse
 
 
 def _named_ray(home: Path) -> str:

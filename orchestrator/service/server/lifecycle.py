@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from orchestrator.backends.attempts.durable import PRIVATE, write_durably
+from orchestrator.backends.attempts.identity import ENTER, USERS
 from orchestrator.backends.attempts.leftovers import kill_marked_below
 from orchestrator.backends.mlflow.tracker import ADDRESS_FILE as MLFLOW_FILE
 from orchestrator.service.server.client import Client, is_up, process_is_alive, service_file
@@ -188,9 +189,9 @@ def _services(home: Path) -> list[int]:
 
 
 def prepare(home: Path) -> None:
-    """Create the home folder (0700) and the token (0600) if missing, and correct their permissions."""
+    """Create the home folder (0700; ENTER with folders of users) and the token (0600) if missing, and correct modes."""
     home.mkdir(parents=True, exist_ok=True, mode=0o700)
-    home.chmod(0o700)
+    home.chmod(ENTER if (home / USERS).is_dir() else 0o700)
     token = home / "token"
     try:
         descriptor = os.open(token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
