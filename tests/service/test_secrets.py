@@ -16,12 +16,14 @@ import pytest
 
 import orchestrator
 from orchestrator.backends.environment import INHERITED, is_secret
-from orchestrator.backends.redaction import masked
+from orchestrator.backends.redaction import hider, masked, without_secrets
 from orchestrator.service.server.attempt_files import read_from
 from orchestrator.service.server.client import Client, service_file
 from orchestrator.service.server.intake import read_job
 from orchestrator.service.server.lifecycle import start, stop
+from orchestrator.specs.attempt import Evidence
 from tests.backends.ray_jobs import until
+from tests.scheduling.world import script
 from tests.service.test_reach import Machine
 
 OF_A_JOB = "planted-of-a-job-4711"
@@ -161,6 +163,17 @@ def test_a_secret_is_hidden_wherever_a_reader_begins_and_offsets_stay(tmp_path: 
     assert all(read_from(path, offset, [secret]) == whole[offset:] for offset in range(len(text)))
     assert masked(b"plan", [secret]) == b"****"
     assert masked(b"pla", [secret]) == b"pla"
+
+
+def test_what_is_named_like_a_secret_is_hidden_in_evidence_and_records_though_no_job_names_it() -> None:
+    spec = script("lm", gpus=1, env={"MY_TOKEN": "planted-of-a-job-4714", "MODE": "offline-or-not"})
+    environment = {**OF_THE_SHELL, "API_KEY": "test", "MY_SETTING": "passed-on"}
+    printed = f"test {OF_THE_SHELL['HF_TOKEN']} planted-of-a-job-4714 passed-on offline-or-not"
+    hidden = without_secrets(Evidence(launch_error=printed), spec, environment)
+    assert hidden.launch_error == "test [HF_TOKEN] [MY_TOKEN] passed-on offline-or-not"
+    assert hider(spec, environment)(printed) == "test [HF_TOKEN] [MY_TOKEN] passed-on [MODE]", (
+        "records hide all of `env`"
+    )
 
 
 @pytest.mark.parametrize(
