@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -13,6 +14,9 @@ from typing import Any
 
 import pytest
 
+from orchestrator.backends.attempts.durable import open_to_append, write_durably
+from orchestrator.backends.attempts.evidence import log_tail
+from orchestrator.service.server.attempt_files import read_from
 from orchestrator.service.server.client import Client, user_name
 from orchestrator.service.server.intake import read_job
 from orchestrator.service.server.lifecycle import prepare, start, stop
@@ -50,7 +54,7 @@ tries = {
 (own / "mine").write_text("")
 (own.parents[1] / "output" / "result").write_text("done")
 (pathlib.Path.home() / "cache").write_text("")
-os.symlink(home + "/token", own / "rank1.log")
+os.symlink(home + "/token", own / "rank0.caught.json")
 done = []
 for name, attempt in tries.items():
     try:
@@ -147,3 +151,19 @@ def test_a_service_for_other_machines_asks_before_jobs_of_a_second_user_run_as_i
         assert "jobs of ada would run as" in here.orc(*words, code=1)
     finally:
         here.orc("down", "--force", code=0 if (tmp_path / "home" / "service.json").exists() else 1)
+
+
+def test_a_link_or_a_pipe_that_a_rank_planted_is_neither_read_nor_written_through(tmp_path: Path) -> None:
+    secret, link, pipe = tmp_path / "secret", tmp_path / "rank1.log", tmp_path / "rank2.log"
+    secret.write_text("of the service")
+    link.symlink_to(secret)
+    os.mkfifo(pipe)
+    for planted in (link, pipe):
+        assert read_from(planted, 0, ()) == b""
+        assert log_tail(planted) == ""
+        with pytest.raises(OSError, match=r"Too many levels|No such device"):
+            open_to_append(planted)
+    (tmp_path / f"rank0.rc.{os.getpid()}.{threading.get_ident()}.tmp").symlink_to(secret)
+    write_durably(tmp_path / "rank0.rc", "0")
+    assert (tmp_path / "rank0.rc").read_text() == "0"
+    assert secret.read_text() == "of the service"

@@ -39,8 +39,9 @@ class Identity:
 
     def variables(self, home: Path) -> dict[str, str]:
         """Variables of the user's processes, which the job's own override."""
-        own = home / USERS / self.name
-        return {"HOME": str(own), "USER": self.name, "LOGNAME": self.name, "XDG_CACHE_HOME": str(own / ".cache")}
+        user_home = home / USERS / self.name
+        cache = str(user_home / ".cache")
+        return {"HOME": str(user_home), "USER": self.name, "LOGNAME": self.name, "XDG_CACHE_HOME": cache}
 
     def final_variables(self, home: Path) -> dict[str, str]:
         """Variables that nothing overrides."""
@@ -75,22 +76,20 @@ def hand_over(identity: Identity, home: Path, job: Job, number: int, request: La
     """Give the user what the attempt's ranks write, and let them read what they were written. Raises OSError."""
     folder = JobFolder(home, job.id)
     attempt = folder.attempt(number)
-    own = home / USERS / identity.name
-    own.mkdir(exist_ok=True)
-    os.chown(folder.path, os.geteuid(), identity.gid)
-    folder.path.chmod(ENTER_GROUP)
-    attempt.path.parent.chmod(ENTER)
-    attempt.path.chmod(ADD)
     for file, _ in request.files:
         if Path(file).parent == attempt.path:
             Path(file).chmod(0o644)
     folder.epoch.chmod(0o644)
-    for given in (own, *_written_by_ranks(folder, attempt)):
-        given.mkdir(exist_ok=True)
-        if given.stat().st_uid != identity.uid:
-            for path in (given, *given.rglob("*")):
+    for owned in (home / USERS / identity.name, *_written_by_ranks(folder, attempt)):
+        owned.mkdir(exist_ok=True)
+        if owned.lstat().st_uid != identity.uid:
+            owned.chmod(0o700)
+            for path in (*owned.rglob("*"), owned):
                 os.chown(path, identity.uid, identity.gid, follow_symlinks=False)
-        given.chmod(0o700)
+    attempt.path.parent.chmod(ENTER)
+    attempt.path.chmod(ADD)  # from here on other ranks of the user may add to it
+    os.chown(folder.path, os.geteuid(), identity.gid)
+    folder.path.chmod(ENTER_GROUP)
     for _, named in paths_of(job.spec):
         if (upload := uploaded(home, named)) is not None:
             _show(upload[0], uploads_folder(home))

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict
 
-from orchestrator.backends.attempts.durable import Fence, read_epoch, write_durably
+from orchestrator.backends.attempts.durable import Fence, open_to_append, read_epoch, write_durably
 from orchestrator.backends.attempts.interface import gloo_interface
 from orchestrator.backends.attempts.leftovers import clean_up
 from orchestrator.backends.attempts.process_census import MARK, Census
@@ -132,7 +132,7 @@ class Launcher:
     def run_before(self, argv: Sequence[str], env: dict[str, str], workdir: str) -> int:
         """Exit code of the command that runs before the ranks. Raises TimeoutExpired after 15 minutes."""
         self._folder.path.mkdir(parents=True, exist_ok=True)
-        with self._folder.before.open("ab") as log:
+        with open_to_append(self._folder.before) as log:
             env = {**base_env(), **env, "ORC_GUARD": "", MARK: self._mark}  # no rank: a process of the host
             return subprocess.run(
                 argv,
@@ -250,7 +250,7 @@ class Launcher:
     ) -> subprocess.Popen[bytes]:
         """A rank's process. Raises NoProgram where exec fails as it always will, OSError otherwise."""
         user = run_as(env.pop(RUN_AS, None))
-        with self._folder.log(number).open("ab", buffering=0) as log:
+        with open_to_append(self._folder.log(number)) as log:
             try:
                 return subprocess.Popen(
                     argv,

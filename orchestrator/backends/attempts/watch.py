@@ -223,8 +223,8 @@ class AttemptWatch:
                 nodes = {part.node: live[part.node].launch for part in self._attempt.placement}
                 self._confirm()  # placing may have taken minutes
                 world = self._world
-                own = (world.home, world.python, world.fence, world.inherit_env, world.users)
-                start_ranks(self._job, self._attempt, group, nodes, *own)
+                settings = (world.home, world.python, world.fence, world.inherit_env, world.users)
+                start_ranks(self._job, self._attempt, group, nodes, *settings)
             if self._attempt.status is AttemptStatus.LAUNCHING:
                 self._emit(Started(job_id=self._job.id, number=self._attempt.number, at_s=self._world.clock()))
         return group

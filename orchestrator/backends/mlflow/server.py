@@ -125,12 +125,12 @@ class MlflowServer:
 def server_processes(home: Path) -> tuple[int, ...]:
     """Process ids of the home's server, found by a variable in their environment."""
     mark = f"{MARK}={home.resolve()}".encode()
-    found = []
+    pids = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # gone, or another user's
             if mark in (folder / "environ").read_bytes().split(b"\0"):
-                found.append(int(folder.name))
-    return tuple(found)
+                pids.append(int(folder.name))
+    return tuple(pids)
 
 
 def end_server(home: Path) -> None:

@@ -36,8 +36,8 @@ def view_of(home: Path, job: Job, policy: PolicySpec, problems: Sequence[str]) -
     if attempt is None or attempt.status is AttemptStatus.ENDED:
         return job_view(job, policy=policy)
     folder = JobFolder(home, job.id).attempt(attempt.number)
-    told = read_from(folder.unwatched, 0, hidden_bytes(job.spec, os.environ))
-    unwatched = told.decode(errors="replace").partition("\n")[0]
+    lines = read_from(folder.unwatched, 0, hidden_bytes(job.spec, os.environ))
+    unwatched = lines.decode(errors="replace").partition("\n")[0]
     return job_view(job, beats(home, job), policy, unwatched)
 
 

@@ -180,12 +180,12 @@ def _refuse_another_machine(home: Path) -> None:
 
 def _services(home: Path) -> list[int]:
     """Ids of the processes on this machine that serve the home, by their command lines: a note may be missing."""
-    found, words = [], "\0".join(_daemon(home)[1:]).encode()
+    pids, command = [], "\0".join(_daemon(home)[1:]).encode()
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # gone meanwhile
-            if words + b"\0" in (entry / "cmdline").read_bytes():
-                found.append(int(entry.name))
-    return found
+            if command + b"\0" in (entry / "cmdline").read_bytes():
+                pids.append(int(entry.name))
+    return pids
 
 
 def prepare(home: Path) -> None:

@@ -24,8 +24,8 @@ def hide_environment() -> None:
         descriptor = os.memfd_create("environment", 0)
         with os.fdopen(os.dup(descriptor), "w") as file:
             json.dump(dict(os.environ), file)
-        words = [sys.executable, *sys.orig_argv[1:]]
-        os.execve(words[0], words, {**inherited(os.environ), HANDED: str(descriptor)})
+        command = [sys.executable, *sys.orig_argv[1:]]
+        os.execve(command[0], command, {**inherited(os.environ), HANDED: str(descriptor)})
     ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
     with os.fdopen(int(handed), "r") as file:
         file.seek(0)
