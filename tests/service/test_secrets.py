@@ -230,6 +230,6 @@ def test_a_secret_is_in_no_journal_log_record_answer_or_command_line(
 
 def test_the_documented_list_is_what_jobs_inherit() -> None:
     page = Path(__file__).parents[2] / "docs" / "security.md"
-    table = page.read_text().partition("### What a job inherits")[2].partition("\n\n`env`")[0]
+    table = page.read_text().partition("## What a job inherits")[2].partition("\n\n`env`")[0]
     listed = set(re.findall(r"`([^`]+)`", table))
     assert listed | {name.upper() for name in listed if name.endswith("_proxy")} == set(INHERITED)
