@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -17,7 +19,7 @@ import pytest
 from orchestrator.backends.attempts.durable import open_to_append, write_durably
 from orchestrator.backends.attempts.evidence import log_tail
 from orchestrator.service.server.attempt_files import read_from
-from orchestrator.service.server.client import Client, user_name
+from orchestrator.service.server.client import Client, process_is_alive, user_name
 from orchestrator.service.server.intake import read_job
 from orchestrator.service.server.lifecycle import prepare, start, stop
 from orchestrator.specs.errors import ServiceError
@@ -167,3 +169,20 @@ def test_a_link_or_a_pipe_that_a_rank_planted_is_neither_read_nor_written_throug
     write_durably(tmp_path / "rank0.rc", "0")
     assert (tmp_path / "rank0.rc").read_text() == "0"
     assert secret.read_text() == "of the service"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="another user's process needs root")
+def test_a_rank_of_another_user_dies_with_its_launcher() -> None:
+    """A change of user clears the signal that a dead parent leaves (prctl(2)): it is set after that."""
+    starts = (
+        "import subprocess, sys; from orchestrator.backends.attempts.launcher import dies_with_parent, run_as; "
+        f"rank = subprocess.Popen(['sleep', '600'], preexec_fn=dies_with_parent(), **run_as('{ADA}:{ADA}')); "
+        "print(rank.pid, flush=True); sys.stdin.read()"
+    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", starts], **pipes) as launcher:
+        assert launcher.stdout is not None
+        rank = int(launcher.stdout.readline())
+        assert os.stat(f"/proc/{rank}").st_uid == ADA
+        launcher.kill()
+        until(lambda: not process_is_alive(rank), "the end of the rank", END_S)
