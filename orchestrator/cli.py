@@ -118,6 +118,9 @@ def up(
     allowed_hosts: Annotated[
         list[str] | None, typer.Option("--allowed-host", metavar="NAME", help="Host name that clients use; repeatable.")
     ] = None,
+    trust_users: Annotated[
+        bool, typer.Option("--trust-users", help="Let jobs of all users run as the service's user.")
+    ] = False,
     foreground: Annotated[
         bool, typer.Option("--foreground", help="Be the service, and log here: for containers and systemd.")
     ] = False,
@@ -138,9 +141,10 @@ def up(
     if ray is not None:
         parse_listen(ray, "--ray", "head:6379")
     os.environ[LOG_FORMAT] = log_format  # the service inherits it
-    if listen is None and (tls_cert or tls_key or allowed_hosts):
+    if listen is None and (tls_cert or tls_key or allowed_hosts or trust_users):
         raise SpecError("say where other machines are served", source="--listen", allowed="HOST:PORT")
-    endpoint = endpoint_of(home, listen, tls_cert, tls_key, tuple(allowed_hosts or ())) if listen else None
+    hosts = tuple(allowed_hosts or ())
+    endpoint = endpoint_of(home, listen, tls_cert, tls_key, hosts, trusts_users=trust_users) if listen else None
     if foreground:
         become(home, cluster, ray, endpoint)
     notes = start(home, cluster, ray, endpoint)
@@ -502,7 +506,7 @@ def init(
     """Print a job file for a training command, proposed from its files and options."""
     from orchestrator.service.commands.init.proposal import proposal
 
-    sys.stdout.write(proposal(command, Path.cwd()))
+    sys.stdout.write(proposal(command, Path.cwd(), os.environ))
 
 
 app.command()(comparing.compare)

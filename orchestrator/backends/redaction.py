@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
+from orchestrator.backends.environment import is_secret
 from orchestrator.specs.attempt import Evidence
 from orchestrator.specs.job.spec import JobSpec
 
 SHORTEST_HIDDEN = 4  # characters; hiding "1" would leave no text readable
+SHORTEST_BY_NAME = 8  # of what is a secret by its variable's name alone: `MAX_TOKENS=4096` is none
 
 Hide = Callable[[str], str]
 
@@ -25,8 +27,26 @@ def without_secrets(evidence: Evidence, spec: JobSpec, environment: Mapping[str,
     return _hidden(evidence, _hider(_secrets(spec, environment)))
 
 
+def hidden_bytes(spec: JobSpec, environment: Mapping[str, str]) -> tuple[bytes, ...]:
+    """The values of the job's secrets, for `masked`."""
+    values = {value.encode(errors="surrogateescape") for value, _ in _secrets(spec, environment)}
+    return tuple(sorted(value for value in values if len(value) >= SHORTEST_HIDDEN))
+
+
+def masked(text: bytes, values: Sequence[bytes]) -> bytes:
+    """The text with an asterisk for each byte of a value, also of one that it ends amid: offsets stay what they are."""
+    for value in values:
+        text = text.replace(value, b"*" * len(value))
+        cut = next((n for n in range(len(value) - 1, SHORTEST_HIDDEN - 1, -1) if text.endswith(value[:n])), 0)
+        text = text[: len(text) - cut] + b"*" * cut
+    return text
+
+
 def _secrets(spec: JobSpec, environment: Mapping[str, str]) -> list[tuple[str, str]]:
-    return [(environment.get(name, ""), name) for name in spec.secrets]
+    """(value, name) of what the job names, and of every variable of the service or the job that is named like one."""
+    by_name = [(value, name) for name, value in (*environment.items(), *spec.env) if is_secret(name)]
+    named = [(environment.get(name, ""), name) for name in spec.secrets]
+    return named + [pair for pair in by_name if len(pair[0]) >= SHORTEST_BY_NAME]
 
 
 def _hidden(said: Any, hide: Hide) -> Any:

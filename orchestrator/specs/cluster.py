@@ -11,7 +11,7 @@ from pydantic import AfterValidator, AwareDatetime, BeforeValidator, Field, mode
 from orchestrator.specs.choices import Precision
 from orchestrator.specs.devices import DEVICES
 from orchestrator.specs.errors import SpecError, closest
-from orchestrator.specs.fields import Bandwidth, Bytes, Seconds
+from orchestrator.specs.fields import Bandwidth, Bytes, Seconds, UserName
 from orchestrator.specs.notify import UNNOTIFIED, NotifySpec
 from orchestrator.specs.oidc import OidcSpec
 from orchestrator.specs.order import Order
@@ -201,6 +201,15 @@ class Maintenance(SpecModel):
         return self
 
 
+class UserSpec(SpecModel):
+    """The user id of all machines as which a user's jobs run."""
+
+    uid: int = Field(ge=1, le=2**32 - 2, description="User id.", examples=[1001])
+    gid: int | None = Field(
+        default=None, ge=1, le=2**32 - 2, description="Group id; null: the same number.", examples=[1001]
+    )
+
+
 class ClusterSpec(SpecModel):
     """Nodes, the network between them, maintenance, and the policy of the queue."""
 
@@ -241,6 +250,18 @@ class ClusterSpec(SpecModel):
         description="Where the records of jobs and attempts go: mlflow (a server of the home's own), jsonl (the file "
         "records.jsonl in the home), or both.",
         examples=[["mlflow", "jsonl"]],
+    )
+    inherit_env: tuple[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,126}\*?$")], ...] = Field(
+        default=(),
+        max_length=100,
+        description="Variables of the service that every job gets, by name, or by a beginning and *.",
+        examples=[["WANDB_MODE", "AWS_REGION", "MY_*"]],
+    )
+    users: dict[UserName, UserSpec] = Field(
+        default={},
+        max_length=10_000,
+        description="User ids as which the jobs of users run, where the service is root; others run none.",
+        examples=[{"ada": {"uid": 1001}}],
     )
     oidc: OidcSpec | None = Field(
         default=None,

@@ -48,7 +48,7 @@ def embedded(tmp_path_factory: pytest.TempPathFactory, nvml_library: Path) -> It
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("LD_LIBRARY_PATH", str(nvml_library))
-            patch.setenv("FAKE_NVML_STATE", str(state))
+            patch.setenv("NVIDIA_FAKE_STATE", str(state))
             address = embedded_ray.start(home, CLUSTER)
         yield Embedded(home, address, state)
     finally:

@@ -35,7 +35,7 @@ def ask(nvml_library: Path, tmp_path: Path) -> Any:
     if not any(nvml_library.iterdir()):
         pytest.skip("no C compiler: the fake libnvidia-ml.so.1 cannot be built")
     state = tmp_path / "state"
-    env = {**os.environ, "LD_LIBRARY_PATH": str(nvml_library), "FAKE_NVML_STATE": str(state)}
+    env = {**os.environ, "LD_LIBRARY_PATH": str(nvml_library), "NVIDIA_FAKE_STATE": str(state)}
     process = subprocess.Popen(
         [sys.executable, "-c", READ_TWICE], env=env, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )

@@ -104,10 +104,10 @@ struct Card {
 Card cards[CARDS_MAX];
 thread_local int current = 0;
 
-// Devices of FAKE_NVML_STATE (fake_nvml/nvml.c) that CUDA_VISIBLE_DEVICES leaves; `add` is false to read what others hold.
+// Devices of NVIDIA_FAKE_STATE (fake_nvml/nvml.c) that CUDA_VISIBLE_DEVICES leaves; `add` is false to read what others hold.
 int load(bool add) {
   std::vector<std::pair<int64_t, int64_t>> there;
-  const char* path = getenv("FAKE_NVML_STATE");
+  const char* path = getenv("NVIDIA_FAKE_STATE");
   FILE* file = path ? fopen(path, "r") : nullptr;
   char line[512];
   if (!file) return 0;

@@ -52,7 +52,7 @@ def find(nvml_library: Path, tmp_path: Path) -> Find:  # noqa: F811
     def found(*cards: str, **variables: str) -> dict[str, Any]:
         state.write_text("".join(f"{line}\n" for line in ("ok", *cards)))
         env = {name: text for name, text in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
-        env |= {"LD_LIBRARY_PATH": str(nvml_library), "FAKE_NVML_STATE": str(state), **variables}
+        env |= {"LD_LIBRARY_PATH": str(nvml_library), "NVIDIA_FAKE_STATE": str(state), **variables}
         ended = subprocess.run(
             [sys.executable, "-c", FIND], env=env, capture_output=True, text=True, timeout=60, check=True
         )
@@ -176,7 +176,7 @@ def test_up_without_a_file_runs_jobs_on_the_cards_that_were_found(
     state, here = tmp_path / "state", Machine(folder=tmp_path)
     state.write_text(f"ok\n{H100}\n{H100}\n")
     monkeypatch.setenv("LD_LIBRARY_PATH", str(nvml_library))
-    monkeypatch.setenv("FAKE_NVML_STATE", str(state))
+    monkeypatch.setenv("NVIDIA_FAKE_STATE", str(state))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     job = tmp_path / "job.yaml"
     job.write_text(JOB.format(python=sys.executable))

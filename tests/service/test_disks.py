@@ -103,9 +103,11 @@ class Night:
             return client.job(job_id)[0]
 
     def problems(self) -> list[str]:
-        """What is wrong, as anybody may ask; answered in time."""
+        """What is wrong, as anybody may ask; answered in time. A service that takes no jobs is not ready."""
         url = f"http://127.0.0.1:{service_file(self.home)['port']}/readyz"
-        found: list[str] = httpx.get(url, timeout=ANSWER_S, trust_env=False).json()["problems"]
+        answer = httpx.get(url, timeout=ANSWER_S, trust_env=False)
+        found: list[str] = answer.json()["problems"]
+        assert (answer.status_code == 503) == any("home folder" in one or "cannot be written" in one for one in found)
         return found
 
     def ends_well(self, *job_ids: str, attempts_max: int = 1) -> None:

@@ -199,7 +199,7 @@ def test_a_machine_with_cards_joins_one_without_and_brings_its_own_kind(pair: Pa
     folder = pair.home.parent / "nvml"
     shutil.copytree(nvml_library, folder)
     (folder / "state").write_text(f"ok\n{H100}\n{H100}\n")
-    nvml = {"LD_LIBRARY_PATH": str(folder), "FAKE_NVML_STATE": str(folder / "state"), "CUDA_VISIBLE_DEVICES": "0,1"}
+    nvml = {"LD_LIBRARY_PATH": str(folder), "NVIDIA_FAKE_STATE": str(folder / "state"), "CUDA_VISIBLE_DEVICES": "0,1"}
     joined = pair.other.orc("join", pair.service, "--name", "cards", env=nvml)
     assert joined["notes"] == ["Found 2 x NVIDIA H100 80GB HBM3, taken as h100-80gb."]
     until(lambda: sum(pair.nodes()["cards"]["free_bytes"]) > 2 * 78 * 2**30, "what is free, as NVML tells on that host")

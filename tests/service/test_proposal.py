@@ -113,7 +113,7 @@ mp.spawn(print)
 def proposed(folder: Path, source: str) -> tuple[str, JobSpec]:
     script, file = folder / "my_train.py", folder / "job.yaml"
     script.write_text(source)
-    text = proposal([str(script)], folder)
+    text = proposal([str(script)], folder, {})
     file.write_text(text)
     return text, read_job(file)
 
@@ -219,10 +219,23 @@ def test_unknown_settings_are_named(tmp_path: Path, source: str, said: str) -> N
 def test_a_file_that_is_no_python_script_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "train.py").write_bytes(content)
     with pytest.raises(SpecError, match="cannot be read as Python"):
-        proposal([str(tmp_path / "train.py")], tmp_path)
+        proposal([str(tmp_path / "train.py")], tmp_path, {})
 
 
 def test_a_missing_script_is_reported_as_missing(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="cannot be read: No such file or directory") as refused:
-        proposal([str(tmp_path / "train.py")], tmp_path)
+        proposal([str(tmp_path / "train.py")], tmp_path, {})
     assert "shell" not in str(refused.value)
+
+
+def test_the_hubs_token_is_proposed_where_the_shell_has_one_and_hinted_at_where_the_script_uses_the_hub(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "train.py").write_text(HF)
+    (tmp_path / "plain.py").write_text(ARGPARSE)
+    words = [str(tmp_path / "train.py")]
+    with_token = proposal(words, tmp_path, {"HF_TOKEN": "hf_planted"})
+    assert "\nsecrets: [HF_TOKEN] #" in with_token
+    assert "hf_planted" not in with_token
+    assert "\n# secrets: [HF_TOKEN] #" in proposal(words, tmp_path, {})
+    assert "secrets" not in proposal([str(tmp_path / "plain.py")], tmp_path, {})

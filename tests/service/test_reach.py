@@ -74,7 +74,7 @@ def reached(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reached]:
     here = Machine(folder=tmp_path_factory.mktemp("here"))
     url = f"https://127.0.0.1:{free_port()}"
     there = Machine(folder=tmp_path_factory.mktemp("there"), server=url)
-    up = here.orc("up", "--listen", url.removeprefix("https://"))
+    up = here.orc("up", "--listen", url.removeprefix("https://"), "--trust-users")
     try:
         here.orc("user", "set", "ada", "--role", "member")
         token = here.orc("token", "create", "ada", "--expires", "1h")["secret"]

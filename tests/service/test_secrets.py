@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import os
+import re
+import shutil
+import subprocess
 import sys
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
 
+import orchestrator
+from orchestrator.backends.environment import INHERITED, is_secret
+from orchestrator.backends.redaction import hider, masked, without_secrets
+from orchestrator.service.server.attempt_files import read_from
+from orchestrator.service.server.client import Client, service_file
+from orchestrator.service.server.intake import read_job
+from orchestrator.service.server.lifecycle import start, stop
+from orchestrator.specs.attempt import Evidence
+from tests.backends.ray_jobs import until
+from tests.scheduling.world import script
 from tests.service.test_reach import Machine
 
 OF_A_JOB = "planted-of-a-job-4711"
@@ -32,6 +48,144 @@ def processes() -> dict[str, bytes]:
         except OSError:
             continue
     return found
+
+
+OF_THE_SHELL = {"HF_TOKEN": "planted-of-the-hub-4712", "AWS_SECRET_ACCESS_KEY": "planted-of-the-cloud-4713"}
+SEES = """\
+import glob, os
+print("environment", *os.environ.items(), flush=True)
+for path in glob.glob("/proc/[0-9]*/environ"):
+    try:
+        print("others", open(path, "rb").read(), flush=True)
+    except OSError:
+        pass
+"""
+HIDES = """\
+import os, sys
+from orchestrator.service.server.own_environment import hide_environment
+hide_environment()
+print(os.environ["HF_TOKEN"], flush=True)
+sys.stdin.read()
+"""
+NOBODY = 65534
+
+
+def shared_python() -> str:
+    """An interpreter that every user of this machine can start; skips the test where there is none."""
+    if os.geteuid() != 0:
+        pytest.skip("another user's process needs root")
+    program = f"import sys; sys.version_info >= (3, 11) or 1 / 0; open({orchestrator.__file__!r})"
+    for python in (os.path.realpath(sys.executable), shutil.which("python3", path="/usr/local/bin:/usr/bin")):
+        with suppress(OSError, subprocess.CalledProcessError, TypeError):
+            subprocess.run([python, "-c", program], check=True, user=NOBODY, stderr=subprocess.DEVNULL)
+            return str(python)
+    pytest.skip("no interpreter of Python 3.11 is open to other users")
+
+
+def test_a_job_without_secrets_sees_none_of_the_shells_and_nobody_reads_them_of_a_process_of_the_service(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = tmp_path / "home"
+    others = {"MY_SETTING": "passed-on", "MY_KEY": "not-passed-on", "OTHER": "neither"}
+    for name, text in {**OF_THE_SHELL, **others}.items():
+        monkeypatch.setenv(name, text)
+    monkeypatch.setenv("ORC_MLFLOW", "http://127.0.0.1:1")
+    cluster = tmp_path / "cluster.yaml"
+    cluster.write_text(Path("clusters/two-virtual-devices.yaml").read_text() + "\ninherit_env: [MY_*]\n")
+    (tmp_path / "sees.py").write_text(SEES)
+    texts = {}
+    start(home, cluster, None)
+    try:
+        for name, rest in (("sees", ""), ("names", "secrets: [HF_TOKEN]\n")):
+            file = tmp_path / f"{name}.yaml"
+            command = f"name: {name}\ncommand: {sys.executable} sees.py\nglobal_batch_size: 1\nprobe: never\ngpus: 1\n"
+            file.write_text(command + rest)
+            with closing(Client(home)) as client:
+                job_id = client.submit(read_job(file).model_dump(mode="json"))
+                until(lambda job_id=job_id: client.job(job_id)[0]["status"] == "succeeded", f"the end of {name}", 120.0)
+                log = (home / "jobs" / job_id / "attempts" / "1" / "rank0.log").read_text()
+                texts[name] = log, client.log(job_id, 1, 0, 0)[0]
+        log, shown = texts["sees"]
+        assert "('PATH', " in log
+        assert "('MY_SETTING', 'passed-on')" in log
+        assert not [word for word in (*OF_THE_SHELL.values(), "not-passed-on", "neither") if word in log]
+        log, shown = texts["names"]
+        assert OF_THE_SHELL["HF_TOKEN"] in log, "it is what the job named"
+        assert f"('HF_TOKEN', '{'*' * len(OF_THE_SHELL['HF_TOKEN'])}')" in shown.decode()
+        service = Path(f"/proc/{service_file(home)['pid']}/environ").read_bytes()
+        assert b"PATH=" in service
+        assert not [word for word in OF_THE_SHELL.values() if word.encode() in service]
+    finally:
+        stop(home, force=True)
+
+
+def test_a_process_that_hides_its_environment_is_closed_to_others_of_its_user() -> None:
+    python = shared_python()
+    root = str(Path(orchestrator.__file__).parents[1])
+    variables = {"PYTHONPATH": root, "PYTHONDONTWRITEBYTECODE": "1", **OF_THE_SHELL}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    user = {"user": NOBODY, "group": NOBODY, "extra_groups": []}
+    with subprocess.Popen([python, "-c", HIDES], env=variables, **user, **pipes) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stdout.readline() == f"{OF_THE_SHELL['HF_TOKEN']}\n"
+        environ = Path(f"/proc/{process.pid}/environ")
+        assert not [word for word in OF_THE_SHELL.values() if word.encode() in environ.read_bytes()]
+        for file in (environ, environ.with_name("mem")):
+            read = subprocess.run(["cat", str(file)], **user, capture_output=True, text=True)
+            assert "Permission denied" in read.stderr
+        process.stdin.close()
+        assert process.wait(30) == 0
+
+
+def test_a_child_of_the_service_never_inherits_its_environment_unasked() -> None:
+    """What the service keeps in memory would be its child's: each starts with an environment of its own."""
+    package = Path(orchestrator.__file__).parent
+    found = [
+        f"{file.relative_to(package)}:{call.lineno}"
+        for folder in ("backends", "service/server")
+        for file in (package / folder).rglob("*.py")
+        for call in ast.walk(ast.parse(file.read_text()))
+        if isinstance(call, ast.Call) and ast.unparse(call.func) in ("subprocess.Popen", "subprocess.run")
+        if not any(word.arg == "env" for word in call.keywords)
+    ]
+    assert [where.partition(":")[0] for where in found] == ["service/server/lifecycle.py"], (
+        "the service itself, of a user"
+    )
+
+
+def test_a_secret_is_hidden_wherever_a_reader_begins_and_offsets_stay(tmp_path: Path) -> None:
+    path, secret = tmp_path / "rank0.log", b"planted-of-the-hub-4712"
+    text = b"before " + secret + b" after " + secret[:9]
+    path.write_bytes(text)
+    whole = read_from(path, 0, [secret])
+    assert whole == b"before " + b"*" * len(secret) + b" after " + b"*" * 9
+    assert all(read_from(path, offset, [secret]) == whole[offset:] for offset in range(len(text)))
+    assert masked(b"plan", [secret]) == b"****"
+    assert masked(b"pla", [secret]) == b"pla"
+
+
+def test_what_is_named_like_a_secret_is_hidden_in_evidence_and_records_though_no_job_names_it() -> None:
+    spec = script("lm", gpus=1, env={"MY_TOKEN": "planted-of-a-job-4714", "MODE": "offline-or-not"})
+    environment = {**OF_THE_SHELL, "API_KEY": "test", "MY_SETTING": "passed-on"}
+    printed = f"test {OF_THE_SHELL['HF_TOKEN']} planted-of-a-job-4714 passed-on offline-or-not"
+    hidden = without_secrets(Evidence(launch_error=printed), spec, environment)
+    assert hidden.launch_error == "test [HF_TOKEN] [MY_TOKEN] passed-on offline-or-not"
+    assert hider(spec, environment)(printed) == "test [HF_TOKEN] [MY_TOKEN] passed-on [MODE]", (
+        "records hide all of `env`"
+    )
+
+
+@pytest.mark.parametrize(
+    "name", ["HF_TOKEN", "AWS_ACCESS_KEY_ID", "PGPASSWORD", "WANDB_API_KEY", "MY_CREDENTIALS", "GITHUB_PAT"]
+)
+def test_a_variable_is_a_secret_by_its_name(name: str) -> None:
+    assert is_secret(name)
+
+
+@pytest.mark.parametrize("name", ["PATH", "PWD", "TOKENIZERS_PARALLELISM", "HF_TOKEN_PATH", "KEYBOARD", "MONKEYS"])
+def test_a_variable_of_another_name_is_none(name: str) -> None:
+    assert not is_secret(name)
 
 
 @pytest.mark.long
@@ -72,3 +226,10 @@ def test_a_secret_is_in_no_journal_log_record_answer_or_command_line(
     assert {"journal.sqlite", "service.log"} <= {path.name for path in files}
     for secret in planted:
         assert [str(path) for path in files if secret.encode() in path.read_bytes()] == []
+
+
+def test_the_documented_list_is_what_jobs_inherit() -> None:
+    page = Path(__file__).parents[2] / "docs" / "security.md"
+    table = page.read_text().partition("## What a job inherits")[2].partition("\n\n`env`")[0]
+    listed = set(re.findall(r"`([^`]+)`", table))
+    assert listed | {name.upper() for name in listed if name.endswith("_proxy")} == set(INHERITED)

@@ -55,7 +55,7 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def proposed(folder: Path, typed: str) -> tuple[str, JobSpec]:
-    text = proposal(typed.split(), folder)
+    text = proposal(typed.split(), folder, {})
     return text, parse_job(text, "proposal")
 
 

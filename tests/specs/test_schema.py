@@ -200,3 +200,31 @@ def test_every_default_that_is_text_or_a_number_is_accepted_where_it_is_said(nou
     assert len(defaults) > 5
     refused = {path: why_refused(noun, document_with(noun, path, default)) for path, default in defaults.items()}
     assert {path: error for path, error in refused.items() if error is not None} == {}
+
+
+def unbounded(node: object, path: tuple[str, ...] = ()) -> Iterator[str]:
+    """Yield the place of each number without a greatest value, and of each text without a greatest length or a form."""
+    if isinstance(node, list):
+        for part in node:
+            yield from unbounded(part, path)
+    if not isinstance(node, dict):
+        return
+    kind = node.get("type")
+    has_form = {"pattern", "maxLength", "enum", "const", "format"} & node.keys()
+    if kind in ("integer", "number") and not {"maximum", "exclusiveMaximum"} & node.keys():
+        yield ".".join(path)
+    if kind == "string" and not has_form and path[-1:] not in DESCRIBED:
+        yield ".".join(path)
+    for key, part in node.items():
+        if key not in ("examples", "default"):
+            yield from unbounded(part, (*path, key))
+
+
+# Texts that a parser of their own reads, and whose schema is written by hand.
+DESCRIBED = (("additionalProperties",), ("anyOf",), ("items",), ("propertyNames",))
+
+
+@pytest.mark.parametrize("schema", [job_json_schema(), cluster_json_schema()], ids=["job", "cluster"])
+def test_every_number_and_every_text_of_a_file_has_a_bound(schema: dict[str, Any]) -> None:
+    assert [*unbounded(schema)] == []
+    assert [*unbounded({"properties": {"a": {"type": "integer"}, "b": {"type": "string"}}})] != []

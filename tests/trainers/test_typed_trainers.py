@@ -41,7 +41,7 @@ def needs(program: str) -> None:
 
 def driven(typed: str, home: Path, memory: str) -> Job:
     """The proposal's job after its last attempt; it starts with its own settings, without probes."""
-    spec = parse_job(proposal(typed.split(), home), "proposal", [("probe", "never")])
+    spec = parse_job(proposal(typed.split(), home, {}), "proposal", [("probe", "never")])
     return Drive(home / "home", cluster(memory, devices=1)).run(spec)
 
 

@@ -55,6 +55,8 @@ class ProcessBackend:
             closing=threading.Event(),
             ownership=ownership,
             fence=_fence_of(home, ownership),
+            inherit_env=cluster.inherit_env,
+            users=cluster.users,
         )
         self._watches: dict[str, tuple[AttemptWatch, threading.Thread]] = {}
         self._declared, self._policy = idle_nodes(cluster), cluster.policy

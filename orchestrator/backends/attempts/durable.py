@@ -7,6 +7,7 @@ import os
 import threading
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 PRIVATE = 0o600  # mode of a file that its owner alone may read
 
@@ -14,12 +15,25 @@ PRIVATE = 0o600  # mode of a file that its owner alone may read
 def write_durably(path: Path, text: str, mode: int = 0o666) -> None:
     """Replace `path` by `text`, whole or not at all, and have it on the disk. The umask cuts `mode`."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
+    with contextlib.suppress(FileNotFoundError):
+        temporary.unlink()  # of an earlier process of this id, or planted: it is not written through
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
+
+
+def open_left(path: Path) -> BinaryIO:
+    """A file that a rank may have left, to read: no link is followed, and a pipe is not waited for. Raises OSError."""
+    return os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb")
+
+
+def open_to_append(path: Path) -> BinaryIO:
+    """A file in a folder to which a rank may add, to append to; no link is followed. Unbuffered. Raises OSError."""
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+    return open(os.open(path, flags, 0o666), "ab", buffering=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

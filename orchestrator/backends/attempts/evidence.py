@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from orchestrator.backends.attempts.durable import write_durably
+from orchestrator.backends.attempts.durable import open_left, write_durably
 from orchestrator.backends.attempts.launch_request import started_ranks
 from orchestrator.backends.attempts.script_output import lost, missing, saved_step
 from orchestrator.scheduling.failures.signatures import FINDINGS_MAX, LogScan
@@ -155,7 +156,7 @@ def _with_workers(
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
     """(offset, line) of a log. A carriage return ends a line too: progress bars write nothing else for hours."""
     try:
-        with path.open("rb") as log:
+        with open_left(path) as log:
             begin, rest, dropped = 0, b"", 0
             while chunk := log.read(CHUNK_BYTES):
                 *whole, rest = (rest + chunk).replace(b"\r", b"\n").split(b"\n")
@@ -212,8 +213,8 @@ def first_ended(folder: AttemptFolder, ranks: Iterable[int]) -> int | None:
 def log_tail(path: Path, size: int = LOG_TAIL_BYTES) -> str:
     """The last `size` bytes of a log as text; empty where there is none."""
     try:
-        with path.open("rb") as log:
-            log.seek(max(0, path.stat().st_size - size))
+        with open_left(path) as log:
+            log.seek(max(0, os.fstat(log.fileno()).st_size - size))
             return log.read(size).decode("utf-8", errors="replace")
     except OSError:
         return ""
@@ -234,9 +235,8 @@ def _reports(kind: Callable[..., Report], path: Callable[[int], Path], ranks: ra
 
 def _read_json(path: Path) -> dict[str, Any] | None:
     try:
-        if path.stat().st_size > REPORT_BYTES_MAX:
-            return None
-        data = json.loads(path.read_text())
+        with open_left(path) as file:
+            data = json.loads(file.read(REPORT_BYTES_MAX + 1))  # what is longer is no JSON any more
     except (OSError, ValueError):
         return None
     return data if isinstance(data, dict) else None

@@ -20,12 +20,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict
 
-from orchestrator.backends.attempts.durable import Fence, read_epoch, write_durably
+from orchestrator.backends.attempts.durable import Fence, open_to_append, read_epoch, write_durably
 from orchestrator.backends.attempts.interface import gloo_interface
 from orchestrator.backends.attempts.leftovers import clean_up
 from orchestrator.backends.attempts.process_census import MARK, Census
 from orchestrator.backends.attempts.program import EXEC_ERRORS, why_not_started
 from orchestrator.backends.attempts.system_metrics import Sampler, Watched
+from orchestrator.backends.environment import inherited
 from orchestrator.specs.run import AttemptFolder
 
 POLL_S = 0.05
@@ -41,7 +42,8 @@ CENSUS_EVERY_S = 0.5  # importing PyTorch takes a second and more
 INHERITED = (
     Path(__file__).resolve().parents[2] / "training" / "guard" / "inherited"
 )  # guards every Python process that trains
-HIDDEN = ("RAY_", "ORC_", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")  # cluster token, own settings, Ray's choices
+RUN_AS = "ORC_RUN_AS"  # uid:gid of a rank's process; it does not inherit this
+CHOSEN_BY_RAY = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
 
 
 RankStart = tuple[int, tuple[str, ...], dict[str, str]]  # number, argv, environment
@@ -62,6 +64,14 @@ class LauncherStatus(TypedDict):
     stale: bool  # a newer attempt exists
     error: str | None  # why ranks did not start
     no_program: bool  # and would not start again
+
+
+class Identity(TypedDict, total=False):
+    """Arguments of Popen that name a user."""
+
+    user: int
+    group: int
+    extra_groups: list[int]
 
 
 class NoProgram(Exception):
@@ -122,11 +132,13 @@ class Launcher:
     def run_before(self, argv: Sequence[str], env: dict[str, str], workdir: str) -> int:
         """Exit code of the command that runs before the ranks. Raises TimeoutExpired after 15 minutes."""
         self._folder.path.mkdir(parents=True, exist_ok=True)
-        with self._folder.before.open("ab") as log:
+        with open_to_append(self._folder.before) as log:
+            env = {**base_env(), **env, "ORC_GUARD": "", MARK: self._mark}  # no rank: a process of the host
             return subprocess.run(
                 argv,
                 cwd=workdir,
-                env={**base_env(), **env, "ORC_GUARD": "", MARK: self._mark},  # no rank: a process of the host
+                **run_as(env.pop(RUN_AS, None)),
+                env=env,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -237,11 +249,13 @@ class Launcher:
         self, number: int, argv: tuple[str, ...], env: dict[str, str], workdir: str
     ) -> subprocess.Popen[bytes]:
         """A rank's process. Raises NoProgram where exec fails as it always will, OSError otherwise."""
-        with self._folder.log(number).open("ab", buffering=0) as log:
+        user = run_as(env.pop(RUN_AS, None))
+        with open_to_append(self._folder.log(number)) as log:
             try:
                 return subprocess.Popen(
                     argv,
                     cwd=workdir,
+                    **user,
                     env=_with_guard(env),
                     stdin=subprocess.DEVNULL,
                     stdout=log,
@@ -308,9 +322,20 @@ class Launcher:
 
 def base_env() -> dict[str, str]:
     """Variables that ranks inherit; PATH has the tools of this environment, such as ninja for extensions."""
-    base = {name: value for name, value in os.environ.items() if not name.startswith(HIDDEN)}
+    base = {name: value for name, value in inherited(os.environ).items() if name not in CHOSEN_BY_RAY}
     base["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), base.get("PATH", os.defpath)])
     return base
+
+
+def run_as(identity: str | None) -> Identity:
+    """Arguments of Popen for a process of uid:gid, in no other group; for None one of this process's user.
+
+    The child changes its user before `preexec_fn` runs, as the signal of a dead parent is lost by that (prctl(2)).
+    """
+    if identity is None:
+        return {}
+    uid, _, gid = identity.partition(":")
+    return {"user": int(uid), "group": int(gid), "extra_groups": []}
 
 
 def _with_guard(env: dict[str, str]) -> dict[str, str]:

@@ -11,8 +11,9 @@ import os
 import shutil
 import signal
 from collections.abc import Sequence
+from pathlib import Path
 
-from orchestrator.backends.attempts.process_census import marked_processes
+from orchestrator.backends.attempts.process_census import MARK, marked_processes
 from orchestrator.specs.run import AttemptFolder, training_run_from_json
 
 
@@ -31,6 +32,15 @@ def clean_up(mark: str, attempt_folder: str, sessions: Sequence[int] = ()) -> No
     shutil.rmtree(run.swap_folder, ignore_errors=True)
     with contextlib.suppress(OSError):  # not there, or a newer attempt swaps beside it
         run.swap_folder.parent.rmdir()
+
+
+def kill_marked_below(home: Path) -> None:
+    """SIGKILL every process of this user that a launcher of this home started on this node."""
+    below = f"{MARK}={home}{os.sep}".encode()
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # gone meanwhile, or another user's
+            if any(variable.startswith(below) for variable in (entry / "environ").read_bytes().split(b"\0")):
+                os.kill(int(entry.name), signal.SIGKILL)
 
 
 def kill_marked(mark: str, sessions: Sequence[int] = ()) -> int:

@@ -7,6 +7,8 @@ from collections.abc import Container, Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from orchestrator.backends.attempts.durable import open_to_append
+
 MARK = "ORC_LAUNCHER"  # in the environment of every process that a launcher answers for
 TORCH = b"/libtorch_cpu.so"  # under every build of PyTorch, on every device
 NOT_TRAINING = ("torch_shm_manager",)  # a helper process of PyTorch's that loads it and runs no Python
@@ -82,5 +84,5 @@ class Census:
     def _tell(self, pid: int, command: str) -> None:
         self._told += 1
         if self._told <= TOLD_MAX:
-            with suppress(OSError), self._told_path.open("a") as file:
-                file.write(f"{command[:900]!r}, process {pid}, loaded PyTorch without the guard\n")
+            with suppress(OSError), open_to_append(self._told_path) as file:
+                file.write(f"{command[:900]!r}, process {pid}, loaded PyTorch without the guard\n".encode())

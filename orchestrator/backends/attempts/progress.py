@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from orchestrator.backends.attempts.durable import open_left
 from orchestrator.backends.attempts.evidence import heartbeats
 from orchestrator.backends.attempts.script_output import last_saved_s
 from orchestrator.specs.attempt import PROBE_STEPS, Heartbeat, Pace
@@ -38,7 +39,7 @@ class LogCounter:
         for path in logs:
             offset, rest = self._read.get(path, (0, b""))
             try:
-                with path.open("rb") as log:
+                with open_left(path) as log:
                     log.seek(offset)
                     new = log.read(READ_BYTES_MAX)
             except OSError:

@@ -9,6 +9,7 @@ import zipfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from orchestrator.backends.attempts.durable import open_left
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job.trainer import Resume
 from orchestrator.specs.run import AttemptFolder, JobFolder
@@ -128,7 +129,7 @@ def _is_torn(file: Path) -> bool:
 
 def _has_line(path: Path, pattern: re.Pattern[bytes]) -> bool:
     try:
-        with path.open("rb") as log:
+        with open_left(path) as log:
             return any(pattern.search(line) for line in log)
     except OSError:
         return False

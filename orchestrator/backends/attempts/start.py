@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from orchestrator.backends.attempts.durable import Fence, write_durably
+from orchestrator.backends.attempts.identity import hand_over, identity_of
 from orchestrator.backends.attempts.launch_request import LaunchNode, LaunchRequest, launch_request
 from orchestrator.backends.attempts.ports import LauncherGroup
 from orchestrator.backends.attempts.script_output import newest_checkpoint, output_folder
 from orchestrator.backends.attempts.workdir import link_all_but
+from orchestrator.backends.environment import matching
 from orchestrator.specs.attempt import Attempt
-from orchestrator.specs.errors import OrchestratorError
+from orchestrator.specs.cluster import UserSpec
+from orchestrator.specs.errors import OrchestratorError, SpecError
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.run import AttemptFolder, JobFolder
 
@@ -36,27 +40,38 @@ def start_ranks(
     home: Path,
     python: str,
     fence: Fence | None,
+    inherit_env: Sequence[str] = (),
+    users: Mapping[str, UserSpec] = MappingProxyType({}),
 ) -> None:
     """Start every rank; launchers that have started theirs change nothing.
 
+    They get the service's variables that `inherit_env` matches, and run as the id that `users` has for the job's user.
     Raises OrchestratorError where a secret is missing, OSError where what goes before fails, StartFailed.
     """
     missing = [name for name in job.spec.secrets if name not in os.environ]
     if missing:
         raise OrchestratorError(f"secret {missing[0]} is not in the environment of the service")
+    try:
+        identity = identity_of(job, users)
+    except SpecError as error:
+        raise StartFailed(str(error), no_program=True) from None
     folder = JobFolder(home, job.id).attempt(attempt.number)
     port = _master_port(folder, group, attempt.placement[0].node)
     request = request_of(job, attempt, home, nodes, port, python)
-    secrets = {name: os.environ[name] for name in request.secrets}
+    handed = {**matching(os.environ, inherit_env), **{name: os.environ[name] for name in request.secrets}}
     write_files(request)
+    final: dict[str, str] = {}
+    if identity is not None:
+        hand_over(identity, home, job, attempt.number, request)
+        handed, final = {**identity.variables(home), **handed}, identity.final_variables(home)
     remove_stale_locks(home / "torch_extensions")
     if request.before is not None:
         first, (rank, *_) = request.ranks[0]
-        code = group.run_before(first, request.before, {**secrets, **dict(rank.env)}, request.workdir)
+        code = group.run_before(first, request.before, {**handed, **dict(rank.env), **final}, request.workdir)
         if code != 0:
             raise OSError(f"what goes before a restart ended with {code}: see {folder.before}")
     ranks = {
-        node: [(one.rank, one.argv, {**secrets, **dict(one.env)}) for one in processes]
+        node: [(one.rank, one.argv, {**handed, **dict(one.env), **final}) for one in processes]
         for node, processes in request.ranks
     }
     each = {part.node: len(part.devices) // len(ranks[part.node]) for part in attempt.placement}

@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from orchestrator.backends.attempts.durable import open_to_append
 from orchestrator.backends.nvml import NvmlDevice, devices
 from orchestrator.specs.run import AttemptFolder
 
@@ -50,8 +51,8 @@ class Sampler:
         """Append one sample; `capacity_bytes` is that of a virtual device, None on real ones."""
         numbers = {**self._of_node(), **dict(self._of_devices(ranks, capacity_bytes))}
         line = {"at_s": time.time(), **{f"{self._prefix}{name}": round(value, 1) for name, value in numbers.items()}}
-        with self._folder.system(self._watched.node).open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        with open_to_append(self._folder.system(self._watched.node)) as file:
+            file.write(f"{json.dumps(line)}\n".encode())
 
     def _of_node(self) -> dict[str, float]:
         before, self._cpu = self._cpu, _cpu_ticks()

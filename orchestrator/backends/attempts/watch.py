@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -38,6 +38,7 @@ from orchestrator.backends.attempts.start import StartFailed, start_ranks
 from orchestrator.backends.attempts.workdir import copy_upload, with_own_workdir
 from orchestrator.backends.redaction import without_secrets
 from orchestrator.specs.attempt import Attempt, AttemptStatus
+from orchestrator.specs.cluster import UserSpec
 from orchestrator.specs.errors import ServiceError
 from orchestrator.specs.events import Event, Finished, PaceReported, Released, Started
 from orchestrator.specs.job_record import Job
@@ -67,6 +68,8 @@ class World:
     closing: threading.Event
     ownership: Ownership
     fence: Fence | None  # of this service; it has left its number
+    inherit_env: tuple[str, ...] = ()
+    users: Mapping[str, UserSpec] = field(default_factory=dict)
 
 
 class Ownership(Protocol):
@@ -220,7 +223,8 @@ class AttemptWatch:
                 nodes = {part.node: live[part.node].launch for part in self._attempt.placement}
                 self._confirm()  # placing may have taken minutes
                 world = self._world
-                start_ranks(self._job, self._attempt, group, nodes, world.home, world.python, world.fence)
+                settings = (world.home, world.python, world.fence, world.inherit_env, world.users)
+                start_ranks(self._job, self._attempt, group, nodes, *settings)
             if self._attempt.status is AttemptStatus.LAUNCHING:
                 self._emit(Started(job_id=self._job.id, number=self._attempt.number, at_s=self._world.clock()))
         return group

@@ -64,28 +64,14 @@ class MlflowServer:
 
     def stop(self) -> None:
         """End every process of the server; records stay in `home/mlflow`."""
-        _signal(self.processes(), signal.SIGTERM)
-        deadline_s = time.monotonic() + STOP_S
-        while self.processes() and time.monotonic() < deadline_s:
-            time.sleep(0.05)
-        _signal(self.processes(), signal.SIGKILL)
+        end_server(self.home)
         if self._process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):  # the kernel has the signal and will see to it
                 self._process.wait(STOP_S)
 
     def processes(self) -> tuple[int, ...]:
-        """Process ids of this home's server, found by a variable in their environment."""
-        mark = f"{MARK}={self.home}".encode()
-        found = []
-        for folder in Path("/proc").iterdir():
-            if folder.name.isdigit():
-                try:
-                    variables = (folder / "environ").read_bytes().split(b"\0")
-                except OSError:  # gone, or another user's
-                    continue
-                if mark in variables:
-                    found.append(int(folder.name))
-        return tuple(found)
+        """Process ids of this home's server."""
+        return server_processes(self.home)
 
     def _kept_port(self) -> int | None:
         try:
@@ -134,6 +120,26 @@ class MlflowServer:
                 stderr=log,
                 start_new_session=True,
             )
+
+
+def server_processes(home: Path) -> tuple[int, ...]:
+    """Process ids of the home's server, found by a variable in their environment."""
+    mark = f"{MARK}={home.resolve()}".encode()
+    pids = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # gone, or another user's
+            if mark in (folder / "environ").read_bytes().split(b"\0"):
+                pids.append(int(folder.name))
+    return tuple(pids)
+
+
+def end_server(home: Path) -> None:
+    """End every process of the home's server, whoever started it; nothing is written."""
+    _signal(server_processes(home), signal.SIGTERM)
+    deadline_s = time.monotonic() + STOP_S
+    while server_processes(home) and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    _signal(server_processes(home), signal.SIGKILL)
 
 
 def _is_free(port: int) -> bool:

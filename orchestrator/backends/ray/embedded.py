@@ -24,6 +24,7 @@ from typing import Any
 
 from orchestrator.backends.attempts.durable import write_durably
 from orchestrator.backends.attempts.launcher import free_port
+from orchestrator.backends.environment import inherited
 from orchestrator.backends.ray.address import LOOPBACK
 from orchestrator.specs.cluster import ClusterSpec, DeviceKind, NodeSpec
 from orchestrator.specs.errors import ServiceError
@@ -245,7 +246,7 @@ def _start_node(
     with log_path.open("wb") as log:
         process = subprocess.Popen(
             command,
-            env={**_own_env(os.environ), **RAY_ENV, **token_env(home)},
+            env={**_own_env(), **RAY_ENV, **token_env(home)},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -254,10 +255,9 @@ def _start_node(
     return process, log_path
 
 
-def _own_env(env: Mapping[str, str]) -> dict[str, str]:
-    """The environment without variables of another Ray or of our service, and without a choice of devices."""
-    dropped = ("RAY_", "ORC_", "CUDA_VISIBLE_DEVICES")
-    return {name: value for name, value in env.items() if not name.startswith(dropped)}
+def _own_env() -> dict[str, str]:
+    """The variables that jobs inherit, without a choice of devices: every process of Ray shows its own to its user."""
+    return {name: value for name, value in inherited(os.environ).items() if name != "CUDA_VISIBLE_DEVICES"}
 
 
 def _await_started(process: subprocess.Popen[bytes], log: Path, name: str) -> None:

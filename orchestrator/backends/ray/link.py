@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import socket
 import struct
 import subprocess
@@ -21,6 +22,7 @@ from typing import Any
 from orchestrator.backends.attempts.durable import Fence
 from orchestrator.backends.attempts.launcher import BEFORE_TIMEOUT_S, LauncherStatus, RankStart, dies_with_parent
 from orchestrator.backends.attempts.ports import ClusterAway, LiveNode
+from orchestrator.backends.environment import inherited, matching
 from orchestrator.backends.nvml import NvmlReading
 from orchestrator.backends.ray.embedded import accepts
 from orchestrator.specs.attempt import Attempt
@@ -33,6 +35,7 @@ NODES_TIMEOUT_S = 10.0  # a call of milliseconds: an agent that does not answer 
 CALL_TIMEOUT_S = 180.0  # more than every timeout inside a call
 RETRY_S = (0.5, 5.0)  # the first and the longest pause between two agents
 CLOSE_TIMEOUT_S = 5.0
+RAYS = ("RAY_*", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")  # of a Ray that is not ours
 SOUGHT = "it is being looked for"  # before the first answer to that
 
 log = logging.getLogger(__name__)
@@ -141,7 +144,11 @@ class Link:
         with Connection(ours.detach()) as asked:
             with its:
                 process = subprocess.Popen(
-                    words, pass_fds=[its.fileno()], stdin=subprocess.DEVNULL, preexec_fn=dies_with_parent()
+                    words,
+                    env={**inherited(os.environ), **matching(os.environ, RAYS)},
+                    pass_fds=[its.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    preexec_fn=dies_with_parent(),
                 )
             agent = _Agent(process, asked)
             try:

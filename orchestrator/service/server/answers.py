@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import wraps
 from inspect import iscoroutinefunction
-from typing import Any
+from typing import Any, NotRequired
 
 from fastapi import Response
 from fastapi.responses import JSONResponse
@@ -39,6 +39,12 @@ class ReadyAnswer(TypedDict):
 
     status: str
     problems: list[str]
+
+
+class NotReadyAnswer(ErrorAnswer):
+    """The service takes no jobs, and why; with everything that is wrong around it."""
+
+    problems: NotRequired[list[str]]
 
 
 class WhoAnswer(TypedDict):

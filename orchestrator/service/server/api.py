@@ -13,17 +13,16 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from orchestrator.backends.journal.accounts import Accounts
 from orchestrator.scheduling.base.held_devices import holders
 from orchestrator.service.server.answers import (
     REFUSALS,
     AuditAnswer,
     ClusterAnswer,
     EmptyAnswer,
-    ErrorAnswer,
     JoinAnswer,
     KeptAnswer,
     NewTokenAnswer,
+    NotReadyAnswer,
     PlainRoute,
     ReadyAnswer,
     ShutdownAnswer,
@@ -125,7 +124,7 @@ EXPOSITION: dict[str, Any] = {
 }
 READY: dict[str, Any] = {
     "response_model": None,
-    "responses": {200: {"model": ReadyAnswer}, 503: {"model": ErrorAnswer, "description": "It may not decide yet."}},
+    "responses": {200: {"model": ReadyAnswer}, 503: {"model": NotReadyAnswer, "description": "It takes no jobs now."}},
 }
 
 
@@ -157,7 +156,7 @@ def create_app(service: Service) -> FastAPI:
     add_file_routes(app, service, uploads)
     _add_service_routes(app, service)
     _add_member_routes(app, service)
-    _add_account_routes(app, service.accounts)
+    _add_account_routes(app, service)
     _add_journal_routes(app, service)
     if service.pages is not None:
         service.pages.add(app, service, gate)
@@ -182,13 +181,18 @@ def _add_service_routes(app: FastAPI, service: Service) -> None:
         return {"status": "ok"}
 
     @app.get("/readyz", **READY)
-    def readyz() -> Response:
-        """200 while the service takes jobs, since it owns its journal; also without nodes, where jobs wait."""
+    async def readyz() -> Response:
+        """200 while the service takes jobs: it owns its journal, can write it, and decides. Without nodes they wait.
+
+        It waits for nothing, and for no thread: those of other routes may all stand behind a decision.
+        """
         try:
             controller.confirm()
         except ServiceError as error:
             return refusal(503, str(error))
-        problems = controller.health.problems()
+        problems, failures = controller.health.problems(), controller.health.failures()
+        if failures:
+            return JSONResponse({"error": "; ".join(failures), "problems": problems}, status_code=503)
         if not controller.state.nodes and not problems:
             problems = ["no node is there"]
         return JSONResponse({"status": "ready", "problems": problems})
@@ -282,8 +286,9 @@ def _members(service: Service) -> Members:
     return service.members
 
 
-def _add_account_routes(app: FastAPI, accounts: Accounts) -> None:
+def _add_account_routes(app: FastAPI, service: Service) -> None:
     """Users, tokens, audit log: for admins alone, since `ROLES` does not name them."""
+    accounts = service.accounts
 
     @app.get("/users", **answers(UsersAnswer))
     def users() -> dict[str, Any]:
@@ -291,6 +296,8 @@ def _add_account_routes(app: FastAPI, accounts: Accounts) -> None:
 
     @app.put("/users/{name}", **answers(EmptyAnswer))
     def set_user(name: UserName, request: UserRequest) -> dict[str, Any]:
+        if request.role.may(Role.MEMBER):
+            service.refuse_user(name)
         accounts.set_user(name, request.role)
         return {}
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
 from starlette.concurrency import run_in_threadpool
 
+from orchestrator.backends.attempts.durable import open_left
+from orchestrator.backends.redaction import hidden_bytes, masked
 from orchestrator.service.server.waits import Waits
 from orchestrator.service.views.records import JobView, job_view
 from orchestrator.specs.attempt import AttemptStatus, Heartbeat
@@ -17,7 +20,6 @@ from orchestrator.specs.job_record import JobStatus
 from orchestrator.specs.run import AttemptFolder, JobFolder
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from pathlib import Path
 
     from orchestrator.specs.job_record import Job
@@ -34,7 +36,8 @@ def view_of(home: Path, job: Job, policy: PolicySpec, problems: Sequence[str]) -
     if attempt is None or attempt.status is AttemptStatus.ENDED:
         return job_view(job, policy=policy)
     folder = JobFolder(home, job.id).attempt(attempt.number)
-    unwatched = read_from(folder.unwatched, 0).decode(errors="replace").partition("\n")[0]
+    lines = read_from(folder.unwatched, 0, hidden_bytes(job.spec, os.environ))
+    unwatched = lines.decode(errors="replace").partition("\n")[0]
     return job_view(job, beats(home, job), policy, unwatched)
 
 
@@ -49,29 +52,36 @@ def beats(home: Path, job: Job) -> list[Heartbeat]:
 
 def _beat(folder: AttemptFolder, rank: int) -> Heartbeat | None:
     try:
-        return Heartbeat(**json.loads(folder.heartbeat(rank).read_text()))
+        with open_left(folder.heartbeat(rank)) as file:
+            return Heartbeat(**json.load(file))
     except (OSError, ValueError, TypeError):  # missing, or written by another version
         return None
 
 
-def read_from(path: Path, offset: int) -> bytes:
-    """At most `LOG_BYTES_MAX` bytes of a file from an offset; none where the file is missing."""
+def read_from(path: Path, offset: int, hidden: Sequence[bytes]) -> bytes:
+    """At most `LOG_BYTES_MAX` bytes of a file from an offset; none where the file is missing.
+
+    Each byte of a `hidden` value is an asterisk, also where the value begins before the offset or ends later.
+    """
+    around = max(map(len, hidden), default=0)
+    before = min(offset, around)
     try:
-        with path.open("rb") as file:
-            file.seek(offset)
-            return file.read(LOG_BYTES_MAX)
+        with open_left(path) as file:
+            file.seek(offset - before)
+            text = masked(file.read(before + LOG_BYTES_MAX + around), hidden)
     except OSError:
         return b""
+    return text[before : before + LOG_BYTES_MAX]
 
 
 async def followed(
-    path: Path, offset: int, is_over: Callable[[], bool], waits: Waits, wait_s: float
+    path: Path, offset: int, hidden: Sequence[bytes], is_over: Callable[[], bool], waits: Waits, wait_s: float
 ) -> AsyncIterator[bytes]:
     """A file from an offset, as it grows, until nothing more can come, or for `wait_s`."""
     until_s = time.monotonic() + wait_s
     while True:
         was_over = is_over()  # asked before the file is read, so that nothing is missed
-        text = await run_in_threadpool(read_from, path, offset)
+        text = await run_in_threadpool(read_from, path, offset, hidden)
         offset += len(text)
         if text:
             yield text

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 
 from orchestrator.backends.ports import Backend, Decided, EventLog, Submission, decisions
 from orchestrator.scheduling.base.migration import MOVE_GRACE_S
@@ -50,6 +51,7 @@ POLL_S = 0.1  # longest delay until a submission or a cancellation is processed
 STORAGE_S = 1.0  # pause after the journal could not be written
 DEAF_S = 1.0  # pause after the backend failed to return events
 SNAPSHOT_EVENTS = 500  # fewest events between snapshots; with more live jobs, as many events as jobs
+STANDSTILL_S = 10.0  # without the end of a decision that is under way: one takes milliseconds, beside load a second
 GROUP = 64  # most events in one commit: submissions wait while they are decided
 ERROR_CHARACTERS_MAX = 500
 ANSWER_S = 60.0  # a submission's timeout: the commit of a group takes some milliseconds
@@ -109,8 +111,11 @@ class Controller:
             self._read_only, tail = _READ_ONLY.format(unreadable=unreadable, error=error), ()
             deciding = scheduler(snapshot or State(jobs=journal.live()))
         self.health = Health()
-        self.health.watch(lambda: self._storage_problem)
-        self.health.watch(lambda: self._read_only or journal.unreadable())
+        self.health.watch(lambda: self._storage_problem, is_fatal=True)
+        self.health.watch(lambda: self._read_only, is_fatal=True)
+        self.health.watch(journal.unreadable)
+        self.health.watch(self.standstill, is_fatal=True)
+        self._under_way: tuple[str, str, float] | None = None  # kind, log line and monotonic start of a decision
         self._storage_problem: str | None = None
         self._uncertain: UncertainError | None = None  # the journal may know what this process does not
         self._unkept: list[Event] = []  # told by the backend, and not in the journal yet
@@ -148,6 +153,18 @@ class Controller:
     def now_s(self) -> float:
         """The time of this service's clock."""
         return self._clock()
+
+    def standstill(self, *, names_job: bool = False) -> str | None:
+        """The event whose decision has not ended for STANDSTILL_S; None otherwise. Takes no lock: the decision has it.
+
+        Strangers may read it, unless it names the job.
+        """
+        under_way = self._under_way
+        if under_way is None or (taken_s := time.monotonic() - under_way[2]) < STANDSTILL_S:
+            return None
+        since = datetime.fromtimestamp(time.time() - taken_s).astimezone()
+        what = under_way[1] if names_job else under_way[0]
+        return f"no decision has ended for {taken_s:.0f} s: {what}, since {since:%Y-%m-%d %H:%M:%S %Z}"
 
     def wake_at_s(self) -> float | None:
         """When the loop decides again without an event; None: not before the next event."""
@@ -443,10 +460,13 @@ class Controller:
                     if isinstance(event, NodesSeen) and _is_known(self._scheduler.state, event):
                         continue
                     began_s = time.perf_counter()
+                    self._under_way = event.type, _line(event), time.monotonic()
                     decided.append((event, self._scheduler.step(event)))
                     taken_s.append(time.perf_counter() - began_s)
                 if not decided:
                     return
+                commit = f"commit of {len(decided)} events"
+                self._under_way = commit, commit, time.monotonic()
                 self._journal.append(decided)
                 self._note_storage(None)
             except BaseException as error:
@@ -456,6 +476,8 @@ class Controller:
                     self._uncertain = error
                 self._scheduler = self._scheduler_of(self._state)  # nothing of this has happened
                 raise
+            finally:
+                self._under_way = None
             self._state = state = self._scheduler.state
             self._version += 1
             for (event, taken), decision_s in zip(decided, taken_s, strict=True):

@@ -7,6 +7,7 @@ runs.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import gc
 import logging
 import os
@@ -18,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ import pydantic.v1.fields  # noqa: F401  Ray and FastAPI import it late in two t
 import uvicorn
 from fastapi import FastAPI
 
+from orchestrator.backends.attempts.identity import open_home
 from orchestrator.backends.journal.accounts import Accounts
 from orchestrator.backends.journal.journal import Journal
 from orchestrator.backends.notify.targets import Target, targets_of
@@ -37,6 +40,7 @@ from orchestrator.backends.ray.address import LOOPBACK as LOOPBACK_ADDRESS
 from orchestrator.backends.ray.backend import RayBackend
 from orchestrator.backends.trackers import TRACKERS
 from orchestrator.service.server.api import create_app
+from orchestrator.service.server.client import user_name
 from orchestrator.service.server.cluster_file import joined_nodes, kept_cluster, nodes_here, own_cluster, with_joined
 from orchestrator.service.server.controller import Controller
 from orchestrator.service.server.dependencies import Pages, Service
@@ -53,6 +57,7 @@ from orchestrator.service.server.rates import known, measured
 from orchestrator.service.server.sweeper import Sweeper
 from orchestrator.service.server.tracing import Tracing
 from orchestrator.service.server.waiting import waiting_app
+from orchestrator.specs.access import Role
 from orchestrator.specs.cluster import ClusterSpec
 from orchestrator.specs.errors import OrchestratorError, ServiceError, SpecError
 
@@ -60,6 +65,7 @@ NOTIFY_TIMEOUT_S = 5.0  # how long the trackers' notifier takes to see that the 
 HOME_CHECK_S = 5.0
 HEALTH_S = 1.0
 STOP_TIMEOUT_S = 5.0
+GRACE_S = 8.0  # from SIGTERM to the end, whatever the service does
 STREAMS_S = 2  # that a page's stream of events, which has no end, may hold up the end of the service
 
 log = logging.getLogger(__name__)
@@ -77,9 +83,16 @@ def main(pages: Pages) -> None:
         configure(os.environ.get(VARIABLE, LogFormat.TEXT))
     except SpecError as error:
         sys.exit(f"{error}")
-    stop, down = threading.Event(), threading.Event()
+    stop, down, ending = threading.Event(), threading.Event(), threading.Event()
+
+    def end(*_: object) -> None:
+        stop.set()
+        if not ending.is_set():  # the kernel's thread: where a decision hangs, this is as kill -9, with a traceback
+            ending.set()
+            faulthandler.dump_traceback_later(GRACE_S, exit=True)
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
+        signal.signal(number, end)
     try:
         serve(home, pages, stop, down, endpoint_from(said.endpoint), standby=said.standby)
     except OrchestratorError as error:
@@ -110,6 +123,8 @@ def serve(
         stack.enter_context(closing(journal))
         own = own_cluster(home)
         cluster = with_joined(own, joined_nodes(home))
+        accounts = Accounts(journal.database.transaction, time.time)
+        refuse_user = _separate_users(home, own, endpoint, accounts)
         found = embedded_ray.find(home)
 
         def must_end() -> bool:
@@ -141,6 +156,7 @@ def serve(
         controller = Controller(journal, backend, time.time, check_first=first.check)
         controller.health.watch(lambda: backend.problem)
         _watch_disk(home, controller.health, stop)
+        _in_a_thread(_log_problem, partial(controller.standstill, names_job=True), "decisions end again", stop)
         sweeper = Sweeper(controller, journal.sweeps, home)
         controller.turn(0.0)  # nothing starts on nodes of an earlier service that are not there
         notifier = None
@@ -165,7 +181,8 @@ def serve(
         _in_a_thread(_watch_home, home, token, shut_down, stop)
         service = Service(
             controller=controller,
-            accounts=Accounts(journal.database.transaction, time.time),
+            accounts=accounts,
+            refuse_user=refuse_user,
             home=home,
             token=token,
             cluster=cluster.name,
@@ -218,9 +235,37 @@ def _relays(
 def _watch_disk(home: Path, health: Health, stop: threading.Event) -> None:
     """Have the home folder's disk watched; what is wrong with it goes to `health` and the log."""
     disk = HomeWatch(home)
-    health.watch(lambda: disk.problem)
+    health.watch(lambda: disk.problem, is_fatal=True)
     _in_a_thread(disk.run, stop)
-    _in_a_thread(_log_disk, disk, stop)
+    _in_a_thread(_log_problem, lambda: disk.problem, "the home folder is written again", stop)
+
+
+def _separate_users(
+    home: Path, own: ClusterSpec, endpoint: Endpoint | None, accounts: Accounts
+) -> Callable[[str], None]:
+    """Open the home to the user ids of the cluster file; a check of users whose jobs would run as this process's user.
+
+    Raises ServiceError where there is one already, or where this process may not run jobs as others.
+    """
+    if own.users:
+        if os.geteuid() != 0:
+            raise ServiceError("`users` of the cluster file has user ids, and only root may run jobs as others")
+        open_home(home)
+
+    def refuse(name: str) -> None:
+        if endpoint is None or endpoint.trusts_users or own.users or name == user_name():
+            return
+        raise ServiceError(
+            f"jobs of {name} would run as {user_name()}, who can read and change this home and everybody's files: "
+            "give each user a user id by `users` of the cluster file, or say `orc up --listen HOST:PORT --trust-users`"
+        )
+
+    for user in accounts.users():
+        if user.role.may(Role.MEMBER):
+            refuse(user.name)
+    if own.oidc is not None:
+        refuse("whom the OpenID provider signs in")
+    return refuse
 
 
 def _named_ray(home: Path) -> str:
@@ -279,16 +324,16 @@ def _watch_home(home: Path, token: str, shut_down: Callable[[], None], stop: thr
             shut_down()
 
 
-def _log_disk(disk: HomeWatch, stop: threading.Event) -> None:
-    """Log when the home folder takes no writes any more, and when it does again: its own thread may stand still."""
-    known: str | None = None
+def _log_problem(source: Callable[[], str | None], cured: str, stop: threading.Event) -> None:
+    """Log when `source` begins to have a problem, and when it is cured: what it watches may stand still."""
+    before: str | None = None
     while not stop.wait(HEALTH_S):
-        now = disk.problem
-        if now is not None and known is None:
+        now = source()
+        if now is not None and before is None:
             log.error("%s", now)
-        elif now is None and known is not None:
-            log.info("the home folder is written again")
-        known = now
+        elif now is None and before is not None:
+            log.info("%s", cured)
+        before = now
 
 
 def _notify(controller: Controller, relays: Sequence[OutboxRelay[Any]], stop: threading.Event) -> None:

@@ -52,6 +52,7 @@ class Service:
     shut_down: Callable[[], None]
     sweeper: Sweeper
     set_aside: SetAside  # rows of the journal that cannot be read
+    refuse_user: Callable[[str], None] = lambda name: None  # noqa: ARG005  raises ServiceError where its jobs would be ours
     hosts: frozenset[str] = LOOPBACK  # that a Host header may name
     members: Members | None = None  # machines that join; None: the Ray is not the service's own
     pages: Pages | None = None  # that people look at; None: the API alone

@@ -31,6 +31,7 @@ class Endpoint:
     key: str  # path of its private key
     address: str  # of this machine, for the Ray of machines that join; on the loopback none can
     allowed_hosts: tuple[str, ...] = ()  # names that a Host header may give besides this machine's own
+    trusts_users: bool = False  # whose jobs may do all that the service's user may
 
     def names(self) -> frozenset[str]:
         """Every Host that a request may name: the loopback, this machine, the bound address, and the allowed hosts."""
@@ -78,7 +79,13 @@ def address_towards(host: str, port: int) -> str:
 
 
 def endpoint_of(
-    home: Path, listen: str, certificate: Path | None, key: Path | None, allowed_hosts: tuple[str, ...]
+    home: Path,
+    listen: str,
+    certificate: Path | None,
+    key: Path | None,
+    allowed_hosts: tuple[str, ...],
+    *,
+    trusts_users: bool = False,
 ) -> Endpoint:
     """The endpoint that `orc up --listen` asks for; makes a certificate in the home where none is given.
 
@@ -104,6 +111,7 @@ def endpoint_of(
         key=str(key.resolve()),
         address=address,
         allowed_hosts=tuple(sorted(allowed_hosts)),
+        trusts_users=trusts_users,
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import resource
 import selectors
 import subprocess
@@ -17,6 +18,7 @@ import time
 from collections import OrderedDict
 from typing import IO, Any
 
+from orchestrator.backends.environment import inherited
 from orchestrator.backends.journal.history import Codec
 from orchestrator.planning.search import frontier, planned_part
 from orchestrator.planning.work import TooManyPlans
@@ -90,7 +92,12 @@ class FirstDecisions:
         command = [sys.executable, "-m", self._program, str(self._cpu_s)]
         try:
             self._child = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+                command,
+                env=inherited(os.environ),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
             )
         except OSError as error:
             raise ServiceError(f"no process can be started to plan the job: {error.strerror}. Submit again") from None

@@ -9,12 +9,19 @@ class Health:
     """The problems that its sources tell. Every method may be called from any thread."""
 
     def __init__(self) -> None:
-        self._sources: list[Callable[[], str | None]] = []
+        self._sources: list[tuple[Callable[[], str | None], bool]] = []
 
-    def watch(self, source: Callable[[], str | None]) -> None:
-        """Ask `source` too, which waits for nothing: one sentence, or None while all is well."""
-        self._sources.append(source)
+    def watch(self, source: Callable[[], str | None], *, is_fatal: bool = False) -> None:
+        """Ask `source` too, which waits for nothing: one sentence, or None while all is well.
+
+        No job is taken while a fatal source has a problem.
+        """
+        self._sources.append((source, is_fatal))
 
     def problems(self) -> list[str]:
         """One sentence for each thing that is wrong now; empty while all is well."""
-        return [problem for source in self._sources if (problem := source()) is not None]
+        return [problem for source, _ in self._sources if (problem := source()) is not None]
+
+    def failures(self) -> list[str]:
+        """The problems because of which no job is taken now; empty while the service is ready."""
+        return [problem for source, is_fatal in self._sources if is_fatal and (problem := source()) is not None]

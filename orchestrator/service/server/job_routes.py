@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import os
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,6 +17,7 @@ from starlette.requests import ClientDisconnect
 from orchestrator.backends.attempts.metrics import metric_lines
 from orchestrator.backends.mlflow.content import comparison_key
 from orchestrator.backends.mlflow.tracker import comparison_url
+from orchestrator.backends.redaction import hidden_bytes
 from orchestrator.scheduling.reports.comparison import compared_ids, comparison, curve_of
 from orchestrator.scheduling.reports.deadlines import late
 from orchestrator.scheduling.reports.sweep import SweepReport
@@ -172,18 +174,21 @@ def add_job_routes(app: FastAPI, service: Service, uploads: Uploads, waits: Wait
 def add_log_routes(app: FastAPI, service: Service, waits: Waits) -> None:
     controller = service.controller
 
-    def file_of(job_id: str, number: int, rank: int) -> Path:
-        attempts = job_of(controller, job_id).attempts
+    def file_of(job_id: str, number: int, rank: int) -> tuple[Path, tuple[bytes, ...]]:
+        """The log's path, and what is hidden of it."""
+        job = job_of(controller, job_id)
+        attempts = job.attempts
         if not 1 <= number <= len(attempts):
             raise Unknown(f"job {job_id} has {len(attempts)} attempts; there is no attempt {number}")
         ranks = attempts[number - 1].plan.world_size
         if rank >= ranks:
             raise Unknown(f"attempt {number} of {job_id} has ranks 0 to {ranks - 1}; there is no rank {rank}")
-        return JobFolder(service.home, job_id).attempt(number).log(rank)
+        return JobFolder(service.home, job_id).attempt(number).log(rank), hidden_bytes(job.spec, os.environ)
 
     @app.get("/jobs/{job_id}/attempts/{number}/logs", **answers_bytes("X-Next-Offset"))
     def log(job_id: str, number: int, rank: Rank = 0, offset: Offset = 0) -> Response:
-        text = read_from(file_of(job_id, number, rank), offset)
+        file, hidden = file_of(job_id, number, rank)
+        text = read_from(file, offset, hidden)
         headers = {"X-Next-Offset": str(offset + len(text))}
         return Response(content=text, media_type="application/octet-stream", headers=headers)
 
@@ -196,13 +201,13 @@ def add_log_routes(app: FastAPI, service: Service, waits: Waits) -> None:
         wait_s: Annotated[float, Query(ge=0, le=FOLLOW_S)] = FOLLOW_S,
     ) -> Response:
         """The log from an offset, as it grows: until the attempt has ended, or for `wait_s`."""
-        file = await run_in_threadpool(file_of, job_id, number, rank)
+        file, hidden = await run_in_threadpool(file_of, job_id, number, rank)
 
         def is_over() -> bool:
             job = controller.state.jobs.get(job_id)
             return job is None or job.attempts[number - 1].status is AttemptStatus.ENDED
 
-        stream = followed(file, offset, is_over, waits, wait_s)
+        stream = followed(file, offset, hidden, is_over, waits, wait_s)
         return StreamingResponse(stream, media_type="application/octet-stream")
 
 

@@ -6,15 +6,18 @@ import fcntl
 import json
 import os
 import secrets
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
 from orchestrator.backends.attempts.durable import PRIVATE, write_durably
+from orchestrator.backends.attempts.identity import ENTER, USERS
+from orchestrator.backends.attempts.leftovers import kill_marked_below
 from orchestrator.backends.mlflow.tracker import ADDRESS_FILE as MLFLOW_FILE
 from orchestrator.service.server.client import Client, is_up, process_is_alive, service_file
 from orchestrator.service.server.cluster_file import FILE as CLUSTER_FILE
@@ -27,6 +30,8 @@ from orchestrator.specs.errors import ServiceError
 
 UP_TIMEOUT_S = 180.0  # an embedded Ray takes 4 s on an idle machine and 26 s under load
 DOWN_TIMEOUT_S = 60.0
+FORCED_TIMEOUT_S = 20.0  # before a service that was asked to end is made to
+SIGNAL_TIMEOUT_S = 12.0  # more than the service takes after SIGTERM, whatever it does
 POLL_S = 0.1
 TAIL_LINES = 15
 
@@ -108,43 +113,60 @@ def _keep_world(
 def stop(home: Path, force: bool) -> None:
     """Stop the service with its Ray and MLflow, and wait until its process has ended.
 
+    With `force` everything of the home on this machine ends, also where the service hangs or is gone.
     Raises ServiceError if jobs run without `force`, if nothing is up, or if it hangs.
     """
     _refuse_another_machine(home)
-    if not is_up(home):
-        _clear_remains(home, force)
-        return
-    pid = int(service_file(home)["pid"])
-    client = Client(home)
-    try:
-        client.shut_down(force)
-    finally:
-        client.close()
-    deadline_s = time.monotonic() + DOWN_TIMEOUT_S
-    while process_is_alive(pid):
-        if time.monotonic() > deadline_s:
-            raise ServiceError(
-                f"process {pid} is still ending after {DOWN_TIMEOUT_S:.0f} s: see {home / 'service.log'}"
-            )
-        time.sleep(POLL_S)
+    if up := is_up(home):
+        pid, timeout_s = int(service_file(home)["pid"]), FORCED_TIMEOUT_S if force else DOWN_TIMEOUT_S
+        with closing(Client(home)) as client:
+            client.shut_down(force)
+        if not _await_end([pid], timeout_s) and not force:
+            raise ServiceError(f"process {pid} is still ending after {timeout_s:.0f} s: see {home / 'service.log'}")
+    if force or not up:
+        _clear_remains(home, force, was_up=up)
 
 
-def _clear_remains(home: Path, force: bool) -> None:
-    """Handle the leftovers of a killed service."""
-    from orchestrator.backends.mlflow.server import MlflowServer
+def _clear_remains(home: Path, force: bool, *, was_up: bool) -> None:
+    """End what a service left that was killed, that ended and left jobs running, or that hangs."""
+    from orchestrator.backends.mlflow.server import end_server, server_processes
     from orchestrator.backends.ray import embedded as embedded_ray
 
-    pid = int(service_file(home)["pid"])
-    if process_is_alive(pid) and _is_daemon(pid):
-        raise ServiceError(f"process {pid} is the service, but does not answer: see {home / 'service.log'}, or kill it")
+    services = _services(home)
+    if services and not force:
+        raise ServiceError(
+            f"process {services[0]} is the service, but does not answer: see {home / 'service.log'}; "
+            "`orc down --force` ends it, with the jobs that run"
+        )
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        for pid in _services(home):
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+        _await_end(services, SIGNAL_TIMEOUT_S)
     if embedded_ray.find(home) is not None and not force:
         raise ServiceError(
             "the service is gone, but its Ray runs, perhaps with jobs: `orc up` adopts them, "
             "`orc down --force` stops them (they restart from their newest checkpoint at the next `orc up`)"
         )
+    has_ray = embedded_ray.started(home) is not None
+    if not (was_up or services or has_ray or server_processes(home)):
+        service_file(home)  # raises ServiceError: nothing is up
     embedded_ray.stop(home)
-    MlflowServer(home).stop()
-    (home / "service.json").unlink(missing_ok=True)
+    if has_ray:
+        kill_marked_below(home.resolve())
+    end_server(home)
+    with suppress(OSError):  # a read-only disk: the note names a process that has ended
+        (home / "service.json").unlink(missing_ok=True)
+
+
+def _await_end(pids: Sequence[int], timeout_s: float) -> bool:
+    """Wait until none of the processes lives, at most `timeout_s`; whether that is so."""
+    deadline_s = time.monotonic() + timeout_s
+    while any(map(process_is_alive, pids)):
+        if time.monotonic() > deadline_s:
+            return False
+        time.sleep(POLL_S)
+    return True
 
 
 def _refuse_another_machine(home: Path) -> None:
@@ -156,18 +178,20 @@ def _refuse_another_machine(home: Path) -> None:
         raise ServiceError(f"the service of {home} runs on the machine {other}: `orc up` and `orc down` work there")
 
 
-def _is_daemon(pid: int) -> bool:
-    """Whether the process is a service, by its command line: process ids are reused."""
-    try:
-        return b"orchestrator.service.process" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return False
+def _services(home: Path) -> list[int]:
+    """Ids of the processes on this machine that serve the home, by their command lines: a note may be missing."""
+    pids, command = [], "\0".join(_daemon(home)[1:]).encode()
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # gone meanwhile
+            if command + b"\0" in (entry / "cmdline").read_bytes():
+                pids.append(int(entry.name))
+    return pids
 
 
 def prepare(home: Path) -> None:
-    """Create the home folder (0700) and the token (0600) if missing, and correct their permissions."""
+    """Create the home folder (0700; ENTER with folders of users) and the token (0600) if missing, and correct modes."""
     home.mkdir(parents=True, exist_ok=True, mode=0o700)
-    home.chmod(0o700)
+    home.chmod(ENTER if (home / USERS).is_dir() else 0o700)
     token = home / "token"
     try:
         descriptor = os.open(token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -228,7 +252,7 @@ def _spawn(home: Path) -> subprocess.Popen[bytes]:
 
 
 def _daemon(home: Path) -> list[str]:
-    return [sys.executable, "-m", "orchestrator.service.process", "--home", str(home)]
+    return [sys.executable, "-m", "orchestrator.service.process", "--home", str(home.resolve())]
 
 
 def _await_answer(home: Path, process: subprocess.Popen[bytes]) -> None:

@@ -16,12 +16,14 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from orchestrator.backends.environment import inherited, matching
 from orchestrator.specs.choices import Precision
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.spec import JobSpec
@@ -53,7 +55,8 @@ def traced(spec: JobSpec, home: Path, source: str) -> tuple[TracedProfile, ...]:
             "arithmetics": [dict(zip(("precision", "autocast", "cuda"), each, strict=True)) for each in arithmetics],
         }
         kept = home / "profiles" / f"{_digest(spec, request)}.json"
-        profiles = _read(kept) or _trace(request, kept, source, spec.workdir if spec.is_script else None)
+        project = spec.workdir if spec.is_script else None
+        profiles = _read(kept) or _trace(request, kept, source, project, matching(os.environ, spec.secrets))
         distinct: dict[tuple[bool, ModelProfile], TracedProfile] = {}  # one entry if CUDA and CPU agree
         for (_, autocast, cuda), profile in zip(arithmetics, profiles, strict=True):
             one = TracedProfile(sequence_length=length, autocast=autocast, cuda=cuda, profile=profile)
@@ -98,9 +101,11 @@ def _read(kept: Path) -> tuple[ModelProfile, ...] | None:
         return None
 
 
-def _trace(request: dict[str, Any], kept: Path, source: str, project: str | None) -> tuple[ModelProfile, ...]:
+def _trace(
+    request: dict[str, Any], kept: Path, source: str, project: str | None, secrets: Mapping[str, str]
+) -> tuple[ModelProfile, ...]:
     """Run the trace. `project`: a folder from which the model's file may import, as its script does."""
-    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    env = {**inherited(os.environ), **secrets, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     if project is not None:
         env["PYTHONPATH"] = os.pathsep.join(filter(None, (project, env.get("PYTHONPATH"))))
     with tempfile.TemporaryDirectory() as folder:

@@ -1,6 +1,6 @@
 /* A libnvidia-ml.so.1 without a driver: the real pynvml talks to it.
  *
- * FAKE_NVML_STATE names a file that is read at each call. First line "ok" or the nvmlReturn_t that nvmlInit answers;
+ * NVIDIA_FAKE_STATE names a file that is read at each call. First line "ok" or the nvmlReturn_t that nvmlInit answers;
  * then one line per device: total_mib used_mib lost(0|1) pid:used_mib,pid:used_mib (or "-") and, where it is not 0,
  * how busy it is in percent; then what differs from a bare card: name=A_B reserved=MIB mig=1 cores=N sm=MHZ mem=MHZ
  * bus=BITS capability=MAJOR.MINOR links=N:MBPS pcie=GENERATION:LANES.
@@ -58,7 +58,7 @@ static void load(void) {
     unsigned long long total, used;
     unsigned busy;
     int lost;
-    const char *path = getenv("FAKE_NVML_STATE");
+    const char *path = getenv("NVIDIA_FAKE_STATE");
     FILE *file = path ? fopen(path, "r") : NULL;
     count = 0;
     init_answer = 9; /* driver not loaded */

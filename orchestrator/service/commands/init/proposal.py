@@ -56,18 +56,23 @@ PRECISIONS = {
 # Frameworks whose flags are in their own code, not in the script.
 INHERITS = ("hf", "trl", "lightning", "litgpt", "llamafactory", "axolotl", "torchtune")
 SAYS_SUCCESS = ("trl", "litgpt", "llamafactory", "axolotl", "torchtune")
+HUB_TOKEN = "HF_TOKEN"
+HUBS = {"huggingface_hub", "transformers", "datasets", "diffusers", "trl"}  # that load from the Hugging Face hub
+OF_THE_HUB = ("hf", "trl", "diffusers", "accelerate", "llamafactory", "axolotl")
 SEVERAL_RANKS = ("init_process_group", "DistributedDataParallel", "DDP", "Accelerator", "FullyShardedDataParallel")
 
 
-def proposal(words: Sequence[str], folder: Path) -> str:
+def proposal(words: Sequence[str], folder: Path, environment: Mapping[str, str]) -> str:
     """The text of a job file for a command typed in `folder`, for the user to check. It is a valid job file.
+
+    Of the shell's `environment` it names what a job does not inherit: the hub's token.
 
     Raises SpecError if the command starts no training.
     """
     typed = read_command(words, folder)
     readable = typed.script is not None and (typed.framework is None or typed.script.is_file())
     script = read_script(typed.script) if readable and typed.script is not None else NO_SCRIPT
-    text = "\n".join(_lines(typed, script)) + "\n"
+    text = "\n".join((*_lines(typed, script), *_secrets(typed, script, environment))) + "\n"
     parse_job(text, f"the proposal for {shlex.join(words)}")
     return text
 
@@ -123,6 +128,13 @@ def _lines(typed: Typed, script: Script) -> Iterator[str]:
     if framework == "trl":
         yield "success: {artifacts: ['*.safetensors']} # trl's scripts save it at their end"
     yield from _unknown(script, knobs, framework)
+
+
+def _secrets(typed: Typed, script: Script, environment: Mapping[str, str]) -> Iterator[str]:
+    if HUB_TOKEN in environment:
+        yield f"secrets: [{HUB_TOKEN}] # not inherited: the service must have it when it is started"
+    elif HUBS & {name.partition(".")[0] for name in script.imports} or _framework(typed, script) in OF_THE_HUB:
+        yield f"# secrets: [{HUB_TOKEN}] # for models that need a token: set it where you start the service"
 
 
 def _trainer(script: Script, framework: Framework | None) -> Iterator[str]:

@@ -1,0 +1,116 @@
+"""Runs the jobs of other people as other people: user ids, and folders that only their user and the service open.
+
+home/                       0711, and nothing in it is open but the way to
+home/users/<name>/          0700, of the user: HOME, and caches of their own
+home/jobs/<id>/             0710, of the user's group
+home/jobs/<id>/attempts/N/  01777, of the service: ranks add files, and change none of others
+... output, checkpoints, work, workdir, data    of the user
+"""
+
+from __future__ import annotations
+
+import os
+import pwd
+import stat
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from orchestrator.backends.attempts.launch_request import LaunchRequest
+from orchestrator.backends.attempts.launcher import RUN_AS
+from orchestrator.specs.cluster import UserSpec
+from orchestrator.specs.errors import SpecError
+from orchestrator.specs.job.paths import paths_of
+from orchestrator.specs.job_record import Job
+from orchestrator.specs.run import AttemptFolder, JobFolder, uploaded, uploads_folder
+
+USERS = "users"
+SHARED = ("jobs", USERS, "uploads")  # folders of the home through which ranks reach their own
+ENTER, ENTER_GROUP, ADD = 0o711, 0o710, 0o1777
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """The user whose rights a job's processes have."""
+
+    name: str
+    uid: int
+    gid: int
+
+    def variables(self, home: Path) -> dict[str, str]:
+        """Variables of the user's processes, which the job's own override."""
+        user_home = home / USERS / self.name
+        cache = str(user_home / ".cache")
+        return {"HOME": str(user_home), "USER": self.name, "LOGNAME": self.name, "XDG_CACHE_HOME": cache}
+
+    def final_variables(self, home: Path) -> dict[str, str]:
+        """Variables that nothing overrides."""
+        extensions = str(home / USERS / self.name / "torch_extensions")
+        return {"TORCH_EXTENSIONS_DIR": extensions, RUN_AS: f"{self.uid}:{self.gid}"}
+
+
+def identity_of(job: Job, users: Mapping[str, UserSpec]) -> Identity | None:
+    """Whose rights the job's processes have; None: the service's. Raises SpecError for a user without a user id."""
+    if not users or job.user in ("", _own_name()):
+        return None
+    user = users.get(job.user)
+    if user is None:
+        hint = "the cluster file's `users` gives each user a user id, as whom jobs run"
+        raise SpecError("the user has no user id here", source=job.id, path="user", got=job.user, hint=hint)
+    return Identity(name=job.user, uid=user.uid, gid=user.uid if user.gid is None else user.gid)
+
+
+def open_home(home: Path) -> None:
+    """Let ranks of other users through to their own folders, and close everything else to them."""
+    os.umask(0o077)
+    for name in SHARED:
+        (home / name).mkdir(exist_ok=True)
+    for entry in (*home.iterdir(), *(home / "jobs").iterdir()):
+        if not entry.is_symlink() and entry.stat().st_gid == os.getegid():
+            entry.chmod(stat.S_IMODE(entry.stat().st_mode) & 0o700)
+    for folder in (home, *(home / name for name in SHARED)):
+        folder.chmod(ENTER)
+
+
+def hand_over(identity: Identity, home: Path, job: Job, number: int, request: LaunchRequest) -> None:
+    """Give the user what the attempt's ranks write, and let them read what they were written. Raises OSError."""
+    folder = JobFolder(home, job.id)
+    attempt = folder.attempt(number)
+    for file, _ in request.files:
+        if Path(file).parent == attempt.path:
+            Path(file).chmod(0o644)
+    folder.epoch.chmod(0o644)
+    for owned in (home / USERS / identity.name, *_written_by_ranks(folder, attempt)):
+        owned.mkdir(exist_ok=True)
+        if owned.lstat().st_uid != identity.uid:
+            owned.chmod(0o700)
+            for path in (*owned.rglob("*"), owned):
+                os.chown(path, identity.uid, identity.gid, follow_symlinks=False)
+    attempt.path.parent.chmod(ENTER)
+    attempt.path.chmod(ADD)  # from here on other ranks of the user may add to it
+    os.chown(folder.path, os.geteuid(), identity.gid)
+    folder.path.chmod(ENTER_GROUP)
+    for _, named in paths_of(job.spec):
+        if (upload := uploaded(home, named)) is not None:
+            _show(upload[0], uploads_folder(home))
+
+
+def _written_by_ranks(folder: JobFolder, attempt: AttemptFolder) -> Iterator[Path]:
+    yield from (folder.output, folder.checkpoints, folder.path / "data", attempt.output)
+    yield from (path for path in (folder.workdir, attempt.path / "work") if path.is_dir())
+
+
+def _show(upload: Path, uploads: Path) -> None:
+    """Let every user who knows its digest read an upload."""
+    for path in (*reversed(upload.relative_to(uploads).parents), upload.relative_to(uploads)):
+        (uploads / path).chmod(ENTER)
+    for path in upload.rglob("*"):
+        if not path.is_symlink():
+            path.chmod(0o755 if path.is_dir() or os.access(path, os.X_OK) else 0o644)
+
+
+def _own_name() -> str:
+    try:
+        return pwd.getpwuid(os.geteuid()).pw_name
+    except KeyError:
+        return str(os.geteuid())

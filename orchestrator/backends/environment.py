@@ -1,0 +1,38 @@
+"""Which variables a job inherits, and which of them hold secrets. Standard library only."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+
+INHERITED = (  # a trailing * stands for any end; docs/security.md has the same list
+    *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "LC_*", "TZ", "TMPDIR", "XDG_CACHE_HOME"),
+    *("LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_PREFIX", "PYTHONPATH", "PYTHONHOME", "PYTHONHASHSEED"),
+    *("PYTHONNOUSERSITE", "PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX", "PYTHONUTF8", "PYTHONIOENCODING"),
+    *("CUDA_*", "NVIDIA_*", "NCCL_*", "GLOO_*", "UCX_*", "FI_*", "TORCH_*", "PYTORCH_*", "TORCHINDUCTOR_*", "TRITON_*"),
+    *("OMP_*", "MKL_*", "KMP_*", "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_ENDPOINT", "HF_XET_CACHE"),
+    *("HF_DATASETS_CACHE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_CACHE", "TRANSFORMERS_OFFLINE"),
+    *("TOKENIZERS_PARALLELISM", "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"),
+    *("http_proxy", "https_proxy", "no_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "ALL_PROXY"),
+)
+_SECRET = re.compile(
+    r"TOKEN(?!I[SZ]|S?_(PATH|FILE))|SECRET|PASSW|PASSPHRASE|CREDENTIAL|APIKEY|(^|_)(KEY|PAT|DSN)S?(_ID)?$|_KEY_"
+)
+
+
+def is_secret(name: str) -> bool:
+    """Whether a variable is named like a secret."""
+    return _SECRET.search(name.upper()) is not None
+
+
+def inherited(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables of INHERITED; none that is named like a secret, and no proxy whose address has a password."""
+    passed = matching(environment, INHERITED)
+    return {name: value for name, value in passed.items() if not (name.lower().endswith("_proxy") and "@" in value)}
+
+
+def matching(environment: Mapping[str, str], patterns: Iterable[str]) -> dict[str, str]:
+    """The variables that a pattern names. A pattern with * passes none that is named like a secret."""
+    starts = tuple(pattern[:-1] for pattern in patterns if pattern.endswith("*"))
+    names = {name for name in environment if name.startswith(starts) and not is_secret(name)}
+    return {name: environment[name] for name in sorted((names | {*patterns}) & environment.keys())}

@@ -1,0 +1,32 @@
+"""Hides what the service's environment holds from other processes of its user. Standard library only."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import sys
+
+from orchestrator.backends.environment import inherited
+
+HANDED = "ORC_ENVIRONMENT"  # descriptor of the whole environment, for the process that is executed again
+PR_SET_DUMPABLE = 4
+
+
+def hide_environment() -> None:
+    """Execute this process again with the variables that jobs inherit; the others come back into its memory alone.
+
+    /proc/PID/environ shows what the kernel was handed at the start. From here on it, the memory and the descriptors
+    are closed to other processes of this user but root's, and no core is dumped (prctl(2), PR_SET_DUMPABLE).
+    """
+    handed = os.environ.pop(HANDED, None)
+    if handed is None:
+        descriptor = os.memfd_create("environment", 0)
+        with os.fdopen(os.dup(descriptor), "w") as file:
+            json.dump(dict(os.environ), file)
+        command = [sys.executable, *sys.orig_argv[1:]]
+        os.execve(command[0], command, {**inherited(os.environ), HANDED: str(descriptor)})
+    ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
+    with os.fdopen(int(handed), "r") as file:
+        file.seek(0)
+        os.environ.update(json.load(file))
