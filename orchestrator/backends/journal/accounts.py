@@ -255,7 +255,7 @@ def _role(name: str, text: str) -> Role | None:
     try:
         return Role(text)
     except ValueError:
-        log.error("user %s has the unknown role %r, and is not admitted: `orc user add` gives another", name, text)
+        log.error("user %s has the unknown role %r, and is not admitted: `orc user set` gives another", name, text)
         return None
 
 
