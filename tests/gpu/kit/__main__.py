@@ -13,12 +13,12 @@ from tests.gpu.kit import install, runner
 
 # What was never seen first: arguments of a module, and the seconds that it may take.
 STEPS = {
-    "install": ("install", 50),
-    "ours": ("service ours", 120),
-    "deepspeed": ("plans deepspeed", 80),
-    "pairs": ("plans pairs", 125),
-    "sharing": ("sharing", 60),
-    "strangers": ("service strangers", 90),
+    "install": ("install", 45),
+    "ours": ("service ours", 115),
+    "deepspeed": ("plans deepspeed", 75),
+    "pairs": ("plans pairs", 120),
+    "sharing": ("sharing", 85),
+    "strangers": ("service strangers", 85),
     "unmeasured": ("plans unmeasured", 15),
 }
 

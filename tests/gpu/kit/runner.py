@@ -62,11 +62,16 @@ def recorded(name: str, **fields: Any) -> Iterator[dict[str, Any]]:
 
 
 def run(steps: Sequence[Step], log: Path) -> None:
-    """Run all steps, whatever becomes of any; each leaves a line, its output in `log`, and no process."""
+    """Run all steps, whatever becomes of any; each leaves a line, its output in `log`, and no process.
+
+    The last one may take what the others have left of LIMITS_MAX_S.
+    """
+    end_s = time.monotonic() + PATIENCE * LIMITS_MAX_S
     library = ctypes.CDLL(None)
     library.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # what a step orphans becomes ours
     for step in steps:
         began_s = time.monotonic()
+        limit_s = max(PATIENCE * step.limit_s, end_s - began_s if step is steps[-1] else 0)
         with log.open("ab") as file:
             file.write(f"\n=== {step.name}\n".encode())
             file.flush()
@@ -84,7 +89,7 @@ def run(steps: Sequence[Step], log: Path) -> None:
                 record({"step": step.name, "ended": "not started", "error": str(error)})
                 continue
         try:
-            ended = "done" if child.wait(PATIENCE * step.limit_s) == 0 else "failed"
+            ended = "done" if child.wait(limit_s) == 0 else "failed"
         except subprocess.TimeoutExpired:
             ended = "limit"
             child.kill()
@@ -93,7 +98,7 @@ def run(steps: Sequence[Step], log: Path) -> None:
             with log.open("rb") as file:
                 file.seek(begin)
                 line["log"] = file.read()[-TAIL:].decode(errors="replace")
-        record({**line, "wall_s": round(time.monotonic() - began_s, 2), "limit_s": step.limit_s})
+        record({**line, "wall_s": round(time.monotonic() - began_s, 2), "limit_s": round(limit_s)})
 
 
 def _end_descendants() -> int:

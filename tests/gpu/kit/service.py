@@ -49,11 +49,11 @@ class Size:
 SIZES = {
     "full": Size(
         hidden=768, layers=12, vocabulary=32000, tokens=4096, batch=64, lie="20MiB",
-        words="--per_device_train_batch_size 8192 --samples 8192 --block_size 512", mib=4096,
+        words="--per_device_train_batch_size 12288 --samples 12288 --block_size 512", mib=4096,
     ),
     "tiny": Size(
         hidden=64, layers=4, vocabulary=256, tokens=256, batch=192, lie="100KiB",
-        words="--per_device_train_batch_size 2048 --samples 2048 --block_size 128", mib=32,
+        words="--per_device_train_batch_size 640 --samples 640 --block_size 128", mib=32,
     ),
 }  # fmt: skip
 

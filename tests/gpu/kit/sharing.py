@@ -8,12 +8,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -85,15 +84,15 @@ def adapters_in(processes: int, size_name: str) -> list[dict[str, float]]:
 
 
 @contextlib.contextmanager
-def mps() -> Iterator[Mapping[str, Any]]:
+def mps() -> Iterator[None]:
     """NVIDIA's daemon that lets kernels of several processes overlap; programs within the block use it."""
     with tempfile.TemporaryDirectory() as folder:
         os.environ |= {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
-        subprocess.run(["nvidia-cuda-mps-control", "-d"], check=True, timeout=10)
         try:
-            yield {}
-        finally:
+            subprocess.run(["nvidia-cuda-mps-control", "-d"], check=True, timeout=10)
+            yield
             subprocess.run(["nvidia-cuda-mps-control"], input="quit\n", text=True, check=False, timeout=20)
+        finally:
             del os.environ["CUDA_MPS_PIPE_DIRECTORY"], os.environ["CUDA_MPS_LOG_DIRECTORY"]
 
 
@@ -109,21 +108,17 @@ def main(size_name: str) -> None:
             line["jobs"] = list(threads.map(lambda _: beside(one, device), range(count)))
             line["step_s"] = [job["measured"]["step_s"] for job in line["jobs"]]
 
-    record_together("one job alone", 1)
-    record_together("two jobs by time-slicing", 2)
-    for processes in (1, ADAPTERS):
-        with recorded(f"sharing: {ADAPTERS} adapters in {processes} processes") as line:
+    def record_adapters(name: str, processes: int) -> None:
+        with recorded(f"sharing: {ADAPTERS} adapters in {name}") as line:
             line["processes"] = adapters_in(processes, size_name)
             line["tokens_per_s"] = sum(one["tokens_per_s"] for one in line["processes"])
-    if shutil.which("nvidia-cuda-mps-control") is None:
-        with recorded("sharing: MPS") as line:
-            line["error"] = "nvidia-cuda-mps-control is not here"
-        return
-    with mps():
+
+    record_together("one job alone", 1)
+    record_together("two jobs by time-slicing", 2)
+    with recorded("sharing: MPS"), mps():
         record_together("two jobs under MPS", 2)
-        with recorded(f"sharing: {ADAPTERS} adapters in {ADAPTERS} processes under MPS") as line:
-            line["processes"] = adapters_in(ADAPTERS, size_name)
-            line["tokens_per_s"] = sum(one["tokens_per_s"] for one in line["processes"])
+    record_adapters("one process", 1)
+    record_adapters("four processes", ADAPTERS)
 
 
 if __name__ == "__main__":
