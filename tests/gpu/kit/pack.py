@@ -115,7 +115,3 @@ def _archive(wheels: Path, archive: Path) -> None:
                     new.writestr(info, old.read(info), compress_type=zipfile.ZIP_STORED)
             file.add(stored, path.name)
             stored.unlink()
-
-
-if __name__ == "__main__":
-    sys.exit(pack(*sys.argv[1:]))
