@@ -49,12 +49,11 @@ from tests.memory.matrix import (
 from tests.memory.measure import Run
 from tests.memory.measure import measured as measured_peaks
 from tests.memory.models import BART, T5
-from tests.training.gang import TORCH_2_12, needs_torch_2_12
+from tests.training.gang import needs_torch_2_12
 
 MEAN_ERROR_MAX = 0.02
 MOMENT_ERROR_MAX = 0.01
-# Pipelines of torch 2.11 were up to 4.4 % above what is predicted (2026-11-27); nobody has looked for the cause.
-CUT_ERROR_MAX = 0.02 if TORCH_2_12 else 0.05
+CUT_ERROR_MAX = 0.02
 MODES = NONE, SELECTIVE, FULL = tuple(ActivationCheckpointing)
 pytestmark = pytest.mark.timeout(600)  # 60 s of launches on two idle cores, several times that on busy ones
 
@@ -96,7 +95,7 @@ def test_a_plan_whose_first_layers_only_are_recomputed_in_full_needs_what_is_pre
 ) -> None:
     found = rows(DEEP, partial_plans(ranks), tmp_path)
     assert found
-    assert max(abs(row.error) for row in found) <= CUT_ERROR_MAX, table(found)
+    assert max(abs(row.error) for row in found) <= MEAN_ERROR_MAX, table(found)
 
 
 @pytest.mark.parametrize(

@@ -248,6 +248,18 @@ class _Stage(PipelineStage):
         self.chunks = num_microbatches
         self._describe(self.grad_recv_info, num_microbatches)
 
+    if not hasattr(PipelineStage, "_setup_forward_recv_info"):  # torch 2.11 has it within these two
+
+        def _prepare_forward_infra(self, num_microbatches: int, *inputs: Any) -> Any:
+            outputs = super()._prepare_forward_infra(1, *inputs)
+            self._describe(self.args_recv_info, num_microbatches)
+            return outputs
+
+        def _prepare_backward_infra(self, num_microbatches: int, *others: Any) -> Any:
+            super()._prepare_backward_infra(1, *others)
+            self.chunks = num_microbatches
+            self._describe(self.grad_recv_info, num_microbatches)
+
     def _describe(self, infos: dict[int, tuple[Any, ...]], num_microbatches: int) -> None:
         """Make the first micro-batch's buffers shapes without memory, and give every micro-batch the like."""
         self._release(infos[0])
