@@ -13,12 +13,12 @@ from tests.gpu.kit import install, runner
 
 # What was never seen first: arguments of a module, and the seconds that it may take.
 STEPS = {
-    "install": ("install", 45),
+    "install": ("install", 70),
     "ours": ("service ours", 115),
     "deepspeed": ("plans deepspeed", 75),
-    "pairs": ("plans pairs", 120),
-    "sharing": ("sharing", 85),
-    "strangers": ("service strangers", 85),
+    "pairs": ("plans pairs", 110),
+    "sharing": ("sharing", 75),
+    "strangers": ("service strangers", 80),
     "unmeasured": ("plans unmeasured", 15),
 }
 

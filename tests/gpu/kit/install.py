@@ -42,7 +42,7 @@ def join(archive: Path, folders: list[Path]) -> None:
 
 
 def main() -> None:
-    """Make VENV; once it is whole, nothing."""
+    """Make VENV, and compile it by all cores; once it is whole, nothing."""
     ready = VENV / ".ready"
     if ready.exists():
         return
@@ -57,11 +57,11 @@ def main() -> None:
     (own,) = VENV.glob("lib/python*/site-packages")
     (own / "there.pth").write_text("".join(f"import site; site.addsitedir({path!r})\n" for path in there))
     pip = (sys.executable, "-m", "pip", "--python", str(PYTHON), "install", "--no-index", "--no-deps", "--quiet")
-    # In one command: several would overwrite what packages of one namespace share. Compiled by all cores afterwards.
+    # In one command: several would overwrite what packages of one namespace share.
     _call(*pip, "--no-compile", *map(str, wheels.glob("*.whl")))
-    subprocess.run([str(PYTHON), "-m", "compileall", "-q", "-j", "0", str(own)], timeout=TIMEOUT_S, check=False)
     _call(*pip, "--no-build-isolation", "--editable", str(ROOT))
     ready.touch()
+    subprocess.run([str(PYTHON), "-m", "compileall", "-q", "-j", "0", str(own)], timeout=TIMEOUT_S, check=False)
 
 
 def _call(*command: str) -> None:
