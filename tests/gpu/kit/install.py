@@ -6,6 +6,7 @@ Runs before anything is installed: Python and pip alone.
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -48,6 +49,7 @@ def main() -> None:
         return
     python = "{}.{}".format(*sys.version_info[:2])
     archive, wheels = FOLDER / ARCHIVE, FOLDER / "joined"
+    shutil.rmtree(wheels, ignore_errors=True)
     join(archive, [parts_of(python, call) for call in (1, 2)])
     with tarfile.open(archive) as file:
         file.extractall(wheels, filter="data")
