@@ -10,7 +10,7 @@ PURE := $(addprefix tests/,specs planning scheduling)
 TRAINED := $(addprefix tests/,audio fake_card gpu memory training)
 PYTEST := PYTHONHASHSEED=0 $(BIN)/python -m pytest -m "not long and not cluster"
 
-.PHONY: demo demo-audio test test-pure test-trained test-world test-long test-cluster chaos lint docs bench bench-memory bench-cost bench-gpu bench-scheduler bench-recovery bench-compare clean
+.PHONY: demo demo-audio test test-pure test-trained test-world test-long test-oldest-torch test-cluster chaos lint docs bench bench-memory bench-cost bench-gpu gpu-rehearsal bench-scheduler bench-recovery bench-compare clean
 
 $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -44,6 +44,17 @@ test-long: $(READY)
 	PYTHONHASHSEED=$(SEED) $(BIN)/python -m pytest -m "(long or hypothesis) and not cluster" \
 		--hypothesis-profile=new --hypothesis-seed=$(SEED) \
 		|| { echo "the same cases again: make test-long SEED=$(SEED)"; exit 1; }
+	$(MAKE) --no-print-directory test-oldest-torch
+
+# The other end of the torch that is supported, over what .venv has; 3 GB, since its wheel is that for CUDA
+OLDEST := .venv.torch-2.11
+test-oldest-torch: $(READY)
+	$(BIN)/python -m venv $(OLDEST)
+	if $(OLDEST)/bin/pip install --quiet --disable-pip-version-check 'torch==2.11.*' numpy; then \
+		echo "import site; site.addsitedir('$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')')" \
+			> $$(echo $(OLDEST)/lib/python*/site-packages)/newer.pth && \
+		PYTHONHASHSEED=0 $(OLDEST)/bin/python -m pytest -m "not long and not cluster" tests/training tests/memory; \
+	else echo "skipped: there is no wheel of torch 2.11 for this machine"; fi
 
 # Four hosts as network namespaces: root, Linux, and a PostgreSQL
 test-cluster: $(READY)
@@ -77,6 +88,9 @@ bench-cost: $(READY)
 
 bench-gpu: $(READY)  # on a machine with a CUDA device
 	$(BIN)/python -m tests.gpu.measure .bench/gpu.jsonl
+
+gpu-rehearsal: $(READY)  # of what tests/gpu/kit does on a machine with a GPU; root, or user namespaces
+	$(BIN)/python -m tests.gpu.kit.rehearse
 
 bench-scheduler: $(READY)
 	$(BIN)/python -m benchmarks scheduler fairness journal

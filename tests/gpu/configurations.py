@@ -48,17 +48,18 @@ EIGHT_BIT_FULL = replace(FULL, optimizer=Optimizer.ADAMW_8BIT)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """One training: STEPS steps of a model at a length under a plan, where the device has so many bytes."""
+    """One training: `steps` steps of a model at a length under a plan, where the device has so many bytes."""
 
     name: str
     model: ModelSpec
     sequence_length: int
     plan: Plan
     capacity_bytes: int
+    steps: int = STEPS
 
     @property
     def training(self) -> TrainingSpec:
-        return TrainingSpec(max_steps=STEPS, optimizer=self.plan.optimizer)
+        return TrainingSpec(max_steps=self.steps, optimizer=self.plan.optimizer)
 
     def profile(self, kind: DeviceKind) -> ModelProfile:
         """Of the planner, before it has learned anything."""

@@ -28,7 +28,7 @@ from orchestrator.specs.job.model import DataSpec
 from orchestrator.specs.run import OOM_EXIT_CODE, GuardSettings, TrainingRun, write_json
 from orchestrator.specs.settings import in_short
 from orchestrator.training.guard import guard
-from tests.gpu.configurations import STEPS, Measurement, on_cpu, on_cuda
+from tests.gpu.configurations import Measurement, on_cpu, on_cuda
 
 ROOT = Path(__file__).parents[2]
 TRAINING_TIMEOUT_S = 300  # of one training, its imports and weights
@@ -98,13 +98,13 @@ def _smi(fields: str) -> list[str] | None:
     return [one.strip() for one in told.stdout.split(",")]
 
 
-def measured(one: Measurement, kind: DeviceKind, device: Line) -> Line:
-    """Train it in a process of its own: what was predicted, and what it took."""
+def measured(one: Measurement, kind: DeviceKind, device: Line, timeout_s: float = TRAINING_TIMEOUT_S) -> Line:
+    """Train it in a process of its own: what was predicted, and what it took, so far where time ran out."""
     estimate = one.predicted(kind)
     free_mib = _smi("memory.free") if kind is DeviceKind.CUDA else None
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        code, said = _train(one, kind, folder)
+        code, said = _train(one, kind, folder, timeout_s)
         beat, oom = (_told(folder / f"rank0.{what}.json") for what in ("heartbeat", "oom"))
     room_bytes = beat.get("allocator_room_bytes")
     overhead = None if room_bytes is None or free_mib is None else int(free_mib[0]) * 2**20 - room_bytes
@@ -134,14 +134,22 @@ def measured(one: Measurement, kind: DeviceKind, device: Line) -> Line:
     }
 
 
-def _train(one: Measurement, kind: DeviceKind, folder: Path) -> tuple[int, str]:
+def data_of(one: Measurement, folder: Path) -> DataSpec:
+    """Samples of full length for all its steps. A decoder reads bytes."""
     import numpy as np
 
-    samples = one.plan.global_batch_size * STEPS
-    np.save(folder / "tokens.npy", np.arange(samples * one.sequence_length + 1, dtype=np.uint16) % 23)
+    tokens = 97 + np.arange(one.plan.global_batch_size * one.steps * one.sequence_length + 1, dtype=np.uint16) % 23
+    if one.model.decoder is not None:
+        tokens.astype(np.uint8).tofile(folder / "text.txt")
+        return DataSpec(text=(str(folder / "text.txt"),), sequence_length=one.sequence_length)
+    np.save(folder / "tokens.npy", tokens)
+    return DataSpec(tokens=(str(folder / "tokens.npy"),), sequence_length=one.sequence_length)
+
+
+def _train(one: Measurement, kind: DeviceKind, folder: Path, timeout_s: float) -> tuple[int, str]:
     run = TrainingRun(
         model=one.model,
-        data=DataSpec(tokens=(str(folder / "tokens.npy"),), sequence_length=one.sequence_length),
+        data=data_of(one, folder),
         training=one.training,
         plan=one.plan,
         job_folder=str(folder),
@@ -161,12 +169,12 @@ def _train(one: Measurement, kind: DeviceKind, folder: Path) -> tuple[int, str]:
             [sys.executable, guard.__file__, str(folder / "guard.json"), "--", *target],
             capture_output=True,
             text=True,
-            timeout=TRAINING_TIMEOUT_S,
+            timeout=timeout_s,
             env=environment,
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return -1, f"not done after {TRAINING_TIMEOUT_S} s"
+        return -1, f"not done after {timeout_s:.0f} s"
     return ended.returncode, next(reversed(ended.stderr.strip().splitlines()), "nothing was said")
 
 

@@ -19,12 +19,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
-from orchestrator.specs.job.model import DataSpec
 from orchestrator.training.build import build_recipe
-from tests.gpu.configurations import H100, STEPS, measured_at
+from tests.gpu.configurations import H100, measured_at
+from tests.gpu.measure import data_of
 from tests.gpu.runs import run_of, train
 
 PLACES = 3  # of the code that are shown for an allocation, the innermost first
@@ -59,10 +58,7 @@ def taken_apart(number: int) -> dict[str, Any]:
         store = torch.distributed.FileStore(str(folder / "store"), 1)
         torch.distributed.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1, device_id=device)
         torch.cuda.memory._record_memory_history(context="alloc", stacks="python", max_entries=EVENTS_MAX)
-        samples = one.plan.global_batch_size * STEPS
-        np.save(folder / "tokens.npy", np.arange(samples * one.sequence_length + 1, dtype=np.uint16) % 23)
-        data = DataSpec(tokens=(str(folder / "tokens.npy"),), sequence_length=one.sequence_length)
-        run = run_of(folder, device, one.plan, model=one.model, data=data, training=one.training)
+        run = run_of(folder, device, one.plan, model=one.model, data=data_of(one, folder), training=one.training)
         train(run, device, replace(build_recipe(run), initialise=lambda _, values: values.zero_()))
     live_bytes, live = live_at_peak(torch.cuda.memory._snapshot()["device_traces"][0])
     by_place: Counter[str] = Counter()

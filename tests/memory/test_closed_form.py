@@ -49,6 +49,7 @@ from tests.memory.matrix import (
 from tests.memory.measure import Run
 from tests.memory.measure import measured as measured_peaks
 from tests.memory.models import BART, T5
+from tests.training.gang import needs_torch_2_12
 
 MEAN_ERROR_MAX = 0.02
 MOMENT_ERROR_MAX = 0.01
@@ -108,6 +109,7 @@ def test_ranks_that_share_samples_need_what_is_predicted(
     assert max(abs(row.error) for row in found) <= MEAN_ERROR_MAX, table(found)
 
 
+@needs_torch_2_12
 @pytest.mark.parametrize(
     ("ranks", "models", "modes"),
     [
@@ -125,6 +127,7 @@ def test_ranks_that_hold_other_experts_need_what_is_predicted_where_as_much_come
     assert max(abs(row.error) for row in found) <= MEAN_ERROR_MAX, table(found)
 
 
+@needs_torch_2_12
 def test_routing_costs_a_rank_no_less_than_its_share_of_the_copies_and_no_more_than_all_of_them(tmp_path: Path) -> None:
     """One repeated sentence on routers that nothing has trained: 1.8 to 2 times its share came to one of two ranks."""
     found = rows(MIXED, [one for one in expert_plans(2, (NONE,)) if one.micro_batch_size > 1], tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import json
 import os
 import shutil
@@ -11,6 +12,8 @@ import traceback
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from orchestrator.specs.choices import Engine
 from orchestrator.specs.job.model import DataSpec, DecoderSpec, ModelSpec, TrainingSpec
@@ -38,6 +41,8 @@ TRAINING = TrainingSpec(max_steps=8, learning_rate=3e-3, clip_norm=0.5, checkpoi
 COLLECTIVE_TIMEOUT = timedelta(seconds=60)
 LAUNCH_TIMEOUT_S = 240
 MAIN = "main"  # in place of runs: the real entry
+TORCH_2_12 = tuple(map(int, importlib.metadata.version("torch").split(".")[:2])) >= (2, 12)
+needs_torch_2_12 = pytest.mark.skipif(not TORCH_2_12, reason="this torch cuts all of a layer over the same ranks")
 
 
 def ragged_text(folder: Path) -> tuple[str, ...]:

@@ -32,7 +32,7 @@ from orchestrator.training.data.dataset import TextDataset
 from orchestrator.training.engines.torch_engine import TorchEngine
 from orchestrator.training.models.hf_model import hf_recipe
 from tests.training import gang, tiny_hf
-from tests.training.gang import GLOBAL_BATCH, Part
+from tests.training.gang import GLOBAL_BATCH, TORCH_2_12, Part, needs_torch_2_12
 from tests.training.test_equality import HOPPING, hop
 
 FP32_TOLERANCE = 2e-6
@@ -162,11 +162,13 @@ def _distance(run: TrainingRun, reference: TrainingRun) -> float:
     return max(off, max(of_norms) / 10 if run.plan.precision is Precision.FP32 else 0.0)  # relative ones are larger
 
 
+@needs_torch_2_12
 @pytest.mark.parametrize("ranks", PLANS)
 def test_ranks_that_hold_other_experts_have_the_losses_of_one_process(ranks: int, tmp_path: Path) -> None:
     assert World(tmp_path).differing(PLANS[ranks]) == {}
 
 
+@needs_torch_2_12
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("ranks", LONG)
@@ -174,6 +176,7 @@ def test_every_legal_kind_of_plan_spreads_experts_alike(ranks: int, tmp_path: Pa
     assert World(tmp_path).differing(LONG[ranks]) == {}
 
 
+@needs_torch_2_12
 def test_a_rank_to_which_no_token_comes_trains_as_one_process(tmp_path: Path) -> None:
     """Two tokens of a sample with an expert each: of 64 passes of a layer one of two ranks has none in every eighth."""
     world = World(tmp_path)
@@ -189,6 +192,7 @@ def test_a_rank_to_which_no_token_comes_trains_as_one_process(tmp_path: Path) ->
     assert _distance(two, one) <= FP32_TOLERANCE
 
 
+@needs_torch_2_12
 @pytest.mark.parametrize(
     "legs",
     [
@@ -225,6 +229,7 @@ def four_ranks() -> Iterator[None]:
     dist.destroy_process_group()
 
 
+@needs_torch_2_12
 @pytest.mark.usefixtures("four_ranks")
 def test_a_rank_starts_with_the_values_that_one_process_gives_its_experts(tmp_path: Path) -> None:
     world = World(tmp_path)
@@ -256,6 +261,15 @@ def test_a_model_whose_experts_cannot_be_spread_is_refused(
     run = world.run("one", "mixtral", plan(dp=4, ep=degree))
     run = dataclasses.replace(run, model=ModelSpec(hf={"model_type": family, **sizes}))
     with pytest.raises(SpecError, match=words):
+        TorchEngine(hf_recipe(run, world.text_dataset), run.plan, run.training, torch.device("cpu"), None)
+
+
+@pytest.mark.skipif(TORCH_2_12, reason="torch 2.12 spreads them")
+@pytest.mark.usefixtures("four_ranks")
+def test_a_torch_that_cannot_spread_experts_refuses_and_says_what_to_do(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    run = world.run("one", "mixtral", plan(dp=4, ep=2, micro=1))
+    with pytest.raises(SpecError, match=r"plan\.expert_parallel: torch 2\.11.*\n.*\n.*torch 2\.12 or newer"):
         TorchEngine(hf_recipe(run, world.text_dataset), run.plan, run.training, torch.device("cpu"), None)
 
 

@@ -8,11 +8,11 @@ their own. So each parameter's shard is 1/dp of it, whatever `ep` is. Tokens go 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
 from torch.distributed.tensor import DTensor, Shard
 
 from orchestrator.specs.errors import SpecError
@@ -20,21 +20,34 @@ from orchestrator.specs.plan import Plan
 from orchestrator.training.contract.dispatch import Dispatch
 from orchestrator.training.contract.recipe import Recipe
 
+if TYPE_CHECKING:
+    from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult
+
 
 class ExpertParallel:
     """How the experts of a recipe are spread over the ranks of a plan; its modules send their tokens from now on."""
 
     def __init__(self, recipe: Recipe, plan: Plan, device: torch.device) -> None:
-        """Raises SpecError where the recipe's experts cannot be spread so."""
+        """Raises SpecError where the recipe's experts cannot be spread so, or not by this torch."""
         degree, path, experts = plan.expert_parallel, "plan.expert_parallel", recipe.experts
         if experts is None:
             raise SpecError("this model has no experts to spread", path=path, got=degree, allowed="1")
         if experts.count % degree:
             raise SpecError(f"no divisor of its {experts.count} experts", path=path, got=degree)
+        try:  # torch 2.11 has neither: there FSDP2 cuts all of a layer over the same ranks
+            from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+        except ImportError:
+            raise SpecError(
+                f"torch {torch.__version__} cuts all of a layer over the same ranks, experts like the rest",
+                path=path,
+                got=degree,
+                allowed="1, or torch 2.12 or newer",
+                hint="plan: {expert_parallel: 1}",
+            ) from None
         self._mesh = init_device_mesh(
             device.type, (plan.layout.dp // degree, degree), mesh_dim_names=("expert_shard", "ep")
         )
-        self._shared = FSDPMeshInfo(mesh=self._mesh["expert_shard"], shard_mesh_dim=0)
+        self._result, self._shared = ShardPlacementResult, FSDPMeshInfo(self._mesh["expert_shard"], shard_mesh_dim=0)
         self._names = frozenset(
             f"{name}.{key}"
             for name, module in recipe.module.named_modules()
@@ -59,7 +72,7 @@ class ExpertParallel:
         if not isinstance(parameter, DTensor):
             return None
         ranks, own = self._mesh["expert_shard"].size(), parameter.to_local()
-        return ShardPlacementResult(Shard(0 if len(own) % ranks == 0 else 1), self._shared)
+        return self._result(Shard(0 if len(own) % ranks == 0 else 1), self._shared)
 
     def of(self, named: Mapping[str, nn.Parameter]) -> tuple[nn.Parameter, ...]:
         """Those of the parameters that are experts'."""

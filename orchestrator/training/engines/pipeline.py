@@ -232,11 +232,11 @@ class _Stage(PipelineStage):
             loss.detach_()  # the schedule keeps it, and with it the inputs of recomputed layers
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        self._allocate(self.args_recv_info[fwd_chunk_id])
+        self._allocate(self.args_recv_info[fwd_chunk_id], trained=self.has_backward)
         return super().get_fwd_recv_ops(fwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        self._allocate(self.grad_recv_info[bwd_chunk_id])
+        self._allocate(self.grad_recv_info[bwd_chunk_id], trained=False)
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
     def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
@@ -248,20 +248,32 @@ class _Stage(PipelineStage):
         self.chunks = num_microbatches
         self._describe(self.grad_recv_info, num_microbatches)
 
+    if not hasattr(PipelineStage, "_setup_forward_recv_info"):  # torch 2.11 has it within these two
+
+        def _prepare_forward_infra(self, num_microbatches: int, *inputs: Any) -> Any:
+            outputs = super()._prepare_forward_infra(1, *inputs)
+            self._describe(self.args_recv_info, num_microbatches)
+            return outputs
+
+        def _prepare_backward_infra(self, num_microbatches: int, *others: Any) -> Any:
+            super()._prepare_backward_infra(1, *others)
+            self.chunks = num_microbatches
+            self._describe(self.grad_recv_info, num_microbatches)
+
     def _describe(self, infos: dict[int, tuple[Any, ...]], num_microbatches: int) -> None:
         """Make the first micro-batch's buffers shapes without memory, and give every micro-batch the like."""
         self._release(infos[0])
         for chunk in range(1, num_microbatches):
             infos[chunk] = tuple(copy.copy(info) for info in infos[0])
 
-    def _allocate(self, infos: Iterable[Any]) -> None:
+    def _allocate(self, infos: Iterable[Any], *, trained: bool) -> None:
         for info in infos:
-            if info.buffer is not None:
-                info.buffer = torch.empty_like(info.buffer, device=self.device)
+            if getattr(info, "buffer", None) is not None:  # torch 2.11: what the schedule is handed has none at all
+                info.buffer = torch.empty_like(info.buffer, device=self.device, requires_grad=trained)
 
     def _release(self, infos: Iterable[Any]) -> None:
         for info in infos:
-            if info.buffer is not None:
+            if getattr(info, "buffer", None) is not None:
                 info.buffer = torch.empty_like(info.buffer, device="meta", requires_grad=False)
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
 
 from orchestrator.training.contract.recipe import Recipe
@@ -370,7 +370,8 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if packet in (aten._scaled_dot_product_flash_attention_for_cpu, aten._scaled_dot_product_efficient_attention):
             is_flash = packet is aten._scaled_dot_product_flash_attention_for_cpu
             said = dict(zip([argument.name for argument in op._schema.arguments], args, strict=False)) | kwargs
-            flops = sdpa_flop_count(*(said[name].shape for name in ("query", "key", "value")))  # type: ignore[no-untyped-call]
+            batch, heads, rows, width = said["query"].shape  # torch 2.11's sdpa_flop_count knows no shared keys
+            flops = 2 * batch * heads * rows * said["key"].shape[2] * (width + said["value"].shape[3])
             place.flops += (flops / 2 if said.get("is_causal") else flops) / samples
             self.attention = "flash" if is_flash and said.get("attn_mask") is None else "memory-efficient"
         elif op.name() in GROUPED_PRODUCTS:

@@ -1,0 +1,64 @@
+"""The kit: `pack` on a machine with a network, then `run` on the machine with a GPU. README.md has both commands."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import sys
+import time
+from pathlib import Path
+
+from tests.gpu.kit import install, runner
+
+# What was never seen first: arguments of a module, and the seconds that it may take.
+STEPS = {
+    "install": ("install", 70),
+    "ours": ("service ours", 115),
+    "deepspeed": ("plans deepspeed", 75),
+    "pairs": ("plans pairs", 110),
+    "sharing": ("sharing", 75),
+    "strangers": ("service strangers", 80),
+    "unmeasured": ("plans unmeasured", 15),
+}
+
+
+def steps(size: str) -> list[runner.Step]:
+    """All of them. The first makes the environment of the others."""
+    return [
+        runner.Step(
+            name=name,
+            limit_s=limit_s,
+            command=(
+                sys.executable if name == "install" else str(install.PYTHON),
+                "-m",
+                *f"tests.gpu.kit.{words} {size}".split(),
+            ),
+        )
+        for name, (words, limit_s) in STEPS.items()
+    ]
+
+
+def main() -> int:
+    """0 once every step has had its turn, whatever came of it."""
+    parser = argparse.ArgumentParser(prog="python -m tests.gpu.kit", description=__doc__)
+    parser.add_argument("what", choices=("pack", "run"))
+    parser.add_argument("steps", nargs="*", help="only these; default: all")
+    parser.add_argument("--tiny", action="store_true", help="models of a rehearsal")
+    parser.add_argument("--python", default="3.12", help="Python whose wheels are packed")
+    given = parser.parse_args()
+    if given.what == "pack":
+        from tests.gpu.kit.pack import pack
+
+        return pack(given.python)
+    out = Path(os.environ.get("OUT") or install.FOLDER / "out").resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    os.environ |= {runner.RESULTS: str(out / "results.jsonl"), "KIT_LOGS": str(out)}
+    runner.record({"name": "machine", "python": platform.python_version(), "date": time.strftime("%Y-%m-%d")})
+    chosen = [one for one in steps("tiny" if given.tiny else "full") if one.name in (given.steps or STEPS)]
+    runner.run(chosen, out / "log.txt")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

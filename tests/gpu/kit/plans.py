@@ -1,0 +1,129 @@
+"""Trainings by our engines, each a process of its own under the guard, its prediction beside what was measured.
+
+python -m tests.gpu.kit.plans deepspeed|pairs|unmeasured full|tiny
+"""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from orchestrator.memory.calibration.calibrate import UNMEASURED, plan_needed_bytes
+from orchestrator.planning.cost import Hardware, step_s
+from orchestrator.service.server.detection import found_here, host_bytes
+from orchestrator.specs.choices import ActivationCheckpointing, Engine, Offload, Optimizer, Precision, ZeroStage
+from orchestrator.specs.cluster import DeviceKind
+from orchestrator.specs.job.model import ModelSpec
+from orchestrator.specs.plan import Plan
+from tests.gpu.configurations import H100, MODELS, TINY, Measurement, on_cuda
+from tests.gpu.kit.install import FOLDER
+from tests.gpu.kit.runner import PATIENCE, recorded
+from tests.gpu.measure import device_facts, measured, name_of
+
+TRAINING_S = 35 * PATIENCE  # of one training; what it had done by then is in its line
+COMPILATION_S = 40.0
+MEASURED = FOLDER / "measured.txt"  # names of what another call has done
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """How large the trainings are: those of a rehearsal are as small as they can be."""
+
+    config: Mapping[str, object]  # of a transformers model
+    tokens: int  # of a sample
+    steps: int
+
+
+SIZES = {
+    "full": Size(config=MODELS["1.3B"], tokens=2048, steps=20),
+    "tiny": Size(config=TINY, tokens=32, steps=3),
+}
+BATCH = 4  # samples of a step
+PLAIN = Plan(engine=Engine.TORCH, micro_batch_size=BATCH, precision=Precision.BF16)
+FULL = ActivationCheckpointing.FULL
+SHARDED = replace(PLAIN, zero_stage=ZeroStage.PARAMETERS)
+DEEPSPEED = replace(PLAIN, engine=Engine.DEEPSPEED, zero_stage=ZeroStage.OPTIMIZER)  # in bf16 it has no stage 0
+ZERO = {
+    "zero 2": replace(DEEPSPEED, zero_stage=ZeroStage.GRADIENTS),
+    "zero 3": replace(DEEPSPEED, zero_stage=ZeroStage.PARAMETERS),
+    "zero 2, optimizer on host": replace(DEEPSPEED, zero_stage=ZeroStage.GRADIENTS, offload=Offload.OPTIMIZER),
+}
+PAIRS = {
+    "plain": PLAIN,
+    "full checkpointing": replace(PLAIN, activation_checkpointing=FULL),
+    "selective checkpointing": replace(PLAIN, activation_checkpointing=ActivationCheckpointing.SELECTIVE),
+    "fsdp2": SHARDED,
+    "deepspeed zero 1": DEEPSPEED,
+    "micro-batch 1": replace(PLAIN, micro_batch_size=1, gradient_accumulation_steps=BATCH),
+    "micro-batch 2": replace(PLAIN, micro_batch_size=2, gradient_accumulation_steps=BATCH // 2),
+    "8-bit moments": replace(PLAIN, optimizer=Optimizer.ADAMW_8BIT),
+    "fsdp2, full checkpointing": replace(SHARDED, activation_checkpointing=FULL),
+    "fsdp2, all on host": replace(SHARDED, offload=Offload.PARAMETERS),
+}
+GROUPS = {"deepspeed": ZERO, "pairs": PAIRS}
+
+
+def measurement(name: str, plan: Plan, size: Size, total_bytes: int) -> Measurement:
+    """The training of a plan; the whole device is its own."""
+    return Measurement(
+        name=name,
+        model=ModelSpec(hf=dict(size.config)),
+        sequence_length=size.tokens,
+        plan=plan,
+        capacity_bytes=total_bytes,
+        steps=size.steps,
+    )
+
+
+@functools.cache
+def hardware() -> Hardware:
+    """What is found here, by one look: each starts and stops NVML, and threads would disturb each other."""
+    kind = found_here("here").node.device
+    return Hardware(device=kind, devices_per_node=1, nodes=1, network_bandwidth=1, host_memory=host_bytes())
+
+
+def beside(one: Measurement, device: dict[str, Any]) -> dict[str, Any]:
+    """What came of a training, with the memory and the step time that the planner predicts on the device found here."""
+    line = measured(one, DeviceKind.CUDA, device, TRAINING_S)
+    line["predicted"]["step_s"] = step_s(one.profile(DeviceKind.CUDA), one.plan, hardware())
+    line["predicted"]["needed_bytes"] = plan_needed_bytes(one.plan, one.predicted(DeviceKind.CUDA), UNMEASURED)
+    return line
+
+
+def main(group: str, size_name: str) -> None:
+    """Record every training of a group."""
+    size, device = SIZES[size_name], device_facts(DeviceKind.CUDA)
+    assert device is not None, "nvidia-smi names no device"
+    total_bytes = device["total_bytes"]
+    if group == "unmeasured":
+        todo = unmeasured(total_bytes, size)
+    else:
+        todo = (measurement(name, plan, size, total_bytes) for name, plan in GROUPS[group].items())
+    done = MEASURED.read_text().splitlines() if MEASURED.exists() else []
+    for one in todo:
+        if name_of(one) not in done:
+            with recorded(f"{group}: {one.name}") as line:
+                line |= beside(one, device)
+            with MEASURED.open("a") as file:
+                file.write(f"{name_of(one)}\n")
+    if group == "deepspeed":  # what scripts of other people need for an optimizer on host; our engine keeps torch's
+        script = "from deepspeed.ops.op_builder import CPUAdamBuilder; CPUAdamBuilder().load()"
+        with recorded("deepspeed: compile cpu_adam") as line:
+            line["code"] = subprocess.run([sys.executable, "-c", script], timeout=COMPILATION_S, check=False).returncode
+
+
+def unmeasured(total_bytes: int, size: Size) -> Iterator[Measurement]:
+    """Those of `make bench-gpu` that no GPU has run yet."""
+    known = {line["id"] for line in H100["trainings"]}
+    if size.config is TINY:
+        yield measurement("tiny", PLAIN, size, total_bytes)
+    else:
+        yield from (one for one in on_cuda() if one.capacity_bytes <= total_bytes and name_of(one) not in known)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,206 @@
+"""The service on a device: what it finds there, a job that fits, one whose profile lies, scripts of other people's.
+
+python -m tests.gpu.kit.service ours|strangers full|tiny
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from orchestrator.sdk import Client, Job
+from orchestrator.service.server.client import Client as Connection
+from tests.gpu.kit.runner import PATIENCE, TAIL, recorded
+
+ORC = (sys.executable, "-m", "orchestrator.cli")
+HERE = Path(__file__).parent
+COMMAND_TIMEOUT_S = 40 * PATIENCE
+JOB_TIMEOUT_S, LYING_TIMEOUT_S = 35 * PATIENCE, 55 * PATIENCE  # what it has come to by then is in its line
+RECORDS_S, POLL_S = 10.0, 0.2
+EXPERIMENT = "orchestrator"  # of backends/mlflow/tracker.py
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """How large the jobs are. `batch` samples at a time are far more than the device holds."""
+
+    hidden: int
+    layers: int
+    vocabulary: int
+    tokens: int  # of a sample
+    batch: int
+    lie: str  # of a sample's activations
+    words: str  # of transformers' script, likewise
+    mib: int  # of a sample of the script that swallows errors
+
+
+SIZES = {
+    "full": Size(
+        hidden=768, layers=12, vocabulary=32000, tokens=4096, batch=64, lie="20MiB",
+        words="--per_device_train_batch_size 12288 --samples 12288 --block_size 512", mib=4096,
+    ),
+    "tiny": Size(
+        hidden=64, layers=4, vocabulary=256, tokens=256, batch=192, lie="100KiB",
+        words="--per_device_train_batch_size 640 --samples 640 --block_size 128", mib=32,
+    ),
+}  # fmt: skip
+
+
+def orc(*words: str) -> str:
+    """What a command prints. Raises RuntimeError with that where it fails."""
+    ended = subprocess.run([*ORC, *words], capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False)
+    print(ended.stdout, ended.stderr, flush=True)
+    if ended.returncode:
+        raise RuntimeError(f"orc {words[0]} exits with {ended.returncode}: {(ended.stdout + ended.stderr)[-TAIL:]}")
+    return ended.stdout
+
+
+@contextlib.contextmanager
+def service() -> Iterator[Path]:
+    """The home of a service that has started on the devices of this machine; it goes down at the end."""
+    with tempfile.TemporaryDirectory(prefix="kit-") as name:
+        home = Path(name) / "home"
+        os.environ["ORC_HOME"] = str(home)
+        with recorded("orc up") as line:
+            line["output"] = orc("up")[-TAIL:]
+        try:
+            yield home
+        finally:
+            with contextlib.suppress(OSError):
+                shutil.copy(home / "service.log", os.environ["KIT_LOGS"])
+            with recorded("orc down"):
+                orc("down", "--force")
+
+
+def job_of(size: Size, folder: Path, **fields: Any) -> dict[str, Any]:
+    """A fine-tune by our engine of a few samples a step, as a job file says it; `fields` replace its keys."""
+    text = folder / "text.txt"
+    text.write_text("All work and no play makes a dull corpus.\n" * (size.batch * size.tokens // 40))
+    return {
+        "name": "fits",
+        "gpus": 1,
+        "global_batch_size": 4,
+        "precision": "bf16",
+        "model": {
+            "decoder": {
+                "vocab_size": size.vocabulary,
+                "hidden_size": size.hidden,
+                "intermediate_size": 3 * size.hidden,
+                "num_hidden_layers": size.layers,
+                "num_attention_heads": 4,
+            }
+        },
+        "data": {"text": [str(text)], "sequence_length": size.tokens},
+        "training": {"max_steps": 10},
+        **fields,
+    }
+
+
+def ended(job: Job, timeout_s: float = JOB_TIMEOUT_S) -> dict[str, Any]:
+    """What became of a job: attempt by attempt the plan, predictions and measurements."""
+    try:
+        view = job.wait(timeout_s)
+    except TimeoutError:
+        view = job.info()
+    fields = ("outcome", "plan", "predicted_bytes", "needed_bytes", "peak_bytes", "predicted_step_s", "step_s")
+    attempts = [
+        {**{name: one[name] for name in fields}, "why": (one["failure"] or {}).get("reason")}  # type: ignore[literal-required]
+        for one in view["attempts"]
+    ]
+    with contextlib.suppress(Exception):
+        print(job.logs()[-4000:], flush=True)
+    return {"status": view["status"], "reason": view["reason"], "attempts": attempts}
+
+
+def ours(size: Size) -> None:
+    """Doctor, up, what it found beside nvidia-smi; a job that fits, one that runs out; the records by REST."""
+    with recorded("nvidia-smi") as line:
+        query = "--query-gpu=name,memory.total,memory.free,driver_version,compute_mode,mig.mode.current"
+        words = ["nvidia-smi", query, "--format=csv,noheader"]
+        line["output"] = subprocess.run(words, capture_output=True, text=True, timeout=30, check=True).stdout.strip()
+    with recorded("orc doctor") as line:
+        line["output"] = orc("doctor")
+    with service() as home, Client(home) as client:
+        with recorded("orc cluster show") as line:
+            line["output"] = orc("cluster", "show")
+            line["nodes"] = Connection(home).cluster()["nodes"]
+        with recorded("job that fits") as line:
+            line |= ended(client.submit(job_of(size, home.parent)))
+        with recorded("job whose profile lies") as line:
+            profile = {
+                "parameters": 12 * size.layers * size.hidden**2,
+                "layers": size.layers,
+                "activations_per_sample": size.lie,
+                "checkpointed_per_sample": size.lie,
+                "selective_per_sample": size.lie,
+            }
+            lying = job_of(size, home.parent, name="lies", global_batch_size=size.batch, profile=profile)
+            lying["training"]["max_steps"] = 4
+            line |= ended(client.submit(lying), LYING_TIMEOUT_S)
+        with recorded("records of MLflow by REST") as line:
+            line["runs"] = records(home)
+
+
+def records(home: Path) -> list[dict[str, Any]]:
+    """Name and state of each run, once all have ended or RECORDS_S are over; all of it goes to a file."""
+    uri = f"{Connection(home).cluster()['trackers']['mlflow']}/api/2.0/mlflow"
+    with urllib.request.urlopen(f"{uri}/experiments/get-by-name?experiment_name={EXPERIMENT}", timeout=30) as reply:
+        body = {"experiment_ids": [json.load(reply)["experiment"]["experiment_id"]], "max_results": 100}
+    request = urllib.request.Request(
+        f"{uri}/runs/search", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    until_s = time.monotonic() + RECORDS_S
+    while True:
+        with urllib.request.urlopen(request, timeout=30) as reply:
+            runs = json.load(reply).get("runs", [])
+        states = [{name: run["info"][name] for name in ("run_name", "status")} for run in runs]
+        if time.monotonic() > until_s or all(state["status"] != "RUNNING" for state in states):
+            break
+        time.sleep(POLL_S)
+    Path(os.environ["KIT_LOGS"], "mlflow.json").write_text(json.dumps(runs))
+    return states
+
+
+def strangers(size: Size) -> None:
+    """Scripts of other people's that run out, one that says nothing of it, and a service that is killed."""
+    script = {"gpus": 1, "probe": "never", "workdir": str(HERE.parents[1] / "trainers" / "frameworks"), "trainer": "hf"}
+    batch = int(size.words.split()[1])
+    with service() as home, Client(home) as client:
+        with recorded("transformers' Trainer runs out") as line:
+            command = f"python hf.py --max_steps 2 --report_to none {size.words}"
+            line |= ended(client.submit({"name": "hf", "command": command, "global_batch_size": batch, **script}))
+        with recorded("a script swallows its errors") as line:
+            knobs = {
+                "micro_batch_size": {"flag": "--batch-size", "default": 64},
+                "gradient_accumulation_steps": {"flag": "--accumulate", "default": 1},
+            }
+            words = ["python", "swallows.py", "--mib", str(size.mib)]
+            job = {"name": "swallows", "command": words, "workdir": str(HERE), "gpus": 1, "probe": "never"}
+            line |= ended(client.submit({**job, "global_batch_size": 64, "knobs": knobs}))
+        with recorded("kill -9 of the service") as line:
+            job = job_of(size, home.parent, name="survives", training={"max_steps": 300})
+            survivor = client.submit(job)
+            begun_by_s = time.monotonic() + COMMAND_TIMEOUT_S
+            while not (step := (survivor.info()["progress"] or {}).get("step")) and time.monotonic() < begun_by_s:
+                time.sleep(POLL_S)
+            line["killed_at_step"] = step
+            os.kill(json.loads((home / "service.json").read_text())["pid"], signal.SIGKILL)
+            orc("up")
+            with Client(home) as again:
+                line |= ended(again.job(survivor.id))
+
+
+if __name__ == "__main__":
+    {"ours": ours, "strangers": strangers}[sys.argv[1]](SIZES[sys.argv[2]])
