@@ -1,0 +1,1 @@
+"""What each released version left behind, which every later version reads."""
