@@ -21,6 +21,7 @@ class NoticeKind(StrEnum):
     FAILED = "failed"  # a job failed for good, or was refused
     LATE = "late"  # a job is expected to miss its deadline
     NODE_LOST = "node_lost"  # an attempt lost its node
+    UNREADABLE = "unreadable"  # rows of the journal cannot be read and stand aside
     REPORT = "report"  # the morning report
 
 

@@ -109,6 +109,13 @@ def test_a_job_that_will_miss_its_deadline_is_told_once_and_one_that_will_not_is
         assert watched.told() == [("late", "lm-1 will be late")], "told twice"
 
 
+def test_rows_that_cannot_be_read_are_told_once(tmp_path: Path) -> None:
+    with closing((watched := Watched(tmp_path, SEVEN_S)).journal):
+        watched.journal.set_aside.put("jobs", 1, "{", "no JSON")
+        told = [("unreadable", "The journal has unreadable rows")]
+        assert [watched.told(), watched.told()] == [told, told]
+
+
 def test_a_target_is_tried_by_an_operator_and_its_problem_is_told_without_its_url(tmp_path: Path, hook: Hook) -> None:
     world = World(tmp_path)
     spec = NotifySpec.model_validate(NOTIFY)

@@ -181,6 +181,10 @@ class Controller:
         if self._read_only is not None:
             raise ReadOnlyError(self._read_only)
 
+    def unreadable(self) -> str | None:
+        """Return which rows of the journal cannot be read, as a sentence; None where all can."""
+        return self._journal.unreadable()
+
     def job(self, job_id: str) -> Job | None:
         """The job's current or final record."""
         return self._state.jobs.get(job_id) or self._journal.job(job_id)

@@ -52,9 +52,9 @@ class Notifier:
         look_until(stop, self.look, LOOK_S, log, "looking for late jobs failed")
 
     def look(self) -> None:
-        """Tell of jobs that are expected to be late, and of a report that is due, each once."""
+        """Tell of jobs that are expected to be late, of a report that is due, and of unreadable rows, each once."""
         now_s = self._clock()
-        self._notices.tell([*self._late(now_s), *self._report(now_s)])
+        self._notices.tell([*self._late(now_s), *self._report(now_s), *self._unreadable(now_s)])
 
     def test(self, names: Sequence[str]) -> dict[str, str | None]:
         """Send a notice to these targets, or to all, at once; why it could not be delivered, or None, by name.
@@ -96,6 +96,12 @@ class Notifier:
         data = {"summary": view["summary"], "since_s": repr(view["since_s"]), "until_s": repr(view["until_s"])}
         words = f"Report, {title(view)}"
         return [notice(NoticeKind.REPORT, repr(due_s), now_s, words, markdown(view), data)]
+
+    def _unreadable(self, now_s: float) -> list[Notice]:
+        words = self._controller.unreadable()
+        if words is None:
+            return []
+        return [notice(NoticeKind.UNREADABLE, words, now_s, "The journal has unreadable rows", words, {})]
 
     def _due_s(self, now_s: float) -> float:
         """The last moment at which a report was due."""
