@@ -47,7 +47,7 @@ def main() -> int:
         return code
     machine = _machine(folder / "machine")
     given = environment(folder, [CARD_MIB])
-    state = Path(given["FAKE_NVML_STATE"])
+    state = Path(given["NVIDIA_FAKE_STATE"])
     state.write_text(state.read_text().rstrip("\n") + SHOWN + "\n")
     smi = folder / "bin" / "nvidia-smi"
     smi.write_text(SMI)
