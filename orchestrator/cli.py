@@ -150,11 +150,10 @@ def up(
     notes = start(home, cluster, ray, endpoint)
     with closing(client_of(home)) as client:
         answer = {"started": notes is not None, "notes": notes or (), **service_file(home), **client.cluster()}
-    token = None
     if (served := kept_endpoint(home)) is not None:
         answer["listen"] = {"host": served.host, "port": served.port, "fingerprint": served.fingerprint()}
-        token = make_join_token(home, served)
-        answer["join"] = {"service": f"{served.address}:{served.port}", "token": token}
+        make_join_token(home, served)
+        answer["join"] = {"service": f"{served.address}:{served.port}"}
     words = "is up" if notes is not None else "was up already"
     nodes = sum(len(node["free_bytes"]) for node in answer["nodes"])
     records = ", ".join(f"{name} at {address}" for name, address in answer["trackers"].items())
@@ -165,7 +164,7 @@ def up(
         + "".join(f"{problem}. Jobs are taken, and wait.\n" for problem in answer["problems"])
         + f"The service {words}: {answer['name']}, {nodes} devices. Records: {records}. Home: {home}"
         + f"\nPages: http://127.0.0.1:{answer['port']}, with the token in {home / 'token'}"
-        + (_reachable(served, token) if served is not None and token is not None else ""),
+        + (_reachable(served) if served is not None else ""),
     )
 
 
@@ -382,13 +381,14 @@ def logs(
 ) -> None:
     """Print the log of one rank of a job."""
     from orchestrator.service.terminal.follow import log_lines
+    from orchestrator.service.visible import visible_log
 
     lines = log_lines(client_of(home), job_id, attempt, rank, follow)
     for number, text in lines:
         if as_json:
             print(json.dumps({"job": job_id, "attempt": number, "rank": rank, "text": text}), flush=True)
         else:
-            sys.stdout.write(text)
+            sys.stdout.write(visible_log(text) if sys.stdout.isatty() else text)
             sys.stdout.flush()
 
 
@@ -545,13 +545,13 @@ def schema(name: Annotated[SchemaName, typer.Argument(help="Kind of file.")] = S
     print(json.dumps(job_json_schema() if name is SchemaName.JOB else cluster_json_schema(), indent=2))
 
 
-def _reachable(endpoint: Endpoint, token: str) -> str:
+def _reachable(endpoint: Endpoint) -> str:
     """How other machines reach the service, and join it, in words."""
     return (
         f"\nOther machines: https://HOST:{endpoint.port} (bound to {endpoint.host}). There, with a token of "
         f"`orc token create USER`:\n  orc login https://HOST:{endpoint.port} --fingerprint {endpoint.fingerprint()}"
         f"\nA machine that shares the home folder adds its devices by `orc join {endpoint.address}:{endpoint.port}`. "
-        f"The home has the token for it:\n  {token}"
+        "`orc token join` prints the token for it."
     )
 
 

@@ -10,7 +10,7 @@ import textwrap
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import isfinite
+from math import inf, isfinite
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import yaml
@@ -25,7 +25,7 @@ from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job.sweep import TRIALS_AT_ONCE, Sweep, Value, templates
 from orchestrator.specs.spec_model import SpecModel
 
-TEXT_LENGTH_MAX = 2**20
+TEXT_LENGTH_MAX = 2**18
 NODES_MAX = 100_000  # after aliases are followed, so that a small file cannot become a large one
 PROBLEMS_MAX = 20  # told at once
 DEPTH_MAX = 32
@@ -163,7 +163,7 @@ def together(problems: Sequence[SpecError], source: str) -> SpecError:
 def read_document(text: str, source: str) -> Document:
     """Plain data of YAML (1.2 core schema, no tags). Raises SpecError on bad syntax, a repeated key or no mapping."""
     if len(text) > TEXT_LENGTH_MAX:
-        raise SpecError("the file is too long", source=source, got=f"{len(text)} characters", allowed="1 MiB")
+        raise SpecError("the file is too long", source=source, got=f"{len(text)} characters", allowed="256 KiB")
     try:
         root = yaml.compose(text, Loader=yaml.BaseLoader)
     except yaml.MarkedYAMLError as error:
@@ -258,13 +258,13 @@ def dotted(path: Path) -> str:
 # ----------------------------------------------------------------------------------------------- plain data to nouns
 
 
-def check_plain(data: object, source: str, lines: Mapping[Path, int] | None = None) -> None:
+def check_plain(data: object, source: str, lines: Mapping[Path, int] | None = None, length_max: float = inf) -> None:
     """Raise SpecError at the first value of plain data that a journal, a process or a path cannot hold.
 
     Such are NaN and infinities, whole numbers beyond 2**53, lone surrogates, NUL, very long texts and deep nesting.
     """
     left: list[tuple[Path, object]] = [((), data)]
-    visited = 0
+    visited = length = 0
     while left:
         path, value = left.pop()
         visited += 1
@@ -277,6 +277,8 @@ def check_plain(data: object, source: str, lines: Mapping[Path, int] | None = No
             left += [((*path, key), inner) for key, inner in value.items()]
         elif isinstance(value, list | tuple):
             left += [((*path, index), inner) for index, inner in enumerate(value)]
+        elif isinstance(value, str) and (length := length + len(value)) > length_max:
+            raise _not_plain("too much text", (), None, f"{length_max:,} characters in all", source, lines)
         elif isinstance(value, str) and (why := _why_no_text(value)):
             got = value[:GIVEN_LENGTH_MAX]
             raise _not_plain(
@@ -315,7 +317,7 @@ def printable(text: str) -> str:
 
 
 def _validate(noun: type[AnyNoun], document: Document) -> AnyNoun:
-    check_plain(document.data, document.source, document.lines)
+    check_plain(document.data, document.source, document.lines, TEXT_LENGTH_MAX)
     try:
         return noun.model_validate(document.data)
     except ValidationError as error:

@@ -78,6 +78,7 @@ class ProcessBackend:
         """
         if attempt.released or self._is_watched(attempt.name):
             return
+        self._watches = {name: watched for name, watched in self._watches.items() if watched[1].is_alive()}
         watch = AttemptWatch(job, attempt, self._world)
         thread = threading.Thread(target=watch.run, name=attempt.name, daemon=True)
         self._watches[attempt.name] = (watch, thread)

@@ -24,6 +24,7 @@ from orchestrator.service.views.morning import ReportView
 from orchestrator.service.views.records import ExplanationView, JobView, PromiseView, observations_view
 from orchestrator.service.views.sweeps import SweepView
 from orchestrator.service.views.teams import TeamView
+from orchestrator.service.visible import visible
 from orchestrator.specs.errors import ServiceError, SpecError
 from orchestrator.specs.observation import Observation
 from orchestrator.specs.span import TRACEPARENT
@@ -290,7 +291,7 @@ class Client:
             self._http.base_url = _local_url(self._home)
 
     def _json(self, method: str, path: str, body: dict[str, Any] | None = None, key: str | None = None) -> Any:
-        return self._send(method, path, body, key).json()
+        return visible(self._send(method, path, body, key).json())
 
     def _send(
         self, method: str, path: str, body: dict[str, Any] | None = None, key: str | None = None

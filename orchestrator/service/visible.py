@@ -1,0 +1,29 @@
+"""Text of others on its way to a terminal: what would steer the terminal stands as an escape that people can read."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+# Control characters but tab and line feed, and those that turn the direction of text (UTR 36, section 2.10).
+_STEERING = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+_COLOUR = r"\x1b\[[0-9;]*m"
+_STEERING_LOG = re.compile(rf"{_COLOUR}|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+
+
+def visible(value: Any) -> Any:
+    """Return plain data whose texts steer no terminal."""
+    if isinstance(value, str):
+        return _STEERING.sub(_escaped, value)
+    if isinstance(value, dict):
+        return {visible(key): visible(inner) for key, inner in value.items()}
+    return [visible(inner) for inner in value] if isinstance(value, list) else value
+
+
+def visible_log(text: str) -> str:
+    """Return a piece of a log for a terminal, with its colours and carriage returns, and no other steering."""
+    return _STEERING_LOG.sub(lambda match: match[0] if len(match[0]) > 1 else _escaped(match), text)
+
+
+def _escaped(match: re.Match[str]) -> str:
+    return match[0].encode("unicode_escape").decode()
