@@ -64,6 +64,7 @@ UNPLANNED = {
     "secrets": (),
     "trial": None,
     "source": None,
+    "guarantee": None,
 }
 UNPLANNED_TRAINING: dict[str, Any] = {
     name: getattr(TrainingSpec(), name)
