@@ -26,6 +26,8 @@ import pytest
 COMMAND_S = 240.0
 READY_S = 10.0
 DISK = "4G"  # as much as is written of it takes room
+# What a host's own /tmp must not hide, where the clone or its environment lies below /tmp.
+PROGRAMS = (Path(__file__).parents[1].resolve(), Path(sys.prefix).resolve(), Path(sys.executable).parent.absolute())
 INIT = "import signal; signal.signal(signal.SIGCHLD, signal.SIG_IGN); signal.sigwait([signal.SIGUSR2])"
 _numbers = itertools.count()
 
@@ -172,8 +174,12 @@ def _host(name: str, address: str, bridge: str, interface: str, shared: Path) ->
         _ip("-n", interface, "link", "set", device, "up")
     ready = shared / f"{name}.ready"
     # The first process adopts every orphan; one that ignores SIGCHLD leaves no zombie of it.
+    covered = {Path("/tmp", path.relative_to("/tmp").parts[0]) for path in PROGRAMS if path.is_relative_to("/tmp")}
+    spared = [(folder, shared / f"{name}.spared{number}") for number, folder in enumerate(sorted(covered))]
+    aside = "".join(f"mkdir -p {spare} && mount --bind {folder} {spare} && " for folder, spare in spared)
+    back = "".join(f"mkdir -p {folder} && mount --bind {spare} {folder} && " for folder, spare in spared)
     script = (
-        f"hostname {name} && mount -t tmpfs tmpfs /tmp && mount -t tmpfs tmpfs /dev/shm && "
+        f"hostname {name} && {aside}mount -t tmpfs tmpfs /tmp && {back}mount -t tmpfs tmpfs /dev/shm && "
         f"mount --bind {shared / f'{name}.hosts'} /etc/hosts && touch {ready} && "
         f"exec {sys.executable} -c '{INIT}'"
     )
