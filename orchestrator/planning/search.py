@@ -120,10 +120,10 @@ def frontier(
         hardware = replace(hardware, launches_block=True)
     step = CORRECTION_STEPS * log2(max(1.0, correction))
     steps = tuple(sorted({0, floor(step), ceil(step)}))
-    found = _as_told(planned_part(spec), hardware, overhead, steps, within_reach)
-    if isinstance(found, SpecError):
-        raise found.with_traceback(None)
-    return found
+    result = _as_told(planned_part(spec), hardware, overhead, steps, within_reach)
+    if isinstance(result, SpecError):
+        raise result.with_traceback(None)
+    return result
 
 
 def planned_part(spec: JobSpec) -> JobSpec:
@@ -266,8 +266,9 @@ def _beaten_by_none(
     def timed(most_bytes: float) -> tuple[list[Timed], list[_Between]]:
         between: list[_Between] = []
         families = (family for one in variants for family in families_of(spec, hardware, one, needs.profile, work))
-        found = [one for family in families for one in _timed(hardware, family, needs, most_bytes, between, work)]
-        return found, between
+        return [
+            plan for family in families for plan in _timed(hardware, family, needs, most_bytes, between, work)
+        ], between
 
     estimate = cache(needs.estimate)
 

@@ -72,14 +72,14 @@ def _spec(name: str, raw: object) -> JobSpec:
 
 def _launch_of(job_id: str, line: str) -> tuple[int, Placement] | None:
     """Return number and placement of a recorded launch of the job (`ports.decisions`); None for other lines."""
-    words = line.split(" ")
-    if words[:1] != ["launch"] or words[2:3] != ["on"] or "as" not in words:
+    parts = line.split(" ")
+    if parts[:1] != ["launch"] or parts[2:3] != ["on"] or "as" not in parts:
         return None
-    number = words[1].removeprefix(f"{job_id}-")
-    if not number.isdecimal() or words[1] != attempt_name(job_id, int(number)):
+    number = parts[1].removeprefix(f"{job_id}-")
+    if not number.isdecimal() or parts[1] != attempt_name(job_id, int(number)):
         return None
-    parts = (word.rpartition(":") for word in words[3 : words.index("as")])
-    return int(number), tuple(NodeDevices(node=node, devices=tuple(map(int, ids.split(",")))) for node, _, ids in parts)
+    nodes = (part.rpartition(":") for part in parts[3 : parts.index("as")])
+    return int(number), tuple(NodeDevices(node=node, devices=tuple(map(int, ids.split(",")))) for node, _, ids in nodes)
 
 
 def _is_release(raw: Mapping[str, Any], job_id: str, number: int) -> bool:

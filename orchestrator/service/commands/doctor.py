@@ -220,9 +220,9 @@ def _journal(home: Path) -> Finding | None:
         contextlib.closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as journal,
     ):
         (rows,) = journal.execute("SELECT count(*) FROM set_aside").fetchone()
-        found = f"{rows} rows cannot be read and stand aside" if rows else "every row that was met can be read"
+        state = f"{rows} rows cannot be read and stand aside" if rows else "every row that was met can be read"
         to_do = "`orc doctor --repair` shows and removes them" if rows else ""
-        return Finding(subject="journal", verdict=BAD if rows else OK, found=found, to_do=to_do)
+        return Finding(subject="journal", verdict=BAD if rows else OK, found=state, to_do=to_do)
     return None
 
 

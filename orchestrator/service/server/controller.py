@@ -361,7 +361,8 @@ class Controller:
 
     def _listen(self, wait_s: float) -> Sequence[Event]:
         try:
-            return [kept for event in self._backend.events(wait_s) if (kept := self._as_kept(event)) is not None]
+            events = map(self._as_kept, self._backend.events(wait_s))
+            return [event for event in events if event is not None]
         except Exception:
             log.exception("backend failed to return events")
             time.sleep(DEAF_S)

@@ -98,10 +98,10 @@ class Notifier:
         return [notice(NoticeKind.REPORT, repr(due_s), now_s, words, markdown(view), data)]
 
     def _unreadable(self, now_s: float) -> list[Notice]:
-        words = self._controller.unreadable()
-        if words is None:
+        problem = self._controller.unreadable()
+        if problem is None:
             return []
-        return [notice(NoticeKind.UNREADABLE, words, now_s, "The journal has unreadable rows", words, {})]
+        return [notice(NoticeKind.UNREADABLE, problem, now_s, "The journal has unreadable rows", problem, {})]
 
     def _due_s(self, now_s: float) -> float:
         """The last moment at which a report was due."""
