@@ -33,7 +33,7 @@ def environment(folder: Path, mib: Sequence[int], used_mib: int = 0) -> dict[str
     libraries, state = _built(), folder / "cards"
     state.write_text("ok\n" + "".join(f"{total} {used_mib} 0 -\n" for total in mib))
     return {
-        "FAKE_CARD_LIBRARY": str(libraries / "libcard.so"),
+        "NVIDIA_FAKE_CARD": str(libraries / "libcard.so"),
         "NVIDIA_FAKE_STATE": str(state),
         "LD_LIBRARY_PATH": str(libraries),
         "PYTHONPATH": os.pathsep.join([str(SITE), *filter(None, [os.environ.get("PYTHONPATH")])]),

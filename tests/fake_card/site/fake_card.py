@@ -64,7 +64,7 @@ class _Around(importlib.abc.MetaPathFinder):
 
 
 def _library():
-    library = ctypes.CDLL(os.environ["FAKE_CARD_LIBRARY"])
+    library = ctypes.CDLL(os.environ["NVIDIA_FAKE_CARD"])
     library.card_stream.restype = library.card_new_stream.restype = ctypes.c_int64
     library.card_set_stream.argtypes = (ctypes.c_int, ctypes.c_int64)
     library.card_fraction.argtypes = (ctypes.c_int, ctypes.c_double)

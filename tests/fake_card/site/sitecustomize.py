@@ -20,7 +20,7 @@ def _run_hidden() -> None:
 
 
 _run_hidden()
-if "FAKE_CARD_LIBRARY" in os.environ:
+if "NVIDIA_FAKE_CARD" in os.environ:
     import fake_card
 
     fake_card.install()
