@@ -192,7 +192,7 @@ def test_the_same_thing_is_told_once_also_after_it_was_delivered_and_after_a_res
     with opened(tmp_path, "a") as journal:
         fail(journal, "lm-1")
         ((row, _),) = journal.notices.pending("a", 9)
-        journal.notices.delivered("a", row)
+        journal.notices.delivered("a", [row])
         fail(journal, "lm-1")
         assert journal.notices.pending("a", 9) == []
     with opened(tmp_path, "a") as journal:
