@@ -373,7 +373,7 @@ def test_kill_9_of_the_server_and_a_new_tracker_lose_and_repeat_nothing(
     with tracking(journal, server) as tracker:
         for job_id in jobs[:3]:
             say(journal, new_job(job_id, running[job_id]))
-        eventually(lambda: not journal.outbox.pending("mlflow", 1) or journal.outbox.pending("mlflow", 1)[0][0] > 1)
+        eventually(lambda: all(number > 1 for number, _ in journal.outbox.pending("mlflow", 1)))
         before = server.processes()
         for process in before:
             os.kill(process, signal.SIGKILL)  # in the middle of the third job, or wherever it is
