@@ -61,7 +61,7 @@ def figures() -> list[Figure]:
 def _service(folder: Path) -> Iterator[tuple[Path, Login]]:
     home = folder / "home"
     home.mkdir()
-    endpoint = endpoint_of(home, f"127.0.0.1:{free_port()}", None, None, ())
+    endpoint = endpoint_of(home, f"127.0.0.1:{free_port()}", None, None, (), trusts_users=True)
     lifecycle.start(home, None, None, endpoint)
     try:
         with closing(Client(home)) as owner:

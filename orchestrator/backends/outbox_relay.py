@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Generic
 
 from orchestrator.backends.journal.outbox import Outbox
@@ -12,9 +13,9 @@ from orchestrator.backends.ports import Body, Receiver
 
 POLL_S = 0.5  # how long a row can wait without `notify`
 REFRESH_S = 3.0  # between calls of Receiver.refresh
-RETRY_FIRST_S, RETRY_MAX_S = 0.5, 30.0  # back-off, doubled after each failure
+RETRY_FIRST_S, RETRY_MAX_S = 0.5, 30.0  # back-off, doubled after each failure of a receiver that is away
 REFUSALS_MAX = 5  # sends of one group that may fail in a row before its rows are dropped
-ROWS = 50  # outbox rows in memory
+ROWS = 20  # sent before newer ones are looked for: what begins to run waits no longer than these take
 STOP_TIMEOUT_S = 10.0  # for the request under way
 
 log = logging.getLogger(__name__)
@@ -33,6 +34,7 @@ class OutboxRelay(Generic[Body]):
         self._refusals: dict[str, int] = {}  # by group
         self._refresh_at_s = 0.0
         self._stop, self._wake = threading.Event(), threading.Event()
+        self._senders = ThreadPoolExecutor(receiver.threads, f"send-{name}")
         self._thread = threading.Thread(target=self._run, name=f"relay-{name}", daemon=True)
 
     def start(self) -> None:
@@ -44,6 +46,7 @@ class OutboxRelay(Generic[Body]):
         self._stop.set()
         self._wake.set()
         self._thread.join(STOP_TIMEOUT_S)
+        self._senders.shutdown(wait=False)
 
     def notify(self) -> None:
         """Say that the outbox has new rows."""
@@ -73,7 +76,7 @@ class OutboxRelay(Generic[Body]):
                     log.warning("%s at %s: %s", self._name, self._receiver.address, said)
                 self.problem = said
                 self._stop.wait(min(RETRY_FIRST_S * 2 ** min(failures, 10), RETRY_MAX_S))
-                failures += 1
+                failures = failures + 1 if isinstance(error, OSError) else 0  # a row that is refused delays no others
             else:
                 failures, self.problem = 0, None
                 if not more:
@@ -81,21 +84,33 @@ class OutboxRelay(Generic[Body]):
                 self._wake.clear()
 
     def _deliver(self) -> bool:
-        """Send the oldest rows, one group at a time; True where more rows may wait."""
+        """Send the first rows, each group in one request; True where more rows may wait."""
         rows = self._outbox.pending(self._name, ROWS)
         groups: dict[str, list[tuple[int, Body]]] = {}
         for row in rows:
             groups.setdefault(self._receiver.group(row[1]), []).append(row)
-        unsent = [number for number, _ in rows]
-        for group, together in groups.items():  # in the order of their first rows: each moves the cursor
-            if self._stop.is_set():
-                return False
-            self._outbox.database.confirm(asks=False)  # a service that was frozen sends nothing old
-            self._send(group, together)
-            sent = {number for number, _ in together}
-            unsent = [number for number in unsent if number not in sent]
-            self._outbox.delivered(self._name, unsent[0] - 1 if unsent else rows[-1][0])
-        return len(rows) == ROWS
+        for together in groups.values():
+            together.sort(key=lambda row: row[0])
+        sent, errors = list[int](), list[Exception]()
+
+        def send(group: str) -> None:
+            if self._stop.is_set() or any(isinstance(error, OSError) for error in errors):
+                return
+            try:
+                self._outbox.database.confirm(asks=False)  # a service that was frozen sends nothing old
+                self._send(group, groups[group])
+            except Exception as error:
+                errors.append(error)
+            else:
+                sent.extend(number for number, _ in groups[group])
+
+        for _ in self._senders.map(send, groups):
+            pass
+        if sent:
+            self._outbox.delivered(self._name, sent)
+        if errors:
+            raise next((error for error in errors if isinstance(error, OSError)), errors[0])
+        return len(rows) == ROWS and not self._stop.is_set()
 
     def _send(self, group: str, rows: list[tuple[int, Body]]) -> None:
         """Send one group's rows; drop them after REFUSALS_MAX refusals in a row."""

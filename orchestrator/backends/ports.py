@@ -117,12 +117,13 @@ class EventLog(Protocol):
 
 
 class Receiver(Protocol[Sent]):
-    """What gets the rows of an outbox. One thread calls it, and calls again after an error.
+    """What gets the rows of an outbox. Its relay calls it, and calls again after an error.
 
     Subclass it: `refresh` and `shut_down` need a body only where a receiver has something to do there.
     """
 
     address: str  # for people: a URL, a path or a word
+    threads: int = 1  # that may call `send` at once, each with rows of another group
 
     def group(self, body: Sent) -> str:
         """What is sent together: rows of one group, and no others."""

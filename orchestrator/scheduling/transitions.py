@@ -82,7 +82,8 @@ def _submitted(state: State, event: Submitted) -> tuple[State, tuple[Action, ...
     )
     job = with_pending_dependencies(job, state.jobs, event.satisfied)
     state, archived = archive_if_done(state, job)
-    return replace(state, submitted=event.order), (Record(job=job), *archived)
+    records = (Record(job=job),) if job.status.ended else ()
+    return replace(state, submitted=event.order), (*records, *archived)
 
 
 def _cancel_requested(state: State, event: CancelRequested) -> tuple[State, tuple[Action, ...]]:

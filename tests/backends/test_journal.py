@@ -92,6 +92,17 @@ FACTORY = JobSpec(
     profile={"parameters": 0, "activations_per_sample": "0B"},
 )
 POLICY = PolicySpec(half_life="7d", teams=[{"name": "vision", "shares": 2, "quota": 4, "users": ["ada"]}])
+ATTEMPT = Attempt(
+    job_id="j",
+    number=1,
+    plan=Plan(engine=Engine.SCRIPT, layout=ParallelLayout(dp=3), micro_batch_size=1),
+    placement=(NodeDevices(node="a", devices=(0, 1, 2)),),
+    device=DEVICE.name,
+    estimate=MemoryEstimate(moment="m", by_cause=(), allocated_bytes=0, reserved_bytes=0, device_bytes=0),
+    correction=1.0,
+    step_s=0.1,
+    launched_at_s=0.0,
+)
 
 
 def _legal_plans() -> Iterator[Plan]:
@@ -194,7 +205,7 @@ def test_every_event_record_and_state_comes_back_equal(
     journal.append([(event, [record])])
     *_, last = journal.events()
     ((row, kept),) = journal.outbox.pending("mlflow", 10)
-    journal.outbox.delivered("mlflow", row)
+    journal.outbox.delivered("mlflow", [row])
     journal.snapshot(state)
 
     assert last == event
@@ -276,9 +287,9 @@ def test_the_outbox_is_oldest_first_bounded_and_forgets_what_was_delivered(journ
     journal.append([(TimerFired(at_s=1), records_of(2, 3, 4))])
     first = journal.outbox.pending("mlflow", 3)
     assert [record for _, record in first] == records_of(0, 1, 2)
-    journal.outbox.delivered("mlflow", first[-1][0])
+    journal.outbox.delivered("mlflow", [number for number, _ in first])
     assert waiting(journal, "mlflow") == [3, 4]
-    journal.outbox.delivered("mlflow", journal.outbox.pending("mlflow", 99)[-1][0])
+    journal.outbox.delivered("mlflow", [number for number, _ in journal.outbox.pending("mlflow", 99)])
     journal.append([(TimerFired(at_s=2), records_of(0))])
     assert journal.outbox.pending("mlflow", 99)[0][0] > 5, "a row's number was given twice"
 
@@ -287,9 +298,9 @@ def test_each_tracker_gets_every_row_and_a_row_stays_until_all_have_it(journal: 
     journal.outbox.register(["mlflow", "jsonl"])
     journal.append([(TimerFired(at_s=0), records_of(0, 1, 2))])
     rows = [number for number, _ in journal.outbox.pending("mlflow", 99)]
-    journal.outbox.delivered("jsonl", rows[2])
+    journal.outbox.delivered("jsonl", rows)
     assert (waiting(journal, "mlflow"), waiting(journal, "jsonl")) == ([0, 1, 2], [])
-    journal.outbox.delivered("mlflow", rows[0])
+    journal.outbox.delivered("mlflow", rows[:1])
     assert (waiting(journal, "mlflow"), waiting(journal, "jsonl")) == ([1, 2], [])
     assert kept_rows(journal) == rows[1:], "rows that every tracker has are removed, and no other"
 
@@ -297,10 +308,10 @@ def test_each_tracker_gets_every_row_and_a_row_stays_until_all_have_it(journal: 
 def test_a_new_tracker_begins_at_the_rows_that_are_there_and_one_taken_out_holds_none(journal: Journal) -> None:
     journal.append([(TimerFired(at_s=0), records_of(0, 1, 2))])
     rows = [number for number, _ in journal.outbox.pending("mlflow", 99)]
-    journal.outbox.delivered("mlflow", rows[0])
+    journal.outbox.delivered("mlflow", rows[:1])
     journal.outbox.register(["mlflow", "jsonl"])
     assert waiting(journal, "jsonl") == [1, 2]
-    journal.outbox.delivered("jsonl", rows[2])
+    journal.outbox.delivered("jsonl", rows[1:])
     journal.outbox.register(["jsonl", "mlflow"])  # as at every start: cursors stand where they stood
     assert (waiting(journal, "mlflow"), waiting(journal, "jsonl")) == ([1, 2], [])
     journal.outbox.register(["jsonl"])
@@ -308,6 +319,19 @@ def test_a_new_tracker_begins_at_the_rows_that_are_there_and_one_taken_out_holds
     journal.append([(TimerFired(at_s=1), records_of(3))])
     journal.outbox.register(["jsonl", "mlflow"])
     assert waiting(journal, "mlflow") == [3]
+
+
+def test_what_ran_comes_first_and_a_cursor_stands_before_the_oldest_row_that_a_tracker_lacks(journal: Journal) -> None:
+    ran = [replace(record, job=replace(record.job, attempts=(ATTEMPT,))) for record in records_of(2, 3)]
+    journal.append([(TimerFired(at_s=0), [*records_of(0, 1), *ran])])
+    rows = [number for number, _ in journal.outbox.pending("mlflow", 99)]
+    assert waiting(journal, "mlflow") == [2, 3, 0, 1]
+    journal.outbox.delivered("mlflow", [rows[0], rows[3]])
+    assert waiting(journal, "mlflow") == [3, 0]
+    assert journal.totals().undelivered == {"mlflow": 2}
+    assert len(kept_rows(journal)) == 4, "a row that a tracker may be sent again is gone"
+    journal.outbox.delivered("mlflow", [rows[2]])
+    assert (waiting(journal, "mlflow"), kept_rows(journal)) == ([3], [rows[1]])
 
 
 def kept_rows(journal: Journal) -> list[int]:
@@ -461,17 +485,7 @@ def test_a_full_disk_refuses_the_whole_append_and_keeps_what_was_there(
 
 def test_placements_keep_their_order(journal: Journal) -> None:
     placement = (NodeDevices(node="b", devices=(1, 0)), NodeDevices(node="a", devices=(3,)))
-    attempt = Attempt(
-        job_id="j",
-        number=1,
-        plan=Plan(engine=Engine.SCRIPT, layout=ParallelLayout(dp=3), micro_batch_size=1),
-        placement=placement,
-        device=DEVICE.name,
-        estimate=MemoryEstimate(moment="m", by_cause=(), allocated_bytes=0, reserved_bytes=0, device_bytes=0),
-        correction=1.0,
-        step_s=0.1,
-        launched_at_s=0.0,
-    )
+    attempt = replace(ATTEMPT, placement=placement)
     journal.append(
         [(TimerFired(at_s=0), [Record(job=Job(id="j", spec=SCRIPT, order=0, submitted_at_s=0), attempt=attempt)])]
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import socket
-import sqlite3
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -192,7 +191,7 @@ def test_the_same_thing_is_told_once_also_after_it_was_delivered_and_after_a_res
     with opened(tmp_path, "a") as journal:
         fail(journal, "lm-1")
         ((row, _),) = journal.notices.pending("a", 9)
-        journal.notices.delivered("a", row)
+        journal.notices.delivered("a", [row])
         fail(journal, "lm-1")
         assert journal.notices.pending("a", 9) == []
     with opened(tmp_path, "a") as journal:
@@ -440,19 +439,6 @@ def test_an_address_in_the_cluster_file_in_place_of_a_name_is_refused_and_not_re
         parse_cluster(text, "cluster.yaml")
     assert "a secret is named" in str(refused.value)
     assert "very-private" not in str(refused.value)
-
-
-def test_a_journal_of_the_version_before_gets_the_tables_and_keeps_its_rows(tmp_path: Path) -> None:
-    with opened(tmp_path) as journal:
-        fail(journal, "a")
-    with closing(sqlite3.connect(tmp_path / "journal.db")) as old, old:
-        for table in ("notices", "targets", "told", "sweeps", "trials", "submissions"):
-            old.execute(f"DROP TABLE {table}")
-        old.execute("UPDATE alembic_version SET version_num = '0005'")
-    with opened(tmp_path, "hook") as journal:
-        fail(journal, "b")
-        assert [one.data["job"] for _, one in journal.notices.pending("hook", 9)] == ["b"]
-        assert len(journal.outbox.pending("mlflow", 9)) == 2
 
 
 # ----------------------------------------------------------------------------------------------------------- apprise

@@ -211,7 +211,7 @@ def test_nothing_is_stored_of_a_refused_job(world: World, body: dict[str, Any], 
     assert answer.status_code == 422
     assert said in answer.json()["error"]
     assert list(world.journal.events()) == before
-    assert world.client.get("/jobs").json() == {"jobs": []}
+    assert world.client.get("/jobs").json() == {"jobs": [], "next": None}
 
 
 def test_ended_jobs_are_listed_newest_first_in_pages(world: World) -> None:
@@ -241,7 +241,7 @@ def test_a_batch_is_stored_in_one_transaction_or_not_at_all(world: World) -> Non
     refused = world.client.post("/jobs/batch", json={"jobs": [good, good, bad]})
     assert refused.status_code == 422
     assert "submitted job 3" in refused.json()["error"]
-    assert world.client.get("/jobs").json() == {"jobs": []}
+    assert world.client.get("/jobs").json() == {"jobs": [], "next": None}
     assert world.client.post("/jobs/batch", json={"jobs": []}).status_code == 422
     commits = []
     sqlalchemy.event.listen(world.journal.database.engine, "commit", lambda _: commits.append(1))

@@ -234,8 +234,7 @@ def test_notices_that_wait_are_counted_by_target_with_the_age_of_the_oldest(worl
     notices.tell([notice("failed", str(at_s), at_s, "title", "text", {}) for at_s in (100.0, 200.0, 300.0)])
     assert waiting() == {"mail": (3.0, 100.0), "pager": (3.0, 100.0)}
     (first, _), *_ = notices.pending("mail", 1)
-    notices.delivered("mail", first)
+    notices.delivered("mail", [first])
     assert waiting() == {"mail": (2.0, 200.0), "pager": (3.0, 100.0)}
-    (last, _) = notices.pending("mail", 9)[-1]
-    notices.delivered("mail", last)
+    notices.delivered("mail", [number for number, _ in notices.pending("mail", 9)])
     assert waiting() == {"mail": (0.0, None), "pager": (3.0, 100.0)}

@@ -64,7 +64,9 @@ class Journal:
         self.database = Database(url, reads_only=reads_only, stop=stop)
         self.name = self.database.name
         self.set_aside = SetAside(self.database)
-        self.outbox = Outbox(self.database, Record, "outbox", "trackers", self.set_aside)
+        self.outbox = Outbox(
+            self.database, Record, "outbox", "trackers", self.set_aside, lambda record: bool(record.job.attempts)
+        )
         self.notices = Notices(self.database, self.set_aside)
         self.sweeps = Sweeps(self.database)
         self._submissions = Submissions(self.database)

@@ -1,14 +1,16 @@
 """The outbox: bodies that receivers have yet to get, such as records for trackers and notices for targets.
 
-One queue with a cursor for each receiver (the transactional outbox: microservices.io/patterns/data). A row is removed
-once every registered receiver has passed it.
+One queue with a cursor for each receiver (the transactional outbox: microservices.io/patterns/data). Rows of jobs that
+ran come first. A cursor stands before the oldest row that its receiver lacks; which later rows it has is remembered in
+memory only, so a restart sends these again. A row is removed once every registered receiver has passed it.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Generic
 
 import sqlalchemy as sa
@@ -34,14 +36,37 @@ _told = sa.Table(
 log = logging.getLogger(__name__)
 
 
-class Outbox(Generic[Body]):
-    """A queue of the journal; every method may be called from any thread."""
+@dataclass(slots=True)
+class _Progress:
+    """Which rows a receiver has: those up to a number for each value of `ran`, and some after it."""
 
-    def __init__(self, database: Database, noun: type[Body], rows: str, cursors: str, set_aside: SetAside) -> None:
-        """`rows` and `cursors` are the names of its tables."""
-        self.database, self._codec, self._set_aside = database, Codec(noun), set_aside
+    passed: dict[bool, int]
+    ahead: set[int] = field(default_factory=set)
+
+
+class Outbox(Generic[Body]):
+    """A queue of the journal; every method may be called from any thread, `delivered` by a receiver's own."""
+
+    def __init__(
+        self,
+        database: Database,
+        noun: type[Body],
+        rows: str,
+        cursors: str,
+        set_aside: SetAside,
+        ran: Callable[[Body], bool] = lambda _: False,
+    ) -> None:
+        """Use these names of tables; bodies that `ran` go before all others."""
+        self.database, self._codec, self._set_aside, self._ran = database, Codec(noun), set_aside, ran
+        self._progress: dict[str, _Progress] = {}  # by receiver
         tables = sa.MetaData()
-        self._rows = sa.Table(rows, tables, sa.Column("id", sa.Integer, primary_key=True), sa.Column("body", sa.Text))
+        self._rows = sa.Table(
+            rows,
+            tables,
+            sa.Column("id", sa.Integer, primary_key=True),
+            sa.Column("ran", sa.Boolean),
+            sa.Column("body", sa.Text),
+        )
         self._cursors = sa.Table(
             cursors, tables, sa.Column("name", sa.Text, primary_key=True), sa.Column("last_row", sa.Integer)
         )
@@ -49,7 +74,8 @@ class Outbox(Generic[Body]):
     def add(self, connection: sa.Connection, bodies: Sequence[Body]) -> None:
         """Append bodies in a transaction of the journal."""
         if bodies:
-            connection.execute(self._rows.insert(), [{"body": self._codec.write(body)} for body in bodies])
+            rows = [{"ran": self._ran(body), "body": self._codec.write(body)} for body in bodies]
+            connection.execute(self._rows.insert(), rows)
 
     def register(self, receivers: Iterable[str]) -> None:
         """Register exactly these receivers.
@@ -65,20 +91,26 @@ class Outbox(Generic[Body]):
                 if name not in known:
                     connection.execute(cursors.insert().values(name=name, last_row=0))
             self._remove_passed(connection)
+        for name in {*self._progress} - {*names}:
+            del self._progress[name]
 
     def pending(self, receiver: str, limit: int) -> list[tuple[int, Body]]:
-        """At most `limit` rows that a registered receiver has not passed, oldest first; rows it cannot read pass."""
-        cursor = sa.select(self._cursors.c.last_row).where(self._cursors.c.name == receiver)
-        oldest = sa.select(self._rows.c.id, self._rows.c.body).order_by(self._rows.c.id).limit(limit)
+        """At most `limit` rows that a registered receiver lacks, in order; rows that cannot be read pass."""
         while True:
             with self.database.transaction() as connection:
-                last_row = connection.execute(cursor).scalar_one()
-                rows = connection.execute(oldest.where(self._rows.c.id > last_row)).all()
+                progress = self._progress_of(receiver, connection)
+                rows = [
+                    row
+                    for ran in (True, False)
+                    for row in connection.execute(self._after(progress, ran, limit, self._rows.c.body)).all()
+                    if row.id not in progress.ahead
+                ][:limit]
             bodies = [(row.id, self._set_aside.read(self._codec, self._rows.name, row.id, row.body)) for row in rows]
             readable = [(number, body) for number, body in bodies if body is not None]
+            if len(readable) < len(rows):
+                self.delivered(receiver, [number for number, body in bodies if body is None])
             if readable or not rows:
                 return readable
-            self.delivered(receiver, rows[-1].id)  # else nobody would move the cursor beyond these
 
     def read_all(self) -> None:
         """Read each row once, so that those that cannot be read stand aside."""
@@ -88,17 +120,54 @@ class Outbox(Generic[Body]):
             self._set_aside.read(self._codec, self._rows.name, row.id, row.body)
 
     def undelivered(self, connection: sa.Connection) -> dict[str, int]:
-        """How many rows each receiver has not passed, in a transaction of the journal."""
-        behind = sa.select(sa.func.count()).where(self._rows.c.id > self._cursors.c.last_row).scalar_subquery()
-        rows = connection.execute(sa.select(self._cursors.c.name, behind.label("rows"))).all()
-        return {row.name: row.rows for row in rows}
+        """How many rows each receiver lacks, in a transaction of the journal."""
+        counts = {}
+        for name in connection.execute(sa.select(self._cursors.c.name)).scalars().all():
+            progress = self._progress_of(name, connection)
+            lacks = sa.or_(*(self._beyond(ran, passed) for ran, passed in progress.passed.items()))
+            rows = connection.execute(sa.select(sa.func.count()).select_from(self._rows).where(lacks)).scalar_one()
+            counts[name] = rows - len(progress.ahead)
+        return counts
 
-    def delivered(self, receiver: str, row: int) -> None:
-        """Move a receiver's cursor: it has `row` and every row before it."""
+    def delivered(self, receiver: str, numbers: Iterable[int]) -> None:
+        """Note that a receiver has these rows, in memory first, and move its cursor to the first that it lacks."""
+        delivered = set(numbers)
+        if receiver in self._progress:  # the journal may be away
+            self._progress[receiver].ahead |= delivered
         with self.database.transaction() as connection:
+            progress = self._progress_of(receiver, connection)
+            progress.ahead |= delivered
+            first_lacking = []
+            for ran in progress.passed:
+                for row in connection.execute(self._after(progress, ran, 1)).all():
+                    if row.id not in progress.ahead:
+                        first_lacking.append(row.id)
+                        break
+                    progress.ahead.remove(row.id)
+                    progress.passed[ran] = row.id
+            passed = min(first_lacking) - 1 if first_lacking else max(progress.passed.values())
+            progress.ahead = {number for number in progress.ahead if number > passed}
             moved = self._cursors.update().where(self._cursors.c.name == receiver)
-            connection.execute(moved.values(last_row=row))
+            connection.execute(moved.values(last_row=passed))
             self._remove_passed(connection)
+
+    def _progress_of(self, receiver: str, connection: sa.Connection) -> _Progress:
+        """Return the progress of a registered receiver, from its cursor where this process has not sent anything."""
+        if receiver not in self._progress:
+            cursor = sa.select(self._cursors.c.last_row).where(self._cursors.c.name == receiver)
+            last_row = connection.execute(cursor).scalar_one()
+            self._progress[receiver] = _Progress({True: last_row, False: last_row})
+        return self._progress[receiver]
+
+    def _after(
+        self, progress: _Progress, ran: bool, limit: int, *columns: sa.Column[str]
+    ) -> sa.Select[tuple[int, str]]:
+        """Rows after the passed ones, of which at least `limit` are lacking where there are so many."""
+        rows = sa.select(self._rows.c.id, *columns).where(self._beyond(ran, progress.passed[ran]))
+        return rows.order_by(self._rows.c.id).limit(limit + len(progress.ahead))
+
+    def _beyond(self, ran: bool, passed: int) -> sa.ColumnElement[bool]:
+        return sa.and_(self._rows.c.ran.is_(ran), self._rows.c.id > passed)
 
     def _remove_passed(self, connection: sa.Connection) -> None:
         """Remove what every receiver has passed; where there is no receiver, every row."""

@@ -19,6 +19,7 @@ def bound_requests() -> None:
     os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] = "0"  # the relay's are longer apart; the default waits 4 minutes
     os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] = str(REQUEST_TIMEOUT_S)
     os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
+    os.environ["MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"] = "true"  # for which it would ask for each run that ends
     told = (os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or "").split(",")
     os.environ["no_proxy"] = ",".join(filter(None, dict.fromkeys((*told, "127.0.0.1", "localhost"))))
 
@@ -40,8 +41,12 @@ class Contact:
         found = self.only(key)
         if found is not None:
             return found
-        run = self.client.create_run(self.experiment_id, start_time=start_ms, tags=dict(tags), run_name=name)
+        run = self.created(start_ms, tags, name)
         return self.only(key) or run  # another service may have created one since, and this one been frozen
+
+    def created(self, start_ms: int, tags: Mapping[str, str], name: str) -> Run:
+        """A new run."""
+        return self.client.create_run(self.experiment_id, start_time=start_ms, tags=dict(tags), run_name=name)
 
     def only(self, key: str) -> Run | None:
         """The one run with this key, or None; where there are more, every service keeps the same one.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -42,6 +43,7 @@ class Groups:
     def __init__(self, address: str, home: Path, known: Known) -> None:
         self._address, self._home, self._known = address, home, known
         self._sweeps: dict[str, str] = {}  # run -> id of each sweep that goes on
+        self._lock = threading.Lock()  # jobs of one group may be sent at once
 
     def take_up(self, run: Run) -> None:
         """Go on with the run of a sweep that began before this process did."""
@@ -75,8 +77,9 @@ class Groups:
     def _group(self, contact: Contact, name: str, begun_s: float, tags: dict[str, str]) -> str:
         """The id of the run of a comparison or a sweep, found or created."""
         key = tags["orc.run"]
-        if key not in contact.run_ids:
-            contact.run_ids[key] = contact.found_or_created(key, int(1000 * begun_s), tags, name).info.run_id
+        with self._lock:
+            if key not in contact.run_ids:
+                contact.run_ids[key] = contact.found_or_created(key, int(1000 * begun_s), tags, name).info.run_id
         return contact.run_ids[key]
 
     def end_sweeps(self, contact: Contact) -> None:
@@ -116,8 +119,11 @@ class Groups:
 
     def end_comparison(self, contact: Contact, job: Job, tags: Mapping[str, str], hide: Hide) -> None:
         """End the run of a comparison whose jobs have all ended, with its table, picture and verdict."""
-        if job.spec.trial is not None:
-            return
+        if job.spec.trial is None:
+            with self._lock:
+                self._end_comparison(contact, job, tags, hide)
+
+    def _end_comparison(self, contact: Contact, job: Job, tags: Mapping[str, str], hide: Hide) -> None:
         assert job.spec.member is not None, job.id
         key, run_id, of = tags[COMPARISON_TAG], tags["mlflow.parentRunId"], job.spec.member.of
         found_jobs = [job if job_id == job.id else self._known.job(job_id) for job_id in compared_ids(job)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 ADDRESS_FILE = "mlflow_url"  # in the home: of an MLflow server that is not the home's own
 INPUTS_MAX = 100  # data files of one run
 REFUSED = "INVALID_PARAMETER_VALUE"
+THREADS = 4  # jobs sent at once: the server's one process answers them in turn
 POINTS = 500  # per request; 1,000 took 0.4 s idle and eight times as much under load (reference measurement)
 CHUNK_BYTES = 262_144  # of a curve file, read at a time
 
@@ -64,12 +66,16 @@ class _Curves:
 class MlflowTracker(Tracker):
     """Jobs and attempts as MLflow runs; sending a row or a curve again changes nothing."""
 
+    threads = THREADS
+
     def __init__(self, tracking_uri: str, home: Path, known: Known) -> None:
         """Nothing is sent yet. Explanations and pictures of ended jobs come from what is known."""
         self.address = tracking_uri
         self._home, self._known = home, known
         self._contact: Contact | None = None
+        self._connecting = threading.Lock()
         self._curves: dict[str, _Curves] = {}
+        self._unsure: set[str] = set()  # keys of runs that were created without a search before, and are not complete
         self._outputs = Outputs(tracking_uri, home, known)
         self._groups = Groups(tracking_uri, home, known)
         bound_requests()
@@ -100,11 +106,12 @@ class MlflowTracker(Tracker):
         from mlflow.exceptions import MlflowException
 
         try:
-            if self._contact is None:
-                contact = self._connect()
-                self._take_up(contact)
-                self._contact = contact
-            yield self._contact
+            with self._connecting:
+                if (contact := self._contact) is None:
+                    contact = self._connect()
+                    self._take_up(contact)
+                    self._contact = contact
+            yield contact
         except MlflowException as error:
             self._contact = None
             if error.error_code == REFUSED:
@@ -132,7 +139,10 @@ class MlflowTracker(Tracker):
         own = job_content(job, hide, "")
         compared = self._groups.tags(contact, job)
         is_recorded = not compared or (job.status.ended and not job.attempts)  # else its attempts stand for it
-        parent = self._open(contact, job, 0, own, compared) if is_recorded else ""
+        is_unstarted = job.status is JobStatus.CANCELLED and not job.attempts  # all of its run comes with its creation
+        parent = ""
+        if is_recorded:
+            parent = self._open(contact, job, 0, own, {**own.tags, **compared} if is_unstarted else compared)
         ids = []
         for attempt in job.attempts:
             key = run_key(job, attempt.number)
@@ -157,9 +167,12 @@ class MlflowTracker(Tracker):
             self._groups.end_comparison(contact, job, compared, hide)
             return
         compare = compare_url(self.address, tuple(ids), contact.experiment_id) if len(ids) > 1 else ""
-        picture = picture_of(state, job) if job.status.ended else None
+        picture = picture_of(state, job) if job.status.ended and job.attempts else None
         content = job_content(job, hide, compare, picture)
-        self._send_content(contact, run_key(job, 0), replace(content, params={**tried(job), **content.params}))
+        if is_unstarted:
+            self._end_run(contact, run_key(job, 0), content)
+        else:
+            self._send_content(contact, run_key(job, 0), replace(content, params={**tried(job), **content.params}))
         if compared:
             self._groups.end_comparison(contact, job, compared, hide)
         elif job.status is JobStatus.SUCCEEDED:
@@ -170,7 +183,11 @@ class MlflowTracker(Tracker):
         key = run_key(job, number)
         if key not in contact.run_ids:
             tags = {"orc.run": key, "orc.job_id": job.id, "orc.attempt": str(number), **tags}
-            run = contact.found_or_created(key, content.start_ms, tags, content.name)
+            if job.status.ended and not job.attempts and key not in self._unsure:  # its only record: there is no run
+                self._unsure.add(key)  # if there is one after all, `_send_content` finds it, and the next try takes it
+                run = contact.created(content.start_ms, tags, content.name)
+            else:
+                run = contact.found_or_created(key, content.start_ms, tags, content.name)
             contact.run_ids[key] = run.info.run_id
             if number and run.info.end_time is not None:
                 contact.closed.add(key)
@@ -189,8 +206,11 @@ class MlflowTracker(Tracker):
             params=[Param(name, value) for name, value in content.params.items()],
             tags=[RunTag(name, value) for name, value in content.tags.items()],
         )
-        if content.end_ms is None:
-            return
+        if content.end_ms is not None:
+            self._end_run(contact, key, content)
+
+    def _end_run(self, contact: Contact, key: str, content: RunContent) -> None:
+        run_id, client = contact.run_ids[key], contact.client
         for path, text in content.texts.items():
             client.log_text(run_id, text, path)
         if content.picture is not None:
@@ -200,6 +220,7 @@ class MlflowTracker(Tracker):
             raise ConnectionError(f"run {run_id} was replaced by another one of {key}")
         client.set_terminated(run_id, content.status, content.end_ms)
         contact.closed.add(key)
+        self._unsure.discard(key)
 
     def _send_curves(self, contact: Contact, key: str) -> None:
         """Send the whole lines that the files of the attempt's curves have grown by."""

@@ -51,6 +51,7 @@ class SchedulerIndex:
         self.guaranteed: dict[str, Waiting] = {}  # those that wait for devices with a promised speed
         self.arrived: list[Waiting] = []  # since the last decision
         self.is_stale = False  # devices, nodes or knowledge changed since the last decision
+        self.all_wait = False  # nobody who waits could start on the devices that were idle at the last decision
         self._followers: dict[str, set[str]] = {}  # jobs that wait for the end of one, by its id
         self._pool_of = {name: pool for pool in self.pools for name in pool.names}
         self._policy_spec = state.policy
@@ -144,7 +145,7 @@ class SchedulerIndex:
 
     def observe(self, state: State) -> None:
         """Reality has said more of some families: when their jobs end is asked anew."""
-        self.state = state
+        self.state, self.all_wait = state, False
         families = self.options.observe(state.observations)
         for job in self.running.values():
             if job.spec.family_name in families:

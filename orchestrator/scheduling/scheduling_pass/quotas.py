@@ -56,10 +56,16 @@ class QuotaPass:
         The pass ends when no device is idle. A job that must wait is decided upon once a later job need not wait, since
         its reservation matters to no other job before. It is decided upon at once where quotas count, since
         reservations count against them. The first LOOKED_AT_MAX are, too, where a running job could make way, or
-        closed nodes are idle: their reasons say so.
+        closed nodes are idle: their reasons say so. Where all had to wait at the last pass, and nothing has changed but
+        that some came who must wait too, nobody is looked at: a submission costs the same behind any queue.
         """
+        index = self._index
+        is_plain = not (self._left or index.guaranteed or index.elastic or index.closed)
+        if is_plain and index.all_wait and not index.is_stale and all(must_wait(index, one) for one in index.arrived):
+            return
+        index.all_wait = False
         ahead: list[tuple[Waiting, float, int | None]] = []
-        idle = self._index.idle
+        idle, decided = index.idle, False
         for number, turn in enumerate(self._all()):
             of_others = number - len(self._promised)
             is_looked_at = of_others < 0 or (of_others < LOOKED_AT_MAX and bool(self._index.elastic))
@@ -71,7 +77,9 @@ class QuotaPass:
                     if one[0].job.id not in self._heard:
                         yield one
                 ahead.clear()
+                decided = True
                 idle = self._index.idle  # without what was given to them
+        index.all_wait = is_plain and not decided
         if self._index.closed and idle:
             yield from [one for one in ahead[:LOOKED_AT_MAX] if one[0].job.id not in self._heard]
 

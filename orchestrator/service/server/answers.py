@@ -73,6 +73,7 @@ class JobsAnswer(TypedDict):
     """Live and ended jobs."""
 
     jobs: list[JobView]
+    next: str | None  # where the next page of live jobs begins
 
 
 class JobAnswer(TypedDict):

@@ -38,7 +38,7 @@ from orchestrator.service.server.answers import (
 from orchestrator.service.server.attempt_files import beats
 from orchestrator.service.server.client import user_name
 from orchestrator.service.server.dependencies import NUMBER_MAX, Forbidden, Sender, Service, Unknown
-from orchestrator.service.server.ended import report_of
+from orchestrator.service.server.ended import Reports, report_of
 from orchestrator.service.server.gate import Gate, Gated, limiter, refusal
 from orchestrator.service.server.job_routes import add_file_routes, add_job_routes, add_log_routes
 from orchestrator.service.server.join_token import secret_of
@@ -229,14 +229,17 @@ def _add_service_routes(app: FastAPI, service: Service) -> None:
     def teams() -> dict[str, Any]:
         return {"teams": teams_view(controller.state, time.time())}
 
+    newest = Reports(lambda since_s: dict(report_of(controller, since_s, time.time(), service.sweeper.reports())))
+
     @app.get("/report", **answers(ReportView))
     def report(
         since_s: Annotated[float, Query(ge=0, le=NUMBER_MAX, allow_inf_nan=False)],
         until_s: Annotated[float | None, Query(ge=0, le=NUMBER_MAX, allow_inf_nan=False)] = None,
     ) -> dict[str, Any]:
-        """What happened since a moment, in seconds since 1970."""
-        until_s = time.time() if until_s is None else until_s
-        return dict(report_of(controller, since_s, until_s, service.sweeper.reports()))
+        """What happened since a moment, in seconds since 1970; without an end, until some seconds ago."""
+        if until_s is not None:
+            return dict(report_of(controller, since_s, until_s, service.sweeper.reports()))
+        return newest.of(controller.version, since_s)
 
     @app.post("/notify/test", **answers(TriedAnswer))
     def notify_test(request: TryRequest) -> dict[str, Any]:

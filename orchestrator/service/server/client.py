@@ -119,7 +119,12 @@ class Client:
 
     def jobs(self, ended: int = ENDED_SHOWN) -> list[JobView]:
         """Every live job and the `ended` most recently ended ones, in queue order."""
-        return self._json("GET", f"/jobs?ended={ended}")["jobs"]
+        answer = self._json("GET", f"/jobs?ended={ended}")
+        jobs: dict[str, JobView] = {job["id"]: job for job in answer["jobs"]}
+        while (after := answer["next"]) is not None:  # each page begins behind the last one
+            answer = self._json("GET", f"/jobs?after={quote(after)}")
+            jobs |= {job["id"]: job for job in answer["jobs"]}
+        return [*jobs.values()]
 
     def job(self, job_id: str, seen: int | None = None, wait_s: float = LONG_POLL_S) -> tuple[JobView, int]:
         """A job and its version; with `seen`, waits up to `wait_s` for another version."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from orchestrator.scheduling.reports.morning import ended_at_s, morning_report
 from orchestrator.scheduling.reports.sweep import SweepReport
@@ -11,7 +14,26 @@ from orchestrator.service.views.morning import ReportView, report_view
 from orchestrator.specs.job_record import Job
 
 PAGE = 1000  # jobs read at a time
+REPORT_S, REPORTS_MAX = 10, 16  # how long a report is as good as a new one, and how many are remembered
 REPORTED_MAX = 20_000  # ended jobs that a report looks at, the latest first
+
+
+class Reports:
+    """The newest reports of a state: whoever asks within REPORT_S of the other has the same."""
+
+    def __init__(self, report: Callable[[float], dict[str, Any]]) -> None:
+        self._report, self._lock = report, threading.Lock()
+        self._version, self._reports = -1, dict[tuple[int, int], dict[str, Any]]()
+
+    def of(self, version: int, since_s: float) -> dict[str, Any]:
+        """The report since a moment until now, of one version of the state; one is made at a time."""
+        key = (int(since_s / REPORT_S), int(time.monotonic() / REPORT_S))
+        with self._lock:
+            if version != self._version or len(self._reports) >= REPORTS_MAX:
+                self._version, self._reports = version, {}
+            if key not in self._reports:
+                self._reports[key] = self._report(since_s)
+            return self._reports[key]
 
 
 def report_of(controller: Controller, since_s: float, until_s: float, sweeps: Sequence[SweepReport]) -> ReportView:

@@ -31,7 +31,7 @@ from orchestrator.specs.errors import ServiceError
 
 SIGN_IN_BYTES_MAX = 4096
 BODY_BYTES_MAX = 16 * 2**20  # some 10,000 jobs
-PAGES = "/ui"
+PAGES, REPORT = "/ui", "/report"
 SIGN_IN, STATIC = f"{PAGES}/login", f"{PAGES}/static/"
 OIDC = f"{SIGN_IN}/oidc"
 OIDC_BACK = f"{OIDC}/callback"
@@ -39,6 +39,7 @@ SIGNING_IN = ("/", SIGN_IN, OIDC, OIDC_BACK)  # with the files below STATIC: no 
 OPEN = ("/healthz", "/readyz")  # for probes: any Host, no token, nothing about jobs
 WRONG_TOKENS = RateLimitItemPerMinute(20)  # of one address
 CHANGES = RateLimitItemPerMinute(6000)  # of one user: a batch of jobs is one
+LOOKS = RateLimitItemPerMinute(300)  # of one user at pages and reports
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 log = logging.getLogger(__name__)
@@ -106,6 +107,9 @@ class Gate:
             return refusal(
                 429, f"{CHANGES.amount} changes a minute are allowed: wait, or submit jobs in a batch"
             ), False
+        is_look = not is_change and request.url.path.startswith((PAGES, REPORT))
+        if is_look and not principal.is_owner and not self.rates.hit(LOOKS, "looks", principal.name):
+            return refusal(429, f"{LOOKS.amount} pages and reports a minute are allowed: wait"), False
         if "\0" in request.url.path or "%00" in request.url.query:  # PostgreSQL takes no such text
             return refusal(422, "the address has a NUL character"), is_change
         needed = Role.VIEWER if asked is None else self.roles.get(asked, Role.ADMIN)  # no such route: 404 or 405

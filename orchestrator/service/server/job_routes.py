@@ -53,6 +53,7 @@ from orchestrator.service.views.records import (
     ExplanationView,
     explanation_view,
     in_order,
+    place_of,
     promise_view,
 )
 from orchestrator.service.views.sweeps import SweepView, sweep_view
@@ -69,6 +70,8 @@ from orchestrator.specs.policy import PolicySpec
 from orchestrator.specs.run import JobFolder
 
 ENDED_SHOWN, ENDED_MAX = 100, 1000  # ended jobs in a response
+LIVE_MAX = 500  # live jobs in a response
+PLACE = r"^[012],-?\d{1,9},\d{1,18}$"  # as `place_of` has it
 WAIT_S_MAX = 10.0  # of a long poll
 RECEIVE_S = 900.0  # for an upload to arrive
 FOLLOW_S = 20.0  # of a log that is followed: a token that has ended reads no longer than that
@@ -112,12 +115,25 @@ def add_job_routes(app: FastAPI, service: Service, uploads: Uploads, waits: Wait
 
     @app.get("/jobs", **answers(JobsAnswer))
     def jobs(
-        ended: Annotated[int, Query(ge=0, le=ENDED_MAX)] = ENDED_SHOWN, before: str | None = None
+        ended: Annotated[int, Query(ge=0, le=ENDED_MAX)] = ENDED_SHOWN,
+        before: str | None = None,
+        after: Annotated[str | None, Query(pattern=PLACE)] = None,
     ) -> dict[str, Any]:
-        known = dict(controller.state.jobs) if before is None else {}
-        known |= {job.id: job for job in controller.ended(ended, before)}  # read second, so that no job is missed
+        """The jobs that ended last, then live jobs, a page at a time; `next` of an answer is `after` of the next page.
+
+        A job that starts between two pages is on neither.
+        """
+        live = in_order(controller.state.jobs.values()) if before is None else []
+        if after is not None:
+            place = tuple(map(int, after.split(",")))
+            live = [job for job in live if place_of(job) > place]
+        known = {job.id: job for job in live[:LIVE_MAX]}
+        if after is None:
+            known |= {job.id: job for job in controller.ended(ended, before)}  # read second, so that no job is missed
         policy, problems = controller.state.policy, controller.health.problems()
-        return {"jobs": [view_of(service.home, job, policy, problems) for job in in_order(known.values())]}
+        views = [view_of(service.home, job, policy, problems) for job in in_order(known.values())]
+        more = len(live) > LIVE_MAX
+        return {"jobs": views, "next": ",".join(map(str, place_of(live[LIVE_MAX - 1]))) if more else None}
 
     @app.get("/jobs/{job_id}", **answers(JobAnswer))
     async def job(

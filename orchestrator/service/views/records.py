@@ -323,10 +323,11 @@ def node_from_view(view: NodeView) -> Node:
 
 def in_order(jobs: Iterable[Job]) -> list[Job]:
     """Jobs as the queue shows them: ended, then running, then waiting by priority, newest last."""
-    return sorted(jobs, key=_place)
+    return sorted(jobs, key=place_of)
 
 
-def _place(job: Job) -> tuple[int, int, int]:
+def place_of(job: Job) -> tuple[int, int, int]:
+    """The job's place in that order; the smallest is first."""
     if job.status.ended:
         return 0, 0, job.order
     return (1, 0, job.order) if job.attempts else (2, -job.spec.priority, job.order)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import sqlalchemy as sa
 from alembic import op
 
@@ -24,8 +26,9 @@ def upgrade() -> None:
         _text("body"),
         sqlite_autoincrement=True,
     )
-    _add_numbered("outbox")
-    _add_numbered("notices")
+    for name in ("outbox", "notices"):
+        _add_numbered(name, sa.Column("ran", sa.Boolean, nullable=False))
+        op.create_index(f"{name}_in_order", name, ["ran", "id"])
     trackers, _ = (
         op.create_table(name, _text("name", primary_key=True), sa.Column("last_row", sa.Integer, nullable=False))
         for name in ("trackers", "targets")
@@ -94,7 +97,7 @@ def upgrade() -> None:
         op.execute(lease.insert().values(id=1, fence=0, holder="nobody", expires_at=sa.func.clock_timestamp()))
 
 
-def _add_numbered(name: str, *columns: sa.Column[str]) -> None:
+def _add_numbered(name: str, *columns: sa.Column[Any]) -> None:
     """Make a table of bodies whose numbers are never given again, also those of rows that were deleted."""
     number = sa.Column("id", sa.Integer, primary_key=True, autoincrement=True)
     op.create_table(name, number, _text("body"), *columns, sqlite_autoincrement=True)
