@@ -61,7 +61,12 @@ class QuotaPass:
         """
         index = self._index
         is_plain = not (self._left or index.guaranteed or index.elastic or index.closed)
-        if is_plain and index.all_wait and not index.is_stale and all(must_wait(index, one) for one in index.arrived):
+        if (
+            is_plain
+            and index.all_wait
+            and not index.is_stale
+            and all(must_wait(index, waiting) for waiting in index.arrived)
+        ):
             return
         index.all_wait = False
         ahead: list[tuple[Waiting, float, int | None]] = []
