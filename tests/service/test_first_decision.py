@@ -109,6 +109,12 @@ def test_a_decision_that_takes_too_long_ends_a_child_and_nothing_else() -> None:
         first.check(state(1), decoder(gpus=1, plan={"micro_batch": 1, "zero_stage": 0}))  # in a child of its own
 
 
+def test_before_any_node_is_seen_the_declared_ones_count() -> None:
+    declared = State(declared=state(512).nodes)
+    with closing(FirstDecisions()) as first, pytest.raises(SpecError, match="more than"):
+        first.check(declared, decoder(global_batch_size=720720))
+
+
 def test_a_child_that_never_answers_is_ended() -> None:
     first = FirstDecisions(program="tests.service.never_decides", answer_s=1.0)
     with pytest.raises(SpecError, match="exceeds the limits of a decision"):

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections import OrderedDict
+from dataclasses import replace
 from typing import IO, Any
 
 from orchestrator.backends.environment import inherited
@@ -51,7 +52,11 @@ class FirstDecisions:
         self._state, self._event = Codec(State), Codec(Submitted)
 
     def check(self, state: State, spec: JobSpec) -> None:
-        """Return once a decision on the job is known to end. Raises SpecError where it exceeds a limit or PLANS_MAX."""
+        """Return once a decision on the job is known to end. Raises SpecError where it exceeds a limit or PLANS_MAX.
+
+        Before any node is seen, the nodes that the cluster file declares count.
+        """
+        state = replace(state, nodes=state.nodes or state.declared)
         shape = (planned_part(spec), tuple(group.hardware for group in groups_of(state.nodes)))
         with self._lock:
             if shape in self._passed:
