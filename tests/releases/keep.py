@@ -79,8 +79,8 @@ def write_journal(path: Path) -> dict[str, Any]:
                 break
             controller.turn(TURN_S)
         for receiver in ("mlflow", "jsonl"):
-            *sent, _ = journal.outbox.pending(receiver, 10_000)
-            journal.outbox.delivered(receiver, sent[-RECORDS_LEFT][0])
+            numbers = [number for number, _ in journal.outbox.pending(receiver, 10_000)]
+            journal.outbox.delivered(receiver, numbers[:-RECORDS_LEFT])
         journal.snapshot(controller.state)
         controller.submit(script("newest", gpus=6))  # an event that no snapshot has
     return read_journal(path)
