@@ -82,7 +82,7 @@ def write_journal(path: Path) -> dict[str, Any]:
             numbers = [number for number, _ in journal.outbox.pending(receiver, 10_000)]
             journal.outbox.delivered(receiver, numbers[:-RECORDS_LEFT])
         journal.snapshot(controller.state)
-        controller.submit(script("newest", gpus=6))  # an event that no snapshot has
+        controller.submit(script("newest", gpus=4))  # an event that no snapshot has
     return read_journal(path)
 
 
