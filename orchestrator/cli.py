@@ -25,9 +25,9 @@ from orchestrator.service.terminal import access, comparing, machines, notify, r
 from orchestrator.service.terminal.completion import job_ids
 from orchestrator.service.terminal.options import SERVER, AsJson, Cluster, Home, Pinned, Settings, client_of, service_of
 from orchestrator.service.terminal.output import tell
-from orchestrator.specs.errors import IllegalPlan, OrchestratorError, SpecError
+from orchestrator.specs.errors import GIVEN_MAX, IllegalPlan, OrchestratorError, SpecError
 from orchestrator.specs.fault import Fault, FaultKind
-from orchestrator.specs.parse import check_plain
+from orchestrator.specs.plain_text import why_no_text
 from orchestrator.specs.units import format_bytes
 
 if TYPE_CHECKING:
@@ -88,7 +88,9 @@ def before_a_command(
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one command; ends the process with its exit code."""
     try:
-        check_plain(sys.argv[1:] if arguments is None else [*arguments], "the command line")
+        for word in sys.argv[1:] if arguments is None else arguments:
+            if why := why_no_text(word):
+                raise SpecError(why, source="the command line", got=word[:GIVEN_MAX], allowed="text in UTF-8")
         app(args=arguments)
     except OrchestratorError as error:
         print(error, file=sys.stderr)

@@ -150,7 +150,8 @@ def _remembered(
 ) -> Frontier | SpecError:
     """Return the frontier, or why there is none: that took as long to find out."""
     try:
-        job_from_data(spec.model_dump(mode="json"), "")  # a journal of an older day is read without judgement
+        # A journal of an older day is read without judgement. Pins are the search's own, where a job keeps its plan.
+        job_from_data(_pinned(spec, ()).model_dump(mode="json"), "")
         work = Work(OTHER_PLANS_MAX if within_reach else PLANS_MAX)
         return _frontier(spec, hardware, overhead, steps, work, within_reach=within_reach)
     except SpecError as error:

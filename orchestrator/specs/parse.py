@@ -23,13 +23,13 @@ from orchestrator.specs.job.array import INDEX, at_once, expanded, filled, in_on
 from orchestrator.specs.job.model import EXACT_MAX
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job.sweep import TRIALS_AT_ONCE, Sweep, Value, templates
+from orchestrator.specs.plain_text import VALUE_LENGTH_MAX, why_no_text
 from orchestrator.specs.spec_model import SpecModel
 
 TEXT_LENGTH_MAX = 2**18
 NODES_MAX = 100_000  # after aliases are followed, so that a small file cannot become a large one
 PROBLEMS_MAX = 20  # told at once
 DEPTH_MAX = 32
-VALUE_LENGTH_MAX = 2**17  # of one text: Linux takes no longer argument (MAX_ARG_STRLEN, execve(2))
 GIVEN_LENGTH_MAX = 120
 BITS_SHOWN_MAX = 200
 DIGITS_MAX = 4000  # of a whole number that Python reads
@@ -272,14 +272,14 @@ def check_plain(data: object, source: str, lines: Mapping[Path, int] | None = No
             raise _not_plain("too large or nested too deeply", path, None, _SIZES, source, lines)
         if isinstance(value, Mapping):
             for key in value:
-                if not isinstance(key, str) or _why_no_text(key):
+                if not isinstance(key, str) or why_no_text(key):
                     raise _not_plain("the name of a key is no text", path, key, "text in UTF-8", source, lines)
             left += [((*path, key), inner) for key, inner in value.items()]
         elif isinstance(value, list | tuple):
             left += [((*path, index), inner) for index, inner in enumerate(value)]
         elif isinstance(value, str) and (length := length + len(value)) > length_max:
             raise _not_plain("too much text", (), None, f"{length_max:,} characters in all", source, lines)
-        elif isinstance(value, str) and (why := _why_no_text(value)):
+        elif isinstance(value, str) and (why := why_no_text(value)):
             got = value[:GIVEN_LENGTH_MAX]
             raise _not_plain(
                 why, path, got, f"{VALUE_LENGTH_MAX:,} characters of UTF-8, none of them NUL", source, lines
@@ -289,19 +289,6 @@ def check_plain(data: object, source: str, lines: Mapping[Path, int] | None = No
         elif isinstance(value, int) and abs(value) > EXACT_MAX:
             got = str(value) if value.bit_length() < BITS_SHOWN_MAX else f"a number of {value.bit_length()} bits"
             raise _not_plain("the number is too large", path, got, f"at most {EXACT_MAX}", source, lines)
-
-
-def _why_no_text(text: str) -> str:
-    """Return why nothing outside of Python can hold a text; "" where everything can."""
-    if len(text) > VALUE_LENGTH_MAX:
-        return "the text is too long"
-    if "\0" in text:
-        return "the text has a NUL character"
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return "the text is not UTF-8: it has half of a surrogate pair"
-    return ""
 
 
 def _not_plain(

@@ -157,12 +157,13 @@ def _status_agrees(t: Transition) -> Iterator[str]:
 
 
 def _everything_is_recorded(t: Transition) -> Iterator[str]:
-    """The tracker hears of every new status of a job, and of every end of an attempt."""
+    """The tracker hears of every new status of a job that has begun or ended, and of every end of an attempt."""
     recorded = {(record.job.id, record.job.status) for record in of(Record, t.actions)}
     ended = {record.attempt.name for record in of(Record, t.actions) if record.attempt and record.attempt.evidence}
     for job in t.after.jobs.values():
         before = t.before.jobs.get(job.id)
-        if (before is None or before.status is not job.status) and (job.id, job.status) not in recorded:
+        is_new = before is None or before.status is not job.status
+        if is_new and (job.attempts or job.status.ended) and (job.id, job.status) not in recorded:
             yield f"{job.id} became {job.status} and no record says so"
     known = {attempt.name: attempt for attempt in attempts(t.before)}
     for attempt in attempts(t.after):
