@@ -408,8 +408,9 @@ def _reached(noun: type, loc: Sequence[str | int], data: Any) -> tuple[Path, typ
     place, kind = noun, noun
     for part in loc:
         known = _fields(kind)
-        if isinstance(part, int) and isinstance(data, dict):
-            return (*path, list(data)[part]), place  # words are validated as pairs: this one by its number
+        if isinstance(part, int) and isinstance(data, dict):  # words are validated as pairs: this one by its number
+            keys = [*data]
+            return (*path, *keys[part : part + 1]), place
         if isinstance(part, str) and not known:
             break  # inside a value: the rest names members of a union
         path.append(part)

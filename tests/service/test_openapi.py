@@ -112,6 +112,7 @@ ODD: dict[str, tuple[str, str, bytes]] = {
     "no number": ("POST", "/tokens", b'{"user": "root", "lifetime_s": NaN}'),
     "a life of ages": ("POST", "/tokens", b'{"user": "root", "lifetime_s": 1e300}'),
     "infinity in a job": ("POST", "/jobs", b'{"spec": {"name": "a", "global_batch_size": Infinity}}'),
+    "an empty dependency": ("POST", "/jobs", b'{"spec": {"name": "a", "global_batch_size": 1, "depends_on": {}}}'),
     "a deep body": ("POST", "/jobs", b'{"spec":' + b"[" * 100_000),
     "a deep job": ("POST", "/jobs", b'{"spec":' + b'{"a":' * 900 + b"1" + b"}" * 901),
     "a long number": ("POST", "/jobs", b'{"spec": {"global_batch_size": ' + b"9" * 5000 + b"}}"),
