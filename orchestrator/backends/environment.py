@@ -1,4 +1,4 @@
-"""Which variables a job inherits, and which of them hold secrets. Standard library only."""
+"""The variables that a job inherits, and those that hold secrets. Standard library only."""
 
 from __future__ import annotations
 

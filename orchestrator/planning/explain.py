@@ -193,8 +193,8 @@ def _first_fit(
     refuted: frozenset[Plan] = frozenset(),
 ) -> Candidate | None:
     try:
-        found = frontier(spec, hardware, calibrated.correction, calibrated.overhead, within_reach=True)
-        return next(fitting(found, capacity_bytes, calibrated, refuted), None)
+        plans = frontier(spec, hardware, calibrated.correction, calibrated.overhead, within_reach=True)
+        return next(fitting(plans, capacity_bytes, calibrated, refuted), None)
     except SpecError:  # so many devices cannot share the global batch, or have too many plans
         return None
 

@@ -203,7 +203,7 @@ def _frontier(
 
 
 def _why_no_plan(spec: JobSpec, hardware: Hardware, work: Work) -> SpecError:
-    """Which pinned setting has another value in every plan that has the other pinned ones, and which values there are.
+    """Return which pin has another value in every plan that has the other pins, and which values there are.
 
     Raises SpecError where the job has no plan without its pins either.
     """
@@ -211,16 +211,16 @@ def _why_no_plan(spec: JobSpec, hardware: Hardware, work: Work) -> SpecError:
         return why_no_strategy(spec, hardware)
     for key, value in spec.plan:
         others = tuple(pin for pin in spec.plan if pin[0] != key)
-        found = {
+        values = {
             getattr(plan.layout if key in AXES else plan, key) for plan in plans(_pinned(spec, others), hardware, work)
         }
-        if found:
+        if values:
             beside = f" with {in_words(others)}" if others else ""
             return SpecError(
                 f"no plan on {hardware.device.name} has it",
                 path=f"plan.{key}",
                 got=text_of(value),
-                allowed=f"{', '.join(map(text_of, sorted(found)))}{beside}",
+                allowed=f"{', '.join(map(text_of, sorted(values)))}{beside}",
                 hint=_why_illegal(spec),
             )
     what = f"no plan on {hardware.device.name} has these settings together"
@@ -528,7 +528,7 @@ def _timed(
 
 
 def _timed_between(between: _Between, needs: _Needs, most_bytes: float, beats: _Beats, work: Work) -> Iterator[Timed]:
-    """Those of the plans that nothing known beats; the middle one of them tells the least that both halves can cost.
+    """Yield the plans that no plan so far beats; the middle plan tells the least that both halves can cost.
 
     The more layers are recomputed in full, the longer a step takes, and the less a plan needs at most.
     """

@@ -1,4 +1,4 @@
-"""Which texts can a journal, a process and a path hold? Standard library only."""
+"""Texts that a journal, a process and a path can hold. Standard library only."""
 
 from __future__ import annotations
 

@@ -102,13 +102,13 @@ class Journal:
 
     def read_all(self) -> None:
         """Read each row once, so that those that cannot be read stand aside."""
-        _, tail = self.load()
-        del tail
+        self.load()
         for _ in self.history():
             pass
-        last = None
-        while page := self.ended(PAGE, last):
-            last = page[-1].id
+        with self.database.transaction() as connection:
+            ended = connection.execute(sa.select(_jobs.c.number, _jobs.c.body)).all()
+        for row in ended:
+            self.set_aside.read(self._job, _jobs.name, *row)
         for queue in (self.outbox, self.notices):
             queue.read_all()
 

@@ -14,6 +14,7 @@ from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import MemoryEstimate
 
+DIGITS_MAX = 4  # of an attempt's number: every budget of restarts is far below
 UNKNOWN_PROGRAM = "unreadable"
 
 
@@ -76,7 +77,7 @@ def _launch_of(job_id: str, line: str) -> tuple[int, Placement] | None:
     if parts[:1] != ["launch"] or parts[2:3] != ["on"] or "as" not in parts:
         return None
     number = parts[1].removeprefix(f"{job_id}-")
-    if not number.isdecimal() or parts[1] != attempt_name(job_id, int(number)):
+    if not number.isdecimal() or len(number) > DIGITS_MAX or parts[1] != attempt_name(job_id, int(number)):
         return None
     nodes = (part.rpartition(":") for part in parts[3 : parts.index("as")])
     return int(number), tuple(NodeDevices(node=node, devices=tuple(map(int, ids.split(",")))) for node, _, ids in nodes)

@@ -56,8 +56,10 @@ class QuotaPass:
         The pass ends when no device is idle. A job that must wait is decided upon once a later job need not wait, since
         its reservation matters to no other job before. It is decided upon at once where quotas count, since
         reservations count against them. The first LOOKED_AT_MAX are, too, where a running job could make way, or
-        closed nodes are idle: their reasons say so. Where all had to wait at the last pass, and nothing has changed but
-        that some came who must wait too, nobody is looked at: a submission costs the same behind any queue.
+        closed nodes are idle: their reasons say so.
+
+        No job is looked at where all had to wait at the last pass and only jobs came since that must wait, too. So a
+        submission costs the same behind any queue.
         """
         index = self._index
         is_plain = not (self._left or index.guaranteed or index.elastic or index.closed)

@@ -1,4 +1,4 @@
-"""Which rows of a home's journal cannot be read, and how is one dropped? With the service, or without it."""
+"""Rows of a home's journal that cannot be read: show and drop them, with the service or without it."""
 
 from __future__ import annotations
 

@@ -127,11 +127,11 @@ def add_job_routes(app: FastAPI, service: Service, uploads: Uploads, waits: Wait
         if after is not None:
             place = tuple(map(int, after.split(",")))
             live = [job for job in live if place_of(job) > place]
-        known = {job.id: job for job in live[:LIVE_MAX]}
+        shown = {job.id: job for job in live[:LIVE_MAX]}
         if after is None:
-            known |= {job.id: job for job in controller.ended(ended, before)}  # read second, so that no job is missed
+            shown |= {job.id: job for job in controller.ended(ended, before)}  # read second, so that no job is missed
         policy, problems = controller.state.policy, controller.health.problems()
-        views = [view_of(service.home, job, policy, problems) for job in in_order(known.values())]
+        views = [view_of(service.home, job, policy, problems) for job in in_order(shown.values())]
         more = len(live) > LIVE_MAX
         return {"jobs": views, "next": ",".join(map(str, place_of(live[LIVE_MAX - 1]))) if more else None}
 
