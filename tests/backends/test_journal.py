@@ -383,7 +383,7 @@ def test_a_closed_journal_opens_again_quickly_with_everything(tmp_path: Path) ->
     with closing(Journal(url(tmp_path))) as again:
         took_s = time.monotonic() - began
         assert again.load() == (None, ((TimerFired(at_s=1), ""),))
-    assert took_s < 1, "0.014 s on an idle machine"
+    assert took_s < 4, "0.014 s on an idle machine; a lock that stays is waited for 5 s"
     assert (tmp_path / "journal.db").stat().st_mode & 0o077 == 0, "others may read the jobs' environments"
 
 

@@ -118,10 +118,10 @@ def test_every_failed_and_refused_job_has_something_to_do_with_its_command(state
         assert any(said.startswith(f"{line.id}: ") and "`orc " in said for said in report.to_do), line.id
 
 
-def test_a_report_of_500_jobs_takes_less_than_a_second(state: State) -> None:
+def test_a_report_of_500_jobs_takes_less_than_a_second_of_processor_time(state: State) -> None:
     jobs = list(state.jobs.values())
     many = {f"{job.id}-{k}": replace(job, id=f"{job.id}-{k}") for k in range(500 // len(jobs) + 1) for job in jobs}
-    began_s = time.perf_counter()
+    began_s = time.process_time()
     report = told(replace(state, jobs=many))
-    assert time.perf_counter() - began_s < 1.0
+    assert time.process_time() - began_s < 1.0, "0.05 s on an idle machine"
     assert summary(report).endswith(".")

@@ -20,7 +20,7 @@ def test_nobody_waits_for_a_link_and_it_is_looked_up_once_at_a_time() -> None:
     links = Links(look)
     began_s = time.perf_counter()
     assert [links.of("http://mlflow", "a", 2) for _ in range(50)] == [None] * 50
-    assert time.perf_counter() - began_s < 1.0
+    assert time.perf_counter() - began_s < 30.0, "each lookup waits 60 s"
     may.set()
     deadline_s = time.monotonic() + 60.0
     while links.of("http://mlflow", "a", 2) != "http://mlflow/a":  # there was no page at first: it is sought again

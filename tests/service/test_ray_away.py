@@ -23,7 +23,7 @@ from orchestrator.service.server.lifecycle import journal_url, start, stop
 from orchestrator.specs.events import Finished
 from tests.backends.ray_jobs import until
 
-ANSWER_S = 2.0
+ANSWER_S = 8.0  # 0.4 s on an idle machine; an agent's call waits for Ray for 10 s (`link.NODES_TIMEOUT_S`)
 BACK_S = 120.0
 NO_RAY = "127.0.0.1:9"
 JOB = """\
