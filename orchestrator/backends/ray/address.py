@@ -5,7 +5,10 @@ python -m orchestrator.backends.ray.address 127.0.0.1 start --head ...
 
 from __future__ import annotations
 
+import os
 import sys
+
+from orchestrator.backends.ray.lean import PLAINLY, make_lean
 
 LOOPBACK = "127.0.0.1"
 
@@ -13,6 +16,8 @@ LOOPBACK = "127.0.0.1"
 def main() -> None:
     """Run Ray's command line with the first argument as the address of this machine."""
     stay_at(sys.argv.pop(1))
+    if PLAINLY not in os.environ and (reason := make_lean()) is not None:
+        print(f"Ray starts with all of its processes: {reason}", flush=True)
     from ray.scripts.scripts import main as ray_command
 
     sys.exit(ray_command())  # type: ignore[no-untyped-call]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import secrets
 import shutil
@@ -26,6 +27,7 @@ from orchestrator.backends.attempts.durable import write_durably
 from orchestrator.backends.attempts.launcher import free_port
 from orchestrator.backends.environment import inherited
 from orchestrator.backends.ray.address import LOOPBACK
+from orchestrator.backends.ray.lean import PLAINLY
 from orchestrator.specs.cluster import ClusterSpec, DeviceKind, NodeSpec
 from orchestrator.specs.errors import ServiceError
 
@@ -46,6 +48,9 @@ RAY_ENV = {
     "RAY_worker_niceness": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
 }
+
+
+log = logging.getLogger(__name__)
 
 
 class OwnRay:
@@ -209,27 +214,51 @@ def token_env(home: Path) -> dict[str, str]:
 def _start_nodes(
     home: Path, record: str, state: dict[str, Any], nodes: Sequence[tuple[str, NodeSpec]], *, head: bool
 ) -> None:
-    """Start `nodes` at the same time, and write each to the record at once."""
+    """Start `nodes` at the same time, and write each to the record at once.
+
+    Nodes that do not start with the processes that are needed alone are started once more with all of Ray's.
+    """
+    starting = _begin(home, record, state, nodes, head=head, environment={})
+    reasons = {name: _why_not_started(process, output) for name, process, output in starting}
+    again = [(name, node) for name, node in nodes if reasons[name] is not None]
+    for name, process, output in _begin(home, record, state, again, head=head, environment={PLAINLY: "1"}):
+        if (reason := _why_not_started(process, output)) is not None:
+            raise ServiceError(f"Ray did not start node {name}:\n{reason}")
+        log.warning("node %s started with all processes of Ray, since the lean start failed: %s", name, reasons[name])
+
+
+def _begin(
+    home: Path,
+    record: str,
+    state: dict[str, Any],
+    nodes: Sequence[tuple[str, NodeSpec]],
+    *,
+    head: bool,
+    environment: Mapping[str, str],
+) -> list[tuple[str, subprocess.Popen[bytes], Path]]:
+    """Return name, process and log of each node; what is left of an earlier process of the name is ended."""
     starting = []
     for name, node in nodes:
-        process, log = _start_node(home, state, name, node, head=head)
-        _end_members([pid for other, pid, _ in state["processes"] if other == name], state["temp_dir"])
+        former = [pid for other, pid, _ in state["processes"] if other == name]
+        _end_members(former, state["temp_dir"])
+        process, output = _start_node(home, state, name, node, head=head, environment=environment)
         state["processes"] = [entry for entry in state["processes"] if entry[0] != name]
         state["processes"].append([name, process.pid, start_ticks(process.pid)])
         write_durably(home / record, json.dumps(state))
-        starting.append((process, log, name))
-    for process, log, name in starting:
-        _await_started(process, log, name)
+        starting.append((name, process, output))
+    return starting
 
 
 def _start_node(
-    home: Path, state: Mapping[str, Any], name: str, node: NodeSpec, *, head: bool
+    home: Path, state: Mapping[str, Any], name: str, node: NodeSpec, *, head: bool, environment: Mapping[str, str]
 ) -> tuple[subprocess.Popen[bytes], Path]:
     # Ray picks names of sockets by looking which exist: nodes that start together must not look into one folder.
     own_dir = Path(tempfile.mkdtemp(prefix="n", dir=state["temp_dir"]))
     address, host = state["address"], state["host"]
     port = address.rpartition(":")[2]
-    where = ["--head", f"--port={port}", "--include-dashboard=false"] if head else [f"--address={address}"]
+    where = (
+        ["--head", f"--port={port}", "--include-dashboard=false", "--no-monitor"] if head else [f"--address={address}"]
+    )
     command = [
         *(sys.executable, "-m", "orchestrator.backends.ray.address", host, "start", *where, "--block"),
         f"--node-ip-address={host}",
@@ -243,12 +272,12 @@ def _start_node(
         "--include-log-monitor=false",
     ]
     log_path = own_dir / "start.out"
-    with log_path.open("wb") as log:
+    with log_path.open("wb") as output:
         process = subprocess.Popen(
             command,
-            env={**_own_env(), **RAY_ENV, **token_env(home)},
+            env={**_own_env(), **RAY_ENV, **token_env(home), **environment},
             stdin=subprocess.DEVNULL,
-            stdout=log,
+            stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,  # the service's end is not Ray's
         )
@@ -260,15 +289,14 @@ def _own_env() -> dict[str, str]:
     return {name: value for name, value in inherited(os.environ).items() if name != "CUDA_VISIBLE_DEVICES"}
 
 
-def _await_started(process: subprocess.Popen[bytes], log: Path, name: str) -> None:
+def _why_not_started(process: subprocess.Popen[bytes], output: Path) -> str | None:
+    """Return None once Ray says that it runs, or the end of its output when it has ended or its time is over."""
     deadline_s = time.monotonic() + START_TIMEOUT_S
-    while time.monotonic() < deadline_s:
-        if STARTED in log.read_text(errors="replace"):
-            return
-        if process.poll() is not None:
-            break
+    while time.monotonic() < deadline_s and process.poll() is None:
+        if STARTED in output.read_text(errors="replace"):
+            return None
         time.sleep(0.05)
-    raise ServiceError(f"Ray did not start node {name}:\n{log.read_text(errors='replace')[-2000:]}")
+    return output.read_text(errors="replace")[-2000:] or f"it said nothing for {START_TIMEOUT_S:.0f} s"
 
 
 def accepts(address: str, timeout_s: float) -> bool:
