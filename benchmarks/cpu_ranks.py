@@ -19,7 +19,7 @@ from jobs.demo.corpus import write_corpus
 from orchestrator.planning.cost import Hardware, step_s
 from orchestrator.planning.search import plans, profile_for
 from orchestrator.service.server.intake import read_cluster, read_job
-from orchestrator.service.server.rates import measured
+from orchestrator.service.server.rates import measure_cluster
 from orchestrator.specs.choices import ActivationCheckpointing, Engine, ZeroStage
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.plan import Plan
@@ -42,7 +42,7 @@ def figures() -> list[Figure]:
     found: list[Figure] = []
     with tempfile.TemporaryDirectory() as folder:
         taken_s = {plan: seconds for ranks in RANKS for plan, seconds in _measure(spec, ranks, Path(folder))}
-        clusters = {"declared": declared, "measured on the spot": measured(declared, Path(folder))}
+        clusters = {"declared": declared, "as measured": measure_cluster(declared)}
     for name, cluster in clusters.items():
         here = Hardware(
             device=cluster.nodes[0].device,

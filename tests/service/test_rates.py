@@ -1,4 +1,4 @@
-"""CPU ranks are planned with rates that are measured once per home."""
+"""CPU ranks are planned with rates that are measured once per machine and user."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from orchestrator.planning.collectives import ring
 from orchestrator.planning.kernels import BANDWIDTH_EFFICIENCY, product_flops
 from orchestrator.service.server.intake import read_cluster
-from orchestrator.service.server.rates import Rates, known, measured, with_rates
+from orchestrator.service.server.rates import Rates, measure_cluster, recall_cluster, with_rates
 from orchestrator.specs.choices import Precision
 from orchestrator.specs.cluster import ClusterSpec, DeviceSpec
 
@@ -20,8 +20,10 @@ def device(cluster: ClusterSpec) -> DeviceSpec:
     return cluster.nodes[0].device
 
 
-def kept(home: Path) -> list[Path]:
-    return list(home.glob("rates/*"))
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "orchestrator" / "rates"
 
 
 def test_planning_uses_the_measured_rates_of_cpu_ranks() -> None:
@@ -32,27 +34,34 @@ def test_planning_uses_the_measured_rates_of_cpu_ranks() -> None:
     assert ring(2, 1, rank, 2, 10**9).bandwidth == pytest.approx(RATES.link_bandwidth)
 
 
-def test_gpus_keep_the_rates_of_their_data_sheet(tmp_path: Path) -> None:
+def test_gpus_keep_the_rates_of_their_data_sheet(cache: Path) -> None:
     cluster = read_cluster(Path(__file__).parents[2] / "clusters" / "1x8-h100-80gb.yaml")
     assert with_rates(cluster, RATES) == cluster
-    assert measured(cluster, tmp_path) == cluster
-    assert not kept(tmp_path)
+    assert measure_cluster(cluster) == cluster
+    assert not cache.exists()
 
 
-def test_a_machine_is_measured_once_in_a_home(tmp_path: Path) -> None:
+def test_a_machine_is_measured_once_for_all_homes_of_a_user(cache: Path) -> None:
     """A real measurement; its cache file is reused, and rewritten if it cannot be read."""
     declared = read_cluster(None)
-    assert known(declared, tmp_path) == declared, "to look is not to measure"
-    first = measured(declared, tmp_path)
+    assert recall_cluster(declared) == declared, "to look is not to measure"
+    first = measure_cluster(declared)
     rank = device(first)
     assert 1e9 < product_flops(rank, Precision.FP32) < 1e14
     assert 1e8 < rank.memory_bandwidth < 1e13
     assert 1e7 < rank.link_bandwidth < 1e12
-    assert known(declared, tmp_path) == first
-    (file,) = kept(tmp_path)
+    assert recall_cluster(declared) == first
+    (file,) = cache.iterdir()
     file.write_text(RATES.model_dump_json())
-    assert measured(declared, tmp_path) == with_rates(declared, RATES)
+    assert measure_cluster(declared) == with_rates(declared, RATES)
     file.write_text("{}")
-    assert known(declared, tmp_path) == declared
-    assert measured(declared, tmp_path) not in (declared, with_rates(declared, RATES))
-    assert kept(tmp_path) == [file]
+    assert recall_cluster(declared) == declared
+    assert measure_cluster(declared) not in (declared, with_rates(declared, RATES))
+    assert list(cache.iterdir()) == [file]
+
+
+def test_a_cache_that_cannot_be_written_costs_a_measurement_and_nothing_else(cache: Path) -> None:
+    cache.parent.write_text("no folder")
+    declared = read_cluster(None)
+    assert measure_cluster(declared) != declared
+    assert recall_cluster(declared) == declared

@@ -46,6 +46,7 @@ RAY_ENV = {
     "RAY_memory_monitor_refresh_ms": "0",
     # Ranks inherit the niceness of Ray's workers, 15 by default: training would yield to everything else.
     "RAY_worker_niceness": "0",
+    "RAY_prestart_worker_first_driver": "0",  # 2 workers a node, 44 MB each, for a driver that starts one launcher
     "RAY_USAGE_STATS_ENABLED": "0",
 }
 

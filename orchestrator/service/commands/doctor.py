@@ -18,7 +18,7 @@ from rich.text import Text
 
 from orchestrator.service.server.client import is_up
 from orchestrator.service.server.cluster_file import kept_cluster
-from orchestrator.service.server.rates import rates_of
+from orchestrator.service.server.rates import read_rates
 from orchestrator.specs.cluster import ClusterSpec
 from orchestrator.specs.units import format_bytes
 
@@ -141,7 +141,7 @@ def _compiler() -> Finding:
 
 def _cpu_ranks(home: Path) -> Finding | None:
     """What this home's virtual devices were measured to reach; None where it has none."""
-    rates = rates_of(_cluster(home), home)
+    rates = read_rates(_cluster(home))
     if rates is None:
         return None
     found = (

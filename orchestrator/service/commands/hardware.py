@@ -9,7 +9,7 @@ from pathlib import Path
 from orchestrator.service.server.cluster_file import kept_cluster
 from orchestrator.service.server.intake import read_cluster
 from orchestrator.service.server.logins import DEFAULT_HOME, Login
-from orchestrator.service.server.rates import known
+from orchestrator.service.server.rates import recall_cluster
 from orchestrator.specs.cluster import Node, idle_nodes
 from orchestrator.specs.observation import Observation
 
@@ -19,9 +19,9 @@ def hardware_of(service: Path | Login, cluster: Path | None) -> tuple[Sequence[N
 
     Raises SpecError if the file is not a cluster file, ServiceError if the service does not answer.
     """
-    home = service if isinstance(service, Path) else DEFAULT_HOME.expanduser()  # which knows this machine's rates
+    home = service if isinstance(service, Path) else DEFAULT_HOME.expanduser()
     if cluster is not None or (isinstance(service, Path) and not _is_up(service)):
-        return idle_nodes(known(read_cluster(cluster) if cluster else kept_cluster(home), home)), ()
+        return idle_nodes(recall_cluster(read_cluster(cluster) if cluster else kept_cluster(home))), ()
     from orchestrator.service.server.client import Client
     from orchestrator.service.views.records import node_from_view, observations_from_view
 

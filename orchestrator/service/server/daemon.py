@@ -53,7 +53,7 @@ from orchestrator.service.server.lifecycle import journal_url, prepare, write_se
 from orchestrator.service.server.logs import VARIABLE, LogFormat, configure
 from orchestrator.service.server.members import Members
 from orchestrator.service.server.notifier import Notifier
-from orchestrator.service.server.rates import known, measured
+from orchestrator.service.server.rates import measure_cluster, recall_cluster
 from orchestrator.service.server.sweeper import Sweeper
 from orchestrator.service.server.tracing import Tracing
 from orchestrator.service.server.waiting import waiting_app
@@ -113,7 +113,7 @@ def serve(
     endpoint, is_serving = endpoint or kept_endpoint(home), threading.Event()
     with ExitStack() as stack:
         background = stack.enter_context(ThreadPoolExecutor(1))
-        background.submit(measured, kept_cluster(home), home)  # kept by then: a standby takes over in seconds
+        background.submit(measure_cluster, kept_cluster(home))  # kept by then: a standby takes over in seconds
         waiting = stack.enter_context(ExitStack())
         if standby:
             waiting.enter_context(_served_to_others(waiting_app(), endpoint))
@@ -130,7 +130,7 @@ def serve(
         def must_end() -> bool:
             return down.is_set() or (found is None and not is_serving.is_set())
 
-        rates = background.submit(measured, cluster, home)
+        rates = background.submit(measure_cluster, cluster)
         targets = targets_of(cluster.notify, cluster.name, os.environ)  # before anything inherits their secrets
         spans = spans_of(os.environ)
         provider = provider_of(cluster.oidc, os.environ)
@@ -294,7 +294,7 @@ def _members(home: Path, own: ClusterSpec, own_ray: embedded_ray.OwnRay, backend
     """Machines that join the service's own Ray, whose rates are known to the backend from then on."""
 
     def changed(cluster: ClusterSpec) -> None:
-        backend.set_cluster(known(cluster, home))
+        backend.set_cluster(recall_cluster(cluster))
 
     return Members(home, own, own_ray.known_address, backend.addresses, changed)
 

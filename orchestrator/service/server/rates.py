@@ -1,4 +1,4 @@
-"""Rates of this machine's CPU ranks: measured once, in a child process, and cached in the home folder.
+"""Rates of this machine's CPU ranks: measured once, in a child process, and cached for all homes of this user.
 
 A cluster file can only guess the rates of a virtual device; its guesses apply if nothing was measured.
 """
@@ -38,29 +38,29 @@ class Rates(BaseModel):
     link_bandwidth: PositiveFloat
 
 
-def measured(cluster: ClusterSpec, home: Path) -> ClusterSpec:
-    """The cluster with the rates of this machine's CPU ranks, measured unless cached in `home`.
+def measure_cluster(cluster: ClusterSpec) -> ClusterSpec:
+    """Return the cluster with the rates of this machine's CPU ranks, measured unless they are cached.
 
     Other nodes are assumed to be like this one. Rates that cannot be measured stay as declared.
     """
     ranks = _ranks(cluster)
     if not ranks:
         return cluster
-    kept = _kept(home, ranks)
-    rates = _read(kept) or _measure(ranks, kept)
+    file = _cache_file(ranks)
+    rates = _read(file) or _measure(ranks, file)
     return cluster if rates is None else with_rates(cluster, rates)
 
 
-def known(cluster: ClusterSpec, home: Path) -> ClusterSpec:
-    """The cluster with the cached rates of this machine's CPU ranks; as declared if there are none."""
-    rates = rates_of(cluster, home)
+def recall_cluster(cluster: ClusterSpec) -> ClusterSpec:
+    """Return the cluster with the cached rates of this machine's CPU ranks; as declared if there are none."""
+    rates = read_rates(cluster)
     return cluster if rates is None else with_rates(cluster, rates)
 
 
-def rates_of(cluster: ClusterSpec, home: Path) -> Rates | None:
-    """The cached rates of this machine's CPU ranks; None if not measured, or the cluster has no CPU ranks."""
+def read_rates(cluster: ClusterSpec) -> Rates | None:
+    """Return the cached rates of this machine's CPU ranks; None if not measured, or if the cluster has no CPU ranks."""
     ranks = _ranks(cluster)
-    return _read(_kept(home, ranks)) if ranks else None
+    return _read(_cache_file(ranks)) if ranks else None
 
 
 def with_rates(cluster: ClusterSpec, rates: Rates) -> ClusterSpec:
@@ -84,7 +84,7 @@ def _with_rates(device: DeviceSpec, rates: Rates) -> DeviceSpec:
     )
 
 
-def _measure(ranks: int, kept: Path) -> Rates | None:
+def _measure(ranks: int, file: Path) -> Rates | None:
     try:
         child = subprocess.run(
             [sys.executable, "-m", PROGRAM, str(_threads(ranks))],
@@ -97,16 +97,19 @@ def _measure(ranks: int, kept: Path) -> Rates | None:
     except (OSError, subprocess.SubprocessError, ValidationError) as error:
         log.warning("rates of CPU ranks stay as declared: %s", error)
         return None
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    temporary = kept.with_name(f"{kept.name}.{os.getpid()}.tmp")
-    temporary.write_text(rates.model_dump_json())
-    temporary.replace(kept)
+    temporary = file.with_name(f"{file.name}.{os.getpid()}.tmp")
+    try:
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        temporary.write_text(rates.model_dump_json())
+        temporary.replace(file)
+    except OSError as error:
+        log.warning("rates of CPU ranks are measured at each start: %s", error)
     return rates
 
 
-def _read(kept: Path) -> Rates | None:
+def _read(file: Path) -> Rates | None:
     try:
-        return Rates.model_validate_json(kept.read_bytes())
+        return Rates.model_validate_json(file.read_bytes())
     except (OSError, ValidationError):
         return None
 
@@ -121,13 +124,14 @@ def _threads(ranks: int) -> int:
     return max(1, len(os.sched_getaffinity(0)) // ranks)
 
 
-def _kept(home: Path, ranks: int) -> Path:
-    """The cache file of the rates, by processor, torch version and method of measurement."""
+def _cache_file(ranks: int) -> Path:
+    """Return the file of the rates, by host, processor, torch version and method of measurement."""
     model = next((line for line in _lines(Path("/proc/cpuinfo")) if line.startswith("model name")), "")
     program = Path(__file__).parents[2] / "training" / "rates.py"
-    said = (platform.node(), platform.machine(), model, str(_threads(ranks)), importlib.metadata.version("torch"))
-    digest = hashlib.sha256("\n".join(said).encode() + program.read_bytes()).hexdigest()
-    return home / "rates" / f"{digest[:32]}.json"
+    key = (platform.node(), platform.machine(), model, str(_threads(ranks)), importlib.metadata.version("torch"))
+    digest = hashlib.sha256("\n".join(key).encode() + program.read_bytes()).hexdigest()
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return folder / "orchestrator" / "rates" / f"{digest[:32]}.json"
 
 
 def _lines(path: Path) -> list[str]:
