@@ -23,7 +23,8 @@ from typing import Any
 
 import pytest
 
-COMMAND_S = 240.0
+from tests.commands import COMMAND_S
+
 READY_S = 10.0
 DISK = "4G"  # as much as is written of it takes room
 # What a host's own /tmp must not hide, where the clone or its environment lies below /tmp.

@@ -22,6 +22,7 @@ import pytest
 from orchestrator.cli import main
 from orchestrator.service.server import lifecycle
 from orchestrator.specs.job.spec import job_json_schema
+from tests.commands import run_orc
 
 DECODER = """\
 name: lm
@@ -91,14 +92,8 @@ class SchedulerIndex:
 
     def orc(self, *arguments: str) -> Answer:
         """Run a command as a person would, in a process of its own."""
-        ended = subprocess.run(
-            [sys.executable, "-m", "orchestrator.cli", *arguments],
-            cwd=self.folder,
-            env={**os.environ, "ORC_HOME": str(self.home), "COLUMNS": "200", "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
+        env = {**os.environ, "ORC_HOME": str(self.home), "COLUMNS": "200", "OMP_NUM_THREADS": "1"}
+        ended = run_orc(arguments, env=env, cwd=self.folder)
         return Answer(code=ended.returncode, out=ended.stdout, err=ended.stderr)
 
     def write(self, name: str, text: str) -> str:

@@ -23,6 +23,7 @@ import pytest
 from jobs.demo.corpus import write_corpus
 from orchestrator.backends.journal.database import SCHEMA
 from tests.backends.ray_jobs import until
+from tests.commands import COMMAND_S
 
 ROOT = Path(__file__).parents[1]
 BUILT_FROM = ("pyproject.toml", "README.md", "LICENSE")
@@ -36,7 +37,6 @@ NIGHT = {  # what of the demo ends in seconds: the rest is tests/test_demo.py's
 CACHE = "__pycache__"
 ENVIRONMENT = "env-100%"  # Alembic reads its settings with a parser that has a use of its own for %
 ONE_JOB = "{name: one, command: env, global_batch_size: 8, steps: 10, gpus: 1, speeds: {1: 10s}}\n"
-COMMAND_S = 240.0
 RECORDED_S = 60.0
 HTTP = httpx.Client(timeout=30.0, trust_env=False)
 

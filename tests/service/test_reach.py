@@ -19,8 +19,8 @@ import pytest
 from orchestrator.service.server.endpoint import endpoint_of, fingerprint_of, parse_listen
 from orchestrator.service.server.logins import normalised
 from orchestrator.specs.errors import SpecError
+from tests.commands import COMMAND_S, run_orc
 
-COMMAND_S = 240.0
 JOB = """\
 name: quick
 command: {python} -c "print('done')"
@@ -41,14 +41,8 @@ class Machine:
         said = {"XDG_CONFIG_HOME": str(self.folder), "ORC_HOME": str(self.folder / "home"), "ORC_SERVER": self.server}
         dropped = {name for name in os.environ if name.startswith("ORC_")}
         kept = {name: text for name, text in os.environ.items() if name not in dropped}
-        ended = subprocess.run(
-            [sys.executable, "-m", "orchestrator.cli", *arguments, "--json"],
-            env={**kept, **{name: text for name, text in said.items() if text is not None}},
-            input=token,
-            capture_output=True,
-            text=True,
-            timeout=COMMAND_S,
-        )
+        env = {**kept, **{name: text for name, text in said.items() if text is not None}}
+        ended = run_orc([*arguments, "--json"], env=env, stdin=token)
         assert ended.returncode == code, (arguments, ended.stdout, ended.stderr)
         return ended.stderr if code else json.loads(ended.stdout)
 
