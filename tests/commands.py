@@ -28,32 +28,52 @@ COMMAND_S = 240.0
 REQUEST_BYTES = 2**17
 
 
+class CommandServer:
+    """A process that forks commands; it ends with the process that started it."""
+
+    def __init__(self, path: Path, prefix: Sequence[str] = (), env: Mapping[str, str] | None = None) -> None:
+        """Start it at the socket `path`, which does not exist; `prefix` is as nsenter."""
+        self._path, self._env = path, _without_ours(os.environ if env is None else env)
+        program = [*prefix, sys.executable, "-P", __file__, str(path)]
+        self._process = subprocess.Popen(program, env=self._env, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert self._process.stdout is not None
+        assert self._process.stdout.readline() == b"ready\n"
+
+    def can_run(self, env: Mapping[str, str]) -> bool:
+        """Whether a fork can have these variables."""
+        return _read_at_start(env) == _read_at_start(self._env)
+
+    def run(
+        self, arguments: Sequence[str], *, env: Mapping[str, str], cwd: Path | None = None, stdin: str = ""
+    ) -> subprocess.CompletedProcess[str]:
+        """Return the end of `orc ARGUMENTS` with exactly these variables. After COMMAND_S it is killed."""
+        with contextlib.ExitStack() as stack:
+            files = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(3)]
+            files[0].write(stdin)
+            files[0].seek(0)
+            connection = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            connection.connect(str(self._path))
+            request = json.dumps([list(arguments), dict(env), str(cwd or Path.cwd())]).encode()
+            socket.send_fds(connection, [request], [file.fileno() for file in files])
+            code = int(connection.recv(64) or -signal.SIGKILL)
+            return subprocess.CompletedProcess(["orc", *arguments], code, _text(files[1]), _text(files[2]))
+
+
 def run_orc(
     arguments: Sequence[str], *, env: Mapping[str, str], cwd: Path | None = None, stdin: str = ""
 ) -> subprocess.CompletedProcess[str]:
-    """Return the end of `orc ARGUMENTS` with exactly these variables. Raises TimeoutExpired."""
-    _, path, variables = _server()
-    if _read_at_start(env) != variables:
-        fresh = [sys.executable, "-m", "orchestrator.cli", *arguments]
-        return subprocess.run(
-            fresh, env=env, cwd=cwd, input=stdin, capture_output=True, text=True, timeout=COMMAND_S, check=False
-        )
-    with contextlib.ExitStack() as stack:
-        files = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(3)]
-        files[0].write(stdin)
-        files[0].seek(0)
-        connection = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-        connection.settimeout(COMMAND_S)
-        connection.connect(path)
-        request = json.dumps([list(arguments), dict(env), str(cwd or Path.cwd())]).encode()
-        socket.send_fds(connection, [request], [file.fileno() for file in files])
-        pid = int(connection.recv(64))
-        try:
-            code = int(connection.recv(64))
-        except TimeoutError:
-            os.kill(pid, signal.SIGKILL)
-            raise subprocess.TimeoutExpired(["orc", *arguments], COMMAND_S, _text(files[1]), _text(files[2])) from None
-        return subprocess.CompletedProcess(["orc", *arguments], code, _text(files[1]), _text(files[2]))
+    """Return the end of `orc ARGUMENTS` with exactly these variables, by this session's server where it can."""
+    if _server().can_run(env):
+        return _server().run(arguments, env=env, cwd=cwd, stdin=stdin)
+    fresh = [sys.executable, "-m", "orchestrator.cli", *arguments]
+    return subprocess.run(
+        fresh, env=env, cwd=cwd, input=stdin, capture_output=True, text=True, timeout=COMMAND_S, check=False
+    )
+
+
+@cache
+def _server() -> CommandServer:
+    return CommandServer(Path(tempfile.mkdtemp(prefix="orc-commands-")) / "socket")
 
 
 def _text(file: IO[str]) -> str:
@@ -61,20 +81,12 @@ def _text(file: IO[str]) -> str:
     return file.read()
 
 
+def _without_ours(env: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in env.items() if not name.startswith("ORC_")}
+
+
 def _read_at_start(env: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in env.items() if name.startswith(READ_AT_START)}
-
-
-@cache
-def _server() -> tuple[subprocess.Popen[bytes], str, dict[str, str]]:
-    """Return this process's server, which ends with it, its socket, and its variables that are read at a start."""
-    path = f"{tempfile.mkdtemp(prefix='orc-commands-')}/socket"
-    env = {name: value for name, value in os.environ.items() if not name.startswith("ORC_")}
-    program = [sys.executable, "-m", "tests.commands", path]
-    process = subprocess.Popen(program, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert process.stdout is not None
-    assert process.stdout.readline() == b"ready\n"
-    return process, path, _read_at_start(env)
 
 
 def serve(path: str) -> None:
@@ -98,11 +110,10 @@ def serve(path: str) -> None:
                 _answer(connection)
             connection.close()
     Path(path).unlink()
-    Path(path).parent.rmdir()
 
 
 def _answer(connection: socket.socket) -> Never:
-    """Run the command in a child, and send its process id and its exit code."""
+    """Run the command in a child, and send its exit code."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     request, descriptors, *_ = socket.recv_fds(connection, REQUEST_BYTES, 3)
     if (pid := os.fork()) == 0:
@@ -111,7 +122,8 @@ def _answer(connection: socket.socket) -> Never:
             os.dup2(descriptor, number)
             os.close(descriptor)
         _run(*json.loads(request))
-    connection.send(str(pid).encode())
+    signal.signal(signal.SIGALRM, lambda *_: os.kill(pid, signal.SIGKILL))
+    signal.alarm(int(COMMAND_S))
     connection.send(str(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])).encode())
     os._exit(0)
 

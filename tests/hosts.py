@@ -23,7 +23,7 @@ from typing import Any
 
 import pytest
 
-from tests.commands import COMMAND_S
+from tests.commands import COMMAND_S, CommandServer
 
 READY_S = 10.0
 DISK = "4G"  # as much as is written of it takes room
@@ -54,6 +54,7 @@ class Host:
     shared: Path  # as every host sees it
     init: subprocess.Popen[bytes]
     env: dict[str, str] = field(default_factory=dict)
+    server: CommandServer | None = None  # of its commands, once there was one
 
     def command(self, *words: str) -> list[str]:
         """The words as a command that runs on this host."""
@@ -86,7 +87,15 @@ class Host:
 
     def orc(self, *words: str, code: int = 0, env: Mapping[str, str] | None = None) -> Any:
         """What a command answered as JSON; where it fails, what it said."""
-        ended = self.run(sys.executable, "-m", "orchestrator.cli", *words, "--json", code=code, env=env)
+        if self.server is None:
+            path = Path(tempfile.mkdtemp(dir=self.shared)) / "socket"
+            self.server = CommandServer(path, self.command(), {**_clean(), **self.env})
+        variables = {**_clean(), **self.env, **(env or {})}
+        if not self.server.can_run(variables):
+            ended = self.run(sys.executable, "-m", "orchestrator.cli", *words, "--json", code=code, env=env)
+            return ended.stderr if code else json.loads(ended.stdout)
+        ended = self.server.run([*words, "--json"], env=variables)
+        assert ended.returncode == code, (self.name, words, ended.stdout, ended.stderr)
         return ended.stderr if code else json.loads(ended.stdout)
 
     def cut(self) -> None:
