@@ -32,6 +32,7 @@ from orchestrator.specs.choices import Engine
 from orchestrator.specs.observation import Observation
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import MemoryEstimate, MomentBytes, Source
+from tests.examples import examples
 from tests.scheduling.factories import DEVICE, MIB, observation
 
 PLAN = Plan(engine=Engine.TORCH, micro_batch_size=8)
@@ -84,7 +85,7 @@ def test_without_outcomes_the_margin_is_the_documented_one() -> None:
 
 
 @given(outcomes)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_the_margin_is_the_least_that_covers_the_stated_share(rows: list[tuple[float, float, bool, Plan]]) -> None:
     found = learned(drawn(rows))
     for engine in (Engine.TORCH, Engine.DEEPSPEED):
@@ -94,7 +95,7 @@ def test_the_margin_is_the_least_that_covers_the_stated_share(rows: list[tuple[f
 
 
 @given(outcomes, st.integers(1, 2**36), st.integers(0, 2**36), st.integers(1, 2**37), st.integers(0, 2**36))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_fit_probability_never_rises_with_needed_bytes_nor_falls_with_capacity(
     rows: list[tuple[float, float, bool, Plan]], counted: int, more: int, capacity_bytes: int, room: int
 ) -> None:
@@ -108,7 +109,7 @@ def test_fit_probability_never_rises_with_needed_bytes_nor_falls_with_capacity(
 
 
 @given(outcomes, st.integers(1, 2**37))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_plans_called_fitting_fit_with_the_stated_share(
     rows: list[tuple[float, float, bool, Plan]], capacity_bytes: int
 ) -> None:
@@ -120,14 +121,14 @@ def test_plans_called_fitting_fit_with_the_stated_share(
 
 
 @given(outcomes, st.integers(0, 2**36))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_no_outcome_shrinks_an_estimate(rows: list[tuple[float, float, bool, Plan]], activations: int) -> None:
     asked = estimate(activations=activations)
     assert corrected_bytes(asked, learned(drawn(rows)).correction) >= asked.device_bytes
 
 
 @given(outcomes, st.integers(1, 2**36), st.lists(ratios, max_size=WINDOW))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_a_refuted_plan_never_fits_the_capacity_that_it_exceeded(
     rows: list[tuple[float, float, bool, Plan]], burst_bytes: int, kinder: list[float]
 ) -> None:
@@ -144,7 +145,7 @@ def test_a_refuted_plan_never_fits_the_capacity_that_it_exceeded(
 
 
 @given(outcomes, st.integers(1, 2**31))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_a_plan_that_completed_a_training_fits_the_same_capacity_again(
     rows: list[tuple[float, float, bool, Plan]], measured_bytes: int
 ) -> None:
@@ -173,7 +174,7 @@ def test_a_plan_with_a_success_and_an_out_of_memory_failure_is_judged_as_the_oth
     st.integers(0, WINDOW),
     st.data(),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_one_outlier_leaves_the_correction_within_the_range_of_the_others(
     factors: list[float], outlier: float, at: int, data: st.DataObject
 ) -> None:
@@ -202,7 +203,7 @@ def test_a_second_outcome_like_it_is_a_pattern() -> None:
 
 
 @given(st.lists(st.tuples(corrections, ratios, st.just(False), st.just(PLAN)), min_size=1, max_size=WINDOW // 4))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_more_outcomes_of_the_same_spread_never_widen_the_margin(rows: list[tuple[float, float, bool, Plan]]) -> None:
     """Each outcome came twice at least: alone, one might be an outlier."""
     some, more = learned(drawn(rows * 2)), learned(drawn(rows * 4))
@@ -315,7 +316,7 @@ def test_steps_are_corrected_by_the_median_of_their_engine() -> None:
 
 
 @given(outcomes, st.integers(0, 2**32))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_neither_order_nor_repetition_of_outcomes_matters(
     rows: list[tuple[float, float, bool, Plan]], seed: int
 ) -> None:

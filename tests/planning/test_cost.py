@@ -20,6 +20,7 @@ from orchestrator.specs.devices import DEVICES
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.settings import in_short
+from tests.examples import examples
 
 SMALL = {
     "vocab_size": 32000,
@@ -118,7 +119,7 @@ def test_a_product_has_a_rate_for_its_shape() -> None:
 @given(
     st.tuples(*[st.integers(1, 20000)] * 3), st.sampled_from(sorted(DEVICES)), st.sampled_from(Precision), st.booleans()
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_no_product_beats_the_device_and_a_larger_one_never_ends_earlier(
     shape: tuple[int, int, int], name: str, precision: Precision, tiled: bool
 ) -> None:

@@ -21,6 +21,7 @@ from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.parse import parse_job
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.units import format_bytes
+from tests.examples import examples
 from tests.planning.test_search import KNOBS, SIZES, WORK, job, machine
 
 ONE_NODE = machine(DeviceKind.CUDA, 4, 1, "80GiB", nvme=False)
@@ -34,7 +35,7 @@ def has(plan: Plan, pins: tuple[tuple[str, Any], ...]) -> bool:
     return agrees(plan, said) and agrees(plan.layout, said)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(st.sampled_from(WORK), st.sampled_from(("exact", "numeric")), st.data())
 def test_a_pinned_job_has_every_plan_that_agrees_and_no_other(work: dict[str, Any], allow: str, data: Any) -> None:
     spec = job(work, 8, (1, 3), allow)

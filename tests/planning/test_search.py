@@ -22,6 +22,7 @@ from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import MemoryEstimate
+from tests.examples import examples
 
 Cost = tuple[Degradation, float, int, int]  # and step time, device bytes, GPUs
 
@@ -115,7 +116,7 @@ LARGE = Overhead(((CONTEXT_BYTES, 600 * 2**20), (CONTEXT_BYTES + 10**9, 100 * 2*
 @example(job(WORK[8], 2, (2, 2), "exact"), machine(DeviceKind.CUDA, 4, 1, "2GiB", nvme=False), SUPPOSED_OVERHEAD)
 @example(job(WORK[9], 8, (1, 3), "exact"), machine(DeviceKind.CUDA, 2, 2, "1300MiB", nvme=False), SUPPOSED_OVERHEAD)
 @example(job(WORK[0], 8, (1, 3), "exact"), machine(DeviceKind.CUDA, 2, 2, "2GiB", nvme=False), LARGE)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 def test_the_frontier_is_every_plan_within_reach_that_no_other_legal_plan_beats(
     spec: JobSpec, here: Hardware, overhead: Overhead
 ) -> None:
@@ -138,7 +139,7 @@ def test_the_frontier_is_every_plan_within_reach_that_no_other_legal_plan_beats(
 @given(jobs, machines, st.sampled_from((64 * 2**20, 512 * 2**20, 3 * 2**30)))
 @example(job(WORK[5], 8, (2, 2), "exact"), machine(DeviceKind.CUDA, 4, 1, "2GiB", nvme=True), 512 * 2**20)
 @example(job(WORK[8], 8, (2, 2), "exact"), machine(DeviceKind.CUDA, 4, 1, "96MiB", nvme=False), 64 * 2**20)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 def test_where_host_memory_is_short_the_frontier_has_every_plan_with_enough_that_no_other_such_plan_beats(
     spec: JobSpec, here: Hardware, host_memory: int
 ) -> None:

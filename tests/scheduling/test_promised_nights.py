@@ -20,6 +20,7 @@ from orchestrator.specs.job.sections import Guarantee
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import JobStatus
 from orchestrator.specs.policy import UNSHARED
+from tests.examples import examples
 from tests.scheduling.test_properties import SEEDS, UNSHRUNK, played
 from tests.scheduling.transition import Transition, history, of
 from tests.scheduling.world import OWNED, SHARED, USERS, MemoryJournal, Scenario, random_tide
@@ -76,7 +77,7 @@ def broken_in_world(seed: int) -> list[str]:
     return [*played(random_promises(random.Random(seed)), journal), *broken_promises(history(journal.kept))]
 
 
-@settings(UNSHRUNK, max_examples=60)
+@settings(UNSHRUNK, max_examples=examples(60))
 @given(SEEDS)
 @example(46487882)  # a job that was due before a guaranteed one came starts before an older one that was not
 @example(4911480)  # two of three nodes go while a promise of four devices waits
@@ -86,7 +87,7 @@ def test_every_law_and_every_promise_holds_in_every_world(seed: int) -> None:
 
 
 @pytest.mark.long
-@settings(UNSHRUNK, max_examples=500)
+@settings(UNSHRUNK, max_examples=examples(500))
 @given(SEEDS)
 def test_every_law_and_every_promise_holds_in_new_worlds(seed: int) -> None:
     assert broken_in_world(seed) == []
@@ -118,7 +119,7 @@ def outcomes_of(seed: int) -> tuple[Outcome, ...]:
     return simulate(trace, cluster, seed=seed).outcomes
 
 
-@settings(UNSHRUNK, max_examples=40)
+@settings(UNSHRUNK, max_examples=examples(40))
 @given(SEEDS)
 def test_where_lengths_are_told_truly_every_promise_is_kept_and_everybody_else_ends(seed: int) -> None:
     outcomes = outcomes_of(seed)
@@ -129,7 +130,7 @@ def test_where_lengths_are_told_truly_every_promise_is_kept_and_everybody_else_e
     assert [one.name for one in outcomes if one.ended_at_s is None and not one.guaranteed] == []
 
 
-@settings(UNSHRUNK, max_examples=40)
+@settings(UNSHRUNK, max_examples=examples(40))
 @given(SEEDS)
 def test_where_lengths_are_told_wrongly_everybody_ends_who_is_not_refused(seed: int) -> None:
     trace, cluster = random_night(random.Random(seed))

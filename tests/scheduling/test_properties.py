@@ -35,6 +35,7 @@ from orchestrator.specs.fault import Fault, FaultKind
 from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.policy import UNSHARED
 from orchestrator.specs.state import State
+from tests.examples import examples
 from tests.scheduling.invariants import violations
 from tests.scheduling.transition import Transition, history
 from tests.scheduling.world import (
@@ -71,14 +72,14 @@ def played(scenario: Scenario, journal: MemoryJournal) -> list[str]:
     return violations(transitions, backend.processes, complete=True)
 
 
-@settings(UNSHRUNK, max_examples=60)
+@settings(UNSHRUNK, max_examples=examples(60))
 @given(SEEDS)
 def test_every_law_holds_in_every_world(seed: int) -> None:
     draw = random.Random(seed)
     assert played(random_scenario(draw, jobs=draw.randint(1, 12)), MemoryJournal()) == []
 
 
-@settings(UNSHRUNK, max_examples=25)
+@settings(UNSHRUNK, max_examples=examples(25))
 @given(SEEDS)
 def test_every_law_holds_where_users_share_too_few_devices(seed: int) -> None:
     """And an event told twice changes nothing the second time: whose turn it is follows from the time alone."""
@@ -91,7 +92,7 @@ def test_every_law_holds_where_users_share_too_few_devices(seed: int) -> None:
 
 
 @pytest.mark.long
-@settings(UNSHRUNK, max_examples=500)
+@settings(UNSHRUNK, max_examples=examples(500))
 @given(SEEDS)
 @example(3538240263)  # a family ran under other settings of its script than those that it was probed by
 def test_every_law_holds_in_new_worlds(seed: int) -> None:
@@ -101,7 +102,7 @@ def test_every_law_holds_in_new_worlds(seed: int) -> None:
     assert played(random_scenario(draw, jobs=draw.randint(1, 12)), journal) == []
 
 
-@settings(UNSHRUNK, max_examples=40)
+@settings(UNSHRUNK, max_examples=examples(40))
 @given(SEEDS)
 def test_every_law_holds_however_often_the_service_dies(seed: int) -> None:
     draw = random.Random(seed)
@@ -280,7 +281,7 @@ def random_event(draw: random.Random, state: State) -> Event:
     return kind(job_id=job_id, number=number, at_s=at_s)
 
 
-@settings(UNSHRUNK, max_examples=200)
+@settings(UNSHRUNK, max_examples=examples(200))
 @given(SEEDS)
 def test_any_sequence_of_events_keeps_the_laws(seed: int) -> None:
     """Late, early, repeated, unknown and contradictory events included."""
@@ -292,7 +293,7 @@ def test_any_sequence_of_events_keeps_the_laws(seed: int) -> None:
     assert violations(history(events)) == []
 
 
-@settings(UNSHRUNK, max_examples=30)
+@settings(UNSHRUNK, max_examples=examples(30))
 @given(SEEDS)
 @example(883791)
 def test_an_event_told_twice_changes_nothing_the_second_time(seed: int) -> None:

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.specs.clock import DAYS, Deadline, Window, deadline_at, local_text, parse_deadline, parse_window
+from tests.examples import examples
 
 ZONES = ("UTC", "Europe/Berlin", "America/New_York", "Australia/Lord_Howe", "Africa/Cairo", "Asia/Kathmandu")
 CHANGES = [  # clocks forward, back, and by half an hour; at midnight; and a day on which nothing happens
@@ -37,7 +38,7 @@ WINDOWS = st.builds(
     st.sets(st.integers(0, 6), min_size=1),
     st.sampled_from(ZONES),
 )
-QUICK = settings(max_examples=300)
+QUICK = settings(max_examples=examples(300))
 
 
 def shows(window: Window, at_s: float) -> bool:

@@ -1,0 +1,12 @@
+"""How many cases of a property a run draws."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+
+SHORT = 20
+
+
+def examples(count: int) -> int:
+    """Return `count` for `make test-long`, and at most SHORT for `make test`, which draws the same ones each time."""
+    return count if settings.get_current_profile_name() == "new" else min(count, SHORT)
