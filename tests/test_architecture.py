@@ -78,10 +78,15 @@ STANDARD_LIBRARY_ONLY = {  # what a training process reads, on machines that hav
             "run",
             "errors",
             "profile",
+            "replace",
             "stages",
             "str_enum",
         )
     ),
+}
+COPY_NOUNS = {
+    "orchestrator/specs/replace.py",
+    "orchestrator/training/guard/failure_reporter.py",  # runs by path, beside a program of other people
 }
 EXCEPTIONS = {  # file -> modules that it alone may import
     "orchestrator/specs/run.py": {"os", "pathlib"},  # defines the files of an attempt's folder
@@ -98,6 +103,8 @@ def findings(path: str, source: str) -> list[str]:
     package = parts[1] if len(parts) > 2 else None
     tree = ast.parse(source)
     found = [said for name, line in imports(tree, path) for said in _import_findings(path, package, name, line)]
+    if path not in COPY_NOUNS:
+        found += [f"{path}:{line} copies a noun by dataclasses.replace" for line in _copies(tree)]
     if package in PURE:
         found += [
             f"{path}:{call.lineno} calls {call.func.id}"
@@ -106,6 +113,15 @@ def findings(path: str, source: str) -> list[str]:
         ]
         found += [f"{path}:{line} {said}" for said, line in _kept_findings(path, tree)]
     return found
+
+
+def _copies(tree: ast.Module) -> Iterator[int]:
+    """Lines that name dataclasses.replace."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module == "dataclasses":
+            yield from (node.lineno for alias in node.names if alias.name == "replace")
+        elif isinstance(node, ast.Attribute) and node.attr == "replace":
+            yield from (node.lineno for name in (node.value,) if getattr(name, "id", "") == "dataclasses")
 
 
 def _kept_findings(path: str, tree: ast.Module) -> Iterator[tuple[str, int]]:
@@ -323,6 +339,8 @@ PLANTED = {
     "a row of a constant": ("memory/new.py", "X = {1: []}\ndef f(): X[1].append(2)", "changes the constant X"),
     "a constant of another module": ("specs/new.py", "import a\ndef f(): a.X.clear()", "changes the constant X"),
     "a global": ("specs/new.py", "x = 1\ndef f():\n    global x\n    x = 2", "sets a global name"),
+    "another way to copy a noun": ("service/new.py", "from dataclasses import replace", "copies a noun"),
+    "a copy by the module's name": ("specs/new.py", "import dataclasses\nx = dataclasses.replace(x, a=1)", "copies a"),
     "an unbounded cache": ("memory/new.py", "@cache\ndef f(x): return x", "caches f without a bound"),
     "another unbounded cache": ("memory/new.py", "@lru_cache(maxsize=None)\ndef f(x): return x", "caches f"),
     "ray in training": ("training/new.py", "import ray", "training may not"),

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 from orchestrator.backends.environment import is_secret
 from orchestrator.specs.attempt import Evidence
 from orchestrator.specs.job.spec import JobSpec
+from orchestrator.specs.replace import replace
 
 SHORTEST_HIDDEN = 4  # characters; hiding "1" would leave no text readable
 SHORTEST_BY_NAME = 8  # of what is a secret by its variable's name alone: `MAX_TOKENS=4096` is none

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from functools import lru_cache
 from operator import attrgetter
 
@@ -29,6 +28,7 @@ from orchestrator.specs.choices import (
 from orchestrator.specs.cluster import DeviceKind, DeviceSpec
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import SEGMENTS_BYTES, MemoryEstimate, ModelProfile, MomentBytes
+from orchestrator.specs.replace import replace
 from orchestrator.specs.settings import SETTINGS
 
 # Reserved over allocated: +0.9 to +13.2 % over 11 replayed allocator traces (2026-11, a model of the allocator, not

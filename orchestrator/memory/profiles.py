@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import lru_cache
 
 from orchestrator.memory.models.bart import bart_profile, bart_shape
@@ -15,6 +14,7 @@ from orchestrator.specs.job.sections import DeclaredProfile
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import BackwardPeak, LossChunks, ModelProfile, Segment, Source, TracedProfile
+from orchestrator.specs.replace import replace
 
 # Activations of a user's model in bf16 or fp16 over those in fp32: norms, residuals and losses stay fp32 under
 # autocast. From the closed form below at h = q = kv, f = 4h: (26 + 8 + 32) / (24 + 16 + 64).

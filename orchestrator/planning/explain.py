@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from orchestrator.memory.calibration.calibrate import CONFIDENCE, Calibration
 from orchestrator.memory.calibration.correction import corrected
@@ -18,6 +17,7 @@ from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job.trainer import Knob
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import MemoryEstimate, MomentBytes
+from orchestrator.specs.replace import replace
 from orchestrator.specs.settings import in_short
 from orchestrator.specs.units import format_bytes, format_probability
 

@@ -24,7 +24,6 @@ from orchestrator.planning.strategies import (
     strategies,
 )
 from orchestrator.planning.work import Work
-from orchestrator.specs import replace as changed
 from orchestrator.specs.choices import (
     ActivationCheckpointing,
     Degradation,
@@ -39,6 +38,7 @@ from orchestrator.specs.job.pins import agrees
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.plan import Plan, why_pipeline_stalls
 from orchestrator.specs.profile import ModelProfile
+from orchestrator.specs.replace import replace
 from orchestrator.specs.settings import SETTINGS, Setting
 from orchestrator.specs.stages import stage_layers
 
@@ -137,9 +137,9 @@ class Family:
         return (*self.alike, ON_HOST) if micro <= self.offloads_to else self.alike
 
     def of_cut(self, micro: int, accumulation: int, modes: Iterable[Mode]) -> Iterator[Plan]:
-        """Those of a cut, made one by one."""
+        """Yield the legal plans of one cut of the batch, in the order of `modes`."""
         for mode, first_layers, offload in modes:
-            yield changed.replace(
+            plan = legal_copy(
                 self.example,
                 micro_batch_size=micro,
                 gradient_accumulation_steps=accumulation,
@@ -147,6 +147,16 @@ class Family:
                 full_checkpointing_layers=first_layers,
                 activation_offload=offload,
             )
+            if plan is not None:
+                yield plan
+
+
+def legal_copy(plan: Plan, **changes: Any) -> Plan | None:
+    """Return the plan with other values of some settings; None where that is no legal plan."""
+    try:
+        return replace(plan, **changes)
+    except IllegalPlan:
+        return None
 
 
 def families_of(
@@ -185,7 +195,10 @@ def families_of(
                 modes = tuple(one for one in modes if one is mode)
             if modes and at_work:
                 first, last = _ends(spec, hardware, example, modes, profile_of)
-                example = changed.replace(example, first_stage_layers=first, last_stage_layers=last)
+                ended = legal_copy(example, first_stage_layers=first, last_stage_layers=last)
+                if ended is None:
+                    continue
+                example = ended
             yield Family(
                 example=example,
                 alike=() if first_layers or offload else tuple((one, 0, False) for one in modes),
@@ -252,7 +265,8 @@ def _ends(
     if example.layout.pp == 1 or any(name in pins for name in ENDS):
         first, last = (pins.get(name, 0) for name in ENDS)
         return first, last
-    return ends_of(profile_of(example), changed.replace(example, activation_checkpointing=modes[-2:][0]), hardware)
+    plan = legal_copy(example, activation_checkpointing=modes[-2:][0]) or example
+    return ends_of(profile_of(example), plan, hardware)
 
 
 def _partial(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import cache, lru_cache, partial
 from itertools import accumulate
 from math import ceil, floor, gcd, inf, log2
@@ -17,7 +17,7 @@ from orchestrator.memory.estimate import DeviceBytes, alike
 from orchestrator.memory.models.experts import UNEVEN
 from orchestrator.memory.profiles import autocasts, profile_of, with_held_boundaries
 from orchestrator.planning.cost import Hardware, StepSeconds
-from orchestrator.planning.families import Family, Variant, default_length, families_of, variants_of
+from orchestrator.planning.families import Family, Variant, default_length, families_of, legal_copy, variants_of
 from orchestrator.planning.frontier import MARGIN, Candidate, Frontier, node_host_bytes
 from orchestrator.planning.layouts import layouts
 from orchestrator.planning.pareto import Costed, Timed, device_bytes, pareto
@@ -25,7 +25,6 @@ from orchestrator.planning.strategies import (
     why_no_strategy,
 )
 from orchestrator.planning.work import OTHER_PLANS_MAX, PLANS_MAX, Work
-from orchestrator.specs import replace as changed
 from orchestrator.specs.choices import (
     AXES,
     ActivationCheckpointing,
@@ -44,6 +43,7 @@ from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.parse import job_from_data
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import MemoryEstimate, ModelProfile, OwnSettings, Segment, Source
+from orchestrator.specs.replace import replace
 from orchestrator.specs.settings import text_of
 
 __all__ = ["Hardware", "frontier", "layouts", "own_settings", "plans", "profile_for"]
@@ -521,8 +521,8 @@ def _timed(
             takes = takes or StepSeconds(profile, family.example, hardware)
             between.append(_Between(family, micro, accumulation, takes))
         elif full is not None and takes is not None:
-            lighter = changed.replace(full.plan, activation_checkpointing=ActivationCheckpointing.SELECTIVE)
-            least_s = takes(lighter) if selective is None else selective.step_s
+            lighter = legal_copy(full.plan, activation_checkpointing=ActivationCheckpointing.SELECTIVE)
+            least_s = selective.step_s if selective is not None else takes(lighter) if lighter is not None else math.inf
             ordered = (least_s, full.at_least_bytes, True) if least_s <= full.step_s else ()
             between.append(_Between(family, micro, accumulation, takes, *ordered))
 
@@ -541,7 +541,10 @@ def _timed_between(between: _Between, needs: _Needs, most_bytes: float, beats: _
             continue
         middle = (low + high) // 2
         work.look()
-        (plan,) = family.of_cut(between.micro, between.accumulation, modes[middle : middle + 1])
+        plan = next(family.of_cut(between.micro, between.accumulation, modes[middle : middle + 1]), None)
+        if plan is None:
+            halves += [(low, middle, least_s, least_bytes), (middle + 1, high, least_s, least_bytes)]
+            continue
         at_least_bytes, step_s = bytes_of.at_least(plan), between.takes(plan)
         if at_least_bytes <= most_bytes:
             yield Timed(plan, step_s, at_least_bytes)

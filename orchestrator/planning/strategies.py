@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 
 from orchestrator.memory.models.hf import decoder_shape
@@ -23,6 +23,7 @@ from orchestrator.specs.choices import (
 from orchestrator.specs.cluster import DeviceKind
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.spec import JobSpec
+from orchestrator.specs.replace import replace
 
 DEEP = 64  # layers of a stage
 OFFLOADED_MIN = 1 / 8  # of a device: less of its layers' inputs is not worth the time of a copy

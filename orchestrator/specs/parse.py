@@ -24,6 +24,7 @@ from orchestrator.specs.job.model import EXACT_MAX
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job.sweep import TRIALS_AT_ONCE, Sweep, Value, templates
 from orchestrator.specs.plain_text import VALUE_LENGTH_MAX, why_no_text
+from orchestrator.specs.replace import replace
 from orchestrator.specs.spec_model import SpecModel
 
 TEXT_LENGTH_MAX = 2**18
@@ -81,7 +82,7 @@ def parse_jobs(text: str, source: str, overrides: Sequence[Override] = ()) -> li
         return [_first_trial(document)]
     if "array" not in document.data:
         return [_validate(JobSpec, document)]
-    return [_validate(JobSpec, dataclasses.replace(document, data=data)) for data in expanded(document.data, source)]
+    return [_validate(JobSpec, replace(document, data=data)) for data in expanded(document.data, source)]
 
 
 def parse_cluster(text: str, source: str) -> ClusterSpec:
@@ -112,7 +113,7 @@ class _WithSweep(SpecModel):
 def _first_trial(document: Document) -> JobSpec:
     """The first trial of a sweep, right with every extreme of its parameters. Raises SpecError."""
     source, data = document.source, document.data
-    sweep = _validate(_WithSweep, dataclasses.replace(document, data={"sweep": data["sweep"]})).sweep
+    sweep = _validate(_WithSweep, replace(document, data={"sweep": data["sweep"]})).sweep
     if "array" in data:
         raise SpecError("a file says `array` or `sweep`", source=source, path="array", hint="put it in `parameters`")
     rest = in_one_family({key: part for key, part in data.items() if key not in ("sweep", "max_concurrent")})
@@ -124,12 +125,9 @@ def _first_trial(document: Document) -> JobSpec:
         )
     said_by = templates(rest, lambda part: not {*names, INDEX}.isdisjoint(placeholders(part)))
     parts = [(keys, json.dumps(part)) for keys, part in said_by]
-    specs = [
-        _validate(JobSpec, dataclasses.replace(document, data=filled(rest, {INDEX: 0, **row})))
-        for row in sweep.to_check()
-    ]
+    specs = [_validate(JobSpec, replace(document, data=filled(rest, {INDEX: 0, **row}))) for row in sweep.to_check()]
     trial = {"sweep": sweep, "max_concurrent": at_once(data, TRIALS_AT_ONCE, source), "template": parts}
-    return _validate(JobSpec, dataclasses.replace(document, data={**specs[0].model_dump(mode="json"), "trial": trial}))
+    return _validate(JobSpec, replace(document, data={**specs[0].model_dump(mode="json"), "trial": trial}))
 
 
 def trial_of(first: JobSpec, sweep_id: str | None, number: int, parameters: Mapping[str, Value]) -> JobSpec:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 
 import torch
@@ -10,6 +9,7 @@ import torch
 from orchestrator.specs import choices
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.model import TrainingSpec
+from orchestrator.specs.replace import replace
 from orchestrator.specs.run import TrainingRun
 from orchestrator.training.checkpoint.checkpoint import Saved
 from orchestrator.training.contract.engine import Engine
@@ -66,7 +66,7 @@ def build_engine(run: TrainingRun, recipe: Recipe, device: torch.device, resume_
         own_statistics = norms and run.plan.layout.dp > 1 and not training.sync_batch_norm
         return RunningStatistics(engine, norms) if own_statistics else engine
 
-    training = dataclasses.replace(run.training, optimizer=plan.optimizer)
+    training = replace(run.training, optimizer=plan.optimizer)
     return AlternatingEngine(recipe, plan, training, build) if recipe.then else build(recipe, training)
 
 

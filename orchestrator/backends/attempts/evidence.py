@@ -7,7 +7,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,6 +27,7 @@ from orchestrator.specs.attempt import (
     RankEnd,
 )
 from orchestrator.specs.job.spec import JobSpec
+from orchestrator.specs.replace import replace
 from orchestrator.specs.run import AttemptFolder, JobFolder
 from orchestrator.training.guard import oom_report
 

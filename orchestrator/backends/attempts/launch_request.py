@@ -21,6 +21,7 @@ from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job.trainer import is_python
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.plan import Plan
+from orchestrator.specs.replace import replace
 from orchestrator.specs.run import AttemptFolder, GuardSettings, JobFolder, TrainingRun
 
 GUARD = Path(__file__).resolve().parents[2] / "training" / "guard" / "guard.py"
@@ -147,7 +148,7 @@ def attempt_files(
         virtual_capacity_bytes=min(virtual, default=None),
     )
     if fault is not None:
-        guard = dataclasses.replace(guard, fault_kind=fault.kind, fault_rank=fault.rank, fault_step=fault.step)
+        guard = replace(guard, fault_kind=fault.kind, fault_rank=fault.rank, fault_step=fault.step)
     files = [(str(paths.guard), json.dumps(dataclasses.asdict(guard)))]
     if job.spec.model is not None:
         run = TrainingRun(

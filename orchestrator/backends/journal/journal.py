@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Annotated
 
 import sqlalchemy as sa
@@ -25,6 +24,7 @@ from orchestrator.specs.errors import SpecError
 from orchestrator.specs.events import Event
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.jobs import Jobs
+from orchestrator.specs.replace import replace
 from orchestrator.specs.state import State
 
 PAGE = 500  # rows read at a time

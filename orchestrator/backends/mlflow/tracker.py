@@ -8,7 +8,7 @@ import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,6 +31,7 @@ from orchestrator.backends.redaction import Hide, hider
 from orchestrator.scheduling.reports.explain import explain_attempt, observation_of, picture_of
 from orchestrator.specs.attempt import AttemptStatus
 from orchestrator.specs.job_record import Job, JobStatus
+from orchestrator.specs.replace import replace
 from orchestrator.specs.run import AttemptFolder, JobFolder
 
 if TYPE_CHECKING:

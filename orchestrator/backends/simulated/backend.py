@@ -7,7 +7,6 @@ import itertools
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 
 from orchestrator.backends.attempts.progress import ANOTHER_PACE, PACE_STEPS
@@ -19,6 +18,7 @@ from orchestrator.specs.cluster import ClusterSpec, Node, idle_nodes
 from orchestrator.specs.events import Event, Finished, NodesSeen, PaceReported, Released, Started
 from orchestrator.specs.fault import FaultKind
 from orchestrator.specs.job_record import Job
+from orchestrator.specs.replace import replace
 
 NODE_DOWN_S = (30.0, 900.0)
 REPEAT_S = (0.0, 120.0)

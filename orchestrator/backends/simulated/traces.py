@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from decimal import Decimal
 from functools import cache
@@ -20,6 +20,7 @@ from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.sections import Guarantee
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job
+from orchestrator.specs.replace import replace
 
 Row = Mapping[str, str]
 Shape = tuple[int, ...]  # devices on each node, most first

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache, cached_property, lru_cache
 from statistics import median, median_high
 
@@ -22,6 +22,7 @@ from orchestrator.specs.choices import Engine
 from orchestrator.specs.observation import Observation
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import MeasuredLine, MemoryEstimate, OwnSettings, Source
+from orchestrator.specs.replace import replace
 
 # A plan fits where it does so with this probability.
 CONFIDENCE = 0.99

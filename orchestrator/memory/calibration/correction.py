@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 
 from orchestrator.memory.engines.moments import ACTIVATIONS
 from orchestrator.specs.attempt import Attempt
 from orchestrator.specs.profile import MemoryEstimate, MomentBytes, Source
+from orchestrator.specs.replace import replace
 
 
 def observed_correction(moments: Sequence[MomentBytes], measured_bytes: int) -> float:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
 from orchestrator.memory.engines.moments import Rank
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import ModelProfile, Segment
+from orchestrator.specs.replace import replace
 from orchestrator.specs.stages import stage_layers
 
 

@@ -10,11 +10,12 @@ balanced, so that as many come as it sends. `uneven` says how many times as many
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.specs.choices import Precision
 from orchestrator.specs.profile import BackwardPeak, ModelProfile
+from orchestrator.specs.replace import replace
 
 # How often over what it sends a rank may receive, as plans are made: the capacity factor with which Switch Transformers
 # were trained (Fedus et al. 2021, arXiv:2101.03961, section 2.2: 1.25, beyond which they drop tokens). We drop none.

@@ -8,7 +8,7 @@ by counting live storages of one layer (transformers 5.23, torch 2.13.0, CPU, 20
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.memory.models import experts as mixtures
@@ -17,6 +17,7 @@ from orchestrator.memory.models.experts import Experts
 from orchestrator.specs.choices import Precision
 from orchestrator.specs.job.model import LoraSpec, ModelSpec
 from orchestrator.specs.profile import LossChunks, ModelProfile, Segment
+from orchestrator.specs.replace import replace
 
 # What the configuration classes of transformers 5.23 say where config.json says nothing.
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {

@@ -10,13 +10,14 @@ torch 2.13.0, 2026-11); with CUDA's kernels, the saved and the backward bytes of
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.memory.models.encoder_decoder import embedding, head
 from orchestrator.specs.choices import ActivationCheckpointing, Precision
 from orchestrator.specs.job.model import ModelSpec
 from orchestrator.specs.profile import BackwardPeak, ModelProfile, Segment, Source
+from orchestrator.specs.replace import replace
 
 # What T5Config of transformers 5.23 says where config.json says nothing.
 DEFAULTS: Mapping[str, Any] = {

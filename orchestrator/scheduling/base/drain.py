@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from math import inf
 
 from orchestrator.scheduling.base.migration import MOVE_GRACE_S
 from orchestrator.specs.cluster import Node, Window
 from orchestrator.specs.events import DrainRequested
+from orchestrator.specs.replace import replace
 from orchestrator.specs.state import State
 
 ALWAYS: tuple[Window, ...] = ((-inf, inf),)

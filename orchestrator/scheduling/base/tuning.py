@@ -7,9 +7,10 @@ first again, for every number.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from orchestrator.specs.policy import Objective
+from orchestrator.specs.replace import replace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

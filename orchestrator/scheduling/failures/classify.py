@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-from dataclasses import replace
 
 from orchestrator.scheduling.failures.caught_oom import losses, refuting
 from orchestrator.scheduling.failures.phases import GUARD_PHASES
@@ -21,6 +20,7 @@ from orchestrator.specs.attempt import (
     RankEnd,
 )
 from orchestrator.specs.job_record import Job
+from orchestrator.specs.replace import replace
 from orchestrator.specs.run import STALE_EXIT_CODE
 from orchestrator.specs.units import format_bytes, format_seconds
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 
 from orchestrator.memory.engines.widths import master_bytes
 from orchestrator.planning.frontier import Candidate
@@ -11,6 +10,7 @@ from orchestrator.specs.attempt import Attempt, FailureKind, Phase
 from orchestrator.specs.choices import Offload, Optimizer, ZeroStage
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.plan import Plan
+from orchestrator.specs.replace import replace
 
 # Bytes of optimizer state per parameter: two fp32 moments (arXiv:1711.05101), the same in 8 bits (arXiv:2110.02861),
 # means of rows and columns (arXiv:1804.04235), one fp32 momentum.

@@ -9,10 +9,11 @@ from __future__ import annotations
 import re
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from orchestrator.scheduling.failures.phases import Frame, Markers, phase_of_frames
 from orchestrator.specs.attempt import Cause, Finding, Phase
+from orchestrator.specs.replace import replace
 
 CALM_LINES = 200  # so many ordinary lines after a complaint, and the program has gone on: it was not the end
 FINDINGS_MAX = 8  # of one log that are kept as evidence

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
 from math import inf
@@ -28,6 +28,7 @@ from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import UNTIMED, MemoryEstimate
+from orchestrator.specs.replace import replace
 from orchestrator.specs.state import State
 
 # What a job of unknown length is taken to need on its slowest plan: a day, so that it stands behind what is known to be

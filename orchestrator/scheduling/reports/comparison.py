@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import isfinite
 from statistics import median
 
@@ -26,6 +26,7 @@ from orchestrator.specs.job.pins import in_words
 from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import UNTIMED, MemoryEstimate
+from orchestrator.specs.replace import replace
 from orchestrator.specs.settings import in_short
 from orchestrator.specs.state import State
 from orchestrator.specs.str_enum import StrEnum

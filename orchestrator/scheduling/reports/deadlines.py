@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from itertools import islice
 from math import inf
 
@@ -16,6 +15,7 @@ from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
 from orchestrator.scheduling.scheduling_pass.preemption import preempt_for_deadline
 from orchestrator.specs.clock import local_text
 from orchestrator.specs.job_record import Job
+from orchestrator.specs.replace import replace
 from orchestrator.specs.state import State
 
 HELPED_MAX = 100  # jobs that would be late, the earliest deadlines first, for which a preemption is looked for

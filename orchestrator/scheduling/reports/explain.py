@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
 
 from orchestrator.memory.calibration.calibrate import CORRECTION_MAX, MARGIN, Calibration, calibration
 from orchestrator.memory.calibration.correction import (
@@ -27,6 +26,7 @@ from orchestrator.specs.attempt import Attempt
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.observation import Observation
+from orchestrator.specs.replace import replace
 from orchestrator.specs.settings import in_short
 from orchestrator.specs.state import State
 from orchestrator.specs.units import format_bytes, format_probability

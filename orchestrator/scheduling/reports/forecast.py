@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from heapq import heappop, heappush
 from math import exp, inf, log, sqrt
@@ -21,6 +21,7 @@ from orchestrator.specs.attempt import Attempt, AttemptStatus, Evidence, RankEnd
 from orchestrator.specs.events import Event, Finished, Released, TimerFired
 from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.observation import Observation
+from orchestrator.specs.replace import replace
 from orchestrator.specs.state import State
 
 FORECAST_MAX = 2000  # queued jobs, first come first: later ones are not forecast

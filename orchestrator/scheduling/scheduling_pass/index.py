@@ -8,7 +8,6 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from heapq import heappop, heappush
 from itertools import takewhile
 from math import inf
@@ -29,6 +28,7 @@ from orchestrator.specs.attempt import Attempt
 from orchestrator.specs.cluster import Window
 from orchestrator.specs.job.sections import Dependency
 from orchestrator.specs.job_record import Job, JobStatus
+from orchestrator.specs.replace import replace
 from orchestrator.specs.state import Reservation, State
 
 

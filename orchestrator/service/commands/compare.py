@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.observation import Observation
 from orchestrator.specs.parse import job_from_data, read_document
 from orchestrator.specs.plan import Plan
+from orchestrator.specs.replace import replace
 
 STRATEGIES_MAX = 32  # of one comparison
 STEPS = 30  # of a model, where nobody says

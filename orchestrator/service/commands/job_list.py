@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from orchestrator.specs.clock import parse_deadline
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.parse import read_document
+from orchestrator.specs.replace import replace
 from orchestrator.specs.units import parse_seconds
 
 

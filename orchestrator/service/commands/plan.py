@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypedDict
 
 from orchestrator.memory.calibration.calibrate import Calibration, calibration
@@ -45,6 +45,7 @@ from orchestrator.specs.observation import Observation
 from orchestrator.specs.parse import Override, together
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import ModelProfile, Source
+from orchestrator.specs.replace import replace
 from orchestrator.specs.settings import degradation, in_short, settings
 from orchestrator.specs.stages import layer_ranges
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import replace
 from math import inf
 from pathlib import Path
 from typing import TypedDict
@@ -21,6 +20,7 @@ from orchestrator.specs.actions import Action, Launch, Record, Stop
 from orchestrator.specs.events import Event
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job
+from orchestrator.specs.replace import replace
 from orchestrator.specs.state import State
 
 SQLITE = "sqlite:///"

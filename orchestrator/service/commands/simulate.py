@@ -6,7 +6,7 @@ import subprocess
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
 from math import ceil, inf
 from pathlib import Path
@@ -30,6 +30,7 @@ from orchestrator.specs.fault import Fault, FaultKind
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.jobs import Jobs
+from orchestrator.specs.replace import replace
 from orchestrator.specs.state import State
 
 FOREVER_S = 1e9

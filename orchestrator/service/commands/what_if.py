@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from orchestrator.service.server.trials import trials_of
 from orchestrator.specs.cluster import ClusterSpec
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.spec import JobSpec
+from orchestrator.specs.replace import replace
 from orchestrator.specs.state import State
 
 JOBS_MAX = 200  # that are played: a page waits for both plays

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from importlib.resources import files
 from typing import Any
 from urllib.parse import parse_qs, quote, urlsplit
@@ -51,6 +50,7 @@ from orchestrator.specs.errors import OrchestratorError, SpecError
 from orchestrator.specs.job.paths import paths_of
 from orchestrator.specs.order import Order
 from orchestrator.specs.parse import parse_cluster, parse_jobs, read_document
+from orchestrator.specs.replace import replace
 
 PAGE_ROLES = {
     ("GET", PAGES): Role.VIEWER,

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import datetime
 
 from orchestrator.backends.ports import Backend, Decided, EventLog, Submission, decisions
@@ -45,6 +45,7 @@ from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job.sweep import SWEEP
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.observation import Observation
+from orchestrator.specs.replace import replace
 from orchestrator.specs.state import State
 
 POLL_S = 0.1  # longest delay until a submission or a cancellation is processed

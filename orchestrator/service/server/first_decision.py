@@ -16,7 +16,6 @@ import sys
 import threading
 import time
 from collections import OrderedDict
-from dataclasses import replace
 from typing import IO, Any
 
 from orchestrator.backends.environment import inherited
@@ -28,6 +27,7 @@ from orchestrator.scheduling.scheduler import Scheduler
 from orchestrator.specs.errors import ServiceError, SpecError
 from orchestrator.specs.events import Submitted
 from orchestrator.specs.job.spec import JobSpec
+from orchestrator.specs.replace import replace
 from orchestrator.specs.state import State
 
 CPU_S = 20.0  # of one decision; a 405B model on 4,096 devices takes 3 s (two Xeon cores, 2026-11)

@@ -26,6 +26,7 @@ from orchestrator.specs.job.pins import SHORT
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job.trainer import is_python
 from orchestrator.specs.parse import Override, parse_cluster, parse_job, parse_jobs, together
+from orchestrator.specs.replace import replace
 
 OWN_PYTHON = ("python", "python3")
 CONFIG = "config.json"
@@ -151,9 +152,7 @@ def _with_commits(jobs: Sequence[ReadJob], folder: Path) -> list[ReadJob]:
     there = {job.spec.workdir or str(folder) for job in jobs if job.spec.workdir is None or "workdir" in job.here}
     found = {path: code_source(Path(path)) for path in there}
     return [
-        dataclasses.replace(
-            job, spec=job.spec.model_copy(update={"source": found.get(job.spec.workdir or str(folder))})
-        )
+        replace(job, spec=job.spec.model_copy(update={"source": found.get(job.spec.workdir or str(folder))}))
         for job in jobs
     ]
 
@@ -200,11 +199,11 @@ def _absolute(spec: JobSpec, folder: Path) -> JobSpec:
         kind: tuple(str(_at(folder, file)) for file in getattr(spec.data, kind)) for kind in KINDS_OF_FILES
     }
     tokenizer = _folder_or_name(folder, spec.data.tokenizer)
-    changed: dict[str, object] = {"data": dataclasses.replace(spec.data, tokenizer=tokenizer, **files)}
+    changed: dict[str, object] = {"data": replace(spec.data, tokenizer=tokenizer, **files)}
     if spec.start_window is not None and spec.start_window.zone is None:
-        changed["start_window"] = dataclasses.replace(spec.start_window, zone=local_zone())
+        changed["start_window"] = replace(spec.start_window, zone=local_zone())
     if spec.deadline is not None and spec.deadline.zone is None:
-        changed["deadline"] = dataclasses.replace(spec.deadline, zone=local_zone())
+        changed["deadline"] = replace(spec.deadline, zone=local_zone())
     if spec.is_script or spec.workdir is not None:
         changed["workdir"] = str(_at(folder, spec.workdir or "."))
     if spec.resume.before is not None:  # its program may be beside the job's file, but it runs in `workdir`
@@ -224,12 +223,12 @@ def _said_as(spec: JobSpec) -> str:
 def _absolute_model(model: ModelSpec, folder: Path) -> ModelSpec:
     if model.factory is not None:
         file, colon, function = model.factory.rpartition(":")
-        return dataclasses.replace(model, factory=f"{_at(folder, file)}:{function}") if colon else model
+        return replace(model, factory=f"{_at(folder, file)}:{function}") if colon else model
     if isinstance(model.hf, str):
         hf = str(_folder_or_name(folder, model.hf))
         known = _folder_config(hf) if Path(hf).is_absolute() else {}
         config = known or model.config or ({} if Path(hf).is_absolute() else _hub_config(hf))
-        return dataclasses.replace(model, hf=hf, config=config)
+        return replace(model, hf=hf, config=config)
     return model
 
 

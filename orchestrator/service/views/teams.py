@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from rich.table import Table
 from rich.text import Text
@@ -12,6 +11,7 @@ from typing_extensions import TypedDict
 from orchestrator.scheduling.queue.fair_share import fair_tree, used_s
 from orchestrator.scheduling.scheduling_pass.quotas import held_by_teams
 from orchestrator.specs.job_record import Job, JobStatus
+from orchestrator.specs.replace import replace
 from orchestrator.specs.state import State
 
 HOUR_S = 3600.0

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from orchestrator.specs.job.model import ModelSpec
 from orchestrator.specs.job.spec import JobSpec
+from orchestrator.specs.replace import replace
 
 KINDS_OF_FILES = ("text", "chat", "tokens")
 
@@ -23,7 +23,7 @@ def with_paths(spec: JobSpec, change: Change) -> JobSpec:
         kind: tuple(change(f"data.{kind}[{index}]", file) for index, file in enumerate(getattr(spec.data, kind)))
         for kind in KINDS_OF_FILES
     }
-    data = dataclasses.replace(spec.data, tokenizer=_changed(change, "data.tokenizer", spec.data.tokenizer), **files)
+    data = replace(spec.data, tokenizer=_changed(change, "data.tokenizer", spec.data.tokenizer), **files)
     changed: dict[str, object] = {"data": data}
     if spec.workdir is not None:
         changed["workdir"] = change("workdir", spec.workdir)
@@ -52,9 +52,9 @@ def paths_of(spec: JobSpec) -> Iterator[tuple[str, str]]:
 def _with_model_paths(model: ModelSpec, key: str, change: Change) -> ModelSpec:
     if model.factory is not None:
         file, colon, function = model.factory.rpartition(":")
-        return dataclasses.replace(model, factory=f"{change(f'{key}.factory', file)}:{function}") if colon else model
+        return replace(model, factory=f"{change(f'{key}.factory', file)}:{function}") if colon else model
     if isinstance(model.hf, str):
-        return dataclasses.replace(model, hf=_changed(change, f"{key}.hf", model.hf))
+        return replace(model, hf=_changed(change, f"{key}.hf", model.hf))
     return model
 
 

@@ -6,7 +6,7 @@ import hashlib
 import importlib.util
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from orchestrator.specs.errors import SpecError
+from orchestrator.specs.replace import replace
 from orchestrator.training.contract.context import Context
 from orchestrator.training.contract.dispatch import Dispatch
 

@@ -7,7 +7,6 @@ a wasted reduction.
 
 from __future__ import annotations
 
-import dataclasses
 import glob
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -20,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.model import Freeze, TrainingSpec
 from orchestrator.specs.plan import Plan
+from orchestrator.specs.replace import replace
 from orchestrator.training.contract.engine import Engine, State
 from orchestrator.training.contract.recipe import Batch, Recipe
 from orchestrator.training.contract.results import StepResult
@@ -46,7 +46,7 @@ class AlternatingEngine:
         self._parts = [_Part(each.module) for each in recipes]
         # Registered after the engines' hooks, so that these seeds win: a recipe's engine seeds for its own turn only.
         layers = tuple(layer for each in recipes for layer in each.layers)
-        self._randomness = Randomness(dataclasses.replace(recipe, layers=layers), training.seed)
+        self._randomness = Randomness(replace(recipe, layers=layers), training.seed)
 
     def step(self, step: int, micro_batches: Iterable[Batch], tokens: int) -> StepResult:
         batches = list(micro_batches)
@@ -72,7 +72,7 @@ class AlternatingEngine:
             self._randomness.begin(torch.initial_seed(), 0)
             return recipe.loss_sum(module, batch)
 
-        return dataclasses.replace(recipe, loss_sum=loss_sum, then=())
+        return replace(recipe, loss_sum=loss_sum, then=())
 
 
 class _Part:
@@ -104,7 +104,7 @@ def _training(recipe: Recipe, training: TrainingSpec) -> TrainingSpec:
         for name in names
         if fnmatchcase(f"{recipe.name}.{name}", entry.parameters)
     )
-    return dataclasses.replace(training, learning_rate=recipe.learning_rate or training.learning_rate, freeze=freeze)
+    return replace(training, learning_rate=recipe.learning_rate or training.learning_rate, freeze=freeze)
 
 
 def _check_names(recipes: Sequence[Recipe], training: TrainingSpec) -> None:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.plan import Plan
+from orchestrator.specs.replace import replace
 from orchestrator.specs.stages import layer_ranges
 from orchestrator.training.contract.recipe import Batch, Recipe
 from orchestrator.training.engines.randomness import Randomness
@@ -84,7 +84,7 @@ def cut(recipe: Recipe, plan: Plan, rank: int) -> Share:
             _leave_out(module, whole - set(kept[stage]), first + last)
         layers = tuple(recipe.layers[index] for index in ranges[stage])
         made = by_first_name if initialise else None
-        stages.append(dataclasses.replace(recipe, module=module, layers=layers, initialise=made))
+        stages.append(replace(recipe, module=module, layers=layers, initialise=made))
     return Share(stages=tuple(stages), names=names, shared=shared if {0, count - 1} & set(own) else ())
 
 

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from orchestrator.specs.choices import ActivationCheckpointing, Precision
 from orchestrator.specs.profile import ModelProfile, Segment, Source, TracedMoment
+from orchestrator.specs.replace import replace
 
 LINEAR = ("fixed_bytes", "sample_bytes", "own", "done", "ends_done", "units_done")  # along equal layers
 

@@ -20,7 +20,7 @@ import os
 import resource
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -43,6 +43,7 @@ from orchestrator.specs.job.model import (
 )
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import ModelProfile
+from orchestrator.specs.replace import replace
 from orchestrator.specs.run import TrainingRun
 from orchestrator.training.contract.precision import LOW_PRECISION
 from orchestrator.training.contract.recipe import Batch, Recipe, from_factory

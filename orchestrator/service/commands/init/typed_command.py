@@ -5,13 +5,14 @@ from __future__ import annotations
 import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from orchestrator.backends.attempts.program import interpreter_of
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.frameworks import Framework, taken
 from orchestrator.specs.job.trainer import LaunchStyle, is_python, program_name
+from orchestrator.specs.replace import replace
 
 # Options of launchers without a value: torch/distributed/run.py, accelerate/commands/launch.py,
 # deepspeed/launcher/runner.py. Any other takes a value, with a space or `=`.
