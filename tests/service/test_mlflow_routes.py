@@ -235,7 +235,7 @@ def test_a_client_that_goes_away_and_too_many_at_once_leave_room_for_others(site
         free.release()
     place = site.server.folder / "artifacts" / site.experiment / site.runs[0] / "artifacts" / "endless"
     with place.open("wb") as file:
-        file.truncate(2**34)
+        file.truncate(2**40)
     path = f"{ADDRESS}/get-artifact?run_uuid={site.runs[0]}&path=endless"
     with httpx.stream("GET", site.url + path, headers={"Authorization": f"Bearer {TOKEN}"}, trust_env=False) as answer:
         next(answer.iter_raw())
