@@ -149,21 +149,21 @@ def test_the_wheel_alone_runs_a_queue_and_keeps_its_records(installed: Installed
     ended = [(job["status"], [attempt["outcome"] for attempt in job["attempts"]]) for job in shown]
     assert dict(zip(NIGHT, ended, strict=True)) == NIGHT
 
-    uri = up["trackers"]["mlflow"]
-    assert HTTP.get(uri).headers["content-type"].startswith("text/html")
+    uri, signed = up["trackers"]["mlflow"], {"Authorization": f"Bearer {(installed.home / 'token').read_text()}"}
+    assert HTTP.get(f"{uri}/", headers=signed).headers["content-type"].startswith("text/html")
     records = {*ids, *(f"{job['id']}-{attempt['number']}" for job in shown for attempt in job["attempts"])}
-    until(lambda: recorded(uri) == records, f"MLflow's runs of {records}", RECORDED_S)
+    until(lambda: recorded(uri, signed) == records, f"MLflow's runs of {records}", RECORDED_S)
     with closing(sqlite3.connect(installed.home / "journal.sqlite")) as journal:
         assert journal.execute("SELECT version_num FROM alembic_version").fetchall() == [(SCHEMA,)]
     assert installed.orc("down") == {"stopped": True}
 
 
-def recorded(uri: str) -> set[str]:
+def recorded(uri: str, signed: dict[str, str]) -> set[str]:
     """The names of the runs that MLflow shows as ended."""
     api = f"{uri}/api/2.0/mlflow"
-    experiment = HTTP.get(f"{api}/experiments/get-by-name", params={"experiment_name": "orchestrator"})
+    experiment = HTTP.get(f"{api}/experiments/get-by-name", params={"experiment_name": "orchestrator"}, headers=signed)
     if experiment.is_error:
         return set()
     asked = {"experiment_ids": [experiment.json()["experiment"]["experiment_id"]], "max_results": 100}
-    runs = HTTP.post(f"{api}/runs/search", json=asked).json().get("runs", [])
+    runs = HTTP.post(f"{api}/runs/search", json=asked, headers=signed).json().get("runs", [])
     return {run["info"]["run_name"] for run in runs if "end_time" in run["info"]}

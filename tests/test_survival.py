@@ -187,7 +187,7 @@ def test_no_record_is_missing_after_the_tracking_server_was_killed(orchestra: Or
     assert orchestra.ended(job_id)["status"] == "succeeded"
     jobs = orchestra.client().jobs()
     wanted = {f"{job['id']}-{attempt['number']}": attempt["outcome"] for job in jobs for attempt in job["attempts"]}
-    mlflow = MlflowClient(orchestra.client().cluster()["trackers"]["mlflow"])
+    mlflow = MlflowClient(MlflowServer(orchestra.home).uri)
 
     def recorded() -> dict[str, str]:
         (experiment,) = [e for e in mlflow.search_experiments() if e.name != "Default"]

@@ -120,7 +120,9 @@ def night(expected: Mapping[Path, Promise]) -> tuple[list[Job], list[Path]]:
 def comparison(client: Client) -> str:
     """MLflow's page with predicted and measured peak and step time of every attempt."""
     uri = client.cluster()["trackers"]["mlflow"]
-    asked = f"{uri}/api/2.0/mlflow/experiments/get-by-name?experiment_name={EXPERIMENT}"
+    path = f"api/2.0/mlflow/experiments/get-by-name?experiment_name={EXPERIMENT}"
+    signed = {"Authorization": f"Bearer {(HOME / 'token').read_text()}"}
+    asked = urllib.request.Request(f"{uri}/{path}", headers=signed)
     try:
         with urllib.request.urlopen(asked, timeout=MLFLOW_TIMEOUT_S) as answer:
             return f"{uri}/#/experiments/{json.load(answer)['experiment']['experiment_id']}"

@@ -28,7 +28,8 @@ from tests.training import tiny_hf
 __all__ = ["server"]  # a fixture
 AGAIN = """
 import mlflow, sys
-mlflow.set_tracking_uri(sys.argv[1])
+from orchestrator.backends.mlflow.server import MlflowServer
+mlflow.set_tracking_uri(MlflowServer(sys.argv[1]).uri)
 pipeline = mlflow.transformers.load_model(sys.argv[2])
 print(type(pipeline.model).__name__)
 print(len(mlflow.pyfunc.load_model(sys.argv[2]).predict(["some words"])))
@@ -82,20 +83,21 @@ def test_a_transformers_model_is_a_logged_model_that_a_fresh_process_loads_and_a
     run = run_of(server, "tuned-1")
     assert [one.model_id for one in run.outputs.model_outputs] == [model_id]
     again = subprocess.run(
-        [sys.executable, "-c", AGAIN, server.uri, f"models:/{model_id}"],
+        [sys.executable, "-c", AGAIN, str(server.home), f"models:/{model_id}"],
         env={**os.environ, "HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,
         timeout=400,
     )
     assert again.stdout.splitlines() == ["LlamaForCausalLM", "1"], again.stderr[-2000:]
-    main(server.uri, run.info.run_id, "tuned-1", str(output))
+    main(str(server.home), server.uri, run.info.run_id, "tuned-1", str(output))
     assert told(server, "tuned-1") == model_id, "copied again, it is the same model"
 
 
 ADAPTED_AGAIN = """
 import mlflow, sys, torch
-mlflow.set_tracking_uri(sys.argv[1])
+from orchestrator.backends.mlflow.server import MlflowServer
+mlflow.set_tracking_uri(MlflowServer(sys.argv[1]).uri)
 pipeline = mlflow.transformers.load_model(sys.argv[2])
 print(type(pipeline.model).__name__)
 print(len(mlflow.pyfunc.load_model(sys.argv[2]).predict(["some words"])))
@@ -130,7 +132,7 @@ def test_adapters_are_a_logged_model_that_a_fresh_process_puts_on_their_base_aga
         eventually(lambda: told(server, "lora-1") not in ("", PENDING), 120)
     model_id = told(server, "lora-1")
     assert model_id.startswith("m-"), model_id
-    command = [sys.executable, "-c", ADAPTED_AGAIN, server.uri, f"models:/{model_id}"]
+    command = [sys.executable, "-c", ADAPTED_AGAIN, str(server.home), f"models:/{model_id}"]
     offline = {**os.environ, "HF_HUB_OFFLINE": "1"}
     again = subprocess.run(command, env=offline, capture_output=True, text=True, timeout=400)
     kind, count, total = again.stdout.splitlines()
@@ -155,7 +157,7 @@ def test_adapters_that_nothing_here_can_load_are_artifacts(
         assert base_of(made) is None
     client = MlflowClient(server.uri)
     run = client.create_run(client.create_experiment(f"without {without}"))
-    main(server.uri, run.info.run_id, "lora-1", str(made))
+    main(str(server.home), server.uri, run.info.run_id, "lora-1", str(made))
     kept = [one.path for one in client.list_artifacts(run.info.run_id, "output")]
     assert "output/adapter_model.safetensors" in kept
     assert client.get_run(run.info.run_id).data.tags[MODEL_TAG] == "output/"

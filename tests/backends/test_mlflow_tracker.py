@@ -22,7 +22,7 @@ from orchestrator.backends.mlflow import server as mlflow_server
 from orchestrator.backends.mlflow.contact import EXPERIMENT
 from orchestrator.backends.mlflow.content import compare_url, job_content, parse_curves, run_key
 from orchestrator.backends.mlflow.outcomes import read_outcomes
-from orchestrator.backends.mlflow.server import MlflowServer
+from orchestrator.backends.mlflow.server import ADDRESS, MlflowServer
 from orchestrator.backends.mlflow.tracker import MlflowTracker, comparison_url
 from orchestrator.backends.outbox_relay import OutboxRelay
 from orchestrator.backends.ports import Known
@@ -136,7 +136,7 @@ def eventually(law: Callable[[], object], timeout_s: float = 60.0) -> None:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MlflowServer]:
-    running = MlflowServer(tmp_path_factory.mktemp("home"))
+    running = MlflowServer(tmp_path_factory.mktemp("home") / ("long" * 30))  # the address of a socket has 107 bytes
     began_s = time.monotonic()
     assert not running.ensure_running()
     assert time.monotonic() - began_s < 3, "starting waited for the server"
@@ -175,7 +175,7 @@ def tracking(
     sweep: Callable[[str], SweepReport | None] = lambda _: None,
 ) -> Iterator[OutboxRelay]:
     known = Known(state=state, job=job, sweep=sweep)
-    relay = OutboxRelay("mlflow", MlflowTracker(server.uri, server.home, known), journal.outbox)
+    relay = OutboxRelay("mlflow", MlflowTracker(server.uri, server.home, known, ADDRESS), journal.outbox)
     relay.start()
     try:
         yield relay
@@ -386,9 +386,7 @@ def test_kill_9_of_the_server_and_a_new_tracker_lose_and_repeat_nothing(
     kept = journal.outbox.pending("mlflow", 1000)
     assert len(kept) >= 2 * len(jobs), "rows were forgotten that no server took"
 
-    port = server.port
     eventually(server.ensure_running, 120)
-    assert server.port == port
     assert not set(before) & set(server.processes())
     with monkeypatch.context() as patch, tracking(journal, server):
         patch.setattr(journal.outbox, "delivered", lambda *_: None)  # a tracker that dies before it forgets its rows
@@ -605,7 +603,7 @@ def test_the_strategies_of_a_comparison_are_children_of_one_run_that_ends_with_t
         (parent_id,) = {run.data.tags["mlflow.parentRunId"] for run in found}
         assert client.get_run(parent_id).info.status == "RUNNING"
         key = found[0].data.tags["orc.comparison"]
-        assert comparison_url(server.uri, key, 3) is None, "a strategy is missing"
+        assert comparison_url(server.home, ADDRESS, key, 3) is None, "a strategy is missing"
     with tracking(journal, server, job=newest.get) as tracker:  # a new service, which was told of none of them
         say(journal, strategy(2, status=JobStatus.REFUSED, reason=f"no plan fits {SECRET}"))
         assert tracker.wait_delivered(60)
@@ -621,7 +619,7 @@ def test_the_strategies_of_a_comparison_are_children_of_one_run_that_ends_with_t
     assert "mlflow.parentRunId" not in parent.data.tags
     note = parent.data.tags["mlflow.note.content"]
     assert note.startswith("**Only plain on 1 (micro 8x1) finished; plain on 1 (micro 2x4) ran out of memory")
-    assert str(comparison_url(server.uri, key, 3)) in note
+    assert str(comparison_url(server.home, ADDRESS, key, 3)) in note
     rows = json.loads(artifact(server, parent_id, "comparison.json", tmp_path))
     assert [row["outcome"] for row in rows] == ["finished", "out of memory", "no such plan"]
     assert [row["loss"] is None for row in rows] == [False, True, True]

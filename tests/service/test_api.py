@@ -46,7 +46,13 @@ data: {text: [/proc/version], sequence_length: 32}
 class World:
     """An application over a simulated cluster, and its clients."""
 
-    def __init__(self, home: Path, policy: PolicySpec = UNSHARED, provider: Provider | None = None) -> None:
+    def __init__(
+        self,
+        home: Path,
+        policy: PolicySpec = UNSHARED,
+        provider: Provider | None = None,
+        mlflow: str = "http://127.0.0.1:1",
+    ) -> None:
         self.home = home
         self.journal = Journal(f"sqlite:///{home / 'journal.sqlite'}")
         cluster = read_cluster(None).model_copy(update={"policy": policy})
@@ -62,7 +68,7 @@ class World:
             home=home,
             token=TOKEN,
             cluster="two-virtual-devices",
-            trackers={"mlflow": "http://127.0.0.1:1"},
+            trackers={"mlflow": mlflow},
             shut_down=self._shut_down,
             sweeper=Sweeper(self.controller, self.journal.sweeps, home),
             set_aside=self.journal.set_aside,

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+import subprocess
+import sys
 from typing import Any
 
 import pytest
 
+from orchestrator.service.server.endpoint import kept_endpoint
 from tests.service.test_reach import Reached, reached
 
 __all__ = ["reached"]  # a fixture
@@ -20,6 +24,12 @@ gpus: {min: 1, max: 2}
 model:
   decoder: {vocab_size: 256, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 1, num_attention_heads: 2}
 data: {text: [corpus.txt], sequence_length: 32}
+"""
+READS = """
+from mlflow import MlflowClient
+client = MlflowClient()
+ids = [experiment.experiment_id for experiment in client.search_experiments()]
+print(*(run.data.tags.get("orc.job_id") for run in client.search_runs(ids)))
 """
 STRATEGIES = """\
 - {dp: 1, micro_batch: 8, activation_checkpointing: none}
@@ -42,12 +52,30 @@ def told(reached: Reached) -> Any:
 def test_a_comparison_is_asked_for_from_elsewhere(reached: Reached, told: Any) -> None:
     assert [(row["outcome"], row["loss"] is not None) for row in told["rows"]] == [("finished", True)] * 2
     assert told["complete"]
-    assert told["mlflow"], "the link of MLflow is there as well"
-    assert reached.here.orc("compare", told["rows"][1]["job_id"]) == told
+    here = reached.here.orc("compare", told["rows"][1]["job_id"])
+    assert {**here, "mlflow": ""} == {**told, "mlflow": ""}
+    assert told["mlflow"].startswith(f"{reached.url}/mlflow/#/compare-runs?"), "each has its own way to MLflow"
+    assert here["mlflow"].partition("#")[2] == told["mlflow"].partition("#")[2]
 
 
 @pytest.mark.timeout(400)
-def test_mlflows_own_page_compares_the_runs_of_a_comparison(told: Any) -> None:
+def test_mlflows_client_reads_elsewhere_with_a_token_and_the_services_certificate(reached: Reached, told: Any) -> None:
+    home = reached.here.folder / "home"
+    endpoint = kept_endpoint(home)
+    assert endpoint is not None
+    variables = {
+        "MLFLOW_TRACKING_URI": f"{reached.url}/mlflow",
+        "MLFLOW_TRACKING_TOKEN": (home / "token").read_text(),
+        "MLFLOW_TRACKING_SERVER_CERT_PATH": endpoint.certificate,
+    }
+    ended = subprocess.run(
+        [sys.executable, "-c", READS], env={**os.environ, **variables}, capture_output=True, text=True, timeout=240
+    )
+    assert {row["job_id"] for row in told["rows"]} <= set(ended.stdout.split()), ended.stderr
+
+
+@pytest.mark.timeout(400)
+def test_mlflows_own_page_compares_the_runs_of_a_comparison(reached: Reached, told: Any) -> None:
     if CHROMIUM is None:
         pytest.skip("chromium is missing (Debian: chromium)")
     from playwright.sync_api import sync_playwright
@@ -56,7 +84,9 @@ def test_mlflows_own_page_compares_the_runs_of_a_comparison(told: Any) -> None:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-dev-shm-usage"])
         tab = browser.new_page(viewport={"width": 1400, "height": 1000})
         tab.set_default_timeout(SHOWN_MS)
-        tab.goto(told["mlflow"])
+        tab.goto(reached.here.orc("compare", told["rows"][0]["job_id"])["mlflow"])
+        tab.fill("#token", (reached.here.folder / "home" / "token").read_text())
+        tab.press("#token", "Enter")
         tab.get_by_text("Comparing 2 Runs").first.wait_for()
         for row in told["rows"]:
             tab.get_by_text(row["job_id"]).first.wait_for()

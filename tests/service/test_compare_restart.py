@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from orchestrator.backends.mlflow.server import MlflowServer
 from orchestrator.service.server.client import service_file
 from tests.service.test_compare_elsewhere import JOB, STRATEGIES
 from tests.service.test_reach import Machine
@@ -52,11 +53,10 @@ def test_a_service_that_was_killed_amid_a_comparison_ends_its_run_with_the_whole
 
     (first,) = eventually(ended, "no strategy ends")
     os.kill(service_file(here.folder / "home")["pid"], signal.SIGKILL)
-    up = here.orc("up")
-    assert up["started"]
+    assert here.orc("up")["started"]
     eventually(lambda: len(ended()) == 2, "the other strategy does not end")
 
-    client = MlflowClient(up["trackers"]["mlflow"])
+    client = MlflowClient(MlflowServer(here.folder / "home").uri)
 
     def parent() -> Any:
         (experiment,) = client.search_experiments(filter_string="name = 'orchestrator'")

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from jobs.demo.corpus import write_corpus
+from orchestrator.backends.mlflow.server import MlflowServer
 from orchestrator.service.server.client import service_file
 from tests.service.test_compare_restart import eventually, here
 from tests.service.test_reach import Machine
@@ -28,8 +29,7 @@ def test_the_demos_sweep_outlives_its_service_and_is_one_run_of_its_trials_in_ml
     (sweep_id,) = here.orc("submit", str(here.folder / "sweep.yaml"))["sweeps"]
     eventually(lambda: here.orc("show", sweep_id)["best"] is not None, "no trial succeeds")
     os.kill(service_file(here.folder / "home")["pid"], signal.SIGKILL)
-    up = here.orc("up")
-    assert up["started"]
+    assert here.orc("up")["started"]
 
     def over() -> Any:
         found = here.orc("show", sweep_id)
@@ -42,7 +42,7 @@ def test_the_demos_sweep_outlives_its_service_and_is_one_run_of_its_trials_in_ml
     values = [one["value"] for one in found["trials"] if one["status"] == "succeeded"]
     assert found["trials"][found["best"]]["value"] == min(values)
 
-    client = MlflowClient(up["trackers"]["mlflow"])
+    client = MlflowClient(MlflowServer(here.folder / "home").uri)
 
     def parent() -> Any:
         (experiment,) = client.search_experiments(filter_string="name = 'orchestrator'")

@@ -19,6 +19,7 @@ import pytest
 from mlflow import MlflowClient
 
 from orchestrator.backends.journal.database import SCHEMA
+from orchestrator.backends.mlflow.server import MlflowServer
 from orchestrator.service.server.client import process_is_alive, service_file
 from tests.commands import COMMAND_S
 
@@ -130,7 +131,7 @@ def test_a_job_runs_through_an_upgrade_once_and_what_waits_behind_it_runs_after(
     until((home.folder / "running" / "started").exists)
     assert schema_of(home.path) <= SCHEMA
     home.stop_service()
-    address = home.orc(ROOT, "up")["trackers"]["mlflow"]
+    home.orc(ROOT, "up")
     assert schema_of(home.path) == SCHEMA
     shown = home.orc(ROOT, "show", running)
     assert (shown["status"], len(shown["attempts"])) == ("running", 1)
@@ -141,12 +142,12 @@ def test_a_job_runs_through_an_upgrade_once_and_what_waits_behind_it_runs_after(
         shown = home.orc(ROOT, "show", job_id)
         assert (shown["status"], len(shown["attempts"])) == ("succeeded", 1), shown
         assert (home.folder / name / "started").read_text() == "once\n", "it was run again"
-        until(lambda job_id=job_id: statuses(address, job_id) == ["FINISHED"])
+        until(lambda job_id=job_id: statuses(home.path, job_id) == ["FINISHED"])
 
 
-def statuses(address: str, job_id: str) -> list[str]:
+def statuses(home: Path, job_id: str) -> list[str]:
     """Of the runs that MLflow has of a job's attempts."""
-    client = MlflowClient(address)
+    client = MlflowClient(MlflowServer(home).uri)
     experiments = [one.experiment_id for one in client.search_experiments()]
     runs = client.search_runs(experiments, f"tags.`orc.job_id` = '{job_id}' and tags.`orc.attempt` != '0'")
     return [run.info.status for run in runs]

@@ -6,6 +6,8 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from orchestrator.backends.mlflow.server import HOST
+
 if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities import Run
@@ -21,7 +23,7 @@ def bound_requests() -> None:
     os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
     os.environ["MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"] = "true"  # for which it would ask for each run that ends
     told = (os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or "").split(",")
-    os.environ["no_proxy"] = ",".join(filter(None, dict.fromkeys((*told, "127.0.0.1", "localhost"))))
+    os.environ["no_proxy"] = ",".join(filter(None, dict.fromkeys((*told, "127.0.0.1", "localhost", HOST))))
 
 
 class Contact:

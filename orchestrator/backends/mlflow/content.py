@@ -169,10 +169,10 @@ def source_tags(job: Job, hide: Hide) -> dict[str, str]:
     return {name: value for name, value in tags.items() if value}
 
 
-def compare_url(tracking_uri: str, run_ids: tuple[str, ...], experiment_id: str) -> str:
+def compare_url(address: str, run_ids: tuple[str, ...], experiment_id: str) -> str:
     """The page of an MLflow server that shows these runs side by side."""
     runs, experiments = (quote(json.dumps(words)) for words in (list(run_ids), [experiment_id]))
-    return f"{tracking_uri.rstrip('/')}/#/compare-runs?runs={runs}&experiments={experiments}"
+    return f"{address.rstrip('/')}/#/compare-runs?runs={runs}&experiments={experiments}"
 
 
 def parse_curves(text: str, elapsed_ms: float) -> tuple[list[tuple[str, float, int, int]], float]:

@@ -19,6 +19,8 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
+from orchestrator.backends.mlflow.server import reachable
+
 if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.models import Model
@@ -99,9 +101,11 @@ def _local(name: str) -> Path | None:
     return Path(found).parent if isinstance(found, str) else None
 
 
-def main(tracking_uri: str, run_id: str, name: str, folder: str) -> None:
+def main(home: str, tracking_uri: str, run_id: str, name: str, folder: str) -> None:
     """Copy the output, and say on the run by MODEL_TAG what became of it."""
     from mlflow import MlflowClient
+
+    reachable(Path(home))  # whose own server the URI may name
 
     client, output = MlflowClient(tracking_uri), Path(folder)
     files, task = files_of(output), task_of(output)

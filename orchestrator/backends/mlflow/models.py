@@ -80,7 +80,7 @@ class Outputs:
         }
         with self._log(copy).open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, *module, self._uri, copy.run_id, name, str(folder.output)],
+                [sys.executable, *module, str(self._home), self._uri, copy.run_id, name, str(folder.output)],
                 env={name: os.environ[name] for name in PASSED_ON if name in os.environ} | offline,
                 stdin=subprocess.DEVNULL,
                 stdout=log,

@@ -1,8 +1,13 @@
-"""A local MLflow server under the service's home: started, kept running, found again and stopped."""
+"""A local MLflow server under the service's home: started, kept running, found again and stopped.
+
+It listens on a socket file and on no port. Its folder has mode 0700: other users of this machine come through the
+service, which asks who they are.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import signal
@@ -10,29 +15,35 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
+from collections.abc import Iterator
+from http.client import HTTPConnection, HTTPException
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
+ADDRESS = "/mlflow"  # of the server's pages, behind the sign-in of the service
 MARK = "ORCHESTRATOR_MLFLOW_HOME"  # in the environment of the server and of each of its processes
+MODULE = "orchestrator.backends.mlflow.serve"
 PASSED_ON = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH", "PYTHONPATH")  # nothing else: no secrets
-HEALTH_TIMEOUT_S = 2.0
+SOCKET = "server.sock"
+HOST = "mlflow.invalid"  # names below it are of socket files; no resolver has them (RFC 6761)
+ARTIFACTS = "mlflow-artifacts:/"  # where runs have their artifacts: at the server
+HEALTH_TIMEOUT_S, CHECK_TIMEOUT_S = 2.0, 5.0
 RESTART_FIRST_S, RESTART_MAX_S = 5.0, 60.0  # between starts
 HUNG_S = 180.0  # alive and silent: a start took 63 s under load (reference measurement, 2 cores)
 STOP_S = 3.0
 
 
 class MlflowServer:
-    """The MLflow server of one home, on 127.0.0.1 and a port that is kept in `home/mlflow.json`.
+    """The MLflow server of one home, on the socket file `home/mlflow/server.sock`.
 
-    It outlives the service, and the next service finds it again. It needs no password: every user of this machine
-    can read it.
+    It outlives the service, and the next service finds it again.
     """
 
     def __init__(self, home: str | Path) -> None:
-        """Find the server's port, or choose a free one; nothing is started."""
+        """Nothing is started."""
         self.home = Path(home).resolve()
-        self.port = self._kept_port() or self._choose_port()
+        self.folder = self.home / "mlflow"
         self._process: subprocess.Popen[bytes] | None = None
         self._seen_at_s = time.monotonic()  # last sign of health, or start
         self._not_before_s = 0.0
@@ -40,12 +51,14 @@ class MlflowServer:
 
     @property
     def uri(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        """The tracking URI by which MLflow's client reaches the server in this process."""
+        return reachable(self.home)
 
     def ensure_running(self) -> bool:
         """True where the server answers now; else it is starting, or starts within a minute.
 
-        Call it every few seconds. It takes at most 2 s.
+        Call it every few seconds. It takes at most 2 s. A server that listens on a port is of an earlier version of
+        ours, and ends at once.
         """
         now_s = time.monotonic()
         if self._process is not None:
@@ -54,13 +67,33 @@ class MlflowServer:
             self._seen_at_s, self._pause_s = now_s, RESTART_FIRST_S
             return True
         alive = self.processes()
-        if (alive and now_s - self._seen_at_s < HUNG_S) or now_s < self._not_before_s:
+        is_ours = all(map(_is_on_a_socket, alive))
+        if is_ours and ((alive and now_s - self._seen_at_s < HUNG_S) or now_s < self._not_before_s):
             return False
         _signal(alive, signal.SIGKILL)
         self._start()
         self._seen_at_s, self._not_before_s = now_s, now_s + self._pause_s
         self._pause_s = min(2 * self._pause_s, RESTART_MAX_S)
         return False
+
+    def check(self) -> None:
+        """Return where the server serves the records of its folder. Raises ConnectionError with the reason else.
+
+        The variables that start it are private names of MLflow, which a later version may ignore. Its default
+        experiment shows that: it is in the folder's database, and its artifacts are at the server.
+        """
+        try:
+            status, body = self._get("/api/2.0/mlflow/experiments/get?experiment_id=0", CHECK_TIMEOUT_S)
+            place = str(json.loads(body)["experiment"]["artifact_location"]) if status == 200 else ""
+        except (OSError, HTTPException) as error:
+            raise ConnectionError(f"MLflow does not answer: {error}. {self._last_words()}") from None
+        except (ValueError, KeyError, TypeError):
+            place = ""
+        if not place.startswith(ARTIFACTS) or not (self.folder / "mlflow.db").is_file():
+            raise ConnectionError(
+                f"MLflow {version('mlflow')} does not serve {self.folder} as it is started (status {status}): "
+                f"install a version that the support matrix names. {self._last_words()}"
+            )
 
     def stop(self) -> None:
         """End every process of the server; records stay in `home/mlflow`."""
@@ -73,53 +106,111 @@ class MlflowServer:
         """Process ids of this home's server."""
         return server_processes(self.home)
 
-    def _kept_port(self) -> int | None:
-        try:
-            port = int(json.loads((self.home / "mlflow.json").read_text())["port"])
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
-        return port if self.processes() or _is_free(port) else None
-
-    def _choose_port(self) -> int:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = int(probe.getsockname()[1])
-        self.home.mkdir(parents=True, exist_ok=True)
-        temporary = self.home / f"mlflow.json.{os.getpid()}.tmp"
-        temporary.write_text(json.dumps({"port": port}))
-        temporary.replace(self.home / "mlflow.json")
-        return port
-
     def _healthy(self) -> bool:
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         try:
-            with opener.open(f"{self.uri}/health", timeout=HEALTH_TIMEOUT_S) as answer:
-                return bool(answer.status == 200)
-        except (OSError, urllib.error.URLError, ValueError):
+            return self._get("/health", HEALTH_TIMEOUT_S)[0] == 200
+        except (OSError, HTTPException):
             return False
 
+    def _get(self, path: str, timeout_s: float) -> tuple[int, bytes]:
+        """Status and body of an answer. Raises OSError, HTTPException."""
+        connection = HTTPConnection("localhost", timeout=timeout_s)
+        connection.sock = connected(self.folder, timeout_s)
+        with contextlib.closing(connection):
+            connection.request("GET", path)
+            answer = connection.getresponse()
+            return answer.status, answer.read()
+
+    def _last_words(self) -> str:
+        log = self.folder / "server.log"
+        try:
+            return f"{log} ends with: {' '.join(log.read_text(errors='replace').strip().splitlines()[-1:])[:300]}"
+        except OSError as error:
+            return str(error)
+
     def _start(self) -> None:
-        folder = self.home / "mlflow"
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(self.port)]
-        command += ["--backend-store-uri", f"sqlite:///{folder / 'mlflow.db'}", "--workers", "1"]
-        command += ["--artifacts-destination", str(folder / "artifacts"), "--uvicorn-opts", "--log-level warning"]
+        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self.folder.chmod(0o700)
         environment = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
         environment |= {
             MARK: str(self.home),
+            "_MLFLOW_SERVER_FILE_STORE": f"sqlite:///{self.folder / 'mlflow.db'}",
+            "_MLFLOW_SERVER_ARTIFACT_ROOT": ARTIFACTS,
+            "_MLFLOW_SERVER_ARTIFACT_DESTINATION": str(self.folder / "artifacts"),
+            "_MLFLOW_SERVER_SERVE_ARTIFACTS": "true",
+            "_MLFLOW_SGI_NAME": "uvicorn",
+            "MLFLOW_SERVER_ALLOWED_HOSTS": f"localhost,*.{HOST}",
             "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",  # 5 processes fewer
             "MLFLOW_DISABLE_TELEMETRY": "true",
         }
-        with (folder / "server.log").open("wb") as log:
+        with (self.folder / "server.log").open("wb") as log:
             self._process = subprocess.Popen(
-                command,
-                cwd=folder,
+                [sys.executable, "-m", MODULE],
+                cwd=self.folder,
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
             )
+
+
+# ------------------------------------------------------------------------------------------------------------- socket
+
+
+@contextlib.contextmanager
+def socket_path(folder: Path) -> Iterator[str]:
+    """A path of the socket file in a folder, for a connection. Raises OSError.
+
+    The kernel takes 107 bytes, and a home may have a longer path: this one leads through a descriptor of the folder.
+    """
+    descriptor = os.open(folder, os.O_PATH | os.O_DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{descriptor}/{SOCKET}"
+    finally:
+        os.close(descriptor)
+
+
+def connected(folder: Path, timeout_s: float | None) -> socket.socket:
+    """A connection to the server of the socket file in a folder. Raises OSError."""
+    connection = socket.socket(socket.AF_UNIX)
+    connection.settimeout(timeout_s)
+    try:
+        with socket_path(folder) as path:
+            connection.connect(path)
+    except OSError:
+        connection.close()
+        raise
+    return connection
+
+
+_folders: dict[str, Path] = {}  # by host
+
+
+def reachable(home: Path) -> str:
+    """The tracking URI of the home's own server, for MLflow's client in this process.
+
+    The client knows no socket files. urllib3, by which it connects, is made to take a name below HOST for one; every
+    other name goes where it went.
+    """
+    from urllib3.util import connection
+
+    folder = home.resolve() / "mlflow"
+    host = f"{hashlib.sha256(os.fsencode(folder)).hexdigest()[:32]}.{HOST}"
+    tcp = connection.create_connection
+    if not _folders:
+
+        def create_connection(address: tuple[str, int], timeout: Any = None, *given: Any, **options: Any) -> Any:
+            if address[0] not in _folders:
+                return tcp(address, timeout, *given, **options)
+            return connected(_folders[address[0]], timeout if isinstance(timeout, int | float) else None)
+
+        connection.create_connection = create_connection
+    _folders[host] = folder
+    return f"http://{host}"
+
+
+# ---------------------------------------------------------------------------------------------------------- processes
 
 
 def server_processes(home: Path) -> tuple[int, ...]:
@@ -142,14 +233,13 @@ def end_server(home: Path) -> None:
     _signal(server_processes(home), signal.SIGKILL)
 
 
-def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-    return True
+def _is_on_a_socket(process: int) -> bool:
+    """Whether this version, or a later one, started the process; True of one that has ended."""
+    try:
+        command = Path(f"/proc/{process}/cmdline").read_bytes()
+    except OSError:
+        return True
+    return not command or MODULE.encode() in command.split(b"\0")
 
 
 def _signal(processes: tuple[int, ...], number: signal.Signals) -> None:

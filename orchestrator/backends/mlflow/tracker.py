@@ -25,7 +25,7 @@ from orchestrator.backends.mlflow.content import (
 from orchestrator.backends.mlflow.frontier_png import figure
 from orchestrator.backends.mlflow.groups import Groups, compared_runs, member_name, tried
 from orchestrator.backends.mlflow.models import Outputs
-from orchestrator.backends.mlflow.server import MlflowServer
+from orchestrator.backends.mlflow.server import ADDRESS, MlflowServer, reachable
 from orchestrator.backends.ports import Known, OutboxRow, Tracker
 from orchestrator.backends.redaction import Hide, hider
 from orchestrator.scheduling.reports.explain import explain_attempt, observation_of, picture_of
@@ -69,16 +69,19 @@ class MlflowTracker(Tracker):
 
     threads = THREADS
 
-    def __init__(self, tracking_uri: str, home: Path, known: Known) -> None:
-        """Nothing is sent yet. Explanations and pictures of ended jobs come from what is known."""
-        self.address = tracking_uri
+    def __init__(self, tracking_uri: str, home: Path, known: Known, address: str = "") -> None:
+        """Nothing is sent yet. Explanations and pictures of ended jobs come from what is known.
+
+        People find the pages at `address`, which is the tracking URI where it is not said.
+        """
+        self.address, self._uri = address or tracking_uri, tracking_uri
         self._home, self._known = home, known
         self._contact: Contact | None = None
         self._connecting = threading.Lock()
         self._curves: dict[str, _Curves] = {}
         self._unsure: set[str] = set()  # keys of runs that were created without a search before, and are not complete
         self._outputs = Outputs(tracking_uri, home, known)
-        self._groups = Groups(tracking_uri, home, known)
+        self._groups = Groups(self.address, home, known)
         bound_requests()
 
     def send(self, rows: Sequence[OutboxRow]) -> None:
@@ -99,7 +102,7 @@ class MlflowTracker(Tracker):
         """Nothing: the server is not ours."""
 
     def _connect(self) -> Contact:
-        return Contact(self.address)
+        return Contact(self._uri)
 
     @contextmanager
     def _contacted(self) -> Iterator[Contact]:
@@ -260,12 +263,16 @@ class HomeMlflow(MlflowTracker):
         """Start the server, or find the one that runs; nothing waits for it."""
         self._server = MlflowServer(home)
         self._server.ensure_running()
-        super().__init__(self._server.uri, home, known)
+        super().__init__(self._server.uri, home, known, ADDRESS)
 
     def refresh(self) -> None:
         """Keep the server running, and send curves."""
         self._server.ensure_running()
         super().refresh()
+
+    def _connect(self) -> Contact:
+        self._server.check()
+        return super()._connect()
 
     def shut_down(self) -> None:
         """End the server; records stay in the home."""
@@ -294,19 +301,22 @@ def data_inputs(job: Job, hide: Hide) -> list[DatasetInput]:
     return inputs
 
 
-def comparison_url(tracking_uri: str, key: str, jobs: int) -> str | None:
-    """MLflow's page that shows the strategies of a comparison side by side; None before it has a run of each job."""
+def comparison_url(home: Path, address: str, key: str, jobs: int) -> str | None:
+    """MLflow's page that shows the strategies of a comparison side by side; None before it has a run of each job.
+
+    It is a path on the service where the address is that of the home's own server.
+    """
     from mlflow.exceptions import MlflowException
 
     bound_requests()
     try:
-        contact = Contact(tracking_uri)
+        contact = Contact(reachable(home) if address == ADDRESS else address)
         runs = compared_runs(contact.client, contact.experiment_id, key)
     except MlflowException:  # not reached: there is no page either
         return None
     if not runs or len({run.data.tags.get("orc.job_id") for run in runs}) < jobs:
         return None
-    return compare_url(tracking_uri, tuple(run.info.run_id for run in reversed(runs)), contact.experiment_id)
+    return compare_url(address, tuple(run.info.run_id for run in reversed(runs)), contact.experiment_id)
 
 
 def tracker_of(home: Path, known: Known) -> MlflowTracker:

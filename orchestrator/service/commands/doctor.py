@@ -16,6 +16,8 @@ from pathlib import Path
 from rich.table import Table
 from rich.text import Text
 
+from orchestrator.backends.mlflow.server import MlflowServer
+from orchestrator.backends.mlflow.tracker import ADDRESS_FILE
 from orchestrator.service.server.client import is_up
 from orchestrator.service.server.cluster_file import kept_cluster
 from orchestrator.service.server.rates import read_rates
@@ -66,6 +68,7 @@ def findings(home: Path) -> list[Finding]:
         ("home", lambda: _home(home)),
         ("journal", lambda: _journal(home)),
         ("service", lambda: _service(home)),
+        ("records", lambda: _records(home)),
     ]
     return [finding for subject, check in checks if (finding := _checked(subject, check))]
 
@@ -224,6 +227,19 @@ def _journal(home: Path) -> Finding | None:
         to_do = "`orc doctor --repair` shows and removes them" if rows else ""
         return Finding(subject="journal", verdict=BAD if rows else OK, found=state, to_do=to_do)
     return None
+
+
+def _records(home: Path) -> Finding | None:
+    """Check the home's own MLflow, while the service is up."""
+    server = MlflowServer(home)
+    if not server.folder.is_dir() or (home / ADDRESS_FILE).exists() or not is_up(home):
+        return None
+    try:
+        server.check()
+    except ConnectionError as error:
+        to_do = "`orc up` and jobs go on; records wait in the journal until it answers"
+        return Finding(subject="records", verdict=BAD, found=str(error), to_do=to_do)
+    return Finding(subject="records", verdict=OK, found=f"MLflow serves {server.folder} on a socket file")
 
 
 def _service(home: Path) -> Finding:

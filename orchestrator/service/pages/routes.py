@@ -14,6 +14,7 @@ from fastapi.responses import RedirectResponse, StreamingResponse
 from starlette.concurrency import run_in_threadpool
 from starlette.routing import Route
 
+from orchestrator.backends.mlflow.server import ADDRESS as MLFLOW
 from orchestrator.scheduling.base.held_devices import holders
 from orchestrator.service.commands.plan import forecast
 from orchestrator.service.commands.what_if import WhatIf, what_if
@@ -288,7 +289,9 @@ class _Pages:
         return self._page(request, "log", tab="log", job=job, number=of_attempt, rank=of_rank, ranks=ranks, text=text)
 
     def cluster(self, request: Request) -> Response:
-        return self._page(request, "cluster", **self._asked("/cluster"), holders=holders(self._controller.state))
+        return self._page(
+            request, "cluster", **self._asked("/cluster", request=request), holders=holders(self._controller.state)
+        )
 
     def night(self, request: Request) -> Response:
         hours = request.query_params.get("hours", "")
@@ -311,7 +314,7 @@ class _Pages:
         return self._page(request, "comparisons", comparisons=comparisons(known))
 
     def comparison(self, request: Request) -> Response:
-        found = self._asked("/jobs/{job_id}/comparison", job_id=request.path_params["job_id"])
+        found = self._asked("/jobs/{job_id}/comparison", job_id=request.path_params["job_id"], request=request)
         return self._page(request, "comparison", **comparison_data(found, self._home))
 
     def sweeps(self, request: Request) -> Response:
@@ -336,7 +339,7 @@ class _Pages:
 
     def _dry_run(self, request: Request, given: Mapping[str, str]) -> Response:
         """The plans that the jobs of a form would get; nothing is submitted."""
-        cluster = self._asked("/cluster")
+        cluster = self._asked("/cluster", request=request)
         try:
             text = written(given)
         except OrchestratorError as refused:  # what was typed stays in its field
@@ -404,7 +407,7 @@ async def _form(request: Request) -> dict[str, str]:
 def _own_path(path: str) -> str:
     """The path of a page of this service; the queue for anything else."""
     parts = urlsplit(path)
-    is_own = path.startswith(f"{PAGES}/") and not parts.netloc and not parts.scheme and "\\" not in path
+    is_own = path.startswith((f"{PAGES}/", f"{MLFLOW}/")) and not parts.netloc and not parts.scheme and "\\" not in path
     return path if is_own and not path.startswith(SIGN_IN) else START
 
 

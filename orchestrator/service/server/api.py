@@ -13,7 +13,9 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
+from orchestrator.backends.mlflow.server import ADDRESS as MLFLOW
 from orchestrator.scheduling.base.held_devices import holders
+from orchestrator.service.server import mlflow_routes
 from orchestrator.service.server.answers import (
     REFUSALS,
     AuditAnswer,
@@ -37,7 +39,7 @@ from orchestrator.service.server.answers import (
 )
 from orchestrator.service.server.attempt_files import beats
 from orchestrator.service.server.client import user_name
-from orchestrator.service.server.dependencies import NUMBER_MAX, Forbidden, Sender, Service, Unknown
+from orchestrator.service.server.dependencies import NUMBER_MAX, Forbidden, Sender, Service, Unknown, seen_from
 from orchestrator.service.server.ended import Reports, report_of
 from orchestrator.service.server.gate import Gate, Gated, limiter, refusal
 from orchestrator.service.server.job_routes import add_file_routes, add_job_routes, add_log_routes
@@ -136,7 +138,8 @@ def create_app(service: Service) -> FastAPI:
         owner=user_name(),
         accounts=service.accounts,
         hosts=service.hosts,
-        roles=ROLES if service.pages is None else {**ROLES, **service.pages.roles},
+        roles={**ROLES, **mlflow_routes.ROLES, **({} if service.pages is None else service.pages.roles)},
+        reading=mlflow_routes.READING,
         body_bytes_max={("PUT", "/uploads/{digest}"): UPLOAD_BYTES_MAX},
         rates=limiter(),
         joining=JOINING,
@@ -160,6 +163,8 @@ def create_app(service: Service) -> FastAPI:
     _add_journal_routes(app, service)
     if service.pages is not None:
         service.pages.add(app, service, gate)
+    if service.trackers.get("mlflow") == MLFLOW:  # else it is a server that somebody named, elsewhere
+        mlflow_routes.add_mlflow_routes(app, service.home)
     return app
 
 
@@ -208,12 +213,12 @@ def _add_service_routes(app: FastAPI, service: Service) -> None:
         return {"user": sender.name, "role": sender.role}
 
     @app.get("/cluster", **answers(ClusterAnswer))
-    def cluster() -> dict[str, Any]:
+    def cluster(request: Request) -> dict[str, Any]:
         state = controller.state
         held = holders(state)
         return {
             "name": service.cluster,
-            "trackers": service.trackers,
+            "trackers": {name: seen_from(request, address) for name, address in service.trackers.items()},
             "problems": controller.health.problems(),
             "nodes": [node_view(node, held, state.drained) for node in state.nodes],
             "drained": state.drained,

@@ -11,6 +11,7 @@ from fastapi import Depends, FastAPI, Request, Response
 
 from orchestrator.backends.journal.accounts import Accounts
 from orchestrator.backends.journal.set_aside import SetAside
+from orchestrator.backends.mlflow.server import ADDRESS as MLFLOW
 from orchestrator.service.server.controller import Controller
 from orchestrator.service.server.endpoint import LOOPBACK
 from orchestrator.service.server.gate import Gate
@@ -67,6 +68,12 @@ def _sender(request: Request) -> Principal:
 
 
 Sender = Annotated[Principal, Depends(_sender)]
+
+
+def seen_from(request: Request, address: str) -> str:
+    """An address as who asks reaches it: that of the home's own MLflow is a path on the service."""
+    is_here = address == MLFLOW or address.startswith(f"{MLFLOW}/#/")
+    return f"{str(request.base_url).rstrip('/')}{address}" if is_here else address
 
 
 class Forbidden(ServiceError):

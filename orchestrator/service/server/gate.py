@@ -23,6 +23,7 @@ from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from orchestrator.backends.journal.accounts import Accounts
+from orchestrator.backends.mlflow.server import ADDRESS as MLFLOW
 from orchestrator.service.server.join_token import PREFIX as JOIN_PREFIX
 from orchestrator.service.server.logs import REQUEST
 from orchestrator.service.server.sessions import Sessions, is_same_origin
@@ -40,6 +41,7 @@ OPEN = ("/healthz", "/readyz")  # for probes: any Host, no token, nothing about 
 WRONG_TOKENS = RateLimitItemPerMinute(20)  # of one address
 CHANGES = RateLimitItemPerMinute(6000)  # of one user: a batch of jobs is one
 LOOKS = RateLimitItemPerMinute(300)  # of one user at pages and reports
+MLFLOW_LOOKS = RateLimitItemPerMinute(3000)  # of one user at MLflow: one of its pages makes up to 50
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 log = logging.getLogger(__name__)
@@ -69,6 +71,7 @@ class Gate:
     accounts: Accounts
     hosts: frozenset[str]
     roles: Mapping[tuple[str, str], Role]
+    reading: frozenset[tuple[str, str]]  # routes that change nothing, beside those of GET
     joining: frozenset[tuple[str, str]]  # routes for which the token of joining machines is enough
     join_secret: Callable[[], str]  # of that token; empty: there is none
     body_bytes_max: Mapping[tuple[str, str], int]  # of routes that take more than BODY_BYTES_MAX
@@ -90,7 +93,7 @@ class Gate:
         if request.url.path in SIGNING_IN or request.url.path.startswith(STATIC):
             return _signing_in(request), False
         if principal is None:
-            if by_browser and request.url.path.startswith(PAGES):
+            if by_browser and is_page(request.url.path):
                 return refusal(401, "sign in"), False
             if self.is_guessing(request):
                 return refusal(429, "too many wrong tokens from this address: wait a minute"), False
@@ -102,14 +105,14 @@ class Gate:
         limit = BODY_BYTES_MAX if asked is None else self.body_bytes_max.get(asked, BODY_BYTES_MAX)
         if int(length) > limit:
             return refusal(413, f"the body is longer than {limit} bytes"), False
-        is_change = request.method != "GET"
+        is_change = request.method != "GET" and asked not in self.reading
         if is_change and not principal.is_owner and not self.rates.hit(CHANGES, "changes", principal.name):
             return refusal(
                 429, f"{CHANGES.amount} changes a minute are allowed: wait, or submit jobs in a batch"
             ), False
-        is_look = not is_change and request.url.path.startswith((PAGES, REPORT))
-        if is_look and not principal.is_owner and not self.rates.hit(LOOKS, "looks", principal.name):
-            return refusal(429, f"{LOOKS.amount} pages and reports a minute are allowed: wait"), False
+        looks = _looks(request.url.path)
+        if looks and not is_change and not principal.is_owner and not self.rates.hit(looks, "looks", principal.name):
+            return refusal(429, f"{looks.amount} pages and reports a minute are allowed: wait"), False
         if "\0" in request.url.path or "%00" in request.url.query:  # PostgreSQL takes no such text
             return refusal(422, "the address has a NUL character"), is_change
         needed = Role.VIEWER if asked is None else self.roles.get(asked, Role.ADMIN)  # no such route: 404 or 405
@@ -176,8 +179,8 @@ class Gated:
         refused, is_audited = None, False
         if request.url.path not in OPEN or request.method != "GET":
             refused, is_audited = await self._gate.verdict(request)
-        is_page = self._gate.pages is not None and request.url.path.startswith(PAGES)
-        answer = _Answer(self._gate, request, send, is_audited=is_audited, is_page=is_page)
+        shown = self._gate.pages is not None and is_page(request.url.path)
+        answer = _Answer(self._gate, request, send, is_audited=is_audited, is_page=shown)
         try:
             await (self._app if refused is None else refused)(scope, receive, answer.send)
         except Exception:  # a fault of ours, which Starlette answers with 500 behind this gate
@@ -216,7 +219,8 @@ class _Answer:
         headers = MutableHeaders(scope=message)
         headers["X-Request-Id"] = self._request.state.id
         if self._is_page and self._gate.pages is not None:
-            headers.update(self._gate.pages.headers)
+            for name, text in self._gate.pages.headers.items():
+                headers.setdefault(name, text)  # MLflow's page has a policy of its own
         return message
 
     async def _refuse(self, message: Message) -> None:
@@ -234,6 +238,18 @@ class _Answer:
             await self._send(self._marked(part) if part["type"] == "http.response.start" else part)
 
         await page(self._request.scope, self._request.receive, send)
+
+
+def is_page(path: str) -> bool:
+    """Whether people look at the answer: it leads to sign in, and a refusal is a page."""
+    return path.startswith(PAGES) or path in (MLFLOW, f"{MLFLOW}/")
+
+
+def _looks(path: str) -> RateLimitItemPerMinute | None:
+    """How often a user may look at a path; None where there is no bound."""
+    if path.startswith((PAGES, REPORT)):
+        return LOOKS
+    return MLFLOW_LOOKS if path.startswith(MLFLOW) else None
 
 
 def limiter() -> MovingWindowRateLimiter:

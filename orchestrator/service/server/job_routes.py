@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import os
 import time
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -34,7 +35,7 @@ from orchestrator.service.server.answers import (
     answers_bytes,
 )
 from orchestrator.service.server.attempt_files import followed, read_from, view_of
-from orchestrator.service.server.dependencies import NUMBER_MAX, Forbidden, Sender, Service, Unknown, job_of
+from orchestrator.service.server.dependencies import NUMBER_MAX, Forbidden, Sender, Service, Unknown, job_of, seen_from
 from orchestrator.service.server.intake import check_files
 from orchestrator.service.server.links import Links
 from orchestrator.service.server.ownership import may_change
@@ -85,7 +86,7 @@ BYTES_SENT = {
 
 
 def add_job_routes(app: FastAPI, service: Service, uploads: Uploads, waits: Waits) -> None:
-    controller, links = service.controller, Links(comparison_url)
+    controller, links = service.controller, Links(partial(comparison_url, service.home))
 
     @app.post("/jobs", **answers(SubmittedAnswer))
     def submit(
@@ -154,14 +155,14 @@ def add_job_routes(app: FastAPI, service: Service, uploads: Uploads, waits: Wait
         return dict(explanation_view(controller.state, job_of(service.controller, job_id)))
 
     @app.get("/jobs/{job_id}/comparison", **answers(ComparisonView))
-    def compared(job_id: str) -> dict[str, Any]:
+    def compared(job_id: str, request: Request) -> dict[str, Any]:
         """The strategies of `orc compare`, by the id of one of their jobs."""
         jobs = _compared(service, job_of(service.controller, job_id))
         curves = {one.id: curve_of(metric_lines(service.home, one)) for one in jobs}
         found = comparison(controller.state, jobs, curves)
         address, ran = service.trackers.get("mlflow"), sum(bool(one.attempts) for one in jobs)
         link = links.of(address, comparison_key(jobs[0]), ran) if address and ran else None
-        return dict(comparison_view(found, link))
+        return dict(comparison_view(found, link and seen_from(request, link)))
 
     @app.post("/jobs/cancel", **answers(CancelledAnswer))
     def cancel(request: CancelRequest, sender: Sender) -> dict[str, Any]:

@@ -15,16 +15,16 @@ class Links:
     """The addresses that are known; asking for another one has it looked up, and waits for nothing."""
 
     def __init__(self, look: Look) -> None:
-        """`look(tracking_uri, key, jobs)` takes its time, and answers None before there is a page."""
+        """`look(address, key, jobs)` takes its time, and answers None before there is a page."""
         self._look = look
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="links")
         self._lock = threading.Lock()
         self._known: dict[tuple[str, str, int], str] = {}
         self._pending: dict[tuple[str, str, int], Future[None]] = {}
 
-    def of(self, tracking_uri: str, key: str, jobs: int) -> str | None:
+    def of(self, address: str, key: str, jobs: int) -> str | None:
         """The address of the page that compares the runs with this key; None while it is not known."""
-        asked = (tracking_uri, key, jobs)
+        asked = (address, key, jobs)
         with self._lock:
             if asked not in self._known and asked not in self._pending and len(self._pending) < KNOWN_MAX:
                 self._pending[asked] = self._worker.submit(self._find, asked)

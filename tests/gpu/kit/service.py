@@ -156,11 +156,11 @@ def ours(size: Size) -> None:
 def records(home: Path) -> list[dict[str, Any]]:
     """Name and state of each run, once all have ended or RECORDS_S are over; all of it goes to a file."""
     uri = f"{Connection(home).cluster()['trackers']['mlflow']}/api/2.0/mlflow"
-    with urllib.request.urlopen(f"{uri}/experiments/get-by-name?experiment_name={EXPERIMENT}", timeout=30) as reply:
+    signed = {"Authorization": f"Bearer {(home / 'token').read_text()}", "Content-Type": "application/json"}
+    named = urllib.request.Request(f"{uri}/experiments/get-by-name?experiment_name={EXPERIMENT}", headers=signed)
+    with urllib.request.urlopen(named, timeout=30) as reply:
         body = {"experiment_ids": [json.load(reply)["experiment"]["experiment_id"]], "max_results": 100}
-    request = urllib.request.Request(
-        f"{uri}/runs/search", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
+    request = urllib.request.Request(f"{uri}/runs/search", json.dumps(body).encode(), signed)
     until_s = time.monotonic() + RECORDS_S
     while True:
         with urllib.request.urlopen(request, timeout=30) as reply:

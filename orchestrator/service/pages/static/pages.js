@@ -72,6 +72,10 @@ document.body.addEventListener("htmx:afterSwap", () => {
   if (log) log.scrollTop = kept.end ? log.scrollHeight : kept.down;
 });
 
+// A browser sends no fragment, and those of MLflow's pages name the page: sign in leads back to it.
+const next = document.querySelector("form input[name=next]");
+if (next) next.value += location.hash;
+
 const log = document.getElementById("log");
 if (log) log.scrollTop = log.scrollHeight;
 if (document.body.dataset.events) listen(document.body.dataset.events, document.body.dataset.version);
