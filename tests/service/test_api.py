@@ -19,10 +19,8 @@ from orchestrator.backends.simulated.backend import SimulatedBackend
 from orchestrator.service.pages.routes import PAGES_OF_SERVICE
 from orchestrator.service.server.api import create_app
 from orchestrator.service.server.controller import Controller
-from orchestrator.service.server.dependencies import Service
 from orchestrator.service.server.gate import BODY_BYTES_MAX, PAGES
 from orchestrator.service.server.intake import read_cluster
-from orchestrator.service.server.sweeper import Sweeper
 from orchestrator.service.terminal.tables import explanation_panel, job_panel, promise_words, queue_table
 from orchestrator.service.views.records import node_from_view, observations_from_view, observations_view
 from orchestrator.service.views.teams import teams_table
@@ -31,8 +29,8 @@ from orchestrator.specs.parse import parse_job
 from orchestrator.specs.policy import UNSHARED, PolicySpec
 from orchestrator.specs.run import JobFolder
 from tests.scheduling.factories import observation
+from tests.service.services import TOKEN, service_of
 
-TOKEN = "the-right-token"
 JOB = """\
 name: lm
 gpus: 1
@@ -56,16 +54,14 @@ class World:
         self.ended = False
         self.now_s = 1e9
         self.accounts = Accounts(self.journal.database.transaction, lambda: self.now_s)
-        service = Service(
-            controller=self.controller,
+        service = service_of(
+            self.controller,
+            self.journal,
+            home,
             accounts=self.accounts,
-            home=home,
-            token=TOKEN,
             cluster="two-virtual-devices",
             trackers={"mlflow": "http://127.0.0.1:1"},
             shut_down=self._shut_down,
-            sweeper=Sweeper(self.controller, self.journal.sweeps, home),
-            set_aside=self.journal.set_aside,
             pages=PAGES_OF_SERVICE,
             provider=provider,
         )
