@@ -10,12 +10,16 @@ from orchestrator.backends.journal.accounts import Accounts
 from orchestrator.backends.journal.journal import Journal
 from orchestrator.service.server.controller import Controller
 from orchestrator.service.server.dependencies import Service
+from orchestrator.service.server.purger import Purger
 from orchestrator.service.server.sweeper import Sweeper
+from orchestrator.specs.keep import UNLIMITED, KeepSpec
 
 TOKEN = "the-right-token"
 
 
-def service_of(controller: Controller, journal: Journal, home: Path, **parts: Any) -> Service:
+def service_of(
+    controller: Controller, journal: Journal, home: Path, keep: KeepSpec = UNLIMITED, **parts: Any
+) -> Service:
     """The service of this controller; `parts` replace any of its fields."""
     accounts = parts.pop("accounts", None) or Accounts(journal.database.transaction, time.time)
     defaults = {
@@ -24,6 +28,7 @@ def service_of(controller: Controller, journal: Journal, home: Path, **parts: An
         "trackers": {},
         "shut_down": lambda: None,
         "sweeper": Sweeper(controller, journal.sweeps, home),
+        "purger": Purger(home, keep, (), controller, journal, accounts),
         "set_aside": journal.set_aside,
     }
     return Service(controller=controller, accounts=accounts, home=home, **{**defaults, **parts})

@@ -25,6 +25,7 @@ from orchestrator.service.terminal.tables import explanation_panel, job_panel, p
 from orchestrator.service.views.records import node_from_view, observations_from_view, observations_view
 from orchestrator.service.views.teams import teams_table
 from orchestrator.specs.access import Role
+from orchestrator.specs.keep import UNLIMITED, KeepSpec
 from orchestrator.specs.parse import parse_job
 from orchestrator.specs.policy import UNSHARED, PolicySpec
 from orchestrator.specs.run import JobFolder
@@ -44,7 +45,9 @@ data: {text: [/proc/version], sequence_length: 32}
 class World:
     """An application over a simulated cluster, and its clients."""
 
-    def __init__(self, home: Path, policy: PolicySpec = UNSHARED, provider: Provider | None = None) -> None:
+    def __init__(
+        self, home: Path, policy: PolicySpec = UNSHARED, provider: Provider | None = None, keep: KeepSpec = UNLIMITED
+    ) -> None:
         self.home = home
         self.journal = Journal(f"sqlite:///{home / 'journal.sqlite'}")
         cluster = read_cluster(None).model_copy(update={"policy": policy})
@@ -58,6 +61,7 @@ class World:
             self.controller,
             self.journal,
             home,
+            keep,
             accounts=self.accounts,
             cluster="two-virtual-devices",
             trackers={"mlflow": "http://127.0.0.1:1"},
@@ -125,6 +129,7 @@ ROUTES = [
     ("POST", "/observations"),
     ("POST", "/nodes/n/drain"),
     ("POST", "/notify/test"),
+    ("POST", "/purge"),
     ("POST", "/shutdown"),
     ("GET", "/whoami"),
     ("GET", "/users"),
