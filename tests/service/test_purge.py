@@ -26,6 +26,7 @@ from orchestrator.backends.attempts.ended_files import (
 )
 from orchestrator.backends.journal.history import Codec
 from orchestrator.cli import main
+from orchestrator.service.commands.doctor import findings
 from orchestrator.service.server.client import Client
 from orchestrator.service.server.intake import read_job
 from orchestrator.service.server.lifecycle import start, stop
@@ -49,7 +50,7 @@ name: kept
 nodes: [{name: n, devices: 1, device: {name: v, kind: virtual, memory: 256MiB, bf16_tflops: 0.05, fp32_tflops: 0.05,
   memory_bandwidth: 10GB/s, link_bandwidth: 1GB/s}, host_memory: 4GiB}]
 trackers: [jsonl]
-keep: {superseded: 0s, logs: 0s}
+keep: {superseded: 0s, logs: 0s, budget: 1B}
 """
 Files = dict[str, list[int]]  # by job: which of FILES it has
 
@@ -370,7 +371,10 @@ def test_a_real_service_purges_by_itself_and_when_it_is_told(
             with pytest.raises(SystemExit) as ended:
                 main(["purge", "--home", str(home), "--json"])
             answer = json.loads(capsys.readouterr().out)
-            assert ended.value.code == 0
+            assert ended.value.code == 1, "the home holds more than its budget"
+            assert "nothing more may go" in "; ".join(client.cluster()["problems"])
+            (service,) = [one for one in findings(home) if one.subject == "service"]
+            assert "nothing more may go" in service.found
             assert [part["job"] for part in answer["goes"]] == names
             with pytest.raises(ServiceError, match="attempts was removed on"):
                 client.log(names[0], 1, 0, 0)

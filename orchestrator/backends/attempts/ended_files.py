@@ -109,14 +109,17 @@ def remove(home: Path, part: Part, removal: Removal) -> None:
 
 def empty_trash(home: Path, limit: int) -> list[str]:
     """Delete at most `limit` parts in the trash; return why those cannot be deleted that are left."""
-    problems: list[str] = []
+    problems, deleted = list[str](), 0
     with suppress(FileNotFoundError), _opened(home / TRASH) as trash:
-        for name in [name for name in sorted(os.listdir(trash)) if _IN_TRASH.fullmatch(name)][:limit]:
+        for name in filter(_IN_TRASH.fullmatch, sorted(os.listdir(trash))):
+            if deleted == limit:
+                break
             try:
                 if stat.S_ISDIR(os.lstat(name, dir_fd=trash).st_mode):
                     shutil.rmtree(name, dir_fd=trash)  # resists links that are swapped in (shutil documentation)
                 else:
                     os.unlink(name, dir_fd=trash)
+                deleted += 1
             except OSError as error:
                 problems.append(f"{TRASH}/{name} cannot be deleted: {error.strerror}")
     return problems

@@ -30,6 +30,7 @@ from orchestrator.specs.units import format_bytes
 LOOK_S = 5.0  # between two looks at the trash
 PASS_S = 3600.0  # between two passes over the home
 TRASH_PARTS = 10  # deleted in a look
+TOLD_MAX = 3  # parts that cannot be removed in a problem
 PARTS_MAX = 10_000  # removed in a pass
 RECORDS_MAX = 1000  # whose jobs are looked up; where more wait, every job counts as one of theirs
 PAUSE_EVERY, PAUSE_S = 500, 0.02  # entries of folders between two pauses of the service's own pass
@@ -86,7 +87,7 @@ class Purger:
     @property
     def problem(self) -> str | None:
         """Why the home holds more than it should; None where it does not."""
-        return "; ".join(filter(None, (self._problem, *self._left))) or None
+        return "; ".join(filter(None, (self._problem, *self._left[:TOLD_MAX]))) or None
 
     def purge(
         self, by: Principal, request_id: str, *, is_dry: bool, pause: Callable[[], object] = lambda: None
@@ -226,7 +227,7 @@ class Purger:
             raise ServiceError(f"nothing is removed while it is not known which files jobs need: {problem}")
 
     def _problem_of(self, purge: Purge) -> str | None:
-        parts = [f"{part} cannot be removed: {why}" for part, why in [*purge.failed.items()][:3]]
+        parts = [f"{part} cannot be removed: {why}" for part, why in [*purge.failed.items()][:TOLD_MAX]]
         if purge.beyond_bytes and not purge.more:
             beyond = format_bytes(purge.beyond_bytes)
             parts.append(f"the home holds {beyond} more than {self._keep.words('budget')}, and nothing more may go")

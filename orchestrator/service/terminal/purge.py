@@ -10,10 +10,12 @@ import typer
 from orchestrator.service.server.logins import DEFAULT_HOME
 from orchestrator.service.terminal.options import AsJson, Home, client_of
 from orchestrator.service.terminal.output import tell
-from orchestrator.specs.units import format_bytes, format_seconds
+from orchestrator.specs.units import SECOND_UNITS, format_bytes
 
 if TYPE_CHECKING:
     from rich.console import Group
+
+DAY_S = SECOND_UNITS["d"]
 
 
 def purge(
@@ -35,7 +37,7 @@ def _tables(answer: dict[str, Any]) -> Group:
 
     goes, stays = Table.grid(padding=(0, 2)), Table.grid(padding=(0, 2))
     for part in answer["goes"]:
-        age = f"ended {format_seconds(time.time() - part['ended_at_s'])} ago"
+        age = f"ended {(time.time() - part['ended_at_s']) / DAY_S:.1f} d ago"
         goes.add_row(Text(part["job"]), Text(part["part"]), format_bytes(part["bytes"]), age, part["why"])
     for part, why in answer["failed"].items():
         goes.add_row(Text(part), "cannot be removed", "", "", Text(why))
