@@ -21,7 +21,7 @@ import typer
 from orchestrator.service.server.logins import DEFAULT_HOME
 from orchestrator.service.server.logs import VARIABLE as LOG_FORMAT
 from orchestrator.service.server.logs import LogFormat
-from orchestrator.service.terminal import access, comparing, machines, notify, report, simulation, watch
+from orchestrator.service.terminal import access, comparing, machines, notify, purge, report, simulation, watch
 from orchestrator.service.terminal.completion import job_ids
 from orchestrator.service.terminal.options import SERVER, AsJson, Cluster, Home, Pinned, Settings, client_of, service_of
 from orchestrator.service.terminal.output import tell
@@ -557,6 +557,7 @@ def _reachable(endpoint: Endpoint) -> str:
     )
 
 
+app.command()(purge.purge)
 app.command()(machines.join)
 app.command()(machines.leave)
 app.add_typer(machines.clusters, name="cluster")

@@ -12,6 +12,7 @@ from orchestrator.specs.choices import Precision
 from orchestrator.specs.devices import DEVICES
 from orchestrator.specs.errors import SpecError, closest
 from orchestrator.specs.fields import Bandwidth, Bytes, Seconds, UserName
+from orchestrator.specs.keep import UNLIMITED, KeepSpec
 from orchestrator.specs.notify import UNNOTIFIED, NotifySpec
 from orchestrator.specs.oidc import OidcSpec
 from orchestrator.specs.order import Order
@@ -272,6 +273,11 @@ class ClusterSpec(SpecModel):
         default=UNNOTIFIED,
         description="Who is told of failed and late jobs and lost nodes, and gets the morning report.",
         examples=[{"targets": [{"name": "team-mail", "apprise": "ORC_MAIL_URL"}]}],
+    )
+    keep: KeepSpec = Field(
+        default=UNLIMITED,
+        description="How long files of ended jobs stay, and how many bytes the home may hold; all of them by default.",
+        examples=[{"superseded": "7d", "logs": "90d", "budget": "2TiB"}],
     )
 
     @model_validator(mode="after")

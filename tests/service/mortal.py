@@ -13,16 +13,14 @@ import time
 from contextlib import closing
 from pathlib import Path
 
-from orchestrator.backends.journal.accounts import Accounts
 from orchestrator.backends.journal.journal import Journal
 from orchestrator.service.server.api import create_app
 from orchestrator.service.server.controller import Controller
 from orchestrator.service.server.daemon import served
-from orchestrator.service.server.dependencies import Service
 from orchestrator.service.server.lifecycle import write_service_file
-from orchestrator.service.server.sweeper import Sweeper
 from tests.scheduling.world import cluster, device
 from tests.service.folder_world import FolderBackend
+from tests.service.services import service_of
 
 CLUSTER = cluster(("node", 2, 2, device("small", "512MiB")))
 
@@ -31,17 +29,8 @@ def serve(home: Path) -> None:
     """Serve until killed."""
     with closing(Journal(f"sqlite:///{home / 'journal.sqlite'}")) as journal:
         controller = Controller(journal, FolderBackend(home / "world", CLUSTER), time.time)
-        service = Service(
-            controller=controller,
-            accounts=Accounts(journal.database.transaction, time.time),
-            home=home,
-            token=(home / "token").read_text(),
-            cluster=CLUSTER.name,
-            trackers={},
-            shut_down=lambda: None,
-            sweeper=Sweeper(controller, journal.sweeps, home),
-            set_aside=journal.set_aside,
-        )
+        token = (home / "token").read_text()
+        service = service_of(controller, journal, home, token=token, cluster=CLUSTER.name)
         with served(create_app(service)) as port:
             write_service_file(home, port)
             controller.run(threading.Event())

@@ -156,6 +156,19 @@ def test_a_user_who_changes_too_much_is_refused_and_hinders_nobody(
     assert owner == [200] * 5
 
 
+def test_a_user_who_looks_too_often_is_refused_and_hinders_nobody(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gate, "LOOKS", type(gate.LOOKS)(3))
+    ada, bob = world.by(Role.VIEWER), world.by(Role.VIEWER, "bob")
+    looks = ("/report?since_s=0", "/ui", "/report?since_s=1", "/ui/jobs/lm-1", "/report?since_s=0")
+    statuses = [ada.get(path, follow_redirects=False).status_code for path in looks]
+    assert [status == 429 for status in statuses] == [False] * 3 + [True] * 2
+    assert ada.get("/jobs").status_code == 200
+    assert bob.get("/report?since_s=0").status_code == 200
+    assert [world.client.get("/report?since_s=0").status_code for _ in range(5)] == [200] * 5
+
+
 def _user(accounts: Accounts) -> str:
     accounts.set_user("ada", Role.MEMBER)
     return "ada"

@@ -17,22 +17,22 @@ from orchestrator.backends.journal.journal import Journal
 from orchestrator.backends.oidc.provider import Provider
 from orchestrator.backends.simulated.backend import SimulatedBackend
 from orchestrator.service.pages.routes import PAGES_OF_SERVICE
+from orchestrator.service.server import job_routes
 from orchestrator.service.server.api import create_app
 from orchestrator.service.server.controller import Controller
-from orchestrator.service.server.dependencies import Service
 from orchestrator.service.server.gate import BODY_BYTES_MAX, PAGES
 from orchestrator.service.server.intake import read_cluster
-from orchestrator.service.server.sweeper import Sweeper
 from orchestrator.service.terminal.tables import explanation_panel, job_panel, promise_words, queue_table
-from orchestrator.service.views.records import node_from_view, observations_from_view, observations_view
+from orchestrator.service.views.records import in_order, node_from_view, observations_from_view, observations_view
 from orchestrator.service.views.teams import teams_table
 from orchestrator.specs.access import Role
+from orchestrator.specs.keep import UNLIMITED, KeepSpec
 from orchestrator.specs.parse import parse_job
 from orchestrator.specs.policy import UNSHARED, PolicySpec
 from orchestrator.specs.run import JobFolder
 from tests.scheduling.factories import observation
+from tests.service.services import TOKEN, service_of
 
-TOKEN = "the-right-token"
 JOB = """\
 name: lm
 gpus: 1
@@ -52,6 +52,7 @@ class World:
         policy: PolicySpec = UNSHARED,
         provider: Provider | None = None,
         mlflow: str = "http://127.0.0.1:1",
+        keep: KeepSpec = UNLIMITED,
     ) -> None:
         self.home = home
         self.journal = Journal(f"sqlite:///{home / 'journal.sqlite'}")
@@ -62,16 +63,15 @@ class World:
         self.ended = False
         self.now_s = 1e9
         self.accounts = Accounts(self.journal.database.transaction, lambda: self.now_s)
-        service = Service(
-            controller=self.controller,
+        service = service_of(
+            self.controller,
+            self.journal,
+            home,
+            keep,
             accounts=self.accounts,
-            home=home,
-            token=TOKEN,
             cluster="two-virtual-devices",
             trackers={"mlflow": mlflow},
             shut_down=self._shut_down,
-            sweeper=Sweeper(self.controller, self.journal.sweeps, home),
-            set_aside=self.journal.set_aside,
             pages=PAGES_OF_SERVICE,
             provider=provider,
         )
@@ -135,6 +135,7 @@ ROUTES = [
     ("POST", "/observations"),
     ("POST", "/nodes/n/drain"),
     ("POST", "/notify/test"),
+    ("POST", "/purge"),
     ("POST", "/shutdown"),
     ("GET", "/whoami"),
     ("GET", "/users"),
@@ -240,6 +241,28 @@ def test_ended_jobs_are_listed_newest_first_in_pages(world: World) -> None:
     assert world.client.get(f"/jobs/{ids[0]}").json()["job"]["status"] == "succeeded"
     assert world.client.get("/jobs?ended=1001").status_code == 422
     assert world.submit() == "lm-7", "an id was given twice"
+
+
+def test_each_live_job_is_on_one_page_in_the_queues_order_and_ended_ones_are_on_the_first(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job_routes, "LIVE_MAX", 3)
+    world.submit()
+    while world.controller.state.jobs:  # to the end, and the release of its devices
+        world.controller.turn(10.0)
+    priorities = [0, 9, -9, 9, 0, -9, 9]
+    for priority in priorities:
+        world.client.post("/jobs", json={"spec": _spec() | {"priority": priority}})
+    pages, after = [], ""
+    while after is not None:
+        answer = world.client.get(f"/jobs{after and f'?after={after}'}").json()
+        pages.append([job["id"] for job in answer["jobs"]])
+        after = answer["next"]
+    live = [job.id for job in in_order(world.controller.state.jobs.values())]
+    assert len(live) == len(priorities)
+    assert pages == [["lm-1", *live[:3]], live[3:6], live[6:]]
+    for other in ("", "1,2", "3,0,1", "0,0,x", "1,0,1'"):
+        assert world.client.get("/jobs", params={"after": other}).status_code == 422, other
 
 
 def test_a_batch_is_stored_in_one_transaction_or_not_at_all(world: World) -> None:

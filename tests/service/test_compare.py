@@ -14,7 +14,6 @@ from unittest import mock
 import pytest
 
 from orchestrator.backends.attempts.backend import ProcessBackend
-from orchestrator.backends.journal.accounts import Accounts
 from orchestrator.backends.journal.journal import Journal
 from orchestrator.cli import main
 from orchestrator.service.commands.compare import STEPS, compared, strategies
@@ -22,15 +21,14 @@ from orchestrator.service.server.api import create_app
 from orchestrator.service.server.client import Client
 from orchestrator.service.server.controller import Controller
 from orchestrator.service.server.daemon import served
-from orchestrator.service.server.dependencies import Service
 from orchestrator.service.server.lifecycle import write_service_file
-from orchestrator.service.server.sweeper import Sweeper
 from orchestrator.specs.cluster import idle_nodes
 from orchestrator.specs.errors import ServiceError, SpecError
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.parse import parse_cluster
 from tests.local_cluster import LocalLaunchers, LocalNodes
 from tests.scheduling.factories import decoder_spec, script_spec
+from tests.service.services import service_of
 from tests.service.test_api import TOKEN
 
 CLUSTER = parse_cluster(
@@ -142,17 +140,7 @@ def home(tmp_path: Path) -> Iterator[Path]:
     journal = Journal(f"sqlite:///{home / 'journal.sqlite'}")
     backend = ProcessBackend(home, CLUSTER, LocalNodes(CLUSTER), LocalLaunchers(), journal)
     controller = Controller(journal, backend, time.time)
-    service = Service(
-        controller=controller,
-        accounts=Accounts(journal.database.transaction, time.time),
-        home=home,
-        token=TOKEN,
-        cluster=CLUSTER.name,
-        trackers={},
-        shut_down=lambda: None,
-        sweeper=Sweeper(controller, journal.sweeps, home),
-        set_aside=journal.set_aside,
-    )
+    service = service_of(controller, journal, home, cluster=CLUSTER.name)
     stop = threading.Event()
     loop = threading.Thread(target=controller.run, args=(stop,))
     variables = {name: text for name, text in os.environ.items() if name != "ORC_SERVER"}

@@ -17,12 +17,14 @@ from typing import Any
 import pytest
 
 from orchestrator.backends.attempts.durable import open_to_append, write_durably
-from orchestrator.backends.attempts.evidence import log_tail
+from orchestrator.backends.attempts.evidence import log_tail, read_exit_code
+from orchestrator.service.pages.job import last_curves
 from orchestrator.service.server.attempt_files import read_from
 from orchestrator.service.server.client import Client, process_is_alive, user_name
 from orchestrator.service.server.intake import read_job
 from orchestrator.service.server.lifecycle import prepare, start, stop
 from orchestrator.specs.errors import ServiceError
+from orchestrator.specs.run import JobFolder
 from tests.backends.ray_jobs import until
 from tests.service.test_disks import JOB, SCRIPT
 from tests.service.test_reach import Machine, free_port
@@ -157,10 +159,18 @@ def test_a_service_for_other_machines_asks_before_jobs_of_a_second_user_run_as_i
 
 def test_a_link_or_a_pipe_that_a_rank_planted_is_neither_read_nor_written_through(tmp_path: Path) -> None:
     secret, link, pipe = tmp_path / "secret", tmp_path / "rank1.log", tmp_path / "rank2.log"
-    secret.write_text("of the service")
+    text = '{"step": 1, "loss": 2.0}'
+    secret.write_text(text)
     link.symlink_to(secret)
     os.mkfifo(pipe)
+    folder = JobFolder(tmp_path, "lm-1").attempt(1)
+    folder.path.mkdir(parents=True)
     for planted in (link, pipe):
+        for file in (folder.metrics, folder.exit_code(0)):
+            file.unlink(missing_ok=True)
+            file.symlink_to(secret) if planted is link else os.mkfifo(file)
+        assert last_curves(tmp_path, "lm-1", 1).loss == []
+        assert read_exit_code(folder, 0) is None
         assert read_from(planted, 0, ()) == b""
         assert log_tail(planted) == ""
         with pytest.raises(OSError, match=r"Too many levels|No such device"):
@@ -168,7 +178,7 @@ def test_a_link_or_a_pipe_that_a_rank_planted_is_neither_read_nor_written_throug
     (tmp_path / f"rank0.rc.{os.getpid()}.{threading.get_ident()}.tmp").symlink_to(secret)
     write_durably(tmp_path / "rank0.rc", "0")
     assert (tmp_path / "rank0.rc").read_text() == "0"
-    assert secret.read_text() == "of the service"
+    assert secret.read_text() == text
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="another user's process needs root")

@@ -8,18 +8,16 @@ from pathlib import Path
 import pytest
 from fastapi.testclient import TestClient
 
-from orchestrator.backends.journal.accounts import Accounts
 from orchestrator.service.server.api import JOINING, ROLES, create_app
 from orchestrator.service.server.cluster_file import kept_cluster, nodes_here
-from orchestrator.service.server.dependencies import Service
 from orchestrator.service.server.intake import read_cluster
 from orchestrator.service.server.join_token import FILE, parts_of
 from orchestrator.service.server.members import Machine, Members, check_alike, machine
-from orchestrator.service.server.sweeper import Sweeper
 from orchestrator.specs.access import Role
 from orchestrator.specs.cluster import ClusterSpec, NodeSpec
 from orchestrator.specs.errors import ServiceError, SpecError
 from orchestrator.specs.parse import parse_cluster
+from tests.service.services import service_of
 from tests.service.test_api import World
 
 SECRET = "orcj_" + "s" * 43
@@ -129,19 +127,7 @@ def test_the_token_of_joining_machines_admits_to_nothing_else(tmp_path: Path) ->
     world = World(tmp_path)
     (tmp_path / FILE).write_text(f"{SECRET}.{'0' * 64}")
     joined = Joined(tmp_path)
-    service = Service(
-        controller=world.controller,
-        accounts=Accounts(world.journal.database.transaction, lambda: world.now_s),
-        home=tmp_path,
-        token="the-right-token",
-        cluster="c",
-        trackers={},
-        shut_down=lambda: None,
-        sweeper=Sweeper(world.controller, world.journal.sweeps, tmp_path),
-        set_aside=world.journal.set_aside,
-        members=joined.members,
-    )
-    app = create_app(service)
+    app = create_app(service_of(world.controller, world.journal, tmp_path, members=joined.members))
 
     def client(token: str) -> TestClient:
         headers = {"Authorization": f"Bearer {token}"}

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
-from orchestrator.service.server.ended import report_of
+from orchestrator.service.server.ended import REPORT_S, REPORTS_MAX, Reports, report_of
 from orchestrator.service.views.morning import ReportView
 from orchestrator.service.views.report import SHOWN_MAX, html, markdown, sections, since_of
 from orchestrator.specs.access import Role
@@ -77,6 +78,26 @@ def test_devices_were_not_idle_before_the_journal_began(world: World, view: Repo
     lasted_s = report["until_s"] - report["since_s"]
     assert (report["since_s"], lasted_s) == (began_s, 60.0)
     assert 0 < report["cost"]["idle_s"] <= sum(view["nodes"].values()) * lasted_s
+
+
+def test_who_asks_for_a_report_together_has_the_same_until_the_state_changes() -> None:
+    made: list[float] = []
+
+    def report(since_s: float) -> dict[str, float]:
+        made.append(since_s)
+        return {"since_s": since_s}
+
+    reports = Reports(report)
+    with ThreadPoolExecutor(8) as pool:
+        answers = [*pool.map(lambda _: reports.of(1, 100.0), range(400))]
+    assert {answer["since_s"] for answer in answers} == {100.0}
+    assert 1 <= len(made) <= 2  # 400 calls may stand on both sides of one boundary of REPORT_S
+    for version in range(2, 50):
+        reports.of(version, 100.0)
+    assert len(made) >= 49, "a report of an earlier state is not shown"
+    for number in range(10 * REPORTS_MAX):
+        reports.of(50, number * REPORT_S)
+        assert len(reports._reports) <= REPORTS_MAX
 
 
 def test_an_infinite_or_negative_moment_is_refused(world: World) -> None:

@@ -18,7 +18,6 @@ import httpx
 import pytest
 
 from orchestrator.backends.attempts.backend import ProcessBackend
-from orchestrator.backends.journal.accounts import Accounts
 from orchestrator.backends.journal.journal import Journal
 from orchestrator.cli import main
 from orchestrator.service.pages.routes import PAGES_OF_SERVICE
@@ -27,7 +26,6 @@ from orchestrator.service.server.api import create_app
 from orchestrator.service.server.client import Client
 from orchestrator.service.server.controller import Controller
 from orchestrator.service.server.daemon import served
-from orchestrator.service.server.dependencies import Service
 from orchestrator.service.server.intake import read_jobs
 from orchestrator.service.server.lifecycle import write_service_file
 from orchestrator.service.server.notifier import DAY_S, Notifier
@@ -38,6 +36,7 @@ from orchestrator.specs.job.sweep import Sweep
 from orchestrator.specs.notify import NotifySpec
 from orchestrator.specs.run import JobFolder
 from tests.local_cluster import LocalLaunchers, LocalNodes
+from tests.service.services import service_of
 from tests.service.test_api import TOKEN
 from tests.service.test_compare import CLUSTER
 
@@ -89,17 +88,8 @@ class World:
         )
         self.controller = Controller(journal, backend, time.time)
         self.sweeper = Sweeper(self.controller, journal.sweeps, self.home)
-        service = Service(
-            controller=self.controller,
-            accounts=Accounts(journal.database.transaction, time.time),
-            home=self.home,
-            token=TOKEN,
-            cluster=CLUSTER.name,
-            trackers={},
-            shut_down=lambda: None,
-            sweeper=self.sweeper,
-            set_aside=journal.set_aside,
-            pages=PAGES_OF_SERVICE,
+        service = service_of(
+            self.controller, journal, self.home, cluster=CLUSTER.name, sweeper=self.sweeper, pages=PAGES_OF_SERVICE
         )
         stop = threading.Event()
         threads = [threading.Thread(target=run, args=(stop,)) for run in (self.controller.run, self.sweeper.run)]

@@ -200,7 +200,8 @@ def heartbeats(folder: AttemptFolder, world_size: int) -> tuple[Heartbeat, ...]:
 def read_exit_code(folder: AttemptFolder, rank: int) -> int | None:
     """Exit code, or minus the signal; None where none was written."""
     try:
-        return int(folder.exit_code(rank).read_text())
+        with open_left(folder.exit_code(rank)) as file:
+            return int(file.read())
     except (OSError, ValueError):
         return None
 

@@ -7,6 +7,7 @@ from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
+from orchestrator.backends.attempts.durable import open_left
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.run import JobFolder
 
@@ -16,5 +17,5 @@ LINES_MAX = 100_000  # of an attempt: 10 MB
 def metric_lines(home: Path, job: Job) -> Iterator[str]:
     """The lines of metrics.jsonl of each attempt, later attempts last; none where nothing was written."""
     for attempt in job.attempts:
-        with suppress(OSError), JobFolder(home, job.id).attempt(attempt.number).metrics.open(errors="replace") as file:
-            yield from islice(file, LINES_MAX)
+        with suppress(OSError), open_left(JobFolder(home, job.id).attempt(attempt.number).metrics) as file:
+            yield from (line.decode(errors="replace") for line in islice(file, LINES_MAX))

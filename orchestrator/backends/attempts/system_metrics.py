@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from orchestrator.backends.attempts.durable import open_to_append
+from orchestrator.backends.attempts.durable import open_left, open_to_append
 from orchestrator.backends.nvml import NvmlDevice, devices
 from orchestrator.specs.run import AttemptFolder
 
@@ -99,7 +99,8 @@ def _of_device(device: NvmlDevice) -> Iterator[tuple[str, float]]:
 
 def _live_bytes(heartbeat: Path) -> int | None:
     try:
-        return int(json.loads(heartbeat.read_text())["live_bytes"])
+        with open_left(heartbeat) as file:
+            return int(json.load(file)["live_bytes"])
     except (OSError, ValueError, KeyError):  # not begun yet
         return None
 

@@ -200,6 +200,12 @@ class Journal:
         jobs = (self.set_aside.read(self._job, _jobs.name, *row) for row in rows)
         return [job for job in jobs if job is not None]
 
+    def ends(self) -> dict[str, tuple[str, float]]:
+        """Return the status of each such job, and when it ended in seconds since 1970, by id; the oldest end first."""
+        columns = sa.select(_jobs.c.id, _jobs.c.status, _jobs.c.ended_at).order_by(_jobs.c.number)
+        with self.database.transaction() as connection:
+            return {row.id: (row.status, row.ended_at) for row in connection.execute(columns).all()}
+
     def totals(self) -> Totals:
         """How many jobs have ended, and how many records wait for trackers; looks at jobs that are new since then."""
         columns = (_jobs.c.status, sa.func.count().label("jobs"), sa.func.max(_jobs.c.number).label("last"))

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from orchestrator.backends.mlflow.server import MlflowServer
 from orchestrator.backends.mlflow.tracker import ADDRESS_FILE
-from orchestrator.service.server.client import is_up
+from orchestrator.service.server.client import Client, is_up
 from orchestrator.service.server.cluster_file import kept_cluster
 from orchestrator.service.server.rates import read_rates
 from orchestrator.specs.cluster import ClusterSpec
@@ -244,7 +244,9 @@ def _records(home: Path) -> Finding | None:
 
 def _service(home: Path) -> Finding:
     if is_up(home):
-        return Finding(subject="service", verdict=OK, found="is up")
+        with contextlib.closing(Client(home)) as client:
+            problems = client.cluster()["problems"]
+        return Finding(subject="service", verdict=WARN if problems else OK, found="; ".join(("is up", *problems)))
     if (home / "service.json").exists():
         to_do = f"`orc up` starts it again and takes up what runs; see {home / 'service.log'}"
         return Finding(subject="service", verdict=WARN, found="was started, but does not answer", to_do=to_do)

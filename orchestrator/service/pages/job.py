@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 from markupsafe import Markup
 
+from orchestrator.backends.attempts.durable import open_left
 from orchestrator.service.pages.svg import Cause, Line, frontier, lines, meter, waterfall
 from orchestrator.service.views.records import AttemptView, ExplanationView, JobView, picture_from_view
 from orchestrator.specs.attempt import FailureKind
@@ -73,8 +75,8 @@ def _curves(path: Path, number: int) -> Curves:
 
 def _rows(path: Path) -> Iterator[dict[str, Any]]:
     try:
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - CURVE_BYTES_MAX))
+        with open_left(path) as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - CURVE_BYTES_MAX))
             text = file.read(CURVE_BYTES_MAX).decode(errors="replace")
     except OSError:  # not begun yet, or a script that keeps none
         return

@@ -106,6 +106,37 @@ class ClusterAnswer(TypedDict):
     observations: list[dict[str, Any]]
 
 
+class GoingAnswer(TypedDict):
+    """A part of an ended job's folder that goes, and by which setting."""
+
+    job: str
+    part: str
+    kind: str
+    bytes: int
+    ended_at_s: float
+    why: str
+
+
+class StayingAnswer(TypedDict):
+    """How many parts or jobs stay for a reason."""
+
+    reason: str
+    count: int
+    bytes: int
+
+
+class PurgeAnswer(TypedDict):
+    """What goes, what stays, and what could not be removed; `more` parts go the next time."""
+
+    dry_run: bool
+    goes: list[GoingAnswer]
+    stays: list[StayingAnswer]
+    failed: dict[str, str]
+    home_bytes: int
+    beyond_bytes: int  # above the budget after all that may go
+    more: int
+
+
 class JoinAnswer(TypedDict):
     """What a machine needs to join: the address of Ray, and what must be the same on it."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import asdict
 from importlib.metadata import version
 from typing import Annotated, Any
@@ -26,6 +27,7 @@ from orchestrator.service.server.answers import (
     NewTokenAnswer,
     NotReadyAnswer,
     PlainRoute,
+    PurgeAnswer,
     ReadyAnswer,
     ShutdownAnswer,
     StatusAnswer,
@@ -46,10 +48,12 @@ from orchestrator.service.server.job_routes import add_file_routes, add_job_rout
 from orchestrator.service.server.join_token import secret_of
 from orchestrator.service.server.members import Members, machine
 from orchestrator.service.server.metrics import MEDIA_TYPE, Metrics
+from orchestrator.service.server.purger import purge_view
 from orchestrator.service.server.requests import (
     DrainRequest,
     NodeRequest,
     ObserveRequest,
+    PurgeRequest,
     ShutdownRequest,
     TokenRequest,
     TryRequest,
@@ -106,6 +110,7 @@ ROLES = {  # needed by each route; one that is missing here needs an admin
     ("POST", "/nodes/{node}/drain"): Role.OPERATOR,
     ("POST", "/observations"): Role.OPERATOR,
     ("POST", "/notify/test"): Role.OPERATOR,
+    ("POST", "/purge"): Role.OPERATOR,
     ("GET", "/join"): Role.OPERATOR,
     ("POST", "/nodes"): Role.OPERATOR,
     ("DELETE", "/nodes/{node}"): Role.OPERATOR,
@@ -254,6 +259,12 @@ def _add_service_routes(app: FastAPI, service: Service) -> None:
     @app.post("/observations", **answers(KeptAnswer))
     def observe(request: ObserveRequest) -> dict[str, Any]:
         return {"kept": controller.observe(observations_from_view(request.observations))}
+
+    @app.post("/purge", **answers(PurgeAnswer))
+    def purge(request: PurgeRequest, asked: Request, sender: Sender) -> Mapping[str, object]:
+        """Remove files of ended jobs as `keep` of the cluster file says, or only say what would go."""
+        purged = service.purger.purge(sender, asked.state.id, is_dry=request.dry_run)
+        return purge_view(purged, is_dry=request.dry_run)
 
     @app.post("/shutdown", **answers(ShutdownAnswer))
     def shutdown(request: ShutdownRequest) -> dict[str, Any]:

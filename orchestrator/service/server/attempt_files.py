@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from starlette.concurrency import run_in_threadpool
 
 from orchestrator.backends.attempts.durable import open_left
+from orchestrator.backends.attempts.ended_files import removal_words
 from orchestrator.backends.redaction import hidden_bytes, masked
 from orchestrator.service.server.waits import Waits
 from orchestrator.service.views.records import JobView, job_view
@@ -34,7 +35,8 @@ def view_of(home: Path, job: Job, policy: PolicySpec, problems: Sequence[str]) -
         return {**job_view(job, policy=policy), "reason": "; ".join((*problems, job.reason))}
     attempt = job.last
     if attempt is None or attempt.status is AttemptStatus.ENDED:
-        return job_view(job, policy=policy)
+        removed = removal_words(home, job.id) if job.status.ended else []
+        return {**job_view(job, policy=policy), "removed": removed}
     folder = JobFolder(home, job.id).attempt(attempt.number)
     lines = read_from(folder.unwatched, 0, hidden_bytes(job.spec, os.environ))
     unwatched = lines.decode(errors="replace").partition("\n")[0]

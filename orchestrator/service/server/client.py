@@ -35,7 +35,7 @@ TIMEOUT_S = 30.0
 LONG_POLL_S = 2.0
 KEY = "Idempotency-Key"
 AGAIN_S = (1.0, 2.0, 4.0, 8.0, 16.0)  # before a submission without an answer is sent again: longer than a failover
-UPLOAD_TIMEOUT_S = 600.0
+UPLOAD_TIMEOUT_S = PURGE_TIMEOUT_S = 600.0
 
 
 class Client:
@@ -212,6 +212,10 @@ class Client:
         """Request cancellation of jobs or of their arrays; returns the ids once the request is on disk."""
         return self._json("POST", "/jobs/cancel", {"jobs": job_ids, "whole_arrays": whole_arrays})["cancelled"]
 
+    def purge(self, *, dry_run: bool) -> dict[str, Any]:
+        """Remove files of ended jobs as the cluster file's `keep` says, or only say what would go."""
+        return self._json("POST", "/purge", {"dry_run": dry_run}, timeout_s=PURGE_TIMEOUT_S)
+
     def drain(self, node: str, *, undo: bool) -> None:
         """Drain a node, or undo it; returns once the request is on disk."""
         self._json("POST", f"/nodes/{quote(node, safe='')}/drain", {"undo": undo})
@@ -295,14 +299,17 @@ class Client:
         if self._home is not None:
             self._http.base_url = _local_url(self._home)
 
-    def _json(self, method: str, path: str, body: dict[str, Any] | None = None, key: str | None = None) -> Any:
-        return visible(self._send(method, path, body, key).json())
+    def _json(
+        self, method: str, path: str, body: Any = None, key: str | None = None, timeout_s: float = TIMEOUT_S
+    ) -> Any:
+        return visible(self._send(method, path, body, key, timeout_s).json())
 
     def _send(
-        self, method: str, path: str, body: dict[str, Any] | None = None, key: str | None = None
+        self, method: str, path: str, body: Any = None, key: str | None = None, timeout_s: float = TIMEOUT_S
     ) -> httpx.Response:
+        headers = {KEY: key} if key else None
         try:
-            answer = self._http.request(method, path, json=body, headers={KEY: key} if key else None)
+            answer = self._http.request(method, path, json=body, headers=headers, timeout=timeout_s)
         except httpx.HTTPError as error:
             raise _unanswered(error) from None
         _refuse_failed(answer)

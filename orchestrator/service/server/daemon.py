@@ -53,6 +53,7 @@ from orchestrator.service.server.lifecycle import journal_url, prepare, write_se
 from orchestrator.service.server.logs import VARIABLE, LogFormat, configure
 from orchestrator.service.server.members import Members
 from orchestrator.service.server.notifier import Notifier
+from orchestrator.service.server.purger import Purger
 from orchestrator.service.server.rates import measure_cluster, recall_cluster
 from orchestrator.service.server.sweeper import Sweeper
 from orchestrator.service.server.tracing import Tracing
@@ -168,7 +169,9 @@ def serve(
         if spans is not None:
             stack.callback(spans.close)
             tracing = Tracing(spans, controller, home, time.time)
-        for follower in (notifier, sweeper, tracing):
+        purger = Purger(home, own.keep, own.trackers, controller, journal, accounts)
+        controller.health.watch(lambda: purger.problem)
+        for follower in (notifier, sweeper, tracing, purger):
             if follower is not None:
                 _in_a_thread(follower.run, stop)
         _in_a_thread(_notify, controller, relays, stop)
@@ -195,6 +198,7 @@ def serve(
             provider=provider,
             tracing=tracing,
             sweeper=sweeper,
+            purger=purger,
             set_aside=journal.set_aside,
         )
         application = create_app(service)

@@ -17,6 +17,7 @@ from orchestrator.service.server.endpoint import LOOPBACK
 from orchestrator.service.server.gate import Gate
 from orchestrator.service.server.members import Members
 from orchestrator.service.server.notifier import Notifier
+from orchestrator.service.server.purger import Purger
 from orchestrator.service.server.sweeper import Sweeper
 from orchestrator.service.server.tracing import Tracing
 from orchestrator.specs.access import Principal, Role
@@ -52,6 +53,7 @@ class Service:
     trackers: Mapping[str, str]  # name -> address
     shut_down: Callable[[], None]
     sweeper: Sweeper
+    purger: Purger
     set_aside: SetAside  # rows of the journal that cannot be read
     refuse_user: Callable[[str], None] = lambda name: None  # noqa: ARG005  raises ServiceError where its jobs would be ours
     hosts: frozenset[str] = LOOPBACK  # that a Host header may name
@@ -81,7 +83,7 @@ class Forbidden(ServiceError):
 
 
 class Unknown(ServiceError):
-    """No such job, attempt or rank."""
+    """No such job, attempt or rank, or its files were removed."""
 
 
 def job_of(controller: Controller, job_id: str) -> Job:

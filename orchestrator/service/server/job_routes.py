@@ -15,6 +15,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
 
+from orchestrator.backends.attempts.ended_files import removal_words
 from orchestrator.backends.attempts.metrics import metric_lines
 from orchestrator.backends.mlflow.content import comparison_key
 from orchestrator.backends.mlflow.tracker import comparison_url
@@ -200,6 +201,8 @@ def add_log_routes(app: FastAPI, service: Service, waits: Waits) -> None:
         ranks = attempts[number - 1].plan.world_size
         if rank >= ranks:
             raise Unknown(f"attempt {number} of {job_id} has ranks 0 to {ranks - 1}; there is no rank {rank}")
+        if removed := removal_words(service.home, job_id, "attempts"):
+            raise Unknown(f"{job_id}: {removed[0]}")
         return JobFolder(service.home, job_id).attempt(number).log(rank), hidden_bytes(job.spec, os.environ)
 
     @app.get("/jobs/{job_id}/attempts/{number}/logs", **answers_bytes("X-Next-Offset"))

@@ -106,6 +106,12 @@ class TryRequest(PlainRequest):
     targets: list[Annotated[str, Field(max_length=200)]] = Field(default=[], max_length=100)
 
 
+class PurgeRequest(PlainRequest):
+    """`dry_run` removes nothing."""
+
+    dry_run: bool
+
+
 class ShutdownRequest(PlainRequest):
     """`force` ends the service even while jobs run."""
 

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from orchestrator.backends.attempts.durable import open_left
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.run import AttemptFolder, JobFolder
@@ -46,7 +47,7 @@ class MetricCurve:
     def _lines(self, path: Path) -> Iterator[str]:
         while True:
             try:
-                with path.open("rb") as file:
+                with open_left(path) as file:
                     file.seek(self._offsets.get(path, 0))
                     chunk = file.read(READ_BYTES)
             except OSError:

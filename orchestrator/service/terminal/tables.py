@@ -79,6 +79,8 @@ def job_panel(job: JobView) -> RenderableType:
     head.add_row("status", coloured(job["status"]))
     head.add_row("why", Text(job["reason"]))
     head.add_row("submitted", _clock(job["submitted_at_s"]))
+    for removal in job["removed"]:
+        head.add_row("removed", Text(removal))
     head.add_row("wants", f"{_gpus(job)}, global batch {job['global_batch_size']}, priority {job['priority']}")
     if job["promise"] is not None:
         head.add_row("guarantee", Text(promise_words(job["promise"])))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from orchestrator.backends.attempts.ended_files import removal_words
 from orchestrator.service.transfer.archive import Limits, Listing, listed
 from orchestrator.specs.errors import ServiceError
 from orchestrator.specs.job_record import Job
@@ -29,7 +30,8 @@ def output_of(home: Path, job: Job) -> Listing:
         brought = set(json.loads(folder.uploaded.read_text()))
         return listed(folder.workdir, LIMITS, lambda path: _is_no_output(folder.workdir, path, brought))
     except OSError as error:
-        raise ServiceError(f"{job.id} has left no output: {error.strerror or error}") from None
+        removed = removal_words(home, job.id, "workdir" if in_workdir else "output")
+        raise ServiceError(f"{job.id} has left no output: {(*removed, error.strerror or str(error))[0]}") from None
 
 
 def _is_no_output(workdir: Path, path: str, brought: set[str]) -> bool:

@@ -116,6 +116,7 @@ class JobView(TypedDict):
     promise: PromiseView | None  # None: it asks for no guarantee
     attempts: list[AttemptView]
     progress: ProgressView | None
+    removed: list[str]  # what is not in its folder any more: when and why it was removed
 
 
 class PromiseView(TypedDict):
@@ -166,7 +167,7 @@ class NodeView(TypedDict):
 
 
 def job_view(job: Job, beats: Sequence[Heartbeat] = (), policy: PolicySpec = UNSHARED, unwatched: str = "") -> JobView:
-    """The job with its attempts.
+    """The job with its attempts, and no word of removed files.
 
     `beats` are the last heartbeats of the live attempt; `unwatched` names a process of it without the guard.
     """
@@ -188,6 +189,7 @@ def job_view(job: Job, beats: Sequence[Heartbeat] = (), policy: PolicySpec = UNS
         promise=promise_view(job),
         attempts=[attempt_view(attempt) for attempt in job.attempts],
         progress=_progress(job, beats) if beats else None,
+        removed=[],
     )
 
 

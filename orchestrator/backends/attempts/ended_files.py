@@ -1,0 +1,161 @@
+"""Files of ended jobs: the parts of a job's folder, what they hold, and how a part leaves the home.
+
+trash/<job id>.<16 hex digits>   a part that was renamed out of its job's folder, and is deleted next
+jobs/<job id>/removed.json       {part: Removal} of the parts that have left
+
+No link is followed, and no other file system entered. A rank may own what is deleted, but not the folders above it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import shutil
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+
+from orchestrator.backends.attempts.durable import write_durably
+from orchestrator.specs.keep import PartKind
+from orchestrator.specs.run import JobFolder
+from orchestrator.training.checkpoint.folder import superseded
+
+TRASH = "trash"
+BLOCK_BYTES = 512  # of st_blocks
+_IN_TRASH = re.compile(r".+\.[0-9a-f]{16}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A file or folder in the folder of an ended job that is removed as a whole."""
+
+    job: str
+    path: str  # below the job's folder
+    kind: PartKind
+    size_bytes: int
+    ended_at_s: float  # of the job, in seconds since 1970
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Removal:
+    """When, why and by whom a part was removed."""
+
+    at_s: float
+    why: str
+    by: str
+    size_bytes: int
+
+
+def parts_of(home: Path, job_id: str, status: str, ended_at_s: float, tick: Callable[[], None]) -> list[Part]:
+    """Return the parts of an ended job that are there; a link in the place of one is none. Calls `tick` per entry."""
+    folder = JobFolder(home, job_id)
+    output = PartKind.RESULTS if status == "succeeded" else PartKind.UNSUCCESSFUL
+    kinds = {folder.path / "data": PartKind.SUPERSEDED, folder.path / "attempts": PartKind.LOGS}
+    kinds |= {folder.output: output, folder.workdir: output}
+    if _is_folder(folder.checkpoints):
+        kinds |= dict.fromkeys(sorted(folder.checkpoints.iterdir()), output)
+        kinds |= dict.fromkeys(superseded(folder.checkpoints), PartKind.SUPERSEDED)
+    return [
+        Part(
+            job=job_id,
+            path=str(path.relative_to(folder.path)),
+            kind=kind,
+            size_bytes=size_bytes(path, tick),
+            ended_at_s=ended_at_s,
+        )
+        for path, kind in kinds.items()
+        if _is_folder(path)
+    ]
+
+
+def size_bytes(path: Path, tick: Callable[[], None]) -> int:
+    """Return the bytes that a file or a tree has on its disk. What vanishes meanwhile counts nothing."""
+    total, folders, device = 0, list[str](), None
+    with suppress(OSError):
+        first = path.lstat()
+        total, device = first.st_blocks * BLOCK_BYTES, first.st_dev
+        folders = [str(path)] if stat.S_ISDIR(first.st_mode) else []
+    while folders:
+        with suppress(OSError), os.scandir(folders.pop()) as entries:
+            for entry in entries:
+                tick()
+                with suppress(OSError):
+                    entry_stat = entry.stat(follow_symlinks=False)
+                    if entry_stat.st_dev == device:
+                        total += entry_stat.st_blocks * BLOCK_BYTES
+                        if stat.S_ISDIR(entry_stat.st_mode):
+                            folders.append(entry.path)
+    return total
+
+
+def remove(home: Path, part: Part, removal: Removal) -> None:
+    """Note the removal of a part and move the part to the trash. Raises OSError; the part is then where it was.
+
+    On a full disk the note may fail, and the part goes without it.
+    """
+    folder, (parent, name) = JobFolder(home, part.job).path, os.path.split(part.path)
+    (home / TRASH).mkdir(mode=0o700, exist_ok=True)
+    with _opened(folder / parent) as source, _opened(home / TRASH) as trash:
+        os.lstat(name, dir_fd=source)
+        with suppress(OSError):
+            _note(folder, part.path, removal)
+        os.rename(name, f"{part.job}.{secrets.token_hex(8)}", src_dir_fd=source, dst_dir_fd=trash)
+
+
+def empty_trash(home: Path, limit: int) -> list[str]:
+    """Delete at most `limit` parts in the trash; return why those cannot be deleted that are left."""
+    problems, deleted = list[str](), 0
+    with suppress(FileNotFoundError), _opened(home / TRASH) as trash:
+        for name in filter(_IN_TRASH.fullmatch, sorted(os.listdir(trash))):
+            if deleted == limit:
+                break
+            try:
+                if stat.S_ISDIR(os.lstat(name, dir_fd=trash).st_mode):
+                    shutil.rmtree(name, dir_fd=trash)  # resists links that are swapped in (shutil documentation)
+                else:
+                    os.unlink(name, dir_fd=trash)
+                deleted += 1
+            except OSError as error:
+                problems.append(f"{TRASH}/{name} cannot be deleted: {error.strerror}")
+    return problems
+
+
+def removal_words(home: Path, job_id: str, path: str | None = None) -> list[str]:
+    """Return a sentence for each part of the job, or for that at `path`, that was removed and is not there."""
+    folder = JobFolder(home, job_id).path
+    return [
+        f"{part} was removed on {datetime.fromtimestamp(removal.at_s).astimezone():%Y-%m-%d %H:%M %Z} by {removal.why}"
+        for part, removal in _notes(folder).items()
+        if path in (None, part) and not os.path.lexists(folder / part)
+    ]
+
+
+def _notes(folder: Path) -> dict[str, Removal]:
+    with suppress(OSError, ValueError, TypeError, AttributeError):  # none, or of another version
+        notes = json.loads((folder / "removed.json").read_text(encoding="utf-8"))
+        return {part: Removal(**note) for part, note in notes.items()}
+    return {}
+
+
+def _note(folder: Path, path: str, removal: Removal) -> None:
+    notes = {part: asdict(note) for part, note in {**_notes(folder), path: removal}.items()}
+    write_durably(folder / "removed.json", json.dumps(notes, indent=1))
+
+
+def _is_folder(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()
+
+
+@contextmanager
+def _opened(folder: Path) -> Iterator[int]:
+    """A descriptor of a folder that is no link. Raises OSError."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)

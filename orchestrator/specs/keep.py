@@ -1,0 +1,62 @@
+"""KeepSpec: how long files of ended jobs stay in the home, and how many bytes it may hold."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from pydantic import Field
+
+from orchestrator.specs import units
+from orchestrator.specs.fields import Bytes, Seconds
+from orchestrator.specs.spec_model import SpecModel
+
+
+class PartKind(StrEnum):
+    """What a part of an ended job's folder is, in the order in which parts go where the home holds too much."""
+
+    SUPERSEDED = "superseded"  # older checkpoints, those that were never complete, and tokens
+    LOGS = "logs"  # logs, curves and telemetry of all attempts
+    UNSUCCESSFUL = "unsuccessful"  # newest checkpoint and output of a job that did not succeed
+    RESULTS = "results"  # of one that did: never removed for the budget
+
+
+class KeepSpec(SpecModel):
+    """How long files of ended jobs stay, counted from the end of the job. The default removes nothing."""
+
+    superseded: Seconds | None = Field(
+        default=None,
+        ge=0,
+        description="Tokens, unfinished checkpoints and those with a newer one, of an ended job; null: as the newest.",
+        examples=["7d"],
+    )
+    logs: Seconds | None = Field(
+        default=None,
+        ge=0,
+        description="Logs, curves and telemetry of an ended job's attempts; null: for ever.",
+        examples=["90d"],
+    )
+    unsuccessful: Seconds | None = Field(
+        default=None,
+        ge=0,
+        description="Newest checkpoint, output and working copy of a job that did not succeed; null: for ever.",
+        examples=["30d"],
+    )
+    results: Seconds | None = Field(
+        default=None,
+        ge=86_400,  # MLflow gets its copy first
+        description="Newest checkpoint, output and working copy of a job that succeeded; null: for ever.",
+        examples=["365d"],
+    )
+    budget: Bytes | None = Field(
+        default=None,
+        description="Bytes of the home above which `superseded`, `logs`, then `unsuccessful` go early; null: no bound.",
+        examples=["2TiB"],
+    )
+
+    def words(self, name: str) -> str:
+        """Return one setting as the cluster file has it, such as `keep.logs: 90d`."""
+        pattern = units.SIZE_PATTERN if name == "budget" else units.DURATION_PATTERN
+        return f"keep.{name}: {units.in_words(getattr(self, name), pattern)}"
+
+
+UNLIMITED = KeepSpec()

@@ -1,0 +1,34 @@
+"""A Service of given parts, for tests that serve a controller of their own."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from orchestrator.backends.journal.accounts import Accounts
+from orchestrator.backends.journal.journal import Journal
+from orchestrator.service.server.controller import Controller
+from orchestrator.service.server.dependencies import Service
+from orchestrator.service.server.purger import Purger
+from orchestrator.service.server.sweeper import Sweeper
+from orchestrator.specs.keep import UNLIMITED, KeepSpec
+
+TOKEN = "the-right-token"
+
+
+def service_of(
+    controller: Controller, journal: Journal, home: Path, keep: KeepSpec = UNLIMITED, **parts: Any
+) -> Service:
+    """The service of this controller; `parts` replace any of its fields."""
+    accounts = parts.pop("accounts", None) or Accounts(journal.database.transaction, time.time)
+    defaults = {
+        "token": TOKEN,
+        "cluster": "cluster",
+        "trackers": {},
+        "shut_down": lambda: None,
+        "sweeper": Sweeper(controller, journal.sweeps, home),
+        "purger": Purger(home, keep, (), controller, journal, accounts),
+        "set_aside": journal.set_aside,
+    }
+    return Service(controller=controller, accounts=accounts, home=home, **{**defaults, **parts})
