@@ -18,7 +18,6 @@ from orchestrator.training.data.dataset import TextDataset
 from orchestrator.training.engines.alternating import AlternatingEngine
 from orchestrator.training.engines.batch_norm import RunningStatistics, batch_norms
 from orchestrator.training.engines.batch_norm import prepare as prepare_batch_norms
-from orchestrator.training.engines.pipeline import plan_ranges
 from orchestrator.training.engines.recompute import compile_layers, keep_inputs_on_host, recompute
 from orchestrator.training.engines.torch_engine import TorchEngine
 from orchestrator.training.models.decoder import decoder_recipe
@@ -54,7 +53,11 @@ def build_engine(run: TrainingRun, recipe: Recipe, device: torch.device, resume_
     prepare_batch_norms(norms, run.plan, run.training)
     plan = run.plan
     for each in recipes:
-        stages = plan_ranges(len(each.layers), plan) if each.stages and plan.layout.pp > 1 else ()
+        stages: tuple[range, ...] = ()
+        if each.stages and plan.layout.pp > 1:
+            from orchestrator.training.engines.pipeline import plan_ranges  # only here: as in torch_engine
+
+            stages = plan_ranges(len(each.layers), plan)
         recompute(each.layers, plan.activation_checkpointing, plan.full_checkpointing_layers, stages)
         if run.training.compile:
             compile_layers(each.layers)

@@ -72,6 +72,17 @@ def latest_complete(checkpoints: Path) -> Path | None:
     return next((path for path in reversed(published(checkpoints)) if not damage(path, read=False)), None)
 
 
+def superseded(checkpoints: Path) -> list[Path]:
+    """Return what no resume needs: all that is older than the newest complete checkpoint, unfinished or damaged.
+
+    Without a complete one everything that was published or found damaged stays.
+    """
+    newest = latest_complete(checkpoints)
+    patterns = [_WRITING, _REMOVING] if newest is None else [_WRITING, _REMOVING, _DAMAGED]
+    older = [] if newest is None else [path for path in published(checkpoints) if step_of(path) < step_of(newest)]
+    return older + [path for pattern in patterns for path in _named(checkpoints, pattern)]
+
+
 def damage(checkpoint: Path, *, read: bool = True, part: int = 0, parts: int = 1) -> list[str]:
     """Defects of a published checkpoint's files, one sentence each; empty if there are none.
 

@@ -26,6 +26,7 @@ import contextlib
 import math
 import warnings
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -47,13 +48,14 @@ from orchestrator.training.contract.loss_scale import LossScale
 from orchestrator.training.contract.precision import LOW_PRECISION
 from orchestrator.training.contract.recipe import Batch, Recipe, materialise
 from orchestrator.training.contract.results import StepResult
-from orchestrator.training.engines import pipeline
 from orchestrator.training.engines.expert_parallel import ExpertParallel
 from orchestrator.training.engines.freezing import freeze_for
 from orchestrator.training.engines.optimizers import Updates, clip_factor, scale_gradients
-from orchestrator.training.engines.pipeline import Pipeline, Share, Stage
 from orchestrator.training.engines.randomness import Randomness
 from orchestrator.training.engines.tensor_parallel import TensorParallel, is_sequence_parallel, tensor_parallel
+
+if TYPE_CHECKING:
+    from orchestrator.training.engines.pipeline import Pipeline, Share
 
 HEADS = ("num_attention_heads", "num_key_value_heads")  # of `Recipe.tensor_parallel_sizes`
 
@@ -120,16 +122,20 @@ class TorchEngine:
             if cut:
                 cut.spread(recipe.layers)
             return
+        # Only here: importing torch.distributed.pipelining takes a quarter of a rank's start.
+        from orchestrator.training.engines import pipeline
+
         rank = mesh["pp"].get_local_rank()
         self._share = pipeline.cut(recipe, plan, rank)
         roots = []
         for turn, stage in enumerate(self._share.stages, start=1):
             is_last = rank == plan.layout.pp - 1 and turn == len(self._share.stages)
-            root = Stage(stage, self._autocast, is_last=is_last, tokens=cut.tokens if cut and rank + turn > 1 else None)
+            tokens = cut.tokens if cut and rank + turn > 1 else None
+            root = pipeline.Stage(stage, self._autocast, is_last=is_last, tokens=tokens)
             roots.append(_wrapped(stage, root, plan, mesh, self._device, cut))
             if cut:
                 cut.spread(stage.layers)
-        self._pipeline = Pipeline(roots, plan, mesh["pp"], self._device, self._randomness)
+        self._pipeline = pipeline.Pipeline(roots, plan, mesh["pp"], self._device, self._randomness)
 
     def step(self, step: int, micro_batches: Iterable[Batch], tokens: int) -> StepResult:
         layout, turns = self._plan.layout, self._plan.gradient_accumulation_steps
