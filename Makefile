@@ -4,13 +4,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.installed
 
-# Tests that compute and start nothing, those that train or trace in processes of their own, and those of the service
-# and its world, which mostly wait: two kinds at a time.
+# Tests that compute and start nothing, those that train or trace in processes of their own, those of the service and
+# its commands, and the others: two kinds at a time, the longest first.
 PURE := $(addprefix tests/,specs planning scheduling)
 TRAINED := $(addprefix tests/,audio fake_card gpu memory training)
+SERVED := $(addprefix tests/,service k8s) $(wildcard tests/test_*.py)
 PYTEST := PYTHONHASHSEED=0 $(BIN)/python -m pytest -m "not long and not cluster"
 
-.PHONY: demo demo-audio test test-pure test-trained test-world test-long test-oldest-torch test-cluster chaos lint docs bench bench-memory bench-cost bench-gpu gpu-rehearsal bench-scheduler bench-recovery bench-compare clean
+.PHONY: demo demo-audio test test-pure test-trained test-served test-others test-long test-oldest-torch test-cluster chaos lint docs bench bench-memory bench-cost bench-gpu gpu-rehearsal bench-scheduler bench-recovery bench-compare clean
 
 $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -24,13 +25,16 @@ demo-audio: $(READY)
 	$(BIN)/python -m jobs.audio.run
 
 test: $(READY) lint
-	$(MAKE) --no-print-directory --jobs=2 test-world test-trained test-pure
+	$(MAKE) --no-print-directory --jobs=2 test-served test-others test-trained test-pure
 
-test-world:
-	$(PYTEST) --durations=15 $(addprefix --ignore=,$(PURE) $(TRAINED)) tests
+test-served:
+	$(PYTEST) $(SERVED)
+
+test-others:
+	$(call told_at_its_end,$(PYTEST) $(addprefix --ignore=,$(PURE) $(TRAINED) $(SERVED)) tests)
 
 test-trained:
-	$(call told_at_its_end,$(PYTEST) --durations=15 $(TRAINED))
+	$(call told_at_its_end,$(PYTEST) $(TRAINED))
 
 test-pure:
 	$(call told_at_its_end,$(PYTEST) $(PURE))

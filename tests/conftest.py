@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 SEED = 0
+pytest_plugins = ["tests.budget"]
 
 # `make test` draws the same cases everywhere; `make test-long` draws new ones (--hypothesis-profile=new) and prints
 # what repeats a failing one. No case fails because the machine is slow.
