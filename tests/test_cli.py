@@ -93,6 +93,7 @@ class SchedulerIndex:
     def orc(self, *arguments: str) -> Answer:
         """Run a command as a person would, in a process of its own."""
         env = {**os.environ, "ORC_HOME": str(self.home), "COLUMNS": "200", "OMP_NUM_THREADS": "1"}
+        env["ORC_MLFLOW"] = "http://127.0.0.1:1"  # nothing answers there, and none is started
         ended = run_orc(arguments, env=env, cwd=self.folder)
         return Answer(code=ended.returncode, out=ended.stdout, err=ended.stderr)
 
