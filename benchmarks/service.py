@@ -51,10 +51,18 @@ def figures() -> list[Figure]:
         home, login = stack.enter_context(_service(folder))
         client = stack.enter_context(closing(Client(login)))
         holder, jobs = _holder(client), _jobs(login, folder)
-        taken = _submits(client, jobs)
+        start_mib = _resident_mib(home)
+        taken = _submits(client, login, holder, jobs)
         read = _reads(client, login, holder, folder)
         _ends(client, jobs)
-        return [*taken, *read, _size(home)]
+        mib = _resident_mib(home)
+        size = f"resident memory of the service after {ENDED:,} ended jobs"
+        return [
+            *taken,
+            *read,
+            at_most(size, mib, "MiB", 400),
+            at_most(f"{size}, over that at its start", mib / start_mib, "", 1.1),
+        ]
 
 
 @contextmanager
@@ -94,18 +102,50 @@ def _jobs(login: Login, folder: Path) -> list[JobSpec]:
     return read_for(login, [file])
 
 
-def _submits(client: Client, jobs: list[JobSpec]) -> list[Figure]:
-    """What `orc submit` and the SDK send, in batches, until QUEUED jobs wait."""
+def _submits(client: Client, login: Login, holder: str, jobs: list[JobSpec]) -> list[Figure]:
+    """What `orc submit` and the SDK send, in batches and one by one, while another client reads a job."""
+    specs = [spec.model_dump(mode="json") for spec in jobs]
     took_s = []
-    for _ in range(QUEUED // BATCH):
+    with _reading(login, holder) as read_s:
+        for _ in range(QUEUED // BATCH):
+            began_s = time.perf_counter()
+            client.submit_all(specs)
+            took_s.append(time.perf_counter() - began_s)
+    with _reading(login, holder) as read_beside_single_s:
         began_s = time.perf_counter()
-        client.submit_all([spec.model_dump(mode="json") for spec in jobs])
-        took_s.append(time.perf_counter() - began_s)
-    figure = f"submits over TLS in batches of {BATCH}, median batch"
+        for spec in specs:
+            client.submit(spec)
+        single_s = (time.perf_counter() - began_s) / BATCH
     return [
-        at_least(figure, BATCH / statistics.median(took_s), "1/s", 1000),
+        at_least(
+            f"submits over TLS in batches of {BATCH}, median batch", BATCH / statistics.median(took_s), "1/s", 500
+        ),
+        at_most("GET /jobs/ID beside them, 99th percentile", _ms(sorted(read_s)), "ms", 100),
+        at_least("submits over TLS, one by one", 1 / single_s, "1/s", 60),
+        at_most("GET /jobs/ID beside those, 99th percentile", _ms(sorted(read_beside_single_s)), "ms", 100),
         informs("load average beside them", os.getloadavg()[0], ""),
     ]
+
+
+@contextmanager
+def _reading(login: Login, job_id: str) -> Iterator[list[float]]:
+    """Another client that reads a job twenty times a second; the seconds of each read."""
+    took_s, over = list[float](), threading.Event()
+
+    def read() -> None:
+        with closing(Client(login)) as client:
+            while not over.wait(0.05):
+                began_s = time.perf_counter()
+                client.job(job_id)
+                took_s.append(time.perf_counter() - began_s)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    try:
+        yield took_s
+    finally:
+        over.set()
+        thread.join()
 
 
 def _reads(client: Client, login: Login, holder: str, folder: Path) -> list[Figure]:
@@ -163,10 +203,9 @@ def _ends(client: Client, jobs: list[JobSpec]) -> None:
         waiting, _, _ = client.submit_all([spec.model_dump(mode="json") for spec in jobs])
 
 
-def _size(home: Path) -> Figure:
+def _resident_mib(home: Path) -> float:
     status = Path(f"/proc/{service_file(home)['pid']}/status").read_text()
-    kib = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS:"))
-    return at_most(f"resident memory of the service after {ENDED:,} ended jobs", kib / 2**10, "MiB", 400)
+    return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS:")) / 2**10
 
 
 def _follow(file: Path, job_id: str) -> None:

@@ -10,7 +10,7 @@ from orchestrator.backends.attempts.launcher import Launcher, LauncherStatus, Ra
 from orchestrator.backends.attempts.leftovers import clean_up, mark_of
 from orchestrator.backends.attempts.ports import LiveNode
 from orchestrator.backends.attempts.system_metrics import Watched
-from orchestrator.backends.nvml import NvmlReading
+from orchestrator.backends.devices.nvml import NvmlReading
 from orchestrator.specs.attempt import Attempt
 from orchestrator.specs.cluster import ClusterSpec
 from orchestrator.specs.run import AttemptFolder, JobFolder

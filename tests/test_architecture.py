@@ -37,6 +37,7 @@ ONE_ROOM_ONLY = {  # distribution -> the folder that alone may import it: a seam
     "authlib": "orchestrator/backends/oidc",
     "joserfc": "orchestrator/backends/oidc",
     "opentelemetry": "orchestrator/backends/otel",
+    "pynvml": "orchestrator/backends/devices",
 }
 BEHIND_A_SEAM = {  # folder of ours -> the files outside it that may import it: those that put the service together
     "orchestrator/backends/ray": {
@@ -359,6 +360,7 @@ PLANTED = {
     "ray in the commands": ("cli.py", "import ray", "only orchestrator/backends/ray may"),
     "ray in a folder of that beginning": ("backends/ray_tools/new.py", "import ray", "only orchestrator/backends/ray"),
     "mlflow in another tracker": ("backends/jsonl/new.py", "import mlflow", "only orchestrator/backends/mlflow may"),
+    "nvml beside its room": ("service/new.py", "def f():\n    import pynvml", "only orchestrator/backends/devices may"),
     "sqlalchemy in the relay": ("backends/new.py", "import sqlalchemy as sa", "only orchestrator/backends/journal may"),
     "alembic in the service": (
         "service/new.py",
@@ -406,7 +408,7 @@ ALLOWED = {
     "a cache of one call": ("memory/new.py", "def f():\n    @cache\n    def g(x): return x"),
     "a bounded cache": ("memory/new.py", "@lru_cache(maxsize=64)\ndef f(x): return x"),
     "an exception": ("scheduling/failures/classify.py", "import signal"),
-    "world": ("backends/new.py", "import time, os, pynvml\nfrom orchestrator.scheduling.step import step"),
+    "world": ("backends/new.py", "import time, os\nfrom orchestrator.scheduling.step import step"),
     "ray in its room": ("backends/ray/new.py", "import ray\nfrom orchestrator.backends.ray.nodes import RayNodes"),
     "mlflow in its room": ("backends/mlflow/new.py", "def f():\n    from mlflow import MlflowClient"),
     "the journal's room at every depth": ("backends/journal/migrations/versions/new.py", "import sqlalchemy, alembic"),

@@ -93,6 +93,7 @@ class SchedulerIndex:
     def orc(self, *arguments: str) -> Answer:
         """Run a command as a person would, in a process of its own."""
         env = {**os.environ, "ORC_HOME": str(self.home), "COLUMNS": "200", "OMP_NUM_THREADS": "1"}
+        env["ORC_MLFLOW"] = "http://127.0.0.1:1"  # nothing answers there, and none is started
         ended = run_orc(arguments, env=env, cwd=self.folder)
         return Answer(code=ended.returncode, out=ended.stdout, err=ended.stderr)
 
@@ -223,11 +224,12 @@ def test_estimate_derives_accumulation_from_the_global_batch(index: SchedulerInd
     assert data["estimate"]["allocated_bytes"] == sum(data["estimate"]["by_cause"].values())
 
 
-def test_plan_for_70b_on_512_gpus_calls_at_most_2_75_million_functions_with_its_start(index: SchedulerIndex) -> None:
+@pytest.mark.long
+def test_plan_for_70b_on_512_gpus_calls_at_most_2_9_million_functions_with_its_start(index: SchedulerIndex) -> None:
     """Calls, and no seconds: the same 1.7 million took 0.6 s on one machine of 2026-11 and 1.5 s on another.
 
     2.4 million since pipelines go on with few micro-batches, and have up to 8 stages a rank; 2.6 million since what
-    operators move is counted, which leaves more plans near each other.
+    operators move is counted, which leaves more plans near each other; 2.8 million since every plan is judged.
 
     What they take on this machine is a figure of `make bench`.
     """
@@ -242,7 +244,7 @@ def test_plan_for_70b_on_512_gpus_calls_at_most_2_75_million_functions_with_its_
         timeout=120,
     )
     recorded: Any = pstats.Stats(str(index.folder / "calls"))
-    assert recorded.total_calls < 2_750_000
+    assert recorded.total_calls < 2_900_000
 
 
 def test_plan_loads_none_of_the_heavy_packages(index: SchedulerIndex) -> None:

@@ -3,6 +3,9 @@
 Rates are dense and of the data sheet, links per device and direction. `memory` is what CUDA calls total, below what is
 on the card, as out-of-memory messages print it. `measured_tflops` is the fastest bf16 product anybody measured
 (mag-/gpu_benchmark README.md, with the mamf-finder of stas00/ml-engineering); absent where not measured.
+
+Every device here is NVIDIA's, since `backends/devices/` reads no other cards. A device of another vendor is unknown:
+a cluster file that names one is refused with this list.
 """
 
 from __future__ import annotations
@@ -73,8 +76,6 @@ DEVICES: Final[Mapping[str, Words]] = MappingProxyType(
         "rtx3090-24gb": _device("23.69GiB", (71, 71, 35.6), "936GB/s", "12GB/s", _PCIE_4, 82),
         "rtx4090-24gb": _device("23.64GiB", (165.2, 165.2, 82.6), "1008GB/s", "12GB/s", _PCIE_4, 128, 178.5),
         "rtx5090-32gb": _device("31.36GiB", (209.5, 209.5, 104.8), "1792GB/s", "25GB/s", _PCIE_5, 170),
-        # AMD Instinct MI300X data sheet: Infinity Fabric, 7 links of 64 GB/s per direction.
-        "mi300x-192gb": _device("191.5GiB", (1307.4, 1307.4, 163.4), "5300GB/s", "448GB/s", _PCIE_5, 304, 758.3),
     }
 )
 

@@ -11,7 +11,8 @@ import pytest
 
 from orchestrator.backends.attempts.evidence import CHUNK_BYTES, Ending, collect, scan_log
 from orchestrator.backends.redaction import without_secrets
-from orchestrator.scheduling.failures.classify import classify, oom_needed_bytes, oom_reports
+from orchestrator.scheduling.failures.classify import classify
+from orchestrator.scheduling.failures.out_of_memory import oom_needed_bytes, oom_reports
 from orchestrator.scheduling.options.job_options import steps_left
 from orchestrator.specs.attempt import Cause, ErrorReport, Evidence, FailureKind, Phase, RankEnd
 from orchestrator.specs.job.spec import JobSpec

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from orchestrator.backends.attempts.nodes import NodeWatch
-from orchestrator.backends.nvml import NvmlDevice, NvmlReading
+from orchestrator.backends.devices.nvml import NvmlDevice, NvmlReading
 from orchestrator.backends.ray.nodes import live_nodes
 from orchestrator.specs.cluster import ClusterSpec, NodeSpec
 from tests.backends.ray_jobs import DEVICE

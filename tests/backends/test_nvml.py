@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 
-from orchestrator.backends import nvml
 from orchestrator.backends.attempts import nodes
+from orchestrator.backends.devices import nvml
 
 MIB = 2**20
 READ_TWICE = """
 import dataclasses, json, sys
-from orchestrator.backends import nvml
+from orchestrator.backends.devices import nvml
 for line in sys.stdin:
     print(json.dumps(dataclasses.asdict(nvml.devices())), flush=True)
 """

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from orchestrator.scheduling.failures.classify import classify, oom_needed_bytes
+from orchestrator.scheduling.failures.classify import classify
+from orchestrator.scheduling.failures.out_of_memory import oom_needed_bytes
 from orchestrator.specs.attempt import ErrorReport, Evidence, FailureKind, Heartbeat, OomReport, RankEnd
 from orchestrator.specs.run import OOM_EXIT_CODE, STALE_EXIT_CODE
 from tests.scheduling.factories import MIB, attempt, job, script_spec

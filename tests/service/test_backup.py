@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import threading
+import time
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -24,6 +25,7 @@ from tests.service.test_api import World
 from tests.service.test_reach import Machine
 
 PASSWORD = "pg-secret-4711"
+PATIENCE_S = 150.0
 LONG = """\
 name: {name}
 command: {python} -c "import pathlib, time; [time.sleep(0.1) for _ in range(3000) if not pathlib.Path('{go}').exists()]"
@@ -228,11 +230,13 @@ def test_the_queue_goes_on_in_a_restored_home(tmp_path: Path) -> None:
 
 
 def _until(machine: Machine, holds: Callable[[list[dict[str, Any]]], bool]) -> list[dict[str, Any]]:
-    """The jobs as soon as that holds; each answer takes a process, which bounds the rate."""
-    for _ in range(120):
+    """Return the jobs as soon as that holds."""
+    deadline_s = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline_s:
         jobs = machine.orc("queue")["jobs"]
         if jobs and holds(jobs):
             return list(jobs)
+        time.sleep(0.2)
     pytest.fail(f"it did not come: {jobs}")
 
 

@@ -16,6 +16,7 @@ from tests.service.test_reach import Reached, reached
 
 __all__ = ["reached"]  # a fixture
 CHROMIUM = shutil.which("chromium")
+MLFLOW = None  # the service's own, in `reached`
 SHOWN_MS = 60_000.0  # for the first page of a server that starts its workers at the first request
 JOB = """\
 name: elsewhere

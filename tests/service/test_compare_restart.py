@@ -22,7 +22,7 @@ PATIENCE_S = 120.0
 
 @pytest.fixture
 def here(tmp_path: Path) -> Iterator[Machine]:
-    machine = Machine(folder=tmp_path)
+    machine = Machine(folder=tmp_path, mlflow=None)
     machine.orc("up")
     try:
         yield machine

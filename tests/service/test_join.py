@@ -84,7 +84,7 @@ def pair() -> Iterator[Pair]:
         head, other = found["h1"], found["h2"]
         home = head.shared / "home"
         for host in found.values():
-            host.env |= {"ORC_HOME": str(home), "OMP_NUM_THREADS": "1"}
+            host.env |= {"ORC_HOME": str(home), "OMP_NUM_THREADS": "1", "ORC_MLFLOW": "http://127.0.0.1:1"}
         up = head.orc("up", "--listen", f"{head.address}:{PORT}")
         assert up["join"]["service"] == f"{head.address}:{PORT}"
         yield Pair(head=head, other=other, home=home)

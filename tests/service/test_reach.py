@@ -28,6 +28,8 @@ global_batch_size: 1
 probe: never
 """
 
+NO_MLFLOW = "http://127.0.0.1:1"  # nothing answers there
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
@@ -35,10 +37,12 @@ class Machine:
 
     folder: Path
     server: str | None = None
+    mlflow: str | None = NO_MLFLOW  # None: the service's own, which takes 6 s of processor time to start
 
     def orc(self, *arguments: str, token: str = "", code: int = 0) -> Any:
         """What a command answered as JSON; where it fails, what it said."""
         said = {"XDG_CONFIG_HOME": str(self.folder), "ORC_HOME": str(self.folder / "home"), "ORC_SERVER": self.server}
+        said["ORC_MLFLOW"] = self.mlflow
         dropped = {name for name in os.environ if name.startswith("ORC_")}
         kept = {name: text for name, text in os.environ.items() if name not in dropped}
         env = {**kept, **{name: text for name, text in said.items() if text is not None}}
@@ -64,8 +68,9 @@ def free_port() -> int:
 
 
 @pytest.fixture(scope="module")
-def reached(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reached]:
-    here = Machine(folder=tmp_path_factory.mktemp("here"))
+def reached(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reached]:
+    mlflow = getattr(request.module, "MLFLOW", NO_MLFLOW)
+    here = Machine(folder=tmp_path_factory.mktemp("here"), mlflow=mlflow)
     url = f"https://127.0.0.1:{free_port()}"
     there = Machine(folder=tmp_path_factory.mktemp("there"), server=url)
     up = here.orc("up", "--listen", url.removeprefix("https://"), "--trust-users")

@@ -194,7 +194,7 @@ def test_a_secret_is_in_no_journal_log_record_answer_or_command_line(
 ) -> None:
     """60 s. A program that prints its secret has it in the folder of its own attempt, and there alone."""
     monkeypatch.setenv("PLANTED", OF_A_JOB)
-    here, go = Machine(folder=tmp_path / "here"), tmp_path / "go"
+    here, go = Machine(folder=tmp_path / "here", mlflow=None), tmp_path / "go"
     here.folder.mkdir()
     for name, then in (("keeps", WAITS.format(go=go)), ("leaks", LEAKS)):
         file = here.folder / f"{name}.yaml"

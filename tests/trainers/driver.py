@@ -55,7 +55,7 @@ def cluster(memory: str, devices: int = 2) -> ClusterSpec:
 
 def card_cluster(cards: dict[str, str]) -> ClusterSpec:
     """One node with the cards that NVML reports under these variables; to all code they are real devices."""
-    asks = "from orchestrator.backends import nvml; print(*(one.total_bytes for one in nvml.devices().devices))"
+    asks = "from orchestrator.backends.devices import nvml; print(*(one.total_bytes for one in nvml.devices().devices))"
     said = subprocess.run([sys.executable, "-c", asks], env={**os.environ, **cards}, capture_output=True, check=True)
     memory = [int(each) for each in said.stdout.split()]
     one = device("1GiB").model_copy(update={"name": "card", "kind": DeviceKind.CUDA, "memory": memory[0]})

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from orchestrator.backends.attempts.ports import ClusterAway, LiveNode, NodeSource
-from orchestrator.backends.nvml import NvmlReading
+from orchestrator.backends.devices.nvml import NvmlReading
 from orchestrator.specs.cluster import ClusterSpec, DeviceKind, Node
 
 PROBE_EVERY_S = 5.0

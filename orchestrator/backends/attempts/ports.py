@@ -9,7 +9,7 @@ from typing import Protocol
 from orchestrator.backends.attempts.durable import Fence
 from orchestrator.backends.attempts.launch_request import LaunchNode
 from orchestrator.backends.attempts.launcher import LauncherStatus, RankStart
-from orchestrator.backends.nvml import NvmlReading
+from orchestrator.backends.devices.nvml import NvmlReading
 from orchestrator.specs.attempt import Attempt
 from orchestrator.specs.cluster import ClusterSpec
 from orchestrator.specs.run import AttemptFolder, JobFolder

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from orchestrator.backends.attempts.durable import open_left, open_to_append
-from orchestrator.backends.nvml import NvmlDevice, devices
+from orchestrator.backends.devices.nvml import NvmlDevice, devices
 from orchestrator.specs.run import AttemptFolder
 
 FIRST_S = 1.0  # until the second sample; then twice as long each time, so that short attempts have some

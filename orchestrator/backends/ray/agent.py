@@ -21,10 +21,10 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from orchestrator.backends import nvml
 from orchestrator.backends.attempts.durable import Fence
 from orchestrator.backends.attempts.launcher import LauncherStatus, RankStart
 from orchestrator.backends.attempts.ports import ClusterAway, LiveNode
+from orchestrator.backends.devices import nvml
 from orchestrator.backends.ray import connection
 from orchestrator.backends.ray.launchers import ActorGroup, RayLaunchers
 from orchestrator.specs.attempt import Attempt

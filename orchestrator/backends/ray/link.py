@@ -22,8 +22,8 @@ from typing import Any
 from orchestrator.backends.attempts.durable import Fence
 from orchestrator.backends.attempts.launcher import BEFORE_TIMEOUT_S, LauncherStatus, RankStart, dies_with_parent
 from orchestrator.backends.attempts.ports import ClusterAway, LiveNode
+from orchestrator.backends.devices.nvml import NvmlReading
 from orchestrator.backends.environment import inherited, matching
-from orchestrator.backends.nvml import NvmlReading
 from orchestrator.backends.ray.embedded import accepts
 from orchestrator.specs.attempt import Attempt
 from orchestrator.specs.errors import OrchestratorError, ServiceError

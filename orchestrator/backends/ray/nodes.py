@@ -10,7 +10,7 @@ from typing import Any
 
 from orchestrator.backends.attempts.launch_request import LaunchNode
 from orchestrator.backends.attempts.ports import LiveNode
-from orchestrator.backends.nvml import NvmlReading
+from orchestrator.backends.devices.nvml import NvmlReading
 from orchestrator.backends.ray.link import Link, read_devices
 from orchestrator.specs.cluster import ClusterSpec, DeviceSpec, NodeSpec
 

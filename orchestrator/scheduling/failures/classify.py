@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 
-from orchestrator.scheduling.failures.caught_oom import losses, refuting
+from orchestrator.scheduling.failures.out_of_memory import caught_in_words, oom_needed_bytes, refuting
 from orchestrator.scheduling.failures.phases import GUARD_PHASES
 from orchestrator.scheduling.failures.signatures import SUSPECTS, last_traceback, read_log
 from orchestrator.specs.attempt import (
@@ -92,15 +92,6 @@ def _swallowed(job: Job, evidence: Evidence) -> OomReport | None:
     return None
 
 
-def caught_in_words(evidence: Evidence) -> str:
-    """How many errors the script caught, beside the steps that it completed; "" where it caught none."""
-    lost = losses(evidence)
-    if lost is None:
-        return ""
-    errors, steps = lost
-    return f"the script caught {errors} out-of-memory error{'s' * (errors > 1)} and completed {steps} steps"
-
-
 def _has_told(evidence: Evidence) -> bool:
     beats = evidence.heartbeats
     return bool(beats) and all(beat.steps_done >= PROBE_STEPS for beat in beats)
@@ -109,18 +100,6 @@ def _has_told(evidence: Evidence) -> bool:
 def _probed(attempt: Attempt) -> Failure:
     """What it was started for is done."""
     return Failure(kind=FailureKind.PROBED, reason=f"measured at micro-batch {attempt.plan.micro_batch_size}")
-
-
-def oom_reports(evidence: Evidence) -> tuple[OomReport, ...]:
-    """What ranks that ran out of device memory had and asked for: by the guard, or else as their logs say it."""
-    told = (finding.oom for end in evidence.ranks for finding in end.findings[:1])
-    return evidence.ooms or evidence.caught or tuple(report for report in told if report is not None)
-
-
-def oom_needed_bytes(report: OomReport) -> int:
-    """What the rank would have needed at the least, in allocated bytes."""
-    at_least = report.live_bytes + (report.requested_bytes or 0)
-    return at_least if report.foreign_bytes else max(at_least, report.capacity_bytes - report.overhead_bytes + 1)
 
 
 def _device_oom(attempt: Attempt, report: OomReport, finding: Finding | None) -> Failure:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from orchestrator.memory.calibration.correction import corrected_allocated_bytes, lasting
-from orchestrator.scheduling.failures.classify import caught_in_words, oom_needed_bytes, oom_reports
+from orchestrator.scheduling.failures.out_of_memory import caught_in_words, oom_needed_bytes, oom_reports
 from orchestrator.scheduling.failures.phases import OUTSIDE_TRAINING
 from orchestrator.specs.attempt import Attempt, FailureKind, Heartbeat, OomReport
 from orchestrator.specs.job_record import Job

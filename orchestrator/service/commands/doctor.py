@@ -108,7 +108,7 @@ def _package(name: str, purpose: str) -> Finding:
 
 
 def _nvml() -> Finding:
-    from orchestrator.backends.nvml import devices
+    from orchestrator.backends.devices.nvml import devices
 
     reading = devices()
     if reading.error:

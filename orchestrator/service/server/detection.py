@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from orchestrator.backends import nvml
+from orchestrator.backends.devices import nvml
 from orchestrator.service.server.intake import read_cluster
 from orchestrator.specs.cluster import ClusterSpec, DeviceSpec, NodeSpec
 from orchestrator.specs.devices import DEVICES, NVML_NAMES

@@ -1,10 +1,22 @@
-"""What do out-of-memory errors mean that a script caught and went on after?"""
+"""What do the out-of-memory errors of an attempt say, those that ended it and those that its script caught?"""
 
 from __future__ import annotations
 
 from orchestrator.specs.attempt import Evidence, OomReport
 
 LOST_SHARE_MAX = 0.1  # of a rank's steps: a script that skips more than that trains something else
+
+
+def oom_reports(evidence: Evidence) -> tuple[OomReport, ...]:
+    """Return what ranks that ran out of device memory had and asked for: by the guard, or else by their logs."""
+    told = (finding.oom for end in evidence.ranks for finding in end.findings[:1])
+    return evidence.ooms or evidence.caught or tuple(report for report in told if report is not None)
+
+
+def oom_needed_bytes(report: OomReport) -> int:
+    """Return the least that the rank would have needed, in allocated bytes."""
+    at_least = report.live_bytes + (report.requested_bytes or 0)
+    return at_least if report.foreign_bytes else max(at_least, report.capacity_bytes - report.overhead_bytes + 1)
 
 
 def refuting(evidence: Evidence) -> OomReport | None:
@@ -25,6 +37,15 @@ def losses(evidence: Evidence) -> tuple[int, int] | None:
     """(errors, steps completed) of the rank that caught most; None where none caught any."""
     worst = max(evidence.caught, key=lambda report: report.count, default=None)
     return None if worst is None else (worst.count, _steps_done(evidence, worst.rank))
+
+
+def caught_in_words(evidence: Evidence) -> str:
+    """Return how many errors the script caught beside the steps that it completed; "" where it caught none."""
+    lost = losses(evidence)
+    if lost is None:
+        return ""
+    errors, steps = lost
+    return f"the script caught {errors} out-of-memory error{'s' * (errors > 1)} and completed {steps} steps"
 
 
 def _steps_done(evidence: Evidence, rank: int) -> int:
