@@ -44,7 +44,12 @@ def test_a_pinned_job_has_every_plan_that_agrees_and_no_other(work: dict[str, An
     names = data.draw(st.sets(st.sampled_from(sorted(whole.keys() - set(ENDS))), min_size=1))  # these: test_ends.py
     pins = tuple((name, whole[name]) for name in whole if name in names)
     found = list(plans(spec.model_copy(update={"plan": pins}), ONE_NODE))
-    assert found == [plan for plan in every if has(plan, pins)]
+    agreeing = [plan for plan in every if has(plan, pins)]
+    if "full_checkpointing_layers" in names:  # the planner tries some numbers of layers in some strategies alone
+        assert all(has(plan, pins) for plan in found)
+        assert {*agreeing} <= {*found}
+    else:
+        assert found == agreeing
     assert all(has(one.plan, pins) for one in frontier(spec.model_copy(update={"plan": pins}), ONE_NODE).candidates)
 
 
