@@ -19,6 +19,7 @@ IMPORTED = (
     "deepspeed",
     "torch.distributed.checkpoint",
     "orchestrator.training.loop",
+    "orchestrator.training.engines.pipeline",
     "orchestrator.training.models.hf_adapters",
 )
 OF_ALL = {
