@@ -20,12 +20,12 @@ BUDGETS_S = {
     "tests": 750.0,
     "tests/backends": 330.0,
     "tests/k8s": 90.0,
-    "tests/memory": 600.0,
+    "tests/memory": 700.0,
     "tests/planning": 180.0,
     "tests/scheduling": 300.0,
     "tests/service": 1170.0,
     "tests/trainers": 380.0,
-    "tests/training": 900.0,
+    "tests/training": 1080.0,
 }
 OTHERS_S = 60.0
 

@@ -64,6 +64,8 @@ STAGED = dataclasses.replace(
 )
 # Every plan leaves its process groups behind, whose threads wake all the time: 400 of them after 100 plans on 4 ranks.
 LAUNCHED_TOGETHER = 20
+# A moment between two of 256 codes rounds the other way where a sum differs in its last bit: 2.9e-6 on one processor.
+QUANTISED = 1e-5
 TOLERANCE = {Precision.FP32: 2e-6, Precision.BF16: 2e-3, Precision.FP16: 2e-3}
 
 TORCH, DEEPSPEED = Engine.TORCH, Engine.DEEPSPEED
@@ -460,7 +462,8 @@ def check(curves: dict[Plan, dict[int, float]], expected: dict[int, float]) -> N
     for each, curve in curves.items():
         assert curve.keys() == expected.keys(), in_short(each)
         distance = max(abs(curve[step] - expected[step]) for step in expected)
-        if not distance <= TOLERANCE[each.precision]:
+        quantised = QUANTISED if each.optimizer is Optimizer.ADAMW_8BIT else 0.0
+        if not distance <= max(TOLERANCE[each.precision], quantised):
             off[f"{each.engine} {in_short(each)}"] = distance
     assert not off, "\n".join(f"{distance:.1e} {name}" for name, distance in off.items())
 
