@@ -6,6 +6,7 @@ Elsewhere only this process and the children that it waited for count, so that a
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections import Counter
 from collections.abc import Iterator
@@ -69,6 +70,12 @@ class Account:
         if over and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
             print(f"\nover the budget of processor time in tests/budget.py: {', '.join(over)}")
+
+    def pytest_unconfigure(self) -> None:
+        if self._group is not None:
+            with contextlib.suppress(OSError):  # what outlives the run keeps the group
+                (ACCOUNTS / "cgroup.procs").write_text(str(os.getpid()))
+                self._group.rmdir()
 
     def _folders(self) -> Counter[str]:
         folders: Counter[str] = Counter()
