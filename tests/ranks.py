@@ -83,7 +83,7 @@ def start_ranks(module: str, words: Sequence[str], world_size: int) -> list[Rank
 
 
 class _Outputs:
-    """The standard output and error of whoever pickles this, for whoever unpickles it."""
+    """The standard output and error of the process that pickles this, for the process that unpickles it."""
 
     def __init__(self, *descriptors: reduction._SupportsDetach) -> None:
         self._descriptors = descriptors

@@ -103,17 +103,17 @@ def findings(path: str, source: str) -> list[str]:
     parts = Path(path).parts
     package = parts[1] if len(parts) > 2 else None
     tree = ast.parse(source)
-    found = [said for name, line in imports(tree, path) for said in _import_findings(path, package, name, line)]
+    breaches = [said for name, line in imports(tree, path) for said in _import_findings(path, package, name, line)]
     if path not in COPY_NOUNS:
-        found += [f"{path}:{line} copies a noun by dataclasses.replace" for line in _copies(tree)]
+        breaches += [f"{path}:{line} copies a noun by dataclasses.replace" for line in _copies(tree)]
     if package in PURE:
-        found += [
+        breaches += [
             f"{path}:{call.lineno} calls {call.func.id}"
             for call in ast.walk(tree)
             if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in IMPURE_CALLS
         ]
-        found += [f"{path}:{line} {said}" for said, line in _kept_findings(path, tree)]
-    return found
+        breaches += [f"{path}:{line} {said}" for said, line in _kept_findings(path, tree)]
+    return breaches
 
 
 def _copies(tree: ast.Module) -> Iterator[int]:

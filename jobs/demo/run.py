@@ -122,9 +122,9 @@ def comparison(client: Client) -> str:
     uri = client.cluster()["trackers"]["mlflow"]
     path = f"api/2.0/mlflow/experiments/get-by-name?experiment_name={EXPERIMENT}"
     signed = {"Authorization": f"Bearer {(HOME / 'token').read_text()}"}
-    asked = urllib.request.Request(f"{uri}/{path}", headers=signed)
+    request = urllib.request.Request(f"{uri}/{path}", headers=signed)
     try:
-        with urllib.request.urlopen(asked, timeout=MLFLOW_TIMEOUT_S) as answer:
+        with urllib.request.urlopen(request, timeout=MLFLOW_TIMEOUT_S) as answer:
             return f"{uri}/#/experiments/{json.load(answer)['experiment']['experiment_id']}"
     except OSError:  # MLflow is still starting
         return f"{uri}/#/experiments"

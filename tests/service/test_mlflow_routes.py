@@ -66,7 +66,7 @@ class Site:
 
         client = MlflowClient(self.server.uri)
         run = client.get_run(self.runs[0])
-        names = [one.path for one in client.list_artifacts(self.runs[0])]
+        names = [artifact.path for artifact in client.list_artifacts(self.runs[0])]
         return [run.data.to_dictionary(), run.info.lifecycle_stage, names, len(client.search_experiments())]
 
 
@@ -277,8 +277,8 @@ def test_mlflows_pages_load_behind_the_sign_in_and_ask_nothing_else(site: Site) 
         pytest.skip("chromium is missing (Debian: chromium)")
     from playwright.sync_api import sync_playwright
 
-    words = (quote(json.dumps(one)) for one in (list(site.runs), [site.experiment]))
-    link = f"{site.url}{ADDRESS}/#/compare-runs?runs={next(words)}&experiments={next(words)}"
+    runs, experiments = quote(json.dumps(list(site.runs))), quote(json.dumps([site.experiment]))
+    link = f"{site.url}{ADDRESS}/#/compare-runs?runs={runs}&experiments={experiments}"
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-dev-shm-usage"])
         tab = browser.new_page(viewport={"width": 1400, "height": 1000})

@@ -261,8 +261,8 @@ def test_a_kill_at_any_step_leaves_a_home_that_the_next_pass_completes(tmp_path:
             os._exit(0)
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         left = {path for path in tree(home) if "lm-1" in path}
-        for words in removal_words(home, "lm-1"):
-            assert not any(path.startswith(f"jobs/lm-1/{words.split()[0]}/") for path in left)
+        for sentence in removal_words(home, "lm-1"):
+            assert not any(path.startswith(f"jobs/lm-1/{sentence.split()[0]}/") for path in left)
         remove_all(home)
         assert tree(home) == {"journal.sqlite", *others}
         assert len(removal_words(home, "lm-1")) == 3
@@ -373,7 +373,7 @@ def test_a_real_service_purges_by_itself_and_when_it_is_told(
             answer = json.loads(capsys.readouterr().out)
             assert ended.value.code == 1, "the home holds more than its budget"
             assert "nothing more may go" in "; ".join(client.cluster()["problems"])
-            (service,) = [one for one in findings(home) if one.subject == "service"]
+            (service,) = [finding for finding in findings(home) if finding.subject == "service"]
             assert "nothing more may go" in service.found
             assert [part["job"] for part in answer["goes"]] == names
             with pytest.raises(ServiceError, match="attempts was removed on"):

@@ -146,7 +146,7 @@ def test_a_job_runs_through_an_upgrade_once_and_what_waits_behind_it_runs_after(
 
 
 def statuses(home: Path, job_id: str) -> list[str]:
-    """Of the runs that MLflow has of a job's attempts."""
+    """Return the statuses of the runs that MLflow has of a job's attempts."""
     client = MlflowClient(MlflowServer(home).uri)
     experiments = [one.experiment_id for one in client.search_experiments()]
     runs = client.search_runs(experiments, f"tags.`orc.job_id` = '{job_id}' and tags.`orc.attempt` != '0'")

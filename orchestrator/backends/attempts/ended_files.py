@@ -43,7 +43,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Removal:
-    """When, why and by whom a part was removed."""
+    """The record of one removal: its time, its reason and its user."""
 
     at_s: float
     why: str

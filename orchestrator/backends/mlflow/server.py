@@ -225,7 +225,7 @@ def server_processes(home: Path) -> tuple[int, ...]:
 
 
 def end_server(home: Path) -> None:
-    """End every process of the home's server, whoever started it; nothing is written."""
+    """End every process of the home's server, also of an earlier service; nothing is written."""
     _signal(server_processes(home), signal.SIGTERM)
     deadline_s = time.monotonic() + STOP_S
     while server_processes(home) and time.monotonic() < deadline_s:

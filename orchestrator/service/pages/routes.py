@@ -314,8 +314,8 @@ class _Pages:
         return self._page(request, "comparisons", comparisons=comparisons(known))
 
     def comparison(self, request: Request) -> Response:
-        found = self._asked("/jobs/{job_id}/comparison", job_id=request.path_params["job_id"], request=request)
-        return self._page(request, "comparison", **comparison_data(found, self._home))
+        answer = self._asked("/jobs/{job_id}/comparison", job_id=request.path_params["job_id"], request=request)
+        return self._page(request, "comparison", **comparison_data(answer, self._home))
 
     def sweeps(self, request: Request) -> Response:
         return self._page(request, "sweeps", **self._asked("/sweeps"))

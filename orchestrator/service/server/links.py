@@ -24,18 +24,18 @@ class Links:
 
     def of(self, address: str, key: str, jobs: int) -> str | None:
         """The address of the page that compares the runs with this key; None while it is not known."""
-        asked = (address, key, jobs)
+        page = (address, key, jobs)
         with self._lock:
-            if asked not in self._known and asked not in self._pending and len(self._pending) < KNOWN_MAX:
-                self._pending[asked] = self._worker.submit(self._find, asked)
-            return self._known.get(asked)
+            if page not in self._known and page not in self._pending and len(self._pending) < KNOWN_MAX:
+                self._pending[page] = self._worker.submit(self._find, page)
+            return self._known.get(page)
 
-    def _find(self, asked: tuple[str, str, int]) -> None:
+    def _find(self, page: tuple[str, str, int]) -> None:
         try:
-            found = self._look(*asked)
+            link = self._look(*page)
         finally:
             with self._lock:
-                del self._pending[asked]
-        if found is not None:
+                del self._pending[page]
+        if link is not None:
             with self._lock:
-                self._known = dict([*self._known.items(), (asked, found)][-KNOWN_MAX:])
+                self._known = dict([*self._known.items(), (page, link)][-KNOWN_MAX:])

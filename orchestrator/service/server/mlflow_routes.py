@@ -1,8 +1,8 @@
-"""MLflow's pages and API below an address of the service, for whom the gate has admitted.
+"""MLflow's pages and API below an address of the service, behind its gate.
 
 What is passed on is a list. A viewer reads records; an admin changes and deletes them, too. What the list lacks is
-answered with 403, also to an admin: MLflow can call other hosts, run jobs and assistants, and read files of its machine
-by the location of an experiment.
+answered with 403, also to an admin. MLflow can call other hosts, and run jobs and assistants. It reads any file of its
+machine that an experiment names as its location.
 """
 
 from __future__ import annotations

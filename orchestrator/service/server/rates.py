@@ -84,7 +84,7 @@ def _with_rates(device: DeviceSpec, rates: Rates) -> DeviceSpec:
     )
 
 
-def _measure(ranks: int, file: Path) -> Rates | None:
+def _measure(ranks: int, file: Path | None) -> Rates | None:
     try:
         child = subprocess.run(
             [sys.executable, "-m", PROGRAM, str(_threads(ranks))],
@@ -97,6 +97,8 @@ def _measure(ranks: int, file: Path) -> Rates | None:
     except (OSError, subprocess.SubprocessError, ValidationError) as error:
         log.warning("rates of CPU ranks stay as declared: %s", error)
         return None
+    if file is None:
+        return rates
     temporary = file.with_name(f"{file.name}.{os.getpid()}.tmp")
     try:
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -107,7 +109,9 @@ def _measure(ranks: int, file: Path) -> Rates | None:
     return rates
 
 
-def _read(file: Path) -> Rates | None:
+def _read(file: Path | None) -> Rates | None:
+    if file is None:
+        return None
     try:
         return Rates.model_validate_json(file.read_bytes())
     except (OSError, ValidationError):
@@ -124,14 +128,19 @@ def _threads(ranks: int) -> int:
     return max(1, len(os.sched_getaffinity(0)) // ranks)
 
 
-def _cache_file(ranks: int) -> Path:
-    """Return the file of the rates, by host, processor, torch version and method of measurement."""
+def _cache_file(ranks: int) -> Path | None:
+    """Return the file of the rates, by host, processor, torch version and method of measurement.
+
+    None for a user without a home directory, as in a container with any user id: each start measures.
+    """
+    folder = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    if not os.path.isabs(folder):
+        return None
     model = next((line for line in _lines(Path("/proc/cpuinfo")) if line.startswith("model name")), "")
     program = Path(__file__).parents[2] / "training" / "rates.py"
     key = (platform.node(), platform.machine(), model, str(_threads(ranks)), importlib.metadata.version("torch"))
     digest = hashlib.sha256("\n".join(key).encode() + program.read_bytes()).hexdigest()
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return folder / "orchestrator" / "rates" / f"{digest[:32]}.json"
+    return Path(folder, "orchestrator", "rates") / f"{digest[:32]}.json"
 
 
 def _lines(path: Path) -> list[str]:
