@@ -22,6 +22,7 @@ from tests.gpu.runs import BILLION
 
 GIB = 2**30
 H100 = json.loads((Path(__file__).parent / "measured/h100-80gb.json").read_text())
+H200 = json.loads((Path(__file__).parent / "measured/h200-141gb.json").read_text())
 CHOICES = {
     "precision": Precision,
     "zero_stage": ZeroStage,

@@ -48,7 +48,7 @@ class Size:
 
 SIZES = {
     "full": Size(
-        hidden=768, layers=12, vocabulary=32000, tokens=4096, batch=64, lie="20MiB",
+        hidden=768, layers=12, vocabulary=32000, tokens=4096, batch=96, lie="20MiB",
         words="--per_device_train_batch_size 12288 --samples 12288 --block_size 512", mib=4096,
     ),
     "tiny": Size(
