@@ -49,9 +49,9 @@ BEHIND_A_SEAM = {  # folder of ours -> the files outside it that may import it: 
 PURE = ("specs", "memory", "planning", "scheduling")
 # A list of what is allowed, since nobody can list all that reads a clock, a file or the environment.
 PURE_STANDARD_LIBRARY = {
-    "__future__", "abc", "bisect", "collections", "dataclasses", "decimal", "difflib", "enum", "fractions", "functools",
-    "graphlib", "hashlib", "heapq", "itertools", "json", "math", "operator", "re", "shlex", "statistics", "string",
-    "textwrap", "types", "typing",
+    "__future__", "abc", "bisect", "collections", "contextlib", "dataclasses", "decimal", "difflib", "enum",
+    "fractions", "functools", "graphlib", "hashlib", "heapq", "itertools", "json", "math", "operator", "re", "shlex",
+    "statistics", "string", "textwrap", "types", "typing",
 }  # fmt: skip
 IMPURE_CALLS = {"open", "print", "input", "exec", "eval", "compile", "__import__", "breakpoint"}
 MUTABLE_TYPES = {"list", "dict", "set", "defaultdict", "Counter", "deque", "OrderedDict", "bytearray", "ChainMap"}
@@ -94,7 +94,7 @@ EXCEPTIONS = {  # file -> modules that it alone may import
     "orchestrator/specs/clock.py": {"datetime", "zoneinfo"},  # calendars; what time it is it never asks
     "orchestrator/specs/parse.py": {"yaml"},  # text to nouns; it reads no file
     "orchestrator/specs/written.py": {"yaml"},  # plain data to text
-    "orchestrator/scheduling/failures/classify.py": {"signal"},  # names of signals
+    "orchestrator/scheduling/failures/exit_codes.py": {"signal"},  # names of signals
 }
 
 
@@ -407,7 +407,7 @@ ALLOWED = {
     "a constant": ("specs/new.py", "X = {1: 2}\n__all__ = ['X']\ny = (1, 2)\ndef f():\n    z = []\n    z.append(X[1])"),
     "a cache of one call": ("memory/new.py", "def f():\n    @cache\n    def g(x): return x"),
     "a bounded cache": ("memory/new.py", "@lru_cache(maxsize=64)\ndef f(x): return x"),
-    "an exception": ("scheduling/failures/classify.py", "import signal"),
+    "an exception": ("scheduling/failures/exit_codes.py", "import signal"),
     "world": ("backends/new.py", "import time, os\nfrom orchestrator.scheduling.step import step"),
     "ray in its room": ("backends/ray/new.py", "import ray\nfrom orchestrator.backends.ray.nodes import RayNodes"),
     "mlflow in its room": ("backends/mlflow/new.py", "def f():\n    from mlflow import MlflowClient"),

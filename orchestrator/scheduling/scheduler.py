@@ -78,6 +78,8 @@ def _updated(index: SchedulerIndex, before: State, after: State, event: Event) -
     index.state = after
     if after.observations is not before.observations:
         index.observe(after)
+    if after.suspensions is not before.suspensions:
+        index.close(after)
     match event:
         case NodesSeen():
             index = index.update_nodes(after)

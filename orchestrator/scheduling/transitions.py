@@ -10,11 +10,13 @@ from orchestrator.scheduling.base.job_updates import archive_if_done, with_job
 from orchestrator.scheduling.base.pending import Pending
 from orchestrator.scheduling.failures.classify import classify
 from orchestrator.scheduling.failures.observation import observe, warnings
+from orchestrator.scheduling.failures.places import broken_places, clear, others_of, remember, suspects, suspend
+from orchestrator.scheduling.failures.verdict import judge
 from orchestrator.scheduling.options.probe import is_of_batch
 from orchestrator.scheduling.queue.dependencies import with_pending_dependencies
 from orchestrator.scheduling.queue.fair_share import charged
 from orchestrator.specs.actions import Action, Record, Stop
-from orchestrator.specs.attempt import Attempt, AttemptStatus, Evidence, Failure, FailureKind
+from orchestrator.specs.attempt import Attempt, AttemptStatus, Evidence, Failure, FailureKind, Verdict
 from orchestrator.specs.events import (
     CancelRequested,
     DrainRequested,
@@ -132,15 +134,36 @@ def _finished(state: State, event: Finished) -> tuple[State, tuple[Action, ...]]
     if job is None or attempt is None or attempt.status is AttemptStatus.ENDED:
         return state, ()
     capacity_bytes = _capacity_bytes(state, attempt)
+    attempt = replace(attempt, status=AttemptStatus.ENDED, ended_at_s=event.at_s, evidence=event.evidence)
     failure = classify(job, attempt, event.evidence, capacity_bytes)
-    attempt = replace(
-        attempt, status=AttemptStatus.ENDED, ended_at_s=event.at_s, evidence=event.evidence, failure=failure
-    )
+    if failure is not None and failure.ending is not None and not job.cancelling:
+        failure = judge(job, attempt, failure, state.ends, state.nodes)
+    state = _with_places(state, job, attempt, failure)
+    attempt = replace(attempt, failure=failure)
     job = _with_attempt(job, attempt)
     job = _succeeded(job, attempt, event.evidence) if failure is None else _failed(job, attempt, failure, event.at_s)
     observed = observe(job, attempt, capacity_bytes)
     state = _with_observations(state, () if observed is None else (observed,))
     return with_job(state, job), (Record(job=job, attempt=attempt),)
+
+
+def _with_places(state: State, job: Job, attempt: Attempt, failure: Failure | None) -> State:
+    """The state that suspends the places which this end accuses, or trusts them again after a good one."""
+    assert attempt.ended_at_s is not None
+    at_s, placement = attempt.ended_at_s, attempt.placement
+    if failure is None:
+        trusted = clear(state.suspensions, placement)
+        return state if trusted == state.suspensions else replace(state, suspensions=trusted)
+    if failure.broken is not None:
+        places = broken_places(placement, failure)
+        return replace(state, suspensions=suspend(state.suspensions, places, failure.reason, at_s, state.nodes))
+    if failure.ending is None or failure.verdict is None:
+        return state
+    if failure.verdict.row == 1:
+        places = suspects(placement, others_of(state.ends, job, at_s), at_s, state.nodes)
+        reason = f"{job.id} and others ended there for no known reason"
+        state = replace(state, suspensions=suspend(state.suspensions, places, reason, at_s, state.nodes))
+    return replace(state, ends=remember(state.ends, job, attempt, failure.ending, at_s))
 
 
 def _succeeded(job: Job, attempt: Attempt, evidence: Evidence) -> Job:
@@ -158,25 +181,53 @@ def _failed(job: Job, attempt: Attempt, failure: Failure, at_s: float) -> Job:
         step = attempt.evidence.checkpoint_step if attempt.evidence else None
         saved = "" if step is None else f"; saved at step {step}"
         return replace(job, status=JobStatus.QUEUED, reason=f"{failure.reason}{saved}")
-    restart = failure.kind.restart
+    restart, verdict = failure.kind.restart, failure.verdict
     if restart is not None and restart.refutes_plan:
         job = replace(job, refuted=job.refuted | {attempt.plan})
     if attempt.probe and (restart is not None or failure.kind is FailureKind.PROBED or is_of_batch(attempt, failure)):
         return replace(job, status=JobStatus.QUEUED, reason=f"probed: {failure.reason}")
+    if verdict is not None:
+        return _judged(job, failure, verdict, at_s)
     if restart is None:
         return replace(job, status=JobStatus.FAILED, reason=f"{failure.kind}: {failure.reason}")
     if restart.refutes_plan and job.spec.degrade.keeps_plan:
         reason = f"{failure.kind}: {failure.reason} (degrade.allow is none: no other plan is tried)"
         return replace(job, status=JobStatus.FAILED, reason=reason)
-    endings = [one.failure.kind.restart for one in job.attempts if one.failure and not one.probe]
-    used = sum(one is not None and one.budget == restart.budget for one in endings)
-    allowed = getattr(job.spec.retries, restart.budget)
+    used, allowed = _used(job, restart.budget), getattr(job.spec.retries, restart.budget)
     if used > allowed:
-        reason = f"{failure.kind}: {failure.reason} (retries.{restart.budget} of {allowed} used up)"
-        return replace(job, status=JobStatus.FAILED, reason=reason)
+        return _used_up(job, failure, restart.budget)
     wait_s = 0.0 if restart.at_once else min(BACK_OFF_FIRST_S * 2 ** (used - 1), BACK_OFF_MAX_S)
+    return _restarted(job, failure, at_s + wait_s)
+
+
+def _judged(job: Job, failure: Failure, verdict: Verdict, at_s: float) -> Job:
+    """The job after an end that nothing explains."""
+    if verdict.wait_s is None:
+        return replace(job, status=JobStatus.FAILED, reason=f"{failure.kind}: {failure.reason}")
+    if verdict.budget and _used(job, verdict.budget) > getattr(job.spec.retries, verdict.budget):
+        return _used_up(job, failure, verdict.budget)
+    return _restarted(job, failure, at_s + verdict.wait_s)
+
+
+def _used(job: Job, budget: str) -> int:
+    """How many failures of the job have used that budget, the last one included."""
+    failures = [attempt.failure for attempt in job.attempts if attempt.failure and not attempt.probe]
+    budgets = (
+        failure.verdict.budget if failure.verdict else failure.kind.restart.budget if failure.kind.restart else ""
+        for failure in failures
+    )
+    return sum(used == budget for used in budgets)
+
+
+def _used_up(job: Job, failure: Failure, budget: str) -> Job:
+    allowed = getattr(job.spec.retries, budget)
+    reason = f"{failure.kind}: {failure.reason} (retries.{budget} of {allowed} used up)"
+    return replace(job, status=JobStatus.FAILED, reason=reason)
+
+
+def _restarted(job: Job, failure: Failure, not_before_s: float) -> Job:
     reason = f"restarts after {failure.kind}: {failure.reason}"
-    return replace(job, status=JobStatus.QUEUED, not_before_s=at_s + wait_s, reason=reason)
+    return replace(job, status=JobStatus.QUEUED, not_before_s=not_before_s, reason=reason)
 
 
 # access

@@ -50,14 +50,16 @@ class FailureKind(StrEnum):
     HOST_OOM = "host_oom", Restart(budget="oom", refutes_plan=True, at_once=True)
     # Other processes took the device's memory; the plan is not to blame.
     MEMORY_CONTENTION = "memory_contention", Restart(budget="node")
-    NODE_LOST = "node_lost", Restart(budget="node")  # node or launcher gone; the plan is not to blame
+    NODE_LOST = "node_lost", Restart(budget="node")  # node, device or launcher gone; the plan is not to blame
     PREEMPTED = "preempted", Restart(budget="preemption", at_once=True)  # the ranks were asked to end from outside
     MOVED = "moved"  # the scheduler asked them to end: the job goes on elsewhere or later, at no cost to a budget
     HUNG = "hung", Restart(budget="hang")  # no progress within the job's limits
-    STARTUP = "startup", Restart(budget="startup")  # it could not be launched
+    STARTUP = "startup", Restart(budget="startup")  # it could not be launched, or made no step and need not be wrong
+    # Nothing explains the end, and it had trained: `scheduling/failures/verdict.py` says how the job goes on.
+    UNKNOWN = "unknown", Restart(budget="unknown")
     GUARD_ABSENT = "guard_absent"  # it ran past the cap of its virtual device; what it needs is unknown
     DISK_FULL = "disk_full"  # no space for checkpoints or logs
-    USER_ERROR = "user_error"  # the program itself is wrong, or nothing else explains the end
+    USER_ERROR = "user_error"  # the program itself is wrong
     CANCELLED = "cancelled"  # the user asked for the end
     PROBED = "probed"  # the attempt was ended after it had measured what its plan needs
 
@@ -73,6 +75,10 @@ class Cause(StrEnum):
     HOST_OOM = "host_oom"
     HOST_OOM_SUSPECT = "host_oom_suspect"  # only if a kernel counter rose
     DISK_FULL = "disk_full"
+    HARDWARE = "hardware"  # a device, its link or its driver is broken, lost or busy
+    PREEMPTED = "preempted"  # a launcher or a batch system names a signal, a time limit or a preemption
+    NODE_LOST = "node_lost"  # another node or a batch system's own part is gone
+    PROGRAM = "user_error"  # an error that no other place and no later time would spare
     SECONDARY = "secondary"  # a survivor's complaint: look at the other ranks
 
 
@@ -88,6 +94,34 @@ class Phase(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """How an attempt ended that nothing explains: what another end of the same cause would look like."""
+
+    signature: str  # `KeyError in train.py:step, forward`, or `exit code 3, startup`
+    step: int | None  # optimizer steps completed before it; None: the program counts none
+    elapsed_s: float  # since its launch
+    is_own: bool  # the program's own: a mistake in its code or its arguments
+    may_pass: bool  # what the operating system or a network refused: the same may succeed later
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """How a job goes on after an end that nothing explains."""
+
+    row: int  # of the table in docs/reference/failures-and-retries.md
+    wait_s: float | None  # before the next attempt; None: there is none
+    budget: str = ""  # the field of the job's `retries` that it uses up; "": none
+    elsewhere: bool = False  # the next attempt waits for other devices, as long as others could hold the job
+
+
+class Extent(StrEnum):
+    """How much of a place a failure of hardware concerns."""
+
+    DEVICE = "device"
+    NODE = "node"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
     """What the evidence means, in a sentence, with the lines that show it."""
 
@@ -96,6 +130,9 @@ class Failure:
     rank: int | None = None
     phase: Phase | None = None  # None where nothing tells
     excerpt: str = ""
+    ending: Ending | None = None  # None where something explains the end
+    verdict: Verdict | None = None  # of such an end
+    broken: Extent | None = None  # what the hardware or its driver named as broken
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

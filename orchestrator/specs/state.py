@@ -11,6 +11,7 @@ from orchestrator.specs.cluster import Node
 from orchestrator.specs.jobs import Jobs
 from orchestrator.specs.observation import Observation
 from orchestrator.specs.policy import UNSHARED, PolicySpec
+from orchestrator.specs.suspension import Suspension, UnexplainedEnd
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +62,8 @@ class State:
     drained: tuple[str, ...] = ()  # nodes that take nothing new, in the order of their names
     policy: PolicySpec = UNSHARED
     usage: tuple[Usage, ...] = ()  # of each user, by name
+    ends: tuple[UnexplainedEnd, ...] = ()  # of the last day, oldest first
+    suspensions: tuple[Suspension, ...] = ()  # those that are over, too: until something trains there
     at_s: float = 0.0
 
     def __post_init__(self) -> None:

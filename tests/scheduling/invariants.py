@@ -105,6 +105,8 @@ def _world(state: State, processes: Mapping[str, Process]) -> Iterator[str]:
             believed = attempt.failure.kind if attempt.failure else None
             if believed is FailureKind.MOVED and attempt.moved_for:
                 believed = FailureKind.CANCELLED  # the world knows no reasons
+            if believed is FailureKind.UNKNOWN and process.ending is FailureKind.USER_ERROR:
+                believed = FailureKind.USER_ERROR  # a mistake within training is one when it comes back
             if believed is not process.ending:
                 yield f"{attempt.name} ended by {process.ending or 'success'} but is taken for {believed or 'success'}"
     if processes:

@@ -8,7 +8,7 @@ from orchestrator.memory.calibration.correction import corrected_bytes
 from orchestrator.scheduling.options.job_options import learned
 from orchestrator.scheduling.scheduler import Scheduler
 from orchestrator.specs.actions import Archive, Launch, Record, Stop
-from orchestrator.specs.attempt import Attempt, AttemptStatus, FailureKind
+from orchestrator.specs.attempt import Attempt, AttemptStatus, Failure, FailureKind
 from orchestrator.specs.events import CancelRequested, TimerFired
 from orchestrator.specs.job_record import Job, JobStatus
 from tests.scheduling.transition import Law, Transition, attempts, devices, of
@@ -22,6 +22,7 @@ BUDGET_OF = {
     FailureKind.PREEMPTED: "preemption",
     FailureKind.HUNG: "hang",
     FailureKind.STARTUP: "startup",
+    FailureKind.UNKNOWN: "unknown",
 }
 
 
@@ -177,11 +178,17 @@ def _budgets_are_used(t: Transition) -> Iterator[str]:
     for job in t.after.jobs.values():
         before = t.before.jobs.get(job.id)
         if before and before.status is JobStatus.RUNNING and job.status is JobStatus.FAILED:
-            kinds = [attempt.failure.kind for attempt in job.attempts if attempt.failure and not attempt.probe]
-            budget = BUDGET_OF.get(kinds[-1]) if kinds else None
-            used = sum(BUDGET_OF.get(kind) == budget for kind in kinds)
+            failures = [attempt.failure for attempt in job.attempts if attempt.failure and not attempt.probe]
+            if not failures or (failures[-1].verdict and failures[-1].verdict.wait_s is None):
+                continue
+            budget = _budget_of(failures[-1])
+            used = sum(_budget_of(failure) == budget for failure in failures)
             if budget and used <= getattr(job.spec.retries, budget):
-                yield f"{job.id} was given up after {kinds[-1]} with retries.{budget} left"
+                yield f"{job.id} was given up after {failures[-1].kind} with retries.{budget} left"
+
+
+def _budget_of(failure: Failure) -> str | None:
+    return BUDGET_OF.get(failure.kind) if failure.verdict is None else failure.verdict.budget
 
 
 def _archived_for_good(t: Transition) -> Iterator[str]:

@@ -24,6 +24,7 @@ OOM = OomReport(
 )
 CAUGHT = replace(OOM, rank=0, step=5, steps_done=5)
 BUG = ErrorReport(rank=0, step=2, phase="forward", type="KeyError", traceback="Traceback ...\nKeyError: 'labels'")
+EARLY_BUG = replace(BUG, step=0)
 UNSEEN = ("'python -I inner.py', process 7, loaded PyTorch without the guard",)
 BEAT = Heartbeat(rank=0, step=5, steps_done=5, step_s=0.1, peak_bytes=250 * MIB, phase="forward", at_s=1.0)
 GLOO = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:43189"
@@ -46,7 +47,7 @@ ROWS: list[tuple[str, FailureKind | None, Evidence]] = [
     (
         "a bug, past its virtual device",
         FailureKind.USER_ERROR,
-        Evidence(ranks=ends(1), unwatched=UNSEEN, virtual=True),
+        Evidence(ranks=ends(2), unwatched=UNSEEN, virtual=True),
     ),
     ("every rank exits 0", None, Evidence(ranks=ends(0, 0))),
     (
@@ -66,7 +67,7 @@ ROWS: list[tuple[str, FailureKind | None, Evidence]] = [
     ),
     (
         "a bug long after a caught error",
-        FailureKind.USER_ERROR,
+        FailureKind.UNKNOWN,
         Evidence(ranks=ends(1), caught=(CAUGHT,), errors=(BUG,), heartbeats=(replace(BEAT, steps_done=90),)),
     ),
     (
@@ -93,9 +94,13 @@ ROWS: list[tuple[str, FailureKind | None, Evidence]] = [
     ("node lost after success of the rest", FailureKind.NODE_LOST, Evidence(ranks=ends(0), nodes_lost=("n1",))),
     ("hung", FailureKind.HUNG, Evidence(ranks=ends(-9, -9), hung_for_s=600.0)),
     ("nothing known", FailureKind.NODE_LOST, Evidence()),
-    ("a bug", FailureKind.USER_ERROR, Evidence(ranks=ends(1, -9), errors=(BUG,), first_ended_rank=0)),
-    ("a bug without report", FailureKind.USER_ERROR, Evidence(ranks=ends(1, -9), first_ended_rank=0)),
-    ("a bug, order unknown", FailureKind.USER_ERROR, Evidence(ranks=ends(-15, 1))),
+    ("a bug within training", FailureKind.UNKNOWN, Evidence(ranks=ends(1, -9), errors=(BUG,), first_ended_rank=0)),
+    ("a bug", FailureKind.USER_ERROR, Evidence(ranks=ends(1, -9), errors=(EARLY_BUG,), first_ended_rank=0)),
+    ("a bare exit code", FailureKind.STARTUP, Evidence(ranks=ends(1, -9), first_ended_rank=0)),
+    ("a bare exit code, order unknown", FailureKind.STARTUP, Evidence(ranks=ends(-15, 1))),
+    ("wrong arguments", FailureKind.USER_ERROR, Evidence(ranks=ends(2))),
+    ("a shell tells a signal from outside", FailureKind.PREEMPTED, Evidence(ranks=ends(143))),
+    ("a shell tells that the kernel killed", FailureKind.HOST_OOM, Evidence(ranks=ends(137), host_oom_kills=1)),
     (
         "a bug beside a survivor's complaint that came first",
         FailureKind.USER_ERROR,
@@ -124,7 +129,7 @@ ROWS: list[tuple[str, FailureKind | None, Evidence]] = [
     ("killed by a person", FailureKind.PREEMPTED, Evidence(ranks=ends(-9, -9), first_ended_rank=0)),
     ("asked to end", FailureKind.PREEMPTED, Evidence(ranks=ends(-15, -15))),
     ("fenced", FailureKind.PREEMPTED, Evidence(ranks=ends(STALE_EXIT_CODE))),
-    ("crashed", FailureKind.USER_ERROR, Evidence(ranks=ends(-signal.SIGSEGV, -9), first_ended_rank=0)),
+    ("crashed", FailureKind.STARTUP, Evidence(ranks=ends(-signal.SIGSEGV, -9), first_ended_rank=0)),
     ("shared memory", FailureKind.HOST_OOM, Evidence(ranks=ends(-signal.SIGBUS))),
     (
         "disk full",
@@ -165,7 +170,7 @@ def test_a_launchers_worker_shows_its_own_traceback_the_first_to_fail_first() ->
     complaint = replace(BUG, type="RuntimeError", traceback=GLOO)
     failure = classify(job(), attempt(), Evidence(ranks=(launcher,), errors=(complaint, later, replace(BUG, rank=3))))
     assert failure is not None
-    assert (failure.kind, failure.rank, failure.excerpt) == (FailureKind.USER_ERROR, 3, BUG.traceback)
+    assert (failure.kind, failure.rank, failure.excerpt) == (FailureKind.UNKNOWN, 3, BUG.traceback)
 
 
 def test_a_rank_that_ended_by_itself_answers_for_itself() -> None:

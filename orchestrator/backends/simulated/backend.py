@@ -180,8 +180,9 @@ class SimulatedBackend:
             return FailureKind.STARTUP, first_step
         if process.peak_bytes > process.capacity_bytes:
             return FailureKind.DEVICE_OOM, min(first_step + fate.randrange(OOM_WITHIN_STEPS), last_step)
-        if self._chance(FailureKind.USER_ERROR) > self._stream("user error", process.job.id).random():
-            return FailureKind.USER_ERROR, step
+        bug = self._stream("user error", process.job.id)
+        if self._chance(FailureKind.USER_ERROR) > bug.random():  # at the same step in every attempt
+            return FailureKind.USER_ERROR, max(first_step, bug.randint(0, max(0, process.last_step - 1)))
         for kind in FailureKind:
             if kind not in (FailureKind.STARTUP, FailureKind.USER_ERROR) and self._chance(kind) > fate.random():
                 return kind, step

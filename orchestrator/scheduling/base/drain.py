@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from math import inf
 
 from orchestrator.scheduling.base.migration import MOVE_GRACE_S
@@ -10,28 +9,46 @@ from orchestrator.specs.cluster import Node, Window
 from orchestrator.specs.events import DrainRequested
 from orchestrator.specs.replace import replace
 from orchestrator.specs.state import State
+from orchestrator.specs.suspension import Suspension
 
 ALWAYS: tuple[Window, ...] = ((-inf, inf),)
 
 
 def drain_requested(state: State, event: DrainRequested) -> State:
-    """The state in which the node takes nothing new, or again what comes."""
+    """The state in which the node takes nothing new, or again what comes: then no suspension of it is left either."""
     others = set(state.drained) - {event.node}
-    return replace(state, drained=tuple(sorted(others if event.undo else {*others, event.node})))
+    if not event.undo:
+        return replace(state, drained=tuple(sorted({*others, event.node})))
+    trusted = tuple(entry for entry in state.suspensions if entry.node != event.node)
+    ends = tuple(end for end in state.ends if all(part.node != event.node for part in end.placement))
+    return replace(state, drained=tuple(sorted(others)), suspensions=trusted, ends=ends)
 
 
 def closures(state: State) -> dict[str, tuple[Window, ...]]:
-    """When nothing may run on each live node, from now on, first things first; without nodes that are always open.
+    """When nothing may start on each live node, from now on, first things first; without nodes that are always open.
 
-    What is closed already is so since ever.
+    What is closed already is so since ever. A suspended node is closed until its suspension ends.
     """
     closed = {}
+    suspended = {entry.node: entry.until_s for entry in suspensions(state) if entry.device is None}
     for node in state.nodes:
         ahead = ((start_s, end_s) for start_s, end_s in _windows(node) if end_s > state.at_s)
         windows = tuple((-inf if start_s <= state.at_s else start_s, end_s) for start_s, end_s in ahead)
+        if node.name in suspended:
+            windows = ((-inf, suspended[node.name]), *windows)
         if node.name in state.drained or windows:
             closed[node.name] = ALWAYS if node.name in state.drained else windows
     return closed
+
+
+def suspended_devices(state: State) -> dict[tuple[str, int], float]:
+    """Until when nothing may start on each suspended device, by node and index."""
+    return {(entry.node, entry.device): entry.until_s for entry in suspensions(state) if entry.device is not None}
+
+
+def suspensions(state: State) -> list[Suspension]:
+    """Those that are not over."""
+    return [entry for entry in state.suspensions if entry.until_s > state.at_s]
 
 
 def maintained(state: State) -> frozenset[str]:
@@ -41,9 +58,10 @@ def maintained(state: State) -> frozenset[str]:
     )
 
 
-def next_change_s(nodes: Iterable[Node], at_s: float) -> float:
-    """When the next node closes for a maintenance, or opens after one."""
-    return min((s for node in nodes for window in _windows(node) for s in window if s > at_s), default=inf)
+def next_change_s(state: State) -> float:
+    """When the next node closes for a maintenance, or a node or device opens after one or after a suspension."""
+    times_s = [time_s for node in state.nodes for window in _windows(node) for time_s in window]
+    return min((s for s in (*times_s, *(entry.until_s for entry in state.suspensions)) if s > state.at_s), default=inf)
 
 
 def _windows(node: Node) -> tuple[Window, ...]:

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
-import signal
-
+from orchestrator.scheduling.failures.endings import ending_of, read_exceptions
+from orchestrator.scheduling.failures.exit_codes import (
+    ENDED_BY_US,
+    FROM_OUTSIDE,
+    KILLED,
+    SHARED_MEMORY_LOST,
+    exit_signal,
+    signal_name,
+)
 from orchestrator.scheduling.failures.out_of_memory import caught_in_words, oom_needed_bytes, refuting
 from orchestrator.scheduling.failures.phases import GUARD_PHASES
 from orchestrator.scheduling.failures.signatures import SUSPECTS, last_traceback, read_log
@@ -11,7 +18,9 @@ from orchestrator.specs.attempt import (
     PROBE_STEPS,
     Attempt,
     Cause,
+    ErrorReport,
     Evidence,
+    Extent,
     Failure,
     FailureKind,
     Finding,
@@ -25,12 +34,12 @@ from orchestrator.specs.run import STALE_EXIT_CODE
 from orchestrator.specs.units import format_bytes, format_seconds
 
 EXCERPT_CHARACTERS_MAX = 4000
+MESSAGE_CHARACTERS_MAX = 200  # of an exception that stands in a reason
 UNTOLD = (FailureKind.HOST_OOM, FailureKind.HUNG, FailureKind.PROBED)  # what a process past its cap may look like
 HOW_TO_BE_WATCHED = (
     "its children need PYTHONPATH and ORC_GUARD as the program found them, an interpreter of Python 3.10 or newer, "
     "and none of its flags -I, -E and -S"
 )
-FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 NEARLY_FULL = 0.9  # a cuDNN or cuBLAS failure below this share of the device is a driver or shape error
 
 
@@ -163,16 +172,16 @@ def _from_ranks(attempt: Attempt, evidence: Evidence, command: tuple[str, ...], 
         finding = next(iter(_findings(_in_own_words(evidence, end), command)), None)
         failure = (
             _from_finding(attempt, evidence, end, finding, capacity_bytes)
-            or _from_report(evidence, end)
+            or _from_report(attempt, evidence, end, command)
             or _from_signal(evidence, end)
         )
         if failure:
             return failure
         if end.exit_code and (finding is None or finding.cause is not Cause.SECONDARY):
-            return _user_error(evidence, end)
+            return _unexplained(attempt, evidence, end, None, command)
     if all(end.exit_code for end in suspects):
         return Failure(kind=FailureKind.NODE_LOST, reason="its ranks only complain about each other")
-    return _user_error(evidence, suspects[0])
+    return _unexplained(attempt, evidence, suspects[0], None, command)
 
 
 def _findings(end: RankEnd, command: tuple[str, ...]) -> tuple[Finding, ...]:
@@ -186,8 +195,8 @@ def _in_own_words(evidence: Evidence, end: RankEnd) -> RankEnd:
     return end if report is None or end.findings else replace(end, log_tail=report.traceback)
 
 
-def _from_report(evidence: Evidence, end: RankEnd) -> Failure | None:
-    """A Python exception that the guard reported, of the program's own unless its text names survivors' complaints.
+def _from_report(attempt: Attempt, evidence: Evidence, end: RankEnd, command: tuple[str, ...]) -> Failure | None:
+    """Return the failure of a Python exception that the guard reported; None where it is a survivor's complaint.
 
     Of this rank, or of those that it started as their launcher: the one that it saw fail first comes first.
     """
@@ -195,13 +204,7 @@ def _from_report(evidence: Evidence, end: RankEnd) -> Failure | None:
     reports = [report for report in evidence.errors if report.rank not in others]
     for report in sorted(reports, key=lambda report: (report.rank != end.root_rank, report.rank != end.rank)):
         if not read_log(report.traceback):
-            return Failure(
-                kind=FailureKind.USER_ERROR,
-                rank=report.rank,
-                phase=GUARD_PHASES.get(report.phase),
-                reason=f"{report.type} in {report.phase} after step {report.step}",
-                excerpt=_tail(report.traceback),
-            )
+            return _unexplained(attempt, evidence, end, report, command)
     return None
 
 
@@ -219,6 +222,7 @@ def _from_finding(
         phase=finding.phase,
         reason=finding.line,
         excerpt=_tail(finding.excerpt),
+        broken=Extent.DEVICE if finding.cause is Cause.HARDWARE else None,
     )
 
 
@@ -234,6 +238,7 @@ def _kind(
         Cause.DEVICE_OOM: FailureKind.DEVICE_OOM,
         Cause.DEVICE_OOM_SUSPECT: FailureKind.DEVICE_OOM if nearly_full else FailureKind.USER_ERROR,
         Cause.SHARED_MEMORY: FailureKind.HOST_OOM,
+        Cause.HARDWARE: FailureKind.NODE_LOST,
         Cause.HOST_OOM_SUSPECT: FailureKind.HOST_OOM if evidence.host_oom_kills else FailureKind.PREEMPTED,
         Cause.SECONDARY: None,
     }
@@ -246,31 +251,59 @@ def _waited_in_vain(end: RankEnd) -> bool:
 
 
 def _from_signal(evidence: Evidence, end: RankEnd) -> Failure | None:
-    """What the signal says that ended the process, or the first rank that its launcher saw fail."""
+    """Return what the signal says that ended the process, or the first rank that its launcher saw fail.
+
+    A crash by another signal says nothing of its cause.
+    """
     rank, code = end.rank, end.exit_code
     if code == 1 and end.root_rank is not None and end.root_exit_code is not None:
         rank, code = end.root_rank, end.root_exit_code
-    if code is None or code >= 0:
+    number = exit_signal(code)
+    if number is None:
         return None
-    name = signal.Signals(-code).name if -code in signal.valid_signals() else f"signal {-code}"
-    if code == -signal.SIGKILL and evidence.host_oom_kills:
+    name = signal_name(number)
+    if number == KILLED and evidence.host_oom_kills:
         kind, reason = FailureKind.HOST_OOM, f"rank {rank} was killed by the kernel for memory"
-    elif -code in FROM_OUTSIDE:
+    elif number in FROM_OUTSIDE:
         kind, reason = FailureKind.PREEMPTED, f"rank {rank} was ended from outside by {name}"
-    elif code == -signal.SIGBUS:
+    elif number == SHARED_MEMORY_LOST:
         kind, reason = FailureKind.HOST_OOM, f"rank {rank} ended by SIGBUS: shared memory"
     else:
-        kind, reason = FailureKind.USER_ERROR, f"rank {rank} crashed by {name}"
+        return None
     return Failure(kind=kind, rank=rank, reason=reason, excerpt=_tail(end.log_tail))
 
 
-def _user_error(evidence: Evidence, end: RankEnd) -> Failure:
-    if end.exit_code == 0 and evidence.missing_artifacts:
+def _unexplained(
+    attempt: Attempt, evidence: Evidence, end: RankEnd, report: ErrorReport | None, command: tuple[str, ...]
+) -> Failure:
+    """Return the failure of an end that nothing explains: its exception or exit code, and what it looked like."""
+    if report is None and end.exit_code == 1 and end.root_rank is not None and end.root_exit_code is not None:
+        end = replace(end, rank=end.root_rank, exit_code=end.root_exit_code)
+    ending = ending_of(attempt, evidence, end, report, command)
+    excerpt = last_traceback(end.log_tail) if report is None else report.traceback
+    raised = read_exceptions(excerpt)
+    if end.exit_code == 0 and evidence.missing_artifacts and report is None:
         reason = f"exited 0 without leaving {', '.join(evidence.missing_artifacts)}"
+    elif raised or report is not None:
+        message = f"{raised[-1].type}: {raised[-1].message}" if raised else report.type if report else ""
+        reason = f"rank {end.rank if report is None else report.rank} raised {message[:MESSAGE_CHARACTERS_MAX]}"
+        reason += "" if report is None else f" in {report.phase} after step {report.step}"
     else:
-        reason = f"rank {end.rank} exited with code {end.exit_code}"
-    excerpt = last_traceback(end.log_tail)
-    return Failure(kind=FailureKind.USER_ERROR, rank=end.rank, reason=reason, excerpt=_tail(excerpt))
+        number = exit_signal(end.exit_code)
+        how = f"exited with code {end.exit_code}" if number is None else f"crashed by {signal_name(number)}"
+        reason = f"rank {end.rank} {how}"
+    if ending.step is not None:
+        kind = FailureKind.UNKNOWN
+    else:
+        kind = FailureKind.USER_ERROR if ending.is_own else FailureKind.STARTUP
+    return Failure(
+        kind=kind,
+        rank=end.rank if report is None else report.rank,
+        phase=None if report is None else GUARD_PHASES.get(report.phase),
+        reason=reason,
+        excerpt=_tail(excerpt),
+        ending=ending,
+    )
 
 
 def _suspects(evidence: Evidence) -> list[RankEnd]:
@@ -284,8 +317,8 @@ def _suspects(evidence: Evidence) -> list[RankEnd]:
         return (
             end.rank != evidence.first_ended_rank,
             end.exit_code == 0,
-            end.exit_code in (-signal.SIGTERM, -signal.SIGKILL),
-            evidence.host_oom_kills > 0 and end.exit_code != -signal.SIGKILL,
+            end.exit_code in ENDED_BY_US,
+            evidence.host_oom_kills > 0 and end.exit_code != -KILLED,
             end.rank,
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import inf
 from operator import attrgetter
 from typing import NamedTuple
@@ -13,6 +14,7 @@ from orchestrator.planning.frontier import Candidate, fit_probability, needed_by
 from orchestrator.scheduling.base.node_groups import groups_of
 from orchestrator.scheduling.base.pending import Pending
 from orchestrator.scheduling.base.start_windows import hours_of, why_closed
+from orchestrator.scheduling.failures.places import Device, avoided, is_sent_elsewhere, names_of
 from orchestrator.scheduling.options.job_options import (
     Infeasible,
     JobOptions,
@@ -122,8 +124,50 @@ def decide(
     """What the job shall do now to end by `by_s`; None: wait as before, or it cannot.
 
     Of all numbers of devices, up to `devices_max`, the one that is best by its end and its price, now or when so many
-    come free.
+    come free. Devices on which the job ended for no known reason come last, and where its verdict says "elsewhere" not
+    at all, as long as others could hold it.
     """
+    decided = partial(
+        _decide, state, index, waiting, price, may_reserve=may_reserve, by_s=by_s, devices_max=devices_max
+    )
+    places = avoided(waiting.job, state.nodes, state.at_s)
+    for devices in places:
+        with index.without(devices):
+            outcome = decided()
+            if isinstance(outcome, StartDecision):
+                return outcome
+            if devices is places[-1] and is_sent_elsewhere(waiting.job) and _comes_free(index, waiting, price):
+                return _elsewhere(outcome, devices)
+    return decided()
+
+
+def _elsewhere(outcome: Wait | Infeasible | None, devices: set[Device]) -> Wait | Infeasible | None:
+    if not isinstance(outcome, Wait):
+        return None
+    return outcome._replace(reason=f"{outcome.reason} but {names_of(devices)}, where it ended for no known reason")
+
+
+def _comes_free(index: SchedulerIndex, waiting: Waiting, price: float) -> bool:
+    """Whether any option of the job can ever start."""
+    offers = _offers(index, index.options.options_of(waiting), price, waiting.job.spec)
+    at_s = index.state.at_s
+    entries = [(offer.pool, offer.entry) for offer in offers]
+    return any(
+        pool.earliest(entry.shape, at_s, entry.seconds, entry.least_bytes) is not None for pool, entry in entries
+    )
+
+
+def _decide(
+    state: State,
+    index: SchedulerIndex,
+    waiting: Waiting,
+    price: float,
+    *,
+    may_reserve: bool,
+    by_s: float,
+    devices_max: int | None,
+) -> StartDecision | Wait | Infeasible | None:
+    """What the job shall do on the devices that are not hidden from it."""
     menus = index.options.options_of(waiting)
     offers = _offers(index, menus, price, waiting.job.spec, devices_max)
     if not offers and devices_max is not None:

@@ -8,17 +8,18 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from heapq import heappop, heappush
 from itertools import takewhile
 from math import inf
 
-from orchestrator.scheduling.base.drain import closures, maintained, next_change_s
+from orchestrator.scheduling.base.drain import closures, maintained, next_change_s, suspended_devices
 from orchestrator.scheduling.base.migration import held_placement_of, is_elastic, may_grow
 from orchestrator.scheduling.base.node_groups import Group, groups_of
 from orchestrator.scheduling.base.start_windows import opening_s
 from orchestrator.scheduling.base.tuning import tuned_for
 from orchestrator.scheduling.options.job_options import attempt_seconds
-from orchestrator.scheduling.placement.availability import AvailabilityProfile
+from orchestrator.scheduling.placement.availability import IDLE, AvailabilityProfile
 from orchestrator.scheduling.queue.demand import devices_wanted
 from orchestrator.scheduling.queue.fair_share import Place, fair_tree, nobodys, used_s
 from orchestrator.scheduling.queue.policy import QueuePolicy
@@ -65,6 +66,7 @@ class SchedulerIndex:
         self._tree: tuple[object, Callable[[str], Place]] = (None, nobodys)  # of when and what usage, and whose turn
         self._claiming: dict[str, Job] = {}  # those that devices are kept for while they move
         self.closed: dict[str, tuple[Window, ...]] = {}  # by node
+        self._suspended: dict[tuple[str, int], float] = {}  # until when, by node and device
         self.close(state)
         for job in state.jobs.values():
             self.update_job(None, job)
@@ -133,9 +135,10 @@ class SchedulerIndex:
         return self
 
     def close(self, state: State) -> None:
-        """Some nodes may be closed by now, and others open again."""
+        """Some nodes and devices may be closed by now, and others open again."""
         self.maintained = maintained(state)
-        self._next_change_s = next_change_s(state.nodes, state.at_s)
+        self._next_change_s = next_change_s(state)
+        self._suspend(suspended_devices(state))
         closed = closures(state)
         if closed != self.closed:
             self.closed = closed
@@ -275,7 +278,37 @@ class SchedulerIndex:
             length_s = min(length_s, attempt.leaves_by_s - attempt.launched_at_s)
         return later_end_s(attempt.launched_at_s, length_s, self.state.at_s)
 
+    @contextmanager
+    def without(self, devices: Iterable[tuple[str, int]]) -> Iterator[None]:
+        """Within the block these devices never come free."""
+        hidden = [(pool, node, device) for node, device in devices if (pool := self._pool_of.get(node)) is not None]
+        until_s = [pool.held_until_by(node, (device,)) for pool, node, device in hidden]
+        for pool, node, device in hidden:
+            pool.occupy(node, (device,), inf)
+        try:
+            yield
+        finally:
+            for (pool, node, device), time_s in zip(hidden, until_s, strict=True):
+                pool.occupy(node, (device,), time_s)
+
     # how it is kept
+
+    def _suspend(self, until_s: dict[tuple[str, int], float]) -> None:
+        """Hold the devices that nothing may start on, and free those that are trusted again."""
+        if until_s == self._suspended:
+            return
+        busy = {
+            (part.node, device)
+            for job in self.running.values()
+            for attempt in _held(job).values()
+            for part in attempt.placement
+            for device in part.devices
+        }
+        for node, device in self._suspended.keys() | until_s.keys():
+            pool = self._pool_of.get(node)
+            if pool is not None and (node, device) not in busy:
+                pool.occupy(node, (device,), until_s.get((node, device), IDLE))
+        self._suspended, self.is_stale = until_s, True
 
     def _is_idle_before(self, reservation: Reservation, *, backfill: bool) -> bool:
         """Whether all of its devices are, or, asked closely, any."""
@@ -356,6 +389,8 @@ class SchedulerIndex:
             pool = self._pool_of.get(part.node)
             if pool is not None:
                 pool.vacate(part.node, part.devices)
+                for device in part.devices if self._suspended else ():
+                    pool.occupy(part.node, (device,), self._suspended.get((part.node, device), IDLE))
         self.is_stale = True
 
 

@@ -111,7 +111,7 @@ class Degrade(SpecModel):
 
 
 class Retries(SpecModel):
-    """Restarts per cause of failure, from 0 to 64. An error of the program itself has none."""
+    """Restarts per cause of failure, from 0 to 64. An error of the program has those of `on_error`."""
 
     oom: int = Field(
         default=8, ge=0, le=64, description="Restarts after out-of-memory failures of device or host.", examples=[4]
@@ -123,6 +123,26 @@ class Retries(SpecModel):
     hang: int = Field(default=1, ge=0, le=64, description="Restarts after hangs.", examples=[2])
     preemption: int = Field(
         default=16, ge=0, le=64, description="Restarts after signals from outside the service.", examples=[32]
+    )
+    unknown: int = Field(
+        default=2,
+        ge=0,
+        le=64,
+        description="Restarts after ends that nothing explains, once training steps were made.",
+        examples=[4],
+    )
+    on_error: int = Field(
+        default=0,
+        ge=0,
+        le=64,
+        description="Restarts after any error of the program, or those that `exit_codes` names.",
+        examples=[3],
+    )
+    exit_codes: tuple[Annotated[int, Field(ge=1, le=255)], ...] = Field(
+        default=(),
+        max_length=64,
+        description="Exit codes to which `on_error` is limited; empty: all.",
+        examples=[[75]],
     )
 
 

@@ -1,0 +1,160 @@
+"""How does a job go on after an end that nothing explains? The first row of a table that fits decides.
+
+`docs/reference/failures-and-retries.md` has the table. What the guard, the kernel, NVML or this service know comes
+before it: those failures never come here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from orchestrator.scheduling.failures.endings import same_point
+from orchestrator.scheduling.failures.places import (
+    RECENT_S,
+    devices_of,
+    names_of,
+    nodes_of,
+    others_of,
+    suspects,
+)
+from orchestrator.specs.attempt import Attempt, Ending, Failure, FailureKind, Verdict
+from orchestrator.specs.cluster import Node
+from orchestrator.specs.job_record import Job
+from orchestrator.specs.replace import replace
+from orchestrator.specs.suspension import UnexplainedEnd
+
+JOBS_OF_SERVICE, NODES_OF_SERVICE = 3, 2  # with earlier ending: an outside service fails
+SERVICE_FIRST_S, SERVICE_MAX_S, SERVICE_TOTAL_S = 60.0, 1800.0, 43_200.0
+TRAINED_FIRST_S, TRAINED_MAX_S = 30.0, 600.0  # waits after an end within the training
+PROGRAM_WAIT_S = 2.0  # where the exception blames the program, time changes nothing
+STARTUP_WAITS_S = (30.0, 120.0)
+REFUSED_WAITS_S = (60.0, 1200.0)  # a hub or a network that refused is most often back within 20 minutes
+ADVANCE_S = 600.0  # of training: an attempt that gains so much uses no budget
+REPEATED_SHARE, REPEATED_S = 0.25, 7200.0  # what may be trained again: so much of the job, or so long
+
+
+ON_ERROR = Verdict(row=4, wait_s=PROGRAM_WAIT_S)
+PROGRAM_ROWS = (5, 7, 10)  # they end the job, and blame its program
+
+
+def judge(
+    job: Job, attempt: Attempt, failure: Failure, ends: Sequence[UnexplainedEnd], nodes: Sequence[Node]
+) -> Failure:
+    """Return the failure with the verdict on its ending, and with the sentence that says why.
+
+    `ends` are the remembered ones of all jobs, `nodes` the live ones. Where no attempt follows, the program is to
+    blame, unless time or a budget ran out.
+    """
+    assert failure.ending is not None
+    assert attempt.ended_at_s is not None
+    others = others_of(ends, job, attempt.ended_at_s)
+    verdict, reason = _verdict(job, attempt, failure.ending, others, nodes)
+    kind = FailureKind.USER_ERROR if verdict.wait_s is None and verdict.row in PROGRAM_ROWS else failure.kind
+    return replace(failure, kind=kind, verdict=verdict, reason=f"{failure.reason}; {reason}")
+
+
+def _verdict(
+    job: Job, attempt: Attempt, ending: Ending, others: Sequence[UnexplainedEnd], nodes: Sequence[Node]
+) -> tuple[Verdict, str]:
+    """Return the first row that fits. Rows of earlier job come before those that need several jobs to agree."""
+    retries, before = job.spec.retries, _unexplained(job, attempt)
+    if _is_allowed(job, attempt) and len(_of_row(before, 4)) < retries.on_error:
+        return ON_ERROR, f"retries.on_error allows {retries.on_error} restarts"
+    if ending.is_own and ending.step is None:
+        return Verdict(row=10, wait_s=None), "the program's own error, before its first step"
+    last = before[-1] if before else None
+    if last is not None and last.failure is not None and last.failure.ending is not None and not ending.may_pass:
+        previous = last.failure.ending
+        if previous.signature == ending.signature and same_point(previous, ending):
+            return _repeated(attempt, last, ending, nodes)
+    if not ending.is_own:
+        if suspect := suspects(attempt.placement, others, attempt.ended_at_s or 0.0, nodes):
+            return Verdict(row=1, wait_s=0.0, budget="node", elsewhere=True), f"{names_of(suspect)} is suspect"
+        if _is_service(attempt, ending, others):
+            return _outside_service(attempt, before)
+    if ending.step is None:
+        return _before_training(ending, before)
+    return _within_training(job, attempt, ending, before)
+
+
+def _unexplained(job: Job, attempt: Attempt) -> list[Attempt]:
+    """Return the earlier attempts of the job that ended for no known reason."""
+    return [earlier for earlier in job.attempts[: attempt.number - 1] if earlier.failure and earlier.failure.ending]
+
+
+def _is_allowed(job: Job, attempt: Attempt) -> bool:
+    """Return whether `retries.exit_codes` names the exit code of the attempt, or no code at all."""
+    codes, evidence = job.spec.retries.exit_codes, attempt.evidence
+    return not codes or (evidence is not None and any(end.exit_code in codes for end in evidence.ranks))
+
+
+def _repeated(attempt: Attempt, last: Attempt, ending: Ending, nodes: Sequence[Node]) -> tuple[Verdict, str]:
+    """Rows 5 to 7: the same end at the same point as last time."""
+    point = "before its first step" if ending.step is None else f"after step {ending.step}"
+    devices = devices_of(attempt.placement)
+    if not devices & devices_of(last.placement):
+        places = f"on {names_of(devices_of(last.placement))} and on {names_of(devices)}"
+        return Verdict(row=5, wait_s=None), f"the program's own error: twice {point}, {places}"
+    others = sum(len(node.free_bytes) for node in nodes) - len(devices)
+    if others >= len(devices) and not _of_row([last], 6):
+        return Verdict(row=6, wait_s=0.0, budget="unknown", elsewhere=True), f"twice {point}: tried elsewhere"
+    return Verdict(row=7, wait_s=None), f"the program's own error: twice {point}, and no other device could tell"
+
+
+def _is_service(attempt: Attempt, ending: Ending, others: Sequence[UnexplainedEnd]) -> bool:
+    """Row 2: whether so many jobs ended alike on so many nodes within RECENT_S."""
+    assert attempt.ended_at_s is not None
+    alike = [
+        end for end in others if attempt.ended_at_s - end.at_s <= RECENT_S and end.ending.signature == ending.signature
+    ]
+    nodes = nodes_of(attempt.placement).union(*(nodes_of(end.placement) for end in alike))
+    return len({end.job for end in alike}) + 1 >= JOBS_OF_SERVICE and len(nodes) >= NODES_OF_SERVICE
+
+
+def _outside_service(attempt: Attempt, before: Sequence[Attempt]) -> tuple[Verdict, str]:
+    waits = [
+        earlier
+        for earlier in before
+        if earlier.failure and earlier.failure.verdict and earlier.failure.verdict.row == 2
+    ]
+    assert attempt.ended_at_s is not None
+    since_s = next((earlier.ended_at_s for earlier in waits if earlier.ended_at_s is not None), attempt.ended_at_s)
+    if attempt.ended_at_s - since_s > SERVICE_TOTAL_S:
+        return Verdict(row=2, wait_s=None), "an outside service failed several jobs alike, for 12 hours"
+    wait_s = min(SERVICE_FIRST_S * 2 ** len(waits), SERVICE_MAX_S)
+    return Verdict(row=2, wait_s=wait_s), f"an outside service failed several jobs alike: waits {wait_s:.0f} s"
+
+
+def _before_training(ending: Ending, before: Sequence[Attempt]) -> tuple[Verdict, str]:
+    """Row 11: no step was made, and nothing blames the program."""
+    waits_s = REFUSED_WAITS_S if ending.may_pass else STARTUP_WAITS_S
+    count = len(_of_row(before, 11))
+    wait_s = waits_s[min(count, len(waits_s) - 1)]
+    return Verdict(row=11, wait_s=wait_s, budget="startup"), f"no step was made: again after {wait_s:.0f} s"
+
+
+def _within_training(job: Job, attempt: Attempt, ending: Ending, before: Sequence[Attempt]) -> tuple[Verdict, str]:
+    """Rows 8 and 9: steps were made, and a checkpoint kept them or not."""
+    wait_s = PROGRAM_WAIT_S if ending.is_own else min(TRAINED_FIRST_S * 2 ** len(before), TRAINED_MAX_S)
+    saved, saved_before = _saved_step(attempt), max(map(_saved_step, job.attempts[: attempt.number - 1]), default=0)
+    if saved > saved_before:
+        budget = "" if ending.elapsed_s >= ADVANCE_S else "unknown"
+        return Verdict(row=8, wait_s=wait_s, budget=budget), f"goes on from the checkpoint of step {saved}"
+    steps = job.spec.optimizer_steps
+    share = (ending.step or 0) / steps if steps else 0.0
+    if ending.elapsed_s > REPEATED_S and share > REPEATED_SHARE:
+        return Verdict(row=9, wait_s=None), f"no checkpoint: {share:.0%} of the job would be trained again"
+    return Verdict(row=9, wait_s=wait_s, budget="unknown"), "no checkpoint since its start: again"
+
+
+def _of_row(attempts: Sequence[Attempt], row: int) -> list[Attempt]:
+    """Return the attempts on whose ends that row decided."""
+    return [
+        attempt
+        for attempt in attempts
+        if attempt.failure and attempt.failure.verdict and attempt.failure.verdict.row == row
+    ]
+
+
+def _saved_step(attempt: Attempt) -> int:
+    return 0 if attempt.evidence is None or attempt.probe else attempt.evidence.checkpoint_step or 0

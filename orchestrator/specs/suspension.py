@@ -1,0 +1,34 @@
+"""Places that take nothing new for a while, and the ends that brought them there. Standard library only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from orchestrator.specs.attempt import Ending, Placement
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnexplainedEnd:
+    """An attempt that ended for no known reason, as later ends are compared with it."""
+
+    job: str  # Job.key
+    ending: Ending
+    placement: Placement
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Suspension:
+    """A device or a node on which nothing new starts until then: attempts ended there that nothing else explains."""
+
+    node: str
+    device: int | None  # None: all of the node
+    since_s: float
+    until_s: float
+    count: int  # of its suspensions in a row: each is twice as long as the one before
+    reason: str
+
+    @property
+    def place(self) -> str:
+        """`n0`, or `device 3 of n0`."""
+        return self.node if self.device is None else f"device {self.device} of {self.node}"
