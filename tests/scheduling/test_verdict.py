@@ -68,6 +68,7 @@ ROWS = {
     "5: twice alike on two devices": (5, judged(FIRST, ended(STRANGE, 2, ("b", 1)))),
     "6: twice alike on one device": (6, judged(FIRST, SAME_DEVICE)),
     "7: and on it again": (7, judged(FIRST, with_verdict(SAME_DEVICE, FIRST), ended(STRANGE, 3))),
+    "7: twice the program's own on one device": (7, judged(with_verdict(ended(OWN)), ended(OWN, 2))),
     "8: a checkpoint kept the steps": (8, judged(ended(STRANGE, saved=30))),
     "9: nothing kept them": (9, judged(ended(STRANGE))),
     "10: the program's own, at the start": (10, judged(ended(replace(OWN, step=None)))),

@@ -99,9 +99,10 @@ def _repeated(attempt: Attempt, last: Attempt, ending: Ending, nodes: Sequence[N
         places = f"on {names_of(devices_of(last.placement))} and on {names_of(devices)}"
         return Verdict(row=5, wait_s=None), f"the program's own error: twice {point}, {places}"
     others = sum(len(node.free_bytes) for node in nodes) - len(devices)
-    if others >= len(devices) and not _of_row([last], 6):
+    if others >= len(devices) and not ending.is_own and not _of_row([last], 6):
         return Verdict(row=6, wait_s=0.0, budget="unknown", elsewhere=True), f"twice {point}: tried elsewhere"
-    return Verdict(row=7, wait_s=None), f"the program's own error: twice {point}, and no other device could tell"
+    reason = f"the program's own error: twice {point}"
+    return Verdict(row=7, wait_s=None), reason if ending.is_own else f"{reason}, and no other device could tell"
 
 
 def _is_service(attempt: Attempt, ending: Ending, others: Sequence[UnexplainedEnd]) -> bool:
