@@ -10,7 +10,7 @@ from orchestrator.scheduling.base.job_updates import archive_if_done, with_job
 from orchestrator.scheduling.base.pending import Pending
 from orchestrator.scheduling.failures.classify import classify
 from orchestrator.scheduling.failures.observation import observe, warnings
-from orchestrator.scheduling.failures.places import broken_places, clear, others_of, remember, suspects, suspend
+from orchestrator.scheduling.failures.places import with_places
 from orchestrator.scheduling.failures.verdict import judge
 from orchestrator.scheduling.options.probe import is_of_batch
 from orchestrator.scheduling.queue.dependencies import with_pending_dependencies
@@ -138,32 +138,13 @@ def _finished(state: State, event: Finished) -> tuple[State, tuple[Action, ...]]
     failure = classify(job, attempt, event.evidence, capacity_bytes)
     if failure is not None and failure.ending is not None and not job.cancelling:
         failure = judge(job, attempt, failure, state.ends, state.nodes)
-    state = _with_places(state, job, attempt, failure)
+    state = with_places(state, job, attempt, failure)
     attempt = replace(attempt, failure=failure)
     job = _with_attempt(job, attempt)
     job = _succeeded(job, attempt, event.evidence) if failure is None else _failed(job, attempt, failure, event.at_s)
     observed = observe(job, attempt, capacity_bytes)
     state = _with_observations(state, () if observed is None else (observed,))
     return with_job(state, job), (Record(job=job, attempt=attempt),)
-
-
-def _with_places(state: State, job: Job, attempt: Attempt, failure: Failure | None) -> State:
-    """The state that suspends the places which this end accuses, or trusts them again after a good one."""
-    assert attempt.ended_at_s is not None
-    at_s, placement = attempt.ended_at_s, attempt.placement
-    if failure is None:
-        trusted = clear(state.suspensions, placement)
-        return state if trusted == state.suspensions else replace(state, suspensions=trusted)
-    if failure.broken is not None:
-        places = broken_places(placement, failure)
-        return replace(state, suspensions=suspend(state.suspensions, places, failure.reason, at_s, state.nodes))
-    if failure.ending is None or failure.verdict is None:
-        return state
-    if failure.verdict.row == 1:
-        places = suspects(placement, others_of(state.ends, job, at_s), at_s, state.nodes)
-        reason = f"{job.id} and others ended there for no known reason"
-        state = replace(state, suspensions=suspend(state.suspensions, places, reason, at_s, state.nodes))
-    return replace(state, ends=remember(state.ends, job, attempt, failure.ending, at_s))
 
 
 def _succeeded(job: Job, attempt: Attempt, evidence: Evidence) -> Job:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from orchestrator.scheduling.base import tuning
+from orchestrator.scheduling.base.drain import suspensions
 from orchestrator.scheduling.base.migration import MOVE_GRACE_S
 from orchestrator.scheduling.options.job_options import JobOptions
 from orchestrator.scheduling.policies.registry import index_of
@@ -129,6 +130,14 @@ def _drained_nodes_get_nothing(t: Transition) -> Iterator[str]:
         yield f"{t.event.node} is {'still' if t.event.undo else 'not'} drained"
 
 
+def _suspended_places_get_nothing(t: Transition) -> Iterator[str]:
+    for launch in of(Launch, t.actions):
+        for entry in suspensions(t.after):
+            if any((entry.node, entry.device) == place or (entry.node == place[0] and entry.device is None)
+                   for place in devices(launch.attempt)):  # fmt: skip
+                yield f"{launch.attempt.name} is launched on {entry.place}, which is suspended"
+
+
 def _nothing_runs_in_a_maintenance(t: Transition) -> Iterator[str]:
     """Nobody starts what is not expected to end before it, and who is there when it begins is told to go."""
     nodes = {node.name: node for node in t.after.nodes}
@@ -174,6 +183,7 @@ def _moves_cost_nothing(t: Transition) -> Iterator[str]:
 LAWS: tuple[Law, ...] = (
     _claims_are_kept,
     _drained_nodes_get_nothing,
+    _suspended_places_get_nothing,
     _nothing_runs_in_a_maintenance,
     _growth_delays_no_promise,
     _moves_cost_nothing,

@@ -37,7 +37,7 @@ _BARE = re.compile(r"((?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?:Error|Exception|Interrup
 _FOLDERS = re.compile(r".*[/\\]")
 _HEAD = "Traceback (most recent call last)"
 _OWN_CODES = (0, 2, 126, 127)  # no artifacts; argparse's usage; the shell's "cannot execute" and "not found"
-ELAPSED_SHARE = 0.2  # two ends without steps are at the same point where their times differ by less
+ELAPSED_SHARE, START_S = 0.2, 60.0  # two ends without steps are at the same point where their times differ by less
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,20 +79,18 @@ def ending_of(
 ) -> Ending:
     """Return what the end of a rank looked like: by the guard's report, else by its log and exit code."""
     raised = read_exceptions(end.log_tail if report is None else report.traceback)
-    steps_done = max((beat.steps_done for beat in evidence.heartbeats), default=0)
-    steps = [beat.step for beat in evidence.heartbeats if beat.steps_done]
-    step = max(steps, default=None) if report is None or not report.step else report.step
+    step = max((beat.step for beat in evidence.heartbeats), default=0) if report is None else report.step
     last = raised[-1] if raised else None
     kind = last.type if last is not None else "" if report is None else report.type.rpartition(".")[2]
     frames = last.frames if last is not None else ()
     phase = GUARD_PHASES.get(report.phase) if report is not None else None
-    where = phase or phase_of_frames(frames) or ("training" if steps_done else "start")
+    where = phase or phase_of_frames(frames)
     own_frame = next((frame for frame in reversed(frames) if not _INSTALLED.search(frame.file)), None)
     place = f" in {_FOLDERS.sub('', own_frame.file)}:{own_frame.function}" if own_frame is not None else ""
     may_pass = any(_REFUSED.search(error.type) for error in raised) or bool(_REFUSED.search(kind))
     return Ending(
-        signature=f"{kind or _exit_text(end.exit_code)}{place}, {where}",
-        step=step,
+        signature=f"{kind or _exit_text(end.exit_code)}{place}{f', {where}' if where else ''}",
+        step=step or None,
         elapsed_s=max(0.0, (attempt.ended_at_s or attempt.launched_at_s) - attempt.launched_at_s),
         is_own=_is_own(kind, last, end.exit_code, command, may_pass=may_pass),
         may_pass=may_pass,
@@ -103,7 +101,8 @@ def same_point(first: Ending, other: Ending) -> bool:
     """Return whether two ends came after the same step, or, where none is counted, after about the same time."""
     if first.step is not None or other.step is not None:
         return first.step == other.step
-    return abs(first.elapsed_s - other.elapsed_s) <= ELAPSED_SHARE * max(first.elapsed_s, other.elapsed_s, 1.0)
+    allowed_s = max(START_S, ELAPSED_SHARE * max(first.elapsed_s, other.elapsed_s))
+    return abs(first.elapsed_s - other.elapsed_s) <= allowed_s
 
 
 def _is_own(kind: str, last: Raised | None, code: int | None, command: Sequence[str], *, may_pass: bool) -> bool:

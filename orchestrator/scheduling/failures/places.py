@@ -2,95 +2,127 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Container, Sequence
 
-from orchestrator.specs.attempt import Attempt, Ending, Extent, Failure, Placement
+from orchestrator.specs.attempt import Attempt, Ending, Extent, Failure, FailureKind, Placement
 from orchestrator.specs.cluster import Node
 from orchestrator.specs.job_record import Job
+from orchestrator.specs.replace import replace
+from orchestrator.specs.state import State
 from orchestrator.specs.suspension import Suspension, UnexplainedEnd
 
 RECENT_S = 600.0  # ends of other jobs within it tell of the same place or the same service
 REMEMBERED_S = 86_400.0  # for so long an end counts against its device
 ENDS_MAX = 256  # remembered at a time
 SUSPENDED_FIRST_S, SUSPENDED_MAX_S = 1800.0, 43_200.0
+TRUSTED_S = 1800.0  # who ran for so long had no trouble with the place
+JOBS_MIN = 2  # whose ends suspend a place
 
 Device = tuple[str, int]  # node, index
 
 
+def with_places(state: State, job: Job, attempt: Attempt, failure: Failure | None) -> State:
+    """Return the state that suspends the places which the end of an attempt accuses, or trusts them again.
+
+    A place is trusted again after a success there. What trained for long there had no trouble with it, whatever ended
+    it. A job that ends alike on two places, or is to blame itself, takes back what it accused.
+    """
+    assert attempt.ended_at_s is not None
+    at_s, devices, nodes = attempt.ended_at_s, devices_of(attempt.placement), nodes_of(attempt.placement)
+    ends = tuple(end for end in state.ends if at_s - end.at_s <= REMEMBERED_S)
+    suspensions = state.suspensions
+    if failure is None or at_s - attempt.launched_at_s >= TRUSTED_S:
+        ends = tuple(end for end in ends if not devices & devices_of(end.placement))
+    if failure is None:
+        suspensions = tuple(entry for entry in suspensions if key_of(entry) not in devices | nodes)
+    elif failure.broken is not None:
+        suspensions = _suspend(state, _broken(attempt.placement, failure), failure.reason, at_s)
+    elif failure.ending is not None and failure.verdict is not None:
+        if is_alike_elsewhere(job, attempt, failure.ending) or failure.kind is FailureKind.USER_ERROR:
+            ends, suspensions = _withdraw(ends, suspensions, job)
+        elif not failure.ending.is_own:
+            if failure.verdict.row == 1:
+                places, accusers = suspects(attempt, others_of(ends, job, at_s), state.nodes)
+                reason = f"{job.id} and others ended there for no known reason"
+                suspensions = _suspend(state, places, reason, at_s, (job.key, *accusers))
+            new = UnexplainedEnd(job=job.key, ending=failure.ending, placement=attempt.placement, at_s=at_s)
+            ends = (*ends, new)[-ENDS_MAX:]
+    if ends == state.ends and suspensions == state.suspensions:
+        return state
+    return replace(state, ends=ends, suspensions=suspensions)
+
+
 def suspects(
-    placement: Placement, others: Sequence[UnexplainedEnd], at_s: float, nodes: Sequence[Node]
-) -> tuple[Device | str, ...]:
-    """Return the devices, or else the nodes, of a placement on which other jobs ended unexplained, too.
+    attempt: Attempt, others: Sequence[UnexplainedEnd], nodes: Sequence[Node]
+) -> tuple[tuple[Device | str, ...], tuple[str, ...]]:
+    """Return the devices, or else the nodes, of an attempt on which others ended unexplained soon after their start.
 
-    Empty where nothing would be left without them.
+    With them the keys of those jobs. Empty where nothing would be left without these places.
     """
-    devices = devices_of(placement)
-    shared = {device for end in others for device in devices & devices_of(end.placement)}
-    if shared:
-        places: set[Device | str] = {*shared}
-    else:
-        recent = [end for end in others if at_s - end.at_s <= RECENT_S]
-        places = {node for node, _ in devices if any(node in nodes_of(end.placement) for end in recent)}
-    return tuple(sorted(places, key=str)) if places and _left(nodes, places) else ()
+    at_s, devices = attempt.ended_at_s or 0.0, devices_of(attempt.placement)
+    others = [end for end in others if accuses(end.ending)]
+    places: set[Device | str] = {device for end in others for device in devices & devices_of(end.placement)}
+    if not places:
+        others = [end for end in others if at_s - end.at_s <= RECENT_S]
+        places = {node for node, _ in devices if any(node in nodes_of(end.placement) for end in others)}
+    if not _left(nodes, places):
+        return (), ()
+    accusers = {end.job for end in others if places & {*devices_of(end.placement), *nodes_of(end.placement)}}
+    return tuple(sorted(places, key=str)), tuple(sorted(accusers))
 
 
-def remember(
-    ends: Sequence[UnexplainedEnd], job: Job, attempt: Attempt, ending: Ending, at_s: float
-) -> tuple[UnexplainedEnd, ...]:
-    """Return the ends with a new one; those of a job that ended alike on two places accuse no place any more."""
-    recent = [end for end in ends if at_s - end.at_s <= REMEMBERED_S]
-    alike = [
-        end
-        for end in recent
-        if end.job == job.key
-        and end.ending.signature == ending.signature
-        and not devices_of(end.placement) & devices_of(attempt.placement)
+def accuses(ending: Ending) -> bool:
+    """Return whether an end may be its place's: no service refused anything, and it came soon after the launch."""
+    return not ending.is_own and not ending.may_pass and ending.elapsed_s < TRUSTED_S
+
+
+def is_alike_elsewhere(job: Job, attempt: Attempt, ending: Ending) -> bool:
+    """Return whether the job has ended so before, on other devices alone."""
+    devices = devices_of(attempt.placement)
+    failures = [
+        (earlier.placement, earlier.failure.ending) for earlier in job.attempts[: attempt.number - 1] if earlier.failure
     ]
-    if ending.is_own or alike:
-        return tuple(end for end in recent if end.job != job.key)
-    new = UnexplainedEnd(job=job.key, ending=ending, placement=attempt.placement, at_s=at_s)
-    return (*recent, new)[-ENDS_MAX:]
+    return any(
+        previous is not None and previous.signature == ending.signature and not devices & devices_of(placement)
+        for placement, previous in failures
+    )
 
 
-def suspend(
-    suspensions: Sequence[Suspension],
-    places: Sequence[Device | str],
-    reason: str,
-    at_s: float,
-    nodes: Sequence[Node],
+def _withdraw(
+    ends: tuple[UnexplainedEnd, ...], suspensions: Sequence[Suspension], job: Job
+) -> tuple[tuple[UnexplainedEnd, ...], tuple[Suspension, ...]]:
+    """Both without what the ends of the job say; a suspension needs two jobs, or the hardware's own word."""
+    left = [replace(entry, jobs=tuple(key for key in entry.jobs if key != job.key)) for entry in suspensions]
+    return tuple(end for end in ends if end.job != job.key), tuple(
+        entry for entry, before in zip(left, suspensions, strict=True) if len(entry.jobs) >= JOBS_MIN or not before.jobs
+    )
+
+
+def _suspend(
+    state: State, places: Sequence[Device | str], reason: str, at_s: float, jobs: tuple[str, ...] = ()
 ) -> tuple[Suspension, ...]:
-    """Return the suspensions with these places, each for twice as long as the last time.
-
-    Nothing is suspended where no place of the live nodes would be left.
-    """
-    if not _left(nodes, {*places, *(_key(entry) for entry in suspensions if entry.until_s > at_s)}):
-        return tuple(suspensions)
-    new = list(suspensions)
+    """The suspensions with these places, each for twice as long as the last time; none where no place would be left."""
+    closed = {key_of(entry) for entry in state.suspensions if entry.until_s > at_s}
+    if not _left(state.nodes, {*places, *closed}):
+        return state.suspensions
+    entries = {key_of(entry): entry for entry in state.suspensions}
     for place in places:
         node, device = (place, None) if isinstance(place, str) else place
-        before = next((suspension for suspension in new if _key(suspension) == place), None)
+        before = entries.pop(place, None)
         count = 1 if before is None else before.count + (before.until_s <= at_s)
         until_s = at_s + min(SUSPENDED_FIRST_S * 2 ** (count - 1), SUSPENDED_MAX_S)
-        if before is not None:
-            new.remove(before)
-        new.append(Suspension(node=node, device=device, since_s=at_s, until_s=until_s, count=count, reason=reason))
-    return tuple(new[-ENDS_MAX:])
-
-
-def clear(suspensions: Sequence[Suspension], placement: Placement) -> tuple[Suspension, ...]:
-    """Return the suspensions without those of a placement on which an attempt has trained well."""
-    devices, nodes = devices_of(placement), nodes_of(placement)
-    return tuple(
-        entry
-        for entry in suspensions
-        if (entry.node not in nodes if entry.device is None else (entry.node, entry.device) not in devices)
-    )
+        entries[place] = Suspension(
+            node=node, device=device, since_s=at_s, until_s=until_s, count=count, reason=reason, jobs=jobs
+        )
+    return tuple(entries.values())[-ENDS_MAX:]
 
 
 def avoided(job: Job, nodes: Sequence[Node], at_s: float) -> tuple[set[Device], ...]:
     """Return the devices that the job should not get, the most first: whole nodes, then the devices themselves.
 
-    Those on which it ended for no known reason within a day; none where a network or a service had refused.
+    Those on which it ended for no known reason within a day; all of a node once two of its devices count. None where a
+    network or a service had refused.
     """
     if not job.attempts:
         return ()
@@ -101,9 +133,10 @@ def avoided(job: Job, nodes: Sequence[Node], at_s: float) -> tuple[set[Device], 
             devices |= devices_of(attempt.placement)
     if not devices:
         return ()
-    names = {node for node, _ in devices}
-    whole = {(node.name, index) for node in nodes if node.name in names for index in range(len(node.free_bytes))}
-    return (whole, devices) if whole > devices else (devices,)
+    count = Counter(node for node, _ in devices)
+    live = {(node.name, index) for node in nodes for index in range(len(node.free_bytes)) if node.name in count}
+    devices |= {(node, index) for node, index in live if count[node] > 1}
+    return (live, devices) if live > devices else (devices,)
 
 
 def is_sent_elsewhere(job: Job) -> bool:
@@ -121,7 +154,7 @@ def nodes_of(placement: Placement) -> set[str]:
     return {part.node for part in placement}
 
 
-def _key(suspension: Suspension) -> Device | str:
+def key_of(suspension: Suspension) -> Device | str:
     return suspension.node if suspension.device is None else (suspension.node, suspension.device)
 
 
@@ -134,8 +167,8 @@ def _left(nodes: Sequence[Node], places: Container[Device | str]) -> bool:
     )
 
 
-def broken_places(placement: Placement, failure: Failure) -> tuple[Device | str, ...]:
-    """Return the device or node that a failure of hardware names; the nodes of all ranks where it names no rank."""
+def _broken(placement: Placement, failure: Failure) -> tuple[Device | str, ...]:
+    """The device or node that a failure of hardware names; those of all ranks where it names no rank."""
     devices = [(part.node, index) for part in placement for index in part.devices]
     if failure.rank is not None and failure.rank < len(devices):
         device = devices[failure.rank]

@@ -11,7 +11,9 @@ from collections.abc import Sequence
 from orchestrator.scheduling.failures.endings import same_point
 from orchestrator.scheduling.failures.places import (
     RECENT_S,
+    accuses,
     devices_of,
+    is_alike_elsewhere,
     names_of,
     nodes_of,
     others_of,
@@ -56,7 +58,7 @@ def judge(
 def _verdict(
     job: Job, attempt: Attempt, ending: Ending, others: Sequence[UnexplainedEnd], nodes: Sequence[Node]
 ) -> tuple[Verdict, str]:
-    """Return the first row that fits. Rows of earlier job come before those that need several jobs to agree."""
+    """Return the first row that fits. Rows of the job alone come before those that need several jobs to agree."""
     retries, before = job.spec.retries, _unexplained(job, attempt)
     if _is_allowed(job, attempt) and len(_of_row(before, 4)) < retries.on_error:
         return ON_ERROR, f"retries.on_error allows {retries.on_error} restarts"
@@ -68,13 +70,14 @@ def _verdict(
         if previous.signature == ending.signature and same_point(previous, ending):
             return _repeated(attempt, last, ending, nodes)
     if not ending.is_own:
-        if suspect := suspects(attempt.placement, others, attempt.ended_at_s or 0.0, nodes):
-            return Verdict(row=1, wait_s=0.0, budget="node", elsewhere=True), f"{names_of(suspect)} is suspect"
+        places, _ = suspects(attempt, others, nodes)
+        if places and accuses(ending) and not is_alike_elsewhere(job, attempt, ending):
+            return Verdict(row=1, wait_s=0.0, budget="node", elsewhere=True), f"{names_of(places)} is suspect"
         if _is_service(attempt, ending, others):
             return _outside_service(attempt, before)
-    if ending.step is None:
-        return _before_training(ending, before)
-    return _within_training(job, attempt, ending, before)
+    verdict, reason = _before_training(ending, before) if ending.step is None else _within(job, attempt, ending, before)
+    is_second = last is not None and not ending.may_pass
+    return replace(verdict, elsewhere=is_second), reason
 
 
 def _unexplained(job: Job, attempt: Attempt) -> list[Attempt]:
@@ -96,9 +99,10 @@ def _repeated(attempt: Attempt, last: Attempt, ending: Ending, nodes: Sequence[N
         places = f"on {names_of(devices_of(last.placement))} and on {names_of(devices)}"
         return Verdict(row=5, wait_s=None), f"the program's own error: twice {point}, {places}"
     others = sum(len(node.free_bytes) for node in nodes) - len(devices)
-    if others >= len(devices) and not _of_row([last], 6):
+    if others >= len(devices) and not ending.is_own and not _of_row([last], 6):
         return Verdict(row=6, wait_s=0.0, budget="unknown", elsewhere=True), f"twice {point}: tried elsewhere"
-    return Verdict(row=7, wait_s=None), f"the program's own error: twice {point}, and no other device could tell"
+    reason = f"the program's own error: twice {point}"
+    return Verdict(row=7, wait_s=None), reason if ending.is_own else f"{reason}, and no other device could tell"
 
 
 def _is_service(attempt: Attempt, ending: Ending, others: Sequence[UnexplainedEnd]) -> bool:
@@ -127,15 +131,17 @@ def _outside_service(attempt: Attempt, before: Sequence[Attempt]) -> tuple[Verdi
 
 def _before_training(ending: Ending, before: Sequence[Attempt]) -> tuple[Verdict, str]:
     """Row 11: no step was made, and nothing blames the program."""
-    waits_s = REFUSED_WAITS_S if ending.may_pass else STARTUP_WAITS_S
     count = len(_of_row(before, 11))
-    wait_s = waits_s[min(count, len(waits_s) - 1)]
+    wait_s = _refused_wait_s(before) if ending.may_pass else STARTUP_WAITS_S[min(count, len(STARTUP_WAITS_S) - 1)]
     return Verdict(row=11, wait_s=wait_s, budget="startup"), f"no step was made: again after {wait_s:.0f} s"
 
 
-def _within_training(job: Job, attempt: Attempt, ending: Ending, before: Sequence[Attempt]) -> tuple[Verdict, str]:
+def _within(job: Job, attempt: Attempt, ending: Ending, before: Sequence[Attempt]) -> tuple[Verdict, str]:
     """Rows 8 and 9: steps were made, and a checkpoint kept them or not."""
-    wait_s = PROGRAM_WAIT_S if ending.is_own else min(TRAINED_FIRST_S * 2 ** len(before), TRAINED_MAX_S)
+    if ending.may_pass:
+        wait_s = _refused_wait_s(before)
+    else:
+        wait_s = PROGRAM_WAIT_S if ending.is_own else min(TRAINED_FIRST_S * 2 ** len(before), TRAINED_MAX_S)
     saved, saved_before = _saved_step(attempt), max(map(_saved_step, job.attempts[: attempt.number - 1]), default=0)
     if saved > saved_before:
         budget = "" if ending.elapsed_s >= ADVANCE_S else "unknown"
@@ -145,6 +151,13 @@ def _within_training(job: Job, attempt: Attempt, ending: Ending, before: Sequenc
     if ending.elapsed_s > REPEATED_S and share > REPEATED_SHARE:
         return Verdict(row=9, wait_s=None), f"no checkpoint: {share:.0%} of the job would be trained again"
     return Verdict(row=9, wait_s=wait_s, budget="unknown"), "no checkpoint since its start: again"
+
+
+def _refused_wait_s(before: Sequence[Attempt]) -> float:
+    """Return the wait after what a network or a service refused, longer with each time."""
+    endings = [attempt.failure.ending for attempt in before if attempt.failure]
+    count = sum(ending is not None and ending.may_pass for ending in endings)
+    return REFUSED_WAITS_S[min(count, len(REFUSED_WAITS_S) - 1)]
 
 
 def _of_row(attempts: Sequence[Attempt], row: int) -> list[Attempt]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from orchestrator.memory.calibration.calibrate import MARGIN
 from orchestrator.memory.calibration.correction import predicted_peak_bytes
+from orchestrator.scheduling.base.drain import suspensions
 from orchestrator.scheduling.failures.observation import ran_out
 from orchestrator.scheduling.reports.cost import prices, spent
 from orchestrator.scheduling.reports.deadlines import late
@@ -287,6 +288,8 @@ def _to_do(state: State, by_status: Mapping[JobStatus, list[Job]], missed: tuple
     for line in missed:
         if not line.said.startswith("ended"):
             yield f"{line.id}: raise its priority, or move its deadline"
+    for entry in suspensions(state):
+        yield f"{entry.place} takes nothing new for a while: {entry.reason}: `orc drain {entry.node} --undo` ends that"
     for node in state.drained:
         yield f"{node} is drained: `orc drain {node} --undo` lets it accept jobs again"
 

@@ -225,7 +225,7 @@ def _add_service_routes(app: FastAPI, service: Service) -> None:
             "name": service.cluster,
             "trackers": {name: seen_from(request, address) for name, address in service.trackers.items()},
             "problems": controller.health.problems(),
-            "nodes": [node_view(node, held, state.drained) for node in state.nodes],
+            "nodes": [node_view(node, held, state) for node in state.nodes],
             "drained": state.drained,
             "observations": observations_view(state.observations),
         }

@@ -297,7 +297,8 @@ class Controller:
                 near = closest(node, known)
                 hint = f"did you mean {near!r}?" if near else "`orc drain` lists them"
                 raise ServiceError(f"there is no node {node!r}: {hint}")
-            if undo == (node in state.drained):
+            is_suspended = any(entry.node == node for entry in state.suspensions)
+            if undo == (node in state.drained) or (undo and is_suspended):
                 self._apply([DrainRequested(node=node, undo=undo, at_s=self._clock())])
 
     def observe(self, observations: Sequence[Observation]) -> int:

@@ -412,7 +412,7 @@ def nodes_table(nodes: Sequence[NodeView], drained: Sequence[str]) -> Table:
         coming = next((window for window in node["maintenance"] if window[1] > time.time()), None)
         table.add_row(
             node["name"],
-            "nothing new" if node["drained"] else "what comes",
+            _takes(node),
             f"{len(node['busy'])} of {len(node['free_bytes'])}",
             ", ".join(node["jobs"]) or "-",
             f"{local_minute(coming[0], None)} to {local_minute(coming[1], None)}" if coming else "-",
@@ -422,6 +422,18 @@ def nodes_table(nodes: Sequence[NodeView], drained: Sequence[str]) -> Table:
         if name not in live:
             table.add_row(name, "nothing new", "away", "-", "-")
     return table
+
+
+def _takes(node: NodeView) -> str:
+    """What a node accepts; of a suspended place, until when it does not."""
+    if node["drained"]:
+        return "nothing new"
+    closed = [
+        f"nothing on {'it' if entry['device'] is None else 'device ' + str(entry['device'])}"
+        f" until {local_minute(entry['until_s'], None)}: {entry['reason']}"
+        for entry in node["suspended"]
+    ]
+    return "; ".join(closed) or "what comes"
 
 
 def local_minute(at_s: float | None, range_s: tuple[float, float] | None) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from math import isfinite
 from typing import Any
@@ -13,6 +13,7 @@ from typing_extensions import TypedDict
 from orchestrator.memory.calibration.correction import corrected, predicted_peak_bytes
 from orchestrator.planning.explain import by_moment
 from orchestrator.planning.picture import Mark, Picture, Point
+from orchestrator.scheduling.base.drain import suspensions
 from orchestrator.scheduling.failures.observation import warnings
 from orchestrator.scheduling.reports.explain import explain_attempt, picture_of
 from orchestrator.specs.attempt import Attempt, AttemptStatus, Heartbeat, Placement
@@ -152,6 +153,14 @@ class ExplanationView(TypedDict):
     picture: PictureView | None
 
 
+class SuspensionView(TypedDict):
+    """A place on which attempts ended for no known reason, or whose hardware failed."""
+
+    device: int | None  # None: all of the node
+    until_s: float
+    reason: str
+
+
 class NodeView(TypedDict):
     """One live node."""
 
@@ -161,6 +170,7 @@ class NodeView(TypedDict):
     busy: list[int]  # devices that our attempts hold
     jobs: list[str]  # the jobs of these attempts
     drained: bool  # it accepts no new attempts
+    suspended: list[SuspensionView]  # what of it accepts none for a while
     maintenance: list[tuple[float, float]]  # windows without jobs, in seconds since 1970
     host_free_bytes: int
     network_bandwidth: int  # bytes per second
@@ -294,7 +304,7 @@ def observations_from_view(view: object) -> tuple[Observation, ...]:
         raise SpecError(first["msg"], source="outcomes", path=path) from None
 
 
-def node_view(node: Node, holders: Mapping[tuple[str, int], str], drained: Container[str]) -> NodeView:
+def node_view(node: Node, holders: Mapping[tuple[str, int], str], state: State) -> NodeView:
     """The node as JSON, its device as in a cluster file; `holders` as returned by `placement.holders`."""
     busy = {index: job for (name, index), job in holders.items() if name == node.name}
     return NodeView(
@@ -303,7 +313,12 @@ def node_view(node: Node, holders: Mapping[tuple[str, int], str], drained: Conta
         free_bytes=list(node.free_bytes),
         busy=sorted(busy),
         jobs=sorted(set(busy.values())),
-        drained=node.name in drained,
+        drained=node.name in state.drained,
+        suspended=[
+            SuspensionView(device=entry.device, until_s=entry.until_s, reason=entry.reason)
+            for entry in suspensions(state)
+            if entry.node == node.name
+        ],
         maintenance=list(node.maintenance),
         host_free_bytes=node.host_free_bytes,
         network_bandwidth=node.network_bandwidth,

@@ -1,0 +1,158 @@
+"""The table of docs/reference/failures-and-retries.md, row by row: how a job goes on after an unexplained end."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from orchestrator.scheduling.base.drain import suspensions
+from orchestrator.scheduling.failures.places import avoided, with_places
+from orchestrator.scheduling.failures.verdict import judge
+from orchestrator.specs.attempt import Attempt, Ending, Evidence, Extent, Failure, FailureKind, NodeDevices
+from orchestrator.specs.cluster import idle_nodes
+from orchestrator.specs.job_record import Job
+from orchestrator.specs.state import State
+from orchestrator.specs.suspension import UnexplainedEnd
+from tests.scheduling.factories import attempt, job, script_spec
+from tests.scheduling.world import cluster, device
+
+NODES = idle_nodes(cluster(("a", 1, 2, device("large", "80GiB")), ("b", 1, 2, device("large", "80GiB"))))
+STRANGE = Ending(signature="RuntimeError in train.py:step", step=40, elapsed_s=100.0, is_own=False, may_pass=False)
+OWN = replace(STRANGE, signature="KeyError in train.py:step", is_own=True)
+EARLY = replace(STRANGE, step=None, elapsed_s=9.0)
+REFUSED = replace(EARLY, signature="ConnectionError", may_pass=True)
+
+
+def ended(ending: Ending, number: int = 1, place: tuple[str, int] = ("a", 0), saved: int | None = None) -> Attempt:
+    failure = Failure(kind=FailureKind.UNKNOWN, reason="it ended", ending=ending)
+    return replace(
+        attempt(),
+        number=number,
+        placement=(NodeDevices(node=place[0], devices=(place[1],)),),
+        launched_at_s=1000.0 * number - ending.elapsed_s,
+        ended_at_s=1000.0 * number,
+        evidence=Evidence(checkpoint_step=saved),
+        failure=failure,
+    )
+
+
+def judged(*attempts: Attempt, others: tuple[UnexplainedEnd, ...] = (), spec: Job | None = None) -> Failure:
+    """The last attempt with its verdict, after those before it got theirs."""
+    record = replace(spec or job(script_spec()), attempts=attempts[:-1])
+    last = attempts[-1]
+    assert last.failure is not None
+    return judge(record, last, last.failure, others, NODES)
+
+
+def with_verdict(before: Attempt, *earlier: Attempt) -> Attempt:
+    return replace(before, failure=judged(*earlier, before))
+
+
+def elsewhere(key: str, ending: Ending, place: tuple[str, int]) -> UnexplainedEnd:
+    return UnexplainedEnd(
+        job=key, ending=ending, placement=(NodeDevices(node=place[0], devices=(place[1],)),), at_s=900.0
+    )
+
+
+FIRST = with_verdict(ended(STRANGE))
+SAME_DEVICE = ended(STRANGE, 2)
+ROWS = {
+    "1: another job ended on the device": (1, judged(ended(STRANGE), others=(elsewhere("x", EARLY, ("a", 0)),))),
+    "1: another job ended on the node just now": (1, judged(ended(STRANGE), others=(elsewhere("x", EARLY, ("a", 1)),))),
+    "2: three jobs alike on two nodes": (
+        2,
+        judged(ended(REFUSED), others=(elsewhere("x", REFUSED, ("b", 0)), elsewhere("y", REFUSED, ("a", 1)))),
+    ),
+    "4: the user's word": (4, judged(ended(OWN), spec=job(script_spec(retries={"on_error": 1})))),
+    "5: twice alike on two devices": (5, judged(FIRST, ended(STRANGE, 2, ("b", 1)))),
+    "6: twice alike on one device": (6, judged(FIRST, SAME_DEVICE)),
+    "7: and on it again": (7, judged(FIRST, with_verdict(SAME_DEVICE, FIRST), ended(STRANGE, 3))),
+    "7: twice the program's own on one device": (7, judged(with_verdict(ended(OWN)), ended(OWN, 2))),
+    "8: a checkpoint kept the steps": (8, judged(ended(STRANGE, saved=30))),
+    "9: nothing kept them": (9, judged(ended(STRANGE))),
+    "10: the program's own, at the start": (10, judged(ended(replace(OWN, step=None)))),
+    "11: no step was made": (11, judged(ended(EARLY))),
+}
+
+
+@pytest.mark.parametrize(("row", "failure"), ROWS.values(), ids=list(ROWS))
+def test_the_first_row_that_fits_decides_and_the_reason_says_why(row: int, failure: Failure) -> None:
+    assert failure.verdict is not None
+    assert failure.verdict.row == row
+    is_final = row in (5, 7, 10)
+    assert (failure.verdict.wait_s is None, failure.kind is FailureKind.USER_ERROR) == (is_final, is_final)
+    assert failure.reason.startswith("it ended; ")
+
+
+def test_what_a_network_refused_accuses_no_place_and_is_no_bug_however_often_alike() -> None:
+    first = with_verdict(ended(REFUSED))
+    again = judged(first, ended(REFUSED, 2), others=(elsewhere("x", EARLY, ("a", 0)),))
+    assert again.verdict is not None
+    assert (again.verdict.row, again.verdict.wait_s) == (11, 1200.0)
+    assert avoided(replace(job(), attempts=(first,)), NODES, 1000.0) == ()
+
+
+def test_a_bug_within_training_costs_one_more_attempt_at_once() -> None:
+    failure = judged(ended(OWN))
+    assert failure.verdict is not None
+    assert failure.verdict.wait_s == 2.0
+
+
+def test_an_attempt_that_gains_ten_minutes_uses_no_budget() -> None:
+    short, long = (judged(ended(replace(STRANGE, elapsed_s=s), saved=30)).verdict for s in (599.0, 600.0))
+    assert short is not None
+    assert long is not None
+    assert (short.budget, long.budget) == ("unknown", "")
+
+
+def test_exit_codes_limit_what_on_error_allows() -> None:
+    spec = job(script_spec(retries={"on_error": 1, "exit_codes": [75]}))
+    failure = judged(ended(replace(OWN, step=None)), spec=spec)
+    assert failure.verdict is not None
+    assert failure.verdict.row == 10, "the attempt has no exit code"
+
+
+def state_after(*steps: tuple[Job, Attempt, Failure | None]) -> State:
+    state = State(nodes=NODES)
+    for record, last, failure in steps:
+        state = with_places(replace(state, at_s=last.ended_at_s or 0.0), record, last, failure)
+    return state
+
+
+def named(key: str) -> Job:
+    return replace(job(), id=key)
+
+
+def test_a_device_is_suspended_by_two_jobs_and_trusted_after_a_success() -> None:
+    one, other = ended(STRANGE), ended(EARLY, 2)
+    suspect = judged(other, others=(elsewhere(named("x").key, STRANGE, ("a", 0)),))
+    steps = [(named("x"), one, judged(one)), (named("y"), other, suspect)]
+    suspended = state_after(*steps)
+    assert [(entry.place, entry.until_s) for entry in suspensions(suspended)] == [("device 0 of a", 3800.0)]
+    assert not suspensions(state_after(*steps, (named("z"), replace(other, failure=None), None)))
+
+
+def test_a_job_that_ends_alike_elsewhere_takes_back_what_it_accused() -> None:
+    one, other, again = ended(STRANGE), ended(EARLY, 2), ended(EARLY, 3, ("b", 0))
+    suspect = judged(other, others=(elsewhere(named("x").key, STRANGE, ("a", 0)),))
+    accuser = replace(named("y"), attempts=(replace(other, number=1, failure=suspect),))
+    cleared = state_after(
+        (named("x"), one, judged(one)),
+        (named("y"), other, suspect),
+        (
+            accuser,
+            replace(again, number=2),
+            judged(replace(other, number=1, failure=suspect), replace(again, number=2)),
+        ),
+    )
+    assert not suspensions(cleared)
+
+
+def test_hardware_that_fails_is_suspended_at_once_but_never_the_last_place() -> None:
+    failure = Failure(kind=FailureKind.NODE_LOST, reason="ECC", rank=0, broken=Extent.DEVICE)
+    last = ended(STRANGE)
+    assert [entry.place for entry in suspensions(state_after((named("x"), last, failure)))] == ["device 0 of a"]
+    alone = replace(State(nodes=NODES[:1]), at_s=1000.0)
+    both = replace(last, placement=(NodeDevices(node="a", devices=(0, 1)),))
+    assert not with_places(alone, named("x"), both, replace(failure, rank=None)).suspensions
