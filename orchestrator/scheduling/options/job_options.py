@@ -18,7 +18,7 @@ from orchestrator.scheduling.base.shape import Shape, shape_of
 from orchestrator.scheduling.failures.degrade import answered_by_phase, candidates_for_oom
 from orchestrator.scheduling.failures.observation import is_truncated
 from orchestrator.scheduling.options.hedge import restart_s, soonest
-from orchestrator.scheduling.options.probe import measured_spec, probe_of
+from orchestrator.scheduling.options.probe import measured_spec, probe_bytes, probe_of
 from orchestrator.specs.attempt import Attempt, FailureKind
 from orchestrator.specs.choices import Engine
 from orchestrator.specs.cluster import DeviceKind
@@ -90,7 +90,13 @@ def job_options(job: Job, group: Group, calibrated: Calibration, launch_cost_s: 
         candidates = list(_untried(job, group, calibrated))
     except SpecError as error:  # the global batch cannot be cut over so many devices
         return Infeasible(why=partial(str, error))
-    probe = probe_of(job, device, calibrated, candidates)
+    probe, probe_least = probe_of(job, device, calibrated, candidates), None
+    if probe is not None:
+        bound = probe_bytes(probe, job.last)
+        if bound is not None and bound <= device.memory:
+            probe_least = bound  # by what was measured, not by what is assumed of the script
+        elif _least_bytes(probe, calibrated, {}) > device.memory:
+            probe = None
     candidates = candidates if probe is None else [probe]
     measured = measured_peaks(job, device.name)
     shapes = partial(shape_of, devices_per_node=group.hardware.devices_per_node, nodes=group.hardware.nodes)
@@ -110,7 +116,7 @@ def job_options(job: Job, group: Group, calibrated: Calibration, launch_cost_s: 
         best = best_of_each(entries)
         return JobOptions(fitting=tuple(entries), entries=best, most_bytes=max(one.least_bytes for one in best))
 
-    needs = [(one, _least_bytes(one, calibrated, measured)) for one in candidates if one.fits_host]
+    needs = [(one, probe_least or _least_bytes(one, calibrated, measured)) for one in candidates if one.fits_host]
     fitting = [(one, shape, least) for one, least in needs if least <= device.memory and (shape := shapes(one.plan))]
     if fitting:
         return of(_hedged(job, group, calibrated, fitting, launch_cost_s))
