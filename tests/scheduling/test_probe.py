@@ -301,3 +301,18 @@ def test_a_script_whose_own_settings_fit_is_never_refused(seed: int) -> None:
         assert night.launched, case
         assert not night.launched[-1].probe, case
         assert night.fixed + night.sample * night.launched[-1].plan.micro_batch_size <= 512, case
+
+
+def test_bytes_that_ran_out_alike_under_two_micro_batches_end_a_job_that_has_only_its_batch() -> None:
+    """The first forward pass of a detector that builds its anchors asks for the same bytes whatever the batch."""
+    night = Night()
+    knobs = {name: knob for name, knob in KNOBS.items() if name != "output_dir"}
+    night.submit(unknown(knobs=knobs))
+    report = OomReport(
+        rank=0, step=0, phase="startup", requested_bytes=9, live_bytes=500 * MIB, capacity_bytes=512 * MIB
+    )
+    burst = Evidence(ranks=(RankEnd(rank=0, exit_code=OOM_EXIT_CODE),), ooms=(report,))
+    micro = [night.end(burst).plan.micro_batch_size for _ in range(2)]
+    assert micro[0] > micro[1] > 1
+    assert len(night.launched) == 2, "halved once, and never again"
+    assert night.state.jobs == {}, "it has failed"

@@ -15,7 +15,7 @@ from orchestrator.planning.frontier import Candidate, fit_probability, likeliest
 from orchestrator.planning.search import frontier
 from orchestrator.scheduling.base.node_groups import Group
 from orchestrator.scheduling.base.shape import Shape, shape_of
-from orchestrator.scheduling.failures.degrade import answered_by_phase, candidates_for_oom
+from orchestrator.scheduling.failures.degrade import answered_by_phase, bytes_of_no_batch, candidates_for_oom
 from orchestrator.scheduling.failures.observation import is_truncated
 from orchestrator.scheduling.options.hedge import restart_s, soonest
 from orchestrator.scheduling.options.probe import measured_spec, probe_bytes, probe_of
@@ -30,6 +30,7 @@ from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import UNTIMED, MemoryEstimate
 from orchestrator.specs.replace import replace
 from orchestrator.specs.state import State
+from orchestrator.specs.units import format_bytes
 
 # What a job of unknown length is taken to need on its slowest plan: a day, so that it stands behind what is known to be
 # shorter, and its devices are promised to nobody too soon.
@@ -90,6 +91,10 @@ def job_options(job: Job, group: Group, calibrated: Calibration, launch_cost_s: 
         candidates = list(_untried(job, group, calibrated))
     except SpecError as error:  # the global batch cannot be cut over so many devices
         return Infeasible(why=partial(str, error))
+    constant = bytes_of_no_batch(_on_device(job, device.name))
+    if constant is not None and not candidates:
+        text = f"no micro-batch is small enough: {format_bytes(constant)} ran out alike under two of them"
+        return Infeasible(why=lambda: text)
     probe, probe_least = probe_of(job, device, calibrated, candidates), None
     if probe is not None:
         bound = probe_bytes(probe, job.last)
@@ -300,7 +305,7 @@ def _untried(job: Job, group: Group, calibrated: Calibration) -> Iterator[Candid
     candidates = frontier(spec, group.hardware, calibrated.correction, calibrated.overhead).candidates
     if not job.attempts:
         return iter(candidates)
-    here = [attempt for attempt in job.attempts if attempt.device == group.hardware.device.name]
+    here = _on_device(job, group.hardware.device.name)
     refuted_bytes = partial(corrected_bytes, correction=calibrated.correction)
     device_bytes_max = _smallest_refuted(job, group, FailureKind.DEVICE_OOM, refuted_bytes)
     host_bytes_max = _smallest_refuted(job, group, FailureKind.HOST_OOM, partial(_host_bytes, group))
@@ -312,6 +317,10 @@ def _untried(job: Job, group: Group, calibrated: Calibration) -> Iterator[Candid
         < device_bytes_max
         and _host_bytes(group, candidate.estimate) < host_bytes_max
     )
+
+
+def _on_device(job: Job, device: str) -> list[Attempt]:
+    return [attempt for attempt in job.attempts if attempt.device == device]
 
 
 def _smallest_refuted(job: Job, group: Group, kind: FailureKind, bytes_of: Callable[[MemoryEstimate], int]) -> float:
