@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -274,3 +275,44 @@ def test_what_one_rank_was_measured_to_hold_gets_the_buckets_of_ddp_on_several()
         known = frontier(spec.model_copy(update={"measured": measured}), two).candidates
         fixed = {one.plan.layout.dp: one.estimate.allocated_bytes - one.plan.micro_batch_size * MIB for one in known}
         assert fixed == {1: 80 * MIB, 2: 80 * MIB + added}
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_script_whose_own_settings_fit_is_never_refused(seed: int) -> None:
+    """Over mixtures of its default micro-batch, accumulation, global batch and need."""
+    draw = random.Random(seed)
+    for _ in range(5):
+        micro, accumulation = draw.choice((1, 2, 3, 4, 6, 8, 16, 32, 64)), draw.choice((1, 1, 2, 3, 4, 6))
+        batch = micro * accumulation * draw.choice((1, 1, 2, 3))
+        sample = draw.randint(1, max(1, 500 // micro - 1))
+        night = Night(fixed=draw.randint(1, max(1, 510 - micro * sample)), sample=sample)
+        accumulate = {"gradient_accumulation_steps": {"flag": "--accumulate", "default": accumulation}}
+        knobs = {"micro_batch_size": {"flag": "--batch", "default": micro}, **accumulate}
+        if draw.random() < 0.2:
+            del knobs["gradient_accumulation_steps"]
+            batch = micro
+        if draw.random() < 0.8:
+            knobs["output_dir"] = KNOBS["output_dir"]
+        night.submit(unknown(global_batch_size=batch, knobs=knobs))
+        while night.launched and (job := night.state.jobs.get("unknown-1")) and job.status is JobStatus.RUNNING:
+            night.end()  # bounded by the job's retries
+        tried = [(attempt.probe, attempt.plan.micro_batch_size) for attempt in night.launched]
+        case = (micro, accumulation, batch, night.fixed, night.sample, tried)
+        assert night.launched, case
+        assert not night.launched[-1].probe, case
+        assert night.fixed + night.sample * night.launched[-1].plan.micro_batch_size <= 512, case
+
+
+def test_bytes_that_ran_out_alike_under_two_micro_batches_end_a_job_that_has_only_its_batch() -> None:
+    """The first forward pass of a detector that builds its anchors asks for the same bytes whatever the batch."""
+    night = Night()
+    knobs = {name: knob for name, knob in KNOBS.items() if name != "output_dir"}
+    night.submit(unknown(knobs=knobs))
+    report = OomReport(
+        rank=0, step=0, phase="startup", requested_bytes=9, live_bytes=500 * MIB, capacity_bytes=512 * MIB
+    )
+    burst = Evidence(ranks=(RankEnd(rank=0, exit_code=OOM_EXIT_CODE),), ooms=(report,))
+    micro = [night.end(burst).plan.micro_batch_size for _ in range(2)]
+    assert micro[0] > micro[1] > 1
+    assert len(night.launched) == 2, "halved once, and never again"
+    assert night.state.jobs == {}, "it has failed"

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import fields
 
 from orchestrator.memory.engines.widths import master_bytes
 from orchestrator.planning.frontier import Candidate
-from orchestrator.specs.attempt import Attempt, FailureKind, Phase
+from orchestrator.scheduling.failures.observation import ran_out
+from orchestrator.scheduling.failures.out_of_memory import oom_needed_bytes, oom_reports
+from orchestrator.specs.attempt import Attempt, Phase
 from orchestrator.specs.choices import Offload, Optimizer, ZeroStage
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.plan import Plan
@@ -16,15 +19,23 @@ from orchestrator.specs.replace import replace
 # means of rows and columns (arXiv:1804.04235), one fp32 momentum.
 STATE_BYTES = {Optimizer.ADAMW: 8.0, Optimizer.ADAMW_8BIT: 2.0, Optimizer.ADAFACTOR: 0.0, Optimizer.SGD: 4.0}
 
+SETTINGS_BUT_BATCHES = tuple(
+    field.name for field in fields(Plan) if field.name not in ("micro_batch_size", "gradient_accumulation_steps")
+)
+
 
 def candidates_for_oom(spec: JobSpec, attempts: Sequence[Attempt], candidates: Iterable[Candidate]) -> list[Candidate]:
     """The candidates that answer to where `attempts` ran out of device memory.
 
     In the optimizer step: only plans that hold less there, since no batch is small enough to shrink weights, gradients
     and optimizer states; unless none does and a batch of more than one sample may have left something behind. In a
-    phase with a batch size of its own: every plan, with that batch size lowered.
+    phase with a batch size of its own: every plan, with that batch size lowered. Where the same bytes ran out under two
+    micro-batches: only plans that differ by more than their batches.
     """
     chosen = list(candidates)
+    if bytes_of_no_batch(attempts) is not None:
+        tried = {_without_batches(attempt.plan) for attempt in attempts}
+        chosen = [one for one in chosen if _without_batches(one.plan) not in tried]
     burst = [attempt.plan for attempt in attempts if _ran_out_in(attempt) is Phase.OPTIMIZER]
     if burst:
         least = min(map(bytes_per_parameter, burst))
@@ -33,6 +44,28 @@ def candidates_for_oom(spec: JobSpec, attempts: Sequence[Attempt], candidates: I
             chosen = lighter
     lowered = phase_batch_sizes(spec, attempts)
     return [replace(one, plan=replace(one.plan, phase_batch_sizes=lowered)) for one in chosen] if lowered else chosen
+
+
+def bytes_of_no_batch(attempts: Sequence[Attempt]) -> int | None:
+    """Return the bytes that ran out alike under two micro-batches, so that none is small enough; else None.
+
+    Held and requested bytes are equal to the byte: a sample more or less changed nothing of them.
+    """
+    needs: dict[tuple[object, int, int], int] = {}
+    for attempt in attempts:
+        if attempt.evidence is None or _ran_out_in(attempt) is Phase.OPTIMIZER or not ran_out(attempt):
+            continue
+        report = max(oom_reports(attempt.evidence), key=oom_needed_bytes, default=None)
+        if report is None or report.injected or not report.requested_bytes:
+            continue
+        key = (_without_batches(attempt.plan), report.live_bytes, report.requested_bytes)
+        if needs.setdefault(key, attempt.plan.micro_batch_size) != attempt.plan.micro_batch_size:
+            return report.live_bytes + report.requested_bytes
+    return None
+
+
+def _without_batches(plan: Plan) -> tuple[object, ...]:
+    return tuple(getattr(plan, name) for name in SETTINGS_BUT_BATCHES)
 
 
 def bytes_per_parameter(plan: Plan) -> float:
@@ -70,8 +103,7 @@ def answered_by_phase(spec: JobSpec, attempt: Attempt) -> Phase | None:
 
 
 def _ran_out_in(attempt: Attempt) -> Phase | None:
-    failure = attempt.failure
-    return failure.phase if failure is not None and failure.kind is FailureKind.DEVICE_OOM else None
+    return attempt.failure.phase if attempt.failure is not None and ran_out(attempt) else None
 
 
 def _phase_batch_size(spec: JobSpec, plan: Plan, phase: Phase) -> int:

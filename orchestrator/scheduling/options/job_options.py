@@ -15,10 +15,10 @@ from orchestrator.planning.frontier import Candidate, fit_probability, likeliest
 from orchestrator.planning.search import frontier
 from orchestrator.scheduling.base.node_groups import Group
 from orchestrator.scheduling.base.shape import Shape, shape_of
-from orchestrator.scheduling.failures.degrade import answered_by_phase, candidates_for_oom
+from orchestrator.scheduling.failures.degrade import answered_by_phase, bytes_of_no_batch, candidates_for_oom
 from orchestrator.scheduling.failures.observation import is_truncated
 from orchestrator.scheduling.options.hedge import restart_s, soonest
-from orchestrator.scheduling.options.probe import measured_spec, probe_of
+from orchestrator.scheduling.options.probe import measured_spec, probe_bytes, probe_of
 from orchestrator.specs.attempt import Attempt, FailureKind
 from orchestrator.specs.choices import Engine
 from orchestrator.specs.cluster import DeviceKind
@@ -30,6 +30,7 @@ from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import UNTIMED, MemoryEstimate
 from orchestrator.specs.replace import replace
 from orchestrator.specs.state import State
+from orchestrator.specs.units import format_bytes
 
 # What a job of unknown length is taken to need on its slowest plan: a day, so that it stands behind what is known to be
 # shorter, and its devices are promised to nobody too soon.
@@ -90,7 +91,17 @@ def job_options(job: Job, group: Group, calibrated: Calibration, launch_cost_s: 
         candidates = list(_untried(job, group, calibrated))
     except SpecError as error:  # the global batch cannot be cut over so many devices
         return Infeasible(why=partial(str, error))
-    probe = probe_of(job, device, calibrated, candidates)
+    constant = bytes_of_no_batch(_on_device(job, device.name))
+    if constant is not None and not candidates:
+        text = f"no micro-batch is small enough: {format_bytes(constant)} ran out alike under two of them"
+        return Infeasible(why=lambda: text)
+    probe, probe_least = probe_of(job, device, calibrated, candidates), None
+    if probe is not None:
+        bound = probe_bytes(probe, job.last)
+        if bound is not None and bound <= device.memory:
+            probe_least = bound  # by what was measured, not by what is assumed of the script
+        elif _least_bytes(probe, calibrated, {}) > device.memory:
+            probe = None
     candidates = candidates if probe is None else [probe]
     measured = measured_peaks(job, device.name)
     shapes = partial(shape_of, devices_per_node=group.hardware.devices_per_node, nodes=group.hardware.nodes)
@@ -110,7 +121,7 @@ def job_options(job: Job, group: Group, calibrated: Calibration, launch_cost_s: 
         best = best_of_each(entries)
         return JobOptions(fitting=tuple(entries), entries=best, most_bytes=max(one.least_bytes for one in best))
 
-    needs = [(one, _least_bytes(one, calibrated, measured)) for one in candidates if one.fits_host]
+    needs = [(one, probe_least or _least_bytes(one, calibrated, measured)) for one in candidates if one.fits_host]
     fitting = [(one, shape, least) for one, least in needs if least <= device.memory and (shape := shapes(one.plan))]
     if fitting:
         return of(_hedged(job, group, calibrated, fitting, launch_cost_s))
@@ -294,7 +305,7 @@ def _untried(job: Job, group: Group, calibrated: Calibration) -> Iterator[Candid
     candidates = frontier(spec, group.hardware, calibrated.correction, calibrated.overhead).candidates
     if not job.attempts:
         return iter(candidates)
-    here = [attempt for attempt in job.attempts if attempt.device == group.hardware.device.name]
+    here = _on_device(job, group.hardware.device.name)
     refuted_bytes = partial(corrected_bytes, correction=calibrated.correction)
     device_bytes_max = _smallest_refuted(job, group, FailureKind.DEVICE_OOM, refuted_bytes)
     host_bytes_max = _smallest_refuted(job, group, FailureKind.HOST_OOM, partial(_host_bytes, group))
@@ -306,6 +317,10 @@ def _untried(job: Job, group: Group, calibrated: Calibration) -> Iterator[Candid
         < device_bytes_max
         and _host_bytes(group, candidate.estimate) < host_bytes_max
     )
+
+
+def _on_device(job: Job, device: str) -> list[Attempt]:
+    return [attempt for attempt in job.attempts if attempt.device == device]
 
 
 def _smallest_refuted(job: Job, group: Group, kind: FailureKind, bytes_of: Callable[[MemoryEstimate], int]) -> float:

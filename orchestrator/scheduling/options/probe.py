@@ -64,10 +64,17 @@ def is_of_batch(attempt: Attempt, failure: Failure) -> bool:
     return attempt.plan.micro_batch_size == 1 and ONE_SAMPLE in f"{failure.reason}\n{failure.excerpt}"
 
 
+def probe_bytes(probe: Candidate, probed: Attempt | None) -> int | None:
+    """Return what a probe needs at most by what an earlier probe needed, with its margin; None where none told."""
+    if probed is None or probed.peak_bytes is None:
+        return None
+    times = probe.plan.micro_batch_size / probed.plan.micro_batch_size
+    return round(MARGIN * times * probed.peak_bytes) + probe.estimate.device_bytes - probe.estimate.allocated_bytes
+
+
 def _surely_fits(one: Candidate, probed: Attempt, device: DeviceSpec) -> bool:
-    times = one.plan.micro_batch_size / probed.plan.micro_batch_size
-    around_bytes = one.estimate.device_bytes - one.estimate.allocated_bytes
-    return MARGIN * times * (probed.peak_bytes or device.memory) + around_bytes <= device.memory
+    least = probe_bytes(one, probed)
+    return least is not None and least <= device.memory
 
 
 def _goes_on(attempts: Sequence[Attempt], device: str) -> bool:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import types
 from collections.abc import Callable
 from typing import Any
+
+LOSS = re.compile(r"(?i)loss|cross_entropy|criterion")
 
 
 class PassProgress:
@@ -50,22 +53,28 @@ class PassProgress:
 
 
 def fraction_of_modules_done(frame: types.FrameType | None) -> float | None:
-    """Fraction of the model's leaf modules that are registered before the running one; None if none runs.
+    """Fraction of the model's leaf modules that are registered before the running one; None where nothing tells.
 
-    The model is the outermost module on the stack of `frame`. Most models register modules in execution order. Code of
-    the model outside its submodules counts as 1.0: most often it is the loss after the head.
+    The model is the outermost module on the stack of `frame`. Most models register modules in execution order. Its loss
+    comes last: a module or function named so counts as 1.0. Other code of the model outside its submodules may stand
+    anywhere in the pass (U-Nets, functional models), and tells nothing.
     """
     running: list[Any] = []
+    functions: list[str] = []  # of the innermost module
     while frame is not None:
         if frame.f_code.co_name == "_call_impl":  # torch.nn.Module.__call__; its locals are gone once it returns
             running.append(frame.f_locals.get("self"))
+        elif not running:
+            functions.append(frame.f_code.co_name)
         frame = frame.f_back
-    running = [one for one in running if hasattr(one, "modules") and hasattr(one, "children")]
+    running = [module for module in running if hasattr(module, "modules") and hasattr(module, "children")]
     if not running:
         return None
-    leaves = [id(one) for one in running[-1].modules() if not any(True for _ in one.children())]
-    here = {id(one) for one in running[0].modules()}
+    if any(LOSS.search(name) for name in (*functions, *(type(module).__name__ for module in running[:-1]))):
+        return 1.0
+    leaves = [id(module) for module in running[-1].modules() if not any(True for _ in module.children())]
+    here = {id(module) for module in running[0].modules()}
     before = next((place for place, leaf in enumerate(leaves) if leaf in here), None)
-    if before is None or len(leaves) < 2:
+    if before is None or len(leaves) < 2 or here.issuperset(leaves):
         return None
-    return 1.0 if here.issuperset(leaves) else before / len(leaves)
+    return before / len(leaves)
