@@ -57,7 +57,7 @@ def strategies(spec: JobSpec, hardware: Hardware, layout: ParallelLayout) -> Ite
 
 
 def _updates_in_backward(spec: JobSpec) -> bool:
-    """Whether the job lets a gradient go before it knows the others; which plans can is said in specs.plan.
+    """Whether the job lets a gradient go before it knows the others; which plans can is said in specs.engines.
 
     Recipes that take turns do not: FSDP2 makes gradients of those that stand still.
     """
