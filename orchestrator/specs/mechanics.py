@@ -19,16 +19,19 @@ class Replicated:
     ranks: int  # that hold the same part; 1: alone, without buckets
     is_ours: bool  # whether our loop wraps it: gradients are views of the buckets, and updated one by one
     shards: ClassVar[int] = 1
+    stage: ClassVar[ZeroStage] = ZeroStage.NONE
+    # In low precision: weights stay in the masters' type and are cast where they are used; else they are cast ahead.
+    autocasts: ClassVar[bool] = True
+    has_fp32_states: ClassVar[bool] = False  # else the optimizer's states have the type of the weights
+    talks_alone: ClassVar[bool] = False  # whether one rank alone has a communicator, too
 
 
 @dataclass(frozen=True, slots=True)
-class Fsdp2:
-    """Shards of torch's `fully_shard`, every layer a unit of its own (arXiv:2304.11277); several copies are HSDP."""
-
+class _Units:
     shards: int
-    copies: int
     stage: ZeroStage  # OPTIMIZER: gathered and reduced once a step; GRADIENTS: gathered once a micro-batch
-    is_pipelined: bool  # then everything is gathered once a step, and reduced behind the last micro-batch
+    autocasts: ClassVar[bool] = False
+    talks_alone: ClassVar[bool] = True
 
     @property
     def keeps_gathered(self) -> bool:
@@ -42,19 +45,21 @@ class Fsdp2:
 
 
 @dataclass(frozen=True, slots=True)
-class ScriptFsdp:
+class Fsdp2(_Units):
+    """Shards of torch's `fully_shard`, every layer a unit of its own (arXiv:2304.11277); several copies are HSDP."""
+
+    copies: int
+    is_pipelined: bool  # then everything is gathered once a step, and reduced behind the last micro-batch
+    has_fp32_states: ClassVar[bool] = True
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptFsdp(_Units):
     """Shards of the FSDP that a script asks its framework for: SHARD_GRAD_OP (stage 2) or FULL_SHARD (3)."""
 
-    shards: int
-    stage: ZeroStage
     copies: ClassVar[int] = 1
     is_pipelined: ClassVar[bool] = False
-    once_a_step: ClassVar[bool] = False
-
-    @property
-    def keeps_gathered(self) -> bool:
-        """Whether weights stay gathered from their forward to their backward pass."""
-        return self.stage is not ZeroStage.PARAMETERS
+    has_fp32_states: ClassVar[bool] = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +68,17 @@ class Zero:
 
     shards: int
     stage: ZeroStage
+    autocasts: ClassVar[bool] = False
+    talks_alone: ClassVar[bool] = True
+
+    @property
+    def has_fp32_states(self) -> bool:
+        """Whether there are fp32 masters, which stages 1 to 3 make."""
+        return self.stage is not ZeroStage.NONE
 
 
-Mechanics = Replicated | Fsdp2 | ScriptFsdp | Zero
+Fsdp = Fsdp2 | ScriptFsdp
+Mechanics = Replicated | Fsdp | Zero
 
 
 @lru_cache(maxsize=4096)
@@ -79,7 +92,7 @@ def mechanics_of(
     is_whole = zero_stage is ZeroStage.NONE
     match engine:
         case Engine.TORCH:
-            return Replicated(ranks, True) if is_whole else Fsdp2(ranks // copies, copies, zero_stage, is_pipelined)
+            return Replicated(ranks, True) if is_whole else Fsdp2(ranks // copies, zero_stage, copies, is_pipelined)
         case Engine.DEEPSPEED:
             return Zero(1 if is_whole else ranks, zero_stage)
         case Engine.SCRIPT:
