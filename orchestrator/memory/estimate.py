@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import lru_cache
 from operator import attrgetter
-from typing import assert_never
 
 from orchestrator.memory.engines import deepspeed
 from orchestrator.memory.engines import torch as torch_engines
@@ -26,6 +25,7 @@ from orchestrator.specs.choices import (
 )
 from orchestrator.specs.cluster import DeviceKind, DeviceSpec
 from orchestrator.specs.engines import facts_of
+from orchestrator.specs.errors import refuse_unknown
 from orchestrator.specs.mechanics import Fsdp2, Replicated, ScriptFsdp, Zero
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import SEGMENTS_BYTES, MemoryEstimate, ModelProfile, MomentBytes
@@ -88,7 +88,7 @@ class DeviceBytes:
             case Zero():
                 self._reduces_once, tells_apart = False, deepspeed.tells_recomputed_apart(profile, mechanics)
             case _:
-                assert_never(mechanics)
+                refuse_unknown(mechanics)
         self.counts_every_mode_alike = device.kind is DeviceKind.CUDA and not tells_apart
         self._casts = autocasts(plan)
         self._library_bytes = CUBLAS_BYTES if device.kind is DeviceKind.CUDA else 0
@@ -237,7 +237,7 @@ def _moments(rank: Rank, plan: Plan, device: DeviceSpec, places: Iterable[int]) 
         case Zero():
             return deepspeed.moments(rank, plan, mechanics, places, cuda=cuda)
         case _:
-            assert_never(mechanics)
+            refuse_unknown(mechanics)
 
 
 def _host_bytes(rank: Rank, plan: Plan) -> int:

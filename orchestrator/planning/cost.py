@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import inf
-from typing import NamedTuple, assert_never
+from typing import NamedTuple
 
 from orchestrator.memory.engines.pipeline import part, ranks
 from orchestrator.memory.engines.widths import compute_bytes, exchanged_bytes, master_bytes
@@ -23,6 +23,7 @@ from orchestrator.specs.choices import (
 )
 from orchestrator.specs.cluster import DeviceKind, DeviceSpec
 from orchestrator.specs.engines import facts_of
+from orchestrator.specs.errors import refuse_unknown
 from orchestrator.specs.mechanics import Fsdp2, Replicated, ScriptFsdp, Zero
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import ModelProfile
@@ -260,7 +261,7 @@ def _window_s(micro_batch_s: float, plan: Plan) -> float:
             if mechanics.stage is not ZeroStage.PARAMETERS:
                 return 0.0
         case _:
-            assert_never(mechanics)
+            refuse_unknown(mechanics)
     return plan.gradient_accumulation_steps * micro_batch_s
 
 
@@ -292,7 +293,7 @@ def _traffic(profile: ModelProfile, plan: Plan) -> Traffic:
                 ZeroStage.PARAMETERS: Traffic(2 * micro_steps, micro_steps, 3 * units * TENSORS_PER_PART * micro_steps),
             }[mechanics.stage]
         case _:
-            assert_never(mechanics)
+            refuse_unknown(mechanics)
 
 
 def _shared_s(profile: ModelProfile, plan: Plan, hardware: Hardware) -> float:
@@ -340,7 +341,7 @@ def _copied_s(profile: ModelProfile, plan: Plan, hardware: Hardware) -> float:
             gathered = reduced = 2 * width
             gathers = 2 if mechanics.stage is ZeroStage.PARAMETERS else 0
         case _:
-            assert_never(mechanics)
+            refuse_unknown(mechanics)
     moved_bytes = gathers * gathered * profile.parameters + reduced * profile.trained_parameters
     return moved_bytes / (hardware.device.memory_bandwidth * BANDWIDTH_EFFICIENCY)
 

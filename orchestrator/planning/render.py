@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, assert_never
+from typing import Any, NamedTuple
 
 from orchestrator.memory.engines.deepspeed import CUDA_BUCKETS, VIRTUAL_BUCKETS
 from orchestrator.specs.choices import ActivationCheckpointing, Offload, OffloadTarget, Precision, ZeroStage
 from orchestrator.specs.engines import facts_of
+from orchestrator.specs.errors import refuse_unknown
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job.trainer import Knob, Knobs
 from orchestrator.specs.mechanics import Fsdp2, Replicated, ScriptFsdp, Zero
@@ -106,7 +107,7 @@ def accelerate_config(knobs: Knobs, plan: Plan, *, deepspeed_config_path: str | 
         case Fsdp2():
             raise AssertionError(f"accelerate is told of a script's plans only: {plan}")
         case _:
-            assert_never(mechanics)
+            refuse_unknown(mechanics)
 
 
 class RenderedCommand(NamedTuple):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
-from typing import assert_never
 
 from orchestrator.memory.models.hf import decoder_shape
 from orchestrator.memory.profiles import freezes
@@ -23,7 +22,7 @@ from orchestrator.specs.choices import (
 )
 from orchestrator.specs.cluster import DeviceKind
 from orchestrator.specs.engines import facts_of
-from orchestrator.specs.errors import SpecError
+from orchestrator.specs.errors import SpecError, refuse_unknown
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.mechanics import Mechanics, Zero, mechanics_of
 from orchestrator.specs.replace import replace
@@ -92,7 +91,7 @@ def _shared(spec: JobSpec, hardware: Hardware, layout: ParallelLayout) -> Iterat
             case Engine.SCRIPT:
                 yield from _script(spec, hardware, layout)
             case _:
-                assert_never(engine)
+                refuse_unknown(engine)
 
 
 def engines_of(spec: JobSpec) -> tuple[Engine, ...]:

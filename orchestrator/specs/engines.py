@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import assert_never
 
 from orchestrator.specs.choices import (
     ActivationCheckpointing,
@@ -17,6 +16,7 @@ from orchestrator.specs.choices import (
     Sharding,
     ZeroStage,
 )
+from orchestrator.specs.errors import refuse_unknown
 from orchestrator.specs.mechanics import Fsdp2, Replicated, ScriptFsdp, Zero
 from orchestrator.specs.plan_fields import PlanFields
 
@@ -101,7 +101,7 @@ def _why_not_in_backward(plan: PlanFields) -> str | None:
         case Replicated() | Fsdp2() | ScriptFsdp():
             pass
         case _ as mechanics:
-            assert_never(mechanics)
+            refuse_unknown(mechanics)
     if plan.gradient_accumulation_steps > 1:
         return "optimizer_in_backward=true needs gradient_accumulation_steps=1: else the first gradients are not whole"
     if plan.precision is Precision.FP16:

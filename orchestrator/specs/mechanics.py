@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import ClassVar, assert_never
+from typing import ClassVar
 
 from orchestrator.specs.choices import Engine, Sharding, ZeroStage
+from orchestrator.specs.errors import refuse_unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,4 +101,4 @@ def mechanics_of(
                 return Replicated(ranks, False)
             return ScriptFsdp(ranks, zero_stage) if sharding is Sharding.FSDP else Zero(ranks, zero_stage)
         case _:
-            assert_never(engine)
+            refuse_unknown(engine)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, assert_never
+from typing import Any
 
 from orchestrator.specs.choices import (
     AXES,
@@ -20,6 +20,7 @@ from orchestrator.specs.choices import (
     Sharding,
     ZeroStage,
 )
+from orchestrator.specs.errors import refuse_unknown
 from orchestrator.specs.mechanics import Fsdp2, Mechanics, Replicated, ScriptFsdp, Zero, mechanics_of
 
 
@@ -279,7 +280,7 @@ def _sharding_in_short(plan: PlanFields) -> list[str]:
         case Zero():
             return [f"ZeRO-{int(mechanics.stage)}"]
         case _:
-            assert_never(mechanics)
+            refuse_unknown(mechanics)
     if mechanics.once_a_step:
         return [name, "reduced once a step"]
     return [name, "weights kept gathered"] if mechanics.keeps_gathered else [name]

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-from typing import assert_never
 
 import torch
 
 from orchestrator.specs import choices
-from orchestrator.specs.errors import SpecError
+from orchestrator.specs.errors import SpecError, refuse_unknown
 from orchestrator.specs.job.model import TrainingSpec
 from orchestrator.specs.replace import replace
 from orchestrator.specs.run import TrainingRun
@@ -90,4 +89,4 @@ def _engine(
         case choices.Engine.SCRIPT:
             raise AssertionError("a script builds its own loop")
         case _ as engine:
-            assert_never(engine)
+            refuse_unknown(engine)

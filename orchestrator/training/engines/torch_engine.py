@@ -26,7 +26,7 @@ import contextlib
 import math
 import warnings
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, assert_never
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -37,7 +37,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from orchestrator.specs.choices import MasterWeights, Offload, Precision, ZeroStage
-from orchestrator.specs.errors import SpecError
+from orchestrator.specs.errors import SpecError, refuse_unknown
 from orchestrator.specs.job.model import TrainingSpec
 from orchestrator.specs.mechanics import Fsdp2, Replicated, ScriptFsdp, Zero
 from orchestrator.specs.plan import Plan, share_heads
@@ -328,7 +328,7 @@ def _wrapped(
         case ScriptFsdp() | Zero():
             raise AssertionError(f"{mechanics} is not the torch engine's")
         case _:
-            assert_never(mechanics)
+            refuse_unknown(mechanics)
 
 
 def _make(
