@@ -78,17 +78,22 @@ class DeviceBytes:
     ) -> None:
         if plan.master_weights is MasterWeights.BF16:
             profile = replace(profile, parameter_bytes=master_bytes(plan))
-        self._profile, self._plan, self._device, self._overhead = profile, plan, device, overhead
-        mechanics, tells_apart = plan.mechanics, False
-        match mechanics:
+        held = profile.context_parallel, profile.tensor_parallel, profile.expert_parallel
+        degrees = plan.layout.cp, plan.layout.tp, plan.expert_parallel
+        assert held == degrees, f"a profile of (cp, tp, ep) = {held} for {plan}"
+        self._plan, self._device, self._overhead, self._mechanics = plan, device, overhead, plan.mechanics
+        tells_apart = is_zero3 = False
+        match self._mechanics:
             case Replicated():
-                self._reduces_once = plan.layout.pp == 1 < mechanics.ranks
+                self._reduces_once = plan.layout.pp == 1 < self._mechanics.ranks
             case Fsdp2() | ScriptFsdp():
-                self._reduces_once = mechanics.once_a_step
+                self._reduces_once = self._mechanics.once_a_step
             case Zero():
-                self._reduces_once, tells_apart = False, deepspeed.tells_recomputed_apart(profile, mechanics)
+                self._reduces_once, tells_apart = False, deepspeed.tells_recomputed_apart(profile, self._mechanics)
+                is_zero3 = self._mechanics.stage is ZeroStage.PARAMETERS and facts_of(plan.engine).is_ours
             case _:
-                refuse_unknown(mechanics)
+                refuse_unknown(self._mechanics)
+        self._profile = _as_run(profile, sharded=isinstance(self._mechanics, Fsdp2), zero3=is_zero3)
         self.counts_every_mode_alike = device.kind is DeviceKind.CUDA and not tells_apart
         self._casts = autocasts(plan)
         self._library_bytes = CUBLAS_BYTES if device.kind is DeviceKind.CUDA else 0
@@ -174,8 +179,8 @@ class DeviceBytes:
         key = (self._key(plan), full_layers)
         if key not in self._moments:
             self._moments[key] = []
-            for rank in _ranks(self._profile, plan, full_layers):
-                moments = _moments(rank, plan, self._device, range(len(rank.passages)))
+            for rank in ranks(self._profile, plan, full_layers=full_layers):
+                moments = self._moments_at(rank, plan, range(len(rank.passages)))
                 counted = [(moment, moment.counted_bytes + self._library_bytes) for moment in moments]
                 self._moments[key].append((rank, counted))
         return self._moments[key]
@@ -187,15 +192,33 @@ class DeviceBytes:
         """
         key = self._key(plan)
         if key not in self._counted:
-            self._counted[key] = [(rank, self._counted_beside(rank, plan)) for rank in _ranks(self._profile, plan, 0)]
+            self._counted[key] = [(rank, self._counted_beside(rank, plan)) for rank in ranks(self._profile, plan)]
         return self._counted[key]
 
     def _counted_beside(self, rank: Rank, plan: Plan) -> dict[int, int]:
         most: dict[int, int] = {}
-        for moment in _moments(rank, plan, self._device, highest_places(rank, casts=self._casts)):
+        for moment in self._moments_at(rank, plan, highest_places(rank, casts=self._casts)):
             counted = moment.counted_bytes + self._library_bytes
             most[moment.activations] = max(counted, most.get(moment.activations, 0))
         return most
+
+    def _moments_at(self, rank: Rank, plan: Plan, places: Iterable[int]) -> list[Moment]:
+        """Those of the model's passages at the places, and all that are none of its passages."""
+        cuda, mechanics = self._device.kind is DeviceKind.CUDA, self._mechanics
+        reduces_in_buckets = isinstance(mechanics, Zero) and mechanics.stage >= ZeroStage.GRADIENTS
+        if not reduces_in_buckets and not plan.optimizer_in_backward:
+            places = [at for at in places if rank.passages[at].point is not Point.ARRIVAL]
+        match mechanics:
+            case Replicated():
+                return torch_engines.ddp_moments(rank, plan, mechanics, places, cuda=cuda)
+            case Fsdp2():
+                return torch_engines.fsdp_moments(rank, plan, mechanics, places, cuda=cuda)
+            case ScriptFsdp():
+                return torch_engines.fsdp_moments(rank, plan, mechanics, places, cuda=cuda, foreach=cuda)
+            case Zero():
+                return deepspeed.moments(rank, plan, mechanics, places, cuda=cuda)
+            case _:
+                refuse_unknown(mechanics)
 
     def _key(self, plan: Plan) -> object:
         mode = None if self.counts_every_mode_alike else plan.activation_checkpointing
@@ -209,35 +232,6 @@ def _as_run(profile: ModelProfile, *, sharded: bool, zero3: bool) -> ModelProfil
     zero3 &= any(moment.zero3 for moment in profile.moments)
     kept = tuple(moment for moment in profile.moments if (moment.sharded, moment.zero3) == (sharded, zero3))
     return profile if len(kept) == len(profile.moments) else replace(profile, moments=kept)
-
-
-def _ranks(profile: ModelProfile, plan: Plan, full_layers: int) -> tuple[Rank, ...]:
-    of = profile.context_parallel, profile.tensor_parallel, profile.expert_parallel
-    assert of == (plan.layout.cp, plan.layout.tp, plan.expert_parallel), f"a profile of (cp, tp, ep) = {of} for {plan}"
-    sharded = isinstance(plan.mechanics, Fsdp2)
-    is_zero3 = isinstance(plan.mechanics, Zero) and plan.mechanics.stage is ZeroStage.PARAMETERS
-    zero3 = is_zero3 and facts_of(plan.engine).is_ours
-    return ranks(_as_run(profile, sharded=sharded, zero3=zero3), plan, full_layers=full_layers)
-
-
-def _moments(rank: Rank, plan: Plan, device: DeviceSpec, places: Iterable[int]) -> list[Moment]:
-    """Those of the model's passages at the places, and all that are none of its passages."""
-    cuda = device.kind is DeviceKind.CUDA
-    mechanics = plan.mechanics
-    reduces_in_buckets = isinstance(mechanics, Zero) and mechanics.stage >= ZeroStage.GRADIENTS
-    if not reduces_in_buckets and not plan.optimizer_in_backward:
-        places = [at for at in places if rank.passages[at].point is not Point.ARRIVAL]
-    match mechanics:
-        case Replicated():
-            return torch_engines.ddp_moments(rank, plan, mechanics, places, cuda=cuda)
-        case Fsdp2():
-            return torch_engines.fsdp_moments(rank, plan, mechanics, places, cuda=cuda)
-        case ScriptFsdp():
-            return torch_engines.fsdp_moments(rank, plan, mechanics, places, cuda=cuda, foreach=cuda)
-        case Zero():
-            return deepspeed.moments(rank, plan, mechanics, places, cuda=cuda)
-        case _:
-            refuse_unknown(mechanics)
 
 
 def _host_bytes(rank: Rank, plan: Plan) -> int:

@@ -24,7 +24,7 @@ from orchestrator.specs.choices import (
 from orchestrator.specs.cluster import DeviceKind, DeviceSpec
 from orchestrator.specs.engines import facts_of
 from orchestrator.specs.errors import refuse_unknown
-from orchestrator.specs.mechanics import Fsdp2, Replicated, ScriptFsdp, Zero
+from orchestrator.specs.mechanics import Fsdp2, Mechanics, Replicated, ScriptFsdp, Zero
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import ModelProfile
 
@@ -102,9 +102,11 @@ class StepSeconds:
         self._held = tuple(dict.fromkeys(rank.held for rank in ranks(profile, plan)))
         self._largest = max(self._held, key=lambda held: held.parameters)
         self._largest_at = self._held.index(self._largest)
-        self._factor = facts_of(plan.engine).step_factor
+        engine, self._mechanics = facts_of(plan.engine), plan.mechanics
+        self._factor = engine.step_factor
+        self._gradient_bytes = compute_bytes(plan) if engine.has_low_gradients else master_bytes(plan)
         self._copied_s = _copied_s(self._largest, plan, hardware)
-        self._copies_once = plan.mechanics.stage is ZeroStage.OPTIMIZER or plan.layout.pp > 1
+        self._copies_once = self._mechanics.stage is ZeroStage.OPTIMIZER or plan.layout.pp > 1
         self._once: dict[int, tuple[float, float]] = {}
 
     def __call__(self, plan: Plan) -> float:
@@ -112,18 +114,26 @@ class StepSeconds:
         micro_steps, pp = plan.gradient_accumulation_steps, plan.layout.pp
         handed_on_s = _handed_on_s(self._profile, plan, self._hardware)
         per_rank = plan.pipeline_stages_per_rank
-        seconds = [_computing_s(held, plan, self._hardware, per_rank) + handed_on_s for held in self._held]
+        seconds = [self._computing_s(held, plan, per_rank) + handed_on_s for held in self._held]
         slowest_s = max(seconds)
         compute_s = micro_steps * slowest_s
         if pp > 1:
-            through_all_s = _computing_s(self._profile, plan, self._hardware, per_rank * pp) + pp * handed_on_s
+            through_all_s = self._computing_s(self._profile, plan, per_rank * pp) + pp * handed_on_s
             compute_s += max(0.0, through_all_s - slowest_s) / plan.pipeline_stages_per_rank
         shared_s, update_s = self._once_s(plan)
-        window_s = _window_s(seconds[self._largest_at], plan)
+        window_s = _window_s(seconds[self._largest_at], self._mechanics, micro_steps)
         hidden_s = 0.0 if self._hardware.launches_block else min(shared_s, window_s)
         copied_s = (1 if self._copies_once else micro_steps) * self._copied_s
         overlapped_s = compute_s + copied_s + shared_s - (1 - OVERLAP_COST) * hidden_s
         return self._factor * overlapped_s + update_s
+
+    def _computing_s(self, profile: ModelProfile, plan: Plan, stages: int) -> float:
+        """Seconds of one micro-batch on a rank that holds `profile`, so many stages, but for what it waits for."""
+        added = self._gradient_bytes if plan.gradient_accumulation_steps > 1 else 0  # to those of micro-batches before
+        how = plan.activation_checkpointing, stages * plan.full_checkpointing_layers
+        updates, hardware = plan.optimizer_in_backward, self._hardware
+        busy_s = _busy_s(profile, plan.micro_batch_size, *how, plan.precision, added, updates, hardware)
+        return busy_s + (_inputs_moved_s(profile, plan, hardware) if plan.activation_offload else 0.0)
 
     def _once_s(self, plan: Plan) -> tuple[float, float]:
         """Seconds of data-parallel messages and of the update: of the cut of a batch, they know the number of steps."""
@@ -132,16 +142,6 @@ class StepSeconds:
             arguments = (self._largest, plan, self._hardware)
             self._once[micro_steps] = (_shared_s(*arguments), _optimizer_s(*arguments))
         return self._once[micro_steps]
-
-
-def _computing_s(profile: ModelProfile, plan: Plan, hardware: Hardware, stages: int) -> float:
-    """Seconds of one micro-batch on a rank that holds `profile`, so many stages, but for what it waits for."""
-    added = 0  # bytes of a gradient that a micro-batch adds to that of those before it
-    if plan.gradient_accumulation_steps > 1:
-        added = compute_bytes(plan) if facts_of(plan.engine).has_low_gradients else master_bytes(plan)
-    how = plan.activation_checkpointing, stages * plan.full_checkpointing_layers
-    busy = (profile, plan.micro_batch_size, *how, plan.precision, added, plan.optimizer_in_backward, hardware)
-    return _busy_s(*busy) + (_inputs_moved_s(profile, plan, hardware) if plan.activation_offload else 0.0)
 
 
 def _inputs_moved_s(profile: ModelProfile, plan: Plan, hardware: Hardware) -> float:
@@ -241,14 +241,13 @@ def _handed_on_s(profile: ModelProfile, plan: Plan, hardware: Hardware) -> float
     return 2 * plan.pipeline_stages_per_rank * once_s
 
 
-def _window_s(micro_batch_s: float, plan: Plan) -> float:
+def _window_s(micro_batch_s: float, mechanics: Mechanics, micro_steps: int) -> float:
     """Seconds of computation behind which data-parallel messages can hide.
 
     Gradients of a step travel while the last micro-batch goes backward, two thirds of its time. What is cut over the
     ranks travels for every micro-batch, while the layer before or behind it computes. DeepSpeed below stage 3 reduces
     on the stream that computes (training/engines/deepspeed_settings.py: overlap_comm).
     """
-    mechanics = plan.mechanics
     match mechanics:
         case Replicated():
             return micro_batch_s * 2 / 3
@@ -262,7 +261,7 @@ def _window_s(micro_batch_s: float, plan: Plan) -> float:
                 return 0.0
         case _:
             refuse_unknown(mechanics)
-    return plan.gradient_accumulation_steps * micro_batch_s
+    return micro_steps * micro_batch_s
 
 
 class Traffic(NamedTuple):

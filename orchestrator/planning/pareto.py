@@ -82,7 +82,7 @@ def _order(timed: Timed) -> tuple[object, ...]:
         facts_of(plan.engine).simplicity,
         plan.offload is not Offload.NONE,
         plan.activation_offload,
-        plan.mechanics.stage,
+        plan.zero_stage,
         plan.activation_checkpointing,
         plan.gradient_accumulation_steps,
     )
