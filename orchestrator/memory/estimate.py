@@ -211,10 +211,8 @@ class DeviceBytes:
         match mechanics:
             case Replicated():
                 return torch_engines.ddp_moments(rank, plan, mechanics, places, cuda=cuda)
-            case Fsdp2():
+            case Fsdp2() | ScriptFsdp():
                 return torch_engines.fsdp_moments(rank, plan, mechanics, places, cuda=cuda)
-            case ScriptFsdp():
-                return torch_engines.fsdp_moments(rank, plan, mechanics, places, cuda=cuda, foreach=cuda)
             case Zero():
                 return deepspeed.moments(rank, plan, mechanics, places, cuda=cuda)
             case _:

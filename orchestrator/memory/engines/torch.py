@@ -8,7 +8,7 @@ from orchestrator.memory.engines.moments import FORWARDED, Causes, Moment, Passa
 from orchestrator.memory.engines.optimizers import state_bytes, temporaries
 from orchestrator.memory.engines.widths import compute_bytes, exchanged_bytes
 from orchestrator.specs.choices import Offload
-from orchestrator.specs.mechanics import Fsdp, Replicated
+from orchestrator.specs.mechanics import Fsdp, Replicated, ScriptFsdp
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import Segment
 
@@ -80,9 +80,7 @@ def _updating(passage: Passage, plan: Plan, *, cuda: bool) -> int:
     return temporaries(plan, min(_arriving(passage), passage.segment.trained_parameters), cuda=cuda)
 
 
-def fsdp_moments(
-    rank: Rank, plan: Plan, fsdp: Fsdp, places: Iterable[int], *, cuda: bool, foreach: bool = False
-) -> list[Moment]:
+def fsdp_moments(rank: Rank, plan: Plan, fsdp: Fsdp, places: Iterable[int], *, cuda: bool) -> list[Moment]:
     """Moments of a rank that holds a shard: parameters, gradients and optimizer states are split over dp.
 
     Layers are units of their own, everything else is the root unit, which stays gathered from forward to the end of
@@ -137,12 +135,11 @@ def fsdp_moments(
     if device and not plan.optimizer_in_backward:
         largest, before = (-(-each // shards) for each in (profile.largest_trained, profile.updated_before_largest))
         shard = -(-rank.trained_parameters // shards)
+        is_foreach = cuda and isinstance(fsdp, ScriptFsdp)
+        temporary = temporaries(plan, largest, cuda=cuda, before=before)
         step = (
             ("gradients", profile.parameter_bytes * shard),
-            (
-                "optimizer temporaries",
-                profile.parameter_bytes * shard if foreach else temporaries(plan, largest, cuda=cuda, before=before),
-            ),
+            ("optimizer temporaries", profile.parameter_bytes * shard if is_foreach else temporary),
         )
         found.append(Moment("optimizer step", (*fixed, *step)))
     return found
