@@ -71,7 +71,10 @@ STANDARD_LIBRARY_ONLY = {  # what a training process reads, on machines that hav
         f"orchestrator/specs/{name}.py"
         for name in (
             "choices",
+            "engines",
+            "mechanics",
             "plan",
+            "plan_fields",
             "settings",
             "attempt",
             "job/__init__",

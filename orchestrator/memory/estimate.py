@@ -17,15 +17,16 @@ from orchestrator.memory.engines.widths import master_bytes
 from orchestrator.memory.profiles import autocasts
 from orchestrator.specs.choices import (
     ActivationCheckpointing,
-    Engine,
     MasterWeights,
     Offload,
     OffloadTarget,
     Optimizer,
-    Sharding,
     ZeroStage,
 )
 from orchestrator.specs.cluster import DeviceKind, DeviceSpec
+from orchestrator.specs.engines import facts_of
+from orchestrator.specs.errors import refuse_unknown
+from orchestrator.specs.mechanics import Fsdp2, Replicated, ScriptFsdp, Zero
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import SEGMENTS_BYTES, MemoryEstimate, ModelProfile, MomentBytes
 from orchestrator.specs.replace import replace
@@ -57,10 +58,7 @@ def estimate(
 def alike(plan: Plan) -> object:
     """What plans have in common that may share `DeviceBytes`: all but checkpointing, the cut of the batch, and, under
     hybrid sharding, how many copies of the shards there are."""
-    layout = plan.layout
-    shards = (layout.dp * layout.cp, False)
-    if plan.engine is Engine.TORCH and plan.zero_stage is not ZeroStage.NONE:
-        shards = (layout.dp * layout.cp // plan.dp_replicate, plan.dp_replicate > 1)
+    layout, shards = plan.layout, (plan.layout.dp_cp // plan.dp_replicate, plan.dp_replicate > 1)
     return (shards, layout.cp, layout.tp, layout.pp, _SHARED(plan))
 
 
@@ -80,11 +78,24 @@ class DeviceBytes:
     ) -> None:
         if plan.master_weights is MasterWeights.BF16:
             profile = replace(profile, parameter_bytes=master_bytes(plan))
-        self._profile, self._plan, self._device, self._overhead = profile, plan, device, overhead
-        is_ddp = plan.layout.pp == 1 and plan.layout.dp_cp > 1 and plan.zero_stage is ZeroStage.NONE
-        self._reduces_once = is_ddp or (plan.engine is Engine.TORCH and plan.zero_stage is ZeroStage.OPTIMIZER)
-        tells_apart = plan.engine is not Engine.TORCH and deepspeed.tells_recomputed_apart(profile, plan)
+        held = profile.context_parallel, profile.tensor_parallel, profile.expert_parallel
+        degrees = plan.layout.cp, plan.layout.tp, plan.expert_parallel
+        assert held == degrees, f"a profile of (cp, tp, ep) = {held} for {plan}"
+        self._plan, self._device, self._overhead, self._mechanics = plan, device, overhead, plan.mechanics
+        tells_apart = is_zero3 = False
+        match self._mechanics:
+            case Replicated():
+                self._reduces_once = plan.layout.pp == 1 < self._mechanics.ranks
+            case Fsdp2() | ScriptFsdp():
+                self._reduces_once = self._mechanics.once_a_step
+            case Zero():
+                self._reduces_once, tells_apart = False, deepspeed.tells_recomputed_apart(profile, self._mechanics)
+                is_zero3 = self._mechanics.stage is ZeroStage.PARAMETERS and facts_of(plan.engine).is_ours
+            case _:
+                refuse_unknown(self._mechanics)
+        self._profile = _as_run(profile, sharded=isinstance(self._mechanics, Fsdp2), zero3=is_zero3)
         self.counts_every_mode_alike = device.kind is DeviceKind.CUDA and not tells_apart
+        self._casts = autocasts(plan)
         self._library_bytes = CUBLAS_BYTES if device.kind is DeviceKind.CUDA else 0
         self._overhead_bytes_of: dict[int, int] = {}  # by copies of the shards, which alone differ
         self._counted: dict[object, list[tuple[Rank, dict[int, int]]]] = {}
@@ -112,11 +123,11 @@ class DeviceBytes:
         Of the moments that can be the worst it knows those that are none of the model's passages. It also knows the
         passages at which the most activations are live. These are straight lines over the micro-batch.
         """
-        mode, micro, casts = plan.activation_checkpointing, plan.micro_batch_size, autocasts(plan)
+        mode, micro = plan.activation_checkpointing, plan.micro_batch_size
         full_layers = plan.full_checkpointing_layers
         allocated = 0
         for rank, beside in self._counted_of(plan):
-            live = activations(rank, mode, casts=casts, full_layers=full_layers, offloads=plan.activation_offload)
+            live = activations(rank, mode, casts=self._casts, full_layers=full_layers, offloads=plan.activation_offload)
             most = max([counted + live[at].bytes_of(micro) for at, counted in beside.items()])
             allocated = max(allocated, most + rank.buffer_bytes(plan))
         return self._reserved_bytes(allocated, mode) + self._overhead_bytes(plan)
@@ -126,9 +137,7 @@ class DeviceBytes:
         micro, found = plan.micro_batch_size, []
         for rank, moments in self._moments_of(plan):
             mode, full_layers = plan.activation_checkpointing, plan.full_checkpointing_layers
-            live = activations(
-                rank, mode, casts=autocasts(plan), full_layers=full_layers, offloads=plan.activation_offload
-            )
+            live = activations(rank, mode, casts=self._casts, full_layers=full_layers, offloads=plan.activation_offload)
             buffer_bytes = rank.buffer_bytes(plan)
             for moment, counted in moments:
                 found.append((rank, moment, counted + buffer_bytes, live[moment.activations].bytes_of(micro)))
@@ -170,8 +179,8 @@ class DeviceBytes:
         key = (self._key(plan), full_layers)
         if key not in self._moments:
             self._moments[key] = []
-            for rank in _ranks(self._profile, plan, full_layers):
-                moments = _moments(rank, plan, self._device, range(len(rank.passages)))
+            for rank in ranks(self._profile, plan, full_layers=full_layers):
+                moments = self._moments_at(rank, plan, range(len(rank.passages)))
                 counted = [(moment, moment.counted_bytes + self._library_bytes) for moment in moments]
                 self._moments[key].append((rank, counted))
         return self._moments[key]
@@ -183,15 +192,31 @@ class DeviceBytes:
         """
         key = self._key(plan)
         if key not in self._counted:
-            self._counted[key] = [(rank, self._counted_beside(rank, plan)) for rank in _ranks(self._profile, plan, 0)]
+            self._counted[key] = [(rank, self._counted_beside(rank, plan)) for rank in ranks(self._profile, plan)]
         return self._counted[key]
 
     def _counted_beside(self, rank: Rank, plan: Plan) -> dict[int, int]:
         most: dict[int, int] = {}
-        for moment in _moments(rank, plan, self._device, highest_places(rank, casts=autocasts(plan))):
+        for moment in self._moments_at(rank, plan, highest_places(rank, casts=self._casts)):
             counted = moment.counted_bytes + self._library_bytes
             most[moment.activations] = max(counted, most.get(moment.activations, 0))
         return most
+
+    def _moments_at(self, rank: Rank, plan: Plan, places: Iterable[int]) -> list[Moment]:
+        """Those of the model's passages at the places, and all that are none of its passages."""
+        cuda, mechanics = self._device.kind is DeviceKind.CUDA, self._mechanics
+        reduces_in_buckets = isinstance(mechanics, Zero) and mechanics.stage >= ZeroStage.GRADIENTS
+        if not reduces_in_buckets and not plan.optimizer_in_backward:
+            places = [at for at in places if rank.passages[at].point is not Point.ARRIVAL]
+        match mechanics:
+            case Replicated():
+                return torch_engines.ddp_moments(rank, plan, mechanics, places, cuda=cuda)
+            case Fsdp2() | ScriptFsdp():
+                return torch_engines.fsdp_moments(rank, plan, mechanics, places, cuda=cuda)
+            case Zero():
+                return deepspeed.moments(rank, plan, mechanics, places, cuda=cuda)
+            case _:
+                refuse_unknown(mechanics)
 
     def _key(self, plan: Plan) -> object:
         mode = None if self.counts_every_mode_alike else plan.activation_checkpointing
@@ -205,33 +230,6 @@ def _as_run(profile: ModelProfile, *, sharded: bool, zero3: bool) -> ModelProfil
     zero3 &= any(moment.zero3 for moment in profile.moments)
     kept = tuple(moment for moment in profile.moments if (moment.sharded, moment.zero3) == (sharded, zero3))
     return profile if len(kept) == len(profile.moments) else replace(profile, moments=kept)
-
-
-def _ranks(profile: ModelProfile, plan: Plan, full_layers: int) -> tuple[Rank, ...]:
-    of = profile.context_parallel, profile.tensor_parallel, profile.expert_parallel
-    assert of == (plan.layout.cp, plan.layout.tp, plan.expert_parallel), f"a profile of (cp, tp, ep) = {of} for {plan}"
-    sharded = plan.engine is Engine.TORCH and plan.zero_stage is not ZeroStage.NONE
-    zero3 = plan.engine is Engine.DEEPSPEED and plan.zero_stage is ZeroStage.PARAMETERS
-    return ranks(_as_run(profile, sharded=sharded, zero3=zero3), plan, full_layers=full_layers)
-
-
-def _moments(rank: Rank, plan: Plan, device: DeviceSpec, places: Iterable[int]) -> list[Moment]:
-    """Those of the model's passages at the places, and all that are none of its passages."""
-    cuda = device.kind is DeviceKind.CUDA
-    is_by_torch = plan.engine is Engine.TORCH or plan.sharding is Sharding.FSDP
-    if (is_by_torch or plan.zero_stage < ZeroStage.GRADIENTS) and not plan.optimizer_in_backward:
-        places = [at for at in places if rank.passages[at].point is not Point.ARRIVAL]
-    if plan.engine is Engine.DEEPSPEED:
-        return deepspeed.moments(rank, plan, places, cuda=cuda)
-    if plan.engine is Engine.TORCH:
-        if plan.zero_stage is not ZeroStage.NONE:
-            return torch_engines.fsdp2_moments(rank, plan, places, cuda=cuda)
-        return torch_engines.ddp_moments(rank, plan, places, bucket_views=True, cuda=cuda)
-    if plan.zero_stage is not ZeroStage.NONE:
-        if plan.sharding is Sharding.FSDP:
-            return torch_engines.fsdp2_moments(rank, plan, places, cuda=cuda, foreach=cuda)
-        return deepspeed.moments(rank, plan, places, cuda=cuda)
-    return torch_engines.ddp_moments(rank, plan, places, bucket_views=False, cuda=cuda, foreach=cuda)
 
 
 def _host_bytes(rank: Rank, plan: Plan) -> int:
@@ -253,7 +251,7 @@ def _host_bytes(rank: Rank, plan: Plan) -> int:
     held = 2 * FP32_BYTES * trained + state_bytes(profile, plan, 1)
     if plan.offload is Offload.PARAMETERS:
         held += 2 * trained + profile.weight_bytes(FP32_BYTES) - FP32_BYTES * trained
-    whole = -(-3 * held // (2 * (plan.layout.dp_cp // plan.dp_replicate)))
+    whole = -(-3 * held // (2 * plan.mechanics.shards))
     if plan.offload_target is OffloadTarget.NVME:
         whole = min(whole, deepspeed.nvme_buffer_bytes(profile, plan))
     return whole + copied
@@ -264,7 +262,7 @@ def _checkpoint_bytes(profile: ModelProfile, plan: Plan) -> int:
 
     training/checkpoint/host_copy.py; a script's own checkpoints are its own affair.
     """
-    if plan.engine is Engine.SCRIPT:
+    if not facts_of(plan.engine).is_ours:
         return 0
     in_8_bits = plan.optimizer is Optimizer.ADAMW_8BIT
     states = ADAM_BYTES * profile.trained_parameters if in_8_bits else state_bytes(profile, plan, 1)

@@ -7,11 +7,12 @@ from functools import lru_cache
 from orchestrator.memory.models.bart import bart_profile, bart_shape
 from orchestrator.memory.models.hf import DecoderShape, as_transformers, config_of, decoder_shape
 from orchestrator.memory.models.t5 import t5_profile, t5_shape
-from orchestrator.specs.choices import Engine, MasterWeights, Precision, Sharding, ZeroStage
+from orchestrator.specs.choices import MasterWeights, Precision
 from orchestrator.specs.job.frameworks import switched_on
 from orchestrator.specs.job.model import DecoderSpec, ModelSpec
 from orchestrator.specs.job.sections import DeclaredProfile
 from orchestrator.specs.job.spec import JobSpec
+from orchestrator.specs.mechanics import ScriptFsdp
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import BackwardPeak, LossChunks, ModelProfile, Segment, Source, TracedProfile
 from orchestrator.specs.replace import replace
@@ -25,12 +26,8 @@ CHUNK_TOKENS = 1024  # of training/models/cross_entropy.py (a test compares the 
 
 def autocasts(plan: Plan) -> bool:
     """Whether the plan computes in low precision with weights that stay fp32; else the weights are in it themselves."""
-    return (
-        plan.precision is not Precision.FP32
-        and plan.zero_stage is ZeroStage.NONE
-        and plan.engine is not Engine.DEEPSPEED
-        and plan.master_weights is MasterWeights.FP32
-    )
+    is_low = plan.precision is not Precision.FP32 and plan.master_weights is MasterWeights.FP32
+    return is_low and plan.mechanics.autocasts
 
 
 def profile_of(
@@ -128,7 +125,7 @@ def with_held_boundaries(spec: JobSpec, profile: ModelProfile, plan: Plan) -> Mo
     `_register_post_backward_reshard_only_hook`; counted on two gloo ranks of torch 2.13, 2026-11).
     """
     adapts = spec.trains is not None and spec.trains.lora is not None
-    if plan.sharding is not Sharding.FSDP or not adapts or spec.trainer not in TRANSFORMERS_TRAINERS:
+    if not isinstance(plan.mechanics, ScriptFsdp) or not adapts or spec.trainer not in TRANSFORMERS_TRAINERS:
         return profile
     segments = (replace(part, holds_boundaries=part.is_unit) for part in profile.segments)
     return replace(profile, segments=tuple(segments))

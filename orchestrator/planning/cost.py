@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import inf
+from typing import NamedTuple
 
 from orchestrator.memory.engines.pipeline import part, ranks
 from orchestrator.memory.engines.widths import compute_bytes, exchanged_bytes, master_bytes
@@ -13,16 +14,17 @@ from orchestrator.planning.collectives import START_S, Ring, all_to_all_s, ring,
 from orchestrator.planning.kernels import BANDWIDTH_EFFICIENCY, host_s, micro_batch
 from orchestrator.specs.choices import (
     ActivationCheckpointing,
-    Engine,
     MasterWeights,
     Offload,
     OffloadTarget,
     Optimizer,
     Precision,
-    Sharding,
     ZeroStage,
 )
 from orchestrator.specs.cluster import DeviceKind, DeviceSpec
+from orchestrator.specs.engines import facts_of
+from orchestrator.specs.errors import refuse_unknown
+from orchestrator.specs.mechanics import Fsdp2, Mechanics, Replicated, ScriptFsdp, Zero
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import ModelProfile
 
@@ -38,9 +40,6 @@ EXPERT_MESSAGES = 2  # all-to-alls of a mixture of experts: tokens there and bac
 CONTEXT_MESSAGES = 4  # all-to-alls of an attention: queries, keys and values to heads, its output to tokens
 BUCKET_BYTES = 25 * 2**20  # of DistributedDataParallel (bucket_cap_mb)
 TENSORS_PER_PART = 9  # weights of a transformer layer: DeepSpeed's stage 3 gathers them one by one
-# DeepSpeed runs a Python hook per gradient and copies it into a bucket (deepspeed/runtime/zero/stage_1_and_2.py). The
-# figure is a guess that keeps the simpler engine where the two would be about equally fast.
-DEEPSPEED_OVERHEAD = 1.05
 # Bytes that an update reads and writes per parameter. AdamW reads parameter, gradient and both moments and writes all
 # but the gradient: 7 fp32 words; SGD has one moment; 8-bit moments have a byte each; Adafactor's are small, but it
 # goes over the gradient twice. Of a weight in bf16, AdamW in 8 bits moves three words of half the size.
@@ -103,9 +102,11 @@ class StepSeconds:
         self._held = tuple(dict.fromkeys(rank.held for rank in ranks(profile, plan)))
         self._largest = max(self._held, key=lambda held: held.parameters)
         self._largest_at = self._held.index(self._largest)
-        self._engine = DEEPSPEED_OVERHEAD if plan.engine is Engine.DEEPSPEED else 1.0
+        engine, self._mechanics = facts_of(plan.engine), plan.mechanics
+        self._factor = engine.step_factor
+        self._gradient_bytes = compute_bytes(plan) if engine.has_low_gradients else master_bytes(plan)
         self._copied_s = _copied_s(self._largest, plan, hardware)
-        self._copies_once = plan.zero_stage is ZeroStage.OPTIMIZER or plan.layout.pp > 1
+        self._copies_once = self._mechanics.stage is ZeroStage.OPTIMIZER or plan.layout.pp > 1
         self._once: dict[int, tuple[float, float]] = {}
 
     def __call__(self, plan: Plan) -> float:
@@ -113,18 +114,26 @@ class StepSeconds:
         micro_steps, pp = plan.gradient_accumulation_steps, plan.layout.pp
         handed_on_s = _handed_on_s(self._profile, plan, self._hardware)
         per_rank = plan.pipeline_stages_per_rank
-        seconds = [_computing_s(held, plan, self._hardware, per_rank) + handed_on_s for held in self._held]
+        seconds = [self._computing_s(held, plan, per_rank) + handed_on_s for held in self._held]
         slowest_s = max(seconds)
         compute_s = micro_steps * slowest_s
         if pp > 1:
-            through_all_s = _computing_s(self._profile, plan, self._hardware, per_rank * pp) + pp * handed_on_s
+            through_all_s = self._computing_s(self._profile, plan, per_rank * pp) + pp * handed_on_s
             compute_s += max(0.0, through_all_s - slowest_s) / plan.pipeline_stages_per_rank
         shared_s, update_s = self._once_s(plan)
-        window_s = _window_s(seconds[self._largest_at], plan)
+        window_s = _window_s(seconds[self._largest_at], self._mechanics, micro_steps)
         hidden_s = 0.0 if self._hardware.launches_block else min(shared_s, window_s)
         copied_s = (1 if self._copies_once else micro_steps) * self._copied_s
         overlapped_s = compute_s + copied_s + shared_s - (1 - OVERLAP_COST) * hidden_s
-        return self._engine * overlapped_s + update_s
+        return self._factor * overlapped_s + update_s
+
+    def _computing_s(self, profile: ModelProfile, plan: Plan, stages: int) -> float:
+        """Seconds of one micro-batch on a rank that holds `profile`, so many stages, but for what it waits for."""
+        added = self._gradient_bytes if plan.gradient_accumulation_steps > 1 else 0  # to those of micro-batches before
+        how = plan.activation_checkpointing, stages * plan.full_checkpointing_layers
+        updates, hardware = plan.optimizer_in_backward, self._hardware
+        busy_s = _busy_s(profile, plan.micro_batch_size, *how, plan.precision, added, updates, hardware)
+        return busy_s + (_inputs_moved_s(profile, plan, hardware) if plan.activation_offload else 0.0)
 
     def _once_s(self, plan: Plan) -> tuple[float, float]:
         """Seconds of data-parallel messages and of the update: of the cut of a batch, they know the number of steps."""
@@ -133,16 +142,6 @@ class StepSeconds:
             arguments = (self._largest, plan, self._hardware)
             self._once[micro_steps] = (_shared_s(*arguments), _optimizer_s(*arguments))
         return self._once[micro_steps]
-
-
-def _computing_s(profile: ModelProfile, plan: Plan, hardware: Hardware, stages: int) -> float:
-    """Seconds of one micro-batch on a rank that holds `profile`, so many stages, but for what it waits for."""
-    added = 0  # bytes of a gradient that a micro-batch adds to that of those before it
-    if plan.gradient_accumulation_steps > 1:
-        added = compute_bytes(plan) if plan.engine is Engine.DEEPSPEED else master_bytes(plan)
-    how = plan.activation_checkpointing, stages * plan.full_checkpointing_layers
-    busy = (profile, plan.micro_batch_size, *how, plan.precision, added, plan.optimizer_in_backward, hardware)
-    return _busy_s(*busy) + (_inputs_moved_s(profile, plan, hardware) if plan.activation_offload else 0.0)
 
 
 def _inputs_moved_s(profile: ModelProfile, plan: Plan, hardware: Hardware) -> float:
@@ -233,60 +232,90 @@ def _ring(ranks: int, stride: int, hardware: Hardware) -> Ring:
 
 
 def _handed_on_s(profile: ModelProfile, plan: Plan, hardware: Hardware) -> float:
-    """What a pipeline stage waits for: its input, and the gradient of its output, of every micro-batch.
-
-    DeepSpeed's pipeline, which foreign code runs, sends every tensor-parallel rank's part of it and puts them together
-    behind (deepspeed/runtime/pipe/engine.py, is_pipe_partitioned).
-    """
+    """What a pipeline stage waits for: its input, and the gradient of its output, of every micro-batch."""
     if plan.layout.pp == 1:
         return 0.0
-    whole_bytes = sent_bytes = profile.boundary_bytes * plan.micro_batch_size
-    once_s = 0.0
-    if plan.engine is Engine.DEEPSPEED:
-        sent_bytes //= plan.layout.tp
-        once_s = _ring(plan.layout.tp, 1, hardware).gather_s(whole_bytes)
     crosses = plan.world_size > hardware.devices_per_node  # then all devices of a node send at once
     share = hardware.network_bandwidth / hardware.devices_per_node if crosses else math.inf
-    once_s += send_s(sent_bytes, hardware.device, share)
+    once_s = send_s(profile.boundary_bytes * plan.micro_batch_size, hardware.device, share)
     return 2 * plan.pipeline_stages_per_rank * once_s
 
 
-def _window_s(micro_batch_s: float, plan: Plan) -> float:
+def _window_s(micro_batch_s: float, mechanics: Mechanics, micro_steps: int) -> float:
     """Seconds of computation behind which data-parallel messages can hide.
 
     Gradients of a step travel while the last micro-batch goes backward, two thirds of its time. What is cut over the
     ranks travels for every micro-batch, while the layer before or behind it computes. DeepSpeed below stage 3 reduces
     on the stream that computes (training/engines/deepspeed_settings.py: overlap_comm).
     """
-    by_deepspeed = plan.engine is Engine.DEEPSPEED or (plan.engine is Engine.SCRIPT and plan.zero_stage > 0)
-    if by_deepspeed and plan.zero_stage is not ZeroStage.PARAMETERS:
-        return 0.0
-    if plan.zero_stage is ZeroStage.NONE or plan.layout.pp > 1:
-        return micro_batch_s * 2 / 3
-    if plan.zero_stage is ZeroStage.OPTIMIZER:  # gathered in the first forward pass, reduced in the last backward pass
-        return micro_batch_s
-    return plan.gradient_accumulation_steps * micro_batch_s
+    match mechanics:
+        case Replicated():
+            return micro_batch_s * 2 / 3
+        case Fsdp2():
+            if mechanics.is_pipelined:
+                return micro_batch_s * 2 / 3
+            if mechanics.once_a_step:  # gathered in the first forward pass, reduced in the last backward pass
+                return micro_batch_s
+        case ScriptFsdp() | Zero():
+            if mechanics.stage is not ZeroStage.PARAMETERS:
+                return 0.0
+        case _:
+            refuse_unknown(mechanics)
+    return micro_steps * micro_batch_s
+
+
+class Traffic(NamedTuple):
+    """What data-parallel ranks send in a step."""
+
+    gathers: int  # of all weights
+    reductions: int  # of all gradients
+    messages: int  # collectives: per unit and micro-batch two or three where parameters are cut
+
+
+def _traffic(profile: ModelProfile, plan: Plan) -> Traffic:
+    """Volumes per stage: Rajbhandari et al. 2020 (arXiv:1910.02054), section 7."""
+    mechanics, micro_steps = plan.mechanics, plan.gradient_accumulation_steps
+    units = sum(segment.count for segment in profile.segments if segment.count > 1) + 1
+    match mechanics:
+        case Replicated():
+            return Traffic(0, 1, max(1, -(-exchanged_bytes(plan) * profile.trained_parameters // BUCKET_BYTES)))
+        case Fsdp2():
+            if mechanics.is_pipelined or mechanics.once_a_step:
+                return Traffic(1, 1, 2 * units)
+            passes = 1 if mechanics.keeps_gathered else 2
+            return Traffic(passes * micro_steps, micro_steps, (passes + 1) * units * micro_steps)
+        case ScriptFsdp() | Zero():
+            return {
+                ZeroStage.NONE: Traffic(0, 1, 1),
+                ZeroStage.OPTIMIZER: Traffic(1, 1, 2),
+                ZeroStage.GRADIENTS: Traffic(1, micro_steps, 1 + micro_steps),
+                ZeroStage.PARAMETERS: Traffic(2 * micro_steps, micro_steps, 3 * units * TENSORS_PER_PART * micro_steps),
+            }[mechanics.stage]
+        case _:
+            refuse_unknown(mechanics)
 
 
 def _shared_s(profile: ModelProfile, plan: Plan, hardware: Hardware) -> float:
     """Seconds of data-parallel messages of a step, where nothing hides them.
 
-    Volumes per stage: Rajbhandari et al. 2020 (arXiv:1910.02054), section 7. Gradients travel in fp32 on the torch
-    engine. Hybrid sharding reduces the shards of a node over all of them.
+    Gradients travel in fp32 on the torch engine. Hybrid sharding reduces the shards of a node over all of them.
     """
     layout = plan.layout
     if layout.dp_cp == 1:
         return 0.0
-    gathered, reduced = _moved_bytes(profile, plan)
-    if plan.zero_stage is ZeroStage.NONE:
-        buckets = -(-int(reduced) // BUCKET_BYTES) if plan.engine is not Engine.DEEPSPEED else 1
-        return _ring(layout.dp_cp, layout.tp, hardware).all_reduce_s(reduced, max(1, buckets))
+    traffic = _traffic(profile, plan)
+    gathered_bytes = traffic.gathers * compute_bytes(plan) * profile.parameters
+    reduced_bytes = traffic.reductions * exchanged_bytes(plan) * profile.trained_parameters
+    if plan.mechanics.stage is ZeroStage.NONE:
+        return _ring(layout.dp_cp, layout.tp, hardware).all_reduce_s(reduced_bytes, traffic.messages)
+    moved_bytes = gathered_bytes + reduced_bytes
     if plan.expert_parallel > 1:
-        return _shared_beside_experts_s(profile, plan, hardware, gathered + reduced)
-    messages, shards = _messages(profile, plan), layout.dp_cp // plan.dp_replicate
-    shared_s = _ring(shards, layout.tp, hardware).gather_s(gathered + reduced, messages)
+        return _shared_beside_experts_s(profile, plan, hardware, moved_bytes, traffic.messages)
+    shards = plan.mechanics.shards
+    shared_s = _ring(shards, layout.tp, hardware).gather_s(moved_bytes, traffic.messages)
     if plan.dp_replicate > 1:
-        shared_s += _ring(plan.dp_replicate, shards * layout.tp, hardware).all_reduce_s(reduced / shards, messages)
+        across_copies = _ring(plan.dp_replicate, shards * layout.tp, hardware)
+        shared_s += across_copies.all_reduce_s(reduced_bytes / shards, traffic.messages)
     return shared_s
 
 
@@ -298,55 +327,34 @@ def _copied_s(profile: ModelProfile, plan: Plan, hardware: Hardware) -> float:
     are 34 by this (tests/gpu/measured/, 2026-11-26). DeepSpeed puts weights together, and gradients into a bucket, in
     the type in which it computes (deepspeed/runtime/zero/partition_parameters.py, stage_1_and_2.py).
     """
-    if plan.zero_stage is ZeroStage.NONE:
-        return 0.0
-    shards, width, sent = plan.layout.dp_cp // plan.dp_replicate, compute_bytes(plan), exchanged_bytes(plan)
-    if plan.engine is Engine.TORCH or plan.sharding is Sharding.FSDP:
-        gathered = 2 * width + (master_bytes(plan) + width) / shards + (2 * width if shards == 1 else 0)
-        reduced = width + sent + (2 * sent if shards == 1 else 0)
-        gathers = 2 if plan.zero_stage is ZeroStage.PARAMETERS else 1
-    else:
-        gathered = reduced = 2 * width
-        gathers = 2 if plan.zero_stage is ZeroStage.PARAMETERS else 0
+    mechanics, width, sent = plan.mechanics, compute_bytes(plan), exchanged_bytes(plan)
+    match mechanics:
+        case Fsdp2() | ScriptFsdp():
+            shards, is_alone = mechanics.shards, mechanics.shards == 1
+            gathered = 2 * width + (master_bytes(plan) + width) / shards + (2 * width if is_alone else 0)
+            reduced = width + sent + (2 * sent if is_alone else 0)
+            gathers = 1 if mechanics.keeps_gathered else 2
+        case Zero(stage=ZeroStage.NONE) | Replicated():
+            return 0.0
+        case Zero():
+            gathered = reduced = 2 * width
+            gathers = 2 if mechanics.stage is ZeroStage.PARAMETERS else 0
+        case _:
+            refuse_unknown(mechanics)
     moved_bytes = gathers * gathered * profile.parameters + reduced * profile.trained_parameters
     return moved_bytes / (hardware.device.memory_bandwidth * BANDWIDTH_EFFICIENCY)
 
 
-def _shared_beside_experts_s(profile: ModelProfile, plan: Plan, hardware: Hardware, moved_bytes: float) -> float:
+def _shared_beside_experts_s(
+    profile: ModelProfile, plan: Plan, hardware: Hardware, moved_bytes: int, messages: int
+) -> float:
     """Of all parameters' bytes: experts move between the ranks that have the same ones, the rest between all."""
-    dp, ep, messages = plan.layout.dp, plan.expert_parallel, _messages(profile, plan)
+    dp, ep = plan.layout.dp, plan.expert_parallel
     layers = sum(segment.count for segment in profile.segments if segment.experts)
     of_experts = sum(segment.count * segment.experts for segment in profile.segments) / profile.parameters
     rest_s = _ring(dp, 1, hardware).gather_s(moved_bytes * (1 - of_experts), messages)
     messages = messages * layers // (layers + 1)  # the root has none
     return rest_s + _ring(dp // ep, ep, hardware).gather_s(moved_bytes * of_experts / ep, messages)
-
-
-def _moved_bytes(profile: ModelProfile, plan: Plan) -> tuple[float, float]:
-    """Bytes of weights that are gathered and of gradients that are reduced in a step."""
-    weights = compute_bytes(plan) * profile.parameters
-    gradients = exchanged_bytes(plan) * profile.trained_parameters
-    micro_steps = plan.gradient_accumulation_steps
-    if plan.zero_stage is ZeroStage.OPTIMIZER or plan.layout.pp > 1:
-        return weights, gradients
-    if plan.zero_stage is ZeroStage.NONE:
-        return 0.0, gradients
-    if plan.zero_stage is ZeroStage.PARAMETERS:
-        return micro_steps * 2 * weights, micro_steps * gradients
-    gathers = micro_steps if plan.engine is Engine.TORCH else 1
-    return gathers * weights, micro_steps * gradients
-
-
-def _messages(profile: ModelProfile, plan: Plan) -> int:
-    """How many collectives a step starts: per unit and micro-batch two or three where parameters are cut."""
-    micro_steps = plan.gradient_accumulation_steps
-    if plan.engine is not Engine.TORCH and plan.zero_stage is not ZeroStage.PARAMETERS:
-        return 1 + (micro_steps if plan.zero_stage is ZeroStage.GRADIENTS else 1)
-    units = sum(segment.count for segment in profile.segments if segment.count > 1) + 1
-    if plan.layout.pp > 1 or (plan.engine is Engine.TORCH and plan.zero_stage is ZeroStage.OPTIMIZER):
-        return 2 * units
-    each = 1 if plan.engine is Engine.TORCH else TENSORS_PER_PART
-    return (3 if plan.zero_stage is ZeroStage.PARAMETERS else 2) * units * each * micro_steps
 
 
 def _optimizer_s(profile: ModelProfile, plan: Plan, hardware: Hardware) -> float:
@@ -357,7 +365,7 @@ def _optimizer_s(profile: ModelProfile, plan: Plan, hardware: Hardware) -> float
     device, traffic = hardware.device, UPDATE_TRAFFIC_BYTES[plan.optimizer]
     if plan.master_weights is MasterWeights.BF16:
         traffic = BF16_TRAFFIC_BYTES
-    shards = 1 if plan.zero_stage is ZeroStage.NONE else plan.layout.dp_cp // plan.dp_replicate
+    shards = plan.mechanics.shards
     share = profile.trained_parameters / shards
     if plan.optimizer is Optimizer.ADAMW_8BIT and device.kind is not DeviceKind.CUDA:
         return share * EAGER_8BIT_S

@@ -25,7 +25,7 @@ def ends_of(profile: ModelProfile, plan: Plan, hardware: Hardware) -> tuple[int,
     The slowest rank is as fast as it can be: embedding, head and loss count on their stages, and so does what the plan
     recomputes. Of cuts that are equally fast the fullest rank needs the least at a micro-batch of one sample.
     """
-    mode, is_sharded = plan.activation_checkpointing, plan.zero_stage is not ZeroStage.NONE
+    mode, is_sharded = plan.activation_checkpointing, plan.mechanics.stage is not ZeroStage.NONE
     how = (mode, is_sharded, plan.precision)
     return _ends(profile, plan.layout.pp, plan.pipeline_stages_per_rank, *how, hardware)
 

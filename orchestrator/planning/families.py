@@ -27,16 +27,16 @@ from orchestrator.planning.work import Work
 from orchestrator.specs.choices import (
     ActivationCheckpointing,
     Degradation,
-    Engine,
     ParallelLayout,
     Precision,
-    ZeroStage,
 )
 from orchestrator.specs.cluster import DeviceSpec
+from orchestrator.specs.engines import why_pipeline_stalls
 from orchestrator.specs.errors import IllegalPlan
 from orchestrator.specs.job.pins import agrees
 from orchestrator.specs.job.spec import JobSpec
-from orchestrator.specs.plan import Plan, why_pipeline_stalls
+from orchestrator.specs.mechanics import Fsdp2
+from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import ModelProfile
 from orchestrator.specs.replace import replace
 from orchestrator.specs.settings import SETTINGS, Setting
@@ -180,8 +180,8 @@ def families_of(
             pipeline = layout.pp, strategy.pipeline_stages_per_rank
             if pins and not _can_be_cut(spec, pipeline, pins):
                 continue
-            adds_up = strategy.engine is Engine.TORCH and strategy.zero_stage is ZeroStage.OPTIMIZER
-            try:  # which combinations are legal is said once, in specs.plan
+            adds_up = isinstance(strategy.mechanics, Fsdp2) and strategy.mechanics.once_a_step
+            try:  # which combinations are legal is said once, in specs.engines
                 example = _plan(strategy, variant, max(layout.pp, 2 if adds_up else 1))
             except IllegalPlan:
                 continue

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable
 from math import inf
 from typing import NamedTuple
 
-from orchestrator.specs.choices import Engine, Offload
+from orchestrator.specs.choices import Offload
+from orchestrator.specs.engines import facts_of
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import MemoryEstimate
 
@@ -78,7 +79,7 @@ def _order(timed: Timed) -> tuple[object, ...]:
     return (
         plan.world_size,
         timed.step_s,
-        plan.engine is Engine.DEEPSPEED,
+        facts_of(plan.engine).simplicity,
         plan.offload is not Offload.NONE,
         plan.activation_offload,
         plan.zero_stage,

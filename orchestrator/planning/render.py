@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from orchestrator.memory.engines.deepspeed import CUDA_BUCKETS, VIRTUAL_BUCKETS
-from orchestrator.specs.choices import ActivationCheckpointing, Offload, OffloadTarget, Precision, Sharding, ZeroStage
+from orchestrator.specs.choices import ActivationCheckpointing, Offload, OffloadTarget, Precision, ZeroStage
+from orchestrator.specs.engines import facts_of
+from orchestrator.specs.errors import refuse_unknown
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job.trainer import Knob, Knobs
+from orchestrator.specs.mechanics import Fsdp2, Replicated, ScriptFsdp, Zero
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.settings import text_of
 
@@ -30,10 +33,11 @@ def deepspeed_config(plan: Plan, *, clip_norm: float | None, virtual: bool = Fal
     Clipping defaults to 1.0 in DeepSpeed, where 0 is none, and buckets to 5e8 elements (deepspeed/runtime/constants.py,
     zero/config.py). `virtual` asks for the small buckets of a virtual device.
     """
-    buckets = VIRTUAL_BUCKETS if virtual else CUDA_BUCKETS
-    is_stage_3 = plan.zero_stage is ZeroStage.PARAMETERS
-    zero: dict[str, Any] = {"stage": int(plan.zero_stage)}
-    if plan.zero_stage is not ZeroStage.NONE:
+    assert isinstance(plan.mechanics, Replicated | Zero), f"{plan.mechanics} is not DeepSpeed's"
+    buckets, stage = VIRTUAL_BUCKETS if virtual else CUDA_BUCKETS, plan.mechanics.stage
+    is_stage_3 = stage is ZeroStage.PARAMETERS
+    zero: dict[str, Any] = {"stage": int(stage)}
+    if stage is not ZeroStage.NONE:
         zero |= {"reduce_bucket_size": buckets.reduce, "allgather_bucket_size": buckets.reduce}
         zero |= {"overlap_comm": buckets.overlap and is_stage_3}
     if is_stage_3:
@@ -75,28 +79,35 @@ def accelerate_config(knobs: Knobs, plan: Plan, *, deepspeed_config_path: str | 
         "rdzv_backend": "static",
         "same_network": True,
     }
-    if plan.zero_stage is not ZeroStage.NONE and plan.sharding is Sharding.DEEPSPEED:
-        deepspeed = {
-            "deepspeed_config_file": deepspeed_config_path,
-            "zero3_init_flag": plan.zero_stage is ZeroStage.PARAMETERS,
-            "deepspeed_multinode_launcher": "standard",
-        }
-        return config | {"distributed_type": "DEEPSPEED", "deepspeed_config": deepspeed}
-    config["mixed_precision"] = "no" if plan.precision is Precision.FP32 else plan.precision.value
+    mechanics = plan.mechanics
+    if not isinstance(mechanics, Zero):
+        config["mixed_precision"] = "no" if plan.precision is Precision.FP32 else plan.precision.value
     told_by_accelerate = knobs.zero_stage is not None and knobs.zero_stage.accelerate is not None
-    if plan.zero_stage is ZeroStage.NONE or not told_by_accelerate:
-        return config | {"distributed_type": "MULTI_GPU" if plan.world_size > 1 else "NO"}
-    whole = plan.zero_stage is ZeroStage.PARAMETERS
-    fsdp = {
-        "fsdp_sharding_strategy": "FULL_SHARD" if whole else "SHARD_GRAD_OP",
-        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-        "fsdp_backward_prefetch": "BACKWARD_PRE",
-        "fsdp_state_dict_type": "FULL_STATE_DICT",
-        "fsdp_offload_params": False,
-        "fsdp_use_orig_params": True,
-        "fsdp_sync_module_states": True,
-    }
-    return config | {"distributed_type": "FSDP", "fsdp_config": fsdp}
+    match mechanics:
+        case Zero():
+            deepspeed = {
+                "deepspeed_config_file": deepspeed_config_path,
+                "zero3_init_flag": mechanics.stage is ZeroStage.PARAMETERS,
+                "deepspeed_multinode_launcher": "standard",
+            }
+            return config | {"distributed_type": "DEEPSPEED", "deepspeed_config": deepspeed}
+        case ScriptFsdp() if told_by_accelerate:
+            fsdp = {
+                "fsdp_sharding_strategy": "SHARD_GRAD_OP" if mechanics.keeps_gathered else "FULL_SHARD",
+                "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+                "fsdp_backward_prefetch": "BACKWARD_PRE",
+                "fsdp_state_dict_type": "FULL_STATE_DICT",
+                "fsdp_offload_params": False,
+                "fsdp_use_orig_params": True,
+                "fsdp_sync_module_states": True,
+            }
+            return config | {"distributed_type": "FSDP", "fsdp_config": fsdp}
+        case Replicated() | ScriptFsdp():
+            return config | {"distributed_type": "MULTI_GPU" if plan.world_size > 1 else "NO"}
+        case Fsdp2():
+            raise AssertionError(f"accelerate is told of a script's plans only: {plan}")
+        case _:
+            refuse_unknown(mechanics)
 
 
 class RenderedCommand(NamedTuple):
@@ -122,6 +133,7 @@ def script_command(
     `devices` are those of one node; every node of a plan gives as many.
     """
     assert spec.command is not None, "only a script has a command"
+    assert not facts_of(plan.engine).is_ours, plan
     knobs, arguments, env, keys = spec.knobs, list(spec.command), dict[str, str](), dict[str, str]()
     accumulation, layers = knobs.gradient_accumulation_steps, plan.full_checkpointing_layers
     if spec.config is not None and spec.config.flag is not None and config_path is not None:

@@ -21,18 +21,14 @@ from orchestrator.planning.families import Family, Variant, default_length, fami
 from orchestrator.planning.frontier import MARGIN, Candidate, Frontier, node_host_bytes
 from orchestrator.planning.layouts import layouts
 from orchestrator.planning.pareto import Costed, Timed, device_bytes, pareto
-from orchestrator.planning.strategies import (
-    why_no_strategy,
-)
+from orchestrator.planning.strategies import engines_of, why_no_strategy
 from orchestrator.planning.work import OTHER_PLANS_MAX, PLANS_MAX, Work
 from orchestrator.specs.choices import (
     AXES,
     ActivationCheckpointing,
     Degradation,
-    Engine,
     ParallelLayout,
     Precision,
-    ZeroStage,
 )
 from orchestrator.specs.cluster import DeviceKind
 from orchestrator.specs.errors import IllegalPlan, SpecError
@@ -40,6 +36,7 @@ from orchestrator.specs.job.model import TrainingSpec
 from orchestrator.specs.job.pins import in_words
 from orchestrator.specs.job.sections import Retries
 from orchestrator.specs.job.spec import JobSpec
+from orchestrator.specs.mechanics import Replicated
 from orchestrator.specs.parse import job_from_data
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import MemoryEstimate, ModelProfile, OwnSettings, Segment, Source
@@ -235,9 +232,9 @@ def _why_illegal(spec: JobSpec) -> str:
     """What makes the pinned settings illegal on every engine, where the others are as usual; "" where nothing does."""
     said = dict(spec.plan)
     layout = ParallelLayout(**{axis: said.pop(axis) for axis in AXES if axis in said})
-    engines = (Engine.SCRIPT,) if spec.is_script else (Engine.TORCH, Engine.DEEPSPEED)
     usual = {"micro_batch_size": 1, "gradient_accumulation_steps": layout.pp, "precision": spec.precision}
     reasons = []
+    engines = engines_of(spec)
     for engine in engines:
         try:
             Plan(layout=layout, **{"engine": engine, **usual, **said})
@@ -381,7 +378,7 @@ def profile_for(spec: JobSpec, hardware: Hardware, plan: Plan) -> ModelProfile:
 
 
 def _is_ddp(plan: Plan) -> bool:
-    return plan.layout.dp_cp > 1 and plan.zero_stage is ZeroStage.NONE
+    return isinstance(plan.mechanics, Replicated) and plan.mechanics.ranks > 1
 
 
 def _assumed_profile(

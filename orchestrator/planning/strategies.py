@@ -21,8 +21,10 @@ from orchestrator.specs.choices import (
     ZeroStage,
 )
 from orchestrator.specs.cluster import DeviceKind
-from orchestrator.specs.errors import SpecError
+from orchestrator.specs.engines import facts_of
+from orchestrator.specs.errors import SpecError, refuse_unknown
 from orchestrator.specs.job.spec import JobSpec
+from orchestrator.specs.mechanics import Mechanics, Zero, mechanics_of
 from orchestrator.specs.replace import replace
 
 DEEP = 64  # layers of a stage
@@ -47,6 +49,12 @@ class Strategy:
     optimizer_in_backward: bool = False
     sharding: Sharding = Sharding.DEEPSPEED
 
+    @property
+    def mechanics(self) -> Mechanics:
+        """How ranks share state, as of the plans made of it."""
+        ranks, is_pipelined = self.layout.dp_cp, self.layout.pp > 1
+        return mechanics_of(self.engine, self.zero_stage, self.sharding, ranks, self.dp_replicate, is_pipelined)
+
 
 def strategies(spec: JobSpec, hardware: Hardware, layout: ParallelLayout) -> Iterator[Strategy]:
     """Every way to share that the job, the layout and the hardware have room for, updated in either way."""
@@ -57,7 +65,7 @@ def strategies(spec: JobSpec, hardware: Hardware, layout: ParallelLayout) -> Ite
 
 
 def _updates_in_backward(spec: JobSpec) -> bool:
-    """Whether the job lets a gradient go before it knows the others; which plans can is said in specs.plan.
+    """Whether the job lets a gradient go before it knows the others; which plans can is said in specs.engines.
 
     Recipes that take turns do not: FSDP2 makes gradients of those that stand still.
     """
@@ -71,21 +79,34 @@ def _shared(spec: JobSpec, hardware: Hardware, layout: ParallelLayout) -> Iterat
 
     One rank has no peer to share with; host memory is no other memory on a virtual device.
     """
-    if spec.is_script:
-        if layout.dp == 1 or not spec.knobs.always_shards:
-            yield Strategy(engine=Engine.SCRIPT, layout=layout)
-        for stage in spec.knobs.zero_stages:
-            if not spec.knobs.is_sharded_by_fsdp:
-                yield from _deepspeed(Engine.SCRIPT, hardware, layout, stage)
-            elif layout.dp > 1:
-                yield Strategy(engine=Engine.SCRIPT, layout=layout, zero_stage=stage, sharding=Sharding.FSDP)
-        return
-    if hardware.device.kind is not DeviceKind.CUDA and _quantised(spec):
-        return
-    yield from _torch(spec, hardware, layout)
-    if layout.cp == layout.tp == layout.pp == 1 and not _quantised(spec):
-        for stage in ZeroStage:
-            yield from _deepspeed(Engine.DEEPSPEED, hardware, layout, stage)
+    for engine in engines_of(spec):
+        match engine:
+            case Engine.TORCH:
+                if hardware.device.kind is DeviceKind.CUDA or not _quantised(spec):
+                    yield from _torch(spec, hardware, layout)
+            case Engine.DEEPSPEED:
+                if layout.cp == layout.tp == layout.pp == 1 and not _quantised(spec):
+                    for stage in ZeroStage:
+                        yield from _zero(engine, hardware, layout, stage)
+            case Engine.SCRIPT:
+                yield from _script(spec, hardware, layout)
+            case _:
+                refuse_unknown(engine)
+
+
+def engines_of(spec: JobSpec) -> tuple[Engine, ...]:
+    """The engines that can run the job's loop: ours a model, the others a script."""
+    return tuple(engine for engine in Engine if facts_of(engine).is_ours is not spec.is_script)
+
+
+def _script(spec: JobSpec, hardware: Hardware, layout: ParallelLayout) -> Iterator[Strategy]:
+    if layout.dp == 1 or not spec.knobs.always_shards:
+        yield Strategy(engine=Engine.SCRIPT, layout=layout)
+    for stage in spec.knobs.zero_stages:
+        if not spec.knobs.is_sharded_by_fsdp:
+            yield from _zero(Engine.SCRIPT, hardware, layout, stage)
+        elif layout.dp > 1:
+            yield Strategy(engine=Engine.SCRIPT, layout=layout, zero_stage=stage, sharding=Sharding.FSDP)
 
 
 def checkpointing(spec: JobSpec, strategy: Strategy) -> tuple[ActivationCheckpointing, ...]:
@@ -104,7 +125,7 @@ def checkpointing(spec: JobSpec, strategy: Strategy) -> tuple[ActivationCheckpoi
     if spec.profile is not None and spec.profile.selective_per_sample is None:
         return (ActivationCheckpointing.NONE, all_of_it)
     take_turns = any(one.profile.turns for one in spec.traced)
-    if take_turns and strategy.engine is Engine.DEEPSPEED and strategy.zero_stage is ZeroStage.PARAMETERS:
+    if take_turns and isinstance(strategy.mechanics, Zero) and strategy.mechanics.stage is ZeroStage.PARAMETERS:
         return (ActivationCheckpointing.NONE, all_of_it)
     return tuple(ActivationCheckpointing)
 
@@ -261,11 +282,10 @@ def _of_one_share(spec: JobSpec, layout: ParallelLayout) -> tuple[ZeroStage, ...
     return (ZeroStage.PARAMETERS,) if layout.tp > 1 == layout.pp and spec.precision is not Precision.FP32 else ()
 
 
-def _deepspeed(engine: Engine, hardware: Hardware, layout: ParallelLayout, stage: ZeroStage) -> Iterator[Strategy]:
+def _zero(engine: Engine, hardware: Hardware, layout: ParallelLayout, stage: ZeroStage) -> Iterator[Strategy]:
     offloads = tuple(Offload) if _offloads(hardware) else (Offload.NONE,)
-    targets = (
-        tuple(OffloadTarget) if hardware.device.nvme_folder and engine is Engine.DEEPSPEED else (OffloadTarget.CPU,)
-    )
+    has_nvme = hardware.device.nvme_folder and facts_of(engine).is_ours
+    targets = tuple(OffloadTarget) if has_nvme else (OffloadTarget.CPU,)
     for offload, target in product(offloads, targets):
         shared = layout.dp > 1 or offload is not Offload.NONE or stage is ZeroStage.NONE
         if shared and (offload is not Offload.NONE or target is OffloadTarget.CPU):

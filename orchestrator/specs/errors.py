@@ -12,6 +12,7 @@ from __future__ import annotations
 import difflib
 import textwrap
 from collections.abc import Iterable
+from typing import NoReturn
 
 GIVEN_MAX = 400  # characters of what was given
 LINE, INDENT = 80, 11  # columns of a line, and before what is allowed
@@ -92,3 +93,8 @@ def closest(word: str, known: Iterable[str]) -> str | None:
     """The known word that `word` was most likely meant to be, or None where nothing is near."""
     matches = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
     return matches[0] if matches else None
+
+
+def refuse_unknown(value: NoReturn) -> NoReturn:
+    """Refuse what no branch matches. mypy proves that there is no such value. Raises AssertionError."""
+    raise AssertionError(f"no branch here says what follows from {value!r}")

@@ -7,7 +7,7 @@ import os
 import torch
 
 from orchestrator.specs import choices
-from orchestrator.specs.errors import SpecError
+from orchestrator.specs.errors import SpecError, refuse_unknown
 from orchestrator.specs.job.model import TrainingSpec
 from orchestrator.specs.replace import replace
 from orchestrator.specs.run import TrainingRun
@@ -76,13 +76,17 @@ def build_engine(run: TrainingRun, recipe: Recipe, device: torch.device, resume_
 def _engine(
     recipe: Recipe, run: TrainingRun, training: TrainingSpec, device: torch.device, resume_from: Saved | None
 ) -> Engine:
-    plan = run.plan
-    if plan.engine is choices.Engine.DEEPSPEED:
-        # Only here: importing deepspeed takes seconds, and it chooses its accelerator while it is imported.
-        if device.type == "cpu":
-            os.environ["DS_ACCELERATOR"] = "cpu"
-        from orchestrator.training.engines.deepspeed_engine import DeepSpeedEngine
+    match run.plan.engine:
+        case choices.Engine.DEEPSPEED:
+            # Only here: importing deepspeed takes seconds, and it chooses its accelerator while it is imported.
+            if device.type == "cpu":
+                os.environ["DS_ACCELERATOR"] = "cpu"
+            from orchestrator.training.engines.deepspeed_engine import DeepSpeedEngine
 
-        return DeepSpeedEngine(recipe, run, training, device, resume_from)
-    assert plan.engine is choices.Engine.TORCH, f"{plan.engine} is not one of our engines"
-    return TorchEngine(recipe, plan, training, device, resume_from)
+            return DeepSpeedEngine(recipe, run, training, device, resume_from)
+        case choices.Engine.TORCH:
+            return TorchEngine(recipe, run.plan, training, device, resume_from)
+        case choices.Engine.SCRIPT:
+            raise AssertionError("a script builds its own loop")
+        case _ as engine:
+            refuse_unknown(engine)

@@ -26,9 +26,11 @@ from orchestrator.memory.calibration.calibrate import (
     plan_fit_probability,
     plan_needed_bytes,
     remembered,
+    step_factor,
+    step_kind,
 )
 from orchestrator.memory.calibration.correction import corrected_bytes, lasting, observed_correction
-from orchestrator.specs.choices import Engine
+from orchestrator.specs.choices import Engine, Offload, ParallelLayout, ZeroStage
 from orchestrator.specs.observation import Observation
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import MemoryEstimate, MomentBytes, Source
@@ -37,6 +39,7 @@ from tests.scheduling.factories import DEVICE, MIB, observation
 
 PLAN = Plan(engine=Engine.TORCH, micro_batch_size=8)
 OTHER_ENGINE = Plan(engine=Engine.DEEPSPEED, micro_batch_size=8)
+SHARDED = replace(PLAN, layout=ParallelLayout(dp=2), zero_stage=ZeroStage.PARAMETERS)
 PRECISE = (1.0, 1.0, 0.995, 1.002, 0.998, 1.001, 1.0, 0.99)
 
 corrections = st.floats(1.0, 3.0)
@@ -308,11 +311,29 @@ def test_outcomes_of_other_devices_families_and_older_torches_do_not_count() -> 
     assert learned([far, replace(newer, torch_version="")]).correction == pytest.approx(3.0)
 
 
-def test_steps_are_corrected_by_the_median_of_their_engine() -> None:
+def test_steps_are_corrected_by_the_median_of_their_kind() -> None:
     taken = [
         observation(number=at, at_s=float(at), step_ratio=one) for at, one in enumerate((1.2, 9.0, 1.3, None, 1.1, 1.4))
     ]
-    assert learned(taken).step_factors == {Engine.TORCH: 1.3}
+    assert learned(taken).step_factors == {step_kind(PLAN): 1.3}
+
+
+def test_a_slow_offload_makes_no_other_plan_of_its_engine_look_slow() -> None:
+    offloaded = replace(SHARDED, engine=Engine.DEEPSPEED, offload=Offload.OPTIMIZER)
+    factors = learned([observation(plan=offloaded, step_ratio=3.0)]).step_factors
+    assert step_factor(replace(offloaded, micro_batch_size=2), factors) == 3.0
+    assert step_factor(replace(offloaded, offload=Offload.NONE), factors) == 1.0
+
+
+def test_unmeasured_mechanics_take_the_median_of_those_of_their_engine_and_the_own_ones_come_first() -> None:
+    whole, kept = replace(SHARDED, zero_stage=ZeroStage.NONE), replace(SHARDED, zero_stage=ZeroStage.GRADIENTS)
+    measured = ((whole, 1.2), (SHARDED, 1.6), (OTHER_ENGINE, 5.0))
+    family = learned([observation(plan=plan, step_ratio=ratio, number=at) for at, (plan, ratio) in enumerate(measured)])
+    factors = family.step_factors
+    assert [step_factor(plan, factors) for plan in (whole, SHARDED, kept)] == [1.2, 1.6, pytest.approx(1.4)]
+    assert step_factor(SHARDED, {step_kind(whole): 0.9}, factors) == 0.9
+    assert step_factor(OTHER_ENGINE, {step_kind(whole): 0.9}, factors) == 5.0
+    assert step_factor(PLAN, {}) == 1.0
 
 
 @given(outcomes, st.integers(0, 2**32))

@@ -1,4 +1,4 @@
-"""A rule of legality is said once, in specs.plan: what searches, copies and degrades obeys a new one at once."""
+"""A rule of legality is said once, in specs.engines: what searches, copies and degrades obeys a new one at once."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from orchestrator.planning import search
 from orchestrator.planning.cost import Hardware
 from orchestrator.planning.search import frontier, plans
 from orchestrator.specs.choices import ActivationCheckpointing, Engine, ZeroStage
+from orchestrator.specs.engines import why_illegal
 from orchestrator.specs.errors import IllegalPlan, SpecError
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.plan import Plan
@@ -29,8 +30,10 @@ PLANTED: dict[str, Callable[[Plan], bool]] = {
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, is_illegal: Callable[[Plan], bool]) -> None:
-    judge = Plan._why_illegal
-    monkeypatch.setattr(Plan, "_why_illegal", lambda plan: "planted" if is_illegal(plan) else judge(plan))
+    judge = why_illegal
+    monkeypatch.setattr(
+        "orchestrator.specs.plan.why_illegal", lambda plan: "planted" if is_illegal(plan) else judge(plan)
+    )
 
 
 def forget() -> None:

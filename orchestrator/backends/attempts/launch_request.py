@@ -15,11 +15,11 @@ import yaml
 from orchestrator.backends.attempts.workdir import rewritten
 from orchestrator.planning.render import RenderedCommand, accelerate_config, deepspeed_config, script_command
 from orchestrator.specs.attempt import Attempt, Placement
-from orchestrator.specs.choices import Sharding, ZeroStage
 from orchestrator.specs.cluster import DeviceKind, DeviceSpec
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job.trainer import is_python
 from orchestrator.specs.job_record import Job
+from orchestrator.specs.mechanics import Zero
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.replace import replace
 from orchestrator.specs.run import AttemptFolder, GuardSettings, JobFolder, TrainingRun
@@ -175,9 +175,7 @@ def attempt_files(
 
 def _has_deepspeed_file(spec: JobSpec, plan: Plan) -> bool:
     by_accelerate = spec.knobs.zero_stage is not None and spec.knobs.zero_stage.accelerate == "deepspeed"
-    return spec.knobs.deepspeed_config is not None or (
-        by_accelerate and plan.zero_stage is not ZeroStage.NONE and plan.sharding is Sharding.DEEPSPEED
-    )
+    return spec.knobs.deepspeed_config is not None or (by_accelerate and isinstance(plan.mechanics, Zero))
 
 
 def _deepspeed_path(paths: AttemptFolder) -> Path:

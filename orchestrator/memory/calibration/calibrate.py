@@ -14,11 +14,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property, lru_cache
 from statistics import median, median_high
+from typing import NamedTuple
 
 from orchestrator.memory.calibration.belief import Belief, belief, factor_within
 from orchestrator.memory.calibration.correction import corrected_bytes, corrected_peak, observed_correction
 from orchestrator.memory.engines.overhead import SUPPOSED_OVERHEAD, Overhead, measured_overhead
-from orchestrator.specs.choices import Engine
+from orchestrator.specs.choices import Engine, Offload, OffloadTarget, ZeroStage
+from orchestrator.specs.mechanics import Mechanics
 from orchestrator.specs.observation import Observation
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import MeasuredLine, MemoryEstimate, OwnSettings, Source
@@ -124,6 +126,36 @@ class Proven:
     measured_bytes: int  # allocated
 
 
+class StepKind(NamedTuple):
+    """What plans have in common whose steps are off by the same factor."""
+
+    place: tuple[Engine, Offload, OffloadTarget]  # whose loop it is, and where its state lives
+    shared: tuple[type[Mechanics], ZeroStage, bool]  # how ranks share state, and whether in a pipeline
+
+
+def step_kind(plan: Plan) -> StepKind:
+    """Return the plan's key in `Calibration.step_factors`."""
+    mechanics = plan.mechanics
+    shared = (type(mechanics), mechanics.stage, plan.layout.pp > 1)
+    return StepKind((plan.engine, plan.offload, plan.offload_target), shared)
+
+
+def step_factor(plan: Plan, *sources: Mapping[StepKind, float]) -> float:
+    """Return measured over predicted seconds of the plan's step by the first source that tells it; 1 where none does.
+
+    A source tells that of the plan's kind, or else the median of those that differ in how ranks share state alone.
+    State on the host is another matter: how fast it comes from there says nothing of plans that leave it on devices.
+    """
+    for factors in sources:
+        if not factors:
+            continue
+        kind = step_kind(plan)
+        near = [factor for other, factor in factors.items() if other.place == kind.place]
+        if near:
+            return factors.get(kind, median(near))
+    return 1.0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
     """What outcomes say of the predictions for one family on one kind of device."""
@@ -133,7 +165,7 @@ class Calibration:
     errors: Mapping[Engine, Errors] = field(default_factory=dict)
     refuted: tuple[Refuted, ...] = ()
     proven: tuple[Proven, ...] = ()
-    step_factors: Mapping[Engine, float] = field(default_factory=dict)  # measured / predicted seconds of a step
+    step_factors: Mapping[StepKind, float] = field(default_factory=dict)  # measured / predicted seconds of a step
     line: MeasuredLine | None = None  # of a script that was probed
     is_seen: bool = False  # whether anything of the family ran here before, or a probe ran out of memory
     overhead: Overhead = SUPPOSED_OVERHEAD  # of the device, whatever family it was measured with
@@ -197,6 +229,10 @@ def calibration(observations: Iterable[Observation], *, device: str, family: str
         engine: [seen for seen in counted if seen.plan.engine is engine][-WINDOW:]
         for engine in {seen.plan.engine for seen in counted}
     }
+    ratios: dict[StepKind, list[float]] = {}
+    for seen in counted:
+        if seen.step_ratio is not None:
+            ratios.setdefault(step_kind(seen.plan), []).append(seen.step_ratio)
     return Calibration(
         correction=correction,
         belief=believed,
@@ -207,11 +243,7 @@ def calibration(observations: Iterable[Observation], *, device: str, family: str
             if seen.ran_out and not seen.probe
         ),
         proven=_proven(counted),
-        step_factors={
-            engine: median(ratios)
-            for engine, outcomes in by_engine.items()
-            if (ratios := [seen.step_ratio for seen in outcomes if seen.step_ratio is not None])
-        },
+        step_factors={kind: median(of_kind[-WINDOW:]) for kind, of_kind in ratios.items()},
         line=_line(of_family),
         is_seen=any(seen.ran_out or not seen.probe for seen in of_family),
         overhead=overhead_of(of_device, device),

@@ -10,6 +10,7 @@ from orchestrator.memory.engines.moments import FP32_BYTES, Causes, Moment, Pass
 from orchestrator.memory.engines.optimizers import state_bytes, temporaries
 from orchestrator.memory.engines.widths import compute_bytes
 from orchestrator.specs.choices import ActivationCheckpointing, Offload, ZeroStage
+from orchestrator.specs.mechanics import Zero
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import ModelProfile
 
@@ -32,31 +33,30 @@ CUDA_BUCKETS = Buckets(
 )
 
 
-def moments(rank: Rank, plan: Plan, places: Iterable[int], *, cuda: bool) -> list[Moment]:
-    """Moments of a rank under the plan's ZeRO stage.
+def moments(rank: Rank, plan: Plan, zero: Zero, places: Iterable[int], *, cuda: bool) -> list[Moment]:
+    """Moments of a rank under the plan's ZeRO stage; `zero` is its mechanics.
 
     Read from deepspeed/runtime/zero/stage_1_and_2.py and stage3.py and checked against gloo ranks (2026-11). A
     rank holds flat parameters, fp32 masters and moments of its share, and gradients as each stage keeps them. The
     optimizer works on one flat tensor with two temporaries of its size (none where it is fused, on CUDA).
     """
     buckets = CUDA_BUCKETS if cuda else VIRTUAL_BUCKETS
-    profile, dp, stage = rank.held, plan.layout.dp, plan.zero_stage
+    profile, dp, stage = rank.held, plan.layout.dp, zero.stage
     count, width = profile.trained_parameters, compute_bytes(plan)
     shard = -(-count // dp)
-    share = count if stage is ZeroStage.NONE else shard
     at_once = max(profile.turns, default=count)  # of recipes that train in turn, each has an engine of its own
     on_device = int(plan.offload is Offload.NONE)
     held = -(-profile.weight_bytes(width) // (dp if stage is ZeroStage.PARAMETERS else 1))
     fixed = (
         ("parameters", 0 if plan.offload is Offload.PARAMETERS else held),
-        ("master weights", on_device * FP32_BYTES * share if stage is not ZeroStage.NONE else 0),
-        ("optimizer states", on_device * state_bytes(profile, plan, 1 if stage is ZeroStage.NONE else dp)),
+        ("master weights", on_device * FP32_BYTES * shard if stage is not ZeroStage.NONE else 0),
+        ("optimizer states", on_device * state_bytes(profile, plan, zero.shards)),
         ("workspace", profile.workspace_bytes),
     )
     found = []
     for at in places:
         passage = rank.passages[at]
-        if passage.point is not Point.ARRIVAL or _reductions(profile, plan, buckets, passage)[0]:
+        if passage.point is not Point.ARRIVAL or _reductions(profile, stage, buckets, passage)[0]:
             found.append(Moment(passage.name, (*fixed, *_transients(profile, plan, buckets, passage)), at))
     found.append(_build(rank, plan))
     if stage >= ZeroStage.GRADIENTS:
@@ -79,10 +79,10 @@ def moments(rank: Rank, plan: Plan, places: Iterable[int], *, cuda: bool) -> lis
     return found
 
 
-def tells_recomputed_apart(profile: ModelProfile, plan: Plan) -> bool:
+def tells_recomputed_apart(profile: ModelProfile, zero: Zero) -> bool:
     """Whether what `moments` counts on CUDA follows from what is recomputed: what views hold, and what a trace saw."""
-    viewed = plan.zero_stage is ZeroStage.PARAMETERS and any(segment.viewed for segment in profile.segments)
-    return viewed or (plan.zero_stage >= ZeroStage.GRADIENTS and bool(profile.moments))
+    viewed = zero.stage is ZeroStage.PARAMETERS and any(segment.viewed for segment in profile.segments)
+    return viewed or (zero.stage >= ZeroStage.GRADIENTS and bool(profile.moments))
 
 
 def nvme_buffer_bytes(profile: ModelProfile, plan: Plan) -> int:
@@ -100,14 +100,14 @@ def _build(rank: Rank, plan: Plan) -> Moment:
 
     Stages 1 and 2 then copy what is trained of it into a flat tensor.
     """
-    profile, width = rank.held, compute_bytes(plan)
+    profile, width, stage = rank.held, compute_bytes(plan), plan.zero_stage
     made, cast = profile.weight_bytes(profile.parameter_bytes), profile.weight_bytes(width)
-    if plan.zero_stage is ZeroStage.PARAMETERS:
+    if stage is ZeroStage.PARAMETERS:
         layer = max((part.weight_bytes(FP32_BYTES) for part in profile.segments if part.is_unit), default=0)
         rest = sum(part.weight_bytes(FP32_BYTES) for part in profile.segments if not part.is_unit)
         cut = 0 if plan.offload is Offload.PARAMETERS else -(-cast // plan.layout.dp)
         return Moment("build", (("parameters", cut), ("whole module", max(layer, rest))))
-    flat = width * profile.trained_parameters if plan.zero_stage is not ZeroStage.NONE else 0
+    flat = width * profile.trained_parameters if stage is not ZeroStage.NONE else 0
     return Moment("build", (("whole module", max(made - flat, cast if flat else 0)), ("flat copy", flat)))
 
 
@@ -128,7 +128,7 @@ def _transients(profile: ModelProfile, plan: Plan, buckets: Buckets, passage: Pa
         gradients = count + own if accumulates else passage.done + passage.own
         bucket = buckets.reduce if stage is ZeroStage.OPTIMIZER and (begun or accumulates) else 0
         return (("gradients", width * gradients), ("gradient buckets", width * bucket))
-    reductions, has_reduced = _reductions(profile, plan, buckets, passage)
+    reductions, has_reduced = _reductions(profile, stage, buckets, passage)
     if stage is ZeroStage.GRADIENTS:
         partition = _partition(profile, dp)
         partitions = partition * (int(accumulates) + int(has_reduced))
@@ -217,10 +217,10 @@ def _last_reduction(profile: ModelProfile, plan: Plan, buckets: Buckets) -> Caus
     it (`average_tensor`), stage 3 sorts all by ranks (`reduce_scatter_coalesced` in
     deepspeed/runtime/comm/coalesced_collectives.py).
     """
-    width, dp = compute_bytes(plan), plan.layout.dp
-    at_once, leaves = max(profile.turns, default=profile.trained_parameters), plan.zero_stage is ZeroStage.PARAMETERS
+    width, stage, dp = compute_bytes(plan), plan.zero_stage, plan.layout.dp
+    at_once, leaves = max(profile.turns, default=profile.trained_parameters), stage is ZeroStage.PARAMETERS
     rest = min(buckets.reduce, at_once) if profile.turns else filling(profile, buckets.reduce, leaves=leaves).rest
-    if plan.zero_stage is ZeroStage.GRADIENTS:
+    if stage is ZeroStage.GRADIENTS:
         partition, copied = _partition(profile, dp), _copied(rest, dp)
         if rest == at_once:  # the first reduction too
             copied = max(0, copied - partition)
@@ -245,7 +245,9 @@ def _copied(reduced: int, dp: int) -> int:
     return reduced if dp > 1 else 0
 
 
-def _reductions(profile: ModelProfile, plan: Plan, buckets: Buckets, passage: Passage) -> tuple[list[Reduction], bool]:
+def _reductions(
+    profile: ModelProfile, stage: ZeroStage, buckets: Buckets, passage: Passage
+) -> tuple[list[Reduction], bool]:
     """What is reduced while the part goes backward, and whether anything was by then.
 
     That is when a gradient comes that the bucket has no room for: a trace knows what is live then. At its other moments
@@ -256,7 +258,7 @@ def _reductions(profile: ModelProfile, plan: Plan, buckets: Buckets, passage: Pa
     if profile.turns:  # a bucket for each, of whose parts the profile does not tell
         least = passage.done + passage.own > buckets.reduce
         return ([Reduction(0, min(buckets.reduce, passage.done))] if least else []), least
-    found = filling(profile, buckets.reduce, leaves=plan.zero_stage is ZeroStage.PARAMETERS)
+    found = filling(profile, buckets.reduce, leaves=stage is ZeroStage.PARAMETERS)
     part = passage.place, passage.position
     peaked = passage.segment.is_unit or passage.peak is not None or passage.point is Point.ARRIVAL
     own = passage.own if peaked else passage.segment.trained_parameters

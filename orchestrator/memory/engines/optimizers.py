@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from orchestrator.memory.engines.moments import FP32_BYTES
-from orchestrator.specs.choices import MasterWeights, Offload, Optimizer, Sharding, ZeroStage
+from orchestrator.specs.choices import MasterWeights, Offload, Optimizer
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import ModelProfile
 
@@ -28,8 +28,7 @@ WIDENED_BYTES = 4
 def state_bytes(profile: ModelProfile, plan: Plan, shards: int) -> int:
     """Bytes of the optimizer's states on a rank that has one of `shards` equal shards of what is trained."""
     trained = profile.trained_parameters
-    has_masters = plan.zero_stage is not ZeroStage.NONE and plan.sharding is Sharding.DEEPSPEED
-    narrow = 1 if has_masters else FP32_BYTES // profile.parameter_bytes  # torch.optim's have their weight's type
+    narrow = 1 if plan.mechanics.has_fp32_states else FP32_BYTES // profile.parameter_bytes
     if plan.optimizer is Optimizer.ADAFACTOR:
         return FP32_BYTES * -(-_factored(profile) // shards)
     if plan.optimizer is Optimizer.ADAMW_8BIT:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from statistics import median_high
 
-from orchestrator.specs.choices import Engine, ParallelLayout, ZeroStage
+from orchestrator.specs.choices import ParallelLayout
 from orchestrator.specs.observation import Observation
 from orchestrator.specs.plan import Plan
 
@@ -33,7 +33,7 @@ def supposed_overhead_bytes(plan: Plan) -> int:
     are spread have a mesh of their own (training/engines/expert_parallel.py). One rank alone has a communicator only
     under FSDP2 and DeepSpeed.
     """
-    if plan.world_size == 1 and plan.zero_stage is ZeroStage.NONE and plan.engine is not Engine.DEEPSPEED:
+    if plan.world_size == 1 and not plan.mechanics.talks_alone:
         return CONTEXT_BYTES
     return _supposed_bytes(plan.layout, plan.dp_replicate, plan.expert_parallel)
 

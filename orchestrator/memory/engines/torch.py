@@ -7,23 +7,23 @@ from collections.abc import Iterable
 from orchestrator.memory.engines.moments import FORWARDED, Causes, Moment, Passage, Point, Rank
 from orchestrator.memory.engines.optimizers import state_bytes, temporaries
 from orchestrator.memory.engines.widths import compute_bytes, exchanged_bytes
-from orchestrator.specs.choices import Offload, ZeroStage
+from orchestrator.specs.choices import Offload
+from orchestrator.specs.mechanics import Fsdp, Replicated, ScriptFsdp
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import Segment
 
 
-def ddp_moments(
-    rank: Rank, plan: Plan, places: Iterable[int], *, bucket_views: bool, cuda: bool, foreach: bool = False
-) -> list[Moment]:
+def ddp_moments(rank: Rank, plan: Plan, replicated: Replicated, places: Iterable[int], *, cuda: bool) -> list[Moment]:
     """Moments of a rank that holds its part of the model whole (Li et al. 2020, arXiv:2006.15704).
 
-    With several data-parallel ranks there are buckets for all gradients from the start. Under `bucket_views` they are
+    With several data-parallel ranks there are buckets for all gradients from the start. Where we wrap them, they are
     the gradients, but for accumulation: what micro-batches without synchronisation leave lies beside them. It goes into
     the buckets in the backward pass of the last one: of two micro-batches the second has less and less of it. A single
     rank has no buckets, and its gradients appear as the backward pass goes on.
     """
     profile, count, width = rank.held, rank.trained_parameters, rank.held.parameter_bytes
-    buckets = width * count if plan.layout.dp_cp > 1 else 0
+    buckets = width * count if replicated.ranks > 1 else 0
+    are_views = replicated.is_ours and buckets > 0
     fixed = (
         ("parameters", rank.weight_bytes),
         ("optimizer states", state_bytes(profile, plan, 1)),
@@ -36,10 +36,10 @@ def ddp_moments(
             return width * _arriving(passage)
         if rank.accumulates:
             whole = passage.turn or rank.accumulated
-            if buckets and bucket_views and plan.gradient_accumulation_steps == 2 and plan.layout.pp == 1:
+            if are_views and plan.gradient_accumulation_steps == 2 and plan.layout.pp == 1:
                 whole = max(passage.done + passage.own, whole - passage.done)
             return width * (whole + passage.fresh)
-        if buckets and bucket_views and plan.layout.pp == 1:
+        if are_views and plan.layout.pp == 1:
             return width * passage.fresh
         return width * (passage.done + passage.own)
 
@@ -50,9 +50,10 @@ def ddp_moments(
         found.append(Moment(passage.name, (*fixed, *at_once), at))
     if plan.optimizer_in_backward:
         return found
-    own = 0 if buckets and bucket_views else width * max(profile.turns, default=count)
+    own = 0 if are_views else width * max(profile.turns, default=count)
     largest, before = profile.largest_trained, profile.updated_before_largest
-    temporary = width * count if foreach else temporaries(plan, largest, cuda=cuda, before=before)
+    is_foreach = cuda and not replicated.is_ours
+    temporary = width * count if is_foreach else temporaries(plan, largest, cuda=cuda, before=before)
     found.append(Moment("optimizer step", (*fixed, ("gradients", own), ("optimizer temporaries", temporary))))
     return found
 
@@ -79,7 +80,7 @@ def _updating(passage: Passage, plan: Plan, *, cuda: bool) -> int:
     return temporaries(plan, min(_arriving(passage), passage.segment.trained_parameters), cuda=cuda)
 
 
-def fsdp2_moments(rank: Rank, plan: Plan, places: Iterable[int], *, cuda: bool, foreach: bool = False) -> list[Moment]:
+def fsdp_moments(rank: Rank, plan: Plan, fsdp: Fsdp, places: Iterable[int], *, cuda: bool) -> list[Moment]:
     """Moments of a rank that holds a shard: parameters, gradients and optimizer states are split over dp.
 
     Layers are units of their own, everything else is the root unit, which stays gathered from forward to the end of
@@ -91,55 +92,54 @@ def fsdp2_moments(rank: Rank, plan: Plan, places: Iterable[int], *, cuda: bool, 
     keeps the shards that it reduces between its copies until the backward pass is over (`finalize_backward` in the same
     file). Those to which they are added lie beside.
     """
-    profile, shards = rank.held, plan.layout.dp_cp // plan.dp_replicate
+    profile, shards, once = rank.held, fsdp.shards, fsdp.once_a_step
     compute = compute_bytes(plan)
-    device, fixed = _on_device(plan), _shards(rank, plan)
-    copies, once = int(plan.dp_replicate > 1), plan.zero_stage is ZeroStage.OPTIMIZER
+    device, fixed = _on_device(plan), _shards(rank, plan, shards)
+    copies = int(fsdp.copies > 1)
     of_turn: dict[int, int] = {}  # gradients by the end of it, those of recipes out of turn among them
     for passage in rank.passages if profile.turns else ():
         of_turn[passage.turn] = max(of_turn.get(passage.turn, 0), passage.done + passage.own)
     found: list[Moment] = []
     for at in places:
         passage = rank.passages[at]
-        if plan.layout.pp > 1:
+        if fsdp.is_pipelined:
             transients = _pipelined(rank, passage, compute)
         elif once:
             transients = _reduced_once(rank, plan, passage, compute, shards, gloo=not cuda)
         else:
-            transients = _unit(rank, plan, passage, compute, shards, gloo=not cuda)
+            transients = _unit(rank, plan, fsdp, passage, compute, gloo=not cuda)
         # of reduced gradients the rank has a shard
         fresh = max(0, passage.done - passage.ends_done)
         if plan.optimizer_in_backward:  # the shard of one unit, from its reduction to its update
             fresh = passage.behind.trained_parameters if passage.behind and passage.point is Point.START else 0
         whole = of_turn.get(passage.turn, rank.trained_parameters)
         reduced = whole + copies * fresh if rank.accumulates else fresh
-        if plan.layout.pp > 1 or once:
+        if fsdp.is_pipelined or once:
             reduced = 0
         gradients = ("gradients", device * profile.parameter_bytes * -(-reduced // shards))
         found.append(Moment(passage.name, (*fixed, gradients, *transients), at))
         if plan.optimizer_in_backward and passage.behind and passage.point is Point.START:
-            updating = _update_behind(rank, plan, passage, compute, shards, cuda=cuda)
+            updating = _update_behind(rank, plan, fsdp, passage, compute, cuda=cuda)
             found.append(Moment(f"update behind {passage.name}", (*fixed, gradients, *updating), at))
     layer = max(profile.segments, key=lambda segment: segment.parameters * (segment.count > 1))
     unit = layer.parameters if layer.count > 1 else 0
-    if unit and plan.layout.pp == 1 and shards > 1 and not profile.moments:
-        gathering = _last_gathering(rank, plan, layer, compute, shards, device)
+    if unit and not fsdp.is_pipelined and shards > 1 and not profile.moments:
+        gathering = _last_gathering(rank, plan, fsdp, layer, compute, device)
         found.append(Moment("gathering of last layer", (*fixed, *gathering), FORWARDED))
-    if unit and plan.layout.pp > 1:
+    if unit and fsdp.is_pipelined:
         found.append(Moment("gradient reduction of a layer", (*fixed, *_first_reduction(rank, unit, compute))))
-    reduction = _root_reduction(rank, plan, shards, device, gloo=not cuda)
+    reduction = _root_reduction(rank, plan, fsdp, device, gloo=not cuda)
     found.append(Moment("gradient reduction of the root", (*fixed, *reduction)))
     if plan.optimizer_in_backward:
         found.append(Moment("update of the root", (*fixed, *_root_update(rank, plan, compute, shards, cuda=cuda))))
     if device and not plan.optimizer_in_backward:
         largest, before = (-(-each // shards) for each in (profile.largest_trained, profile.updated_before_largest))
         shard = -(-rank.trained_parameters // shards)
+        is_foreach = cuda and isinstance(fsdp, ScriptFsdp)
+        temporary = temporaries(plan, largest, cuda=cuda, before=before)
         step = (
             ("gradients", profile.parameter_bytes * shard),
-            (
-                "optimizer temporaries",
-                profile.parameter_bytes * shard if foreach else temporaries(plan, largest, cuda=cuda, before=before),
-            ),
+            ("optimizer temporaries", profile.parameter_bytes * shard if is_foreach else temporary),
         )
         found.append(Moment("optimizer step", (*fixed, *step)))
     return found
@@ -150,9 +150,9 @@ def _on_device(plan: Plan) -> int:
     return 0 if plan.offload is Offload.PARAMETERS else 1
 
 
-def _shards(rank: Rank, plan: Plan) -> Causes:
+def _shards(rank: Rank, plan: Plan, shards: int) -> Causes:
     """What a rank holds at every moment."""
-    shards, device = plan.layout.dp_cp // plan.dp_replicate, _on_device(plan)
+    device = _on_device(plan)
     return (
         ("parameters", device * -(-rank.weight_bytes // shards)),
         ("optimizer states", device * state_bytes(rank.held, plan, shards)),
@@ -160,7 +160,7 @@ def _shards(rank: Rank, plan: Plan) -> Causes:
     )
 
 
-def _unit(rank: Rank, plan: Plan, passage: Passage, compute: int, shards: int, *, gloo: bool) -> Causes:
+def _unit(rank: Rank, plan: Plan, fsdp: Fsdp, passage: Passage, compute: int, *, gloo: bool) -> Causes:
     """What is gathered and not yet reduced where every unit comes and goes by itself.
 
     Before the backward pass of a unit starts, the gradients of the one behind it are reduced. They are in the flat
@@ -172,18 +172,18 @@ def _unit(rank: Rank, plan: Plan, passage: Passage, compute: int, shards: int, *
     nothing is gathered any more.
     """
     exchanged = exchanged_bytes(plan, rank.held.parameter_bytes)
-    segment, keeps, alone = passage.segment, plan.zero_stage is ZeroStage.GRADIENTS, shards == 1
+    segment, keeps, shards, alone = passage.segment, fsdp.keeps_gathered, fsdp.shards, fsdp.shards == 1
     gathered, reducing, named = rank.gathered_parameters - passage.units_done if keeps else rank.end_parameters, 0, 0
     ahead, behind = passage.ahead, passage.behind
     if segment.experts and plan.expert_parallel > 1:
-        return _mixture(rank, plan, passage, compute, gathered, gloo=gloo)
+        return _mixture(rank, plan, fsdp, passage, compute, gathered, gloo=gloo)
     if segment.is_unit and passage.backward:
         unit, reducing = 0 if keeps else segment.parameters, behind.trained_parameters if behind else 0
         waiting = 0 if alone else unit
         arriving = ahead.parameters if ahead and not keeps and not alone else 0
         here = unit + arriving, 0, reducing
         if passage.point is Point.START:
-            added = reducing // shards if rank.accumulates and plan.dp_replicate == 1 else 0
+            added = reducing // shards if rank.accumulates and fsdp.copies == 1 else 0
             last = behind.last_gradient if behind and not alone else 0
             reduction = waiting, last, reducing * (2 if gloo and not alone else 1) + added
             start = unit + max(waiting, arriving), 0, reducing
@@ -204,7 +204,9 @@ def _unit(rank: Rank, plan: Plan, passage: Passage, compute: int, shards: int, *
     return (("gathered parameters", compute * gathered), ("whole gradients", whole))
 
 
-def _mixture(rank: Rank, plan: Plan, passage: Passage, compute: int, gathered: int, *, gloo: bool) -> Causes:
+def _mixture(
+    rank: Rank, plan: Plan, fsdp: Fsdp, passage: Passage, compute: int, gathered: int, *, gloo: bool
+) -> Causes:
     """What `_unit` counts of a layer whose experts are cut over other ranks than its rest, beside what is `gathered`.
 
     They are gathered behind the rest, each in a flat buffer of its own, and reduced before it. When the experts of the
@@ -212,7 +214,7 @@ def _mixture(rank: Rank, plan: Plan, passage: Passage, compute: int, gathered: i
     `post_backward` in torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, torch 2.13.0). Where no other rank has
     the same experts they are copied, without flat buffers for weights.
     """
-    segment, keeps, shards = passage.segment, plan.zero_stage is ZeroStage.GRADIENTS, plan.layout.dp
+    segment, keeps, shards = passage.segment, fsdp.keeps_gathered, plan.layout.dp
     exchanged = exchanged_bytes(plan, rank.held.parameter_bytes)
     rest, experts = segment.parameters - segment.experts, segment.experts // plan.expert_parallel
     of_rest, of_experts = (0, 0) if keeps else _flat(plan, segment)  # flat buffers
@@ -240,12 +242,12 @@ def _flat(plan: Plan, segment: Segment) -> tuple[int, int]:
     return segment.parameters - segment.experts, 0 if plan.layout.dp == plan.expert_parallel else experts
 
 
-def _update_behind(rank: Rank, plan: Plan, passage: Passage, compute: int, shards: int, *, cuda: bool) -> Causes:
+def _update_behind(rank: Rank, plan: Plan, fsdp: Fsdp, passage: Passage, compute: int, *, cuda: bool) -> Causes:
     """What is there while the unit behind is updated within the backward pass, as soon as its shard is reduced.
 
     The flat input of its reduce-scatter is, and the unit that comes next has been gathered (see _unit).
     """
-    behind, keeps, alone = passage.behind, plan.zero_stage is ZeroStage.GRADIENTS, shards == 1
+    behind, keeps, shards, alone = passage.behind, fsdp.keeps_gathered, fsdp.shards, fsdp.shards == 1
     assert behind is not None, passage
     ahead = 0 if alone else passage.segment.parameters
     gathered = rank.parameters - passage.units_done if keeps else rank.end_parameters + ahead
@@ -274,21 +276,20 @@ def _root_update(rank: Rank, plan: Plan, compute: int, shards: int, *, cuda: boo
     )
 
 
-def _last_gathering(rank: Rank, plan: Plan, layer: Segment, compute: int, shards: int, device: int) -> Causes:
+def _last_gathering(rank: Rank, plan: Plan, fsdp: Fsdp, layer: Segment, compute: int, device: int) -> Causes:
     """The forward pass comes to the last unit: its weights leave one flat buffer, and the one before has another.
 
     `wait_for_unshard` lets go of the buffer of the unit before when it returns, not before it copies
     (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, torch 2.13.0).
     """
-    keeps = plan.zero_stage is not ZeroStage.PARAMETERS
-    accumulates = rank.accumulates and plan.zero_stage is not ZeroStage.OPTIMIZER  # the first forward pass gathers
+    accumulates = rank.accumulates and not fsdp.once_a_step  # the first forward pass gathers
     unit = rank.held.gathered(layer)
     flats = 2 * unit if plan.expert_parallel == 1 else sum(_flat(plan, layer))
-    gathered = (rank.gathered_parameters if keeps else rank.end_parameters + unit) + flats
+    gathered = (rank.gathered_parameters if fsdp.keeps_gathered else rank.end_parameters + unit) + flats
     return (
         (
             "gradients",
-            device * rank.held.parameter_bytes * -(-(rank.trained_parameters if accumulates else 0) // shards),
+            device * rank.held.parameter_bytes * -(-(rank.trained_parameters if accumulates else 0) // fsdp.shards),
         ),
         ("gathered parameters", compute * gathered),
     )
@@ -344,7 +345,7 @@ def _first_reduction(rank: Rank, unit: int, compute: int) -> Causes:
     return (("gathered parameters", compute * rank.parameters), ("whole gradients", gradients))
 
 
-def _root_reduction(rank: Rank, plan: Plan, shards: int, device: int, *, gloo: bool) -> Causes:
+def _root_reduction(rank: Rank, plan: Plan, fsdp: Fsdp, device: int, *, gloo: bool) -> Causes:
     """What is live when the root unit, which goes last, is reduced: its weights are let go before.
 
     Its gradients go into a flat fp32 buffer and are let go. The last one stays where there are several ranks: a loop's
@@ -352,20 +353,20 @@ def _root_reduction(rank: Rank, plan: Plan, shards: int, device: int, *, gloo: b
     torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, torch 2.13.0). Under a pipeline its weights are still
     there, and one shard of it in the compute type more than these explain (two gloo ranks, 2026-11).
     """
-    compute = compute_bytes(plan)
+    compute, shards = compute_bytes(plan), fsdp.shards
     width, exchanged = rank.held.parameter_bytes, exchanged_bytes(plan, rank.held.parameter_bytes)
     root, trained = rank.end_parameters, rank.trained_end_parameters
-    adds_shards = plan.gradient_accumulation_steps > 1 and plan.zero_stage is not ZeroStage.OPTIMIZER
+    adds_shards = plan.gradient_accumulation_steps > 1 and not fsdp.once_a_step
     reduced = 0 if plan.optimizer_in_backward else rank.trained_parameters - (0 if adds_shards else trained)
-    if plan.dp_replicate > 1 and plan.gradient_accumulation_steps > 1:
+    if fsdp.copies > 1 and plan.gradient_accumulation_steps > 1:
         reduced += rank.trained_parameters - trained
     shard = width * -(-trained // shards)
-    if plan.layout.pp > 1:
+    if fsdp.is_pipelined:
         gathered, whole = compute * (root + -(-root // shards)), 2 * exchanged * trained + shard
     else:
         last = next((each.last_gradient for each in reversed(rank.held.segments) if not each.is_unit), 0)
         named, copies = (compute * last, 1 + gloo) if shards > 1 else (0, 1)
-        made = exchanged if plan.zero_stage is ZeroStage.OPTIMIZER else compute
+        made = exchanged if fsdp.once_a_step else compute
         gathered, whole = 0, max((made + exchanged) * trained, copies * exchanged * trained + shard + named)
     return (
         ("gradients", device * width * -(-reduced // shards)),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from orchestrator.memory.engines.moments import FP32_BYTES
-from orchestrator.specs.choices import Engine, MasterWeights, Precision
+from orchestrator.specs.choices import MasterWeights, Precision
+from orchestrator.specs.engines import facts_of
 from orchestrator.specs.plan import Plan
 
 
@@ -23,6 +24,6 @@ def exchanged_bytes(plan: Plan, held_bytes: int | None = None) -> int:
     DeepSpeed exchanges in the type that computes. FSDP2 and DistributedDataParallel exchange in the type in which a
     rank holds its weights, of `held_bytes` each, where they are not `master_bytes`.
     """
-    if plan.engine is Engine.DEEPSPEED:
+    if facts_of(plan.engine).has_low_gradients:
         return compute_bytes(plan)
     return master_bytes(plan) if held_bytes is None else held_bytes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from orchestrator.specs.choices import Engine
+from orchestrator.specs.engines import facts_of
 from orchestrator.specs.plan import Plan
 
 SPREAD_MAX = 2  # times the fewest nodes that hold a gang: over more it would rather wait than talk
@@ -29,7 +29,7 @@ def shape_of(plan: Plan, devices_per_node: int, nodes: int) -> Shape | None:
     devices = plan.world_size
     layout = plan.layout
     inside = layout.cp * layout.tp if layout.cp * layout.tp <= devices_per_node else layout.tp
-    inside = 1 if plan.engine is Engine.SCRIPT else inside
+    inside = inside if facts_of(plan.engine).is_ours else 1
     shares = [
         share
         for share in range(min(devices, devices_per_node), 0, -1)

@@ -72,11 +72,10 @@ def bytes_per_parameter(plan: Plan) -> float:
     """What a device holds of each of the model's parameters in the optimizer step (arXiv:1910.02054, section 5)."""
     if plan.offload is Offload.PARAMETERS:
         return 0.0
-    shards = plan.layout.dp_cp // plan.dp_replicate
-    held = float(master_bytes(plan))
-    weights = held / (shards if plan.zero_stage >= ZeroStage.PARAMETERS else 1)
-    gradients = held / (shards if plan.zero_stage >= ZeroStage.GRADIENTS else 1)
-    states = STATE_BYTES[plan.optimizer] / (shards if plan.zero_stage >= ZeroStage.OPTIMIZER else 1)
+    stage, shards, held = plan.mechanics.stage, plan.mechanics.shards, float(master_bytes(plan))
+    weights = held / (shards if stage >= ZeroStage.PARAMETERS else 1)
+    gradients = held / (shards if stage >= ZeroStage.GRADIENTS else 1)
+    states = STATE_BYTES[plan.optimizer] / shards
     if plan.offload is Offload.OPTIMIZER:
         states = 0.0
     if plan.optimizer_in_backward:

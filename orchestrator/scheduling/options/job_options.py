@@ -8,7 +8,7 @@ from functools import partial
 from itertools import takewhile
 from math import inf
 
-from orchestrator.memory.calibration.calibrate import Calibration, calibration
+from orchestrator.memory.calibration.calibrate import Calibration, StepKind, calibration, step_factor, step_kind
 from orchestrator.memory.calibration.correction import corrected_bytes
 from orchestrator.planning.explain import why_nothing_fits
 from orchestrator.planning.frontier import Candidate, fit_probability, likeliest, needed_bytes
@@ -20,7 +20,6 @@ from orchestrator.scheduling.failures.observation import is_truncated
 from orchestrator.scheduling.options.hedge import restart_s, soonest
 from orchestrator.scheduling.options.probe import measured_spec, probe_bytes, probe_of
 from orchestrator.specs.attempt import Attempt, FailureKind
-from orchestrator.specs.choices import Engine
 from orchestrator.specs.cluster import DeviceKind
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.pins import pins_of
@@ -227,8 +226,8 @@ def attempt_seconds(job: Job, attempt: Attempt, group: Group, calibrated: Calibr
     if left is None:
         return launch_cost_s + _unknown_length_s(job, group, attempt.step_s)
     ran_before = measured_step_s(job, attempt.device, attempt.number).get(attempt.plan)
-    factors = _step_factors(job, attempt.device, calibrated, attempt.number)
-    return launch_cost_s + left * (ran_before or attempt.step_s * factors.get(attempt.plan.engine, 1.0))
+    factors = _step_factors(job, attempt.device, attempt.number), calibrated.step_factors
+    return launch_cost_s + left * (ran_before or attempt.step_s * step_factor(attempt.plan, *factors))
 
 
 def measured_step_s(job: Job, device: str, before: int | None = None) -> dict[Plan, float]:
@@ -240,14 +239,13 @@ def measured_step_s(job: Job, device: str, before: int | None = None) -> dict[Pl
     }
 
 
-def _step_factors(job: Job, device: str, calibrated: Calibration, before: int | None = None) -> Mapping[Engine, float]:
-    """Measured / predicted seconds of a step by engine: the job's own where it ran, else its family's."""
-    own = {
-        attempt.plan.engine: attempt.measured_step_s / attempt.step_s
+def _step_factors(job: Job, device: str, before: int | None = None) -> Mapping[StepKind, float]:
+    """Measured / predicted seconds of a step, as the job's own attempts had them."""
+    return {
+        step_kind(attempt.plan): attempt.measured_step_s / attempt.step_s
         for attempt in job.attempts[: None if before is None else before - 1]
         if attempt.device == device and attempt.measured_step_s and attempt.step_s > 0 and not attempt.probe
     }
-    return {**calibrated.step_factors, **own} if own else calibrated.step_factors
 
 
 def measured_peaks(job: Job, device: str) -> dict[Plan, int]:
@@ -268,8 +266,8 @@ def _lengths(job: Job, candidates: Sequence[Candidate], group: Group, calibrated
         return [_unknown_length_s(job, group, one.step_s) for one in candidates]
     device = group.hardware.device.name
     measured = measured_step_s(job, device) if job.attempts else {}
-    factors = _step_factors(job, device, calibrated)
-    return [left * (measured.get(one.plan) or one.step_s * factors.get(one.plan.engine, 1.0)) for one in candidates]
+    factors = _step_factors(job, device), calibrated.step_factors
+    return [left * (measured.get(one.plan) or one.step_s * step_factor(one.plan, *factors)) for one in candidates]
 
 
 def _unknown_length_s(job: Job, group: Group, step_s: float) -> float:

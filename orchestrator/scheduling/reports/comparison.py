@@ -19,11 +19,11 @@ from orchestrator.scheduling.base.node_groups import Group, groups_of
 from orchestrator.scheduling.failures.observation import ran_out
 from orchestrator.scheduling.options.job_options import learned
 from orchestrator.scheduling.reports.cost import SECONDS_AN_HOUR
-from orchestrator.specs.choices import Engine, ZeroStage
 from orchestrator.specs.cluster import DeviceKind, DeviceSpec
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.pins import in_words
 from orchestrator.specs.job_record import Job, JobStatus
+from orchestrator.specs.mechanics import Fsdp2
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import UNTIMED, MemoryEstimate
 from orchestrator.specs.replace import replace
@@ -146,8 +146,8 @@ def curve_of(lines: Iterable[str]) -> Curve:
 def strategy_of(plan: Plan) -> str:
     """What a plan shards, recomputes and offloads, and on how many devices: `ZeRO-2 on 4`."""
     words = [part for part in in_short(plan).split(" · ")[2:] if not part.startswith("micro ")]
-    if plan.engine is Engine.TORCH and plan.zero_stage in (ZeroStage.OPTIMIZER, ZeroStage.GRADIENTS):
-        said = f"ZeRO-{int(plan.zero_stage)} by FSDP2"
+    if isinstance(plan.mechanics, Fsdp2) and plan.mechanics.keeps_gathered:
+        said = f"ZeRO-{int(plan.mechanics.stage)} by FSDP2"
         details = ("reduced once a step", "weights kept gathered")
         words = [said if word == "FSDP2" else word for word in words if word not in details]
     if plan.world_size == 1:

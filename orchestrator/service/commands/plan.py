@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
-from orchestrator.memory.calibration.calibrate import Calibration, calibration
+from orchestrator.memory.calibration.calibrate import Calibration, calibration, step_factor
 from orchestrator.memory.calibration.correction import corrected_bytes, is_known
 from orchestrator.memory.estimate import estimate
 from orchestrator.planning.cost import step_s
@@ -62,7 +62,7 @@ class CandidateView(TypedDict):
     settings: dict[str, str]
     degradation: str
     step_s: float  # predicted, times `step_factor`
-    step_factor: float  # measured / predicted of the engine's steps so far, 1 if none was measured
+    step_factor: float  # measured / predicted of the steps of such plans so far, 1 if none was measured
     estimate: EstimateView
     correction: float  # of the activations
     needed_bytes: int  # corrected, with margin: compared with the capacity
@@ -202,15 +202,15 @@ def _view(candidate: Candidate, free_bytes: Sequence[int], calibrated: Calibrati
     """The view of a candidate. `free_bytes`: of all devices, largest first; a gang is limited by its smallest."""
     plan, estimate = candidate.plan, candidate.estimate
     capacity_bytes = free_bytes[plan.world_size - 1]
-    step_factor = calibrated.step_factors.get(plan.engine, 1.0)
+    factor = step_factor(plan, calibrated.step_factors)
     correction = calibrated.correction_of(plan, estimate)
     known = is_known(estimate, correction)
     return CandidateView(
         plan=in_short(plan),
         settings=settings(plan),
         degradation=candidate.degradation.name.lower(),
-        step_s=candidate.step_s * step_factor,
-        step_factor=step_factor,
+        step_s=candidate.step_s * factor,
+        step_factor=factor,
         estimate=estimate_view(estimate, correction),
         correction=correction,
         needed_bytes=needed_bytes(candidate, calibrated),

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, PlainSerializer, ValidationInfo, WithJsonSchema
 
 from orchestrator.specs.choices import AXES, Engine, Offload, Precision, ZeroStage
+from orchestrator.specs.engines import facts_of
 from orchestrator.specs.errors import SpecError, closest
 from orchestrator.specs.job.trainer import Knobs
 from orchestrator.specs.plan import Plan
@@ -135,9 +136,9 @@ def check_pins(
     said = dict(pins)
     if said.get("optimizer_in_backward"):
         check_in_backward(clip_norm, "plan.optimizer_in_backward")
-    if (engine := said.get("engine")) is not None and (engine is Engine.SCRIPT) is not (knobs is not None):
-        ours = "torch, deepspeed" if knobs is None else "script"
-        raise SpecError("the job has another engine", path="plan.engine", got=engine.value, allowed=ours)
+    engines = tuple(engine for engine in Engine if facts_of(engine).is_ours is (knobs is None))
+    if (engine := said.get("engine", engines[0])) not in engines:
+        raise SpecError("the job has another engine", path="plan.engine", got=engine.value, allowed=", ".join(engines))
     if knobs is not None:
         for key in _without_knob(said, knobs, precision):
             knob = KNOB_OF.get(key)

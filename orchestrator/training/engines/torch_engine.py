@@ -37,8 +37,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from orchestrator.specs.choices import MasterWeights, Offload, Precision, ZeroStage
-from orchestrator.specs.errors import SpecError
+from orchestrator.specs.errors import SpecError, refuse_unknown
 from orchestrator.specs.job.model import TrainingSpec
+from orchestrator.specs.mechanics import Fsdp2, Replicated, ScriptFsdp, Zero
 from orchestrator.specs.plan import Plan, share_heads
 from orchestrator.training.checkpoint import checkpoint
 from orchestrator.training.contract import loss_scale
@@ -226,14 +227,14 @@ class TorchEngine:
     def _autocast(self) -> contextlib.AbstractContextManager[object]:
         """Autocast if weights stay fp32; FSDP2 casts gathered weights instead."""
         is_held_low = self._plan.master_weights is MasterWeights.BF16
-        if self._plan.precision in LOW_PRECISION and not self._plan.zero_stage and not is_held_low:
+        if self._plan.precision in LOW_PRECISION and self._plan.mechanics.autocasts and not is_held_low:
             return torch.autocast(self._device.type, dtype=LOW_PRECISION[self._plan.precision])
         return contextlib.nullcontext()
 
     def _sync_on_last(self, *, is_last: bool) -> contextlib.AbstractContextManager[object]:
         if isinstance(self._model, DistributedDataParallel) and not is_last:
             return self._model.no_sync()
-        if self._plan.zero_stage is ZeroStage.OPTIMIZER:
+        if self._plan.mechanics.stage is ZeroStage.OPTIMIZER:
             assert isinstance(self._model, FSDPModule)
             self._model.set_requires_gradient_sync(is_last)
             self._model.set_reshard_after_backward(is_last)
@@ -318,9 +319,16 @@ def _wrapped(
     experts: ExpertParallel | None = None,
 ) -> nn.Module:
     """`root`, which contains the recipe's module, with its parameters made and wrapped in DDP or FSDP2 by the plan."""
-    if plan.zero_stage:
-        return _sharded(recipe, root, plan, mesh, device, cut, experts)
-    return _replicated(recipe, root, plan, mesh, device, cut)
+    mechanics = plan.mechanics
+    match mechanics:
+        case Fsdp2():
+            return _sharded(recipe, root, plan, mechanics, mesh, device, cut, experts)
+        case Replicated():
+            return _replicated(recipe, root, plan, mesh, device, cut)
+        case ScriptFsdp() | Zero():
+            raise AssertionError(f"{mechanics} is not the torch engine's")
+        case _:
+            refuse_unknown(mechanics)
 
 
 def _make(
@@ -364,6 +372,7 @@ def _sharded(
     recipe: Recipe,
     root: nn.Module,
     plan: Plan,
+    fsdp: Fsdp2,
     mesh: DeviceMesh,
     device: torch.device,
     cut: TensorParallel | None,
@@ -376,8 +385,8 @@ def _sharded(
         _make(part, recipe, plan, device, cut, experts)
         fully_shard(
             part,
-            mesh=mesh["dp_replicate", "dp_shard"] if plan.dp_replicate > 1 else mesh["dp_shard"],
-            reshard_after_forward=plan.zero_stage is ZeroStage.PARAMETERS and part is not root,
+            mesh=mesh["dp_replicate", "dp_shard"] if fsdp.copies > 1 else mesh["dp_shard"],
+            reshard_after_forward=not fsdp.keeps_gathered and part is not root,
             mp_policy=mixed,
             offload_policy=offload if plan.offload is Offload.PARAMETERS else OffloadPolicy(),
             shard_placement_fn=experts.placement if experts else None,

@@ -10,9 +10,9 @@ import torch
 from peft import LoraConfig, inject_adapter_in_model
 from transformers import BitsAndBytesConfig, PreTrainedModel
 
-from orchestrator.specs.choices import Engine, ZeroStage
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.model import LoraSpec
+from orchestrator.specs.mechanics import Replicated
 from orchestrator.specs.run import TrainingRun
 from orchestrator.training.contract.precision import LOW_PRECISION
 
@@ -75,7 +75,7 @@ def quantised(run: TrainingRun, auto_class: Any) -> PreTrainedModel:
     path, hf = "model.lora.quantise_base", run.model.hf
     if run.device != "cuda" or importlib.util.find_spec("bitsandbytes") is None:
         raise SpecError("4-bit layers need CUDA and bitsandbytes", path=path, got=run.device)
-    if plan.engine is not Engine.TORCH or plan.zero_stage is not ZeroStage.NONE:
+    if not isinstance(plan.mechanics, Replicated):
         got = f"engine={plan.engine}, zero_stage={int(plan.zero_stage)}"
         raise SpecError("4-bit layers cannot be sharded", path=path, got=got, allowed="engine=torch with zero_stage=0")
     if not isinstance(hf, str):

@@ -1,0 +1,286 @@
+"""The settings of a plan, each declared at its field. Standard library only, since training processes read it too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from orchestrator.specs.choices import (
+    AXES,
+    ActivationCheckpointing,
+    Degradation,
+    Engine,
+    MasterWeights,
+    Offload,
+    OffloadTarget,
+    Optimizer,
+    ParallelLayout,
+    Precision,
+    Sharding,
+    ZeroStage,
+)
+from orchestrator.specs.errors import refuse_unknown
+from orchestrator.specs.mechanics import Fsdp2, Mechanics, Replicated, ScriptFsdp, Zero, mechanics_of
+
+
+def _declared(
+    degradation: Degradation,
+    *,
+    short: Callable[[PlanFields], Sequence[str]] | None = None,
+    rows: Callable[[PlanFields], dict[str, str]] | None = None,
+    cheaper: tuple[Any, ...] = (),
+    is_given: bool = True,
+    alias: str = "",
+    least: int = 1,
+) -> dict[str, Any]:
+    """What is declared of a field of `PlanFields` beside its type and default; `Setting` describes each part."""
+    said = {
+        "degradation": degradation,
+        "short": short,
+        "rows": rows,
+        "cheaper": cheaper,
+        "is_given": is_given,
+        "alias": alias,
+        "least": least,
+    }
+    return {"setting": said}  # under a key of its own, since pydantic reads keys such as `alias` as its own
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanFields:
+    """What a plan says, legal or not; `specs.plan.Plan` is a legal one.
+
+    Each field declares its setting: planning, `orc estimate --set`, records and job files read SETTINGS.
+    """
+
+    engine: Engine = field(metadata=_declared(Degradation.EXACT))
+    layout: ParallelLayout = field(
+        default=ParallelLayout(),
+        metadata=_declared(
+            Degradation.EXACT,
+            short=lambda plan: _layout_in_short(plan),
+            rows=lambda plan: _layout_in_rows(plan),
+        ),
+    )
+    # Copies of the shards: hybrid sharding cuts over dp / dp_replicate ranks.
+    dp_replicate: int = field(default=1, metadata=_declared(Degradation.EXACT))
+    # So many data-parallel ranks hold other experts of every layer: like `dp_replicate` it adds no ranks.
+    expert_parallel: int = field(
+        default=1,
+        metadata=_declared(
+            Degradation.EXACT,
+            short=lambda plan: _where(f"ep{plan.expert_parallel}", plan.expert_parallel > 1),
+            rows=lambda plan: {"expert_parallel": str(plan.expert_parallel)} if plan.expert_parallel > 1 else {},
+            alias="ep",
+        ),
+    )
+    # 1: 1F1B; more: interleaved 1F1B (arXiv:2104.04473, section 2.2).
+    pipeline_stages_per_rank: int = field(
+        default=1,
+        metadata=_declared(
+            Degradation.EXACT,
+            short=lambda plan: _where(
+                f"{plan.pipeline_stages_per_rank} stages a rank", plan.pipeline_stages_per_rank > 1
+            ),
+        ),
+    )
+    # Layers of the first and of the last pipeline stage, which have embedding and head beside; 0: an even share.
+    first_stage_layers: int = field(
+        default=0,
+        metadata=_declared(
+            Degradation.EXACT,
+            short=lambda plan: _end_in_short(plan.first_stage_layers, "first"),
+            rows=lambda plan: _row_where("first_stage_layers", plan.first_stage_layers),
+            least=0,
+        ),
+    )
+    last_stage_layers: int = field(
+        default=0,
+        metadata=_declared(
+            Degradation.EXACT,
+            short=lambda plan: _end_in_short(plan.last_stage_layers, "last"),
+            rows=lambda plan: _row_where("last_stage_layers", plan.last_stage_layers),
+            least=0,
+        ),
+    )
+    zero_stage: ZeroStage = field(
+        default=ZeroStage.NONE, metadata=_declared(Degradation.EXACT, short=lambda plan: _sharding_in_short(plan))
+    )
+    micro_batch_size: int = field(
+        metadata=_declared(
+            Degradation.EXACT,
+            short=lambda plan: [f"micro {plan.micro_batch_size}x{plan.gradient_accumulation_steps}"],
+            alias="micro_batch",
+        )
+    )
+    gradient_accumulation_steps: int = field(
+        default=1, metadata=_declared(Degradation.EXACT, alias="gradient_accumulation")
+    )
+    activation_checkpointing: ActivationCheckpointing = field(
+        default=ActivationCheckpointing.NONE,
+        metadata=_declared(
+            Degradation.EXACT,
+            short=lambda plan: {
+                ActivationCheckpointing.NONE: [],
+                ActivationCheckpointing.SELECTIVE: ["selective checkpointing"],
+                ActivationCheckpointing.FULL: ["checkpointing"],
+            }[plan.activation_checkpointing],
+        ),
+    )
+    # The first so many layers of every pipeline stage keep their input only: of selective checkpointing, or of a
+    # script's layers that keep everything else.
+    full_checkpointing_layers: int = field(
+        default=0,
+        metadata=_declared(
+            Degradation.EXACT,
+            short=lambda plan: _partial_in_short(plan),
+            rows=lambda plan: _row_where("full_checkpointing_layers", plan.full_checkpointing_layers),
+            least=0,
+        ),
+    )
+    # Whether what full checkpointing keeps, the layers' inputs, waits in host memory.
+    activation_offload: bool = field(
+        default=False,
+        metadata=_declared(
+            Degradation.EXACT,
+            short=lambda plan: _where("layers' inputs on host", plan.activation_offload),
+            rows=lambda plan: {"activation_offload": "true"} if plan.activation_offload else {},
+        ),
+    )
+    offload: Offload = field(
+        default=Offload.NONE,
+        metadata=_declared(
+            Degradation.EXACT,
+            short=lambda plan: _where(
+                f"{plan.offload} on {'host' if plan.offload_target is OffloadTarget.CPU else 'NVMe'}",
+                plan.offload is not Offload.NONE,
+            ),
+        ),
+    )
+    offload_target: OffloadTarget = field(default=OffloadTarget.CPU, metadata=_declared(Degradation.EXACT))
+    precision: Precision = field(
+        default=Precision.FP32,
+        metadata=_declared(
+            Degradation.NUMERIC,
+            short=lambda plan: _where(plan.precision, plan.precision is not Precision.FP32),
+            cheaper=(Precision.BF16, Precision.FP16),
+        ),
+    )
+    optimizer: Optimizer = field(
+        default=Optimizer.ADAMW,
+        metadata=_declared(
+            Degradation.NUMERIC,
+            short=lambda plan: _where(plan.optimizer, plan.optimizer is not Optimizer.ADAMW),
+            cheaper=(Optimizer.ADAMW_8BIT,),
+            is_given=False,
+        ),
+    )
+    master_weights: MasterWeights = field(
+        default=MasterWeights.FP32,
+        metadata=_declared(
+            Degradation.NUMERIC,
+            short=lambda plan: _where("master weights in bf16", plan.master_weights is MasterWeights.BF16),
+            rows=lambda plan: {"master_weights": "bf16"} if plan.master_weights is MasterWeights.BF16 else {},
+            cheaper=(MasterWeights.BF16,),
+        ),
+    )
+    # Whether each parameter is updated, and its gradient let go, as soon as that is whole.
+    optimizer_in_backward: bool = field(
+        default=False,
+        metadata=_declared(
+            Degradation.EXACT,
+            short=lambda plan: _where("optimizer in backward", plan.optimizer_in_backward),
+            rows=lambda plan: {"optimizer_in_backward": "true"} if plan.optimizer_in_backward else {},
+        ),
+    )
+    # Of a script's ZeRO stages; ours follow from the engine.
+    sharding: Sharding = field(
+        default=Sharding.DEEPSPEED,
+        metadata=_declared(
+            Degradation.EXACT,
+            rows=lambda plan: {"sharding": plan.sharding.value} if plan.sharding is Sharding.FSDP else {},
+            is_given=False,
+        ),
+    )
+    # Of a script: (phase, samples) of the phases outside training whose batch size was lowered.
+    phase_batch_sizes: tuple[tuple[str, int], ...] = field(
+        default=(),
+        metadata=_declared(
+            Degradation.EXACT,
+            short=lambda plan: [f"{phase} {samples}" for phase, samples in plan.phase_batch_sizes],
+            rows=lambda plan: {f"{phase}_batch_size": str(samples) for phase, samples in plan.phase_batch_sizes},
+            is_given=False,
+        ),
+    )
+    # Tokens per sample; None where a script keeps its own.
+    sequence_length: int | None = field(
+        default=None,
+        metadata=_declared(
+            Degradation.SEMANTIC,
+            rows=lambda plan: {} if plan.sequence_length is None else {"sequence_length": str(plan.sequence_length)},
+        ),
+    )
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples per optimizer step; no function may change it."""
+        return self.micro_batch_size * self.gradient_accumulation_steps * self.layout.dp
+
+    @property
+    def world_size(self) -> int:
+        return self.layout.world_size
+
+    @property
+    def mechanics(self) -> Mechanics:
+        """How the plan's ranks share its state."""
+        ranks, is_pipelined = self.layout.dp_cp, self.layout.pp > 1
+        return mechanics_of(self.engine, self.zero_stage, self.sharding, ranks, self.dp_replicate, is_pipelined)
+
+
+def _where(words: str, is_said: bool) -> list[str]:
+    return [words] if is_said else []
+
+
+def _layout_in_short(plan: PlanFields) -> list[str]:
+    layout = plan.layout
+    words = [f"{plan.world_size} gpu{'s' if plan.world_size > 1 else ''}", f"dp{layout.dp}"]
+    return words + [f"{axis}{getattr(layout, axis)}" for axis in AXES[1:] if getattr(layout, axis) > 1]
+
+
+def _layout_in_rows(plan: PlanFields) -> dict[str, str]:
+    degrees = {axis: getattr(plan.layout, axis) for axis in AXES}
+    told = {axis: str(degree) for axis, degree in degrees.items() if axis != "cp" or degree > 1}
+    return {"gpus": str(plan.world_size)} | told
+
+
+def _end_in_short(layers: int, end: str) -> list[str]:
+    return _where(f"{layers} layer{'s' if layers > 1 else ''} {end}", layers > 0)
+
+
+def _row_where(name: str, number: int) -> dict[str, str]:
+    return {name: str(number)} if number else {}
+
+
+def _partial_in_short(plan: PlanFields) -> list[str]:
+    layers, stages = plan.full_checkpointing_layers, plan.layout.pp * plan.pipeline_stages_per_rank
+    words = f"full in {layers} layer{'s' if layers > 1 else ''}{' a stage' if stages > 1 else ''}"
+    return _where(words, layers > 0)
+
+
+def _sharding_in_short(plan: PlanFields) -> list[str]:
+    mechanics = plan.mechanics
+    match mechanics:
+        case Replicated():
+            return ["DDP"] if mechanics.is_ours and (mechanics.ranks > 1 or plan.world_size == 1) else []
+        case Fsdp2():
+            name = f"HSDP x{mechanics.copies}" if mechanics.copies > 1 else "FSDP2"
+        case ScriptFsdp():
+            name = "FSDP"
+        case Zero():
+            return [f"ZeRO-{int(mechanics.stage)}"]
+        case _:
+            refuse_unknown(mechanics)
+    if mechanics.once_a_step:
+        return [name, "reduced once a step"]
+    return [name, "weights kept gathered"] if mechanics.keeps_gathered else [name]

@@ -1,0 +1,143 @@
+"""An engine, or a way to share state, that nobody has described is refused by everything that reads plans."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import inf
+from typing import Any
+
+import pytest
+import torch
+
+from orchestrator.memory.calibration.calibrate import calibration
+from orchestrator.memory.engines.overhead import supposed_overhead_bytes
+from orchestrator.memory.engines.widths import exchanged_bytes
+from orchestrator.memory.estimate import estimate
+from orchestrator.memory.profiles import autocasts
+from orchestrator.planning.cost import step_s
+from orchestrator.planning.pareto import Timed, pareto
+from orchestrator.planning.render import accelerate_config, deepspeed_config, script_command
+from orchestrator.planning.search import plans, profile_for
+from orchestrator.scheduling.base.shape import shape_of
+from orchestrator.scheduling.failures.degrade import bytes_per_parameter
+from orchestrator.specs.choices import Engine, Precision, ZeroStage
+from orchestrator.specs.cluster import DeviceKind
+from orchestrator.specs.engines import ENGINES
+from orchestrator.specs.job.model import DataSpec, ModelSpec
+from orchestrator.specs.plan import Plan
+from orchestrator.specs.plan_fields import PlanFields
+from orchestrator.specs.replace import replace
+from orchestrator.specs.run import TrainingRun
+from orchestrator.specs.settings import in_short
+from orchestrator.training import build
+from orchestrator.training.engines import torch_engine
+from tests.planning.test_search import SCRIPT, SIZES, job, machine
+from tests.scheduling.factories import DEVICE, observation
+from tests.training.gang import DECODER, TRAINING
+
+MODEL_JOB, SCRIPT_JOB = job({"model": {"decoder": SIZES}}, 4, (1, 0), "exact"), job(SCRIPT, 4, (1, 0), "exact")
+MACHINE = machine(DeviceKind.CUDA, 8, 1, "80GiB", nvme=False)
+PLAN = Plan(engine=Engine.TORCH, precision=Precision.BF16, micro_batch_size=4, sequence_length=128)
+PROFILE = profile_for(MODEL_JOB, MACHINE, PLAN)
+ESTIMATE = estimate(PROFILE, PLAN, MACHINE.device)
+NOTHING: Any = None  # what is not looked at before the refusal
+
+
+def loop(plan: Plan) -> object:
+    model, data = ModelSpec(decoder=DECODER), DataSpec(text=("text",))
+    folders = {"job_folder": "", "attempt_folder": ""}
+    run = TrainingRun(model=model, data=data, training=TRAINING, plan=plan, epoch=1, device="cpu", **folders)
+    return build._engine(NOTHING, run, NOTHING, torch.device("cpu"), None)
+
+
+Reader = Callable[[Plan], object]
+FORMULAS: dict[str, Reader] = {  # which follow from the kind of mechanics, and not from what it states
+    "bytes": lambda plan: estimate(PROFILE, plan, MACHINE.device),
+    "seconds": lambda plan: step_s(PROFILE, plan, MACHINE),
+    "words": in_short,
+    "accelerate's file": lambda plan: accelerate_config(SCRIPT_JOB.knobs, plan, deepspeed_config_path=None),
+    "DeepSpeed's file": lambda plan: deepspeed_config(plan, clip_norm=None),
+    "wrapped model": lambda plan: torch_engine._wrapped(NOTHING, NOTHING, plan, NOTHING, NOTHING, None),
+}
+STATEMENTS: dict[str, Reader] = {
+    "overhead": supposed_overhead_bytes,
+    "casts": autocasts,
+    "bytes after an out-of-memory failure": bytes_per_parameter,
+    "calibration": lambda plan: calibration([observation(plan=plan, step_ratio=1.0)], device=DEVICE.name, family="lm"),
+}
+ENUMERATIONS: dict[str, Reader] = {
+    "search of a model": lambda _: [*plans(MODEL_JOB, MACHINE)],
+    "loop": loop,
+}
+ROWS: dict[str, Reader] = {
+    "legality": lambda plan: replace(plan, micro_batch_size=2),
+    "width of gradients": exchanged_bytes,
+    "order": lambda plan: pareto([Timed(plan, 1.0, 1), Timed(plan, 2.0, 1)], lambda _: ESTIMATE, inf),
+    "shape on nodes": lambda plan: shape_of(plan, 8, 1),
+    "script's command": lambda plan: script_command(
+        SCRIPT_JOB, plan, output_dir="", resume_from=None, deepspeed_config_path=None
+    ),
+    "search of a script": lambda _: [*plans(SCRIPT_JOB, MACHINE)],
+}
+
+
+@dataclass(frozen=True)
+class Invented:
+    """A way to share state that states everything, and that no formula knows."""
+
+    shards: int = 1
+    stage: ZeroStage = ZeroStage.NONE
+    autocasts: bool = False
+    has_fp32_states: bool = False
+    talks_alone: bool = False
+
+
+@dataclass(frozen=True)
+class Silent:
+    """A way to share state that states nothing."""
+
+
+@pytest.fixture
+def plan(monkeypatch: pytest.MonkeyPatch) -> Plan:
+    """A plan of an invented engine, which `Engine` lists."""
+    engine = str.__new__(Engine, "invented")
+    engine._name_, engine._value_ = "INVENTED", "invented"
+    monkeypatch.setitem(Engine._member_map_, "INVENTED", engine)
+    monkeypatch.setattr(Engine, "_member_names_", [*Engine._member_names_, "INVENTED"])
+    plan = replace(PLAN)
+    object.__setattr__(plan, "engine", engine)
+    return plan
+
+
+def test_every_engine_has_a_row() -> None:
+    assert set(ENGINES) == set(Engine)
+
+
+@pytest.mark.parametrize("read", [*(FORMULAS | STATEMENTS | ENUMERATIONS | ROWS).items()], ids=lambda pair: pair[0])
+def test_an_engine_without_a_row_is_refused(plan: Plan, read: tuple[str, Reader]) -> None:
+    with pytest.raises(AssertionError, match="invented"):
+        read[1](plan)
+
+
+@pytest.mark.parametrize("read", [*(FORMULAS | STATEMENTS | ENUMERATIONS).items()], ids=lambda pair: pair[0])
+def test_an_engine_without_mechanics_is_refused(
+    plan: Plan, read: tuple[str, Reader], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(ENGINES, plan.engine, ENGINES[Engine.TORCH])
+    with pytest.raises(AssertionError, match="invented"):
+        read[1](plan)
+
+
+@pytest.mark.parametrize("read", [*FORMULAS.items()], ids=lambda pair: pair[0])
+def test_mechanics_that_no_formula_knows_are_refused(read: tuple[str, Reader], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PlanFields, "mechanics", Invented())
+    with pytest.raises(AssertionError, match="Invented"):
+        read[1](PLAN)
+
+
+@pytest.mark.parametrize("read", [*(FORMULAS | STATEMENTS).items()], ids=lambda pair: pair[0])
+def test_mechanics_that_state_nothing_are_refused(read: tuple[str, Reader], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PlanFields, "mechanics", Silent())
+    with pytest.raises((AssertionError, AttributeError), match="Silent"):
+        read[1](PLAN)
