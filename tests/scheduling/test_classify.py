@@ -66,6 +66,11 @@ ROWS: list[tuple[str, FailureKind | None, Evidence]] = [
         Evidence(ranks=ends(0), caught=(replace(CAUGHT, count=10),), heartbeats=(replace(BEAT, steps_done=90),)),
     ),
     (
+        "exits 0 after it found a batch that fits, before its first step",
+        None,
+        Evidence(ranks=ends(0), caught=(replace(CAUGHT, steps_done=0, count=6),), heartbeats=(BEAT,)),
+    ),
+    (
         "a bug long after a caught error",
         FailureKind.UNKNOWN,
         Evidence(ranks=ends(1), caught=(CAUGHT,), errors=(BUG,), heartbeats=(replace(BEAT, steps_done=90),)),
