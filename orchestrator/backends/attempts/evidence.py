@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from orchestrator.backends.attempts.durable import open_left, write_durably
 from orchestrator.backends.attempts.launch_request import started_ranks
 from orchestrator.backends.attempts.script_output import lost, missing, saved_step
-from orchestrator.scheduling.failures.signatures import FINDINGS_MAX, LogScan
+from orchestrator.scheduling.failures.signatures import COMPLAINTS, FINDINGS_MAX, LogScan
 from orchestrator.specs.attempt import (
     Attempt,
     Cause,
@@ -151,7 +151,7 @@ def _with_workers(
         rank = path.stem.removeprefix("worker_")
         if rank.isdecimal() and path.stat().st_mtime >= attempt.launched_at_s:  # not an earlier attempt's
             found += [replace(finding, rank=int(rank)) for finding in scan_log(spec, path).findings]
-    return tuple(sorted(found, key=lambda one: (one.cause is Cause.SECONDARY, one.rank != died)))
+    return tuple(sorted(found, key=lambda one: (one.cause in COMPLAINTS, one.rank != died)))
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
