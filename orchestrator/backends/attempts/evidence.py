@@ -122,10 +122,22 @@ def _end_of(spec: JobSpec, attempt: Attempt, jobs: JobFolder, rank: int, beats: 
     findings = scan.findings
     if rank == 0 and spec.launch == "dora":
         findings = _with_workers(spec, attempt, jobs, findings)
+    return end_of(folder.log(rank), rank, read_exit_code(folder, rank), scan, findings, beats)
+
+
+def end_of(
+    path: Path,
+    rank: int,
+    exit_code: int | None,
+    scan: LogScan,
+    findings: tuple[Finding, ...],
+    beats: tuple[Heartbeat, ...] = (),
+) -> RankEnd:
+    """How a rank ended by its log, of which `scan` has read every line."""
     return RankEnd(
         rank=rank,
-        exit_code=read_exit_code(folder, rank),
-        log_tail=log_tail(folder.log(rank)),
+        exit_code=exit_code,
+        log_tail=log_tail(path),
         findings=tuple(_in_bytes(finding, rank, beats) for finding in findings[:FINDINGS_MAX]),
         root_rank=scan.root_rank,
         root_exit_code=scan.root_exit_code,
@@ -136,7 +148,7 @@ def scan_log(spec: JobSpec, path: Path) -> LogScan:
     """Causes found in the whole log, read in chunks; no finding where there is no log."""
     markers = {Phase(phase): pattern for phase, pattern in spec.phases}
     scan = LogScan(log=path.name, command=spec.command or (), markers=markers)
-    for offset, line in _lines(path):
+    for offset, line in log_lines(path):
         scan.feed(line, offset)
     return scan
 
@@ -154,7 +166,7 @@ def _with_workers(
     return tuple(sorted(found, key=lambda one: (one.cause in COMPLAINTS, one.rank != died)))
 
 
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
+def log_lines(path: Path) -> Iterator[tuple[int, str]]:
     """(offset, line) of a log. A carriage return ends a line too: progress bars write nothing else for hours."""
     try:
         with open_left(path) as log:
