@@ -15,13 +15,13 @@ from tests.scheduling.factories import attempt, job, script_spec
 
 RIGHT_SHARE_MIN = 0.9
 FINAL = "final"
-ACTIONS = {  # by kind
-    **dict.fromkeys(("device_oom", "host_oom"), "changed plan"),
-    **dict.fromkeys(("node_lost", "startup", "preempted", "hung", "memory_contention", "unknown"), "again"),
-    **dict.fromkeys(("user_error", "disk_full"), FINAL),
-}
-
 pytestmark = pytest.mark.skipif(not STRANGERS.is_file(), reason="logs of strangers are not beside this checkout")
+
+
+def action_after(kind: FailureKind) -> str:
+    if kind.restart is None:
+        return FINAL
+    return "changed plan" if kind.restart.refutes_plan else "again"
 
 
 def ends_of(case: dict[str, Any]) -> tuple[RankEnd, ...]:
@@ -58,7 +58,9 @@ def judged_cases() -> list[tuple[str, str, set[str]]]:
     for case in yaml.safe_load(STRANGERS.read_text()):
         accepted = [case["expect"]] if isinstance(case["expect"], str) else case["expect"]
         kind = kind_of(case)
-        judged.append((f"{case['id']}: {kind.value}", ACTIONS[kind.value], {ACTIONS[word] for word in accepted}))
+        judged.append(
+            (f"{case['id']}: {kind.value}", action_after(kind), {action_after(FailureKind(name)) for name in accepted})
+        )
     return judged
 
 

@@ -203,7 +203,7 @@ def _end_of(path: Path, rank: int, exit_code: int) -> RankEnd:
 
 def _imagined() -> tuple[Job, Attempt]:
     """A job and an attempt of which nothing is known but that they ended."""
-    spec = JobSpec(name="elsewhere", global_batch_size=1, command="elsewhere")
+    spec = JobSpec(name="elsewhere", global_batch_size=1, command=("elsewhere",))
     nothing = MemoryEstimate(moment="", by_cause=(), allocated_bytes=0, reserved_bytes=0, device_bytes=0)
     attempt = Attempt(
         job_id="elsewhere", number=1, plan=Plan(engine=Engine.TORCH, micro_batch_size=1), placement=(), device="",
