@@ -99,6 +99,11 @@ ROWS: list[tuple[str, FailureKind | None, Evidence]] = [
     ("a bug", FailureKind.USER_ERROR, Evidence(ranks=ends(1, -9), errors=(EARLY_BUG,), first_ended_rank=0)),
     ("a bare exit code", FailureKind.STARTUP, Evidence(ranks=ends(1, -9), first_ended_rank=0)),
     ("a bare exit code, order unknown", FailureKind.STARTUP, Evidence(ranks=ends(-15, 1))),
+    (
+        "a hub does not answer, by an exception that a bug would raise",
+        FailureKind.STARTUP,
+        Evidence(ranks=ends(1, logs=("Traceback (most recent call last)\nValueError: Connection error, try again",))),
+    ),
     ("wrong arguments", FailureKind.USER_ERROR, Evidence(ranks=ends(2))),
     ("a shell tells a signal from outside", FailureKind.PREEMPTED, Evidence(ranks=ends(143))),
     ("a shell tells that the kernel killed", FailureKind.HOST_OOM, Evidence(ranks=ends(137), host_oom_kills=1)),

@@ -50,6 +50,7 @@ _CATALOGUE: tuple[tuple[Cause, tuple[str, ...]], ...] = (
             r"Host\w{0,3}lloc\b[^\n]{0,120}(?:fail|emory)",
             r"Failed to CUDA host alloc",
             r"OUT_OF_HOST_MEMORY",
+            r"[Oo]ut of host memory",
         ),
     ),
     (
@@ -65,6 +66,7 @@ _CATALOGUE: tuple[tuple[Cause, tuple[str, ...]], ...] = (
             r"(?:Error|ERROR_)OutOfMemory\b",
             r"(?:ERROR|RESULT|STATUS)_OUT_OF_(?:DEVICE_)?(?:MEMORY|RESOURCES)",
             r"_ALLOC_FAILED",
+            r"STATUS_INSUFFICIENT_RESOURCES",  # cuSPARSE
             r"Failed to CUDA c?alloc",  # NCCL
             r"(?:[Ff]ailed to|[Cc]ould not|[Cc]annot) (?:cuda|hip)?[Mm]?[Aa]lloc[^\n]{0,80}(?:device|GPU|buffer|bytes)",
             r"(?:hip|HIP|cuda|CUDA|GPU|[Dd]evice)[^\n]{0,80}[Ff]ailed to allocate",
@@ -74,6 +76,9 @@ _CATALOGUE: tuple[tuple[Cause, tuple[str, ...]], ...] = (
             r"OOM when allocating tensor",  # TensorFlow
             r"No executable batch size found, reached zero",  # accelerate's find_executable_batch_size
             r"No available memory for the cache blocks",  # vLLM beside a training (TRL, verl)
+            r"larger than the available KV cache memory",
+            r"less than desired GPU memory utilization",
+            r"ot enough memory\. Please try to increase",  # SGLang
         ),
     ),
     # A device, its link or its driver: the same program trains elsewhere.
@@ -92,6 +97,7 @@ _CATALOGUE: tuple[tuple[Cause, tuple[str, ...]], ...] = (
             r"Unable to determine the device handle",
             r"river/library version mismatch",
             r"driver version is insufficient",
+            r"Found no NVIDIA driver",
             r"rror: libcuda\.so[\w.]*: cannot open shared object",
             r"system not yet initialized",  # the fabric manager
         ),
@@ -103,7 +109,7 @@ _CATALOGUE: tuple[tuple[Cause, tuple[str, ...]], ...] = (
             r"CUDNN_STATUS_(?:NOT_INITIALIZED|INTERNAL_ERROR)",
             r"Unable to find a valid cuDNN algorithm",
             r"unable to find an engine to execute this computation",
-            r"(?:CU|HIP)BLAS_STATUS_(?:NOT_INITIALIZED|INTERNAL_ERROR)",
+            r"(?:CU|HIP)(?:BLAS|SOLVER|SPARSE)_STATUS_(?:NOT_INITIALIZED|INTERNAL_ERROR)",
             r"CUFFT_INTERNAL_ERROR",  # pytorch/pytorch issue 119420: on low free memory
         ),
     ),
@@ -114,6 +120,7 @@ _CATALOGUE: tuple[tuple[Cause, tuple[str, ...]], ...] = (
             r"unable to allocate shared memory\(shm\) for file </torch_",
             r"insufficient shared memory \(shm\)",
             r"killed by signal: Bus error",
+            r"No space left on device: '/dev/shm/",
             r"\d+ Bus error  ",  # a shell with job control
             r"workers are out of shared memory",
             r"unable to open shared memory object </torch_",
@@ -137,9 +144,10 @@ _CATALOGUE: tuple[tuple[Cause, tuple[str, ...]], ...] = (
             r"DataLoader worker \(pid\(?s?\)? ?[\d, ]+\)? is killed by signal: Killed",
             r"Out of memory: Kill(?:ed)? process",  # kernel log
             r"oom-kill:",
+            r"OOM ?Killed",  # Kubernetes, docker, slurmstepd
             r"Memory cgroup out of memory",
             r"Detected \d+ oom[-_]kill event",  # slurmstepd
-            r"xceeded (?:job |step )?memory limit",  # Slurm < 18
+            r"xceeded (?:its |job |step )?memory limit",  # Slurm < 18
             r"tasks? [\d,-]+: Out Of Memory",  # srun
             r"PBS: job killed: mem ",
             r"TERM_MEMLIMIT",  # LSF
@@ -155,7 +163,7 @@ _CATALOGUE: tuple[tuple[Cause, tuple[str, ...]], ...] = (
             r"Signal 9 \(SIGKILL\) received by PID",
             r"DataLoader worker \(pid\(s\) [\d, ]+\) exited unexpectedly",
             r"(?m)^Killed$",
-            r"\d+ Killed  ",
+            r"\d+ [Kk]illed  ",
             r"exited on signal 9 \(",  # mpirun
         ),
     ),
@@ -178,10 +186,17 @@ _CATALOGUE: tuple[tuple[Cause, tuple[str, ...]], ...] = (
             r"undefined symbol: ",
             r"named symbol not found",
             r"hipErrorNoBinaryForGpu",
+            r"too many resources requested for launch",
+            # What PyTorch checks of a program's tensors.
+            r"rror: [^\n]{0,200}(?:must match the size|shapes cannot be multiplied|to be on the same device)",
+            r"rror\(s\) in loading state_dict for ",
+            r"rror: [^\n]{0,80}does not require grad",
             r"\b401 Client Error",
             r"gated repo",
+            r"RepositoryNotFoundError",
+            r"rror: [^\n]{0,200}is not a valid model identifier",
             r"oss scale (?:already at minimum|reached)",
-            r"^[\w.]{0,80}Error: [^\n]{0,200}\b(?:nan|NaN)\b",
+            r"^[\w.]{0,80}Error: [^\n]{0,200}\b(?:nan|NaN|Nan)\b",
             r"(?:nan|NaN|[Ii]nf|on-finite)\b[^\n]{0,60}(?:stopp|end|abort|exit)ing training",
         ),
     ),
@@ -231,8 +246,8 @@ TELLING = (
     "batch size found", "/dev/shm/nccl-", "(pid(s)", "quota", "writing file", "r.cc:", "serial mode", " Assertion `",
     "open files", "of resource: ", "MEMLIMIT", "OOM when", "ot enough ", "GPUs are av", "U is lost", "DEVICE_LOST",
     "off the bus", "NVRM: Xid", "river", "not yet init", "ode failure", "NODE FAIL", "node has ", "too large",
-    "kernel image", " symbol", "gated repo", "oss scale ", "ing training", "atchdog", "imed out", "times out",
-    "timeout", "monitoredBarrier", " signal", "CANCELLED", "this job is", "Got completion", "was aborted",
+    "kernel image", " symbol", "gated repo", "oss scale ", "ing training", "for launch", "atchdog", "imed out",
+    "times out", "timeout", "monitoredBarrier", " signal", "CANCELLED", "this job is", "Got completion", "was aborted",
     "Executor: W", "Horovod has",
 )  # fmt: skip
 
