@@ -21,7 +21,17 @@ import typer
 from orchestrator.service.server.logins import DEFAULT_HOME
 from orchestrator.service.server.logs import VARIABLE as LOG_FORMAT
 from orchestrator.service.server.logs import LogFormat
-from orchestrator.service.terminal import access, comparing, machines, notify, purge, report, simulation, watch
+from orchestrator.service.terminal import (
+    access,
+    comparing,
+    diagnosis,
+    machines,
+    notify,
+    purge,
+    report,
+    simulation,
+    watch,
+)
 from orchestrator.service.terminal.completion import job_ids
 from orchestrator.service.terminal.options import SERVER, AsJson, Cluster, Home, Pinned, Settings, client_of, service_of
 from orchestrator.service.terminal.output import tell
@@ -516,6 +526,7 @@ app.command()(simulation.simulate)
 app.command()(simulation.forecast)
 app.command()(simulation.replay)
 app.command()(report.report)
+app.command()(diagnosis.diagnose)
 app.command()(watch.watch)
 
 
