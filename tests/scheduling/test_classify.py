@@ -150,6 +150,11 @@ ROWS: list[tuple[str, FailureKind | None, Evidence]] = [
         FailureKind.USER_ERROR,
         Evidence(ranks=ends(1), errors=(EARLY_BUG,), host_oom_kills=1),
     ),
+    (
+        "memory behind another rank's unexplained end",
+        FailureKind.DEVICE_OOM,
+        Evidence(ranks=ends(-6, 1, logs=("step 1", "RuntimeError: CUDA error: out of memory")), first_ended_rank=0),
+    ),
     ("only complaints", FailureKind.NODE_LOST, Evidence(ranks=ends(1, 1, logs=(GLOO, GLOO)))),
     (
         "memory named by a log only",

@@ -47,6 +47,7 @@ HOW_TO_BE_WATCHED = (
     "its children need PYTHONPATH and ORC_GUARD as the program found them, an interpreter of Python 3.10 or newer, "
     "and none of its flags -I, -E and -S"
 )
+EXPLAINING = (Cause.DEVICE_OOM, Cause.HOST_OOM, Cause.SHARED_MEMORY, Cause.DISK_FULL, Cause.HARDWARE)  # of any rank
 _WANTS_CUDA = re.compile(r"(?i)\bcuda\b|\bgpus?\b|nvidia")
 NEARLY_FULL = 0.9  # a cuDNN or cuBLAS failure below this share of the device is a driver or shape error
 
@@ -175,6 +176,7 @@ def _from_ranks(attempt: Attempt, evidence: Evidence, command: tuple[str, ...], 
     """The cause that logs and exit codes name; survivors' complaints count only when nothing else is said."""
     suspects = _suspects(evidence)
     complaints: list[tuple[RankEnd, Finding]] = []
+    unexplained: Failure | None = None
     for end in suspects:
         if end.exit_code == STALE_EXIT_CODE:
             return Failure(kind=FailureKind.PREEMPTED, rank=end.rank, reason="a newer attempt had taken its place")
@@ -182,16 +184,25 @@ def _from_ranks(attempt: Attempt, evidence: Evidence, command: tuple[str, ...], 
         complains = finding is not None and finding.cause in COMPLAINTS
         if finding is not None and complains:
             complaints.append((end, finding))
+        if unexplained is not None:  # another rank may tell why
+            explained = finding is not None and finding.cause in EXPLAINING
+            failure = _from_finding(attempt, evidence, end, finding, capacity_bytes) if explained else None
+            if failure is not None:
+                return failure
+            continue
         waited = any(complaint.cause is Cause.TIMEOUT for _, complaint in complaints)
         failure = (
             (None if complains else _from_finding(attempt, evidence, end, finding, capacity_bytes))
             or _from_report(attempt, evidence, end, command)
             or (None if waited else _from_signal(evidence, end))
         )
-        if failure:
+        if failure is None and end.exit_code and not complains and not (waited and end.exit_code in ENDED_BY_US):
+            failure = _unexplained(attempt, evidence, end, None, command)
+        if failure is not None and failure.ending is None:
             return failure
-        if end.exit_code and not complains and not (waited and end.exit_code in ENDED_BY_US):
-            return _unexplained(attempt, evidence, end, None, command)
+        unexplained = failure
+    if unexplained is not None:
+        return unexplained
     for end, finding in complaints:
         failure = None if evidence.host_oom_kills else _from_finding(attempt, evidence, end, finding, capacity_bytes)
         if failure:
