@@ -83,12 +83,13 @@ def test_no_line_with_a_cause_is_dismissed_unread() -> None:
 
 
 def test_no_rule_takes_long_for_any_line_that_is_read() -> None:
-    """Each is tried on long lines that begin its match over and over: none may grow with the square of the line."""
+    """Each is tried on lines that begin its match over and over: none may grow with the square of the line."""
+    length = 8 * LINE_BYTES_MAX
     began_s = time.process_time()
     for needle, (_, rule) in zip(NEEDLES, RULES, strict=True):
         for word in (needle, f"{needle.split()[0]} ", "error ", "alloc ", "cuda ", "a."):
-            rule.search((word * LINE_BYTES_MAX)[:LINE_BYTES_MAX])
-    assert time.process_time() - began_s < 5, "about 0.2 s where all are linear"
+            rule.search((word * length)[:length])
+    assert time.process_time() - began_s < 8, "about 1 s where all are linear"
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ _CATALOGUE: tuple[tuple[Cause, tuple[str, ...]], ...] = (
             r"(?:rror|RROR|ailure)\b[^\n]{0,80}\b(?<!-)[Oo]ut of memory\b(?! errors)",  # runtimes, NCCL, Triton
             r"Out of memory (?:while )?(?:trying to allocate|allocating) [\d.]+",  # XLA, cupy
             r"Allocation on device(?: \d+ would exceed allowed memory|\s*$)",  # PyTorch's asynchronous allocator
-            r"rror[^:]*: Allocation on device",
+            r"rror[^:\n]{0,80}: Allocation on device",
             r"\bOutOfMemoryError(?:: \S|\s*$|\s+Traceback)",  # torch.OutOfMemoryError, torch.cuda.OutOfMemoryError
             r"Error_?MemoryAllocation",
             r"(?:Error|ERROR_)OutOfMemory\b",
