@@ -440,6 +440,19 @@ def cancel(
 
 
 @app.command()
+def retry(
+    job_id: Annotated[str, typer.Argument(metavar="JOB", help="Id of a job that asks.", autocompletion=job_ids)],
+    allow: Annotated[str | None, typer.Option(metavar="CLASS", help="numeric or semantic changes.")] = None,
+    global_batch_size: Annotated[int | None, typer.Option(min=1, help="Samples of a step from now on.")] = None,
+    home: Home = DEFAULT_HOME,
+    as_json: AsJson = False,
+) -> None:
+    """Allow what a job asks for that has no plan of the same training left: it goes on."""
+    client_of(home).retry(job_id, allow=allow, global_batch_size=global_batch_size)
+    tell({"retried": job_id}, as_json, f"{job_id} goes on.")
+
+
+@app.command()
 def drain(
     node: Annotated[
         str | None, typer.Argument(metavar="NODE", help="Node to drain; without it, the state of every node is shown.")

@@ -282,6 +282,9 @@ def _to_do(state: State, by_status: Mapping[JobStatus, list[Job]], missed: tuple
     for job in by_status[JobStatus.FAILED]:
         last = job.last
         yield f"{job.id}: {help_for(last.failure)}: `orc logs {job.id}`" if last else f"{job.id}: `orc show {job.id}`"
+    for job in state.jobs.values():
+        if job.asks:
+            yield f"{job.id} asks: {job.asks}"
     for job in by_status[JobStatus.REFUSED]:
         yield f"{job.id}: change the job or the hardware: `orc show {job.id}` says what would fit"
     for line in missed:

@@ -142,9 +142,9 @@ def redacted(text: str, names: Iterable[str] = ()) -> str:
         for pattern, replacement in _REDACTED:
             line = pattern.sub(replacement, line)
         lines.append(line)
-    words = "|".join(re.escape(name) for name in {*names, _own_name()} - PLAIN_NAMES)
+    names_pattern = "|".join(re.escape(name) for name in {*names, _own_name()} - PLAIN_NAMES)
     joined = "\n".join(lines)
-    return re.sub(rf"(?<![\w.-])(?:{words})(?![\w-])", "NAME", joined) if words else joined
+    return re.sub(rf"(?<![\w.-])(?:{names_pattern})(?![\w-])", "NAME", joined) if names_pattern else joined
 
 
 def _own_name() -> str:
@@ -214,12 +214,12 @@ def _imagined() -> tuple[Job, Attempt]:
 
 def _place_of(failure: Failure, ends: Sequence[RankEnd], paths: Sequence[Path]) -> tuple[int, int, str]:
     """(rank, offset in bytes, line) of what tells the failure: a finding, an exception, or the end of the log."""
-    told = [(end.rank, finding) for end in ends for finding in end.findings[:1]]
-    for rank, finding in told:
+    findings = [(end.rank, finding) for end in ends for finding in end.findings[:1]]
+    for rank, finding in findings:
         if finding.line == failure.reason or (finding.excerpt or finding.line).endswith(failure.excerpt or "\0"):
             return rank, finding.offset, finding.line
-    if failure.ending is None and told and not failure.excerpt:
-        return told[0][0], told[0][1].offset, told[0][1].line
+    if failure.ending is None and findings and not failure.excerpt:
+        return findings[0][0], findings[0][1].offset, findings[0][1].line
     by_excerpt = (end.rank for end in ends if failure.excerpt and failure.excerpt in end.log_tail)
     rank = next(by_excerpt, failure.rank if failure.rank is not None and failure.rank < len(ends) else 0)
     raised = read_exceptions(failure.excerpt)

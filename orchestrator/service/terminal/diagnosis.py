@@ -59,7 +59,7 @@ def _table(diagnosis: Diagnosis) -> Table:
     place = f"{diagnosis.file}:{diagnosis.line_number}: {diagnosis.line}" if diagnosis.file else ""
     rows = {"kind": diagnosis.kind or "none", "why": diagnosis.reason, "where": place}
     rows |= {"orc would": diagnosis.orc_would, "you can": diagnosis.you_can}
-    for name, words in rows.items():
-        if words:
-            table.add_row(Text(name, style="bold"), Text(words))
+    for name, text in rows.items():
+        if text:
+            table.add_row(Text(name, style="bold"), Text(text))
     return table
