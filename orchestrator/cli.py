@@ -21,7 +21,17 @@ import typer
 from orchestrator.service.server.logins import DEFAULT_HOME
 from orchestrator.service.server.logs import VARIABLE as LOG_FORMAT
 from orchestrator.service.server.logs import LogFormat
-from orchestrator.service.terminal import access, comparing, machines, notify, purge, report, simulation, watch
+from orchestrator.service.terminal import (
+    access,
+    comparing,
+    diagnosis,
+    machines,
+    notify,
+    purge,
+    report,
+    simulation,
+    watch,
+)
 from orchestrator.service.terminal.completion import job_ids
 from orchestrator.service.terminal.options import SERVER, AsJson, Cluster, Home, Pinned, Settings, client_of, service_of
 from orchestrator.service.terminal.output import tell
@@ -430,6 +440,19 @@ def cancel(
 
 
 @app.command()
+def retry(
+    job_id: Annotated[str, typer.Argument(metavar="JOB", help="Id of a job that asks.", autocompletion=job_ids)],
+    allow: Annotated[str | None, typer.Option(metavar="CLASS", help="numeric or semantic changes.")] = None,
+    global_batch_size: Annotated[int | None, typer.Option(min=1, help="Samples of a step from now on.")] = None,
+    home: Home = DEFAULT_HOME,
+    as_json: AsJson = False,
+) -> None:
+    """Allow what a job asks for that has no plan of the same training left: it goes on."""
+    client_of(home).retry(job_id, allow=allow, global_batch_size=global_batch_size)
+    tell({"retried": job_id}, as_json, f"{job_id} goes on.")
+
+
+@app.command()
 def drain(
     node: Annotated[
         str | None, typer.Argument(metavar="NODE", help="Node to drain; without it, the state of every node is shown.")
@@ -516,6 +539,7 @@ app.command()(simulation.simulate)
 app.command()(simulation.forecast)
 app.command()(simulation.replay)
 app.command()(report.report)
+app.command()(diagnosis.diagnose)
 app.command()(watch.watch)
 
 

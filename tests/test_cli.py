@@ -18,6 +18,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import yaml
 
 from orchestrator.cli import main
 from orchestrator.service.server import lifecycle
@@ -371,6 +372,11 @@ def test_run_of_a_bug_exits_1_with_the_traceback_of_the_user(live: SchedulerInde
     assert answer.code == 1
     assert "ValueError: a bug of the user" in answer.err
     assert "user_error" in answer.out
+    failed = next(job["id"] for job in live.orc("queue", "--json").data["jobs"] if job["status"] == "failed")
+    (case,) = yaml.safe_load(live.orc("diagnose", failed, "--should-be", "startup").out)
+    assert (case["expect"], case["exit"]) == ("startup", 1)
+    assert "ValueError: a bug of the user" in case["text"]
+    assert str(live.home) not in case["text"] or "/home/" not in str(live.home)
 
 
 def test_a_killed_service_comes_back_with_its_jobs_and_does_not_end_over_them(live: SchedulerIndex) -> None:

@@ -26,6 +26,7 @@ from orchestrator.specs.events import (
     Observed,
     PaceReported,
     Released,
+    RetryRequested,
     Started,
     Submitted,
     TimerFired,
@@ -50,6 +51,8 @@ def apply(state: State, event: Event) -> tuple[State, tuple[Action, ...]]:
             return _submitted(state, event)
         case CancelRequested():
             return _cancel_requested(state, event)
+        case RetryRequested():
+            return _retry_requested(state, event), ()
         case DrainRequested():
             return drain_requested(state, event), ()
         case NodesSeen():
@@ -101,6 +104,13 @@ def _cancel_requested(state: State, event: CancelRequested) -> tuple[State, tupl
     job = replace(job, cancelling=True, cancel_reason=event.reason)
     job = _with_attempt(job, replace(attempt, status=AttemptStatus.STOPPING))
     return with_job(state, job), (Stop(job_id=job.id, number=attempt.number, grace_s=CANCEL_GRACE_S),)
+
+
+def _retry_requested(state: State, event: RetryRequested) -> State:
+    job = state.jobs.get(event.job_id)
+    if job is None or not job.asks or job.status is not JobStatus.QUEUED:
+        return state
+    return with_job(state, replace(job, spec=event.spec, asks="", reason="goes on with what was allowed"))
 
 
 def _started(state: State, event: Started) -> tuple[State, tuple[Action, ...]]:

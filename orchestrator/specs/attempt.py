@@ -78,6 +78,7 @@ class Cause(StrEnum):
     HARDWARE = "hardware"  # a device, its link or its driver is broken, lost or busy
     PREEMPTED = "preempted"  # a launcher or a batch system names a signal, a time limit or a preemption
     NODE_LOST = "node_lost"  # another node or a batch system's own part is gone
+    TIMEOUT = "timeout"  # a rank waited in vain for others: look at the other ranks
     PROGRAM = "user_error"  # an error that no other place and no later time would spare
     SECONDARY = "secondary"  # a survivor's complaint: look at the other ranks
 

@@ -44,6 +44,16 @@ class CancelRequested:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RetryRequested:
+    """A job that asks goes on, with what its person allows."""
+
+    job_id: str
+    spec: JobSpec  # with that
+    at_s: float
+    type: Literal["retry_requested"] = "retry_requested"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DrainRequested:
     """This node shall take nothing new; or again what comes, with `undo`."""
 
@@ -129,6 +139,7 @@ class TimerFired:
 Event = (
     Submitted
     | CancelRequested
+    | RetryRequested
     | DrainRequested
     | NodesSeen
     | Started

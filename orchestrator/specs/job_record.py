@@ -43,6 +43,7 @@ class Job:
     deadline_s: float | None = None  # by when it should be done
     starts_by_s: float | None = None  # from when on it has the speed that it is promised; None: it is promised none
     cancelling: bool = False
+    asks: str = ""  # what a person has to allow before it goes on; meanwhile it waits for no devices
     cancel_reason: str = ""  # of the service's own; "" where somebody asked
     attempts: tuple[Attempt, ...] = ()
     refuted: frozenset[Plan] = frozenset()  # ran out of memory: never tried again

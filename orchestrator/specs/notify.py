@@ -18,7 +18,7 @@ VARIABLE = r"^[A-Z_][A-Z0-9_]{0,127}$"
 class NoticeKind(StrEnum):
     """What people are told of."""
 
-    FAILED = "failed"  # a job failed for good, or was refused
+    FAILED = "failed"  # a job failed for good, was refused, or asks what only a person can allow
     LATE = "late"  # a job is expected to miss its deadline
     NODE_LOST = "node_lost"  # an attempt lost its node
     UNREADABLE = "unreadable"  # rows of the journal cannot be read and stand aside

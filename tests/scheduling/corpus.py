@@ -10,7 +10,9 @@ import yaml
 _HERE = Path(__file__).parent / "failures"
 REPORTED: list[dict[str, Any]] = yaml.safe_load((_HERE / "reported.yaml").read_text())
 ORDINARY: list[dict[str, str]] = yaml.safe_load((_HERE / "ordinary.yaml").read_text())
-REAL_LOGS = Path(__file__).parents[3] / "shared" / "reference" / "failures"  # whole logs, optional
+_SHARED = Path(__file__).parents[3] / "shared" / "reference"  # optional
+REAL_LOGS = _SHARED / "failures"  # whole logs
+STRANGERS = _SHARED / "strangers" / "logs.yaml"  # ends of programs of others, with the kinds that an operator accepts
 
 
 def names() -> list[str]:

@@ -27,6 +27,7 @@ BUG = ErrorReport(rank=0, step=2, phase="forward", type="KeyError", traceback="T
 EARLY_BUG = replace(BUG, step=0)
 UNSEEN = ("'python -I inner.py', process 7, loaded PyTorch without the guard",)
 BEAT = Heartbeat(rank=0, step=5, steps_done=5, step_s=0.1, peak_bytes=250 * MIB, phase="forward", at_s=1.0)
+WATCHDOG = "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=1580, OpType=ALLREDUCE)"
 GLOO = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:43189"
 
 
@@ -66,6 +67,11 @@ ROWS: list[tuple[str, FailureKind | None, Evidence]] = [
         Evidence(ranks=ends(0), caught=(replace(CAUGHT, count=10),), heartbeats=(replace(BEAT, steps_done=90),)),
     ),
     (
+        "exits 0 after it found a batch that fits, before its first step",
+        None,
+        Evidence(ranks=ends(0), caught=(replace(CAUGHT, steps_done=0, count=6),), heartbeats=(BEAT,)),
+    ),
+    (
         "a bug long after a caught error",
         FailureKind.UNKNOWN,
         Evidence(ranks=ends(1), caught=(CAUGHT,), errors=(BUG,), heartbeats=(replace(BEAT, steps_done=90),)),
@@ -98,6 +104,11 @@ ROWS: list[tuple[str, FailureKind | None, Evidence]] = [
     ("a bug", FailureKind.USER_ERROR, Evidence(ranks=ends(1, -9), errors=(EARLY_BUG,), first_ended_rank=0)),
     ("a bare exit code", FailureKind.STARTUP, Evidence(ranks=ends(1, -9), first_ended_rank=0)),
     ("a bare exit code, order unknown", FailureKind.STARTUP, Evidence(ranks=ends(-15, 1))),
+    (
+        "a hub does not answer, by an exception that a bug would raise",
+        FailureKind.STARTUP,
+        Evidence(ranks=ends(1, logs=("Traceback (most recent call last)\nValueError: Connection error, try again",))),
+    ),
     ("wrong arguments", FailureKind.USER_ERROR, Evidence(ranks=ends(2))),
     ("a shell tells a signal from outside", FailureKind.PREEMPTED, Evidence(ranks=ends(143))),
     ("a shell tells that the kernel killed", FailureKind.HOST_OOM, Evidence(ranks=ends(137), host_oom_kills=1)),
@@ -105,6 +116,44 @@ ROWS: list[tuple[str, FailureKind | None, Evidence]] = [
         "a bug beside a survivor's complaint that came first",
         FailureKind.USER_ERROR,
         Evidence(ranks=ends(1, 1, logs=(GLOO, "Traceback ...\nKeyError: 1")), first_ended_rank=0),
+    ),
+    (
+        "memory behind a watchdog that ended another rank",
+        FailureKind.DEVICE_OOM,
+        Evidence(ranks=ends(-6, 1, logs=(WATCHDOG, "RuntimeError: CUDA error: out of memory")), first_ended_rank=0),
+    ),
+    ("waited in vain, and was ended", FailureKind.HUNG, Evidence(ranks=ends(-6, -9, logs=(WATCHDOG, "step 12")))),
+    (
+        "waited in vain for a rank that the kernel had killed",
+        FailureKind.HOST_OOM,
+        Evidence(ranks=ends(-6, 0, logs=(WATCHDOG, "")), host_oom_kills=1),
+    ),
+    ("a launcher tells a signal", FailureKind.PREEMPTED, Evidence(ranks=ends(1, logs=("got signal: 15",)))),
+    (
+        "a launcher tells a signal that another rank's bug had caused",
+        FailureKind.USER_ERROR,
+        Evidence(ranks=ends(1, 1, logs=("got signal: 15", "Traceback (most recent call last)\nKeyError: 1"))),
+    ),
+    ("a launcher exits with minus a signal", FailureKind.PREEMPTED, Evidence(ranks=ends(241))),
+    (
+        "a launcher exits with minus a signal of the kernel's",
+        FailureKind.HOST_OOM,
+        Evidence(ranks=ends(247), host_oom_kills=1),
+    ),
+    (
+        "a helper died, and the kernel had killed",
+        FailureKind.HOST_OOM,
+        Evidence(ranks=ends(1, logs=("RuntimeError: One of the subprocesses has abruptly died",)), host_oom_kills=1),
+    ),
+    (
+        "a bug while the kernel killed another",
+        FailureKind.USER_ERROR,
+        Evidence(ranks=ends(1), errors=(EARLY_BUG,), host_oom_kills=1),
+    ),
+    (
+        "memory behind another rank's unexplained end",
+        FailureKind.DEVICE_OOM,
+        Evidence(ranks=ends(-6, 1, logs=("step 1", "RuntimeError: CUDA error: out of memory")), first_ended_rank=0),
     ),
     ("only complaints", FailureKind.NODE_LOST, Evidence(ranks=ends(1, 1, logs=(GLOO, GLOO)))),
     (

@@ -13,6 +13,7 @@ from orchestrator.specs.attempt import FailureKind
 from orchestrator.specs.job.sections import Member
 from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.state import State
+from orchestrator.specs.suspension import Suspension
 from tests.scheduling.world import MemoryJournal, backend_of, play, random_rush, random_scenario, random_tide
 
 NIGHTS = [(night, seed) for night in (random_scenario, random_rush, random_tide) for seed in range(2)]
@@ -116,6 +117,22 @@ def test_every_failed_and_refused_job_has_something_to_do_with_its_command(state
     report = told(state)
     for line in (*report.failed, *report.refused):
         assert any(said.startswith(f"{line.id}: ") and "`orc " in said for said in report.to_do), line.id
+
+
+def test_says_to_mend_the_program_only_where_the_program_is_wrong(state: State) -> None:
+    for job in state.jobs.values():
+        if job.status is JobStatus.FAILED and job.last is not None and job.last.failure is not None:
+            advice = next(said for said in told(state).to_do if said.startswith(f"{job.id}: "))
+            assert ("mend the program" in advice) is (job.last.failure.kind is FailureKind.USER_ERROR), advice
+
+
+def test_a_suspended_device_is_to_be_looked_at_until_its_suspension_is_over(state: State) -> None:
+    open_again = Suspension(
+        node="n0", device=3, since_s=0.0, until_s=state.at_s, count=1, reason="two jobs ended on it"
+    )
+    closed = replace(open_again, device=4, until_s=state.at_s + 1.0)
+    to_do = told(replace(state, suspensions=(open_again, closed))).to_do
+    assert [said.partition(" takes")[0] for said in to_do if "two jobs ended on it" in said] == ["device 4 of n0"]
 
 
 def test_a_report_of_500_jobs_takes_less_than_a_second_of_processor_time(state: State) -> None:

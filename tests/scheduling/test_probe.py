@@ -10,6 +10,7 @@ import pytest
 from orchestrator.memory.calibration.calibrate import calibration, remembered
 from orchestrator.planning.search import frontier
 from orchestrator.scheduling.base.node_groups import groups_of
+from orchestrator.scheduling.options.asks import with_allowed
 from orchestrator.scheduling.scheduler import Scheduler
 from orchestrator.specs.actions import Launch
 from orchestrator.specs.attempt import (
@@ -22,7 +23,8 @@ from orchestrator.specs.attempt import (
     RankEnd,
 )
 from orchestrator.specs.cluster import idle_nodes
-from orchestrator.specs.events import Event, Finished, NodesSeen, Released, Submitted
+from orchestrator.specs.errors import SpecError
+from orchestrator.specs.events import Event, Finished, NodesSeen, Released, RetryRequested, Submitted
 from orchestrator.specs.fault import Fault, FaultKind
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job, JobStatus
@@ -316,3 +318,28 @@ def test_bytes_that_ran_out_alike_under_two_micro_batches_end_a_job_that_has_onl
     assert micro[0] > micro[1] > 1
     assert len(night.launched) == 2, "halved once, and never again"
     assert night.state.jobs == {}, "it has failed"
+
+
+def test_a_job_that_only_a_smaller_batch_would_save_holds_nothing_asks_and_goes_on_with_what_is_allowed() -> None:
+    night = Night(fixed=40, sample=30)
+    micro = {"micro_batch_size": {"flag": "--batch", "default": 16}}
+    night.submit(unknown(global_batch_size=16, knobs=micro))
+    night.end()
+    job = night.job()
+    assert (job.status, job.reason) == (JobStatus.QUEUED, f"asks: {job.asks}")
+    assert "`orc retry unknown-1 --global-batch-size 8`" in job.asks
+    night.submit(unknown("other", global_batch_size=1, knobs={"micro_batch_size": {"flag": "--batch", "default": 1}}))
+    assert night.launched[-1].job_id == "other-2", "its device is free"
+    night.end()
+    night.tell(RetryRequested(job_id="unknown-1", spec=with_allowed(job.spec, None, 8), at_s=night.tick()))
+    assert night.end().plan.global_batch_size == 8
+    assert "unknown-1" not in night.state.jobs, "it has ended"
+    assert [attempt.plan.global_batch_size for attempt in night.launched] == [16, 1, 8]
+
+
+def test_what_is_allowed_is_less_than_what_was_asked_for_and_something() -> None:
+    spec = unknown(global_batch_size=16)
+    for allowed in ((None, None), (None, 17)):
+        with pytest.raises(SpecError):
+            with_allowed(spec, *allowed)
+    assert with_allowed(spec, "numeric", None).degrade.allow == "numeric"

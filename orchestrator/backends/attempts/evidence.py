@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from orchestrator.backends.attempts.durable import open_left, write_durably
 from orchestrator.backends.attempts.launch_request import started_ranks
 from orchestrator.backends.attempts.script_output import lost, missing, saved_step
-from orchestrator.scheduling.failures.signatures import FINDINGS_MAX, LogScan
+from orchestrator.scheduling.failures.signatures import COMPLAINTS, FINDINGS_MAX, LogScan
 from orchestrator.specs.attempt import (
     Attempt,
     Cause,
@@ -122,10 +122,22 @@ def _end_of(spec: JobSpec, attempt: Attempt, jobs: JobFolder, rank: int, beats: 
     findings = scan.findings
     if rank == 0 and spec.launch == "dora":
         findings = _with_workers(spec, attempt, jobs, findings)
+    return end_of(folder.log(rank), rank, read_exit_code(folder, rank), scan, findings, beats)
+
+
+def end_of(
+    path: Path,
+    rank: int,
+    exit_code: int | None,
+    scan: LogScan,
+    findings: tuple[Finding, ...],
+    beats: tuple[Heartbeat, ...] = (),
+) -> RankEnd:
+    """How a rank ended by its log, of which `scan` has read every line."""
     return RankEnd(
         rank=rank,
-        exit_code=read_exit_code(folder, rank),
-        log_tail=log_tail(folder.log(rank)),
+        exit_code=exit_code,
+        log_tail=log_tail(path),
         findings=tuple(_in_bytes(finding, rank, beats) for finding in findings[:FINDINGS_MAX]),
         root_rank=scan.root_rank,
         root_exit_code=scan.root_exit_code,
@@ -136,7 +148,7 @@ def scan_log(spec: JobSpec, path: Path) -> LogScan:
     """Causes found in the whole log, read in chunks; no finding where there is no log."""
     markers = {Phase(phase): pattern for phase, pattern in spec.phases}
     scan = LogScan(log=path.name, command=spec.command or (), markers=markers)
-    for offset, line in _lines(path):
+    for offset, line in log_lines(path):
         scan.feed(line, offset)
     return scan
 
@@ -151,10 +163,10 @@ def _with_workers(
         rank = path.stem.removeprefix("worker_")
         if rank.isdecimal() and path.stat().st_mtime >= attempt.launched_at_s:  # not an earlier attempt's
             found += [replace(finding, rank=int(rank)) for finding in scan_log(spec, path).findings]
-    return tuple(sorted(found, key=lambda one: (one.cause is Cause.SECONDARY, one.rank != died)))
+    return tuple(sorted(found, key=lambda one: (one.cause in COMPLAINTS, one.rank != died)))
 
 
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
+def log_lines(path: Path) -> Iterator[tuple[int, str]]:
     """(offset, line) of a log. A carriage return ends a line too: progress bars write nothing else for hours."""
     try:
         with open_left(path) as log:

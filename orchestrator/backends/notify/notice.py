@@ -61,6 +61,8 @@ def _of_record(event: Event, record: Record) -> Iterator[Notice]:
             said = f"Attempt {attempt.number} ran on {nodes}: {failure.reason}. The job is {job.status}: {job.reason}"
             key = f"{job.key}/{attempt.number}"
             yield job_notice(NoticeKind.NODE_LOST, job, key, event.at_s, "lost its node", said)
+    if job.asks:
+        yield job_notice(NoticeKind.FAILED, job, f"{job.key}/asks/{len(job.attempts)}", event.at_s, "asks", job.asks)
     if job.status in (JobStatus.FAILED, JobStatus.REFUSED):
         words = "failed" if job.status is JobStatus.FAILED else "was refused"
         yield job_notice(NoticeKind.FAILED, job, job.key, event.at_s, words, job.reason)

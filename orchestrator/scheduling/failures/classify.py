@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from orchestrator.scheduling.failures.endings import ending_of, read_exceptions
+import re
+
+from orchestrator.scheduling.failures.endings import PROGRAM_TYPES, ending_of, read_exceptions
 from orchestrator.scheduling.failures.exit_codes import (
     ENDED_BY_US,
     FROM_OUTSIDE,
@@ -13,14 +15,19 @@ from orchestrator.scheduling.failures.exit_codes import (
 )
 from orchestrator.scheduling.failures.out_of_memory import caught_in_words, oom_needed_bytes, refuting
 from orchestrator.scheduling.failures.phases import GUARD_PHASES
-from orchestrator.scheduling.failures.signatures import SUSPECTS, last_traceback, read_log
+from orchestrator.scheduling.failures.signatures import (
+    COMPLAINTS,
+    SUSPECTS,
+    broken_extent,
+    last_traceback,
+    read_log,
+)
 from orchestrator.specs.attempt import (
     PROBE_STEPS,
     Attempt,
     Cause,
     ErrorReport,
     Evidence,
-    Extent,
     Failure,
     FailureKind,
     Finding,
@@ -40,6 +47,8 @@ HOW_TO_BE_WATCHED = (
     "its children need PYTHONPATH and ORC_GUARD as the program found them, an interpreter of Python 3.10 or newer, "
     "and none of its flags -I, -E and -S"
 )
+EXPLAINING = (Cause.DEVICE_OOM, Cause.HOST_OOM, Cause.SHARED_MEMORY, Cause.DISK_FULL, Cause.HARDWARE)  # of any rank
+_WANTS_CUDA = re.compile(r"(?i)\bcuda\b|\bgpus?\b|nvidia")
 NEARLY_FULL = 0.9  # a cuDNN or cuBLAS failure below this share of the device is a driver or shape error
 
 
@@ -86,7 +95,7 @@ def _judged(job: Job, attempt: Attempt, evidence: Evidence, capacity_bytes: int 
         return _stood_still(attempt, evidence, command, capacity_bytes)
     if not evidence.ranks:
         return Failure(kind=FailureKind.NODE_LOST, reason="nothing is known of its processes")
-    return _from_ranks(attempt, evidence, command, capacity_bytes)
+    return _counted(evidence, _from_ranks(attempt, evidence, command, capacity_bytes))
 
 
 def _swallowed(job: Job, evidence: Evidence) -> OomReport | None:
@@ -155,7 +164,7 @@ def _stood_still(attempt: Attempt, evidence: Evidence, command: tuple[str, ...],
     still = f"no training step for {format_seconds(evidence.hung_for_s or 0.0)}"
     for end in _suspects(evidence):
         finding = next(iter(_findings(end, command)), None)
-        if finding is not None and finding.cause is not Cause.SECONDARY and finding.cause not in SUSPECTS:
+        if finding is not None and finding.cause not in (*COMPLAINTS, *SUSPECTS):
             failure = _from_finding(attempt, evidence, end, finding, capacity_bytes)
             if failure is not None:
                 return replace(failure, reason=f"{failure.reason}; then {still}")
@@ -166,22 +175,55 @@ def _stood_still(attempt: Attempt, evidence: Evidence, command: tuple[str, ...],
 def _from_ranks(attempt: Attempt, evidence: Evidence, command: tuple[str, ...], capacity_bytes: int | None) -> Failure:
     """The cause that logs and exit codes name; survivors' complaints count only when nothing else is said."""
     suspects = _suspects(evidence)
+    complaints: list[tuple[RankEnd, Finding]] = []
+    unexplained: Failure | None = None
     for end in suspects:
         if end.exit_code == STALE_EXIT_CODE:
             return Failure(kind=FailureKind.PREEMPTED, rank=end.rank, reason="a newer attempt had taken its place")
         finding = next(iter(_findings(_in_own_words(evidence, end), command)), None)
+        complains = finding is not None and finding.cause in COMPLAINTS
+        if finding is not None and complains:
+            complaints.append((end, finding))
+        if unexplained is not None:  # another rank may tell why
+            explained = finding is not None and finding.cause in EXPLAINING
+            failure = _from_finding(attempt, evidence, end, finding, capacity_bytes) if explained else None
+            if failure is not None:
+                return failure
+            continue
+        waited = any(complaint.cause is Cause.TIMEOUT for _, complaint in complaints)
         failure = (
-            _from_finding(attempt, evidence, end, finding, capacity_bytes)
+            (None if complains else _from_finding(attempt, evidence, end, finding, capacity_bytes))
             or _from_report(attempt, evidence, end, command)
-            or _from_signal(evidence, end)
+            or (None if waited else _from_signal(evidence, end))
         )
+        if failure is None and end.exit_code and not complains and not (waited and end.exit_code in ENDED_BY_US):
+            failure = _unexplained(attempt, evidence, end, None, command)
+        if failure is not None and failure.ending is None:
+            return failure
+        unexplained = failure
+    if unexplained is not None:
+        return unexplained
+    for end, finding in complaints:
+        failure = None if evidence.host_oom_kills else _from_finding(attempt, evidence, end, finding, capacity_bytes)
         if failure:
             return failure
-        if end.exit_code and (finding is None or finding.cause is not Cause.SECONDARY):
-            return _unexplained(attempt, evidence, end, None, command)
     if all(end.exit_code for end in suspects):
-        return Failure(kind=FailureKind.NODE_LOST, reason="its ranks only complain about each other")
+        lines = "".join(f": {finding.line[:MESSAGE_CHARACTERS_MAX]}" for _, finding in complaints[:1])
+        return Failure(kind=FailureKind.NODE_LOST, reason=f"its ranks only complain about each other{lines}")
     return _unexplained(attempt, evidence, suspects[0], None, command)
+
+
+def _counted(evidence: Evidence, failure: Failure) -> Failure:
+    """Return the failure, or host memory where the kernel killed for it and nothing else explains the end.
+
+    The counter is the whole node's, so an exception that a mistake in code raises stands.
+    """
+    is_mistake = failure.ending is not None and failure.ending.signature.partition(" ")[0].strip(",") in PROGRAM_TYPES
+    is_open = failure.ending is not None or failure.kind in (FailureKind.PREEMPTED, FailureKind.NODE_LOST)
+    if not evidence.host_oom_kills or not is_open or is_mistake or failure.broken is not None:
+        return failure
+    reason = f"the kernel killed for memory while it ran: {failure.reason}"
+    return replace(failure, kind=FailureKind.HOST_OOM, reason=reason, ending=None)
 
 
 def _findings(end: RankEnd, command: tuple[str, ...]) -> tuple[Finding, ...]:
@@ -222,7 +264,7 @@ def _from_finding(
         phase=finding.phase,
         reason=finding.line,
         excerpt=_tail(finding.excerpt),
-        broken=Extent.DEVICE if finding.cause is Cause.HARDWARE else None,
+        broken=broken_extent(finding.line) if finding.cause is Cause.HARDWARE else None,
     )
 
 
@@ -235,6 +277,7 @@ def _kind(
     kinds: dict[Cause, FailureKind | None] = {
         Cause.NOT_OOM: FailureKind.HUNG if _waited_in_vain(end) else FailureKind.USER_ERROR,
         Cause.HANG: FailureKind.HUNG,
+        Cause.TIMEOUT: FailureKind.HUNG,
         Cause.DEVICE_OOM: FailureKind.DEVICE_OOM,
         Cause.DEVICE_OOM_SUSPECT: FailureKind.DEVICE_OOM if nearly_full else FailureKind.USER_ERROR,
         Cause.SHARED_MEMORY: FailureKind.HOST_OOM,
@@ -247,7 +290,7 @@ def _kind(
 
 def _waited_in_vain(end: RankEnd) -> bool:
     """Whether ranks had lost step with each other: a collective timed out."""
-    return any(finding.cause is Cause.SECONDARY and "timeout" in finding.line for finding in end.findings)
+    return any(finding.cause is Cause.TIMEOUT for finding in end.findings)
 
 
 def _from_signal(evidence: Evidence, end: RankEnd) -> Failure | None:
@@ -291,7 +334,10 @@ def _unexplained(
     else:
         number = exit_signal(end.exit_code)
         how = f"exited with code {end.exit_code}" if number is None else f"crashed by {signal_name(number)}"
-        reason = f"rank {end.rank} {how}"
+        line = next((line.strip() for line in reversed(end.log_tail.splitlines()) if line.strip()), "")
+        reason = f"rank {end.rank} {how}" + (f": {line[:MESSAGE_CHARACTERS_MAX]}" if line and number is None else "")
+        if evidence.virtual and _WANTS_CUDA.search(line):
+            reason += "; its devices are virtual: they are no GPUs"
     if ending.step is not None:
         kind = FailureKind.UNKNOWN
     else:

@@ -27,6 +27,7 @@ _REFUSED = re.compile(
     r"Connect|Network|Http|HTTP|URL|SSL|Timeout|TimedOut|Socket|BrokenPipe|Retr|RateLimit|Unavailable|Comm"
     r"|\A(?:OS|IO|EOF|Interrupted|Permission|BlockingIO|gai|h)[Ee]rror\Z"
 )
+_NO_ANSWER = re.compile(r"Connection error|(?:Cannot|Could not|Couldn't) (?:connect|reach)")  # of a ValueError, say
 _INSTALLED = re.compile(
     r"[/\\](?:site|dist)-packages[/\\]|[/\\]lib(?:64)?[/\\]python3|^<(?:frozen|string|stdin)|\.zip[/\\]"
 )
@@ -87,7 +88,9 @@ def ending_of(
     where = phase or phase_of_frames(frames)
     own_frame = next((frame for frame in reversed(frames) if not _INSTALLED.search(frame.file)), None)
     place = f" in {_FOLDERS.sub('', own_frame.file)}:{own_frame.function}" if own_frame is not None else ""
-    may_pass = any(_REFUSED.search(error.type) for error in raised) or bool(_REFUSED.search(kind))
+    may_pass = any(_REFUSED.search(error.type) or _NO_ANSWER.match(error.message) for error in raised) or bool(
+        _REFUSED.search(kind)
+    )
     return Ending(
         signature=f"{kind or _exit_text(end.exit_code)}{place}{f', {where}' if where else ''}",
         step=step or None,

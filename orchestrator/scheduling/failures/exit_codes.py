@@ -5,16 +5,17 @@ from __future__ import annotations
 import signal
 
 SHELL_BASE = 128  # a shell or a container reports signal N as exit code 128 + N
+NEGATIVE = range(241, 254)  # of signals 15 to 3: `sys.exit(-N)` of a launcher, cut to 8 bits
 FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 KILLED, SHARED_MEMORY_LOST = signal.SIGKILL, signal.SIGBUS
 ENDED_BY_US = (-signal.SIGTERM, -signal.SIGKILL)  # exit codes of survivors that we end
 
 
 def exit_signal(code: int | None) -> int | None:
-    """Return the number of the signal that ended a process, told by itself or by the shell around it; else None."""
+    """Return the number of the signal that ended a process, told by itself or by a program around it; else None."""
     if code is None:
         return None
-    number = -code if code < 0 else code - SHELL_BASE
+    number = -code if code < 0 else 256 - code if code in NEGATIVE else code - SHELL_BASE
     return number if number in signal.valid_signals() else None
 
 

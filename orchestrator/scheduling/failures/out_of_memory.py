@@ -23,13 +23,15 @@ def refuting(evidence: Evidence) -> OomReport | None:
     """The caught error that shows the plan to be too much; None where training went on well after each.
 
     It did not where no step was completed since, or where more than a tenth of the rank's steps was lost: each error
-    counts as a step.
+    counts as a step. Errors before the first step are how a script finds a batch that fits.
     """
     return next((report for report in evidence.caught if _is_refuting(evidence, report)), None)
 
 
 def _is_refuting(evidence: Evidence, report: OomReport) -> bool:
     steps_done = _steps_done(evidence, report.rank)
+    if steps_done > report.steps_done == 0:
+        return False
     return steps_done <= report.steps_done or report.count > LOST_SHARE_MAX * (steps_done + report.count)
 
 

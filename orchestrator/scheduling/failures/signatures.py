@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from orchestrator.scheduling.failures.phases import Frame, Markers, phase_of_frames
-from orchestrator.specs.attempt import Cause, Finding, Phase
+from orchestrator.specs.attempt import Cause, Extent, Finding, Phase
 from orchestrator.specs.replace import replace
 
 CALM_LINES = 200  # so many ordinary lines after a complaint, and the program has gone on: it was not the end
@@ -29,50 +29,87 @@ _CATALOGUE: tuple[tuple[Cause, tuple[str, ...]], ...] = (
         (
             # PyTorch's allocator after ranks lost step with each other (NVIDIA/nccl issue 1284).
             r"Tried to allocate more than 1EB memory",
-            # An index out of range; cuBLAS fails after it in any way (NVIDIA/Megatron-LM issue 146).
+            # An index out of range; cuBLAS and cuDNN fail after it in any way (NVIDIA/Megatron-LM issue 146).
             r"device-side assert triggered",
-            # Open files, not memory (ML-GSAI/SMDM issue 3).
-            r"unable to open shared memory object </torch_.*Too many open files",
+            r"thread: [^\n]{0,40} Assertion `",
+            r"Too many open files",  # not memory, whatever fails next (ML-GSAI/SMDM issue 3)
+            r"out of resource: ",  # Triton: a kernel's shared memory, which a smaller batch would not mend
         ),
     ),
     # facebookresearch/audiocraft audiocraft/utils/deadlock.py ends itself by SIGKILL.
     (Cause.HANG, (r"Deadlock detector timed out, last stage was",)),
-    # Ray's memory monitor; its exception shares PyTorch's name, so it must stand before that.
+    # Ray's memory monitor; its exception shares PyTorch's name, so it must stand before that. So must pinned memory.
     (
         Cause.HOST_OOM,
         (
             r"killed due to the node running low on memory",
             r"ray\.exceptions\.OutOfMemoryError",
             r"killed due to memory pressure \(OOM\)",
+            r"low on resource: memory",  # kubelet
+            r"alloc[a-z]{0,8} [^\n]{0,40}(?:pinned |on )host\b",
+            r"Host\w{0,3}lloc\b[^\n]{0,120}(?:fail|emory)",
+            r"Failed to CUDA host alloc",
+            r"OUT_OF_HOST_MEMORY",
+            r"[Oo]ut of host memory",
         ),
     ),
     (
         Cause.DEVICE_OOM,
         (
-            r"(?:CUDA|HIP|XPU) out of memory\. ?Tried to allocate",
-            r"MPS backend out of memory",
+            r"\b(?!CPU|RAM)[A-Z]{3,6}(?: backend)? out of memory(?:[.:] ?Tried| \()",
+            r"(?:rror|RROR|ailure)\b[^\n]{0,80}\b(?<!-)[Oo]ut of memory\b(?! errors)",  # runtimes, NCCL, Triton
+            r"Out of memory (?:while )?(?:trying to allocate|allocating) [\d.]+",  # XLA, cupy
             r"Allocation on device(?: \d+ would exceed allowed memory|\s*$)",  # PyTorch's asynchronous allocator
-            r"rror[^:]*: Allocation on device",
+            r"rror[^:\n]{0,80}: Allocation on device",
             r"\bOutOfMemoryError(?:: \S|\s*$|\s+Traceback)",  # torch.OutOfMemoryError, torch.cuda.OutOfMemoryError
-            r"CUDA (?:driver )?error: ?out of memory",
-            r"(?:cuda runtime error \(2\)|error=2) ?: out of memory",  # torch < 1.1
-            r"cudaErrorMemoryAllocation",
-            r"CUDA_ERROR_OUT_OF_MEMORY",
-            r"CU[A-Z]+_STATUS_ALLOC_FAILED",
-            r"CUFFT_ALLOC_FAILED",
-            r"Cuda failure (?:\d+ )?'out of memory'",  # NCCL
-            r"Failed to CUDA (?:host )?c?alloc",
+            r"Error_?MemoryAllocation",
+            r"(?:Error|ERROR_)OutOfMemory\b",
+            r"(?:ERROR|RESULT|STATUS)_OUT_OF_(?:DEVICE_)?(?:MEMORY|RESOURCES)",
+            r"_ALLOC_FAILED",
+            r"STATUS_INSUFFICIENT_RESOURCES",  # cuSPARSE
+            r"Failed to CUDA c?alloc",  # NCCL
+            r"(?:[Ff]ailed to|[Cc]ould not|[Cc]annot) (?:cuda|hip)?[Mm]?[Aa]lloc[^\n]{0,80}(?:device|GPU|buffer|bytes)",
+            r"(?:hip|HIP|cuda|CUDA|GPU|[Dd]evice)[^\n]{0,80}[Ff]ailed to allocate",
+            r"alloc(?:ate)? device memory failed",
+            r"(?:DEVMEM|[Dd]evice|GPU)[^\n]{0,40}\b[Aa]llocation failed",
+            r"ot enough (?:free )?(?:GPU|device|video)",
+            r"OOM when allocating tensor",  # TensorFlow
             r"No executable batch size found, reached zero",  # accelerate's find_executable_batch_size
             r"No available memory for the cache blocks",  # vLLM beside a training (TRL, verl)
+            r"larger than the available KV cache memory",
+            r"less than desired GPU memory utilization",
+            r"ot enough memory\. Please try to increase",  # SGLang
         ),
     ),
+    # A device, its link or its driver: the same program trains elsewhere.
+    (
+        Cause.HARDWARE,
+        (
+            r"uncorrectable [A-Za-z]+ error",  # ECC, NVLink
+            r"CUDA-capable device",  # busy, unavailable, or none is detected
+            r"No \w+ GPUs are available",
+            r"(?:CUDA|HIP|cuda runtime) error(?: \(\d+\) )?: unknown error",
+            r"CUDA unknown error - ",
+            r"GPU is lost",
+            r"DEVICE_LOST",
+            r"fallen off the bus",
+            r"NVRM: Xid",
+            r"Unable to determine the device handle",
+            r"river/library version mismatch",
+            r"driver version is insufficient",
+            r"Found no NVIDIA driver",
+            r"rror: libcuda\.so[\w.]*: cannot open shared object",
+            r"system not yet initialized",  # the fabric manager
+        ),
+    ),
+    (Cause.NODE_LOST, (r"Node failure on ", r"DUE TO NODE FAILURE", r"node has (?:died|crashed)")),  # Slurm, Ray
     (
         Cause.DEVICE_OOM_SUSPECT,
         (
             r"CUDNN_STATUS_(?:NOT_INITIALIZED|INTERNAL_ERROR)",
             r"Unable to find a valid cuDNN algorithm",
             r"unable to find an engine to execute this computation",
-            r"CUBLAS_STATUS_(?:NOT_INITIALIZED|INTERNAL_ERROR)",
+            r"(?:CU|HIP)(?:BLAS|SOLVER|SPARSE)_STATUS_(?:NOT_INITIALIZED|INTERNAL_ERROR)",
             r"CUFFT_INTERNAL_ERROR",  # pytorch/pytorch issue 119420: on low free memory
         ),
     ),
@@ -83,6 +120,8 @@ _CATALOGUE: tuple[tuple[Cause, tuple[str, ...]], ...] = (
             r"unable to allocate shared memory\(shm\) for file </torch_",
             r"insufficient shared memory \(shm\)",
             r"killed by signal: Bus error",
+            r"No space left on device: '/dev/shm/",
+            r"\d+ Bus error  ",  # a shell with job control
             r"workers are out of shared memory",
             r"unable to open shared memory object </torch_",
             r"unable to write to file </torch_",
@@ -99,14 +138,19 @@ _CATALOGUE: tuple[tuple[Cause, tuple[str, ...]], ...] = (
             r"DefaultCPUAllocator: can't allocate memory",  # c10/core/impl/alloc_cpu.cpp
             r"not enough memory: you tried to allocate",  # the same on Windows, and torch < 1.0
             r"std::bad_alloc",
-            r"(?<!raise )(?<!\w)_?(?:Array)?MemoryError(?:: \S|\s*$)",  # Python, numpy
-            r"\[Errno 12\] Cannot allocate memory",
-            r"fork: Cannot allocate memory",
+            r"(?<!raise )(?<!\w)_?(?:Array|Arrow)?MemoryError(?:: \S|\s*$)",  # Python, numpy, pyarrow
+            r"Cannot allocate memory",
+            r"memory allocation of \d+ bytes failed",  # Rust: tokenizers, polars
             r"DataLoader worker \(pid\(?s?\)? ?[\d, ]+\)? is killed by signal: Killed",
             r"Out of memory: Kill(?:ed)? process",  # kernel log
             r"oom-kill:",
+            r"OOM ?Killed",  # Kubernetes, docker, slurmstepd
             r"Memory cgroup out of memory",
             r"Detected \d+ oom[-_]kill event",  # slurmstepd
+            r"xceeded (?:its |job |step )?memory limit",  # Slurm < 18
+            r"tasks? [\d,-]+: Out Of Memory",  # srun
+            r"PBS: job killed: mem ",
+            r"TERM_MEMLIMIT",  # LSF
         ),
     ),
     (
@@ -119,7 +163,8 @@ _CATALOGUE: tuple[tuple[Cause, tuple[str, ...]], ...] = (
             r"Signal 9 \(SIGKILL\) received by PID",
             r"DataLoader worker \(pid\(s\) [\d, ]+\) exited unexpectedly",
             r"(?m)^Killed$",
-            r"\d+ Killed  ",
+            r"\d+ [Kk]illed  ",
+            r"exited on signal 9 \(",  # mpirun
         ),
     ),
     (
@@ -127,45 +172,110 @@ _CATALOGUE: tuple[tuple[Cause, tuple[str, ...]], ...] = (
         (
             r"No space left on device",
             r"Disk quota exceeded",
+            r"rrno 27\] File too large",
             r"PytorchStreamWriter failed writing file",
             r"inline_container\.cc:\d+\] \. unexpected pos",  # torch.save on a full disk
+        ),
+    ),
+    # No other place and no later time would spare these, although their exceptions do not blame the program.
+    (
+        Cause.PROGRAM,
+        (
+            r"no kernel image is available",
+            r"invalid device function",
+            r"undefined symbol: ",
+            r"named symbol not found",
+            r"hipErrorNoBinaryForGpu",
+            r"too many resources requested for launch",
+            # What PyTorch checks of a program's tensors.
+            r"rror: [^\n]{0,200}(?:must match the size|shapes cannot be multiplied|to be on the same device)",
+            r"rror\(s\) in loading state_dict for ",
+            r"rror: [^\n]{0,80}does not require grad",
+            r"\b401 Client Error",
+            r"gated repo",
+            r"RepositoryNotFoundError",
+            r"rror: [^\n]{0,200}is not a valid model identifier",
+            r"oss scale (?:already at minimum|reached)",
+            r"^[\w.]{0,80}Error: [^\n]{0,200}\b(?:nan|NaN|Nan)\b",
+            r"(?:nan|NaN|[Ii]nf|on-finite)\b[^\n]{0,60}(?:stopp|end|abort|exit)ing training",
+        ),
+    ),
+    # Another rank may have the cause; alone, ranks waited in vain.
+    (
+        Cause.TIMEOUT,
+        (
+            r"Watchdog caught collective operation timeout",
+            r"watchdog got stuck for",
+            r"(?:CCL|[Cc]ollective|[Bb]arrier|Heartbeat monitor)\b[^\n]{0,200}\btimed out\b",
+            r"(?:[Ss]ocket|[Nn]otify)\b[^\n]{0,60} times out",  # Ascend's HCCL
+            r"task timeout occurred",
+            r"ynchronize timeout",
+            r"Timed out waiting \d+ ?ms for",  # gloo
+            r"pass monitoredBarrier in",
+        ),
+    ),
+    (
+        Cause.PREEMPTED,
+        (
+            r"got signal: (?:1|2|9|15)\b",  # torchrun
+            r"Received (?:Signals\.SIG[A-Z]+|\d+) death signal",
+            r"\bCANCELLED AT \d",  # Slurm: DUE TO PREEMPTION, TIME LIMIT, JOB REQUEUE, or by a person
+            r"this job is (?:preempted|timed-out)",  # submitit
+            r"PBS: job killed: walltime",
         ),
     ),
     (
         Cause.SECONDARY,
         (
             r"gloo/transport/tcp/pair\.cc:\d+\] (?:Read error|Connection closed by peer)",
-            r"Watchdog caught collective operation timeout",
             r"ncclRemoteError",
             r"ncclSystemError",
+            r"NET/IB[^\n]{0,40}Got completion from peer",
             r"NCCL communicator was aborted",
             r"Signal 15 \(SIGTERM\) received by PID",
+            r"srun: error: [^\n]{0,80}: Terminated",  # tasks that srun ends after one has failed
+            r"Horovod has been shut down",
             r"Executor: Worker \d+ died",  # facebookresearch/dora
         ),
     ),
 )
+# A line that any rule fits, or that belongs to an exception, has one of these; few others do.
+TELLING = (
+    "rror", "xception", "nterrupt", "Traceback", '  File "', "│", "Root Cause", "rank   ", "exitcode", "exits with",
+    "OUT_OF_", "STATUS_", "ALLOC", "INTERNAL_E", "emory", "lloc", "illed", "SIG", "kill", "nable to ", "device",
+    "batch size found", "/dev/shm/nccl-", "(pid(s)", "quota", "writing file", "r.cc:", "serial mode", " Assertion `",
+    "open files", "of resource: ", "MEMLIMIT", "OOM when", "ot enough ", "GPUs are av", "U is lost", "DEVICE_LOST",
+    "off the bus", "NVRM: Xid", "river", "not yet init", "ode failure", "NODE FAIL", "node has ", "too large",
+    "kernel image", " symbol", "gated repo", "oss scale ", "ing training", "for launch", "atchdog", "imed out",
+    "times out", "timeout", "monitoredBarrier", " signal", "CANCELLED", "this job is", "Got completion", "was aborted",
+    "Executor: W", "Horovod has",
+)  # fmt: skip
 
 
 def _literal(pattern: str) -> str:
-    """The longest text that stands in every line which the pattern fits: finding it is faster than the pattern."""
+    """The longest text that stands in every line which the pattern fits: finding it is faster than the pattern.
+
+    A text with a word of TELLING comes before longer ones.
+    """
     while (flat := re.sub(r"\((?:[^()\\]|\\.)*\)\??", "\0", pattern)) != pattern:  # innermost groups first
         pattern = flat
-    pieces = re.sub(r"\[[^\]]*\][*+]?|\\[A-Za-z][*+]?|[^\\][?*]|[$^]|\0", "\0", pattern).split("\0")
-    return max((re.sub(r"\\(.)", r"\1", piece).strip("+") for piece in pieces), key=len)
+    pieces = re.sub(
+        r"\[[^\]]*\](?:[*+?]|\{[\d,]+\})?|\\[A-Za-z](?:[*+?]|\{[\d,]+\})?|[^\\][?*]|[$^]|\0", "\0", pattern
+    ).split("\0")
+    texts = [re.sub(r"\\(.)", r"\1", piece).strip("+") for piece in pieces]
+    return max(texts, key=lambda text: (is_telling(text), len(text)))
+
+
+def is_telling(line: str) -> bool:
+    """Whether a line is worth reading: it may name a cause, or belong to a traceback."""
+    return any(map(line.__contains__, TELLING))
 
 
 RULES = tuple((cause, re.compile(pattern)) for cause, group in _CATALOGUE for pattern in group)
 NEEDLES = tuple(_literal(pattern.pattern) for _, pattern in RULES)
-# A line that any rule fits, or that belongs to an exception, has one of these; few others do.
-TELLING = (
-    "rror", "xception", "nterrupt", "Traceback", '  File "', "│", "Root Cause", "rank   ", "exitcode", "exits with",
-    "OUT_OF_MEMORY", "STATUS_", "ALLOC", "INTERNAL_E", "of memory", " memory (", "cate memory", "low on memory",
-    "allocate", "able memory", "llocation on", "bad_alloc", "illed", "SIG", "kill", "device-side", "etector timed",
-    "cuDNN algorithm", "find an engine", "batch size found", "shared memory", "</torch_", "/dev/shm/nccl-", "(pid(s)",
-    "left on device", "quota", "StreamWriter", "container.cc", "pair.cc:", "collective operation", "was aborted",
-    "Executor: W", "Failed to CUDA", "serial mode",
-)  # fmt: skip
 SUSPECTS = (Cause.DEVICE_OOM_SUSPECT, Cause.HOST_OOM_SUSPECT)
+COMPLAINTS = (Cause.TIMEOUT, Cause.PREEMPTED, Cause.SECONDARY)  # of ranks that another rank's end may have ended
+_NODE_WIDE = re.compile(r"river|libcuda|not yet initialized|CUDA unknown error - ")
 
 # Before what a rank says, where several write into one log: torchrun, `torchrun --tee`, Ray.
 _PREFIX = re.compile(r"(?:\[(?:rank|default)(\d+)\]: ?|\((?:\w+ )?(?:rank=(\d+) )?pid=\d+[^)]*\) )")
@@ -184,6 +294,8 @@ _ACCOUNT = re.compile(  # c10/cuda/CUDAMallocAsyncAllocator.cpp
 _ROOT_CAUSE = "Root Cause (first observed failure)"
 _ROOT_RANK = re.compile(r"\s*rank +: (\d+)")
 _ROOT_EXIT = re.compile(r"\s*exitcode +: (-?\d+)")
+_PINNED = re.compile(r"pin_memory|[Hh]ostAlloc|PinnedMemory")
+_PINNED_LINES = 4  # of a traceback beside a bare "out of memory" that tell of pinned memory
 _SEMAPHORES = re.compile(r"multiprocessing[/\\](?:synchronize|heap|shared_memory)\.py")
 
 
@@ -216,7 +328,8 @@ class LogScan:
         self._quoting = 0  # stacks whose next line may be quoted source
         self._trouble: dict[Cause, list[Finding]] = {}
         self._calm = 0  # ordinary lines since the last complaint
-        self._account: list[Finding] = []  # ends with the finding whose bytes may stand in the next lines
+        self._account: list[Finding] = []  # ends with the finding whose bytes or frames may stand in the next lines
+        self._frames_below = 0  # lines in which frames of that finding may stand
         self._in_root_cause = False
 
     def feed(self, line: str, offset: int = 0) -> None:
@@ -225,6 +338,10 @@ class LogScan:
         if self._account and _ACCOUNT.match(line) and len(self._account[-1].line) < LINE_CHARACTERS_MAX:
             self._account[-1] = replace(self._account[-1], line=f"{self._account[-1].line}\n{line.strip()}")
             return
+        if self._frames_below:
+            self._frames_below -= 1
+            if _PINNED.search(line):
+                self._account[-1] = replace(self._account[-1], cause=Cause.HOST_OOM)
         if not self._quoting and not is_telling(line):
             self._calm += 1
             return
@@ -246,6 +363,7 @@ class LogScan:
             rank = next((int(number) for number in prefix.groups() if number), None) if prefix else None
             kept.append(self._finding(cause, said, rank, offset, stack))
             self._account = kept
+            self._frames_below = _PINNED_LINES if _is_bare(kept[-1]) else 0
         stack.frames.clear()
         stack.lines.clear()
 
@@ -297,7 +415,7 @@ class LogScan:
     def _finding(self, cause: Cause, said: str, rank: int | None, offset: int, stack: _Stack) -> Finding:
         if cause is Cause.DISK_FULL and any(_SEMAPHORES.search(frame.file) for frame in list(stack.frames)[-3:]):
             cause = Cause.SHARED_MEMORY  # named semaphores lie in /dev/shm
-        return Finding(
+        finding = Finding(
             cause=cause,
             line=said.strip()[:LINE_CHARACTERS_MAX],
             rank=rank,
@@ -306,6 +424,9 @@ class LogScan:
             phase=phase_of_frames(stack.frames) or self._markers.phase,
             excerpt="\n".join((*stack.lines, said))[-EXCERPT_CHARACTERS_MAX:].strip("\n"),
         )
+        if _is_bare(finding) and any(map(_PINNED.search, list(stack.lines)[-_PINNED_LINES:])):
+            return replace(finding, cause=Cause.HOST_OOM)  # page-locked memory is the host's
+        return finding
 
     def _root_cause(self, said: str) -> None:
         """Take rank and exit code from torchrun's summary, whose own exit code is 1 whatever happened."""
@@ -336,9 +457,9 @@ def first_cause(text: str) -> Cause | None:
     return None
 
 
-def is_telling(line: str) -> bool:
-    """Whether a line is worth reading: it may name a cause, or belong to a traceback."""
-    return any(map(line.__contains__, TELLING))
+def broken_extent(line: str) -> Extent:
+    """How much of a place a line of hardware calls broken: a driver or a fabric manager serves the whole node."""
+    return Extent.NODE if _NODE_WIDE.search(line) else Extent.DEVICE
 
 
 def last_traceback(text: str) -> str:
@@ -347,9 +468,14 @@ def last_traceback(text: str) -> str:
     return text[start:].strip() if start >= 0 else "\n".join(text.splitlines()[-20:])
 
 
+def _is_bare(finding: Finding) -> bool:
+    """Whether the runtime itself was out of memory, of a device or of pinned memory: PyTorch's allocator says more."""
+    return finding.cause is Cause.DEVICE_OOM and "Tried to allocate" not in finding.line
+
+
 def _doubt(finding: Finding) -> int:
-    if finding.cause is Cause.SECONDARY:
-        return 2
+    if finding.cause in COMPLAINTS:
+        return 3 if finding.cause is Cause.SECONDARY else 2
     return 1 if finding.cause in SUSPECTS else 0
 
 

@@ -12,7 +12,7 @@ from orchestrator.scheduling.failures.observation import ran_out
 from orchestrator.scheduling.reports.cost import prices, spent
 from orchestrator.scheduling.reports.deadlines import late
 from orchestrator.scheduling.reports.sweep import SweepReport
-from orchestrator.specs.attempt import Attempt, AttemptStatus, FailureKind
+from orchestrator.specs.attempt import Attempt, AttemptStatus, Failure, FailureKind
 from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.settings import in_short
 from orchestrator.specs.state import State
@@ -281,31 +281,44 @@ def _to_do(state: State, by_status: Mapping[JobStatus, list[Job]], missed: tuple
     """What helps, a sentence each, with the command."""
     for job in by_status[JobStatus.FAILED]:
         last = job.last
-        kind = last.failure.kind if last is not None and last.failure is not None else None
-        yield f"{job.id}: {_help(kind)}: `orc logs {job.id}`" if last else f"{job.id}: `orc show {job.id}`"
+        yield f"{job.id}: {help_for(last.failure)}: `orc logs {job.id}`" if last else f"{job.id}: `orc show {job.id}`"
+    for job in state.jobs.values():
+        if job.asks:
+            yield f"{job.id} asks: {job.asks}"
     for job in by_status[JobStatus.REFUSED]:
         yield f"{job.id}: change the job or the hardware: `orc show {job.id}` says what would fit"
     for line in missed:
         if not line.said.startswith("ended"):
             yield f"{line.id}: raise its priority, or move its deadline"
     for entry in suspensions(state):
-        yield f"{entry.place} takes nothing new for a while: {entry.reason}: `orc drain {entry.node} --undo` ends that"
+        trust = f"`orc drain {entry.node} --undo` trusts it again"
+        yield f"{entry.place} takes nothing new for now ({entry.reason}): look at it; {trust}"
     for node in state.drained:
         yield f"{node} is drained: `orc drain {node} --undo` lets it accept jobs again"
 
 
-def _help(kind: FailureKind | None) -> str:
-    if kind is None:
+HELP = {  # what a person can do, by the kind of the failure
+    FailureKind.DEVICE_OOM: "allow cheaper plans by `degrade`, or give it more or larger devices",
+    FailureKind.HOST_OOM: "give it fewer data loader workers, less offload, or nodes with more memory and /dev/shm",
+    FailureKind.MEMORY_CONTENTION: "find what else holds memory on its devices: `nvidia-smi` names it",
+    FailureKind.NODE_LOST: "look at the node: its kernel log, its network, and `nvidia-smi`",
+    FailureKind.PREEMPTED: "find who ended it by a signal: a batch system, a container, or a person",
+    FailureKind.HUNG: "compare the logs of its ranks: one did not come; raise `hang_timeout` if it is only slow",
+    FailureKind.STARTUP: "no step was made: a port, a hub or a file system may have refused; read its log",
+    FailureKind.UNKNOWN: "nothing explains its end, which may not come again: read its log, then submit it again",
+    FailureKind.GUARD_ABSENT: "let the guard into its processes",
+    FailureKind.DISK_FULL: "free space on the disk, then submit it again",
+    FailureKind.USER_ERROR: "mend the program, then submit it again",
+}
+
+
+def help_for(failure: Failure | None) -> str:
+    """What a person can do after a failure that ended a job, in a few words."""
+    if failure is None:
         return "read its log"
-    if kind in (FailureKind.DEVICE_OOM, FailureKind.HOST_OOM):
-        return "no plan that it allows was left: allow more by `degrade`, or give it larger devices"
-    if kind is FailureKind.DISK_FULL:
-        return "free space on the disk, then submit it again"
-    if kind is FailureKind.GUARD_ABSENT:
-        return "let the guard into its processes"
-    if kind is FailureKind.USER_ERROR:
-        return "mend the program, then submit it again"
-    return f"ended by {kind.value} more often than its `retries` allow"
+    if failure.broken is not None:
+        return f"have its {failure.broken.value} looked at: a driver, a restart or a new part may mend it"
+    return HELP.get(failure.kind, f"ended by {failure.kind.value}: read its log")
 
 
 def summary(report: MorningReport) -> str:

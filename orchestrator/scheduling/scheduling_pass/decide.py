@@ -15,6 +15,7 @@ from orchestrator.scheduling.base.node_groups import groups_of
 from orchestrator.scheduling.base.pending import Pending
 from orchestrator.scheduling.base.start_windows import hours_of, why_closed
 from orchestrator.scheduling.failures.places import Device, avoided, is_sent_elsewhere, names_of
+from orchestrator.scheduling.options.asks import question_of
 from orchestrator.scheduling.options.job_options import (
     Infeasible,
     JobOptions,
@@ -55,6 +56,15 @@ class Wait(NamedTuple):
     reason: str
     reservation: Reservation | None = None
     reevaluate_at_s: float | None = None  # it has its devices, and leaves room for shorter jobs until then
+
+
+class Question(NamedTuple):
+    """Nothing that the job allows is left, but something that a person may allow."""
+
+    text: str
+
+
+Decision = StartDecision | Wait | Infeasible | Question
 
 
 class _Offer(NamedTuple):
@@ -120,7 +130,7 @@ def decide(
     may_reserve: bool,
     by_s: float = inf,
     devices_max: int | None = None,
-) -> StartDecision | Wait | Infeasible | None:
+) -> Decision | None:
     """What the job shall do now to end by `by_s`; None: wait as before, or it cannot.
 
     Of all numbers of devices, up to `devices_max`, the one that is best by its end and its price, now or when so many
@@ -141,7 +151,9 @@ def decide(
     return decided()
 
 
-def _elsewhere(outcome: Wait | Infeasible | None, devices: set[Device]) -> Wait | Infeasible | None:
+def _elsewhere(
+    outcome: Wait | Infeasible | Question | None, devices: set[Device]
+) -> Wait | Infeasible | Question | None:
     if not isinstance(outcome, Wait):
         return None
     return outcome._replace(reason=f"{outcome.reason} but {names_of(devices)}, where it ended for no known reason")
@@ -166,7 +178,7 @@ def _decide(
     may_reserve: bool,
     by_s: float,
     devices_max: int | None,
-) -> StartDecision | Wait | Infeasible | None:
+) -> Decision | None:
     """What the job shall do on the devices that are not hidden from it."""
     menus = index.options.options_of(waiting)
     offers = _offers(index, menus, price, waiting.job.spec, devices_max)
@@ -202,7 +214,7 @@ def expected(
     return None if later is None else _reserved(waiting.job, later, now_s).reservation
 
 
-def wait_reason(state: State, index: SchedulerIndex, waiting: Waiting) -> Wait | Infeasible:
+def wait_reason(state: State, index: SchedulerIndex, waiting: Waiting) -> Wait | Infeasible | Question:
     """Why a job that cannot start now waits, or that it can never start."""
     menus = index.options.options_of(waiting)
     offers = [
@@ -357,16 +369,17 @@ def _chosen(index: SchedulerIndex, job: Job, offer: _Offer, now_s: float) -> Sta
     )
 
 
-def _without_offers(state: State, job: Job, menus: OptionsByProfile) -> Wait | Infeasible:
+def _without_offers(state: State, job: Job, menus: OptionsByProfile) -> Wait | Infeasible | Question:
     """Others hold its memory, its nodes are away, or nothing could ever hold it."""
     for pool, one in menus:
         if isinstance(one, JobOptions):
             device = pool.group.hardware.device.name
             return Wait(reason=f"{Pending.FOREIGN_MEMORY.phrase} on {device}")
-    never = []
-    for group in groups_of(state.declared or state.nodes):
+    never, groups = [], groups_of(state.declared or state.nodes)
+    for group in groups:
         found = job_options(job, group, learned(state, job, group.hardware.device.name), 0.0)
         if isinstance(found, JobOptions) or found.likeliest is not None:
             return Wait(reason=f"waits for nodes with {group.hardware.device.name} {Pending.NODES_AWAY.phrase}")
         never.append(found)
-    return Infeasible(why=lambda: "\n".join(one.why() for one in never))
+    question = question_of(state, job, groups)
+    return Infeasible(why=lambda: "\n".join(one.why() for one in never)) if question is None else Question(question)

@@ -15,6 +15,8 @@ from orchestrator.scheduling.options.probe import measured_spec
 from orchestrator.scheduling.queue.policy import Move
 from orchestrator.scheduling.queue.wait_queue import Waiting
 from orchestrator.scheduling.scheduling_pass.decide import (
+    Decision,
+    Question,
     StartDecision,
     Wait,
     array_limit_reason,
@@ -96,7 +98,7 @@ def _refuse(state: State, index: SchedulerIndex) -> tuple[State, tuple[Action, .
             actions += done
         elif not any(isinstance(one, JobOptions) for _, one in index.options.options_of(waiting)):
             outcome = wait_reason(state, index, waiting)
-            if isinstance(outcome, Infeasible):
+            if isinstance(outcome, Infeasible | Question):
                 state, done = _answered(state, index, waiting, outcome)
                 actions += done
     if actions:
@@ -201,7 +203,7 @@ def _round(
 
 
 def _answered(
-    state: State, index: SchedulerIndex, waiting: Waiting, outcome: StartDecision | Wait | Infeasible
+    state: State, index: SchedulerIndex, waiting: Waiting, outcome: Decision
 ) -> tuple[State, tuple[Action, ...]]:
     """The state after what was decided of a waiting job."""
     job = waiting.job
@@ -214,6 +216,9 @@ def _answered(
             if wait.reason == job.reason and job is state.jobs.get(job.id):
                 return state, ()
             job = replace(job, reason=wait.reason)
+        case Question(text=text):
+            job = replace(job, asks=text, reason=f"asks: {text}")
+            actions = (Record(job=job),)
         case Infeasible() as never:
             status = JobStatus.FAILED if job.attempts else JobStatus.REFUSED
             job = replace(job, status=status, reason=never.why())

@@ -17,7 +17,7 @@ from orchestrator.scheduling.options.job_options import Infeasible, JobOptions, 
 from orchestrator.scheduling.placement.availability import AvailabilityProfile
 from orchestrator.scheduling.queue.policy import Move, Preemption
 from orchestrator.scheduling.queue.wait_queue import Waiting
-from orchestrator.scheduling.scheduling_pass.decide import StartDecision, Wait
+from orchestrator.scheduling.scheduling_pass.decide import Decision, Question, StartDecision, Wait
 from orchestrator.scheduling.scheduling_pass.index import OVERDUE, SchedulerIndex
 from orchestrator.scheduling.scheduling_pass.preemption import Moving, movable
 from orchestrator.specs.attempt import NodeDevices, Placement
@@ -31,15 +31,13 @@ LATE_S = 1.0  # after its start, that a slot is kept: ends are told to the secon
 TRIED_MAX = 3  # reservations, first come first, for which a preemption is looked for
 
 
-def answered(
-    state: State, waiting: Waiting, outcome: StartDecision | Wait | Infeasible | None, slot: Reservation | None
-) -> StartDecision | Wait | Infeasible | None:
+def answered(state: State, waiting: Waiting, outcome: Decision | None, slot: Reservation | None) -> Decision | None:
     """The outcome; a guaranteed job keeps its slot until it can start sooner, and is promised its first, or refused."""
     job = waiting.job
-    if slot is not None and not isinstance(outcome, StartDecision | Infeasible):
+    if slot is not None and not isinstance(outcome, StartDecision | Infeasible | Question):
         later = outcome is None or outcome.reservation is None or outcome.reservation.start_s > slot.start_s
         return Wait(reason=job.reason if outcome is None else outcome.reason, reservation=slot) if later else outcome
-    if not job.spec.guaranteed_gpus or job.starts_by_s is not None or isinstance(outcome, Infeasible):
+    if not job.spec.guaranteed_gpus or job.starts_by_s is not None or isinstance(outcome, Infeasible | Question):
         return outcome
     reason = _beyond_quota(state, waiting)
     if reason is None:

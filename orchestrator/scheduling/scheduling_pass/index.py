@@ -412,7 +412,7 @@ def _held(job: Job | None) -> dict[int, Attempt]:
 
 def _waits(job: Job) -> bool:
     """For devices; a job that could not be read is never started."""
-    may_start = job.status is JobStatus.QUEUED and not job.waits_for and not job.unreadable
+    may_start = job.status is JobStatus.QUEUED and not (job.waits_for or job.unreadable or job.asks)
     return may_start and all(one.released for one in job.attempts)
 
 

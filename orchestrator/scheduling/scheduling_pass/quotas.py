@@ -6,9 +6,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from math import inf
 
-from orchestrator.scheduling.options.job_options import Infeasible
 from orchestrator.scheduling.queue.wait_queue import Waiting
-from orchestrator.scheduling.scheduling_pass.decide import StartDecision, Wait, must_wait
+from orchestrator.scheduling.scheduling_pass.decide import Decision, StartDecision, Wait, must_wait
 from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.policy import PolicySpec
@@ -106,7 +105,7 @@ class QuotaPass:
     def _unheard(self) -> Iterator[tuple[Waiting, float]]:
         return ((waiting, by_s) for waiting, by_s in self._index.policy.in_order() if waiting.job.id not in self._heard)
 
-    def decided(self, waiting: Waiting, outcome: StartDecision | Wait | Infeasible) -> None:
+    def decided(self, waiting: Waiting, outcome: Decision) -> None:
         """The job has its answer."""
         self._heard.add(waiting.job.id)
         if not self._left:

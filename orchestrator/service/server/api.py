@@ -105,6 +105,7 @@ ROLES = {  # needed by each route; one that is missing here needs an admin
     ("POST", "/jobs"): Role.MEMBER,
     ("POST", "/jobs/batch"): Role.MEMBER,
     ("POST", "/jobs/cancel"): Role.MEMBER,  # of its own team
+    ("POST", "/jobs/{job_id}/retry"): Role.MEMBER,  # of its own team
     ("POST", "/uploads/missing"): Role.MEMBER,
     ("PUT", "/uploads/{digest}"): Role.MEMBER,
     ("POST", "/nodes/{node}/drain"): Role.OPERATOR,

@@ -212,6 +212,11 @@ class Client:
         """Request cancellation of jobs or of their arrays; returns the ids once the request is on disk."""
         return self._json("POST", "/jobs/cancel", {"jobs": job_ids, "whole_arrays": whole_arrays})["cancelled"]
 
+    def retry(self, job_id: str, *, allow: str | None, global_batch_size: int | None) -> None:
+        """Allow what a job asks for; returns once the request is on disk."""
+        body = {"allow": allow, "global_batch_size": global_batch_size}
+        self._json("POST", f"/jobs/{quote(job_id, safe='')}/retry", body)
+
     def purge(self, *, dry_run: bool) -> dict[str, Any]:
         """Remove files of ended jobs as the cluster file's `keep` says, or only say what would go."""
         return self._json("POST", "/purge", {"dry_run": dry_run}, timeout_s=PURGE_TIMEOUT_S)

@@ -37,6 +37,7 @@ from orchestrator.specs.events import (
     NodesSeen,
     Observed,
     RequestKey,
+    RetryRequested,
     Submitted,
     TimerFired,
 )
@@ -267,6 +268,14 @@ class Controller:
             at_s = self._clock()
             self._apply([CancelRequested(job_id=job_id, at_s=at_s) for job_id in dict.fromkeys(asked)])
             return [*dict.fromkeys(asked)]
+
+    def retry(self, job_id: str, spec: JobSpec) -> None:
+        """Let a job that asks go on with this spec. Raises ServiceError for a job that asks nothing."""
+        with self._changed:
+            job = self._state.jobs.get(job_id)
+            if job is None or not job.asks:
+                raise ServiceError(f"job {job_id} asks nothing: `orc show {job_id}` tells how it stands")
+            self._apply([RetryRequested(job_id=job_id, spec=spec, at_s=self._clock())])
 
     def stop_early(self, job_id: str, reason: str) -> None:
         """Request the cancellation of a job for a reason of the service's own; ended jobs are left alone."""
@@ -611,7 +620,7 @@ def _line(said: Event | Launch | Stop) -> str:
             return f"launch job={said.job.id} attempt={said.attempt.number} on={devices}"
         case Stop():
             return f"stop job={said.job_id} attempt={said.number}"
-        case Submitted() | CancelRequested():
+        case Submitted() | CancelRequested() | RetryRequested():
             return f"{said.type} job={said.job_id}"
         case _:
             return f"{said.type} job={said.job_id} attempt={said.number}"

@@ -20,6 +20,7 @@ from orchestrator.backends.attempts.metrics import metric_lines
 from orchestrator.backends.mlflow.content import comparison_key
 from orchestrator.backends.mlflow.tracker import comparison_url
 from orchestrator.backends.redaction import hidden_bytes
+from orchestrator.scheduling.options.asks import with_allowed
 from orchestrator.scheduling.reports.comparison import compared_ids, comparison, curve_of
 from orchestrator.scheduling.reports.deadlines import late
 from orchestrator.scheduling.reports.sweep import SweepReport
@@ -44,6 +45,7 @@ from orchestrator.service.server.requests import (
     BatchRequest,
     CancelRequest,
     DigestsRequest,
+    RetryRequest,
     SubmitRequest,
 )
 from orchestrator.service.server.sweeper import Sweeper
@@ -179,6 +181,14 @@ def add_job_routes(app: FastAPI, service: Service, uploads: Uploads, waits: Wait
             jobs = [job_id for job_id in jobs if service.sweeper.sweep_of(job_id) is None]
         cancelled = controller.cancel(jobs, whole_arrays=request.whole_arrays) if jobs else []
         return {"cancelled": cancelled + [job_id for sweep_id in sweeps for job_id in service.sweeper.cancel(sweep_id)]}
+
+    @app.post("/jobs/{job_id}/retry", **answers(EmptyAnswer))
+    def retry(job_id: str, request: RetryRequest, sender: Sender) -> dict[str, Any]:
+        """Allow what a job asks for."""
+        job = job_of(service.controller, job_id)
+        _refuse_other_teams(job, sender, controller.state.policy, "retry")
+        controller.retry(job_id, with_allowed(job.spec, request.allow, request.global_batch_size))
+        return {}
 
     @app.get("/sweeps", **answers(SweepsAnswer))
     def sweeps() -> dict[str, Any]:

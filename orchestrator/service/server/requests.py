@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from orchestrator.specs.access import Role
 from orchestrator.specs.fault import FaultKind
 from orchestrator.specs.fields import DEVICES_MAX, UserName
-from orchestrator.specs.job.model import STEPS_MAX
+from orchestrator.specs.job.model import BATCH_MAX, STEPS_MAX
 from orchestrator.specs.parse import check_plain
 
 JOBS_MAX = 10_000  # of one request
@@ -53,6 +53,13 @@ class CancelRequest(PlainRequest):
 
     jobs: list[JobId] = Field(min_length=1, max_length=JOBS_MAX)
     whole_arrays: bool = False
+
+
+class RetryRequest(PlainRequest):
+    """What a person allows to a job that asks."""
+
+    allow: Literal["numeric", "semantic"] | None = None
+    global_batch_size: int | None = Field(default=None, ge=1, le=BATCH_MAX)
 
 
 class BatchRequest(BaseModel):

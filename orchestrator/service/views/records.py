@@ -94,6 +94,8 @@ class AttemptView(TypedDict):
     launched_at_s: float
     ended_at_s: float | None
     failure: FailureView | None
+    exit_codes: list[int | None]  # of each rank that was started: minus the signal number, None if unknown
+    host_oom_kills: int  # how far the kernel's counters rose on its nodes
     warnings: list[str]  # limits of its record's validity
 
 
@@ -239,6 +241,8 @@ def attempt_view(attempt: Attempt) -> AttemptView:
         failure=FailureView(kind=failure.kind.value, reason=failure.reason, rank=failure.rank, excerpt=failure.excerpt)
         if failure
         else None,
+        exit_codes=[end.exit_code for end in evidence.ranks] if evidence else [],
+        host_oom_kills=evidence.host_oom_kills if evidence else 0,
         warnings=list(warnings(attempt)),
     )
 

@@ -1,0 +1,267 @@
+"""Why did a training end that ran elsewhere? By its logs. And an end of a job as a case that others can read."""
+
+from __future__ import annotations
+
+import getpass
+import re
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from orchestrator.backends.attempts.evidence import CHUNK_BYTES, LOG_TAIL_BYTES, end_of, log_lines
+from orchestrator.scheduling.failures.classify import classify
+from orchestrator.scheduling.failures.endings import read_exceptions
+from orchestrator.scheduling.failures.signatures import CALM_LINES, LINE_CHARACTERS_MAX, LogScan, is_telling
+from orchestrator.scheduling.reports.morning import help_for
+from orchestrator.service.server.client import Client
+from orchestrator.specs.attempt import Attempt, Evidence, Failure, FailureKind, RankEnd
+from orchestrator.specs.choices import Engine
+from orchestrator.specs.errors import SpecError
+from orchestrator.specs.job.sections import Retries
+from orchestrator.specs.job.spec import JobSpec
+from orchestrator.specs.job_record import Job
+from orchestrator.specs.plan import Plan
+from orchestrator.specs.profile import MemoryEstimate
+
+BINARY_BYTES = 8192  # at the begin of a file, in which text has no NUL
+CASE_LINES = 40  # of a log, at the begin of its last trouble and at its end, that a case has at most
+EXIT_CODE = 1  # where none is given
+PLAIN_NAMES = frozenset(("", "local", "localhost", "root", "user"))  # that tell nobody
+
+_SECRETS = "token|passw(?:or)?d|secret|api[_-]?key|credential"
+# What a case must not tell, and what stands there instead. The last ones are names of hosts where logs have them.
+_REDACTED = tuple(
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        (r"\b(?:hf_|gh[pousr]_|github_pat_|glpat-|sk-|xox[abp]-|AKIA|wandb_v1_)[\w-]{8,200}", "TOKEN"),
+        (r"\beyJ[\w-]{8,2000}\.[\w-]{8,4000}(?:\.[\w-]{0,2000})?", "TOKEN"),
+        (r"(?i)\b(bearer|basic) [\w.~+/=-]{8,4000}", r"\1 TOKEN"),
+        (rf"(?i)((?:{_SECRETS})[\w-]{{0,20}}[\"']?\s?[=:]\s?[\"']?)[^\s\"',&]+", r"\1SECRET"),
+        (rf"(?i)(--[\w-]{{0,40}}(?:{_SECRETS}) )\S+", r"\1SECRET"),
+        (r"\b[0-9a-fA-F]{32,128}\b", "HEX"),
+        (r"(?<=://)[^/\s@]{1,200}@", "USER@"),
+        (r"[\w.+-]{1,64}@[\w-]{1,64}(?:\.[\w-]{1,64}){1,5}", "USER@HOST"),
+        (r"(/(?:home|Users|scratch|users)/)[^/\s:\"']{1,64}", r"\1USER"),
+        (r"(?i)([A-Z]:\\Users\\)[^\\\s:\"']{1,64}", r"\1USER"),
+        (r"\b\d{1,3}(?:\.\d{1,3}){3}\b", "10.0.0.1"),
+        (r"\b(?:[0-9a-f]{1,4}:){3,7}[0-9a-f:]{1,40}\b", "ADDRESS"),
+        (r"(https?://)(?!huggingface\.co\b|docs\.|pytorch\.org\b|github\.com\b)[^/\s:\"']{1,200}", r"\1HOST"),
+        (r"\b[\w-]{1,63}(?:\.[\w-]{1,63}){0,5}\.(?:local|internal|lan|corp|intra|cluster|edu)\b", "HOST"),
+        (r"^[\w.-]{1,100}(:\d+:\d+ \[\d+\])", r"HOST\1"),  # NCCL
+        (r"(\bhost {6}: )\S+", r"\1HOST"),  # torchrun
+        (r"( ON )\S+( CANCELLED AT )", r"\1HOST\2"),  # Slurm
+        (r"(srun: error: )[\w.-]{1,100}(: tasks? )", r"\1HOST\2"),
+        (r"(Node failure on )\S+", r"\1HOST"),
+    )
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosis:
+    """Why a training ended: what tells it, what this service would do, and what a person can do."""
+
+    kind: str | None  # a FailureKind; None: nothing failed
+    reason: str
+    file: str | None  # that has the line; None where no line tells
+    line_number: int | None  # from 1
+    line: str
+    rank: int | None
+    orc_would: str
+    you_can: str
+
+
+def diagnose(logs: Sequence[Path], exit_code: int | None, oom_kills: int) -> Diagnosis:
+    """The first cause that the logs of the ranks name, rank 0 first. Raises SpecError for what is no log."""
+    paths = [_readable(path) for path in logs]
+    code = EXIT_CODE if exit_code is None else exit_code
+    ends = tuple(_end_of(path, rank, code) for rank, path in enumerate(paths))
+    failure = classify(*_imagined(), Evidence(ranks=ends, host_oom_kills=oom_kills))
+    if failure is None:
+        return Diagnosis(
+            kind=None, reason="exit code 0, and no log names a failure",
+            file=None, line_number=None, line="", rank=None,
+            orc_would="count it as succeeded", you_can="give the exit code, if it was another: `--exit-code`",
+        )  # fmt: skip
+    rank, offset, line = _place_of(failure, ends, paths)
+    return Diagnosis(
+        kind=failure.kind.value,
+        reason=failure.reason,
+        file=str(logs[rank]),
+        line_number=_line_number(paths[rank], offset),
+        line=line.partition("\n")[0],
+        rank=failure.rank,
+        orc_would=_next_action(failure),
+        you_can=help_for(failure),
+    )
+
+
+def case_of_job(client: Client, job_id: str, kind: FailureKind) -> str:
+    """The last failed attempt of a job as a case in YAML, redacted. Raises SpecError where none has failed."""
+    job, _ = client.job(job_id)
+    attempt = next((entry for entry in reversed(job["attempts"]) if entry["failure"]), None)
+    if attempt is None:
+        raise SpecError("no attempt of this job has failed", path="JOB", got=job_id)
+    codes = attempt["exit_codes"] or [None]
+    names = [job["user"], *(part.partition("[")[0] for part in attempt["placement"].split(", "))]
+    texts = [
+        redacted("\n".join(shortened(_lines_of_job(client, job_id, attempt["number"], rank))), names)
+        for rank in range(len(codes))
+    ]
+    case: dict[str, Any] = {"id": redacted(f"{job['name']}, attempt {attempt['number']}", names), "expect": kind.value}
+    case |= {"text": texts, "codes": codes} if len(codes) > 1 else {"text": texts[0], "exit": codes[0]}
+    case |= {"oom_kills": attempt["host_oom_kills"]} if attempt["host_oom_kills"] else {}
+    return yaml.dump([case], Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=150)
+
+
+def shortened(lines: Iterable[str]) -> list[str]:
+    """The lines of a log's last trouble that tell of it, and those that they quote; its last line where none tells."""
+    head, tail = list[str](), deque[str](maxlen=CASE_LINES)
+    calm, last, quotes = 0, "", False
+    for line in lines:
+        last = line if line.strip() else last
+        quotes = is_telling(line) or (quotes and line.startswith("    "))
+        if not quotes:
+            calm += 1
+            continue
+        if calm > CALM_LINES:
+            head.clear()
+            tail.clear()
+        calm = 0
+        (head if len(head) < CASE_LINES else tail).append(line[:LINE_CHARACTERS_MAX])
+    return [last] if calm > CALM_LINES or not head else [*head, *tail]
+
+
+def redacted(text: str, names: Iterable[str] = ()) -> str:
+    """The text without secrets, addresses, hosts, folders of users and names of people, as far as patterns go."""
+    lines = []
+    for line in text.split("\n"):
+        for pattern, replacement in _REDACTED:
+            line = pattern.sub(replacement, line)
+        lines.append(line)
+    names_pattern = "|".join(re.escape(name) for name in {*names, _own_name()} - PLAIN_NAMES)
+    joined = "\n".join(lines)
+    return re.sub(rf"(?<![\w.-])(?:{names_pattern})(?![\w-])", "NAME", joined) if names_pattern else joined
+
+
+def _own_name() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return ""
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes texts of several lines as blocks."""
+
+
+_Dumper.add_representer(
+    str,
+    lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None),
+)
+
+
+def _lines_of_job(client: Client, job_id: str, number: int, rank: int) -> Iterator[str]:
+    rest, offset = b"", 0
+    while True:
+        data, following = client.log(job_id, number, rank, offset)
+        if following <= offset:
+            break
+        offset = following
+        *whole, rest = (rest + data).replace(b"\r", b"\n").split(b"\n")
+        yield from (line.decode("utf-8", errors="replace") for line in whole)
+        rest = rest[:CHUNK_BYTES]
+    yield rest.decode("utf-8", errors="replace")
+
+
+def _readable(path: Path) -> Path:
+    """The file itself. Raises SpecError for what is no text in a file."""
+    real = path.expanduser().resolve()
+    hint = "give one log for each rank; of a job, `orc show JOB` tells the failure"
+    if not real.is_file():
+        what = "not a file" if real.exists() else "no such file"
+        raise SpecError(what, path="LOG", got=str(path), allowed="logs of ranks", hint=hint)
+    try:
+        with real.open("rb") as file:
+            begin = file.read(BINARY_BYTES)
+    except OSError as error:
+        raise SpecError(f"cannot be read: {error.strerror}", path="LOG", got=str(path), hint=hint) from None
+    if b"\0" in begin:
+        raise SpecError("a binary file, not a log", path="LOG", got=str(path), allowed="text", hint=hint)
+    return real
+
+
+def _end_of(path: Path, rank: int, exit_code: int) -> RankEnd:
+    scan = LogScan(log=path.name)
+    for offset, line in log_lines(path):
+        scan.feed(line, offset)
+    return end_of(path, rank, exit_code, scan, scan.findings)
+
+
+def _imagined() -> tuple[Job, Attempt]:
+    """A job and an attempt of which nothing is known but that they ended."""
+    spec = JobSpec(name="elsewhere", global_batch_size=1, command=("elsewhere",))
+    nothing = MemoryEstimate(moment="", by_cause=(), allocated_bytes=0, reserved_bytes=0, device_bytes=0)
+    attempt = Attempt(
+        job_id="elsewhere", number=1, plan=Plan(engine=Engine.TORCH, micro_batch_size=1), placement=(), device="",
+        estimate=nothing, correction=1.0, step_s=0.0, launched_at_s=0.0,
+    )  # fmt: skip
+    return Job(id="elsewhere", spec=spec, order=1, submitted_at_s=0.0), attempt
+
+
+def _place_of(failure: Failure, ends: Sequence[RankEnd], paths: Sequence[Path]) -> tuple[int, int, str]:
+    """(rank, offset in bytes, line) of what tells the failure: a finding, an exception, or the end of the log."""
+    findings = [(end.rank, finding) for end in ends for finding in end.findings[:1]]
+    for rank, finding in findings:
+        if finding.line == failure.reason or (finding.excerpt or finding.line).endswith(failure.excerpt or "\0"):
+            return rank, finding.offset, finding.line
+    if failure.ending is None and findings and not failure.excerpt:
+        return findings[0][0], findings[0][1].offset, findings[0][1].line
+    by_excerpt = (end.rank for end in ends if failure.excerpt and failure.excerpt in end.log_tail)
+    rank = next(by_excerpt, failure.rank if failure.rank is not None and failure.rank < len(ends) else 0)
+    raised = read_exceptions(failure.excerpt)
+    return rank, *_last_line(paths[rank], f"{raised[-1].type}: {raised[-1].message[:60]}" if raised else "")
+
+
+def _last_line(path: Path, text: str) -> tuple[int, str]:
+    """(offset in bytes, line) of the last line that has the text, or is not empty."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        begin = max(0, size - LOG_TAIL_BYTES)
+        file.seek(begin)
+        offset, chosen = begin, (begin, "")
+        for raw in file.read(LOG_TAIL_BYTES).split(b"\n"):
+            line = raw.decode("utf-8", errors="replace").strip()
+            if line and text.strip().rstrip(":") in line:
+                chosen = offset, line[:LINE_CHARACTERS_MAX]
+            offset += len(raw) + 1
+    return chosen
+
+
+def _line_number(path: Path, offset: int) -> int:
+    number = 1
+    with path.open("rb") as file:
+        while offset > 0 and (chunk := file.read(min(CHUNK_BYTES, offset))):
+            number += chunk.count(b"\n")
+            offset -= len(chunk)
+    return number
+
+
+def _next_action(failure: Failure) -> str:
+    restart = failure.kind.restart
+    if restart is None:
+        within = ", or start it again elsewhere if steps were made" if failure.ending is not None else ""
+        return f"end the job{within}"
+    times = f"at most {getattr(Retries(), restart.budget)} times (`retries.{restart.budget}`)"
+    if restart.refutes_plan:
+        return f"go on with a plan that needs less memory, {times}"
+    elsewhere = ", elsewhere if other devices could hold it" if failure.broken or failure.ending else ""
+    return f"start it again{elsewhere}, {times}"
+
+
+def as_answer(diagnosis: Diagnosis) -> Mapping[str, Any]:
+    """The diagnosis as JSON."""
+    return {name: getattr(diagnosis, name) for name in diagnosis.__slots__}

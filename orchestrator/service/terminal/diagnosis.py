@@ -1,0 +1,65 @@
+"""`orc diagnose`: why a training ended, by its logs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from orchestrator.service.server.logins import DEFAULT_HOME
+from orchestrator.service.terminal.options import AsJson, Home, client_of
+from orchestrator.service.terminal.output import tell
+from orchestrator.specs.attempt import FailureKind
+from orchestrator.specs.errors import SpecError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from orchestrator.service.commands.diagnose import Diagnosis
+
+
+def diagnose(
+    logs: Annotated[
+        list[str],
+        typer.Argument(metavar="LOG...", help="Log of each rank, rank 0 first; with --should-be, a job's id."),
+    ],
+    exit_code: Annotated[
+        int | None, typer.Option("--exit-code", min=-64, max=255, help="Exit code, or minus the signal; default: 1.")
+    ] = None,
+    oom_kills: Annotated[
+        int, typer.Option("--oom-kills", min=0, help="How far the kernel's `oom_kill` counter rose meanwhile.")
+    ] = 0,
+    should_be: Annotated[
+        FailureKind | None,
+        typer.Option(
+            "--should-be", metavar="KIND", help="Print the job's last failure as a case of this kind, redacted."
+        ),
+    ] = None,
+    home: Home = DEFAULT_HOME,
+    as_json: AsJson = False,
+) -> None:
+    """Say why a training ended that ran elsewhere: its first cause, and what to do. Needs no service."""
+    from orchestrator.service.commands import diagnose as work
+
+    if should_be is None:
+        diagnosis = work.diagnose([Path(log) for log in logs], exit_code, oom_kills)
+        tell(dict(work.as_answer(diagnosis)), as_json, _table(diagnosis))
+        return
+    if len(logs) != 1 or Path(logs[0]).is_file():
+        raise SpecError("a case is made of one job", path="JOB", got=" ".join(logs), allowed="an id of `orc queue`")
+    print(work.case_of_job(client_of(home), logs[0], should_be), end="")
+
+
+def _table(diagnosis: Diagnosis) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table.grid(padding=(0, 2))
+    place = f"{diagnosis.file}:{diagnosis.line_number}: {diagnosis.line}" if diagnosis.file else ""
+    rows = {"kind": diagnosis.kind or "none", "why": diagnosis.reason, "where": place}
+    rows |= {"orc would": diagnosis.orc_would, "you can": diagnosis.you_can}
+    for name, text in rows.items():
+        if text:
+            table.add_row(Text(name, style="bold"), Text(text))
+    return table

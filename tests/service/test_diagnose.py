@@ -1,0 +1,101 @@
+"""`orc diagnose` names the first cause with its place, refuses what is no log, and tells no secret in a case."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.scheduling.failures.signatures import CALM_LINES, read_log
+from orchestrator.service.commands.diagnose import diagnose, redacted, shortened
+from orchestrator.specs.errors import SpecError
+from tests.scheduling.corpus import REPORTED, names
+
+WATCHDOG = "[rank0]:[E] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=1580)\n"
+OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
+BUG = 'Traceback (most recent call last):\n  File "train.py", line 3, in main\n    x = f()\nRuntimeError: odd\nbye\n'
+
+
+def write(path: Path, text: str | bytes) -> Path:
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return path
+
+
+@pytest.mark.parametrize(
+    ("logs", "exit_code", "oom_kills", "kind", "place"),
+    [
+        ((f"step 1\n{WATCHDOG}", f"step 1\nstep 2\n{OOM}\n"), None, 0, "device_oom", ("1.log", 3)),
+        ((f"step 1\n{WATCHDOG}",), -6, 0, "hung", ("0.log", 2)),
+        (("step 1\r" * 50 + "\n" + BUG,), None, 0, "startup", ("0.log", 5)),
+        (("step 1\nstep 2\n",), 137, 1, "host_oom", ("0.log", 2)),
+        (("step 1\nstep 2\n",), 143, 0, "preempted", ("0.log", 2)),
+        (("step\n" * 300_000 + f"{OOM}\n",), None, 0, "device_oom", ("0.log", 300_001)),
+        (("step 1\n",), 0, 0, None, (None, None)),
+    ],
+)
+def test_names_the_first_cause_with_its_place(
+    tmp_path: Path,
+    logs: tuple[str, ...],
+    exit_code: int | None,
+    oom_kills: int,
+    kind: str | None,
+    place: tuple[Any, Any],
+) -> None:
+    paths = [write(tmp_path / f"{rank}.log", text) for rank, text in enumerate(logs)]
+    diagnosis = diagnose(paths, exit_code, oom_kills)
+    assert diagnosis.kind == kind
+    file = None if diagnosis.file is None else Path(diagnosis.file).name
+    assert (file, diagnosis.line_number) == place
+    assert diagnosis.orc_would
+    assert diagnosis.you_can
+
+
+def test_says_to_mend_the_program_only_where_the_program_is_wrong(tmp_path: Path) -> None:
+    advice = {}
+    for text in ("KeyError: 'labels'", "RuntimeError: odd", WATCHDOG, OOM, "No CUDA GPUs are available"):
+        diagnosis = diagnose([write(tmp_path / "log", text)], None, 0)
+        advice[diagnosis.kind] = diagnosis.you_can
+    assert {kind for kind, words in advice.items() if "mend the program" in words} == {"user_error"}
+    assert len(advice) == len(set(advice.values())) == 5
+
+
+@pytest.mark.parametrize("content", [None, b"\x7fELF\0\0\1", "a folder"])
+def test_what_is_no_log_is_one_error(tmp_path: Path, content: object) -> None:
+    path = tmp_path / "log"
+    if content == "a folder":
+        path.mkdir()
+    elif isinstance(content, bytes):
+        write(path, content)
+    with pytest.raises(SpecError) as error:
+        diagnose([path], None, 0)
+    assert str(path) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "secret",
+    [
+        "hf_AbCdEfGhIjKlMnOpQr", "ghp_0123456789abcdefghij", "AKIAIOSFODNN7EXAMPLE", "Xy7kQ2", "s3cr3tpw", "10.1.2.3",
+        "maria", "gpu17", "n42.cluster", "maria@uni.example.org", "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0",
+        "internal-git",
+    ],
+)  # fmt: skip
+def test_a_case_tells_no_secret_no_host_and_nobody(secret: str) -> None:
+    text = """Logged in with hf_AbCdEfGhIjKlMnOpQr and ghp_0123456789abcdefghij, AKIAIOSFODNN7EXAMPLE
+WANDB_API_KEY=Xy7kQ2 --db-password s3cr3tpw Authorization: Bearer eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0
+  File "/home/maria/train.py", line 1, in <module>   # maria@uni.example.org
+gpu17:3468:3905 [4] NCCL INFO Connect to 10.1.2.3<43417> on n42.cluster from https://internal-git:8443/maria/x
+srun: error: gpu17: task 0: Out Of Memory
+"""
+    assert secret in text
+    assert secret not in redacted(text, ("maria",))
+
+
+@pytest.mark.parametrize("reported", REPORTED, ids=names())
+def test_a_case_is_judged_as_the_log_that_it_shortens(reported: dict[str, Any]) -> None:
+    calm = "\n".join(f"step {number}" for number in range(2 * CALM_LINES))
+    log = f"{OOM}\n{calm}\n{reported['text']}\nlast words"
+    case = redacted("\n".join(shortened(log.splitlines())), ("maria",))
+    causes = [[finding.cause for finding in read_log(text)[:1]] for text in (log, case)]
+    assert causes[0] == causes[1]
+    assert len(case.splitlines()) < CALM_LINES
