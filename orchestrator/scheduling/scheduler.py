@@ -50,7 +50,7 @@ class Scheduler:
             state, followed = _followed(state, index, news)
             state, news = schedule(state, index)
             actions = (*actions, *followed, *news)
-            if not _ended(news):  # otherwise a job was refused, for which others may wait
+            if not _has_left(news):  # otherwise a job was refused, or asks, for which others may wait
                 break
         index.state = state
         return actions
@@ -125,6 +125,11 @@ def _followed(state: State, index: SchedulerIndex, actions: Sequence[Action]) ->
                 ended.append(job)
                 done += (Record(job=job), *archived)
     return state, tuple(done)
+
+
+def _has_left(actions: Sequence[Action]) -> bool:
+    """Whether a job waits for devices no more, though it was not started."""
+    return any(isinstance(action, Record) and bool(action.job.asks or action.job.status.ended) for action in actions)
 
 
 def _ended(actions: Sequence[Action]) -> list[Job]:

@@ -324,13 +324,14 @@ def test_bytes_that_ran_out_alike_under_two_micro_batches_end_a_job_that_has_onl
 def test_a_job_that_only_a_smaller_batch_would_save_holds_nothing_asks_and_goes_on_with_what_is_allowed() -> None:
     night = Night(fixed=40, sample=30)
     micro = {"micro_batch_size": {"flag": "--batch", "default": 16}}
+    other = {"micro_batch_size": {"flag": "--batch", "default": 1}}
     night.submit(unknown(global_batch_size=16, knobs=micro))
+    night.submit(unknown("other", global_batch_size=1, knobs=other))
     night.end()
     job = night.job()
     assert (job.status, job.reason) == (JobStatus.QUEUED, f"asks: {job.asks}")
     assert "`orc retry unknown-1 --global-batch-size 8`" in job.asks
-    night.submit(unknown("other", global_batch_size=1, knobs={"micro_batch_size": {"flag": "--batch", "default": 1}}))
-    assert night.launched[-1].job_id == "other-2", "its device is free"
+    assert night.launched[-1].job_id == "other-2", "who waited has its device"
     night.end()
     night.tell(RetryRequested(job_id="unknown-1", spec=with_allowed(job.spec, None, 8), at_s=night.tick()))
     assert night.end().plan.global_batch_size == 8
