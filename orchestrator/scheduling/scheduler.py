@@ -11,7 +11,7 @@ from orchestrator.scheduling.base.job_updates import archive_if_done
 from orchestrator.scheduling.policies.registry import index_of
 from orchestrator.scheduling.queue.demand import record_demand
 from orchestrator.scheduling.queue.dependencies import on_dependency_ended
-from orchestrator.scheduling.scheduling_pass.dispatch import empty_nodes, schedule
+from orchestrator.scheduling.scheduling_pass.dispatch import empty_nodes, give_up, schedule
 from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
 from orchestrator.scheduling.transitions import apply
 from orchestrator.specs.actions import Action, Record
@@ -44,12 +44,13 @@ class Scheduler:
         index = self._index = _updated(self._index, before, state, event)
         state = index.state = _with_demand(before, state, index, event)
         state, stopped = empty_nodes(state, index)
-        actions, news = (*told, *stopped), told
+        state, given_up = give_up(state, index)
+        actions, news = (*told, *stopped, *given_up), (*told, *given_up)
         while True:
             state, followed = _followed(state, index, news)
             state, news = schedule(state, index)
             actions = (*actions, *followed, *news)
-            if not _ended(news):  # otherwise a job was refused, for which others may wait
+            if not _has_left(news):  # otherwise a job was refused, or asks, for which others may wait
                 break
         index.state = state
         return actions
@@ -124,6 +125,11 @@ def _followed(state: State, index: SchedulerIndex, actions: Sequence[Action]) ->
                 ended.append(job)
                 done += (Record(job=job), *archived)
     return state, tuple(done)
+
+
+def _has_left(actions: Sequence[Action]) -> bool:
+    """Whether a job waits for devices no more, though it was not started."""
+    return any(isinstance(action, Record) and bool(action.job.asks or action.job.status.ended) for action in actions)
 
 
 def _ended(actions: Sequence[Action]) -> list[Job]:

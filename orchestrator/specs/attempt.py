@@ -184,6 +184,7 @@ class Heartbeat:
     pid: int = 0
     backwards: int = 0  # backward passes completed in this attempt
     live_bytes: int = 0  # allocated at `at_s`
+    group_size: int | None = None  # ranks of the largest process group it joined; 0: none, by no library; None: unknown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

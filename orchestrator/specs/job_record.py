@@ -44,6 +44,7 @@ class Job:
     starts_by_s: float | None = None  # from when on it has the speed that it is promised; None: it is promised none
     cancelling: bool = False
     asks: str = ""  # what a person has to allow before it goes on; meanwhile it waits for no devices
+    asks_until_s: float = 0.0  # when it fails without an answer
     cancel_reason: str = ""  # of the service's own; "" where somebody asked
     attempts: tuple[Attempt, ...] = ()
     refuted: frozenset[Plan] = frozenset()  # ran out of memory: never tried again

@@ -17,7 +17,7 @@ PATIENCE_S = 300
 
 def main() -> None:
     """Says who it is, then behaves."""
-    rank = int(os.environ["RANK"])
+    rank = int(os.environ.get("RANK", "0"))
     verb, _, argument = sys.argv[1 + rank].partition(":")
     if verb == "deaf":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -60,10 +60,33 @@ def test_ranks_are_numbered_in_the_order_of_the_placement() -> None:
     assert {(e["MASTER_ADDR"], e["MASTER_PORT"]) for e in envs(launch)} == {("10.0.0.1", "29999")}
 
 
+def on_one_node(spec: JobSpec, *devices: int) -> LaunchRequest:
+    launch = launch_of("j", spec, (NodeDevices(node="n1", devices=devices),))
+    attempt = launch.attempt
+    if spec.model is not None:
+        attempt = replace(attempt, plan=replace(attempt.plan, engine=Engine.TORCH, sequence_length=128))
+    return launch_request(launch.job, attempt, HOME, nodes(), master_port=1, python=PYTHON)
+
+
 def test_a_gang_on_one_node_meets_on_the_loopback_interface() -> None:
-    launch = launch_of("j", script(), (NodeDevices(node="n1", devices=(1,)),))
-    made = launch_request(launch.job, launch.attempt, HOME, nodes(), master_port=1, python=PYTHON)
-    assert envs(made)[0]["MASTER_ADDR"] == "127.0.0.1"
+    assert {env["MASTER_ADDR"] for env in envs(on_one_node(script(), 0, 1))} == {"127.0.0.1"}
+
+
+def test_a_script_on_one_device_gets_the_environment_of_a_plain_command() -> None:
+    (env,) = envs(on_one_node(script(env={"RANK": "7"}), 1))
+    group = {name: value for name, value in env.items() if "RANK" in name or "WORLD" in name or "MASTER" in name}
+    assert group == {"ORC_RANK": "0", "RANK": "7"}, "the job's own word, and the guard's"
+
+
+def test_our_engine_on_one_device_gets_its_process_group() -> None:
+    (env,) = envs(on_one_node(decoder_spec(), 1))
+    assert {name: env.get(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")} == {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1",
+    }
 
 
 def test_real_devices_are_named_in_the_order_of_the_driver() -> None:

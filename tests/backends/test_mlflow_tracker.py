@@ -62,6 +62,7 @@ SPEC = JobSpec(
     command="python train.py",
     env={"API_URL": VARIABLE, "SMALL": "1"},
     secrets=("TRACKER_TEST_TOKEN",),
+    knobs={"micro_batch_size": {"flag": "--batch"}, "gradient_accumulation_steps": {"flag": "--accumulate"}},
 )
 DECODER = {
     "vocab_size": 64,

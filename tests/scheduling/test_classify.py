@@ -37,6 +37,10 @@ def ends(*codes: int | None, logs: tuple[str, ...] = ()) -> tuple[RankEnd, ...]:
     )
 
 
+def met(*group_sizes: int | None) -> tuple[Heartbeat, ...]:
+    return tuple(replace(BEAT, rank=rank, group_size=size) for rank, size in enumerate(group_sizes))
+
+
 ROWS: list[tuple[str, FailureKind | None, Evidence]] = [
     ("past its virtual device", FailureKind.GUARD_ABSENT, Evidence(ranks=ends(0), unwatched=UNSEEN, virtual=True)),
     ("unwatched on a real device", None, Evidence(ranks=ends(0), unwatched=UNSEEN)),
@@ -82,6 +86,17 @@ ROWS: list[tuple[str, FailureKind | None, Evidence]] = [
         Evidence(
             ranks=ends(0), caught=(CAUGHT,), heartbeats=(replace(BEAT, steps_done=90),), missing_artifacts=("m.pt",)
         ),
+    ),
+    ("ranks that never met", FailureKind.USER_ERROR, Evidence(ranks=ends(0, 0), heartbeats=met(0, 0))),
+    ("ranks that never met, and ran out", FailureKind.USER_ERROR, Evidence(ooms=(OOM,), heartbeats=met(0, 0))),
+    ("ranks that met", None, Evidence(ranks=ends(0, 0), heartbeats=met(2, 2))),
+    ("ranks of which one may have met others", None, Evidence(ranks=ends(0, 0), heartbeats=met(0, None))),
+    ("ranks of an older guard", None, Evidence(ranks=ends(0, 0), heartbeats=met(None, None))),
+    ("a rank that trains alone", None, Evidence(ranks=ends(0), heartbeats=met(0))),
+    (
+        "ranks of which one trains",
+        None,
+        Evidence(ranks=ends(0, 0), heartbeats=(met(0)[0], replace(met(0, 0)[1], steps_done=0))),
     ),
     ("launch failed", FailureKind.STARTUP, Evidence(launch_error="no placement")),
     ("guard reports memory", FailureKind.DEVICE_OOM, Evidence(ranks=ends(-9, OOM_EXIT_CODE), ooms=(OOM,))),

@@ -24,7 +24,7 @@ from orchestrator.specs.attempt import (
 )
 from orchestrator.specs.cluster import idle_nodes
 from orchestrator.specs.errors import SpecError
-from orchestrator.specs.events import Event, Finished, NodesSeen, Released, RetryRequested, Submitted
+from orchestrator.specs.events import Event, Finished, NodesSeen, Released, RetryRequested, Submitted, TimerFired
 from orchestrator.specs.fault import Fault, FaultKind
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job, JobStatus
@@ -94,8 +94,9 @@ class Night:
     def truth(self, attempt: Attempt) -> Evidence:
         peak = (self.fixed + self.sample * attempt.plan.micro_batch_size) * MIB
         if peak > 512 * MIB:
+            room = 512 * MIB - attempt.plan.micro_batch_size  # no two batches leave the same bytes
             report = OomReport(
-                rank=0, step=0, phase="backward", requested_bytes=MIB, live_bytes=512 * MIB, capacity_bytes=512 * MIB
+                rank=0, step=0, phase="backward", requested_bytes=MIB, live_bytes=room, capacity_bytes=512 * MIB
             )
             return Evidence(ranks=(RankEnd(rank=0, exit_code=OOM_EXIT_CODE),), ooms=(report,))
         steps = PROBE_STEPS if attempt.probe else 10
@@ -323,18 +324,23 @@ def test_bytes_that_ran_out_alike_under_two_micro_batches_end_a_job_that_has_onl
 def test_a_job_that_only_a_smaller_batch_would_save_holds_nothing_asks_and_goes_on_with_what_is_allowed() -> None:
     night = Night(fixed=40, sample=30)
     micro = {"micro_batch_size": {"flag": "--batch", "default": 16}}
+    other = {"micro_batch_size": {"flag": "--batch", "default": 1}}
     night.submit(unknown(global_batch_size=16, knobs=micro))
+    night.submit(unknown("other", global_batch_size=1, knobs=other))
     night.end()
     job = night.job()
     assert (job.status, job.reason) == (JobStatus.QUEUED, f"asks: {job.asks}")
     assert "`orc retry unknown-1 --global-batch-size 8`" in job.asks
-    night.submit(unknown("other", global_batch_size=1, knobs={"micro_batch_size": {"flag": "--batch", "default": 1}}))
-    assert night.launched[-1].job_id == "other-2", "its device is free"
+    assert night.launched[-1].job_id == "other-2", "who waited has its device"
     night.end()
     night.tell(RetryRequested(job_id="unknown-1", spec=with_allowed(job.spec, None, 8), at_s=night.tick()))
     assert night.end().plan.global_batch_size == 8
     assert "unknown-1" not in night.state.jobs, "it has ended"
-    assert [attempt.plan.global_batch_size for attempt in night.launched] == [16, 1, 8]
+    night.submit(unknown("third", global_batch_size=16, knobs=micro))
+    night.end()
+    night.tell(TimerFired(at_s=night.at_s + 7 * 86_400.0))
+    assert not night.state.jobs, "it has failed without an answer"
+    assert [attempt.plan.global_batch_size for attempt in night.launched] == [16, 1, 8, 16]
 
 
 def test_what_is_allowed_is_less_than_what_was_asked_for_and_something() -> None:

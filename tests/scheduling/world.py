@@ -491,8 +491,4 @@ def whole(state: State, archived: Mapping[str, Job]) -> State:
 
 
 def settled(state: State) -> bool:
-    """Whether every job has ended or asks, and holds nothing."""
-    return all(
-        (job.status.ended or job.asks) and all(attempt.released for attempt in job.attempts)
-        for job in state.jobs.values()
-    )
+    return all(job.status.ended and all(attempt.released for attempt in job.attempts) for job in state.jobs.values())

@@ -23,8 +23,10 @@ parser.add_argument("--accumulate", type=int, default=1)
 parser.add_argument("--steps", type=int, default=50)
 parser.add_argument("--long-at", type=int)
 args = parser.parse_args()
-torch.distributed.init_process_group("gloo")
-model = nn.parallel.DistributedDataParallel(nn.Linear(8, 8))
+model = nn.Linear(8, 8)
+if "RANK" in os.environ:
+    torch.distributed.init_process_group("gloo")
+    model = nn.parallel.DistributedDataParallel(model)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 done = 0
 

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from orchestrator.specs.job.spec import JobSpec
+from orchestrator.specs.job_record import Job
 from orchestrator.specs.run import JobFolder
 from tests.backends.ray_jobs import alive
-from tests.trainers.driver import Drive, cluster, log
+from tests.trainers.driver import Drive, cluster, log, story
 
 RANKS = """
 import os, sys
@@ -112,3 +113,55 @@ def test_ranks_that_a_script_forks_are_capped_and_reported_and_their_loaders_are
     said = log(tmp_path / "home", 1)
     assert [(report.rank, report.step, report.capacity_bytes) for report in evidence.ooms] == [(1, 3, 64 * 2**20)], said
     assert [(beat.rank, beat.steps_done) for beat in evidence.heartbeats] == [(0, 3), (1, 3)]
+
+
+APART = """
+import os, sys
+import torch
+from torch import nn
+{first}
+model = nn.Linear(8, 8)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(int(sys.argv[1])):
+    model(torch.ones(1, 8)).sum().backward()
+    optimizer.step()
+"""
+JOINS = "torch.distributed.init_process_group('gloo')"
+ENDLESS = 10**6  # steps: minutes, where nothing ends it
+
+
+def apart(folder: Path, steps: int, *, first: str = "", gpus: int = 2, **changes: object) -> Job:
+    """The job of a script that trains on each rank, after `first`, without asking for the others."""
+    (folder / "train.py").write_text(APART.format(first=first))
+    (folder / "horovod.py").write_text("")
+    said = {"name": "apart", "command": f"python train.py {steps}", "workdir": str(folder), "probe": "never"}
+    spec = JobSpec.model_validate({**said, "gpus": gpus, "global_batch_size": gpus, **changes})
+    return Drive(folder / "home", cluster("64MiB")).run(spec)
+
+
+@pytest.mark.parametrize("launch", ["ranks", pytest.param("torchrun", marks=pytest.mark.long)])
+def test_ranks_that_train_without_meeting_are_ended_and_the_reason_says_so(launch: str, tmp_path: Path) -> None:
+    job = apart(tmp_path, ENDLESS, launch=launch)
+    assert story(job) == ["user_error"], log(tmp_path / "home", 1)
+    for words in ("2 ranks trained without meeting", "init_process_group", "`gpus: 1`"):
+        assert words in job.reason
+    evidence = job.attempts[0].evidence
+    assert evidence is not None
+    assert max(beat.steps_done for beat in evidence.heartbeats) < ENDLESS
+
+
+@pytest.mark.parametrize("first", [JOINS, "import horovod"])
+def test_ranks_that_met_or_may_have_met_are_left_alone(first: str, tmp_path: Path) -> None:
+    job = apart(tmp_path, 20, first=first)
+    assert story(job) == ["finished"], log(tmp_path / "home", 1)
+    assert "process group" not in job.reason
+
+
+@pytest.mark.parametrize(("gpus", "size"), [(2, 1), (1, 2)])
+def test_a_process_group_of_another_size_than_planned_is_told(gpus: int, size: int, tmp_path: Path) -> None:
+    """Each rank makes a group by itself, the larger of which has a backend that sends nothing."""
+    of_pytorch = "from torch.testing._internal.distributed.fake_pg import FakeStore\n"
+    group = f"torch.distributed.init_process_group('fake', store=FakeStore(), rank=0, world_size={size})"
+    job = apart(tmp_path, 20, first=of_pytorch + group, gpus=gpus)
+    assert story(job) == ["finished"], log(tmp_path / "home", 1)
+    assert f"process group of {size}, where the plan has {gpus}" in job.reason

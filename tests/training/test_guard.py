@@ -160,6 +160,12 @@ def train(folder: Path, *args: str, **settings: Any) -> End:
     return run(folder, script(folder, TRAIN), *args, **{"virtual_capacity_bytes": 100 * MIB, **settings})
 
 
+def test_the_services_number_of_a_rank_wins_over_variables_of_the_job(tmp_path: Path) -> None:
+    ended = train(tmp_path, rank=7, env={"ORC_RANK": "0"})
+    assert ended.has("heartbeat", rank=0)
+    assert not ended.has("heartbeat", rank=7)
+
+
 WHO = "import json, sys; print(json.dumps([__name__, __file__, sys.argv, sys.path[0], sorted(sys.modules)]))\n"
 
 

@@ -22,7 +22,7 @@ from orchestrator.specs.job_record import Job
 from orchestrator.specs.mechanics import Zero
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.replace import replace
-from orchestrator.specs.run import AttemptFolder, GuardSettings, JobFolder, TrainingRun
+from orchestrator.specs.run import GUARDED_RANK, AttemptFolder, GuardSettings, JobFolder, TrainingRun
 
 GUARD = Path(__file__).resolve().parents[2] / "training" / "guard" / "guard.py"
 FLAGS_WITH_A_WORD = ("-X", "-W", "--check-hash-based-pycs")  # of the Python interpreter, when written apart
@@ -104,7 +104,7 @@ def launch_request(
         files = (*files, (str(_config_path(spec, paths)), text))
     if spec.launch == "ranks":
         argv = told.arguments if spec.command is None else guarded(told.arguments, str(paths.guard), python)
-        ranks = _ranks(attempt, nodes, argv, common, master_port)
+        ranks = _ranks(spec, attempt, nodes, argv, common, master_port)
     else:
         ranks = _launchers(spec, attempt, nodes, paths, told.arguments, common, master_port, python)
     return LaunchRequest(
@@ -332,23 +332,29 @@ def _gang(attempt: Attempt, nodes: Mapping[str, LaunchNode], master_port: int) -
 
 
 def _ranks(
+    spec: JobSpec,
     attempt: Attempt,
     nodes: Mapping[str, LaunchNode],
     argv: tuple[str, ...],
     common: Mapping[str, str],
     master_port: int,
 ) -> Iterator[tuple[str, tuple[RankRequest, ...]]]:
-    """Ranks by node, numbered in the placement's order as torchrun would (torch/distributed/run.py)."""
+    """Ranks by node, numbered in the placement's order as torchrun would (torch/distributed/run.py).
+
+    A script on one device gets no variables of a process group: scripts take RANK for the word of a launcher, and
+    turn to distributed training (nanoGPT's train.py).
+    """
     world_size = sum(len(part.devices) for part in attempt.placement)
     gang = {"WORLD_SIZE": str(world_size), **_gang(attempt, nodes, master_port)}
     rank = 0
     for part in attempt.placement:
         node = nodes[part.node]
-        local = {**_device_env(node, part.devices), "LOCAL_WORLD_SIZE": str(len(part.devices))}
+        devices = _device_env(node, part.devices)
         ranks = []
         for local_rank in range(len(part.devices)):
-            numbers = {"RANK": str(rank), "LOCAL_RANK": str(local_rank)}
-            env = {**_defaults(node), **common, **gang, **local, **numbers}
+            numbers = {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(len(part.devices))}
+            group = {} if spec.is_script and world_size == 1 else {**gang, **numbers}
+            env = {**_defaults(node), **common, **group, **devices, GUARDED_RANK: str(rank)}
             ranks.append(RankRequest(rank=rank, argv=argv, env=tuple(sorted(env.items()))))
             rank += 1
         yield part.node, tuple(ranks)

@@ -11,6 +11,7 @@ from pathlib import Path
 from orchestrator.backends.attempts.durable import open_left
 from orchestrator.backends.attempts.evidence import heartbeats
 from orchestrator.backends.attempts.script_output import last_saved_s
+from orchestrator.scheduling.failures.meeting import lone_ranks
 from orchestrator.specs.attempt import PROBE_STEPS, Heartbeat, Pace
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.run import AttemptFolder
@@ -92,6 +93,10 @@ class Progress:
         beats = heartbeats(self._folder, self._world_size)
         trained = len(beats) == self._world_size and all(beat.steps_done >= PROBE_STEPS for beat in beats)
         return trained or time.monotonic() - self._began_s > PROBE_S_MAX
+
+    def has_lone_ranks(self) -> bool:
+        """Whether ranks were training without a process group at the last check for a hang."""
+        return lone_ranks(self._beats) > 0
 
     def hung_for_s(self, devices_idle_s: float, cpu_s: float) -> float | None:
         """Seconds without a training step or a checkpoint, where they are too many; None otherwise.

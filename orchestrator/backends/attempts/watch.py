@@ -48,7 +48,7 @@ TICK_S = 0.25
 DISK_AWAY = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)  # of the home folder: no fault of an attempt
 AWAY_S = 1.0  # between two tries to reach a cluster that is away
 END_TIMEOUT_S = 30.0  # a rank that SIGKILL does not end by then sits in the kernel: its launcher is given up
-PROBE_GRACE_S = 1.0  # nothing of a probe is worth saving
+PROBE_GRACE_S = 1.0  # nothing of a probe is worth saving, nor of ranks that train apart
 
 Answer = TypeVar("Answer")
 
@@ -269,7 +269,8 @@ class AttemptWatch:
                         self._emit(
                             PaceReported(job_id=self._job.id, number=self._attempt.number, pace=pace, at_s=pace.at_s)
                         )
-                if self._attempt.probe and self._stop_grace_s is None and progress.is_probed():
+                is_over = progress.has_lone_ranks() or (self._attempt.probe and progress.is_probed())
+                if self._stop_grace_s is None and is_over:
                     self._stop_grace_s = PROBE_GRACE_S
                 self._end_gang(known, ending)
             except ClusterAway:  # its ranks go on, and nothing is known of them

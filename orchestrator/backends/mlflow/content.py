@@ -16,13 +16,14 @@ from orchestrator.backends.redaction import Hide
 from orchestrator.memory.calibration.correction import corrected, predicted_peak_bytes
 from orchestrator.planning.picture import Picture
 from orchestrator.scheduling.failures.observation import warnings
+from orchestrator.scheduling.failures.out_of_memory import caught_count
 from orchestrator.scheduling.reports.comparison import Comparison
 from orchestrator.scheduling.reports.sweep import SweepReport
 from orchestrator.specs.attempt import Attempt, AttemptStatus, FailureKind
+from orchestrator.specs.job.recorded import recorded_precision, recorded_settings
 from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.observation import Observation
 from orchestrator.specs.profile import UNTIMED
-from orchestrator.specs.settings import settings
 from orchestrator.specs.units import format_bytes, format_seconds
 
 ENDED_FROM_OUTSIDE = (FailureKind.CANCELLED, FailureKind.PREEMPTED, FailureKind.MOVED, FailureKind.PROBED)
@@ -85,7 +86,7 @@ def job_content(job: Job, hide: Hide, compare: str, picture: Picture | None = No
         "family": job.spec.family_name,
         "kind": "script" if job.spec.is_script else "model",
         "global_batch_size": str(job.spec.global_batch_size),
-        "precision": job.spec.precision,
+        **recorded_precision(job.spec),
         "gpus": f"{job.spec.gpus.min}-{job.spec.gpus.max}",
         "priority": str(job.spec.priority),
     }
@@ -131,8 +132,8 @@ def attempt_content(
         tags["warnings"] = hide("; ".join(doubts))[-TEXT_MAX:]
     if attempt.evidence is not None and attempt.evidence.unwatched:
         tags["unwatched"] = hide(attempt.evidence.unwatched[0])
-    if attempt.evidence is not None and attempt.evidence.caught:
-        tags["caught_ooms"] = str(sum(report.count for report in attempt.evidence.caught))
+    if attempt.evidence is not None and (caught := caught_count(attempt.evidence)):
+        tags["caught_ooms"] = str(caught)
     if failure and failure.excerpt:
         tags["excerpt"] = hide(failure.excerpt)[-TEXT_MAX:]
     outcome = "" if seen is None else TypeAdapter(Observation).dump_json(seen).decode()
@@ -146,7 +147,7 @@ def attempt_content(
         end_ms=_ms(attempt.launched_at_s if attempt.ended_at_s is None else attempt.ended_at_s) if ended else None,
         status="KILLED" if killed else "FAILED" if failure else "FINISHED",
         tags=_cut(tags),
-        params=_cut({**settings(attempt.plan), "placement": place}),
+        params=_cut({**recorded_settings(job.spec, attempt.plan), "placement": place}),
         metrics=_attempt_metrics(attempt, seen),
         texts=_texts(attempt, hide) | ({"explanation.txt": hide("\n".join(said))} if said else {}),
     )

@@ -13,6 +13,7 @@ from orchestrator.scheduling.failures.exit_codes import (
     exit_signal,
     signal_name,
 )
+from orchestrator.scheduling.failures.meeting import lone_ranks, lone_ranks_in_words
 from orchestrator.scheduling.failures.out_of_memory import caught_in_words, oom_needed_bytes, refuting
 from orchestrator.scheduling.failures.phases import GUARD_PHASES
 from orchestrator.scheduling.failures.signatures import (
@@ -69,6 +70,9 @@ def _judged(job: Job, attempt: Attempt, evidence: Evidence, capacity_bytes: int 
         return Failure(kind=FailureKind.USER_ERROR, reason=f"could not be started: {evidence.launch_error}")
     if evidence.launch_error is not None:
         return Failure(kind=FailureKind.STARTUP, reason=f"could not be launched: {evidence.launch_error}")
+    lone = lone_ranks(evidence.heartbeats)
+    if lone and not job.cancelling:  # no other plan and no other place would make it right
+        return Failure(kind=FailureKind.USER_ERROR, reason=lone_ranks_in_words(lone))
     swallowed = _swallowed(job, evidence)
     ran_out = bool(evidence.ooms) or swallowed is not None
     if attempt.probe and evidence.stopped and not ran_out and (not job.cancelling or _has_told(evidence)):

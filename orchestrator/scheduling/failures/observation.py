@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from orchestrator.memory.calibration.correction import corrected_allocated_bytes, lasting
+from orchestrator.scheduling.failures.meeting import other_size_in_words
 from orchestrator.scheduling.failures.out_of_memory import caught_in_words, oom_needed_bytes, oom_reports
 from orchestrator.scheduling.failures.phases import OUTSIDE_TRAINING
 from orchestrator.specs.attempt import Attempt, FailureKind, Heartbeat, OomReport
@@ -73,6 +74,8 @@ def warnings(attempt: Attempt) -> tuple[str, ...]:
         said.append(f"unwatched: {evidence.unwatched[0]}; nothing was learned from it")
     if evidence is not None and is_truncated(attempt) and not ran_out(attempt):
         said.append(f"{caught_in_words(evidence)}: what they were in was lost, and its peak is no training's")
+    if other_size := other_size_in_words(attempt):
+        said.append(other_size)
     return tuple(said)
 
 

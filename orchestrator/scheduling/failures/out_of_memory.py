@@ -35,6 +35,12 @@ def _is_refuting(evidence: Evidence, report: OomReport) -> bool:
     return steps_done <= report.steps_done or report.count > LOST_SHARE_MAX * (steps_done + report.count)
 
 
+def caught_count(evidence: Evidence) -> int:
+    """Count of errors that the script caught: all that were raised, but for those that ended a rank."""
+    fatal = {report.rank for report in evidence.ooms}
+    return sum(report.count - (report.rank in fatal) for report in evidence.caught)
+
+
 def losses(evidence: Evidence) -> tuple[int, int] | None:
     """(errors, steps completed) of the rank that caught most; None where none caught any."""
     worst = max(evidence.caught, key=lambda report: report.count, default=None)

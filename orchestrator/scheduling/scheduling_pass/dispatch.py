@@ -35,6 +35,7 @@ from orchestrator.specs.replace import replace
 from orchestrator.specs.settings import changes
 from orchestrator.specs.state import Reservation, State
 
+ASKS_S = 7 * 86_400.0  # over a weekend and a holiday
 NO_PROMISES = Infeasible(why=lambda: "`guarantee` needs the cluster's `policy: {order: adaptive}`")
 
 
@@ -49,6 +50,21 @@ def empty_nodes(state: State, index: SchedulerIndex) -> tuple[State, tuple[Stop,
             state = with_job(state, gone)
             stops.append(stop)
     return state, tuple(stops)
+
+
+def give_up(state: State, index: SchedulerIndex) -> tuple[State, tuple[Action, ...]]:
+    """Fail the jobs that have asked for long enough without an answer."""
+    actions: list[Action] = []
+    for job_id in index.unanswered(state.at_s):
+        job = state.jobs.get(job_id)
+        if job is not None and job.asks and not job.status.ended and job.asks_until_s <= state.at_s:
+            failed = replace(
+                job, status=JobStatus.FAILED, asks="", reason=f"nobody allowed it within a week: {job.asks}"
+            )
+            index.update_job(job, failed)
+            state, archived = archive_if_done(state, failed)
+            actions += (Record(job=failed), *archived)
+    return state, tuple(actions)
 
 
 def schedule(state: State, index: SchedulerIndex) -> tuple[State, tuple[Action, ...]]:
@@ -217,7 +233,7 @@ def _answered(
                 return state, ()
             job = replace(job, reason=wait.reason)
         case Question(text=text):
-            job = replace(job, asks=text, reason=f"asks: {text}")
+            job = replace(job, asks=text, asks_until_s=state.at_s + ASKS_S, reason=f"asks: {text}")
             actions = (Record(job=job),)
         case Infeasible() as never:
             status = JobStatus.FAILED if job.attempts else JobStatus.REFUSED

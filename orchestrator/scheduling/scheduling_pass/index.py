@@ -61,6 +61,7 @@ class SchedulerIndex:
         self.lines: dict[tuple[int, str], WaitQueue] = {}
         self._ends: list[tuple[float, str]] = []  # at which running jobs are expected to end, soonest first
         self._asleep: list[tuple[float, str]] = []
+        self._asking: list[tuple[float, str]] = []  # until when jobs ask
         self._openings: list[tuple[float, str]] = []  # of the hours within which jobs may start
         self._wanted: tuple[object, Sequence[float]] = (None, ())  # of what demand and when, and how much
         self._tree: tuple[object, Callable[[str], Place]] = (None, nobodys)  # of when and what usage, and whose turn
@@ -111,6 +112,8 @@ class SchedulerIndex:
             self.options.forget(job.id)
         if not held_after:
             self._forget_end(job.id)
+        if after is not None and after.asks and (before is None or not before.asks):
+            heappush(self._asking, (after.asks_until_s, after.id))
         waited, waits = before is not None and _waits(before), after is not None and _waits(after)
         if waited and not waits:
             self._leave(job.id)
@@ -240,7 +243,13 @@ class SchedulerIndex:
     def wake_at_s(self, at_s: float) -> float | None:
         """When the next of those who wait for a time need not any more, or the next node closes or opens."""
         times_s = [time_s for time_s, job_id in (*self._asleep, *self._openings) if job_id in self.waiting]
+        times_s += [time_s for time_s, _ in self._asking[:1]]
         return min([time_s for time_s in (*times_s, self._next_change_s) if at_s < time_s < inf], default=None)
+
+    def unanswered(self, at_s: float) -> Iterator[str]:
+        """Ids of jobs that asked until then; each is told once."""
+        while self._asking and self._asking[0][0] <= at_s:
+            yield heappop(self._asking)[1]
 
     def last_elastic(self) -> Iterator[str]:
         """Ids of running jobs that could be moved, the one that is expected to end last first."""

@@ -51,7 +51,7 @@ def night_data(
             (one for one in expected.values() if one["start_s"] is not None), key=lambda one: one["start_s"] or 0.0
         )[:COMING_MAX],
         "spans": sorted(
-            ((job, attempt_view(one)) for job in jobs for one in job.attempts),
+            ((job, attempt_view(job.spec, one)) for job in jobs for one in job.attempts),
             key=lambda span: -span[1]["launched_at_s"],
         )[:200],
         "rows": [_ending(job) for job in sorted(ended, key=ended_at_s, reverse=True)],

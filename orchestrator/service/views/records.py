@@ -19,11 +19,13 @@ from orchestrator.scheduling.reports.explain import explain_attempt, picture_of
 from orchestrator.specs.attempt import Attempt, AttemptStatus, Heartbeat, Placement
 from orchestrator.specs.cluster import DeviceSpec, Node
 from orchestrator.specs.errors import SpecError
+from orchestrator.specs.job.recorded import recorded_settings
+from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.observation import Observation
 from orchestrator.specs.policy import UNSHARED, PolicySpec
 from orchestrator.specs.profile import MemoryEstimate
-from orchestrator.specs.settings import in_short, settings
+from orchestrator.specs.settings import in_short
 from orchestrator.specs.state import State
 
 
@@ -199,7 +201,7 @@ def job_view(job: Job, beats: Sequence[Heartbeat] = (), policy: PolicySpec = UNS
         gpus=_span(job.spec.gpus.min, job.spec.gpus.max),
         is_script=job.spec.is_script,
         promise=promise_view(job),
-        attempts=[attempt_view(attempt) for attempt in job.attempts],
+        attempts=[attempt_view(job.spec, attempt) for attempt in job.attempts],
         progress=_progress(job, beats) if beats else None,
         removed=[],
     )
@@ -213,7 +215,7 @@ def promise_view(job: Job) -> PromiseView | None:
     return PromiseView(gpus=job.spec.guaranteed_gpus, starts_by_s=job.starts_by_s, refused=refused)
 
 
-def attempt_view(attempt: Attempt) -> AttemptView:
+def attempt_view(spec: JobSpec, attempt: Attempt) -> AttemptView:
     """The attempt with predictions and measurements."""
     evidence, failure = attempt.evidence, attempt.failure
     return AttemptView(
@@ -221,7 +223,7 @@ def attempt_view(attempt: Attempt) -> AttemptView:
         status=attempt.status.value,
         outcome=_outcome(attempt),
         plan=in_short(attempt.plan),
-        settings=settings(attempt.plan),
+        settings=recorded_settings(spec, attempt.plan),
         placement=_placement(attempt.placement),
         device=attempt.device,
         change=[str(change) for change in attempt.change],

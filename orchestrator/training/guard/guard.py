@@ -46,13 +46,14 @@ def main(argv: list[str]) -> None:
     if not getattr(sys.flags, "safe_path", False):  # since Python 3.11; before the first import from this folder
         sys.path[0] = os.getcwd() if target[0] == "-m" else os.path.dirname(os.path.realpath(target[0]))
     _bring_package()
-    from orchestrator.specs.run import AttemptFolder, GuardSettings
+    from orchestrator.specs.run import GUARDED_RANK, AttemptFolder, GuardSettings
     from orchestrator.training.guard.failure_reporter import FailureReporter
     from orchestrator.training.guard.monitor import Monitor
 
     settings = GuardSettings(**json.loads(Path(argv[0]).read_text()))
     _show(argv[0])
-    rank, inherited = int(os.environ.get("RANK", "0")), _withdraw_inherited()
+    rank = int(os.environ.get(GUARDED_RANK) or os.environ.get("RANK", "0"))
+    inherited = _withdraw_inherited()
     reporter = inherited or FailureReporter(Monitor(settings, rank), AttemptFolder(settings.attempt_folder))
     monitor = reporter.monitor
     if inherited:

@@ -24,6 +24,11 @@ from orchestrator.training.guard.pass_progress import PassProgress
 if TYPE_CHECKING:
     from orchestrator.training.guard.virtual_device import VirtualDevice
 
+# Libraries by which ranks can meet without a process group of torch.distributed.
+OTHER_GROUPS = (
+    *("bagua", "byteps", "cupy", "grpc", "hivemind", "horovod", "jax", "mpi4py", "ray", "tensorflow", "torch_xla"),
+    *("torchft", "zmq"),
+)
 RECENT_STEPS = 50  # the step time is the median of this many intervals
 
 
@@ -53,7 +58,7 @@ class Monitor:
         self._durations: deque[float] = deque(maxlen=RECENT_STEPS)
         self._last_step_s: float | None = None
         self._next_beat_s = 0.0
-        self._torch_version = ""
+        self._torch_version, self._group_size = "", 0
         self._allocator_room_bytes: int | None = None
         self._peak_bytes = self._reserved_bytes = 0  # on CUDA, before the peaks of its allocator were reset
 
@@ -147,6 +152,7 @@ class Monitor:
             pid=os.getpid(),
             backwards=self._backwards,
             live_bytes=self.live_bytes(),
+            group_size=self._ranks_met(),
         )
         self._end_if_stale()
         path = self._folder.heartbeat(beat.rank)
@@ -154,6 +160,22 @@ class Monitor:
             with contextlib.suppress(OSError):  # a full disk must not end the training
                 write_json(path, beat)
         self._next_beat_s = time.monotonic() + self._interval_s
+
+    def _ranks_met(self) -> int | None:
+        """Ranks of the largest process group that this process joined so far.
+
+        0 where it can have met no other rank; None where a library other than torch.distributed may join them.
+        """
+        distributed = sys.modules.get("torch.distributed")
+        if distributed is None or not distributed.is_available():
+            return None
+        if distributed.is_initialized():
+            self._group_size = max(self._group_size, int(distributed.get_world_size()))
+        if self._group_size:
+            return self._group_size
+        rpc = sys.modules.get("torch.distributed.rpc.api")
+        has_agent = rpc is not None and rpc._is_current_rpc_agent_set()  # init_rpc makes no process group
+        return None if has_agent or any(name in sys.modules for name in OTHER_GROUPS) else 0
 
     def peak_bytes(self) -> int:
         """Peak bytes of live tensors so far on this rank's device; 0 before first use.
@@ -215,6 +237,7 @@ class Monitor:
         """Reset the counters: a forked child is a rank once it trains, and counts from there."""
         self._rank, self.is_rank, self._next_beat_s = None, False, 0.0
         self.step, self.steps_done, self._backwards, self._last_step_s = 0, 0, 0, None
+        self._group_size = 0
         self._durations.clear()
 
     def _enter(self, phase: str) -> None:
@@ -263,6 +286,7 @@ class Monitor:
         self.step = step
         self.steps_done += 1
         self._passes.complete_step()
+        self._ranks_met()
         if self.steps_done == 1 or self.beat_after_next_step or now_s >= self._next_beat_s:
             self.beat_after_next_step = False
             self.beat()

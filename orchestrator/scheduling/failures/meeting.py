@@ -1,0 +1,39 @@
+"""Did the ranks of an attempt meet in the process group that its plan has?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from orchestrator.specs.attempt import Attempt, Heartbeat
+
+ALONE_STEPS = 2  # of a rank: a script may warm up by a step before it joins the others
+
+
+def lone_ranks(beats: Sequence[Heartbeat]) -> int:
+    """Count of ranks that trained and can have met no other; 0 where fewer than two did, or any may have met others.
+
+    A rank may have met others where it joined a process group, or imported a library that makes one of its own.
+    """
+    trained = sum(beat.steps_done >= ALONE_STEPS for beat in beats)
+    return trained if trained > 1 and all(beat.group_size == 0 for beat in beats) else 0
+
+
+def lone_ranks_in_words(count: int) -> str:
+    """Return why an attempt of so many lone ranks has failed, and what to write instead."""
+    return (
+        f"{count} ranks trained without meeting: the script called no init_process_group before its steps, so that its "
+        f"global batch is {count} times too large; say `gpus: 1`, or name by `launch` the launcher that joins its ranks"
+    )
+
+
+def other_size_in_words(attempt: Attempt) -> str:
+    """Return that a process group has another size than planned; "" where none is known to have."""
+    beats = () if attempt.evidence is None else attempt.evidence.heartbeats
+    sizes = {beat.group_size for beat in beats if beat.group_size} - {attempt.plan.world_size}
+    if not sizes:
+        return ""
+    joined = " and ".join(str(size) for size in sorted(sizes))
+    return (
+        f"its ranks joined a process group of {joined}, where the plan has {attempt.plan.world_size}: "
+        "its global batch is not the plan's"
+    )

@@ -1,0 +1,37 @@
+"""Which settings of a plan may stand in a record?"""
+
+from __future__ import annotations
+
+from orchestrator.specs.choices import Precision
+from orchestrator.specs.job.pins import KNOB_OF
+from orchestrator.specs.job.spec import JobSpec
+from orchestrator.specs.plan import Plan
+from orchestrator.specs.settings import SETTINGS, Setting, settings
+
+
+def recorded_settings(spec: JobSpec, plan: Plan) -> dict[str, str]:
+    """The plan's settings as `setting: value` text; of a script only those that the job file says or a knob sets.
+
+    Any other setting of a script keeps the script's own value, which nobody knows: the plan's is a mere default.
+    """
+    if not spec.is_script:
+        return settings(plan)
+    unknown = {setting.name for setting in SETTINGS if not _is_known(spec, plan, setting)}
+    return {name: value for name, value in settings(plan).items() if name not in unknown}
+
+
+def recorded_precision(spec: JobSpec) -> dict[str, str]:
+    """The job's precision under its name; empty where a script's is the default that no knob sets."""
+    is_known = not spec.is_script or _sets(spec, "precision") or spec.precision is not Precision.FP32
+    return {"precision": spec.precision} if is_known else {}
+
+
+def _is_known(spec: JobSpec, plan: Plan, setting: Setting) -> bool:
+    """Whether a script's setting is set by a knob, pinned by `plan:`, or another one than what plans start from."""
+    is_planned = setting.name != "micro_batch_size" and getattr(plan, setting.name) != setting.usual
+    return is_planned or _sets(spec, setting.name)
+
+
+def _sets(spec: JobSpec, name: str) -> bool:
+    knob = KNOB_OF.get("offload" if name == "offload_target" else name)
+    return name in dict(spec.plan) or (knob is not None and getattr(spec.knobs, knob) is not None)

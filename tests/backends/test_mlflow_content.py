@@ -1,0 +1,78 @@
+"""A record holds what the job file or a knob says, and what was measured: no default of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+
+from orchestrator.backends.mlflow.content import attempt_content, job_content
+from orchestrator.specs.attempt import Evidence, OomReport
+from orchestrator.specs.choices import Engine, Offload, Precision, ZeroStage
+from orchestrator.specs.job.spec import JobSpec
+from orchestrator.specs.plan import Plan
+from tests.scheduling.factories import attempt, decoder_spec, job, script_spec
+
+PLAN = Plan(engine=Engine.SCRIPT, micro_batch_size=32)
+OF_THE_LAUNCH = {"engine", "gpus", "dp", "tp", "pp", "global_batch_size", "placement"}
+REPORT = OomReport(
+    rank=0, step=3, phase="forward", requested_bytes=8, live_bytes=250, capacity_bytes=256, steps_done=3, count=1
+)
+
+
+def params(spec: JobSpec, plan: Plan = PLAN) -> tuple[Mapping[str, str], Mapping[str, str]]:
+    """The params of the job's run, and of an attempt's."""
+    of_job, of_plan = job(spec), replace(attempt(), plan=plan)
+    return job_content(of_job, str, "").params, attempt_content(of_job, of_plan, str).params
+
+
+def test_a_script_that_says_nothing_is_recorded_without_defaults() -> None:
+    of_job, of_attempt = params(script_spec())
+    assert set(of_attempt) == OF_THE_LAUNCH
+    assert "precision" not in of_job
+
+
+@pytest.mark.parametrize(
+    ("changes", "plan", "recorded"),
+    [
+        ({"knobs": {"micro_batch_size": {"flag": "-b"}}}, {}, {"micro_batch_size": "32"}),
+        ({"knobs": {"precision": {"flag": "--dtype"}}}, {}, {"precision": "fp32"}),
+        ({"precision": "bf16"}, {"precision": Precision.BF16}, {"precision": "bf16"}),
+        ({"plan": {"zero_stage": 0}}, {}, {"zero_stage": "0"}),
+        (
+            {"knobs": {"deepspeed_config": {"flag": "--ds"}}},
+            {"zero_stage": ZeroStage.OPTIMIZER, "offload": Offload.OPTIMIZER},
+            {"zero_stage": "1", "offload": "optimizer", "offload_target": "cpu"},
+        ),
+    ],
+)
+def test_what_the_job_file_or_a_knob_says_of_a_script_is_recorded(
+    changes: dict[str, object], plan: dict[str, object], recorded: dict[str, str]
+) -> None:
+    spec = JobSpec.model_validate({"name": "script", "global_batch_size": 32, "command": "python train.py", **changes})
+    of_job, of_attempt = params(spec, replace(PLAN, **plan))  # type: ignore[arg-type]
+    assert {name: value for name, value in of_attempt.items() if name not in OF_THE_LAUNCH} == recorded
+    assert of_job.get("precision") == recorded.get("precision")
+
+
+def test_every_setting_of_our_engines_is_recorded() -> None:
+    of_job, of_attempt = params(decoder_spec(), replace(PLAN, engine=Engine.TORCH, micro_batch_size=8))
+    assert {"optimizer", "precision", "micro_batch_size", "activation_checkpointing", "offload"} <= set(of_attempt)
+    assert of_job["precision"] == "fp32"
+
+
+@pytest.mark.parametrize(
+    ("raised", "fatal", "recorded"),
+    [((1,), (0,), None), ((4,), (0,), "3"), ((2,), (), "2"), ((1, 1), (1,), "1"), ((), (), None)],
+)
+def test_an_error_that_ended_a_rank_does_not_count_as_caught(
+    raised: tuple[int, ...], fatal: tuple[int, ...], recorded: str | None
+) -> None:
+    """`raised` errors by rank, of which the last ended each `fatal` rank."""
+    evidence = Evidence(
+        caught=tuple(replace(REPORT, rank=rank, count=count) for rank, count in enumerate(raised)),
+        ooms=tuple(replace(REPORT, rank=rank) for rank in fatal),
+    )
+    content = attempt_content(job(script_spec()), replace(attempt(), plan=PLAN, evidence=evidence), str)
+    assert content.tags.get("caught_ooms") == recorded
