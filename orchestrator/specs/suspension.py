@@ -27,7 +27,7 @@ class Suspension:
     until_s: float
     count: int  # of its suspensions in a row: each is twice as long as the one before
     reason: str
-    jobs: tuple[str, ...] = ()  # Job.key of those whose ends accuse it; (): the hardware itself does
+    jobs: tuple[str, ...]  # Job.key of those whose ends accuse it
 
     @property
     def place(self) -> str:
