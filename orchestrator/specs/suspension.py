@@ -12,6 +12,7 @@ class UnexplainedEnd:
     """An attempt that ended for no known reason, as later ends are compared with it."""
 
     job: str  # Job.key
+    family: str  # of the job: jobs of one family have their mistakes in common
     ending: Ending
     placement: Placement
     at_s: float

@@ -51,7 +51,7 @@ def with_verdict(before: Attempt, *earlier: Attempt) -> Attempt:
 
 def elsewhere(key: str, ending: Ending, place: tuple[str, int]) -> UnexplainedEnd:
     return UnexplainedEnd(
-        job=key, ending=ending, placement=(NodeDevices(node=place[0], devices=(place[1],)),), at_s=900.0
+        job=key, family=key, ending=ending, placement=(NodeDevices(node=place[0], devices=(place[1],)),), at_s=900.0
     )
 
 
@@ -121,7 +121,7 @@ def state_after(*steps: tuple[Job, Attempt, Failure | None]) -> State:
 
 
 def named(key: str) -> Job:
-    return replace(job(), id=key)
+    return replace(job(script_spec(name=key)), id=key)
 
 
 def test_a_device_is_suspended_by_two_jobs_and_trusted_after_a_success() -> None:
@@ -164,3 +164,15 @@ def test_a_log_that_names_broken_hardware_accuses_and_suspends_nothing_alone_nor
     for key in "xy":
         alone = with_places(alone, named(key), both, failure)
     assert not alone.suspensions
+
+
+def test_a_sweep_whose_trials_all_end_alike_suspends_nothing_and_no_crowd_suspends_more_than_half() -> None:
+    failure = Failure(kind=FailureKind.NODE_LOST, reason="ECC", broken=Extent.DEVICE)
+    state = State(nodes=NODES, at_s=1000.0)
+    everywhere = [ended(STRANGE, place=place) for place in (("a", 0), ("a", 1), ("b", 0), ("b", 1))]
+    for number, last in enumerate((*everywhere, *everywhere)):
+        state = with_places(state, replace(named("trial"), id=f"trial-{number}"), last, failure)
+    assert not state.suspensions
+    for number, last in enumerate((*everywhere, *everywhere)):
+        state = with_places(state, named(f"job{number}"), last, failure)
+    assert len(suspensions(state)) == 2

@@ -42,11 +42,12 @@ def with_places(state: State, job: Job, attempt: Attempt, failure: Failure | Non
         if is_alike_elsewhere(job, attempt, ending) or failure.kind is FailureKind.USER_ERROR:
             ends, suspensions = _withdraw(ends, suspensions, job)
         elif not ending.is_own and not (attempt.evidence and attempt.evidence.virtual):
-            places, accusers = suspects(attempt, others_of(ends, job, at_s), state.nodes)
+            places, accusers = suspects(job, attempt, others_of(ends, job, at_s), state.nodes)
             if places and accuses(ending):
                 reason = f"{job.id} and others ended there: {failure.reason}"[:REASON_CHARACTERS_MAX]
                 suspensions = _suspend(state, places, reason, at_s, (job.key, *accusers))
-            new = UnexplainedEnd(job=job.key, ending=ending, placement=attempt.placement, at_s=at_s)
+            family = job.spec.family_name
+            new = UnexplainedEnd(job=job.key, family=family, ending=ending, placement=attempt.placement, at_s=at_s)
             ends = (*ends, new)[-ENDS_MAX:]
     if ends == state.ends and suspensions == state.suspensions:
         return state
@@ -54,14 +55,15 @@ def with_places(state: State, job: Job, attempt: Attempt, failure: Failure | Non
 
 
 def suspects(
-    attempt: Attempt, others: Sequence[UnexplainedEnd], nodes: Sequence[Node]
+    job: Job, attempt: Attempt, others: Sequence[UnexplainedEnd], nodes: Sequence[Node]
 ) -> tuple[tuple[Device | str, ...], tuple[str, ...]]:
     """Return the devices, or else the nodes, of an attempt on which others ended unexplained soon after their start.
 
-    With them the keys of those jobs. Empty where nothing would be left without these places.
+    With them the keys of those jobs. Jobs of the same family do not count: a sweep whose trials all end alike says
+    nothing of devices. Empty where nothing would be left without these places.
     """
     at_s, devices = attempt.ended_at_s or 0.0, devices_of(attempt.placement)
-    others = [end for end in others if accuses(end.ending)]
+    others = [end for end in others if end.family != job.spec.family_name and accuses(end.ending)]
     places: set[Device | str] = {device for end in others for device in devices & devices_of(end.placement)}
     if not places:
         others = [end for end in others if at_s - end.at_s <= RECENT_S]
@@ -111,9 +113,13 @@ def _withdraw(
 def _suspend(
     state: State, places: Sequence[Device | str], reason: str, at_s: float, jobs: tuple[str, ...]
 ) -> tuple[Suspension, ...]:
-    """The suspensions with these places, each for twice as long as the last time; none where no place would be left."""
-    closed = {key_of(entry) for entry in state.suspensions if entry.until_s > at_s}
-    if not _left(state.nodes, {*places, *closed}):
+    """The suspensions with these places, each for twice as long as the last time.
+
+    None where more than half of the live devices would be suspended: whatever jobs say, others go on.
+    """
+    closed = {*places, *(key_of(entry) for entry in state.suspensions if entry.until_s > at_s)}
+    live = [(node.name, index) for node in state.nodes for index in range(len(node.free_bytes))]
+    if sum(device in closed or device[0] in closed for device in live) > len(live) // 2:
         return state.suspensions
     entries = {key_of(entry): entry for entry in state.suspensions}
     for place in places:
