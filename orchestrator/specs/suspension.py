@@ -12,6 +12,7 @@ class UnexplainedEnd:
     """An attempt that ended for no known reason, as later ends are compared with it."""
 
     job: str  # Job.key
+    family: str  # of the job: jobs of one family have their mistakes in common
     ending: Ending
     placement: Placement
     at_s: float
@@ -27,7 +28,7 @@ class Suspension:
     until_s: float
     count: int  # of its suspensions in a row: each is twice as long as the one before
     reason: str
-    jobs: tuple[str, ...] = ()  # Job.key of those whose ends accuse it; (): the hardware itself does
+    jobs: tuple[str, ...]  # Job.key of those whose ends accuse it
 
     @property
     def place(self) -> str:

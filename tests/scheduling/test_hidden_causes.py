@@ -140,7 +140,7 @@ def play_night(seed: int, tally: Tally) -> None:
         (
             draw.uniform(0.0, HOUR_S),
             JobSpec(
-                name="job",
+                name=f"job{number}",
                 command="python train.py",
                 global_batch_size=8,
                 profile={"parameters": 8_000_000, "layers": 4, "activations_per_sample": "40MiB"},
@@ -151,7 +151,7 @@ def play_night(seed: int, tally: Tally) -> None:
             ),
             None,
         )
-        for count in steps
+        for number, count in enumerate(steps)
     )
     scenario = Scenario(
         cluster=cluster(("n", NODES, DEVICES, device("large", "80GiB", "cuda"))),

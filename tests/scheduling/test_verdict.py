@@ -51,7 +51,7 @@ def with_verdict(before: Attempt, *earlier: Attempt) -> Attempt:
 
 def elsewhere(key: str, ending: Ending, place: tuple[str, int]) -> UnexplainedEnd:
     return UnexplainedEnd(
-        job=key, ending=ending, placement=(NodeDevices(node=place[0], devices=(place[1],)),), at_s=900.0
+        job=key, family=key, ending=ending, placement=(NodeDevices(node=place[0], devices=(place[1],)),), at_s=900.0
     )
 
 
@@ -121,7 +121,7 @@ def state_after(*steps: tuple[Job, Attempt, Failure | None]) -> State:
 
 
 def named(key: str) -> Job:
-    return replace(job(), id=key)
+    return replace(job(script_spec(name=key)), id=key)
 
 
 def test_a_device_is_suspended_by_two_jobs_and_trusted_after_a_success() -> None:
@@ -149,10 +149,30 @@ def test_a_job_that_ends_alike_elsewhere_takes_back_what_it_accused() -> None:
     assert not suspensions(cleared)
 
 
-def test_hardware_that_fails_is_suspended_at_once_but_never_the_last_place() -> None:
+def test_a_log_that_names_broken_hardware_accuses_and_suspends_nothing_alone_nor_ever_the_last_place() -> None:
     failure = Failure(kind=FailureKind.NODE_LOST, reason="ECC", rank=0, broken=Extent.DEVICE)
     last = ended(STRANGE)
-    assert [entry.place for entry in suspensions(state_after((named("x"), last, failure)))] == ["device 0 of a"]
-    alone = replace(State(nodes=NODES[:1]), at_s=1000.0)
+    first, second = (named("x"), last, failure), (named("y"), last, failure)
+    assert not suspensions(state_after(first)), "any script can print it"
+    assert not suspensions(state_after(first, first)), "however often"
+    assert [entry.place for entry in suspensions(state_after(first, second))] == ["device 0 of a"]
+    virtual = replace(last, evidence=Evidence(virtual=True))
+    assert not suspensions(state_after((named("x"), virtual, failure), (named("y"), virtual, failure)))
+    assert avoided(replace(job(), attempts=(replace(last, failure=failure),)), NODES, 1000.0)
+    alone = State(nodes=NODES[:1], at_s=1000.0)
     both = replace(last, placement=(NodeDevices(node="a", devices=(0, 1)),))
-    assert not with_places(alone, named("x"), both, replace(failure, rank=None)).suspensions
+    for key in "xy":
+        alone = with_places(alone, named(key), both, failure)
+    assert not alone.suspensions
+
+
+def test_a_sweep_whose_trials_all_end_alike_suspends_nothing_and_no_crowd_suspends_more_than_half() -> None:
+    failure = Failure(kind=FailureKind.NODE_LOST, reason="ECC", broken=Extent.DEVICE)
+    state = State(nodes=NODES, at_s=1000.0)
+    everywhere = [ended(STRANGE, place=place) for place in (("a", 0), ("a", 1), ("b", 0), ("b", 1))]
+    for number, last in enumerate((*everywhere, *everywhere)):
+        state = with_places(state, replace(named("trial"), id=f"trial-{number}"), last, failure)
+    assert not state.suspensions
+    for number, last in enumerate((*everywhere, *everywhere)):
+        state = with_places(state, named(f"job{number}"), last, failure)
+    assert len(suspensions(state)) == 2

@@ -101,13 +101,15 @@ def test_the_user_of_a_job_is_who_sent_it(world: World) -> None:
     assert len(world.controller.state.jobs) == 1
 
 
-def test_a_member_cancels_jobs_of_its_own_team_only(world: World) -> None:
+def test_a_member_cancels_and_retries_jobs_of_its_own_team_only(world: World) -> None:
     clients = {name: world.by(Role.MEMBER, name) for name in ("ada", "bob", "cyd", "dan", "eli")}
     ids = {name: client.post("/jobs", json={"spec": _spec()}).json()["id"] for name, client in clients.items()}
 
     def cancels(name: str, owner: str) -> int:
         return int(clients[name].post("/jobs/cancel", json={"jobs": [ids[owner]]}).status_code)
 
+    retried = clients["cyd"].post(f"/jobs/{ids['ada']}/retry", json={"allow": "numeric"})
+    assert retried.status_code == 403
     assert [cancels("cyd", "ada"), cancels("ada", "cyd"), cancels("bob", "ada")] == [403, 403, 200]
     assert world.by(Role.OPERATOR, "ops").post("/jobs/cancel", json={"jobs": [ids["cyd"]]}).status_code == 200
 

@@ -121,6 +121,7 @@ ROUTES = [
     ("GET", "/jobs/lm-1/explanation"),
     ("GET", "/jobs/lm-1/comparison"),
     ("POST", "/jobs/cancel"),
+    ("POST", "/jobs/lm-1/retry"),
     ("GET", "/jobs/lm-1/attempts/1/logs"),
     ("GET", "/jobs/lm-1/attempts/1/logs/follow"),
     ("GET", "/jobs/lm-1/output"),
@@ -446,6 +447,21 @@ def test_an_ended_job_cannot_be_cancelled(world: World) -> None:
     job_id = world.submit()
     world.turn_until("succeeded")
     assert world.client.post("/jobs/cancel", json={"jobs": [job_id]}).status_code == 409
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [({"allow": "numeric"}, 409), ({}, 422), ({"allow": "anything"}, 422), ({"global_batch_size": 10**6}, 422)],
+    ids=["a job that asks nothing", "nothing allowed", "no such class", "a larger batch"],
+)
+def test_a_retry_that_cannot_be_is_one_error_and_changes_nothing(
+    body: dict[str, object], status: int, world: World
+) -> None:
+    job_id = world.submit()
+    before = world.controller.state
+    answer = world.client.post(f"/jobs/{job_id}/retry", json=body)
+    assert (answer.status_code, world.controller.state) == (status, before)
+    assert answer.json()["error"]
 
 
 def test_busy_devices_count_as_free_for_planning_because_a_job_may_wait_for_them(world: World) -> None:

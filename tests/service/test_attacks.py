@@ -158,18 +158,34 @@ def test_a_malformed_manifest_makes_a_checkpoint_a_damaged_one_and_nothing_worse
     assert refused > 0.8 * count
 
 
+STATUS_CODES = (200, 400, 404, 409, 413, 422)
+
+
 @pytest.mark.parametrize("count", COUNTS)
 def test_nothing_is_stored_of_a_malformed_request(count: int, tmp_path: Path) -> None:
     world = World(tmp_path)
     whole = json.dumps({"jobs": [{"spec": _spec()}]}, indent=1)
-    paths = ("/jobs/batch", "/jobs", "/jobs/cancel", "/observations", "/tokens", "/nodes/virtual/drain")
+    paths = (
+        "/jobs/batch",
+        "/jobs",
+        "/jobs/cancel",
+        "/observations",
+        "/tokens",
+        "/nodes/virtual/drain",
+        "/jobs/a-1/retry",
+    )
     events, refused = len(list(world.journal.events())), 0
     for number in range(count):
         draw = random.Random(number)
         path = draw.choice(paths)
         body = mutated(draw, whole).encode(errors="surrogatepass")
         answer = world.client.post(path, content=body, headers={"Content-Type": "application/json"})
-        assert answer.status_code in (200, 400, 409, 413, 422), (number, path, answer.status_code, answer.text[:500])
+        assert answer.status_code in (200, 400, 404, 409, 413, 422), (
+            number,
+            path,
+            answer.status_code,
+            answer.text[:500],
+        )
         now = len(list(world.journal.events())) if answer.status_code == 200 or number % 50 == 0 else events
         if answer.status_code == 200:
             events = now

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Container, Sequence
 
-from orchestrator.specs.attempt import Attempt, Ending, Extent, Failure, FailureKind, Placement
+from orchestrator.specs.attempt import Attempt, Ending, Failure, FailureKind, Placement
 from orchestrator.specs.cluster import Node
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.replace import replace
@@ -18,6 +18,7 @@ ENDS_MAX = 256  # remembered at a time
 SUSPENDED_FIRST_S, SUSPENDED_MAX_S = 1800.0, 43_200.0
 TRUSTED_S = 1800.0  # who ran for so long had no trouble with the place
 JOBS_MIN = 2  # whose ends suspend a place
+REASON_CHARACTERS_MAX = 200
 
 Device = tuple[str, int]  # node, index
 
@@ -34,19 +35,19 @@ def with_places(state: State, job: Job, attempt: Attempt, failure: Failure | Non
     suspensions = state.suspensions
     if failure is None or at_s - attempt.launched_at_s >= TRUSTED_S:
         ends = tuple(end for end in ends if not devices & devices_of(end.placement))
+    ending = accusation_of(failure)
     if failure is None:
         suspensions = tuple(entry for entry in suspensions if key_of(entry) not in devices | nodes)
-    elif failure.broken is not None:
-        suspensions = _suspend(state, _broken(attempt.placement, failure), failure.reason, at_s)
-    elif failure.ending is not None and failure.verdict is not None:
-        if is_alike_elsewhere(job, attempt, failure.ending) or failure.kind is FailureKind.USER_ERROR:
+    elif ending is not None:
+        if is_alike_elsewhere(job, attempt, ending) or failure.kind is FailureKind.USER_ERROR:
             ends, suspensions = _withdraw(ends, suspensions, job)
-        elif not failure.ending.is_own:
-            if failure.verdict.row == 1:
-                places, accusers = suspects(attempt, others_of(ends, job, at_s), state.nodes)
-                reason = f"{job.id} and others ended there for no known reason"
+        elif not ending.is_own and not (attempt.evidence and attempt.evidence.virtual):
+            places, accusers = suspects(job, attempt, others_of(ends, job, at_s), state.nodes)
+            if places and accuses(ending):
+                reason = f"{job.id} and others ended there: {failure.reason}"[:REASON_CHARACTERS_MAX]
                 suspensions = _suspend(state, places, reason, at_s, (job.key, *accusers))
-            new = UnexplainedEnd(job=job.key, ending=failure.ending, placement=attempt.placement, at_s=at_s)
+            family = job.spec.family_name
+            new = UnexplainedEnd(job=job.key, family=family, ending=ending, placement=attempt.placement, at_s=at_s)
             ends = (*ends, new)[-ENDS_MAX:]
     if ends == state.ends and suspensions == state.suspensions:
         return state
@@ -54,14 +55,15 @@ def with_places(state: State, job: Job, attempt: Attempt, failure: Failure | Non
 
 
 def suspects(
-    attempt: Attempt, others: Sequence[UnexplainedEnd], nodes: Sequence[Node]
+    job: Job, attempt: Attempt, others: Sequence[UnexplainedEnd], nodes: Sequence[Node]
 ) -> tuple[tuple[Device | str, ...], tuple[str, ...]]:
     """Return the devices, or else the nodes, of an attempt on which others ended unexplained soon after their start.
 
-    With them the keys of those jobs. Empty where nothing would be left without these places.
+    With them the keys of those jobs. Jobs of the same family do not count: a sweep whose trials all end alike says
+    nothing of devices. Empty where nothing would be left without these places.
     """
     at_s, devices = attempt.ended_at_s or 0.0, devices_of(attempt.placement)
-    others = [end for end in others if accuses(end.ending)]
+    others = [end for end in others if end.family != job.spec.family_name and accuses(end.ending)]
     places: set[Device | str] = {device for end in others for device in devices & devices_of(end.placement)}
     if not places:
         others = [end for end in others if at_s - end.at_s <= RECENT_S]
@@ -72,6 +74,17 @@ def suspects(
     return tuple(sorted(places, key=str)), tuple(sorted(accusers))
 
 
+def accusation_of(failure: Failure | None) -> Ending | None:
+    """Return the ending by which a failure may accuse its place; None where something else explains it.
+
+    A log that names broken hardware is a word of the program: it accuses, as an unexplained end does, and no more. One
+    job alone suspends nothing.
+    """
+    if failure is None or failure.broken is None:
+        return None if failure is None else failure.ending
+    return Ending(signature=failure.reason, step=None, elapsed_s=0.0, is_own=False, may_pass=False)
+
+
 def accuses(ending: Ending) -> bool:
     """Return whether an end may be its place's: no service refused anything, and it came soon after the launch."""
     return not ending.is_own and not ending.may_pass and ending.elapsed_s < TRUSTED_S
@@ -80,9 +93,7 @@ def accuses(ending: Ending) -> bool:
 def is_alike_elsewhere(job: Job, attempt: Attempt, ending: Ending) -> bool:
     """Return whether the job has ended so before, on other devices alone."""
     devices = devices_of(attempt.placement)
-    failures = [
-        (earlier.placement, earlier.failure.ending) for earlier in job.attempts[: attempt.number - 1] if earlier.failure
-    ]
+    failures = [(earlier.placement, accusation_of(earlier.failure)) for earlier in job.attempts[: attempt.number - 1]]
     return any(
         previous is not None and previous.signature == ending.signature and not devices & devices_of(placement)
         for placement, previous in failures
@@ -92,19 +103,23 @@ def is_alike_elsewhere(job: Job, attempt: Attempt, ending: Ending) -> bool:
 def _withdraw(
     ends: tuple[UnexplainedEnd, ...], suspensions: Sequence[Suspension], job: Job
 ) -> tuple[tuple[UnexplainedEnd, ...], tuple[Suspension, ...]]:
-    """Both without what the ends of the job say; a suspension needs two jobs, or the hardware's own word."""
+    """Both without what the ends of the job say; a suspension needs two jobs."""
     left = [replace(entry, jobs=tuple(key for key in entry.jobs if key != job.key)) for entry in suspensions]
     return tuple(end for end in ends if end.job != job.key), tuple(
-        entry for entry, before in zip(left, suspensions, strict=True) if len(entry.jobs) >= JOBS_MIN or not before.jobs
+        entry for entry in left if len(entry.jobs) >= JOBS_MIN
     )
 
 
 def _suspend(
-    state: State, places: Sequence[Device | str], reason: str, at_s: float, jobs: tuple[str, ...] = ()
+    state: State, places: Sequence[Device | str], reason: str, at_s: float, jobs: tuple[str, ...]
 ) -> tuple[Suspension, ...]:
-    """The suspensions with these places, each for twice as long as the last time; none where no place would be left."""
-    closed = {key_of(entry) for entry in state.suspensions if entry.until_s > at_s}
-    if not _left(state.nodes, {*places, *closed}):
+    """The suspensions with these places, each for twice as long as the last time.
+
+    None where more than half of the live devices would be suspended: whatever jobs say, others go on.
+    """
+    closed = {*places, *(key_of(entry) for entry in state.suspensions if entry.until_s > at_s)}
+    live = [(node.name, index) for node in state.nodes for index in range(len(node.free_bytes))]
+    if sum(device in closed or device[0] in closed for device in live) > len(live) // 2:
         return state.suspensions
     entries = {key_of(entry): entry for entry in state.suspensions}
     for place in places:
@@ -128,7 +143,7 @@ def avoided(job: Job, nodes: Sequence[Node], at_s: float) -> tuple[set[Device], 
         return ()
     devices: set[Device] = set()
     for attempt in job.attempts:
-        ending = attempt.failure.ending if attempt.failure else None
+        ending = accusation_of(attempt.failure)
         if ending is not None and not ending.may_pass and at_s - (attempt.ended_at_s or at_s) <= REMEMBERED_S:
             devices |= devices_of(attempt.placement)
     if not devices:
@@ -165,15 +180,6 @@ def _left(nodes: Sequence[Node], places: Container[Device | str]) -> bool:
         for node in nodes
         for index in range(len(node.free_bytes))
     )
-
-
-def _broken(placement: Placement, failure: Failure) -> tuple[Device | str, ...]:
-    """The device or node that a failure of hardware names; those of all ranks where it names no rank."""
-    devices = [(part.node, index) for part in placement for index in part.devices]
-    if failure.rank is not None and failure.rank < len(devices):
-        device = devices[failure.rank]
-        return (device,) if failure.broken is Extent.DEVICE else (device[0],)
-    return tuple(devices) if failure.broken is Extent.DEVICE else tuple(sorted(nodes_of(placement)))
 
 
 def others_of(ends: Sequence[UnexplainedEnd], job: Job, at_s: float) -> list[UnexplainedEnd]:

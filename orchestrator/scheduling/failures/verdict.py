@@ -70,7 +70,7 @@ def _verdict(
         if previous.signature == ending.signature and same_point(previous, ending):
             return _repeated(attempt, last, ending, nodes)
     if not ending.is_own:
-        places, _ = suspects(attempt, others, nodes)
+        places, _ = suspects(job, attempt, others, nodes)
         if places and accuses(ending) and not is_alike_elsewhere(job, attempt, ending):
             return Verdict(row=1, wait_s=0.0, budget="node", elsewhere=True), f"{names_of(places)} is suspect"
         if _is_service(attempt, ending, others):
