@@ -128,7 +128,7 @@ def test_says_to_mend_the_program_only_where_the_program_is_wrong(state: State) 
 
 def test_a_suspended_device_is_to_be_looked_at_until_its_suspension_is_over(state: State) -> None:
     open_again = Suspension(
-        node="n0", device=3, since_s=0.0, until_s=state.at_s, count=1, reason="two jobs ended on it"
+        node="n0", device=3, since_s=0.0, until_s=state.at_s, count=1, reason="two jobs ended on it", jobs=()
     )
     closed = replace(open_again, device=4, until_s=state.at_s + 1.0)
     to_do = told(replace(state, suspensions=(open_again, closed))).to_do
