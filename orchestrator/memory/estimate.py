@@ -203,7 +203,7 @@ class DeviceBytes:
         return most
 
     def _moments_at(self, rank: Rank, plan: Plan, places: Iterable[int]) -> list[Moment]:
-        """Those of the model's passages at the places, and all that are none of its passages."""
+        """Return the moments of the passages at these places, and all moments that are no passage of the model."""
         cuda, mechanics = self._device.kind is DeviceKind.CUDA, self._mechanics
         reduces_in_buckets = isinstance(mechanics, Zero) and mechanics.stage >= ZeroStage.GRADIENTS
         if not reduces_in_buckets and not plan.optimizer_in_backward:

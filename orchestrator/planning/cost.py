@@ -348,7 +348,7 @@ def _copied_s(profile: ModelProfile, plan: Plan, hardware: Hardware) -> float:
 def _shared_beside_experts_s(
     profile: ModelProfile, plan: Plan, hardware: Hardware, moved_bytes: int, messages: int
 ) -> float:
-    """Of all parameters' bytes: experts move between the ranks that have the same ones, the rest between all."""
+    """Return the seconds to move these bytes: experts between the ranks that have the same, the rest between all."""
     dp, ep = plan.layout.dp, plan.expert_parallel
     layers = sum(segment.count for segment in profile.segments if segment.experts)
     of_experts = sum(segment.count * segment.experts for segment in profile.segments) / profile.parameters

@@ -348,4 +348,7 @@ def test_what_is_allowed_is_less_than_what_was_asked_for_and_something() -> None
     for allowed in ((None, None), (None, 17)):
         with pytest.raises(SpecError):
             with_allowed(spec, *allowed)
-    assert with_allowed(spec, "numeric", None).degrade.allow == "numeric"
+    numeric = with_allowed(spec, "numeric", None)
+    assert numeric.degrade.allow == "numeric"
+    with pytest.raises(SpecError):
+        with_allowed(numeric, "numeric", None)

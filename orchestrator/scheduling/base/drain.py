@@ -47,7 +47,7 @@ def suspended_devices(state: State) -> dict[tuple[str, int], float]:
 
 
 def suspensions(state: State) -> list[Suspension]:
-    """Those that are not over."""
+    """Return the suspensions that are not over."""
     return [entry for entry in state.suspensions if entry.until_s > state.at_s]
 
 

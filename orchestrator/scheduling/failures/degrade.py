@@ -35,11 +35,11 @@ def candidates_for_oom(spec: JobSpec, attempts: Sequence[Attempt], candidates: I
     chosen = list(candidates)
     if bytes_of_no_batch(attempts) is not None:
         tried = {_without_batches(attempt.plan) for attempt in attempts}
-        chosen = [one for one in chosen if _without_batches(one.plan) not in tried]
+        chosen = [candidate for candidate in chosen if _without_batches(candidate.plan) not in tried]
     burst = [attempt.plan for attempt in attempts if _ran_out_in(attempt) is Phase.OPTIMIZER]
     if burst:
         least = min(map(bytes_per_parameter, burst))
-        lighter = [one for one in chosen if bytes_per_parameter(one.plan) < least]
+        lighter = [candidate for candidate in chosen if bytes_per_parameter(candidate.plan) < least]
         if lighter or any(plan.micro_batch_size == 1 for plan in burst):
             chosen = lighter
     lowered = phase_batch_sizes(spec, attempts)

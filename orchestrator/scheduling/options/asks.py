@@ -60,6 +60,8 @@ def with_allowed(spec: JobSpec, allow: str | None, global_batch_size: int | None
         )
     changes: dict[str, object] = {}
     if allow is not None:
+        if Degradation[allow.upper()] <= spec.degrade.limit:
+            raise SpecError("is allowed already", path="allow", got=allow)
         changes["degrade"] = spec.degrade.model_copy(update={"allow": allow})
     if global_batch_size is not None:
         if global_batch_size > spec.global_batch_size:
