@@ -102,7 +102,7 @@ def test_a_job_with_too_many_plans_is_refused_with_the_number_and_what_to_pin() 
 
 def test_a_decision_that_takes_too_long_ends_a_child_and_nothing_else() -> None:
     large = decoder(decoder={"num_hidden_layers": 720}, global_batch_size=5040)
-    with closing(FirstDecisions(cpu_s=0.0)) as first:  # what is left of a second, since limits are whole ones
+    with closing(FirstDecisions(cpu_s=1.0)) as first:  # the large job takes 3.4 s, the small one 0.2 s
         with pytest.raises(SpecError, match="exceeds the limits of a decision"):
             first.check(state(64), large)
         first.check(state(1), decoder(gpus=1, plan={"micro_batch": 1, "zero_stage": 0}))  # in a child of its own

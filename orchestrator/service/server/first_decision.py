@@ -11,10 +11,10 @@ import logging
 import os
 import resource
 import selectors
+import signal
 import subprocess
 import sys
 import threading
-import time
 from collections import OrderedDict
 from typing import IO, Any
 
@@ -121,7 +121,7 @@ class FirstDecisions:
                 "planning this job exceeds the limits of a decision",
                 source=spec.name,
                 path="plan",
-                allowed=f"{self._cpu_s:.0f} s of a processor, {MEMORY_BYTES // 2**30} GiB",
+                allowed=f"{self._cpu_s:g} s of a processor, {MEMORY_BYTES // 2**30} GiB",
                 hint="pin settings with `plan:`, or allow fewer numbers of devices with `gpus`",
             )
         if reply:
@@ -141,10 +141,10 @@ def main() -> None:
     cpu_s = float(sys.argv[1])
     state_codec, event_codec = Codec(State), Codec(Submitted)
     while line := _line_of(sys.stdin, IDLE_S):
-        soft_s = int(time.process_time() + cpu_s) + 1
-        resource.setrlimit(resource.RLIMIT_CPU, (soft_s, resource.RLIM_INFINITY))
+        signal.setitimer(signal.ITIMER_PROF, cpu_s)  # its signal ends the process; a limit is whole seconds
         request = json.loads(line)
         reply = decide(state_codec.read(request["state"]), event_codec.read(request["event"]))
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
         print(json.dumps(reply), flush=True)
 
 
