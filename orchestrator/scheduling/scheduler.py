@@ -11,11 +11,19 @@ from orchestrator.scheduling.base.job_updates import archive_if_done
 from orchestrator.scheduling.policies.registry import index_of
 from orchestrator.scheduling.queue.demand import record_demand
 from orchestrator.scheduling.queue.dependencies import on_dependency_ended
-from orchestrator.scheduling.scheduling_pass.dispatch import empty_nodes, give_up, schedule
+from orchestrator.scheduling.scheduling_pass.dispatch import climb, empty_nodes, give_up, schedule
 from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
 from orchestrator.scheduling.transitions import apply
 from orchestrator.specs.actions import Action, Record
-from orchestrator.specs.events import DrainRequested, Event, NodesSeen, Observed, Submitted, TimerFired
+from orchestrator.specs.events import (
+    DrainRequested,
+    Event,
+    NodesSeen,
+    Observed,
+    PaceReported,
+    Submitted,
+    TimerFired,
+)
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.replace import replace
 from orchestrator.specs.state import State
@@ -44,8 +52,9 @@ class Scheduler:
         index = self._index = _updated(self._index, before, state, event)
         state = index.state = _with_demand(before, state, index, event)
         state, stopped = empty_nodes(state, index)
+        state, climbing = climb(state, index, event) if isinstance(event, PaceReported) else (state, ())
         state, given_up = give_up(state, index)
-        actions, news = (*told, *stopped, *given_up), (*told, *given_up)
+        actions, news = (*told, *stopped, *climbing, *given_up), (*told, *given_up)
         while True:
             state, followed = _followed(state, index, news)
             state, news = schedule(state, index)

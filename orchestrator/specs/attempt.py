@@ -23,6 +23,7 @@ Placement = tuple[NodeDevices, ...]  # all or nothing; ranks are numbered in thi
 
 
 PROBE_STEPS = 2  # in the second step, optimizer states and activations are there together
+LEARNED_STEPS = 20  # after which an attempt of a recovered job tells the peak that it measured
 
 
 class Restart(NamedTuple):
@@ -248,6 +249,7 @@ class Pace:
     steps_done: int  # optimizer steps completed in this attempt
     step_s: float  # median of recent steps of its slowest rank
     at_s: float
+    peak_bytes: int | None = None  # allocated, highest so far of its worst rank; None before LEARNED_STEPS
 
 
 class AttemptStatus(StrEnum):
@@ -281,6 +283,7 @@ class Attempt:
     moved_for: str = ""  # why we asked for its end, to go on otherwise
     leaves_by_s: float | None = None  # when it has ended at the latest, where we asked for that
     held_placement: Placement = ()  # devices that are kept for the attempt after it, while it leaves
+    climbs_to: Plan | None = None  # that the next attempt takes: it is faster, and fits by what was measured
     launched_at_s: float
     ended_at_s: float | None = None
     pace: Pace | None = None  # as last told while it ran; None: as was expected

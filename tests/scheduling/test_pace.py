@@ -12,7 +12,7 @@ from orchestrator.scheduling.policies.registry import index_of
 from orchestrator.scheduling.reports.forecast import forecast
 from orchestrator.scheduling.scheduling_pass.index import later_end_s
 from orchestrator.scheduling.step import step
-from orchestrator.specs.attempt import Pace
+from orchestrator.specs.attempt import LEARNED_STEPS, Pace
 from orchestrator.specs.events import PaceReported
 from orchestrator.specs.run import AttemptFolder
 from orchestrator.specs.state import State
@@ -84,3 +84,20 @@ def test_a_pace_is_told_once_it_differs(tmp_path: Path) -> None:
         pace = progress.pace(1.0, 77.0)
         assert (pace and pace.step_s) == expected
     assert progress.pace(1.5, 78.0) is None
+
+
+def test_a_peak_is_told_once_after_enough_steps_and_never_beside_a_caught_error(tmp_path: Path) -> None:
+    folder, learned = AttemptFolder(tmp_path), LEARNED_STEPS
+    beat = {"rank": 0, "step_s": 5.0, "peak_bytes": 7, "phase": "forward", "at_s": 0.0}
+
+    def peak_of(progress: Progress, steps: int) -> int | None:
+        folder.heartbeat(0).write_text(json.dumps(beat | {"step": steps, "steps_done": steps}))
+        progress.hung_for_s(0.0, 0.0)
+        pace = progress.pace(5.0, at_s=90.0)
+        return None if pace is None else pace.peak_bytes
+
+    progress = Progress(script_spec(), folder, 1, [0], tmp_path, tells_peak=True)
+    assert [peak_of(progress, steps) for steps in (learned - 1, learned, learned + 1)] == [None, 7, None]
+    assert peak_of(Progress(script_spec(), folder, 1, [0], tmp_path), learned) is None
+    folder.caught(0).write_text("{}")
+    assert peak_of(Progress(script_spec(), folder, 1, [0], tmp_path, tells_peak=True), learned) is None

@@ -12,7 +12,7 @@ from orchestrator.backends.attempts.durable import open_left
 from orchestrator.backends.attempts.evidence import heartbeats
 from orchestrator.backends.attempts.script_output import last_saved_s
 from orchestrator.scheduling.failures.meeting import lone_ranks
-from orchestrator.specs.attempt import PROBE_STEPS, Heartbeat, Pace
+from orchestrator.specs.attempt import LEARNED_STEPS, PROBE_STEPS, Heartbeat, Pace
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.run import AttemptFolder
 
@@ -62,14 +62,23 @@ class Progress:
     """The watchdog: time without progress beyond the job's limits, and the pace of steps."""
 
     def __init__(
-        self, spec: JobSpec, folder: AttemptFolder, world_size: int, started: Sequence[int], output: Path
+        self,
+        spec: JobSpec,
+        folder: AttemptFolder,
+        world_size: int,
+        started: Sequence[int],
+        output: Path,
+        *,
+        tells_peak: bool = False,
     ) -> None:
+        """Watch an attempt; `tells_peak`: its pace comes with its peak once, after LEARNED_STEPS."""
         self._spec, self._folder, self._world_size, self._output = spec, folder, world_size, output
         self._logs = [folder.log(rank) for rank in started]
         self._counter = None if spec.progress is None else LogCounter(re.compile(spec.progress.encode()))
         self._seen: tuple[object, ...] = ()
         self._beats: Sequence[Heartbeat] = ()
         self._sign_cpu_s = 0.0  # processor time at the last sign of life
+        self._tells_peak = tells_peak
         self._began_s = self._since_s = time.monotonic()
 
     @property
@@ -81,12 +90,22 @@ class Progress:
         return self._counter.counts
 
     def pace(self, known_step_s: float, at_s: float) -> Pace | None:
-        """Pace of the slowest rank at the last check for a hang; None where it is known already, or too early."""
+        """Return the pace of the slowest rank at the last check for a hang; None where nothing is new, or too early.
+
+        The peak comes with it after LEARNED_STEPS of all ranks, where no rank caught an out-of-memory error.
+        """
         timed = [(beat.step_s, beat.steps_done) for beat in self._beats if beat.step_s]
         step_s, steps = max((one for one, _ in timed), default=0.0), min((done for _, done in timed), default=0)
-        if steps < PACE_STEPS or 1 / ANOTHER_PACE < step_s / max(known_step_s, 1e-9) < ANOTHER_PACE:
+        learns = self._tells_peak and steps >= LEARNED_STEPS and len(timed) == self._world_size
+        is_as_before = 1 / ANOTHER_PACE < step_s / max(known_step_s, 1e-9) < ANOTHER_PACE
+        if steps < PACE_STEPS or (is_as_before and not learns):
             return None
-        return Pace(steps_done=steps, step_s=step_s, at_s=at_s)
+        peak_bytes = None
+        if learns:
+            self._tells_peak = False
+            caught = any(self._folder.caught(rank).exists() for rank in range(self._world_size))
+            peak_bytes = None if caught else max(beat.peak_bytes for beat in self._beats)
+        return Pace(steps_done=steps, step_s=step_s, at_s=at_s, peak_bytes=peak_bytes)
 
     def is_probed(self) -> bool:
         """Whether every rank has measured a step of its plan, or its time for that is over."""

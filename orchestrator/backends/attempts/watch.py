@@ -37,6 +37,7 @@ from orchestrator.backends.attempts.script_output import output_folder
 from orchestrator.backends.attempts.start import StartFailed, start_ranks
 from orchestrator.backends.attempts.workdir import copy_upload, with_own_workdir
 from orchestrator.backends.redaction import without_secrets
+from orchestrator.scheduling.failures.observation import ran_out
 from orchestrator.specs.attempt import Attempt, AttemptStatus
 from orchestrator.specs.cluster import UserSpec
 from orchestrator.specs.errors import ServiceError
@@ -252,7 +253,8 @@ class AttemptWatch:
         known.lost = {part.node for part in self._attempt.placement if part.node not in group.nodes}
         spec = self._job.spec
         output = self._folder.output if self._attempt.probe else output_folder(spec, self._jobs)
-        progress = Progress(spec, self._folder, self._attempt.plan.world_size, self._started, output)
+        world_size, recovered = self._attempt.plan.world_size, any(map(ran_out, self._job.attempts))
+        progress = Progress(spec, self._folder, world_size, self._started, output, tells_peak=recovered)
         ending, known_step_s = EndingGang(), self._attempt.pace.step_s if self._attempt.pace else self._attempt.step_s
         while known.open():  # bounded: the watchdog ends a gang that stands still
             self._check_closing()

@@ -12,8 +12,9 @@ from functools import partial
 from orchestrator.backends.attempts.progress import ANOTHER_PACE, PACE_STEPS
 from orchestrator.backends.simulated.nature import Hidden, Nature, Span, stream
 from orchestrator.backends.simulated.process import Process, evidence_of
+from orchestrator.scheduling.failures.observation import ran_out
 from orchestrator.specs.actions import Launch, Stop
-from orchestrator.specs.attempt import Attempt, AttemptStatus, FailureKind
+from orchestrator.specs.attempt import LEARNED_STEPS, Attempt, AttemptStatus, FailureKind
 from orchestrator.specs.cluster import ClusterSpec, Node, idle_nodes
 from orchestrator.specs.events import Event, Finished, NodesSeen, PaceReported, Released, Started
 from orchestrator.specs.fault import FaultKind
@@ -194,11 +195,13 @@ class SimulatedBackend:
             self._tell(process.started())
             known = process.attempt.step_s
             if not 1 / ANOTHER_PACE < process.step_s / max(known, 1e-9) < ANOTHER_PACE:
-                self._after(PACE_STEPS * process.step_s, partial(self._pace, process))
+                self._after(PACE_STEPS * process.step_s, partial(self._pace, process, PACE_STEPS))
+            if any(ran_out(attempt) for attempt in process.job.attempts):
+                self._after(LEARNED_STEPS * process.step_s, partial(self._pace, process, LEARNED_STEPS))
 
-    def _pace(self, process: Process) -> None:
+    def _pace(self, process: Process, steps_done: int) -> None:
         if process.evidence is None:
-            self._tell(process.paced(PACE_STEPS, self._now_s))
+            self._tell(process.paced(steps_done, self._now_s))
 
     def _meet(self, process: Process, ending: FailureKind | None, step: int) -> None:
         """The end that was waiting for the attempt; a lost node takes everything on it along."""

@@ -6,6 +6,7 @@ import random
 from dataclasses import dataclass
 
 from orchestrator.specs.attempt import (
+    LEARNED_STEPS,
     PROBE_STEPS,
     Attempt,
     ErrorReport,
@@ -69,7 +70,8 @@ class Process:
         return Started(job_id=self.job.id, number=self.attempt.number, at_s=self.started_at_s)
 
     def paced(self, steps_done: int, at_s: float) -> PaceReported:
-        pace = Pace(steps_done=steps_done, step_s=self.step_s, at_s=at_s)
+        peak_bytes = min(self.peak_bytes, self.capacity_bytes) if steps_done >= LEARNED_STEPS else None
+        pace = Pace(steps_done=steps_done, step_s=self.step_s, at_s=at_s, peak_bytes=peak_bytes)
         return PaceReported(job_id=self.job.id, number=self.attempt.number, pace=pace, at_s=at_s)
 
     def finished(self) -> Finished:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from orchestrator.specs.actions import Stop
 from orchestrator.specs.attempt import AttemptStatus, FailureKind, Placement
 from orchestrator.specs.job_record import Job
+from orchestrator.specs.plan import Plan
 from orchestrator.specs.replace import replace
 
 # Between SIGTERM and SIGKILL: as long before its end as EC2 tells an instance that it takes back (User Guide, "Spot
@@ -43,10 +44,12 @@ def held_placement_of(job: Job) -> Placement:
     return attempt.held_placement
 
 
-def request_migration(job: Job, why: str, at_s: float, held_placement: Placement = ()) -> tuple[Job, Stop]:
-    """The job with its attempt asked to end, which uses up no budget, and the asking.
+def request_migration(
+    job: Job, why: str, at_s: float, held_placement: Placement = (), climbs_to: Plan | None = None
+) -> tuple[Job, Stop]:
+    """Return the job with its attempt asked to end, which uses up no budget, and the Stop.
 
-    `claims` are devices for its next attempt, which no other job gets meanwhile.
+    No other job gets `held_placement`, devices for its next attempt, meanwhile. That attempt takes `climbs_to`.
     """
     attempt = job.last
     assert attempt is not None, job.id
@@ -56,6 +59,7 @@ def request_migration(job: Job, why: str, at_s: float, held_placement: Placement
         moved_for=why,
         leaves_by_s=at_s + MOVE_GRACE_S,
         held_placement=held_placement,
+        climbs_to=climbs_to,
     )
     job = replace(job, attempts=(*job.attempts[:-1], leaving), reason=why)
     return job, Stop(job_id=job.id, number=attempt.number, grace_s=MOVE_GRACE_S)

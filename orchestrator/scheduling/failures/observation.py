@@ -13,7 +13,7 @@ from orchestrator.specs.profile import UNTIMED
 
 
 def observe(job: Job, attempt: Attempt, capacity_bytes: int | None) -> Observation | None:
-    """What reality answered to the predictions of an ended attempt; None where it came to no training step.
+    """Return what reality answered to the predictions of an ended attempt; None where it came to no training step.
 
     `capacity_bytes` is the memory of its kind of device, where known.
     """
@@ -44,6 +44,29 @@ def observe(job: Job, attempt: Attempt, capacity_bytes: int | None) -> Observati
         steps_left=None if burst is None else _steps_left(job, burst),
         finished=_ran_through(job, attempt),
         overhead_bytes=_overhead_bytes(attempt),
+        relative_to=attempt.relative_to,
+    )
+
+
+def observe_running(job: Job, attempt: Attempt) -> Observation | None:
+    """Return what a running attempt has measured so far; None where it has not told its peak."""
+    pace, estimate = attempt.pace, attempt.estimate
+    if pace is None or not pace.peak_bytes:
+        return None
+    is_timed = attempt.step_s > 0 and estimate.source not in UNTIMED
+    return Observation(
+        job=job.key,
+        number=attempt.number,
+        device=attempt.device,
+        family=job.spec.family_name,
+        torch_version="",
+        plan=attempt.plan,
+        moments=lasting(estimate.moments),
+        predicted_bytes=estimate.allocated_bytes,
+        measured_bytes=pace.peak_bytes,
+        ran_out=False,
+        step_ratio=pace.step_s / attempt.step_s if is_timed else None,
+        at_s=pace.at_s,
         relative_to=attempt.relative_to,
     )
 

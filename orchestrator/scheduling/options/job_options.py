@@ -87,7 +87,7 @@ def job_options(job: Job, group: Group, calibrated: Calibration, launch_cost_s: 
         too_few = f"wants {job.spec.gpus.min} devices of one kind: there are {group.devices} {device.name}"
         return Infeasible(why=lambda: too_few)
     try:
-        candidates = list(_untried(job, group, calibrated))
+        candidates = list(untried(job, group, calibrated))
     except SpecError as error:  # the global batch cannot be cut over so many devices
         return Infeasible(why=partial(str, error))
     constant = bytes_of_no_batch(_on_device(job, device.name))
@@ -99,7 +99,7 @@ def job_options(job: Job, group: Group, calibrated: Calibration, launch_cost_s: 
         bound = probe_bytes(probe, job.last)
         if bound is not None and bound <= device.memory:
             probe_least = bound  # by what was measured, not by what is assumed of the script
-        elif _least_bytes(probe, calibrated, {}) > device.memory:
+        elif free_bytes_for(probe, calibrated, {}) > device.memory:
             probe = None
     candidates = candidates if probe is None else [probe]
     measured = measured_peaks(job, device.name)
@@ -120,8 +120,9 @@ def job_options(job: Job, group: Group, calibrated: Calibration, launch_cost_s: 
         best = best_of_each(entries)
         return JobOptions(fitting=tuple(entries), entries=best, most_bytes=max(one.least_bytes for one in best))
 
-    needs = [(one, probe_least or _least_bytes(one, calibrated, measured)) for one in candidates if one.fits_host]
+    needs = [(one, probe_least or free_bytes_for(one, calibrated, measured)) for one in candidates if one.fits_host]
     fitting = [(one, shape, least) for one, least in needs if least <= device.memory and (shape := shapes(one.plan))]
+    fitting = [option for option in fitting if option[0].plan == _plan_of_climb(job)] or fitting
     if fitting:
         return of(_hedged(job, group, calibrated, fitting, launch_cost_s))
     why = partial(why_nothing_fits, job.spec, group.hardware, device.memory, calibrated, job.refuted)
@@ -132,6 +133,16 @@ def job_options(job: Job, group: Group, calibrated: Calibration, launch_cost_s: 
     least = corrected_bytes(one.estimate, min(correction, calibrated.belief.least) if calibrated.belief else correction)
     likely = of([(one, shape, least)])
     return Infeasible(why=why, likeliest=likely) if isinstance(likely, JobOptions) else likely
+
+
+def _plan_of_climb(job: Job) -> Plan | None:
+    """Return the plan that the job was stopped to go on with; once that ran out of memory, the one that it left."""
+    climber = next((attempt for attempt in job.attempts if attempt.climbs_to is not None), None)
+    if climber is None or climber.climbs_to is None:
+        return None
+    if climber.climbs_to in job.refuted:
+        return climber.plan
+    return climber.climbs_to if climber is job.last else None
 
 
 def as_guaranteed(job: Job, entries: Sequence[SizeOption], devices: int) -> Sequence[SizeOption]:
@@ -279,7 +290,7 @@ def _unknown_length_s(job: Job, group: Group, step_s: float) -> float:
     return UNKNOWN_LENGTH_S * min(1.0, step_s / slowest_s)
 
 
-def _least_bytes(candidate: Candidate, calibrated: Calibration, measured: dict[Plan, int]) -> int:
+def free_bytes_for(candidate: Candidate, calibrated: Calibration, measured: dict[Plan, int]) -> int:
     """Free bytes that a device must have: by the corrected prediction, or by the peak where the job ran the plan."""
     around = candidate.estimate.device_bytes - candidate.estimate.allocated_bytes
     if candidate.plan in measured:
@@ -292,7 +303,7 @@ def _least_bytes(candidate: Candidate, calibrated: Calibration, measured: dict[P
     return max((needed_bytes(candidate, calibrated), *refuted))
 
 
-def _untried(job: Job, group: Group, calibrated: Calibration) -> Iterator[Candidate]:
+def untried(job: Job, group: Group, calibrated: Calibration) -> Iterator[Candidate]:
     """The job's frontier without what reality refuted: on equal devices only plans below each refuted peak remain.
 
     What is below is judged with what is known by now of the activations. A job that keeps its plan has no other.

@@ -6,10 +6,13 @@ from collections import Counter
 from collections.abc import Sequence
 from math import inf
 
+from orchestrator.memory.calibration.calibrate import calibration
 from orchestrator.planning.explain import why_taken
 from orchestrator.planning.search import own_settings
 from orchestrator.scheduling.base.job_updates import archive_if_done, with_job
 from orchestrator.scheduling.base.migration import can_move, held_placement_of, request_migration
+from orchestrator.scheduling.failures.observation import observe_running
+from orchestrator.scheduling.options.climb import faster_option, may_climb
 from orchestrator.scheduling.options.job_options import Infeasible, JobOptions
 from orchestrator.scheduling.options.probe import measured_spec
 from orchestrator.scheduling.queue.policy import Move
@@ -29,6 +32,7 @@ from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
 from orchestrator.scheduling.scheduling_pass.quotas import QuotaPass
 from orchestrator.specs.actions import Action, Launch, Record, Stop
 from orchestrator.specs.attempt import Attempt, FailureKind
+from orchestrator.specs.events import PaceReported
 from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.profile import UNTIMED, OwnSettings
 from orchestrator.specs.replace import replace
@@ -50,6 +54,33 @@ def empty_nodes(state: State, index: SchedulerIndex) -> tuple[State, tuple[Stop,
             state = with_job(state, gone)
             stops.append(stop)
     return state, tuple(stops)
+
+
+def climb(state: State, index: SchedulerIndex, event: PaceReported) -> tuple[State, tuple[Stop, ...]]:
+    """Ask a recovered job to end that goes on faster on its devices, by what its running attempt has measured."""
+    job = index.running.get(event.job_id)
+    if job is None or not may_climb(job):
+        return state, ()
+    attempt = job.attempts[-1]
+    pool, seen = index.pool_of(attempt), observe_running(job, attempt)
+    if pool is None or seen is None:
+        return state, ()
+    calibrated = calibration(
+        (*state.observations, seen), device=attempt.device, family=job.spec.family_name, job=job.key
+    )
+    option = faster_option(job, pool.group, calibrated, pool.launch_cost_s)
+    if option is None:
+        return state, ()
+    placement = pool.place_again(attempt.placement, option.shape, state.at_s + option.seconds, option.least_bytes)
+    if placement is None:
+        return state, ()
+    assert attempt.pace is not None, "it told what it measured"
+    changed = ", ".join(map(str, changes(attempt.plan, option.candidate.plan)))
+    why = f"stopped to go on faster with {changed}: fits by the peak of {attempt.pace.steps_done} steps"
+    leaving, stop = request_migration(job, why, state.at_s, placement, climbs_to=option.candidate.plan)
+    index.update_job(job, leaving)
+    index.keep(leaving)
+    return with_job(state, leaving), (stop,)
 
 
 def give_up(state: State, index: SchedulerIndex) -> tuple[State, tuple[Action, ...]]:
