@@ -142,6 +142,7 @@ def script_command(
         *((one, _batch(one, plan, len(devices))) for one in _parts(knobs.micro_batch_size)),
         *_same(None if accumulation == "derived" else accumulation, str(plan.gradient_accumulation_steps)),
         *_same(knobs.global_batch_size, str(spec.global_batch_size)),
+        *_same(knobs.learning_rate, None if spec.learning_rate is None else f"{spec.learning_rate:.6g}"),
         *_same(knobs.activation_checkpointing, PARTIAL if layers else plan.activation_checkpointing.value),
         *_same(knobs.full_checkpointing_layers, str(layers)),
         *_same(knobs.precision, plan.precision.value),

@@ -24,7 +24,7 @@ from orchestrator.specs.events import (
     Submitted,
     TimerFired,
 )
-from orchestrator.specs.job_record import Job
+from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.replace import replace
 from orchestrator.specs.state import State
 
@@ -137,8 +137,9 @@ def _followed(state: State, index: SchedulerIndex, actions: Sequence[Action]) ->
 
 
 def _has_left(actions: Sequence[Action]) -> bool:
-    """Whether a job waits for devices no more, though it was not started."""
-    return any(isinstance(action, Record) and bool(action.job.asks or action.job.status.ended) for action in actions)
+    """Return whether a job that was not started left its place: it ended, asks, or waits anew as another training."""
+    records = [action.job for action in actions if isinstance(action, Record)]
+    return any(job.status.ended or job.status is JobStatus.QUEUED for job in records)
 
 
 def _ended(actions: Sequence[Action]) -> list[Job]:

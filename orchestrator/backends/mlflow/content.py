@@ -85,11 +85,12 @@ def job_content(job: Job, hide: Hide, compare: str, picture: Picture | None = No
     params = {
         "family": job.spec.family_name,
         "kind": "script" if job.spec.is_script else "model",
-        "global_batch_size": str(job.spec.global_batch_size),
         **recorded_precision(job.spec),
         "gpus": f"{job.spec.gpus.min}-{job.spec.gpus.max}",
         "priority": str(job.spec.priority),
     }
+    if job.status.ended:  # until then a restart may cut it
+        params["global_batch_size"] = str(job.spec.global_batch_size)
     return RunContent(
         name=job.id,
         start_ms=_ms(job.submitted_at_s),

@@ -1,8 +1,10 @@
-"""What may a person allow to a job that is left without a plan? Each is another training, so no one else decides it."""
+"""What may a job that is left without a plan still change? Each is another training, so that only people allow it."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from orchestrator.scheduling.base.node_groups import Group
 from orchestrator.scheduling.failures.observation import ran_out
@@ -14,42 +16,103 @@ from orchestrator.specs.job_record import Job
 from orchestrator.specs.replace import replace
 from orchestrator.specs.state import State
 
-BATCHES_MAX = 6  # halvings of the global batch that are tried
+BATCHES_MAX = 6  # halvings of the global batch that are tried where the job file names no least one
 
 
-def question_of(state: State, job: Job, groups: Sequence[Group]) -> str | None:
-    """Return what a job that ran out of memory asks, with the command that allows it; None where nothing would help.
+class Question(NamedTuple):
+    """No plan of the same training is left, and one of another is."""
 
-    The mildest class of degradation by which a plan may fit, else the largest of half the global batch, a quarter and
-    so on.
+    text: str  # with the command that allows it; where it is allowed, what the job goes on with
+    allowed: JobSpec | None = None  # what the job's own file allows; None: a person has to
+
+
+def question_of(state: State, job: Job, groups: Sequence[Group]) -> Question | None:
+    """Return what a job goes on with by its own file, or what it asks; None where nothing would help.
+
+    A job asks once it ran out of memory: for the mildest class of degradation by which a plan may fit, else for the
+    largest of half the global batch, a quarter and so on.
     """
-    if job.last is None or not ran_out(job.last) or job.spec.degrade.keeps_plan:
+    if job.spec.degrade.keeps_plan:
+        return None
+    if job.spec.degrade.global_batch_size is not None and job.spec.degrade.limit is Degradation.SEMANTIC:
+        for spec in smaller_batches(job.spec):
+            if _has_plan(state, replace(job, spec=spec), groups):
+                text = f"goes on with {_in_words(spec)}: no plan of {job.spec.global_batch_size} is left"
+                return Question(text, allowed=spec)
+    if job.last is None or not ran_out(job.last):
         return None
     for spec, option, meaning in _changes(job.spec):
-        changed = replace(job, spec=spec)
-        for group in groups:
-            options = job_options(changed, group, learned(state, changed, group.hardware.device.name), 0.0)
-            if isinstance(options, JobOptions) or options.likeliest is not None:
-                return f"no plan of the same training is left. `orc retry {job.id} {option}` goes on with {meaning}"
+        if _has_plan(state, replace(job, spec=spec), groups):
+            command = f"`orc retry {job.id} {option}`"
+            return Question(f"no plan of the same training is left. {command} goes on with {meaning}")
     return None
 
 
+def _has_plan(state: State, job: Job, groups: Sequence[Group]) -> bool:
+    """Return whether any group may hold the job."""
+    for group in groups:
+        options = job_options(job, group, learned(state, job, group.hardware.device.name), 0.0)
+        if isinstance(options, JobOptions) or options.likeliest is not None:
+            return True
+    return False
+
+
+def smaller_batches(spec: JobSpec) -> Iterator[JobSpec]:
+    """Yield the job with half its global batch, a quarter and so on, and the learning rate that follows."""
+    if spec.is_script and spec.knobs.micro_batch_size is None:
+        return  # nothing would tell the script
+    rule, batch = spec.degrade.global_batch_size, spec.global_batch_size
+    least = max(1, batch >> BATCHES_MAX) if rule is None else rule.least
+    while batch % 2 == 0 and batch // 2 >= least:
+        batch //= 2
+        yield with_global_batch(spec, batch)
+
+
+def learning_rate_factor(spec: JobSpec, share: float) -> float:
+    """Return what the learning rate is multiplied by where the global batch becomes `share` of what it was.
+
+    Linear: Goyal et al. 2017, arXiv:1706.02677. Square root: Malladi et al. 2022, arXiv:2205.10287.
+    """
+    rule = spec.degrade.global_batch_size
+    return {"linear": share, "sqrt": math.sqrt(share), "same": 1.0}["same" if rule is None else rule.learning_rate]
+
+
+def with_global_batch(spec: JobSpec, batch: int) -> JobSpec:
+    """Return the job with so many samples a step, and its learning rate as `degrade.global_batch_size` wants it."""
+    changes, factor = (
+        dict[str, object](global_batch_size=batch),
+        learning_rate_factor(spec, batch / spec.global_batch_size),
+    )
+    rate, knob = spec.learning_rate, spec.knobs.learning_rate
+    if rate is not None and knob is not None and spec.is_script:
+        smaller = knob.model_copy(update={"default": rate * factor})
+        changes["knobs"] = spec.knobs.model_copy(update={"learning_rate": smaller})
+    elif rate is not None and not spec.is_script:
+        least = spec.training.min_learning_rate * factor
+        changes["training"] = replace(spec.training, learning_rate=rate * factor, min_learning_rate=least)
+    return spec.model_copy(update=changes)
+
+
+def _in_words(spec: JobSpec) -> str:
+    rule = spec.degrade.global_batch_size
+    rate = "" if spec.learning_rate is None else f" {spec.learning_rate:.3g}"
+    is_same = rule is None or rule.learning_rate == "same"
+    return f"{spec.global_batch_size} samples a step and {'the same' if is_same else 'a smaller'} learning rate{rate}"
+
+
 def _changes(spec: JobSpec) -> Iterator[tuple[JobSpec, str, str]]:
-    """The spec with each change that may be allowed, the option that allows it, and what it means."""
+    """Yield the job with each change that a person may allow, the option that allows it, and what it means."""
     for wider in (Degradation.NUMERIC, Degradation.SEMANTIC):
         if wider > spec.degrade.limit:
             word = wider.name.lower()
             degrade = spec.degrade.model_copy(update={"allow": word})
-            yield spec.model_copy(update={"degrade": degrade}), f"--allow {word}", f"{word} changes"
-    if spec.is_script and spec.knobs.micro_batch_size is None:
-        return  # nothing would tell the script
-    batch = spec.global_batch_size
-    for _ in range(BATCHES_MAX):
-        if batch % 2:
-            return
-        batch //= 2
-        changed = spec.model_copy(update={"global_batch_size": batch})
-        yield changed, f"--global-batch-size {batch}", f"{batch} samples a step and the same learning rate"
+            allowed, option = spec.model_copy(update={"degrade": degrade}), f"--allow {word}"
+            yield allowed, option, f"{word} changes"
+            if wider is Degradation.SEMANTIC and degrade.global_batch_size is not None:
+                yield from ((smaller, option, _in_words(smaller)) for smaller in smaller_batches(allowed))
+    if spec.degrade.global_batch_size is None:
+        for smaller in smaller_batches(spec):
+            yield smaller, f"--global-batch-size {smaller.global_batch_size}", _in_words(smaller)
 
 
 def with_allowed(spec: JobSpec, allow: str | None, global_batch_size: int | None) -> JobSpec:
@@ -66,5 +129,5 @@ def with_allowed(spec: JobSpec, allow: str | None, global_batch_size: int | None
     if global_batch_size is not None:
         if global_batch_size > spec.global_batch_size:
             raise SpecError("a larger batch needs more memory", path="global_batch_size", got=global_batch_size)
-        changes["global_batch_size"] = global_batch_size
+        spec = with_global_batch(spec, global_batch_size)
     return spec.model_copy(update=changes)

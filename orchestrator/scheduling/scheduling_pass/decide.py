@@ -15,7 +15,7 @@ from orchestrator.scheduling.base.node_groups import groups_of
 from orchestrator.scheduling.base.pending import Pending
 from orchestrator.scheduling.base.start_windows import hours_of, why_closed
 from orchestrator.scheduling.failures.places import Device, avoided, is_sent_elsewhere, names_of
-from orchestrator.scheduling.options.asks import question_of
+from orchestrator.scheduling.options.asks import Question, question_of
 from orchestrator.scheduling.options.job_options import (
     Infeasible,
     JobOptions,
@@ -56,12 +56,6 @@ class Wait(NamedTuple):
     reason: str
     reservation: Reservation | None = None
     reevaluate_at_s: float | None = None  # it has its devices, and leaves room for shorter jobs until then
-
-
-class Question(NamedTuple):
-    """Nothing that the job allows is left, but something that a person may allow."""
-
-    text: str
 
 
 Decision = StartDecision | Wait | Infeasible | Question
@@ -381,5 +375,4 @@ def _without_offers(state: State, job: Job, menus: OptionsByProfile) -> Wait | I
         if isinstance(found, JobOptions) or found.likeliest is not None:
             return Wait(reason=f"waits for nodes with {group.hardware.device.name} {Pending.NODES_AWAY.phrase}")
         never.append(found)
-    question = question_of(state, job, groups)
-    return Infeasible(why=lambda: "\n".join(one.why() for one in never)) if question is None else Question(question)
+    return question_of(state, job, groups) or Infeasible(why=lambda: "\n".join(one.why() for one in never))

@@ -12,6 +12,7 @@ from orchestrator.planning.search import own_settings
 from orchestrator.scheduling.base.job_updates import archive_if_done, with_job
 from orchestrator.scheduling.base.migration import can_move, held_placement_of, request_migration
 from orchestrator.scheduling.failures.observation import observe_running
+from orchestrator.scheduling.options.asks import Question, learning_rate_factor
 from orchestrator.scheduling.options.climb import faster_option, may_climb
 from orchestrator.scheduling.options.job_options import Infeasible, JobOptions
 from orchestrator.scheduling.options.probe import measured_spec
@@ -19,7 +20,6 @@ from orchestrator.scheduling.queue.policy import Move
 from orchestrator.scheduling.queue.wait_queue import Waiting
 from orchestrator.scheduling.scheduling_pass.decide import (
     Decision,
-    Question,
     StartDecision,
     Wait,
     array_limit_reason,
@@ -33,10 +33,12 @@ from orchestrator.scheduling.scheduling_pass.quotas import QuotaPass
 from orchestrator.specs.actions import Action, Launch, Record, Stop
 from orchestrator.specs.attempt import Attempt, FailureKind
 from orchestrator.specs.events import PaceReported
+from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job, JobStatus
+from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import UNTIMED, OwnSettings
 from orchestrator.specs.replace import replace
-from orchestrator.specs.settings import changes
+from orchestrator.specs.settings import Change, changes
 from orchestrator.specs.state import Reservation, State
 
 ASKS_S = 7 * 86_400.0  # over a weekend and a holiday
@@ -111,7 +113,8 @@ def schedule(state: State, index: SchedulerIndex) -> tuple[State, tuple[Action, 
     if refused:  # for which others may have waited: who they are is asked before anybody starts
         return state, refused
     actions: list[Action] = []
-    undecided = {waiting.job.id: waiting for waiting in index.arrived}
+    arrived = list(index.arrived)
+    undecided = {waiting.job.id: waiting for waiting in arrived}
     is_settled, waits, late = False, list[tuple[Waiting, Reservation]](), list[tuple[Waiting, float]]()
     while not is_settled:
         waited = len(index.waiting)
@@ -130,7 +133,8 @@ def schedule(state: State, index: SchedulerIndex) -> tuple[State, tuple[Action, 
         outcome = array_limit_reason(index, waiting.job, of_array) or wait_reason(state, index, waiting)
         state, done = _answered(state, index, waiting, outcome)
         actions += done
-    index.is_stale, index.arrived = False, []
+    index.is_stale = False
+    index.arrived = [waiting for waiting in index.arrived if all(waiting is not other for other in arrived)]
     state, stops = _move(state, index, waits, late)
     return state, (*actions, *stops)
 
@@ -149,7 +153,7 @@ def _refuse(state: State, index: SchedulerIndex) -> tuple[State, tuple[Action, .
                 state, done = _answered(state, index, waiting, outcome)
                 actions += done
     if actions:
-        index.arrived = [waiting for waiting in index.arrived if waiting.job.id in index.waiting]
+        index.arrived = [waiting for waiting in index.arrived if index.waiting.get(waiting.job.id) is waiting]
     return state, tuple(actions)
 
 
@@ -263,6 +267,12 @@ def _answered(
             if wait.reason == job.reason and job is state.jobs.get(job.id):
                 return state, ()
             job = replace(job, reason=wait.reason)
+        case Question(text=text, allowed=JobSpec() as spec):  # it waits anew, as what it now is
+            left = replace(job, asks=text)
+            index.update_job(job, left)
+            job = replace(job, spec=spec, reason=text)
+            index.update_job(left, job)
+            return with_job(state, job), (Record(job=job),)
         case Question(text=text):
             job = replace(job, asks=text, asks_until_s=state.at_s + ASKS_S, reason=f"asks: {text}")
             actions = (Record(job=job),)
@@ -288,7 +298,7 @@ def _begin(state: State, index: SchedulerIndex, job: Job, chosen: StartDecision)
         step_s=chosen.candidate.step_s,
         needed_bytes=chosen.needed_bytes,
         fit_probability=chosen.fit_probability,
-        change=changes(before.plan, chosen.candidate.plan) if before else (),
+        change=_changes(job.spec, before.plan, chosen.candidate.plan) if before else (),
         change_reason=before.failure.reason if before and before.failure else "",
         launched_at_s=state.at_s,
         relative_to=_relative_to(index, job, chosen),
@@ -296,6 +306,18 @@ def _begin(state: State, index: SchedulerIndex, job: Job, chosen: StartDecision)
     )
     job = replace(job, status=JobStatus.RUNNING, attempts=(*job.attempts, attempt), reason=_why(chosen, before))
     return job, attempt
+
+
+def _changes(spec: JobSpec, before: Plan, plan: Plan) -> tuple[Change, ...]:
+    """Return what differs from the plan before, with the global batch and the learning rate where they were cut."""
+    batch, earlier = plan.global_batch_size, before.global_batch_size
+    if batch == earlier:
+        return changes(before, plan)
+    cut = [Change(setting="global_batch_size", before=str(earlier), after=str(batch))]
+    rate, factor = spec.learning_rate, learning_rate_factor(spec, batch / earlier)
+    if rate is not None and factor != 1:
+        cut.append(Change(setting="learning_rate", before=f"{rate / factor:.6g}", after=f"{rate:.6g}"))
+    return (*cut, *changes(before, plan))
 
 
 def _relative_to(index: SchedulerIndex, job: Job, chosen: StartDecision) -> OwnSettings | None:

@@ -13,11 +13,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from orchestrator.scheduling.base.migration import MOVE_GRACE_S
+from orchestrator.scheduling.options.asks import Question
 from orchestrator.scheduling.options.job_options import Infeasible, JobOptions, SizeOption
 from orchestrator.scheduling.placement.availability import AvailabilityProfile
 from orchestrator.scheduling.queue.policy import Move, Preemption
 from orchestrator.scheduling.queue.wait_queue import Waiting
-from orchestrator.scheduling.scheduling_pass.decide import Decision, Question, StartDecision, Wait
+from orchestrator.scheduling.scheduling_pass.decide import Decision, StartDecision, Wait
 from orchestrator.scheduling.scheduling_pass.index import OVERDUE, SchedulerIndex
 from orchestrator.scheduling.scheduling_pass.preemption import Moving, movable
 from orchestrator.specs.attempt import NodeDevices, Placement

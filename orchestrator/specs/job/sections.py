@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
 from orchestrator.specs.choices import Degradation
 from orchestrator.specs.fields import DEVICES_MAX, Bytes, Seconds
-from orchestrator.specs.job.model import LAYERS_MAX, LENGTH_MAX
+from orchestrator.specs.job.model import BATCH_MAX, LAYERS_MAX, LENGTH_MAX
 from orchestrator.specs.spec_model import SpecModel
 
 PARAMETERS_MAX = 10**15
@@ -84,6 +84,16 @@ class DeclaredProfile(SpecModel):
     )
 
 
+class SmallerBatch(SpecModel):
+    """How far a restart may cut the global batch, and what becomes of the learning rate."""
+
+    least: int = Field(ge=1, le=BATCH_MAX, description="Fewest samples per optimizer step.", examples=[8])
+    learning_rate: Literal["linear", "sqrt", "same"] = Field(
+        description="Learning rate of a smaller batch: cut as much, by the square root of that, or kept.",
+        examples=["same"],
+    )
+
+
 class Degrade(SpecModel):
     """What a restart may change."""
 
@@ -97,6 +107,11 @@ class Degrade(SpecModel):
         default=(),
         description="Sequence lengths in tokens that a restart may use; needs `allow: semantic`.",
         examples=[[1024, 512]],
+    )
+    global_batch_size: SmallerBatch | None = Field(
+        default=None,
+        description="Smaller global batches for a restart that has no other plan; without `allow: semantic` it asks.",
+        examples=[{"least": 8, "learning_rate": "same"}],
     )
 
     @property

@@ -315,11 +315,27 @@ class JobSpec(SpecModel):
         check(self.command, self.launch, self.knobs, self.config, self.phases)
         if self.degrade.sequence_lengths and self.degrade.limit is not Degradation.SEMANTIC:
             raise ValueError("`degrade.sequence_lengths` changes the training: it needs `degrade.allow: semantic`")
+        rule = self.degrade.global_batch_size
+        if self.is_script and rule is not None and rule.learning_rate != "same" and self.learning_rate is None:
+            raise SpecError(
+                "nothing tells the script another learning rate",
+                path="degrade.global_batch_size.learning_rate",
+                got=rule.learning_rate,
+                hint="say knobs.learning_rate: {flag: ..., default: NUMBER}, or learning_rate: same",
+            )
         if self.plan:
             self._check_plan()
         if self.trial is not None:
             self._check_metric(self.trial)
         return self
+
+    @property
+    def learning_rate(self) -> float | None:
+        """The learning rate of the training; None of a script that is not told any."""
+        if not self.is_script:
+            return self.training.learning_rate
+        knob = self.knobs.learning_rate
+        return None if knob is None or knob.default is None else float(knob.default)
 
     def _check_metric(self, trial: Trial) -> None:
         """Whether something tells the metric that judges the trial."""

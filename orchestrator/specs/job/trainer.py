@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from typing import Annotated, Literal
@@ -81,7 +82,7 @@ class Knob(SpecModel):
         description="Section of the file that `accelerate launch` reads; of `zero_stage` only.",
         examples=["fsdp"],
     )
-    default: int | str | None = Field(
+    default: int | float | str | None = Field(
         default=None, description="Value that the script uses when it is given none.", examples=[8]
     )
     values: ValueMap = Field(
@@ -135,6 +136,14 @@ class Knob(SpecModel):
         return (self, *self.also)
 
 
+def _is_positive(value: int | float | str) -> bool:
+    """Return whether the text or number is a finite number above 0."""
+    try:
+        return 0 < float(value) < math.inf
+    except ValueError:
+        return False
+
+
 class Knobs(SpecModel):
     """Settings that the script takes. A setting without a knob is the same in every plan."""
 
@@ -172,6 +181,11 @@ class Knobs(SpecModel):
         default=None,
         description="Whether parameters are updated in the backward pass; needs `training: {clip_norm: null}`.",
         examples=[{"override": "optimizer_in_bwd", "values": {"false": "False", "true": "True"}}],
+    )
+    learning_rate: Knob | None = Field(
+        default=None,
+        description="Learning rate; its `default` is what the script is told, or less where `degrade` cuts the batch.",
+        examples=[{"flag": "--lr", "default": 0.0001}],
     )
     sequence_length: Knob | None = Field(
         default=None,
@@ -230,6 +244,10 @@ class Knobs(SpecModel):
                 raise SpecError("only a batch size has phases, and is multiplied by ranks", path=name)
             if knob.per != "rank" and setting not in ("micro_batch_size", "ranks"):
                 raise SpecError("only batch sizes and `ranks` are per node or global", path=f"{name}.per", got=knob.per)
+        rate = None if self.learning_rate is None else self.learning_rate.default
+        if rate is not None and not _is_positive(rate):
+            what, allowed = "a learning rate is a number", "above 0, finite"
+            raise SpecError(what, path="learning_rate.default", got=rate, allowed=allowed)
         if self.derives_accumulation and self.micro_batch_size is None:
             what = "accumulation is derived from a micro-batch, which the script cannot be told"
             hint = "say knobs.micro_batch_size: {flag: ...}, or leave this knob out"

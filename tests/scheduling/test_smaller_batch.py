@@ -1,0 +1,107 @@
+"""A job whose file allows a smaller global batch goes on with it, and its learning rate follows; others ask."""
+
+from __future__ import annotations
+
+import pytest
+
+from orchestrator.planning.render import script_command
+from orchestrator.scheduling.options.asks import with_allowed, with_global_batch
+from orchestrator.specs.errors import SpecError
+from orchestrator.specs.events import RetryRequested
+from orchestrator.specs.job.spec import JobSpec
+from orchestrator.specs.job_record import JobStatus
+from orchestrator.specs.parse import job_from_data
+from tests.scheduling.test_probe import Night, unknown
+
+KNOBS = {"micro_batch_size": {"flag": "--batch", "default": 16}, "learning_rate": {"flag": "--lr", "default": 0.1}}
+
+
+def smaller(allow: str = "semantic", least: int = 4, learning_rate: str = "linear") -> JobSpec:
+    """Return a script without accumulation, of which 15 samples fit a device of 512 MiB."""
+    degrade = {"allow": allow, "global_batch_size": {"least": least, "learning_rate": learning_rate}}
+    return unknown(global_batch_size=16, knobs=KNOBS, degrade=degrade)
+
+
+@pytest.mark.parametrize("is_carried", [True, False])
+@pytest.mark.parametrize(("rule", "rate"), [("linear", "0.05"), ("sqrt", "0.0707107"), ("same", "0.1")])
+def test_a_job_goes_on_with_half_its_batch_and_the_learning_rate_that_follows(
+    rule: str, rate: str, is_carried: bool
+) -> None:
+    night = Night(fixed=40, sample=30, is_carried=is_carried)
+    night.submit(smaller(learning_rate=rule))
+    night.end()
+    job, (first, second) = night.job(), night.launched
+    assert (first.plan.global_batch_size, second.plan.global_batch_size) == (16, 8)
+    changes = {change.setting: (change.before, change.after) for change in second.change}
+    assert changes["global_batch_size"] == ("16", "8")
+    assert changes.get("learning_rate") == (None if rule == "same" else ("0.1", rate))
+    command = script_command(job.spec, second.plan, output_dir="o", resume_from=None, deepspeed_config_path=None)
+    assert command.arguments[command.arguments.index("--lr") + 1] == rate
+    night.end()
+    assert "unknown-1" not in night.state.jobs, "it has ended"
+
+
+def test_no_batch_is_cut_below_the_least_that_the_file_allows() -> None:
+    night = Night(fixed=40, sample=100)
+    night.submit(smaller(least=8))
+    night.end()
+    night.end()
+    assert [attempt.plan.global_batch_size for attempt in night.launched] == [16, 8]
+    assert not night.state.jobs, "it has failed"
+
+
+def test_a_batch_is_cut_as_often_as_it_takes() -> None:
+    night = Night(fixed=40, sample=100)
+    night.submit(smaller(least=4))
+    night.end()
+    night.end()
+    night.end()
+    assert [attempt.plan.global_batch_size for attempt in night.launched] == [16, 8, 4]
+    assert not night.state.jobs, "it has ended"
+
+
+def test_a_job_that_does_not_allow_another_training_asks_and_goes_on_by_its_rule_once_allowed() -> None:
+    night = Night(fixed=40, sample=30)
+    night.submit(smaller(allow="exact"))
+    night.end()
+    job = night.job()
+    assert job.status is JobStatus.QUEUED
+    assert "`orc retry unknown-1 --allow semantic`" in job.asks
+    assert "8 samples a step and a smaller learning rate 0.05" in job.asks
+    night.tell(RetryRequested(job_id=job.id, spec=with_allowed(job.spec, "semantic", None), at_s=night.tick()))
+    assert night.launched[-1].plan.global_batch_size == 8
+    assert night.job().spec.learning_rate == pytest.approx(0.05)
+
+
+@pytest.mark.parametrize(
+    ("knob", "path"),
+    [
+        (None, "degrade.global_batch_size.learning_rate"),
+        ({"flag": "--lr"}, "degrade.global_batch_size.learning_rate"),
+        ({"flag": "--lr", "default": "fast"}, "knobs.learning_rate.default"),
+        ({"flag": "--lr", "default": 0}, "knobs.learning_rate.default"),
+        ({"flag": "--lr", "default": float("inf")}, "knobs.learning_rate.default"),
+    ],
+)
+def test_a_learning_rate_that_nothing_tells_the_script_is_refused(knob: dict[str, object] | None, path: str) -> None:
+    knobs = {"micro_batch_size": KNOBS["micro_batch_size"]} | ({"learning_rate": knob} if knob else {})
+    rule = {"allow": "semantic", "global_batch_size": {"least": 4, "learning_rate": "linear"}}
+    data = {"name": "a", "command": "python train.py", "global_batch_size": 16, "knobs": knobs, "degrade": rule}
+    with pytest.raises(SpecError) as refused:
+        job_from_data(data, "job")
+    assert path in str(refused.value)
+
+
+def test_the_learning_rate_of_our_own_training_follows_with_the_end_of_its_schedule() -> None:
+    spec = JobSpec.model_validate(
+        {
+            "name": "own",
+            "global_batch_size": 64,
+            "model": {"factory": "model.py:make"},
+            "training": {"learning_rate": 0.4, "min_learning_rate": 0.04, "schedule": "cosine"},
+            "degrade": {"allow": "semantic", "global_batch_size": {"least": 1, "learning_rate": "sqrt"}},
+        }
+    )
+    cut = with_global_batch(spec, 16)
+    assert (cut.global_batch_size, cut.training.learning_rate) == (16, pytest.approx(0.2))
+    assert cut.training.min_learning_rate == pytest.approx(0.02)
