@@ -11,7 +11,7 @@ from orchestrator.scheduling.base.pending import Pending
 from orchestrator.scheduling.failures.classify import classify
 from orchestrator.scheduling.failures.observation import observe, warnings
 from orchestrator.scheduling.failures.places import with_places
-from orchestrator.scheduling.failures.verdict import judge
+from orchestrator.scheduling.failures.verdict import judge, wait_for_space
 from orchestrator.scheduling.options.probe import is_of_batch
 from orchestrator.scheduling.queue.dependencies import with_pending_dependencies
 from orchestrator.scheduling.queue.fair_share import charged
@@ -148,6 +148,8 @@ def _finished(state: State, event: Finished) -> tuple[State, tuple[Action, ...]]
     failure = classify(job, attempt, event.evidence, capacity_bytes)
     if failure is not None and failure.ending is not None and not job.cancelling:
         failure = judge(job, attempt, failure, state.ends, state.nodes)
+    elif failure is not None and failure.kind is FailureKind.DISK_FULL and not job.cancelling:
+        failure = wait_for_space(job, attempt, failure)
     state = with_places(state, job, attempt, failure)
     attempt = replace(attempt, failure=failure)
     job = _with_attempt(job, attempt)
@@ -217,8 +219,17 @@ def _used_up(job: Job, failure: Failure, budget: str) -> Job:
 
 
 def _restarted(job: Job, failure: Failure, not_before_s: float) -> Job:
-    reason = f"restarts after {failure.kind}: {failure.reason}"
+    reason = f"restarts after {failure.kind}: {failure.reason}{_repeated(job.attempts[-1])}"
     return replace(job, status=JobStatus.QUEUED, not_before_s=not_before_s, reason=reason)
+
+
+def _repeated(attempt: Attempt) -> str:
+    """Return what a restart without a checkpoint does again, in words; "" where there is one, or no step was made."""
+    evidence = attempt.evidence
+    steps = max((beat.steps_done for beat in evidence.heartbeats), default=0) if evidence is not None else 0
+    if evidence is None or evidence.checkpoint_step is not None or not steps:
+        return ""
+    return f"; no checkpoint: {steps} step{'s are' if steps > 1 else ' is'} done again"
 
 
 # access

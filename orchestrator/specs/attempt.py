@@ -59,7 +59,7 @@ class FailureKind(StrEnum):
     # Nothing explains the end, and it had trained: `scheduling/failures/verdict.py` says how the job goes on.
     UNKNOWN = "unknown", Restart(budget="unknown")
     GUARD_ABSENT = "guard_absent"  # it ran past the cap of its virtual device; what it needs is unknown
-    DISK_FULL = "disk_full"  # no space for checkpoints or logs
+    DISK_FULL = "disk_full"  # no space for checkpoints or logs: it waits for some
     USER_ERROR = "user_error"  # the program itself is wrong
     CANCELLED = "cancelled"  # the user asked for the end
     PROBED = "probed"  # the attempt was ended after it had measured what its plan needs
@@ -108,7 +108,7 @@ class Ending:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """How a job goes on after an end that nothing explains."""
+    """How a job goes on after an end that nothing explains, or on a full disk."""
 
     row: int  # of the table in docs/reference/failures-and-retries.md
     wait_s: float | None  # before the next attempt; None: there is none

@@ -220,6 +220,14 @@ def test_a_lost_node_restarts_the_same_plan_after_a_pause() -> None:
     assert launches(actions)[0].plan == first.plan
 
 
+def test_a_restart_says_what_is_done_again_where_nothing_was_saved() -> None:
+    for saved, words in ((None, "; no checkpoint: 9 steps are done again"), (5, "")):
+        evidence = replace(SUCCESS, ranks=(), nodes_lost=("local",), checkpoint_step=saved)
+        state, _ = run(NODES, submitted(), finished(evidence))
+        assert only_job(state).reason.partition("local")[2].endswith(words), only_job(state).reason
+        assert ("done again" in only_job(state).reason) == bool(words)
+
+
 def test_a_lost_node_does_not_use_up_the_budget_for_memory() -> None:
     spec = decoder_spec(retries={"oom": 1, "node": 1})
     state, _ = run(NODES, submitted(spec), finished(LOST, at_s=1.0), released(at_s=1.0), TimerFired(at_s=500.0))

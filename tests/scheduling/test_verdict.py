@@ -8,7 +8,7 @@ import pytest
 
 from orchestrator.scheduling.base.drain import suspensions
 from orchestrator.scheduling.failures.places import avoided, with_places
-from orchestrator.scheduling.failures.verdict import judge
+from orchestrator.scheduling.failures.verdict import judge, wait_for_space
 from orchestrator.specs.attempt import Attempt, Ending, Evidence, Extent, Failure, FailureKind, NodeDevices
 from orchestrator.specs.cluster import idle_nodes
 from orchestrator.specs.job_record import Job
@@ -176,3 +176,38 @@ def test_a_sweep_whose_trials_all_end_alike_suspends_nothing_and_no_crowd_suspen
     for number, last in enumerate((*everywhere, *everywhere)):
         state = with_places(state, named(f"job{number}"), last, failure)
     assert len(suspensions(state)) == 2
+
+
+def full_disk(number: int, at_s: float, ran_s: float = 60.0, saved: int | None = None) -> Attempt:
+    full = Failure(kind=FailureKind.DISK_FULL, reason="OSError: [Errno 28] No space left on device")
+    evidence = Evidence(checkpoint_step=saved)
+    times = {"launched_at_s": at_s - ran_s, "ended_at_s": at_s}
+    return replace(attempt(), number=number, evidence=evidence, failure=full, **times)
+
+
+def test_a_full_disk_is_waited_for_longer_and_longer_and_not_for_ever() -> None:
+    record, at_s, waits = job(script_spec()), 1000.0, list[float]()
+    while True:
+        last = full_disk(len(record.attempts) + 1, at_s)
+        assert last.failure is not None
+        failure = wait_for_space(record, last, last.failure)
+        assert failure.verdict is not None
+        assert failure.kind is FailureKind.DISK_FULL
+        if failure.verdict.wait_s is None:
+            break
+        waits.append(failure.verdict.wait_s)
+        record = replace(record, attempts=(*record.attempts, replace(last, failure=failure)))
+        at_s += waits[-1] + 60.0
+    assert waits[:6] == [60.0, 120.0, 240.0, 480.0, 960.0, 1800.0]
+    assert set(waits[6:]) == {1800.0}
+    assert 12 * 3600.0 < at_s - 1000.0 < 13 * 3600.0
+    assert "no space for 12 hours" in failure.reason
+
+
+@pytest.mark.parametrize(("saved", "waits"), [(None, False), (40, True)])
+def test_no_attempt_follows_a_full_disk_that_kept_nothing_of_hours(saved: int | None, waits: bool) -> None:
+    last = full_disk(1, 50_000.0, ran_s=3 * 3600.0, saved=saved)
+    assert last.failure is not None
+    failure = wait_for_space(job(script_spec()), last, last.failure)
+    assert failure.verdict is not None
+    assert (failure.verdict.wait_s is not None) == waits

@@ -55,6 +55,24 @@ def judge(
     return replace(failure, kind=kind, verdict=verdict, reason=f"{failure.reason}; {reason}")
 
 
+def wait_for_space(job: Job, attempt: Attempt, failure: Failure) -> Failure:
+    """Return the failure of a full disk with a wait, in which somebody may free space; its devices are free meanwhile.
+
+    The waits grow as those for an outside service, for 12 hours since the first full disk. No attempt follows one that
+    trained for long and kept nothing.
+    """
+    assert attempt.ended_at_s is not None
+    waits = _of_row(job.attempts[: attempt.number - 1], 13)
+    since_s = next((earlier.ended_at_s for earlier in waits if earlier.ended_at_s is not None), attempt.ended_at_s)
+    is_lost = attempt.ended_at_s - attempt.launched_at_s > REPEATED_S and not _saved_step(attempt)
+    if is_lost or attempt.ended_at_s - since_s > SERVICE_TOTAL_S:
+        why = "no checkpoint: too much would be trained again" if is_lost else "no space for 12 hours"
+        return replace(failure, verdict=Verdict(row=13, wait_s=None), reason=f"{failure.reason}; {why}")
+    wait_s = min(SERVICE_FIRST_S * 2 ** len(waits), SERVICE_MAX_S)
+    reason = f"{failure.reason}; waits {wait_s:.0f} s for space"
+    return replace(failure, verdict=Verdict(row=13, wait_s=wait_s), reason=reason)
+
+
 def _verdict(
     job: Job, attempt: Attempt, ending: Ending, others: Sequence[UnexplainedEnd], nodes: Sequence[Node]
 ) -> tuple[Verdict, str]:

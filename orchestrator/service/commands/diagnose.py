@@ -252,6 +252,8 @@ def _line_number(path: Path, offset: int) -> int:
 
 def _next_action(failure: Failure) -> str:
     restart = failure.kind.restart
+    if failure.kind is FailureKind.DISK_FULL:
+        return "start it again after 1, 2, 4, at most 30 minutes, for 12 hours"
     if restart is None:
         within = ", or start it again elsewhere if steps were made" if failure.ending is not None else ""
         return f"end the job{within}"
