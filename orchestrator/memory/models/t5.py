@@ -83,6 +83,8 @@ def t5_shape(model: ModelSpec, config: Mapping[str, Any]) -> T5Shape | None:
     it counts and under which cross attention takes another kernel, with another activation, or with adapters."""
     if config.get("model_type") != "t5" or model.lora is not None or OTHER_NAMES & config.keys():
         return None
+    if config.get("tie_word_embeddings") is False:  # a head of its own: T5 v1.1, flan-T5
+        return None
     said = {**DEFAULTS, **config}
     said["num_decoder_layers"] = said.get("num_decoder_layers") or said["num_layers"]
     sizes = [name for name in (*DEFAULTS, "num_decoder_layers") if name not in ("dropout_rate", "feed_forward_proj")]

@@ -7,7 +7,7 @@ device. Its weights are read by name, so that a sharding engine needs one layer 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from orchestrator.specs.errors import SpecError, closest
 from orchestrator.specs.plan import Plan
@@ -34,7 +42,7 @@ from orchestrator.training.models.hf_parallel import (
     tensor_parallel_of,
     tensor_parallel_sizes_of,
 )
-from orchestrator.training.models.hf_weights import FirstValues, fill, stored_weights, without_memory
+from orchestrator.training.models.hf_weights import FirstValues, fill, stored_weights, untie, without_memory
 
 # Settings that models read but that no configuration class has, or that Qwen's classes of models with experts lack.
 UNLISTED = ("decoder_start_token_id", "head_dim")
@@ -91,7 +99,10 @@ def build(run: TrainingRun) -> Built:
         with without_memory(noted):
             module = _auto_class(config).from_config(config, dtype=torch.float32)
         module.tie_weights()
-        stored = stored_weights(spec.hf, module) if isinstance(spec.hf, str) else None
+        if isinstance(spec.hf, str):
+            stored = stored_weights(spec.hf, module)
+        elif spec.hf.get("tie_word_embeddings") is False and (head := _tied_head(module)) is not None:
+            noted.copy(*untie(module, head))
         _fill_buffers(module, stored)
     base_names = {id(parameter): name for name, parameter in module.named_parameters()}
     if spec.lora is not None:
@@ -128,6 +139,22 @@ def read_config(hf: str | dict[str, Any]) -> PreTrainedConfig:
         raise SpecError(f"no such transformers model: {reason}", path="model.hf", got=hf, hint=hint) from None
 
 
+def published_config(values: Mapping[str, Any]) -> PreTrainedConfig:
+    """Return a published config.json as transformers reads it: keys that its class does not list are no mistakes.
+
+    Raises SpecError where no family of the installed version has its `model_type`, or where it cannot be read.
+    """
+    model_type = str(values.get("model_type"))
+    if model_type not in CONFIG_MAPPING:
+        hint = "install a transformers that has it, or give a `factory`"
+        raise SpecError("no such family in transformers", path="model.config.model_type", got=model_type, hint=hint)
+    try:
+        config: PreTrainedConfig = CONFIG_MAPPING[model_type].from_dict(dict(values))
+    except (ValueError, TypeError) as error:
+        raise SpecError(f"not a configuration of {model_type}: {error}", path="model.config") from None
+    return config
+
+
 def _said_config(said: dict[str, Any]) -> PreTrainedConfig:
     values = dict(said)
     model_type = values.pop("model_type", None)
@@ -150,7 +177,25 @@ def _auto_class(config: PreTrainedConfig) -> Any:
     auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     if type(config) not in auto._model_mapping:
         raise SpecError("transformers has no language model of this family", path="model.hf", got=config.model_type)
+    is_encoder = auto is AutoModelForCausalLM and type(config) in AutoModelForMaskedLM._model_mapping
+    if is_encoder and not getattr(config, "is_decoder", False) and not getattr(config, "causal", False):
+        raise SpecError(
+            "an encoder sees the tokens that it would have to predict",
+            path="model.hf",
+            got=config.model_type,
+            hint="train it on masked tokens by a `factory`, or set `is_decoder: true` in its configuration",
+        )
     return auto
+
+
+def _tied_head(module: PreTrainedModel) -> str | None:
+    """Return the name of the head's weight where it is the embedding's; else None.
+
+    The families of T5 tie them whatever the configuration says, and part them by what a file of weights holds.
+    """
+    head: Any = module.get_output_embeddings()  # type: ignore[no-untyped-call]
+    names = [name for name in module.all_tied_weights_keys if module.get_parameter(name) is head.weight] if head else []
+    return next((name for name in names if module.get_submodule(name.rpartition(".")[0]) is head), None)
 
 
 def _check_layout(plan: Plan) -> None:

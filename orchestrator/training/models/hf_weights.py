@@ -47,6 +47,12 @@ class FirstValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._seen.append(target)
         return out
 
+    def copy(self, parameter: Tensor, other: Tensor) -> None:
+        """Let `other` be initialised as `parameter` is."""
+        if id(parameter) in self._filled:
+            self._filled[id(other)] = self._filled[id(parameter)]
+            self._seen.append(other)
+
     def by_name(self, module: nn.Module) -> dict[str, tuple[Any, tuple[Any, ...]]]:
         """Parameter name -> the last operation that filled it."""
         named = module.named_parameters()
@@ -77,17 +83,31 @@ def stored_weights(source: str, model: PreTrainedModel) -> Callable[[str], Tenso
     missing.
     """
     files = _files_by_name(source)
+    for name, tied_to in list(model.all_tied_weights_keys.items()):
+        keys = [_stored([each], files, model.base_model_prefix) for each in (name, tied_to)]
+        if None not in keys and not torch.equal(*(_read(files, str(key)) for key in keys)):
+            untie(model, name)  # as from_pretrained does
     places = _places(model, files)
     if places is None:
         return _loaded_whole(source, model)
     wanted = places
 
-    def read(name: str) -> Tensor:
-        key = wanted[name]
-        with safe_open(files[key], framework="pt") as file:
-            return file.get_tensor(key)
+    return lambda name: _read(files, wanted[name])
 
-    return read
+
+def _read(files: Mapping[str, str], key: str) -> Tensor:
+    with safe_open(files[key], framework="pt") as file:
+        return file.get_tensor(key)
+
+
+def untie(model: PreTrainedModel, name: str) -> tuple[Tensor, Tensor]:
+    """Give the parameter of that name a tensor of its own; return the one that it shared, and its own."""
+    path, _, leaf = name.rpartition(".")
+    owner, shared = model.get_submodule(path), model.get_parameter(name)
+    parameter = torch.nn.Parameter(torch.empty_like(shared), requires_grad=shared.requires_grad)
+    owner.register_parameter(leaf, parameter)
+    model.all_tied_weights_keys.pop(name, None)
+    return shared, parameter
 
 
 def _files_by_name(source: str) -> dict[str, str]:
@@ -151,6 +171,8 @@ def _loaded_whole(source: str, model: PreTrainedModel) -> Callable[[str], Tensor
         )
     except (OSError, ValueError, RuntimeError) as error:
         raise SpecError(f"the weights cannot be loaded: {error}", path="model.hf", got=source) from None
+    for name in model.all_tied_weights_keys.keys() - loaded.all_tied_weights_keys.keys():
+        untie(model, name)
     missing = sorted(report["missing_keys"])
     if missing:
         raise SpecError("weights of the model are missing", path="model.hf", got=source, allowed=missing[0])

@@ -240,7 +240,9 @@ def build(request: Request, arithmetic: Arithmetic, config: Any) -> Recipe:
         from orchestrator.training.models.hf_model import hf_recipe  # late: importing transformers takes seconds
 
         lora = None if model.lora is None else replace(model.lora, quantise_base=False)  # quantising needs CUDA
-        said = replace(model, hf=_as_said(config), lora=lora)
+        published = model.hf if isinstance(model.hf, dict) else model.config
+        own_head = {"tie_word_embeddings": False} if published.get("tie_word_embeddings") is False else {}
+        said = replace(model, hf=_as_said(config) | own_head, lora=lora)
         run = TrainingRun(
             model=said,
             data=DataSpec(sequence_length=request.sequence_length),
@@ -284,9 +286,10 @@ def _config(model: ModelSpec) -> Any:
     hf = model.hf
     if hf is None:
         return model.decoder
-    from orchestrator.training.models.hf_model import read_config
+    from orchestrator.training.models.hf_model import published_config, read_config
 
-    return read_config(model.config if isinstance(hf, str) and model.config and not Path(hf).is_dir() else hf)
+    is_away = isinstance(hf, str) and not Path(hf).is_dir()
+    return published_config(model.config) if is_away and model.config else read_config(hf)
 
 
 def _equal_layers(config: Any) -> int:
