@@ -202,7 +202,7 @@ def a_rank_without_device(patch: pytest.MonkeyPatch) -> None:
 
 
 def everything_fits(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(job_options, "_least_bytes", lambda *_: 0)
+    patch.setattr(job_options, "free_bytes_for", lambda *_: 0)
 
 
 def refused_after_running(patch: pytest.MonkeyPatch) -> None:

@@ -75,6 +75,9 @@ def model_of(config: PreTrainedConfig) -> PreTrainedModel | None:
     module: PreTrainedModel = auto.from_config(config, dtype=torch.float32)
     for parameter in module.parameters():
         nn.init.normal_(parameter, std=0.05)
+    for layer in module.modules():
+        if isinstance(layer, nn.Embedding) and layer.padding_idx is not None:  # some families zero it when they load
+            nn.init.zeros_(layer.weight.data[layer.padding_idx])
     return module
 
 

@@ -196,8 +196,9 @@ def _with_adapters(
 ) -> tuple[Segment, Segment, Segment]:
     """A frozen base without gradients and states, and adapters beside the projections of every layer.
 
-    Under low precision the base's matrices are held in it (models/hf_model.py), or in 4 bits; embedding and norms
-    have `rest` bytes each, which are 4 but where a script says otherwise. A projection without an adapter does not keep
+    Under low precision the base's matrices are held in it (models/hf_model.py), or in 4 bits and its tables in low
+    precision (models/hf_adapters.py). An embedding that is not, and norms, have `rest` bytes each: 4 but where a script
+    says otherwise. A projection without an adapter does not keep
     its input, an adapter also what stands between its two matrices; under selective checkpointing also what the second
     returned, since a matrix product did. A norm whose weight is frozen does not keep what the weight is multiplied
     with.
@@ -216,13 +217,14 @@ def _with_adapters(
     backward = tokens * beside.backward_bytes
     frozen_layer = round(held * beside.matrices) + rest * (layer.parameters - beside.matrices)
     own_table = 0 if shape.tie_word_embeddings else table
-    head_width = rest if shape.tie_word_embeddings or lora.quantise_base or not low else 2
+    table_width = 2 if low and lora.quantise_base else rest
+    head_width = table_width if shape.tie_word_embeddings or not low else 2
     cast_head = 2 * table if autocast and head_width == 4 else 0
     return (
         replace(
             embedding,
             trained=0,
-            frozen_bytes=rest * embedding.parameters,
+            frozen_bytes=table_width * table + rest * (embedding.parameters - table),
             summed_gradients=0,
             waiting_gradients=0,
             looked_up=0,

@@ -52,18 +52,32 @@ def adapt(module: PreTrainedModel, lora: LoraSpec) -> PreTrainedModel:
 
 
 def in_four_bits(module: Any) -> frozenset[str]:
-    """Names of the frozen weights that `quantised` would hold in 4 bits; the head is cast to fp32.
+    """Return the names of the frozen weights that `quantised` would hold in 4 bits.
 
     Only linear layers are quantised (transformers/integrations/bitsandbytes.py, 5.23), not experts in one tensor.
     """
     head = module.get_output_embeddings()
-    if head.weight.dtype is not torch.float32:
-        head.weight = torch.nn.Parameter(head.weight.float(), requires_grad=False)
     return frozenset(
         f"{name}.weight"
         for name, layer in module.named_modules()
         if isinstance(layer, torch.nn.Linear) and layer is not head and not layer.weight.requires_grad
     )
+
+
+def hold_tables_in(module: Any, low: torch.dtype) -> None:
+    """Hold frozen embeddings and the head in the plan's low precision, in place: most models are published in it.
+
+    An embedding returns fp32 as before, so that only its values are rounded. Autocast rounds the head's at every use.
+    """
+    tables: dict[int, torch.nn.Parameter] = {}
+    head = module.get_output_embeddings()
+    for layer in module.modules():
+        if (layer is not head and not isinstance(layer, torch.nn.Embedding)) or layer.weight.requires_grad:
+            continue
+        table = torch.nn.Parameter(layer.weight.to(low), requires_grad=False)
+        layer.weight = tables.setdefault(id(layer.weight), table)
+        if layer is not head:
+            layer.register_forward_hook(lambda _layer, _inputs, rows: rows.float())
 
 
 def quantised(run: TrainingRun, auto_class: Any) -> PreTrainedModel:
@@ -80,11 +94,12 @@ def quantised(run: TrainingRun, auto_class: Any) -> PreTrainedModel:
         raise SpecError("4-bit layers cannot be sharded", path=path, got=got, allowed="engine=torch with zero_stage=0")
     if not isinstance(hf, str):
         raise SpecError("random weights are not quantised", path="model.hf", got=hf, allowed="a folder or a name")
+    low = LOW_PRECISION.get(plan.precision)
     settings = BitsAndBytesConfig(  # type: ignore[no-untyped-call]
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=LOW_PRECISION.get(plan.precision, torch.float32),
+        bnb_4bit_compute_dtype=low or torch.float32,
     )
     try:
         module = auto_class.from_pretrained(
@@ -92,4 +107,6 @@ def quantised(run: TrainingRun, auto_class: Any) -> PreTrainedModel:
         )
     except (OSError, ValueError) as error:
         raise SpecError(f"the model cannot be loaded: {error}", path="model.hf", got=hf) from None
+    if low is not None:
+        hold_tables_in(module, low)
     return module.train()

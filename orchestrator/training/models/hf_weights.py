@@ -84,7 +84,7 @@ def stored_weights(source: str, model: PreTrainedModel) -> Callable[[str], Tenso
     """
     files = _files_by_name(source)
     for name, tied_to in list(model.all_tied_weights_keys.items()):
-        keys = [_stored([each], files, model.base_model_prefix) for each in (name, tied_to)]
+        keys = [_stored([tied], files, model.base_model_prefix) for tied in (name, tied_to)]
         if None not in keys and not torch.equal(*(_read(files, str(key)) for key in keys)):
             untie(model, name)  # as from_pretrained does
     places = _places(model, files)

@@ -151,7 +151,7 @@ class _Traced:
         self._autocast = low if arithmetic.autocast else None
         held_bytes: dict[int, float] = {}
         for each in self._recipes:
-            four_bits = _in_four_bits(request.model, each.module)
+            four_bits = _in_four_bits(request.model, each.module, low)
             held_bytes |= without_memory(each.module, self._fake, None if arithmetic.autocast else low)
             held_bytes |= {id(each.module.get_parameter(name)): width for name, width in four_bits.items()}
             if low and not arithmetic.autocast:
@@ -328,12 +328,14 @@ def _plan(arithmetic: Arithmetic, samples: int) -> Plan:
     )
 
 
-def _in_four_bits(model: ModelSpec, module: Any) -> dict[str, float]:
-    """Name -> bytes per element, for weights that CUDA holds in 4 bits and that are whole here."""
+def _in_four_bits(model: ModelSpec, module: Any, low: torch.dtype | None) -> dict[str, float]:
+    """Return name -> bytes per element of the weights that CUDA holds in 4 bits; hold the tables as training does."""
     if model.lora is None or not model.lora.quantise_base:
         return {}
-    from orchestrator.training.models.hf_adapters import NF4_BYTES, in_four_bits
+    from orchestrator.training.models.hf_adapters import NF4_BYTES, hold_tables_in, in_four_bits
 
+    if low is not None:
+        hold_tables_in(module, low)
     return dict.fromkeys(in_four_bits(module), NF4_BYTES)
 
 
