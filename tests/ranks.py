@@ -16,11 +16,15 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 IMPORTED = (
-    "deepspeed",
+    "deepspeed.ops.op_builder.all_ops",
+    "deepspeed.runtime.zero.muon.muon_optimizer",  # for every engine; it imports torch's compiler: 3 s
     "torch.distributed.checkpoint",
+    "torch.utils.cpp_extension",
     "orchestrator.training.loop",
+    "orchestrator.training.engines.deepspeed_engine",
     "orchestrator.training.engines.pipeline",
     "orchestrator.training.models.hf_adapters",
+    "transformers.models.llama.modeling_llama",  # imports torchao where it is installed: 2 s
 )
 OF_ALL = {
     "OMP_NUM_THREADS": "1",
