@@ -27,7 +27,7 @@ BUDGETS_S = {
     "tests/scheduling": 500.0,
     "tests/service": 1750.0,
     "tests/trainers": 580.0,
-    "tests/training": 1610.0,
+    "tests/training": 900.0,
 }
 OTHERS_S = 80.0
 
