@@ -29,6 +29,7 @@ IMPORTED = (
 OF_ALL = {
     "OMP_NUM_THREADS": "1",
     "DS_ACCELERATOR": "cpu",
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # torchao asks for CUDA at its import, which would start it before the fork
     "MASTER_ADDR": "127.0.0.1",
     # as launchers have it: another ninja than the one that compiled an extension would compile it again
     "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]),
