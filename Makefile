@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.installed
 
 # Tests that compute and start nothing, those that train or trace in processes of their own, those of the service and
-# its commands, and the others: two kinds at a time, the longest first.
+# its commands, and the others: three kinds at a time, since each waits for its processes; the longest first.
 PURE := $(addprefix tests/,specs planning scheduling)
 TRAINED := $(addprefix tests/,audio fake_card gpu memory training)
 SERVED := $(addprefix tests/,service k8s) $(wildcard tests/test_*.py)
@@ -25,7 +25,7 @@ demo-audio: $(READY)
 	$(BIN)/python -m jobs.audio.run
 
 test: $(READY) lint
-	$(MAKE) --no-print-directory --jobs=2 test-served test-others test-trained test-pure
+	$(MAKE) --no-print-directory --jobs=3 test-served test-trained test-others test-pure
 
 test-served:
 	$(PYTEST) $(SERVED)
@@ -39,7 +39,7 @@ test-trained:
 test-pure:
 	$(call told_at_its_end,$(PYTEST) $(PURE))
 
-# so that the dots of two do not mix
+# so that the dots of several do not mix
 told_at_its_end = @said=$$($(1) 2>&1); code=$$?; echo "$$said"; exit $$code
 
 # Longer matrices, and new cases of every property; `make test-long SEED=...` with the printed seed draws them again.

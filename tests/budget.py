@@ -22,12 +22,12 @@ BUDGETS_S = {
     "tests": 1130.0,
     "tests/backends": 500.0,
     "tests/k8s": 150.0,
-    "tests/memory": 1050.0,
+    "tests/memory": 600.0,
     "tests/planning": 120.0,
     "tests/scheduling": 500.0,
     "tests/service": 1750.0,
     "tests/trainers": 580.0,
-    "tests/training": 1610.0,
+    "tests/training": 900.0,
 }
 OTHERS_S = 80.0
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import settings
 
-SHORT = 20
+SHORT = 12
 
 
 def examples(count: int) -> int:

@@ -16,15 +16,20 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 IMPORTED = (
-    "deepspeed",
+    "deepspeed.ops.op_builder.all_ops",
+    "deepspeed.runtime.zero.muon.muon_optimizer",  # for every engine; it imports torch's compiler: 3 s
     "torch.distributed.checkpoint",
+    "torch.utils.cpp_extension",
     "orchestrator.training.loop",
+    "orchestrator.training.engines.deepspeed_engine",
     "orchestrator.training.engines.pipeline",
     "orchestrator.training.models.hf_adapters",
+    "transformers.models.llama.modeling_llama",  # imports torchao where it is installed: 2 s
 )
 OF_ALL = {
     "OMP_NUM_THREADS": "1",
     "DS_ACCELERATOR": "cpu",
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # torchao asks for CUDA at its import, which would start it before the fork
     "MASTER_ADDR": "127.0.0.1",
     # as launchers have it: another ninja than the one that compiled an extension would compile it again
     "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -214,6 +215,7 @@ def _own_findings(path: str, package: str | None, name: str, said: str) -> Itera
             yield f"{said}: backends/ports.py stands between"
 
 
+@cache
 def module_path(name: str) -> str:
     """File of a dotted name; a name inside a module is found by dropping it."""
     parts = name.split(".")
@@ -247,6 +249,7 @@ def test_every_module_keeps_the_rules() -> None:
     assert found == []
 
 
+@cache
 def import_graph() -> dict[str, set[str]]:
     """The modules that each module imports, for types too; packages themselves are left out."""
     known = {path for path in modules() if not path.endswith("__init__.py")}

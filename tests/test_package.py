@@ -131,6 +131,7 @@ def test_a_simulation_names_no_commit_of_a_repository_that_the_environment_lies_
     assert installed.orc("simulate", "list.yaml")["commit"] == ""
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_the_wheel_alone_runs_a_queue_and_keeps_its_records(installed: Installed) -> None:
     shutil.copytree(ROOT / "jobs" / "demo", installed.folder / "night", ignore=shutil.ignore_patterns("corpus", CACHE))

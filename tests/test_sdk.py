@@ -20,7 +20,8 @@ from orchestrator.service.server.daemon import served
 from orchestrator.service.server.lifecycle import write_service_file
 from orchestrator.specs.errors import ServiceError, SpecError
 from orchestrator.specs.run import JobFolder
-from tests.service.test_api import JOB, TOKEN, World
+from tests.service.services import TOKEN
+from tests.service.worlds import JOB, World
 from tests.test_docs import ROOT, Block, blocks_of
 
 EXAMPLES = [block for block in blocks_of(ROOT / "docs/guides/python-sdk.md") if block.language == "python"]

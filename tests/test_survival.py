@@ -140,6 +140,7 @@ def test_a_killed_rank_costs_the_steps_since_the_checkpoint(orchestra: Orchestra
     assert never_two_at_once(job)
 
 
+@pytest.mark.long  # tests/backends/test_ray_backend.py kills one of a gang, too
 def test_a_killed_launcher_takes_its_ranks_along_and_the_job_restarts(orchestra: Orchestra) -> None:
     job_id = orchestra.submit()
     orchestra.trains(job_id, 1, 12)

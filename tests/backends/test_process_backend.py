@@ -4,16 +4,35 @@ from __future__ import annotations
 
 import dataclasses
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from orchestrator.backends.attempts.backend import ProcessBackend
+from orchestrator.backends.attempts.durable import write_durably
+from orchestrator.backends.attempts.launcher import GRACE_AFTER_FAILURE_S
 from orchestrator.specs.actions import Stop
+from orchestrator.specs.attempt import NodeDevices
 from orchestrator.specs.events import Finished, NodesSeen, Started
-from tests.backends.ray_jobs import BOTH, CLUSTER, Alone, Reader, alive, folder_of, launch_of, said, script, until
+from orchestrator.specs.run import JobFolder
+from tests.backends.ray_jobs import (
+    BOTH,
+    CLUSTER,
+    Alone,
+    Reader,
+    alive,
+    descendants_of,
+    folder_of,
+    launch_of,
+    said,
+    script,
+    until,
+)
 from tests.local_cluster import LocalLaunchers, LocalNodes
+
+SECONDS_TO_END_A_GANG = 5.0
 
 
 @pytest.fixture
@@ -35,6 +54,85 @@ def test_ends_are_exact_on_every_node(reader: Reader) -> None:
     assert [end.exit_code for end in evidence.ranks] == [0, 5, -signal.SIGSEGV, -signal.SIGKILL]
     assert evidence.first_ended_rank in (1, 2)
     assert evidence.nodes_lost == ()
+
+
+def test_one_rank_out_of_memory_ends_the_gang_in_seconds(reader: Reader, tmp_path: Path) -> None:
+    folder = JobFolder(tmp_path, "oom").attempt(1)
+    launch = launch_of("oom", script("wait", "daemon", "wait", f"oom:{folder.path}"), BOTH)
+    reader.backend.launch(launch)
+    reader.started(launch)
+    until(folder.oom(3).exists, "the report")
+    began_s = time.monotonic()
+    pids = descendants_of(folder, [0, 1, 2])
+    evidence = reader.finished(launch).evidence
+    assert time.monotonic() - began_s < SECONDS_TO_END_A_GANG
+    assert [report.rank for report in evidence.ooms] == [3]
+    assert [end.exit_code for end in evidence.ranks] == [-signal.SIGKILL] * 4
+    assert alive(pids) == []
+
+
+def test_a_guarded_script_leaves_its_own_account(reader: Reader, tmp_path: Path) -> None:
+    program = tmp_path / "train.py"
+    program.write_text("raise KeyError('no such column')\n")
+    launch = launch_of("guarded", script().model_copy(update={"command": ("python", str(program))}))
+    reader.backend.launch(launch)
+    evidence = reader.finished(launch).evidence
+    assert [(report.rank, report.type) for report in evidence.errors] == [(0, "KeyError")]
+    assert [beat.rank for beat in evidence.heartbeats] == [0]
+    assert [end.exit_code for end in evidence.ranks] == [1]
+    assert "no such column" in evidence.ranks[0].log_tail
+
+
+def test_a_script_that_said_why_it_fails_may_take_its_time_to_end(reader: Reader, tmp_path: Path) -> None:
+    program = tmp_path / "train.py"
+    slow = 3 * GRACE_AFTER_FAILURE_S
+    program.write_text(f"import atexit, time\natexit.register(time.sleep, {slow})\nraise KeyError('no such column')\n")
+    launch = launch_of("slow-to-end", script().model_copy(update={"command": ("python", str(program))}))
+    reader.backend.launch(launch)
+    assert [end.exit_code for end in reader.finished(launch).evidence.ranks] == [1]
+
+
+def test_no_step_for_too_long_is_a_hang(reader: Reader) -> None:
+    launch = launch_of("hung", script("wait", hang_timeout="1s"))
+    reader.backend.launch(launch)
+    evidence = reader.finished(launch).evidence
+    assert evidence.hung_for_s is not None
+    assert evidence.hung_for_s > 1.0
+    assert [end.exit_code for end in evidence.ranks] == [-signal.SIGKILL]
+
+
+def test_an_older_attempt_never_starts(reader: Reader, tmp_path: Path) -> None:
+    jobs = JobFolder(tmp_path, "fenced")
+    jobs.path.mkdir(parents=True)
+    write_durably(jobs.epoch, "2")
+    launch = launch_of("fenced", script("wait"))
+    reader.backend.launch(launch)
+    evidence = reader.finished(launch).evidence
+    assert evidence.launch_error is not None
+    assert "attempt 2" in evidence.launch_error
+    assert evidence.ranks == ()
+    assert jobs.epoch.read_text() == "2"
+
+
+def test_a_newer_attempt_ends_an_older_one(reader: Reader, tmp_path: Path) -> None:
+    launch = launch_of("overtaken", script("deaf", "deaf"), (NodeDevices(node="n0", devices=(0, 1)),))
+    reader.backend.launch(launch)
+    reader.started(launch)
+    write_durably(JobFolder(tmp_path, "overtaken").epoch, "2")
+    evidence = reader.finished(launch).evidence
+    assert [end.exit_code for end in evidence.ranks] == [-signal.SIGKILL] * 2
+
+
+def test_a_missing_secret_is_a_failed_launch(reader: Reader) -> None:
+    launch = launch_of("secretive", script("exit:0", secrets=("NO_SUCH_SECRET",)))
+    reader.backend.launch(launch)
+    assert "NO_SUCH_SECRET" in str(reader.finished(launch).evidence.launch_error)
+
+
+def test_an_attempt_that_never_began_is_begun_by_adopting_it(reader: Reader) -> None:
+    launch = launch_of("unbegun", script("exit:0"))
+    reader.backend.adopt(launch.job, launch.attempt)
+    assert [end.exit_code for end in reader.finished(launch).evidence.ranks] == [0]
 
 
 def test_a_stop_is_a_request_first_and_a_kill_later(reader: Reader, tmp_path: Path) -> None:

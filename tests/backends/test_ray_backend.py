@@ -8,22 +8,18 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import ray
 
-from orchestrator.backends.attempts.durable import write_durably
-from orchestrator.backends.attempts.launcher import GRACE_AFTER_FAILURE_S
 from orchestrator.backends.ray import connection
 from orchestrator.backends.ray import embedded as embedded_ray
 from orchestrator.backends.ray import launchers as ray_launchers
 from orchestrator.specs.actions import Launch, Stop
 from orchestrator.specs.attempt import NodeDevices
 from orchestrator.specs.errors import ServiceError
-from orchestrator.specs.events import Finished, NodesSeen, Released, Started
-from orchestrator.specs.run import JobFolder
+from orchestrator.specs.events import Finished, NodesSeen, Released
 from tests.backends.conftest import Embedded
 from tests.backends.ray_jobs import (
     BOTH,
@@ -79,50 +75,6 @@ def test_every_rank_is_told_its_place_and_no_token(reader: Reader, embedded: Emb
     ]
     assert len({(env["MASTER_ADDR"], env["MASTER_PORT"]) for env in firsts}) == 1
     assert not [name for env in firsts for name in env if name.startswith("RAY_")]
-
-
-def test_one_rank_out_of_memory_ends_the_gang_in_seconds(reader: Reader, embedded: Embedded) -> None:
-    folder = JobFolder(embedded.home, "oom").attempt(1)
-    launch = launch_of("oom", script("wait", "daemon", "wait", f"oom:{folder.path}"), BOTH)
-    reader.backend.launch(launch)
-    reader.started(launch)
-    until(folder.oom(3).exists, "the report")
-    began_s = time.monotonic()
-    pids = descendants_of(folder, [0, 1, 2])
-    evidence = reader.finished(launch).evidence
-    assert time.monotonic() - began_s < SECONDS_TO_END_A_GANG
-    assert [report.rank for report in evidence.ooms] == [3]
-    assert [end.exit_code for end in evidence.ranks] == [-signal.SIGKILL] * 4
-    assert alive(pids) == []
-
-
-def test_a_failing_rank_ends_ranks_on_other_nodes(reader: Reader) -> None:
-    launch = launch_of("failing", script("wait", "wait", "wait", "exit:1"), BOTH)
-    reader.backend.launch(launch)
-    evidence = reader.finished(launch).evidence
-    assert [end.exit_code for end in evidence.ranks] == [-signal.SIGKILL] * 3 + [1]
-    assert evidence.first_ended_rank == 3
-
-
-def test_a_guarded_script_leaves_its_own_account(reader: Reader, tmp_path: Path) -> None:
-    program = tmp_path / "train.py"
-    program.write_text("raise KeyError('no such column')\n")
-    launch = launch_of("guarded", script().model_copy(update={"command": ("python", str(program))}))
-    reader.backend.launch(launch)
-    evidence = reader.finished(launch).evidence
-    assert [(report.rank, report.type) for report in evidence.errors] == [(0, "KeyError")]
-    assert [beat.rank for beat in evidence.heartbeats] == [0]
-    assert [end.exit_code for end in evidence.ranks] == [1]
-    assert "no such column" in evidence.ranks[0].log_tail
-
-
-def test_a_script_that_said_why_it_fails_may_take_its_time_to_end(reader: Reader, tmp_path: Path) -> None:
-    program = tmp_path / "train.py"
-    slow = 3 * GRACE_AFTER_FAILURE_S
-    program.write_text(f"import atexit, time\natexit.register(time.sleep, {slow})\nraise KeyError('no such column')\n")
-    launch = launch_of("slow-to-end", script().model_copy(update={"command": ("python", str(program))}))
-    reader.backend.launch(launch)
-    assert [end.exit_code for end in reader.finished(launch).evidence.ranks] == [1]
 
 
 def test_a_killed_launcher_is_a_lost_node_without_orphans(reader: Reader, embedded: Embedded) -> None:
@@ -207,50 +159,6 @@ def test_what_a_device_holds_beside_the_allocator_is_measured_by_nvml_and_the_ra
     assert evidence.free_before_bytes[0] - beat.allocator_room_bytes == 140 * MIB
 
 
-def test_a_stop_is_a_request_first_and_a_kill_later(reader: Reader, embedded: Embedded) -> None:
-    launch = launch_of("stopped", script("polite", "deaf", "wait", "wait"), BOTH)
-    reader.backend.launch(launch)
-    reader.started(launch)
-    for rank in range(4):
-        said(folder_of(embedded.home, launch), rank)
-    reader.backend.stop(Stop(job_id="stopped", number=1, grace_s=1.0))
-    reader.backend.stop(Stop(job_id="nobody", number=1, grace_s=1.0))
-    evidence = reader.finished(launch).evidence
-    assert [end.exit_code for end in evidence.ranks] == [7, -signal.SIGKILL, -signal.SIGTERM, -signal.SIGTERM]
-    assert evidence.stopped
-
-
-def test_no_step_for_too_long_is_a_hang(reader: Reader) -> None:
-    launch = launch_of("hung", script("wait", hang_timeout="1s"))
-    reader.backend.launch(launch)
-    evidence = reader.finished(launch).evidence
-    assert evidence.hung_for_s is not None
-    assert evidence.hung_for_s > 1.0
-    assert [end.exit_code for end in evidence.ranks] == [-signal.SIGKILL]
-
-
-def test_an_older_attempt_never_starts(reader: Reader, embedded: Embedded) -> None:
-    jobs = JobFolder(embedded.home, "fenced")
-    jobs.path.mkdir(parents=True)
-    write_durably(jobs.epoch, "2")
-    launch = launch_of("fenced", script("wait"))
-    reader.backend.launch(launch)
-    evidence = reader.finished(launch).evidence
-    assert evidence.launch_error is not None
-    assert "attempt 2" in evidence.launch_error
-    assert evidence.ranks == ()
-    assert jobs.epoch.read_text() == "2"
-
-
-def test_a_newer_attempt_ends_an_older_one(reader: Reader, embedded: Embedded) -> None:
-    launch = launch_of("overtaken", script("deaf", "deaf"), (NodeDevices(node="n0", devices=(0, 1)),))
-    reader.backend.launch(launch)
-    reader.started(launch)
-    write_durably(JobFolder(embedded.home, "overtaken").epoch, "2")
-    evidence = reader.finished(launch).evidence
-    assert [end.exit_code for end in evidence.ranks] == [-signal.SIGKILL] * 2
-
-
 def test_secrets_reach_the_ranks_and_no_file(
     reader: Reader, embedded: Embedded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -263,16 +171,6 @@ def test_secrets_reach_the_ranks_and_no_file(
     files = [path for path in embedded.home.rglob("*") if path.is_file()]
     assert len(files) > 5
     assert [path for path in files if secret.encode() in path.read_bytes()] == []
-
-
-def test_a_missing_secret_or_program_is_a_failed_launch(reader: Reader) -> None:
-    secretive = launch_of("secretive", script("exit:0", secrets=("NO_SUCH_SECRET",)))
-    program = launch_of("programless", script().model_copy(update={"command": ("/no/such/program",)}))
-    for launch in (secretive, program):
-        reader.backend.launch(launch)
-    assert "NO_SUCH_SECRET" in str(reader.finished(secretive).evidence.launch_error)
-    assert "/no/such/program" in str(reader.finished(program).evidence.launch_error)
-    assert until(lambda: nothing_is_left(secretive) and nothing_is_left(program), "nothing left")
 
 
 def test_taken_devices_are_a_failed_launch_that_leaves_no_group_waiting(reader: Reader) -> None:
@@ -350,27 +248,6 @@ def test_adopting_what_lost_its_launchers_meanwhile_tells_of_lost_nodes(reader: 
     reader.backend.adopt(launch.job, launch.attempt)
     assert reader.finished(launch).evidence.nodes_lost == ("n0", "n1")
     assert until(lambda: nothing_is_left(launch), "placement group removed")
-
-
-def test_an_attempt_that_never_began_is_begun_by_adopting_it(reader: Reader) -> None:
-    launch = launch_of("unbegun", script("exit:0"))
-    reader.backend.adopt(launch.job, launch.attempt)
-    assert [end.exit_code for end in reader.finished(launch).evidence.ranks] == [0]
-
-
-def test_an_end_is_told_again_word_for_word_and_never_run_again(reader: Reader, embedded: Embedded) -> None:
-    launch = launch_of("again", script("wait", hang_timeout="1s"))
-    reader.backend.launch(launch)
-    first = reader.finished(launch).evidence
-    reader.forget(launch)
-    reader.backend.adopt(launch.job, launch.attempt)  # the journal had not heard of the end
-    assert reader.finished(launch).evidence == first
-    reader.forget(launch)
-    reader.backend.adopt(launch.job, replace(launch.attempt, evidence=first))  # it had, but not of the release
-    reader.wait(launch, Released)
-    assert reader.of(launch, Finished) is None
-    assert reader.of(launch, Started) is None
-    assert len(folder_of(embedded.home, launch).log(0).read_text().splitlines()) == 1
 
 
 def test_the_embedded_cluster_is_private(embedded: Embedded) -> None:

@@ -123,14 +123,14 @@ ARITHMETICS = {
 @pytest.mark.parametrize(
     ("config", "length", "arithmetic"),
     [
-        pytest.param(T5, 48, "fp32", id="T5"),
+        pytest.param(T5, 48, "fp32", id="T5", marks=pytest.mark.long),
         pytest.param(GATED, 64, "cast", id="gated T5"),
-        pytest.param(BART, 64, "cast to fp16", id="BART"),
+        pytest.param(BART, 64, "cast to fp16", id="BART", marks=pytest.mark.long),
         pytest.param(T5, 64, "autocast on CUDA", id="T5 on CUDA"),
         pytest.param(T5, 64, "fp32 on CUDA", id="T5 on CUDA in fp32", marks=pytest.mark.long),
-        pytest.param(GATED, 64, "autocast on CUDA", id="gated T5 on CUDA"),
+        pytest.param(GATED, 64, "autocast on CUDA", id="gated T5 on CUDA", marks=pytest.mark.long),
         pytest.param(GATED, 64, "cast on CUDA", id="gated T5 cast on CUDA", marks=pytest.mark.long),
-        pytest.param(BART, 64, "cast on CUDA", id="BART on CUDA"),
+        pytest.param(BART, 64, "cast on CUDA", id="BART on CUDA", marks=pytest.mark.long),
         # under ZeRO-2 a bucket is copied between two of its peaks: one plan was 8 % low
         pytest.param(BART, 64, "fp32 on CUDA", id="BART on CUDA in fp32"),
     ],

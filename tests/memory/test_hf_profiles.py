@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from itertools import product
 from typing import Any
 
 import pytest
@@ -157,10 +158,19 @@ ADAPTERS = {
 }
 
 
-@pytest.mark.parametrize("lora", ADAPTERS.values(), ids=ADAPTERS)
-@pytest.mark.parametrize("precision", ["fp32", "autocast", "cast"])
-@pytest.mark.parametrize("family", DEFAULTS)
-def test_a_layer_saves_what_the_closed_form_says(family: str, precision: str, lora: LoraSpec | None) -> None:
+# Every pair of a family, a precision and a kind of adapters stands together in one case; further ones are long.
+CASES = [
+    pytest.param(*case, marks=() if sum(order) % 3 == 0 else pytest.mark.long)
+    for order, case in (
+        (tuple(number for number, _ in numbered), tuple(value for _, value in numbered))
+        for numbered in product(enumerate(DEFAULTS), enumerate(("fp32", "autocast", "cast")), enumerate(ADAPTERS))
+    )
+]
+
+
+@pytest.mark.parametrize(("family", "precision", "adapters"), CASES)
+def test_a_layer_saves_what_the_closed_form_says(family: str, precision: str, adapters: str) -> None:
+    lora = ADAPTERS[adapters]
     config = {**CONFIGS[family], "head_dim": 16}
     arithmetic = Precision.FP32 if precision == "fp32" else Precision.BF16
     layer = profile(config, lora, precision=arithmetic, autocast=precision == "autocast").segments[1]
@@ -185,7 +195,11 @@ def test_dropout_before_adapters_keeps_a_byte_of_each_element_on_cuda(precision:
 @pytest.mark.parametrize(
     ("arithmetic", "lora"),
     [
-        (Arithmetic(precision=Precision.FP32, autocast=False, cuda=True), LoraSpec(rank=4, dropout=0.1)),
+        pytest.param(
+            Arithmetic(precision=Precision.FP32, autocast=False, cuda=True),
+            LoraSpec(rank=4, dropout=0.1),
+            marks=pytest.mark.long,
+        ),
         (Arithmetic(precision=Precision.BF16, autocast=True, cuda=True), LoraSpec(rank=4, dropout=0.1)),
         (Arithmetic(precision=Precision.BF16, autocast=False), LoraSpec(rank=4, target_modules=("q_proj", "v_proj"))),
     ],

@@ -14,7 +14,7 @@ from orchestrator.service.server import gate
 from orchestrator.service.server.api import ROLES
 from orchestrator.specs.access import Role
 from orchestrator.specs.policy import PolicySpec
-from tests.service.test_api import World, _spec
+from tests.service.worlds import World, job_spec
 
 OPEN = {"/healthz", "/readyz"}
 TEAMS = PolicySpec(teams=[{"name": "vision", "users": ["ada", "bob"]}, {"name": "speech", "users": ["cyd"]}])
@@ -76,9 +76,9 @@ def test_a_token_admits_until_it_ends_and_never_after(world: World, ends: str) -
 
 def test_another_role_counts_at_once(world: World) -> None:
     client = world.by(Role.OPERATOR)
-    assert client.post("/jobs", json={"spec": _spec()}).status_code == 200
+    assert client.post("/jobs", json={"spec": job_spec()}).status_code == 200
     world.accounts.set_user("ada", Role.VIEWER)
-    assert client.post("/jobs", json={"spec": _spec()}).status_code == 403
+    assert client.post("/jobs", json={"spec": job_spec()}).status_code == 403
 
 
 def test_a_token_is_kept_nowhere(world: World, tmp_path: Path) -> None:
@@ -93,9 +93,9 @@ def test_a_token_is_kept_nowhere(world: World, tmp_path: Path) -> None:
 
 def test_the_user_of_a_job_is_who_sent_it(world: World) -> None:
     ada = world.by(Role.MEMBER)
-    sent = ada.post("/jobs", json={"spec": _spec()}).json()["id"]
+    sent = ada.post("/jobs", json={"spec": job_spec()}).json()["id"]
     assert world.controller.state.jobs[sent].user == "ada"
-    refused = ada.post("/jobs", json={"spec": {**_spec(), "user": "bob"}})
+    refused = ada.post("/jobs", json={"spec": {**job_spec(), "user": "bob"}})
     assert refused.status_code == 422
     assert "belongs to the user of the token" in refused.json()["error"]
     assert len(world.controller.state.jobs) == 1
@@ -103,7 +103,7 @@ def test_the_user_of_a_job_is_who_sent_it(world: World) -> None:
 
 def test_a_member_cancels_and_retries_jobs_of_its_own_team_only(world: World) -> None:
     clients = {name: world.by(Role.MEMBER, name) for name in ("ada", "bob", "cyd", "dan", "eli")}
-    ids = {name: client.post("/jobs", json={"spec": _spec()}).json()["id"] for name, client in clients.items()}
+    ids = {name: client.post("/jobs", json={"spec": job_spec()}).json()["id"] for name, client in clients.items()}
 
     def cancels(name: str, owner: str) -> int:
         return int(clients[name].post("/jobs/cancel", json={"jobs": [ids[owner]]}).status_code)
@@ -117,7 +117,7 @@ def test_a_member_cancels_and_retries_jobs_of_its_own_team_only(world: World) ->
 def test_every_change_and_every_refused_change_is_audited(world: World) -> None:
     viewer = world.by(Role.VIEWER, "eve")
     viewer.get("/jobs")
-    viewer.post("/jobs", json={"spec": _spec()}, headers={"X-Request-Id": "night-7"})
+    viewer.post("/jobs", json={"spec": job_spec()}, headers={"X-Request-Id": "night-7"})
     admin = world.by(Role.ADMIN, "root")
     admin.post("/nodes/no%20such/drain", json={})
     rows = admin.get("/audit").json()["rows"]
@@ -149,12 +149,12 @@ def test_a_user_who_changes_too_much_is_refused_and_hinders_nobody(
 ) -> None:
     monkeypatch.setattr(gate, "CHANGES", type(gate.CHANGES)(3))
     ada, bob = world.by(Role.MEMBER), world.by(Role.MEMBER, "bob")
-    statuses = [ada.post("/jobs", json={"spec": _spec()}).status_code for _ in range(5)]
+    statuses = [ada.post("/jobs", json={"spec": job_spec()}).status_code for _ in range(5)]
     assert statuses == [200] * 3 + [429] * 2
     assert len(world.controller.state.jobs) == 3
     assert ada.get("/jobs").status_code == 200
-    assert bob.post("/jobs", json={"spec": _spec()}).status_code == 200
-    owner = [world.client.post("/jobs", json={"spec": _spec()}).status_code for _ in range(5)]
+    assert bob.post("/jobs", json={"spec": job_spec()}).status_code == 200
+    owner = [world.client.post("/jobs", json={"spec": job_spec()}).status_code for _ in range(5)]
     assert owner == [200] * 5
 
 

@@ -9,101 +9,18 @@ from typing import Any
 
 import pytest
 import sqlalchemy
-from fastapi.testclient import TestClient
 from rich.console import Console
 
-from orchestrator.backends.journal.accounts import Accounts
-from orchestrator.backends.journal.journal import Journal
-from orchestrator.backends.oidc.provider import Provider
-from orchestrator.backends.simulated.backend import SimulatedBackend
-from orchestrator.service.pages.routes import PAGES_OF_SERVICE
 from orchestrator.service.server import job_routes
-from orchestrator.service.server.api import create_app
-from orchestrator.service.server.controller import Controller
 from orchestrator.service.server.gate import BODY_BYTES_MAX, PAGES
-from orchestrator.service.server.intake import read_cluster
 from orchestrator.service.terminal.tables import explanation_panel, job_panel, promise_words, queue_table
 from orchestrator.service.views.records import in_order, node_from_view, observations_from_view, observations_view
 from orchestrator.service.views.teams import teams_table
-from orchestrator.specs.access import Role
-from orchestrator.specs.keep import UNLIMITED, KeepSpec
-from orchestrator.specs.parse import parse_job
-from orchestrator.specs.policy import UNSHARED, PolicySpec
+from orchestrator.specs.policy import PolicySpec
 from orchestrator.specs.run import JobFolder
 from tests.scheduling.factories import observation
-from tests.service.services import TOKEN, service_of
-
-JOB = """\
-name: lm
-gpus: 1
-global_batch_size: 8
-model:
-  decoder: {vocab_size: 64, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 1, num_attention_heads: 2}
-data: {text: [/proc/version], sequence_length: 32}
-"""
-
-
-class World:
-    """An application over a simulated cluster, and its clients."""
-
-    def __init__(
-        self,
-        home: Path,
-        policy: PolicySpec = UNSHARED,
-        provider: Provider | None = None,
-        mlflow: str = "http://127.0.0.1:1",
-        keep: KeepSpec = UNLIMITED,
-    ) -> None:
-        self.home = home
-        self.journal = Journal(f"sqlite:///{home / 'journal.sqlite'}")
-        cluster = read_cluster(None).model_copy(update={"policy": policy})
-        backend = SimulatedBackend(cluster, seed=0, hazards={}, repeat_chance=0.0)
-        self.controller = Controller(self.journal, backend, backend.now)
-        self.controller.turn(1.0)
-        self.ended = False
-        self.now_s = 1e9
-        self.accounts = Accounts(self.journal.database.transaction, lambda: self.now_s)
-        service = service_of(
-            self.controller,
-            self.journal,
-            home,
-            keep,
-            accounts=self.accounts,
-            cluster="two-virtual-devices",
-            trackers={"mlflow": mlflow},
-            shut_down=self._shut_down,
-            pages=PAGES_OF_SERVICE,
-            provider=provider,
-        )
-        self.app = app = create_app(service)
-        self.stranger = TestClient(app, base_url="http://127.0.0.1:8000", raise_server_exceptions=False)
-        self.client = TestClient(app, base_url="http://127.0.0.1:8000", headers={"Authorization": f"Bearer {TOKEN}"})
-
-    def _shut_down(self) -> None:
-        self.ended = True
-
-    def by(self, role: Role, name: str = "ada") -> TestClient:
-        """A client with a token of a user of this role."""
-        self.accounts.set_user(name, role)
-        secret, _ = self.accounts.create_token(name, 3600.0)
-        return TestClient(self.app, base_url="http://127.0.0.1:8000", headers={"Authorization": f"Bearer {secret}"})
-
-    def submit(self) -> str:
-        answer = self.client.post("/jobs", json={"spec": _spec()})
-        assert answer.status_code == 200, answer.text
-        return str(answer.json()["id"])
-
-    def turn_until(self, status: str, count: int = 1) -> None:
-        for _ in range(2000):
-            jobs = (*self.controller.state.jobs.values(), *self.controller.ended(99))
-            if sum(job.status == status for job in jobs) >= count:
-                return
-            self.controller.turn(10.0)
-        raise AssertionError(f"no job became {status}")
-
-
-def _spec() -> dict[str, Any]:
-    return parse_job(JOB, "job.yaml").model_dump(mode="json")
+from tests.service.services import TOKEN
+from tests.service.worlds import World, job_spec
 
 
 @pytest.fixture
@@ -253,7 +170,7 @@ def test_each_live_job_is_on_one_page_in_the_queues_order_and_ended_ones_are_on_
         world.controller.turn(10.0)
     priorities = [0, 9, -9, 9, 0, -9, 9]
     for priority in priorities:
-        world.client.post("/jobs", json={"spec": _spec() | {"priority": priority}})
+        world.client.post("/jobs", json={"spec": job_spec() | {"priority": priority}})
     pages, after = [], ""
     while after is not None:
         answer = world.client.get(f"/jobs{after and f'?after={after}'}").json()
@@ -267,7 +184,7 @@ def test_each_live_job_is_on_one_page_in_the_queues_order_and_ended_ones_are_on_
 
 
 def test_a_batch_is_stored_in_one_transaction_or_not_at_all(world: World) -> None:
-    good, bad = {"spec": _spec()}, {"spec": {"name": "a"}}
+    good, bad = {"spec": job_spec()}, {"spec": {"name": "a"}}
     refused = world.client.post("/jobs/batch", json={"jobs": [good, good, bad]})
     assert refused.status_code == 422
     assert "submitted job 3" in refused.json()["error"]
@@ -367,7 +284,7 @@ def test_a_shared_cluster_shows_its_teams_and_the_user_of_each_job(tmp_path: Pat
     policy = PolicySpec(teams=[{"name": "vision", "shares": 3, "quota": 1, "users": ["ada"]}])
     world = World(tmp_path, policy)
     for user in ("ada", "bob", "bob"):
-        answer = world.client.post("/jobs", json={"spec": _spec() | {"user": user}})
+        answer = world.client.post("/jobs", json={"spec": job_spec() | {"user": user}})
         assert answer.status_code == 200, answer.text
     world.controller.turn(1.0)
     jobs = world.client.get("/jobs").json()["jobs"]
@@ -384,8 +301,8 @@ def test_a_shared_cluster_shows_its_teams_and_the_user_of_each_job(tmp_path: Pat
 def test_a_submission_returns_its_promise_or_the_reason_of_the_refusal(tmp_path: Path) -> None:
     policy = PolicySpec(teams=[{"name": "vision", "quota": 1, "users": ["ada"]}])
     world = World(tmp_path, policy)
-    guaranteed = _spec() | {"guarantee": "requested"}
-    asked = [guaranteed | {"user": "ada"}, guaranteed | {"user": "bob"}, _spec()]
+    guaranteed = job_spec() | {"guarantee": "requested"}
+    asked = [guaranteed | {"user": "ada"}, guaranteed | {"user": "bob"}, job_spec()]
     answer = world.client.post("/jobs/batch", json={"jobs": [{"spec": spec} for spec in asked]}).json()
     promised, refused = answer["promises"].values()
     assert [*answer["promises"]] == ["lm-1", "lm-2"]

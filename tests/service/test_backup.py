@@ -21,8 +21,8 @@ from orchestrator.service.commands.replay import kept_state
 from orchestrator.specs.access import Role
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.run import JobFolder
-from tests.service.test_api import World
 from tests.service.test_reach import Machine
+from tests.service.worlds import World
 
 PASSWORD = "pg-secret-4711"
 PATIENCE_S = 150.0

@@ -28,8 +28,7 @@ from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.parse import parse_cluster
 from tests.local_cluster import LocalLaunchers, LocalNodes
 from tests.scheduling.factories import decoder_spec, script_spec
-from tests.service.services import service_of
-from tests.service.test_api import TOKEN
+from tests.service.services import TOKEN, service_of
 
 CLUSTER = parse_cluster(
     """\

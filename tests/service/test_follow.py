@@ -21,7 +21,8 @@ from orchestrator.specs.attempt import Heartbeat
 from orchestrator.specs.run import JobFolder, write_json
 from orchestrator.specs.units import format_seconds
 from tests.backends.ray_jobs import until
-from tests.service.test_api import TOKEN, World
+from tests.service.services import TOKEN
+from tests.service.worlds import World
 
 SEEN_S = 30.0
 LEFT = format_seconds(75 * 2.0)

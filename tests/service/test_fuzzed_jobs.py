@@ -22,7 +22,7 @@ from orchestrator.specs.events import Submitted
 from orchestrator.specs.job.spec import job_json_schema
 from orchestrator.specs.parse import job_from_data, parse_job
 from orchestrator.specs.written import as_yaml
-from tests.service.test_api import World
+from tests.service.worlds import World
 
 BODIES, BODIES_LONG = 400, 20_000
 BATCHED = 200  # bodies between two looks at the audit log

@@ -18,7 +18,8 @@ from orchestrator.service.server.daemon import served
 from orchestrator.service.server.lifecycle import write_service_file
 from orchestrator.service.terminal.follow import log_lines
 from orchestrator.specs.run import JobFolder
-from tests.service.test_api import TOKEN, World
+from tests.service.services import TOKEN
+from tests.service.worlds import World
 
 HEADERS = {"Authorization": f"Bearer {TOKEN}"}
 WAITING = 60  # more than the server has threads

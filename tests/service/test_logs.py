@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 from orchestrator.service.server import logs
 from orchestrator.service.server.daemon import served
 from orchestrator.service.server.logs import CONTINUED, JsonFormatter, TextFormatter
-from tests.service.test_api import TOKEN, World, _spec
+from tests.service.services import TOKEN
+from tests.service.worlds import World, job_spec
 
 FORGED = '\r\n2026-01-01 00:00:00,000 CRITICAL orc: forged\n{"level": "critical", "message": "forged"}\x1b[2J\u2028\x85'
 TIME = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} ")
@@ -72,7 +73,7 @@ def lines(stream: io.StringIO) -> list[dict[str, Any]]:
 
 def test_a_jobs_life_is_told_with_job_attempt_and_request(tmp_path: Path, written: io.StringIO) -> None:
     world = World(tmp_path)
-    job_id = world.client.post("/jobs", json={"spec": _spec()}, headers={"X-Request-Id": "night-7"}).json()["id"]
+    job_id = world.client.post("/jobs", json={"spec": job_spec()}, headers={"X-Request-Id": "night-7"}).json()["id"]
     world.turn_until("succeeded")
     world.journal.close()
     said = lines(written)
@@ -91,8 +92,8 @@ def test_nothing_that_a_client_sends_makes_a_record_of_its_own(tmp_path: Path, w
     headers = {"User-Agent": FORGED.encode(), "X-Request-Id": FORGED.encode(), "Referer": FORGED.encode()}
     asked = 0
     for method, path, body in (
-        ("POST", "/jobs", {"spec": _spec() | {"name": FORGED}}),
-        ("POST", "/jobs", {"spec": _spec() | {"user": FORGED}}),
+        ("POST", "/jobs", {"spec": job_spec() | {"name": FORGED}}),
+        ("POST", "/jobs", {"spec": job_spec() | {"user": FORGED}}),
         ("POST", "/jobs/cancel", {"jobs": [FORGED]}),
         ("POST", "/nodes/%0d%0aforged/drain", {}),
         ("PUT", "/users/%0aforged", {"role": "member"}),

@@ -18,7 +18,7 @@ from orchestrator.specs.cluster import ClusterSpec, NodeSpec
 from orchestrator.specs.errors import ServiceError, SpecError
 from orchestrator.specs.parse import parse_cluster
 from tests.service.services import service_of
-from tests.service.test_api import World
+from tests.service.worlds import World
 
 SECRET = "orcj_" + "s" * 43
 TWO = "name: two\nnodes:\n- {name: n, count: 2, devices: 8, device: h100-80gb, host_memory: 1TiB}\n"

@@ -26,7 +26,7 @@ from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.policy import PolicySpec
 from orchestrator.specs.run import JobFolder, write_json
 from tests.scheduling.world import cluster, device, script
-from tests.service.test_api import World, _spec
+from tests.service.worlds import World, job_spec
 
 SCRAPE_S = 0.050
 ENDED, QUEUED = 10_000, 2_000
@@ -153,7 +153,7 @@ def test_a_service_that_lost_its_journal_says_so_and_nothing_else(world: World) 
 def test_teams_are_labels_and_users_are_not(tmp_path: Path) -> None:
     world = World(tmp_path, PolicySpec(teams=[{"name": "vision", "users": ["ada"]}]))
     for user in ("ada", "eve\n1", "mallory"):
-        world.client.post("/jobs", json={"spec": _spec() | {"user": user}})
+        world.client.post("/jobs", json={"spec": job_spec() | {"user": user}})
     world.turn_until("succeeded", 2)
     teams = {dict(labels)["team"] for name, labels in scraped(world) if name == "orc_team_usage_device_seconds_total"}
     assert teams == {"vision", "others"}
@@ -165,8 +165,8 @@ def test_every_reason_to_wait_has_a_word_of_the_fixed_set(tmp_path: Path) -> Non
     world = World(tmp_path)
     controller = world.controller
     first = world.submit()
-    follower = _spec() | {"name": "follower", "depends_on": [{"job": first}]}
-    windowed = _spec() | {"name": "windowed", "start_window": "01:00-01:01 UTC"}
+    follower = job_spec() | {"name": "follower", "depends_on": [{"job": first}]}
+    windowed = job_spec() | {"name": "windowed", "start_window": "01:00-01:01 UTC"}
     ids = {}
     for spec in (follower, windowed):
         answer = world.client.post("/jobs", json={"spec": spec})

@@ -22,8 +22,9 @@ from orchestrator.service.server.daemon import served
 from orchestrator.service.server.gate import BODY_BYTES_MAX, PAGES, SIGN_IN
 from orchestrator.specs.access import Role
 from tests.backends.test_mlflow_tracker import eventually
-from tests.service.test_api import TOKEN, World
+from tests.service.services import TOKEN
 from tests.service.test_pages import CHROMIUM
+from tests.service.worlds import World
 
 API = f"{ADDRESS}/api/2.0/mlflow"
 NAME = "a b/ü %2F.txt"  # of an artifact: each of it is decoded once, not twice

@@ -18,9 +18,9 @@ from orchestrator.service.server.daemon import served
 from orchestrator.specs.access import Role
 from orchestrator.specs.attempt import Heartbeat
 from orchestrator.specs.run import JobFolder, write_json
-from tests.service.test_api import World, _spec
 from tests.service.test_metrics import samples
 from tests.service.test_reach import free_port
+from tests.service.worlds import World, job_spec
 
 MONITORING = Path(__file__).parents[2] / "k8s" / "monitoring"
 WINDOWS = {"$__rate_interval": "1m"}  # what Grafana fills in
@@ -99,7 +99,7 @@ def busy(tmp_path: Path) -> Iterator[World]:
     world.turn_until("succeeded", 2)
     ids = []
     for _ in range(4):
-        answer = world.client.post("/jobs", json={"spec": _spec() | {"deadline": "2126-01-01T08:00+00:00"}})
+        answer = world.client.post("/jobs", json={"spec": job_spec() | {"deadline": "2126-01-01T08:00+00:00"}})
         assert answer.status_code == 200, answer.text
         ids.append(answer.json()["id"])
     world.turn_until("running", 2)

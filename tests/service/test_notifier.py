@@ -29,7 +29,7 @@ from orchestrator.specs.notify import NotifySpec
 from orchestrator.specs.parse import parse_job
 from tests.backends.ray_jobs import until
 from tests.backends.test_notify import PRIVATE_PATH, SECRET, Hook
-from tests.service.test_api import JOB, World
+from tests.service.worlds import JOB, World
 
 ROOT = Path(__file__).parents[2]
 DAY_S = 86_400.0

@@ -22,7 +22,7 @@ from orchestrator.specs.errors import SpecError
 from orchestrator.specs.oidc import OidcSpec, safe_url
 from orchestrator.specs.parse import parse_cluster
 from tests.service.openid_provider import CLIENT, SECRET
-from tests.service.test_api import World
+from tests.service.worlds import World
 
 ROOT = Path(__file__).parents[2]
 ADA = "ada@example.org"

@@ -15,7 +15,7 @@ from schemathesis.checks import CHECKS
 from orchestrator.specs.access import Role
 from orchestrator.specs.run import JobFolder
 from tests.service.test_access import TEAMS, routes
-from tests.service.test_api import World
+from tests.service.worlds import World
 
 CHECKED = (
     "not_a_server_error",
@@ -88,7 +88,7 @@ def routes_answered(world: World, role: Role, count: int) -> Counter[tuple[str, 
     return answered
 
 
-@pytest.mark.parametrize("role", Role)
+@pytest.mark.parametrize("role", [Role.VIEWER, Role.ADMIN])  # the least and the most that is allowed
 def test_whatever_a_role_sends_is_answered_as_documented(world: World, role: Role) -> None:
     answered = routes_answered(world, role, CASES)
     assert set(answered) == described_routes(world)

@@ -27,8 +27,9 @@ from orchestrator.specs.access import Role
 from orchestrator.specs.parse import read_document
 from orchestrator.specs.run import JobFolder
 from orchestrator.specs.state import State
+from tests.service.services import TOKEN
 from tests.service.test_access import TEAMS
-from tests.service.test_api import JOB, TOKEN, World, _spec
+from tests.service.worlds import JOB, World, job_spec
 
 CHROMIUM = shutil.which("chromium")
 PAGE_PATHS = [
@@ -87,7 +88,7 @@ def compare(world: World) -> None:
     """Three strategies of the job, of which two finish and one has no plan; their ids begin with lm-compare-4."""
     pins = ({"micro_batch_size": 8}, {"micro_batch_size": 2}, {"engine": "torch", "zero_stage": 1, "pp": 2})
     jobs = [
-        {"spec": {**_spec(), "name": "lm-compare", "plan": pin, "degrade": {"allow": "none"}, "member": member}}
+        {"spec": {**job_spec(), "name": "lm-compare", "plan": pin, "degrade": {"allow": "none"}, "member": member}}
         for number, pin in enumerate(pins)
         for member in [{"number": number, "of": len(pins), "max_concurrent": 1, "compared": True}]
     ]
@@ -233,13 +234,14 @@ def test_what_others_wrote_is_shown_as_text(site: Site) -> None:
         assert tab.evaluate("window.attacked === undefined"), path
     tab.goto(f"{site.url}{PAGES}/jobs/lm-1/log")
     assert HOSTILE in tab.locator("#log").inner_text()
-    refused = site.world.client.post("/jobs", json={"spec": {**_spec(), "name": "<script>"}})
+    refused = site.world.client.post("/jobs", json={"spec": {**job_spec(), "name": "<script>"}})
     assert refused.status_code == 422
 
 
 def test_a_member_sees_actions_on_jobs_of_its_own_team_only(world: World) -> None:
     ids = {
-        name: world.by(Role.MEMBER, name).post("/jobs", json={"spec": _spec()}).json()["id"] for name in ("bob", "cyd")
+        name: world.by(Role.MEMBER, name).post("/jobs", json={"spec": job_spec()}).json()["id"]
+        for name in ("bob", "cyd")
     }
     page = world.by(Role.MEMBER, "ada").get(f"{PAGES}/queue").text
     assert [f"Cancel {ids[name]}" in page for name in ("bob", "cyd")] == [True, False]
@@ -336,11 +338,11 @@ def test_the_live_queue_is_played_on_another_cluster_with_another_job_before_any
 def test_a_play_is_bounded_and_its_late_jobs_are_counted(world: World) -> None:
     refused = world.client.post(f"{PAGES}/what-if", data={"order": "fifo"})
     assert "no job runs or waits" in refused.text
-    slow = {"training": {**_spec()["training"], "max_steps": 100_000_000}, "deadline": "23:59 UTC"}
-    assert world.client.post("/jobs", json={"spec": _spec() | slow}).status_code == 200
+    slow = {"training": {**job_spec()["training"], "max_steps": 100_000_000}, "deadline": "23:59 UTC"}
+    assert world.client.post("/jobs", json={"spec": job_spec() | slow}).status_code == 200
     found = what_if(world.controller.state, cluster := read_cluster(None), cluster, [], {}, world.home)
     assert (found.late_now, found.late_then) == (1, 1)
-    jobs = {"jobs": [{"spec": _spec()}] * JOBS_MAX}
+    jobs = {"jobs": [{"spec": job_spec()}] * JOBS_MAX}
     assert world.client.post("/jobs/batch", json=jobs).status_code == 200
     assert "too many jobs for a page" in world.client.post(f"{PAGES}/what-if", data={"order": "fifo"}).text
 
@@ -499,7 +501,7 @@ def test_a_chart_of_nothing_is_nothing_and_a_flat_curve_is_drawn() -> None:
 @pytest.mark.long
 def test_a_page_of_a_queue_of_5000_is_there_within_300_ms_while_its_forecast_is_reckoned(world: World) -> None:
     for _ in range(10):
-        answer = world.client.post("/jobs/batch", json={"jobs": [{"spec": _spec()}] * 500})
+        answer = world.client.post("/jobs/batch", json={"jobs": [{"spec": job_spec()}] * 500})
         assert answer.status_code == 200, answer.text
     took_s = []
     for number in range(1, 12):

@@ -39,7 +39,7 @@ from orchestrator.specs.parse import parse_job
 from orchestrator.specs.run import JobFolder
 from orchestrator.training.checkpoint.folder import Written, complete_path, write_manifest, writing_path
 from tests.backends.ray_jobs import until
-from tests.service.test_api import JOB, World
+from tests.service.worlds import JOB, World
 
 FREE = ("lm-1", "lm-2", "lm-4")  # ended, and named by no other job; the last did not succeed
 NAMED = ("lm-3", "lm-5")  # ended: the first by `depends_on`, the second by a path

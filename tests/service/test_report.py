@@ -16,7 +16,7 @@ from orchestrator.service.views.morning import ReportView
 from orchestrator.service.views.report import SHOWN_MAX, html, markdown, sections, since_of
 from orchestrator.specs.access import Role
 from orchestrator.specs.errors import SpecError
-from tests.service.test_api import World
+from tests.service.worlds import World
 
 NOW = datetime(2026, 11, 25, 7, 30)
 HOSTILE = "<script>alert(1)</script> `x`\n# heading ![pixel](https://example.org/p.png)"

@@ -36,8 +36,7 @@ from orchestrator.specs.job.sweep import Sweep
 from orchestrator.specs.notify import NotifySpec
 from orchestrator.specs.run import JobFolder
 from tests.local_cluster import LocalLaunchers, LocalNodes
-from tests.service.services import service_of
-from tests.service.test_api import TOKEN
+from tests.service.services import TOKEN, service_of
 from tests.service.test_compare import CLUSTER
 
 PATIENCE_S = 200.0

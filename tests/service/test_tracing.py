@@ -17,8 +17,8 @@ import pytest
 from orchestrator.backends.otel import spans_of
 from orchestrator.service.server.tracing import Tracing
 from orchestrator.specs.span import Span, parent_of
-from tests.service.test_api import World, _spec
 from tests.service.test_reach import Machine
+from tests.service.worlds import World, job_spec
 
 ROOT = Path(__file__).parents[2]
 CLIENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -180,7 +180,7 @@ def test_a_receiver_that_is_away_holds_up_nobody_and_its_key_leaves_the_environm
 
 def test_a_traceparent_that_is_none_hinders_no_submission(world: World) -> None:
     for text in WRONG[:-1]:
-        answer = world.client.post("/jobs", json={"spec": _spec()}, headers={"traceparent": text})
+        answer = world.client.post("/jobs", json={"spec": job_spec()}, headers={"traceparent": text})
         assert answer.status_code == 200, answer.text
 
 

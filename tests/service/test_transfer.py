@@ -25,7 +25,7 @@ from orchestrator.specs.access import Role
 from orchestrator.specs.errors import ServiceError, SpecError
 from orchestrator.specs.run import JobFolder
 from tests.service.test_access import TEAMS
-from tests.service.test_api import World, _spec
+from tests.service.worlds import World, job_spec
 
 LIMITS = Limits(entries=50, total_bytes=10_000)
 SCRIPT = "name: s\nglobal_batch_size: 8\ncommand: python train.py\n"
@@ -266,7 +266,7 @@ def test_an_upload_has_the_digest_that_it_says(world: World, project: Path) -> N
 
 
 def script(workdir: str) -> dict[str, Any]:
-    spec = {**_spec(), "model": None, "command": ["python", "train.py"], "workdir": workdir, "name": "s"}
+    spec = {**job_spec(), "model": None, "command": ["python", "train.py"], "workdir": workdir, "name": "s"}
     return {name: value for name, value in spec.items() if name != "data"}
 
 
@@ -349,7 +349,7 @@ def test_absolute_paths_are_those_of_the_service_and_need_not_exist_here(project
 
 def test_a_member_fetches_output_of_its_own_team_only_and_nothing_beside_it(world: World, tmp_path: Path) -> None:
     clients = {name: world.by(Role.MEMBER, name) for name in ("ada", "bob", "cyd")}
-    job_id = clients["ada"].post("/jobs", json={"spec": _spec()}).json()["id"]
+    job_id = clients["ada"].post("/jobs", json={"spec": job_spec()}).json()["id"]
     url = f"/jobs/{job_id}/output"
     assert clients["ada"].get(url).status_code == 409
     output = JobFolder(world.home, job_id).output

@@ -16,7 +16,8 @@ import pytest
 
 from orchestrator.service.server.daemon import served
 from orchestrator.service.server.lifecycle import write_service_file
-from tests.service.test_api import TOKEN, World
+from tests.service.services import TOKEN
+from tests.service.worlds import World
 
 SEEN_S = 60.0
 WATCH = [sys.executable, "-m", "orchestrator.cli", "watch"]

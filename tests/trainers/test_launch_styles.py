@@ -150,14 +150,14 @@ def test_ranks_that_train_without_meeting_are_ended_and_the_reason_says_so(launc
     assert max(beat.steps_done for beat in evidence.heartbeats) < ENDLESS
 
 
-@pytest.mark.parametrize("first", [JOINS, "import horovod"])
+@pytest.mark.parametrize("first", [JOINS, pytest.param("import horovod", marks=pytest.mark.long)])
 def test_ranks_that_met_or_may_have_met_are_left_alone(first: str, tmp_path: Path) -> None:
     job = apart(tmp_path, 20, first=first)
     assert story(job) == ["finished"], log(tmp_path / "home", 1)
     assert "process group" not in job.reason
 
 
-@pytest.mark.parametrize(("gpus", "size"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize(("gpus", "size"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.long)])
 def test_a_process_group_of_another_size_than_planned_is_told(gpus: int, size: int, tmp_path: Path) -> None:
     """Each rank makes a group by itself, the larger of which has a backend that sends nothing."""
     of_pytorch = "from torch.testing._internal.distributed.fake_pg import FakeStore\n"

@@ -88,6 +88,7 @@ def test_an_end_after_the_last_epochs_training_is_no_success(tmp_path: Path) -> 
     assert re.findall(r"Epoch (\d) \|", log(home, 2)) == ["3"]
 
 
+@pytest.mark.long
 def test_on_cards_one_worker_for_each_trains_over_nccl_to_its_end(tmp_path: Path) -> None:
     folder, home = checkout("musicgen", tmp_path / "musicgen"), tmp_path / "home"
     cards = environment(tmp_path, [1808, 1808])

@@ -103,6 +103,7 @@ def test_a_pair_that_a_kill_tore_is_quarantined_before_a_restart(tmp_path: Path)
     assert sorted(path.name for path in tmp_path.glob("*.torn")) == ["D_10.torn", "G_10.torn", "G_15.torn"]
 
 
+@pytest.mark.long
 def test_on_cards_two_ranks_that_it_spawned_train_in_fp16_over_gloo_to_its_end(tmp_path: Path) -> None:
     cards = environment(tmp_path, [1808, 1808])
     job = Drive(tmp_path / "home", card_cluster(cards)).run(

@@ -288,7 +288,7 @@ for _ in range(3):
     ("words", "devices"),
     [
         ("sys.executable, '-I', 'unseen.py'", "virtual"),
-        ("sys.executable, '-I', 'unseen.py'", "none"),
+        pytest.param("sys.executable, '-I', 'unseen.py'", "none", marks=pytest.mark.long),
         pytest.param("sys.executable, '-S', 'unseen.py'", "virtual", marks=pytest.mark.long),
         pytest.param("'env', '-i', sys.executable, 'unseen.py'", "virtual", marks=pytest.mark.long),
         pytest.param("'env', '-i', sys.executable, 'unseen.py'", "none", marks=pytest.mark.long),

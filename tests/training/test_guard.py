@@ -19,10 +19,19 @@ from orchestrator.training.guard import guard, oom_report
 from tests.training.fake_cuda import ON_CUDA
 
 MIB = 2**20
-
-TRAIN = """
-import argparse, os, sys
+# Of optimizers, which import the compiler though nothing is compiled: two seconds of each script. DDP asks it more.
+WITHOUT_COMPILER = """
+import os, sys, types
 import torch
+if "MASTER_PORT" not in os.environ:
+    compiler = types.SimpleNamespace(graph_break=lambda: None, disable=lambda function, recursive=True, **_: function)
+    torch._dynamo = sys.modules["torch._dynamo"] = compiler
+"""
+
+TRAIN = (
+    WITHOUT_COMPILER
+    + """
+import argparse
 from torch import nn
 parser = argparse.ArgumentParser()
 parser.add_argument("--width", type=int, default=64)
@@ -59,6 +68,7 @@ except torch.OutOfMemoryError:
     sys.exit(args.catch)
 print("trained")
 """
+)
 
 
 DATA = """
@@ -161,7 +171,7 @@ def train(folder: Path, *args: str, **settings: Any) -> End:
 
 
 def test_the_services_number_of_a_rank_wins_over_variables_of_the_job(tmp_path: Path) -> None:
-    ended = train(tmp_path, rank=7, env={"ORC_RANK": "0"})
+    ended = run(tmp_path, script(tmp_path, "pass"), rank=7, env={"ORC_RANK": "0"})
     assert ended.has("heartbeat", rank=0)
     assert not ended.has("heartbeat", rank=7)
 
@@ -237,10 +247,12 @@ def test_a_plain_training_is_counted_and_timed(tmp_path: Path) -> None:
     assert 0 < beat["step_s"] < 10
     parameter_bytes = (64 * 64 + 64) * 4
     assert 6 * parameter_bytes < beat["peak_bytes"] < 10 * parameter_bytes
+    assert (beat["allocator_room_bytes"], beat["reserved_bytes"]) == (None, 0), "there is no CUDA"
 
 
-IN_BACKWARD = """
-import torch
+IN_BACKWARD = (
+    WITHOUT_COMPILER
+    + """
 from torch import nn
 model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
 alone = {parameter: torch.optim.AdamW([parameter]) for parameter in model.parameters()}
@@ -254,6 +266,7 @@ for step in range(5):
 model[0].weight.register_post_accumulate_grad_hook(lambda _: torch.zeros(64, 2**20))
 model(torch.ones(8, 64)).sum().backward()
 """
+)
 
 
 def test_optimizers_that_step_within_the_backward_pass_count_one_step_for_each_pass(tmp_path: Path) -> None:
@@ -266,10 +279,14 @@ def test_optimizers_that_step_within_the_backward_pass_count_one_step_for_each_p
 
 def test_the_room_of_the_allocator_on_a_cuda_device_is_its_minimum_so_far(tmp_path: Path) -> None:
     """A context and a communicator take 700 of 1000 MiB; memory that the allocator reserves or frees does not count."""
-    text = ON_CUDA.format(free=900 * MIB) + (
-        f"Device.free, Device.reserved = {500 * MIB}, {200 * MIB}\ntrain()\n"
-        f"Device.free, Device.reserved = {100 * MIB}, {200 * MIB}\ntrain(50)\n"
-        f"Device.free, Device.reserved = {800 * MIB}, {100 * MIB}\ntrain()\n"
+    text = (
+        WITHOUT_COMPILER
+        + ON_CUDA.format(free=900 * MIB)
+        + (
+            f"Device.free, Device.reserved = {500 * MIB}, {200 * MIB}\ntrain()\n"
+            f"Device.free, Device.reserved = {100 * MIB}, {200 * MIB}\ntrain(50)\n"
+            f"Device.free, Device.reserved = {800 * MIB}, {100 * MIB}\ntrain()\n"
+        )
     )
     guarded = run(tmp_path, script(tmp_path, text), heartbeat_interval_s=0.0)
     assert guarded.exit_code == 0, guarded.out
@@ -277,21 +294,20 @@ def test_the_room_of_the_allocator_on_a_cuda_device_is_its_minimum_so_far(tmp_pa
     assert guarded.read("heartbeat")["reserved_bytes"] == 100 * MIB
 
 
-@pytest.mark.parametrize("trouble", ["capturing", "broken"])
+@pytest.mark.parametrize("trouble", [pytest.param("capturing", marks=pytest.mark.long), "broken"])
 def test_a_failing_memory_query_does_not_disturb_the_training(tmp_path: Path, trouble: str) -> None:
-    text = ON_CUDA.format(free=900 * MIB) + (
-        f"train()\nDevice.free, Device.{trouble}, asked = 1, True, Device.asked\ntrain(3)\n"
-        "assert asked and (Device.asked > asked) == Device.broken\n"
-        f"Device.free, Device.capturing = {900 * MIB}, False\n"
+    text = (
+        WITHOUT_COMPILER
+        + ON_CUDA.format(free=900 * MIB)
+        + (
+            f"train()\nDevice.free, Device.{trouble}, asked = 1, True, Device.asked\ntrain(3)\n"
+            "assert asked and (Device.asked > asked) == Device.broken\n"
+            f"Device.free, Device.capturing = {900 * MIB}, False\n"
+        )
     )
     guarded = run(tmp_path, script(tmp_path, text), heartbeat_interval_s=0.0)
     assert guarded.exit_code == 0, guarded.out
     assert guarded.read("heartbeat")["allocator_room_bytes"] == 900 * MIB
-
-
-def test_without_cuda_no_cuda_memory_is_reported(tmp_path: Path) -> None:
-    beat = train(tmp_path).read("heartbeat")
-    assert (beat["allocator_room_bytes"], beat["reserved_bytes"]) == (None, 0)
 
 
 def test_steps_that_a_loop_reports_take_precedence(tmp_path: Path) -> None:
@@ -330,9 +346,9 @@ def test_running_out_of_memory_is_reported_with_its_phase_and_bytes(tmp_path: Pa
     assert not guarded.has("error")
 
 
-DEEP = """
-import sys
-import torch
+DEEP = (
+    WITHOUT_COMPILER
+    + """
 from torch import nn
 model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(16)])
 optimizer = torch.optim.SGD(model.parameters())
@@ -341,9 +357,10 @@ for rows in map(int, sys.argv[1:]):
     optimizer.step()
     optimizer.zero_grad()
 """
+)
 
 
-@pytest.mark.parametrize("rows", [["16384"], ["64", "64", "16384"]])
+@pytest.mark.parametrize("rows", [pytest.param(["16384"], marks=pytest.mark.long), ["64", "64", "16384"]])
 def test_an_out_of_memory_report_has_the_progress_of_the_forward_pass(tmp_path: Path, rows: list[str]) -> None:
     # 4 MiB go in and each layer keeps as much: 36 MiB are full in the eighth layer of sixteen
     guarded = run(tmp_path, script(tmp_path, DEEP), *rows, virtual_capacity_bytes=36 * MIB)
@@ -383,7 +400,10 @@ def test_a_script_may_survive_its_out_of_memory_error(tmp_path: Path) -> None:
     assert (guarded.exit_code, guarded.has("oom"), guarded.has("error")) == (0, False, False)
 
 
-@pytest.mark.parametrize(("kind", "exit_code"), [("oom", OOM_EXIT_CODE), ("kill", -9), ("preempt", -15)])
+@pytest.mark.parametrize(
+    ("kind", "exit_code"),
+    [("oom", OOM_EXIT_CODE), ("kill", -9), pytest.param("preempt", -15, marks=pytest.mark.long)],
+)
 def test_a_rehearsed_fault_happens_for_real_before_its_step_completes(
     tmp_path: Path, kind: str, exit_code: int
 ) -> None:
@@ -446,6 +466,7 @@ def test_one_rank_of_two_runs_out_of_memory_and_ends_at_once(tmp_path: Path) -> 
     assert not zero.has("oom", rank=0)
 
 
+@pytest.mark.long
 def test_a_hugging_face_model_on_two_ranks_is_counted_and_measured(tmp_path: Path) -> None:
     for rank, guarded in enumerate(gang(tmp_path, script(tmp_path, LLAMA), virtual_capacity_bytes=400 * MIB)):
         assert guarded.exit_code == 0, guarded.out

@@ -120,16 +120,20 @@ DAMAGES: tuple[tuple[Callable[[Path], None], str], ...] = (
     (truncate, "bytes instead of|its content is not what was written"),  # of the manifest
     (Path.unlink, "it is missing"),
 )
+Harmed = tuple[str, Callable[[Path], None], str]
+HARMED: list[Harmed] = [(file, harm, said) for file in FILES for harm, said in DAMAGES]
 
 
+@pytest.mark.parametrize(
+    "cases", [HARMED[::2], pytest.param(HARMED, marks=pytest.mark.long)], ids=["every other", "all"]
+)
 def test_a_damaged_checkpoint_is_named_and_quarantined_and_the_one_before_is_used(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    cases: list[Harmed], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     text, until_6 = gang.ragged_text(tmp_path), dataclasses.replace(TRAINING, max_steps=6)
     base = gang.training_run(tmp_path, "base", PLANS[2], text, training=until_6)
     gang.launch([gang.Part(run=base)])
     until_8 = dataclasses.replace(TRAINING, max_steps=8)
-    cases = [(file, harm, said) for file in FILES for harm, said in DAMAGES]
     runs = [gang.training_run(tmp_path, f"job{n}", PLANS[0], text, training=until_8) for n in range(len(cases))]
     for run, (file, harm, _) in zip(runs, cases, strict=True):
         shutil.copytree(_checkpoints(base), _checkpoints(run))

@@ -1,6 +1,6 @@
-"""Tensor-parallel ranks compute norms and residuals of their own tokens only, and the losses stay those of one process.
+"""Tensor-parallel ranks compute norms and residuals of their own tokens only.
 
-`test_parallel.py` and `test_equality.py` hold the losses of whole plans; here stand the laws of the tokens.
+`test_equality.py` holds the losses of whole plans; here stand the laws of the tokens.
 """
 
 from __future__ import annotations
@@ -19,10 +19,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from orchestrator.specs.choices import ActivationCheckpointing, Engine, ParallelLayout
+from orchestrator.specs.choices import ActivationCheckpointing
 from orchestrator.specs.errors import SpecError
-from orchestrator.specs.job.model import DataSpec
-from orchestrator.specs.plan import Plan
 from orchestrator.training.contract.recipe import Recipe, materialise
 from orchestrator.training.data.dataset import TextDataset
 from orchestrator.training.engines.randomness import Randomness
@@ -32,7 +30,6 @@ from orchestrator.training.models.decoder import decoder_recipe
 from tests.training import gang
 
 RANKS, SAMPLES = 4, 2
-FP32_TOLERANCE = 2e-6
 DECODER = dataclasses.replace(gang.DECODER, num_key_value_heads=4)
 
 
@@ -59,30 +56,6 @@ def four_ranks() -> Iterator[None]:
 
 def _recipe(tmp_path: Path) -> Recipe:
     return decoder_recipe(DECODER, TextDataset(gang.ragged_text(tmp_path), gang.SEQUENCE_LENGTH), seed=0)
-
-
-@pytest.mark.parametrize("layout", [{"tp": 2}, pytest.param({"tp": 2, "pp": 2}, marks=pytest.mark.long)])
-def test_tokens_that_ranks_cannot_share_evenly_give_the_losses_of_one_process(
-    tmp_path: Path, layout: dict[str, int]
-) -> None:
-    text = gang.ragged_text(tmp_path)
-    data = DataSpec(text=text, sequence_length=31)
-
-    def plan(**layout: int) -> Plan:
-        return Plan(
-            engine=Engine.TORCH,
-            layout=ParallelLayout(**layout),
-            micro_batch_size=1,
-            gradient_accumulation_steps=gang.GLOBAL_BATCH,
-        )
-
-    one = gang.training_run(tmp_path, "one", plan(), text, data=data)
-    several = gang.training_run(tmp_path, "several", plan(**layout), text, data=data)
-    gang.launch([gang.Part(run=one)])
-    gang.launch([gang.Part(run=several)])
-    expected, found = gang.losses(one), gang.losses(several)
-    assert len(found) == gang.TRAINING.max_steps
-    assert found == pytest.approx(expected, abs=FP32_TOLERANCE)
 
 
 @pytest.mark.usefixtures("four_ranks")

@@ -65,7 +65,7 @@ def traced(model: ModelSpec, training: TrainingSpec | None = None) -> ModelProfi
     ("model", "layers"),
     [
         pytest.param(ModelSpec(hf=LLAMA), "model.layers", id="transformers"),
-        pytest.param(ModelSpec(decoder=DECODER), "layers", id="decoder"),
+        pytest.param(ModelSpec(decoder=DECODER), "layers", id="decoder", marks=pytest.mark.long),
     ],
 )
 def test_a_profile_extrapolated_from_a_few_layers_is_that_of_all_layers(
@@ -203,7 +203,7 @@ def test_autocast_as_on_cuda_casts_exactly_cudas_operations_to_fp32() -> None:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("config", [DEEPSEEK, GPT2])
+@pytest.mark.parametrize("config", [pytest.param(DEEPSEEK, marks=pytest.mark.long), GPT2])
 def test_attention_saves_no_scores_on_cuda_where_it_does_on_a_cpu(config: dict[str, Any]) -> None:
     kinds = tuple(Arithmetic(precision=Precision.BF16, autocast=False, cuda=cuda) for cuda in (False, True))
     said: dict[str, Any] = {"training": TrainingSpec(), "family": "model", "sequence_length": 64}

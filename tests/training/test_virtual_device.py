@@ -1,5 +1,4 @@
 import os
-import socket
 import sys
 import threading
 import time
@@ -16,6 +15,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from orchestrator.training.guard import oom_report
 from orchestrator.training.guard.virtual_device import VirtualDevice, host_memory
+from tests.ranks import start_ranks
+from tests.training import gang
 
 KIB, MIB = 2**10, 2**20
 WIDTH, DEPTH = 128, 4
@@ -197,9 +198,7 @@ def test_data_loader_workers_are_not_capped() -> None:
     assert device.peak_bytes < 64 * KIB
 
 
-def _rank(rank: int, port: int, folder: str) -> None:
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "2"}
-    torch.set_num_threads(1)
+def _rank(folder: str) -> None:
     dist.init_process_group("gloo")
     live = []
     for wrap in (_replicated, _sharded):
@@ -213,7 +212,7 @@ def _rank(rank: int, port: int, folder: str) -> None:
             steps_bytes = sum(state["step"].nbytes for state in optimizer.state.values())
             live += [_settled(device) - steps_bytes, device.peak_bytes]
             del model, optimizer
-    Path(folder, str(rank)).write_text(" ".join(map(str, live)))
+    Path(folder, str(dist.get_rank())).write_text(" ".join(map(str, live)))
     os._exit(0)  # gloo may abort on its way out
 
 
@@ -238,10 +237,7 @@ def _sharded(model: nn.Sequential) -> nn.Module:
 
 
 def test_two_ranks_hold_four_copies_replicated_and_three_halves_sharded(tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    torch.multiprocessing.spawn(_rank, (port, str(tmp_path)), nprocs=2)
+    assert gang.finish(start_ranks("tests.training.test_virtual_device", [str(tmp_path)], 2)) == [0, 0]
     for rank in (0, 1):
         ddp, ddp_peak, fsdp, fsdp_peak = map(int, Path(tmp_path, str(rank)).read_text().split())
         # parameters, two moments, and buckets that hold the gradients, within the bookkeeping of DDP
@@ -250,3 +246,7 @@ def test_two_ranks_hold_four_copies_replicated_and_three_halves_sharded(tmp_path
         assert ddp < ddp_peak < 5.5 * PARAMETER_BYTES
         # above three halves: the halves of the gradients, a gathered layer and its whole gradient
         assert 2.5 * PARAMETER_BYTES < fsdp_peak < ddp_peak
+
+
+if __name__ == "__main__":
+    _rank(sys.argv[1])
