@@ -33,6 +33,7 @@ def test_a_job_goes_on_with_half_its_batch_and_the_learning_rate_that_follows(
     job, (first, second) = night.job(), night.launched
     assert (first.plan.global_batch_size, second.plan.global_batch_size) == (16, 8)
     changes = {change.setting: (change.before, change.after) for change in second.change}
+    assert len(changes) == len(second.change), "each setting once"
     assert changes["global_batch_size"] == ("16", "8")
     assert changes.get("learning_rate") == (None if rule == "same" else ("0.1", rate))
     command = script_command(job.spec, second.plan, output_dir="o", resume_from=None, deepspeed_config_path=None)

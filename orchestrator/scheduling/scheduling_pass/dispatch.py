@@ -309,15 +309,12 @@ def _begin(state: State, index: SchedulerIndex, job: Job, chosen: StartDecision)
 
 
 def _changes(spec: JobSpec, before: Plan, plan: Plan) -> tuple[Change, ...]:
-    """Return what differs from the plan before, with the global batch and the learning rate where they were cut."""
-    batch, earlier = plan.global_batch_size, before.global_batch_size
-    if batch == earlier:
-        return changes(before, plan)
-    cut = [Change(setting="global_batch_size", before=str(earlier), after=str(batch))]
-    rate, factor = spec.learning_rate, learning_rate_factor(spec, batch / earlier)
-    if rate is not None and factor != 1:
-        cut.append(Change(setting="learning_rate", before=f"{rate / factor:.6g}", after=f"{rate:.6g}"))
-    return (*cut, *changes(before, plan))
+    """Return what differs from the plan before, with the learning rate where it followed a smaller batch."""
+    different = changes(before, plan)
+    rate, factor = spec.learning_rate, learning_rate_factor(spec, plan.global_batch_size / before.global_batch_size)
+    if rate is None or factor == 1:
+        return different
+    return (*different, Change(setting="learning_rate", before=f"{rate / factor:.6g}", after=f"{rate:.6g}"))
 
 
 def _relative_to(index: SchedulerIndex, job: Job, chosen: StartDecision) -> OwnSettings | None:
