@@ -11,7 +11,7 @@ import sqlalchemy as sa
 from pydantic import Field
 
 from orchestrator.backends.journal.database import Database
-from orchestrator.backends.journal.history import Codec, Unreadable
+from orchestrator.backends.journal.history import Unreadable, codec_of
 from orchestrator.backends.journal.outbox import Notices, Outbox
 from orchestrator.backends.journal.salvage import salvage_job, salvage_submission
 from orchestrator.backends.journal.set_aside import SetAside
@@ -46,6 +46,8 @@ _jobs = sa.Table(
     sa.Column("body", sa.Text),
 )
 
+EVENTS = Annotated[Event, Field(discriminator="type")]
+
 
 class Journal:
     """The one writer of a journal; every method may be called from any thread.
@@ -70,8 +72,7 @@ class Journal:
         self.notices = Notices(self.database, self.set_aside)
         self.sweeps = Sweeps(self.database)
         self._submissions = Submissions(self.database)
-        self._event = Codec(Annotated[Event, Field(discriminator="type")])
-        self._state, self._job = Codec(State), Codec(Job)
+        self._event, self._state, self._job = codec_of(EVENTS), codec_of(State), codec_of(Job)
         self._saved = Jobs()  # those in the table of live jobs, where that is not to be written anew
         self._is_rebuilt = False  # the snapshot could not be read: the table of live jobs is written anew
         self._ended, self._counted = Counter[str](), 0  # archived jobs by status, up to this number

@@ -16,7 +16,7 @@ from typing import Generic
 import sqlalchemy as sa
 
 from orchestrator.backends.journal.database import Database
-from orchestrator.backends.journal.history import Codec, Unreadable
+from orchestrator.backends.journal.history import Unreadable, codec_of
 from orchestrator.backends.journal.set_aside import SetAside
 from orchestrator.backends.notify.notice import Notice
 from orchestrator.backends.ports import Body
@@ -57,7 +57,7 @@ class Outbox(Generic[Body]):
         ran: Callable[[Body], bool] = lambda _: False,
     ) -> None:
         """Use these names of tables; bodies that `ran` go before all others."""
-        self.database, self._codec, self._set_aside, self._ran = database, Codec(noun), set_aside, ran
+        self.database, self._codec, self._set_aside, self._ran = database, codec_of(noun), set_aside, ran
         self._progress: dict[str, _Progress] = {}  # by receiver
         tables = sa.MetaData()
         self._rows = sa.Table(
