@@ -27,8 +27,10 @@ from orchestrator.planning.work import Work
 from orchestrator.specs.choices import (
     ActivationCheckpointing,
     Degradation,
+    Offload,
     ParallelLayout,
     Precision,
+    Sharding,
 )
 from orchestrator.specs.cluster import DeviceSpec
 from orchestrator.specs.engines import why_pipeline_stalls
@@ -188,7 +190,8 @@ def families_of(
             at_work = tuple(cut for cut in cuts if why_pipeline_stalls(*pipeline, cut[1]) is None)
             if adds_up:
                 at_work = tuple(cut for cut in at_work if cut[1] > 1)
-            if strategy.optimizer_in_backward:
+            on_host = strategy.sharding is Sharding.FSDP and strategy.offload is not Offload.NONE
+            if strategy.optimizer_in_backward or on_host:
                 at_work = tuple(cut for cut in at_work if cut[1] == 1)
             modes = checkpointing(spec, strategy)
             if mode is not None:

@@ -97,7 +97,7 @@ def accelerate_config(knobs: Knobs, plan: Plan, *, deepspeed_config_path: str | 
                 "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
                 "fsdp_backward_prefetch": "BACKWARD_PRE",
                 "fsdp_state_dict_type": "FULL_STATE_DICT",
-                "fsdp_offload_params": False,
+                "fsdp_offload_params": plan.offload is Offload.PARAMETERS,
                 "fsdp_use_orig_params": True,
                 "fsdp_sync_module_states": True,
             }

@@ -106,7 +106,10 @@ def _script(spec: JobSpec, hardware: Hardware, layout: ParallelLayout) -> Iterat
         if not spec.knobs.is_sharded_by_fsdp:
             yield from _zero(Engine.SCRIPT, hardware, layout, stage)
         elif layout.dp > 1:
-            yield Strategy(engine=Engine.SCRIPT, layout=layout, zero_stage=stage, sharding=Sharding.FSDP)
+            sharded = Strategy(engine=Engine.SCRIPT, layout=layout, zero_stage=stage, sharding=Sharding.FSDP)
+            yield sharded
+            if stage is ZeroStage.PARAMETERS and spec.knobs.offloads_by_fsdp and _offloads(hardware):
+                yield replace(sharded, offload=Offload.PARAMETERS)
 
 
 def checkpointing(spec: JobSpec, strategy: Strategy) -> tuple[ActivationCheckpointing, ...]:

@@ -208,8 +208,13 @@ def _why_illegal_for_script(plan: PlanFields) -> str | None:
         return "engine=script offloads to host memory only: no one removes the files that a script leaves"
     if plan.sharding is Sharding.FSDP and plan.zero_stage is ZeroStage.OPTIMIZER:
         return "FSDP shards gradients and optimizer (zero_stage=2) or all (3); stage 1 is DeepSpeed's"
-    if plan.sharding is Sharding.FSDP and plan.offload is not Offload.NONE:
-        return "a script's FSDP is not asked to offload: DeepSpeed is (sharding=deepspeed)"
+    if plan.sharding is Sharding.FSDP and plan.offload is Offload.OPTIMIZER:
+        return "FSDP offloads parameters and optimizer together (offload=parameters)"
+    if plan.sharding is Sharding.FSDP and plan.offload is not Offload.NONE and plan.gradient_accumulation_steps > 1:
+        return (
+            "a script's FSDP with offload needs gradient_accumulation_steps=1: gradients that add up on the host may "
+            "be wrong (torch/distributed/fsdp/fully_sharded_data_parallel.py)"
+        )
     if plan.optimizer in (Optimizer.ADAFACTOR, Optimizer.ADAMW_8BIT) and plan.zero_stage is not ZeroStage.NONE:
         return f"optimizer={plan.optimizer} works on whole tensors; a script's ZeRO stages hold flat pieces of them"
     return None

@@ -324,6 +324,37 @@ def test_accelerates_file_has_the_plans_sharding(way: str, stage: ZeroStage, kin
     assert said in str(config)
 
 
+@pytest.mark.parametrize(("way", "offloads"), [({"accelerate": "fsdp"}, True), ({"flag": "-z"}, False)])
+def test_fsdp_of_accelerate_is_told_to_keep_all_on_the_host(way: dict[str, str], offloads: bool) -> None:
+    profile = {"parameters": 1_000_000_000, "layers": 10, "activations_per_sample": "4MiB"}
+    knobs = {"micro_batch_size": {"flag": "-b"}, "zero_stage": way}
+    spec = script(knobs=knobs, profile=profile, launch="accelerate", precision="bf16")
+    cuda = machine(DeviceKind.CUDA, memory="24GiB")
+    fsdp = [plan for plan in plans(spec, cuda) if plan.sharding is Sharding.FSDP]
+    on_host = [plan for plan in fsdp if plan.offload is not Offload.NONE]
+    assert bool(on_host) == offloads
+    assert {(plan.offload, plan.zero_stage) for plan in on_host} <= {(Offload.PARAMETERS, ZeroStage.PARAMETERS)}
+    assert {plan.gradient_accumulation_steps for plan in on_host} <= {1}
+    for plan in fsdp if offloads else ():
+        config = accelerate_config(spec.knobs, plan, deepspeed_config_path=None)
+        assert config["fsdp_config"]["fsdp_offload_params"] == (plan.offload is Offload.PARAMETERS)
+    assert not any(plan.offload is not Offload.NONE for plan in plans(spec, machine(memory="24GiB")))
+
+
+def test_what_fsdp_keeps_on_the_host_is_counted_there() -> None:
+    profile = {"parameters": 1_000_000_000, "layers": 10, "activations_per_sample": "4MiB"}
+    knobs = {"micro_batch_size": {"flag": "-b"}, "zero_stage": {"accelerate": "fsdp"}}
+    spec = script(knobs=knobs, profile=profile, launch="accelerate", precision="bf16", plan={"zero_stage": 3})
+    cuda = machine(DeviceKind.CUDA, memory="24GiB")
+    of_pin = {
+        offload: frontier(spec.model_copy(update={"plan": (*spec.plan, ("offload", offload))}), cuda).candidates
+        for offload in (Offload.NONE, Offload.PARAMETERS)
+    }
+    here, there = (min(one.estimate.device_bytes for one in of_pin[offload]) for offload in of_pin)
+    assert there < here - 4_000_000_000, "16 bytes of a parameter over at most four devices"
+    assert min(one.estimate.host_bytes for one in of_pin[Offload.PARAMETERS]) > 4_000_000_000
+
+
 def test_what_is_sharded_by_fsdp_is_counted_as_fsdp() -> None:
     profile = {"parameters": 100_000_000, "layers": 10, "activations_per_sample": "4MiB"}
     told = {"micro_batch_size": {"flag": "-b"}, "zero_stage": {"flag": "-z"}}

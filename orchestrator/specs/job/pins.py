@@ -183,7 +183,7 @@ def _without_knob(said: Mapping[str, Any], knobs: Knobs, precision: Precision) -
         if key == "zero_stage":
             is_told = value is ZeroStage.NONE or value in knobs.zero_stages
         elif key == "offload":
-            is_told = value is Offload.NONE or is_sharded_by_deepspeed
+            is_told = is_sharded_by_deepspeed or (value is Offload.PARAMETERS and knobs.offloads_by_fsdp)
         else:
             is_told = getattr(knobs, KNOB_OF.get(key, ""), None) is not None or (key == "pp" and value == 1)
         if not is_told:

@@ -267,6 +267,11 @@ class Knobs(SpecModel):
         return self.zero_stage is not None and self.zero_stage.accelerate != "deepspeed"
 
     @property
+    def offloads_by_fsdp(self) -> bool:
+        """Whether FSDP can be told to keep parameters and optimizer on the host: accelerate's file says it."""
+        return self.zero_stage is not None and self.zero_stage.accelerate == "fsdp"
+
+    @property
     def always_shards(self) -> bool:
         """Whether several ranks are sharded in every plan: the knob has words, and none for stage 0."""
         return self.zero_stage is not None and bool(self.zero_stage.values) and "0" not in dict(self.zero_stage.values)
