@@ -22,6 +22,7 @@ from orchestrator.specs.actions import Launch, Record
 from orchestrator.specs.attempt import Attempt, Evidence
 from orchestrator.specs.cluster import ClusterSpec, DeviceKind, DeviceSpec, NodeSpec, idle_nodes
 from orchestrator.specs.events import Event, Finished, NodesSeen, Released, Started, Submitted
+from orchestrator.specs.fault import Fault
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.run import JobFolder
@@ -74,11 +75,11 @@ class Drive:
     _waiting: list[Launch] = field(default_factory=list)
     _clock_s: float = 0.0
 
-    def run(self, spec: JobSpec) -> Job:
-        """The job after its last attempt."""
+    def run(self, spec: JobSpec, fault: Fault | None = None) -> Job:
+        """The job after its last attempt; its first meets the fault."""
         nodes = idle_nodes(self.nodes)
         self._tell(NodesSeen(nodes=nodes, declared=nodes, at_s=0.0))
-        self._tell(Submitted(job_id="job", order=1, spec=spec, at_s=0.0))
+        self._tell(Submitted(job_id="job", order=1, spec=spec, fault=fault, at_s=0.0))
         for _ in range(ATTEMPTS_MAX):
             if not self._waiting:
                 break
