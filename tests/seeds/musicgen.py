@@ -43,7 +43,6 @@ def make(cache: Path, codec: Path) -> None:
     import torch
     from audiocraft.models.builders import get_compression_model
     from audiocraft.train import main
-    from omegaconf import OmegaConf
     from transformers import T5Config, T5EncoderModel
 
     revision = "0" * 40
@@ -56,11 +55,11 @@ def make(cache: Path, codec: Path) -> None:
     text.write_text("\n".join(f"a song of the {word} key in {word}" for word in ("first", "second", "third")))
     names = {"input": str(text), "model_prefix": str(encoder / "spiece"), "vocab_size": 24}
     sentencepiece.SentencePieceTrainer.train(**names, pad_id=0, eos_id=1, unk_id=2, bos_id=-1)
-    sizes = ("sample_rate=32000", "rvq.n_q=4", "rvq.bins=400", "seanet.ratios=[16,10,8]", "device=cpu")
+    sizes = ("sample_rate=32000", "rvq.n_q=4", "rvq.bins=400", "seanet.ratios=[16,10,8]", "seanet.lstm=0", "device=cpu")
     config = main.get_xp(["solver=compression/debug", *sizes]).cfg
     model = get_compression_model(config)
     model.quantizer(torch.randn(8, config.seanet.dimension, 128), 1)  # its vectors are made of the first that it sees
-    torch.save({"xp.cfg": OmegaConf.to_yaml(config), "best_state": {"model": model.state_dict()}}, codec)
+    torch.save({"xp.cfg": config, "best_state": {"model": model.state_dict()}}, codec)
 
 
 if __name__ == "__main__":
