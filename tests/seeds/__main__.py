@@ -12,6 +12,7 @@ import tempfile
 from pathlib import Path
 
 from tests.seeds.runs import PROJECTS, Case, Missing, Row, commit, run
+from tests.trainers.driver import Overrun
 
 FIGURES = Path(".bench/seeds.json")
 HEAD = ("project", "where, devices", "attempts", "resumed at", "ended", "in MLflow", "seconds")
@@ -31,6 +32,11 @@ def main(names: list[str]) -> None:
                     row, _ = run(project, case, Path(folder))
                 except Missing as missing:
                     print(f"| {project.CHECKOUT} {commit(project)} | {case.where} | skipped: {missing} |", flush=True)
+                    continue
+                except Overrun as overrun:
+                    last = str(overrun).rstrip().rpartition("\n")[2]
+                    head, _, _ = str(overrun).partition(":")
+                    print(f"| {project.CHECKOUT} {commit(project)} | {case.where} | cut: {head}: {last} |", flush=True)
                     continue
             rows.append(dataclasses.asdict(row))
             print(_line(row), flush=True)

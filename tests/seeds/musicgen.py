@@ -19,22 +19,22 @@ WORDS = {
     "transformer_lm.num_heads=": "4",
     "transformer_lm.num_layers=": "8",
     "transformer_lm.card=": "400",
-    "dataset.segment_duration=": "2",
+    "dataset.segment_duration=": "8",
     "dataset.num_workers=": "0",
     "dataset.valid.num_samples=": "16",
     "dataset.evaluate.num_samples=": "16",
     "dataset.generate.num_samples=": "2",
 }
 SIZES = {
+    "gpus": 2,
     "profile": {
         "parameters": 7_000_000,
         "layers": 8,
         "activations_per_sample": "1MiB",
         "checkpointed_per_sample": "256KiB",
-    }
+    },
 }
-TWO = {"gpus": 2, "plan": {"zero_stage": 0}}
-CASES = ({"where": "fake card", "mib": (2500, 2500), "words": WORDS, "sizes": {**SIZES, **TWO}, "fails_at": 3},)
+CASES = ({"where": "fake card", "mib": (1520, 1520), "words": WORDS, "sizes": SIZES},)
 
 
 def make(cache: Path, codec: Path) -> None:

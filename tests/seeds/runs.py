@@ -47,6 +47,7 @@ SIZES = (
     "plan",
 )
 MAKE_TIMEOUT_S = 240
+ROW_TIMEOUT_S = 600.0  # of one run's attempts together
 
 
 class Missing(Exception):
@@ -137,7 +138,7 @@ def edited(project: ModuleType, case: Case, paths: Mapping[str, str], env: Mappi
 
 
 def run(project: ModuleType, case: Case, folder: Path) -> tuple[Row, Job]:
-    """Make the weights, drive the job to its end, put it into MLflow and find it there; raises Missing."""
+    """Make the weights, drive the job to its end, put it into MLflow and find it there; raises Missing and Overrun."""
     python, began_s = interpreter(project), time.monotonic()
     copy, made, home = folder / project.CHECKOUT, folder / "made", folder / "home"
     shutil.copytree(checkout(project), copy, ignore=shutil.ignore_patterns(".git", ".venv"))
@@ -145,15 +146,15 @@ def run(project: ModuleType, case: Case, folder: Path) -> tuple[Row, Job]:
     site = os.pathsep.join([str(copy), str(SITE)])
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "WANDB_MODE": "disabled", "OMP_NUM_THREADS": "1"}
     offline |= {"HF_HOME": str(folder / "hf"), "MPLCONFIGDIR": str(folder), "TOKENIZERS_PARALLELISM": "false"}
-    making = subprocess.run(
-        [str(python), str(project.__file__), str(made), str(copy)],
-        env={**os.environ, **offline, "PYTHONPATH": site, "USER": "orc"},
-        cwd=copy,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=MAKE_TIMEOUT_S,
-    )
+    offline["PATH"] = os.pathsep.join([str(python.parent), os.environ["PATH"]])  # audiocraft calls ffmpeg by its name
+    env = {**os.environ, **offline, "PYTHONPATH": site, "USER": "orc"}
+    argv = [str(python), str(project.__file__), str(made), str(copy)]
+    try:
+        making = subprocess.run(
+            argv, env=env, cwd=copy, capture_output=True, text=True, check=False, timeout=MAKE_TIMEOUT_S
+        )
+    except subprocess.TimeoutExpired as slow:
+        raise Missing(f"its tiny weights were not made in {MAKE_TIMEOUT_S} s") from slow
     if making.returncode:
         raise Missing(f"its tiny weights cannot be made: {making.stderr[-2000:]}")
     if case.where == "virtual":
@@ -164,7 +165,7 @@ def run(project: ModuleType, case: Case, folder: Path) -> tuple[Row, Job]:
         env["PYTHONPATH"] = os.pathsep.join([site, env["PYTHONPATH"]])
     paths = {"python": str(python), "made": str(made), "checkout": str(copy)}
     spec = edited(project, case, paths, {**offline, **env})
-    drive = Drive(home, nodes)
+    drive = Drive(home, nodes, ROW_TIMEOUT_S)
     job = drive.run(spec, Fault(kind=FaultKind.OOM, rank=0, step=case.fails_at) if case.fails_at else None)
     known = Known(state=lambda: drive.state, job=lambda _: job, sweep=lambda _: None)
     uri = f"sqlite:///{folder}/mlflow.db"

@@ -13,7 +13,7 @@ CLIPS, FRAMES, RATE, HOP = 8, 300, 48_000, 480
 SMALL = {"inter_channels": 64, "hidden_channels": 64, "filter_channels": 128, "n_layers": 2, "gin_channels": 64}
 SMALL |= {"upsample_initial_channel": 64}
 
-WORDS = {"-te": "6", "-se": "1", "-pg": "{made}/G.pth", "-pd": "{made}/D.pth"}
+WORDS = {"-te": "2", "-se": "1", "-pg": "{made}/G.pth", "-pd": "{made}/D.pth"}
 SIZES = {"profile": {"parameters": 72_000_000, "activations_per_sample": "190MiB"}}
 CASES = (
     {"where": "virtual", "mib": (2800, 2800), "words": WORDS, "sizes": {**SIZES, "env.SEED_COUNTS": "1"}},
