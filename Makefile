@@ -11,7 +11,7 @@ TRAINED := $(addprefix tests/,audio fake_card gpu memory training)
 SERVED := $(addprefix tests/,service k8s) $(wildcard tests/test_*.py)
 PYTEST := PYTHONHASHSEED=0 $(BIN)/python -m pytest -m "not long and not cluster"
 
-.PHONY: demo demo-audio test test-pure test-trained test-served test-others test-long test-oldest-torch test-cluster chaos lint docs bench bench-memory bench-cost bench-gpu gpu-rehearsal bench-scheduler bench-recovery bench-compare clean
+.PHONY: demo demo-audio seeds test test-pure test-trained test-served test-others test-long test-oldest-torch test-cluster chaos lint docs bench bench-memory bench-cost bench-gpu gpu-rehearsal bench-scheduler bench-recovery bench-compare clean
 
 $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -23,6 +23,10 @@ demo: $(READY)
 
 demo-audio: $(READY)
 	$(BIN)/python -m jobs.audio.run
+
+# Five projects' own scripts, from the checkouts in the folder SEEDS, each with its .venv or all with SEEDS/.venv
+seeds: $(READY)
+	$(BIN)/python -m tests.seeds
 
 test: $(READY) lint
 	$(MAKE) --no-print-directory --jobs=3 test-served test-trained test-others test-pure

@@ -4,7 +4,7 @@
 audiocraft names an experiment's folder after its settings. A new batch size, checkpointing or autocast is therefore a
 new experiment, which starts at epoch 1. `continue_from` would load the weights alone.
 
-Limits: FSDP must not be switched on or off, and the number of ranks must stay: each rank has its own file.
+Limits: FSDP must not be switched on or off, and the number of ranks must stay. Under FSDP each rank has its own file.
 """
 
 import os
@@ -12,7 +12,7 @@ import shutil
 import sys
 from pathlib import Path
 
-FILES = ("checkpoint.th", "history.json")
+CHECKPOINT, HISTORY = "checkpoint.th", "history.json"
 
 
 def main(checkpoint: str, arguments: list[str]) -> None:
@@ -25,7 +25,8 @@ def main(checkpoint: str, arguments: list[str]) -> None:
     if new == old:
         return
     new.mkdir(parents=True, exist_ok=True)
-    for name in FILES:
+    ranks = (path.name for path in old.glob(f"{CHECKPOINT}.*") if path.suffix[1:].isdigit())
+    for name in (*ranks, HISTORY, CHECKPOINT):  # the first rank's is last: a copy that a kill cut short is not taken
         if (old / name).exists():
             temporary = new / f"{name}.tmp"
             shutil.copyfile(old / name, temporary)

@@ -77,6 +77,17 @@ for model, device in ((net, "cpu"), (alike, "cuda")):
     losses.append(loss.item())
 assert abs(losses[0] - losses[1]) < 0.05 * losses[0], losses
 
+# softmax takes 16 bits and gives 32 in one step, as autocast asks of a card; products of 16 bits are the host's
+half = torch.randn(4, 8, device="cuda", dtype=torch.float16, requires_grad=True)
+weights = torch.softmax(half, -1, dtype=torch.float32)
+(weights * torch.arange(8.0, device="cuda")).sum().backward()
+wide = half.detach().float().cpu().requires_grad_()
+(torch.softmax(wide, -1) * torch.arange(8.0)).sum().backward()
+assert (weights.dtype, half.grad.dtype) == (torch.float32, torch.float16)
+torch.testing.assert_close(half.grad.float().cpu(), wide.grad, atol=1e-3, rtol=1e-2)
+product = half.detach() @ half.detach().t()
+torch.testing.assert_close(product.cpu(), (wide @ wide.t()).half())
+
 # streams, events, pinned memory and random states
 stream, event = torch.cuda.Stream(), torch.cuda.Event()
 with torch.cuda.stream(stream):

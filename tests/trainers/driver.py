@@ -22,6 +22,7 @@ from orchestrator.specs.actions import Launch, Record
 from orchestrator.specs.attempt import Attempt, Evidence
 from orchestrator.specs.cluster import ClusterSpec, DeviceKind, DeviceSpec, NodeSpec, idle_nodes
 from orchestrator.specs.events import Event, Finished, NodesSeen, Released, Started, Submitted
+from orchestrator.specs.fault import Fault
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.run import JobFolder
@@ -63,29 +64,35 @@ def card_cluster(cards: dict[str, str]) -> ClusterSpec:
     return ClusterSpec(name="local", nodes=(node,))
 
 
+class Overrun(AssertionError):
+    """An attempt did not end in time; it has been stopped."""
+
+
 @dataclass
 class Drive:
-    """A job in progress, in its own home."""
+    """A job in progress, in its own home; all its attempts together may take `limit_s`."""
 
     home: Path
     nodes: ClusterSpec
+    limit_s: float = ATTEMPT_TIMEOUT_S * ATTEMPTS_MAX
     state: State = field(default_factory=State)
     job: Job | None = None
     _waiting: list[Launch] = field(default_factory=list)
     _clock_s: float = 0.0
 
-    def run(self, spec: JobSpec) -> Job:
-        """The job after its last attempt."""
+    def run(self, spec: JobSpec, fault: Fault | None = None) -> Job:
+        """The job after its last attempt; its first meets the fault. Raises Overrun."""
+        end_s = time.monotonic() + self.limit_s
         nodes = idle_nodes(self.nodes)
         self._tell(NodesSeen(nodes=nodes, declared=nodes, at_s=0.0))
-        self._tell(Submitted(job_id="job", order=1, spec=spec, at_s=0.0))
+        self._tell(Submitted(job_id="job", order=1, spec=spec, fault=fault, at_s=0.0))
         for _ in range(ATTEMPTS_MAX):
             if not self._waiting:
                 break
             launch = self._waiting.pop(0)
             key = {"job_id": launch.job.id, "number": launch.attempt.number}
             self._tell(Started(**key, at_s=self._tick()))
-            evidence = attempt(launch.job, launch.attempt, self.home, self.nodes)
+            evidence = attempt(launch.job, launch.attempt, self.home, self.nodes, end_s - time.monotonic())
             self._tell(Finished(**key, evidence=evidence, at_s=self._tick()))
             self._tell(Released(**key, at_s=self._tick()))
             self._tell(NodesSeen(nodes=nodes, declared=nodes, at_s=self._tick()))  # a back-off is over
@@ -102,8 +109,8 @@ class Drive:
         self.job = next((action.job for action in reversed(actions) if isinstance(action, Record)), self.job)
 
 
-def attempt(job: Job, planned: Attempt, home: Path, nodes: ClusterSpec) -> Evidence:
-    """One attempt on one node, driven by the production's AttemptWatch."""
+def attempt(job: Job, planned: Attempt, home: Path, nodes: ClusterSpec, limit_s: float = ATTEMPT_TIMEOUT_S) -> Evidence:
+    """One attempt on one node, driven by the production's AttemptWatch; raises Overrun."""
     told: list[Event] = []
     world = World(
         home=home,
@@ -120,12 +127,12 @@ def attempt(job: Job, planned: Attempt, home: Path, nodes: ClusterSpec) -> Evide
     watch = AttemptWatch(job, planned, world)
     thread = threading.Thread(target=watch.run)
     thread.start()
-    thread.join(ATTEMPT_TIMEOUT_S)
+    thread.join(max(0.0, min(limit_s, ATTEMPT_TIMEOUT_S)))
     if thread.is_alive():
         watch.stop(0.0)
         thread.join()
         log_path = JobFolder(home, job.id).attempt(planned.number).log(0)
-        raise AssertionError(f"attempt {planned.number} did not end: {log_path.read_text()[-2000:]}")
+        raise Overrun(f"attempt {planned.number} did not end: {log_path.read_text()[-2000:]}")
     (finished,) = (event for event in told if isinstance(event, Finished))
     return finished.evidence
 

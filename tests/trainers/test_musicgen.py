@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -75,6 +78,20 @@ def test_without_migrating_the_checkpoint_the_restart_from_scratch_is_reported(t
     assert job.status is JobStatus.SUCCEEDED, job.reason
     assert job.attempts[-1].evidence is not None
     assert job.attempts[-1].evidence.lost == ("everything: it began at 1 again, after 2, with checkpoint.th there",)
+
+
+def test_each_rank_finds_its_own_file_under_the_new_signature(tmp_path: Path) -> None:
+    """FSDP writes a file for each rank; a file that is being written stays behind."""
+    xps, old = tmp_path / "xps", tmp_path / "xps/old"
+    old.mkdir(parents=True)
+    for name in ("checkpoint.th", "checkpoint.th.1", "checkpoint.th.12", "checkpoint.th.1.tmp", "history.json"):
+        (old / name).write_text(name)
+    argv = [sys.executable, str(MIGRATE), str(old / "checkpoint.th"), "optim.epochs=3"]
+    env = {**os.environ, "AUDIOCRAFT_DORA_DIR": str(tmp_path)}
+    subprocess.run(argv, cwd=MIGRATE.parents[2] / "tests/trainers/musicgen", env=env, check=True)
+    (new,) = set(xps.iterdir()) - {old}
+    copies = {path.name: path.read_text() for path in new.iterdir()}
+    assert copies == {name: name for name in ("checkpoint.th", "checkpoint.th.1", "checkpoint.th.12", "history.json")}
 
 
 @pytest.mark.long
