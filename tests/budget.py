@@ -22,14 +22,14 @@ BUDGETS_S = {
     "tests": 1130.0,
     "tests/backends": 500.0,
     "tests/k8s": 150.0,
-    "tests/memory": 600.0,
+    "tests/memory": 800.0,
     "tests/planning": 120.0,
     "tests/scheduling": 500.0,
     "tests/service": 1750.0,
-    "tests/trainers": 580.0,
+    "tests/trainers": 700.0,
     "tests/training": 900.0,
 }
-OTHERS_S = 80.0
+OTHERS_S = 100.0
 
 
 class Account:

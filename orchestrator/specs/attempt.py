@@ -59,7 +59,7 @@ class FailureKind(StrEnum):
     # Nothing explains the end, and it had trained: `scheduling/failures/verdict.py` says how the job goes on.
     UNKNOWN = "unknown", Restart(budget="unknown")
     GUARD_ABSENT = "guard_absent"  # it ran past the cap of its virtual device; what it needs is unknown
-    DISK_FULL = "disk_full"  # no space for checkpoints or logs: it waits for some
+    DISK_FULL = "disk_full"  # no space for checkpoints or logs
     USER_ERROR = "user_error"  # the program itself is wrong
     CANCELLED = "cancelled"  # the user asked for the end
     PROBED = "probed"  # the attempt was ended after it had measured what its plan needs

@@ -130,8 +130,10 @@ def _no_launch_for_the_unwanted(t: Transition) -> Iterator[str]:
         if job.status is JobStatus.REFUSED and job.attempts:
             yield f"{job.id} was refused after it ran"
         for attempt in job.attempts[:-1]:
-            if attempt.failure is None or (attempt.failure.kind not in GOES_ON and not attempt.probe):
-                kind = attempt.failure.kind if attempt.failure else "success"
+            failure = attempt.failure
+            waits = failure is not None and failure.verdict is not None and failure.verdict.wait_s is not None
+            if failure is None or (failure.kind not in GOES_ON and not attempt.probe and not waits):
+                kind = failure.kind if failure else "success"
                 yield f"{job.id} was tried again after {kind}"
 
 
