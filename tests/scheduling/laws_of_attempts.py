@@ -131,7 +131,8 @@ def _no_launch_for_the_unwanted(t: Transition) -> Iterator[str]:
             yield f"{job.id} was refused after it ran"
         for attempt in job.attempts[:-1]:
             failure = attempt.failure
-            waits = failure is not None and failure.verdict is not None and failure.verdict.wait_s is not None
+            verdict = failure.verdict if failure is not None and failure.kind is FailureKind.DISK_FULL else None
+            waits = verdict is not None and verdict.wait_s is not None
             if failure is None or (failure.kind not in GOES_ON and not attempt.probe and not waits):
                 kind = failure.kind if failure else "success"
                 yield f"{job.id} was tried again after {kind}"
