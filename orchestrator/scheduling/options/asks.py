@@ -29,8 +29,8 @@ class Question(NamedTuple):
 def question_of(state: State, job: Job, groups: Sequence[Group]) -> Question | None:
     """Return what a job goes on with by its own file, or what it asks; None where nothing would help.
 
-    A job asks once it ran out of memory: for the mildest class of degradation by which a plan may fit, else for the
-    largest of half the global batch, a quarter and so on.
+    A job asks once it ran out of memory. It asks for the mildest class of degradation by which a plan may fit. Where
+    none does, it asks for half the global batch, a quarter and so on, the largest that fits.
     """
     if job.spec.degrade.keeps_plan:
         return None

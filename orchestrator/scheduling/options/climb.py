@@ -1,4 +1,4 @@
-"""Which faster plan may a recovered job move up to, by what its running attempt has measured?"""
+"""The faster plan that a recovered job may move up to, by what its running attempt has measured."""
 
 from __future__ import annotations
 

@@ -64,11 +64,11 @@ def climb(state: State, index: SchedulerIndex, event: PaceReported) -> tuple[Sta
     if job is None or not may_climb(job):
         return state, ()
     attempt = job.attempts[-1]
-    pool, seen = index.pool_of(attempt), observe_running(job, attempt)
-    if pool is None or seen is None:
+    pool, observation = index.pool_of(attempt), observe_running(job, attempt)
+    if pool is None or observation is None:
         return state, ()
     calibrated = calibration(
-        (*state.observations, seen), device=attempt.device, family=job.spec.family_name, job=job.key
+        (*state.observations, observation), device=attempt.device, family=job.spec.family_name, job=job.key
     )
     option = faster_option(job, pool.group, calibrated, pool.launch_cost_s)
     if option is None:
