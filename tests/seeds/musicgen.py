@@ -19,10 +19,10 @@ WORDS = {
     "transformer_lm.num_heads=": "4",
     "transformer_lm.num_layers=": "8",
     "transformer_lm.card=": "400",
-    "dataset.segment_duration=": "8",
+    "dataset.segment_duration=": "14",
     "dataset.num_workers=": "0",
-    "dataset.valid.num_samples=": "16",
-    "dataset.evaluate.num_samples=": "16",
+    "dataset.valid.num_samples=": "8",
+    "dataset.evaluate.num_samples=": "8",
     "dataset.generate.num_samples=": "2",
 }
 SIZES = {
