@@ -6,7 +6,6 @@ Exit codes: 0 done, 1 it failed (or the job did), 2 bad input: nothing was store
 # Imports of heavy packages stand in the commands that need them: `orc plan` answers within a second.
 from __future__ import annotations
 
-import gc
 import json
 import os
 import sys
@@ -27,6 +26,7 @@ from orchestrator.service.terminal import (
     diagnosis,
     machines,
     notify,
+    planning,
     purge,
     report,
     simulation,
@@ -477,49 +477,9 @@ def drain(
 # -------------------------------------------------------------------------------------------------------- looking ahead
 
 
-@app.command()
-def plan(
-    file: JobFile,
-    cluster: Cluster = None,
-    settings: Settings = None,
-    pins: Pinned = None,
-    home: Home = DEFAULT_HOME,
-    as_json: AsJson = False,
-) -> None:
-    """Show the plan a job would get, its memory and time, and why faster plans do not fit. Starts nothing."""
-    from orchestrator.service.commands.hardware import hardware_of
-    from orchestrator.service.commands.plan import forecast
-    from orchestrator.service.server.intake import read_job, read_overrides, read_pins
-    from orchestrator.service.terminal.tables import forecast_panel
-
-    overrides = (*read_overrides(settings or []), *read_pins(pins))
-    spec = read_job(file, overrides, home, to_run=False, elsewhere=SERVER.get() is not None)
-    nodes, observations = hardware_of(service_of(home), cluster)
-    gc.disable()  # one answer and an end: looking for garbage took a tenth of 70B's 0.4 s; 55 MiB are used either way
-    answer = forecast(spec, nodes, observations)
-    tell(dict(answer), as_json, forecast_panel(answer))
-    raise typer.Exit(answer["chosen"] is None)
-
-
-@app.command()
-def estimate(
-    file: JobFile,
-    settings: Settings = None,
-    cluster: Cluster = None,
-    home: Home = DEFAULT_HOME,
-    as_json: AsJson = False,
-) -> None:
-    """Estimate memory and step time of one given plan of a job, such as `--set zero_stage=3 --set dp=8`."""
-    from orchestrator.service.commands.hardware import hardware_of
-    from orchestrator.service.commands.plan import forecast_of
-    from orchestrator.service.server.intake import read_job, read_overrides
-    from orchestrator.service.terminal.tables import candidate_panel
-
-    spec = read_job(file, (), home, to_run=False, elsewhere=SERVER.get() is not None)
-    given = read_overrides(settings or [])
-    nodes, observations = hardware_of(service_of(home), cluster)
-    answer = forecast_of(spec, given, nodes, observations)
-    tell(dict(answer), as_json, candidate_panel(answer))
+app.command()(planning.plan)
+app.command()(planning.estimate)
+app.command()(planning.fit)
 
 
 @app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})

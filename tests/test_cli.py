@@ -226,11 +226,12 @@ def test_estimate_derives_accumulation_from_the_global_batch(index: SchedulerInd
 
 
 @pytest.mark.long
-def test_plan_for_70b_on_512_gpus_calls_at_most_2_9_million_functions_with_its_start(index: SchedulerIndex) -> None:
+def test_plan_for_70b_on_512_gpus_calls_at_most_3_million_functions_with_its_start(index: SchedulerIndex) -> None:
     """Calls, and no seconds: the same 1.7 million took 0.6 s on one machine of 2026-11 and 1.5 s on another.
 
     2.4 million since pipelines go on with few micro-batches, and have up to 8 stages a rank; 2.6 million since what
-    operators move is counted, which leaves more plans near each other; 2.8 million since every plan is judged.
+    operators move is counted, which leaves more plans near each other; 2.8 million since every plan is judged; 2.96
+    million since what an engine accepts is asked of the one table of engines.
 
     What they take on this machine is a figure of `make bench`.
     """
@@ -245,7 +246,7 @@ def test_plan_for_70b_on_512_gpus_calls_at_most_2_9_million_functions_with_its_s
         timeout=120,
     )
     recorded: Any = pstats.Stats(str(index.folder / "calls"))
-    assert recorded.total_calls < 2_900_000
+    assert recorded.total_calls < 3_000_000
 
 
 def test_plan_loads_none_of_the_heavy_packages(index: SchedulerIndex) -> None:
@@ -394,3 +395,52 @@ def test_a_killed_service_comes_back_with_its_jobs_and_does_not_end_over_them(li
     assert live.orc("cancel", job_id).code == 0
     assert live.orc("logs", job_id, "-f").code == 0  # ends with the job
     assert live.orc("show", job_id, "--json").data["status"] == "cancelled"
+
+
+def test_cards_stand_for_a_cluster_file_and_two_ways_to_say_the_hardware_are_refused(index: SchedulerIndex) -> None:
+    there = {
+        (answer.data["device"], answer.data["devices"])
+        for answer in (index.ask("plan", "lm.yaml", "--gpu", text, "--json") for text in ("2xrtx3090", "2 x RTX 3090"))
+    }
+    assert there == {("rtx3090-24gb", 2)}
+    refused = index.ask("plan", "lm.yaml", "--gpu", "a100")
+    assert refused.code == 2
+    assert "a100-40gb, a100-80gb" in refused.err
+    assert index.ask("plan", "lm.yaml", "--gpu", "t4", "--cluster", "h100.yaml").code == 2
+    assert index.ask("plan", "lm.yaml", "--gpu", "9xt4").code == 2
+    assert "mi250" in index.ask("estimate", "lm.yaml", "--gpu", "mi250").err
+
+
+def test_fit_names_the_fewest_cards_with_a_plan_and_each_row_is_what_plan_answers(index: SchedulerIndex) -> None:
+    heavy = ("--set", "model.decoder.hidden_size=4096", "--set", "model.decoder.num_hidden_layers=64")
+    rows = index.ask("fit", "lm.yaml", *heavy, "--json").data["rows"]
+    assert {row["way"] for row in rows} == {"as written"}
+    sizes = [row["memory_bytes"] for row in rows]
+    assert sizes == sorted(sizes)
+    counts = {row["device"]: row["devices"] for row in rows}
+    assert counts["b200-180gb"] == 1
+    several = next(row for row in rows if (row["devices"] or 0) > 1)
+    for count, code in ((several["devices"], 0), (several["devices"] // 2, 1)):
+        pinned = ("--gpu", f"{count}x{several['device']}", "--set", f"gpus={count}")
+        answer = index.ask("plan", "lm.yaml", *heavy, *pinned, "--json")
+        assert answer.code == code, answer.err
+    words = index.ask("fit", "lm.yaml", *heavy).out
+    assert f"{several['devices']}x" in words
+
+
+def test_fit_of_a_model_shows_all_weights_adapters_and_4_bits_and_says_what_it_assumed(index: SchedulerIndex) -> None:
+    sizes = {"vocab_size": 32000, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22}
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 4}
+    folder = index.folder / "tiny-llama"
+    folder.mkdir()
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **sizes, **heads}
+    (folder / "config.json").write_text(json.dumps(config))
+    rows = index.ask("fit", f"hf:{folder}", "--json").data["rows"]
+    least = {(row["device"], row["way"]): row["needed_bytes"] for row in rows if row["devices"] == 1}
+    card = "rtx3070-8gb"
+    assert least[card, "adapters"] < least[card, "full"] <= 7.78 * 2**30
+    words = index.ask("fit", f"hf:{folder}", "--set", "data.sequence_length=512").out
+    assert "512 tokens a sample" in words
+    assert "assumed" in words
+    assert "no bf16" in words or "bf16" in words
+    assert max(len(line.rstrip()) for line in words.splitlines() if "GiB" in line) <= 80

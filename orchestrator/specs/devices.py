@@ -10,6 +10,7 @@ a cluster file that names one is refused with this list.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final
@@ -58,6 +59,7 @@ DEVICES: Final[Mapping[str, Words]] = MappingProxyType(
         # NVIDIA H100 data sheet: SXM with NVLink 900 GB/s both directions; the PCIe card as it ran in most servers.
         "h100-80gb": _device("79.11GiB", (989, 989, 67), "3350GB/s", "450GB/s", _PCIE_5, 132, 792.1),
         "h100-pcie-80gb": _device("79.11GiB", (756, 756, 51), "2000GB/s", _PCIE_5, _PCIE_5, 114, 499.5),
+        "h100-nvl-94gb": _device("93.10GiB", (835, 835, 60), "3900GB/s", "300GB/s", _PCIE_5, 132),
         # NVIDIA H200 data sheet: the chip of the H100 with HBM3e. H20: the same with fewer multiprocessors.
         "h200-141gb": _device("139.8GiB", (989, 989, 67), "4800GB/s", "450GB/s", _PCIE_5, 132, 792.1),
         "h20-96gb": _device("95.0GiB", (148, 148, 44), "4000GB/s", "450GB/s", _PCIE_5, 78),
@@ -67,20 +69,37 @@ DEVICES: Final[Mapping[str, Words]] = MappingProxyType(
         "l40s-48gb": _device("44.40GiB", (362, 362, 91.6), "864GB/s", _PCIE_4, _PCIE_4, 142, 252.0),
         "l4-24gb": _device("22.03GiB", (121, 121, 30.3), "300GB/s", _PCIE_4, _PCIE_4, 58, 91.4),
         "a10-24gb": _device("21.99GiB", (125, 125, 31.2), "600GB/s", _PCIE_4, _PCIE_4, 72),
+        # NVIDIA A30 and A40 data sheets; the A10G of AWS's g5 by its own: the chip of the A10 with half its products.
+        "a30-24gb": _device("23.50GiB", (165, 165, 10.3), "933GB/s", _PCIE_4, _PCIE_4, 56),
+        "a40-48gb": _device("44.34GiB", (149.7, 149.7, 37.4), "696GB/s", _PCIE_4, _PCIE_4, 84),
+        "a10g-24gb": _device("21.98GiB", (70, 70, 35), "600GB/s", _PCIE_4, _PCIE_4, 80),
+        # NVIDIA RTX A6000, RTX 6000 Ada and RTX PRO 6000 Blackwell data sheets, dense. The first two with ECC have less
+        # memory than without, as the Ada's messages show (44.43 and 47.4 GiB): the smaller counts.
+        "rtxa6000-48gb": _device("44.40GiB", (154.8, 154.8, 38.7), "768GB/s", _PCIE_4, _PCIE_4, 84),
+        "rtx6000ada-48gb": _device("44.40GiB", (364.2, 364.2, 91.1), "960GB/s", _PCIE_4, _PCIE_4, 142),
+        "rtxpro6000-96gb": _device("94.90GiB", (503.8, 503.8, 125), "1792GB/s", _PCIE_5, _PCIE_5, 188),
         # NVIDIA T4 and V100 data sheets: fp16 only, Turing and Volta have no bf16. V100: SXM2, NVLink 300 GB/s.
         "t4-16gb": _device("14.58GiB", (None, 65, 8.1), "320GB/s", _PCIE_3, _PCIE_3, 40),
         "v100-16gb": _device("15.77GiB", (None, 125, 15.7), "900GB/s", "150GB/s", _PCIE_3, 80),
         "v100-32gb": _device("31.74GiB", (None, 125, 15.7), "900GB/s", "150GB/s", _PCIE_3, 80),
-        # NVIDIA Ampere GA102, Ada and RTX Blackwell whitepapers, with fp32 sums. Cards for games send to each other
-        # through host memory, and most boards give two of them eight lanes each.
+        # NVIDIA Turing, Ampere GA102, Ada and RTX Blackwell whitepapers, with fp32 sums. Cards for games send to each
+        # other through host memory, and most boards give two of them eight lanes each.
+        "rtx2080ti-11gb": _device("10.75GiB", (None, 53.8, 13.4), "616GB/s", _PCIE_3, _PCIE_3, 68),
+        "rtx3060-12gb": _device("11.60GiB", (25.5, 25.5, 12.7), "360GB/s", "12GB/s", _PCIE_4, 28),
+        "rtx3070-8gb": _device("7.78GiB", (40.6, 40.6, 20.3), "448GB/s", "12GB/s", _PCIE_4, 46),
+        "rtx3080-10gb": _device("9.77GiB", (59.5, 59.5, 29.8), "760GB/s", "12GB/s", _PCIE_4, 68),
         "rtx3090-24gb": _device("23.69GiB", (71, 71, 35.6), "936GB/s", "12GB/s", _PCIE_4, 82),
+        "rtx4060ti-16gb": _device("15.60GiB", (44.1, 44.1, 22.1), "288GB/s", "12GB/s", "12GB/s", 34),
+        "rtx4070-12gb": _device("11.72GiB", (58.3, 58.3, 29.1), "504GB/s", "12GB/s", _PCIE_4, 46),
+        "rtx4080-16gb": _device("15.70GiB", (97.5, 97.5, 48.7), "717GB/s", "12GB/s", _PCIE_4, 76),
         "rtx4090-24gb": _device("23.64GiB", (165.2, 165.2, 82.6), "1008GB/s", "12GB/s", _PCIE_4, 128, 178.5),
+        "rtx5080-16gb": _device("15.47GiB", (112.6, 112.6, 56.3), "960GB/s", "25GB/s", _PCIE_5, 84),
         "rtx5090-32gb": _device("31.36GiB", (209.5, 209.5, 104.8), "1792GB/s", "25GB/s", _PCIE_5, 170),
     }
 )
 
 # Names that NVML gives the cards of the catalogue, without "NVIDIA", "Tesla" and "GeForce". Other cards of a chip, such
-# as A10G, H100 NVL and cards of notebooks, have other rates, and are none of these.
+# as those of notebooks, and cards that are sold with several memory sizes, have other rates, and are none of these.
 NVML_NAMES: Final[Mapping[str, str]] = MappingProxyType(
     {
         "A100-SXM4-40GB": "a100-40gb",
@@ -90,17 +109,53 @@ NVML_NAMES: Final[Mapping[str, str]] = MappingProxyType(
         "A800-SXM4-80GB": "a800-80gb",
         "H100 80GB HBM3": "h100-80gb",
         "H100 PCIe": "h100-pcie-80gb",
+        "H100 NVL": "h100-nvl-94gb",
         "H200": "h200-141gb",
         "H20": "h20-96gb",
         "B200": "b200-180gb",
         "L40S": "l40s-48gb",
         "L4": "l4-24gb",
         "A10": "a10-24gb",
+        "A10G": "a10g-24gb",
+        "A30": "a30-24gb",
+        "A40": "a40-48gb",
+        "RTX A6000": "rtxa6000-48gb",
+        "RTX 6000 Ada Generation": "rtx6000ada-48gb",
+        "RTX PRO 6000 Blackwell Workstation Edition": "rtxpro6000-96gb",
+        "RTX PRO 6000 Blackwell Server Edition": "rtxpro6000-96gb",
         "T4": "t4-16gb",
         "V100-SXM2-16GB": "v100-16gb",
         "V100-SXM2-32GB": "v100-32gb",
+        "RTX 2080 Ti": "rtx2080ti-11gb",
+        "RTX 3070": "rtx3070-8gb",
         "RTX 3090": "rtx3090-24gb",
+        "RTX 4070": "rtx4070-12gb",
+        "RTX 4080": "rtx4080-16gb",
         "RTX 4090": "rtx4090-24gb",
+        "RTX 5080": "rtx5080-16gb",
         "RTX 5090": "rtx5090-32gb",
     }
 )
+
+
+def match_devices(text: str) -> tuple[str, ...]:
+    """Names of the catalogue that `text` may mean, such as "RTX 3090", "a100-80gb" or "NVIDIA H100 80GB HBM3".
+
+    A whole name, or a name that NVML gives, is that device alone. Else `text` is the beginning of a name, up to one of
+    its hyphens, with or without "rtx". Empty where it means none.
+    """
+    words = _joined(text)
+    whole = {_joined(name): name for name in DEVICES} | {_joined(name): device for name, device in NVML_NAMES.items()}
+    if words in whole:
+        return (whole[words],)
+    return tuple(name for name in DEVICES if words in _beginnings(name))
+
+
+def _joined(name: str) -> str:
+    return re.sub(r"[^a-z0-9]|nvidia|geforce|tesla|generation", "", name.lower())
+
+
+def _beginnings(name: str) -> set[str]:
+    parts = name.split("-")
+    long = {"".join(parts[:count]) for count in range(1, len(parts) + 1)}
+    return long | {text.removeprefix("rtx") for text in long}

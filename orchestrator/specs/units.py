@@ -13,28 +13,20 @@ BANDWIDTH_MAX = 10**18  # bytes per second
 NUMBER_MAX = 2.0**63
 SECONDS_MAX = 100 * 366 * 86400.0
 
-SIZE_PATTERN = r"^[0-9]+(\.[0-9]+)? ?(B|KiB|MiB|GiB|TiB)$"
+SIZE_PATTERN = r"^[0-9]+(\.[0-9]+)? ?(B|kB|KiB|MB|MiB|GB|GiB|TB|TiB)$"
 BANDWIDTH_PATTERN = r"^[0-9]+(\.[0-9]+)? ?(B|kB|MB|GB|TB)/s$"
 DURATION_PATTERN = r"^[0-9]+(\.[0-9]+)? ?(s|min|h|d)$"
 
 
 def parse_bytes(text: object) -> int:
-    """Bytes said by `1.5GiB`. Raises ValueError with the allowed units and the likely meaning."""
+    """Bytes said by `1.5GiB` or, in decimal units, `1.5GB`. Raises ValueError with the allowed units."""
     number, unit = _split(text, "a size such as 1.5GiB", BINARY_UNITS)
-    if unit in BINARY_UNITS:
-        return round(number * BINARY_UNITS[unit])
-    meant = {
-        "KB": "KiB",
-        "kB": "KiB",
-        "MB": "MiB",
-        "GB": "GiB",
-        "TB": "TiB",
-        "K": "KiB",
-        "M": "MiB",
-        "G": "GiB",
-    }
+    sizes = DECIMAL_UNITS | BINARY_UNITS
+    if unit in sizes:
+        return round(number * sizes[unit])
+    meant = {"KB": "kB", "K": "KiB", "M": "MiB", "G": "GiB", "T": "TiB"}
     hint = f"; did you mean {number:g}{meant[unit]}?" if unit in meant else ""
-    raise ValueError(f"sizes take one of {', '.join(BINARY_UNITS)}, not {unit or 'no unit'!r}{hint}")
+    raise ValueError(f"sizes take one of {', '.join(sizes)}, not {unit or 'no unit'!r}{hint}")
 
 
 def parse_bandwidth(text: object) -> int:

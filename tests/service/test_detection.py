@@ -37,7 +37,7 @@ except SpecError as error:
     print(json.dumps({"text": "", "notes": [], "error": str(error)}))
 """
 H100 = "81559 0 0 - name=NVIDIA_H100_80GB_HBM3 reserved=551 links=18:26562 pcie=5:16"
-UNKNOWN = "97871 0 0 - name=NVIDIA_H100_NVL reserved=551 cores=16896 sm=1785 mem=2619 bus=6016 pcie=5:16 capability=9.0"
+UNKNOWN = "97871 0 0 - name=NVIDIA_H100L reserved=551 cores=16896 sm=1785 mem=2619 bus=6016 pcie=5:16 capability=9.0"
 
 Find = Callable[..., dict[str, Any]]
 
@@ -78,7 +78,7 @@ def test_cards_of_the_catalogue_are_found_by_name(find: Find) -> None:
 def test_an_unknown_card_is_described_by_its_bytes_and_clocks(find: Find) -> None:
     answer = find(UNKNOWN, UNKNOWN)
     device = found_cluster(answer).nodes[0].device
-    assert device.name == "h100-nvl"
+    assert device.name == "h100l"
     assert device.memory == (97871 - 551) * 2**20
     assert device.memory_bandwidth == 2 * 2619 * 10**6 * 6016 // 8  # 3.9 TB/s, as its data sheet says
     assert device.fp32_tflops == 60.3  # 60 on the data sheet
@@ -107,7 +107,7 @@ def test_a_part_of_a_cards_memory_is_not_the_whole(find: Find) -> None:
 
 def test_several_kinds_on_one_node_are_an_error(find: Find) -> None:
     error = find(H100, UNKNOWN)["error"]
-    assert "1 x NVIDIA H100 80GB HBM3, 1 x NVIDIA H100 NVL" in error
+    assert "1 x NVIDIA H100 80GB HBM3, 1 x NVIDIA H100L" in error
 
 
 def test_a_card_that_is_cut_by_mig_is_an_error_that_says_how_to_mend_it(find: Find) -> None:

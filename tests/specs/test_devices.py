@@ -6,7 +6,7 @@ import pytest
 
 from orchestrator.specs.choices import Precision
 from orchestrator.specs.cluster import DeviceKind, DeviceSpec, NodeSpec, cluster_json_schema
-from orchestrator.specs.devices import DEVICES
+from orchestrator.specs.devices import DEVICES, match_devices
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.parse import parse_cluster
 
@@ -48,13 +48,13 @@ def test_newer_devices_of_a_line_are_faster() -> None:
     assert [one.fp16_tflops for one in cards] == sorted(one.fp16_tflops or 0 for one in cards)
 
 
-@pytest.mark.parametrize("name", ["t4-16gb", "v100-16gb", "v100-32gb"])
+@pytest.mark.parametrize("name", ["t4-16gb", "v100-16gb", "v100-32gb", "rtx2080ti-11gb"])
 def test_a_device_before_ampere_has_no_bf16_and_computes_it_in_fp32(name: str) -> None:
     one = device(name)
     assert not one.has(Precision.BF16)
     assert one.has(Precision.FP16)
     assert one.peak_flops(Precision.BF16) == one.peak_flops(Precision.FP32)
-    assert all(device(other).has(Precision.BF16) for other in DEVICES if not other.startswith(("t4", "v100")))
+    assert all(device(other).has(Precision.BF16) for other in DEVICES if not other.startswith(("t4", "v100", "rtx20")))
 
 
 def test_a_cluster_file_may_name_a_device_or_describe_it() -> None:
@@ -86,3 +86,39 @@ def test_a_cluster_without_nodes_is_refused() -> None:
 def test_the_schema_takes_names_of_the_catalogue_and_descriptions() -> None:
     said = cluster_json_schema()["$defs"]["NodeSpec"]["properties"]["device"]["anyOf"]
     assert [said[0]["enum"], said[1]] == [list(DEVICES), {"$ref": "#/$defs/DeviceSpec"}]
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("rtx3090", ["rtx3090-24gb"]),
+        ("NVIDIA GeForce RTX 4090", ["rtx4090-24gb"]),
+        ("3060", ["rtx3060-12gb"]),
+        ("A100-80GB", ["a100-80gb"]),
+        ("a100 pcie", ["a100-pcie-40gb", "a100-pcie-80gb"]),
+        ("h100", ["h100-80gb", "h100-pcie-80gb", "h100-nvl-94gb"]),
+        ("a10", ["a10-24gb"]),
+        ("mi250", []),
+        ("", []),
+    ],
+)
+def test_people_name_cards_as_they_are_sold_and_shops_and_drivers_write_them(text: str, names: list[str]) -> None:
+    assert list(match_devices(text)) == names
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_every_card_is_meant_by_its_own_name(name: str) -> None:
+    assert match_devices(name) == (name,)
+    assert name in match_devices(name.partition("-")[0])
+
+
+def test_a_size_in_decimal_units_is_as_large_as_the_vendor_says() -> None:
+    sizes = {
+        unit: parse_cluster(
+            f"name: lab\nnodes: [{{name: n, devices: 1, device: t4-16gb, host_memory: 24{unit}}}]", "lab.yaml"
+        )
+        .nodes[0]
+        .host_memory
+        for unit in ("GB", "GiB")
+    }
+    assert sizes == {"GB": 24 * 10**9, "GiB": 24 * 2**30}

@@ -45,8 +45,8 @@ REFUSED: dict[str, tuple[str, list[str]]] = {
     "unknown key, an array meant": (f"{SCRIPT}aray: {{}}\n", ["job.yaml:4: aray", "did you mean 'array'"]),
     "missing key": ("name: a\ncommand: x\n", ["global_batch_size", "required"]),
     "wrong unit of size": (
-        f"{SCRIPT}profile: {{parameters: 1, activations_per_sample: 1.5GB}}\n",
-        ["job.yaml:4: profile.activations_per_sample", "'1.5GB'", "KiB, MiB, GiB", "did you mean 1.5GiB?"],
+        f"{SCRIPT}profile: {{parameters: 1, activations_per_sample: 1.5G}}\n",
+        ["job.yaml:4: profile.activations_per_sample", "'1.5G'", "KiB, MiB, GiB", "did you mean 1.5GiB?"],
     ),
     "wrong unit of time": (f"{SCRIPT}hang_timeout: 10m\n", ["hang_timeout", "s, min, h, d", "'10m'"]),
     "no unit": (f"{SCRIPT}startup_timeout: 30\n", ["startup_timeout", "such as 10min", "30"]),
@@ -133,7 +133,7 @@ def test_a_bad_job_is_refused_in_one_error_that_says_where_and_what(text: str, s
 @pytest.mark.parametrize(
     ("before", "after", "said"),
     [
-        ("80GiB", "80GB", ["c.yaml:3: nodes[0].device.memory", "did you mean 80GiB?"]),
+        ("80GiB", "80G", ["c.yaml:3: nodes[0].device.memory", "did you mean 80GiB?"]),
         ("9GB/s", "9Gbit", ["nodes[0].device.link_bandwidth", "GB/s"]),
         ("devices: 2", "gpus: 2", ["nodes[0].gpus", "unknown key", "name, count, devices"]),
         ("name: c", "name: c\nhost_memory: 4GiB", ["host_memory", "under `nodes:`"]),

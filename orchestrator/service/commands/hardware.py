@@ -6,19 +6,28 @@ from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
+from orchestrator.service.commands.cards import cluster_of_cards
 from orchestrator.service.server.cluster_file import kept_cluster
 from orchestrator.service.server.intake import read_cluster
 from orchestrator.service.server.logins import DEFAULT_HOME, Login
 from orchestrator.service.server.rates import recall_cluster
 from orchestrator.specs.cluster import Node, idle_nodes
+from orchestrator.specs.errors import SpecError
 from orchestrator.specs.observation import Observation
 
 
-def hardware_of(service: Path | Login, cluster: Path | None) -> tuple[Sequence[Node], Sequence[Observation]]:
-    """The given cluster with all memory free, else the live one with its observations, else the one of `orc up`.
+def hardware_of(
+    service: Path | Login, cluster: Path | None, cards: str | None = None
+) -> tuple[Sequence[Node], Sequence[Observation]]:
+    """Return the nodes to plan for, and what was observed on them.
 
-    Raises SpecError if the file is not a cluster file, ServiceError if the service does not answer.
+    These are the named cards or the given cluster with all memory free, else the live cluster, else that of `orc up`.
+    Raises SpecError for no cluster file or no such card, ServiceError if the service does not answer.
     """
+    if cards is not None:
+        if cluster is not None:
+            raise SpecError("cards or a cluster file, not both", source="--gpu", got=cards, hint="leave out --cluster")
+        return idle_nodes(cluster_of_cards(cards)), ()
     home = service if isinstance(service, Path) else DEFAULT_HOME.expanduser()
     if cluster is not None or (isinstance(service, Path) and not _is_up(service)):
         return idle_nodes(recall_cluster(read_cluster(cluster) if cluster else kept_cluster(home))), ()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
@@ -23,6 +23,7 @@ from orchestrator.planning.frontier import (
 )
 from orchestrator.planning.layouts import layers_to_cut, why_no_experts
 from orchestrator.planning.search import frontier, profile_for
+from orchestrator.planning.ways_out import Unfit, adapters
 from orchestrator.scheduling.base.node_groups import Group, groups_of
 from orchestrator.scheduling.options.probe import measured_spec, probe_of
 from orchestrator.service.views.records import EstimateView, estimate_view
@@ -86,12 +87,18 @@ class Forecast(TypedDict):
     unsure: str | None  # that other plans may be as fast, and how to find out; None where none is near
 
 
-def forecast(spec: JobSpec, nodes: Sequence[Node], observations: Sequence[Observation] = ()) -> Forecast:
+def forecast(
+    spec: JobSpec,
+    nodes: Sequence[Node],
+    observations: Sequence[Observation] = (),
+    trace: Callable[[JobSpec], JobSpec] | None = None,
+) -> Forecast:
     """The job's plans on the first kind of device that holds it, or may; else on the fastest kind.
 
     `free_bytes` of the nodes is what a job could use there. If no plan fits even an empty device of any kind, a plan
-    that may fit is chosen. Otherwise the job waits for memory, as the scheduler decides. Raises SpecError if there are
-    too few devices, or no kind can run the job.
+    that may fit is chosen. Otherwise the job waits for memory, as the scheduler decides. `trace` returns a job with the
+    profile of its model: adapters are then among what would fit. Raises SpecError if there are too few devices, or no
+    kind can run the job.
     """
     groups = _groups(nodes)
     large_enough = [group for group in groups if group.devices >= spec.gpus.min]
@@ -106,7 +113,7 @@ def forecast(spec: JobSpec, nodes: Sequence[Node], observations: Sequence[Observ
     found, refused = [], []
     for group in large_enough:
         try:
-            found.append(_forecast_on(spec, group, observations))
+            found.append(_forecast_on(spec, group, observations, trace))
         except SpecError as error:  # this kind of device cannot run the job
             refused.append(error)
     if not found:
@@ -145,7 +152,12 @@ def _or_likeliest(found: _OnKind) -> Forecast:
     return {**found.told, "chosen": chosen if least_bytes <= found.told["frontier"][chosen]["capacity_bytes"] else None}
 
 
-def _forecast_on(spec: JobSpec, group: Group, observations: Sequence[Observation]) -> _OnKind:
+def _forecast_on(
+    spec: JobSpec,
+    group: Group,
+    observations: Sequence[Observation],
+    trace: Callable[[JobSpec], JobSpec] | None,
+) -> _OnKind:
     hardware = group.hardware
     free_bytes = _free_bytes(group.nodes)
     calibrated = calibration(observations, device=hardware.device.name, family=spec.family_name)
@@ -155,7 +167,11 @@ def _forecast_on(spec: JobSpec, group: Group, observations: Sequence[Observation
     chosen = next((index for index, view in enumerate(views) if view["rejected"] is None), None)
     nothing = None
     if chosen is None:
-        nothing = why_nothing_fits(spec, hardware, free_bytes[spec.gpus.min - 1], calibrated)
+        capacity_bytes = free_bytes[spec.gpus.min - 1]
+        nothing = why_nothing_fits(spec, hardware, capacity_bytes, calibrated)
+        if trace is not None:
+            ways = adapters(Unfit(spec, hardware, capacity_bytes, calibrated), trace)
+            nothing = "\n".join([nothing, *(f"would fit: {way.sentence}" for way in ways)])
     job = Job(id=spec.name, spec=spec, order=1, submitted_at_s=0.0)
     probe = probe_of(job, hardware.device, calibrated, candidates)
     told = Forecast(

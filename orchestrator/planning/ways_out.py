@@ -1,0 +1,263 @@
+"""What would make a job fit that has no plan on some devices: each way is planned, and is a ready `--set`."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from orchestrator.memory.calibration.calibrate import Calibration
+from orchestrator.planning.cost import Hardware
+from orchestrator.planning.frontier import Candidate, fitting, needed_bytes
+from orchestrator.planning.search import frontier
+from orchestrator.specs.choices import Degradation
+from orchestrator.specs.cluster import DeviceSpec
+from orchestrator.specs.devices import DEVICES
+from orchestrator.specs.errors import SpecError
+from orchestrator.specs.job.model import LoraSpec
+from orchestrator.specs.job.sections import Degrade, GpuRange
+from orchestrator.specs.job.spec import JobSpec
+from orchestrator.specs.job.trainer import Knob
+from orchestrator.specs.plan import Plan
+from orchestrator.specs.replace import replace
+from orchestrator.specs.settings import in_short
+from orchestrator.specs.units import format_bytes
+
+DEVICES_MAX = 4096  # as far as the search for a larger cluster goes
+SEQUENCE_LENGTH_MIN = 16  # as far down as the search for shorter samples goes
+CARDS_NAMED = 3  # of the catalogue, the smallest that hold the job
+DEVICES_PER_NODE = 8
+ADAPTER_RANK = 16  # that of QLoRA's and LLaMA-Factory's examples
+BATCH_KNOBS = ("micro_batch_size", "gradient_accumulation_steps")
+
+
+@dataclass(frozen=True, slots=True)
+class Unfit:
+    """A job without a plan that fits `capacity_bytes` of each device."""
+
+    spec: JobSpec
+    hardware: Hardware
+    capacity_bytes: int
+    calibrated: Calibration
+    refuted: frozenset[Plan] = frozenset()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WayOut:
+    """One change by which a job would fit, and the plan that it would have."""
+
+    label: str
+    settings: Mapping[str, str] = field(default_factory=dict)  # key of the job file: value, as `--set` takes them
+    plan: Plan | None = None
+    needed_bytes: int  # of each device
+    degradation: Degradation = Degradation.EXACT  # what changes of the training
+
+    @property
+    def options(self) -> str:
+        """The settings as options of a command line; empty where no key of the job file does it."""
+        return " ".join(shlex.join(["--set", f"{key}={value}"]) for key, value in self.settings.items())
+
+    @property
+    def sentence(self) -> str:
+        """The way in one line: what changes, its plan and bytes, its class, and the options that do it."""
+        plan = f" ({in_short(self.plan)})" if self.plan is not None else ""
+        kind = "" if self.degradation is Degradation.EXACT else f", {self.degradation.name.lower()}"
+        options = f": {self.options}" if self.settings else ""
+        return f"{self.label}{plan}: {format_bytes(self.needed_bytes)} each{kind}{options}"
+
+
+def ways_out(case: Unfit) -> tuple[WayOut, ...]:
+    """Return the ways by which the job would fit, the mildest first; empty where none helps.
+
+    A way changes one thing. Where no one thing helps on these devices, two are tried together. No model is traced
+    anew, since a decision of the scheduler asks for these ways, too: `orc plan` adds adapters.
+    """
+    single = (_other_settings, _numeric, _smaller_batch, _shorter_samples)
+    here = [way for find in single for way in find(case)] or list(_smaller_and_numeric(case))
+    more = list(_more_devices(case)) or list(_more_devices_and_smaller_batch(case))
+    return (*here, *more, *_larger_devices(case), *_more_host_memory(case))
+
+
+def adapters(case: Unfit, trace: Callable[[JobSpec], JobSpec]) -> Iterator[WayOut]:
+    """Yield low-rank adapters beside frozen weights, then beside weights in 4 bits, where the job would fit so.
+
+    `trace` returns a job with the profile of its model, and may raise SpecError: such a way is left out. A script needs
+    its own switch for adapters, since we cannot give it one.
+    """
+    model = case.spec.known_model
+    if model is None or model.hf is None or model.lora is not None:
+        return
+    key = "trains" if case.spec.is_script else "model"
+    bases = (False, True) if case.spec.model is not None else (False,)  # a script quantises by its own code
+    for in_4_bits in bases:
+        lora = LoraSpec(rank=ADAPTER_RANK, quantise_base=in_4_bits)
+        settings = {f"{key}.lora.rank": str(ADAPTER_RANK)} | (
+            {f"{key}.lora.quantise_base": "true"} if in_4_bits else {}
+        )
+        label = f"adapters of rank {ADAPTER_RANK}" + (" beside weights in 4 bits" if in_4_bits else "")
+        label += ", where its trainer has a switch for them" if case.spec.is_script else ""
+        try:
+            adapted = trace(case.spec.model_copy(update={key: replace(model, lora=lora)}))
+        except SpecError:
+            continue
+        changed = replace(case, spec=adapted)
+        for way in list(_way(changed, label, settings)) or list(_smaller_batch(changed)):
+            label = label if way.settings == settings else f"{label}, and {way.label}"
+            yield replace(way, label=label, settings={**settings, **way.settings}, degradation=Degradation.SEMANTIC)
+
+
+def missing_knobs(case: Unfit) -> Iterator[str]:
+    """What to write of a knob that the job leaves out, where a plan that turns it would fit."""
+    spec, knobs = case.spec, case.spec.knobs
+    if not spec.is_script:
+        return
+    missing = [name for name in BATCH_KNOBS if getattr(knobs, name) is None]
+    derived = knobs.model_copy(
+        update={"micro_batch_size": knobs.micro_batch_size or Knob(flag="--"), "gradient_accumulation_steps": "derived"}
+    )
+    best = _first_fit(case, knobs=derived) if missing else None
+    if best is not None:
+        sizes = {candidate.plan.micro_batch_size for candidate in frontier(spec, case.hardware).candidates}
+        verb = "is" if len(missing) == 1 else "are"
+        cut = f"no plan may cut the micro-batch of {min(sizes)} ({in_short(best.plan)} fits)"
+        yield f"{' and '.join(f'knobs.{name}' for name in missing)} {verb} not given, so {cut}"
+        if knobs.micro_batch_size is None:
+            yield "  to do:   knobs.micro_batch_size: {flag: --FLAG, default: N}, its own flag for samples per rank"
+        if knobs.gradient_accumulation_steps is None:
+            yield "  to do:   knobs.gradient_accumulation_steps: {flag: --FLAG}, its own flag for accumulation steps;"
+            yield "           or `derived`, where the script itself divides its global batch by the micro-batch"
+    if knobs.activation_checkpointing is None:
+        best = _first_fit(case, knobs=knobs.model_copy(update={"activation_checkpointing": Knob(switch="--FLAG")}))
+        if best is not None:
+            yield f"knobs.activation_checkpointing is not given ({in_short(best.plan)} fits)"
+            yield "  to do:   knobs.activation_checkpointing: {switch: --FLAG}, its own flag for gradient checkpointing"
+
+
+def _other_settings(case: Unfit) -> Iterator[WayOut]:
+    if case.spec.plan:
+        yield from _way(case, "another `plan`", {"plan": "{}"}, plan=())
+
+
+def _numeric(case: Unfit) -> Iterator[WayOut]:
+    if case.spec.degrade.limit < Degradation.NUMERIC:
+        yield from _way(case, "other arithmetic", {"degrade.allow": "numeric"}, degrade=_allowing(case.spec, "numeric"))
+
+
+def _smaller_batch(case: Unfit, **changes: object) -> Iterator[WayOut]:
+    """Half of the global batch, a quarter, and so on: the largest that fits, which is another training."""
+    numeric = {"degrade.allow": "numeric"} if "degrade" in changes else {}
+    label = "a smaller global batch" + (" and other arithmetic" if numeric else "")
+    batch_size = case.spec.global_batch_size
+    while (batch_size := batch_size // 2) >= case.spec.gpus.min:
+        settings = {"global_batch_size": str(batch_size), **numeric}
+        for way in _way(case, label, settings, global_batch_size=batch_size, **changes):
+            yield replace(way, degradation=Degradation.SEMANTIC)
+            return
+
+
+def _smaller_and_numeric(case: Unfit) -> Iterator[WayOut]:
+    if case.spec.degrade.limit < Degradation.NUMERIC:
+        yield from _smaller_batch(case, degrade=_allowing(case.spec, "numeric"))
+
+
+def _shorter_samples(case: Unfit) -> Iterator[WayOut]:
+    spec = case.spec
+    if spec.model is None or spec.model.decoder is None:
+        return
+    length = spec.data.sequence_length
+    while (length := length // 2) >= SEQUENCE_LENGTH_MIN:
+        settings = {"degrade.allow": "semantic", "degrade.sequence_lengths": f"[{length}]"}
+        allowed = Degrade(allow="semantic", sequence_lengths=(length,))
+        ways = list(_way(case, f"samples of {length} tokens", settings, degrade=allowed))
+        if ways:
+            yield from (way for way in ways if way.degradation is Degradation.SEMANTIC)
+            return
+
+
+def _more_devices(case: Unfit) -> Iterator[WayOut]:
+    spec, hardware = case.spec, case.hardware
+    if spec.is_script and spec.knobs.micro_batch_size is None:
+        return
+    devices = there = min(spec.gpus.max, hardware.nodes * hardware.devices_per_node)
+    while (devices := devices * 2) <= DEVICES_MAX:
+        settings, gpus = {"gpus": str(devices)}, GpuRange(min=devices, max=devices)
+        for larger in _with_devices(hardware, devices):
+            label = f"{devices} devices instead of {there}" + (f", on {larger.nodes} nodes" * (larger.nodes > 1))
+            ways = list(_way(replace(case, hardware=larger), label, settings, gpus=gpus))
+            if ways:
+                yield from ways
+                return
+
+
+def _more_devices_and_smaller_batch(case: Unfit) -> Iterator[WayOut]:
+    """More devices, and no more samples a step than they hold: for scripts that cannot accumulate."""
+    spec, there = case.spec, case.hardware.nodes * case.hardware.devices_per_node
+    if not spec.is_script or spec.knobs.micro_batch_size is None:
+        return
+    for devices in (there * factor for factor in (2, 4, 8)):
+        larger = next(_with_devices(case.hardware, devices))
+        for way in _smaller_batch(replace(case, hardware=larger), gpus=GpuRange(min=devices, max=devices)):
+            label = f"{devices} devices instead of {there}, and {way.label}"
+            yield replace(way, label=label, settings={"gpus": str(devices), **way.settings})
+            return
+
+
+def _with_devices(hardware: Hardware, devices: int) -> Iterator[Hardware]:
+    """Yield as many devices in one node, up to 8, since not every launcher knows several nodes; then in several."""
+    if hardware.nodes == 1 and devices <= DEVICES_PER_NODE:
+        yield replace(hardware, devices_per_node=max(devices, hardware.devices_per_node))
+    yield replace(hardware, nodes=max(hardware.nodes, -(-devices // hardware.devices_per_node)))
+
+
+def _larger_devices(case: Unfit) -> Iterator[WayOut]:
+    candidates = frontier(case.spec, case.hardware, case.calibrated.correction, case.calibrated.overhead).candidates
+    exact = [candidate for candidate in candidates if candidate.degradation is Degradation.EXACT]
+    least = min(exact, key=lambda candidate: (not candidate.fits_host, needed_bytes(candidate, case.calibrated)))
+    needed = needed_bytes(least, case.calibrated)
+    if needed > case.capacity_bytes:
+        cards = _cards_with(needed)
+        label = f"devices with at least {format_bytes(needed)} free" + (
+            f", such as {', '.join(cards)}" if cards else ""
+        )
+        yield WayOut(label=label, plan=least.plan, needed_bytes=needed)
+
+
+def _cards_with(least_bytes: int) -> list[str]:
+    """The smallest cards of the catalogue with so much memory."""
+    cards = [DeviceSpec.model_validate({"name": name, **DEVICES[name]}) for name in DEVICES]
+    large = sorted((card.memory, card.name) for card in cards if card.memory >= least_bytes)
+    return [name for _, name in large[:CARDS_NAMED]]
+
+
+def _more_host_memory(case: Unfit) -> Iterator[WayOut]:
+    candidates = frontier(case.spec, case.hardware, case.calibrated.correction, case.calibrated.overhead).candidates
+    fits_device = [
+        candidate for candidate in candidates if needed_bytes(candidate, case.calibrated) <= case.capacity_bytes
+    ]
+    short = [candidate for candidate in fits_device if not candidate.fits_host]
+    if short:
+        least = min(short, key=lambda candidate: (candidate.degradation, candidate.host_bytes))
+        has = format_bytes(case.hardware.host_memory)
+        label = f"nodes with {format_bytes(least.host_bytes)} of host memory instead of {has}"
+        yield WayOut(label=label, plan=least.plan, needed_bytes=needed_bytes(least, case.calibrated))
+
+
+def _way(case: Unfit, label: str, settings: Mapping[str, str], **changes: object) -> Iterator[WayOut]:
+    """The way that `changes` of the job make, where a plan then fits."""
+    best = _first_fit(case, **changes)
+    if best is not None:
+        needed = needed_bytes(best, case.calibrated)
+        yield WayOut(label=label, settings=settings, plan=best.plan, needed_bytes=needed, degradation=best.degradation)
+
+
+def _first_fit(case: Unfit, **changes: object) -> Candidate | None:
+    spec, hardware, calibrated = case.spec.model_copy(update=changes), case.hardware, case.calibrated
+    try:
+        candidates = frontier(spec, hardware, calibrated.correction, calibrated.overhead, within_reach=True)
+        return next(fitting(candidates, case.capacity_bytes, calibrated, case.refuted), None)
+    except (SpecError, ValueError):  # so many devices cannot share the global batch, or have too many plans
+        return None
+
+
+def _allowing(spec: JobSpec, limit: str) -> Degrade:
+    return spec.degrade.model_copy(update={"allow": limit})

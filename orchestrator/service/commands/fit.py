@@ -1,0 +1,114 @@
+"""`orc fit`: on which cards of the catalogue a job has a plan, and on how few of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from typing import Any, TypedDict
+
+from orchestrator.memory.calibration.calibrate import UNMEASURED
+from orchestrator.planning.cost import Hardware
+from orchestrator.planning.frontier import Candidate, fitting, needed_bytes
+from orchestrator.planning.search import frontier
+from orchestrator.scheduling.base.node_groups import groups_of
+from orchestrator.service.commands.cards import cluster_of_cards
+from orchestrator.specs.cluster import idle_nodes
+from orchestrator.specs.devices import DEVICES
+from orchestrator.specs.errors import SpecError
+from orchestrator.specs.job.model import LoraSpec, ModelSpec
+from orchestrator.specs.job.sections import GpuRange
+from orchestrator.specs.job.spec import JobSpec
+from orchestrator.specs.profile import Source
+from orchestrator.specs.replace import replace
+from orchestrator.specs.settings import in_short
+
+COUNTS = (1, 2, 4, 8)  # of one machine's cards
+ADAPTER_RANK = 16
+# What a fine-tuning is taken for of which nobody said more than the model; each is a key that `--set` changes.
+ASSUMED: Mapping[str, Any] = {
+    "global_batch_size": 8,
+    "precision": "bf16",
+    "data": {"text": ["text.txt"], "sequence_length": 1024},  # a file that nothing reads here
+    "training": {"optimizer": "adamw"},
+}
+
+
+class FitRow(TypedDict):
+    """One way to train on one card: the fewest of its cards with a plan (null: not on eight), and that plan."""
+
+    way: str  # "as written", "full", "adapters" or "adapters, 4 bits"
+    device: str
+    memory_bytes: int
+    devices: int | None
+    plan: str | None
+    needed_bytes: int | None  # of each card
+    degradation: str | None
+    step_s: float | None  # predicted; null where nothing is known of the speed
+    why: str | None  # why there is no plan
+
+
+def job_of_model(name: str) -> dict[str, Any]:
+    """What a job file says that trains every weight of a transformers model, a folder or a name on the hub."""
+    return {"name": "fit", "gpus": 1, "model": {"hf": name}, **ASSUMED}
+
+
+def ways_of_model(spec: JobSpec) -> list[tuple[str, JobSpec]]:
+    """Name and job of the ways to fine-tune a model; their profiles are not traced. A model of no name has one way."""
+    model = spec.model
+    if model is None or model.hf is None or model.lora is not None:
+        return [("as written", spec)]
+    return [
+        ("full", spec),
+        ("adapters", _with_adapters(spec, model, in_4_bits=False)),
+        ("adapters, 4 bits", _with_adapters(spec, model, in_4_bits=True)),
+    ]
+
+
+def fit_rows(ways: Sequence[tuple[str, JobSpec]], devices: Sequence[str] = tuple(DEVICES)) -> Iterator[FitRow]:
+    """Yield a row for each way and card, the smallest card first. `gpus` of the job does not count."""
+    for name in sorted(devices, key=lambda name: _hardware(name, 1).device.memory):
+        for way, spec in ways:
+            yield _row(way, spec, name)
+
+
+def _row(way: str, spec: JobSpec, name: str) -> FitRow:
+    device, best = _hardware(name, 1).device, None
+    why: str | None = "no plan fits, even on eight"
+    if not device.has(spec.precision):
+        why = f"no plan fits without {spec.precision} arithmetic, which the card lacks; `--set precision=fp16`"
+    for count in COUNTS:
+        try:
+            best = _best(spec.model_copy(update={"gpus": GpuRange(min=count, max=count)}), _hardware(name, count))
+        except SpecError as error:
+            why = error.what if count == 1 else why
+        if best is not None:
+            why = None
+            break
+    is_timed = best is not None and best.estimate.source is not Source.ASSUMED
+    return FitRow(
+        way=way,
+        device=name,
+        memory_bytes=device.memory,
+        devices=None if best is None else best.plan.world_size,
+        plan=None if best is None else in_short(best.plan),
+        needed_bytes=None if best is None else needed_bytes(best, UNMEASURED),
+        degradation=None if best is None else best.degradation.name.lower(),
+        step_s=best.step_s if best is not None and is_timed else None,
+        why=why,
+    )
+
+
+@cache
+def _hardware(name: str, count: int) -> Hardware:
+    (group,) = groups_of(idle_nodes(cluster_of_cards(f"{count}x{name}")))
+    return group.hardware
+
+
+def _best(spec: JobSpec, hardware: Hardware) -> Candidate | None:
+    plans = frontier(spec, hardware, within_reach=True)
+    return next(fitting(plans, hardware.device.memory, UNMEASURED), None)
+
+
+def _with_adapters(spec: JobSpec, model: ModelSpec, *, in_4_bits: bool) -> JobSpec:
+    adapted = replace(model, lora=LoraSpec(rank=ADAPTER_RANK, quantise_base=in_4_bits))
+    return spec.model_copy(update={"model": adapted, "traced": ()})

@@ -1,0 +1,51 @@
+"""The table of `orc fit`, within 80 columns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from orchestrator.service.commands.fit import FitRow
+from orchestrator.specs.job.spec import JobSpec
+from orchestrator.specs.units import format_bytes, format_seconds
+
+
+def fit_panel(spec: JobSpec, rows: Sequence[FitRow], *, is_assumed: bool) -> RenderableType:
+    """A row for each card: its memory, and for each way the fewest cards with a plan and the bytes of each."""
+    ways = list(dict.fromkeys(row["way"] for row in rows))
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("CARD", no_wrap=True)
+    table.add_column("HAS", justify="right", no_wrap=True)
+    for way in ways:
+        table.add_column(way.upper(), no_wrap=True)
+    for device in dict.fromkeys(row["device"] for row in rows):
+        by_way = {row["way"]: row for row in rows if row["device"] == device}
+        has = format_bytes(by_way[ways[0]]["memory_bytes"])
+        table.add_row(device, has, *(_cell(by_way[way], with_step=len(ways) == 1) for way in ways))
+    length = f", {spec.data.sequence_length} tokens a sample" if spec.model is not None else ""
+    settings = f"{spec.precision}, {spec.training.optimizer}, {spec.global_batch_size} samples a step{length}"
+    head = [Text(spec.name if not is_assumed else str(spec.model and spec.model.hf), style="bold")]
+    head.append(Text(f"assumed: {settings}; `--set` changes them" if is_assumed else settings, style="dim"))
+    last = f"Fewest cards of one machine, bytes of each{', predicted time of a step' if len(ways) == 1 else ''}."
+    more = "`orc plan FILE --gpu CARD` says more."
+    return Group(*head, Text(), table, Text(), *_reasons(rows), Text(last, style="dim"), Text(more, style="dim"))
+
+
+def _reasons(rows: Sequence[FitRow]) -> list[Text]:
+    """A line for each reason why a card has no plan, with its cards."""
+    reasons: dict[str, list[str]] = {}
+    for row in rows:
+        if row["why"] is not None:
+            reasons.setdefault(row["why"], []).append(row["device"])
+    return [Text(f"-  {why}: {', '.join(dict.fromkeys(devices))}") for why, devices in reasons.items()]
+
+
+def _cell(row: FitRow, *, with_step: bool) -> Text:
+    if row["devices"] is None or row["needed_bytes"] is None:
+        return Text("-", style="red")
+    step = f" {format_seconds(row['step_s'])}" if with_step and row["step_s"] is not None else ""
+    kind = "" if row["degradation"] == "exact" else f" {row['degradation']}"
+    return Text(f"{row['devices']}x {format_bytes(row['needed_bytes'])}{step}{kind}")

@@ -1,0 +1,101 @@
+"""What a refusal offers really fits: each way is given to the job again, as a person would type it."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from orchestrator.memory.calibration.calibrate import UNMEASURED
+from orchestrator.planning.cost import Hardware
+from orchestrator.planning.frontier import fitting, needed_bytes
+from orchestrator.planning.search import frontier
+from orchestrator.planning.ways_out import Unfit, WayOut, adapters, ways_out
+from orchestrator.scheduling.base.node_groups import groups_of
+from orchestrator.service.commands.cards import cluster_of_cards
+from orchestrator.service.server.intake import read_job, read_overrides
+from orchestrator.specs.choices import Degradation
+from orchestrator.specs.cluster import idle_nodes
+from orchestrator.specs.job.spec import JobSpec
+from orchestrator.specs.replace import replace
+from tests.planning.test_scripts import decoder_job, machine
+
+JOBS = Path(__file__).parents[2] / "jobs"
+
+
+def cards(text: str) -> Hardware:
+    (group,) = groups_of(idle_nodes(cluster_of_cards(text)))
+    return group.hardware
+
+
+def fits(spec: JobSpec, hardware: Hardware) -> bool:
+    found = frontier(spec, hardware, within_reach=True)
+    return next(fitting(found, hardware.device.memory, UNMEASURED), None) is not None
+
+
+def retyped(file: Path, way: WayOut) -> JobSpec:
+    """The job with the way's options, as the command line reads them."""
+    settings = [word for word in shlex.split(way.options) if word != "--set"]
+    return read_job(file, read_overrides(settings), to_run=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "card"),
+    [
+        ("orpheus_tts/finetune_3b.yaml", "rtx3090"),
+        ("latentsync/stage2.yaml", "rtx3090"),
+        ("musicgen/musicgen_small.yaml", "rtx3070"),
+        ("parler_tts/parler_tts_mini.yaml", "rtx3070"),
+    ],
+)
+def test_each_project_has_a_way_out_on_its_users_cards_that_fits_as_it_is_offered(name: str, card: str) -> None:
+    file, hardware = JOBS / name, cards(card)
+    spec = read_job(file, to_run=False)
+    assert not fits(spec, hardware)
+    found = ways_out(Unfit(spec, hardware, hardware.device.memory, UNMEASURED))
+    assert found
+    for way in found:
+        if not way.settings:  # other devices
+            assert way.plan is not None
+            assert way.needed_bytes > hardware.device.memory or "host memory" in way.label
+            continue
+        assert way.needed_bytes <= hardware.device.memory
+        again = retyped(file, way)
+        count = again.gpus.min
+        nodes = 1 if "nodes" not in way.label else count
+        there = replace(hardware, devices_per_node=count // nodes, nodes=nodes)
+        assert fits(again, there), way.sentence
+
+
+def test_rvc_fits_a_3060_as_its_file_is() -> None:
+    assert fits(read_job(JOBS / "rvc/rvc_v2_48k.yaml", to_run=False), cards("rtx3060"))
+
+
+def test_every_way_of_a_decoder_fits_and_says_its_class() -> None:
+    spec, hardware = decoder_job(hidden_size=768), machine()
+    capacity = min(needed_bytes(c, UNMEASURED) for c in frontier(spec, hardware).candidates) - 2**20
+    assert not list(fitting(frontier(spec, hardware), capacity, UNMEASURED))
+    found = ways_out(Unfit(spec, hardware, capacity, UNMEASURED))
+    assert any(way.label.startswith("4 devices instead of 2") for way in found)
+    assert any(way.label.startswith("devices with at least") for way in found)
+    for way in found:
+        assert way.sentence.count("--set") == len(way.settings)
+        assert ("semantic" in way.sentence) == (way.degradation is Degradation.SEMANTIC)
+
+
+def test_two_changes_are_offered_together_only_where_no_one_is_enough() -> None:
+    spec, hardware = read_job(JOBS / "musicgen/musicgen_small.yaml", to_run=False), cards("rtx3080")
+    case = Unfit(spec, hardware, hardware.device.memory, UNMEASURED)
+    one, *_ = ways_out(case)
+    assert dict(one.settings) == {"global_batch_size": "8"}
+    assert all(len(way.settings) <= 1 for way in ways_out(case))
+
+
+def test_adapters_are_offered_to_a_model_that_has_none_and_a_model_that_cannot_be_traced_gets_none() -> None:
+    file = JOBS / "orpheus_tts/finetune_3b.yaml"
+    spec, hardware = read_job(file, to_run=False), cards("a100-40gb")
+    case = Unfit(spec.model_copy(update={"global_batch_size": 1}), hardware, hardware.device.memory, UNMEASURED)
+    assert list(adapters(case, lambda adapted: adapted.model_copy(update={"trains": spec.trains}))) == []
+    decoder = Unfit(decoder_job(), machine(), 1, UNMEASURED)
+    assert list(adapters(decoder, lambda adapted: adapted)) == []
