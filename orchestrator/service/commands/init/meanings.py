@@ -1,0 +1,144 @@
+"""Meanings of settings by their names: one table for flags, overrides, keys of files, variables and constants.
+
+A name that the table does not have means nothing: its setting stays where it was typed.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from orchestrator.specs.choices import Precision
+
+Way = Literal["flag", "switch", "override", "key", "env", "constant"]
+Count = Literal["rank", "plain", "global"]  # what a batch size counts; plain: its name does not say
+
+NUMBERS = ("micro_batch_size", "gradient_accumulation_steps", "ranks", "nodes", "steps", "sequence_length")
+PRECISIONS = {
+    Precision.FP32: ("fp32", "float32", "32", "no", "32-true"),
+    Precision.BF16: ("bf16", "bfloat16", "bf16-mixed", "bf16-true"),
+    Precision.FP16: ("fp16", "float16", "half", "16-mixed", "16"),
+}
+# Words of a name, all of which have to be here, with one of BATCH or beginning with `accum`.
+BATCH = {"batch", "batchsize", "bs", "bsz", "mbs", "gbs", "microbatch", "minibatch", "samples", "imgs", "images", "ims"}
+PER_RANK = {"micro", "device", "gpu", "rank", "process", "replica", "core", "local", "mbs", "microbatch", "card"}
+IN_ALL = {"global", "total", "effective", "overall", "gbs"}
+BATCH_WORDS = BATCH | PER_RANK | IN_ALL | {"size", "per", "train", "training", "mini", "n", "data", "sz"}
+ACCUMULATION_WORDS = {
+    *("grad", "grads", "gradient", "gradients", "steps", "step", "iter", "iters", "batches", "batch", "freq", "num"),
+    *("n", "factor", "every", "count", "micro", "size"),
+}
+EVALUATION = {
+    *("eval", "val", "valid", "validation", "test", "testing", "dev", "inference", "predict", "evaluation", "generate"),
+    *("generation", "sample", "sampling"),
+}
+# Setting -> its names in common scripts, the surest first.
+SPELLINGS = {
+    "gradient_accumulation_steps": ("update_freq", "gas", "ga_steps"),
+    "activation_checkpointing": (
+        *("gradient_checkpointing", "activation_checkpointing", "grad_checkpointing", "use_checkpoint"),
+        *("use_gradient_checkpointing", "checkpoint_activations", "grad_checkpoint", "checkpointing"),
+        *("enable_activation_checkpointing", "disable_gradient_checkpointing"),
+    ),
+    "precision": (
+        *("mixed_precision", "precision", "dtype", "bf16", "fp16", "amp", "half", "use_amp", "use_bf16", "use_fp16"),
+        *("train_dtype", "enable_amp", "autocast"),
+    ),
+    "deepspeed_config": ("deepspeed_config", "ds_config", "deepspeed"),
+    "output_dir": (
+        *("output_dir", "output", "out_dir", "out", "outdir", "save_dir", "output_path", "save_path", "ckpt_dir"),
+    ),
+    "resume_from": (
+        *("resume_from_checkpoint", "resume_from", "resume", "resume_path", "ckpt_path", "load_checkpoint"),
+    ),
+    "steps": (
+        *("max_steps", "max_train_steps", "train_steps", "num_train_steps", "num_training_steps", "total_steps"),
+        *("max_iters", "train_iters", "num_iterations", "max_iterations", "training_steps", "num_steps"),
+    ),
+    "ranks": (
+        *("nproc_per_node", "num_processes", "num_gpus", "n_gpus", "ngpus", "gpus", "devices", "num_devices", "ngpu"),
+        *("n_gpu", "gpus_per_node", "nproc", "n_proc", "num_procs"),
+    ),
+    "device_numbers": ("device", "gpu_ids", "device_ids", "gpu", "gpu_id"),
+    "nodes": ("num_nodes", "nnodes", "num_machines"),
+    "model": (
+        "model_name_or_path",
+        "pretrained_model_name_or_path",
+        "model_name",
+        "base_model",
+        "model_id",
+        "pretrain",
+    ),
+    "sequence_length": (
+        *("max_seq_length", "max_length", "model_max_length", "sequence_length", "seq_length", "seq_len", "cutoff_len"),
+        *("max_seq_len", "sequence_len", "block_size", "max_len"),
+    ),
+}
+_MEANINGS = {spelling: meaning for meaning, spellings in SPELLINGS.items() for spelling in spellings}
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One place that gives a setting a value, or could."""
+
+    meaning: str  # name of a knob, or steps, model
+    name: str  # as written: --batch-size, train.batch_size, BATCH
+    way: Way
+    value: str | None = None  # as written; None: the place has none yet
+    where: str = ""  # file and line, in words; empty: typed
+    rank: int = 0  # 0: typed, 1: in a named file, 2: default of the parser, 3: of the framework, 4: a constant
+    counts: Count = "plain"
+    file: str | None = None  # of a key, as typed
+
+    @property
+    def number(self) -> int | None:
+        """The value as a positive number; None where it is no such number."""
+        text = (self.value or "").strip("'\"")
+        return int(text) if text.isascii() and text.isdecimal() and int(text) > 0 else None
+
+    @property
+    def place(self) -> str:
+        """The setting with its value and its file, for a comment."""
+        value = (
+            ""
+            if self.value is None or self.way == "switch"
+            else f"={self.value}"
+            if self.way == "override"
+            else f" {self.value}"
+        )
+        return f"{self.name}{value}" + (f" in {self.where}" if self.where else "")
+
+
+def word_of(name: str) -> str:
+    """`batch_size` of --data.batch-size, batchSize and DATA.BATCH_SIZE."""
+    last = re.split(r"[./]", name.lstrip("-+~"))[-1]
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z][a-z])", "_", last).replace("-", "_").lower()
+
+
+def meaning_of(name: str) -> tuple[str, Count] | None:
+    """The setting that a name means, and what it counts if it is a batch size; None for an unknown name."""
+    *sections, _ = re.split(r"[./]", name.lstrip("-+~").lower())
+    word = word_of(name)
+    parts = set(word.split("_"))
+    if parts & EVALUATION or EVALUATION & {part for section in sections for part in section.split("_")}:
+        return None
+    if word == "enabled" and sections and sections[-1] in ("bf16", "fp16"):
+        return "precision", "plain"
+    if any(part.startswith("accum") for part in parts):
+        others = {part for part in parts if not part.startswith("accum")}
+        return ("gradient_accumulation_steps", "plain") if others <= ACCUMULATION_WORDS else None
+    if parts & BATCH and parts <= BATCH_WORDS and not parts <= {"samples", "n", "data", "train", "images", "imgs"}:
+        counts: Count = "global" if parts & IN_ALL or word == "ims_per_batch" else "plain"
+        return "micro_batch_size", "rank" if parts & PER_RANK else counts
+    meaning = _MEANINGS.get(word)
+    return None if meaning is None else (meaning, "plain")
+
+
+def precision_of(name: str, value: str | None) -> str | None:
+    """The precision that a setting asks for; None where its words do not say which, such as --amp."""
+    text = (value or "").lower()
+    named = next((ours for ours in ("bf16", "fp16") if ours in name.lower()), None)
+    if named is not None and text in ("true", "1", "yes", "full", "", "auto"):
+        return named
+    return next((ours.value for ours, theirs in PRECISIONS.items() if text in theirs), None)

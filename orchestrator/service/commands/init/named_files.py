@@ -1,0 +1,85 @@
+"""Settings in the files that a command names: YAML, JSON, TOML, constants of Python, and Hydra's folder."""
+
+from __future__ import annotations
+
+import ast
+import json
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+FILE_BYTES_MAX = 2**20
+SUFFIXES = (".yaml", ".yml", ".json", ".toml", ".py")
+REWRITABLE = (".yaml", ".yml", ".json")  # of which an attempt gets a copy: specs/job/trainer.py
+
+
+def read_settings(path: Path) -> dict[str, Any] | None:
+    """Scalars of a file by their dotted keys; None where it cannot be read, or holds no mapping."""
+    try:
+        with path.open("rb") as stream:
+            raw = stream.read(FILE_BYTES_MAX)
+        text = raw.decode()
+        match path.suffix:
+            case ".json":
+                content = json.loads(text)
+            case ".toml":
+                content = tomllib.loads(text)
+            case ".py":
+                content = dict(_constants(ast.parse(text)))
+            case _:
+                content = yaml.safe_load(text)
+    except (OSError, ValueError, SyntaxError, RecursionError, yaml.YAMLError):
+        return None
+    return dict(_flat(content, "")) if isinstance(content, Mapping) else None
+
+
+def read_hydra(folder: Path, name: str, choices: Mapping[str, str]) -> dict[str, Any]:
+    """Scalars of Hydra's primary file and of the groups that its defaults list or `choices` (group -> file) take."""
+    primary = folder / f"{name.removesuffix('.yaml')}.yaml"
+    try:
+        content = yaml.safe_load(primary.read_bytes()[:FILE_BYTES_MAX])
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    if not isinstance(content, Mapping):
+        return {}
+    groups = dict[str, str]()
+    defaults = content.get("defaults", [])
+    for entry in defaults if isinstance(defaults, list) else []:
+        if isinstance(entry, Mapping):
+            groups |= {str(group).split()[-1].partition("@")[0]: str(file) for group, file in entry.items()}
+    groups |= {group: file for group, file in choices.items() if (folder / group).is_dir()}
+    settings = dict[str, Any]()
+    for group, file in groups.items():
+        path = folder / group / f"{file.removesuffix('.yaml')}.yaml"
+        is_global = path.is_file() and "@package _global_" in path.read_text(errors="replace")[:FILE_BYTES_MAX]
+        prefix = "" if is_global else group.replace("/", ".") + "."
+        settings |= {f"{prefix}{key}": value for key, value in (read_settings(path) or {}).items()}
+    return settings | dict(_flat({key: value for key, value in content.items() if key != "defaults"}, ""))
+
+
+def _flat(content: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for key, value in content.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        elif value is None or isinstance(value, bool | int | float | str):
+            yield f"{prefix}{key}", value
+
+
+def _constants(tree: ast.Module) -> Iterator[tuple[str, Any]]:
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            yield node.targets[0].id, number_of(node.value)
+
+
+def number_of(node: ast.expr | None) -> Any:
+    """A literal's value; products of numbers such as `5 * 8` are computed. None for anything else."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+        left, right = number_of(node.left), number_of(node.right)
+        return left * right if isinstance(left, int | float) and isinstance(right, int | float) else None
+    try:
+        return None if node is None else ast.literal_eval(node)
+    except (ValueError, TypeError, MemoryError, RecursionError, SyntaxError):
+        return None

@@ -1,0 +1,234 @@
+"""Finds the training command in the text of a shell: a script, a batch file of Slurm, a task of SkyPilot, one text.
+
+Nothing is run. A variable that the text does not set stays as it is, and is marked.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import yaml
+
+from orchestrator.specs.errors import SpecError
+from orchestrator.specs.job.trainer import is_python, program_name
+
+SCRIPT_BYTES_MAX = 2**20
+ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
+SHELL_WORD = re.compile(r"[|&;]+|\d?>>?.*|&>.*|<.*")  # a redirection, a pipe, the end of a command
+HIDDEN = re.compile(r"login|token|secret|passw|api.?key", re.IGNORECASE)  # in a line that may hold a secret
+SHELLS = ("bash", "sh", "zsh", "dash", "source", ".", "sbatch")
+STARTERS = (
+    "torchrun",
+    "accelerate",
+    "deepspeed",
+    "trl",
+    "llamafactory-cli",
+    "lmf",
+    "axolotl",
+    "litgpt",
+    "tune",
+    "dora",
+)
+# Commands that only prepare a shell; the others that are left out are marked.
+QUIET = ("set", "echo", "fi", "done", "then", "else", "wait", "exit", "mkdir", "date", "hostname", "nvidia-smi", "do")
+PREPARES = ("module", "source", ".", "conda", "pip", "wandb", "git", *QUIET)
+# Slurm's options (sbatch(1), srun(1)): short -> long.
+SLURM = {"-G": "--gpus", "-N": "--nodes", "-n": "--ntasks", "-J": "--job-name", "-D": "--chdir"}
+
+
+class ShellText(NamedTuple):
+    """A text of shell, and how it is called."""
+
+    text: str
+    label: str
+    arguments: tuple[str, ...] = ()
+    beside: str = "."  # the script's folder, relative to that of the command
+
+
+class Inner(NamedTuple):
+    """A command within a text of shell."""
+
+    words: tuple[str, ...]
+    folder: Path
+    env: Mapping[str, str]
+    notes: tuple[str, ...]
+
+
+def starts_training(word: str) -> bool:
+    """Whether a word is an interpreter, a launcher or a script of Python."""
+    return is_python(word) or program_name(word) in STARTERS or (word.endswith(".py") and not word.startswith("-"))
+
+
+def split_line(line: str) -> list[str]:
+    """Words of a line of shell; quotes that do not close leave it cut at spaces."""
+    try:
+        return shlex.split(line, comments=True)
+    except ValueError:
+        return line.split()
+
+
+def first_command(words: Sequence[str]) -> tuple[str, ...]:
+    """The words before a redirection, a pipe or a second command."""
+    ends = (index for index, word in enumerate(words) if SHELL_WORD.fullmatch(word))
+    return tuple(words[: next(ends, len(words))])
+
+
+def script_of(words: tuple[str, ...], folder: Path, slurm: dict[str, str]) -> ShellText | None:
+    """The text of shell that a command runs: a script's, that after `bash -c`, a SkyPilot task's, or one quoted text.
+
+    Slurm's options on the command line, and SkyPilot's devices, go to `slurm`. Raises SpecError for a missing script.
+    """
+    name = program_name(words[0])
+    if len(words) == 1 and " " in words[0].strip():
+        return ShellText(words[0], words[0])
+    if name in SHELLS and "-c" in words[1:3]:
+        return ShellText(" ".join(words[words.index("-c") + 1 :][:1]), shlex.join(words))
+    index = next((place for place, word in enumerate(words) if place and not word.startswith("-")), None)
+    if name == "sbatch" and index is not None:  # an option's value may stand before the script
+        index = next((place for place, word in enumerate(words) if place and (folder / word).is_file()), index)
+    if name == "sky" and words[1:2] == ("launch",):
+        index = next((place for place, word in enumerate(words) if word.endswith((".yaml", ".yml"))), None)
+    index = index if name in (*SHELLS, "sky") else 0
+    if index is None or (named := words[index]).endswith(".py"):
+        return None
+    path = folder / os.path.expanduser(named)
+    is_shell = named.endswith((".sh", ".bash", ".sbatch", ".slurm")) or name in SHELLS
+    if is_shell and not path.is_file():
+        raise SpecError("the shell script does not exist", source="orc init", got=named)
+    if not path.is_file() or not (is_shell or "/" in named or named.endswith((".yaml", ".yml"))):
+        return None
+    text = path.read_bytes()[:SCRIPT_BYTES_MAX].decode(errors="replace")
+    if named.endswith((".yaml", ".yml")):
+        text = _sky_text(text, slurm)
+    elif not is_shell and not re.match(r"#!.*\b(?:ba|z|da)?sh\b", text):
+        return None
+    if name == "sbatch":
+        slurm |= dict(slurm_options(words[1:index]))
+    beside = os.path.relpath(path.parent, folder)
+    return ShellText(text, shlex.join(words), words[index + 1 :], beside) if text else None
+
+
+def _sky_text(text: str, slurm: dict[str, str]) -> str:
+    """The commands of a SkyPilot task (docs.skypilot.co, task YAML), with its variables before them; else nothing."""
+    try:
+        task = yaml.safe_load(text)
+    except (ValueError, yaml.YAMLError):
+        return ""
+    if not isinstance(task, Mapping) or not isinstance(task.get("run"), str):
+        return ""
+    resources, envs, nodes = task.get("resources") or {}, task.get("envs") or {}, task.get("num_nodes") or 1
+    devices = resources.get("accelerators") if isinstance(resources, Mapping) else None
+    if isinstance(devices, Mapping):
+        devices = ":".join(map(str, next(iter(devices.items()), ())))
+    count = str(devices).rpartition(":")[2] if ":" in str(devices) else "1" if devices else ""
+    if count:
+        slurm |= {"--gpus-per-node": count, "--nodes": str(nodes)}
+    variables = {"SKYPILOT_NUM_GPUS_PER_NODE": count, "SKYPILOT_NUM_NODES": nodes}
+    lines = [f"{name}={shlex.quote(str(value))}" for name, value in variables.items()]
+    lines += [f"export {name}={shlex.quote(str(value))}" for name, value in envs.items()] if envs else []
+    return "\n".join([*lines, task["run"]])
+
+
+def read_shell(script: ShellText, folder: Path, env: Mapping[str, str], slurm: dict[str, str]) -> Inner:
+    """The training command of a text of shell, with the text's variables filled in.
+
+    The first with a launcher is taken, else the last with Python. Raises SpecError if there is none.
+    """
+    arguments, values = script.arguments, {**env, "SLURM_SUBMIT_DIR": "."}
+    exported, notes, commands = dict[str, str](), list[str](), list[tuple[tuple[str, ...], Path]]()
+    for line in script.text.splitlines():
+        if line.startswith("#SBATCH"):
+            slurm |= dict(slurm_options(split_line(line.removeprefix("#SBATCH"))))
+    if "--nodes" in slurm:
+        values |= {"SLURM_NNODES": slurm["--nodes"], "SLURM_JOB_NUM_NODES": slurm["--nodes"]}
+    folder_of_script = r"\$\(dirname +\"?\$(?:0|\{BASH_SOURCE\[0\]\}|BASH_SOURCE)\"?\)"
+    for line in _lines(re.sub(folder_of_script, script.beside, script.text)):
+        parts = first_command(split_line(_filled(line, values, arguments)))
+        if not parts:
+            continue
+        if parts[0] == "cd" and len(parts) > 1 and "$" not in parts[1]:
+            folder = folder / os.path.expanduser(parts[1])
+        elif parts[0] == "shift":
+            arguments = arguments[int(parts[1]) if parts[1:2] and parts[1].isdecimal() else 1 :]
+        elif all(map(ASSIGNMENT.fullmatch, parts[1:] if parts[0] == "export" else parts)):
+            pairs = dict(part.split("=", 1) for part in parts if "=" in part)
+            values |= pairs
+            exported |= pairs if parts[0] == "export" else {}
+        elif any(map(starts_training, parts)) and parts[0] not in PREPARES:
+            commands.append((parts, folder))
+        elif parts[0] not in QUIET:
+            shown = parts[0] + " with a secret" if HIDDEN.search(line) else line[:200]
+            notes.append(f"CHECK: not in the job: {shown}")
+    if not commands:
+        what = "the shell script has no line that starts Python or a launcher"
+        raise SpecError(what, source="orc init", got=script.label, hint="name the command that it starts")
+    chosen = next((command for command in commands if _has_launcher(command[0])), commands[-1])
+    notes += [f"CHECK: not in the job: {shlex.join(parts)}" for parts, _ in commands if parts != chosen[0]]
+    if unknown := [word for word in chosen[0] if "$" in word or "`" in word]:
+        notes.append(f"CHECK: not known, replace by their values: {' '.join(unknown)}")
+    return Inner(words=chosen[0], folder=chosen[1], env=exported, notes=tuple(notes))
+
+
+def _lines(text: str) -> Iterator[str]:
+    """Commands of a text, one each: continued lines are joined, and those after && or ; stand alone."""
+    for line in re.sub(r"\\\r?\n", " ", text).splitlines():
+        if line.strip() and not line.lstrip().startswith("#"):
+            parts = re.split(r"\s&&\s|;\s|;$", line) if not re.search(r"[\"'].*(?:&&|;).*[\"']", line) else [line]
+            yield from (part.strip() for part in parts if part.strip())
+
+
+def _has_launcher(words: Sequence[str]) -> bool:
+    modules = ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch")
+    return any(program_name(word) in STARTERS or word in modules for word in words)
+
+
+def _filled(line: str, values: Mapping[str, str], arguments: Sequence[str]) -> str:
+    """A line of shell with `$NAME`, `${NAME:-default}`, `$1` and `$@` replaced where their value is known."""
+
+    def value(match: re.Match[str]) -> str:
+        name, first, default = match[1] or match[4], match[2], match[3]
+        if name in ("@", "*"):
+            return shlex.join(arguments[int(first or 1) - 1 :])
+        text = arguments[int(name) - 1] if name.isdecimal() and 0 < int(name) <= len(arguments) else values.get(name)
+        return text or (match[0] if default is None else default.strip("\"'"))
+
+    line = re.sub(r'"(\$@|\$\{@(?::\d+)?\})"', r"\1", line)
+    return re.sub(r"\$\{(\w+|[@*])(?::(\d+)|:?-([^}]*))?\}|\$(\w+|[@*])", value, line)
+
+
+# ------------------------------------------------------------------------------------------------------------- Slurm
+
+
+def slurm_options(words: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """(long name, value) of options of sbatch and srun."""
+    index = 0
+    while index < len(words):
+        word, index = words[index], index + 1
+        if not word.startswith("-"):
+            continue
+        name, equals, value = word.partition("=")
+        if not word.startswith("--") and len(word) > 2:  # -N1
+            name, value, equals = word[:2], word[2:], "="
+        if not equals and index < len(words) and not words[index].startswith("-"):
+            value, index = words[index], index + 1
+        yield SLURM.get(name, name), value
+
+
+def slurm_counts(options: Mapping[str, str]) -> tuple[int, int | None]:
+    """Processes of srun, and devices in all, that Slurm's options ask for; None where they ask for no device."""
+
+    def number(name: str) -> int | None:
+        last = options.get(name, "").rpartition(":")[2].rpartition("-")[2]
+        return int(last) if last.isdecimal() and int(last) else None
+
+    nodes = number("--nodes") or 1
+    tasks = number("--ntasks") or (number("--ntasks-per-node") or 1) * nodes
+    per_node = number("--gpus-per-node") or (number("--gres") if "gpu" in options.get("--gres", "") else None)
+    per_task = number("--gpus-per-task")
+    total = number("--gpus") or (per_node * nodes if per_node else per_task * tasks if per_task else None)
+    return tasks, total

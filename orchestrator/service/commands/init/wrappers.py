@@ -1,0 +1,182 @@
+"""Takes what stands before a training command off it: assignments, wrappers, shell scripts, batch files.
+
+One grammar for all: a wrapper has options with and without a value, and then the command. A wrapper that is not in the
+table stays in the command as typed, and is marked.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+
+from orchestrator.service.commands.init.meanings import meaning_of
+from orchestrator.service.commands.init.shell_text import (
+    ASSIGNMENT,
+    SHELLS,
+    first_command,
+    read_shell,
+    script_of,
+    slurm_counts,
+    slurm_options,
+    starts_training,
+)
+from orchestrator.specs.job.trainer import program_name
+
+DEPTH_MAX = 16  # wrappers in each other
+SECRET = re.compile(r"(?:^|_)(?:KEY|TOKEN|SECRET|PASSWORD|PASSWD)$")
+# Variables that each plan sets for its ranks (backends/attempts/launch_request.py).
+PLANNED = ("CUDA_VISIBLE_DEVICES", "MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE")
+# Wrapper -> its options with a value, and its words before the command. Any other option is a switch.
+WRAPPERS: dict[str, tuple[str, int]] = {
+    **dict.fromkeys(("nohup", "exec", "command", "setsid", "unbuffer", "pipenv run", "rye run"), ("", 0)),
+    **dict.fromkeys(("chrt", "taskset"), ("", 1)),
+    **dict.fromkeys(("conda run", "mamba run", "micromamba run"), ("-n --name -p --prefix --cwd", 0)),
+    "env": ("-u -C -S --unset --chdir", 0),
+    "time": ("-o -f --output --format", 0),
+    "sudo": ("-u -g", 0),
+    "nice": ("-n --adjustment", 0),
+    "ionice": ("-c -n", 0),
+    "stdbuf": ("-i -o -e", 0),
+    "timeout": ("-k -s --kill-after --signal", 1),
+    "numactl": ("-N -m -C -i -p", 0),
+    "xvfb-run": ("-s -n --server-args", 0),
+    "caffeinate": ("-t -w", 0),
+    "uv run": (
+        "--with --python -p --extra --group --project --env-file --package --directory --index --with-requirements",
+        0,
+    ),
+    "poetry run": ("-C -P --directory --project", 0),
+    "pdm run": ("-p --project", 0),
+    "hatch run": ("-e --env", 0),
+    "pixi run": ("-e --environment --manifest-path", 0),
+    "srun": (
+        "-A -c -D -e -G -i -J -m -n -N -o -p -q -t -w -x --account --partition --job-name --output --error --chdir",
+        0,
+    ),
+}
+ENVIRONMENTS = ("uv", "poetry", "pdm", "pipenv", "hatch", "rye", "pixi", "conda", "mamba", "micromamba")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unwrapped:
+    """A command without its wrappers, and what they said."""
+
+    words: tuple[str, ...]
+    folder: Path
+    env: Mapping[str, str] = field(default_factory=dict)
+    secrets: tuple[str, ...] = ()
+    prefix: tuple[str, ...] = ()  # an unknown wrapper, which stays
+    environment: tuple[str, ...] = ()  # words of the tool that chooses an interpreter
+    ranks: int | None = None  # processes that srun or an unknown wrapper starts
+    devices: int | None = None  # that Slurm gives, or CUDA_VISIBLE_DEVICES shows
+    name: str | None = None
+    notes: tuple[str, ...] = ()
+
+
+def unwrap(words: Sequence[str], folder: Path) -> Unwrapped:
+    """The command within assignments, wrappers, shell scripts and batch files.
+
+    Raises SpecError for a shell script without one.
+    """
+    env, notes, secrets = dict[str, str](), list[str](), list[str]()
+    slurm, prefix, environment = dict[str, str](), tuple[str, ...](), tuple[str, ...]()
+    rest, has_srun = first_command(words), False
+    for _ in range(DEPTH_MAX):
+        if not rest:
+            break
+        if match := ASSIGNMENT.fullmatch(rest[0]):
+            env[match[1]] = match[2]
+            rest = rest[1:]
+            continue
+        name = program_name(rest[0])
+        script = script_of(rest, folder, slurm)
+        if script is not None:
+            inner = read_shell(script, folder, env, slurm)
+            rest, folder = inner.words, inner.folder
+            notes += [f"Read from `{script.label}`", *inner.notes]
+            env |= inner.env
+            continue
+        key = name if name in WRAPPERS else " ".join((name, *rest[1:2]))
+        if key in WRAPPERS:
+            own, rest = _split(key, rest)
+            if name == "srun":
+                has_srun = True
+                slurm |= dict(slurm_options(own[1:]))
+            environment = own if name in ENVIRONMENTS else environment
+            notes.append(f"Taken off the command: {shlex.join(own)}")
+            continue
+        start = _start(rest)
+        if start and not prefix and not starts_training(rest[0]):
+            prefix, rest = rest[:start], rest[start:]
+            notes.append(f"CHECK: not known what `{shlex.join(prefix)}` does: it stays before the command")
+            break
+        break
+    for variable in [variable for variable in env if SECRET.search(variable)]:
+        secrets.append(variable)
+        del env[variable]
+    for variable in [variable for variable, value in env.items() if "$" in value or "`" in value]:
+        notes.append(f"CHECK: not in the job, since its value is not known: {variable}={env.pop(variable)}")
+    tasks, devices = slurm_counts(slurm)
+    if slurm:
+        listed = ", ".join(f"{name} {value}".strip() for name, value in slurm.items())
+        notes.append(f"CHECK: of the resources, devices and name are in the job, the others are not: {listed}")
+    planned = {name: env.pop(name) for name in PLANNED if name in env}
+    notes += [f"Each plan sets this itself: {name}={value}" for name, value in planned.items()]
+    visible = [number for number in planned.get("CUDA_VISIBLE_DEVICES", "").split(",") if number.strip()]
+    return Unwrapped(
+        words=rest,
+        folder=folder,
+        env=env,
+        secrets=tuple(secrets),
+        prefix=prefix,
+        environment=environment,
+        ranks=tasks if has_srun and tasks > 1 else _counted(prefix),
+        devices=devices if devices is not None else len(visible) or None,
+        name=slurm.get("--job-name"),
+        notes=tuple(notes),
+    )
+
+
+def _counted(prefix: Sequence[str]) -> int | None:
+    """Ranks that an unknown wrapper is told by a name that means them, and by -np of MPI's starters."""
+    counts_n = bool(prefix) and program_name(prefix[0]) in ("mpirun", "mpiexec", "composer")
+    for option, value in pairwise(prefix):
+        name, equals, text = option.partition("=")
+        means_ranks = name.startswith("-") and (meaning_of(name) or ("", ""))[0] == "ranks"
+        if (means_ranks or name == "-np" or (name == "-n" and counts_n)) and (text if equals else value).isdecimal():
+            return int(text if equals else value) or None
+    return None
+
+
+def _split(key: str, words: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """A wrapper's own words, and the command after them."""
+    valued, count = WRAPPERS[key]
+    index = len(key.split())
+    while index < len(words) and words[index].startswith("-"):
+        option = words[index]
+        index += 1
+        if option == "--":
+            break
+        # srun has a hundred options, most with a value: one that is not listed takes what cannot start a command.
+        following = words[index] if index < len(words) else "-"
+        is_value = key == "srun" and option.startswith("--") and not _is_command(following)
+        if "=" not in option and (option in valued.split() or (is_value and _start(words[index:]))):
+            index += 1
+    index += count
+    return words[:index], words[index:]
+
+
+def _is_command(word: str) -> bool:
+    """Whether a word may start a command; one that may not, after an unknown option, is the option's value."""
+    names = {*SHELLS, *(key.split()[0] for key in WRAPPERS)}
+    is_named = starts_training(word) or program_name(word) in names or word.endswith(".sh")
+    return is_named or word.startswith("-") or ASSIGNMENT.fullmatch(word) is not None
+
+
+def _start(words: Sequence[str]) -> int:
+    """Index of the first word that starts a training; 0 if there is none after the first."""
+    return next((index for index, word in enumerate(words) if index and starts_training(word)), 0)
