@@ -25,6 +25,7 @@ from orchestrator.planning.layouts import layers_to_cut, why_no_experts
 from orchestrator.planning.search import frontier, profile_for
 from orchestrator.scheduling.base.node_groups import Group, groups_of
 from orchestrator.scheduling.options.probe import measured_spec, probe_of
+from orchestrator.service.server.profiling import Asked
 from orchestrator.service.views.records import EstimateView, estimate_view
 from orchestrator.specs.choices import (
     AXES,
@@ -36,7 +37,7 @@ from orchestrator.specs.choices import (
     Sharding,
     ZeroStage,
 )
-from orchestrator.specs.cluster import DeviceSpec, Node
+from orchestrator.specs.cluster import DeviceKind, DeviceSpec, Node
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.pins import GIVEN, SHORT, check_in_backward, setting_value, unknown_setting
 from orchestrator.specs.job.spec import JobSpec
@@ -230,6 +231,12 @@ def _groups(nodes: Sequence[Node]) -> list[Group]:
 def _free_bytes(nodes: Iterable[Node]) -> list[int]:
     """Free bytes of every device, largest first."""
     return sorted((free for node in nodes for free in node.free_bytes), reverse=True)
+
+
+def asked_of(nodes: Sequence[Node], spec: JobSpec, given: Sequence[Override] | None = None) -> Asked:
+    """Which plans a job is read for: those on the devices of these nodes, or the given one."""
+    cuda = {group.hardware.device.kind is DeviceKind.CUDA for group in _groups(nodes)}
+    return Asked(cuda=tuple(sorted(cuda)), plan=None if given is None else given_plan(spec, given))
 
 
 # ---------------------------------------------------------------------------------------------------- one given plan
