@@ -10,7 +10,7 @@ from operator import attrgetter
 from typing import Any
 
 from orchestrator.memory.estimate import CHECKPOINTING
-from orchestrator.memory.profiles import freezes
+from orchestrator.memory.profiles import autocasts, freezes
 from orchestrator.planning.cost import Hardware
 from orchestrator.planning.ends import ends_of
 from orchestrator.planning.layouts import layers_to_cut, layouts
@@ -153,6 +153,12 @@ class Family:
                 yield plan
 
 
+def _starts(spec: JobSpec, plan: Plan) -> bool:
+    """Whether the model's own code runs in the plan's arithmetic; one that failed in a trace would fail in training."""
+    traced = {(entry.profile.precision, entry.autocast) for entry in spec.traced}
+    return not traced or (plan.precision, autocasts(plan)) in traced
+
+
 def legal_copy(plan: Plan, **changes: Any) -> Plan | None:
     """Return the plan with other values of some settings; None where that is no legal plan."""
     try:
@@ -186,6 +192,8 @@ def families_of(
             try:  # which combinations are legal is said once, in specs.engines
                 example = _plan(strategy, variant, max(layout.pp, 2 if adds_up else 1))
             except IllegalPlan:
+                continue
+            if not _starts(spec, example):
                 continue
             at_work = tuple(cut for cut in cuts if why_pipeline_stalls(*pipeline, cut[1]) is None)
             if adds_up:

@@ -117,7 +117,7 @@ def checkpointing(spec: JobSpec, strategy: Strategy) -> tuple[ActivationCheckpoi
 
     Where recipes take turns, ZeRO-3's hooks free parameters in the recomputation that they left alone in the forward
     pass. Selective checkpointing refuses operations that it has not seen before. A GAN ends with "aten.empty ... not
-    found in storage" (torch 2.13.0, deepspeed 0.19.8, 2026-11).
+    found in storage" (torch 2.13.0, deepspeed 0.19.8, 2026-11). What fails in a trace is not offered either.
     """
     knob, all_of_it = spec.knobs.activation_checkpointing, ActivationCheckpointing.FULL
     if spec.is_script:
@@ -130,7 +130,8 @@ def checkpointing(spec: JobSpec, strategy: Strategy) -> tuple[ActivationCheckpoi
     take_turns = any(one.profile.turns for one in spec.traced)
     if take_turns and isinstance(strategy.mechanics, Zero) and strategy.mechanics.stage is ZeroStage.PARAMETERS:
         return (ActivationCheckpointing.NONE, all_of_it)
-    return tuple(ActivationCheckpointing)
+    works = [{moment.mode for moment in entry.profile.moments} for entry in spec.traced]
+    return tuple(mode for mode in ActivationCheckpointing if all(mode in modes for modes in works))
 
 
 def full_layers(spec: JobSpec, strategy: Strategy) -> tuple[int, tuple[int, ...]]:

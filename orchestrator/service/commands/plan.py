@@ -26,6 +26,7 @@ from orchestrator.planning.search import frontier, profile_for
 from orchestrator.planning.ways_out import Unfit, adapters
 from orchestrator.scheduling.base.node_groups import Group, groups_of
 from orchestrator.scheduling.options.probe import measured_spec, probe_of
+from orchestrator.service.server.profiling import TraceScope
 from orchestrator.service.views.records import EstimateView, estimate_view
 from orchestrator.specs.choices import (
     AXES,
@@ -37,7 +38,7 @@ from orchestrator.specs.choices import (
     Sharding,
     ZeroStage,
 )
-from orchestrator.specs.cluster import DeviceSpec, Node
+from orchestrator.specs.cluster import DeviceKind, DeviceSpec, Node
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.pins import GIVEN, SHORT, check_in_backward, setting_value, unknown_setting
 from orchestrator.specs.job.spec import JobSpec
@@ -246,6 +247,12 @@ def _groups(nodes: Sequence[Node]) -> list[Group]:
 def _free_bytes(nodes: Iterable[Node]) -> list[int]:
     """Free bytes of every device, largest first."""
     return sorted((free for node in nodes for free in node.free_bytes), reverse=True)
+
+
+def trace_scope(nodes: Sequence[Node], spec: JobSpec, given: Sequence[Override] | None = None) -> TraceScope:
+    """Which plans a job is read for: those on the devices of these nodes, or the given one."""
+    cuda = {group.hardware.device.kind is DeviceKind.CUDA for group in _groups(nodes)}
+    return TraceScope(cuda=tuple(sorted(cuda)), plan=None if given is None else given_plan(spec, given))
 
 
 # ---------------------------------------------------------------------------------------------------- one given plan

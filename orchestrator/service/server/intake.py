@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from orchestrator.backends.trackers import check_trackers
 from orchestrator.memory.profiles import is_known
 from orchestrator.service.server.git import code_source
 from orchestrator.service.server.logins import DEFAULT_HOME
-from orchestrator.service.server.profiling import traced
+from orchestrator.service.server.profiling import TraceScope, traced
 from orchestrator.specs.clock import known_zone
 from orchestrator.specs.cluster import ClusterSpec
 from orchestrator.specs.errors import SpecError
@@ -74,15 +74,17 @@ def read_job(
     *,
     to_run: bool = True,
     elsewhere: bool = False,
+    scope: Callable[[JobSpec], TraceScope] = lambda _: TraceScope(),
 ) -> JobSpec:
     """The job in a file, its paths absolute (relative ones start at the file's folder). Raises SpecError.
 
     A model without a profile or closed form is traced; the result is cached in `home` (None: that of the environment).
     Only a job `to_run` needs its data, folder and programs: what is for another machine can be planned without them.
-    `elsewhere`: absolute paths in the file are those of another machine.
+    `elsewhere`: absolute paths in the file are those of another machine. `scope`: the plans that the job is read for.
     """
     text, source, folder = _said(file)
-    read = _read(parse_job(text, source, overrides), source, folder, home, to_run=to_run, elsewhere=elsewhere)
+    spec = parse_job(text, source, overrides)
+    read = _read(spec, source, folder, home, to_run=to_run, elsewhere=elsewhere, scope=scope)
     return _with_commits([read], folder)[0].spec if to_run else read.spec
 
 
@@ -124,7 +126,16 @@ def check_files(spec: JobSpec, source: str) -> None:
         raise together(problems, source)
 
 
-def _read(spec: JobSpec, source: str, folder: Path, home: Path | None, *, to_run: bool, elsewhere: bool) -> ReadJob:
+def _read(
+    spec: JobSpec,
+    source: str,
+    folder: Path,
+    home: Path | None,
+    *,
+    to_run: bool,
+    elsewhere: bool,
+    scope: Callable[[JobSpec], TraceScope] = lambda _: TraceScope(),
+) -> ReadJob:
     for name, (what, hint) in LEARNED.items():
         if getattr(spec, name):
             raise SpecError(f"{what} is no setting", source=source, path=name, hint=hint)
@@ -143,7 +154,7 @@ def _read(spec: JobSpec, source: str, folder: Path, home: Path | None, *, to_run
     here = frozenset(key for key, _ in paths_of(resolved) if key not in there)
     if resolved.known_model is not None and not is_known(resolved):
         home = home or Path(os.environ.get("ORC_HOME", DEFAULT_HOME))
-        resolved = resolved.model_copy(update={"traced": traced(resolved, home.expanduser(), source)})
+        resolved = resolved.model_copy(update={"traced": traced(resolved, home.expanduser(), source, scope(resolved))})
     return ReadJob(spec=resolved, here=here)
 
 

@@ -13,6 +13,7 @@ import importlib.metadata
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -24,27 +25,40 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from orchestrator.backends.environment import inherited, matching
-from orchestrator.specs.choices import Precision
+from orchestrator.memory.profiles import autocasts
+from orchestrator.specs.choices import ActivationCheckpointing, Precision
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.spec import JobSpec
+from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import ModelProfile, TracedProfile
 
-TRACE_TIMEOUT_S = 600.0  # a decoder of 70 billion parameters takes 20 s
+TRACE_CPU_S = 600  # processor time of the child, which takes 20 s for a decoder of 70 billion parameters
+TRACE_TIMEOUT_S = 6 * TRACE_CPU_S  # of a child that only waits
 PROGRAM = "orchestrator.training.tracing.trace"
 BAD_JOB_EXIT_CODE = 2  # of that program
+Profiles = tuple[ModelProfile | None, ...]  # by arithmetic
 HINT = (
     "give its costs: `profile: {parameters: ..., layers: ..., activations_per_sample: ...}`; "
     f"the trace alone: python -m {PROGRAM}"
 )
 
 
-def traced(spec: JobSpec, home: Path, source: str) -> tuple[TracedProfile, ...]:
-    """The profiles of the job's model for all its possible plans; from the cache in `home` if present.
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TraceScope:
+    """Which plans a trace is for: those on these kinds of devices, or one alone."""
 
-    Raises SpecError with the model's own message if its code fails; `source` is the job's file.
+    cuda: tuple[bool, ...] = (False, True)
+    plan: Plan | None = None
+
+
+def traced(spec: JobSpec, home: Path, source: str, scope: TraceScope) -> tuple[TracedProfile, ...]:
+    """The profiles of the job's model for the plans that are asked for; from the cache in `home` if present.
+
+    Arithmetics in which the model's own code fails are left out. Raises SpecError with the model's own message if it
+    fails in all; `source` is the job's file.
     """
     assert spec.known_model is not None, "nothing is traced of a script alone"
-    arithmetics = _arithmetics(spec)
+    arithmetics, plan = _arithmetics(spec, scope), scope.plan
     found: list[TracedProfile] = []
     for length in _lengths(spec):
         request = {
@@ -53,23 +67,30 @@ def traced(spec: JobSpec, home: Path, source: str) -> tuple[TracedProfile, ...]:
             "family": spec.family_name,
             "sequence_length": length,
             "arithmetics": [dict(zip(("precision", "autocast", "cuda"), each, strict=True)) for each in arithmetics],
+            "tensors": spec.data.tensors,
+            "any_samples": spec.is_script,
+            "modes": [plan.activation_checkpointing] if plan else list(ActivationCheckpointing),
         }
         kept = home / "profiles" / f"{_digest(spec, request)}.json"
         project = spec.workdir if spec.is_script else None
         profiles = _read(kept) or _trace(request, kept, source, project, matching(os.environ, spec.secrets))
         distinct: dict[tuple[bool, ModelProfile], TracedProfile] = {}  # one entry if CUDA and CPU agree
         for (_, autocast, cuda), profile in zip(arithmetics, profiles, strict=True):
-            one = TracedProfile(sequence_length=length, autocast=autocast, cuda=cuda, profile=profile)
-            distinct.setdefault((autocast, profile), one)
+            if profile is not None:
+                one = TracedProfile(sequence_length=length, autocast=autocast, cuda=cuda, profile=profile)
+                distinct.setdefault((autocast, profile), one)
         found += distinct.values()
     return tuple(found)
 
 
-def _arithmetics(spec: JobSpec) -> list[tuple[Precision, bool, bool]]:
+def _arithmetics(spec: JobSpec, scope: TraceScope) -> list[tuple[Precision, bool, bool]]:
     """(precision, autocast, as on CUDA) of possible and recommended plans."""
+    if scope.plan is not None:
+        held_low = spec.known_model is not None and spec.known_model.weight_bytes_each == 2
+        return [(scope.plan.precision, autocasts(scope.plan) and not held_low, cuda) for cuda in scope.cuda]
     low = Precision.BF16 if spec.precision is Precision.FP32 else spec.precision
     cases = [(Precision.FP32, False)] if spec.precision is Precision.FP32 else []
-    return [(*case, cuda) for case in (*cases, (low, True), (low, False)) for cuda in (False, True)]
+    return [(*case, cuda) for case in (*cases, (low, True), (low, False)) for cuda in scope.cuda]
 
 
 def _lengths(spec: JobSpec) -> list[int]:
@@ -94,7 +115,7 @@ def _digest(spec: JobSpec, request: dict[str, Any]) -> str:
     return digest.hexdigest()[:32]
 
 
-def _read(kept: Path) -> tuple[ModelProfile, ...] | None:
+def _read(kept: Path) -> Profiles | None:
     try:
         return _profiles().validate_json(kept.read_bytes())
     except (OSError, ValidationError):
@@ -103,8 +124,11 @@ def _read(kept: Path) -> tuple[ModelProfile, ...] | None:
 
 def _trace(
     request: dict[str, Any], kept: Path, source: str, project: str | None, secrets: Mapping[str, str]
-) -> tuple[ModelProfile, ...]:
+) -> Profiles:
     """Run the trace. `project`: a folder from which the model's file may import, as its script does."""
+    key = "trains" if project is not None else "model"
+    if sys.stderr.isatty():
+        print(f"tracing the memory of {request['family']}, once: seconds to minutes", file=sys.stderr)
     env = {**inherited(os.environ), **secrets, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     if project is not None:
         env["PYTHONPATH"] = os.pathsep.join(filter(None, (project, env.get("PYTHONPATH"))))
@@ -113,21 +137,25 @@ def _trace(
         asked.write_text(json.dumps(request))
         try:
             child = subprocess.run(
-                [sys.executable, "-m", PROGRAM, str(asked)],
+                [sys.executable, "-m", PROGRAM, str(asked), str(TRACE_CPU_S)],
                 env=env,
                 capture_output=True,
                 timeout=TRACE_TIMEOUT_S,
                 check=False,
             )
         except subprocess.TimeoutExpired:
-            what = f"tracing its memory did not finish within {TRACE_TIMEOUT_S:.0f} s"
-            raise SpecError(what, source=source, path="model", hint=HINT) from None
+            what = f"tracing its memory did not finish within {TRACE_TIMEOUT_S} s"
+            raise SpecError(what, source=source, path=key, hint=HINT) from None
+    if child.returncode == -signal.SIGXCPU:
+        what = f"tracing its memory did not finish within {TRACE_CPU_S} s of processor time"
+        raise SpecError(what, source=source, path=key, hint=HINT)
     if child.returncode == BAD_JOB_EXIT_CODE:
         said = json.loads(child.stdout)
-        raise SpecError(source=source, **{**said, "hint": said["hint"] or HINT})
+        path = re.sub(r"^model\b", key, said["path"] or "")
+        raise SpecError(source=source, **{**said, "path": path, "hint": said["hint"] or HINT})
     if child.returncode:
         what = f"there is no closed form of its memory, and tracing it failed: {_last_words(child)}"
-        raise SpecError(what, source=source, path="model", hint=HINT)
+        raise SpecError(what, source=source, path=key, hint=HINT)
     kept.parent.mkdir(parents=True, exist_ok=True)
     temporary = kept.with_name(f"{kept.name}.{os.getpid()}.tmp")
     temporary.write_bytes(child.stdout)
@@ -143,5 +171,5 @@ def _last_words(child: subprocess.CompletedProcess[bytes]) -> str:
 
 
 @cache
-def _profiles() -> TypeAdapter[tuple[ModelProfile, ...]]:
-    return TypeAdapter(tuple[ModelProfile, ...])
+def _profiles() -> TypeAdapter[Profiles]:
+    return TypeAdapter(Profiles)

@@ -25,7 +25,7 @@ def require_optuna() -> None:
 
 
 class Study:
-    """The trials of a sweep, in memory. Asked again for the same trials, it gives the same ones."""
+    """The trials of a sweep, in memory. TraceScope again for the same trials, it gives the same ones."""
 
     def __init__(self, name: str, sweep: Sweep, steps: int | None) -> None:
         """`steps` is the length of a trial; None: not known. `name` decides the bracket of hyperband of each trial."""

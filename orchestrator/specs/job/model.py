@@ -184,7 +184,7 @@ class DataSpec:
     """Training data: files of one kind, cut into samples of at most `sequence_length` tokens.
 
     A decoder reads `text` as bytes. A transformers model reads `text` and `chat` through its tokenizer, and `tokens` as
-    they are.
+    they are. A head with a loss of its own reads `tensors`.
     """
 
     text: tuple[str, ...] = field(default=(), metadata=_key("Text files, relative to the job file.", ["corpus.txt"]))
@@ -197,6 +197,13 @@ class DataSpec:
     tokens: tuple[str, ...] = field(
         default=(), metadata=_key("One-dimensional .npy files of token numbers.", ["tokens.npy"])
     )
+    tensors: tuple[str, ...] = field(
+        default=(),
+        metadata=_key(
+            "Safetensors files of a transformers head's arguments, by their names; axis 0 counts samples.",
+            ["samples.safetensors"],
+        ),
+    )
     tokenizer: str | None = field(
         default=None, metadata=_key("Folder or hub name of the tokenizer; null: the model's own.", "./tokenizer")
     )
@@ -208,12 +215,12 @@ class DataSpec:
     __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
 
     def __post_init__(self) -> None:
-        if sum(bool(files) for files in (self.text, self.chat, self.tokens)) > 1:
-            raise SpecError("one kind of files only", path="data", allowed="one of text, chat, tokens")
+        if sum(bool(files) for files in (self.text, self.chat, self.tokens, self.tensors)) > 1:
+            raise SpecError("one kind of files only", path="data", allowed="one of text, chat, tokens, tensors")
 
     @property
     def files(self) -> tuple[str, ...]:
-        return self.text or self.chat or self.tokens
+        return self.text or self.chat or self.tokens or self.tensors
 
 
 class Schedule(StrEnum):
@@ -327,7 +334,7 @@ def model_from_json(data: dict[str, Any]) -> ModelSpec:
 
 def data_from_json(data: dict[str, Any]) -> DataSpec:
     """The DataSpec that `dataclasses.asdict` wrote."""
-    return DataSpec(**_tuples(data, ("text", "chat", "tokens")))
+    return DataSpec(**_tuples(data, ("text", "chat", "tokens", "tensors")))
 
 
 def training_from_json(data: dict[str, Any]) -> TrainingSpec:

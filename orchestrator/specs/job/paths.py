@@ -9,7 +9,7 @@ from orchestrator.specs.job.model import ModelSpec
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.replace import replace
 
-KINDS_OF_FILES = ("text", "chat", "tokens")
+KINDS_OF_FILES = ("text", "chat", "tokens", "tensors")
 
 Change = Callable[[str, str], str]  # (key, path) -> another path
 

@@ -30,9 +30,18 @@ from orchestrator.specs.plan import Plan
 from orchestrator.specs.run import TrainingRun
 from orchestrator.training.contract.precision import LOW_PRECISION
 from orchestrator.training.contract.recipe import IGNORED_LABEL, Batch, Dataset, Recipe
+from orchestrator.training.data.tensors import TensorFiles
 from orchestrator.training.data.tokenised import dataset_of
 from orchestrator.training.models.cross_entropy import linear_cross_entropy
 from orchestrator.training.models.hf_adapters import adapt, quantised
+from orchestrator.training.models.hf_heads import (
+    FACTORY,
+    AnySamples,
+    OwnBatch,
+    loss_of,
+    named_head,
+    reads_signals,
+)
 from orchestrator.training.models.hf_parallel import (
     context_parallel_of,
     experts_of,
@@ -55,24 +64,36 @@ class Built:
     module: PreTrainedModel
     initialise: Callable[[str, Tensor], None]
     stored_dtype: torch.dtype  # of the source's weights; fp32 for random ones
+    own_loss: bool  # the head is no language model on tokens: it takes tensors by name, and its loss is its own
 
 
-def hf_recipe(run: TrainingRun, dataset: Dataset | None = None) -> Recipe:
+def hf_recipe(
+    run: TrainingRun, dataset: Dataset | AnySamples | None = None, config: PreTrainedConfig | None = None
+) -> Recipe:
     """The model and loss of a run with a transformers model, on `dataset` or else the run's data.
 
-    Raises SpecError if it cannot be built.
+    `config` stands for the run's own where it has been read. Raises SpecError if it cannot be built.
     """
-    built = build(run)
+    built = build(run, config, own_samples=isinstance(dataset, AnySamples))
     module: Any = built.module
-    if dataset is None:
-        dataset = dataset_of(run, vocabulary=module.get_input_embeddings().num_embeddings, padding=_padding(module))
-    _set_loss(module)
+    loss_sum: Callable[[nn.Module, Batch], Tensor] = _batch_loss_sum
+    samples: Any = dataset
+    if built.own_loss:
+        samples = _samples_of_head(run, module, dataset)
+        loss_sum = functools.partial(_own_loss_sum, samples)
+    else:
+        if isinstance(dataset, AnySamples):
+            samples = dataset.tokens
+        elif dataset is None:
+            vocabulary = module.get_input_embeddings().num_embeddings
+            samples = dataset_of(run, vocabulary=vocabulary, padding=_padding(module))
+        _set_loss(module)
     keep_own_heads(module, run.plan.layout.tp)
-    adapted = run.model.lora is not None
+    adapted = run.model.lora is not None or built.own_loss
     return Recipe(
         module=module,
-        loss_sum=_batch_loss_sum,
-        dataset=dataset,
+        loss_sum=loss_sum,
+        dataset=samples,
         layers=tuple(repeated_blocks(module)),
         initialise=built.initialise,
         tensor_parallel={} if adapted else tensor_parallel_of(module),
@@ -83,21 +104,26 @@ def hf_recipe(run: TrainingRun, dataset: Dataset | None = None) -> Recipe:
     )
 
 
-def build(run: TrainingRun) -> Built:
-    """The module of a run, with its adapters. Raises SpecError if it cannot be built."""
+def build(run: TrainingRun, config: PreTrainedConfig | None = None, *, own_samples: bool = False) -> Built:
+    """The module of a run, with its adapters. Raises SpecError if it cannot be built.
+
+    `own_samples`: the job's samples are whatever the head takes, as those of `data.tensors`.
+    """
     spec, plan = run.model, run.plan
     assert spec.hf is not None, "a job with a transformers model"
-    config = read_config(spec.hf)
+    config = config or read_config(spec.hf)
     stored_dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
     if spec.lora is not None:
         _check_layout(plan)
     noted = FirstValues()
     stored: Callable[[str], Tensor] | None = None
+    head = _own_head(config, own_samples=own_samples or bool(run.data.tensors))
     if spec.lora is not None and spec.lora.quantise_base:
-        module = quantised(run, _auto_class(config))
+        module = quantised(run, head or _auto_class(config))
     else:
         with without_memory(noted):
-            module = _auto_class(config).from_config(config, dtype=torch.float32)
+            of_config = head._from_config if head else _auto_class(config).from_config
+            module = of_config(config, dtype=torch.float32)
         module.tie_weights()
         if isinstance(spec.hf, str):
             stored = stored_weights(spec.hf, module)
@@ -123,7 +149,8 @@ def build(run: TrainingRun) -> Built:
         else:
             raise SpecError("transformers does not initialise it", path="model.hf", got=name, allowed="a folder")
 
-    return Built(module=module, initialise=initialise, stored_dtype=stored_dtype if stored else torch.float32)
+    dtype = stored_dtype if stored else torch.float32
+    return Built(module=module, initialise=initialise, stored_dtype=dtype, own_loss=head is not None)
 
 
 def read_config(hf: str | dict[str, Any]) -> PreTrainedConfig:
@@ -173,10 +200,36 @@ def _said_config(said: dict[str, Any]) -> PreTrainedConfig:
         raise SpecError(f"not a configuration of {model_type}: {error}", path="model.hf", got=said) from None
 
 
+def _own_head(config: PreTrainedConfig, *, own_samples: bool) -> Any:
+    """Return the class that `architectures` names where the job trains it by its own loss; None of a language model.
+
+    A language model that also takes images or sounds has its own loss where samples may hold them.
+    """
+    named = named_head(config)
+    auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    language = auto._model_mapping.get(type(config), ())
+    is_language = named in (language if isinstance(language, (tuple, list)) else (language,))
+    return None if named is None or (is_language and not (own_samples and reads_signals(named))) else named
+
+
+def _samples_of_head(run: TrainingRun, module: Any, dataset: Dataset | AnySamples | None) -> Any:
+    """Return the named tensors of a run, or made-up ones for a trace. Raises SpecError where the data are others."""
+    if isinstance(dataset, AnySamples):
+        return OwnBatch(type(module), module.config, dataset)
+    if not run.data.tensors:
+        got = f"{type(module).__name__}, with its own loss"
+        hint = f"give its arguments by name in safetensors files, or {FACTORY}"
+        raise SpecError("the head takes no running text", path="data", got=got, allowed="data.tensors", hint=hint)
+    return TensorFiles(run.data.tensors)
+
+
 def _auto_class(config: PreTrainedConfig) -> Any:
     auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     if type(config) not in auto._model_mapping:
-        raise SpecError("transformers has no language model of this family", path="model.hf", got=config.model_type)
+        got = ", ".join(getattr(config, "architectures", None) or ()) or config.model_type
+        hint = f"name a head with a loss in `architectures` of its configuration, or {FACTORY}"
+        what = "transformers has no language model of this family, and no head with a loss is named"
+        raise SpecError(what, path="model.hf", got=got, hint=hint)
     is_encoder = auto is AutoModelForCausalLM and type(config) in AutoModelForMaskedLM._model_mapping
     if is_encoder and not getattr(config, "is_decoder", False) and not getattr(config, "causal", False):
         raise SpecError(
@@ -233,6 +286,10 @@ def repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
             yield from child
         else:
             yield from repeated_blocks(child)
+
+
+def _own_loss_sum(samples: Any, module: nn.Module, batch: Batch) -> Tensor:
+    return loss_of(module, dict(zip(samples.names, batch, strict=True)))
 
 
 def _batch_loss_sum(module: nn.Module, batch: Batch) -> Tensor:

@@ -30,10 +30,15 @@ def parameters_on_meta() -> Iterator[None]:
         handle.remove()
 
 
-def without_memory(module: nn.Module, fake: FakeTensorMode, dtype: torch.dtype | None) -> dict[int, float]:
+def without_memory(
+    module: nn.Module,
+    fake: FakeTensorMode,
+    dtype: torch.dtype | None,
+    note: Callable[[Tensor, Tensor], None] | None = None,
+) -> dict[int, float]:
     """Replace parameters and buffers by fake CPU tensors, in place; `dtype`, if given, is that of floating parameters.
 
-    Returns parameter id -> bytes per element before.
+    Returns parameter id -> bytes per element before. `note` is called with each new buffer and the one before.
     """
     made: dict[int, nn.Parameter] = {}
     held_bytes: dict[int, float] = {}
@@ -49,7 +54,9 @@ def without_memory(module: nn.Module, fake: FakeTensorMode, dtype: torch.dtype |
                     part._parameters[name] = made[id(parameter)]
             for name, buffer in part._buffers.items():
                 if buffer is not None:
-                    part._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
+                    new_buffer = part._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
+                    if note is not None:
+                        note(new_buffer, buffer)
     return held_bytes
 
 

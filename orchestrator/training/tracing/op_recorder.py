@@ -170,7 +170,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def named_places(self) -> list[Place]:
         """The places in the order of their first visit, with all parameters and names."""
         for parameter in self._parameters:
-            if id(parameter) in self._unread:
+            if id(parameter) not in self._home:  # nothing reads it
                 self._settle(parameter, 0)
         for key, arrived in self._arrived.items():
             home = self._home[key]

@@ -1,8 +1,8 @@
-"""Training steps on fake tensors, counted: `python -m orchestrator.training.tracing.trace REQUEST`.
+"""Training steps on fake tensors, counted: `python -m orchestrator.training.tracing.trace REQUEST [SECONDS]`.
 
-REQUEST is a file with the JSON of `Request`. It prints a JSON list of one ModelProfile per arithmetic. It runs in its
-own process: a model's code may do anything, and torch is patched. It belongs to `training` and not to `memory`, since
-it traces the job's Recipe, with its loss and data.
+REQUEST is a file with the JSON of `Request`; SECONDS limit its processor time. It prints a JSON list of one
+ModelProfile per arithmetic. It runs in its own process: a model's code may do anything, and torch is patched. It
+belongs to `training` and not to `memory`, since it traces the job's Recipe, with its loss and data.
 
 Fake tensors have sizes but no memory, so a model is traced on a machine that could not hold it. An OpRecorder counts
 live storages after every operation, at two micro-batch sizes, under every mode of activation checkpointing. The
@@ -58,7 +58,8 @@ from orchestrator.training.tracing.cuda_autocast import as_on_cuda
 from orchestrator.training.tracing.fake_model import as_with_values, parameters_on_meta, without_memory
 from orchestrator.training.tracing.op_recorder import OpRecorder
 from orchestrator.training.tracing.timeline import Phase, Steps, Timeline, Unlike, deeper, profile, timeline
-from orchestrator.training.tracing.zero3_linear import Zero3Linear
+from orchestrator.training.tracing.values import READS, Values
+from orchestrator.training.tracing.zero3_linear import zero3_linear
 
 SAMPLES = (2, 3)  # micro-batches: linear from 2 on; with one sample some copies are not made
 DEPTHS = (4, 6)  # traced layers of a deep model: two at either end, at two distances
@@ -87,6 +88,10 @@ class Request:
     family: str
     sequence_length: int
     arithmetics: tuple[Arithmetic, ...]
+    modes: tuple[ActivationCheckpointing, ...] = tuple(ActivationCheckpointing)
+    tensors: tuple[str, ...] = ()  # files of samples by the names of a head's arguments
+    any_samples: bool = False  # a script brings its own
+    at: tuple[int | None, int | None] = (None, None)  # of them, the one that a head takes, once it is known
 
 
 def request_from_json(data: dict[str, Any]) -> Request:
@@ -100,19 +105,34 @@ def request_from_json(data: dict[str, Any]) -> Request:
             Arithmetic(precision=Precision(each["precision"]), autocast=each["autocast"], cuda=each["cuda"])
             for each in data["arithmetics"]
         ),
+        modes=tuple(map(ActivationCheckpointing, data["modes"])),
+        tensors=tuple(data["tensors"]),
+        any_samples=data["any_samples"],
     )
 
 
-def profiles(request: Request) -> list[ModelProfile]:
-    """One ModelProfile per arithmetic. Raises SpecError, and any exception of the model's own code.
+def profiles(request: Request) -> list[ModelProfile | None]:
+    """One ModelProfile per arithmetic; None where the model's own code fails in it, as it would in training.
+
+    Raises SpecError, and any exception of the model's own code where it fails in every arithmetic.
 
     Without autocast, CUDA differs in dropout, and in attention for which a CPU makes matrices of scores.
     """
-    found: dict[Arithmetic, tuple[ModelProfile, bool]] = {}
+    found: dict[Arithmetic, tuple[ModelProfile | None, bool]] = {}
+    failure: Exception | None = None
     for arithmetic in request.arithmetics:
         on_cpu = found.get(replace(arithmetic, cuda=False))
         is_alike = on_cpu is not None and on_cpu[1] and not arithmetic.autocast
-        found[arithmetic] = on_cpu if on_cpu is not None and is_alike else _profile(request, arithmetic)
+        if on_cpu is not None and is_alike:
+            found[arithmetic] = on_cpu
+            continue
+        try:
+            found[arithmetic] = _profile(request, arithmetic)
+        except Exception as error:
+            print(f"{arithmetic}: {type(error).__name__}: {error}", file=sys.stderr)
+            found[arithmetic], failure = (None, True), failure or error
+    if failure is not None and not any(profile for profile, _ in found.values()):
+        raise failure
     return [profile for profile, _ in found.values()]
 
 
@@ -130,7 +150,10 @@ def _profile(request: Request, arithmetic: Arithmetic) -> tuple[ModelProfile, bo
             found = many.profile(deeper(few.timeline, many.timeline, apart=apart, more=more))
             if found.parameters == _parameters(request, arithmetic, config):
                 return found, many.is_alike_on_cuda
-    whole = _Traced(request, arithmetic, config)
+    try:
+        whole = _Traced(request, arithmetic, config)
+    except READS:
+        whole = _Traced(request, arithmetic, config, reads=True)
     return whole.profile(whole.timeline), whole.is_alike_on_cuda
 
 
@@ -142,21 +165,26 @@ def _parameters(request: Request, arithmetic: Arithmetic, config: Any) -> int:
 class _Traced:
     """A model's recorded steps at both micro-batches, under every mode of activation checkpointing."""
 
-    def __init__(self, request: Request, arithmetic: Arithmetic, config: Any) -> None:
+    def __init__(self, request: Request, arithmetic: Arithmetic, config: Any, *, reads: bool = False) -> None:
+        """`reads`: the model's code reads values."""
         self._request, self._arithmetic = request, arithmetic
         recipe = build(request, arithmetic, config)
         self._recipes = (recipe, *recipe.then)
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._values = Values(self._fake) if reads or request.any_samples or request.tensors else None
         low = LOW_PRECISION.get(arithmetic.precision)
         self._autocast = low if arithmetic.autocast else None
         held_bytes: dict[int, float] = {}
         for each in self._recipes:
             four_bits = _in_four_bits(request.model, each.module, low)
-            held_bytes |= without_memory(each.module, self._fake, None if arithmetic.autocast else low)
+            note = self._values.note if self._values else None
+            held_bytes |= without_memory(each.module, self._fake, None if arithmetic.autocast else low, note)
             held_bytes |= {id(each.module.get_parameter(name)): width for name, width in four_bits.items()}
             if low and not arithmetic.autocast:
                 for part in (each.module, *each.layers):
                     part.register_forward_pre_hook(_rounding(low), with_kwargs=True)
+        if hasattr(recipe.dataset, "fit"):
+            self._fit(recipe)
         self._recorder = OpRecorder(self._recipes, held_bytes)
         gc.freeze()  # excludes imported objects from collection: scanning them took 7 % of a trace
         self._fragmentation: dict[ActivationCheckpointing, float] = {}
@@ -168,9 +196,10 @@ class _Traced:
             elif self._autocast is None and not all(each.requires_grad for each in recipe.module.parameters()):
                 cases.append((False, True))
             recorded = [
-                self._steps(mode, sharded=sharded, zero3=zero3)
+                steps
                 for sharded, zero3 in cases
-                for mode in ActivationCheckpointing
+                for mode in request.modes
+                if (steps := self._steps_or_none(mode, sharded=sharded, zero3=zero3)) is not None
             ]
         self.timeline: Timeline = timeline(self._recorder.named_places(), recorded)
 
@@ -191,10 +220,41 @@ class _Traced:
     def is_alike_on_cuda(self) -> bool:
         return self._recorder.is_alike_on_cuda
 
+    def _fit(self, recipe: Recipe) -> None:
+        """Find the batch that the head takes."""
+        samples: Any = recipe.dataset
+        if samples.at is None:
+            with as_with_values():
+                samples.fit(SAMPLES[0], recipe.module, self._prepared)
+            recipe.module.zero_grad()
+
+    @contextlib.contextmanager
+    def _prepared(self, named: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+        """A context of fake tensors, and these in place of real ones."""
+        with self._fake, self._values.reading() if self._values else contextlib.nullcontext():
+            yield {name: self._as_fake(each) for name, each in named.items()}
+
+    def _as_fake(self, real: Tensor) -> Tensor:
+        fake = self._fake.from_tensor(real)
+        if self._values:
+            self._values.note(fake, real)
+        return fake
+
+    def _steps_or_none(self, mode: ActivationCheckpointing, *, sharded: bool, zero3: bool) -> Steps | None:
+        """The steps; None where a kind of checkpointing, or stage 3, fails alone. Raises what fails without both."""
+        try:
+            return self._steps(mode, sharded=sharded, zero3=zero3)
+        except Exception as error:
+            is_first = mode is self._request.modes[0] and not zero3
+            if is_first or (isinstance(error, READS) and not self._values):
+                raise
+            print(f"{mode}, zero3={zero3}: {type(error).__name__}: {error}", file=sys.stderr)
+            return None
+
     def _steps(self, mode: ActivationCheckpointing, *, sharded: bool, zero3: bool) -> Steps:
         layers = [layer for recipe in self._recipes for layer in recipe.layers]
         norms = [norm for recipe in self._recipes for norm in batch_norms(recipe.module)]
-        linear = patch.object(functional, "linear", Zero3Linear.apply) if zero3 else contextlib.nullcontext()
+        linear = patch.object(functional, "linear", zero3_linear) if zero3 else contextlib.nullcontext()
         with _forwards_put_back((*layers, *norms)), linear:
             recompute(layers, mode)
             (first, few), (second, many) = (self._step(samples, norms, sharded=sharded) for samples in SAMPLES)
@@ -214,12 +274,13 @@ class _Traced:
         """
         real = self._recipes[0].dataset.batch(range(samples))
         training = replace(self._request.training, batch_norm_samples=samples, sync_batch_norm=False)
-        with _forwards_put_back(norms), self._fake, self._recorder.step(samples):
+        reading = self._values.reading() if self._values else contextlib.nullcontext()
+        with _forwards_put_back(norms), self._fake, reading, self._recorder.step(samples):
             prepare_batch_norms(norms, _plan(self._arithmetic, samples), training)
             for turn, recipe in enumerate(self._recipes):
                 still = contextlib.nullcontext() if sharded else _standing_still(self._recipes, recipe)
                 with self._recorder.turn(turn), still:
-                    self._forward_backward(recipe, tuple(map(self._fake.from_tensor, real)))
+                    self._forward_backward(recipe, tuple(map(self._as_fake, real)))
         return self._recorder.phases, self._recorder.ledger
 
     def _forward_backward(self, recipe: Recipe, batch: Batch) -> None:
@@ -233,19 +294,21 @@ class _Traced:
 def build(request: Request, arithmetic: Arithmetic, config: Any) -> Recipe:
     """The recipe of `config`, or of the model's factory; its parameters are on the meta device."""
     model = request.model
-    samples: Any = _Tokens(request.sequence_length)
+    samples: Any = None if request.tensors else _Tokens(request.sequence_length)
     if isinstance(config, DecoderSpec):
         recipe = decoder_recipe(config, samples, request.training.seed)
     elif model.hf is not None:
-        from orchestrator.training.models.hf_model import hf_recipe  # late: importing transformers takes seconds
+        # late: importing transformers takes seconds
+        from orchestrator.training.models.hf_heads import AnySamples
+        from orchestrator.training.models.hf_model import hf_recipe
 
         lora = None if model.lora is None else replace(model.lora, quantise_base=False)  # quantising needs CUDA
         published = model.hf if isinstance(model.hf, dict) else model.config
         own_head = {"tie_word_embeddings": False} if published.get("tie_word_embeddings") is False else {}
-        said = replace(model, hf=_as_said(config) | own_head, lora=lora)
+        said = replace(model, hf={"model_type": config.model_type} | own_head, lora=lora)
         run = TrainingRun(
             model=said,
-            data=DataSpec(sequence_length=request.sequence_length),
+            data=DataSpec(sequence_length=request.sequence_length, tensors=request.tensors),
             training=request.training,
             plan=_plan(arithmetic, SAMPLES[0]),
             job_folder="",
@@ -253,7 +316,8 @@ def build(request: Request, arithmetic: Arithmetic, config: Any) -> Recipe:
             epoch=1,
             device="cpu",
         )
-        recipe = hf_recipe(run, samples)
+        samples = AnySamples(samples, request.at) if request.any_samples else samples
+        recipe = hf_recipe(run, samples, config)
     else:
         assert model.factory is not None, "a job names a decoder, a transformers model or a factory"
         torch.manual_seed(request.training.seed)
@@ -308,14 +372,6 @@ def _cut(config: Any, layers: int) -> Any:
     if kinds and len(kinds) > layers:  # some families derive them from the number
         cut.layer_types = kinds[:layers]
     return cut
-
-
-def _as_said(config: Any) -> dict[str, Any]:
-    """The configuration as a job's settings: the keys of its family."""
-    from orchestrator.training.models.hf_model import UNLISTED
-
-    known = {*type(config)().to_dict(), *config.attribute_map, *UNLISTED}
-    return {"model_type": config.model_type, **{key: value for key, value in config.to_dict().items() if key in known}}
 
 
 def _plan(arithmetic: Arithmetic, samples: int) -> Plan:
@@ -398,6 +454,8 @@ def main(arguments: list[str]) -> int:
     """
     request = request_from_json(json.loads(Path(arguments[0]).read_text()))
     _limit_address_space(ADDRESS_SPACE_BYTES)
+    if len(arguments) > 1:  # seconds of processor time
+        resource.setrlimit(resource.RLIMIT_CPU, (int(arguments[1]), resource.RLIM_INFINITY))
     with os.fdopen(os.dup(1), "w") as answer:
         os.dup2(2, 1)
         try:
@@ -406,7 +464,7 @@ def main(arguments: list[str]) -> int:
             said = {name: getattr(error, name) for name in ("what", "path", "got", "allowed", "hint")}
             json.dump(said, answer, default=str)
             return BAD_JOB_EXIT_CODE
-        json.dump([dataclasses.asdict(each) for each in found], answer)
+        json.dump([entry and dataclasses.asdict(entry) for entry in found], answer)
     return 0
 
 

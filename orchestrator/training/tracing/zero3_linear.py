@@ -8,6 +8,11 @@ import torch
 from torch import Tensor
 
 
+def zero3_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # torch's name
+    """Return `torch.nn.functional.linear` of the same arguments, as DeepSpeed's stage 3 computes it."""
+    return Zero3Linear.apply(input, weight, bias)  # type: ignore[no-any-return, no-untyped-call]
+
+
 class Zero3Linear(torch.autograd.Function):
     """Replaces torch's linear function and saves all inputs, even those that no gradient needs.
 

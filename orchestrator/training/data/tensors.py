@@ -1,0 +1,53 @@
+"""Samples of any head of transformers: tensors by the names of its arguments, in safetensors files."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from orchestrator.specs.errors import SpecError
+
+
+class TensorFiles:
+    """Samples along axis 0 of the tensors of all files, in order; every file has the same names and shapes."""
+
+    def __init__(self, files: Sequence[str]) -> None:
+        """Raises SpecError where a file cannot be read, or its tensors differ in axis 0 or from the first file's."""
+        self._files = [_opened(name) for name in files]
+        self.names = tuple(sorted(self._files[0].keys()))
+        counts = []
+        for name, file in zip(files, self._files, strict=True):
+            sizes = {file.get_slice(key).get_shape()[0] for key in file.keys()}  # noqa: SIM118  # no dict
+            if tuple(sorted(file.keys())) != self.names or len(sizes) != 1:
+                got = f"tensors {sorted(file.keys())} of {sorted(sizes)} samples"
+                raise SpecError("files differ in tensors or samples", source=name, path="data.tensors", got=got)
+            counts.append(sizes.pop())
+        self._ends = list(accumulate(counts))
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def token_count(self, _index: int) -> int:
+        return 1
+
+    def batch(self, indices: Sequence[int]) -> tuple[Tensor, ...]:
+        """The samples, a tensor for each of `names`."""
+        return tuple(torch.stack([self._row(name, index) for index in indices]) for name in self.names)
+
+    def _row(self, name: str, index: int) -> Tensor:
+        number = bisect_right(self._ends, index)
+        row: Tensor = self._files[number].get_slice(name)[index - (self._ends[number - 1] if number else 0)]
+        return row
+
+
+def _opened(name: str) -> Any:
+    try:
+        return safe_open(name, framework="pt").__enter__()  # type: ignore[no-untyped-call]
+    except (OSError, SafetensorError) as error:
+        raise SpecError(f"no safetensors file: {error}", source=name, path="data.tensors") from None

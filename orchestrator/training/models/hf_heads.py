@@ -1,0 +1,317 @@
+"""Heads of transformers beside language models: their class, a batch that they take, and their own loss.
+
+Nothing here knows a family. The class is the one that `architectures` names. A batch follows from the names of
+`forward`'s arguments and from sizes in the configuration: a few shapes are tried for each, and the first batch that
+gives a loss is taken. A head that takes none of them is refused with the factory to write.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from orchestrator.specs.errors import SpecError
+from orchestrator.training.contract.recipe import Batch
+
+LABELS = ("labels", "return_loss", "start_positions", "future_values", "class_labels")
+SIGNALS = ("pixel_values", "input_features", "input_values", "flattened_patches", "past_values")
+TRIES_MAX = 96  # batches for one head
+IMAGE, FRAMES, AUDIO, CHOICES, SHORT = 64, 64, 8000, 2, 8  # sizes where the configuration says none
+FACTORY = "write a `factory`: `path/to/file.py:function`, which returns a Recipe with the module, its loss and its data"
+Named = dict[str, Tensor]
+Prepared = Callable[[Named], contextlib.AbstractContextManager[Named]]
+
+
+def has_loss(head: Any) -> bool:
+    """Return whether a class is a model whose `forward` takes labels."""
+    is_model = isinstance(head, type) and issubclass(head, PreTrainedModel)
+    return is_model and bool({*LABELS} & {*inspect.signature(head.forward).parameters})
+
+
+def named_head(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
+    """Return the class that `architectures` names, if the installed transformers has it for this configuration."""
+    for name in getattr(config, "architectures", None) or ():
+        head = getattr(transformers, name, None)
+        if has_loss(head) and isinstance(config, getattr(head, "config_class", None) or object):
+            return head
+    return None
+
+
+def loss_of(module: Any, named: Named) -> Tensor:
+    """Return the module's own loss of a batch, a mean, times its samples. Raises ValueError if it returns none."""
+    head = getattr(module, "module", module)  # engines wrap it
+    out = module(**arguments(named), **constants(type(head)))
+    loss = getattr(out, "loss", None)
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+        raise ValueError("it returns no loss")
+    return loss.float().sum() * len(next(iter(named.values())))
+
+
+def reads_signals(head: Any) -> bool:
+    """Return whether the head takes images or sounds."""
+    return bool({*SIGNALS} & {*inspect.signature(head.forward).parameters})
+
+
+def constants(head: Any) -> dict[str, Any]:
+    """Return the arguments of `forward` that are no tensors: a loss is asked for, a cache is not."""
+    flags = {"return_loss": True, "use_cache": False, "return_dict": True}
+    return {name: value for name, value in flags.items() if name in inspect.signature(head.forward).parameters}
+
+
+def arguments(named: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return tensors as `forward` takes them: `a.b` is key b of a dictionary per sample, `a[]` a list.
+
+    Of `a*` the samples are joined: their first two axes become one.
+    """
+    result: dict[str, Any] = {}
+    for name, values in named.items():
+        argument, _, key = name.partition(".")
+        if key:
+            for sample, row in zip(result.setdefault(argument, [{} for _ in values]), values, strict=True):
+                sample[key] = row
+        else:
+            result[name.rstrip("[]*")] = (
+                list(values) if "[]" in name else values.flatten(0, 1) if "*" in name else values
+            )
+    return result
+
+
+@dataclass(frozen=True, slots=True)
+class AnySamples:
+    """What a trace asks for where a script brings its own samples: `tokens`, or whatever the head takes.
+
+    `batch` is its place among `batches`, and `places`; None: they are not known yet.
+    """
+
+    tokens: Any  # the samples of a language model
+    batch: tuple[int | None, int | None] = (None, None)
+
+
+class OwnBatch:
+    """Samples of a head that are made up: the first batch that it takes, found by `fit`."""
+
+    def __init__(self, head: type[PreTrainedModel], config: PreTrainedConfig, any_samples: AnySamples) -> None:
+        self._head, self._config, self._length = head, config, any_samples.tokens.token_count(0)
+        self.at, self.places = any_samples.batch
+
+    def __len__(self) -> int:
+        return 2**31
+
+    def token_count(self, _index: int) -> int:
+        return 1
+
+    def fit(self, samples: int, module: Any, prepared: Prepared = contextlib.nullcontext) -> None:
+        """Take the first batch with a loss. Raises SpecError with the first failure if there is none.
+
+        `prepared` returns a context in which the module takes what it yields in place of the tensors.
+        """
+        takes = {*inspect.signature(self._head.forward).parameters}
+        for signal in _signals(takes, self._config, samples) if "input_ids" in takes else ():
+            with contextlib.suppress(Exception), prepared(signal) as passed, torch.no_grad():
+                self.places = places_of(module, passed, samples)
+                break
+        failure: Exception | None = None
+        for place, named in enumerate(itertools.islice(self._batches(samples), TRIES_MAX)):
+            try:
+                with prepared(named) as passed:
+                    loss_of(module, passed).backward()  # type: ignore[no-untyped-call]
+            except Exception as error:
+                failure = failure or error
+            else:
+                self.at = place
+                return
+        lines = str(failure or "").strip().splitlines() or [repr(failure)]
+        what = f"no batch that follows from its arguments gives a loss: {lines[0]}"
+        raise SpecError(what, path="model.hf", got=self._head.__name__, hint=FACTORY) from failure
+
+    def named(self, samples: int) -> Named:
+        """Return the batch that was found, for so many samples."""
+        assert self.at is not None, "fit"
+        return next(itertools.islice(self._batches(samples), self.at, None))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self.named(1))
+
+    def batch(self, indices: Sequence[int]) -> Batch:
+        return tuple(self.named(len(indices)).values())
+
+    def _batches(self, samples: int) -> Iterator[Named]:
+        return batches(self._head, self._config, samples, self._length, self.places)
+
+
+def batches(
+    head: type[PreTrainedModel], config: PreTrainedConfig, samples: int, length: int, places: int | None
+) -> Iterator[Named]:
+    """Yield batches that the head may take, the likeliest first. `places`: as `places_of`."""
+    takes = {*inspect.signature(head.forward).parameters}
+    for inputs in _inputs(takes, config, samples, length, places):
+        for labels in _labels(takes, config, samples, inputs):
+            yield inputs | labels
+
+
+def sizes_of(config: Any, *names: str) -> Iterator[int]:
+    """Yield the numbers that a configuration has under these names, then those of its parts."""
+    for name in names:
+        value = getattr(config, name, None)
+        if isinstance(value, (list, tuple)) and value:
+            value = value[0]
+        if type(value) is int and value > 0:
+            yield value
+    for name in type(config).sub_configs if isinstance(config, PreTrainedConfig) else ():
+        part = getattr(config, name, None)
+        if isinstance(part, PreTrainedConfig):
+            yield from sizes_of(part, *names)
+
+
+def _size(config: Any, default: int, *names: str) -> int:
+    return next(sizes_of(config, *names), default)
+
+
+def _text_config(config: Any) -> Any:
+    try:
+        return config.get_text_config(decoder=True)
+    except ValueError:  # several
+        return config
+
+
+def _tokens(config: Any, samples: int, length: int) -> Tensor:
+    """Words [samples, tokens] that no configuration gives a meaning, and the end of the text behind them."""
+    text = _text_config(config)
+    vocabulary = _size(text, _size(config, 2, "vocab_size"), "vocab_size")
+    places = _size(text, length, "max_position_embeddings", "n_positions", "max_target_positions", "max_seq_len")
+    count = max(2, min(length, places - 4))
+    special = {value for item in (config, text) for name, value in item.to_dict().items() if name.endswith("token_id")}
+    plain = torch.tensor([word for word in range(min(vocabulary, 64)) if word not in special] or [0])
+    tokens = plain[torch.arange(samples * count) % len(plain)].reshape(samples, count)
+    end = getattr(text, "eos_token_id", None)
+    if type(end) is int and end < vocabulary:
+        tokens[:, -1] = end
+    return tokens
+
+
+def _inputs(takes: set[str], config: Any, samples: int, length: int, places: int | None) -> Iterator[Named]:
+    signals = list(_signals(takes, config, samples))
+    if "input_ids" not in takes:
+        yield from signals
+        return
+    tokens = _tokens(config, samples, length)
+    beside: Named = {"bbox": torch.zeros(*tokens.shape, 4, dtype=torch.int64)} if "bbox" in takes else {}
+    for signal in signals:
+        for holders in _holders(config, tokens, places):
+            yield {"input_ids": holders} | beside | signal
+    yield {"input_ids": tokens} | beside
+    if "decoder_input_ids" in takes:
+        yield {"input_ids": tokens, "decoder_input_ids": tokens}
+    choices = tokens.unsqueeze(1).repeat(1, CHOICES, 1)
+    yield {"input_ids": choices} | {name: item.unsqueeze(1).repeat(1, CHOICES, 1, 1) for name, item in beside.items()}
+
+
+def _holders(config: Any, tokens: Tensor, places: int | None) -> Iterator[Tensor]:
+    """Yield the tokens, behind the places of an image's or a sound's features where a token stands for each."""
+    names = ("image_token_id", "image_token_index", "audio_token_id", "audio_token_index", "video_token_id")
+    token = next((getattr(config, name) for name in names if type(getattr(config, name, None)) is int), None)
+    if token is not None and places:
+        yield torch.cat([torch.full((len(tokens), places), token), tokens], dim=1)
+    yield tokens
+
+
+def places_of(module: Any, named: Mapping[str, Tensor], samples: int) -> int | None:
+    """Return how many tokens of a sample stand for the features of its image or sound; None where none do."""
+    for name in ("get_image_features", "get_audio_features"):
+        features = getattr(module, name, None)
+        taken = {*inspect.signature(features).parameters} if features is not None else set()
+        passed = {key: value for key, value in arguments(named).items() if key in taken}
+        if features is not None and passed:
+            out = features(**passed)
+            result = tree_leaves(getattr(out, "pooler_output", out))
+            count = sum(item.numel() for item in result if isinstance(item, Tensor))
+            return count // samples // _size(_text_config(module.config), 1, "hidden_size", "d_model", "n_embd")
+    return None
+
+
+def _signals(takes: set[str], config: Any, samples: int) -> Iterator[Named]:
+    """Yield images, sounds and series."""
+    channels = _size(config, 3, "num_channels", "in_channels", "in_chans")
+    sides = [*sizes_of(config, "image_size"), IMAGE, 224]
+    patch = _size(config, 16, "patch_size")
+    if "image_grid_thw" in takes:
+        depth, side = _size(config, 1, "temporal_patch_size"), 2 * _size(config, 1, "spatial_merge_size")
+        grid = torch.tensor([[1, side, side]] * samples)
+        yield {"pixel_values*": torch.zeros(samples, side**2, channels * depth * patch**2), "image_grid_thw": grid}
+    elif "pixel_values" in takes:
+        for side in dict.fromkeys(sides):
+            image = torch.zeros(samples, channels, side, side)
+            if "bool_masked_pos" in takes:
+                yield {
+                    "pixel_values": image,
+                    "bool_masked_pos": torch.arange((side // patch) ** 2).repeat(samples, 1) > 1,
+                }
+            yield {"pixel_values": image}
+            frames = _size(config, 2, "num_frames", "frames_per_clip")
+            yield {"pixel_values": image.unsqueeze(1).repeat(1, frames, 1, 1, 1)}
+    if "flattened_patches" in takes:
+        yield {"flattened_patches": torch.ones(samples, FRAMES, channels * patch**2 + 2)}
+    mels = _size(config, 80, "num_mel_bins", "input_feat_per_channel", "feature_size", "input_channels")
+    times = [2 * item for item in sizes_of(config, "max_source_positions")] + [FRAMES]
+    if "input_features" in takes:
+        for time in times:
+            yield {"input_features": torch.zeros(samples, mels, time)}
+        yield {"input_features": torch.zeros(samples, FRAMES, mels)}
+    if "input_values" in takes:
+        yield {"input_values": torch.zeros(samples, AUDIO)}
+        yield {"input_values": torch.zeros(samples, 1, AUDIO)}
+        yield {"input_values": torch.zeros(samples, _size(config, FRAMES, "max_length"), mels)}
+    if "past_values" in takes:
+        time, width = _size(config, FRAMES, "context_length"), _size(config, 1, "num_input_channels")
+        yield {"past_values": torch.zeros(samples, time, width)}
+
+
+def _labels(takes: set[str], config: Any, samples: int, inputs: Named) -> Iterator[Named]:
+    tokens, image = inputs.get("input_ids"), inputs.get("pixel_values")
+    ones, kinds = torch.ones(samples, dtype=torch.int64), max(1, getattr(config, "num_labels", 0) or 1)
+    if "start_positions" in takes:
+        yield {"start_positions": ones, "end_positions": ones}
+    if "mask_labels" in takes:
+        yield {"mask_labels[]": torch.ones(samples, 1, IMAGE, IMAGE), "class_labels[]": ones.unsqueeze(1)}
+    if "future_values" in takes:
+        past = inputs["past_values"]
+        yield {"future_values": torch.zeros(samples, _size(config, FRAMES, "prediction_length"), past.shape[-1])}
+    if "labels" not in takes:
+        yield {}
+        return
+    result: list[Named] = []
+    if tokens is not None:
+        result.append({"labels": (tokens % 2).clamp(max=kinds - 1) if tokens.dim() == 2 else ones})
+    result.append({"labels": ones})
+    if tokens is None:
+        result.append({"labels": torch.ones(samples, SHORT, dtype=torch.int64)})
+    if image is not None:
+        pixels = torch.ones(samples, *image.shape[-2:], dtype=torch.int64)
+        boxes = torch.full((samples, 1, 4), 0.5)
+        result.append({"labels": pixels})
+        result.append({"labels.class_labels": ones.unsqueeze(1), "labels.boxes": boxes})
+        result.append(
+            {"labels.class_labels": ones.unsqueeze(1), "labels.boxes": boxes, "labels.masks": pixels[:, None]}
+        )
+        result += [{"labels": pixels.float()}, {"labels": image}]
+    result.append({"labels": torch.ones(samples, kinds)})
+    if tokens is not None:
+        result.append({"labels": torch.ones(samples, SHORT, dtype=torch.int64)})
+    mels = _size(config, 80, "num_mel_bins", "feature_size")
+    result.append({"labels": torch.zeros(samples, FRAMES, mels)})
+    result.append({"labels": torch.ones(samples, FRAMES, _size(config, 4, "num_codebooks"), dtype=torch.int64)})
+    more = [name for name in takes if name != "labels" and name.endswith(("_label", "_labels"))]
+    yield from result
+    if more:
+        yield from (item | dict.fromkeys(more, ones) for item in result[:2])

@@ -1,0 +1,147 @@
+"""Values of fake tensors, for code that reads them: lengths, masks, indices, routes.
+
+Integers and booleans are computed beside the fake tensors, on the real ones that they come from: batches, buffers and
+constants. Where they come from activations (a router's choice, a threshold), these are random numbers of the same
+shape. An operator that has no fake form is run once on such numbers. So sizes that depend on values are those of a
+small real run, while weights and activations have no memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.weak import WeakIdKeyDictionary
+
+ELEMENTS_MAX = 2**24  # of a tensor whose values are computed
+READS = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+
+
+class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A mode, inside a FakeTensorMode, that answers operators which read values."""
+
+    def __init__(self, fake: FakeTensorMode) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._fake = fake
+        self._values: Any = WeakIdKeyDictionary()
+        self._random = torch.Generator().manual_seed(0)
+
+    def note(self, fake: Tensor, real: Tensor) -> None:
+        """Let the fake tensor have a copy of the values of a real one."""
+        if not real.is_floating_point() and not real.is_meta:
+            with _disable_current_modes():
+                self._values[fake] = real.detach().clone()
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """Return a context in which fake tensors become arrays, too."""
+        with patch.object(FakeTensor, "numpy", lambda tensor, **_: self._real(tensor).numpy(), create=True), self:
+            yield
+
+    def __torch_dispatch__(self, op: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        try:
+            out = op(*args, **kwargs)
+        except READS:
+            return self._as_fake(self._run(op, args, kwargs))
+        made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        integral = [leaf for leaf in made if not leaf.is_floating_point() and leaf.numel() <= ELEMENTS_MAX]
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if (integral and (len(integral) == len(made) or any(self._has(leaf) for leaf in inputs))) or self._writes(
+            op, args
+        ):
+            real = self._run(op, args, kwargs)
+            for leaf, values in zip(tree_leaves(out), tree_leaves(real), strict=True):
+                if isinstance(leaf, Tensor) and isinstance(leaf, FakeTensor) and not leaf.is_floating_point():
+                    self._values[leaf] = values
+        elif integral:  # chosen by activations
+            for leaf in integral:
+                self._values[leaf] = _Later(
+                    op, tree_map(_described, args), tree_map(_described, kwargs), _at(out, leaf)
+                )
+        return out
+
+    def _writes(self, op: Any, args: Any) -> bool:
+        return op._schema.is_mutable and bool(args) and isinstance(args[0], Tensor) and self._has(args[0])
+
+    def _has(self, tensor: Tensor) -> bool:
+        return tensor in self._values or not isinstance(tensor, FakeTensor)
+
+    def _run(self, op: Any, args: Any, kwargs: Any) -> Any:
+        args, kwargs = tree_map(self._real, args), tree_map(self._real, kwargs)
+        with _disable_current_modes():
+            return op(*args, **kwargs)
+
+    def _real(self, value: Any) -> Any:
+        if isinstance(value, torch.device):
+            return torch.device("cpu")
+        if not isinstance(value, (Tensor, _Shape)):
+            return value
+        if isinstance(value, Tensor):
+            if not isinstance(value, FakeTensor):
+                return value
+            noted = self._values.get(value)
+            if isinstance(noted, Tensor):
+                return noted
+            if isinstance(noted, _Later):
+                out = self._run(noted.op, noted.args, noted.kwargs)
+                self._values[value] = real = tree_leaves(out)[noted.at]
+                return real
+            if value.constant is not None:
+                return value.constant
+        if value.numel() > ELEMENTS_MAX:
+            raise ValueError(f"the values of {tuple(value.shape)} are read")
+        with _disable_current_modes():
+            if value.numel() == 1 and value.dtype.is_floating_point:  # such as a draw that may drop a layer
+                return torch.full(value.shape, 0.5, dtype=value.dtype)
+            if not value.dtype.is_floating_point:
+                return torch.zeros(value.shape, dtype=value.dtype)
+            return torch.randn(value.shape, generator=self._random).to(value.dtype)
+
+    def _as_fake(self, real: Any) -> Any:
+        def made(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            fake = self._fake.from_tensor(value)
+            self.note(fake, value)
+            return fake
+
+        return tree_map(made, real)
+
+
+class _Shape:
+    """A tensor without its memory."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.shape, self.dtype = tensor.shape, tensor.dtype
+
+    def numel(self) -> int:
+        return self.shape.numel()
+
+
+class _Later:
+    """An operator to be run when its values are read."""
+
+    def __init__(self, op: Any, args: Any, kwargs: Any, index: int) -> None:
+        self.op, self.args, self.kwargs, self.at = op, args, kwargs, index
+
+
+def _described(value: Any) -> Any:
+    return _Shape(value) if isinstance(value, Tensor) else value
+
+
+def _at(out: Any, leaf: Tensor) -> int:
+    return next(index for index, each in enumerate(tree_leaves(out)) if each is leaf)

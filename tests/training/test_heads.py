@@ -1,0 +1,91 @@
+"""Heads drawn from the installed transformers plan, and train two steps on the same batch: one rule for all."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from safetensors.torch import save_file
+
+from orchestrator.specs.choices import ActivationCheckpointing, Precision
+from orchestrator.specs.errors import SpecError
+from orchestrator.specs.job.model import DataSpec, ModelSpec, TrainingSpec
+from orchestrator.training.build import build_engine, build_recipe
+from orchestrator.training.models.hf_heads import OwnBatch
+from orchestrator.training.tracing.trace import Arithmetic, Request, build, profiles
+from tests.training import gang
+from tests.training.heads import drawn
+
+SEED, HEADS, HEADS_LONG, BAR = 43, 3, 60, 0.8
+FP32 = Arithmetic(precision=Precision.FP32, autocast=False)
+NONE = ActivationCheckpointing.NONE
+
+
+def request(said: dict[str, Any], **changes: Any) -> Request:
+    asked = Request(
+        model=ModelSpec(hf=said),
+        training=TrainingSpec(),
+        family="head",
+        sequence_length=32,
+        arithmetics=(FP32,),
+        modes=(NONE,),
+        any_samples=True,
+    )
+    return dataclasses.replace(asked, **changes)
+
+
+def trains(said: dict[str, Any], home: Path) -> None:
+    """Train two steps by the torch engine, on the batch that the head takes. Raises where it does not."""
+    recipe = build(request(said), FP32, transformers.CONFIG_MAPPING[said["model_type"]].from_dict(dict(said)))
+    data = DataSpec(sequence_length=32)
+    if isinstance(recipe.dataset, OwnBatch):
+        head: Any = getattr(transformers, said["architectures"][0])
+        recipe.dataset.fit(2, head._from_config(recipe.module.config, dtype=torch.float32).train())
+        data = DataSpec(tensors=(str(home / "samples.safetensors"),))
+        save_file({name: each.contiguous() for name, each in recipe.dataset.named(2).items()}, data.tensors[0])
+    run = gang.training_run(home, "head", gang.torch_plan(2), (), model=ModelSpec(hf=said), data=data)
+    recipe = build_recipe(run) if data.tensors else recipe
+    engine = build_engine(run, recipe, torch.device("cpu"), None)
+    for step in range(2):
+        loss = engine.step(step, [recipe.dataset.batch(range(2))], 2).loss
+        assert loss == loss, "not a number"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("count", [HEADS, pytest.param(HEADS_LONG, marks=pytest.mark.long)])
+def test_drawn_heads_plan_and_train_two_steps_or_are_refused_with_the_factory_to_write(
+    tmp_path: Path, count: int
+) -> None:
+    failures, refused = {}, 0
+    for number, (head, said) in zip(range(count), drawn(SEED), strict=False):
+        home = tmp_path / str(number)
+        home.mkdir()
+        try:
+            assert profiles(request(said))[0] is not None
+        except SpecError as error:
+            failures |= {} if "factory" in error.hint else {head: f"refused without a way on: {error}"}
+            refused += 1
+            continue
+        except Exception as error:
+            failures[head] = f"no plan: {type(error).__name__}: {error}"
+            continue
+        try:
+            trains(said, home)
+        except Exception as error:
+            failures[head] = f"planned, but did not train: {type(error).__name__}: {error}"
+    bar = BAR * count if count == HEADS_LONG else 1  # few heads say little
+    assert not any("refused" in text for text in failures.values()), failures
+    assert count - refused - len(failures) >= bar, (refused, failures)
