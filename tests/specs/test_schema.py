@@ -146,7 +146,7 @@ def document_with(noun: str, path: Path, value: object) -> dict[str, Any]:
     if path in (("model",), ("model", "factory")) or path[:2] == ("model", "decoder"):
         base["model"] = {}
     if path[0] == "data" and len(path) == 2:
-        base["data"] = {} if path[1] in ("text", "chat", "tokens") else {"text": ["corpus.txt"]}
+        base["data"] = {} if path[1] in ("text", "chat", "tokens", "tensors") else {"text": ["corpus.txt"]}
     if dotted.startswith("knobs.micro_batch_size."):
         said = {"knobs": knob_with(path[-1], value)}
     if dotted.startswith("nodes.device."):

@@ -293,7 +293,7 @@ class JobSpec(SpecModel):
             if self.model.decoder is not None and not self.data.text:
                 raise ValueError("a decoder job needs `data.text`: the files it is trained on")
             if self.model.hf is not None and not self.data.files:
-                raise ValueError("a transformers model needs `data.text`, `data.chat` or `data.tokens`")
+                raise ValueError("a transformers model needs `data.text`, `data.chat`, `data.tokens` or `data.tensors`")
         if self.model is not None and (self.steps is not None or self.speeds):
             raise ValueError("`steps` and `speeds` are a script's: a model says `training.max_steps`, and is costed")
         counts = [count for count, _ in self.speeds]
