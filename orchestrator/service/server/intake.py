@@ -15,6 +15,7 @@ from orchestrator.backends.attempts.program import why_not_started
 from orchestrator.backends.trackers import check_trackers
 from orchestrator.memory.profiles import is_known
 from orchestrator.service.server.git import code_source
+from orchestrator.service.server.hub import CONFIG, HINT, hub_config
 from orchestrator.service.server.logins import DEFAULT_HOME
 from orchestrator.service.server.profiling import TraceScope, traced
 from orchestrator.specs.clock import known_zone
@@ -29,7 +30,6 @@ from orchestrator.specs.parse import Override, parse_cluster, parse_job, parse_j
 from orchestrator.specs.replace import replace
 
 OWN_PYTHON = ("python", "python3")
-CONFIG = "config.json"
 NO_CONFIG = f"no {CONFIG} can be read"
 EMBEDDED_CLUSTER = """\
 name: two-virtual-devices
@@ -152,7 +152,11 @@ def _read(
     if problems:
         raise together(problems, source)
     here = frozenset(key for key, _ in paths_of(resolved) if key not in there)
-    if resolved.known_model is not None and not is_known(resolved):
+    model = resolved.known_model
+    if model is not None and not is_known(resolved):
+        if isinstance(model.hf, str) and not model.config:
+            path = f"{_said_as(spec)}.hf"
+            raise SpecError("the model's sizes are not known", source=source, path=path, got=model.hf, hint=HINT)
         home = home or Path(os.environ.get("ORC_HOME", DEFAULT_HOME))
         resolved = resolved.model_copy(update={"traced": traced(resolved, home.expanduser(), source, scope(resolved))})
     return ReadJob(spec=resolved, here=here)
@@ -238,7 +242,7 @@ def _absolute_model(model: ModelSpec, folder: Path) -> ModelSpec:
     if isinstance(model.hf, str):
         hf = str(_folder_or_name(folder, model.hf))
         known = _folder_config(hf) if Path(hf).is_absolute() else {}
-        config = known or model.config or ({} if Path(hf).is_absolute() else _hub_config(hf))
+        config = known or model.config or ({} if Path(hf).is_absolute() else hub_config(hf))
         return replace(model, hf=hf, config=config)
     return model
 
@@ -290,16 +294,6 @@ def _folder_config(folder: str) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return config if isinstance(config, dict) else {}
-
-
-def _hub_config(name: str) -> dict[str, Any]:
-    """A model's configuration from the hub or its local cache; empty if there is none: the job must then give it."""
-    try:
-        from transformers import PreTrainedConfig  # late: it takes seconds, and needs the extra `finetune`
-
-        return dict(PreTrainedConfig.get_config_dict(name)[0])
-    except (ImportError, OSError, ValueError):
-        return {}
 
 
 def _missing_files(spec: JobSpec, source: str) -> Iterator[SpecError]:

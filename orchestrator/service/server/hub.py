@@ -1,0 +1,55 @@
+"""The configuration of a model that a job names by its name on the hub."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+from orchestrator.specs.published import WRITTEN, published_sizes
+
+TRY_S = 10.0  # the one try to reach the hub
+CONFIG = "config.json"
+HINT = (
+    f"it is not in the local cache, the hub did not give it within {TRY_S:g} s, and our table of {WRITTEN} has no such "
+    "model. Set HF_ENDPOINT to a mirror, HF_TOKEN for a model behind a licence, name a folder, or write its "
+    "configuration under `config:` beside `hf`"
+)
+
+
+def hub_config(name: str) -> dict[str, Any]:
+    """Return the configuration: from the local cache, the hub in one try, or our table; empty where none has it.
+
+    The table is told on stderr: a fine-tuning under the same name may have other sizes.
+    """
+    config = _downloaded(name)
+    if config:
+        return config
+    config = published_sizes(name)
+    if config:
+        print(f"{name}: the hub did not answer; its sizes are those of our table of {WRITTEN}", file=sys.stderr)
+    return config
+
+
+def _downloaded(name: str) -> dict[str, Any]:
+    """Return what the hub's library has or gets. It tries again what fails, so a thread of its own is waited for."""
+    answer: list[dict[str, Any]] = []
+
+    def download() -> None:
+        try:
+            from huggingface_hub import hf_hub_download  # late: it needs the extra `finetune`
+            from huggingface_hub.utils.logging import set_verbosity_error
+
+            set_verbosity_error()  # type: ignore[no-untyped-call]  # it tells each of its tries
+            config = json.loads(Path(hf_hub_download(name, CONFIG, etag_timeout=TRY_S)).read_text())
+        except (ImportError, OSError, ValueError):  # what the hub's library raises is one of these
+            return
+        if isinstance(config, dict):
+            answer.append(config)
+
+    thread = threading.Thread(target=download, daemon=True, name="hub")
+    thread.start()
+    thread.join(TRY_S)
+    return answer[0] if answer else {}

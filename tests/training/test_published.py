@@ -1,0 +1,59 @@
+"""A model that is named by its name on the hub: the table of sizes, and a hub that does not answer."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from orchestrator.specs.published import PUBLISHED, published_sizes
+
+FIT = "from orchestrator.cli import main; import sys; main(sys.argv[1:])"
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_model_of_the_table_has_as_many_parameters_as_the_hub_shows(name: str) -> None:
+    config, expected = PUBLISHED[name].config, PUBLISHED[name].parameters
+    built = transformers.CONFIG_MAPPING[config["model_type"]].from_dict(dict(config))
+    with torch.device("meta"):
+        model = getattr(transformers, config["architectures"][0])(built)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    own_head = config["vocab_size"] * config["d_model"] if config["model_type"] == "t5" else 0  # tied until it is read
+    assert count + own_head == expected
+
+
+def test_tuned_versions_have_the_sizes_of_their_base_and_other_names_have_none() -> None:
+    assert published_sizes("qwen/qwen2.5-7b-INSTRUCT") == dict(PUBLISHED["Qwen/Qwen2.5-7B"].config)
+    assert published_sizes("google/gemma-2-9b-it") == dict(PUBLISHED["google/gemma-2-9b"].config)
+    assert published_sizes("somebody/Qwen2.5-7B") == {}
+
+
+def run(folder: Path, program: str, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+    variables = {**os.environ, "HF_HOME": str(folder / "hf"), "ORC_HOME": str(folder / "home"), **env}
+    command = [sys.executable, "-c", program, *arguments]
+    return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=200)
+
+
+def test_without_the_hub_a_model_of_the_table_is_planned_and_another_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    planned = run(tmp_path, FIT, "fit", "hf:Qwen/Qwen2.5-0.5B-Instruct", HF_HUB_OFFLINE="1")
+    assert planned.returncode == 0, planned.stderr
+    assert "our table of" in planned.stderr
+    refused = run(tmp_path, FIT, "fit", "hf:somebody/own-model", HF_HUB_OFFLINE="1")
+    assert refused.returncode == 2
+    assert "model.hf" in refused.stderr
+    for way in ("HF_ENDPOINT", "HF_TOKEN", "config:"):
+        assert way in refused.stderr
+
+
+def test_a_hub_that_never_answers_is_waited_for_once(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        program = "from orchestrator.service.server import hub; hub.TRY_S = 0.5; print(hub.hub_config('a/model'))"
+        ended = run(tmp_path, program, HF_ENDPOINT=endpoint)
+    assert (ended.returncode, ended.stdout.strip()) == (0, "{}"), ended.stderr
