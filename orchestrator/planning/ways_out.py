@@ -19,6 +19,7 @@ from orchestrator.specs.job.sections import Degrade, GpuRange
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job.trainer import Knob
 from orchestrator.specs.plan import Plan
+from orchestrator.specs.published import published_sizes, smaller_siblings
 from orchestrator.specs.replace import replace
 from orchestrator.specs.settings import in_short
 from orchestrator.specs.units import format_bytes
@@ -104,6 +105,23 @@ def adapters(case: Unfit, trace: Callable[[JobSpec], JobSpec]) -> Iterator[WayOu
         for way in list(_way(changed, label, settings)) or list(_smaller_batch(changed)):
             label = label if way.settings == settings else f"{label}, and {way.label}"
             yield replace(way, label=label, settings={**settings, **way.settings}, degradation=Degradation.SEMANTIC)
+
+
+def smaller_models(case: Unfit, trace: Callable[[JobSpec], JobSpec]) -> Iterator[WayOut]:
+    """Yield the largest smaller model of the same line that would fit, where a job of our engines names one."""
+    model = case.spec.model
+    if model is None or not isinstance(model.hf, str):
+        return
+    for name in smaller_siblings(model.hf):
+        sibling = replace(model, hf=name, config=published_sizes(name))
+        try:
+            smaller = trace(case.spec.model_copy(update={"model": sibling, "traced": ()}))
+        except SpecError:
+            continue
+        ways = list(_way(replace(case, spec=smaller), "a smaller model of its line", {"model.hf": name}))
+        if ways:
+            yield replace(ways[0], degradation=Degradation.SEMANTIC)
+            return
 
 
 def missing_knobs(case: Unfit) -> Iterator[str]:

@@ -7,6 +7,7 @@ it; tests build each and count. A fine-tuning under another name has the sizes o
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from functools import partial
 from types import MappingProxyType
@@ -105,15 +106,29 @@ PUBLISHED: Final[Mapping[str, PublishedModel]] = MappingProxyType(
 def published_sizes(name: str) -> dict[str, Any]:
     """Return the configuration of a repository on the hub as the table has it; empty where it has none.
 
-    The name's case does not count, nor do the endings of tuned versions, -Instruct, -it and -Base.
+    The name's case does not count, nor do the endings -Instruct, -it and -hf.
     """
     plain = {_plain(known): model for known, model in PUBLISHED.items()}
     model = plain.get(_plain(name))
     return {} if model is None else dict(model.config)
 
 
+def smaller_siblings(name: str) -> list[str]:
+    """Return the models of the table in the same line with fewer parameters, the largest first."""
+    line = _line(name)
+    parameters = next((model.parameters for known, model in PUBLISHED.items() if _plain(known) == _plain(name)), 0)
+    siblings = {known: model.parameters for known, model in PUBLISHED.items() if _line(known) == line}
+    smaller = [known for known, count in siblings.items() if count < parameters]
+    return sorted(smaller, key=lambda known: -siblings[known])
+
+
+def _line(name: str) -> str:
+    """The name without its size, such as google/gemma-2."""
+    return re.sub(r"-[0-9.]+[bm]$|-(small|base|medium|large|xl)$", "", _plain(name))
+
+
 def _plain(name: str) -> str:
     text = name.lower()
-    for ending in ("-instruct", "-it", "-base", "-hf"):
+    for ending in ("-instruct", "-it", "-hf"):
         text = text.removesuffix(ending)
     return text

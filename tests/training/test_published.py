@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 
-from orchestrator.specs.published import PUBLISHED, published_sizes
+from orchestrator.specs.published import PUBLISHED, published_sizes, smaller_siblings
 
 FIT = "from orchestrator.cli import main; import sys; main(sys.argv[1:])"
 
@@ -32,6 +32,22 @@ def test_tuned_versions_have_the_sizes_of_their_base_and_other_names_have_none()
     assert published_sizes("qwen/qwen2.5-7b-INSTRUCT") == dict(PUBLISHED["Qwen/Qwen2.5-7B"].config)
     assert published_sizes("google/gemma-2-9b-it") == dict(PUBLISHED["google/gemma-2-9b"].config)
     assert published_sizes("somebody/Qwen2.5-7B") == {}
+
+
+def test_a_refusal_names_the_largest_smaller_model_of_the_line_that_fits(tmp_path: Path) -> None:
+    assert smaller_siblings("Qwen/Qwen2.5-7B-Instruct")[:2] == ["Qwen/Qwen2.5-3B", "Qwen/Qwen2.5-1.5B"]
+    assert smaller_siblings("google/flan-t5-base") == ["google/flan-t5-small"]
+    assert smaller_siblings("somebody/model-7b") == []
+    job = tmp_path / "job.yaml"
+    model = "model: {hf: Qwen/Qwen2.5-14B}\ndata: {text: [text.txt], sequence_length: 1024}\nprecision: bf16\n"
+    job.write_text(f"name: tune\nglobal_batch_size: 8\n{model}")
+    refused = run(tmp_path, FIT, "plan", str(job), "--gpu", "a100-40gb", HF_HUB_OFFLINE="1", COLUMNS="300")
+    assert refused.returncode == 1, refused.stderr
+    (way,) = [line for line in refused.stdout.splitlines() if "a smaller model" in line]
+    setting = way.rpartition("--set ")[2].strip()
+    assert setting.startswith("model.hf=Qwen/Qwen2.5-")
+    again = run(tmp_path, FIT, "plan", str(job), "--gpu", "a100-40gb", "--set", setting, HF_HUB_OFFLINE="1")
+    assert again.returncode == 0, again.stdout
 
 
 def run(folder: Path, program: str, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:

@@ -23,7 +23,7 @@ from orchestrator.planning.frontier import (
 )
 from orchestrator.planning.layouts import layers_to_cut, why_no_experts
 from orchestrator.planning.search import frontier, profile_for
-from orchestrator.planning.ways_out import Unfit, adapters
+from orchestrator.planning.ways_out import Unfit, adapters, smaller_models
 from orchestrator.scheduling.base.node_groups import Group, groups_of
 from orchestrator.scheduling.options.probe import measured_spec, probe_of
 from orchestrator.service.server.profiling import TraceScope
@@ -171,7 +171,8 @@ def _forecast_on(
         capacity_bytes = free_bytes[spec.gpus.min - 1]
         nothing = why_nothing_fits(spec, hardware, capacity_bytes, calibrated)
         if trace is not None:
-            ways = adapters(Unfit(spec, hardware, capacity_bytes, calibrated), trace)
+            case = Unfit(spec, hardware, capacity_bytes, calibrated)
+            ways = (*adapters(case, trace), *smaller_models(case, trace))
             nothing = "\n".join([nothing, *(f"would fit: {way.sentence}" for way in ways)])
     job = Job(id=spec.name, spec=spec, order=1, submitted_at_s=0.0)
     probe = probe_of(job, hardware.device, calibrated, candidates)
