@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
@@ -65,6 +66,18 @@ def test_without_the_hub_a_model_of_the_table_is_planned_and_another_is_refused_
     assert "model.hf" in refused.stderr
     for way in ("HF_ENDPOINT", "HF_TOKEN", "config:"):
         assert way in refused.stderr
+
+
+def test_a_head_that_takes_no_text_is_fitted_as_a_script_that_makes_its_samples(tmp_path: Path) -> None:
+    sizes = {"d_model": 16, "vocab_size": 64, "num_mel_bins": 8, "max_source_positions": 32, "pad_token_id": 1}
+    sizes |= {f"{part}_layers": 1 for part in ("encoder", "decoder")}
+    sizes |= {f"{part}_attention_heads": 2 for part in ("encoder", "decoder")}
+    sizes |= {"bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 3, "max_target_positions": 32}
+    transformers.WhisperConfig(**sizes, architectures=["WhisperForConditionalGeneration"]).save_pretrained(tmp_path)
+    fitted = run(tmp_path, FIT, "fit", f"hf:{tmp_path}", "--set", "data.sequence_length=16", "--json")
+    assert fitted.returncode == 0, fitted.stderr
+    rows = json.loads(fitted.stdout)["rows"]
+    assert {(row["way"], row["devices"]) for row in rows if row["device"] == "rtx3090-24gb"} == {("as a script", 1)}
 
 
 def test_a_hub_that_never_answers_is_waited_for_once(tmp_path: Path) -> None:

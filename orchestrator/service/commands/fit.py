@@ -36,7 +36,7 @@ ASSUMED: Mapping[str, Any] = {
 class FitRow(TypedDict):
     """One way to train on one card: the fewest of its cards with a plan (null: not on eight), and that plan."""
 
-    way: str  # "as written", "full", "adapters" or "adapters, 4 bits"
+    way: str  # "as written", "as a script", "full", "adapters" or "adapters, 4 bits"
     device: str
     memory_bytes: int
     devices: int | None
@@ -52,11 +52,23 @@ def job_of_model(name: str) -> dict[str, Any]:
     return {"name": "fit", "gpus": 1, "model": {"hf": name}, **ASSUMED}
 
 
+def script_of_model(name: str) -> dict[str, Any]:
+    """What a job file says of a script that trains every weight of a model, on samples that it makes itself.
+
+    A head that takes no running text is costed so, since a job of our engines would need its data.
+    """
+    flags = {name: {"flag": f"--{name}"} for name in ("micro_batch_size", "gradient_accumulation_steps")}
+    assumed = {key: ASSUMED[key] for key in ("global_batch_size", "precision")}
+    length = {"sequence_length": ASSUMED["data"]["sequence_length"]}
+    script = {"command": "python -m train", "knobs": flags, "trains": {"hf": name}, "data": length}
+    return {"name": "fit", "gpus": 1, **assumed, **script}
+
+
 def ways_of_model(spec: JobSpec) -> list[tuple[str, JobSpec]]:
     """Name and job of the ways to fine-tune a model; their profiles are not traced. A model of no name has one way."""
     model = spec.model
     if model is None or model.hf is None or model.lora is not None:
-        return [("as written", spec)]
+        return [("as a script" if spec.is_script else "as written", spec)]
     return [
         ("full", spec),
         ("adapters", _with_adapters(spec, model, in_4_bits=False)),

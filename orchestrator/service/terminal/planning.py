@@ -14,6 +14,7 @@ import typer
 from orchestrator.service.server.logins import DEFAULT_HOME
 from orchestrator.service.terminal.options import SERVER, AsJson, Cluster, Home, Pinned, Settings, service_of
 from orchestrator.service.terminal.output import tell
+from orchestrator.specs.errors import SpecError
 
 if TYPE_CHECKING:
     from orchestrator.service.server.profiling import TraceScope
@@ -82,18 +83,24 @@ def fit(
     as_json: AsJson = False,
 ) -> None:
     """Show on which cards of the catalogue a job or a model has a plan, and on how few of them. Starts nothing."""
-    from orchestrator.service.commands.fit import fit_rows, job_of_model, ways_of_model
+    from orchestrator.service.commands.fit import fit_rows, job_of_model, script_of_model, ways_of_model
     from orchestrator.service.server.intake import read_job, read_overrides
     from orchestrator.service.server.profiling import TraceScope
     from orchestrator.service.terminal.fit_table import fit_panel
 
     overrides = read_overrides(settings or [])
-    source: Path | dict[str, object] = job_of_model(name) if (name := _model_name(job)) else Path(job)
+    name = _model_name(job)
 
     def cards(_: JobSpec) -> TraceScope:
         return TraceScope(cuda=(True,))
 
-    spec = read_job(source, overrides, home, to_run=False, elsewhere=SERVER.get() is not None, scope=cards)
+    read = partial(read_job, overrides=overrides, home=home, to_run=False, elsewhere=SERVER.get() is not None)
+    try:
+        spec = read(job_of_model(name) if name else Path(job), scope=cards)
+    except SpecError as error:
+        if not name or error.allowed != "data.tensors":
+            raise
+        spec = read(script_of_model(name), scope=cards)
     trace = _tracer(home, job, cards)
     ways = [(way, each if each is spec else trace(each)) for way, each in ways_of_model(spec)]
     rows = list(fit_rows(ways))
