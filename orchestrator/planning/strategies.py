@@ -130,7 +130,7 @@ def checkpointing(spec: JobSpec, strategy: Strategy) -> tuple[ActivationCheckpoi
     take_turns = any(one.profile.turns for one in spec.traced)
     if take_turns and isinstance(strategy.mechanics, Zero) and strategy.mechanics.stage is ZeroStage.PARAMETERS:
         return (ActivationCheckpointing.NONE, all_of_it)
-    works = [{moment.mode for moment in entry.profile.moments} for entry in spec.traced]
+    works = [{moment.mode for moment in entry.profile.moments} for entry in spec.traced if entry.profile.moments]
     return tuple(mode for mode in ActivationCheckpointing if all(mode in modes for modes in works))
 
 

@@ -47,7 +47,7 @@ def trains(said: dict[str, Any], home: Path) -> None:
         head: Any = getattr(transformers, said["architectures"][0])
         recipe.dataset.fit(2, head._from_config(recipe.module.config, dtype=torch.float32).train())
         data = DataSpec(tensors=(str(home / "samples.safetensors"),))
-        save_file({name: each.contiguous() for name, each in recipe.dataset.named(2).items()}, data.tensors[0])
+        save_file({name: each.clone().contiguous() for name, each in recipe.dataset.named(2).items()}, data.tensors[0])
     run = gang.training_run(home, "head", gang.torch_plan(2), (), model=ModelSpec(hf=said), data=data)
     recipe = build_recipe(run) if data.tensors else recipe
     engine = build_engine(run, recipe, torch.device("cpu"), None)
