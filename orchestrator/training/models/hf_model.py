@@ -53,6 +53,8 @@ from orchestrator.training.models.hf_parallel import (
 )
 from orchestrator.training.models.hf_weights import FirstValues, fill, stored_weights, untie, without_memory
 
+# Parameters of a model that is built to compute some of its first values; larger ones need a folder. 4 GiB in fp32.
+COMPUTED_MAX = 2**30
 # Settings that models read but that no configuration class has, or that Qwen's classes of models with experts lack.
 UNLISTED = ("decoder_start_token_id", "head_dim")
 
@@ -118,17 +120,17 @@ def build(run: TrainingRun, config: PreTrainedConfig | None = None, *, own_sampl
     noted = FirstValues()
     stored: Callable[[str], Tensor] | None = None
     head = _own_head(config, own_samples=own_samples or bool(run.data.tensors))
+    of_config = head._from_config if head else _auto_class(config).from_config
     if spec.lora is not None and spec.lora.quantise_base:
         module = quantised(run, head or _auto_class(config))
     else:
         with without_memory(noted):
-            of_config = head._from_config if head else _auto_class(config).from_config
             module = of_config(config, dtype=torch.float32)
         module.tie_weights()
         if isinstance(spec.hf, str):
             stored = stored_weights(spec.hf, module)
-        elif spec.hf.get("tie_word_embeddings") is False and (head := _tied_head(module)) is not None:
-            noted.copy(*untie(module, head))
+        elif spec.hf.get("tie_word_embeddings") is False and (tied := _tied_head(module)) is not None:
+            noted.copy(*untie(module, tied))
         _fill_buffers(module, stored)
     base_names = {id(parameter): name for name, parameter in module.named_parameters()}
     if spec.lora is not None:
@@ -140,12 +142,24 @@ def build(run: TrainingRun, config: PreTrainedConfig | None = None, *, own_sampl
         _hold_frozen_matrices_in(plan, module)
     seed = run.training.seed
 
+    @functools.cache
+    def computed() -> Mapping[str, Tensor]:
+        """The values of a model that is really built: of parameters that are computed from others, such as norms."""
+        with torch.random.fork_rng(devices=()):
+            torch.manual_seed(seed)
+            real = of_config(config, dtype=torch.float32)
+        return {name: values for name, values in real.named_parameters() if name not in drawn}
+
+    size = sum(parameter.numel() for parameter in module.parameters())
+
     def initialise(name: str, values: Tensor) -> None:
         base_name = came_as[name]
         if stored is not None and base_name is not None:
             values.copy_(stored(base_name))
         elif name in drawn:
             fill(values, drawn[name], seed=seed, name=name)
+        elif size <= COMPUTED_MAX and base_name is not None and base_name in computed():
+            values.copy_(computed()[base_name])
         else:
             raise SpecError("transformers does not initialise it", path="model.hf", got=name, allowed="a folder")
 

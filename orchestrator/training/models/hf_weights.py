@@ -54,9 +54,13 @@ class FirstValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._seen.append(other)
 
     def by_name(self, module: nn.Module) -> dict[str, tuple[Any, tuple[Any, ...]]]:
-        """Parameter name -> the last operation that filled it."""
-        named = module.named_parameters()
-        return {name: self._filled[id(parameter)] for name, parameter in named if id(parameter) in self._filled}
+        """Parameter name -> the last operation that filled it; none that copied values, which nobody has."""
+        filled = {name: self._filled.get(id(parameter)) for name, parameter in module.named_parameters()}
+        return {
+            name: operation
+            for name, operation in filled.items()
+            if operation is not None and not any(isinstance(argument, Tensor) for argument in operation[1])
+        }
 
 
 def fill(values: Tensor, operation: tuple[Any, tuple[Any, ...]], *, seed: int, name: str) -> None:
