@@ -64,7 +64,9 @@ class WayOut:
         plan = f" ({in_short(self.plan)})" if self.plan is not None else ""
         kind = "" if self.degradation is Degradation.EXACT else f", {self.degradation.name.lower()}"
         options = f": {self.options}" if self.settings else ""
-        return f"{self.label}{plan}: {format_bytes(self.needed_bytes)} each{kind}{options}"
+        needed = format_bytes(self.needed_bytes)
+        needs = "" if needed in self.label else f": {needed} each"
+        return f"{self.label}{plan}{needs}{kind}{options}"
 
 
 def ways_out(case: Unfit) -> tuple[WayOut, ...]:
