@@ -442,5 +442,5 @@ def test_fit_of_a_model_shows_all_weights_adapters_and_4_bits_and_says_what_it_a
     words = index.ask("fit", f"hf:{folder}", "--set", "data.sequence_length=512").out
     assert "512 tokens a sample" in words
     assert "assumed" in words
-    assert "no bf16" in words or "bf16" in words
+    assert "the card lacks; `--set precision=fp16`: rtx2080ti-11gb" in words
     assert max(len(line.rstrip()) for line in words.splitlines() if "GiB" in line) <= 80

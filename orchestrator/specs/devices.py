@@ -144,11 +144,13 @@ def match_devices(text: str) -> tuple[str, ...]:
     A whole name, or a name that NVML gives, is that device alone. Else `text` is the beginning of a name, up to one of
     its hyphens, with or without "rtx". Empty where it means none.
     """
-    words = _joined(text)
-    whole = {_joined(name): name for name in DEVICES} | {_joined(name): device for name, device in NVML_NAMES.items()}
-    if words in whole:
-        return (whole[words],)
-    return tuple(name for name in DEVICES if words in _beginnings(name))
+    name = _joined(text)
+    whole = {_joined(device): device for device in DEVICES} | {
+        _joined(nvml): device for nvml, device in NVML_NAMES.items()
+    }
+    if name in whole:
+        return (whole[name],)
+    return tuple(device for device in DEVICES if name in _beginnings(device))
 
 
 def _joined(name: str) -> str:

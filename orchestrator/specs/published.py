@@ -108,7 +108,7 @@ def published_sizes(name: str) -> dict[str, Any]:
 
     The name's case does not count, nor do the endings -Instruct, -it and -hf.
     """
-    plain = {_plain(known): model for known, model in PUBLISHED.items()}
+    plain = {_plain(entry): model for entry, model in PUBLISHED.items()}
     model = plain.get(_plain(name))
     return {} if model is None else dict(model.config)
 
@@ -116,10 +116,10 @@ def published_sizes(name: str) -> dict[str, Any]:
 def smaller_siblings(name: str) -> list[str]:
     """Return the models of the table in the same line with fewer parameters, the largest first."""
     line = _line(name)
-    parameters = next((model.parameters for known, model in PUBLISHED.items() if _plain(known) == _plain(name)), 0)
-    siblings = {known: model.parameters for known, model in PUBLISHED.items() if _line(known) == line}
-    smaller = [known for known, count in siblings.items() if count < parameters]
-    return sorted(smaller, key=lambda known: -siblings[known])
+    parameters = next((model.parameters for entry, model in PUBLISHED.items() if _plain(entry) == _plain(name)), 0)
+    siblings = {entry: model.parameters for entry, model in PUBLISHED.items() if _line(entry) == line}
+    smaller = [entry for entry, count in siblings.items() if count < parameters]
+    return sorted(smaller, key=lambda entry: -siblings[entry])
 
 
 def _line(name: str) -> str:

@@ -17,6 +17,7 @@ from orchestrator.service.commands.cards import cluster_of_cards
 from orchestrator.service.server.intake import read_job, read_overrides
 from orchestrator.specs.choices import Degradation
 from orchestrator.specs.cluster import idle_nodes
+from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.replace import replace
 from tests.planning.test_scripts import decoder_job, machine
@@ -92,10 +93,10 @@ def test_two_changes_are_offered_together_only_where_no_one_is_enough() -> None:
     assert all(len(way.settings) <= 1 for way in ways_out(case))
 
 
-def test_adapters_are_offered_to_a_model_that_has_none_and_a_model_that_cannot_be_traced_gets_none() -> None:
-    file = JOBS / "orpheus_tts/finetune_3b.yaml"
-    spec, hardware = read_job(file, to_run=False), cards("a100-40gb")
-    case = Unfit(spec.model_copy(update={"global_batch_size": 1}), hardware, hardware.device.memory, UNMEASURED)
-    assert list(adapters(case, lambda adapted: adapted.model_copy(update={"trains": spec.trains}))) == []
-    decoder = Unfit(decoder_job(), machine(), 1, UNMEASURED)
-    assert list(adapters(decoder, lambda adapted: adapted)) == []
+def test_adapters_are_left_out_where_the_model_cannot_be_traced_and_where_there_is_none_of_transformers() -> None:
+    def refuse(adapted: JobSpec) -> JobSpec:
+        raise SpecError("no trace of it", path=adapted.name)
+
+    spec, hardware = read_job(JOBS / "orpheus_tts/finetune_3b.yaml", to_run=False), cards("a100-40gb")
+    assert list(adapters(Unfit(spec, hardware, hardware.device.memory, UNMEASURED), refuse)) == []
+    assert list(adapters(Unfit(decoder_job(), machine(), 1, UNMEASURED), lambda adapted: adapted)) == []

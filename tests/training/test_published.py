@@ -46,6 +46,11 @@ def test_a_refusal_names_the_largest_smaller_model_of_the_line_that_fits(tmp_pat
     assert refused.returncode == 1, refused.stderr
     (way,) = [line for line in refused.stdout.splitlines() if "a smaller model" in line]
     setting = way.rpartition("--set ")[2].strip()
+    for adapters in (line for line in refused.stdout.splitlines() if "adapters of rank 16" in line):
+        settings = [word for pair in adapters.split("--set ")[1:] for word in ("--set", pair.strip())]
+        adapted = run(tmp_path, FIT, "plan", str(job), "--gpu", "a100-40gb", *settings, HF_HUB_OFFLINE="1")
+        assert adapted.returncode == 0, adapted.stdout
+    assert "adapters of rank 16" in refused.stdout
     assert setting.startswith("model.hf=Qwen/Qwen2.5-")
     again = run(tmp_path, FIT, "plan", str(job), "--gpu", "a100-40gb", "--set", setting, HF_HUB_OFFLINE="1")
     assert again.returncode == 0, again.stdout

@@ -251,7 +251,7 @@ def _free_bytes(nodes: Iterable[Node]) -> list[int]:
 
 
 def trace_scope(nodes: Sequence[Node], spec: JobSpec, given: Sequence[Override] | None = None) -> TraceScope:
-    """Which plans a job is read for: those on the devices of these nodes, or the given one."""
+    """Return the plans that a job is read for: all on the devices of these nodes, or the given one."""
     cuda = {group.hardware.device.kind is DeviceKind.CUDA for group in _groups(nodes)}
     return TraceScope(cuda=tuple(sorted(cuda)), plan=None if given is None else given_plan(spec, given))
 

@@ -45,14 +45,14 @@ HINT = (
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TraceScope:
-    """Which plans a trace is for: those on these kinds of devices, or one alone."""
+    """The plans that a trace is for: all on some kinds of devices, or one alone."""
 
     cuda: tuple[bool, ...] = (False, True)
     plan: Plan | None = None
 
 
 def traced(spec: JobSpec, home: Path, source: str, scope: TraceScope) -> tuple[TracedProfile, ...]:
-    """The profiles of the job's model for the plans that are asked for; from the cache in `home` if present.
+    """Return the profiles of the job's model for the plans of `scope`; from the cache in `home` if present.
 
     Arithmetics in which the model's own code fails are left out. Raises SpecError with the model's own message if it
     fails in all; `source` is the job's file.

@@ -68,11 +68,11 @@ def estimate(
     from orchestrator.service.server.intake import read_job, read_overrides
     from orchestrator.service.terminal.tables import candidate_panel
 
-    given = read_overrides(settings or [])
+    overrides = read_overrides(settings or [])
     nodes, observations = hardware_of(service_of(home), cluster, cards)
-    plans = partial(trace_scope, nodes, given=given)
+    plans = partial(trace_scope, nodes, given=overrides)
     spec = read_job(file, (), home, to_run=False, elsewhere=SERVER.get() is not None, scope=plans)
-    answer = forecast_of(spec, given, nodes, observations)
+    answer = forecast_of(spec, overrides, nodes, observations)
     tell(dict(answer), as_json, candidate_panel(answer))
 
 
@@ -102,7 +102,7 @@ def fit(
             raise
         spec = read(script_of_model(name), scope=cards)
     trace = _tracer(home, job, cards)
-    ways = [(way, each if each is spec else trace(each)) for way, each in ways_of_model(spec)]
+    ways = [(way, job_spec if job_spec is spec else trace(job_spec)) for way, job_spec in ways_of_model(spec)]
     rows = list(fit_rows(ways))
     tell({"job": spec.name, "rows": rows}, as_json, fit_panel(spec, rows, is_assumed=bool(name)))
 
@@ -112,7 +112,7 @@ def _model_name(job: str) -> str:
 
 
 def _tracer(home: Path, source: str, scope: Callable[[JobSpec], TraceScope]) -> Callable[[JobSpec], JobSpec]:
-    """A function that returns a job with the profile of its model, traced where no formula knows it."""
+    """Return a function that returns a job with the profile of its model, traced where no formula knows it."""
 
     def trace(spec: JobSpec) -> JobSpec:
         from orchestrator.memory.profiles import is_known

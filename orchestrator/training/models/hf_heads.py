@@ -1,7 +1,7 @@
 """Heads of transformers beside language models: their class, a batch that they take, and their own loss.
 
 Nothing here knows a family. The class is the one that `architectures` names. A batch follows from the names of
-`forward`'s arguments and from sizes in the configuration: a few shapes are tried for each, and the first batch that
+`forward`'s arguments and from sizes in the configuration. A few shapes are tried for each, and the first batch that
 gives a loss is taken. A head that takes none of them is refused with the factory to write.
 """
 

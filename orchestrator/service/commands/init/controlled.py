@@ -275,40 +275,49 @@ def _precision(
     A framework's flags are read where the job is (specs/job/frameworks.py).
     """
     places = [place for place in seen.of("precision") if place.rank <= IN_FILE and place.value != "false"]
-    asked = next((ours for place in places if (ours := precision_of(place.name, place.value))), None) or typed.precision
+    precision = (
+        next((candidate for place in places if (candidate := precision_of(place.name, place.value))), None)
+        or typed.precision
+    )
     if framework is not None:
         knob = preset.get("precision") or {}
-        meant = {str(theirs): ours for ours, theirs in (knob.get("values") or {}).items()}
-        asked = asked or next((meant[str(place.value)] for place in places if str(place.value) in meant), None)
-        if places and knob.get("override") and asked is not None:
-            return asked, {}, places[0]
+        meant = {str(theirs): candidate for candidate, theirs in (knob.get("values") or {}).items()}
+        precision = precision or next((meant[str(place.value)] for place in places if str(place.value) in meant), None)
+        if places and knob.get("override") and precision is not None:
+            return precision, {}, places[0]
         as_preset = knob == knobs_of(framework).get("precision", {})
-        if not as_preset and asked is None:
+        if not as_preset and precision is None:
             return None, {"precision": None}, None
         values = {place.value for place in places if place.rank == TYPED}
-        in_words = values & {"true", asked, *meant} and as_preset and knob.get("flag")
-        if asked is None and any(place.rank == IN_FILE for place in seen.of("precision")) and knob.get("key"):
-            asked = "fp32"
-        return (None if in_words else asked), {}, None
+        in_words = values & {"true", precision, *meant} and as_preset and knob.get("flag")
+        if precision is None and any(place.rank == IN_FILE for place in seen.of("precision")) and knob.get("key"):
+            precision = "fp32"
+        return (None if in_words else precision), {}, None
     flags = {flag.name: flag for flag in script.flags}
     for place in places[:1] or seen.of("precision"):
-        flag, ours = flags.get(place.name), precision_of(place.name, place.value)
+        flag, candidate = flags.get(place.name), precision_of(place.name, place.value)
         knob = _word_knob(flag)
-        if knob is not None and ours is not None and knob["values"].get(ours) == place.value and place.rank != IN_FILE:
-            default = ours if ours != "fp32" or places else None
+        if (
+            knob is not None
+            and candidate is not None
+            and knob["values"].get(candidate) == place.value
+            and place.rank != IN_FILE
+        ):
+            default = candidate if candidate != "fp32" or places else None
             return default, {"precision": knob}, place if places else None
         if not places and flag is not None and flag.kind == "switch" and not flag.default and typed.precision is None:
             return None, {"precision": {"switch": flag.name}}, None
-    return asked, {}, None
+    return precision, {}, None
 
 
 def _word_knob(flag: Flag | None) -> dict[str, Any] | None:
     if flag is None or not flag.choices:
         return None
-    words = {
-        ours.value: next((word for word in theirs if word in flag.choices), None) for ours, theirs in PRECISIONS.items()
+    labels = {
+        candidate.value: next((word for word in theirs if word in flag.choices), None)
+        for candidate, theirs in PRECISIONS.items()
     }
-    return {"flag": flag.name, "values": {ours: word for ours, word in words.items() if word}}
+    return {"flag": flag.name, "values": {candidate: word for candidate, word in labels.items() if word}}
 
 
 def _config(
