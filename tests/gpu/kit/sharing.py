@@ -113,12 +113,12 @@ def main(size_name: str) -> None:
             line["processes"] = adapters_in(processes, size_name)
             line["tokens_per_s"] = sum(one["tokens_per_s"] for one in line["processes"])
 
-    record_together("one job alone", 1)
-    record_together("two jobs by time-slicing", 2)
-    with recorded("sharing: MPS"), mps():
-        record_together("two jobs under MPS", 2)
     record_adapters("one process", 1)
     record_adapters("four processes", ADAPTERS)
+    record_together("one job alone", 1)
+    with recorded("sharing: MPS"), mps():
+        record_together("two jobs under MPS", 2)
+    record_together("two jobs by time-slicing", 2)
 
 
 if __name__ == "__main__":
