@@ -11,6 +11,7 @@ import pytest
 from orchestrator.memory.models.hf import decoder_shape
 from orchestrator.memory.profiles import profile_of
 from orchestrator.service.server.intake import EMBEDDED_CLUSTER, read_cluster, read_job, read_overrides
+from orchestrator.service.server.profiling import TraceScope
 from orchestrator.specs.choices import Precision
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.parse import job_from_data
@@ -135,14 +136,29 @@ def test_a_model_without_a_profile_is_traced_once(tmp_path: Path, home: Path) ->
     assert known is not None
     assert (known.source, known.parameters) == (Source.TRACED, 5 * 3 + 3)
     assert profile_of(spec, precision=Precision.BF16, sequence_length=None, autocast=True) is not None
-    (kept,) = (home / "profiles").iterdir()
-    stamp = kept.stat().st_mtime_ns
+    stamps = stamps_of(home)
     assert read_job(path, home=home) == spec
-    assert kept.stat().st_mtime_ns == stamp, "a kept profile is not made again"
+    assert stamps_of(home) == stamps, "a stored profile is not made again"
     (tmp_path / "jobs" / "own.py").write_text(FACTORY.replace("WIDTH", "6"))
     changed = profile_of(read_job(path, home=home), precision=spec.precision, sequence_length=None)
     assert changed is not None
     assert changed.parameters == 6 * 3 + 3, "other code is another model"
+
+
+def stamps_of(home: Path) -> dict[Path, int]:
+    return {file: file.stat().st_mtime_ns for file in (home / "profiles").iterdir()}
+
+
+@pytest.mark.timeout(300)  # a child process that imports torch
+def test_arithmetic_that_no_plan_has_is_not_traced_until_one_has_it(tmp_path: Path) -> None:
+    path, home = own_job(tmp_path, FACTORY.replace("WIDTH", "5")), tmp_path / "home"
+    own = read_job(path, home=home, scope=lambda _: TraceScope(cuda=(True,), numeric=False))
+    assert [(entry.profile.precision, entry.autocast) for entry in own.traced] == [(Precision.FP32, False)]
+    stamps = stamps_of(home)
+    every = read_job(path, home=home, scope=lambda _: TraceScope(cuda=(True,)))
+    assert {entry.profile.precision for entry in every.traced} == {Precision.FP32, Precision.BF16}
+    assert every.traced[0] == own.traced[0]
+    assert stamps.items() < stamps_of(home).items(), "what was traced before is not traced again"
 
 
 @pytest.mark.timeout(300)  # a child process that imports torch

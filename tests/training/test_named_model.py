@@ -180,6 +180,28 @@ def test_an_encoder_is_no_causal_model_unless_its_configuration_makes_it_one(fam
         build(gang.training_run(Path("/"), "decoder", plan, (), model=ModelSpec(hf=decoder)))
 
 
+@pytest.mark.parametrize(
+    "family",
+    [
+        family
+        for family in ENCODERS
+        if family not in ("reformer", "xmod") and hasattr(tiny_config(family), "is_decoder")
+    ],
+)
+def test_an_encoder_that_names_its_causal_head_sees_no_later_tokens(tmp_path: Path, family: str) -> None:
+    config = tiny_config(family)
+    head: Any = AutoModelForCausalLM._model_mapping[type(config)]
+    said = {"model_type": family, "architectures": [head.__name__]}
+    said |= {name: size for name, size in SIZES.items() if name in {*config.to_dict(), *config.attribute_map}}
+    plan = gang.torch_plan(layout=ParallelLayout())
+    built = build(gang.training_run(tmp_path, "head", plan, (), model=ModelSpec(hf=said)))
+    assert not built.own_loss
+    module = head._from_config(built.module.config).eval()
+    with torch.no_grad():
+        first = [module(torch.tensor([[7, *later]])).logits[:, 0] for later in ([8, 9, 10], [11, 12, 13])]
+    torch.testing.assert_close(*first)
+
+
 @pytest.mark.parametrize("family", ["gpt2", "llama", "t5", "mixtral", "opt"])
 def test_a_published_configuration_is_read_as_transformers_reads_it(family: str) -> None:
     published = tiny_config(family).to_dict() | {"n_ctx": 1024, "architectures": ["A"], "of_some_later_version": [1]}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import random
 import signal
 import subprocess
 import sys
@@ -13,6 +14,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -22,14 +25,15 @@ from orchestrator.service.server.profiling import PROGRAM
 from orchestrator.specs.choices import ActivationCheckpointing, Precision
 from orchestrator.specs.job.model import DataSpec, DecoderSpec, Freeze, LoraSpec, ModelSpec, TrainingSpec
 from orchestrator.specs.job.spec import JobSpec
-from orchestrator.specs.profile import ModelProfile, Source, TracedMoment
+from orchestrator.specs.profile import ModelProfile, Source
 from orchestrator.training.contract.recipe import Recipe
 from orchestrator.training.models.hf_adapters import NF4_BYTES
 from orchestrator.training.models.hf_weights import FirstValues, without_memory
 from orchestrator.training.tracing import trace as tracing
 from orchestrator.training.tracing.cuda_autocast import as_on_cuda
 from orchestrator.training.tracing.op_recorder import MATRICES
-from orchestrator.training.tracing.timeline import Place, Timeline, Unlike, deeper
+from orchestrator.training.tracing.repeats import Stack, stack_of
+from orchestrator.training.tracing.timeline import Event, Phase, Place, Steps, Timeline, Unlike, timeline
 from orchestrator.training.tracing.trace import Arithmetic, Request, profiles
 
 EXAMPLES = Path(__file__).parents[2] / "jobs" / "examples"
@@ -60,16 +64,40 @@ def traced(model: ModelSpec, training: TrainingSpec | None = None) -> ModelProfi
     return found
 
 
+GEMMA: dict[str, Any] = {**LLAMA, "model_type": "gemma2", "head_dim": 16, "sliding_window": 16, "num_hidden_layers": 10}
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+
+def alternating(seed: int, period: int) -> dict[str, Any]:
+    """Layers of two kinds in a random order that comes again after `period`, and begins once more at the end."""
+    draw = random.Random(seed)
+    pattern = [SLIDING, FULL, *draw.choices((SLIDING, FULL), k=period - 2)]
+    draw.shuffle(pattern)
+    layers = 3 * period + 2 + draw.randint(period + 1, 2 * period)
+    kinds = [pattern[at % period] for at in range(layers)]
+    return GEMMA | {
+        "model_type": "qwen3",
+        "use_sliding_window": True,
+        "num_hidden_layers": layers,
+        "layer_types": kinds,
+    }
+
+
 @pytest.mark.timeout(600)  # 10 s on an idle core: importing transformers
 @pytest.mark.parametrize(
-    ("model", "layers"),
+    ("model", "segments"),
     [
-        pytest.param(ModelSpec(hf=LLAMA), "model.layers", id="transformers"),
-        pytest.param(ModelSpec(decoder=DECODER), "layers", id="decoder", marks=pytest.mark.long),
+        pytest.param(ModelSpec(hf=LLAMA), 3, id="transformers"),
+        pytest.param(ModelSpec(decoder=DECODER), 3, id="decoder", marks=pytest.mark.long),
+        pytest.param(ModelSpec(hf=GEMMA), 12, id="two kinds in turn"),
+        *(
+            pytest.param(ModelSpec(hf=alternating(seed, period)), None, id=f"{period}-{seed}", marks=pytest.mark.long)
+            for seed, period in ((1, 3), (2, 3), (3, 4), (4, 6))
+        ),
     ],
 )
 def test_a_profile_extrapolated_from_a_few_layers_is_that_of_all_layers(
-    model: ModelSpec, layers: str, monkeypatch: pytest.MonkeyPatch
+    model: ModelSpec, segments: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     depths: list[int] = []
     build = tracing.build
@@ -80,14 +108,46 @@ def test_a_profile_extrapolated_from_a_few_layers_is_that_of_all_layers(
 
     monkeypatch.setattr(tracing, "build", counted)
     stretched = traced(model)
-    assert depths == [4, 6, 8]  # the last one only to count its parameters
-    monkeypatch.setattr(tracing, "DEPTHS", (4, 100))
+    layers, few = depths
+    assert few < layers
+    monkeypatch.setattr(tracing, "cut", None)
     whole = traced(model)
+    assert depths == [layers, few, layers]
     assert replace(stretched, fragmentation=()) == replace(whole, fragmentation=()), "that is of the layers it had"
     assert stretched.fragmentation
-    assert depths == [4, 6, 8, 8]
-    assert [(segment.name, segment.count) for segment in stretched.segments][1] == (layers, 8)
-    assert stretched.attention == "flash"
+    assert sum(segment.count for segment in stretched.segments if segment.is_unit) == layers
+    assert segments in (None, len(stretched.segments))
+    assert {moment.mode for moment in stretched.moments} == {*ActivationCheckpointing}
+
+
+@given(
+    st.integers(0, 3),
+    st.integers(1, 6),
+    st.integers(0, 40),
+    st.data(),
+)
+def test_every_layer_is_of_the_kind_of_the_one_that_represents_it(
+    lead: int, period: int, more: int, data: st.DataObject
+) -> None:
+    pattern = data.draw(st.lists(st.integers(0, 2), min_size=period, max_size=period))
+    head = data.draw(st.lists(st.integers(0, 2), min_size=lead, max_size=lead))
+    length = lead + 3 * period + 2 + more
+    kinds = head + [pattern[at % period] for at in range(length - lead)]
+    stack = stack_of(kinds, length)
+    if stack is None:
+        assert length <= lead + 4 * period + 2
+        return
+    assert stack.depth < length
+    head_layers = stack.lead + 2 * stack.period
+    added = length - stack.depth
+    few = kinds[: stack.depth]
+    again = [few[head_layers - stack.period + at % stack.period] for at in range(added)]
+    assert few[:head_layers] + again + few[head_layers:] == kinds
+
+
+def test_a_pattern_that_does_not_come_again_is_traced_whole() -> None:
+    assert stack_of([0, 1, 0, 0, 1, 1, 0, 1, 1, 1, 0, 0, 1, 0, 1, 1], 16) is None
+    assert stack_of([0] * 15 + [1], 16) is None
 
 
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 48, "num_key_value_heads": 4}
@@ -101,8 +161,8 @@ QWEN = {**LLAMA, **EXPERTS, "model_type": "qwen3_moe", "num_experts": 4}
 @pytest.mark.parametrize(
     ("config", "depths"),
     [
-        pytest.param(DEEPSEEK | {"num_hidden_layers": 9}, [5, 7, 9], marks=pytest.mark.long),
-        (QWEN | {"num_hidden_layers": 8, "mlp_only_layers": [6]}, [4, 6, 8, 8]),
+        pytest.param(DEEPSEEK | {"num_hidden_layers": 9}, [9, 6], marks=pytest.mark.long),
+        (QWEN | {"num_hidden_layers": 8, "mlp_only_layers": [6]}, [8]),
     ],
 )
 def test_dense_layers_do_not_represent_layers_with_experts(
@@ -270,19 +330,36 @@ def test_a_model_that_takes_real_memory_is_stopped(tmp_path: Path) -> None:
     assert "allocate" in child.stderr.splitlines()[-1], child.stderr
 
 
-def test_layers_that_do_not_grow_linearly_are_not_extrapolated() -> None:
-    def at_depth(layers: int, fixed_bytes: int) -> Timeline:
-        moment = TracedMoment(NONE, 0, 0, layers - 1, True, True, fixed_bytes, 8, 0, 0, 0, 0)
-        return Timeline(segments=((Place(name="layers", is_layer=True), layers),), stretches=((moment,),))
+@pytest.mark.parametrize("bent", ["forward", "backward", "held"])
+def test_layers_that_do_not_grow_linearly_are_not_extrapolated(bent: str) -> None:
+    def recorded(layers: int, bend: int) -> Steps:
+        """Layers that save 8 bytes of each sample, and one that saves more."""
 
-    grown = deeper(at_depth(4, 40), at_depth(6, 60), apart=2, more=3)
-    assert grown.segments[0][1] == 9
-    assert grown.stretches[0][0] == replace_moment(at_depth(6, 60), position=8, fixed_bytes=90)
+        def phases(samples: int) -> list[Phase]:
+            forward = [8 * samples * at + (bend if bent == "forward" and at == 2 else 0) for at in range(layers)]
+            backward = [8 * samples * at + (bend if bent == "backward" and at == 2 else 0) for at in range(layers)]
+            done = [layers - 1 - at for at in range(layers)]
+            return [Phase(at, 0, False, [Event(forward[at], 0, 0, 0, 0)]) for at in range(layers)] + [
+                Phase(at, 0, True, [Event(backward[at], 0, done[at], 0, done[at])]) for at in reversed(range(layers))
+            ]
+
+        held = tuple(
+            {at: 8 * samples + (bend if bent == "held" and at == 2 else 0) for at in range(layers)}
+            for samples in (2, 3)
+        )
+        return Steps(
+            mode=NONE,
+            sharded=False,
+            zero3=False,
+            samples=(2, 3),
+            phases=(phases(2), phases(3)),
+            held=(held[0], held[1]),
+        )
+
+    def grown(depth: int, bend: int = 0) -> Timeline:
+        places = [Place(name=f"layers.{at}", is_layer=True, parameters=1) for at in range(depth)]
+        return timeline(places, [recorded(depth, bend)], Stack(lead=0, period=1, length=9), depth)
+
+    assert grown(5) == grown(9)
     with pytest.raises(Unlike):
-        deeper(at_depth(4, 40), at_depth(6, 61), apart=2, more=3)
-    with pytest.raises(Unlike):
-        deeper(at_depth(4, 40), replace(at_depth(6, 60), stretches=()), apart=2, more=3)
-
-
-def replace_moment(found: Timeline, **changed: int) -> TracedMoment:
-    return found.stretches[0][0]._replace(**changed)  # type: ignore[arg-type]
+        grown(5, 1)

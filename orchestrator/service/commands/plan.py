@@ -169,6 +169,10 @@ def _forecast_on(
     nothing = None
     if chosen is None:
         capacity_bytes = free_bytes[spec.gpus.min - 1]
+        if trace is not None and spec.traced and spec.degrade.limit < Degradation.NUMERIC:
+            numeric = spec.degrade.model_copy(update={"allow": "numeric"})
+            traced = trace(spec.model_copy(update={"degrade": numeric, "traced": ()})).traced
+            spec = spec.model_copy(update={"traced": traced})
         nothing = why_nothing_fits(spec, hardware, capacity_bytes, calibrated)
         if trace is not None:
             case = Unfit(spec, hardware, capacity_bytes, calibrated)
@@ -253,7 +257,11 @@ def _free_bytes(nodes: Iterable[Node]) -> list[int]:
 def trace_scope(nodes: Sequence[Node], spec: JobSpec, given: Sequence[Override] | None = None) -> TraceScope:
     """Return the plans that a job is read for: all on the devices of these nodes, or the given one."""
     cuda = {group.hardware.device.kind is DeviceKind.CUDA for group in _groups(nodes)}
-    return TraceScope(cuda=tuple(sorted(cuda)), plan=None if given is None else given_plan(spec, given))
+    return TraceScope(
+        cuda=tuple(sorted(cuda)),
+        plan=None if given is None else given_plan(spec, given),
+        numeric=spec.degrade.limit >= Degradation.NUMERIC,
+    )
 
 
 # ---------------------------------------------------------------------------------------------------- one given plan

@@ -17,7 +17,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ TRACE_TIMEOUT_S = 6 * TRACE_CPU_S  # of a child that only waits
 PROGRAM = "orchestrator.training.tracing.trace"
 BAD_JOB_EXIT_CODE = 2  # of that program
 Profiles = tuple[ModelProfile | None, ...]  # by arithmetic
+Arithmetic = tuple[Precision, bool, bool]  # its precision, whether by autocast, whether as on CUDA
 HINT = (
     "give its costs: `profile: {parameters: ..., layers: ..., activations_per_sample: ...}`; "
     f"the trace alone: python -m {PROGRAM}"
@@ -45,10 +46,11 @@ HINT = (
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TraceScope:
-    """The plans that a trace is for: all on some kinds of devices, or one alone."""
+    """The plans that a trace is for: all on some kinds of devices, those in the job's own precision, or one alone."""
 
     cuda: tuple[bool, ...] = (False, True)
     plan: Plan | None = None
+    numeric: bool = True  # plans in lower precision than the job's
 
 
 def traced(spec: JobSpec, home: Path, source: str, scope: TraceScope) -> tuple[TracedProfile, ...]:
@@ -66,14 +68,11 @@ def traced(spec: JobSpec, home: Path, source: str, scope: TraceScope) -> tuple[T
             "training": dataclasses.asdict(spec.training),
             "family": spec.family_name,
             "sequence_length": length,
-            "arithmetics": [dict(zip(("precision", "autocast", "cuda"), each, strict=True)) for each in arithmetics],
             "tensors": spec.data.tensors,
             "any_samples": spec.is_script,
             "modes": [plan.activation_checkpointing] if plan else list(ActivationCheckpointing),
         }
-        kept = home / "profiles" / f"{_digest(spec, request)}.json"
-        project = spec.workdir if spec.is_script else None
-        profiles = _read(kept) or _trace(request, kept, source, project, matching(os.environ, spec.secrets))
+        profiles = _cached_profiles(spec, request, arithmetics, home / "profiles", source)
         distinct: dict[tuple[bool, ModelProfile], TracedProfile] = {}  # one entry if CUDA and CPU agree
         for (_, autocast, cuda), profile in zip(arithmetics, profiles, strict=True):
             if profile is not None:
@@ -83,14 +82,44 @@ def traced(spec: JobSpec, home: Path, source: str, scope: TraceScope) -> tuple[T
     return tuple(found)
 
 
-def _arithmetics(spec: JobSpec, scope: TraceScope) -> list[tuple[Precision, bool, bool]]:
+def _cached_profiles(
+    spec: JobSpec, request: dict[str, Any], arithmetics: Sequence[Arithmetic], folder: Path, source: str
+) -> Profiles:
+    """Return a profile per arithmetic. What the folder does not have is traced at once, and stored."""
+    requests = [
+        {**request, "arithmetics": [dict(zip(("precision", "autocast", "cuda"), arithmetic, strict=True))]}
+        for arithmetic in arithmetics
+    ]
+    files = [folder / f"{_digest(spec, single)}.json" for single in requests]
+    stored = [_read(file) for file in files]
+    missing = [index for index, profiles in enumerate(stored) if profiles is None]
+    if missing:
+        together = {**request, "arithmetics": [way for index in missing for way in requests[index]["arithmetics"]]}
+        project = spec.workdir if spec.is_script else None
+        try:
+            traced_now = _trace(together, source, project, matching(os.environ, spec.secrets))
+        except SpecError:
+            if not any(profile for profiles in stored for profile in profiles or ()):
+                raise
+            traced_now = (None,) * len(missing)  # the model's code runs in other arithmetics
+        else:
+            for index, profile in zip(missing, traced_now, strict=True):
+                _write(files[index], (profile,))
+        for index, profile in zip(missing, traced_now, strict=True):
+            stored[index] = (profile,)
+    return tuple(profile for profiles in stored for profile in profiles or ())
+
+
+def _arithmetics(spec: JobSpec, scope: TraceScope) -> list[Arithmetic]:
     """(precision, autocast, as on CUDA) of possible and recommended plans."""
     if scope.plan is not None:
         held_low = spec.known_model is not None and spec.known_model.weight_bytes_each == 2
         return [(scope.plan.precision, autocasts(scope.plan) and not held_low, cuda) for cuda in scope.cuda]
     low = Precision.BF16 if spec.precision is Precision.FP32 else spec.precision
     cases = [(Precision.FP32, False)] if spec.precision is Precision.FP32 else []
-    return [(*case, cuda) for case in (*cases, (low, True), (low, False)) for cuda in scope.cuda]
+    if scope.numeric or not cases:
+        cases += [(low, True), (low, False)]
+    return [(*case, cuda) for case in cases for cuda in scope.cuda]
 
 
 def _lengths(spec: JobSpec) -> list[int]:
@@ -122,9 +151,7 @@ def _read(kept: Path) -> Profiles | None:
         return None
 
 
-def _trace(
-    request: dict[str, Any], kept: Path, source: str, project: str | None, secrets: Mapping[str, str]
-) -> Profiles:
+def _trace(request: dict[str, Any], source: str, project: str | None, secrets: Mapping[str, str]) -> Profiles:
     """Run the trace. `project`: a folder from which the model's file may import, as its script does."""
     key = "trains" if project is not None else "model"
     if sys.stderr.isatty():
@@ -156,11 +183,14 @@ def _trace(
     if child.returncode:
         what = f"there is no closed form of its memory, and tracing it failed: {_last_words(child)}"
         raise SpecError(what, source=source, path=key, hint=HINT)
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    temporary = kept.with_name(f"{kept.name}.{os.getpid()}.tmp")
-    temporary.write_bytes(child.stdout)
-    temporary.replace(kept)
     return _profiles().validate_json(child.stdout)
+
+
+def _write(file: Path, profiles: Profiles) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    temporary = file.with_name(f"{file.name}.{os.getpid()}.tmp")
+    temporary.write_bytes(_profiles().dump_json(profiles))
+    temporary.replace(file)
 
 
 def _last_words(child: subprocess.CompletedProcess[bytes]) -> str:

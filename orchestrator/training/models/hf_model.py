@@ -6,6 +6,7 @@ device. Its weights are read by name, so that a sharding engine needs one layer 
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -113,7 +114,7 @@ def build(run: TrainingRun, config: PreTrainedConfig | None = None, *, own_sampl
     """
     spec, plan = run.model, run.plan
     assert spec.hf is not None, "a job with a transformers model"
-    config = config or read_config(spec.hf)
+    config = _causal_where_named(config or read_config(spec.hf))
     stored_dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
     if spec.lora is not None:
         _check_layout(plan)
@@ -250,9 +251,26 @@ def _auto_class(config: PreTrainedConfig) -> Any:
             "an encoder sees the tokens that it would have to predict",
             path="model.hf",
             got=config.model_type,
-            hint="train it on masked tokens by a `factory`, or set `is_decoder: true` in its configuration",
+            hint="train it on masked tokens by a `factory`, or set `is_decoder: true` or name its causal head there",
         )
     return auto
+
+
+def _causal_where_named(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Return the configuration; of an encoder that names its causal head, a copy whose tokens see no later ones.
+
+    transformers leaves `is_decoder` to whoever makes such a model. Without it, the loss could be read off the input.
+    """
+    named, kind = named_head(config), type(config)
+    is_encoder = not config.is_encoder_decoder and kind in AutoModelForMaskedLM._model_mapping
+    if not is_encoder or getattr(config, "is_decoder", True) or kind not in AutoModelForCausalLM._model_mapping:
+        return config
+    language: Any = AutoModelForCausalLM._model_mapping[kind]
+    if named is not language:
+        return config
+    causal = copy.deepcopy(config)
+    causal.is_decoder = True
+    return causal
 
 
 def _tied_head(module: PreTrainedModel) -> str | None:

@@ -24,7 +24,7 @@ from orchestrator.training.tracing.allocator import Ledger
 from orchestrator.training.tracing.timeline import Event, Phase, Place
 
 aten, prim = torch.ops.aten, torch.ops.prim
-NO_LAYER = -1
+NO_LAYER = NO_PLACE = -1
 # Modules that DeepSpeed's stage 3 gathers and reduces as one (DEFAULT_LEAF_MODULE_CLASSES in
 # deepspeed/runtime/zero/leaf_module_config.py, 0.19.8).
 LEAF_MODULES = (
@@ -96,7 +96,9 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._is_first_step, self._is_ahead = True, False
         self._live_bytes = self._resident_bytes = 0
         self.ledger = Ledger()  # of the latest step
-        self._storages: dict[int, tuple[weakref.ref[Any], int, int]] = {}  # with size and number in the ledger
+        # With size, number in the ledger, and the place that made it.
+        self._storages: dict[int, tuple[weakref.ref[Any], int, int, int]] = {}
+        self.held: Counter[int] = Counter()  # of the latest step: bytes by place when its backward pass begins
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -152,7 +154,9 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def turn_back(self) -> None:
         """Mark the start of the backward pass, after the loss."""
-        self._is_forward = False
+        self._is_forward, self.held = False, Counter()
+        for _, size, _, place in self._storages.values():
+            self.held[place] += size
         self._enter(self._between(), backward=True)
 
     def ahead(self, function: Callable[..., None]) -> Callable[..., None]:
@@ -241,15 +245,17 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         key, size = storage._cdata, storage.nbytes()
         known = self._storages.get(key)
         if known is None:
-            self._storages[key] = (weakref.ref(storage, lambda _: self._forget(key)), size, self.ledger.take(size))
+            place = self.phases[-1].place if self.phases else NO_PLACE
+            reference = weakref.ref(storage, lambda _: self._forget(key))
+            self._storages[key] = (reference, size, self.ledger.take(size), place)
             self._live_bytes += size
         elif known[1] != size:
             self.ledger.give(known[2])
-            self._storages[key] = (known[0], size, self.ledger.take(size))
+            self._storages[key] = (known[0], size, self.ledger.take(size), known[3])
             self._live_bytes += size - known[1]
 
     def _forget(self, key: int) -> None:
-        _, size, number = self._storages.pop(key)
+        _, size, number, _ = self._storages.pop(key)
         self._live_bytes -= size
         self.ledger.give(number)
 

@@ -6,13 +6,14 @@ Arithmetic on what `tracing` records; no tensor is touched here.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from orchestrator.specs.choices import ActivationCheckpointing, Precision
 from orchestrator.specs.profile import ModelProfile, Segment, Source, TracedMoment
 from orchestrator.specs.replace import replace
+from orchestrator.training.tracing.repeats import Stack
 
 LINEAR = ("fixed_bytes", "sample_bytes", "own", "done", "ends_done", "units_done")  # along equal layers
 
@@ -79,6 +80,7 @@ class Steps:
     zero3: bool
     samples: tuple[int, int]
     phases: tuple[list[Phase], list[Phase]]
+    held: tuple[Mapping[int, int], Mapping[int, int]] = ({}, {})  # bytes by place when the backward pass begins
 
 
 Stretch = tuple[TracedMoment, ...]  # a phase as linear functions of the micro-batch, its start first
@@ -93,18 +95,31 @@ class Timeline:
     saved_bytes: dict[tuple[int, ActivationCheckpointing], int] = field(default_factory=dict)
 
 
-def timeline(places: Sequence[Place], recorded: Sequence[Steps]) -> Timeline:
-    """The timeline of one model from its recorded steps. Raises Unlike."""
+def timeline(
+    places: Sequence[Place], recorded: Sequence[Steps], stack: Stack | None = None, depth: int = 0
+) -> Timeline:
+    """The timeline of one model from its recorded steps. Raises Unlike.
+
+    `stack`: layers that repeat, of which `depth` were recorded. The others are added, linearly.
+    """
     stretches = [stretch for steps in recorded for stretch in _lines(steps)]
     saved = _saved(stretches)
     used = {stretch[0].segment for stretch in stretches}
     kept_places = [at for at, place in enumerate(places) if at in used or place.parameters]
     groups = list(_groups(places, kept_places, stretches))
+    dropped = range(0)
+    if stack is not None:
+        more = _More(places, stack, depth)
+        stretches = more.stretches(stretches, recorded)
+        saved = {(at, mode): saved.get((more.origin(at), mode), 0) for at in more.places for _, mode in tuple(saved)}
+        groups, dropped = more.groups(groups)
+        places = [*more.places.values()]
     segment_of = {place: (at, len(group) - 1 - n) for at, group in enumerate(groups) for n, place in enumerate(group)}
     kept = []
     for stretch in stretches:
         at, position = segment_of[stretch[0].segment]
-        if position < 2 or position >= len(groups[at]) - 2:
+        is_end = position < 2 or position >= len(groups[at]) - 2
+        if is_end and stretch[0].segment not in dropped:
             kept.append(tuple(moment._replace(segment=at, position=position) for moment in stretch))
     return Timeline(
         segments=tuple((places[group[-1]], len(group)) for group in groups),
@@ -117,34 +132,117 @@ def timeline(places: Sequence[Place], recorded: Sequence[Steps]) -> Timeline:
     )
 
 
-def deeper(shallow: Timeline, deep: Timeline, *, apart: int, more: int) -> Timeline:
-    """`deep` extrapolated linearly by `more` layers; it has `apart` more than `shallow`. Raises Unlike."""
+class _More:
+    """The layers of a stack that were not recorded: periods behind the first two, each like the second.
 
-    def line(first: int, second: int) -> int:
-        added, rest = divmod((second - first) * more, apart)
-        if rest:
-            raise Unlike("its layers differ")
-        return second + added
+    An event grows by equal amounts from a period to the next one. In a forward pass, it depends on the layers before
+    it alone. In a backward pass, each layer before it adds the bytes that it holds when that pass begins, and no
+    gradient; the rest of the growth is due to the layers behind it.
+    """
 
-    if [_name(*each) for each in shallow.segments] != [_name(*each) for each in deep.segments]:
-        raise Unlike("the segments differ between depths")
-    counts = [line(few, many) for (_, few), (_, many) in zip(shallow.segments, deep.segments, strict=True)]
-    if [_kind(one[0]) for one in shallow.stretches] != [_kind(two[0]) for two in deep.stretches]:
-        raise Unlike("the phases differ between depths")
-    stretches = []
-    for first, second in zip(shallow.stretches, deep.stretches, strict=True):
-        if len(first) != len(second):
-            raise Unlike("the operations differ between depths")
-        at, position = second[0].segment, second[0].position
-        if position >= 2:  # counted from the first layer
-            position += counts[at] - deep.segments[at][1]
+    def __init__(self, places: Sequence[Place], stack: Stack, depth: int) -> None:
+        self._recorded, self._stack = places, stack
+        self._layers = [index for index, place in enumerate(places) if place.is_layer][:depth]
+        if len(self._layers) < depth:
+            raise Unlike("some layers do not run")
+        head = stack.lead + 2 * stack.period
+        self._from, self._width = self._layers[head], self._layers[head] - self._layers[head - stack.period]
+        self._times = (stack.length - depth) // stack.period
+        self._shift = self._times * self._width
+        self._inner = self._layers[head - stack.period]  # the first place that the start of the model does not change
+        self._last = self._layers[-1 - stack.period]  # the first place of the last period
+        added = self._times * stack.period
+        self.places = dict(enumerate(places[: self._from]))
+        for number in range(self._from, self._from + self._shift):
+            later = (number - self._from) // self._width + 1
+            self.places[number] = _renamed(places[self.origin(number)], later * stack.period)
+        for number, place in enumerate(places[self._from :], self._from):
+            self.places[number + self._shift] = _renamed(place, added) if number in self._layers else place
+
+    def origin(self, number: int) -> int:
+        """The recorded place which a place of the whole model is or repeats."""
+        if number >= self._from + self._shift:
+            return number - self._shift
+        return number if number < self._from else self._from - self._width + (number - self._from) % self._width
+
+    def groups(self, groups: Sequence[list[int]]) -> tuple[list[list[int]], range]:
+        """Groups of all places, and the places between both ends, where layers of several kinds are no group."""
+        every = {*self._layers[self._stack.lead :]}
+        of_origin = {place: order for order, group in enumerate(groups) for place in group}
+        is_alike = any(every <= {*group} for group in groups)
+        parts: dict[object, list[int]] = {}
+        for number in self.places:
+            origin = self.origin(number)
+            if origin in of_origin:
+                is_alone = not is_alike and (self._layers[0] <= origin <= self._layers[-1])
+                parts.setdefault(("place", number) if is_alone else of_origin[origin], []).append(number)
+        return [*parts.values()], range(0) if is_alike else range(self._from, self._last + self._shift)
+
+    def stretches(self, stretches: Sequence[Stretch], recorded: Sequence[Steps]) -> list[Stretch]:
+        """The stretches as they are in the whole model. Raises Unlike where periods do not grow by equal amounts."""
+        slopes = self._slopes(stretches)
+        holdings = {(steps.mode, steps.sharded, steps.zero3): self._held(steps) for steps in recorded}
         grown = []
-        for one, two in zip(first, second, strict=True):
-            numbers: dict[str, Any] = {name: line(getattr(one, name), getattr(two, name)) for name in LINEAR}
-            grown.append(two._replace(position=position, **numbers))
-        stretches.append(tuple(grown))
-    segments = tuple((place, count) for (place, _), count in zip(deep.segments, counts, strict=True))
-    return replace(deep, segments=segments, stretches=tuple(stretches))
+        for stretch in stretches:
+            start = stretch[0]
+            kind = _kind(start)[1:]
+            if kind not in slopes:
+                raise Unlike("a pass does not reach the layers")
+            slope, before = slopes[kind], holdings[start.mode, start.sharded, start.zero3]
+            is_behind = start.segment >= self._from
+            if start.backward:
+                growth = before if is_behind else [all_ - part for all_, part in zip(before, slope, strict=True)]
+            else:
+                growth = slope if is_behind else [0] * len(LINEAR)
+            number = start.segment + (self._shift if is_behind else 0)
+            grown.append(tuple(_moved(moment, number, growth, self._times) for moment in stretch))
+        return grown
+
+    def _slopes(self, stretches: Sequence[Stretch]) -> dict[tuple[object, ...], list[int]]:
+        """How events grow from a period to the next one: one amount per pass."""
+        lives: dict[int, list[Stretch]] = {}
+        for stretch in stretches:
+            lives.setdefault(stretch[0].segment, []).append(stretch)
+        slopes: dict[tuple[object, ...], list[int]] = {}
+        for number in range(self._inner, self._last):
+            pair = number, number + self._width
+            parts = [replace(self._recorded[place], name="") for place in pair]
+            first, second = (lives.get(place, []) for place in pair)
+            shapes = [[(*_kind(stretch[0])[1:], len(stretch)) for stretch in life] for life in (first, second)]
+            if parts[0] != parts[1] or shapes[0] != shapes[1]:
+                raise Unlike("the operations of layers differ")
+            for earlier, later in zip(itertools.chain(*first), itertools.chain(*second), strict=True):
+                slope = [getattr(later, name) - getattr(earlier, name) for name in LINEAR]
+                if slopes.setdefault(_kind(earlier)[1:], slope) != slope:
+                    raise Unlike("layers do not grow by equal amounts")
+        return slopes
+
+    def _held(self, steps: Steps) -> list[int]:
+        """What a period holds when the backward pass begins, as a slope."""
+        few, many = steps.samples
+        periods = {
+            tuple(sum(by_place.get(first + n, 0) for n in range(self._width)) for by_place in steps.held)
+            for first in range(self._inner, self._last + 1)
+        }
+        if len(periods) > 1:
+            raise Unlike("layers do not hold equal amounts")
+        ((fewer_bytes, more_bytes),) = periods
+        sample_bytes = -((fewer_bytes - more_bytes) // (many - few))
+        line = {"fixed_bytes": fewer_bytes - few * sample_bytes, "sample_bytes": sample_bytes}
+        return [line.get(name, 0) for name in LINEAR]
+
+
+def _moved(moment: TracedMoment, segment: int, slope: Sequence[int], times: int) -> TracedMoment:
+    numbers: dict[str, Any] = {
+        name: getattr(moment, name) + times * growth for name, growth in zip(LINEAR, slope, strict=True)
+    }
+    return moment._replace(segment=segment, **numbers)
+
+
+def _renamed(place: Place, later: int) -> Place:
+    """The place so many layers later."""
+    prefix, _, number = place.name.rpartition(".")
+    return replace(place, name=f"{prefix}.{int(number) + later}") if number.isdigit() else place
 
 
 def profile(found: Timeline, *, family: str, precision: Precision, **known: Any) -> ModelProfile:

@@ -57,12 +57,12 @@ from orchestrator.training.tracing.allocator import Ledger, fragmentation, on_li
 from orchestrator.training.tracing.cuda_autocast import as_on_cuda
 from orchestrator.training.tracing.fake_model import as_with_values, parameters_on_meta, without_memory
 from orchestrator.training.tracing.op_recorder import OpRecorder
-from orchestrator.training.tracing.timeline import Phase, Steps, Timeline, Unlike, deeper, profile, timeline
+from orchestrator.training.tracing.repeats import Stack, cut, kinds_of, layer_count, stack_of
+from orchestrator.training.tracing.timeline import Phase, Steps, Unlike, profile, timeline
 from orchestrator.training.tracing.values import READS, Values
 from orchestrator.training.tracing.zero3_linear import zero3_linear
 
 SAMPLES = (2, 3)  # micro-batches: linear from 2 on; with one sample some copies are not made
-DEPTHS = (4, 6)  # traced layers of a deep model: two at either end, at two distances
 BAD_JOB_EXIT_CODE = 2
 LAST_STEP = 2**62  # after every thaw step
 # Address space of a trace beyond that of imported torch. Fake tensors are a few hundred MB of Python objects (measured:
@@ -139,36 +139,40 @@ def profiles(request: Request) -> list[ModelProfile | None]:
 def _profile(request: Request, arithmetic: Arithmetic) -> tuple[ModelProfile, bool]:
     """The profile, and whether a CPU and CUDA do the same apart from autocast."""
     config = _config(request.model)
-    by_number = any(set(frozen.parameters) & set("0123456789?[") for frozen in request.training.freeze)
-    layers = 0 if by_number else _equal_layers(config)
-    leading = getattr(config, "first_k_dense_replace", None) or 0  # dense layers before those with experts
-    depths = leading + DEPTHS[0], leading + DEPTHS[1]
-    if layers > depths[1]:
-        with contextlib.suppress(Unlike):
-            few, many = (_Traced(request, arithmetic, _cut(config, depth)) for depth in depths)
-            apart, more = depths[1] - depths[0], layers - depths[1]
-            found = many.profile(deeper(few.timeline, many.timeline, apart=apart, more=more))
-            if found.parameters == _parameters(request, arithmetic, config):
-                return found, many.is_alike_on_cuda
+    whole = build(request, arithmetic, config)
+    length = layer_count(config)
+    kinds, buffer_bytes = kinds_of(whole.layers, config, length), _buffer_bytes(whole)
+    stack = stack_of(kinds, length)
+    if stack is not None:
+        # A model's code may refuse what it never had; then the whole model says what is wrong, if anything is.
+        with contextlib.suppress(Exception):
+            few_layers = cut(config, stack.depth)
+            few = build(request, arithmetic, few_layers)
+            if kinds_of(few.layers, few_layers, length) == kinds[: stack.depth] + kinds[length:]:
+                traced = _Traced(request, arithmetic, few)
+                extended = replace(traced.profile(stack, stack.depth), workspace_bytes=buffer_bytes)
+                if extended.parameters == sum(parameter.numel() for parameter in whole.module.parameters()):
+                    return extended, traced.is_alike_on_cuda
     try:
-        whole = _Traced(request, arithmetic, config)
+        traced = _Traced(request, arithmetic, whole)
     except READS:
-        whole = _Traced(request, arithmetic, config, reads=True)
-    return whole.profile(whole.timeline), whole.is_alike_on_cuda
+        traced = _Traced(request, arithmetic, build(request, arithmetic, config), reads=True)
+    with contextlib.suppress(Unlike):
+        return traced.profile(stack, length), traced.is_alike_on_cuda
+    return traced.profile(None, length), traced.is_alike_on_cuda
 
 
-def _parameters(request: Request, arithmetic: Arithmetic, config: Any) -> int:
-    """The whole model's parameter count: later layers may differ from the first ones."""
-    return sum(parameter.numel() for parameter in build(request, arithmetic, config).module.parameters())
+def _buffer_bytes(recipe: Recipe) -> int:
+    buffers = [buffer for part in recipe.module.modules() for buffer in part._buffers.values() if buffer is not None]
+    return sum(buffer.numel() * buffer.element_size() for buffer in buffers)
 
 
 class _Traced:
     """A model's recorded steps at both micro-batches, under every mode of activation checkpointing."""
 
-    def __init__(self, request: Request, arithmetic: Arithmetic, config: Any, *, reads: bool = False) -> None:
+    def __init__(self, request: Request, arithmetic: Arithmetic, recipe: Recipe, *, reads: bool = False) -> None:
         """`reads`: the model's code reads values."""
         self._request, self._arithmetic = request, arithmetic
-        recipe = build(request, arithmetic, config)
         self._recipes = (recipe, *recipe.then)
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._values = Values(self._fake) if reads or request.any_samples or request.tensors else None
@@ -195,15 +199,17 @@ class _Traced:
                 cases.append((True, False))
             elif self._autocast is None and not all(each.requires_grad for each in recipe.module.parameters()):
                 cases.append((False, True))
-            recorded = [
+            self._recorded = [
                 steps
                 for sharded, zero3 in cases
                 for mode in request.modes
                 if (steps := self._steps_or_none(mode, sharded=sharded, zero3=zero3)) is not None
             ]
-        self.timeline: Timeline = timeline(self._recorder.named_places(), recorded)
+        self._places = self._recorder.named_places()
 
-    def profile(self, found: Timeline) -> ModelProfile:
+    def profile(self, stack: Stack | None, depth: int) -> ModelProfile:
+        """The profile of a model with this stack, of which `depth` layers were traced. Raises Unlike."""
+        found = timeline(self._places, self._recorded, stack, depth)
         turns = tuple(sum(p.numel() for p in each.module.parameters() if p.requires_grad) for each in self._recipes)
         return profile(
             found,
@@ -257,10 +263,18 @@ class _Traced:
         linear = patch.object(functional, "linear", zero3_linear) if zero3 else contextlib.nullcontext()
         with _forwards_put_back((*layers, *norms)), linear:
             recompute(layers, mode)
-            (first, few), (second, many) = (self._step(samples, norms, sharded=sharded) for samples in SAMPLES)
+            steps = [(*self._step(samples, norms, sharded=sharded), self._recorder.held) for samples in SAMPLES]
+        (first, few, held_by_few), (second, many, held_by_many) = steps
         if not (sharded or zero3) and (self._arithmetic.cuda or not self._arithmetic.autocast):
             self._fragmentation[mode] = fragmentation(on_lines(few, many, SAMPLES).values(), self._adam_bytes())
-        return Steps(mode=mode, sharded=sharded, zero3=zero3, samples=SAMPLES, phases=(first, second))
+        return Steps(
+            mode=mode,
+            sharded=sharded,
+            zero3=zero3,
+            samples=SAMPLES,
+            phases=(first, second),
+            held=(held_by_few, held_by_many),
+        )
 
     def _adam_bytes(self) -> list[int]:
         """Bytes of both fp32 moments, per trained parameter."""
@@ -354,24 +368,6 @@ def _config(model: ModelSpec) -> Any:
 
     is_away = isinstance(hf, str) and not Path(hf).is_dir()
     return published_config(model.config) if is_away and model.config else read_config(hf)
-
-
-def _equal_layers(config: Any) -> int:
-    """The number of layers if a few can represent all; 0 if they may differ."""
-    kinds = set(getattr(config, "layer_types", None) or ())
-    return getattr(config, "num_hidden_layers", 0) if len(kinds) <= 1 else 0
-
-
-def _cut(config: Any, layers: int) -> Any:
-    """The configuration with `layers` layers."""
-    if isinstance(config, DecoderSpec):
-        return replace(config, num_hidden_layers=layers)
-    cut = type(config).from_dict(config.to_dict())
-    cut.num_hidden_layers = layers
-    kinds = getattr(cut, "layer_types", None)
-    if kinds and len(kinds) > layers:  # some families derive them from the number
-        cut.layer_types = kinds[:layers]
-    return cut
 
 
 def _plan(arithmetic: Arithmetic, samples: int) -> Plan:

@@ -1,0 +1,115 @@
+"""Which layers of a model repeat, and how few of them represent all.
+
+Layers are compared by what their modules hold, so no list of families is needed. A pattern that does not repeat, or
+that is too long to save anything, has no Stack: such a model is traced whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from orchestrator.specs.job.model import DecoderSpec
+from orchestrator.specs.replace import replace
+
+Kinds = list[Hashable]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stack:
+    """The first `length` layers of a model: behind `lead` ones, each is of the same kind as the one `period` later."""
+
+    lead: int
+    period: int
+    length: int
+
+    @property
+    def depth(self) -> int:
+        """Layers to trace.
+
+        The first and the last period are at the ends: masks are made and freed there. Between them, one kind at least
+        comes three times, so that a line through them can fail.
+        """
+        fewest = self.lead + 3 * self.period + 2
+        return min(self.length, fewest + (self.length - fewest) % self.period)
+
+
+def stack_of(kinds: Sequence[Hashable], length: int) -> Stack | None:
+    """Return the Stack of the first `length` layers with the fewest layers to trace; None where all are to be."""
+    best, numbers = None, dict[Hashable, int]()
+    same = [numbers.setdefault(kind, len(numbers)) for kind in kinds]
+    for period in range(1, length // 3 if len(kinds) >= length else 1):
+        lead = length - period
+        while lead and same[lead - 1] == same[lead - 1 + period]:
+            lead -= 1
+        candidate = Stack(lead=lead, period=period, length=length)
+        if candidate.depth < (best.depth if best else length):
+            best = candidate
+    return best
+
+
+def layer_count(config: Any) -> int:
+    """Return the number of layers that a configuration says; 0 where it says none."""
+    return getattr(config, "num_hidden_layers", None) or 0
+
+
+def kinds_of(layers: Sequence[nn.Module], config: Any, length: int) -> Kinds:
+    """Return what distinguishes each layer: its modules, shapes and settings, and its rows of the configuration.
+
+    `length`: the whole model's number of layers. A setting that counts the layers is left out.
+    """
+    described = [dict(_description(layer)) for layer in layers]
+    stack = described[: layer_count(config)]
+    numbers = {
+        key
+        for key, first in (stack[0].items() if len(stack) > 1 else ())
+        if type(first) is int and all(layer.get(key) == first + index for index, layer in enumerate(stack))
+    }
+    rows = [
+        value
+        for name, value in sorted(getattr(config, "__dict__", {}).items())
+        if isinstance(value, list | tuple) and (len(value) == length or name == "layer_types")
+    ]
+    kinds: Kinds = []
+    for index, description in enumerate(described):
+        of_layer = tuple(str(row[index]) for row in rows if index < len(row))
+        kinds.append((*(item for item in description.items() if item[0] not in numbers), of_layer))
+    return kinds
+
+
+def cut(config: Any, layers: int) -> Any:
+    """Return the configuration with `layers` layers."""
+    if isinstance(config, DecoderSpec):
+        return replace(config, num_hidden_layers=layers)
+    shorter = type(config).from_dict(config.to_dict())
+    shorter.num_hidden_layers = layers
+    kinds = getattr(shorter, "layer_types", None)
+    if kinds and len(kinds) > layers:  # some families derive them from the number
+        shorter.layer_types = kinds[:layers]
+    return shorter
+
+
+def _description(layer: nn.Module) -> Iterator[tuple[str, Hashable]]:
+    for path, part in layer.named_modules():
+        yield path, f"{type(part).__module__}.{type(part).__qualname__}"
+        for name, value in vars(part).items():
+            if not name.startswith("_"):
+                yield f"{path}.{name}", _plain(value)
+        for name, parameter in part._parameters.items():
+            if parameter is not None:
+                yield f"{path}.{name}", (*parameter.shape, parameter.requires_grad)
+        for name, buffer in part._buffers.items():
+            if buffer is not None:
+                yield f"{path}.{name}", (*buffer.shape, buffer.dtype)
+
+
+def _plain(value: Any) -> Hashable:
+    """A setting as it counts here: a fraction, such as a rate of dropout, by whether it is zero."""
+    if isinstance(value, list | tuple):
+        return tuple(map(_plain, value))
+    if isinstance(value, float):
+        return bool(value)
+    return value if isinstance(value, int | str) else getattr(value, "__qualname__", None)
