@@ -147,11 +147,16 @@ class StepSeconds:
 
 
 def _collectives(profile: ModelProfile, mechanics: Mechanics) -> int:
-    """Return the collectives that FSDP2 starts for one micro-batch on a rank that holds `profile`."""
+    """Return the collectives of units that the host starts for one micro-batch on a rank that holds `profile`.
+
+    Those of DeepSpeed's stage 3 are supposed to take no less than FSDP2's; below it buckets are reduced.
+    """
     match mechanics:
         case Fsdp2() | ScriptFsdp():
             return (2 if mechanics.keeps_gathered else 3) * _units(profile)
-        case Replicated() | Zero():
+        case Zero():
+            return 3 * _units(profile) if mechanics.stage is ZeroStage.PARAMETERS else 0
+        case Replicated():
             return 0
         case _:
             refuse_unknown(mechanics)
