@@ -53,8 +53,9 @@ BF16_TRAFFIC_BYTES = 10
 # Of one element, where 8-bit AdamW is not compiled (training/engines/eight_bit.py): 143 ns beside fp32 weights, 158 ns
 # beside bf16 ones (torch 2.13.0, torchao 0.18, one CPU core, 2026-11-26).
 EAGER_8BIT_S = 1.5e-7
-# Host memory bandwidth that one rank's AdamW on the host gets: one socket's 200 GB/s among 8 ranks.
-HOST_ADAM_BANDWIDTH = 25e9
+# Host memory bandwidth that one rank's AdamW on the host gets: steps of an H100 took three times as long as by 25 GB/s,
+# which is 8 GB/s, and those of an H200 with 16 cores tell 14 GB/s (docs/concepts/memory-model.md, tests/gpu/measured/).
+HOST_ADAM_BANDWIDTH = 11e9
 MASTER_AND_MOMENTS_BYTES = 12  # per parameter: what an update on NVMe reads and writes back
 
 
@@ -132,7 +133,8 @@ class StepSeconds:
         added = self._gradient_bytes if plan.gradient_accumulation_steps > 1 else 0  # to those of micro-batches before
         how = plan.activation_checkpointing, stages * plan.full_checkpointing_layers
         updates, hardware = plan.optimizer_in_backward, self._hardware
-        busy_s = _busy_s(profile, plan.micro_batch_size, *how, plan.precision, added, updates, hardware)
+        starts = 0 if self._copies_once else _collectives(profile, self._mechanics)
+        busy_s = _busy_s(profile, plan.micro_batch_size, *how, plan.precision, added, updates, starts, hardware)
         return busy_s + (_inputs_moved_s(profile, plan, hardware) if plan.activation_offload else 0.0)
 
     def _once_s(self, plan: Plan) -> tuple[float, float]:
@@ -142,6 +144,27 @@ class StepSeconds:
             arguments = (self._largest, plan, self._hardware)
             self._once[micro_steps] = (_shared_s(*arguments), _optimizer_s(*arguments))
         return self._once[micro_steps]
+
+
+def _collectives(profile: ModelProfile, mechanics: Mechanics) -> int:
+    """Return the collectives of units that the host starts for one micro-batch on a rank that holds `profile`.
+
+    Those of DeepSpeed's stage 3 are supposed to take no less than FSDP2's; below it buckets are reduced.
+    """
+    match mechanics:
+        case Fsdp2() | ScriptFsdp():
+            return (2 if mechanics.keeps_gathered else 3) * _units(profile)
+        case Zero():
+            return 3 * _units(profile) if mechanics.stage is ZeroStage.PARAMETERS else 0
+        case Replicated():
+            return 0
+        case _:
+            refuse_unknown(mechanics)
+
+
+def _units(profile: ModelProfile) -> int:
+    """Return the parts that FSDP2 gathers one by one: layers, and what is around them."""
+    return sum(segment.count for segment in profile.segments if segment.count > 1) + 1
 
 
 def _inputs_moved_s(profile: ModelProfile, plan: Plan, hardware: Hardware) -> float:
@@ -158,6 +181,7 @@ def _busy_s(
     precision: Precision,
     added: int,
     updates: bool,
+    collectives: int,
     hardware: Hardware,
 ) -> float:
     """Seconds of kernels, launches and tensor-parallel messages of one micro-batch.
@@ -174,7 +198,8 @@ def _busy_s(
     device_s = one.forward_s + one.backward_s
     device_s += 2 * added * profile.trained_parameters / (device.memory_bandwidth * BANDWIDTH_EFFICIENCY)
     is_selective = mode is ActivationCheckpointing.SELECTIVE
-    replayed = min(full_layers, one.replayed_parts) if mode is ActivationCheckpointing.NONE else one.replayed_parts
+    full = one.replayed_parts if mode is ActivationCheckpointing.FULL else min(full_layers, one.replayed_parts)
+    replayed = full if mode is ActivationCheckpointing.NONE else one.replayed_parts
     if mode is ActivationCheckpointing.FULL:
         device_s += one.replay_s
     elif is_selective:
@@ -182,7 +207,7 @@ def _busy_s(
     for count, full_s, selective_s in one.layers if full_layers else ():
         device_s += min(full_layers, count) * (full_s - selective_s if is_selective else full_s)
         full_layers -= min(full_layers, count)
-    launches_s = host_s(one.parts, replayed, 3, device)
+    launches_s = host_s(one.parts, full, replayed - full, collectives, device)
     if profile.context_parallel > 1:  # there and back, of queries, keys, values and outputs; again where recomputed
         layer = max(profile.segments, key=lambda each: each.count)
         passes = 2 * layer.count + min(replayed, layer.count)
@@ -218,7 +243,7 @@ def seconds_in_three(
     profile: ModelProfile, mode: ActivationCheckpointing, precision: Precision, hardware: Hardware
 ) -> tuple[float, float, float]:
     """Seconds of a sample in what only the first stage of a pipeline has, in a layer, and in what only the last has."""
-    how = 1, mode, 0, precision, 4, False, hardware
+    how = 1, mode, 0, precision, 4, False, 0, hardware
 
     def busy_s(layers: int, *, first: bool = False, last: bool = False) -> float:
         return _busy_s(part(profile, layers, first=first, last=last), *how)
@@ -275,7 +300,7 @@ class Traffic(NamedTuple):
 def _traffic(profile: ModelProfile, plan: Plan) -> Traffic:
     """Volumes per stage: Rajbhandari et al. 2020 (arXiv:1910.02054), section 7."""
     mechanics, micro_steps = plan.mechanics, plan.gradient_accumulation_steps
-    units = sum(segment.count for segment in profile.segments if segment.count > 1) + 1
+    units = _units(profile)
     match mechanics:
         case Replicated():
             return Traffic(0, 1, max(1, -(-exchanged_bytes(plan) * profile.trained_parameters // BUCKET_BYTES)))

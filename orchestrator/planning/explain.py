@@ -7,6 +7,7 @@ from orchestrator.memory.calibration.correction import corrected
 from orchestrator.planning.cost import Hardware
 from orchestrator.planning.frontier import Candidate, Frontier, needed_bytes, why_rejected
 from orchestrator.planning.search import frontier
+from orchestrator.planning.trust import Choice
 from orchestrator.planning.ways_out import Unfit, missing_knobs, ways_out
 from orchestrator.specs.job.pins import in_words
 from orchestrator.specs.job.spec import JobSpec
@@ -80,11 +81,24 @@ def why_nothing_fits(
     return "\n".join(lines)
 
 
-def why_taken(fit_probability: float | None) -> str:
-    """What made a job's first plan the one to run; None: nothing is known of its memory."""
+def why_taken(fit_probability: float | None, passed_over: str | None = None) -> str:
+    """Return what made a job's first plan the one to run; without a probability, nothing is known of its memory."""
+    if passed_over is not None:
+        return passed_over
     if fit_probability is None or fit_probability >= CONFIDENCE:
         return "the fastest plan that fits"
     return f"the plan that most probably fits ({format_probability(fit_probability)})"
+
+
+def why_passed_over(taken: Choice, fastest: Choice) -> str | None:
+    """Return why a plan is taken that is not the fastest one; None where it is."""
+    gain = 1 - fastest.seconds / taken.seconds if taken.seconds > 0 else 0.0
+    if gain <= 0:
+        return None
+    return (
+        f"the most trusted plan near the fastest: {in_short(fastest.plan)} is predicted {gain:.1%} faster, "
+        "which is within the error of predictions (`objective: fastest` takes it)"
+    )
 
 
 def _total(moment: MomentBytes) -> int:

@@ -55,8 +55,13 @@ GRADIENT_TRAFFIC_BYTES = {Precision.FP32: 8, Precision.BF16: 10, Precision.FP16:
 LAYER_MESSAGES = 4
 # Python and launches of one forward pass of one layer: Megatron needs (2384.8 - 660.4) ms for 24 more tokens and 384
 # more of prompt on 96 layers at batch 1 (NVIDIA/FasterTransformer docs, GPT-175B on 8 A100): 0.7 ms a layer, behind
-# which its kernels hide. A backward pass launches twice as many.
+# which its kernels hide. A backward pass launches twice as many. Our decoder took 1.2 ms on an H200 in a virtual
+# machine whose launches take twice as long, transformers' Llama 1.9 ms (tests/gpu/measured/, 2026-11-28).
 HOST_FORWARD_S = 7e-4
+# What else the host does, in such forward passes: on the same H200 a layer that is recomputed in full took 1.9 more;
+# selectively 5.0 and 3.8 more, since torch looks at each of its operators twice; under FSDP2 2.9 more, which gathers
+# twice and reduces once.
+FULL_PASSES, SELECTIVE_PASSES, COLLECTIVE_PASSES = 1.9, 4.4, 1.0
 # The same on a CPU rank, where it hides behind nothing: about 33 operators of 4 us.
 CPU_FORWARD_S = 4e-4 / 3
 
@@ -203,7 +208,13 @@ def matmul_s(
     return start_s + fastest_s
 
 
-def host_s(parts: int, replayed_parts: int, passes: int, device: DeviceSpec) -> float:
-    """Seconds of Python and launches of one micro-batch: `passes` through all parts, one more where it is replayed."""
-    each = HOST_FORWARD_S if device.kind is DeviceKind.CUDA else CPU_FORWARD_S
-    return (passes * parts + replayed_parts) * each
+def host_s(parts: int, full: int, selective: int, collectives: int, device: DeviceSpec) -> float:
+    """Return the seconds of Python and launches of one micro-batch: a pass forward, and one back of twice the launches.
+
+    Of all parts, so many are recomputed in full or selectively; FSDP2 starts so many collectives. On a CPU, what is
+    recomputed is one pass more, whatever it is, and nothing hides.
+    """
+    if device.kind is not DeviceKind.CUDA:
+        return (3 * parts + full + selective) * CPU_FORWARD_S
+    passes = 3 * parts + FULL_PASSES * full + SELECTIVE_PASSES * selective + COLLECTIVE_PASSES * collectives
+    return passes * HOST_FORWARD_S

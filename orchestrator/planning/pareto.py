@@ -1,4 +1,4 @@
-"""Which plans does no other plan beat? Step time, device bytes and GPUs, compared over all plans at once."""
+"""Which plans does no other plan beat? Step time, device bytes, GPUs and trust, compared over all plans at once."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ class Timed(NamedTuple):
     plan: Plan
     step_s: float
     at_least_bytes: int  # of a device
+    rank: float  # of trust, less being better
 
 
 class Costed(NamedTuple):
@@ -28,6 +29,7 @@ class Costed(NamedTuple):
     step_s: float
     estimate: MemoryEstimate
     needed_bytes: float
+    rank: float
 
 
 def device_bytes(_plan: Plan, estimate: MemoryEstimate) -> int:
@@ -41,21 +43,20 @@ def pareto(
     most_bytes: float,
     needed: Callable[[Plan, MemoryEstimate], float] = device_bytes,
 ) -> list[Costed]:
-    """Those that no other beats or equals in step time, device bytes and GPUs at once, the fastest first.
+    """Return the plans that no other beats or equals in step time, device bytes, GPUs and trust, the fastest first.
 
     `needed` tells the bytes, never fewer than estimated, and infinitely many of a plan to leave out; none needs more
-    than `most_bytes`. Of plans that are equal in all three the simplest stays: the torch engine before DeepSpeed, no
+    than `most_bytes`. Of plans that are equal in all four the simplest stays: the torch engine before DeepSpeed, no
     offload before offload, less sharding before more. With fewer GPUs first, what beats a plan has come before it, save
     among equally fast ones. On a staircase of step times upwards and bytes downwards one step decides (Kung et al.
-    1975, JACM 22(4)). Most plans are beaten even if they need no more than the least that they can, and are never
-    estimated.
+    1975, JACM 22(4)); each rank has one, of what is trusted as much or more. Most plans are beaten even if they need no
+    more than the least that they can, and are never estimated.
     """
+    ordered = sorted(timed, key=_order)
     kept: list[Costed] = []
-    times: list[float] = []
-    least: list[float] = []
-    for one in sorted(timed, key=_order):
-        at = bisect_right(times, one.step_s)
-        below = min(most_bytes, least[at - 1] - 1) if at else most_bytes
+    stairs = {rank: _Staircase() for rank in sorted({one.rank for one in ordered})}
+    for one in ordered:
+        below = stairs[one.rank].below(one.step_s, most_bytes)
         if one.at_least_bytes > below:
             continue
         estimated = estimate(one.plan)
@@ -63,15 +64,42 @@ def pareto(
         assert one.at_least_bytes <= needed_bytes, (one, estimated)
         if needed_bytes > below or needed_bytes == inf:
             continue
-        begin = bisect_left(times, one.step_s)
-        end = begin
-        while end < len(least) and least[end] >= needed_bytes:
-            end += 1
-        times[begin:end], least[begin:end] = [one.step_s], [needed_bytes]
-        if kept and kept[-1].step_s == one.step_s and kept[-1].plan.world_size == one.plan.world_size:
+        for rank, staircase in stairs.items():
+            if rank >= one.rank:
+                staircase.add(one.step_s, needed_bytes)
+        costed = Costed(one.plan, one.step_s, estimated, needed_bytes, one.rank)
+        if kept and _equals_but_for_bytes(kept[-1], costed):
             kept.pop()  # as fast as this one, and it needs more
-        kept.append(Costed(one.plan, one.step_s, estimated, needed_bytes))
+        kept.append(costed)
     return sorted(kept, key=_fastest_first)
+
+
+class _Staircase:
+    """The least bytes that plans need which are no slower than a step time."""
+
+    def __init__(self) -> None:
+        self._times: list[float] = []
+        self._least: list[float] = []
+
+    def below(self, step_s: float, most_bytes: float) -> float:
+        """Return the bytes that a plan of this step time may need, so that none of these beats or equals it."""
+        at = bisect_right(self._times, step_s)
+        return min(most_bytes, self._least[at - 1] - 1) if at else most_bytes
+
+    def add(self, step_s: float, needed_bytes: float) -> None:
+        """Add a plan, unless one of these beats it."""
+        if needed_bytes > self.below(step_s, inf):
+            return
+        begin = bisect_left(self._times, step_s)
+        end = begin
+        while end < len(self._least) and self._least[end] >= needed_bytes:
+            end += 1
+        self._times[begin:end], self._least[begin:end] = [step_s], [needed_bytes]
+
+
+def _equals_but_for_bytes(before: Costed, costed: Costed) -> bool:
+    is_alike = before.step_s == costed.step_s and before.rank == costed.rank
+    return is_alike and before.plan.world_size == costed.plan.world_size
 
 
 def _order(timed: Timed) -> tuple[object, ...]:
@@ -79,6 +107,7 @@ def _order(timed: Timed) -> tuple[object, ...]:
     return (
         plan.world_size,
         timed.step_s,
+        timed.rank,
         facts_of(plan.engine).simplicity,
         plan.offload is not Offload.NONE,
         plan.activation_offload,
@@ -88,5 +117,5 @@ def _order(timed: Timed) -> tuple[object, ...]:
     )
 
 
-def _fastest_first(costed: Costed) -> tuple[float, float, int]:
-    return (costed.step_s, costed.needed_bytes, costed.plan.world_size)
+def _fastest_first(costed: Costed) -> tuple[float, float, int, float]:
+    return (costed.step_s, costed.needed_bytes, costed.plan.world_size, costed.rank)

@@ -22,6 +22,7 @@ from orchestrator.planning.frontier import MARGIN, Candidate, Frontier, node_hos
 from orchestrator.planning.layouts import layouts
 from orchestrator.planning.pareto import Costed, Timed, device_bytes, pareto
 from orchestrator.planning.strategies import engines_of, why_no_strategy
+from orchestrator.planning.trust import trust
 from orchestrator.planning.work import OTHER_PLANS_MAX, PLANS_MAX, Work
 from orchestrator.specs.choices import (
     AXES,
@@ -62,6 +63,7 @@ UNPLANNED = {
     "trial": None,
     "source": None,
     "guarantee": None,
+    "objective": "trusted",
 }
 UNPLANNED_TRAINING: dict[str, Any] = {
     name: getattr(TrainingSpec(), name)
@@ -81,7 +83,7 @@ UNPLANNED_TRAINING: dict[str, Any] = {
     )
 }
 _Needed = Callable[[Plan, MemoryEstimate], float]  # bytes of a device
-_Beats = Callable[[int, float, int], bool]
+_Beats = Callable[[int, float, int, float], bool]
 BLOCKING = ("CUDA_LAUNCH_BLOCKING", "1")  # in a job's env: its host waits for every kernel
 REACH = 2  # devices: plans that need more memory than so many have are left out, as long as any needs less
 CORRECTION_STEPS = 4  # in which a correction doubles: frontiers are kept for each
@@ -277,7 +279,7 @@ def _beaten_by_none(
             costed = _pareto(spec, alike, estimate, most_bytes, needed)
             beats = _beaten(costed, by_count=bool(spec.speeds))
             others = [one for some in between for one in _timed_between(some, needs, most_bytes, beats, work)]
-            kept = [Timed(one.plan, one.step_s, one.estimate.device_bytes) for one in costed]
+            kept = [Timed(one.plan, one.step_s, one.estimate.device_bytes, one.rank) for one in costed]
             costed = _pareto(spec, [*kept, *others], estimate, most_bytes, needed) if others else costed
             if costed:
                 return costed
@@ -292,7 +294,9 @@ def _beaten_by_none(
         elif len(steps) == 1:
             return costed
         found |= {one.plan: one for one in costed}
-    return sorted(found.values(), key=lambda one: (one.step_s, one.estimate.device_bytes, one.plan.world_size))
+    return sorted(
+        found.values(), key=lambda one: (one.step_s, one.estimate.device_bytes, one.plan.world_size, one.rank)
+    )
 
 
 def _corrected(correction: float) -> _Needed:
@@ -326,18 +330,20 @@ def _pareto(
 
 
 def _beaten(costed: Sequence[Costed], *, by_count: bool) -> _Beats:
-    """Whether one of these is no slower than a step time, needs no more than so many bytes, and no more devices.
+    """Whether one of these is no slower, needs no more bytes and devices, and is trusted as much.
 
     `by_count`: only plans on as many devices are compared.
     """
-    staircases: dict[int, tuple[list[float], list[float]]] = {}
+    staircases: dict[tuple[int, float], tuple[list[float], list[float]]] = {}
 
-    def beats(count: int, step_s: float, least_bytes: int) -> bool:
-        if count not in staircases:
+    def beats(count: int, step_s: float, least_bytes: int, rank: float) -> bool:
+        key = count, rank
+        if key not in staircases:
             sizes = {count} if by_count else range(count + 1)
-            stairs = sorted((one.step_s, one.needed_bytes) for one in costed if one.plan.world_size in sizes)
-            staircases[count] = [taken for taken, _ in stairs], list(accumulate((most for _, most in stairs), min))
-        times, least = staircases[count]
+            others = (one for one in costed if one.plan.world_size in sizes and one.rank <= rank)
+            stairs = sorted((one.step_s, one.needed_bytes) for one in others)
+            staircases[key] = [taken for taken, _ in stairs], list(accumulate((most for _, most in stairs), min))
+        times, least = staircases[key]
         at = bisect_right(times, step_s)
         return at > 0 and least[at - 1] <= least_bytes
 
@@ -506,7 +512,7 @@ def _timed(
                 break
             if (at_least_bytes := bytes_of.at_least(plan)) <= most_bytes:
                 takes = takes or StepSeconds(profile, family.example, hardware)
-                one = Timed(plan, takes(plan), at_least_bytes)
+                one = Timed(plan, takes(plan), at_least_bytes, trust(plan).rank)
                 if plan.activation_checkpointing is ActivationCheckpointing.FULL and not plan.activation_offload:
                     full = one
                 elif plan.activation_checkpointing is ActivationCheckpointing.SELECTIVE:
@@ -531,10 +537,11 @@ def _timed_between(between: _Between, needs: _Needs, most_bytes: float, beats: _
     """
     family = between.family
     modes, count, (_, bytes_of) = family.partial, family.example.world_size, needs.of(family.example)
+    rank = trust(family.example).rank
     halves = [(0, len(modes), between.least_s, between.least_bytes)]
     while halves:
         low, high, least_s, least_bytes = halves.pop()
-        if low == high or least_bytes > most_bytes or beats(count, least_s, least_bytes):
+        if low == high or least_bytes > most_bytes or beats(count, least_s, least_bytes, rank):
             continue
         middle = (low + high) // 2
         work.look()
@@ -544,6 +551,6 @@ def _timed_between(between: _Between, needs: _Needs, most_bytes: float, beats: _
             continue
         at_least_bytes, step_s = bytes_of.at_least(plan), between.takes(plan)
         if at_least_bytes <= most_bytes:
-            yield Timed(plan, step_s, at_least_bytes)
+            yield Timed(plan, step_s, at_least_bytes, rank)
         halves.append((low, middle, least_s, at_least_bytes if between.is_ordered else 0))
         halves.append((middle + 1, high, step_s if between.is_ordered else 0.0, least_bytes))

@@ -122,3 +122,10 @@ class ParallelLayout:
     def dp_rank(self, rank: int) -> int:
         """Which share of the global batch the rank trains on."""
         return rank // (self.cp * self.tp) % self.dp
+
+
+class Micro(StrEnum):
+    """Micro-batch of compared strategies that leave it open."""
+
+    COMMON = "common"  # the largest with which all of them fit
+    BEST = "best"  # of the fastest plan of each

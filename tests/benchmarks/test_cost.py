@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
 from benchmarks.cost import contradicts_itself, knowing_layouts, off_a_line
-from benchmarks.step_times import Measured
+from benchmarks.step_times import DATA, Measured, sources
 from orchestrator.specs.choices import Engine, ParallelLayout, Precision
 from orchestrator.specs.plan import Plan
 
@@ -42,3 +44,10 @@ def test_steps_that_were_added_up_are_on_a_line_and_those_that_were_timed_are_no
     added_up = {steps: 0.2 + 0.1 * steps for steps in (2, 4, 8, 16)}
     assert off_a_line(added_up) < 1e-12
     assert off_a_line(added_up | {8: 1.02}) > 0.01
+
+
+@pytest.mark.skipif(not DATA.exists(), reason=f"the published step times are not in {DATA.name}")
+def test_every_published_step_has_a_prediction_though_no_engine_of_ours_runs_its_layout() -> None:
+    rows = [row for source in sources().values() for row in source]
+    assert len(rows) > 1000
+    assert all(0 < row.predicted_s < 1e6 for row in rows)

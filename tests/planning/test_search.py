@@ -13,9 +13,10 @@ from orchestrator.memory.calibration.correction import corrected_bytes
 from orchestrator.memory.engines.overhead import CONTEXT_BYTES, SUPPOSED_OVERHEAD, Overhead
 from orchestrator.memory.estimate import DeviceBytes, alike, estimate
 from orchestrator.planning.cost import Hardware, step_s
-from orchestrator.planning.frontier import node_host_bytes
+from orchestrator.planning.frontier import Candidate, node_host_bytes
 from orchestrator.planning.pareto import Timed, pareto
 from orchestrator.planning.search import CORRECTION_STEPS, REACH, frontier, plans, profile_for
+from orchestrator.planning.trust import trust
 from orchestrator.specs.choices import ActivationCheckpointing, Degradation, Engine, ParallelLayout
 from orchestrator.specs.cluster import DeviceKind, DeviceSpec
 from orchestrator.specs.errors import SpecError
@@ -24,7 +25,7 @@ from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import MemoryEstimate
 from tests.examples import examples
 
-Cost = tuple[Degradation, float, int, int]  # and step time, device bytes, GPUs
+Cost = tuple[Degradation, float, int, int, float]  # and step time, device bytes, GPUs, rank of trust
 
 SIZES = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 5}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -131,7 +132,7 @@ def test_the_frontier_is_every_plan_within_reach_that_no_other_legal_plan_beats(
     kept = [one for one in unbeaten(costs) if one[2] <= REACH * here.device.memory]
     classes = {one[0] for one in kept}
     expected = kept + [one for one in unbeaten(costs) if one[0] not in classes]
-    told = [(one.degradation, one.step_s, one.estimate.device_bytes, one.plan.world_size) for one in found]
+    told = [as_cost(one) for one in found]
     assert told == sorted(expected)
     assert [cost(spec, here, one.plan, overhead) for one in found] == told
 
@@ -154,9 +155,7 @@ def test_where_host_memory_is_short_the_frontier_has_every_plan_with_enough_that
     kept = [one for one in unbeaten(costs) if one[2] <= REACH * here.device.memory]
     classes = {one[0] for one in kept}
     expected = kept + [one for one in unbeaten(costs) if one[0] not in classes]
-    told = [
-        (one.degradation, one.step_s, one.estimate.device_bytes, one.plan.world_size) for one in found if one.fits_host
-    ]
+    told = [as_cost(one) for one in found if one.fits_host]
     assert told == sorted(expected)
 
 
@@ -177,15 +176,26 @@ def test_under_any_correction_no_plan_as_fast_needs_a_step_less_than_the_frontie
         return
     step = 2 ** (1 / CORRECTION_STEPS)
     kept = [
-        (one.degradation, one.plan.world_size, one.step_s, corrected_bytes(one.estimate, correction)) for one in found
+        (
+            one.degradation,
+            one.plan.world_size,
+            one.step_s,
+            corrected_bytes(one.estimate, correction),
+            trust(one.plan).rank,
+        )
+        for one in found
     ]
     for plan in tried:
-        kind, seconds, _, devices = cost(spec, here, plan)
+        kind, seconds, _, devices, rank = cost(spec, here, plan)
         estimated = estimate(profile_for(spec, here, plan), plan, here.device)
         if corrected_bytes(estimated, step * correction) <= REACH * here.device.memory:
             needed = corrected_bytes(estimated, correction)
             assert any(
-                one[0] == kind and one[1] <= devices and one[2] <= seconds and one[3] <= step * needed + 1
+                one[0] == kind
+                and one[1] <= devices
+                and one[2] <= seconds
+                and one[3] <= step * needed + 1
+                and one[4] <= rank
                 for one in kept
             ), plan
 
@@ -207,7 +217,14 @@ def cost(spec: JobSpec, here: Hardware, plan: Plan, overhead: Overhead = SUPPOSE
     numeric = (plan.precision, plan.optimizer) != (spec.precision, spec.training.optimizer)
     degradation = Degradation.SEMANTIC if semantic else Degradation.NUMERIC if numeric else Degradation.EXACT
     needed = estimate(profile, plan, here.device, overhead).device_bytes
-    return (degradation, step_s(profile, plan, here), needed, plan.world_size)
+    return (degradation, step_s(profile, plan, here), needed, plan.world_size, trust(plan).rank)
+
+
+def as_cost(candidate: Candidate) -> Cost:
+    """Return what a frontier compares of a candidate."""
+    plan, estimated = candidate.plan, candidate.estimate
+    rank = trust(plan).rank
+    return (candidate.degradation, candidate.step_s, estimated.device_bytes, plan.world_size, rank)
 
 
 def unbeaten(costs: Iterable[Cost]) -> list[Cost]:
@@ -237,22 +254,24 @@ def test_no_estimate_is_below_the_lower_bound_of_the_search(spec: JobSpec, here:
         assert shared.without_activations(plan) <= shared.at_least(plan) <= needed.device_bytes, plan
 
 
-small = st.tuples(st.integers(1, 4), st.integers(0, 5), st.integers(0, 5), st.integers(0, 5))
+small = st.tuples(*[st.integers(0, 5)] * 4, st.integers(0, 2))
 
 
 @given(st.lists(small, max_size=40), st.integers(0, 6))
 def test_the_frontier_keeps_exactly_the_undominated_costs(
-    drawn: list[tuple[int, int, int, int]], most_bytes: int
+    drawn: list[tuple[int, int, int, int, int]], most_bytes: int
 ) -> None:
     needs: dict[Plan, MemoryEstimate] = {}
     timed = []
-    for number, (gpus, seconds, needed, slack) in enumerate(drawn, start=1):
-        plan = Plan(engine=Engine.TORCH, layout=ParallelLayout(dp=gpus), micro_batch_size=number)
+    for number, (gpus, seconds, needed, slack, rank) in enumerate(drawn, start=1):
+        plan = Plan(engine=Engine.TORCH, layout=ParallelLayout(dp=gpus + 1), micro_batch_size=number)
         needs[plan] = MemoryEstimate(
             moment="", by_cause=(("all", needed),), allocated_bytes=needed, reserved_bytes=needed, device_bytes=needed
         )
-        timed.append(Timed(plan, float(seconds), max(0, needed - slack)))
-    every = [(Degradation.EXACT, float(seconds), needed, gpus) for gpus, seconds, needed, _ in drawn]
+        timed.append(Timed(plan, float(seconds), max(0, needed - slack), float(rank)))
+    every = [
+        (Degradation.EXACT, float(seconds), needed, gpus + 1, float(rank)) for gpus, seconds, needed, _, rank in drawn
+    ]
     found = pareto(timed, needs.__getitem__, most_bytes)
-    kept = [(Degradation.EXACT, one.step_s, one.estimate.device_bytes, one.plan.world_size) for one in found]
+    kept = [(Degradation.EXACT, one.step_s, one.needed_bytes, one.plan.world_size, one.rank) for one in found]
     assert kept == sorted(one for one in unbeaten(every) if one[2] <= most_bytes)

@@ -73,7 +73,7 @@ ENUMERATIONS: dict[str, Reader] = {
 ROWS: dict[str, Reader] = {
     "legality": lambda plan: replace(plan, micro_batch_size=2),
     "width of gradients": exchanged_bytes,
-    "order": lambda plan: pareto([Timed(plan, 1.0, 1), Timed(plan, 2.0, 1)], lambda _: ESTIMATE, inf),
+    "order": lambda plan: pareto([Timed(plan, 1.0, 1, 0.0), Timed(plan, 2.0, 1, 0.0)], lambda _: ESTIMATE, inf),
     "shape on nodes": lambda plan: shape_of(plan, 8, 1),
     "script's command": lambda plan: script_command(
         SCRIPT_JOB, plan, output_dir="", resume_from=None, deepspeed_config_path=None

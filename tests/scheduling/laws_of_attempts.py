@@ -70,6 +70,11 @@ def _is_last_resort(job: Job, attempt: Attempt) -> bool:
     return burst and (attempt.fit_probability or 0.0) > 0.0
 
 
+def _is_bounded(attempt: Attempt) -> bool:
+    """A second probe is bounded by what the first one measured, not by what is assumed of the script."""
+    return attempt.probe and attempt.number > 1
+
+
 def _launches(t: Transition) -> Iterator[str]:
     """A launch is a new attempt of a queued job, as wide as its plan, on nodes that live, for the batch asked."""
     nodes = {node.name: node for node in t.before.nodes} | {node.name: node for node in t.after.nodes}
@@ -84,9 +89,11 @@ def _launches(t: Transition) -> Iterator[str]:
             yield f"{attempt.name} has {len(set(held))} devices for {attempt.plan.world_size} ranks"
         if any(name not in nodes or not 0 <= index < nodes[name].devices for name, index in held):
             yield f"{attempt.name} is placed on devices that are not there"
-        elif not (_ran_before(job, attempt) or _is_last_resort(job, attempt)) and corrected_bytes(
-            attempt.estimate, attempt.correction
-        ) > min(nodes[name].device.memory for name, _ in held):
+        elif not (
+            _ran_before(job, attempt) or _is_last_resort(job, attempt) or _is_bounded(attempt)
+        ) and corrected_bytes(attempt.estimate, attempt.correction) > min(
+            nodes[name].device.memory for name, _ in held
+        ):
             yield f"{attempt.name} is predicted not to fit its devices"
         if not job.spec.gpus.min <= attempt.plan.world_size <= job.spec.gpus.max:
             yield f"{attempt.name} takes {attempt.plan.world_size} devices, outside of what its job allows"

@@ -144,8 +144,8 @@ def test_a_comparison_is_complete_when_every_job_has_ended() -> None:
         (ON_ONE, "plain on 1"),
         (replace(ON_ONE, activation_checkpointing=ActivationCheckpointing.FULL), "checkpointing on 1"),
         (replace(ON_ONE, layout=ParallelLayout(dp=2)), "DDP on 2"),
-        (replace(ON_ONE, layout=ParallelLayout(dp=4), zero_stage=ZeroStage.GRADIENTS), "ZeRO-2 by FSDP2 on 4"),
-        (replace(ON_ONE, layout=ParallelLayout(dp=4), zero_stage=ZeroStage.PARAMETERS), "FSDP2 on 4"),
+        (replace(ON_ONE, layout=ParallelLayout(dp=4), zero_stage=ZeroStage.GRADIENTS), "ZeRO-2 (FSDP2) on 4"),
+        (replace(ON_ONE, layout=ParallelLayout(dp=4), zero_stage=ZeroStage.PARAMETERS), "ZeRO-3 (FSDP2) on 4"),
         (replace(ON_ONE, layout=ParallelLayout(tp=2)), "tp2 on 2"),
         (replace(ON_TWO, offload=Offload.OPTIMIZER), "ZeRO-2 + optimizer on host on 2"),
     ],
@@ -166,7 +166,44 @@ def test_a_curve_survives_broken_lines() -> None:
 
 def test_of_many_strategies_that_do_not_fit_three_are_named() -> None:
     long = {"text": ["corpus.txt"], "sequence_length": 8192}
-    jobs = [refused(n, {"tp": 2, "micro_batch": 8, "pp": 1}, global_batch_size=8 * n, data=long) for n in (1, 2, 3, 4)]
+    jobs = [
+        refused(n, {"tp": 2, "micro_batch": 8 * n, "pp": 1}, global_batch_size=8 * n, data=long) for n in (1, 2, 3, 4)
+    ]
     told = of(*jobs).verdict
     assert told.count(" of 256.00 MiB)") == 3
     assert told.endswith(" and 1 more do not fit.")
+
+
+def repeated(number: int, plan: Plan, *steps_s: float) -> list[Job]:
+    """Return jobs of one strategy, which have the same pins."""
+    pins = {"micro_batch_size": plan.micro_batch_size, "dp": plan.layout.dp}
+    spec = decoder_spec(plan=pins)
+    jobs = [ran(number + 10 * repeat, plan, step_s) for repeat, step_s in enumerate(steps_s)]
+    return [replace(one, spec=one.spec.model_copy(update={"plan": spec.plan})) for one in jobs]
+
+
+def test_repeats_of_a_strategy_are_one_row_with_the_interval_of_their_mean() -> None:
+    row, _ = of(*repeated(1, ON_ONE, 0.5, 0.6, 0.7), *repeated(2, ON_TWO, 0.4, 0.4, 0.4)).rows
+    assert (row.repeats, row.step_s, row.device_s) == (3, pytest.approx(0.6), 30.0)
+    assert row.step_within_s == pytest.approx((0.6 - 4.303 * 0.1 / 3**0.5, 0.6 + 4.303 * 0.1 / 3**0.5))
+
+
+def test_no_difference_is_claimed_within_intervals_and_one_beyond_them_is() -> None:
+    noisy = of(*repeated(1, ON_ONE, 0.5, 0.6, 0.7), *repeated(2, ON_TWO, 0.4, 0.5, 0.6))
+    assert "about as fast as" in noisy.verdict
+    assert "(95 % intervals overlap)" in noisy.verdict
+    clear = of(*repeated(1, ON_ONE, 0.60, 0.61, 0.62), *repeated(2, ON_TWO, 0.40, 0.41, 0.42))
+    assert "1.49x faster than" in clear.verdict
+    assert not [note for note in clear.notes if "noise" in note]
+
+
+def test_below_three_repeats_a_warning_says_so() -> None:
+    once = of(ran(1, ON_ONE, 0.6), ran(2, ON_TWO, 0.4))
+    assert any("Measured once" in note for note in once.notes)
+
+
+def test_what_differs_beside_the_strategies_is_said() -> None:
+    notes = of(ran(1, ON_ONE, 0.6), ran(2, ON_TWO, 0.4)).notes
+    assert any("micro_batch_size (8, 4)" in note for note in notes)
+    alike = of(ran(1, replace(ON_ONE, micro_batch_size=4), 0.6), ran(2, ON_TWO, 0.4)).notes
+    assert not any("micro_batch_size" in note for note in alike)

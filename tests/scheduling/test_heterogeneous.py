@@ -161,6 +161,7 @@ def test_what_is_taken_of_unlike_nodes_is_what_trying_every_plan_on_every_kind_f
 ) -> None:
     """The fastest plan that fits with its margin; where none fits an empty device, the plan that most probably runs."""
     spec = decoder(hidden, {"min": least, "max": least + more}, "bf16" if low else "fp32")
+    spec = spec.model_copy(update={"objective": "fastest"})
     try:
         told = forecast(spec, nodes)
     except SpecError:

@@ -366,7 +366,7 @@ BUGS: dict[str, tuple[Plant, str, int]] = {
     "devices free before release": (devices_free_before_release, "together", 0),
     "bugs are retried": (bugs_are_retried, "was tried again after user_error", 0),
     "refuted plans forgotten": (refuted_plans_forgotten, "repeats the plan", 0),
-    "only the same plan refuted": (only_the_same_plan_refuted, "needs no less memory", 11),
+    "only the same plan refuted": (only_the_same_plan_refuted, "needs no less memory", 0),
     "budgets never end": (budgets_never_end, "was tried again", 1),
     "one budget for all": (one_budget_for_all, "was given up", 1),
     "releases unheard": (releases_unheard, "never gave its devices back", 0),

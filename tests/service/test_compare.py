@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import csv
 import json
 import os
 import threading
@@ -22,6 +23,8 @@ from orchestrator.service.server.client import Client
 from orchestrator.service.server.controller import Controller
 from orchestrator.service.server.daemon import served
 from orchestrator.service.server.lifecycle import write_service_file
+from orchestrator.service.terminal.comparison_files import WRITERS
+from orchestrator.specs.choices import Micro
 from orchestrator.specs.cluster import idle_nodes
 from orchestrator.specs.errors import ServiceError, SpecError
 from orchestrator.specs.job.spec import JobSpec
@@ -119,6 +122,47 @@ def test_each_strategy_is_a_short_job_that_keeps_its_plan_and_the_training_of_th
         (0, 2, 1),
         (1, 2, 1),
     ]
+
+
+def test_strategies_have_one_micro_batch_the_largest_with_which_all_fit_unless_each_shall_have_its_best() -> None:
+    spec, nodes = decoder_spec(gpus=2), idle_nodes(CLUSTER)
+    common = [dict(pins)["micro_batch_size"] for pins in strategies(spec, "zero=0..3", nodes, ())]
+    best = [dict(pins)["micro_batch_size"] for pins in strategies(spec, "zero=0..3", nodes, (), Micro.BEST)]
+    assert len(set(common)) == 1
+    assert len(set(best)) > 1
+    pinned = [
+        dict(pins)["micro_batch_size"]
+        for pins in strategies(decoder_spec(gpus=2, plan={"micro_batch": 1}), "zero=0..3", nodes, ())
+    ]
+    assert set(pinned) == {1}
+
+
+def test_repeats_take_turns_with_other_seeds_and_there_are_not_too_many() -> None:
+    spec = decoder_spec(gpus=2)
+    wanted = strategies(spec, "zero=0,3", idle_nodes(CLUSTER), ())
+    jobs = compared(spec, wanted, None, 3)
+    assert [one.plan for one in jobs] == [*wanted, *wanted, *wanted]
+    assert [one.training.seed for one in jobs] == [0, 0, 1, 1, 2, 2]
+    assert {one.member.of for one in jobs if one.member} == {6}
+    with pytest.raises(SpecError, match="too many repeats"):
+        compared(spec, wanted, None, 11)
+
+
+def test_rows_are_written_as_csv_markdown_and_latex() -> None:
+    row = {
+        "strategy": "ZeRO-2 (FSDP2) on 2",
+        "plan": "2 gpus · dp2",
+        "step_s": 0.5,
+        "step_within_s": [0.4, 0.6],
+        "mfu": None,
+    }
+    written = {suffix: write([row], ["A_verdict."]) for suffix, write in WRITERS.items()}
+    assert next(csv.DictReader(written[".csv"].splitlines()))["step_within_s"] == "0.4 to 0.6"
+    head, rule, line, *_ = written[".md"].splitlines()
+    assert head.count("|") == rule.count("|") == line.count("|")
+    assert "MFU" not in head
+    assert "A_verdict." in written[".md"]
+    assert r"ZeRO-2 (FSDP2) on 2 & 0.5 & 0.4 to 0.6 \\"[:-2] in written[".tex"]
 
 
 def test_a_script_ends_when_it_says() -> None:

@@ -18,6 +18,11 @@ class Shape:
     devices: int
     shares: tuple[int, ...]  # devices of each node, fewest nodes first
 
+    @property
+    def crosses_nodes(self) -> bool:
+        """Whether the fewest nodes that can hold it are several."""
+        return self.shares[0] < self.devices
+
 
 @lru_cache(maxsize=4096)
 def shape_of(plan: Plan, devices_per_node: int, nodes: int) -> Shape | None:

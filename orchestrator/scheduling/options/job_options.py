@@ -5,21 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import takewhile
 from math import inf
+from operator import attrgetter
 
 from orchestrator.memory.calibration.calibrate import Calibration, StepKind, calibration, step_factor, step_kind
 from orchestrator.memory.calibration.correction import corrected_bytes
 from orchestrator.planning.explain import why_nothing_fits
 from orchestrator.planning.frontier import Candidate, fit_probability, likeliest, needed_bytes
 from orchestrator.planning.search import frontier
+from orchestrator.planning.trust import Choice, Rule
 from orchestrator.scheduling.base.node_groups import Group
 from orchestrator.scheduling.base.shape import Shape, shape_of
 from orchestrator.scheduling.failures.degrade import answered_by_phase, bytes_of_no_batch, candidates_for_oom
-from orchestrator.scheduling.failures.observation import is_truncated
+from orchestrator.scheduling.failures.observation import is_truncated, ran_out
 from orchestrator.scheduling.options.hedge import restart_s, soonest
 from orchestrator.scheduling.options.probe import measured_spec, probe_bytes, probe_of
 from orchestrator.specs.attempt import Attempt, FailureKind
+from orchestrator.specs.choices import Degradation
 from orchestrator.specs.cluster import DeviceKind
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.pins import pins_of
@@ -49,6 +51,13 @@ class SizeOption:
     least_bytes: int  # free on each of its devices
     seconds: float  # from its launch to its end
     probe: bool = False  # only to be measured
+    fill: float = 0.0  # of the memory of a device
+    fastest: Choice | None = None  # that was passed over for it
+
+    @property
+    def choice(self) -> Choice:
+        """What a choice between options looks at."""
+        return Choice(self.candidate.plan, self.seconds, self.fill, self.shape.crosses_nodes)
 
     @property
     def devices(self) -> int:
@@ -66,10 +75,11 @@ class JobOptions:
     fitting: tuple[SizeOption, ...]  # in the order of the frontier
     entries: tuple[SizeOption, ...]  # fewest devices first, each faster than those before it
     most_bytes: int  # that any of the entries needs free on a device
+    rule: Rule
 
     def among(self, holds: Callable[[SizeOption], bool]) -> tuple[SizeOption, ...]:
         """The best of each number of devices among what `holds` says can be had."""
-        return best_of_each(entry for entry in self.fitting if holds(entry))
+        return best_of_each((entry for entry in self.fitting if holds(entry)), self.rule)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,15 +120,17 @@ def job_options(job: Job, group: Group, calibrated: Calibration, launch_cost_s: 
     ) -> JobOptions | Infeasible:  # and the free bytes that a device must have
         seconds = _lengths(job, [one for one, _, _ in fitting], group, calibrated)
         entries: Sequence[SizeOption] = [
-            SizeOption(one, shape, least, launch_cost_s + length_s, probe=probe is not None)
+            SizeOption(one, shape, least, launch_cost_s + length_s, probe=probe is not None, fill=least / device.memory)
             for (one, shape, least), length_s in zip(fitting, seconds, strict=True)
         ]
         if job.spec.guarantee is not None and probe is None:
             entries = as_guaranteed(job, entries, group.devices)
             if not entries:
                 return Infeasible(why=lambda: _why_not_guaranteed(job.spec, device.name))
-        best = best_of_each(entries)
-        return JobOptions(fitting=tuple(entries), entries=best, most_bytes=max(one.least_bytes for one in best))
+        rule = rule_of(job, device.name, calibrated, entries[0].candidate)
+        best = best_of_each(entries, rule)
+        most_bytes = max(one.least_bytes for one in best)
+        return JobOptions(fitting=tuple(entries), entries=best, most_bytes=most_bytes, rule=rule)
 
     needs = [(one, probe_least or free_bytes_for(one, calibrated, measured)) for one in candidates if one.fits_host]
     fitting = [(one, shape, least) for one, least in needs if least <= device.memory and (shape := shapes(one.plan))]
@@ -200,17 +212,44 @@ def _hedged(
     return [one for one, chance in zip(mildest, chances, strict=True) if chance >= chances[first]]
 
 
-def best_of_each(fitting: Iterable[SizeOption]) -> tuple[SizeOption, ...]:
-    """Of the mildest class of degradation, the fastest of each number of devices that gains by its devices."""
-    ordered = list(fitting)
-    fastest: dict[int, SizeOption] = {}
-    for entry in takewhile(lambda one: one.candidate.degradation == ordered[0].candidate.degradation, ordered):
-        fastest.setdefault(entry.devices, entry)
-    found: list[SizeOption] = []
-    for devices in sorted(fastest):
-        if not found or fastest[devices].seconds < found[-1].seconds:
-            found.append(fastest[devices])
-    return tuple(found)
+def rule_of(job: Job, device: str, calibrated: Calibration, candidate: Candidate) -> Rule:
+    """Return how the job chooses among its plans, of which `candidate` is one.
+
+    What is promised a speed or a deadline takes the fastest plan. So does a script whose step times are assumed, or
+    given for each number of devices: only the order of its plans is known.
+    """
+    spec, last = job.spec, next((one for one in reversed(job.attempts) if not one.probe), None)
+    is_timed = candidate.estimate.source not in UNTIMED and not spec.speeds
+    is_due = spec.deadline is not None or spec.guarantee is not None
+    incumbents = {*measured_step_s(job, device), *(one.plan for one in calibrated.proven)}
+    return Rule(
+        is_fastest=spec.objective == "fastest" or is_due or not is_timed,
+        incumbents=frozenset(incumbents - job.refuted),
+        before=last.plan if last is not None and ran_out(last) else None,
+    )
+
+
+def best_of_each(fitting: Iterable[SizeOption], rule: Rule) -> tuple[SizeOption, ...]:
+    """Return the preferred option of each number of devices that gains by its devices, fewest devices first.
+
+    Only options of the mildest class of degradation count.
+    """
+    by_devices: dict[int, list[SizeOption]] = {}
+    mildest: Degradation | None = None
+    for option in fitting:
+        mildest = option.candidate.degradation if mildest is None else mildest
+        if option.candidate.degradation is not mildest:
+            break
+        by_devices.setdefault(option.devices, []).append(option)
+    best = [_best(options, rule) for _, options in sorted(by_devices.items())]
+    return tuple(best[index] for index in rule.widths([option.choice for option in best]))
+
+
+def _best(options: Sequence[SizeOption], rule: Rule) -> SizeOption:
+    choices = [option.choice for option in options]
+    taken = rule.preferred(choices)
+    fastest = min(choices, key=attrgetter("seconds"))
+    return options[taken] if choices[taken] is fastest else replace(options[taken], fastest=fastest)
 
 
 def learned(state: State, job: Job, device: str) -> Calibration:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from math import isfinite
-from statistics import median
+from dataclasses import dataclass, field
+from math import isfinite, sqrt
+from statistics import mean, median, stdev
 
 from orchestrator.memory.calibration.correction import corrected, predicted_peak_bytes
 from orchestrator.memory.profiles import autocasts, profile_of
@@ -19,6 +19,7 @@ from orchestrator.scheduling.base.node_groups import Group, groups_of
 from orchestrator.scheduling.failures.observation import ran_out
 from orchestrator.scheduling.options.job_options import learned
 from orchestrator.scheduling.reports.cost import SECONDS_AN_HOUR
+from orchestrator.specs.choices import AXES
 from orchestrator.specs.cluster import DeviceKind, DeviceSpec
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.pins import in_words
@@ -27,13 +28,30 @@ from orchestrator.specs.mechanics import Fsdp2
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import UNTIMED, MemoryEstimate
 from orchestrator.specs.replace import replace
-from orchestrator.specs.settings import in_short
+from orchestrator.specs.settings import in_short, settings
 from orchestrator.specs.state import State
 from orchestrator.specs.str_enum import StrEnum
 from orchestrator.specs.units import format_bytes
 
 BACKWARD_FLOPS = 2.0  # times those of the forward pass (arXiv:2204.02311, appendix B: MFU counts no recomputation)
 ALIKE = 1.03  # step times and costs that differ by less are called the same
+REPEATS_MIN = 3  # of a strategy, from which on its interval tells something
+# Student's t at 97.5 % for 1, 2, 3 ... degrees of freedom: the mean lies within so many standard errors (95 %)
+STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+REPEATS_MAX = 1 + len(STUDENT)
+# What a strategy is; plans that differ in anything else differ in more than their strategies.
+WAYS = (
+    *AXES,
+    "gpus",
+    "engine",
+    "dp_replicate",
+    "expert_parallel",
+    "zero_stage",
+    "offload",
+    "offload_target",
+    "sharding",
+)
+DERIVED = ("gradient_accumulation_steps", "first_stage_layers", "last_stage_layers")  # they follow from the others
 NAMED_MAX = 3  # strategies that a verdict names for one reason
 
 
@@ -90,6 +108,14 @@ class Row:
     restarts: int
     device_s: float  # that its attempts held
     money: float | None  # for `device_s`, where the cluster file has prices
+    settings: Mapping[str, str] = field(default_factory=dict)  # of its plan
+    repeats: int = 1  # that were timed
+    step_within_s: tuple[float, float] | None = None  # 95 % interval of the mean step time
+
+    @property
+    def micro_batch(self) -> str | None:
+        """Samples of a rank at a time."""
+        return self.settings.get("micro_batch_size")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +125,7 @@ class Comparison:
     name: str
     rows: tuple[Row, ...]
     verdict: str
+    notes: tuple[str, ...]  # what else differs, and what is not known
     picture: Picture | None  # None where no strategy has a prediction
 
     @property
@@ -116,13 +143,67 @@ def compared_ids(job: Job) -> list[str]:
 
 
 def comparison(state: State, jobs: Sequence[Job], curves: Mapping[str, Curve]) -> Comparison:
-    """The comparison of these jobs; `curves` by job id."""
+    """Return the comparison of these jobs; `curves` by job id. Jobs with the same pins are repeats of one strategy."""
     rows = [_row(state, job, curves.get(job.id)) for job in jobs]
-    first = next((curves[row.job_id].losses for row in rows if row.job_id in curves and row.loss is not None), {})
-    rows = [replace(row, loss_distance=_distance(first, curves.get(row.job_id))) for row in rows]
-    rows = _with_distinct_names(rows)
+    groups: dict[object, list[Row]] = {}
+    for job, row in zip(jobs, rows, strict=True):
+        groups.setdefault(job.spec.plan or job.id, []).append(row)
+    firsts: dict[int, Mapping[int, float]] = {}  # losses of the first strategy that has any, of each repeat
+    repeated = []
+    for group in groups.values():
+        distances = []
+        for repeat, row in enumerate(group):
+            curve = curves.get(row.job_id)
+            if curve is not None and curve.losses:
+                firsts.setdefault(repeat, curve.losses)
+            distances.append(_distance(firsts.get(repeat, {}), curve))
+        known = [distance for distance in distances if distance is not None]
+        repeated.append(replace(_together(group), loss_distance=max(known, default=None)))
+    rows = _with_distinct_names(repeated)
     name = jobs[0].array or jobs[0].id
-    return Comparison(name=name, rows=tuple(rows), verdict=verdict(rows), picture=picture_of_rows(rows))
+    return Comparison(
+        name=name, rows=tuple(rows), verdict=verdict(rows), notes=tuple(_notes(rows)), picture=picture_of_rows(rows)
+    )
+
+
+def _together(group: Sequence[Row]) -> Row:
+    """Return the row of a strategy from those of its repeats; one that did not finish says how the strategy ended."""
+    timed = [row.step_s for row in group if row.step_s and _finished(row)]
+    ended = next((row for row in group if not _finished(row)), group[0])
+    if len(group) == 1:
+        return group[0]
+    step_s = mean(timed) if timed else None
+    prices = [row.money for row in group if row.money is not None]
+    return replace(
+        ended,
+        samples_per_s=_mean(row.samples_per_s for row in group),
+        tokens_per_s=_mean(row.tokens_per_s for row in group),
+        mfu=_mean(row.mfu for row in group),
+        loss=_mean(row.loss for row in group),
+        job_id=group[0].job_id,
+        step_s=step_s,
+        peak_bytes=max((row.peak_bytes for row in group if row.peak_bytes is not None), default=None),
+        reserved_bytes=max((row.reserved_bytes for row in group if row.reserved_bytes is not None), default=None),
+        ooms=sum(row.ooms for row in group),
+        restarts=max(row.restarts for row in group),
+        device_s=sum(row.device_s for row in group),
+        money=sum(prices) if prices else None,
+        repeats=len(timed),
+        step_within_s=_interval(timed),
+    )
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return mean(known) if known else None
+
+
+def _interval(timed: Sequence[float]) -> tuple[float, float] | None:
+    """Return the 95 % interval of the mean of some step times; None of fewer than two."""
+    if len(timed) < 2:
+        return None
+    half = STUDENT[min(len(timed), REPEATS_MAX) - 2] * stdev(timed) / sqrt(len(timed))
+    return mean(timed) - half, mean(timed) + half
 
 
 def curve_of(lines: Iterable[str]) -> Curve:
@@ -144,19 +225,22 @@ def curve_of(lines: Iterable[str]) -> Curve:
 
 
 def strategy_of(plan: Plan) -> str:
-    """What a plan shards, recomputes and offloads, and on how many devices: `ZeRO-2 on 4`."""
+    """Return what a plan shards, recomputes and offloads, and on how many devices: `ZeRO-3 (FSDP2) on 4`."""
     words = [part for part in in_short(plan).split(" · ")[2:] if not part.startswith("micro ")]
-    if isinstance(plan.mechanics, Fsdp2) and plan.mechanics.keeps_gathered:
-        said = f"ZeRO-{int(plan.mechanics.stage)} by FSDP2"
+    if isinstance(plan.mechanics, Fsdp2):
+        name = f"ZeRO-{int(plan.mechanics.stage)} (FSDP2)"
         details = ("reduced once a step", "weights kept gathered")
-        words = [said if word == "FSDP2" else word for word in words if word not in details]
+        words = [name if word == "FSDP2" else word for word in words if word not in details]
     if plan.world_size == 1:
         words = [word for word in words if word != "DDP"] or ["plain"]
     return f"{' + '.join(words) or 'plain'} on {plan.world_size}"
 
 
 def verdict(rows: Sequence[Row]) -> str:
-    """One sentence: which strategy is fastest, by how much and at what cost, and which ones memory excludes."""
+    """Return one sentence: the fastest strategy, by how much and at what cost, and which ones memory excludes.
+
+    No difference is claimed within 95 % intervals.
+    """
     parts = []
     timed = sorted((row for row in rows if row.step_s and _finished(row)), key=lambda row: row.step_s or 0.0)
     if len(timed) > 1:
@@ -164,10 +248,13 @@ def verdict(rows: Sequence[Row]) -> str:
         cheapest = min(timed, key=_step_cost)
         other = cheapest if _step_cost(cheapest) * ALIKE < _step_cost(fastest) else timed[1]
         times = (other.step_s or 0.0) / (fastest.step_s or 1.0)
-        faster = "about as fast as" if times < ALIKE else f"{times:.2f}x faster than"
+        overlap = _overlap(fastest, other)
+        faster = "about as fast as" if times < ALIKE or overlap else f"{times:.2f}x faster than"
         cost = _step_cost(fastest) / _step_cost(other)
-        at = "" if max(cost, 1 / cost) < ALIKE else f" at {cost:.2g}x the cost"
-        parts.append(f"{fastest.strategy} is {faster} {other.strategy}{at}")
+        is_same_cost = max(cost, 1 / cost) < ALIKE or (overlap and fastest.devices == other.devices)
+        at = "" if is_same_cost else f" at {cost:.2g}x the cost"
+        sure = " (95 % intervals overlap)" if overlap else ""
+        parts.append(f"{fastest.strategy} is {faster} {other.strategy}{at}{sure}")
     elif timed:
         parts.append(f"Only {timed[0].strategy} finished")
     parts += _excluded([row for row in rows if row.outcome is Outcome.OUT_OF_MEMORY], "ran out of memory")
@@ -175,6 +262,27 @@ def verdict(rows: Sequence[Row]) -> str:
     pending = sum(row.outcome is Outcome.PENDING for row in rows)
     parts += [f"{pending} of {len(rows)} have not ended"] if pending else []
     return f"{'; '.join(parts) or 'No strategy finished'}."
+
+
+def _notes(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield what differs beside the strategies, and how sure their times are."""
+    timed = [row for row in rows if row.step_s and _finished(row)]
+    names = dict.fromkeys(name for row in timed for name in row.settings if name not in (*WAYS, *DERIVED))
+    values = {name: list(dict.fromkeys(row.settings.get(name, "-") for row in timed)) for name in names}
+    differing = [f"{name} ({', '.join(told)})" for name, told in values.items() if len(told) > 1]
+    if differing:
+        yield f"They differ in more than their strategies: {'; '.join(differing)}. `--plan` pins a setting of all."
+    least = min((row.repeats for row in timed), default=REPEATS_MIN)
+    if least < REPEATS_MIN and len(timed) > 1:
+        times = "once" if least == 1 else "twice"
+        yield f"Measured {times}: differences may be noise. `--repeats {REPEATS_MIN}` gives 95 % intervals."
+
+
+def _overlap(row: Row, other: Row) -> bool:
+    """Whether both have intervals that overlap."""
+    if row.step_within_s is None or other.step_within_s is None:
+        return False
+    return row.step_within_s[1] >= other.step_within_s[0] and other.step_within_s[1] >= row.step_within_s[0]
 
 
 def picture_of_rows(rows: Sequence[Row]) -> Picture | None:
@@ -244,6 +352,7 @@ def _row(state: State, job: Job, curve: Curve | None) -> Row:
         restarts=len(job.attempts) - 1,
         device_s=device_s,
         money=None if price is None else price * device_s / SECONDS_AN_HOUR,
+        settings=settings(last.plan),
     )
 
 
@@ -283,6 +392,7 @@ def _planned(state: State, job: Job) -> Row:
         restarts=0,
         device_s=0.0,
         money=None,
+        settings={} if plan is None else settings(plan),
     )
 
 

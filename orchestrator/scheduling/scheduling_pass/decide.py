@@ -10,6 +10,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from orchestrator.memory.calibration.correction import is_known
+from orchestrator.planning.explain import why_passed_over
 from orchestrator.planning.frontier import Candidate, fit_probability, needed_bytes
 from orchestrator.scheduling.base.node_groups import groups_of
 from orchestrator.scheduling.base.pending import Pending
@@ -48,6 +49,7 @@ class StartDecision:
     needed_bytes: int | None  # None: its peak was measured before
     fit_probability: float | None  # None: nothing is known of its memory, or its peak was measured before
     probe: bool  # only to be measured
+    passed_over: str | None  # why it is taken instead of the fastest plan
 
 
 class Wait(NamedTuple):
@@ -360,6 +362,7 @@ def _chosen(index: SchedulerIndex, job: Job, offer: _Offer, now_s: float) -> Sta
         needed_bytes=needed_bytes(candidate, calibrated) if judged else None,
         fit_probability=fit_probability(candidate, capacity_bytes, calibrated) if known else None,
         probe=entry.probe,
+        passed_over=None if entry.fastest is None else why_passed_over(entry.choice, entry.fastest),
     )
 
 

@@ -329,7 +329,7 @@ def _why(chosen: StartDecision, before: Attempt | None) -> str:
     if chosen.probe:
         return f"is measured at micro-batch {candidate.plan.micro_batch_size}: its need is unknown"
     if before is None or before.failure is None:
-        return f"runs {why_taken(chosen.fit_probability)}"
+        return f"runs {why_taken(chosen.fit_probability, chosen.passed_over)}"
     changed = ", ".join(str(change) for change in changes(before.plan, candidate.plan))
     if before.failure.kind is FailureKind.MOVED:
         return f"goes on with {changed or 'the same plan'}: {before.failure.reason}"

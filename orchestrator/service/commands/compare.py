@@ -9,37 +9,45 @@ from typing import Any
 
 from orchestrator.memory.calibration.calibrate import Calibration, calibration
 from orchestrator.planning.explain import nearest
-from orchestrator.planning.frontier import fitting
+from orchestrator.planning.frontier import Candidate, fitting
 from orchestrator.planning.search import frontier, plans
 from orchestrator.scheduling.base.node_groups import Group, groups_of
 from orchestrator.scheduling.options.probe import measured_spec
-from orchestrator.specs.choices import AXES, Degradation
+from orchestrator.scheduling.reports.comparison import REPEATS_MAX
+from orchestrator.specs.choices import AXES, Degradation, Micro
 from orchestrator.specs.cluster import Node
 from orchestrator.specs.errors import SpecError
+from orchestrator.specs.job.model import TrainingSpec
 from orchestrator.specs.job.pins import SHORT, pins_of
 from orchestrator.specs.job.sections import Degrade, Member
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.observation import Observation
 from orchestrator.specs.parse import job_from_data, read_document
-from orchestrator.specs.plan import Plan
 from orchestrator.specs.replace import replace
 
 STRATEGIES_MAX = 32  # of one comparison
 STEPS = 30  # of a model, where nobody says
 WAYS = "all, frontier, zero=0..3, zero=0,2,3, or a file with a list of pins such as [{zero_stage: 2, dp: 4}]"
 NAME_MAX = 63
+JOBS_MAX = 96  # of one comparison with its repeats
+MICRO_BATCH = "micro_batch_size"
 _STAGES = re.compile(r"zero=([0-3](?:(?:\.\.|,)[0-3])*)")
 
 Pins = tuple[tuple[str, Any], ...]
 
 
 def strategies(
-    spec: JobSpec, asked: str, nodes: Sequence[Node], observations: Sequence[Observation]
+    spec: JobSpec,
+    asked: str,
+    nodes: Sequence[Node],
+    observations: Sequence[Observation],
+    micro: Micro = Micro.COMMON,
 ) -> tuple[Pins, ...]:
-    """Pins of each strategy; whole plans, the fastest that fit, where a plan has them. Raises SpecError.
+    """Return the pins of each strategy: whole plans, the fastest that fit, where a plan has them. Raises SpecError.
 
     `all`: each way to shard and offload on each layout. `frontier`: each plan that no other beats. `zero=`: each of the
-    stages. A file: each of its pins.
+    stages. A file: each of its pins. Strategies that leave it open have one micro-batch, the largest with which all fit
+    that fit at all; where there is none, or `micro` says so, each has its best.
     """
     group = next((one for one in groups_of(nodes) if one.devices >= spec.gpus.min), None)
     if group is None:
@@ -49,10 +57,13 @@ def strategies(
     spec = measured_spec(spec, calibrated)
     if asked == "frontier":
         found = frontier(spec, group.hardware, calibrated.correction, calibrated.overhead).candidates
-        wanted = [pins_of(one.plan) for one in found if one.degradation is Degradation.EXACT]
+        exact = [one for one in found if one.degradation is Degradation.EXACT]
+        wanted = [pins_of(one.plan) for one in exact if not any(_beats(other, one) for other in exact)]
     else:
         partial = _all_ways(spec, group) if asked == "all" else _said(spec, asked)
-        wanted = [_whole(spec, pins, group, calibrated) for pins in partial]
+        ways = list(partial)
+        common = _common_micro_batch(spec, ways, group, calibrated) if micro is Micro.COMMON else None
+        wanted = [_whole(spec, pins, common, group, calibrated) for pins in ways]
     wanted = list(dict.fromkeys(wanted))
     if len(wanted) > STRATEGIES_MAX:
         hint = "name some in a file, or pin a setting with --plan"
@@ -62,11 +73,15 @@ def strategies(
     return tuple(wanted)
 
 
-def compared(spec: JobSpec, wanted: Sequence[Pins], steps: int | None) -> list[JobSpec]:
-    """One job for each strategy, one at a time, so that none slows another down. Raises SpecError.
+def compared(spec: JobSpec, wanted: Sequence[Pins], steps: int | None, repeats: int = 1) -> list[JobSpec]:
+    """Return one job for each strategy and repeat, one at a time, so that none slows another down. Raises SpecError.
 
-    All have the job's own seed, data and beginning. An out-of-memory failure ends the job: it is a result.
+    All strategies take turns, so that what changes on the machine meets all of them. They have the job's own data,
+    beginning and seed, a model's repeats the next seeds. An out-of-memory failure ends the job: it is a result.
     """
+    if not 1 <= repeats <= REPEATS_MAX or repeats * len(wanted) > JOBS_MAX:
+        most = min(REPEATS_MAX, JOBS_MAX // len(wanted))
+        raise SpecError("too many repeats", path="--repeats", got=repeats, allowed=f"1 to {most}")
     if spec.is_script and steps is not None:
         hint = "leave --steps out; shorten the script with its own options, by --set command=..."
         raise SpecError("a script says itself when it ends", path="--steps", got=steps, hint=hint)
@@ -81,16 +96,62 @@ def compared(spec: JobSpec, wanted: Sequence[Pins], steps: int | None) -> list[J
     if not spec.is_script:
         steps = steps or STEPS
         said["training"] = replace(spec.training, max_steps=steps, checkpoint_every_steps=steps)
+    turns = [(repeat, pins) for repeat in range(repeats) for pins in wanted]
     return [
         spec.model_copy(
             update={
                 **said,
+                **({} if spec.is_script else {"training": _with_seed(said["training"], repeat)}),
                 "plan": pins,
-                "member": Member(number=number, of=len(wanted), max_concurrent=1, compared=True),
+                "member": Member(number=number, of=len(turns), max_concurrent=1, compared=True),
             }
         )
-        for number, pins in enumerate(wanted)
+        for number, (repeat, pins) in enumerate(turns)
     ]
+
+
+def _beats(mine: Candidate, other: Candidate) -> bool:
+    """Whether a plan is no worse in step time, bytes and devices, and better in one: trust is no matter here."""
+    ours, theirs = ((one.step_s, one.estimate.device_bytes, one.plan.world_size) for one in (mine, other))
+    return ours != theirs and all(a <= b for a, b in zip(ours, theirs, strict=True))
+
+
+def _with_seed(training: TrainingSpec, repeat: int) -> TrainingSpec:
+    return replace(training, seed=training.seed + repeat) if repeat else training
+
+
+def _common_micro_batch(spec: JobSpec, ways: Sequence[Pins], group: Group, calibrated: Calibration) -> int | None:
+    """Return the largest micro-batch with which all strategies fit that fit at all and leave it open; else None."""
+    sizes: set[int] | None = None
+    for pins in ways:
+        if any(name == MICRO_BATCH for name, _ in pins):
+            continue
+        pinned = spec.model_copy(update={"plan": pins})
+        try:
+            legal = {plan.micro_batch_size for plan in plans(pinned, group.hardware)}
+        except SpecError:
+            continue
+        fitting_sizes = {size for size in legal if _fits(spec, _with_micro(pins, size), group, calibrated)}
+        if fitting_sizes:
+            sizes = fitting_sizes if sizes is None else sizes & fitting_sizes
+    return max(sizes, default=None) if sizes is not None else None
+
+
+def _fits(spec: JobSpec, pins: Pins, group: Group, calibrated: Calibration) -> bool:
+    """Whether a plan with these pins fits an empty device."""
+    pinned = spec.model_copy(update={"plan": pins})
+    try:
+        found = frontier(pinned, group.hardware, calibrated.correction, calibrated.overhead)
+    except SpecError:
+        return False
+    return next(fitting(found, group.hardware.device.memory, calibrated), None) is not None
+
+
+def _with_micro(pins: Pins, size: int | None) -> Pins:
+    """Return the pins with that micro-batch, unless they say one."""
+    if size is None or any(name == MICRO_BATCH for name, _ in pins):
+        return pins
+    return (*pins, (MICRO_BATCH, size))
 
 
 def _all_ways(spec: JobSpec, group: Group) -> Iterator[Pins]:
@@ -132,13 +193,12 @@ def _indented(text: str) -> str:
     return "\n".join(f"  {line}" for line in text.splitlines())
 
 
-def _whole(spec: JobSpec, pins: Pins, group: Group, calibrated: Calibration) -> Pins:
-    """The fastest plan with the pins that fits, else the one that needs least; the pins where no plan has them."""
-    pinned, device = spec.model_copy(update={"plan": pins}), group.hardware.device
+def _whole(spec: JobSpec, pins: Pins, micro_batch: int | None, group: Group, calibrated: Calibration) -> Pins:
+    """Return the fastest plan with the pins that fits, else the one that needs least; the pins where none has them."""
+    pinned = spec.model_copy(update={"plan": _with_micro(pins, micro_batch)})
     try:
         found = frontier(pinned, group.hardware, calibrated.correction, calibrated.overhead)
     except SpecError:
-        return pins
-    one = next(fitting(found, device.memory, calibrated), None) or nearest(found, calibrated)
-    plan: Plan | None = None if one is None else one.plan
-    return pins if plan is None else pins_of(plan)
+        return pins if micro_batch is None else _whole(spec, pins, None, group, calibrated)
+    one = next(fitting(found, group.hardware.device.memory, calibrated), None) or nearest(found, calibrated)
+    return pins if one is None else pins_of(one.plan)

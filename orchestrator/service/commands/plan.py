@@ -9,8 +9,8 @@ from typing import Any, TypedDict
 from orchestrator.memory.calibration.calibrate import Calibration, calibration, step_factor
 from orchestrator.memory.calibration.correction import corrected_bytes, is_known
 from orchestrator.memory.estimate import estimate
-from orchestrator.planning.cost import step_s
-from orchestrator.planning.explain import why_nothing_fits
+from orchestrator.planning.cost import Hardware, step_s
+from orchestrator.planning.explain import why_nothing_fits, why_passed_over
 from orchestrator.planning.families import asked_settings
 from orchestrator.planning.frontier import (
     Candidate,
@@ -23,8 +23,10 @@ from orchestrator.planning.frontier import (
 )
 from orchestrator.planning.layouts import layers_to_cut, why_no_experts
 from orchestrator.planning.search import frontier, profile_for
+from orchestrator.planning.trust import Choice
 from orchestrator.planning.ways_out import Unfit, adapters, smaller_models
 from orchestrator.scheduling.base.node_groups import Group, groups_of
+from orchestrator.scheduling.options.job_options import rule_of
 from orchestrator.scheduling.options.probe import measured_spec, probe_of
 from orchestrator.service.server.profiling import TraceScope
 from orchestrator.service.views.records import EstimateView, estimate_view
@@ -85,6 +87,7 @@ class Forecast(TypedDict):
     probe: CandidateView | None  # the measuring attempt that runs first if the script's memory is unknown
     frontier: list[CandidateView]
     nothing_fits: str | None  # the breakdown, and what would make it fit
+    passed_over: str | None  # why the chosen plan is taken instead of the fastest one; None where it is that
     unsure: str | None  # that other plans may be as fast, and how to find out; None where none is near
 
 
@@ -165,7 +168,7 @@ def _forecast_on(
     spec = measured_spec(spec, calibrated)
     candidates = frontier(spec, hardware, calibrated.correction, calibrated.overhead).candidates
     views = [_view(candidate, free_bytes, calibrated) for candidate in candidates]
-    chosen = next((index for index, view in enumerate(views) if view["rejected"] is None), None)
+    chosen, passed_over = _choose(spec, hardware, candidates, views, calibrated)
     nothing = None
     if chosen is None:
         capacity_bytes = free_bytes[spec.gpus.min - 1]
@@ -178,7 +181,7 @@ def _forecast_on(
             case = Unfit(spec, hardware, capacity_bytes, calibrated)
             ways = (*adapters(case, trace), *smaller_models(case, trace))
             nothing = "\n".join([nothing, *(f"would fit: {way.sentence}" for way in ways)])
-    job = Job(id=spec.name, spec=spec, order=1, submitted_at_s=0.0)
+    job = _submitted(spec)
     probe = probe_of(job, hardware.device, calibrated, candidates)
     told = Forecast(
         job=spec.name,
@@ -190,9 +193,42 @@ def _forecast_on(
         probe=None if probe is None or chosen is None else _view(probe, free_bytes, calibrated),
         frontier=views,
         nothing_fits=nothing,
+        passed_over=passed_over,
         unsure=None if chosen is None or probe is not None else _unsure(candidates, views, chosen),
     )
     return _OnKind(told, hardware.device, candidates, calibrated)
+
+
+def _submitted(spec: JobSpec) -> Job:
+    return Job(id=spec.name, spec=spec, order=1, submitted_at_s=0.0)
+
+
+def _choose(
+    spec: JobSpec,
+    hardware: Hardware,
+    candidates: Sequence[Candidate],
+    views: Sequence[CandidateView],
+    calibrated: Calibration,
+) -> tuple[int | None, str | None]:
+    """Return the index of the plan that an idle cluster would run, and why it is not the fastest one."""
+    fitting = [index for index, view in enumerate(views) if view["rejected"] is None]
+    if not fitting:
+        return None, None
+    rule = rule_of(_submitted(spec), "", calibrated, candidates[fitting[0]])
+    by_width: dict[int, list[int]] = {}
+    for index in fitting:
+        if candidates[index].degradation is candidates[fitting[0]].degradation:
+            by_width.setdefault(candidates[index].plan.world_size, []).append(index)
+
+    def choice(index: int) -> Choice:
+        view, plan = views[index], candidates[index].plan
+        fill = view["needed_bytes"] / view["capacity_bytes"]
+        return Choice(plan, view["step_s"], fill, plan.world_size > hardware.devices_per_node)
+
+    best = [indices[rule.preferred([choice(index) for index in indices])] for _, indices in sorted(by_width.items())]
+    chosen = best[rule.widths([choice(index) for index in best])[-1]]
+    fastest = min(by_width[candidates[chosen].plan.world_size], key=lambda index: views[index]["step_s"])
+    return chosen, why_passed_over(choice(chosen), choice(fastest))
 
 
 def _unsure(candidates: Sequence[Candidate], views: Sequence[CandidateView], chosen: int) -> str | None:

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from orchestrator.service.server.logins import DEFAULT_HOME
+from orchestrator.service.terminal.comparison_files import WRITERS
 from orchestrator.service.terminal.options import AsJson, Home, Pinned, Settings, client_of, service_of
 from orchestrator.service.terminal.output import console_on, tell
+from orchestrator.specs.choices import Micro
 from orchestrator.specs.errors import SpecError
 
 if TYPE_CHECKING:
@@ -40,11 +42,22 @@ def compare(
     steps: Annotated[
         int | None, typer.Option("--steps", min=2, help="Optimizer steps of each strategy; default: 30.")
     ] = None,
+    micro: Annotated[
+        Micro,
+        typer.Option("--micro", help="Micro-batch of all: the largest with which all fit, or the best of each."),
+    ] = Micro.COMMON,
+    repeats: Annotated[
+        int, typer.Option("--repeats", min=1, max=10, help="Times that each is trained: 3 give 95 % intervals.")
+    ] = 1,
     timeout_s: Annotated[
         float, typer.Option("--timeout", metavar="SECONDS", min=1, help="Longest wait for the strategies.")
     ] = 3600.0,
     picture: Annotated[
         Path | None, typer.Option("--picture", metavar="FILE", help="PNG or SVG file for a picture of memory and time.")
+    ] = None,
+    table: Annotated[
+        Path | None,
+        typer.Option("--table", metavar="FILE", help="CSV, Markdown (.md) or LaTeX (.tex) file of the rows."),
     ] = None,
     settings: Settings = None,
     pins: Pinned = None,
@@ -56,13 +69,18 @@ def compare(
 
     if picture is not None and picture.suffix not in PICTURES:
         raise SpecError("no picture of this kind", path="--picture", got=str(picture), allowed=", ".join(PICTURES))
+    if table is not None and table.suffix not in WRITERS:
+        raise SpecError("no table of this kind", path="--table", got=str(table), allowed=", ".join(WRITERS))
     with closing(client_of(home)) as client:
-        job_id = (
-            _submitted(client, Path(job), asked, steps, settings, pins, home, as_json) if Path(job).is_file() else job
-        )
-        if Path(job).is_file() and not _wait(client, job_id, timeout_s, as_json):
-            print(f"jobs go on after {timeout_s:g} s; `orc compare {job_id}` shows them", file=sys.stderr)
+        job_id = job
+        if Path(job).is_file():
+            ids = _submit(client, Path(job), asked, micro, steps, repeats, settings, pins, home, as_json)
+            job_id = ids[0]
+            if not _wait(client, ids, timeout_s, as_json):
+                print(f"jobs go on after {timeout_s:g} s; `orc compare {job_id}` shows them", file=sys.stderr)
         found = _with_link(client, job_id)
+    if table is not None:
+        table.write_text(WRITERS[table.suffix](found["rows"], (found["verdict"], *found["notes"])))
     if picture is not None:
         _draw(found, picture)
     tell(dict(found), as_json, comparison_panel(found))
@@ -71,17 +89,19 @@ def compare(
     raise typer.Exit(not found["complete"])
 
 
-def _submitted(
+def _submit(
     client: Client,
     file: Path,
     asked: str,
+    micro: Micro,
     steps: int | None,
+    repeats: int,
     settings: Sequence[str] | None,
     pins: str | None,
     home: Path,
     as_json: bool,
-) -> str:
-    """The id of the first job of a new comparison."""
+) -> list[str]:
+    """Return the ids of the jobs of a new comparison."""
     from orchestrator.service.commands.compare import compared, strategies
     from orchestrator.service.commands.hardware import hardware_of
     from orchestrator.service.server.intake import read_overrides, read_pins
@@ -90,25 +110,35 @@ def _submitted(
     service = service_of(home)
     overrides = (*read_overrides(settings or []), *read_pins(pins))
     (spec,) = read_for(service, [file], overrides, home, only_one=True)
-    specs = compared(spec, strategies(spec, asked, *hardware_of(service, None)), steps)
+    wanted = strategies(spec, asked, *hardware_of(service, None), micro)
+    specs = compared(spec, wanted, steps, repeats)
     ids, _, _ = client.submit_all([one.model_dump(mode="json") for one in specs])
     length = "" if spec.is_script else f", {specs[0].training.max_steps} steps each"
-    print(f"{ids[0]}: {len(ids)} strategies{length}, one at a time", file=sys.stderr if as_json else sys.stdout)
-    return ids[0]
+    times = f", {repeats} times" if repeats > 1 else ""
+    print(
+        f"{ids[0]}: {len(wanted)} strategies{length}{times}, one at a time", file=sys.stderr if as_json else sys.stdout
+    )
+    return list(ids)
 
 
-def _wait(client: Client, first_id: str, timeout_s: float, as_json: bool) -> bool:
-    """Whether every job has ended in time; says how each ended."""
+def _wait(client: Client, ids: Sequence[str], timeout_s: float, as_json: bool) -> bool:
+    """Return whether every job has ended in time; print each quarter of its steps, and how it ended."""
     from orchestrator.service.terminal.follow import ENDS
 
     console = console_on(sys.stderr if as_json else sys.stdout)
     until_s = time.monotonic() + timeout_s
-    ids = [row["job_id"] for row in client.comparison(first_id)["rows"]]
     for number, job_id in enumerate(ids, 1):
         job, seen = client.job(job_id)
+        quarter = 0
         while job["status"] not in ENDS:
             if time.monotonic() > until_s:
                 return False
+            progress = job["progress"]
+            steps = progress and progress["max_steps"]
+            if progress and steps and 4 * progress["step"] // steps > quarter:
+                quarter = 4 * progress["step"] // steps
+                words = f"{number}/{len(ids)} step {progress['step']} of {steps}"
+                console.print(words, highlight=False, markup=False, style="dim")
             job, seen = client.job(job_id, seen)
         last = job["attempts"][-1] if job["attempts"] else None
         words = job["status"] if last is None else f"{last['outcome']}: {last['plan']}"

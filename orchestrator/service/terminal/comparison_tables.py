@@ -27,6 +27,7 @@ def comparison_panel(found: ComparisonView) -> RenderableType:
     told = [f"{number}  " + "\n   ".join(lines) for number, lines in reasons(rows)]
     parts += [Text(line) for line in told] + ([Text()] if told else [])
     parts.append(Text(found["verdict"], style="bold"))
+    parts += [Text(note, style="yellow") for note in found["notes"]]
     return Group(*parts)
 
 

@@ -45,6 +45,7 @@ MARK_STYLES = {
 }
 BAR_WIDTH = 32
 MOMENT_BAR_WIDTH = 28  # fits beside the longest name of a moment within 80 columns
+LESS_TRUSTED = "faster by less than predictions are off, and less trusted"
 ROWS_AROUND = 5  # of the frontier, on each side of the chosen plan
 
 
@@ -137,6 +138,8 @@ def forecast_panel(forecast: Forecast) -> RenderableType:
         parts += [Text(forecast["nothing_fits"], style="red"), Text()]
         parts += [Text("Plans that may fit are tried anyway:", style="yellow"), Text()]
     parts.append(candidate_panel(candidate) if forecast["probe"] is None else _probe_panel(forecast["probe"]))
+    if forecast["passed_over"] is not None:
+        parts += [Text(), Text(f"Taken is {forecast['passed_over']}.")]
     if forecast["unsure"] is not None:
         parts += [Text(), Text(forecast["unsure"], style="yellow")]
     if _is_known(candidate["estimate"]):
@@ -147,7 +150,7 @@ def forecast_panel(forecast: Forecast) -> RenderableType:
     if chosen and forecast["probe"] is None and forecast["nothing_fits"] is None:
         parts += [Text(), Text("Why the faster plans were rejected", style="bold")]
         faster = forecast["frontier"][max(0, chosen - ROWS_AROUND) : chosen]
-        parts += [Text(f"  {one['plan']}: {one['rejected']}") for one in faster]
+        parts += [Text(f"  {one['plan']}: {one['rejected'] or LESS_TRUSTED}") for one in faster]
     return Group(*parts)
 
 
@@ -295,8 +298,10 @@ def _frontier(forecast: Forecast, centre: int) -> Table:
     if above:
         table.add_row("", f"... {above} faster")
     chosen = forecast["chosen"] if forecast["probe"] is None else None
+    fitting = (index for index, one in enumerate(forecast["frontier"]) if one["rejected"] is None)
+    first_fitting = None if chosen is None else next(fitting, None)
     for index, one in enumerate(shown, start=low):
-        if index == chosen and index > 0 and forecast["nothing_fits"] is None:
+        if index == first_fitting and index > 0 and forecast["nothing_fits"] is None:
             limit = format_bytes(one["capacity_bytes"])
             table.add_row("", Text(f"──── memory ends here: {limit} ────", style="yellow"))
         mark = Text("→", style="bold green") if index == chosen else Text("")

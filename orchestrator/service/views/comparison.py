@@ -13,9 +13,12 @@ from orchestrator.service.views.records import PictureView, picture_view
 from orchestrator.specs.units import format_bytes
 
 EXPLAINED = (Outcome.OUT_OF_MEMORY, Outcome.DOES_NOT_FIT, Outcome.NO_SUCH_PLAN, Outcome.FAILED)
-COUNTED = ("OOMs", "Restarts")
+COUNTED = {"OOMs": 0, "Restarts": 0, "Repeats": 1}  # shown where any strategy has more
 Words = Callable[[Any], str]
 MEASURES: Mapping[str, tuple[str, Words]] = {  # what a strategy gave, beside its memory and its step time
+    "Micro": ("micro_batch", str),
+    "Repeats": ("repeats", str),
+    "95 % of step": ("step_within_s", lambda ends: f"{ends[0]:.4g} to {ends[1]:.4g} s"),
     "Tokens/s": ("tokens_per_s", lambda rate: f"{rate:,.0f}"),
     "Samples/s": ("samples_per_s", lambda rate: f"{rate:,.1f}"),
     "MFU": ("mfu", lambda share: f"{100 * share:.1f} %"),
@@ -37,6 +40,7 @@ class ComparisonView(TypedDict):
     complete: bool  # every job has ended
     rows: list[dict[str, Any]]  # `comparison.Row` of each strategy
     verdict: str
+    notes: list[str]  # what else differs, and what is not known
     picture: PictureView | None
     mlflow: str | None  # address of MLflow's own page that compares its runs; None: there is none yet
 
@@ -46,8 +50,9 @@ def comparison_view(found: Comparison, mlflow: str | None) -> ComparisonView:
     return ComparisonView(
         name=found.name,
         complete=found.is_complete,
-        rows=[asdict(row) for row in found.rows],
+        rows=[{**asdict(row), "micro_batch": row.micro_batch} for row in found.rows],
         verdict=found.verdict,
+        notes=list(found.notes),
         picture=None if found.picture is None else picture_view(found.picture),
         mlflow=mlflow,
     )
@@ -56,7 +61,11 @@ def comparison_view(found: Comparison, mlflow: str | None) -> ComparisonView:
 def measures(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, tuple[str, Words]]:
     """Those of MEASURES that are known of any strategy; samples only without tokens, failures only where there are."""
     known = {name: said for name, said in MEASURES.items() if any(row[said[0]] is not None for row in rows)}
-    known = {name: said for name, said in known.items() if name not in COUNTED or any(row[said[0]] for row in rows)}
+    known = {
+        name: measure
+        for name, measure in known.items()
+        if name not in COUNTED or any((row[measure[0]] or 0) > COUNTED[name] for row in rows)
+    }
     if "Tokens/s" in known:
         known.pop("Samples/s", None)
     return known

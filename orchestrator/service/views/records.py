@@ -24,7 +24,7 @@ from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.observation import Observation
 from orchestrator.specs.policy import UNSHARED, PolicySpec
-from orchestrator.specs.profile import MemoryEstimate
+from orchestrator.specs.profile import UNTIMED, MemoryEstimate
 from orchestrator.specs.settings import in_short
 from orchestrator.specs.state import State
 
@@ -88,7 +88,7 @@ class AttemptView(TypedDict):
     predicted_bytes: int | None  # allocated peak predicted at launch; None if unknown
     needed_bytes: int | None  # device bytes with margin, predicted at launch; None if measured before
     fit_probability: float | None
-    predicted_step_s: float
+    predicted_step_s: float | None  # None of a script whose step times are assumed
     peak_bytes: int | None
     step_s: float | None
     steps_done: int | None
@@ -233,7 +233,7 @@ def attempt_view(spec: JobSpec, attempt: Attempt) -> AttemptView:
         predicted_bytes=predicted_peak_bytes(attempt),
         needed_bytes=attempt.needed_bytes,
         fit_probability=attempt.fit_probability,
-        predicted_step_s=attempt.step_s,
+        predicted_step_s=None if attempt.estimate.source in UNTIMED else attempt.step_s,
         peak_bytes=attempt.peak_bytes,
         step_s=attempt.measured_step_s,
         steps_done=max((beat.steps_done for beat in evidence.heartbeats), default=None) if evidence else None,

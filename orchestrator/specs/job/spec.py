@@ -92,6 +92,12 @@ class JobSpec(SpecModel):
         description="Promises at least the speed of the request from a start told at submission, or refuses the job.",
         examples=["requested"],
     )
+    objective: Literal["trusted", "fastest"] = Field(
+        default="trusted",
+        description="Plan to take among those that fit: the most trusted one within the error of the predicted step "
+        "times, or the fastest one.",
+        examples=["fastest"],
+    )
     steps: int | None = Field(
         default=None,
         ge=1,

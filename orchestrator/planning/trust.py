@@ -1,0 +1,180 @@
+"""Which of several plans that are predicted alike do practitioners trust more? A rank, and how far ratios are off.
+
+Two predicted step times are off together, so their ratio is what a choice rests on. Where it lies within its own
+error, the simpler plan is taken: it fails in fewer ways, and more people have run it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+from orchestrator.specs.choices import Offload, OffloadTarget, ZeroStage
+from orchestrator.specs.errors import refuse_unknown
+from orchestrator.specs.mechanics import Fsdp2, Replicated, ScriptFsdp, Zero
+from orchestrator.specs.plan import Plan
+from orchestrator.specs.settings import changes
+
+# Errors of the ratio of two predicted step times (logarithms), over published pairs of trainings on A100: plans that
+# differ in batches, ranks and checkpointing alone (243 pairs), pipelines (723), tensor-parallel plans (1,248: 0.193).
+# Nothing is taken for an error above SPREAD_MAX: from 0.16 on simpler plans cost 7 % in the mean on the same pairs.
+# The figures were counted before this rule was written (November 2026).
+ALIKE_SPREAD, PIPELINE_SPREAD, OTHER_SPREAD, SPREAD_MAX = 0.059, 0.063, 0.12, 0.13
+# After an out-of-memory failure the plan's own way is kept where it costs at most so much (a logarithm: 25 %).
+RECOVERY_SPREAD = 0.223
+BATCHES = ("micro_batch_size", "gradient_accumulation_steps")
+TIGHT = 0.9  # of what a device has: fuller plans yield to roomier ones of the same kind that are as fast
+
+
+class Trust(NamedTuple):
+    """How far a plan is from plain data parallelism; less is better."""
+
+    rank: float  # of its most delicate mechanism
+    mechanisms: int
+
+
+PLAIN, SHARDED, ZERO3, OFFLOADED, TENSOR, CONTEXT, PIPELINE, UNSEEN = 0.0, 1.0, 2.0, 4.0, 5.0, 6.0, 7.0, 8.0
+INCUMBENT = Trust(-1.0, 0)  # of a plan that ran here
+
+
+@lru_cache(maxsize=16384)
+def trust(plan: Plan) -> Trust:
+    """Return how far the plan is to be trusted: the ranks are practitioners' order, fixed before any was judged by it.
+
+    What never ran on a CUDA device here comes last: state on NVMe. Recomputation has no rank: it is in every recipe.
+    With half a rank for it, fewer published plans had the mechanics that experts chose. Raises AssertionError for
+    unknown mechanics.
+    """
+    ranks = [rank for rank in _ranks(plan) if rank > PLAIN]
+    return Trust(max(ranks, default=PLAIN), len(ranks))
+
+
+def _ranks(plan: Plan) -> list[float]:
+    """Return the rank of each mechanism that the plan may have; PLAIN where it has not."""
+    mechanics = plan.mechanics
+    match mechanics:
+        case Replicated():
+            shared = PLAIN
+        case Fsdp2() | ScriptFsdp():
+            shared = SHARDED
+        case Zero():
+            shared = ZERO3 if mechanics.stage is ZeroStage.PARAMETERS else SHARDED
+        case _:
+            refuse_unknown(mechanics)
+    layout, offloads = plan.layout, plan.offload is not Offload.NONE
+    return [
+        shared,
+        SHARDED if plan.dp_replicate > 1 else PLAIN,
+        SHARDED if plan.optimizer_in_backward else PLAIN,
+        OFFLOADED if plan.activation_offload else PLAIN,
+        (UNSEEN if plan.offload_target is not OffloadTarget.CPU else OFFLOADED) if offloads else PLAIN,
+        TENSOR if layout.tp > 1 else PLAIN,
+        CONTEXT if layout.cp > 1 else PLAIN,
+        CONTEXT if plan.expert_parallel > 1 else PLAIN,
+        PIPELINE if layout.pp > 1 else PLAIN,
+    ]
+
+
+@lru_cache(maxsize=16384)
+def kind(plan: Plan) -> tuple[object, ...]:
+    """Return what plans have in common that differ in batches, ranks and checkpointing alone."""
+    mechanics, layout = plan.mechanics, plan.layout
+    state = plan.engine, type(mechanics), mechanics.stage, plan.offload, plan.offload_target, plan.optimizer_in_backward
+    return (*state, layout.tp, layout.cp, layout.pp, plan.expert_parallel, plan.dp_replicate > 1)
+
+
+def ratio_spread(one: Plan, other: Plan) -> float:
+    """Return the error of the logarithm of the ratio of two plans' step times.
+
+    Pairs that nobody measured have OTHER_SPREAD.
+    """
+    if kind(one) == kind(other):
+        return ALIKE_SPREAD
+    if one.layout.pp > 1 and other.layout.pp > 1:
+        return PIPELINE_SPREAD
+    if one.layout.tp > 1 and other.layout.tp > 1:
+        return SPREAD_MAX
+    return OTHER_SPREAD
+
+
+class Choice(NamedTuple):
+    """What a choice needs to know of a plan that fits."""
+
+    plan: Plan
+    seconds: float
+    fill: float = 0.0  # of the memory of a device
+    crosses_nodes: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """How a job chooses among plans that fit."""
+
+    is_fastest: bool = False  # takes the fastest one, whatever it is
+    incumbents: frozenset[Plan] = frozenset()  # that ran here: they are trusted most
+    before: Plan | None = None  # that ran out of memory
+
+    def preferred(self, choices: Sequence[Choice]) -> int:
+        """Return the index of the plan to take among some that fit as many devices.
+
+        That is the most trusted plan within the error of the fastest one. One reference decides, so there are no
+        cycles. After an out-of-memory failure the engine and the mechanics stay where that costs at most
+        RECOVERY_SPREAD, then as many settings beside the cut of the batch as can. A plan that would fill more than
+        TIGHT of a device yields to the roomiest one of its kind that is as fast.
+
+        Across nodes the order is not the practitioners': they cut tensors and pipelines before they shard over a
+        network. By it 6 of 43 published plans have the mechanics that experts chose, by step times alone 13
+        (benchmarks/experts.yaml). So there only plans of the fastest one's kind, and incumbents, are near.
+        """
+        indices = range(len(choices))
+        fastest = min(indices, key=lambda index: choices[index].seconds)
+        if self.is_fastest:
+            return fastest
+        near = [index for index in indices if self._is_near(choices[index], choices[fastest])]
+        best = min(near, key=lambda index: self._order(choices[index]))
+        if choices[best].fill <= TIGHT or choices[best].plan in self.incumbents:
+            return best
+        alike = [index for index in near if _is_as_good(choices[index], choices[best])]
+        return min(alike, key=lambda index: choices[index].fill)
+
+    def widths(self, choices: Sequence[Choice]) -> list[int]:
+        """Return the indices of the plans that gain by their devices; `choices` are one of each number, fewest first.
+
+        Each is faster than the one before it by more than half of the error: it is faster in most cases.
+        """
+        chosen: list[int] = []
+        for index, choice in enumerate(choices):
+            if chosen:
+                narrower = choices[chosen[-1]]
+                spread = 0.0 if self.is_fastest else ratio_spread(choice.plan, narrower.plan) / 2
+                if choice.seconds * math.exp(spread) >= narrower.seconds:
+                    continue
+            chosen.append(index)
+        return chosen
+
+    def _is_near(self, choice: Choice, fastest: Choice) -> bool:
+        is_alike = kind(choice.plan) == kind(fastest.plan)
+        if self.before is not None and kind(choice.plan) == kind(self.before):
+            spread = RECOVERY_SPREAD
+        elif fastest.crosses_nodes and not is_alike and choice.plan not in self.incumbents:
+            spread = 0.0
+        else:
+            spread = ratio_spread(choice.plan, fastest.plan)
+        return choice.seconds <= fastest.seconds * math.exp(spread)
+
+    def _order(self, choice: Choice) -> tuple[object, ...]:
+        trusted = INCUMBENT if choice.plan in self.incumbents else trust(choice.plan)
+        if self.before is None:
+            return trusted, choice.seconds
+        leaves = choice.plan.engine is not self.before.engine, kind(choice.plan) != kind(self.before)
+        touched = sum(change.setting not in BATCHES for change in changes(self.before, choice.plan))
+        return *leaves, touched, trusted, choice.seconds
+
+
+def _is_as_good(choice: Choice, best: Choice) -> bool:
+    """Whether a plan of the same kind and trust is as fast as its error can tell."""
+    is_alike = kind(choice.plan) == kind(best.plan) and trust(choice.plan) <= trust(best.plan)
+    return is_alike and choice.seconds <= best.seconds * math.exp(ALIKE_SPREAD)

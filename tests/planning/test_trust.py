@@ -1,0 +1,144 @@
+"""Laws of the choice among plans that are predicted alike."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise, product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrator.planning.trust import (
+    OTHER_SPREAD,
+    RECOVERY_SPREAD,
+    SPREAD_MAX,
+    Choice,
+    Rule,
+    kind,
+    ratio_spread,
+    trust,
+)
+from orchestrator.specs.choices import (
+    ActivationCheckpointing,
+    Engine,
+    Offload,
+    ParallelLayout,
+    Precision,
+    ZeroStage,
+)
+from orchestrator.specs.errors import IllegalPlan
+from orchestrator.specs.plan import Plan
+
+
+def every_plan() -> list[Plan]:
+    """Return legal plans on eight devices that differ in engine, sharding, layout, offload, recomputation and batch."""
+    layouts = [ParallelLayout(dp=8), ParallelLayout(dp=4, tp=2), ParallelLayout(dp=4, pp=2), ParallelLayout(dp=4, cp=2)]
+    plans = []
+    for engine, layout, stage, offload, mode, micro in product(
+        (Engine.TORCH, Engine.DEEPSPEED), layouts, ZeroStage, Offload, ActivationCheckpointing, (1, 4)
+    ):
+        try:
+            plans.append(
+                Plan(
+                    engine=engine,
+                    layout=layout,
+                    zero_stage=stage,
+                    offload=offload,
+                    activation_checkpointing=mode,
+                    precision=Precision.BF16,
+                    micro_batch_size=micro,
+                    gradient_accumulation_steps=8 // micro,
+                )
+            )
+        except IllegalPlan:
+            continue
+    return plans
+
+
+PLANS = every_plan()
+choices = st.lists(
+    st.builds(Choice, st.sampled_from(PLANS), st.floats(1.0, 1.5), st.floats(0.1, 1.0), st.just(False)),
+    min_size=1,
+    max_size=12,
+    unique_by=lambda choice: choice.plan,
+)
+
+
+@given(choices)
+def test_what_is_taken_is_never_slower_than_the_fastest_beyond_the_error_of_their_ratio(drawn: list[Choice]) -> None:
+    taken, fastest = drawn[Rule().preferred(drawn)], min(drawn, key=lambda choice: choice.seconds)
+    assert math.log(taken.seconds / fastest.seconds) <= SPREAD_MAX + 1e-9
+
+
+@given(choices)
+def test_nothing_within_the_error_of_the_fastest_is_trusted_more_than_what_is_taken(drawn: list[Choice]) -> None:
+    taken, fastest = drawn[Rule().preferred(drawn)], min(drawn, key=lambda choice: choice.seconds)
+    for choice in drawn:
+        if math.log(choice.seconds / fastest.seconds) < ratio_spread(choice.plan, fastest.plan):
+            assert trust(choice.plan) >= trust(taken.plan)
+
+
+@given(choices, st.randoms(use_true_random=False))
+def test_the_order_in_which_plans_come_changes_nothing(drawn: list[Choice], random: object) -> None:
+    seconds = {choice.seconds for choice in drawn}
+    shuffled = list(drawn)
+    random.shuffle(shuffled)  # type: ignore[attr-defined]
+    if len(seconds) == len(drawn):
+        assert shuffled[Rule().preferred(shuffled)].plan == drawn[Rule().preferred(drawn)].plan
+
+
+@given(choices, st.data())
+def test_a_plan_that_ran_here_stays_until_another_is_faster_beyond_the_error(
+    drawn: list[Choice], data: st.DataObject
+) -> None:
+    ran = data.draw(st.sampled_from(drawn))
+    taken, fastest = (
+        drawn[Rule(incumbents=frozenset({ran.plan})).preferred(drawn)],
+        min(drawn, key=lambda choice: choice.seconds),
+    )
+    stays = math.log(ran.seconds / fastest.seconds) <= ratio_spread(ran.plan, fastest.plan)
+    assert (taken.plan == ran.plan) == stays
+
+
+@given(choices, st.sampled_from(PLANS))
+def test_after_an_out_of_memory_failure_engine_and_mechanics_stay_where_that_costs_little(
+    drawn: list[Choice], before: Plan
+) -> None:
+    fastest = min(drawn, key=lambda choice: choice.seconds)
+    taken = drawn[Rule(before=before).preferred(drawn)]
+    alike = [choice for choice in drawn if kind(choice.plan) == kind(before)]
+    if any(math.log(choice.seconds / fastest.seconds) < RECOVERY_SPREAD for choice in alike):
+        assert kind(taken.plan) == kind(before)
+
+
+@given(choices)
+def test_who_wants_the_fastest_plan_gets_it(drawn: list[Choice]) -> None:
+    taken = drawn[Rule(is_fastest=True).preferred(drawn)]
+    assert taken.seconds == min(choice.seconds for choice in drawn)
+
+
+@given(choices)
+def test_across_nodes_only_plans_of_the_fastest_ones_kind_are_near(drawn: list[Choice]) -> None:
+    crossing = [choice._replace(crosses_nodes=True) for choice in drawn]
+    taken, fastest = crossing[Rule().preferred(crossing)], min(crossing, key=lambda choice: choice.seconds)
+    assert kind(taken.plan) == kind(fastest.plan) or taken.seconds == fastest.seconds
+
+
+@given(st.lists(st.floats(1.0, 100.0), min_size=1, max_size=6))
+def test_more_devices_are_kept_where_they_gain_more_than_half_of_the_error(seconds: list[float]) -> None:
+    widths = [
+        Choice(Plan(engine=Engine.TORCH, layout=ParallelLayout(dp=2**index), micro_batch_size=1), each)
+        for index, each in enumerate(seconds)
+    ]
+    kept = Rule().widths(widths)
+    assert kept[0] == 0
+    for narrow, wide in pairwise(kept):
+        spread = ratio_spread(widths[wide].plan, widths[narrow].plan)
+        assert widths[wide].seconds * math.exp(spread / 2) < widths[narrow].seconds
+
+
+@pytest.mark.parametrize("plan", PLANS[:40], ids=str)
+def test_the_error_of_a_ratio_is_the_same_both_ways_and_within_what_was_measured(plan: Plan) -> None:
+    for other in PLANS[::7]:
+        assert ratio_spread(plan, other) == ratio_spread(other, plan) <= max(OTHER_SPREAD, SPREAD_MAX)
