@@ -53,25 +53,25 @@ def pareto(
     more than the least that they can, and are never estimated.
     """
     ordered = sorted(timed, key=_order)
-    kept: list[Costed] = []
-    stairs = {rank: _Staircase() for rank in sorted({one.rank for one in ordered})}
-    for one in ordered:
-        below = stairs[one.rank].below(one.step_s, most_bytes)
-        if one.at_least_bytes > below:
+    unbeaten: list[Costed] = []
+    stairs = {rank: _Staircase() for rank in sorted({entry.rank for entry in ordered})}
+    for entry in ordered:
+        below = stairs[entry.rank].below(entry.step_s, most_bytes)
+        if entry.at_least_bytes > below:
             continue
-        estimated = estimate(one.plan)
-        needed_bytes = needed(one.plan, estimated)
-        assert one.at_least_bytes <= needed_bytes, (one, estimated)
+        estimated = estimate(entry.plan)
+        needed_bytes = needed(entry.plan, estimated)
+        assert entry.at_least_bytes <= needed_bytes, (entry, estimated)
         if needed_bytes > below or needed_bytes == inf:
             continue
         for rank, staircase in stairs.items():
-            if rank >= one.rank:
-                staircase.add(one.step_s, needed_bytes)
-        costed = Costed(one.plan, one.step_s, estimated, needed_bytes, one.rank)
-        if kept and _equals_but_for_bytes(kept[-1], costed):
-            kept.pop()  # as fast as this one, and it needs more
-        kept.append(costed)
-    return sorted(kept, key=_fastest_first)
+            if rank >= entry.rank:
+                staircase.add(entry.step_s, needed_bytes)
+        costed = Costed(entry.plan, entry.step_s, estimated, needed_bytes, entry.rank)
+        if unbeaten and _equals_but_for_bytes(unbeaten[-1], costed):
+            unbeaten.pop()  # as fast as this entry, and it needs more
+        unbeaten.append(costed)
+    return sorted(unbeaten, key=_fastest_first)
 
 
 class _Staircase:

@@ -86,16 +86,16 @@ def kind(plan: Plan) -> tuple[object, ...]:
     return (*state, layout.tp, layout.cp, layout.pp, plan.expert_parallel, plan.dp_replicate > 1)
 
 
-def ratio_spread(one: Plan, other: Plan) -> float:
+def ratio_spread(plan: Plan, other: Plan) -> float:
     """Return the error of the logarithm of the ratio of two plans' step times.
 
     Pairs that nobody measured have OTHER_SPREAD.
     """
-    if kind(one) == kind(other):
+    if kind(plan) == kind(other):
         return ALIKE_SPREAD
-    if one.layout.pp > 1 and other.layout.pp > 1:
+    if plan.layout.pp > 1 and other.layout.pp > 1:
         return PIPELINE_SPREAD
-    if one.layout.tp > 1 and other.layout.tp > 1:
+    if plan.layout.tp > 1 and other.layout.tp > 1:
         return SPREAD_MAX
     return OTHER_SPREAD
 

@@ -157,8 +157,7 @@ def comparison(state: State, jobs: Sequence[Job], curves: Mapping[str, Curve]) -
             if curve is not None and curve.losses:
                 firsts.setdefault(repeat, curve.losses)
             distances.append(_distance(firsts.get(repeat, {}), curve))
-        known = [distance for distance in distances if distance is not None]
-        repeated.append(replace(_together(group), loss_distance=max(known, default=None)))
+        repeated.append(replace(_together(group), loss_distance=_largest(distances)))
     rows = _with_distinct_names(repeated)
     name = jobs[0].array or jobs[0].id
     return Comparison(
@@ -194,8 +193,12 @@ def _together(group: Sequence[Row]) -> Row:
 
 
 def _mean(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return mean(known) if known else None
+    numbers = [value for value in values if value is not None]
+    return mean(numbers) if numbers else None
+
+
+def _largest(values: Iterable[float | None]) -> float | None:
+    return max((value for value in values if value is not None), default=None)
 
 
 def _interval(timed: Sequence[float]) -> tuple[float, float] | None:

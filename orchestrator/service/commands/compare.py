@@ -56,9 +56,10 @@ def strategies(
     calibrated = calibration(observations, device=group.hardware.device.name, family=spec.family_name)
     spec = measured_spec(spec, calibrated)
     if asked == "frontier":
-        found = frontier(spec, group.hardware, calibrated.correction, calibrated.overhead).candidates
-        exact = [one for one in found if one.degradation is Degradation.EXACT]
-        wanted = [pins_of(one.plan) for one in exact if not any(_beats(other, one) for other in exact)]
+        candidates = frontier(spec, group.hardware, calibrated.correction, calibrated.overhead).candidates
+        exact = [candidate for candidate in candidates if candidate.degradation is Degradation.EXACT]
+        best = [candidate for candidate in exact if not any(_beats(other, candidate) for other in exact)]
+        wanted = [pins_of(candidate.plan) for candidate in best]
     else:
         partial = _all_ways(spec, group) if asked == "all" else _said(spec, asked)
         ways = list(partial)
@@ -112,7 +113,9 @@ def compared(spec: JobSpec, wanted: Sequence[Pins], steps: int | None, repeats: 
 
 def _beats(mine: Candidate, other: Candidate) -> bool:
     """Whether a plan is no worse in step time, bytes and devices, and better in one: trust is no matter here."""
-    ours, theirs = ((one.step_s, one.estimate.device_bytes, one.plan.world_size) for one in (mine, other))
+    ours, theirs = (
+        (candidate.step_s, candidate.estimate.device_bytes, candidate.plan.world_size) for candidate in (mine, other)
+    )
     return ours != theirs and all(a <= b for a, b in zip(ours, theirs, strict=True))
 
 
@@ -141,10 +144,10 @@ def _fits(spec: JobSpec, pins: Pins, group: Group, calibrated: Calibration) -> b
     """Whether a plan with these pins fits an empty device."""
     pinned = spec.model_copy(update={"plan": pins})
     try:
-        found = frontier(pinned, group.hardware, calibrated.correction, calibrated.overhead)
+        unbeaten = frontier(pinned, group.hardware, calibrated.correction, calibrated.overhead)
     except SpecError:
         return False
-    return next(fitting(found, group.hardware.device.memory, calibrated), None) is not None
+    return next(fitting(unbeaten, group.hardware.device.memory, calibrated), None) is not None
 
 
 def _with_micro(pins: Pins, size: int | None) -> Pins:
@@ -197,8 +200,8 @@ def _whole(spec: JobSpec, pins: Pins, micro_batch: int | None, group: Group, cal
     """Return the fastest plan with the pins that fits, else the one that needs least; the pins where none has them."""
     pinned = spec.model_copy(update={"plan": _with_micro(pins, micro_batch)})
     try:
-        found = frontier(pinned, group.hardware, calibrated.correction, calibrated.overhead)
+        unbeaten = frontier(pinned, group.hardware, calibrated.correction, calibrated.overhead)
     except SpecError:
         return pins if micro_batch is None else _whole(spec, pins, None, group, calibrated)
-    one = next(fitting(found, group.hardware.device.memory, calibrated), None) or nearest(found, calibrated)
-    return pins if one is None else pins_of(one.plan)
+    candidate = next(fitting(unbeaten, group.hardware.device.memory, calibrated), None) or nearest(unbeaten, calibrated)
+    return pins if candidate is None else pins_of(candidate.plan)
