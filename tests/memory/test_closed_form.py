@@ -61,16 +61,20 @@ ALL, FIRST = slice(None), slice(1)  # of the plans of a matrix, which are long b
 pytestmark = pytest.mark.timeout(600)  # 60 s of launches on two idle cores, several times that on busy ones
 
 
-@pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
-    """Of the full matrix some stages of each engine, two layouts, an adapter, and a lone rank's shared weight."""
-    folder = tmp_path_factory.mktemp("peaks")
-    on_two = plans(Engine.TORCH, (2,), Precision.FP32)[::4] + parallel_plans(2, (8,), Precision.FP32, (SELECTIVE,))[:2]
-    on_two += plans(Engine.DEEPSPEED, (2,), Precision.FP32, modes=(FULL,))[1::2]
+@pytest.fixture(scope="module", params=[False, pytest.param(True, marks=LONG)], ids=["few plans", "more plans"])
+def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
+    """Each stage of each engine, each layout, adapters, and a lone rank's shared weight; or a few of them."""
+    folder, more = tmp_path_factory.mktemp("peaks"), request.param
+    on_two = plans(Engine.TORCH, (2,), Precision.FP32)[:: 2 if more else 4]
+    on_two += parallel_plans(2, (8,), Precision.FP32, (SELECTIVE,))[: 3 if more else 2]
+    on_two += plans(Engine.DEEPSPEED, (2,), Precision.FP32, modes=(FULL,))[:: 1 if more else 3]
     found = rows(DEEP, on_two, folder / "two")
-    found += rows(ADAPTED, adapted_plans()[:1], folder / "adapted")
-    lone = [plan for plan in plans(Engine.TORCH, (4,), Precision.FP32, ranks=1) if not plan.zero_stage][:1]
-    return found + rows(dataclasses.replace(WIDE, tie_word_embeddings=True), lone, folder / "lone")
+    lone = [plan for plan in plans(Engine.TORCH, (1, 4), Precision.FP32, ranks=1) if not plan.zero_stage]
+    found += rows(dataclasses.replace(WIDE, tie_word_embeddings=True), lone[:: 2 if more else 6], folder / "lone")
+    if more:
+        found += rows(DEEP, parallel_plans(4, (2,), Precision.BF16, (NONE,))[1:6:2], folder / "four")
+        found += rows(ADAPTED, adapted_plans()[::2], folder / "adapted")
+    return found
 
 
 def _mean_error(found: Sequence[Row]) -> float:
