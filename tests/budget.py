@@ -21,11 +21,11 @@ SLOWEST = 10
 BUDGETS_S = {
     "tests": 300.0,
     "tests/backends": 500.0,
-    "tests/memory": 310.0,
+    "tests/memory": 330.0,
     "tests/scheduling": 310.0,
     "tests/service": 800.0,
     "tests/trainers": 300.0,
-    "tests/training": 800.0,
+    "tests/training": 870.0,
 }
 OTHERS_S = 100.0
 
