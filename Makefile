@@ -5,7 +5,8 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.installed
 
 # Tests that compute and start nothing, those that train or trace in processes of their own, those of the service and
-# its commands, and the others: three kinds at a time, since each waits for its processes; the longest first.
+# its commands, and the others: three kinds at a time, since each waits for its processes; the longest first. Types are
+# checked beside them: mypy without its cache takes 110 s of one core.
 PURE := $(addprefix tests/,specs planning scheduling)
 TRAINED := $(addprefix tests/,audio fake_card gpu memory training)
 SERVED := $(addprefix tests/,service k8s) $(wildcard tests/test_*.py)
@@ -28,8 +29,8 @@ demo-audio: $(READY)
 seeds: $(READY)
 	$(BIN)/python -m tests.seeds
 
-test: $(READY) lint
-	$(MAKE) --no-print-directory --jobs=3 test-served test-trained test-others test-pure
+test: $(READY)
+	$(MAKE) --no-print-directory --jobs=3 test-served test-trained test-others lint test-pure
 
 test-served:
 	$(PYTEST) $(SERVED)

@@ -7,6 +7,6 @@ from hypothesis import settings
 SHORT = 12
 
 
-def examples(count: int) -> int:
-    """Return `count` for `make test-long`, and at most SHORT for `make test`, which draws the same ones each time."""
-    return count if settings.get_current_profile_name() == "new" else min(count, SHORT)
+def examples(count: int, short: int = SHORT) -> int:
+    """Return `count` for `make test-long`, and at most `short` for `make test`, which draws the same ones each time."""
+    return count if settings.get_current_profile_name() == "new" else min(count, short)

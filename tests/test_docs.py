@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import functools
 import io
 import itertools
 import os
@@ -237,9 +238,12 @@ IN_PROSE = [
 ]
 
 
+whole_command = functools.cache(lambda: typer.main.get_command(app))  # making it takes 0.1 s
+
+
 def why_unknown(words: tuple[str, ...]) -> str | None:
     """Why the CLI does not take this command line; None where it does. What it leaves out may be missing."""
-    command = typer.main.get_command(app)
+    command = whole_command()
     name, arguments = "", list(words[1:])
     while isinstance(command, TyperGroup) and arguments:
         if arguments[0].startswith("-"):
@@ -403,6 +407,7 @@ def failures_of(reader: Reader, every: Sequence[Shown], *, trains: Sequence[Show
     return wrong
 
 
+@pytest.mark.long
 @pytest.mark.timeout(400)
 def test_every_command_that_the_docs_show_runs(reader: Reader, capsys: pytest.CaptureFixture[str]) -> None:
     """What would train is submitted and cancelled, and `make test-long` trains it."""

@@ -128,16 +128,23 @@ def never_two_at_once(job: Job) -> bool:
     return all(earlier["ended_at_s"] <= later["launched_at_s"] for earlier, later in pairs)
 
 
-def test_a_killed_rank_costs_the_steps_since_the_checkpoint(orchestra: Orchestra) -> None:
+@pytest.fixture(scope="module")
+def survivor(orchestra: Orchestra) -> Job:
+    """A job that ended after one of its ranks and the tracking server were killed amid its first attempt."""
     job_id = orchestra.submit()
     orchestra.saves(job_id)
+    for pid in MlflowServer(orchestra.home).processes():
+        os.kill(pid, signal.SIGKILL)
     os.kill(orchestra.rank_pid(job_id, 1), signal.SIGKILL)
-    job = orchestra.ended(job_id)
-    assert job["status"] == "succeeded", job["reason"]
-    assert [attempt["outcome"] for attempt in job["attempts"]] == ["preempted", "succeeded"]
-    assert orchestra.steps(job_id, 2)[0] > 10
-    assert every_step_once(orchestra, job)
-    assert never_two_at_once(job)
+    return orchestra.ended(job_id)
+
+
+def test_a_killed_rank_costs_the_steps_since_the_checkpoint(orchestra: Orchestra, survivor: Job) -> None:
+    assert survivor["status"] == "succeeded", survivor["reason"]
+    assert [attempt["outcome"] for attempt in survivor["attempts"]] == ["preempted", "succeeded"]
+    assert orchestra.steps(survivor["id"], 2)[0] > 10
+    assert every_step_once(orchestra, survivor)
+    assert never_two_at_once(survivor)
 
 
 @pytest.mark.long  # tests/backends/test_ray_backend.py kills one of a gang, too
@@ -155,6 +162,7 @@ def test_a_killed_launcher_takes_its_ranks_along_and_the_job_restarts(orchestra:
     assert never_two_at_once(job)
 
 
+@pytest.mark.long
 def test_training_goes_on_while_the_service_is_dead(orchestra: Orchestra) -> None:
     job_id = orchestra.submit()
     orchestra.trains(job_id, 1, 5)
@@ -168,6 +176,7 @@ def test_training_goes_on_while_the_service_is_dead(orchestra: Orchestra) -> Non
     assert every_step_once(orchestra, job)
 
 
+@pytest.mark.long  # tests/test_cli.py kills a service with a job, tests/backends/test_ray_backend.py closes one
 def test_a_job_that_ends_while_the_service_is_dead_is_not_run_again(orchestra: Orchestra) -> None:
     job_id = orchestra.submit()
     orchestra.trains(job_id, 1, 5)
@@ -179,13 +188,9 @@ def test_a_job_that_ends_while_the_service_is_dead_is_not_run_again(orchestra: O
     assert len(job["attempts"]) == 1
 
 
+@pytest.mark.usefixtures("survivor")
 def test_no_record_is_missing_after_the_tracking_server_was_killed(orchestra: Orchestra) -> None:
     """The last test of this file: it looks for the records of all jobs above, too."""
-    job_id = orchestra.submit()
-    orchestra.trains(job_id, 1, 3)
-    for pid in MlflowServer(orchestra.home).processes():
-        os.kill(pid, signal.SIGKILL)
-    assert orchestra.ended(job_id)["status"] == "succeeded"
     jobs = orchestra.client().jobs()
     wanted = {f"{job['id']}-{attempt['number']}": attempt["outcome"] for job in jobs for attempt in job["attempts"]}
     mlflow = MlflowClient(MlflowServer(orchestra.home).uri)

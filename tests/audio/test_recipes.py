@@ -87,6 +87,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def trainings(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Trainings:
+    """What ran alone; the others are long."""
     home = tmp_path_factory.mktemp("home")
     tokens = orpheus.write(home, clips=CLIPS, cache=cache)
     data = DataSpec(tokens=(str(tokens),), sequence_length=gang.SEQUENCE_LENGTH)
@@ -107,8 +108,14 @@ def trainings(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Training
         },
     )
     gang.launch([Part(run=each) for each in found.alone.values()])
-    gang.launch([Part(run=each) for each in found.shared.values()])
     return found
+
+
+@pytest.fixture(scope="module")
+def shared(trainings: Trainings) -> dict[tuple[str, str], TrainingRun]:
+    """What ran over two ranks."""
+    gang.launch([Part(run=each) for each in trainings.shared.values()])
+    return trainings.shared
 
 
 def factory(name: str, cache: Path, **more: Any) -> ModelSpec:
@@ -123,13 +130,16 @@ def test_every_family_learns_speech(trainings: Trainings, family: str) -> None:
     assert found[TRAINING.max_steps] < (0.999 if family == "orpheus-lora" else 0.98) * found[1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", [*CONFIGS, "orpheus", "orpheus-lora"])
-def test_every_layout_gives_the_losses_of_one_process(trainings: Trainings, family: str) -> None:
+def test_every_layout_gives_the_losses_of_one_process(
+    trainings: Trainings, shared: dict[tuple[str, str], TrainingRun], family: str
+) -> None:
     expected = gang.losses(trainings.alone[family])
-    shared = {name: gang.losses(run) for (whose, name), run in trainings.shared.items() if whose == family}
-    assert shared
+    runs = {name: gang.losses(run) for (whose, name), run in shared.items() if whose == family}
+    assert runs
     alike = ADVERSARIAL_STEPS_ALIKE if family == "voice_conversion" else TRAINING.max_steps
-    for name, found in shared.items():
+    for name, found in runs.items():
         assert found.keys() == expected.keys()
         for step, loss in found.items():
             tolerance = FP32_TOLERANCE if step <= alike else ADVERSARIAL_TOLERANCE

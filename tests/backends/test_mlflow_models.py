@@ -60,6 +60,7 @@ def told(server: MlflowServer, job_id: str) -> str:
     return "" if run is None else str(run.data.tags.get(MODEL_TAG, ""))
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_transformers_model_is_a_logged_model_that_a_fresh_process_loads_and_asks(
     server: MlflowServer, journal: Journal
@@ -120,6 +121,7 @@ def adapters(home: Path) -> tuple[Path, float]:
     return home / "adapters", logits.double().sum().item()
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_adapters_are_a_logged_model_that_a_fresh_process_puts_on_their_base_again(
     server: MlflowServer, journal: Journal

@@ -96,6 +96,7 @@ def test_the_server_is_one_process_that_listens_on_no_port(server: MlflowServer)
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.long
 def test_a_server_of_an_earlier_version_ends_and_its_records_stay(tmp_path: Path) -> None:
     """The earlier server listened on a port of the loopback, for every user of the machine."""
     from mlflow import MlflowClient

@@ -62,6 +62,7 @@ def test_ends_are_exact_and_nothing_is_left(reader: Reader) -> None:
     assert until(lambda: nothing_is_left(launch), "placement group and launchers removed")
 
 
+@pytest.mark.long
 def test_every_rank_is_told_its_place_and_no_token(reader: Reader, embedded: Embedded) -> None:
     launch = launch_of("place", script(*["exit:0"] * 4), BOTH)
     reader.backend.launch(launch)
@@ -105,6 +106,7 @@ def test_a_lost_node_is_told_and_leaves_the_cluster(reader: Reader, embedded: Em
     assert [node.name for node in seen[-1].nodes] == ["gpu", "n0", "n1"]
 
 
+@pytest.mark.long
 def test_a_node_whose_launcher_wrote_down_that_ray_killed_its_ranks_is_lost_all_the_same(
     reader: Reader, embedded: Embedded
 ) -> None:
@@ -238,6 +240,7 @@ def test_what_ended_while_nobody_watched_is_told_later(reader: Reader, embedded:
     assert evidence.first_ended_rank == 1
 
 
+@pytest.mark.long
 def test_adopting_what_lost_its_launchers_meanwhile_tells_of_lost_nodes(reader: Reader, embedded: Embedded) -> None:
     launch = started_by_a_killed_service(embedded, "bereft", "wait", "wait", "wait", "wait")
     folder = folder_of(embedded.home, launch)

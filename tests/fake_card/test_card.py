@@ -7,8 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.fake_card import environment
 
+pytestmark = pytest.mark.long  # 20 s to compile the card
 ROOT = Path(__file__).parents[2]
 HELD = "every assertion held"  # the last words of a script
 

@@ -178,7 +178,7 @@ def on_cpu() -> Iterator[Measurement]:
     """The same on a virtual device, of a model of 0.2 million parameters: it shows that all of this runs."""
     for plan, batch in ((FULL, "edge"), (SHARDED, "beyond")):
         base = Measurement(
-            name="tiny", model=ModelSpec(hf=TINY), sequence_length=64, plan=plan, capacity_bytes=24 * 2**20
+            name="tiny", model=ModelSpec(hf=TINY), sequence_length=64, plan=plan, capacity_bytes=8 * 2**20
         )
         yield from _at(base, [batch], DeviceKind.VIRTUAL)
 

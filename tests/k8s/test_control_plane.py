@@ -23,6 +23,7 @@ from tests.k8s.control_plane import (
 )
 from tests.k8s.manifests import K8S, OVERLAYS, manifests_of, the
 
+pytestmark = pytest.mark.long
 NODES = tuple(f"gpu{number}" for number in range(4))
 BIG = {"cpu": "96", "memory": "1200Gi", "pods": "110", "nvidia.com/gpu": "8"}
 SMALL = {"cpu": "16", "memory": "64Gi", "pods": "110"}

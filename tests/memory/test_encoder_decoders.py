@@ -126,7 +126,7 @@ ARITHMETICS = {
         pytest.param(T5, 48, "fp32", id="T5", marks=pytest.mark.long),
         pytest.param(GATED, 64, "cast", id="gated T5"),
         pytest.param(BART, 64, "cast to fp16", id="BART", marks=pytest.mark.long),
-        pytest.param(T5, 64, "autocast on CUDA", id="T5 on CUDA"),
+        pytest.param(T5, 64, "autocast on CUDA", id="T5 on CUDA", marks=pytest.mark.long),
         pytest.param(T5, 64, "fp32 on CUDA", id="T5 on CUDA in fp32", marks=pytest.mark.long),
         pytest.param(GATED, 64, "autocast on CUDA", id="gated T5 on CUDA", marks=pytest.mark.long),
         pytest.param(GATED, 64, "cast on CUDA", id="gated T5 cast on CUDA", marks=pytest.mark.long),

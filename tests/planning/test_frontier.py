@@ -96,7 +96,7 @@ def planned(spec: JobSpec, machine: Hardware) -> tuple[Candidate, ...]:
 
 
 @given(jobs, machines)
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(60, 6), deadline=None)
 def test_every_plan_keeps_the_global_batch_and_the_range_of_devices(spec: JobSpec, machine: Hardware) -> None:
     for candidate in planned(spec, machine):
         plan = candidate.plan
@@ -107,7 +107,7 @@ def test_every_plan_keeps_the_global_batch_and_the_range_of_devices(spec: JobSpe
 
 
 @given(jobs, machines)
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(60, 6), deadline=None)
 def test_no_plan_changes_more_than_the_job_allows(spec: JobSpec, machine: Hardware) -> None:
     for candidate in planned(spec, machine):
         plan, changed = candidate.plan, candidate.degradation
@@ -119,7 +119,7 @@ def test_no_plan_changes_more_than_the_job_allows(spec: JobSpec, machine: Hardwa
 
 
 @given(jobs, machines)
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(60, 6), deadline=None)
 def test_the_frontier_goes_from_mild_to_harsh_and_from_fast_to_slow(spec: JobSpec, machine: Hardware) -> None:
     order = [(candidate.degradation, candidate.step_s) for candidate in planned(spec, machine)]
     assert order == sorted(order)
@@ -138,7 +138,7 @@ def _candidate(spec: JobSpec, machine: Hardware, plan) -> Candidate:  # type: ig
 
 
 @given(jobs, machines)
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=examples(40, 6), deadline=None)
 def test_estimates_are_positive_and_grow_with_the_micro_batch(spec: JobSpec, machine: Hardware) -> None:
     families: dict[object, list[Candidate]] = {}
     try:

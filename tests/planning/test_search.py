@@ -117,7 +117,7 @@ LARGE = Overhead(((CONTEXT_BYTES, 600 * 2**20), (CONTEXT_BYTES + 10**9, 100 * 2*
 @example(job(WORK[8], 2, (2, 2), "exact"), machine(DeviceKind.CUDA, 4, 1, "2GiB", nvme=False), SUPPOSED_OVERHEAD)
 @example(job(WORK[9], 8, (1, 3), "exact"), machine(DeviceKind.CUDA, 2, 2, "1300MiB", nvme=False), SUPPOSED_OVERHEAD)
 @example(job(WORK[0], 8, (1, 3), "exact"), machine(DeviceKind.CUDA, 2, 2, "2GiB", nvme=False), LARGE)
-@settings(max_examples=examples(30), deadline=None)
+@settings(max_examples=examples(30, 4), deadline=None)
 def test_the_frontier_is_every_plan_within_reach_that_no_other_legal_plan_beats(
     spec: JobSpec, here: Hardware, overhead: Overhead
 ) -> None:
@@ -140,7 +140,7 @@ def test_the_frontier_is_every_plan_within_reach_that_no_other_legal_plan_beats(
 @given(jobs, machines, st.sampled_from((64 * 2**20, 512 * 2**20, 3 * 2**30)))
 @example(job(WORK[5], 8, (2, 2), "exact"), machine(DeviceKind.CUDA, 4, 1, "2GiB", nvme=True), 512 * 2**20)
 @example(job(WORK[8], 8, (2, 2), "exact"), machine(DeviceKind.CUDA, 4, 1, "96MiB", nvme=False), 64 * 2**20)
-@settings(max_examples=examples(30), deadline=None)
+@settings(max_examples=examples(30, 4), deadline=None)
 def test_where_host_memory_is_short_the_frontier_has_every_plan_with_enough_that_no_other_such_plan_beats(
     spec: JobSpec, here: Hardware, host_memory: int
 ) -> None:
@@ -165,7 +165,7 @@ def _estimate(spec: JobSpec, here: Hardware, plan: Plan) -> MemoryEstimate:
 
 @given(jobs, machines, st.floats(1.0, 30.0))
 @example(job(WORK[5], 8, (1, 1), "exact"), machine(DeviceKind.CUDA, 2, 2, "2GiB", nvme=False), 9.0)
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=examples(12, 4), deadline=None)
 def test_under_any_correction_no_plan_as_fast_needs_a_step_less_than_the_frontier(
     spec: JobSpec, here: Hardware, correction: float
 ) -> None:
@@ -239,7 +239,7 @@ def beats(mine: Cost, theirs: Cost) -> bool:
 
 @given(jobs, machines)
 @example(job(WORK[9], 8, (1, 3), "exact"), machine(DeviceKind.CUDA, 2, 2, "2GiB", nvme=False))  # views of experts
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15, 4), deadline=None)
 def test_no_estimate_is_below_the_lower_bound_of_the_search(spec: JobSpec, here: Hardware) -> None:
     asked: dict[object, DeviceBytes] = {}
     try:

@@ -20,6 +20,7 @@ from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import JobStatus
 from orchestrator.specs.policy import PolicySpec
 from orchestrator.specs.state import State
+from tests.examples import examples
 from tests.scheduling.factories import node
 from tests.scheduling.test_properties import SEEDS, UNSHRUNK
 from tests.scheduling.test_properties import played as violations_of
@@ -245,13 +246,13 @@ def test_a_stream_of_short_jobs_neither_moves_a_long_one_often_nor_for_ever() ->
     assert all(later - earlier >= (1 + tuning.TUNING.rest) * LAUNCH_S for earlier, later in pairwise(starts))
 
 
-@settings(UNSHRUNK, max_examples=12)
+@settings(UNSHRUNK, max_examples=examples(12, 4))
 @given(SEEDS)
 def test_every_law_holds_while_jobs_with_deadlines_are_moved(seed: int) -> None:
     assert violations_of(random_rush(random.Random(seed)), MemoryJournal()) == []
 
 
-@settings(UNSHRUNK, max_examples=12)
+@settings(UNSHRUNK, max_examples=examples(12, 4))
 @given(SEEDS)
 def test_every_law_holds_while_jobs_are_moved(seed: int) -> None:
     assert violations_of(random_tide(random.Random(seed)), MemoryJournal()) == []

@@ -43,7 +43,7 @@ def under(order: Order, scenario: Scenario) -> Scenario:
     return replace(scenario, cluster=scenario.cluster.model_copy(update={"policy": PolicySpec(order=order)}))
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(2, 8))])
 @pytest.mark.parametrize("order", [one for one in Order if one is not Order.ADAPTIVE])
 def test_the_general_laws_and_its_own_hold_under_every_policy(order: Order, seed: int) -> None:
     for night in NIGHTS:

@@ -77,7 +77,7 @@ def broken_in_world(seed: int) -> list[str]:
     return [*played(random_promises(random.Random(seed)), journal), *broken_promises(history(journal.kept))]
 
 
-@settings(UNSHRUNK, max_examples=examples(60))
+@settings(UNSHRUNK, max_examples=examples(60, 4))
 @given(SEEDS)
 @example(46487882)  # a job that was due before a guaranteed one came starts before an older one that was not
 @example(4911480)  # two of three nodes go while a promise of four devices waits
@@ -119,7 +119,7 @@ def outcomes_of(seed: int) -> tuple[Outcome, ...]:
     return simulate(trace, cluster, seed=seed).outcomes
 
 
-@settings(UNSHRUNK, max_examples=examples(40))
+@settings(UNSHRUNK, max_examples=examples(40, 6))
 @given(SEEDS)
 def test_where_lengths_are_told_truly_every_promise_is_kept_and_everybody_else_ends(seed: int) -> None:
     outcomes = outcomes_of(seed)
@@ -130,7 +130,7 @@ def test_where_lengths_are_told_truly_every_promise_is_kept_and_everybody_else_e
     assert [one.name for one in outcomes if one.ended_at_s is None and not one.guaranteed] == []
 
 
-@settings(UNSHRUNK, max_examples=examples(40))
+@settings(UNSHRUNK, max_examples=examples(40, 6))
 @given(SEEDS)
 def test_where_lengths_are_told_wrongly_everybody_ends_who_is_not_refused(seed: int) -> None:
     trace, cluster = random_night(random.Random(seed))

@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.scheduling.base import tuning
@@ -22,6 +22,7 @@ from orchestrator.specs.events import CancelRequested, Event, Finished, NodesSee
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.policy import PolicySpec
 from orchestrator.specs.state import State
+from tests.examples import examples
 from tests.scheduling.factories import node
 from tests.scheduling.invariants import violations
 from tests.scheduling.test_properties import UNSHRUNK, random_event
@@ -64,7 +65,7 @@ def played(*events: Event) -> tuple[State, dict[str, Attempt]]:
     return transitions[-1].after, {launch.job.id: launch.attempt for launch in launches}
 
 
-@UNSHRUNK
+@settings(UNSHRUNK, max_examples=examples(100, 20))
 @given(SEEDS)
 def test_an_index_says_what_its_state_says(seed: int) -> None:
     """Carried along or made anew for each event: the same states, actions and time to wake."""

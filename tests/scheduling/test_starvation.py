@@ -18,6 +18,7 @@ from orchestrator.service.commands.simulate import Outcome, simulate
 from orchestrator.specs.cluster import ClusterSpec, NodeSpec
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.policy import Objective
+from tests.examples import examples
 from tests.scheduling.test_properties import UNSHRUNK
 
 HOUR_S, MONTH_S = 3600.0, 30 * 86_400.0
@@ -125,7 +126,7 @@ def delayed(trace: Trace, outcomes: tuple[Outcome, ...], objective: Objective = 
 
 
 @pytest.mark.parametrize("objective", Objective)
-@settings(UNSHRUNK, max_examples=20)
+@settings(UNSHRUNK, max_examples=examples(20, 4))
 @given(seed=st.integers(0, 2**32))
 @example(seed=215367)  # a job of higher priority has its devices from 02:00 on: job 7 does not end before
 def test_nobody_waits_past_its_limit_for_who_came_later(objective: Objective, seed: int) -> None:

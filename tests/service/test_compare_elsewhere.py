@@ -15,6 +15,7 @@ from orchestrator.service.server.endpoint import kept_endpoint
 from tests.service.test_reach import Reached, reached
 
 __all__ = ["reached"]  # a fixture
+pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
 CHROMIUM = shutil.which("chromium")
 MLFLOW = None  # the service's own, in `reached`
 SHOWN_MS = 60_000.0  # for the first page of a server that starts its workers at the first request
@@ -49,7 +50,6 @@ def told(reached: Reached) -> Any:
     return reached.there.orc("compare", str(folder / "job.yaml"), *asked)
 
 
-@pytest.mark.timeout(400)
 def test_a_comparison_is_asked_for_from_elsewhere(reached: Reached, told: Any) -> None:
     assert [(row["outcome"], row["loss"] is not None) for row in told["rows"]] == [("finished", True)] * 2
     assert told["complete"]
@@ -59,7 +59,6 @@ def test_a_comparison_is_asked_for_from_elsewhere(reached: Reached, told: Any) -
     assert here["mlflow"].partition("#")[2] == told["mlflow"].partition("#")[2]
 
 
-@pytest.mark.timeout(400)
 def test_mlflows_client_reads_elsewhere_with_a_token_and_the_services_certificate(reached: Reached, told: Any) -> None:
     home = reached.here.folder / "home"
     endpoint = kept_endpoint(home)
@@ -75,7 +74,6 @@ def test_mlflows_client_reads_elsewhere_with_a_token_and_the_services_certificat
     assert {row["job_id"] for row in told["rows"]} <= set(ended.stdout.split()), ended.stderr
 
 
-@pytest.mark.timeout(400)
 def test_mlflows_own_page_compares_the_runs_of_a_comparison(reached: Reached, told: Any) -> None:
     if CHROMIUM is None:
         pytest.skip("chromium is missing (Debian: chromium)")

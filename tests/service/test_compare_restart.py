@@ -38,6 +38,7 @@ def eventually(law: Callable[[], Any], what: str, patience_s: float = PATIENCE_S
     return found
 
 
+@pytest.mark.long
 @pytest.mark.timeout(400)
 def test_a_service_that_was_killed_amid_a_comparison_ends_its_run_with_the_whole_table(here: Machine) -> None:
     from mlflow import MlflowClient

@@ -166,6 +166,7 @@ nodes:
     assert parse_cluster(cluster_text(cluster), "text") == cluster
 
 
+@pytest.mark.long
 def test_up_without_a_file_runs_jobs_on_the_cards_that_were_found(
     nvml_library: Path,  # noqa: F811
     tmp_path: Path,

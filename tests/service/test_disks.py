@@ -129,6 +129,7 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ORC_MLFLOW", "http://127.0.0.1:1")
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("elsewhere")
 @pytest.mark.skipif(why_not("mount") is not None, reason=str(why_not("mount")))
 def test_a_full_home_is_told_and_what_ended_meanwhile_is_kept_once_there_is_room(tmp_path: Path) -> None:
@@ -156,6 +157,7 @@ def test_a_full_home_is_told_and_what_ended_meanwhile_is_kept_once_there_is_room
         assert said.count("cannot be written") <= 8, "told when it began, and not at each try"
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("elsewhere")
 @pytest.mark.skipif(why_not("mkfs.ext4", "fsfreeze") is not None, reason=str(why_not("mkfs.ext4", "fsfreeze")))
 def test_a_disk_that_stands_still_is_told_and_everything_goes_on_with_it(tmp_path: Path) -> None:
@@ -174,6 +176,7 @@ def test_a_disk_that_stands_still_is_told_and_everything_goes_on_with_it(tmp_pat
         night.ends_well(night.submit())
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("elsewhere")
 @pytest.mark.skipif(why_not("mkfs.ext4", "e2fsck") is not None, reason=str(why_not("mkfs.ext4", "e2fsck")))
 def test_a_home_that_became_read_only_is_told_and_a_repair_is_all_that_it_takes(tmp_path: Path) -> None:

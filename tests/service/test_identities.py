@@ -106,6 +106,7 @@ def rank_of(home: Path, job_id: str) -> int | None:
     return None
 
 
+@pytest.mark.long
 def test_ranks_of_two_users_reach_neither_each_other_nor_the_home(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -137,6 +138,7 @@ def test_ranks_of_two_users_reach_neither_each_other_nor_the_home(
     until(lambda: show(home, ada)["status"] == "succeeded", "the end of ada's", END_S)
 
 
+@pytest.mark.long
 def test_a_service_for_other_machines_asks_before_jobs_of_a_second_user_run_as_its_own(tmp_path: Path) -> None:
     here, listen = Machine(folder=tmp_path), f"127.0.0.1:{free_port()}"
     words = ("up", "--listen", listen, "--ray", "127.0.0.1:1")

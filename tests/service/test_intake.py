@@ -184,6 +184,7 @@ def test_a_model_that_cannot_be_traced_is_refused_with_its_own_error(tmp_path: P
 
 
 @pytest.mark.timeout(300)  # a child process that imports torch
+@pytest.mark.long
 def test_the_model_that_a_script_trains_is_traced_and_may_import_from_its_project(tmp_path: Path) -> None:
     project = tmp_path / "project"
     project.mkdir()

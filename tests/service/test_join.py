@@ -17,6 +17,7 @@ from tests.backends.ray_jobs import until
 from tests.hosts import Host, hosts
 from tests.service.test_detection import H100
 
+pytestmark = pytest.mark.long
 PORT = 8443
 JOB_S = 120.0
 # Each rank says where it runs, and the gang adds up 1 per rank over the hosts' addresses.
@@ -118,7 +119,6 @@ def test_a_machine_joins_trains_with_the_head_over_their_addresses_and_leaves(pa
     assert not [line for line in left.splitlines() if "ray" in line.lower()], left
 
 
-@pytest.mark.long
 def test_a_machine_leaves_only_when_its_jobs_have_ended_and_force_moves_them(pair: Pair) -> None:
     pair.other.orc("join", pair.service)
     job_id = pair.submit("waits", WAITS, 4)
@@ -139,7 +139,6 @@ def test_a_machine_leaves_only_when_its_jobs_have_ended_and_force_moves_them(pai
     assert set(pair.nodes()) == {"virtual"}
 
 
-@pytest.mark.long
 def test_a_restart_of_the_service_keeps_its_members_and_a_lost_machine_can_be_forgotten(pair: Pair) -> None:
     pair.other.orc("join", pair.service, "--name", "spare")
     pid = json.loads((pair.home / "service.json").read_text())["pid"]
@@ -209,7 +208,6 @@ def test_a_machine_with_cards_joins_one_without_and_brings_its_own_kind(pair: Pa
     assert pair.other.orc("leave", "cards")["left"] is True
 
 
-@pytest.mark.long
 def test_the_file_that_is_shown_is_what_the_service_takes_and_members_join_it_again(pair: Pair) -> None:
     pair.other.orc("join", pair.service)
     shown = pair.head.run(sys.executable, "-m", "orchestrator.cli", "cluster", "show").stdout

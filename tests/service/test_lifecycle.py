@@ -112,6 +112,7 @@ def test_up_in_the_foreground_leaves_the_note_of_the_service_that_acts(tmp_path:
     assert (home / "service.json").read_text() == note
 
 
+@pytest.mark.long
 def test_a_service_listens_where_it_was_told_to_though_another_one_of_its_home_has_noted_its_own_since(
     tmp_path: Path,
 ) -> None:
@@ -139,7 +140,9 @@ def running(command: Sequence[str], variables: Mapping[str, str]) -> Iterator[su
             process.terminate()
 
 
-@pytest.mark.parametrize("typo", ["head", "head:", "head:ray", ":6379", "auto"])
+@pytest.mark.parametrize(
+    "typo", ["head:ray", *(pytest.param(each, marks=pytest.mark.long) for each in ("head", "head:", ":6379", "auto"))]
+)
 def test_an_address_of_ray_that_is_none_is_refused_before_anything_starts(typo: str, tmp_path: Path) -> None:
     home = tmp_path / "home"
     command = [sys.executable, "-m", "orchestrator.cli", "up", "--home", str(home), "--ray", typo]

@@ -272,6 +272,7 @@ def test_an_artifact_that_is_opened_is_of_no_origin(site: Site) -> None:
     assert "unsafe-inline" not in page.partition("script-src")[2].partition(";")[0]
 
 
+@pytest.mark.long
 def test_mlflows_pages_load_behind_the_sign_in_and_ask_nothing_else(site: Site) -> None:
     """A link that `orc compare` printed leads through sign in to its page; an artifact runs no script."""
     if CHROMIUM is None:

@@ -146,6 +146,7 @@ def tried(home: Path, capsys: pytest.CaptureFixture[str]) -> tuple[object, str]:
     return ended.value.code, capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_a_job_that_fails_while_the_hook_is_down_is_told_after_a_restart_of_the_whole_service(
     tmp_path: Path, hook: Hook, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -39,6 +39,7 @@ from orchestrator.specs.parse import parse_job
 from orchestrator.specs.run import JobFolder
 from orchestrator.training.checkpoint.folder import Written, complete_path, write_manifest, writing_path
 from tests.backends.ray_jobs import until
+from tests.examples import examples
 from tests.service.worlds import JOB, World
 
 FREE = ("lm-1", "lm-2", "lm-4")  # ended, and named by no other job; the last did not succeed
@@ -147,7 +148,7 @@ def tree(home: Path) -> set[str]:
     return {str(path) for path in paths if path.parts[0] != TRASH and not path.name.startswith("removed.json")}
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(files=homes, keep=keeps)
 def test_only_listed_parts_of_ended_jobs_go_and_a_dry_run_lists_them_and_removes_nothing(
     night: World, files: Files, keep: KeepSpec
@@ -353,6 +354,7 @@ def test_who_purged_what_is_audited_and_history_says_what_was_removed(tmp_path: 
     world.journal.close()
 
 
+@pytest.mark.long
 def test_a_real_service_purges_by_itself_and_when_it_is_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -84,6 +84,7 @@ def test_a_service_whose_ray_is_not_there_takes_jobs_and_says_why_they_wait(home
     print(f"up after {up_s:.1f} s, answered after {1000 * took_s:.0f} ms")
 
 
+@pytest.mark.long
 def test_ray_is_lost_and_comes_back_under_a_service_that_goes_on(home: Path) -> None:
     start(home, None, None)
     pid = int(service_file(home)["pid"])

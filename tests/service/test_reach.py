@@ -107,6 +107,7 @@ success: {artifacts: [out/model.txt]}
 TRAIN = "import helper, pathlib; pathlib.Path('out').mkdir(); pathlib.Path('out/model.txt').write_text(helper.WORDS)"
 
 
+@pytest.mark.long
 def test_a_job_whose_files_are_elsewhere_runs_there_and_its_output_is_fetched(reached: Reached) -> None:
     project = reached.there.folder / "project"
     project.mkdir()

@@ -82,6 +82,7 @@ def shared_python() -> str:
     pytest.skip("no interpreter of Python 3.11 is open to other users")
 
 
+@pytest.mark.long
 def test_a_job_without_secrets_sees_none_of_the_shells_and_nobody_reads_them_of_a_process_of_the_service(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

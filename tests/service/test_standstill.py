@@ -35,7 +35,7 @@ from tests.service.test_disks import JOB, SCRIPT, Night
 SIGTERM_S = 10.0
 NO_RAY = "127.0.0.1:1"
 PLANTED = """\
-import sys
+import sys, time
 if "orchestrator.service.process" in sys.orig_argv:
     from orchestrator.scheduling.policies import registry
     from orchestrator.scheduling.policies.rigid import RigidPolicy
@@ -43,7 +43,7 @@ if "orchestrator.service.process" in sys.orig_argv:
     class Endless(RigidPolicy):
         def rank(self, job):
             while True:
-                pass
+                time.sleep({pause_s})
 
     for order in registry.POLICIES:
         registry.POLICIES[order] = Endless
@@ -61,10 +61,10 @@ class Gated(Scheduler):
         return super().step(event)
 
 
-@pytest.fixture
-def hanging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+@pytest.fixture(params=[0.001, pytest.param(0, marks=pytest.mark.long)])  # the second takes a whole processor
+def hanging(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The home of a service that hangs in its first decision on a job, under the controller's lock."""
-    (tmp_path / "sitecustomize.py").write_text(PLANTED)
+    (tmp_path / "sitecustomize.py").write_text(PLANTED.format(pause_s=request.param))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("ORC_MLFLOW", NO_RAY)
     home, program, file = tmp_path / "home", tmp_path / "waits.py", tmp_path / "job.yaml"
@@ -123,6 +123,7 @@ def test_down_by_force_ends_a_service_that_hangs(hanging: Path) -> None:
     assert not is_up(hanging)
 
 
+@pytest.mark.long
 def test_down_by_force_ends_all_of_the_home_after_a_clean_end_of_its_service(tmp_path: Path) -> None:
     home = tmp_path / "home"
     night = Night(home, tmp_path / "go")

@@ -234,6 +234,7 @@ def test_a_sweep_that_runs_is_played_with_the_trials_that_it_has_still_to_submit
         client.cancel([sweep_id], whole_arrays=False)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_a_trial_that_is_worse_than_the_others_at_the_same_step_is_stopped_with_the_reason(world: World) -> None:
     early = "  early_terminate: {type: median, min_iter: 3, startup_trials: 1}\n"
@@ -253,6 +254,7 @@ def test_a_trial_that_is_worse_than_the_others_at_the_same_step_is_stopped_with_
     assert job.last.failure.kind == "cancelled"
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_a_service_that_begins_again_amid_a_sweep_goes_on_with_the_same_trials(world: World) -> None:
     sweep_id = world.submit()
@@ -265,6 +267,7 @@ def test_a_service_that_begins_again_amid_a_sweep_goes_on_with_the_same_trials(w
     assert over["best"] == 3
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_a_program_with_a_bug_ends_the_sweep_after_its_first_trials(world: World) -> None:
     (world.folder / "broken").touch()
@@ -292,6 +295,7 @@ def test_a_client_submits_no_trial_of_a_sweep_that_exists(world: World) -> None:
         client.submit_all([forged])
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_a_trial_that_diverges_has_no_value_whatever_it_had_before(world: World) -> None:
     (world.folder / "train.py").write_text(TRAIN + "if rate < 3:\n    print('loss=nan')\n")

@@ -60,6 +60,7 @@ def received(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_job_is_one_trace_from_submit_to_first_step_under_the_clients_span(
     tmp_path: Path, receiver: tuple[str, Path], monkeypatch: pytest.MonkeyPatch

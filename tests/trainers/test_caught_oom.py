@@ -114,7 +114,8 @@ def test_a_job_may_accept_what_its_script_catches(tmp_path: Path) -> None:
     assert "the script caught 3 out-of-memory errors and completed 0 steps" in job.reason
 
 
-@SHORT
+@pytest.mark.long
+@DEVICES
 def test_a_success_that_fails_after_caught_errors_is_recovered(devices: str, tmp_path: Path) -> None:
     """One lost step of fifty is little, but nothing else explains the missing success line."""
     job = driven(tmp_path, devices, "--long-at", "20", success={"log": "^trained"}, retries={"oom": 0})

@@ -37,6 +37,7 @@ def test_a_script_like_the_examples_of_diffusers_recovers_and_goes_on_without_a_
     assert f"per device = {last.plan.micro_batch_size}, precision no\nstep 3\nstep 4" in log(tmp_path, 3)
 
 
+@pytest.mark.long
 def test_a_script_of_unknown_memory_is_probed_and_never_runs_out_of_memory(tmp_path: Path) -> None:
     spec = JobSpec.model_validate(
         {

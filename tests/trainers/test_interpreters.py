@@ -29,7 +29,9 @@ print([name for name in sys.modules if name.startswith("orchestrator")])
 torch.zeros(64, 2**20)  # more than a virtual device has
 raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 256.00 MiB")
 """
-BOTH = pytest.mark.parametrize("capacity_bytes", [64 * 2**20, None], ids=["virtual", "none"])
+BOTH = pytest.mark.parametrize(
+    "capacity_bytes", [64 * 2**20, pytest.param(None, marks=pytest.mark.long)], ids=["virtual", "none"]
+)
 
 
 def run(tmp_path: Path, capacity_bytes: int | None, *before: str) -> tuple[subprocess.CompletedProcess[str], Path]:

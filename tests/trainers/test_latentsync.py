@@ -72,9 +72,8 @@ def test_an_error_that_the_script_swallows_ends_as_a_hang_with_its_cause_and_is_
     assert yaml.safe_load((folder / "configs/stage2.yaml").read_text())["data"]["batch_size"] == 1, "only copies change"
 
 
-@pytest.mark.parametrize(
-    ("precision", "frames"), [("fp32", 98304), pytest.param("fp16", 163840, marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("precision", "frames"), [("fp32", 98304), ("fp16", 163840)])
 def test_on_cards_a_batch_of_six_each_runs_out_of_memory_and_is_cured_by_checkpointing(
     tmp_path: Path, precision: str, frames: int
 ) -> None:

@@ -71,6 +71,7 @@ def test_the_script_finds_our_config_where_it_looks_and_the_users_stays_as_it_wa
     assert yaml.safe_load((work / "config.yaml").read_text())["batch_size"] == 1
 
 
+@pytest.mark.long
 def test_on_cards_accelerate_shards_transformers_trainer_by_fsdp_to_its_end(tmp_path: Path) -> None:
     """Over nccl in bf16: no card holds 16 bytes for each of 26M parameters, and no smaller batch would help."""
     folder, home = checkout("orpheus", tmp_path / "orpheus"), tmp_path / "home"

@@ -43,6 +43,7 @@ def rvc(folder: Path, *arguments: str, **changes: object) -> JobSpec:
     )
 
 
+@pytest.mark.long
 def test_an_out_of_memory_failure_that_exits_0_is_seen_in_the_rank_and_cured_by_more_devices(tmp_path: Path) -> None:
     job = Drive(tmp_path / "home", cluster("32MiB")).run(rvc(checkout("rvc", tmp_path / "rvc")))
     assert (job.status, story(job)) == (JobStatus.SUCCEEDED, ["device_oom", "finished"]), job.reason

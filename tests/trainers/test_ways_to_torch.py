@@ -143,8 +143,7 @@ if __name__ == "__main__":
     torch.multiprocessing.spawn(run, nprocs=1)
 """,
 }
-SHORT = {("transformers first", "ranks", "none"), ("multiprocessing fork", "ranks", "virtual")}
-SHORT |= {("subprocess", "self", "none"), ("multiprocessing spawn", "self", "virtual")}
+SHORT = {("multiprocessing fork", "ranks", "virtual"), ("subprocess", "self", "none")}
 
 
 def on(devices: str) -> ClusterSpec:
@@ -220,8 +219,9 @@ def test_a_rank_is_watched(way: str, launch: str, devices: str, tmp_path: Path) 
 CONSOLE = f"#!{sys.executable}\nimport sys\nsys.path.insert(0, '.')\nimport inner\ninner.train()\n"
 
 
-@pytest.mark.parametrize("devices", ["virtual", pytest.param("none", marks=pytest.mark.long)])
-@pytest.mark.parametrize("launch", ["ranks", pytest.param("self", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("devices", ["virtual", "none"])
+@pytest.mark.parametrize("launch", ["ranks", "self"])
 def test_a_console_script_is_watched(launch: str, devices: str, tmp_path: Path) -> None:
     program = tmp_path / "trainer"
     program.write_text(CONSOLE)

@@ -72,7 +72,7 @@ CLIENTS: dict[str, Callable[[Path], JobSpec]] = {
     "hf": framework("hf", "--max_steps 4 --use_cpu --report_to none --per_device_train_batch_size 4"),
     "diffusion": framework("diffusion", "--train_batch_size 4 --mixed_precision no"),
 }
-SHORT = ("torchrun", "diffusion")
+SHORT = ("ranks",)
 TO_THEIR_END = ("rvc", "latentsync", "musicgen", "orpheus", "parler", "hf", "diffusion")
 
 

@@ -191,8 +191,9 @@ def test_attention_saves_seeds_in_fused_kernels_and_byte_masks_beside_scores() -
     assert sorted(whole, key=str) == [torch.bool, torch.float32, torch.float32], "mask, softmax, what was not dropped"
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", ["fp32", pytest.param("cast", marks=pytest.mark.long)])
+@pytest.mark.parametrize("name", ["fp32", "cast"])
 def test_on_cuda_a_gpt2_saves_no_scores_and_one_byte_per_mask_element(name: str) -> None:
     """Residuals are dropped twice in a layer. Without dropout of its scores its attention is the same on both."""
     kinds = [as_on(ARITHMETICS[name], cuda=cuda) for cuda in (False, True)]

@@ -81,8 +81,6 @@ def model_of(family: str) -> ModelSpec:
 PLANS: dict[str, tuple[str, Plan]] = {
     "stage 3": ("mixtral", plan(dp=2, ep=2)),
     "stage 2 selective": ("qwen2_moe", plan(dp=2, ep=2, stage=2, micro=4, activation_checkpointing=SELECTIVE)),
-    "two have the same": ("mixtral", plan(dp=4, ep=2, micro=1, activation_checkpointing=SELECTIVE)),
-    "one each": ("qwen3_moe", plan(dp=4, ep=4, stage=2, activation_checkpointing=FULL)),
 }
 LONG: dict[int, dict[str, tuple[str, Plan]]] = {
     2: {
@@ -108,6 +106,8 @@ LONG: dict[int, dict[str, tuple[str, Plan]]] = {
         "on host": ("mixtral", plan(dp=2, ep=2, activation_checkpointing=FULL, activation_offload=True)),
     },
     4: {
+        "two have the same": ("mixtral", plan(dp=4, ep=2, micro=1, activation_checkpointing=SELECTIVE)),
+        "one each": ("qwen3_moe", plan(dp=4, ep=4, stage=2, activation_checkpointing=FULL)),
         "stage 2": ("qwen2_moe", plan(dp=4, ep=2, stage=2)),
         "bf16": ("mixtral", plan(dp=4, ep=2, micro=1, precision=Precision.BF16, activation_checkpointing=SELECTIVE)),
     },

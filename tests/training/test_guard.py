@@ -476,6 +476,7 @@ def test_a_hugging_face_model_on_two_ranks_is_counted_and_measured(tmp_path: Pat
         assert 4 * parameter_bytes < beat["peak_bytes"] < 400 * MIB  # parameters, DDP's buckets, two moments
 
 
+@pytest.mark.long
 def test_a_hugging_face_trainer_is_capped_counted_and_measured(tmp_path: Path) -> None:
     pytest.importorskip("accelerate", reason="the Trainer of transformers needs it")
     name = script(tmp_path, TRAINER)

@@ -73,6 +73,7 @@ def test_without_the_hub_a_model_of_the_table_is_planned_and_another_is_refused_
         assert way in refused.stderr
 
 
+@pytest.mark.long
 def test_a_head_that_takes_no_text_is_fitted_as_a_script_that_makes_its_samples(tmp_path: Path) -> None:
     sizes = {"d_model": 16, "vocab_size": 64, "num_mel_bins": 8, "max_source_positions": 32, "pad_token_id": 1}
     sizes |= {f"{part}_layers": 1 for part in ("encoder", "decoder")}
