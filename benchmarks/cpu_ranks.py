@@ -17,7 +17,8 @@ from pathlib import Path
 from benchmarks.figure import Figure, at_most, informs
 from jobs.demo.corpus import write_corpus
 from orchestrator.planning.cost import Hardware, step_s
-from orchestrator.planning.search import plans, profile_for
+from orchestrator.planning.profiles import profile_for
+from orchestrator.planning.search import plans
 from orchestrator.service.server.intake import read_cluster, read_job
 from orchestrator.service.server.rates import measure_cluster
 from orchestrator.specs.choices import ActivationCheckpointing, Engine, ZeroStage

@@ -11,7 +11,8 @@ from orchestrator.memory.calibration.calibrate import UNMEASURED
 from orchestrator.memory.estimate import estimate
 from orchestrator.planning.cost import Hardware
 from orchestrator.planning.frontier import Candidate, fitting
-from orchestrator.planning.search import frontier, plans, profile_for
+from orchestrator.planning.profiles import profile_for
+from orchestrator.planning.search import frontier, plans
 from orchestrator.service.server.intake import read_cluster, read_job
 from orchestrator.specs.choices import ActivationCheckpointing, Engine, Offload, ParallelLayout, Precision, ZeroStage
 from orchestrator.specs.errors import SpecError

@@ -100,7 +100,7 @@ def adapters(case: Unfit, trace: Callable[[JobSpec], JobSpec]) -> Iterator[WayOu
         label = f"adapters of rank {ADAPTER_RANK}" + (" beside weights in 4 bits" if in_4_bits else "")
         label += ", where its trainer has a switch for them" if case.spec.is_script else ""
         try:
-            adapted = trace(case.spec.model_copy(update={key: replace(model, lora=lora)}))
+            adapted = trace(case.spec.model_copy(update={key: replace(model, lora=lora), "traced": ()}))
         except SpecError:
             continue
         changed = replace(case, spec=adapted)

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from orchestrator.planning.collectives import ring, send_s
 from orchestrator.planning.cost import Hardware, step_s
 from orchestrator.planning.kernels import matmul_s, micro_batch, product_flops, product_rates
-from orchestrator.planning.search import plans, profile_for
+from orchestrator.planning.profiles import profile_for
+from orchestrator.planning.search import plans
 from orchestrator.specs.choices import ActivationCheckpointing, Engine, ParallelLayout, Precision, ZeroStage
 from orchestrator.specs.cluster import DeviceSpec
 from orchestrator.specs.devices import DEVICES

@@ -10,7 +10,8 @@ import pytest
 from orchestrator.memory.estimate import estimate
 from orchestrator.planning.cost import step_s
 from orchestrator.planning.ends import ends_of
-from orchestrator.planning.search import plans, profile_for
+from orchestrator.planning.profiles import profile_for
+from orchestrator.planning.search import plans
 from orchestrator.specs.choices import ActivationCheckpointing, Engine, ParallelLayout, Precision, ZeroStage
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.plan import Plan

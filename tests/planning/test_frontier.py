@@ -16,7 +16,8 @@ from orchestrator.memory.calibration.correction import corrected_bytes, observed
 from orchestrator.memory.estimate import estimate
 from orchestrator.planning.cost import step_s
 from orchestrator.planning.frontier import Candidate, fits, fitting, needed_bytes, why_rejected
-from orchestrator.planning.search import Hardware, frontier, plans, profile_for
+from orchestrator.planning.profiles import profile_for
+from orchestrator.planning.search import Hardware, frontier, plans
 from orchestrator.specs.choices import (
     ActivationCheckpointing,
     Degradation,

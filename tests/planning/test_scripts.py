@@ -15,8 +15,9 @@ from orchestrator.memory.profiles import profile_of
 from orchestrator.planning.cost import step_s
 from orchestrator.planning.explain import breakdown, nearest, why_nothing_fits
 from orchestrator.planning.frontier import Candidate, fitting
+from orchestrator.planning.profiles import profile_for
 from orchestrator.planning.render import accelerate_config, deepspeed_config, script_command
-from orchestrator.planning.search import Hardware, frontier, plans, profile_for
+from orchestrator.planning.search import Hardware, frontier, plans
 from orchestrator.specs.choices import (
     ActivationCheckpointing,
     Engine,

@@ -15,7 +15,8 @@ from orchestrator.memory.estimate import DeviceBytes, alike, estimate
 from orchestrator.planning.cost import Hardware, step_s
 from orchestrator.planning.frontier import Candidate, node_host_bytes
 from orchestrator.planning.pareto import Timed, pareto
-from orchestrator.planning.search import CORRECTION_STEPS, REACH, frontier, plans, profile_for
+from orchestrator.planning.profiles import profile_for
+from orchestrator.planning.search import CORRECTION_STEPS, REACH, frontier, plans
 from orchestrator.planning.trust import trust
 from orchestrator.specs.choices import ActivationCheckpointing, Degradation, Engine, ParallelLayout
 from orchestrator.specs.cluster import DeviceKind, DeviceSpec

@@ -15,7 +15,8 @@ import orchestrator
 from orchestrator.memory.estimate import estimate
 from orchestrator.planning.cost import step_s
 from orchestrator.planning.families import asked_settings
-from orchestrator.planning.search import frontier, plans, profile_for
+from orchestrator.planning.profiles import profile_for
+from orchestrator.planning.search import frontier, plans
 from orchestrator.specs.choices import Degradation, Engine, Optimizer, ParallelLayout, Precision, Sharding, ZeroStage
 from orchestrator.specs.errors import IllegalPlan
 from orchestrator.specs.job.spec import JobSpec

@@ -15,7 +15,8 @@ from orchestrator.planning.cost import Hardware, step_s
 from orchestrator.planning.explain import why_nothing_fits
 from orchestrator.planning.frontier import fitting, why_rejected
 from orchestrator.planning.layouts import layouts
-from orchestrator.planning.search import frontier, plans, profile_for
+from orchestrator.planning.profiles import profile_for
+from orchestrator.planning.search import frontier, plans
 from orchestrator.planning.work import Work
 from orchestrator.specs.choices import (
     ActivationCheckpointing,

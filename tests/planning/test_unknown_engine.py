@@ -17,8 +17,9 @@ from orchestrator.memory.estimate import estimate
 from orchestrator.memory.profiles import autocasts
 from orchestrator.planning.cost import step_s
 from orchestrator.planning.pareto import Timed, pareto
+from orchestrator.planning.profiles import profile_for
 from orchestrator.planning.render import accelerate_config, deepspeed_config, script_command
-from orchestrator.planning.search import plans, profile_for
+from orchestrator.planning.search import plans
 from orchestrator.scheduling.base.shape import shape_of
 from orchestrator.scheduling.failures.degrade import bytes_per_parameter
 from orchestrator.specs.choices import Engine, Precision, ZeroStage

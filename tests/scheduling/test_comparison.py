@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from orchestrator.planning.picture import Mark
-from orchestrator.scheduling.reports.comparison import Comparison, Curve, Outcome, comparison, curve_of, strategy_of
+from orchestrator.scheduling.reports.comparison import Comparison, comparison
+from orchestrator.scheduling.reports.comparison_rows import Curve, Outcome, curve_of, strategy_of
 from orchestrator.scheduling.step import step
 from orchestrator.specs.attempt import AttemptStatus, Evidence, Failure, FailureKind, Heartbeat, RankEnd
 from orchestrator.specs.choices import ActivationCheckpointing, Engine, Offload, ParallelLayout, ZeroStage

@@ -14,7 +14,8 @@ from orchestrator.memory.calibration.calibrate import UNMEASURED
 from orchestrator.memory.estimate import estimate
 from orchestrator.planning.cost import step_s
 from orchestrator.planning.frontier import EVEN, needed_bytes, node_host_bytes
-from orchestrator.planning.search import frontier, plans, profile_for
+from orchestrator.planning.profiles import profile_for
+from orchestrator.planning.search import frontier, plans
 from orchestrator.scheduling.base.node_groups import Group, groups_of
 from orchestrator.scheduling.base.pending import Pending, pending
 from orchestrator.scheduling.step import step

@@ -21,7 +21,8 @@ from orchestrator.backends.mlflow.content import (
 from orchestrator.backends.mlflow.frontier_png import figure
 from orchestrator.backends.ports import Known
 from orchestrator.backends.redaction import Hide
-from orchestrator.scheduling.reports.comparison import compared_ids, comparison, curve_of, strategy_of
+from orchestrator.scheduling.reports.comparison import compared_ids, comparison
+from orchestrator.scheduling.reports.comparison_rows import curve_of, strategy_of
 from orchestrator.scheduling.reports.sweep import SweepReport
 from orchestrator.specs.attempt import Attempt
 from orchestrator.specs.job_record import Job

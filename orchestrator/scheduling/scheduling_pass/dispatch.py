@@ -8,7 +8,7 @@ from math import inf
 
 from orchestrator.memory.calibration.calibrate import calibration
 from orchestrator.planning.explain import why_taken
-from orchestrator.planning.search import own_settings
+from orchestrator.planning.profiles import own_settings
 from orchestrator.scheduling.base.job_updates import archive_if_done, with_job
 from orchestrator.scheduling.base.migration import can_move, held_placement_of, request_migration
 from orchestrator.scheduling.failures.observation import observe_running

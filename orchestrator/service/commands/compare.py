@@ -13,7 +13,7 @@ from orchestrator.planning.frontier import Candidate, fitting
 from orchestrator.planning.search import frontier, plans
 from orchestrator.scheduling.base.node_groups import Group, groups_of
 from orchestrator.scheduling.options.probe import measured_spec
-from orchestrator.scheduling.reports.comparison import REPEATS_MAX
+from orchestrator.scheduling.reports.comparison_rows import REPEATS_MAX
 from orchestrator.specs.choices import AXES, Degradation, Micro
 from orchestrator.specs.cluster import Node
 from orchestrator.specs.errors import SpecError

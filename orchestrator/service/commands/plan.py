@@ -22,7 +22,8 @@ from orchestrator.planning.frontier import (
     why_rejected,
 )
 from orchestrator.planning.layouts import layers_to_cut, why_no_experts
-from orchestrator.planning.search import frontier, profile_for
+from orchestrator.planning.profiles import profile_for
+from orchestrator.planning.search import frontier
 from orchestrator.planning.trust import Choice
 from orchestrator.planning.ways_out import Unfit, adapters, smaller_models
 from orchestrator.scheduling.base.node_groups import Group, groups_of

@@ -21,7 +21,8 @@ from orchestrator.backends.mlflow.content import comparison_key
 from orchestrator.backends.mlflow.tracker import comparison_url
 from orchestrator.backends.redaction import hidden_bytes
 from orchestrator.scheduling.options.asks import with_allowed
-from orchestrator.scheduling.reports.comparison import compared_ids, comparison, curve_of
+from orchestrator.scheduling.reports.comparison import compared_ids, comparison
+from orchestrator.scheduling.reports.comparison_rows import curve_of
 from orchestrator.scheduling.reports.deadlines import late
 from orchestrator.scheduling.reports.sweep import SweepReport
 from orchestrator.service.server.answers import (

@@ -8,7 +8,8 @@ from typing import Any
 
 from typing_extensions import TypedDict
 
-from orchestrator.scheduling.reports.comparison import Comparison, Outcome
+from orchestrator.scheduling.reports.comparison import Comparison
+from orchestrator.scheduling.reports.comparison_rows import Outcome
 from orchestrator.service.views.records import PictureView, picture_view
 from orchestrator.specs.units import format_bytes
 

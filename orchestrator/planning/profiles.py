@@ -1,0 +1,112 @@
+"""The profile of what one rank of a plan holds: of the job's model, or assumed of a script that tells nothing."""
+
+from __future__ import annotations
+
+from math import gcd
+
+from orchestrator.memory.models.experts import UNEVEN
+from orchestrator.memory.profiles import autocasts, profile_of, with_held_boundaries
+from orchestrator.planning.cost import Hardware
+from orchestrator.planning.families import default_length
+from orchestrator.planning.frontier import MARGIN
+from orchestrator.specs.choices import Precision
+from orchestrator.specs.cluster import DeviceKind
+from orchestrator.specs.job.spec import JobSpec
+from orchestrator.specs.mechanics import Replicated
+from orchestrator.specs.plan import Plan
+from orchestrator.specs.profile import ModelProfile, OwnSettings, Segment, Source
+from orchestrator.specs.replace import replace
+
+ASSUMED_FILL = 0.9  # of a device: what a script of unknown memory is taken to fill at its own micro-batch
+# DistributedDataParallel's buckets beside what one rank was measured to hold without activations: 4 bytes a parameter
+# (torch/csrc/distributed/c10d/reducer.cpp) beside the 16 of weights, gradients and AdamW's moments in fp32.
+BUCKETS_OF_FIXED = 4 / 16
+ASSUMED_FORWARD_S = 0.01  # per sample: only the order of its plans follows from it
+
+
+def profile_for(spec: JobSpec, hardware: Hardware, plan: Plan) -> ModelProfile:
+    """What one rank of the plan has of the job's model, or the assumed profile of an unknown script."""
+    known = profile_of(
+        spec,
+        precision=plan.precision,
+        sequence_length=plan.sequence_length,
+        context_parallel=plan.layout.cp,
+        tensor_parallel=plan.layout.tp,
+        pipeline_parallel=plan.layout.pp,
+        expert_parallel=plan.expert_parallel,
+        uneven=UNEVEN,
+        autocast=autocasts(plan),
+        cuda=hardware.device.kind is DeviceKind.CUDA,
+    )
+    if known is not None:
+        return with_held_boundaries(spec, known, plan)
+    assumed = _assumed_profile(spec, hardware, plan.precision, plan.sequence_length)
+    if spec.measured is not None and spec.measured.is_of_one_rank and _is_ddp(plan):
+        bucket_bytes = int(spec.measured.fixed_bytes * BUCKETS_OF_FIXED)
+        assumed = replace(assumed, workspace_bytes=assumed.workspace_bytes + bucket_bytes)
+    return assumed if plan.layout.tp == 1 else replace(assumed, tensor_parallel=plan.layout.tp)
+
+
+def _is_ddp(plan: Plan) -> bool:
+    return isinstance(plan.mechanics, Replicated) and plan.mechanics.ranks > 1
+
+
+def _assumed_profile(
+    spec: JobSpec, hardware: Hardware, precision: Precision, sequence_length: int | None
+) -> ModelProfile:
+    """A script that declares nothing: as it was probed, or else its own micro-batch fills a device, nothing is fixed.
+
+    So the first attempt runs with the script's own settings, and after an out-of-memory failure plans with smaller
+    micro-batches are the lighter ones. Recomputation is taken to save half, lower precision and shorter samples their
+    share.
+    """
+    own = own_settings(spec)
+    share = _width(precision) / _width(own.precision)
+    stretch = sequence_length / own.sequence_length if sequence_length and own.sequence_length else 1.0
+    saved_bytes = int(hardware.device.memory * ASSUMED_FILL / MARGIN / own.micro_batch_size * share * stretch)
+    if hardware.device.kind is DeviceKind.CUDA:
+        saved_bytes = int(saved_bytes * 0.9)  # room for what `estimate` adds: allocator, context, communicator
+    if spec.measured is not None:
+        saved_bytes = int(spec.measured.sample_bytes * share * stretch)
+    part = Segment(
+        name="script",
+        count=1,
+        parameters=0,
+        saved_bytes=saved_bytes,
+        checkpointed_bytes=saved_bytes // 2,
+        transient_bytes=0,
+        forward_flops=ASSUMED_FORWARD_S * hardware.device.peak_flops(precision) * stretch,
+    )
+    return ModelProfile(
+        family=spec.family_name,
+        precision=precision,
+        source=Source.ASSUMED if spec.measured is None else Source.PROBED,
+        segments=(part,),
+        workspace_bytes=0 if spec.measured is None else spec.measured.fixed_bytes,
+    )
+
+
+def own_settings(spec: JobSpec) -> OwnSettings:
+    """Those that what is assumed of the script is relative to: as outcomes of its family are, else the job's own.
+
+    A default that changes between two jobs of a family so changes nothing of what was learned from the first.
+    """
+    if spec.relative_to is not None:
+        return spec.relative_to
+    knob = spec.knobs.micro_batch_size
+    micro = knob.default if knob is not None else None
+    return OwnSettings(
+        micro_batch_size=int(micro) if micro is not None else -(-spec.global_batch_size // _fewest_shares(spec)),
+        sequence_length=default_length(spec),
+        precision=spec.precision,
+    )
+
+
+def _width(precision: Precision) -> float:
+    """Of an activation, beside that of fp32."""
+    return 1.0 if precision is Precision.FP32 else 0.5
+
+
+def _fewest_shares(spec: JobSpec) -> int:
+    """Into how many parts a script cuts its batch on the devices that leave the most to each of them."""
+    return min((gcd(count, spec.global_batch_size) for count, _ in spec.speeds), default=spec.gpus.min)
