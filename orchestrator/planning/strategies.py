@@ -177,7 +177,8 @@ def batch_cuts(spec: JobSpec, dp: int) -> tuple[tuple[int, int], ...]:
     """(micro-batch, accumulation) pairs whose product is one rank's share, smallest micro-batch first.
 
     As far as the script's knobs can turn; where BatchNorm takes its statistics over a number of samples, only pairs
-    that keep it: another one would be another training.
+    that keep it: another one would be another training. Where the job says no number, they are those of one process
+    that takes the global batch at once.
     """
     share = spec.global_batch_size // dp
     knobs, accumulation = spec.knobs, spec.knobs.gradient_accumulation_steps
@@ -190,9 +191,14 @@ def batch_cuts(spec: JobSpec, dp: int) -> tuple[tuple[int, int], ...]:
     cuts = ((micro, share // micro) for micro in divisors(share) if _can_be_told(spec, micro, dp))
     samples = None if spec.is_script else spec.training.batch_norm_samples
     if samples is None:
-        return tuple(cuts)
+        return ((share, 1),) * (dp == 1) if has_batch_norm(spec) else tuple(cuts)
     ranks = dp if spec.training.sync_batch_norm else 1
     return tuple((micro, steps) for micro, steps in cuts if micro * ranks == samples)
+
+
+def has_batch_norm(spec: JobSpec) -> bool:
+    """Return whether a traced model of the job normalises over samples."""
+    return any(traced.profile.has_batch_norm for traced in spec.traced)
 
 
 def _can_be_told(spec: JobSpec, micro: int, dp: int) -> bool:
@@ -212,6 +218,13 @@ def why_no_strategy(spec: JobSpec, hardware: Hardware) -> SpecError:
             got=spec.precision.value,
             allowed="fp16 or fp32",
             hint="fp16 scales the loss; devices before Ampere have no bf16",
+        )
+    if training.batch_norm_samples is None and has_batch_norm(spec):
+        return SpecError(
+            "the model has BatchNorm, and no plan of so many devices has the global batch on one of them",
+            path="training.batch_norm_samples",
+            allowed=f"a divisor of {spec.global_batch_size}: samples that are normalised together under every plan",
+            hint="with `sync_batch_norm: true` they may be spread over several devices",
         )
     if training.batch_norm_samples is not None:
         together = " over all data-parallel ranks" if training.sync_batch_norm else " of one rank"

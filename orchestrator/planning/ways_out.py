@@ -10,6 +10,7 @@ from orchestrator.memory.calibration.calibrate import Calibration
 from orchestrator.planning.cost import Hardware
 from orchestrator.planning.frontier import Candidate, fitting, needed_bytes
 from orchestrator.planning.search import frontier
+from orchestrator.planning.strategies import has_batch_norm
 from orchestrator.specs.choices import Degradation
 from orchestrator.specs.cluster import DeviceSpec
 from orchestrator.specs.devices import DEVICES
@@ -75,7 +76,7 @@ def ways_out(case: Unfit) -> tuple[WayOut, ...]:
     A way changes one thing. Where no one thing helps on these devices, two are tried together. No model is traced
     anew, since a decision of the scheduler asks for these ways, too: `orc plan` adds adapters.
     """
-    single = (_other_settings, _numeric, _smaller_batch, _shorter_samples)
+    single = (_other_settings, _numeric, _fewer_normalised, _smaller_batch, _shorter_samples)
     here = [way for find in single for way in find(case)] or list(_smaller_and_numeric(case))
     more = list(_more_devices(case)) or list(_more_devices_and_smaller_batch(case))
     return (*here, *more, *_larger_devices(case), *_more_host_memory(case))
@@ -161,6 +162,17 @@ def _other_settings(case: Unfit) -> Iterator[WayOut]:
 def _numeric(case: Unfit) -> Iterator[WayOut]:
     if case.spec.degrade.limit < Degradation.NUMERIC:
         yield from _way(case, "other arithmetic", {"degrade.allow": "numeric"}, degrade=_allowing(case.spec, "numeric"))
+
+
+def _fewer_normalised(case: Unfit) -> Iterator[WayOut]:
+    """Yield the most samples over which BatchNorm may take its statistics, where the job says no number."""
+    spec, samples = case.spec, case.spec.global_batch_size
+    while has_batch_norm(spec) and spec.training.batch_norm_samples is None and (samples := samples // 2):
+        label, settings = f"BatchNorm over {samples} samples", {"training.batch_norm_samples": str(samples)}
+        training = replace(spec.training, batch_norm_samples=samples)
+        for way in _way(case, label, settings, training=training):
+            yield replace(way, degradation=Degradation.SEMANTIC)
+            return
 
 
 def _smaller_batch(case: Unfit, **changes: object) -> Iterator[WayOut]:

@@ -186,6 +186,7 @@ class ModelProfile:
     # How often over its live bytes CUDA's allocator needs, beside SEGMENTS_BYTES, under each kind of checkpointing
     fragmentation: tuple[tuple[ActivationCheckpointing, float], ...] = ()  # none: its steps were not replayed
     updated_before_largest: int = 0  # elements that an update holds besides those for the largest tensor
+    has_batch_norm: bool = False  # its training depends on which samples go together
     parameter_bytes: int = 4  # of one trained weight, and of its gradient and each of its states without masters
 
     def __hash__(self) -> int:

@@ -31,6 +31,7 @@ from orchestrator.specs.choices import (
 )
 from orchestrator.specs.cluster import DeviceKind, DeviceSpec
 from orchestrator.specs.errors import SpecError
+from orchestrator.specs.job.sections import GpuRange
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import TracedProfile
@@ -411,6 +412,18 @@ def test_batch_norm_keeps_its_samples_in_every_plan(together: bool) -> None:
     assert {one.micro_batch_size * (one.layout.dp if together else 1) for one in found} == {8}
     with pytest.raises(SpecError) as refused:
         frontier(job({"factory": "model.py:make"}, profile=CLOSED, training={"batch_norm_samples": 7}), machine())
+    assert refused.value.path == "training.batch_norm_samples"
+
+
+def test_batch_norm_without_a_number_of_samples_has_only_plans_that_take_the_global_batch_at_once() -> None:
+    whole = Plan(engine=Engine.TORCH, micro_batch_size=32)
+    profile = replace(profile_for(job(), machine(), whole), has_batch_norm=True)
+    traced = TracedProfile(sequence_length=128, autocast=False, profile=profile)
+    spec = job({"factory": "vocoder.py:build"}).model_copy(update={"traced": (traced,)})
+    found = {(one.world_size, one.gradient_accumulation_steps, one.micro_batch_size) for one in plans(spec, machine())}
+    assert found == {(1, 1, spec.global_batch_size)}
+    with pytest.raises(SpecError) as refused:
+        frontier(spec.model_copy(update={"gpus": GpuRange(min=2, max=2)}), machine())
     assert refused.value.path == "training.batch_norm_samples"
 
 

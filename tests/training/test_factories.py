@@ -177,6 +177,10 @@ def test_a_batch_norm_model_is_refused_until_the_job_says_how_many_samples_it_no
             _engine_of(_batch_norm_recipe(), chosen)
 
 
+def test_the_global_batch_at_once_on_one_rank_normalises_over_all_of_it() -> None:
+    _engine_of(_batch_norm_recipe(), plan(dp=1, micro=gang.GLOBAL_BATCH))
+
+
 @pytest.mark.parametrize(
     ("chosen", "training", "said"),
     [

@@ -4,6 +4,8 @@ With `training.batch_norm_samples: N` every plan normalises over N samples at a 
 (micro_batch_size = N), or with `sync_batch_norm` the simultaneous micro-batches of all data-parallel ranks
 (micro_batch_size x dp = N). Losses equal those of one process with micro-batches of N samples.
 
+Without it, a plan of one rank that takes the global batch at once normalises over all of it; no other plan is made.
+
 Running statistics equal that process's as well. A micro-batch with statistics s updates r to (1 - momentum) r +
 momentum s, which is linear in r. After n micro-batches a rank that began at r has (1 - momentum)^n r + c, where c
 depends on its micro-batches only. One process would run the ranks' micro-batches rank by rank. So RunningStatistics
@@ -39,11 +41,13 @@ def batch_norms(module: nn.Module) -> list[_BatchNorm]:
 def prepare(layers: list[_BatchNorm], plan: Plan, training: TrainingSpec) -> None:
     """Make the layers take their statistics in fp32 over `training.batch_norm_samples` samples, in place.
 
-    Raises SpecError if the job does not set it, or the plan normalises another number.
+    Raises SpecError if the plan normalises another number, or the job sets none and the plan cuts its global batch.
     """
     if not layers:
         return
     samples, path = training.batch_norm_samples, "training.batch_norm_samples"
+    if samples is None and plan.world_size == plan.gradient_accumulation_steps == 1:
+        samples = plan.micro_batch_size
     if samples is None:
         raise SpecError(
             "the model has BatchNorm: training depends on how many samples are normalised together",

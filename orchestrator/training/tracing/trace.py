@@ -220,6 +220,7 @@ class _Traced:
             attention=self._recorder.attention,
             fragmentation=tuple(self._fragmentation.items()),
             updated_before_largest=self._recorder.updated_before_largest,
+            has_batch_norm=any(batch_norms(recipe.module) for recipe in self._recipes),
         )
 
     @property
