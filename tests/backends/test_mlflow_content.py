@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 
 from orchestrator.backends.mlflow.content import attempt_content, job_content
-from orchestrator.specs.attempt import Evidence, OomReport
+from orchestrator.specs.attempt import Evidence, Heartbeat, OomReport
 from orchestrator.specs.choices import Engine, Offload, Precision, ZeroStage
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.plan import Plan
-from tests.scheduling.factories import attempt, decoder_spec, job, script_spec
+from tests.scheduling.factories import DEVICE, attempt, decoder_spec, job, script_spec
 
 PLAN = Plan(engine=Engine.SCRIPT, micro_batch_size=32)
 OF_THE_LAUNCH = {"engine", "gpus", "dp", "tp", "pp", "global_batch_size", "placement"}
@@ -76,3 +76,19 @@ def test_an_error_that_ended_a_rank_does_not_count_as_caught(
     )
     content = attempt_content(job(script_spec()), replace(attempt(), plan=PLAN, evidence=evidence), str)
     assert content.tags.get("caught_ooms") == recorded
+
+
+def test_a_measured_attempt_is_recorded_with_its_rates_its_device_seconds_and_what_it_was_trained_with() -> None:
+    beats = (Heartbeat(rank=0, step=5, steps_done=5, step_s=0.5, peak_bytes=90, phase="forward", at_s=9.0),)
+    plan = Plan(engine=Engine.TORCH, micro_batch_size=8, sequence_length=128)
+    one = replace(attempt(), plan=plan, ended_at_s=11.0, evidence=Evidence(heartbeats=beats))
+    priced = DEVICE.model_copy(update={"price_per_hour": 3.6})
+    content = attempt_content(job(decoder_spec()), one, str, device=priced)
+    held_s = 11.0 - one.launched_at_s
+    assert content.metrics["samples_per_s"] == 16.0
+    assert content.metrics["tokens_per_s"] == 2048.0
+    assert content.metrics["device_seconds"] == held_s
+    assert content.metrics["cost"] == pytest.approx(3.6 * held_s / 3600)
+    assert 0 < content.metrics["mfu"] < 1
+    assert (content.params["learning_rate"], content.params["seed"]) == ("0.001", "0")
+    assert "learning_rate" not in attempt_content(job(script_spec()), attempt(), str).params

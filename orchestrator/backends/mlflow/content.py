@@ -18,9 +18,13 @@ from orchestrator.planning.picture import Picture
 from orchestrator.scheduling.failures.observation import warnings
 from orchestrator.scheduling.failures.out_of_memory import caught_count
 from orchestrator.scheduling.reports.comparison import Comparison
+from orchestrator.scheduling.reports.comparison_rows import utilisation
+from orchestrator.scheduling.reports.cost import SECONDS_AN_HOUR
 from orchestrator.scheduling.reports.sweep import SweepReport
 from orchestrator.specs.attempt import Attempt, AttemptStatus, FailureKind
+from orchestrator.specs.cluster import DeviceSpec
 from orchestrator.specs.job.recorded import recorded_precision, recorded_settings
+from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.observation import Observation
 from orchestrator.specs.profile import UNTIMED
@@ -105,11 +109,16 @@ def job_content(job: Job, hide: Hide, compare: str, picture: Picture | None = No
 
 
 def attempt_content(
-    job: Job, attempt: Attempt, hide: Hide, said: Sequence[str] = (), seen: Observation | None = None
+    job: Job,
+    attempt: Attempt,
+    hide: Hide,
+    said: Sequence[str] = (),
+    seen: Observation | None = None,
+    device: DeviceSpec | None = None,
 ) -> RunContent:
     """The run of one attempt: what was planned, what was measured, how it ended and why it differs from the last.
 
-    `said` explains its end; `seen` is the outcome that calibrates later predictions.
+    `said` explains its end; `seen` is the outcome that calibrates later predictions; `device` is what it ran on.
     """
     failure = attempt.failure
     ended = attempt.status is AttemptStatus.ENDED
@@ -148,8 +157,8 @@ def attempt_content(
         end_ms=_ms(attempt.launched_at_s if attempt.ended_at_s is None else attempt.ended_at_s) if ended else None,
         status="KILLED" if killed else "FAILED" if failure else "FINISHED",
         tags=_cut(tags),
-        params=_cut({**recorded_settings(job.spec, attempt.plan), "placement": place}),
-        metrics=_attempt_metrics(attempt, seen),
+        params=_cut({**recorded_settings(job.spec, attempt.plan), **_training(job.spec), "placement": place}),
+        metrics={**_attempt_metrics(attempt, seen), **_rates(job, attempt, device)},
         texts=_texts(attempt, hide) | ({"explanation.txt": hide("\n".join(said))} if said else {}),
     )
 
@@ -174,7 +183,8 @@ def source_tags(job: Job, hide: Hide) -> dict[str, str]:
 def compare_url(address: str, run_ids: tuple[str, ...], experiment_id: str) -> str:
     """The page of an MLflow server that shows these runs side by side."""
     runs, experiments = (quote(json.dumps(words)) for words in (list(run_ids), [experiment_id]))
-    return f"{address.rstrip('/')}/#/compare-runs?runs={runs}&experiments={experiments}"
+    words = f"runs={runs}&experiments={experiments}&workflowType=machine_learning"  # not the view of traces
+    return f"{address.rstrip('/')}/#/compare-runs?{words}"
 
 
 def parse_curves(text: str, elapsed_ms: float) -> tuple[list[tuple[str, float, int, int]], float]:
@@ -242,6 +252,36 @@ def _attempt_metrics(attempt: Attempt, seen: Observation | None) -> dict[str, fl
         "predicted_over_measured": predicted / attempt.peak_bytes if predicted and attempt.peak_bytes else None,
     }
     return {name: float(value) for name, value in metrics.items() if value is not None}
+
+
+def _training(spec: JobSpec) -> dict[str, str]:
+    """Return what a model's training is judged by beside its plan; a script says its own by its command."""
+    if spec.is_script:
+        return {}
+    training = spec.training
+    told = {"learning_rate": training.learning_rate, "seed": training.seed, "max_steps": training.max_steps}
+    return {name: f"{value:g}" if isinstance(value, float) else str(value) for name, value in told.items()}
+
+
+def _rates(job: Job, attempt: Attempt, device: DeviceSpec | None) -> dict[str, float]:
+    """Return samples and tokens per second, utilisation, device-seconds and their cost, as far as they are known.
+
+    Tokens are those of full samples of a model; the curve has those that were trained.
+    """
+    spec, plan, step_s = job.spec, attempt.plan, attempt.measured_step_s
+    metrics: dict[str, float | None] = {}
+    if step_s:
+        samples_per_s = plan.global_batch_size / step_s
+        metrics["samples_per_s"] = samples_per_s
+        if not spec.is_script and plan.sequence_length:
+            metrics["tokens_per_s"] = samples_per_s * plan.sequence_length
+        metrics["mfu"] = utilisation(job, plan, device, step_s)
+    if attempt.ended_at_s is not None:
+        device_s = plan.world_size * (attempt.ended_at_s - attempt.launched_at_s)
+        metrics["device_seconds"] = device_s
+        if device is not None and device.price_per_hour is not None:
+            metrics["cost"] = device.price_per_hour * device_s / SECONDS_AN_HOUR
+    return {name: value for name, value in metrics.items() if value is not None}
 
 
 def _texts(attempt: Attempt, hide: Hide) -> dict[str, str]:

@@ -28,6 +28,7 @@ from orchestrator.backends.mlflow.models import Outputs
 from orchestrator.backends.mlflow.server import ADDRESS, MlflowServer, reachable
 from orchestrator.backends.ports import Known, OutboxRow, Tracker
 from orchestrator.backends.redaction import Hide, hider
+from orchestrator.scheduling.reports.comparison_rows import device_of
 from orchestrator.scheduling.reports.explain import explain_attempt, observation_of, picture_of
 from orchestrator.specs.attempt import AttemptStatus
 from orchestrator.specs.job_record import Job, JobStatus
@@ -151,7 +152,8 @@ class MlflowTracker(Tracker):
         for attempt in job.attempts:
             key = run_key(job, attempt.number)
             said = explain_attempt(state, job, attempt) if attempt.status is AttemptStatus.ENDED else ()
-            content = attempt_content(job, attempt, hide, said, observation_of(state, job, attempt))
+            seen, device = observation_of(state, job, attempt), device_of(state, attempt.device)
+            content = attempt_content(job, attempt, hide, said, seen, device)
             if compared:
                 params = {**tried(job), **own.params, **content.params}
                 content = replace(content, name=member_name(job, attempt), params=params)

@@ -133,7 +133,7 @@ def row_of(state: State, job: Job, curve: Curve | None) -> Row:
     estimate = corrected(last.estimate, last.correction)
     predicted_bytes = predicted_peak_bytes(last)
     is_known = predicted_bytes is not None
-    device = _device(state, last.device)
+    device = device_of(state, last.device)
     step_s, devices = last.measured_step_s, last.plan.world_size
     losses = dict(curve.losses) if curve is not None else {}
     tokens = median(curve.tokens) if curve is not None and curve.tokens else None
@@ -161,7 +161,7 @@ def row_of(state: State, job: Job, curve: Curve | None) -> Row:
         step_s=step_s,
         samples_per_s=job.spec.global_batch_size / step_s if step_s else None,
         tokens_per_s=tokens / step_s if tokens and step_s else None,
-        mfu=_mfu(job, last.plan, device, step_s),
+        mfu=utilisation(job, last.plan, device, step_s),
         loss=losses[max(losses)] if losses else None,
         loss_distance=None,
         ooms=sum(ran_out(one) for one in job.attempts),
@@ -240,7 +240,7 @@ def _outcome(job: Job) -> Outcome:
             return Outcome.PENDING
 
 
-def _mfu(job: Job, plan: Plan, device: DeviceSpec | None, step_s: float | None) -> float | None:
+def utilisation(job: Job, plan: Plan, device: DeviceSpec | None, step_s: float | None) -> float | None:
     """Model FLOPs utilisation (arXiv:2204.02311, appendix B); None where the model's FLOPs are not known."""
     profile = profile_of(
         job.spec,
@@ -255,7 +255,8 @@ def _mfu(job: Job, plan: Plan, device: DeviceSpec | None, step_s: float | None) 
     return flops / (step_s * plan.world_size * device.peak_flops(plan.precision))
 
 
-def _device(state: State, name: str) -> DeviceSpec | None:
+def device_of(state: State, name: str) -> DeviceSpec | None:
+    """Return the kind of device of that name; None where the cluster has none any more."""
     groups = (*groups_of(state.nodes), *groups_of(state.declared))
     return next((group.hardware.device for group in groups if group.hardware.device.name == name), None)
 
