@@ -42,11 +42,11 @@ INCUMBENT = Trust(-1.0, 0)  # of a plan that ran here
 
 @lru_cache(maxsize=16384)
 def trust(plan: Plan) -> Trust:
-    """Return how far the plan is to be trusted: the ranks are practitioners' order, fixed before any was judged by it.
+    """Return how far the plan is to be trusted, by the order of practitioners.
 
-    What never ran on a CUDA device here comes last: state on NVMe. Recomputation has no rank: it is in every recipe.
-    With half a rank for it, fewer published plans had the mechanics that experts chose. Raises AssertionError for
-    unknown mechanics.
+    What never ran on a CUDA device here comes last: state on NVMe. The order was fixed before published plans were
+    judged by it, but for one change: recomputation had half a rank, and fewer plans then had the mechanics that experts
+    chose. Raises AssertionError for unknown mechanics.
     """
     ranks = [rank for rank in _ranks(plan) if rank > PLAIN]
     return Trust(max(ranks, default=PLAIN), len(ranks))
