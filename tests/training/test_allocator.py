@@ -18,7 +18,7 @@ from orchestrator.training.tracing.allocator import (
     fragmentation,
     on_lines,
 )
-from orchestrator.training.tracing.trace import SAMPLES, Arithmetic, Request, _Traced
+from orchestrator.training.tracing.trace import SAMPLES, Arithmetic, Request, _Traced, build
 from tests.training.reseeded import EXAMPLES
 
 UNET = {"width": 64, "levels": 3, "samples": 50, "size": 64}
@@ -125,17 +125,15 @@ def test_the_fragmentation_factor_suffices_and_half_a_percent_less_does_not() ->
 @pytest.fixture(scope="module")
 def unet() -> _Traced:
     """Its convolutions widen as pictures shrink, so block sizes vary."""
-    return _Traced(
-        Request(
-            model=ModelSpec(factory=f"{EXAMPLES / 'diffusion_unet.py'}:build", config=UNET),
-            training=TrainingSpec(max_steps=1),
-            family="unet",
-            sequence_length=1,
-            arithmetics=(),
-        ),
-        Arithmetic(precision=Precision.FP32, autocast=False),
-        None,
+    request = Request(
+        model=ModelSpec(factory=f"{EXAMPLES / 'diffusion_unet.py'}:build", config=UNET),
+        training=TrainingSpec(max_steps=1),
+        family="unet",
+        sequence_length=1,
+        arithmetics=(),
     )
+    arithmetic = Arithmetic(precision=Precision.FP32, autocast=False)
+    return _Traced(request, arithmetic, build(request, arithmetic, None))
 
 
 def test_an_extrapolated_step_makes_the_requests_of_a_recorded_one(unet: _Traced) -> None:
@@ -146,6 +144,6 @@ def test_an_extrapolated_step_makes_the_requests_of_a_recorded_one(unet: _Traced
 
 
 def test_a_trace_has_the_fragmentation_of_the_models_own_steps(unet: _Traced) -> None:
-    told = dict(unet.profile(unet.timeline).fragmentation)
+    told = dict(unet.profile(None, 0).fragmentation)
     assert set(told) == set(ActivationCheckpointing)
     assert max(told.values()) > 1.08, "more than transformers do, of which all layers are alike"
