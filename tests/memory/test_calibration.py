@@ -333,6 +333,7 @@ def test_unmeasured_mechanics_take_the_median_of_those_of_their_engine_and_the_o
     assert [step_factor(plan, factors) for plan in (whole, SHARDED, kept)] == [1.2, 1.6, pytest.approx(1.4)]
     assert step_factor(SHARDED, {step_kind(whole): 0.9}, factors) == 0.9
     assert step_factor(OTHER_ENGINE, {step_kind(whole): 0.9}, factors) == 5.0
+    assert step_factor(OTHER_ENGINE, {step_kind(whole): 0.9}) == 0.9, "no engine is faster for not being measured"
     assert step_factor(PLAN, {}) == 1.0
 
 

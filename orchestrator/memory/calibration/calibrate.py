@@ -144,15 +144,18 @@ def step_factor(plan: Plan, *sources: Mapping[StepKind, float]) -> float:
     """Return measured over predicted seconds of the plan's step by the first source that tells it; 1 where none does.
 
     A source tells that of the plan's kind, or else the median of those that differ in how ranks share state alone.
-    State on the host is another matter: how fast it comes from there says nothing of plans that leave it on devices.
+    Where none does, other engines' tell: what makes a machine slow makes all of them slow, and a plan that nobody
+    measured is no faster for it. State on the host is another matter: how fast it comes says nothing of plans without.
     """
+    kind = step_kind(plan)
     for factors in sources:
-        if not factors:
-            continue
-        kind = step_kind(plan)
-        near = [factor for other, factor in factors.items() if other.place == kind.place]
-        if near:
-            return factors.get(kind, median(near))
+        alike = [factor for other, factor in factors.items() if other.place == kind.place]
+        if alike:
+            return factors.get(kind, median(alike))
+    for factors in sources:
+        elsewhere = [factor for other, factor in factors.items() if other.place[1:] == kind.place[1:]]
+        if elsewhere:
+            return median(elsewhere)
     return 1.0
 
 
