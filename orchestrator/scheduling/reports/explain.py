@@ -17,6 +17,7 @@ from orchestrator.memory.calibration.correction import (
 from orchestrator.planning.frontier import Candidate, fits, needed_bytes
 from orchestrator.planning.picture import Mark, Picture, Point
 from orchestrator.planning.search import frontier
+from orchestrator.planning.trust import kind
 from orchestrator.scheduling.base.node_groups import Group, groups_of
 from orchestrator.scheduling.failures.degrade import candidates_for_oom
 from orchestrator.scheduling.failures.observation import ran_out, warnings
@@ -213,9 +214,11 @@ def _next(state: State, job: Job, failed: Attempt, following: Attempt) -> str:
         faster[_why_not(job, candidate, failed, following, _memory_of(state, following), is_answer=is_answer)] += 1
     else:
         return said
+    stays = kind(following.plan) == kind(failed.plan)
     if not faster:
         return f"{said}: the fastest of all"
-    return f"{said}: the fastest left; {', '.join(f'{count} faster {why}' for why, count in faster.items())}"
+    chosen = "engine and mechanics stay" if stays else "the most trusted left near the fastest"
+    return f"{said}: {chosen}; {', '.join(f'{count} faster {why}' for why, count in faster.items())}"
 
 
 def _memory_of(state: State, attempt: Attempt) -> int:
@@ -234,7 +237,9 @@ def _why_not(
     if corrected_bytes(candidate.estimate, correction) >= corrected_bytes(failed.estimate, correction):
         return "no lighter than what ran out"
     if corrected_bytes(candidate.estimate, correction) * MARGIN <= memory_bytes:
-        return "too likely to run out of memory again for their speed"
+        if kind(candidate.plan) != kind(following.plan):
+            return "of another engine or mechanics, or too likely to run out of memory again"
+        return "too likely to run out of memory again for their speed, or as fast within the error"
     return "too big with what was learned"
 
 
