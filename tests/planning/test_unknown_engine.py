@@ -20,6 +20,7 @@ from orchestrator.planning.pareto import Timed, pareto
 from orchestrator.planning.profiles import profile_for
 from orchestrator.planning.render import accelerate_config, deepspeed_config, script_command
 from orchestrator.planning.search import plans
+from orchestrator.planning.trust import trust
 from orchestrator.scheduling.base.shape import shape_of
 from orchestrator.scheduling.failures.degrade import bytes_per_parameter
 from orchestrator.specs.choices import Engine, Precision, ZeroStage
@@ -57,6 +58,7 @@ FORMULAS: dict[str, Reader] = {  # which follow from the kind of mechanics, and 
     "bytes": lambda plan: estimate(PROFILE, plan, MACHINE.device),
     "seconds": lambda plan: step_s(PROFILE, plan, MACHINE),
     "words": in_short,
+    "trust": trust,
     "accelerate's file": lambda plan: accelerate_config(SCRIPT_JOB.knobs, plan, deepspeed_config_path=None),
     "DeepSpeed's file": lambda plan: deepspeed_config(plan, clip_norm=None),
     "wrapped model": lambda plan: torch_engine._wrapped(NOTHING, NOTHING, plan, NOTHING, NOTHING, None),
