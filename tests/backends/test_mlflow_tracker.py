@@ -573,7 +573,7 @@ def test_runs_say_whose_code_ran_by_the_tags_of_mlflows_own_context_providers() 
 def test_the_compare_link_is_what_the_page_reads() -> None:
     url = compare_url("http://127.0.0.1:5000/", ("a", "b"), "3")
     assert url.startswith("http://127.0.0.1:5000/#/compare-runs?runs=%5B%22a%22")
-    assert unquote(url).endswith('?runs=["a", "b"]&experiments=["3"]')
+    assert unquote(url).endswith('?runs=["a", "b"]&experiments=["3"]&workflowType=machine_learning')
 
 
 def test_the_strategies_of_a_comparison_are_children_of_one_run_that_ends_with_the_verdict(
