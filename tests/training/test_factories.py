@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from orchestrator.training.checkpoint import checkpoint
 from orchestrator.training.contract.recipe import Recipe, from_factory
 from orchestrator.training.contract.results import StepResult
 from orchestrator.training.engines.alternating import AlternatingEngine
-from orchestrator.training.engines.batch_norm import batch_norms
+from orchestrator.training.engines.batch_norm import batch_norms, prepare
 from tests.training import gang
 from tests.training.gang import Part
 from tests.training.reseeded import EXAMPLES
@@ -178,7 +179,10 @@ def test_a_batch_norm_model_is_refused_until_the_job_says_how_many_samples_it_no
 
 
 def test_the_global_batch_at_once_on_one_rank_normalises_over_all_of_it() -> None:
-    _engine_of(_batch_norm_recipe(), plan(dp=1, micro=gang.GLOBAL_BATCH))
+    layers = batch_norms(_batch_norm_recipe().module)
+    prepare(layers, plan(dp=1, micro=gang.GLOBAL_BATCH), TrainingSpec(max_steps=1))
+    assert layers
+    assert all(isinstance(layer.forward, functools.partial) for layer in layers)
 
 
 @pytest.mark.parametrize(
