@@ -21,7 +21,7 @@ from orchestrator.planning.layouts import layouts
 from orchestrator.planning.pareto import Costed, Timed, device_bytes, pareto
 from orchestrator.planning.profiles import profile_for
 from orchestrator.planning.strategies import engines_of, why_no_strategy
-from orchestrator.planning.trust import trust
+from orchestrator.planning.trust import OFFLOADED, trust
 from orchestrator.planning.work import OTHER_PLANS_MAX, PLANS_MAX, Work
 from orchestrator.specs.choices import (
     AXES,
@@ -402,6 +402,7 @@ def _timed(
     is_selective = any(mode is ActivationCheckpointing.SELECTIVE for mode, *_ in family.partial)
     is_lightest = is_selective and full_is_lightest(profile)
     has_full = any(mode is ActivationCheckpointing.FULL for mode, *_ in family.alike)
+    trusted = trust(family.example).rank
     is_beyond: dict[object, bool] = {}
     for micro, accumulation in family.cuts:
         turns = bytes_of.turns(accumulation)
@@ -416,7 +417,8 @@ def _timed(
                 break
             if (at_least_bytes := bytes_of.at_least(plan)) <= most_bytes:
                 takes = takes or StepSeconds(profile, family.example, hardware)
-                one = Timed(plan, takes(plan), at_least_bytes, trust(plan).rank)
+                rank = max(trusted, OFFLOADED) if plan.activation_offload else trusted
+                one = Timed(plan, takes(plan), at_least_bytes, rank)
                 if plan.activation_checkpointing is ActivationCheckpointing.FULL and not plan.activation_offload:
                     full = one
                 elif plan.activation_checkpointing is ActivationCheckpointing.SELECTIVE:
