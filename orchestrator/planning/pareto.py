@@ -1,4 +1,4 @@
-"""Which plans does no other plan beat? Step time, device bytes, GPUs and trust, compared over all plans at once."""
+"""Keep the plans that no other plan beats in step time, device bytes, GPUs and trust, compared all at once."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def pareto(
     """
     ordered = sorted(timed, key=_order)
     unbeaten: list[Costed] = []
-    stairs = {rank: _Staircase() for rank in sorted({entry.rank for entry in ordered})}
+    stairs = {rank: Staircase() for rank in sorted({entry.rank for entry in ordered})}
     for entry in ordered:
         below = stairs[entry.rank].below(entry.step_s, most_bytes)
         if entry.at_least_bytes > below:
@@ -74,8 +74,8 @@ def pareto(
     return sorted(unbeaten, key=_fastest_first)
 
 
-class _Staircase:
-    """The least bytes that plans need which are no slower than a step time."""
+class Staircase:
+    """The least bytes that any of some plans needs within each step time."""
 
     def __init__(self) -> None:
         self._times: list[float] = []
@@ -83,8 +83,8 @@ class _Staircase:
 
     def below(self, step_s: float, most_bytes: float) -> float:
         """Return the bytes that a plan of this step time may need, so that none of these beats or equals it."""
-        at = bisect_right(self._times, step_s)
-        return min(most_bytes, self._least[at - 1] - 1) if at else most_bytes
+        count = bisect_right(self._times, step_s)
+        return min(most_bytes, self._least[count - 1] - 1) if count else most_bytes
 
     def add(self, step_s: float, needed_bytes: float) -> None:
         """Add a plan, unless one of these beats it."""

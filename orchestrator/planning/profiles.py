@@ -25,8 +25,8 @@ ASSUMED_FORWARD_S = 0.01  # per sample: only the order of its plans follows from
 
 
 def profile_for(spec: JobSpec, hardware: Hardware, plan: Plan) -> ModelProfile:
-    """What one rank of the plan has of the job's model, or the assumed profile of an unknown script."""
-    known = profile_of(
+    """Return what one rank of the plan has of the job's model, or the assumed profile of an unknown script."""
+    profile = profile_of(
         spec,
         precision=plan.precision,
         sequence_length=plan.sequence_length,
@@ -38,8 +38,8 @@ def profile_for(spec: JobSpec, hardware: Hardware, plan: Plan) -> ModelProfile:
         autocast=autocasts(plan),
         cuda=hardware.device.kind is DeviceKind.CUDA,
     )
-    if known is not None:
-        return with_held_boundaries(spec, known, plan)
+    if profile is not None:
+        return with_held_boundaries(spec, profile, plan)
     assumed = _assumed_profile(spec, hardware, plan.precision, plan.sequence_length)
     if spec.measured is not None and spec.measured.is_of_one_rank and _is_ddp(plan):
         bucket_bytes = int(spec.measured.fixed_bytes * BUCKETS_OF_FIXED)
@@ -60,10 +60,10 @@ def _assumed_profile(
     micro-batches are the lighter ones. Recomputation is taken to save half, lower precision and shorter samples their
     share.
     """
-    own = own_settings(spec)
-    share = _width(precision) / _width(own.precision)
-    stretch = sequence_length / own.sequence_length if sequence_length and own.sequence_length else 1.0
-    saved_bytes = int(hardware.device.memory * ASSUMED_FILL / MARGIN / own.micro_batch_size * share * stretch)
+    defaults = own_settings(spec)
+    share = _width(precision) / _width(defaults.precision)
+    stretch = sequence_length / defaults.sequence_length if sequence_length and defaults.sequence_length else 1.0
+    saved_bytes = int(hardware.device.memory * ASSUMED_FILL / MARGIN / defaults.micro_batch_size * share * stretch)
     if hardware.device.kind is DeviceKind.CUDA:
         saved_bytes = int(saved_bytes * 0.9)  # room for what `estimate` adds: allocator, context, communicator
     if spec.measured is not None:
@@ -87,7 +87,7 @@ def _assumed_profile(
 
 
 def own_settings(spec: JobSpec) -> OwnSettings:
-    """Those that what is assumed of the script is relative to: as outcomes of its family are, else the job's own.
+    """Return the settings to which a script's assumed profile is relative: those of its family's outcomes, or its own.
 
     A default that changes between two jobs of a family so changes nothing of what was learned from the first.
     """
@@ -103,10 +103,10 @@ def own_settings(spec: JobSpec) -> OwnSettings:
 
 
 def _width(precision: Precision) -> float:
-    """Of an activation, beside that of fp32."""
+    """Return the bytes of an activation over those in fp32."""
     return 1.0 if precision is Precision.FP32 else 0.5
 
 
 def _fewest_shares(spec: JobSpec) -> int:
-    """Into how many parts a script cuts its batch on the devices that leave the most to each of them."""
+    """Return into how many parts a script cuts its batch on the devices that leave the most to each part."""
     return min((gcd(count, spec.global_batch_size) for count, _ in spec.speeds), default=spec.gpus.min)

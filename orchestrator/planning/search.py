@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, lru_cache, partial
-from itertools import accumulate
 from math import ceil, floor, inf, log2
 from typing import Any, NamedTuple
 
@@ -18,7 +16,7 @@ from orchestrator.planning.cost import Hardware, StepSeconds
 from orchestrator.planning.families import Family, Variant, families_of, legal_copy, variants_of
 from orchestrator.planning.frontier import Candidate, Frontier, node_host_bytes
 from orchestrator.planning.layouts import layouts
-from orchestrator.planning.pareto import Costed, Timed, device_bytes, pareto
+from orchestrator.planning.pareto import Costed, Staircase, Timed, device_bytes, pareto
 from orchestrator.planning.profiles import profile_for
 from orchestrator.planning.strategies import engines_of, why_no_strategy
 from orchestrator.planning.trust import OFFLOADED, trust
@@ -271,8 +269,8 @@ def _beaten_by_none(
             costed = _pareto(spec, alike, estimate, most_bytes, needed)
             beats = _beaten(costed, by_count=bool(spec.speeds))
             others = [one for some in between for one in _timed_between(some, needs, most_bytes, beats, work)]
-            kept = [Timed(one.plan, one.step_s, one.estimate.device_bytes, one.rank) for one in costed]
-            costed = _pareto(spec, [*kept, *others], estimate, most_bytes, needed) if others else costed
+            first = [Timed(plan.plan, plan.step_s, plan.estimate.device_bytes, plan.rank) for plan in costed]
+            costed = _pareto(spec, [*first, *others], estimate, most_bytes, needed) if others else costed
             if costed:
                 return costed
         return []
@@ -326,18 +324,17 @@ def _beaten(costed: Sequence[Costed], *, by_count: bool) -> _Beats:
 
     `by_count`: only plans on as many devices are compared.
     """
-    staircases: dict[tuple[int, float], tuple[list[float], list[float]]] = {}
+    staircases: dict[tuple[int, float], Staircase] = {}
 
     def beats(count: int, step_s: float, least_bytes: int, rank: float) -> bool:
         key = count, rank
         if key not in staircases:
             sizes = {count} if by_count else range(count + 1)
-            others = (one for one in costed if one.plan.world_size in sizes and one.rank <= rank)
-            stairs = sorted((one.step_s, one.needed_bytes) for one in others)
-            staircases[key] = [taken for taken, _ in stairs], list(accumulate((most for _, most in stairs), min))
-        times, least = staircases[key]
-        at = bisect_right(times, step_s)
-        return at > 0 and least[at - 1] <= least_bytes
+            staircases[key] = Staircase()
+            for plan in costed:
+                if plan.plan.world_size in sizes and plan.rank <= rank:
+                    staircases[key].add(plan.step_s, plan.needed_bytes)
+        return least_bytes > staircases[key].below(step_s, inf)
 
     return beats
 

@@ -1,4 +1,4 @@
-"""Which of several plans that are predicted alike do practitioners trust more? A rank, and how far ratios are off.
+"""Rank plans by how far practitioners trust them, and choose among those that are predicted alike.
 
 Two predicted step times are off together, so their ratio is what a choice rests on. Where it lies within its own
 error, the simpler plan is taken: it fails in fewer ways, and more people have run it.
@@ -126,7 +126,7 @@ class Rule:
         TIGHT of a device yields to the roomiest one of its kind that is as fast.
 
         Across nodes the order is not the practitioners': they cut tensors and pipelines before they shard over a
-        network. By it 6 of 43 published plans have the mechanics that experts chose, by step times alone 13
+        network. By it 6 of 43 published plans have the mechanics that experts chose, by step times alone 14
         (benchmarks/experts.yaml). So there only plans of the fastest one's kind, and incumbents, are near.
         """
         indices = range(len(choices))

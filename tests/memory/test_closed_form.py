@@ -320,7 +320,7 @@ SHORT = (
 
 @pytest.fixture(scope="module")
 def momentary(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], dict[str, list[Row]]]:
-    """Of every moment those of its plans, in one launch for each number of ranks."""
+    """Return a function to the rows of each moment, which launches once for each number of ranks."""
     return functools.cache(lambda further: _momentary(tmp_path_factory, further))
 
 

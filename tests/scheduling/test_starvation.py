@@ -1,4 +1,4 @@
-"""Nothing starves: past its aging limit a job is delayed by nobody who came later, whatever that one says."""
+"""Nothing starves: past its aging limit no later job delays a job, whatever the later one asks for."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_a_deadline_that_leaves_time_goes_first_only_once_it_presses() -> None:
 
 
 def test_a_deadline_presses_when_nothing_else_happens() -> None:
-    """An idle device is promised to a wide job: whoever would delay that starts as soon as its deadline presses."""
+    """An idle device is promised to a wide job; a job that would delay it starts once its own deadline presses."""
     presses_s, length_s = 5000.0, LAUNCH_S + 25_000.0
     deadline_s = presses_s + (1 + tuning.TUNING.slack) * length_s
     jobs = (

@@ -205,7 +205,7 @@ def test_a_job_that_never_started_costs_one_record(journal: Journal) -> None:
 def test_a_submission_behind_thousands_of_jobs_costs_what_one_behind_a_hundred_costs(
     journal: Journal, many: int
 ) -> None:
-    """Counted in calls. One device is idle, and nobody who waits can start on it alone."""
+    """Counted in calls. One device is idle, and no waiting job can start on it alone."""
     backend = Spy()
     controller = Controller(journal, backend, backend.now)
     controller.turn(0.0)

@@ -182,9 +182,9 @@ def source_tags(job: Job, hide: Hide) -> dict[str, str]:
 
 def compare_url(address: str, run_ids: tuple[str, ...], experiment_id: str) -> str:
     """The page of an MLflow server that shows these runs side by side."""
-    runs, experiments = (quote(json.dumps(words)) for words in (list(run_ids), [experiment_id]))
-    words = f"runs={runs}&experiments={experiments}&workflowType=machine_learning"  # not the view of traces
-    return f"{address.rstrip('/')}/#/compare-runs?{words}"
+    runs, experiments = (quote(json.dumps(ids)) for ids in (list(run_ids), [experiment_id]))
+    query = f"runs={runs}&experiments={experiments}&workflowType=machine_learning"  # not the view of traces
+    return f"{address.rstrip('/')}/#/compare-runs?{query}"
 
 
 def parse_curves(text: str, elapsed_ms: float) -> tuple[list[tuple[str, float, int, int]], float]:
@@ -259,8 +259,8 @@ def _training(spec: JobSpec) -> dict[str, str]:
     if spec.is_script:
         return {}
     training = spec.training
-    told = {"learning_rate": training.learning_rate, "seed": training.seed, "max_steps": training.max_steps}
-    return {name: f"{value:g}" if isinstance(value, float) else str(value) for name, value in told.items()}
+    values = {"learning_rate": training.learning_rate, "seed": training.seed, "max_steps": training.max_steps}
+    return {name: f"{value:g}" if isinstance(value, float) else str(value) for name, value in values.items()}
 
 
 def _rates(job: Job, attempt: Attempt, device: DeviceSpec | None) -> dict[str, float]:

@@ -152,8 +152,8 @@ class MlflowTracker(Tracker):
         for attempt in job.attempts:
             key = run_key(job, attempt.number)
             said = explain_attempt(state, job, attempt) if attempt.status is AttemptStatus.ENDED else ()
-            seen, device = observation_of(state, job, attempt), device_of(state, attempt.device)
-            content = attempt_content(job, attempt, hide, said, seen, device)
+            observation, device = observation_of(state, job, attempt), device_of(state, attempt.device)
+            content = attempt_content(job, attempt, hide, said, observation, device)
             if compared:
                 params = {**tried(job), **own.params, **content.params}
                 content = replace(content, name=member_name(job, attempt), params=params)

@@ -62,16 +62,19 @@ def strategies(
         wanted = [pins_of(candidate.plan) for candidate in best]
     else:
         partial = _all_ways(spec, group) if asked == "all" else _said(spec, asked)
-        ways = list(partial)
+        ways = list(dict.fromkeys(partial))
+        _check_count(len(ways))
         common = _common_micro_batch(spec, ways, group, calibrated) if micro is Micro.COMMON else None
         wanted = [_whole(spec, pins, common, group, calibrated) for pins in ways]
     wanted = list(dict.fromkeys(wanted))
-    if len(wanted) > STRATEGIES_MAX:
-        hint = "name some in a file, or pin a setting with --plan"
-        raise SpecError(
-            "too many strategies", path="--strategies", got=len(wanted), allowed=f"{STRATEGIES_MAX}", hint=hint
-        )
+    _check_count(len(wanted))
     return tuple(wanted)
+
+
+def _check_count(count: int) -> None:
+    if count > STRATEGIES_MAX:
+        hint = "name some in a file, or pin a setting with --plan"
+        raise SpecError("too many strategies", path="--strategies", got=count, allowed=f"{STRATEGIES_MAX}", hint=hint)
 
 
 def compared(spec: JobSpec, wanted: Sequence[Pins], steps: int | None, repeats: int = 1) -> list[JobSpec]:

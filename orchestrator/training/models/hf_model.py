@@ -259,7 +259,7 @@ def _auto_class(config: PreTrainedConfig) -> Any:
 def _causal_where_named(config: PreTrainedConfig) -> PreTrainedConfig:
     """Return the configuration; of an encoder that names its causal head, a copy whose tokens see no later ones.
 
-    transformers leaves `is_decoder` to whoever makes such a model. Without it, the loss could be read off the input.
+    A configuration of transformers has `is_decoder` false. Without the switch, the loss could be read off the input.
     """
     named, kind = named_head(config), type(config)
     is_encoder = not config.is_encoder_decoder and kind in AutoModelForMaskedLM._model_mapping

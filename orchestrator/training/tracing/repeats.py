@@ -1,4 +1,4 @@
-"""Which layers of a model repeat, and how few of them represent all.
+"""Find the layers of a model that repeat, and how few of them represent all.
 
 Layers are compared by what their modules hold, so no list of families is needed. A pattern that does not repeat, or
 that is too long to save anything, has no Stack: such a model is traced whole.
