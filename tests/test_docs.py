@@ -27,6 +27,7 @@ from typer.core import TyperGroup
 
 from docs import generate
 from orchestrator.cli import app, main
+from orchestrator.service.demo.run import write_files
 from orchestrator.specs.attempt import FailureKind
 from orchestrator.specs.choices import Engine, ParallelLayout, Sharding, ZeroStage
 from orchestrator.specs.cluster import cluster_json_schema
@@ -345,14 +346,14 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
         shutil.copytree(ROOT / name, folder / name, ignore=made_here)
     for name in ("README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder)
-    shutil.copy(ROOT / "jobs/demo/train_bytes.py", folder / "train.py")
+    write_files(folder / "orc-demo")
+    shutil.copy(folder / "orc-demo" / "train_bytes.py", folder / "train.py")
     reader = Reader(folder=folder, home=folder / "home")
     try:
-        assert reader.spawn(sys.executable, "-c", "from jobs.demo.corpus import write_corpus; write_corpus()").code == 0
         started = reader.spawn(*ORC, "up", "--cluster", "clusters/two-virtual-devices.yaml")
         assert started.code == 0, started
         for name in DEMO:
-            assert reader.ask("submit", f"jobs/demo/{name}.yaml").code == 0
+            assert reader.ask("submit", f"orc-demo/{name}.yaml").code == 0
         for job_id in ("fits-1", "wrong-profile-2"):  # trained by tests/test_demo.py
             assert reader.ask("cancel", job_id).code == 0
         yield reader

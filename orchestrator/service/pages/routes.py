@@ -40,7 +40,7 @@ from orchestrator.service.server.answers import PlainRoute
 from orchestrator.service.server.attempt_files import view_of
 from orchestrator.service.server.cluster_file import kept_cluster
 from orchestrator.service.server.dependencies import NEVER_SEEN, Pages, Service, job_of
-from orchestrator.service.server.gate import OIDC, OIDC_BACK, PAGES, SIGN_IN, STATIC, Gate
+from orchestrator.service.server.gate import LINK, OIDC, OIDC_BACK, PAGES, SIGN_IN, STATIC, Gate
 from orchestrator.service.server.intake import read_jobs
 from orchestrator.service.server.ownership import may_change
 from orchestrator.service.server.sessions import drop, keep
@@ -98,6 +98,7 @@ def _add(app: FastAPI, service: Service, gate: Gate) -> None:
         ("GET", f"{STATIC}{{name}}"): _file,
         ("GET", SIGN_IN): pages.sign_in,
         ("POST", SIGN_IN): pages.signed_in,
+        ("GET", f"{LINK}{{code}}"): pages.signed_in_by_link,
         ("POST", f"{PAGES}/logout"): pages.sign_out,
         ("GET", f"{PAGES}/events"): pages.events,
         ("GET", f"{PAGES}/queue"): pages.queue,
@@ -209,6 +210,21 @@ class _Pages:
         message = "Too many wrong tokens: wait a minute." if is_guessing else "This token admits nobody."
         status = 429 if is_guessing else 401
         return self._sign_in_page(request, came_from, message, status)
+
+    def signed_in_by_link(self, request: Request) -> Response:
+        """Sign the browser in by a link of `orc open`; lead to the page that it names."""
+        came_from = _own_path(request.query_params.get("next", ""))
+        cookie = None
+        if not self._gate.is_guessing(request, count=False):
+            cookie = self._gate.links.claim(request.path_params["code"])
+        if cookie is None:
+            self._gate.is_guessing(request)
+            message = "This link was used before, or is older than five minutes: `orc open` makes another."
+            return self._sign_in_page(request, came_from, message, 403)
+        # a page, and no redirect: browsers send a SameSite=Strict cookie only where a page of ours leads on
+        answer = page(request, "signed_in", came_from=came_from)
+        keep(request, answer, cookie)
+        return answer
 
     async def events(self, request: Request) -> Response:
         """Server-sent events: one for each version of the state that the page has not seen."""
