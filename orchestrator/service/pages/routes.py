@@ -35,6 +35,7 @@ from orchestrator.service.pages.job import (
 from orchestrator.service.pages.live import changes
 from orchestrator.service.pages.night import ENDED_MAX, night_data
 from orchestrator.service.pages.oidc import SignIn
+from orchestrator.service.pages.overview import overview_data
 from orchestrator.service.pages.queue import ROWS, Filter, queue_data
 from orchestrator.service.server.answers import PlainRoute
 from orchestrator.service.server.attempt_files import view_of
@@ -53,10 +54,12 @@ from orchestrator.specs.order import Order
 from orchestrator.specs.parse import parse_cluster, parse_jobs, read_document
 from orchestrator.specs.replace import replace
 
+START = f"{PAGES}/overview"
 PAGE_ROLES = {
     ("GET", PAGES): Role.VIEWER,
     ("POST", f"{PAGES}/logout"): Role.VIEWER,
     ("GET", f"{PAGES}/events"): Role.VIEWER,
+    ("GET", START): Role.VIEWER,
     ("GET", f"{PAGES}/queue"): Role.VIEWER,
     ("GET", f"{PAGES}/jobs/{{job_id}}"): Role.VIEWER,
     ("GET", f"{PAGES}/jobs/{{job_id}}/plan"): Role.VIEWER,
@@ -77,7 +80,6 @@ PAGE_ROLES = {
 FILES = {"htmx.min.js": "text/javascript", "pages.js": "text/javascript", "pages.css": "text/css"}
 ENDED_FILTERED = 200  # ended jobs among which the queue filters
 AUDIT_ROWS = 100
-START = f"{PAGES}/queue"
 NOTHING_ASKED = {"order": "", "cluster": "", "job": ""}  # of what-if
 EXAMPLE = """\
 name: my-job
@@ -101,6 +103,7 @@ def _add(app: FastAPI, service: Service, gate: Gate) -> None:
         ("GET", f"{LINK}{{code}}"): pages.signed_in_by_link,
         ("POST", f"{PAGES}/logout"): pages.sign_out,
         ("GET", f"{PAGES}/events"): pages.events,
+        ("GET", START): pages.overview,
         ("GET", f"{PAGES}/queue"): pages.queue,
         ("GET", f"{PAGES}/jobs/{{job_id}}"): pages.job,
         ("GET", f"{PAGES}/jobs/{{job_id}}/plan"): pages.plan,
@@ -238,6 +241,11 @@ class _Pages:
         return StreamingResponse(stream, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
 
     # ---------------------------------------------------------------------------------------------------------- pages
+
+    def overview(self, request: Request) -> Response:
+        archived = self._controller.ended(ENDED_MAX)
+        state, expected = self._controller.state, self._forecasts.newest()
+        return self._page(request, "overview", **overview_data(state, archived, self._job, expected, time.time()))
 
     def queue(self, request: Request) -> Response:
         query = request.query_params
