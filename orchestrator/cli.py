@@ -34,10 +34,11 @@ from orchestrator.service.terminal import (
     simulation,
     watch,
 )
+from orchestrator.service.terminal.command_group import Commands
 from orchestrator.service.terminal.completion import job_ids
 from orchestrator.service.terminal.options import SERVER, AsJson, Cluster, Home, Pinned, Settings, client_of, service_of
 from orchestrator.service.terminal.output import tell
-from orchestrator.specs.errors import GIVEN_MAX, IllegalPlan, OrchestratorError, SpecError
+from orchestrator.specs.errors import GIVEN_MAX, IllegalPlan, OrchestratorError, SpecError, error_view
 from orchestrator.specs.fault import Fault, FaultKind
 from orchestrator.specs.plain_text import why_no_text
 from orchestrator.specs.units import format_bytes
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from orchestrator.service.server.endpoint import Endpoint
 
 app = typer.Typer(
+    cls=Commands,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     help="Plans, places, recovers and compares GPU training jobs by the memory they need.",
@@ -99,13 +101,14 @@ def before_a_command(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one command; ends the process with its exit code."""
+    words = sys.argv[1:] if arguments is None else list(arguments)
     try:
-        for word in sys.argv[1:] if arguments is None else arguments:
+        for word in words:
             if why := why_no_text(word):
                 raise SpecError(why, source="the command line", got=word[:GIVEN_MAX], allowed="text in UTF-8")
         app(args=arguments)
     except OrchestratorError as error:
-        print(error, file=sys.stderr)
+        print(json.dumps(error_view(error)) if "--json" in words else error, file=sys.stderr)
         sys.exit(2 if isinstance(error, SpecError | IllegalPlan) else 1)
 
 

@@ -46,6 +46,10 @@ class SpecError(OrchestratorError, ValueError):
         super().__init__(what)
 
     def __str__(self) -> str:
+        return self.text()
+
+    def text(self, *, with_allowed: bool = True) -> str:
+        """Return the error in lines of a terminal; without what is allowed where another error said it."""
         where = ": ".join(part for part in (self.source, self.path) if part)
         lines = [f"{where}: {self.what}" if where else self.what]
         if self.got is not None:
@@ -53,10 +57,10 @@ class SpecError(OrchestratorError, ValueError):
             if len(given) > GIVEN_MAX:  # cut between words, where it has any
                 given = f"{given[:GIVEN_MAX].rpartition(' ')[0] or given[:GIVEN_MAX]} ..."
             lines.append(f"  given:   {given}")
-        if self.allowed:
+        if self.allowed and with_allowed:
             lines.append(f"  allowed: {_wrapped(str(self.allowed))}")
         if self.hint:
-            lines.append(f"  to do:   {self.hint}")
+            lines.append(f"  to do:   {_wrapped(self.hint)}")
         return "\n".join(lines)
 
 
@@ -87,6 +91,21 @@ class ReadOnlyError(ServiceError):
 
 class UncertainError(ServiceError):
     """The database fell silent amid a commit: whether this change was kept, only the journal knows."""
+
+
+def error_view(error: OrchestratorError) -> dict[str, str]:
+    """Return the error as JSON: its kind, its text as people read it, and what of bad input is named."""
+    view = {"kind": "bad_input" if isinstance(error, SpecError) else "refused", "error": str(error)}
+    if not isinstance(error, SpecError):
+        return view
+    parts = {
+        "source": error.source,
+        "path": error.path,
+        "given": "" if error.got is None else repr(error.got)[:GIVEN_MAX],
+        "allowed": str(error.allowed),
+        "to_do": error.hint,
+    }
+    return view | {name: text for name, text in parts.items() if text}
 
 
 def closest(word: str, known: Iterable[str]) -> str | None:

@@ -21,11 +21,13 @@ from orchestrator.specs.cluster import ClusterSpec, NodeSpec
 from orchestrator.specs.errors import SpecError, closest
 from orchestrator.specs.job.array import INDEX, at_once, expanded, filled, in_one_family, placeholders
 from orchestrator.specs.job.model import EXACT_MAX
+from orchestrator.specs.job.pins import GIVEN as PLAN_SETTINGS
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job.sweep import TRIALS_AT_ONCE, Sweep, Value, templates
 from orchestrator.specs.plain_text import VALUE_LENGTH_MAX, why_no_text
 from orchestrator.specs.replace import replace
 from orchestrator.specs.spec_model import SpecModel
+from orchestrator.specs.synonyms import instead_of
 
 TEXT_LENGTH_MAX = 2**18
 NODES_MAX = 100_000  # after aliases are followed, so that a small file cannot become a large one
@@ -145,11 +147,16 @@ def trial_of(first: JobSpec, sweep_id: str | None, number: int, parameters: Mapp
 
 
 def together(problems: Sequence[SpecError], source: str) -> SpecError:
-    """One error that says all of `problems`; the only one itself where there is one."""
+    """Return one error that says all of `problems`, each list of what is allowed once; the only one itself."""
     assert problems, "an error without a problem"
     if len(problems) == 1:
         return problems[0]
-    listed = "\n".join(textwrap.indent(str(problem), "  ") for problem in problems[:PROBLEMS_MAX])
+    lists: set[str] = set()
+    shown = []
+    for problem in problems[:PROBLEMS_MAX]:
+        shown.append(textwrap.indent(problem.text(with_allowed=problem.allowed not in lists), "  "))
+        lists.add(problem.allowed)
+    listed = "\n".join(shown)
     if len(problems) > PROBLEMS_MAX:
         listed += f"\n  and {len(problems) - PROBLEMS_MAX} more"
     return SpecError(f"{len(problems)} problems\n{listed}", source=source)
@@ -385,9 +392,13 @@ def _unknown_key(noun: type[BaseModel], place: type, path: Path, source: str) ->
     elsewhere = [where for where in _places(noun) if where[-1] == key]
     near = closest(key, known) or next((name for name in known if key in name), None)
     distant = difflib.get_close_matches(key, [str(where[-1]) for where in _places(noun)], n=1, cutoff=0.8)
-    if elsewhere:
+    if place is JobSpec and key in PLAN_SETTINGS:
+        hint = f"`plan: {{{key}: ...}}` or `--plan {key}=...` pins it; without, orc chooses it"
+    elif elsewhere:
         section = dotted(elsewhere[0][:-1])
         hint = f"did you mean to put it under `{section}:`?" if section else "did you mean to put it at the top level?"
+    elif place is JobSpec and (instead := instead_of(key)):
+        hint = f"orc says it by {instead}"
     elif near:
         hint = f"did you mean {near!r}?"
     elif distant:

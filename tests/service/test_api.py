@@ -63,6 +63,7 @@ ROUTES = [
     ("POST", "/tokens"),
     ("DELETE", "/tokens/1"),
     ("GET", "/audit"),
+    ("POST", "/sign-in-links"),
     ("GET", "/journal/unreadable"),
     ("DELETE", "/journal/unreadable/jobs/1"),
     ("GET", "/join"),

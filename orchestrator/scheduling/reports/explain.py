@@ -119,12 +119,16 @@ def _around_bytes(attempt: Attempt) -> int:
 
 
 def _measured(attempt: Attempt, seen: Observation) -> str:
-    least = " at the least" if seen.ran_out else ""
+    total = format_bytes(seen.measured_bytes)
+    if seen.ran_out:
+        used = attempt.peak_bytes or 0
+        refused = f"{format_bytes(used)} and {format_bytes(seen.measured_bytes - used)} more that it was refused, "
+        total = f"{refused if 0 < used < seen.measured_bytes else ''}{total} at the least"
     predicted = predicted_peak_bytes(attempt)
     times = "" if predicted is None else f", {seen.measured_bytes / max(1, predicted):.2f} x the prediction"
     held = attempt.reserved_bytes
     reserved = "" if held is None else f"; PyTorch held up to {format_bytes(held)}, {_predicted_reserved(attempt)}"
-    return f"measured: {format_bytes(seen.measured_bytes)}{least}{times}{reserved}"
+    return f"measured: {total}{times}{reserved}"
 
 
 def _predicted_reserved(attempt: Attempt) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -86,9 +87,21 @@ class Unknown(ServiceError):
     """No such job, attempt or rank, or its files were removed."""
 
 
+LIKE_MAX, LOOKED_AT_MAX = 3, 1000  # ids that an error names, and ended jobs among which it looks
+
+
+def _ids_like(controller: Controller, job_id: str) -> str:
+    """Return the newest ids of jobs of this name, else the nearest by spelling, as a part of a sentence."""
+    jobs = (*controller.state.jobs.values(), *controller.ended(LOOKED_AT_MAX))
+    newest = sorted({job.id: job for job in jobs}.values(), key=lambda job: -job.order)
+    named = [job.id for job in newest if job.spec.name == job_id]
+    near = named[:LIKE_MAX] or get_close_matches(job_id, [job.id for job in newest[:LOOKED_AT_MAX]], LIKE_MAX, 0.7)
+    return f": did you mean {', '.join(near)}?" if near else ""
+
+
 def job_of(controller: Controller, job_id: str) -> Job:
-    """The job of an id. Raises ServiceError, answered with 404, where there is none."""
+    """The job of an id. Raises ServiceError, answered with 404, where there is none: it names ids like it."""
     job = controller.job(job_id)
     if job is None:
-        raise Unknown(f"there is no job {job_id!r}. `orc queue` lists them")
+        raise Unknown(f"there is no job {job_id!r}{_ids_like(controller, job_id)}. `orc queue` lists them")
     return job

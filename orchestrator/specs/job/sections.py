@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
@@ -16,7 +17,7 @@ FLOPS_MAX = 1e27  # of one sample
 
 
 class GpuRange(SpecModel):
-    """Number of devices that the job runs on; `gpus: 4` means exactly 4."""
+    """Number of devices that the job runs on; `gpus: 4` means exactly 4, `gpus: 1-4` one to four."""
 
     min: int = Field(default=1, ge=1, le=DEVICES_MAX, description="Fewest devices that the job runs on.", examples=[1])
     max: int = Field(default=1, ge=1, le=DEVICES_MAX, description="Most devices that the job runs on.", examples=[8])
@@ -28,13 +29,24 @@ class GpuRange(SpecModel):
         return self
 
 
-def _exact_count(gpus: object) -> object:
+GPU_RANGE = r"^ *([0-9]{1,9}) *- *([0-9]{1,9}) *$"
+
+
+def _range_of(gpus: object) -> object:
+    """Return `4` and `1-4` as a range."""
+    if isinstance(gpus, str) and (matched := re.match(GPU_RANGE, gpus)):
+        return {"min": int(matched[1]), "max": int(matched[2])}
     return {"min": gpus, "max": gpus} if isinstance(gpus, int) else gpus
 
 
 Gpus = Annotated[
     GpuRange,
-    BeforeValidator(_exact_count, json_schema_input_type=Annotated[int, Field(ge=1, le=DEVICES_MAX)] | GpuRange),
+    BeforeValidator(
+        _range_of,
+        json_schema_input_type=Annotated[int, Field(ge=1, le=DEVICES_MAX)]
+        | Annotated[str, Field(pattern=GPU_RANGE)]
+        | GpuRange,
+    ),
 ]
 
 

@@ -1,0 +1,44 @@
+"""The group of all commands: help in panels, and words of other tools answered by ours."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from typer.core import TyperGroup
+
+from orchestrator.service.terminal.synonyms import COMMANDS
+from orchestrator.specs.errors import SpecError
+
+PANELS = {  # in the order in which help shows them; a command of no panel comes last, under "Others"
+    "Begin": ("demo", "doctor", "up", "down", "open", "init"),
+    "Plan, before anything starts": ("plan", "estimate", "fit", "simulate", "calibrate", "schema"),
+    "Submit and follow": ("submit", "run", "queue", "show", "explain", "logs", "get", "watch", "forecast"),
+    "Change jobs": ("cancel", "retry", "hold", "release", "suspend", "resume", "update"),
+    "Compare and report": ("compare", "report", "diagnose", "rehearse", "replay"),
+    "Operate": ("drain", "teams", "join", "leave", "cluster", "purge", "backup", "restore", "notify"),
+    "Access": ("login", "logout", "whoami", "user", "token", "audit"),
+}
+OTHERS = "Others"
+
+
+class Commands(TyperGroup):
+    """The commands, in panels of help."""
+
+    def __init__(self, **attributes: Any) -> None:
+        """Give each command its panel."""
+        super().__init__(**attributes)
+        panels = {name: panel for panel, names in PANELS.items() for name in names}
+        order = [*panels]
+        self.commands = dict(
+            sorted(self.commands.items(), key=lambda item: order.index(item[0]) if item[0] in panels else len(order))
+        )
+        for name, command in self.commands.items():
+            command.rich_help_panel = panels.get(name, OTHERS)  # type: ignore[attr-defined]
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Return the command of the first argument. Raises SpecError with what is meant, where that is known."""
+        if args and args[0].lower() in COMMANDS and self.get_command(ctx, args[0]) is None:
+            command, tool = COMMANDS[args[0].lower()]
+            hint = f"`orc {command}` does here what {args[0]} does in {tool}"
+            raise SpecError("no command of orc", source="the command line", got=args[0], hint=hint)
+        return super().resolve_command(ctx, args)

@@ -1,0 +1,74 @@
+"""Keys of other tools' job files, and what a job file of ours says for the same thing.
+
+An unknown key that is not here gets the nearest key of ours by spelling, if one is near.
+"""
+
+from __future__ import annotations
+
+_TIME = "`time_limit: 8h`"
+_GPUS = "`gpus: 4`, or `gpus: {min: 1, max: 4}`"
+_ENV = "`env:` for variables, `secrets:` for names of secret ones"
+_COMMAND = "`command:`, and `workdir:` for its folder"
+_AFTER = "`depends_on:`"
+_OUTSIDE = "the Python environment of the command is used as it is: name its interpreter in `command:`"
+
+JOB_KEYS = {  # key, in lower case and with underscores -> what to write
+    # Slurm (sbatch)
+    "time": _TIME,
+    "timeout": _TIME,
+    "walltime": _TIME,
+    "max_time": _TIME,
+    "begin": "`start_window:`",
+    "dependency": _AFTER,
+    "after": _AFTER,
+    "needs": _AFTER,
+    "gres": _GPUS,
+    "gpus_per_node": _GPUS,
+    "ntasks": _GPUS,
+    "nodes": f"{_GPUS}; the plan chooses the nodes",
+    "num_nodes": f"{_GPUS}; the plan chooses the nodes",
+    "partition": "nothing: devices are chosen by the memory that plans need",
+    "qos": "`priority: high`",
+    "account": "nothing: the team follows from the user",
+    "requeue": "`retries:`",
+    "output": "nothing: `orc logs JOB` and `orc get JOB` have it",
+    "chdir": "`workdir:`",
+    "job_name": "`name:`",
+    # SkyPilot, dstack, Kubernetes, Ray
+    "resources": _GPUS,
+    "accelerators": _GPUS,
+    "num_gpus": _GPUS,
+    "devices": _GPUS,
+    "run": _COMMAND,
+    "commands": _COMMAND,
+    "entrypoint": _COMMAND,
+    "script": _COMMAND,
+    "args": _COMMAND,
+    "envs": _ENV,
+    "environment": _ENV,
+    "setup": _OUTSIDE,
+    "image": _OUTSIDE,
+    "docker": _OUTSIDE,
+    "conda": _OUTSIDE,
+    "python": _OUTSIDE,
+    "runtime_env": _OUTSIDE,
+    "working_dir": "`workdir:`",
+    "file_mounts": "nothing: `orc submit` uploads what a job file names",
+    "max_restarts": "`retries:`",
+    "max_retries": "`retries:`",
+    "backoff_limit": "`retries:`",
+    "max_duration": _TIME,
+    "active_deadline_seconds": _TIME,
+    "priority_class": "`priority:`",
+    # training arguments
+    "batch_size": "`global_batch_size:`, the samples of one optimizer step over all devices",
+    "train_batch_size": "`global_batch_size:`, the samples of one optimizer step over all devices",
+    "epochs": "`training: {max_steps: ...}` of a model, or `steps:` of a script",
+    "lr": "`training: {learning_rate: ...}`",
+    "nproc_per_node": f"{_GPUS}; orc starts the ranks itself",
+}
+
+
+def instead_of(key: str) -> str | None:
+    """Return what to write instead of a key of another tool; None where it is not known."""
+    return JOB_KEYS.get(key.lower().replace("-", "_"))
