@@ -13,12 +13,12 @@ from orchestrator.planning.search import frontier
 from orchestrator.scheduling.base.node_groups import Group
 from orchestrator.scheduling.failures.observation import ran_out
 from orchestrator.scheduling.options.job_options import (
-    UNKNOWN_LENGTH_S,
     Infeasible,
     JobOptions,
     SizeOption,
     job_options,
     steps_left,
+    unknown_length_s,
 )
 from orchestrator.scheduling.placement.availability import AvailabilityProfile
 from orchestrator.scheduling.queue.wait_queue import OptionsByProfile, Waiting
@@ -148,7 +148,7 @@ class OptionCache:
             (sqrt(one.plan.world_size / self._devices) * seconds, seconds, one.plan.world_size * seconds)
             for pool in self._pools
             for one in _candidates(job, pool.group)
-            for seconds in [pool.launch_cost_s + (UNKNOWN_LENGTH_S if left is None else left * one.step_s)]
+            for seconds in [pool.launch_cost_s + (unknown_length_s(job) if left is None else left * one.step_s)]
         ]
         return Size(*min(found, default=(0.0, 0.0, 0.0)))
 
