@@ -88,6 +88,7 @@ def _submitted(state: State, event: Submitted) -> tuple[State, tuple[Action, ...
         deadline_s=event.spec.deadline.due_s(event.at_s) if event.spec.deadline else None,
         fault=event.fault,
         retry_of=event.retry_of,
+        continues_from=event.continues_from,
         reason=event.unreadable or Pending.CLUSTER_UNSEEN.phrase,
         unreadable=event.unreadable,
     )

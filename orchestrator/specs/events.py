@@ -32,6 +32,7 @@ class Submitted:
     satisfied: tuple[str, ...] = ()  # ids of jobs that it comes after, and that have ended before as it wants
     request: RequestKey | None = None  # what its submission was sent under
     retry_of: str | None = None  # id of the ended job that is submitted again
+    continues_from: str | None = None  # id of the job with whose newest checkpoint it begins
     unreadable: str = ""  # why its row could not be read: the job is known by its id alone, and never starts
     type: Literal["submitted"] = "submitted"
 

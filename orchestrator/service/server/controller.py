@@ -81,6 +81,8 @@ class _Request:
 
     jobs: Sequence[tuple[JobSpec, Fault | None]]
     key: RequestKey | None = None
+    retry_of: str | None = None  # as Submitted has it
+    continues_from: str | None = None
     ids: list[str] = field(default_factory=list)
     error: BaseException | None = None
     is_answered: bool = False
@@ -224,10 +226,17 @@ class Controller:
 
         Group commit: submissions that arrive during a transaction share the next one.
         """
+        return self._commit(_Request(jobs, key))
+
+    def submit_retry(self, job: Job, spec: JobSpec, continues_from: str | None, key: RequestKey | None = None) -> str:
+        """Submit an ended job again, as `submit` does; it begins with the newest checkpoint of `continues_from`."""
+        return self._commit(_Request([(spec, None)], key, retry_of=job.id, continues_from=continues_from))[0]
+
+    def _commit(self, request: _Request) -> list[str]:
+        """Return the ids of the request's jobs once they are in the journal."""
         self._check_decides()
-        for spec, _ in jobs:
+        for spec, _ in request.jobs:
             self._check_first(self._state, spec)
-        request = _Request(jobs, key)
         with self._queue:
             self._requests.append(request)
             leads, self._led = not self._led, True
@@ -466,6 +475,8 @@ class Controller:
                 array=array,
                 satisfied=satisfied,
                 request=request.key,
+                retry_of=request.retry_of,
+                continues_from=request.continues_from,
             )
             if self._journal.as_kept(event) != event:
                 hint = "report this: it is a fault of the service"
