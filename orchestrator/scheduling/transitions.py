@@ -89,6 +89,7 @@ def _submitted(state: State, event: Submitted) -> tuple[State, tuple[Action, ...
         fault=event.fault,
         retry_of=event.retry_of,
         continues_from=event.continues_from,
+        continues_step=event.continues_step,
         reason=event.unreadable or Pending.CLUSTER_UNSEEN.phrase,
         unreadable=event.unreadable,
     )

@@ -33,6 +33,7 @@ class Submitted:
     request: RequestKey | None = None  # what its submission was sent under
     retry_of: str | None = None  # id of the ended job that is submitted again
     continues_from: str | None = None  # id of the job with whose newest checkpoint it begins
+    continues_step: int = 0  # of that checkpoint
     unreadable: str = ""  # why its row could not be read: the job is known by its id alone, and never starts
     type: Literal["submitted"] = "submitted"
 

@@ -46,6 +46,7 @@ class Job:
     held_by: str | None = None  # the user who holds it: it does not start until it is released
     retry_of: str | None = None  # id of the ended job that it retries
     continues_from: str | None = None  # id of the job with whose newest checkpoint it begins; None: from step 0
+    continues_step: int = 0  # of that checkpoint
     asks: str = ""  # what a person has to allow before it goes on; meanwhile it waits for no devices
     asks_until_s: float = 0.0  # when it fails without an answer
     cancel_reason: str = ""  # of the service's own; "" where somebody asked

@@ -192,7 +192,7 @@ def _budgets_are_used(t: Transition) -> Iterator[str]:
             failures = [attempt.failure for attempt in job.attempts if attempt.failure and not attempt.probe]
             if not failures or (failures[-1].verdict and failures[-1].verdict.wait_s is None):
                 continue
-            if job.spec.time_limit is not None and spent_s(job, t.after.at_s) >= job.spec.time_limit:
+            if job.spec.time_limit is not None and spent_s(job, t.after.at_s) >= job.spec.time_limit - 1e-6:
                 continue
             budget = _budget_of(failures[-1])
             used = sum(_budget_of(failure) == budget for failure in failures)

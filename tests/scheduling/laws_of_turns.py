@@ -237,6 +237,7 @@ def _windows_are_kept(t: Transition) -> Iterator[str]:
         has_end = launch.job.spec.optimizer_steps is not None
         if (
             has_end
+            and launch.job.spec.time_limit is None  # which bounds when it ends, and not which plans are looked for
             and begin_s + seconds > spans[0][1] + 1
             and any(b - max(a, begin_s) >= seconds for a, b in spans[1:])
         ):

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
+from orchestrator.scheduling import scheduler, transitions
 from orchestrator.scheduling.base.migration import MOVE_GRACE_S
 from orchestrator.scheduling.base.pending import Pending, pending
 from orchestrator.scheduling.base.time_limits import with_team_limit
 from orchestrator.scheduling.reports.forecast import forecast
 from orchestrator.scheduling.scheduler import Scheduler
+from orchestrator.scheduling.scheduling_pass import index
 from orchestrator.service.server.verbs import UPDATABLE, hold, update
 from orchestrator.specs.actions import Stop
 from orchestrator.specs.attempt import Evidence, FailureKind, Heartbeat, RankEnd
@@ -20,6 +24,7 @@ from orchestrator.specs.job_record import JobStatus
 from orchestrator.specs.policy import UNSHARED, PolicySpec, TeamSpec
 from orchestrator.specs.state import State
 from tests.scheduling.factories import node
+from tests.scheduling.test_planted_bugs import found_in
 from tests.scheduling.test_queue import gone, played, script, seen, submitted
 from tests.scheduling.transition import history, of
 from tests.scheduling.world import MemoryJournal, backend_of, interrupted, play, random_scenario
@@ -123,6 +128,14 @@ def test_a_time_limit_of_a_running_job_changes_when_it_ends() -> None:
     assert Scheduler(played(*limited, held(played(*begun)[0], None, 40.0, time_limit=None))[0]).wake_at_s() is None
 
 
+def test_a_job_that_is_being_ended_by_its_limit_goes_on_once_that_is_raised() -> None:
+    begun = [ONE, submitted(1, script({1: 500.0}, time_limit="100s")), Started(job_id="job-1", number=1, at_s=20.0)]
+    over = [*begun, TimerFired(at_s=120.0)]
+    raised = held(played(*over)[0], None, 121.0, time_limit=1000.0)
+    _, launches = played(*over, raised, *left(125.0))
+    assert launches["job-1"].number == 2
+
+
 @pytest.mark.parametrize(
     ("asked_s", "team", "limit_s"),
     [
@@ -171,3 +184,41 @@ def test_nights_in_which_people_step_in_have_every_kind_of_that() -> None:
             resumed += any(one.moved_for.startswith("suspended") for one in job.attempts[:-1])
     assert {FailureKind.TIME_LIMIT, FailureKind.MOVED} <= kinds
     assert resumed > 1
+
+
+def held_jobs_start(patch: pytest.MonkeyPatch) -> None:
+    waits = index._waits
+    patch.setattr(index, "_waits", lambda job: waits(replace(job, held_by=None)))
+
+
+def limits_unheard(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(scheduler, "end_expired", lambda state, _index: (state, ()))
+
+
+def tried_again_past_the_limit(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(transitions, "is_over", lambda *_: False)
+
+
+def nobody_wakes(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(index.SchedulerIndex, "wake_at_s", lambda *_: None)
+
+
+@pytest.mark.parametrize(
+    ("plant", "sentence", "seed"),
+    [
+        (held_jobs_start, "is launched and held", 2),
+        (limits_unheard, "past the limit of its job", 1),
+        (tried_again_past_the_limit, "goes on past its limit", 28),
+        (nobody_wakes, "in a quiet night", 0),
+    ],
+)
+def test_a_planted_bug_is_found_in_a_night_in_which_people_step_in(
+    plant: Callable[[pytest.MonkeyPatch], None], sentence: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch)
+    assert any(sentence in violation for violation in found_in(interrupted(random_scenario(random.Random(seed)))))
+
+
+def test_a_retry_that_continues_is_expected_to_do_only_what_is_left() -> None:
+    retry = replace(submitted(1, script({1: 1000.0})), continues_from="job-0", continues_step=9)  # of 10 steps
+    assert forecast(played(ONE, retry)[0])["job-1"].end_s < 300.0

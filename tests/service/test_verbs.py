@@ -132,13 +132,14 @@ def saved(spec: JobSpec, status: JobStatus = JobStatus.FAILED) -> Job:
 def test_a_retry_continues_where_the_training_is_the_same_and_else_says_why_it_starts_over() -> None:
     spec = decoder_spec()
     job, script = saved(spec), saved(script_spec())
-    assert continuation(job, spec, ["time_limit", "gpus"]) == ("lm-1", "continues from the newest checkpoint of lm-1")
-    assert continuation(job, spec, ["training.learning_rate"])[1] == "starts over: `training` changes the training"
-    assert continuation(saved(spec, JobStatus.SUCCEEDED), spec, [])[1] == "starts over: it had succeeded"
-    assert continuation(replace(job, attempts=()), spec, []) == (None, "starts over: nothing was saved")
-    assert continuation(replace(job, attempts=(), continues_from="lm-0"), spec, [])[0] == "lm-0"
-    assert continuation(job, spec.model_copy(update={"user": "bob"}), [])[0] is None
-    assert "knobs.resume_from" in continuation(script, script.spec, [])[1]
+    assert continuation(job, spec, ["time_limit", "gpus"])[:2] == ("lm-1", 4)
+    assert continuation(job, spec, ["training.learning_rate"]).why == "starts over: `training` changes the training"
+    assert continuation(saved(spec, JobStatus.SUCCEEDED), spec, []).why == "starts over: it had succeeded"
+    assert continuation(replace(job, attempts=()), spec, []) == (None, 0, "starts over: nothing was saved")
+    unsaved = replace(job, attempts=(), continues_from="lm-0", continues_step=3)
+    assert continuation(unsaved, spec, [])[:2] == ("lm-0", 3)
+    assert continuation(job, spec.model_copy(update={"user": "bob"}), []).continues_from is None
+    assert "knobs.resume_from" in continuation(script, script.spec, []).why
 
 
 def test_a_retry_begins_with_the_files_of_the_newest_checkpoint_and_leaves_them_alone(tmp_path: Path) -> None:

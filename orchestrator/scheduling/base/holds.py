@@ -22,6 +22,8 @@ def update_requested(state: State, event: UpdateRequested) -> tuple[State, tuple
     spec = event.spec if event.held_by is None else event.spec.model_copy(update={"guarantee": None})
     if (spec, event.held_by) == (job.spec, job.held_by):
         return state, ()
+    if spec.time_limit != job.spec.time_limit and job.last is not None:  # one that is being ended goes on
+        job = replace(job, attempts=(*job.attempts[:-1], replace(job.last, over_limit=False)))
     if spec.deadline != job.spec.deadline:
         job = replace(job, deadline_s=spec.deadline.due_s(event.at_s) if spec.deadline else None)
     was_held, job = job.held_by is not None, replace(job, spec=spec, held_by=event.held_by)

@@ -17,6 +17,8 @@ from orchestrator.specs.policy import TeamSpec
 from orchestrator.specs.replace import replace
 from orchestrator.specs.units import DURATION_PATTERN, format_seconds, in_words
 
+ROUNDING_S = 1e-6  # by which a sum of times may fall short: floats near 2**31 s are 2e-7 s apart
+
 
 def spent_s(job: Job, at_s: float) -> float:
     """Return the seconds that the job's attempts have run, the last one until `at_s` where it has not ended."""
@@ -52,7 +54,7 @@ def limit_end_s(job: Job, attempt: Attempt, launch_cost_s: float = 0.0) -> float
 
 def is_over(job: Job, at_s: float) -> bool:
     """Return whether the job's attempts have run for as long as they may."""
-    return job.spec.time_limit is not None and spent_s(job, at_s) >= job.spec.time_limit
+    return job.spec.time_limit is not None and spent_s(job, at_s) >= job.spec.time_limit - ROUNDING_S
 
 
 def end_over_limit(job: Job, at_s: float) -> tuple[Job, Stop]:

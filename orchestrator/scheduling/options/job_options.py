@@ -260,7 +260,7 @@ def learned(state: State, job: Job, device: str) -> Calibration:
 
 def steps_left(job: Job, before: Attempt | None = None) -> int | None:
     """Optimizer steps from the newest checkpoint to the end, as seen when `before` was launched; None: unknown."""
-    steps, done = job.spec.optimizer_steps, 0
+    steps, done = job.spec.optimizer_steps, job.continues_step
     if steps is None:
         return None
     for one in job.attempts if before is None else job.attempts[: before.number - 1]:

@@ -126,7 +126,8 @@ class OptionCache:
         if job.attempts:
             return self._menus_on_all(job)
         is_promised = job.starts_by_s is not None
-        key = (job.spec.family_name, job.spec, job.fault is None, is_promised)  # what is rehearsed is not probed
+        # what is rehearsed is not probed
+        key = (job.spec.family_name, job.spec, job.fault is None, is_promised, job.continues_step)
         known = self._menus.get(key)
         if known is None or known[0] != version:
             if len(self._menus) >= MENUS_MAX:

@@ -19,6 +19,7 @@ from orchestrator.scheduling.scheduler import Scheduler
 from orchestrator.scheduling.transitions import CANCEL_GRACE_S
 from orchestrator.service.server.health import Health
 from orchestrator.service.server.logs import about
+from orchestrator.service.server.retry import Begin
 from orchestrator.service.server.tally import Figures, Tally
 from orchestrator.service.server.verbs import Change
 from orchestrator.specs.actions import Launch, Stop
@@ -83,6 +84,7 @@ class _Request:
     key: RequestKey | None = None
     retry_of: str | None = None  # as Submitted has it
     continues_from: str | None = None
+    continues_step: int = 0
     ids: list[str] = field(default_factory=list)
     error: BaseException | None = None
     is_answered: bool = False
@@ -228,9 +230,10 @@ class Controller:
         """
         return self._commit(_Request(jobs, key))
 
-    def submit_retry(self, job: Job, spec: JobSpec, continues_from: str | None, key: RequestKey | None = None) -> str:
-        """Submit an ended job again, as `submit` does; it begins with the newest checkpoint of `continues_from`."""
-        return self._commit(_Request([(spec, None)], key, retry_of=job.id, continues_from=continues_from))[0]
+    def submit_retry(self, job: Job, spec: JobSpec, begin: Begin, key: RequestKey | None = None) -> str:
+        """Submit an ended job again, as `submit` does; it begins as `begin` says."""
+        request = _Request([(spec, None)], key, job.id, begin.continues_from, begin.step)
+        return self._commit(request)[0]
 
     def _commit(self, request: _Request) -> list[str]:
         """Return the ids of the request's jobs once they are in the journal."""
@@ -477,6 +480,7 @@ class Controller:
                 request=request.key,
                 retry_of=request.retry_of,
                 continues_from=request.continues_from,
+                continues_step=request.continues_step,
             )
             if self._journal.as_kept(event) != event:
                 hint = "report this: it is a fault of the service"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from orchestrator.service.server.git import code_source
 from orchestrator.specs.errors import ServiceError, SpecError
@@ -22,6 +23,14 @@ UNTRAINED = frozenset(
 )
 TRACED_BY = ("model", "trains", "data", "training", "precision")  # keys on which a trace of the model depends
 OF_THE_OLD = {"member": None, "trial": None, "measured": None, "relative_to": None}  # of its array, sweep and probes
+
+
+class Begin(NamedTuple):
+    """How a retry begins."""
+
+    continues_from: str | None  # the job with whose newest checkpoint; None: from the beginning
+    step: int  # of that checkpoint
+    why: str  # in words
 
 
 def check_retry(job: Job, *, allows: bool) -> None:
@@ -48,13 +57,13 @@ def spec_again(job: Job, settings: Sequence[Override], source: str) -> JobSpec:
     return spec.model_copy(update={"source": code_source(Path(spec.workdir or "."))}) if is_here else spec
 
 
-def continuation(job: Job, spec: JobSpec, keys: Sequence[str]) -> tuple[str | None, str]:
-    """Return the job with whose newest checkpoint the retry begins, None where it starts over, and that in words."""
+def continuation(job: Job, spec: JobSpec, keys: Sequence[str]) -> Begin:
+    """Return with which checkpoint the retry of a job begins that has other values of these keys."""
     changed = sorted({key.split(".")[0] for key in keys} - UNTRAINED)
-    has_saved = any(
-        attempt.evidence and attempt.evidence.checkpoint_step for attempt in job.attempts if not attempt.probe
-    )
-    source = job.id if has_saved else job.continues_from
+    saved = [
+        attempt.evidence.checkpoint_step or 0 for attempt in job.attempts if attempt.evidence and not attempt.probe
+    ]
+    source, step = (job.id, max(saved)) if any(saved) else (job.continues_from, job.continues_step)
     if job.status is JobStatus.SUCCEEDED:
         why = "it had succeeded"
     elif changed:
@@ -66,5 +75,5 @@ def continuation(job: Job, spec: JobSpec, keys: Sequence[str]) -> tuple[str | No
     elif spec.is_script and (spec.knobs.resume_from is None or spec.knobs.output_dir is None):
         why = "nothing tells its script another folder to resume from: `knobs.resume_from` and `knobs.output_dir` do"
     else:
-        return source, f"continues from the newest checkpoint of {source}"
-    return None, f"starts over: {why}"
+        return Begin(source, step, f"continues from step {step}, the newest checkpoint of {source}")
+    return Begin(None, 0, f"starts over: {why}")

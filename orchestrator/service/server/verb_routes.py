@@ -50,13 +50,10 @@ def add_verb_routes(app: FastAPI, service: Service, uploads: Uploads) -> None:
             data["user"] = None  # whoever asks
         spec, _ = requested_job(SubmitRequest(spec=data), source, sender, uploads, service.sweeper)
         check_files(spec, source)
-        continues_from, why = continuation(job, spec, [key for key, _ in settings])
-        key = request_key(idempotency_key, sender, request)
-        return {
-            "id": controller.submit_retry(job, spec, continues_from, key),
-            "continues_from": continues_from,
-            "why": why,
-        }
+        begin = continuation(job, spec, [key for key, _ in settings])
+        key = request_key(idempotency_key and f"{idempotency_key}/{job_id}", sender, request)
+        new_id = controller.submit_retry(job, spec, begin, key)
+        return {"id": new_id, "continues_from": begin.continues_from, "why": begin.why}
 
 
 def _verb_route(
