@@ -38,6 +38,7 @@ from orchestrator.specs.policy import UNSHARED
 from orchestrator.specs.state import State
 from tests.examples import examples
 from tests.scheduling.invariants import violations
+from tests.scheduling.people import interrupted
 from tests.scheduling.transition import Transition, history
 from tests.scheduling.world import (
     CALM,
@@ -49,7 +50,6 @@ from tests.scheduling.world import (
     MemoryJournal,
     Scenario,
     backend_of,
-    interrupted,
     maintained,
     play,
     random_crowd,

@@ -24,10 +24,11 @@ from orchestrator.specs.job_record import JobStatus
 from orchestrator.specs.policy import UNSHARED, PolicySpec, TeamSpec
 from orchestrator.specs.state import State
 from tests.scheduling.factories import node
+from tests.scheduling.people import interrupted
 from tests.scheduling.test_planted_bugs import found_in
 from tests.scheduling.test_queue import gone, played, script, seen, submitted
 from tests.scheduling.transition import history, of
-from tests.scheduling.world import MemoryJournal, backend_of, interrupted, play, random_scenario
+from tests.scheduling.world import MemoryJournal, backend_of, play, random_scenario
 
 ONE = seen(node("a", devices=1))
 SAVED = Evidence(

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 
 from orchestrator.backends.ports import Submission, Totals, decisions
 from orchestrator.backends.simulated.backend import SimulatedBackend
 from orchestrator.service.server.controller import Controller
-from orchestrator.service.server.verbs import VERBS, update
 from orchestrator.specs.actions import Action, Archive, Launch, Record
 from orchestrator.specs.attempt import FailureKind
 from orchestrator.specs.clock import deadline_at
 from orchestrator.specs.cluster import ClusterSpec, DeviceSpec, Maintenance, NodeSpec
-from orchestrator.specs.errors import ServiceError, SpecError
+from orchestrator.specs.errors import SpecError
 from orchestrator.specs.events import Event, RequestKey, Submitted
 from orchestrator.specs.fault import Fault, FaultKind
 from orchestrator.specs.job.sections import Member
@@ -227,37 +225,11 @@ class Scenario:
     jobs: tuple[tuple[float, JobSpec, Fault | None], ...]  # submitted when, in order
     cancels: tuple[tuple[float, int], ...]  # when, which job by position
     drains: tuple[tuple[float, str, bool], ...] = ()  # when, which node, and whether it is undone
-    verbs: tuple[tuple[float, int, str], ...] = ()  # when, which job by position, and what is done with it
+    changes: tuple[tuple[float, Callable[[Controller], object]], ...] = ()  # when, and what people do then
     hazards: Mapping[FailureKind, float]
     repeat_chance: float
     seed: int
     begin_s: float = 0.0  # of the night, in seconds since the epoch; all other times count from it
-
-
-UPDATES = {
-    "hurry": ("priority", "7"),
-    "shorten": ("time_limit", "5min"),
-    "unlimit": ("time_limit", "null"),
-    "due": ("deadline", "02:45 UTC"),
-}
-
-
-def interrupted(scenario: Scenario) -> Scenario:
-    """The scenario with time limits, and with jobs that people hold for a while, release twice, and update."""
-    draw = random.Random(f"verbs {scenario.seed}")
-    jobs = tuple(
-        (at_s, spec.model_copy(update={"time_limit": draw.choice((None, 20.0, 120.0, 1000.0))}), fault)
-        for at_s, spec, fault in scenario.jobs
-    )
-    verbs: list[tuple[float, int, str]] = []
-    for index, (at_s, _, _) in enumerate(jobs):
-        from_s = at_s + draw.uniform(0.0, 900.0)
-        if draw.random() < 0.5:
-            until_s = from_s + draw.uniform(0.0, HOUR_S / 2)
-            verbs += [(from_s, index, "suspend"), (until_s, index, "release"), (until_s, index, "release")]
-        if draw.random() < 0.5:
-            verbs.append((from_s + draw.uniform(0.0, 900.0), index, draw.choice([*UPDATES])))
-    return replace(scenario, jobs=jobs, verbs=tuple(verbs))
 
 
 CALM: Mapping[FailureKind, float] = {}
@@ -475,7 +447,7 @@ def play(scenario: Scenario, journal: MemoryJournal, backend: SimulatedBackend) 
         [(scenario.begin_s + at_s, 0, index) for index, (at_s, _, _) in enumerate(scenario.jobs)]
         + [(scenario.begin_s + at_s, 1, index) for at_s, index in scenario.cancels]
         + [(scenario.begin_s + at_s, 2, index) for index, (at_s, _, _) in enumerate(scenario.drains)]
-        + [(scenario.begin_s + at_s, 3, index) for index, (at_s, _, _) in enumerate(scenario.verbs)]
+        + [(scenario.begin_s + at_s, 3, index) for index, (at_s, _) in enumerate(scenario.changes)]
     )
     controller = Controller(journal, backend, backend.now)
     for _ in range(TURNS_MAX):
@@ -503,11 +475,7 @@ def run_errand(controller: Controller, scenario: Scenario, kind: int, index: int
             controller.drain(node, undo=undo)
         return
     if kind == 3:
-        _, index, verb = scenario.verbs[index]
-        job_id = f"{scenario.jobs[index][1].name}-{index + 1}"
-        with suppress(ServiceError, SpecError):  # it has ended, or ran for longer
-            settings, policy = [UPDATES[verb]] if verb in UPDATES else [], controller.state.policy
-            controller.change([job_id], VERBS[verb]("ada") if not settings else update(settings, policy))
+        scenario.changes[index][1](controller)
         return
     _, spec, _ = scenario.jobs[index]
     job_id = f"{spec.name}-{index + 1}"

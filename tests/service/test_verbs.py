@@ -13,6 +13,7 @@ import pytest
 from orchestrator.backends.attempts.start import take_over_checkpoint
 from orchestrator.sdk import Client
 from orchestrator.service.server.retry import continuation
+from orchestrator.service.terminal.verbs import STATUSES
 from orchestrator.specs.access import Role
 from orchestrator.specs.attempt import Evidence
 from orchestrator.specs.errors import ServiceError, SpecError
@@ -178,6 +179,7 @@ def test_many_jobs_are_cancelled_by_a_filter_that_somebody_confirms(still: World
     code, words = orc("queue", "--user", "ada", "--status", "cancelled", "--sort", "priority", "--json")
     assert [job["id"] for job in json.loads(words)["jobs"]] == [ids[0], ids[2]]
     assert orc("queue", "--status", "idle")[0] == 2
+    assert set(STATUSES) == {status.value for status in JobStatus}
     assert orc("hold", ids[1]) == (0, f"{ids[1]}: held.\n")
     assert orc("update", ids[1], "priority=7", "time_limit=2h") == (0, f"{ids[1]}: updated.\n")
     assert orc("release", ids[1])[0] == 0

@@ -14,7 +14,6 @@ from orchestrator.service.terminal.completion import job_ids
 from orchestrator.service.terminal.options import AsJson, Home, Settings, client_of
 from orchestrator.service.terminal.output import tell
 from orchestrator.specs.errors import SpecError
-from orchestrator.specs.job_record import JobStatus
 
 if TYPE_CHECKING:
     from orchestrator.service.views.records import JobView
@@ -27,7 +26,8 @@ JobIds = Annotated[
     typer.Argument(metavar="JOB...", help="Ids of jobs, as `orc queue` shows them.", autocompletion=job_ids),
 ]
 User = Annotated[str | None, typer.Option("--user", help="Only jobs of this user.")]
-LIVE = (JobStatus.QUEUED.value, JobStatus.RUNNING.value)
+LIVE = ("queued", "running")
+STATUSES = (*LIVE, "succeeded", "failed", "refused", "cancelled")
 
 
 class Sort(StrEnum):
@@ -54,7 +54,7 @@ def queue(
     ] = 100,
     user: User = None,
     team: Annotated[str | None, typer.Option("--team", help="Only jobs of this team.")] = None,
-    status: Annotated[JobStatus | None, typer.Option("--status", help="Only jobs with this status.")] = None,
+    status: Annotated[str | None, typer.Option("--status", help="Only jobs with this status.")] = None,
     sort: Annotated[Sort, typer.Option("--sort", help="Order of the jobs.")] = Sort.QUEUE,
     home: Home = DEFAULT_HOME,
     as_json: AsJson = False,
@@ -65,6 +65,7 @@ def queue(
     from orchestrator.service.terminal.sweep_tables import sweeps_table
     from orchestrator.service.terminal.tables import queue_table
 
+    _check_status(status, STATUSES)
     client = client_of(home)
     everything = client.jobs(ended)
     jobs = [job for job in select(everything, user, status) if team in (None, job["team"])]
@@ -79,6 +80,11 @@ def queue(
 def select(jobs: Sequence[JobView], user: str | None, status: str | None) -> list[JobView]:
     """Return the jobs of a user, with a status; None admits all."""
     return [job for job in jobs if user in (None, job["user"]) and status in (None, job["status"])]
+
+
+def _check_status(status: str | None, allowed: Sequence[str]) -> None:
+    if status not in (None, *allowed):
+        raise SpecError("not a status of these jobs", path="--status", got=status, allowed=", ".join(allowed))
 
 
 def cancel(
@@ -99,14 +105,11 @@ def cancel(
     if bool(ids) == any(filters) or (every and any(filters[:2])):
         what = "name jobs, or say which" if not ids else "either jobs are named, or filters"
         raise SpecError(what, source="orc cancel", allowed="JOB..., --user U, --status queued, or --all")
-    if status not in (None, *LIVE):
-        raise SpecError(
-            "no job with this status can be cancelled", path="--status", got=status, allowed=", ".join(LIVE)
-        )
+    _check_status(status, LIVE)
     if not ids:
         live = [job for job in select(client.jobs(0), user, status) if job["status"] in LIVE]
         ids = [job["id"] for job in live]
-        running = sum(job["status"] == JobStatus.RUNNING for job in live)
+        running = sum(job["status"] == "running" for job in live)
         if ids and not is_sure:
             _confirm(f"Cancel {len(ids)} job{'' if len(ids) == 1 else 's'}, {running} of them running?", ids)
     cancelled = client.cancel(ids, whole_arrays=whole_arrays) if ids else []
