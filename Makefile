@@ -2,7 +2,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+USED := $(VENV)/.installed-for-use
 READY := $(VENV)/.installed
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
 
 # Tests that compute and start nothing, those that train or trace in processes of their own, those of the service and
 # its commands, and the others: three kinds at a time, since each waits for its processes; the longest first. Types are
@@ -12,15 +14,24 @@ TRAINED := $(addprefix tests/,audio fake_card gpu memory training)
 SERVED := $(addprefix tests/,service k8s) $(wildcard tests/test_*.py)
 PYTEST := PYTHONHASHSEED=0 $(BIN)/python -m pytest -m "not long and not cluster"
 
-.PHONY: demo demo-audio seeds test test-pure test-trained test-served test-others test-long test-oldest-torch test-cluster chaos lint docs bench bench-memory bench-cost bench-gpu gpu-rehearsal bench-scheduler bench-recovery bench-compare clean
+.PHONY: constraints demo demo-audio seeds test test-pure test-trained test-served test-others test-long test-oldest-torch test-cluster chaos lint docs bench bench-memory bench-cost bench-gpu gpu-rehearsal bench-scheduler bench-recovery bench-compare clean
 
-$(READY): pyproject.toml
+$(USED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[test]'
+	$(PIP) .
 	touch $@
 
-demo: $(READY)
-	$(BIN)/python -m jobs.demo.run
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) '.[test]'
+	touch $@ $(USED)
+
+constraints: $(READY)  # after an upgrade that the tests have passed
+	{ grep '^#' constraints.txt; $(BIN)/pip freeze --exclude-editable | sed 's/+cpu$$//'; } > constraints.new
+	mv constraints.new constraints.txt
+
+demo: $(USED)
+	$(BIN)/orc demo --all
 
 demo-audio: $(READY)
 	$(BIN)/python -m jobs.audio.run
@@ -111,4 +122,4 @@ bench-compare: $(READY)
 	$(BIN)/python -m benchmarks compare
 
 clean:
-	rm -rf $(VENV) .bench .demo build *.egg-info
+	rm -rf $(VENV) .bench .demo orc-demo build *.egg-info

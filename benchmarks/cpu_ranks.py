@@ -15,10 +15,10 @@ import time
 from pathlib import Path
 
 from benchmarks.figure import Figure, at_most, informs
-from jobs.demo.corpus import write_corpus
 from orchestrator.planning.cost import Hardware, step_s
 from orchestrator.planning.profiles import profile_for
 from orchestrator.planning.search import plans
+from orchestrator.service.demo.run import write_files
 from orchestrator.service.server.intake import read_cluster, read_job
 from orchestrator.service.server.rates import measure_cluster
 from orchestrator.specs.choices import ActivationCheckpointing, Engine, ZeroStage
@@ -29,8 +29,7 @@ from orchestrator.specs.settings import in_short
 from tests.ranks import start_ranks
 from tests.training.gang import finish
 
-JOB = Path(__file__).parents[1] / "jobs" / "demo" / "fits.yaml"
-RANKS = (1, 2)
+JOB, RANKS = "fits.yaml", (1, 2)
 STEPS, WARM_UP = 6, 2
 FACTOR = 2.0  # promised; 1.44 and 1.53 were seen beside other work (2026-11)
 TIMEOUT_S = 600
@@ -38,10 +37,11 @@ TIMEOUT_S = 600
 
 def figures() -> list[Figure]:
     """Predicted over measured seconds of a step, as declared and as measured, and the worst of each either way."""
-    write_corpus()
-    spec, declared = read_job(JOB), read_cluster(None)
+    declared = read_cluster(None)
     found: list[Figure] = []
     with tempfile.TemporaryDirectory() as folder:
+        write_files(Path(folder))
+        spec = read_job(Path(folder) / JOB)
         taken_s = {plan: seconds for ranks in RANKS for plan, seconds in _measure(spec, ranks, Path(folder))}
         clusters = {"declared": declared, "as measured": measure_cluster(declared)}
     for name, cluster in clusters.items():
@@ -94,7 +94,7 @@ def main(folder: Path) -> None:
     from orchestrator.training.build import build_engine, build_recipe
 
     dist.init_process_group("gloo")
-    spec, ranks = read_job(JOB), dist.get_world_size()
+    spec, ranks = read_job(folder / JOB), dist.get_world_size()
     assert spec.model is not None
     taken_s = []
     for plan in compared(spec, ranks):

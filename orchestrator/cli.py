@@ -17,11 +17,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from orchestrator.service.demo.command import demo
 from orchestrator.service.server.logins import DEFAULT_HOME
 from orchestrator.service.server.logs import VARIABLE as LOG_FORMAT
 from orchestrator.service.server.logs import LogFormat
 from orchestrator.service.terminal import (
     access,
+    browse,
     comparing,
     diagnosis,
     machines,
@@ -57,7 +59,7 @@ JobId = Annotated[
 
 
 # commands about the home folder itself
-ON_THIS_MACHINE = ("up", "down", "doctor", "replay", "backup", "restore", "cluster", "join", "leave")
+ON_THIS_MACHINE = ("demo", "up", "down", "doctor", "replay", "backup", "restore", "cluster", "join", "leave")
 
 
 class SchemaName(StrEnum):
@@ -437,6 +439,8 @@ def drain(
 # -------------------------------------------------------------------------------------------------------- looking ahead
 
 
+app.command()(demo)
+app.command("open")(browse.open_pages)
 app.command()(planning.plan)
 app.command()(planning.estimate)
 app.command()(planning.fit)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +16,6 @@ from orchestrator.specs.plan import Plan
 from orchestrator.specs.run import AttemptFolder, training_run_from_json
 from tests.training.gang import finish, spawn
 
-ROOT = Path(__file__).parents[1]
 TOLERANCE = 1e-5  # of the loss, fp32
 STEPS = 20
 
@@ -28,17 +26,15 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("demo")
     try:
         shown = subprocess.run(
-            [sys.executable, "-m", "jobs.demo.run"],
-            cwd=ROOT,
-            env={**os.environ, "ORC_HOME": str(folder)},
+            [sys.executable, "-m", "orchestrator.cli", "demo", "--all", "--folder", str(folder)],
             stdout=subprocess.PIPE,
             text=True,
             timeout=800,
         )
     finally:
-        lifecycle.stop(folder, force=True)
+        lifecycle.stop(folder / "home", force=True)
     assert shown.returncode == 0, shown.stdout
-    return folder
+    return folder / "home"
 
 
 def curve(attempt: AttemptFolder) -> dict[int, float]:

@@ -27,6 +27,7 @@ from typer.core import TyperGroup
 
 from docs import generate
 from orchestrator.cli import app, main
+from orchestrator.service.demo.run import write_files
 from orchestrator.specs.attempt import FailureKind
 from orchestrator.specs.choices import Engine, ParallelLayout, Sharding, ZeroStage
 from orchestrator.specs.cluster import cluster_json_schema
@@ -345,14 +346,14 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
         shutil.copytree(ROOT / name, folder / name, ignore=made_here)
     for name in ("README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder)
-    shutil.copy(ROOT / "jobs/demo/train_bytes.py", folder / "train.py")
+    write_files(folder / "orc-demo")
+    shutil.copy(folder / "orc-demo" / "train_bytes.py", folder / "train.py")
     reader = Reader(folder=folder, home=folder / "home")
     try:
-        assert reader.spawn(sys.executable, "-c", "from jobs.demo.corpus import write_corpus; write_corpus()").code == 0
         started = reader.spawn(*ORC, "up", "--cluster", "clusters/two-virtual-devices.yaml")
         assert started.code == 0, started
         for name in DEMO:
-            assert reader.ask("submit", f"jobs/demo/{name}.yaml").code == 0
+            assert reader.ask("submit", f"orc-demo/{name}.yaml").code == 0
         for job_id in ("fits-1", "wrong-profile-2"):  # trained by tests/test_demo.py
             assert reader.ask("cancel", job_id).code == 0
         yield reader
@@ -530,3 +531,32 @@ def test_the_site_is_built_without_a_warning_and_loads_nothing_from_elsewhere(tm
         url for page in pages for url in re.findall(r'<(?:script|img|link)[^>]+(?:src|href)="(https?:[^"]+)"', page)
     }
     assert loaded == set()
+
+
+CHINESE = {  # page -> the English page that it follows, and how many headings of its own it ends with
+    "README.md": ("README.md", 0),
+    "quickstart.md": ("docs/quickstart.md", 1),
+    "debug-oom.md": ("docs/guides/debug-oom.md", 1),
+    "own-script.md": ("docs/guides/own-script.md", 1),
+}
+
+
+@pytest.mark.parametrize("name", CHINESE)
+def test_a_chinese_page_has_the_headings_and_the_commands_of_the_english_one(name: str) -> None:
+    english, more = CHINESE[name]
+    pages = [(ROOT / english).read_text(), (ROOT / "docs" / "zh" / name).read_text()]
+    levels = [re.findall(r"^(#+) ", FENCED.sub("", page), re.M) for page in pages]
+    assert levels[1] == [*levels[0], *["##"] * more]
+    commands = [typed_commands(page) for page in pages]
+    assert commands[0] == commands[1]
+
+
+FENCED = re.compile(r"^```(\w*)\n(.*?)^```", re.M | re.S)
+
+
+def typed_commands(page: str) -> list[str]:
+    """Return the lines of a page's blocks that a reader types, without comments."""
+    blocks = FENCED.findall(page)
+    shells = [line for language, block in blocks if language == "sh" for line in block.splitlines()]
+    consoles = [line for _, block in blocks for line in block.splitlines() if line.startswith("$ ")]
+    return [line.split("  #")[0].strip() for line in (*shells, *consoles)]

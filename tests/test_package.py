@@ -20,8 +20,8 @@ from zipfile import ZipFile
 import httpx
 import pytest
 
-from jobs.demo.corpus import write_corpus
 from orchestrator.backends.journal.database import SCHEMA
+from orchestrator.service.demo.run import write_files
 from tests.backends.ray_jobs import until
 from tests.commands import COMMAND_S
 
@@ -134,8 +134,7 @@ def test_a_simulation_names_no_commit_of_a_repository_that_the_environment_lies_
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_the_wheel_alone_runs_a_queue_and_keeps_its_records(installed: Installed) -> None:
-    shutil.copytree(ROOT / "jobs" / "demo", installed.folder / "night", ignore=shutil.ignore_patterns("corpus", CACHE))
-    write_corpus(installed.folder / "night" / "corpus")
+    write_files(installed.folder / "night")
 
     up = installed.orc("up")
     assert (up["started"], [len(node["free_bytes"]) for node in up["nodes"]]) == (True, [2])

@@ -5,17 +5,22 @@ Exit code 0 only if all five reach their last step, with at least three recoveri
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
 from jobs.audio import orpheus
-from jobs.demo.run import Promise, fitted, night, recovered
+from orchestrator.service.demo.promises import Promise, fitted, recovered
+from orchestrator.service.demo.run import play
+from orchestrator.service.terminal.output import console_on
 
 FOLDER = Path(__file__).parent
+CLUSTER = FOLDER.parents[1] / "clusters" / "two-virtual-devices.yaml"
+HOME = Path(os.environ.get("ORC_HOME") or ".demo").resolve()
 LEAST_RECOVERIES = 3
 
 
-EXPECTED: dict[str, Promise] = {
+PROMISES: dict[str, Promise] = {
     "orpheus.yaml": ("does not fit on one device: is planned over both, and fits at once", fitted),
     "musicgen.yaml": ("was measured at shorter pieces: runs out of memory, finishes with a cheaper plan", recovered),
     "latentsync.yaml": ("was measured at a third of the resolution: runs out of memory, finishes", recovered),
@@ -26,8 +31,10 @@ EXPECTED: dict[str, Promise] = {
 
 def main() -> int:
     orpheus.write(FOLDER / "cache")
-    jobs, wrong = night({FOLDER / name: promised for name, promised in EXPECTED.items()})
-    return 1 if wrong or sum(map(recovered, jobs)) < LEAST_RECOVERIES else 0
+    promises = {FOLDER / name: promise for name, promise in PROMISES.items()}
+    jobs, broken = play(promises, HOME, CLUSTER, console_on(sys.stdout))
+    print(f"The service is still up: `{Path(sys.executable).parent / 'orc'} down --home {HOME}` ends it.")
+    return 1 if broken or sum(map(recovered, jobs)) < LEAST_RECOVERIES else 0
 
 
 if __name__ == "__main__":

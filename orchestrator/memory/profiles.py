@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from orchestrator.memory.models.bart import bart_profile, bart_shape
-from orchestrator.memory.models.hf import DecoderShape, as_transformers, config_of, decoder_shape
-from orchestrator.memory.models.t5 import t5_profile, t5_shape
+from orchestrator.memory.models.hf import DecoderShape, as_transformers, decoder_shape
 from orchestrator.specs.choices import MasterWeights, Precision
 from orchestrator.specs.job.frameworks import switched_on
 from orchestrator.specs.job.model import DecoderSpec, ModelSpec
@@ -45,7 +43,7 @@ def profile_of(
 ) -> ModelProfile | None:
     """What one rank has of the job's model at this precision and these tokens per sample (None: its own).
 
-    The declared profile where there is one, else the closed form of a decoder or of a transformers family that has one.
+    The declared profile where there is one, else the closed form of a decoder, ours or of the Llama kind.
     Else it is what intake had traced; None where nothing is known. A script's own loss is taken to hold all logits.
     `tensor_parallel`: over so many ranks its matrices are cut; `context_parallel`: and each sample's tokens.
     `expert_parallel`: over so many its experts are spread, and `uneven` times as many tokens come to one as it sends.
@@ -95,10 +93,6 @@ def profile_of(
                 uneven=uneven,
             )
             return _as_script_runs(spec, theirs, model, shape.vocab_size, length) if spec.is_script else theirs
-        if tensor_parallel == 1 and not spec.training.freeze:
-            known = _encoder_decoder(model, spec.family_name, precision, length, autocast=autocast, cuda=cuda)
-            if known is not None:
-                return known
     if tensor_parallel > 1:
         return None
     return _traced(spec.traced, precision, length, autocast, cuda)
@@ -129,18 +123,6 @@ def with_held_boundaries(spec: JobSpec, profile: ModelProfile, plan: Plan) -> Mo
         return profile
     segments = (replace(part, holds_boundaries=part.is_unit) for part in profile.segments)
     return replace(profile, segments=tuple(segments))
-
-
-def _encoder_decoder(
-    model: ModelSpec, family: str, precision: Precision, sequence_length: int, *, autocast: bool, cuda: bool
-) -> ModelProfile | None:
-    config = config_of(model)
-    t5, bart = t5_shape(model, config), bart_shape(model, config)
-    if t5 is not None:
-        return t5_profile(t5, family, precision, sequence_length, autocast=autocast, cuda=cuda)
-    if bart is not None:
-        return bart_profile(bart, family, precision, sequence_length, autocast=autocast, cuda=cuda)
-    return None
 
 
 def freezes(spec: JobSpec) -> bool:

@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jobs.audio.run import EXPECTED, FOLDER, LEAST_RECOVERIES
-from jobs.demo.run import CLUSTER, recovered
+from jobs.audio.run import CLUSTER, FOLDER, LEAST_RECOVERIES, PROMISES
 from orchestrator.memory.calibration.calibrate import UNMEASURED
 from orchestrator.planning.cost import Hardware
 from orchestrator.planning.frontier import Candidate, fitting
 from orchestrator.planning.search import frontier
+from orchestrator.service.demo.promises import recovered
 from orchestrator.service.server import lifecycle
 from orchestrator.service.server.intake import read_cluster, read_job
 from orchestrator.specs.job.spec import JobSpec
@@ -40,7 +40,7 @@ def fit(spec: JobSpec) -> list[Candidate]:
     return list(fitting(frontier(spec, where), node.device.memory, UNMEASURED))
 
 
-@pytest.mark.parametrize("name", EXPECTED)
+@pytest.mark.parametrize("name", PROMISES)
 def test_every_job_of_the_demo_is_planned_to_fit(name: str, tmp_path: Path) -> None:
     spec = job(name, tmp_path)
     assert {one.plan.global_batch_size for one in fit(spec)} == {spec.global_batch_size}
@@ -52,7 +52,7 @@ def test_orpheus_is_never_whole_on_a_device(tmp_path: Path) -> None:
 
 
 def test_enough_jobs_are_to_recover() -> None:
-    assert sum(kept is recovered for _, kept in EXPECTED.values()) >= LEAST_RECOVERIES
+    assert sum(kept is recovered for _, kept in PROMISES.values()) >= LEAST_RECOVERIES
 
 
 @pytest.mark.long

@@ -6,7 +6,6 @@ A real control plane, a stand-in for KubeRay's operator and one for the kubelet,
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import urllib.request
 from collections.abc import Iterator
@@ -16,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from jobs.demo.corpus import write_corpus
+from orchestrator.service.demo.run import write_files
 from tests.k8s.control_plane import NAMESPACE, ControlPlane, control_plane, eventually, install
 from tests.k8s.kubelet import Kubelet, RunningPod, kubelet
-from tests.k8s.manifests import ROOT, Manifest
+from tests.k8s.manifests import Manifest
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1500)]
 
@@ -131,8 +130,7 @@ def test_a_job_from_outside_runs_out_of_memory_recovers_and_stands_in_mlflow(run
     running.kubelet.execute(service, container, "orc", "user", "set", "ada", "--role", "member")
     token = running.kubelet.execute(service, container, "orc", "token", "create", "ada")
     demo = running.folder / "demo"  # no pod sees it: the client uploads what the job needs
-    shutil.copytree(ROOT / "jobs/demo", demo)
-    write_corpus(demo / "corpus")
+    write_files(demo)
 
     running.orc("login", SERVER, "--ca", str(running.authority), token=token)
     job_id = running.orc("--server", SERVER, "submit", str(demo / "foreign.yaml"))

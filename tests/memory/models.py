@@ -44,30 +44,10 @@ MODELS = {
     "mixtral": ModelSpec(hf={"model_type": "mixtral", **FAMILIES["mixtral"], **WIDE}),
     "adapters": ModelSpec(hf={"model_type": "phi3", **FAMILIES["phi3"], **WIDE}, lora=LoraSpec(rank=8)),
 }
-T5: dict[str, Any] = {
-    "model_type": "t5",
-    "vocab_size": 320,
-    "d_model": 96,
-    "d_kv": 24,
-    "d_ff": 224,
-    "num_layers": 3,
-    "num_decoder_layers": 2,
-    "num_heads": 3,
-    "dropout_rate": 0.1,
-    "pad_token_id": 2,
-    "eos_token_id": 1,
-    "decoder_start_token_id": 2,
-}
-BART: dict[str, Any] = {
-    "model_type": "bart",
-    "vocab_size": 320,
-    "max_position_embeddings": 96,
-    "d_model": 96,
-    "encoder_layers": 2,
-    "encoder_ffn_dim": 160,
-    "encoder_attention_heads": 3,
-    "decoder_layers": 3,
-    "decoder_ffn_dim": 288,
-    "decoder_attention_heads": 4,
-    "pad_token_id": 2,
+# Their table is half of their parameters, beyond any that is published: under ZeRO-2 the trace is up to 8 % above.
+WITH_LARGE_TABLES = {
+    "t5": ModelSpec(
+        hf={**FAMILIES["t5"], "model_type": "t5", "vocab_size": 3072, "d_model": 128, "d_ff": 512, "dropout_rate": 0.1}
+    ),
+    "bart": ModelSpec(hf={**FAMILIES["bart"], "model_type": "bart", "vocab_size": 2048, "d_model": 128}),
 }

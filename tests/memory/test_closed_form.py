@@ -49,7 +49,6 @@ from tests.memory.matrix import (
 )
 from tests.memory.measure import Run
 from tests.memory.measure import measured as measured_peaks
-from tests.memory.models import BART, T5
 from tests.training.gang import needs_torch_2_12
 
 MEAN_ERROR_MAX = 0.02
@@ -231,15 +230,6 @@ def _several(engine: Engine, stage: int, mode: ActivationCheckpointing, precisio
 FEW_WORDS = dataclasses.replace(ADAPTED, hf={**ADAPTED.hf, "vocab_size": 256})  # its layers need more than its loss
 DROPPED = dataclasses.replace(FEW_WORDS, lora=LoraSpec(rank=8, dropout=0.1))
 ATTENDING = dataclasses.replace(FEW_WORDS, lora=LoraSpec(rank=8, target_modules=("q_proj", "v_proj")))
-PAIRS: dict[str, Any] = {  # its loss needs more than its layers
-    **T5,
-    "vocab_size": 3072,
-    "d_model": 128,
-    "d_ff": 512,
-    "num_layers": 2,
-    "feed_forward_proj": "gated-gelu",
-}
-MANY_WORDS = {**BART, "vocab_size": 2048, "d_model": 128, "encoder_attention_heads": 4}
 SHARED: dict[str, Any] = {
     "model_type": "llama",
     "vocab_size": 2048,
@@ -254,9 +244,6 @@ DEEPER, WIDER = ModelSpec(decoder=DEEP), ModelSpec(decoder=WIDE)
 MOMENTS: dict[str, list[tuple[ModelSpec, Plan]]] = {
     "the last layer to gather another ahead": [(DEEPER, _once(Engine.TORCH, 3, FULL, Precision.FP32, 2))],
     "a layer's last gradient beside its reduction": [(DEEPER, _once(Engine.TORCH, 3, FULL, Precision.BF16, 2))],
-    "a layer gathered ahead of the root's backward pass": [
-        (ModelSpec(hf=PAIRS), _once(Engine.TORCH, 3, NONE, Precision.FP32, 2))
-    ],
     "the root's reduction without its weights": [(WIDER, _once(Engine.TORCH, 3, FULL, Precision.FP32, 2))],
     "one rank without flat buffers": [(WIDER, _once(Engine.TORCH, stage, FULL, Precision.FP32, 1)) for stage in (2, 3)],
     "casts of what adapters are given": [(FEW_WORDS, _turns(mode)) for mode in ActivationCheckpointing],
@@ -279,7 +266,6 @@ MOMENTS: dict[str, list[tuple[ModelSpec, Plan]]] = {
         for mode, precision in ((NONE, Precision.FP32), (FULL, Precision.BF16))
     ],
     "a shared table's gradient that waits for its other use": [
-        (ModelSpec(hf=MANY_WORDS), _several(Engine.TORCH, 2, FULL, Precision.BF16)),
         (ModelSpec(hf=SHARED), _several(Engine.DEEPSPEED, 2, NONE, Precision.FP32)),
     ],
     "a table that no input's gradient lets go of": [

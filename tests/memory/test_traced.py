@@ -17,7 +17,7 @@ from orchestrator.specs.profile import ModelProfile, Source, TracedProfile
 from orchestrator.training.tracing.trace import Arithmetic, Request, profiles
 from tests.memory.matrix import DEVICE, SEQUENCE_LENGTH, Row, job, table
 from tests.memory.measure import Run, measured, peaks
-from tests.memory.models import DECODER, MODELS, WIDE
+from tests.memory.models import DECODER, MODELS, WIDE, WITH_LARGE_TABLES
 
 MEAN_ERROR_MAX, WORST_ERROR_MAX = 0.01, 0.03
 NONE, SELECTIVE, FULL = ActivationCheckpointing
@@ -123,6 +123,11 @@ MOMENTS = {
         "decoder",
         plan(Engine.DEEPSPEED, 3, 2, 8, 1, activation_checkpointing=FULL),
     ),
+    "a layer gathered ahead of the root's backward pass": ("t5", plan(Engine.TORCH, 3, 2, 2, 1)),
+    "a shared table's gradient that waits for its other use": (
+        "bart",
+        plan(Engine.TORCH, 2, 2, 1, 4, activation_checkpointing=FULL, precision=BF16),
+    ),
     "a gradient that a reduction still names": ("decoder", plan(Engine.TORCH, 2, 2, 1, 1, precision=BF16)),
 }
 SHORT = ("a first reduction that is the last", "a gradient that a reduction still names")
@@ -132,10 +137,11 @@ SHORT = ("a first reduction that is the last", "a gradient that a reduction stil
 @pytest.mark.parametrize("moments", [SHORT, pytest.param([*MOMENTS], marks=pytest.mark.long)])
 def test_short_lived_buffers_are_modelled(moments: Sequence[str], tmp_path: Path) -> None:
     chosen = {moment: MOMENTS[moment] for moment in moments}
-    runs = [Run(model=MODELS[name], plan=one, sequence_length=SEQUENCE_LENGTH) for name, one in chosen.values()]
+    models = MODELS | WITH_LARGE_TABLES
+    runs = [Run(model=models[name], plan=one, sequence_length=SEQUENCE_LENGTH) for name, one in chosen.values()]
     peaks = dict(zip(chosen, measured(runs, tmp_path), strict=True))
     for moment, (name, one) in chosen.items():
-        (known,) = traced(MODELS[name], (one.precision, autocasts(one))).values()
+        (known,) = traced(models[name], (one.precision, autocasts(one))).values()
         predicted = estimate(known, one, DEVICE).allocated_bytes
         assert predicted == pytest.approx(peaks[moment], rel=MOMENT_ERROR_MAX), moment
 

@@ -60,6 +60,7 @@ ROUTES = [
     ("PUT", "/users/ada"),
     ("DELETE", "/users/ada"),
     ("POST", "/jobs/hold"),
+    ("POST", "/sign-in-links"),
     ("POST", "/jobs/release"),
     ("POST", "/jobs/suspend"),
     ("POST", "/jobs/resume"),

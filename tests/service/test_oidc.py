@@ -193,7 +193,7 @@ def test_a_code_that_was_stolen_is_of_no_use_without_the_browsers_verifier(site:
 def test_sign_in_leads_on_to_pages_of_this_service_alone(site: Site) -> None:
     for came_from in (EVIL, "//evil.example/ui/", "/ui/..\\evil", OIDC):
         answer = site.sign_in(came_from)
-        assert f'content="0;url={PAGES}/queue"' in answer.text
+        assert f'content="0;url={PAGES}/overview"' in answer.text
         assert "evil" not in answer.text
         site.browser.cookies.clear()
 

@@ -33,7 +33,7 @@ from tests.service.test_access import TEAMS
 from tests.service.worlds import JOB, World, job_spec
 
 CHROMIUM = shutil.which("chromium")
-FIRST_PAGES = ("/queue", "/jobs/lm-1", "/night?hours=72", "/submit")
+FIRST_PAGES = ("/overview", "/queue", "/jobs/lm-1", "/night?hours=72", "/submit")
 OTHER_PAGES = (
     "/jobs/lm-1/plan",
     "/jobs/lm-1/log",
@@ -75,7 +75,7 @@ class Site:
         """A tab of a new browser profile, on the queue."""
         tab = self.browser.new_context(**context).new_page()
         tab.set_default_timeout(SHOWN_MS)
-        tab.goto(self.url)
+        tab.goto(f"{self.url}{PAGES}/queue")
         tab.fill("#token", token)
         tab.press("#token", "Enter")
         tab.wait_for_url(f"**{PAGES}/queue")
@@ -454,9 +454,9 @@ def test_wrong_tokens_are_counted_where_they_are_typed(world: World) -> None:
 def test_sign_in_leads_back_to_pages_of_this_service_alone(world: World) -> None:
     asked = {
         f"{PAGES}/jobs/lm-1": f"{PAGES}/jobs/lm-1",
-        EVIL: f"{PAGES}/queue",
-        "//evil.example/ui/": f"{PAGES}/queue",
-        f"{PAGES}/..\\evil": f"{PAGES}/queue",
+        EVIL: f"{PAGES}/overview",
+        "//evil.example/ui/": f"{PAGES}/overview",
+        f"{PAGES}/..\\evil": f"{PAGES}/overview",
     }
     for came_from, leads_to in asked.items():
         answer = world.stranger.post(

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from jobs.demo.corpus import write_corpus
 from orchestrator.backends.mlflow.server import MlflowServer
+from orchestrator.service.demo.run import write_files
 from orchestrator.service.server.client import service_file
 from tests.service.test_compare_restart import eventually, here
 from tests.service.test_reach import Machine
 
 __all__ = ["here"]  # a fixture
-DEMO = Path(__file__).parents[2] / "jobs" / "demo"
 
 
 @pytest.mark.long
@@ -24,8 +22,7 @@ DEMO = Path(__file__).parents[2] / "jobs" / "demo"
 def test_the_demos_sweep_outlives_its_service_and_is_one_run_of_its_trials_in_mlflow(here: Machine) -> None:
     from mlflow import MlflowClient
 
-    write_corpus(here.folder / "corpus")
-    (here.folder / "sweep.yaml").write_text((DEMO / "sweep.yaml").read_text())
+    write_files(here.folder)
     (sweep_id,) = here.orc("submit", str(here.folder / "sweep.yaml"))["sweeps"]
     eventually(lambda: here.orc("show", sweep_id)["best"] is not None, "no trial succeeds")
     os.kill(service_file(here.folder / "home")["pid"], signal.SIGKILL)

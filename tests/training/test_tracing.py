@@ -87,7 +87,7 @@ def alternating(seed: int, period: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("model", "segments"),
     [
-        pytest.param(ModelSpec(hf=LLAMA), 3, id="transformers"),
+        pytest.param(ModelSpec(hf=LLAMA), 3, id="transformers", marks=pytest.mark.long),
         pytest.param(ModelSpec(decoder=DECODER), 3, id="decoder", marks=pytest.mark.long),
         pytest.param(ModelSpec(hf=GEMMA), 12, id="two kinds in turn"),
         *(

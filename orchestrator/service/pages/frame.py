@@ -28,6 +28,7 @@ HEADERS = {
 }
 TITLES = {401: "Sign in", 403: "Not allowed", 404: "Not found", 409: "Refused", 422: "Not understood"}
 NAVIGATION = (  # path, words, and the role that it needs
+    ("overview", "Overview", Role.VIEWER),
     ("queue", "Queue", Role.VIEWER),
     ("cluster", "Cluster", Role.VIEWER),
     ("night", "Night", Role.VIEWER),

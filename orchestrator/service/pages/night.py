@@ -45,7 +45,7 @@ def night_data(
         "hours": hours,
         "choices": HOURS,
         "from_s": from_s,
-        "chart": _past(state, jobs, from_s, now_s),
+        "chart": past_chart(state, jobs, from_s, now_s),
         "coming": _coming(expected, now_s),
         "expected": sorted(
             (one for one in expected.values() if one["start_s"] is not None), key=lambda one: one["start_s"] or 0.0
@@ -73,8 +73,8 @@ def _ending(job: Job) -> Mapping[str, Any]:
     }
 
 
-def _past(state: State, jobs: Sequence[Job], from_s: float, now_s: float) -> Markup:
-    """One lane for each device; empty where nothing ran."""
+def past_chart(state: State, jobs: Sequence[Job], from_s: float, now_s: float) -> Markup:
+    """Return a chart with one lane for each device; empty where nothing ran."""
     devices = [(node.name, index) for node in state.nodes for index in range(node.devices)]
     gone = {
         (part.node, index) for job in jobs for one in job.attempts for part in one.placement for index in part.devices

@@ -51,36 +51,21 @@ def queue_data(
     """What the page of the queue shows, one page of ROWS live jobs, and the jobs that ended last."""
     live = in_order(job for job in state.jobs.values() if not job.status.ended)
     waiting = [job for job in live if job.status is JobStatus.QUEUED]
-    positions = {job.id: position for position, job in enumerate(waiting, 1)}
     found = [job for job in live if asked.admits(job, state)]
     just_ended = [job for job in state.jobs.values() if job.status.ended and job.id not in {one.id for one in archived}]
     ended = [job for job in (*reversed(just_ended), *archived) if asked.admits(job, state)]
-    held = holders(state)
-    devices: dict[str, dict[str, list[str]]] = {}
-    for (node, index), job_id in sorted(held.items()):
-        devices.setdefault(job_id, {}).setdefault(node, []).append(str(index))
     pages = max(1, -(-len(found) // ROWS))
     number = min(max(1, number), pages)
     shown = found[(number - 1) * ROWS : number * ROWS]
 
-    def row(job: Job) -> dict[str, Any]:
-        return {
-            "job": view(job.id),
-            "position": positions.get(job.id),
-            "pending": pending(job, state.at_s).value if job.status is JobStatus.QUEUED else "",
-            "devices": ", ".join(f"{node}[{','.join(of_node)}]" for node, of_node in devices.get(job.id, {}).items()),
-            "expected": expected.get(job.id),
-            "ended_at_s": job.last.ended_at_s if job.last else None,
-        }
-
     return {
-        "running": [row(job) for job in shown if job.status is JobStatus.RUNNING],
-        "waiting": [row(job) for job in shown if job.status is JobStatus.QUEUED],
-        "ended": [row(job) for job in ended[:ROWS]] if number == pages else [],
+        "running": job_rows([job for job in shown if job.status is JobStatus.RUNNING], state, view, expected, waiting),
+        "waiting": job_rows([job for job in shown if job.status is JobStatus.QUEUED], state, view, expected, waiting),
+        "ended": job_rows(ended[:ROWS], state, view, expected, waiting) if number == pages else [],
         "counts": {
             "running": len(live) - len(waiting),
             "waiting": len(waiting),
-            "busy": len(held),
+            "busy": len(holders(state)),
             "devices": sum(node.devices for node in state.nodes),
         },
         "found": len(found),
@@ -93,3 +78,24 @@ def queue_data(
         "teams": [team.name for team in state.policy.teams] if state.policy.is_shared else [],
         "is_shared": state.policy.is_shared,
     }
+
+
+def job_rows(
+    jobs: Sequence[Job], state: State, view: Views, expected: Expectations, waiting: Sequence[Job]
+) -> list[Mapping[str, Any]]:
+    """Return a row for each job; its position is that among the `waiting` ones."""
+    positions = {job.id: position for position, job in enumerate(waiting, 1)}
+    devices: dict[str, dict[str, list[str]]] = {}
+    for (node, index), job_id in sorted(holders(state).items()):
+        devices.setdefault(job_id, {}).setdefault(node, []).append(str(index))
+    return [
+        {
+            "job": view(job.id),
+            "position": positions.get(job.id),
+            "pending": pending(job, state.at_s).value if job.status is JobStatus.QUEUED else "",
+            "devices": ", ".join(f"{node}[{','.join(of_node)}]" for node, of_node in devices.get(job.id, {}).items()),
+            "expected": expected.get(job.id),
+            "ended_at_s": job.last.ended_at_s if job.last else None,
+        }
+        for job in jobs
+    ]

@@ -35,12 +35,13 @@ from orchestrator.service.pages.job import (
 from orchestrator.service.pages.live import changes
 from orchestrator.service.pages.night import ENDED_MAX, night_data
 from orchestrator.service.pages.oidc import SignIn
+from orchestrator.service.pages.overview import overview_data
 from orchestrator.service.pages.queue import ROWS, Filter, queue_data
 from orchestrator.service.server.answers import PlainRoute
 from orchestrator.service.server.attempt_files import view_of
 from orchestrator.service.server.cluster_file import kept_cluster
 from orchestrator.service.server.dependencies import NEVER_SEEN, Pages, Service, job_of
-from orchestrator.service.server.gate import OIDC, OIDC_BACK, PAGES, SIGN_IN, STATIC, Gate
+from orchestrator.service.server.gate import LINK, OIDC, OIDC_BACK, PAGES, SIGN_IN, STATIC, Gate
 from orchestrator.service.server.intake import read_jobs
 from orchestrator.service.server.ownership import may_change
 from orchestrator.service.server.sessions import drop, keep
@@ -53,10 +54,12 @@ from orchestrator.specs.order import Order
 from orchestrator.specs.parse import parse_cluster, parse_jobs, read_document
 from orchestrator.specs.replace import replace
 
+START = f"{PAGES}/overview"
 PAGE_ROLES = {
     ("GET", PAGES): Role.VIEWER,
     ("POST", f"{PAGES}/logout"): Role.VIEWER,
     ("GET", f"{PAGES}/events"): Role.VIEWER,
+    ("GET", START): Role.VIEWER,
     ("GET", f"{PAGES}/queue"): Role.VIEWER,
     ("GET", f"{PAGES}/jobs/{{job_id}}"): Role.VIEWER,
     ("GET", f"{PAGES}/jobs/{{job_id}}/plan"): Role.VIEWER,
@@ -77,7 +80,6 @@ PAGE_ROLES = {
 FILES = {"htmx.min.js": "text/javascript", "pages.js": "text/javascript", "pages.css": "text/css"}
 ENDED_FILTERED = 200  # ended jobs among which the queue filters
 AUDIT_ROWS = 100
-START = f"{PAGES}/queue"
 NOTHING_ASKED = {"order": "", "cluster": "", "job": ""}  # of what-if
 EXAMPLE = """\
 name: my-job
@@ -98,8 +100,10 @@ def _add(app: FastAPI, service: Service, gate: Gate) -> None:
         ("GET", f"{STATIC}{{name}}"): _file,
         ("GET", SIGN_IN): pages.sign_in,
         ("POST", SIGN_IN): pages.signed_in,
+        ("GET", f"{LINK}{{code}}"): pages.signed_in_by_link,
         ("POST", f"{PAGES}/logout"): pages.sign_out,
         ("GET", f"{PAGES}/events"): pages.events,
+        ("GET", START): pages.overview,
         ("GET", f"{PAGES}/queue"): pages.queue,
         ("GET", f"{PAGES}/jobs/{{job_id}}"): pages.job,
         ("GET", f"{PAGES}/jobs/{{job_id}}/plan"): pages.plan,
@@ -210,6 +214,21 @@ class _Pages:
         status = 429 if is_guessing else 401
         return self._sign_in_page(request, came_from, message, status)
 
+    def signed_in_by_link(self, request: Request) -> Response:
+        """Sign the browser in by a link of `orc open`; lead to the page that it names."""
+        came_from = _own_path(request.query_params.get("next", ""))
+        cookie = None
+        if not self._gate.is_guessing(request, count=False):
+            cookie = self._gate.links.claim(request.path_params["code"])
+        if cookie is None:
+            self._gate.is_guessing(request)
+            message = "This link was used before, or is older than five minutes: `orc open` makes another."
+            return self._sign_in_page(request, came_from, message, 403)
+        # a page, and no redirect: browsers send a SameSite=Strict cookie only where a page of ours leads on
+        answer = page(request, "signed_in", came_from=came_from)
+        keep(request, answer, cookie)
+        return answer
+
     async def events(self, request: Request) -> Response:
         """Server-sent events: one for each version of the state that the page has not seen."""
         seen = request.headers.get("last-event-id") or request.query_params.get("seen", "")
@@ -222,6 +241,11 @@ class _Pages:
         return StreamingResponse(stream, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
 
     # ---------------------------------------------------------------------------------------------------------- pages
+
+    def overview(self, request: Request) -> Response:
+        archived = self._controller.ended(ENDED_MAX)
+        state, expected = self._controller.state, self._forecasts.newest()
+        return self._page(request, "overview", **overview_data(state, archived, self._job, expected, time.time()))
 
     def queue(self, request: Request) -> Response:
         query = request.query_params

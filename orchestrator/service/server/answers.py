@@ -47,6 +47,12 @@ class NotReadyAnswer(ErrorAnswer):
     problems: NotRequired[list[str]]
 
 
+class LinkAnswer(TypedDict):
+    """A link that signs a browser in, once."""
+
+    path: str
+
+
 class WhoAnswer(TypedDict):
     """Who the service takes the sender for."""
 

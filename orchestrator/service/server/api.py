@@ -24,6 +24,7 @@ from orchestrator.service.server.answers import (
     EmptyAnswer,
     JoinAnswer,
     KeptAnswer,
+    LinkAnswer,
     NewTokenAnswer,
     NotReadyAnswer,
     PlainRoute,
@@ -43,7 +44,7 @@ from orchestrator.service.server.attempt_files import beats
 from orchestrator.service.server.client import user_name
 from orchestrator.service.server.dependencies import NUMBER_MAX, Forbidden, Sender, Service, Unknown, seen_from
 from orchestrator.service.server.ended import Reports, report_of
-from orchestrator.service.server.gate import Gate, Gated, limiter, refusal
+from orchestrator.service.server.gate import LINK, Gate, Gated, limiter, refusal
 from orchestrator.service.server.job_routes import add_file_routes, add_job_routes, add_log_routes
 from orchestrator.service.server.join_token import secret_of
 from orchestrator.service.server.members import Members, machine
@@ -60,6 +61,7 @@ from orchestrator.service.server.requests import (
     UserRequest,
 )
 from orchestrator.service.server.sessions import Sessions
+from orchestrator.service.server.sign_in_links import SignInLinks
 from orchestrator.service.server.verb_routes import add_verb_routes
 from orchestrator.service.server.waits import Waits
 from orchestrator.service.transfer.store import BODY_BYTES_MAX as UPLOAD_BYTES_MAX
@@ -90,6 +92,7 @@ ASK_AGAIN_S = 5  # after a commit whose outcome is not known: a service is start
 ROLES = {  # needed by each route; one that is missing here needs an admin
     ("GET", "/openapi.json"): Role.VIEWER,
     ("GET", "/whoami"): Role.VIEWER,
+    ("POST", "/sign-in-links"): Role.VIEWER,
     ("GET", "/jobs"): Role.VIEWER,
     ("GET", "/jobs/{job_id}"): Role.VIEWER,
     ("GET", "/jobs/{job_id}/explanation"): Role.VIEWER,
@@ -157,6 +160,7 @@ def create_app(service: Service) -> FastAPI:
         joining=JOINING,
         join_secret=lambda: secret_of(service.home),
         sessions=Sessions(owner_token=service.token, owner=user_name(), accounts=service.accounts),
+        links=SignInLinks(),
         pages=service.pages,
     )
     app.add_middleware(Gated, gate=gate)
@@ -173,6 +177,7 @@ def create_app(service: Service) -> FastAPI:
     _add_service_routes(app, service)
     _add_member_routes(app, service)
     _add_account_routes(app, service)
+    _add_sign_in_route(app, gate)
     _add_journal_routes(app, service)
     if service.pages is not None:
         service.pages.add(app, service, gate)
@@ -311,6 +316,17 @@ def _members(service: Service) -> Members:
     if service.members is None:
         raise ServiceError("the service's Ray is not its own: start Ray on that machine by hand, with `ray start`")
     return service.members
+
+
+def _add_sign_in_route(app: FastAPI, gate: Gate) -> None:
+    @app.post("/sign-in-links", **answers(LinkAnswer))
+    def sign_in_link(request: Request) -> dict[str, str]:
+        """Return the path of a link that signs one browser in as the sender, within five minutes."""
+        token = request.headers.get("authorization", "").removeprefix("Bearer ")
+        cookie = gate.sessions.cookie(token)
+        if cookie is None:
+            raise ServiceError("a browser's session gives no link: send a token")
+        return {"path": f"{LINK}{gate.links.add(cookie)}"}
 
 
 def _add_account_routes(app: FastAPI, service: Service) -> None:

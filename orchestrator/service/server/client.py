@@ -81,6 +81,12 @@ class Client:
         """The user and the role that the service knows this token by."""
         return self._json("GET", "/whoami")
 
+    def sign_in_link(self, job_id: str | None) -> str:
+        """Return a link that signs one browser in, once, and leads to the job's page; else to the first page."""
+        path = self._json("POST", "/sign-in-links")["path"]
+        next_page = f"?next={quote(f'/ui/jobs/{job_id}', safe='')}" if job_id else ""
+        return f"{str(self._http.base_url).rstrip('/')}{path}{next_page}"
+
     def users(self) -> list[dict[str, Any]]:
         """Every user with its role."""
         return self._json("GET", "/users")["users"]

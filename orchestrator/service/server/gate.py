@@ -27,6 +27,7 @@ from orchestrator.backends.mlflow.server import ADDRESS as MLFLOW
 from orchestrator.service.server.join_token import PREFIX as JOIN_PREFIX
 from orchestrator.service.server.logs import REQUEST
 from orchestrator.service.server.sessions import Sessions, is_same_origin
+from orchestrator.service.server.sign_in_links import SignInLinks
 from orchestrator.specs.access import Principal, Role
 from orchestrator.specs.errors import ServiceError
 
@@ -34,9 +35,9 @@ SIGN_IN_BYTES_MAX = 4096
 BODY_BYTES_MAX = 16 * 2**20  # some 10,000 jobs
 PAGES, REPORT = "/ui", "/report"
 SIGN_IN, STATIC = f"{PAGES}/login", f"{PAGES}/static/"
-OIDC = f"{SIGN_IN}/oidc"
+OIDC, LINK = f"{SIGN_IN}/oidc", f"{SIGN_IN}/link/"
 OIDC_BACK = f"{OIDC}/callback"
-SIGNING_IN = ("/", SIGN_IN, OIDC, OIDC_BACK)  # with the files below STATIC: no session, nothing about jobs
+SIGNING_IN = ("/", SIGN_IN, OIDC, OIDC_BACK)  # with what is below STATIC and LINK: no session, nothing about jobs
 OPEN = ("/healthz", "/readyz")  # for probes: any Host, no token, nothing about jobs
 WRONG_TOKENS = RateLimitItemPerMinute(20)  # of one address
 CHANGES = RateLimitItemPerMinute(6000)  # of one user: a batch of jobs is one
@@ -77,6 +78,7 @@ class Gate:
     body_bytes_max: Mapping[tuple[str, str], int]  # of routes that take more than BODY_BYTES_MAX
     rates: MovingWindowRateLimiter
     sessions: Sessions
+    links: SignInLinks
     pages: PageAnswers | None  # None: the API alone
 
     async def verdict(self, request: Request) -> tuple[Response | None, bool]:
@@ -90,7 +92,7 @@ class Gate:
             return refusal(403, "a page of another site sent this"), False
         principal = await run_in_threadpool(self.principal, request)
         request.state.principal = principal
-        if request.url.path in SIGNING_IN or request.url.path.startswith(STATIC):
+        if request.url.path in SIGNING_IN or request.url.path.startswith((STATIC, LINK)):
             return _signing_in(request), False
         if principal is None:
             if by_browser and is_page(request.url.path):

@@ -19,6 +19,7 @@ from orchestrator.service.terminal.tables import attempts_table, progress_line, 
 from orchestrator.service.views.records import AttemptView, JobView
 from orchestrator.specs.fault import Fault
 from orchestrator.specs.job.spec import JobSpec
+from orchestrator.specs.units import format_bytes
 
 ENDS = ("succeeded", "failed", "refused", "cancelled")
 BAR_WIDTH = 20
@@ -56,7 +57,8 @@ def follow(client: Client, job_id: str, console: Console) -> JobView:
         said: list[str] = []
         said_at_s = 0.0
         for job in _changes(client, job_id):
-            for line in _lines(job):
+            waiting = [f"{job_id}: queued: {job['reason']}"] if job["status"] == "queued" else []
+            for line in (*story(job), *waiting):
                 if line not in said:
                     said.append(line)
                     console.print(line, highlight=False, markup=False, soft_wrap=True)
@@ -113,19 +115,28 @@ def _changes(client: Client, job_id: str) -> Iterator[JobView]:
             return
 
 
-def _lines(job: JobView) -> list[str]:
-    """The job's events so far, one line each, in order; lines only ever get appended."""
-    lines = []
+def story(job: JobView) -> list[str]:
+    """Return what has happened to the job's attempts, one line each, in order; later calls only append."""
+    lines, before = [], None
     for attempt in job["attempts"]:
         lines.append(f"{job['id']}: attempt {attempt['number']} on {attempt['placement']}: {attempt['plan']}")
         if attempt["change"]:
-            lines.append(f"{job['id']}:   changed {', '.join(attempt['change'])}: {attempt['change_reason']}")
+            lines.append(f"{job['id']}:   {_change(attempt, before)}")
         lines += _ending(job, attempt)
+        before = attempt
     if job["status"] in ENDS:
         lines.append(f"{job['id']}: {job['status']}: {job['reason']}")
-    elif job["status"] == "queued":
-        lines.append(f"{job['id']}: queued: {job['reason']}")
     return lines
+
+
+def _change(attempt: AttemptView, before: AttemptView | None) -> str:
+    """Return what the attempt changed, from which step it goes on, and why where the end before did not say so."""
+    changes = ", ".join(attempt["change"])
+    step = before["checkpoint_step"] if before else None
+    resumed = f"; resumed at step {step}" if step else ""
+    failure = before["failure"] if before else None
+    is_said = failure is not None and failure["reason"] == attempt["change_reason"]
+    return f"-> {changes}{resumed}" if is_said else f"-> {changes}{resumed}: {attempt['change_reason']}"
 
 
 def _ending(job: JobView, attempt: AttemptView) -> list[str]:
@@ -133,8 +144,16 @@ def _ending(job: JobView, attempt: AttemptView) -> list[str]:
     if attempt["status"] != "ended":
         return []
     if failure is None:
-        return [f"{job['id']}: attempt {attempt['number']} succeeded"]
+        return [f"{job['id']}: attempt {attempt['number']} succeeded{_peaks(attempt)}"]
     return [f"{job['id']}: attempt {attempt['number']} ended: {failure['kind']}: {failure['reason']}"]
+
+
+def _peaks(attempt: AttemptView) -> str:
+    if not attempt["peak_bytes"]:
+        return ""
+    predicted = attempt["predicted_bytes"]
+    beside = f", {format_bytes(predicted)} predicted" if predicted else ""
+    return f": peak {format_bytes(attempt['peak_bytes'])}{beside}"
 
 
 def _show_progress(job: JobView, bar: Progress, task: TaskID, console: Console, said_at_s: float) -> float:

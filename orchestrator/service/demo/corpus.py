@@ -5,20 +5,15 @@ from __future__ import annotations
 import sysconfig
 from pathlib import Path
 
-FOLDER = Path(__file__).parent / "corpus"
 MODULES = ("argparse", "ast", "dataclasses", "difflib", "inspect", "pathlib", "statistics", "typing")
 
 
-def write_corpus(folder: Path = FOLDER) -> list[Path]:
-    """The files written: one text per module, the same on every run of one Python."""
+def write_corpus(folder: Path) -> None:
+    """Write one text per module, the same on every run of one Python."""
     folder.mkdir(parents=True, exist_ok=True)
     library = Path(sysconfig.get_paths()["stdlib"])
-    written = []
     for module in MODULES:
         source = library / f"{module}.py"
         if not source.is_file():  # some modules are packages from Python 3.13 on
             source = library / module / "_local.py"
-        target = folder / f"{module}.txt"
-        target.write_text(source.read_text(encoding="utf-8"), encoding="utf-8")
-        written.append(target)
-    return written
+        (folder / f"{module}.txt").write_text(source.read_text(encoding="utf-8"), encoding="utf-8")

@@ -1,0 +1,98 @@
+"""`orc demo`: jobs through the real service, Ray, MLflow and two virtual devices, each with a promise."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Mapping
+from contextlib import closing
+from pathlib import Path
+
+from rich.console import Console
+
+from orchestrator.service.demo.corpus import write_corpus
+from orchestrator.service.demo.promises import PROMISES, SHORT, Promise, outcomes, recovered
+from orchestrator.service.server.client import Client
+from orchestrator.service.server.intake import EMBEDDED_CLUSTER, read_jobs, read_overrides
+from orchestrator.service.server.lifecycle import start
+from orchestrator.service.terminal.follow import ENDS, story
+from orchestrator.service.terminal.tables import attempts_table
+from orchestrator.service.views.records import JobView
+
+FILES = Path(__file__).with_name("files")
+HOME, CLUSTER = "home", "two-virtual-devices.yaml"  # in the folder of the demo
+TIMEOUT_S = 1800.0  # on two cores under a load of ten five jobs took 740 s (2026-11-22)
+POLL_S = 0.3
+
+
+def write_files(folder: Path) -> None:
+    """Write the job files, their scripts, their corpus and a cluster file; files that exist are replaced."""
+    shutil.copytree(FILES, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
+    write_corpus(folder / "corpus")
+    (folder / CLUSTER).write_text(EMBEDDED_CLUSTER)
+
+
+def run(folder: Path, home: Path, console: Console, *, every: bool) -> int:
+    """Run two jobs, or with `every` all five; return 0 only if each ends as promised."""
+    console.print(f"Writing job files to {folder}; starting the service, Ray and MLflow. No GPU is used.")
+    write_files(folder)
+    promises = {folder / name: PROMISES[name] for name in (PROMISES if every else SHORT)}
+    _, broken = play(promises, home, folder / CLUSTER, console)
+    console.print(f"\nThe service is still up. Go on with:\n\n  export ORC_HOME={home}")
+    for command, meaning in (
+        ("orc explain wrong-profile-2", "predicted bytes beside the measured ones, and what recovery changed"),
+        (f"orc plan {folder / 'fits.yaml'}", "every plan of a job, before anything starts"),
+        ("orc open", "the pages in a browser, signed in"),
+    ):
+        console.print(f"  {command:<44} # {meaning}", soft_wrap=True)
+    console.print("\n`orc down` stops the service.")
+    return 1 if broken else 0
+
+
+def play(
+    promises: Mapping[Path, Promise], home: Path, cluster: Path, console: Console
+) -> tuple[list[JobView], list[Path]]:
+    """Run the jobs of these files; return them as they ended, and the files whose promise is broken.
+
+    Each run has families of its own: otherwise the service would know from the last one what fails.
+    """
+    began_s = time.monotonic()
+    start(home, cluster, None)
+    with closing(Client(home)) as client:
+        specs = []
+        for path in promises:
+            (spec,) = read_jobs(path, read_overrides([f"family={path.stem}-{time.time_ns()}"]), home)
+            specs.append(spec.model_dump(mode="json"))
+        job_ids, _, _ = client.submit_all(specs)
+        jobs = _follow(client, job_ids, console)
+    console.print()
+    console.print(attempts_table(jobs))
+    console.print()
+    broken = []
+    for (path, (promise, holds)), job in zip(promises.items(), jobs, strict=True):
+        is_kept = job["status"] in ENDS and holds(job)
+        console.print(f"  [green]✓[/] {job['id']} {promise}" if is_kept else f"  [red]✗[/] {job['id']} {promise}")
+        broken += [] if is_kept else [path]
+    failures = sum(outcomes(job).count("device_oom") for job in jobs)
+    console.print(
+        f"\n{time.monotonic() - began_s:.0f} s. Recovered: {sum(map(recovered, jobs))} of {len(jobs)} jobs. Real"
+        f" out-of-memory failures: {failures}."
+    )
+    return jobs, broken
+
+
+def _follow(client: Client, job_ids: list[str], console: Console) -> list[JobView]:
+    """Print what happens to the jobs; return them once all have ended, or after TIMEOUT_S."""
+    until_s = time.monotonic() + TIMEOUT_S
+    printed: dict[str, int] = dict.fromkeys(job_ids, 0)
+    while True:
+        views = {job["id"]: job for job in client.jobs()}
+        jobs = [views[job_id] for job_id in job_ids]
+        for job in jobs:
+            lines = story(job)
+            for line in lines[printed[job["id"]] :]:
+                console.print(line, highlight=False, markup=False, soft_wrap=True)
+            printed[job["id"]] = len(lines)
+        if time.monotonic() > until_s or all(job["status"] in ENDS for job in jobs):
+            return jobs
+        time.sleep(POLL_S)
