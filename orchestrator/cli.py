@@ -32,6 +32,7 @@ from orchestrator.service.terminal import (
     purge,
     report,
     simulation,
+    verbs,
     watch,
 )
 from orchestrator.service.terminal.command_group import Commands
@@ -326,27 +327,7 @@ def rehearse(
     raise typer.Exit(run_to_end(spec, Fault(kind=fail, rank=rank, step=step), service_of(home), as_json))
 
 
-@app.command()
-def queue(
-    ended: Annotated[
-        int, typer.Option("--ended", min=0, max=1000, help="Number of ended jobs shown, newest first.")
-    ] = 100,
-    home: Home = DEFAULT_HOME,
-    as_json: AsJson = False,
-) -> None:
-    """List jobs: status, plan and reason."""
-    from rich.console import Group
-
-    from orchestrator.service.terminal.sweep_tables import sweeps_table
-    from orchestrator.service.terminal.tables import queue_table
-
-    client = client_of(home)
-    jobs = client.jobs(ended)
-    shown = {job["id"] for job in jobs}
-    sweeps = [one for one in client.sweeps() if not shown.isdisjoint(trial["job"] for trial in one["trials"])]
-    table = Group(queue_table(jobs), "", sweeps_table(sweeps)) if sweeps else queue_table(jobs)
-    words = "The queue is empty. `orc submit FILE` adds a job."
-    tell({"jobs": jobs, "sweeps": sweeps}, as_json, table if jobs else words)
+app.command()(verbs.queue)
 
 
 @app.command()
@@ -427,34 +408,13 @@ def get(
     tell({"folder": str(folder), "bytes": size_bytes, "left_out": left_out}, as_json, words)
 
 
-@app.command()
-def cancel(
-    ids: Annotated[
-        list[str],
-        typer.Argument(metavar="JOB...", help="Ids of jobs, as `orc queue` shows them.", autocompletion=job_ids),
-    ],
-    whole_arrays: Annotated[bool, typer.Option("--array", help="Cancel the whole arrays of these jobs.")] = False,
-    home: Home = DEFAULT_HOME,
-    as_json: AsJson = False,
-) -> None:
-    """Cancel jobs, all or none, or a sweep. Ranks get SIGTERM, and SIGKILL ten seconds later."""
-    cancelled = client_of(home).cancel(ids, whole_arrays=whole_arrays)
-    are = "is" if len(cancelled) == 1 else "are"
-    words = f"{', '.join(cancelled)} {are} being cancelled." if cancelled else "No trial was live. The sweep has ended."
-    tell({"cancelled": cancelled}, as_json, words)
-
-
-@app.command()
-def retry(
-    job_id: Annotated[str, typer.Argument(metavar="JOB", help="Id of a job that asks.", autocompletion=job_ids)],
-    allow: Annotated[str | None, typer.Option(metavar="CLASS", help="numeric or semantic changes.")] = None,
-    global_batch_size: Annotated[int | None, typer.Option(min=1, help="Samples of a step from now on.")] = None,
-    home: Home = DEFAULT_HOME,
-    as_json: AsJson = False,
-) -> None:
-    """Allow what a job asks for that has no plan of the same training left: it goes on."""
-    client_of(home).retry(job_id, allow=allow, global_batch_size=global_batch_size)
-    tell({"retried": job_id}, as_json, f"{job_id} goes on.")
+app.command()(verbs.cancel)
+app.command()(verbs.hold)
+app.command()(verbs.release)
+app.command()(verbs.suspend)
+app.command()(verbs.resume)
+app.command()(verbs.update)
+app.command()(verbs.retry)
 
 
 @app.command()

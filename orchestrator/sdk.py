@@ -21,7 +21,7 @@ from typing import Any
 
 from orchestrator.service.server.client import LONG_POLL_S
 from orchestrator.service.server.client import Client as Connection
-from orchestrator.service.server.intake import JobSource
+from orchestrator.service.server.intake import JobSource, with_zone
 from orchestrator.service.server.logins import DEFAULT_HOME, Login, login_of
 from orchestrator.service.server.sending import read_for
 from orchestrator.service.terminal.follow import ENDS, log_lines
@@ -163,6 +163,34 @@ class Job:
         """Ask for its end. Raises ServiceError where it has ended."""
         self._connection.cancel([self.id], whole_arrays=False)
 
+    def hold(self) -> None:
+        """Keep it from starting. Raises ServiceError where it runs or has ended."""
+        self._connection.change("hold", [self.id])
+
+    def release(self) -> None:
+        """Let it start. Raises ServiceError where it has ended."""
+        self._connection.change("release", [self.id])
+
+    def suspend(self) -> None:
+        """Have it save, leave its devices, and wait until it is resumed. Raises ServiceError where it has ended."""
+        self._connection.change("suspend", [self.id])
+
+    def resume(self) -> None:
+        """Let it go on. Raises ServiceError where it has ended."""
+        self._connection.change("resume", [self.id])
+
+    def update(self, **settings: Any) -> None:
+        """Change `priority`, `deadline` or `time_limit`. Raises SpecError for others, ServiceError where it ended."""
+        self._connection.update(self.id, with_zone(_overrides(settings)))
+
+    def retry(self, **overrides: Any) -> Job:
+        """Submit it again, as `Client.submit` has overrides; returns the new job. Raises ServiceError before its end.
+
+        It continues from its newest checkpoint unless the overrides change the training; `info()` says so.
+        """
+        answer = self._connection.retry(self.id, with_zone(_overrides(overrides)))
+        return Job(self._connection, answer["id"])
+
     def logs(self, attempt: int | None = None, rank: int = 0) -> str:
         """The log of a rank so far: of one attempt, counted from 1, or of the last one."""
         return "".join(text for _, text in log_lines(self._connection, self.id, attempt, rank, to_the_end=False))
@@ -261,8 +289,32 @@ class AsyncJob:
         return _succeeded(await self.wait(timeout))
 
     async def cancel(self) -> None:
-        """As `Job.cancel`."""
+        """`Job.cancel`."""
         await asyncio.to_thread(self._job.cancel)
+
+    async def hold(self) -> None:
+        """`Job.hold`."""
+        await asyncio.to_thread(self._job.hold)
+
+    async def release(self) -> None:
+        """`Job.release`."""
+        await asyncio.to_thread(self._job.release)
+
+    async def suspend(self) -> None:
+        """`Job.suspend`."""
+        await asyncio.to_thread(self._job.suspend)
+
+    async def resume(self) -> None:
+        """`Job.resume`."""
+        await asyncio.to_thread(self._job.resume)
+
+    async def update(self, **settings: Any) -> None:
+        """`Job.update`."""
+        await asyncio.to_thread(self._job.update, **settings)
+
+    async def retry(self, **overrides: Any) -> AsyncJob:
+        """`Job.retry`."""
+        return AsyncJob(await asyncio.to_thread(self._job.retry, **overrides))
 
     async def logs(self, attempt: int | None = None, rank: int = 0) -> str:
         """As `Job.logs`."""

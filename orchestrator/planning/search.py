@@ -59,6 +59,7 @@ UNPLANNED = {
     "source": None,
     "guarantee": None,
     "objective": "trusted",
+    "time_limit": None,
 }
 UNPLANNED_TRAINING: dict[str, Any] = {
     name: getattr(TrainingSpec(), name)

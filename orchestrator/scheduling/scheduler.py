@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from orchestrator.scheduling.base.holds import with_hold_reason
 from orchestrator.scheduling.base.job_updates import archive_if_done
 from orchestrator.scheduling.policies.registry import index_of
 from orchestrator.scheduling.queue.demand import record_demand
 from orchestrator.scheduling.queue.dependencies import on_dependency_ended
-from orchestrator.scheduling.scheduling_pass.dispatch import climb, empty_nodes, give_up, schedule
+from orchestrator.scheduling.scheduling_pass.dispatch import climb, empty_nodes, end_expired, give_up, schedule
 from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
 from orchestrator.scheduling.transitions import apply
 from orchestrator.specs.actions import Action, Record
@@ -23,6 +24,7 @@ from orchestrator.specs.events import (
     PaceReported,
     Submitted,
     TimerFired,
+    UpdateRequested,
 )
 from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.replace import replace
@@ -51,10 +53,11 @@ class Scheduler:
         state, told = apply(before, event)
         index = self._index = _updated(self._index, before, state, event)
         state = index.state = _with_demand(before, state, index, event)
+        state, expired = end_expired(state, index)
         state, stopped = empty_nodes(state, index)
         state, climbing = climb(state, index, event) if isinstance(event, PaceReported) else (state, ())
         state, given_up = give_up(state, index)
-        actions, news = (*told, *stopped, *climbing, *given_up), (*told, *given_up)
+        actions, news = (*told, *expired, *stopped, *climbing, *given_up), (*told, *given_up)
         while True:
             state, followed = _followed(state, index, news)
             state, news = schedule(state, index)
@@ -67,7 +70,8 @@ class Scheduler:
     def wake_at_s(self) -> float | None:
         """When to send a TimerFired, if no other event comes first; None: never.
 
-        At that time a back-off ends, a start window opens, a node closes or opens, or a job's headroom is over.
+        At that time a back-off ends, a start window opens, a node closes or opens, a time limit is over, or a job's
+        headroom is.
         """
         at_s, reevaluate_at_s = self.state.at_s, self.state.reevaluate_at_s
         times_s = [time_s for time_s in (self._index.wake_at_s(at_s), reevaluate_at_s) if time_s is not None]
@@ -103,7 +107,10 @@ def _updated(index: SchedulerIndex, before: State, after: State, event: Event) -
             known, now = before.jobs.get(event.job_id), after.jobs.get(event.job_id)
             if known is not now:
                 index.update_job(known, now)
-            if any(one.job_id == event.job_id for one in after.reservations):  # cancelled: no job waits for these
+            # cancelled or held: no job waits for these; or it waits as another one
+            if known is not now and isinstance(event, UpdateRequested):
+                index.is_stale = True
+            if any(one.job_id == event.job_id for one in after.reservations):
                 index.is_stale = True
     if after.reevaluate_at_s is not None and after.reevaluate_at_s <= after.at_s:
         index.is_stale = True
@@ -127,7 +134,7 @@ def _followed(state: State, index: SchedulerIndex, actions: Sequence[Action]) ->
     for one in ended:
         for job_id in index.followers_of(one.id):
             known = state.jobs[job_id]
-            job = on_dependency_ended(known, one)
+            job = with_hold_reason(on_dependency_ended(known, one))
             state, archived = archive_if_done(state, job)
             index.update_job(known, job)
             if job.status.ended:

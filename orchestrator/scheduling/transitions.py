@@ -6,8 +6,10 @@ from collections.abc import Sequence
 
 from orchestrator.memory.calibration.calibrate import remembered
 from orchestrator.scheduling.base.drain import drain_requested
+from orchestrator.scheduling.base.holds import update_requested, with_hold_reason
 from orchestrator.scheduling.base.job_updates import archive_if_done, with_job
 from orchestrator.scheduling.base.pending import Pending
+from orchestrator.scheduling.base.time_limits import is_over, over_limit
 from orchestrator.scheduling.failures.classify import classify
 from orchestrator.scheduling.failures.observation import observe, warnings
 from orchestrator.scheduling.failures.places import with_places
@@ -30,6 +32,7 @@ from orchestrator.specs.events import (
     Started,
     Submitted,
     TimerFired,
+    UpdateRequested,
 )
 from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.observation import Observation
@@ -53,6 +56,8 @@ def apply(state: State, event: Event) -> tuple[State, tuple[Action, ...]]:
             return _cancel_requested(state, event)
         case RetryRequested():
             return _retry_requested(state, event), ()
+        case UpdateRequested():
+            return update_requested(state, event)
         case DrainRequested():
             return drain_requested(state, event), ()
         case NodesSeen():
@@ -82,6 +87,9 @@ def _submitted(state: State, event: Submitted) -> tuple[State, tuple[Action, ...
         array=event.array,
         deadline_s=event.spec.deadline.due_s(event.at_s) if event.spec.deadline else None,
         fault=event.fault,
+        retry_of=event.retry_of,
+        continues_from=event.continues_from,
+        continues_step=event.continues_step,
         reason=event.unreadable or Pending.CLUSTER_UNSEEN.phrase,
         unreadable=event.unreadable,
     )
@@ -110,14 +118,15 @@ def _retry_requested(state: State, event: RetryRequested) -> State:
     job = state.jobs.get(event.job_id)
     if job is None or not job.asks or job.status is not JobStatus.QUEUED:
         return state
-    return with_job(state, replace(job, spec=event.spec, asks="", reason="goes on with what was allowed"))
+    allowed = replace(job, spec=event.spec, asks="", reason="goes on with what was allowed")
+    return with_job(state, with_hold_reason(allowed))
 
 
 def _started(state: State, event: Started) -> tuple[State, tuple[Action, ...]]:
     job, attempt = _find(state, event.job_id, event.number)
     if job is None or attempt is None or attempt.status is not AttemptStatus.LAUNCHING:
         return state, ()
-    attempt = replace(attempt, status=AttemptStatus.RUNNING)
+    attempt = replace(attempt, status=AttemptStatus.RUNNING, started_at_s=event.at_s)
     job = _with_attempt(job, attempt)
     return with_job(state, job), (Record(job=job, attempt=attempt),)
 
@@ -154,6 +163,10 @@ def _finished(state: State, event: Finished) -> tuple[State, tuple[Action, ...]]
     attempt = replace(attempt, failure=failure)
     job = _with_attempt(job, attempt)
     job = _succeeded(job, attempt, event.evidence) if failure is None else _failed(job, attempt, failure, event.at_s)
+    if job.status is JobStatus.QUEUED and is_over(job, event.at_s):
+        over = over_limit(job, attempt)
+        job = replace(job, status=JobStatus.FAILED, reason=f"{over.kind}: {over.reason}")
+    job = job if job.status.ended else with_hold_reason(job)
     observed = observe(job, attempt, capacity_bytes)
     state = _with_observations(state, () if observed is None else (observed,))
     return with_job(state, job), (Record(job=job, attempt=attempt),)

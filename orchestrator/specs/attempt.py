@@ -63,6 +63,7 @@ class FailureKind(StrEnum):
     USER_ERROR = "user_error"  # the program itself is wrong
     CANCELLED = "cancelled"  # the user asked for the end
     PROBED = "probed"  # the attempt was ended after it had measured what its plan needs
+    TIME_LIMIT = "time_limit"  # the job's `time_limit` is over: it was asked to save and end
 
 
 class Cause(StrEnum):
@@ -284,7 +285,9 @@ class Attempt:
     leaves_by_s: float | None = None  # when it has ended at the latest, where we asked for that
     held_placement: Placement = ()  # devices that are kept for the attempt after it, while it leaves
     climbs_to: Plan | None = None  # that the next attempt takes: it is faster, and fits by what was measured
+    over_limit: bool = False  # we asked for its end because the job's time limit was over
     launched_at_s: float
+    started_at_s: float | None = None  # when every rank's process ran; None: not yet, or never
     ended_at_s: float | None = None
     pace: Pace | None = None  # as last told while it ran; None: as was expected
     released: bool = False  # its devices report their memory free again

@@ -31,6 +31,9 @@ class Submitted:
     array: str | None = None  # id of the first job of its array
     satisfied: tuple[str, ...] = ()  # ids of jobs that it comes after, and that have ended before as it wants
     request: RequestKey | None = None  # what its submission was sent under
+    retry_of: str | None = None  # id of the ended job that is submitted again
+    continues_from: str | None = None  # id of the job with whose newest checkpoint it begins
+    continues_step: int = 0  # of that checkpoint
     unreadable: str = ""  # why its row could not be read: the job is known by its id alone, and never starts
     type: Literal["submitted"] = "submitted"
 
@@ -51,6 +54,17 @@ class RetryRequested:
     spec: JobSpec  # with that
     at_s: float
     type: Literal["retry_requested"] = "retry_requested"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateRequested:
+    """A job that has not ended is held, or not, and has another priority, deadline or time limit from now on."""
+
+    job_id: str
+    spec: JobSpec  # with these
+    held_by: str | None = None  # the user who holds it: a running attempt is asked to save and end; None: nobody
+    at_s: float
+    type: Literal["update_requested"] = "update_requested"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,6 +154,7 @@ Event = (
     Submitted
     | CancelRequested
     | RetryRequested
+    | UpdateRequested
     | DrainRequested
     | NodesSeen
     | Started

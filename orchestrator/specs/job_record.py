@@ -43,6 +43,10 @@ class Job:
     deadline_s: float | None = None  # by when it should be done
     starts_by_s: float | None = None  # from when on it has the speed that it is promised; None: it is promised none
     cancelling: bool = False
+    held_by: str | None = None  # the user who holds it: it does not start until it is released
+    retry_of: str | None = None  # id of the ended job that it retries
+    continues_from: str | None = None  # id of the job with whose newest checkpoint it begins; None: from step 0
+    continues_step: int = 0  # of that checkpoint
     asks: str = ""  # what a person has to allow before it goes on; meanwhile it waits for no devices
     asks_until_s: float = 0.0  # when it fails without an answer
     cancel_reason: str = ""  # of the service's own; "" where somebody asked

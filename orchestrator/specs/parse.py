@@ -106,6 +106,11 @@ def job_from_data(data: Mapping[str, Any], source: str) -> JobSpec:
     return spec
 
 
+def with_overrides(spec: JobSpec, overrides: Sequence[Override], source: str) -> JobSpec:
+    """Return the job after `--set key=value`, read and judged as a job file. Raises SpecError."""
+    return _validate(JobSpec, _with(Document(source=source, data=spec.model_dump(mode="json"), lines={}), overrides))
+
+
 class _WithSweep(SpecModel):
     """The part of a job file that says a sweep."""
 

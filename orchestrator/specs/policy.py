@@ -47,6 +47,21 @@ class TeamSpec(SpecModel):
     users: tuple[UserName, ...] = Field(
         default=(), description="Users of the team, who share alike.", examples=[["ada", "ben"]]
     )
+    time_limit: Seconds | None = Field(
+        default=None,
+        gt=0,
+        description="`time_limit` of the team's jobs that name none; null: none, or `max_time_limit`.",
+        examples=["12h"],
+    )
+    max_time_limit: Seconds | None = Field(
+        default=None, gt=0, description="Longest `time_limit` of a job of the team; null: any.", examples=["3d"]
+    )
+
+    @model_validator(mode="after")
+    def _default_is_allowed(self) -> TeamSpec:
+        if self.time_limit is not None and self.time_limit > (self.max_time_limit or self.time_limit):
+            raise ValueError(f"`time_limit` of team {self.name!r} is above its `max_time_limit`")
+        return self
 
 
 class PolicySpec(SpecModel):

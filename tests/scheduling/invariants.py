@@ -103,7 +103,8 @@ def _world(state: State, processes: Mapping[str, Process]) -> Iterator[str]:
         process = processes.get(attempt.name)
         if process is not None and attempt.status is AttemptStatus.ENDED:
             believed = attempt.failure.kind if attempt.failure else None
-            if believed is FailureKind.MOVED and attempt.moved_for:
+            stopped_kinds = (FailureKind.MOVED, FailureKind.TIME_LIMIT, FailureKind.PROBED)
+            if believed in stopped_kinds and attempt.moved_for and process.ending is FailureKind.CANCELLED:
                 believed = FailureKind.CANCELLED  # the world knows no reasons
             if believed is FailureKind.UNKNOWN and process.ending is FailureKind.USER_ERROR:
                 believed = FailureKind.USER_ERROR  # a mistake within training is one when it comes back

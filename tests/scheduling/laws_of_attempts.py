@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from orchestrator.memory.calibration.correction import corrected_bytes
+from orchestrator.scheduling.base.time_limits import spent_s
 from orchestrator.scheduling.options.job_options import learned
 from orchestrator.scheduling.scheduler import Scheduler
 from orchestrator.specs.actions import Archive, Launch, Record, Stop
 from orchestrator.specs.attempt import Attempt, AttemptStatus, Failure, FailureKind
-from orchestrator.specs.events import CancelRequested, TimerFired
+from orchestrator.specs.events import CancelRequested, Finished, TimerFired
 from orchestrator.specs.job_record import Job, JobStatus
 from tests.scheduling.transition import Law, Transition, attempts, devices, of
 
@@ -191,6 +192,8 @@ def _budgets_are_used(t: Transition) -> Iterator[str]:
             failures = [attempt.failure for attempt in job.attempts if attempt.failure and not attempt.probe]
             if not failures or (failures[-1].verdict and failures[-1].verdict.wait_s is None):
                 continue
+            if job.spec.time_limit is not None and spent_s(job, t.after.at_s) >= job.spec.time_limit - 1e-6:
+                continue
             budget = _budget_of(failures[-1])
             used = sum(_budget_of(failure) == budget for failure in failures)
             if budget and used <= getattr(job.spec.retries, budget):
@@ -245,7 +248,36 @@ def _probes(t: Transition) -> Iterator[str]:
             yield f"{attempt.name} is a probe and counts as progress"
 
 
+def _a_held_job_never_starts(t: Transition) -> Iterator[str]:
+    """Nor is it promised devices, and it leaves those that it has."""
+    held = {job.id for job in t.after.jobs.values() if job.held_by is not None}
+    yield from (
+        f"{launch.attempt.name} is launched and held" for launch in of(Launch, t.actions) if launch.job.id in held
+    )
+    yield from (f"{one.job_id} is held and promised devices" for one in t.after.reservations if one.job_id in held)
+    for job in (t.after.jobs[job_id] for job_id in held):
+        if job.last and job.last.status in (AttemptStatus.LAUNCHING, AttemptStatus.RUNNING):
+            yield f"{job.last.name} is held and not asked to end"
+
+
+def _limits_are_kept(t: Transition) -> Iterator[str]:
+    """No attempt runs past its job's limit: it is asked to end then, and the job ends with it."""
+    for job in t.after.jobs.values():
+        if job.spec.time_limit is None or job.last is None:
+            continue
+        left_s = job.spec.time_limit - spent_s(job, t.after.at_s)
+        if left_s <= 0 and job.last.status is AttemptStatus.RUNNING:
+            yield f"{job.last.name} runs on {-left_s} s past the limit of its job"
+        wake_s = Scheduler(t.state).wake_at_s()
+        if job.last.status is AttemptStatus.RUNNING and (wake_s is None or wake_s > t.after.at_s + left_s + 1e-6):
+            yield f"{job.last.name} would run past its limit in a quiet night: woken at {wake_s}"
+        if left_s <= 0 and job.status is JobStatus.QUEUED and isinstance(t.event, Finished):
+            yield f"{job.id} goes on past its limit"
+
+
 LAWS: tuple[Law, ...] = (
+    _a_held_job_never_starts,
+    _limits_are_kept,
     _final_ends,
     _one_gang_per_device,
     _launches,

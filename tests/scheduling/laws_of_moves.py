@@ -8,12 +8,13 @@ from dataclasses import replace
 from orchestrator.scheduling.base import tuning
 from orchestrator.scheduling.base.drain import suspensions
 from orchestrator.scheduling.base.migration import MOVE_GRACE_S
+from orchestrator.scheduling.base.time_limits import spent_s
 from orchestrator.scheduling.options.job_options import JobOptions
 from orchestrator.scheduling.policies.registry import index_of
 from orchestrator.specs.actions import Launch, Stop
 from orchestrator.specs.attempt import Attempt, AttemptStatus, FailureKind
 from orchestrator.specs.cluster import Node
-from orchestrator.specs.events import DrainRequested, Finished
+from orchestrator.specs.events import DrainRequested, Finished, UpdateRequested
 from orchestrator.specs.job_record import Job, JobStatus
 from tests.scheduling.laws_of_attempts import MOVED
 from tests.scheduling.transition import Law, Transition, attempts, devices, nodes_of, of
@@ -22,12 +23,15 @@ REST = tuning.TUNING.rest  # as it is, whatever a planted bug makes of it
 
 
 def _nobody_is_stopped_in_vain(t: Transition) -> Iterator[str]:
-    """Who is stopped is cancelled, or moved for a reason that is true."""
+    """Who is stopped is cancelled, held, over its time limit, or moved for a reason that is true."""
     for stop in of(Stop, t.actions):
         job = t.after.jobs[stop.job_id]
         assert job.last is not None, job.id
         in_maintenance = any(leaves(node, t.after.at_s) for node in t.after.nodes if node.name in nodes_of(job.last))
-        if not job.cancelling and not in_maintenance:
+        is_held = isinstance(t.event, UpdateRequested) and t.event.job_id == job.id and job.held_by is not None
+        is_over = job.spec.time_limit is not None and spent_s(job, t.after.at_s) >= job.spec.time_limit - 1e-6
+        climbs = job.last.climbs_to is not None  # tests/scheduling/test_climb.py
+        if not (job.cancelling or in_maintenance or is_held or climbs or (is_over and job.last.over_limit)):
             yield from _not_worth_it(t, job, job.last)
 
 
@@ -175,7 +179,10 @@ def _moves_cost_nothing(t: Transition) -> Iterator[str]:
     is_moved = attempt.held_placement and failure is not None and failure.kind is MOVED
     if is_moved and (evidence.checkpoint_step or 0) < reached:
         yield f"{attempt.name} was moved at step {reached} and goes on from {evidence.checkpoint_step}"
-    own = failure is None or failure.kind is FailureKind.MOVED or evidence.ooms or evidence.launch_error is not None
+    kinds = (FailureKind.MOVED, FailureKind.TIME_LIMIT if attempt.over_limit else FailureKind.MOVED)
+    own = (
+        failure is None or attempt.probe or failure.kind in kinds or evidence.ooms or evidence.launch_error is not None
+    )
     if evidence.stopped and not own and failure is not None:
         yield f"{attempt.name} was moved and is taken for {failure.kind}"
 

@@ -40,11 +40,17 @@ def _order(t: Transition) -> Iterator[str]:
     for launch, is_own in zip(launches, _within_guarantees(t), strict=True):
         for other in t.after.jobs.values():
             ahead = turn(other) < turn(launch.job) and not is_own and not _is_overdue(t, launch)
-            ready = other.status is JobStatus.QUEUED and other.not_before_s <= t.after.at_s and not other.waits_for
+            ready = _is_ready(t, other)
             fresh = not other.attempts and launch.attempt.number == 1
             by_choice = _prefers_another_kind(t, other, launch)
             if ahead and ready and fresh and _shape(other) == _shape(launch.job) and not by_choice:
                 yield f"{launch.job.id} starts before {other.id}, which is equal and ahead"
+
+
+def _is_ready(t: Transition, job: Job) -> bool:
+    """Whether nothing but devices keeps the job from a start."""
+    waits = job.status is JobStatus.QUEUED and job.not_before_s <= t.after.at_s
+    return waits and not job.waits_for and job.held_by is None
 
 
 def _prefers_another_kind(t: Transition, other: Job, launch: Launch) -> bool:
@@ -100,7 +106,7 @@ def _nobody_borrows_what_its_owner_waits_for(t: Transition) -> Iterator[str]:
         for other in t.after.jobs.values():
             owner = policy.team_of(other.user)
             claimed = held[owner.name] + promised[owner.name] - own.get(other.id, 0) + width
-            ready = other.status is JobStatus.QUEUED and other.not_before_s <= t.after.at_s and not other.waits_for
+            ready = _is_ready(t, other)
             fresh = not other.attempts and launch.attempt.number == 1
             alike = _shape(other) == _shape(launch.job) and other.spec.gpus.min == other.spec.gpus.max
             borrows = owner != team and after > quota and claimed <= owner.quota
@@ -231,6 +237,7 @@ def _windows_are_kept(t: Transition) -> Iterator[str]:
         has_end = launch.job.spec.optimizer_steps is not None
         if (
             has_end
+            and launch.job.spec.time_limit is None  # which bounds when it ends, and not which plans are looked for
             and begin_s + seconds > spans[0][1] + 1
             and any(b - max(a, begin_s) >= seconds for a, b in spans[1:])
         ):

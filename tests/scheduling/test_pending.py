@@ -18,7 +18,9 @@ from tests.scheduling.world import (
 )
 
 NIGHTS = (random_scenario, random_tide, random_rush, random_crowd)
-ELSEWHERE = {Pending.ARRAY_LIMIT, Pending.FOREIGN_MEMORY, Pending.NODES_AWAY}  # test_arrays, _heterogeneous, _promises
+ELSEWHERE = {  # test_arrays, _heterogeneous, _promises, _verbs
+    *(Pending.ARRAY_LIMIT, Pending.FOREIGN_MEMORY, Pending.NODES_AWAY, Pending.HELD),
+}
 
 
 def test_every_word_for_what_a_job_waits_for_is_met_in_some_night() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 
@@ -225,6 +225,7 @@ class Scenario:
     jobs: tuple[tuple[float, JobSpec, Fault | None], ...]  # submitted when, in order
     cancels: tuple[tuple[float, int], ...]  # when, which job by position
     drains: tuple[tuple[float, str, bool], ...] = ()  # when, which node, and whether it is undone
+    changes: tuple[tuple[float, Callable[[Controller], object]], ...] = ()  # when, and what people do then
     hazards: Mapping[FailureKind, float]
     repeat_chance: float
     seed: int
@@ -446,6 +447,7 @@ def play(scenario: Scenario, journal: MemoryJournal, backend: SimulatedBackend) 
         [(scenario.begin_s + at_s, 0, index) for index, (at_s, _, _) in enumerate(scenario.jobs)]
         + [(scenario.begin_s + at_s, 1, index) for at_s, index in scenario.cancels]
         + [(scenario.begin_s + at_s, 2, index) for index, (at_s, _, _) in enumerate(scenario.drains)]
+        + [(scenario.begin_s + at_s, 3, index) for index, (at_s, _) in enumerate(scenario.changes)]
     )
     controller = Controller(journal, backend, backend.now)
     for _ in range(TURNS_MAX):
@@ -466,11 +468,14 @@ def play(scenario: Scenario, journal: MemoryJournal, backend: SimulatedBackend) 
 
 
 def run_errand(controller: Controller, scenario: Scenario, kind: int, index: int) -> None:
-    """Submit, cancel or drain, unless a service that died in the middle had committed it already."""
+    """Submit, cancel, drain or change, unless a service that died in the middle had committed it already."""
     if kind == 2:
         _, node, undo = scenario.drains[index]
         if controller.state.declared:
             controller.drain(node, undo=undo)
+        return
+    if kind == 3:
+        scenario.changes[index][1](controller)
         return
     _, spec, _ = scenario.jobs[index]
     job_id = f"{spec.name}-{index + 1}"

@@ -59,6 +59,12 @@ ROUTES = [
     ("GET", "/users"),
     ("PUT", "/users/ada"),
     ("DELETE", "/users/ada"),
+    ("POST", "/jobs/hold"),
+    ("POST", "/sign-in-links"),
+    ("POST", "/jobs/release"),
+    ("POST", "/jobs/suspend"),
+    ("POST", "/jobs/resume"),
+    ("POST", "/jobs/lm-1/update"),
     ("GET", "/tokens"),
     ("POST", "/tokens"),
     ("DELETE", "/tokens/1"),
@@ -369,8 +375,8 @@ def test_an_ended_job_cannot_be_cancelled(world: World) -> None:
 
 @pytest.mark.parametrize(
     ("body", "status"),
-    [({"allow": "numeric"}, 409), ({}, 422), ({"allow": "anything"}, 422), ({"global_batch_size": 10**6}, 422)],
-    ids=["a job that asks nothing", "nothing allowed", "no such class", "a larger batch"],
+    [({"allow": "numeric"}, 409), ({}, 409), ({"allow": "anything"}, 422), ({"settings": {"name": 1}}, 422)],
+    ids=["a job that asks nothing", "a job that runs", "no such class", "a setting that is no text"],
 )
 def test_a_retry_that_cannot_be_is_one_error_and_changes_nothing(
     body: dict[str, object], status: int, world: World

@@ -181,6 +181,21 @@ def test_an_action_of_a_page_is_done_and_the_page_shows_it(site: Site) -> None:
     assert job.cancelling or job.status == "cancelled"
 
 
+def test_a_jobs_page_holds_it_releases_it_and_submits_it_again_when_it_has_ended(site: Site) -> None:
+    site.world.controller.drain("virtual", undo=False)
+    job_id = site.world.submit()
+    tab = site.signed_in()
+    tab.on("dialog", lambda dialog: dialog.accept())
+    tab.goto(f"{site.url}/ui/jobs/{job_id}")
+    for verb in ("Hold", "Release", "Hold", "Cancel", "Retry"):  # each leads to the button of the next one
+        tab.get_by_role("button", name=f"{verb} {job_id}").click()
+    tab.wait_for_url("**/ui/queue")
+    newest = max(site.world.controller.state.jobs.values(), key=lambda job: job.order)
+    assert newest.retry_of == job_id
+    site.world.controller.cancel([newest.id])
+    site.world.controller.drain("virtual", undo=True)
+
+
 def test_a_comparison_shows_what_orc_compare_answers(site: Site) -> None:
     answer = site.world.client.get("/jobs/lm-compare-4/comparison").json()
     tab = site.signed_in()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ from orchestrator.specs.cluster import UserSpec
 from orchestrator.specs.errors import OrchestratorError, SpecError
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.run import AttemptFolder, JobFolder
+from orchestrator.training.checkpoint.folder import complete_path, latest_complete, step_of, writing_path
 
 STALE_LOCK_S = 900.0  # a C++ build takes up to 350 s on a busy 2-core machine
 
@@ -56,6 +58,8 @@ def start_ranks(
     except SpecError as error:
         raise StartFailed(str(error), no_program=True) from None
     folder = JobFolder(home, job.id).attempt(attempt.number)
+    if job.continues_from is not None and not attempt.probe:
+        take_over_checkpoint(job, home)
     port = _master_port(folder, group, attempt.placement[0].node)
     request = request_of(job, attempt, home, nodes, port, python)
     handed = {**matching(os.environ, inherit_env), **{name: os.environ[name] for name in request.secrets}}
@@ -93,6 +97,11 @@ def request_of(
 ) -> LaunchRequest:
     """The request that starts `attempt`, with the script's config file and newest checkpoint read from the disk."""
     spec, output = job.spec, output_folder(job.spec, JobFolder(home, job.id))
+    resume_from = None
+    if spec.is_script and not attempt.probe:
+        resume_from = newest_checkpoint(spec, output)
+        if resume_from is None and job.continues_from is not None:  # that of another job is read, never copied
+            resume_from = newest_checkpoint(spec, output_folder(spec, JobFolder(home, job.continues_from)))
     config = "" if spec.config is None else (Path(spec.workdir or ".") / spec.config.file).read_text(encoding="utf-8")
     return launch_request(
         job,
@@ -101,9 +110,33 @@ def request_of(
         nodes,
         master_port=master_port,
         python=python,
-        resume_from=newest_checkpoint(spec, output) if spec.is_script and not attempt.probe else None,
+        resume_from=resume_from,
         config_text=config,
     )
+
+
+def take_over_checkpoint(job: Job, home: Path) -> None:
+    """Begin a job of our engines with the newest checkpoint of the one that it continues, by links to its files.
+
+    A job that has a checkpoint of its own keeps it. Nothing is left to begin with where that was removed meanwhile.
+    """
+    assert job.continues_from is not None, job.id
+    checkpoints = JobFolder(home, job.id).checkpoints
+    newest = latest_complete(JobFolder(home, job.continues_from).checkpoints)
+    if job.spec.is_script or newest is None or latest_complete(checkpoints) is not None:
+        return
+    unfinished = writing_path(checkpoints, 0, step_of(newest))
+    shutil.rmtree(unfinished, ignore_errors=True)
+    checkpoints.mkdir(parents=True, exist_ok=True)
+    shutil.copytree(newest, unfinished, copy_function=_link)
+    unfinished.rename(complete_path(checkpoints, step_of(newest)))
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # a file system without links
+        shutil.copy2(source, target)
 
 
 def write_files(request: LaunchRequest) -> None:

@@ -30,7 +30,9 @@ from orchestrator.specs.observation import Observation
 from orchestrator.specs.profile import UNTIMED
 from orchestrator.specs.units import format_bytes, format_seconds
 
-ENDED_FROM_OUTSIDE = (FailureKind.CANCELLED, FailureKind.PREEMPTED, FailureKind.MOVED, FailureKind.PROBED)
+ENDED_FROM_OUTSIDE = (
+    *(FailureKind.CANCELLED, FailureKind.PREEMPTED, FailureKind.MOVED, FailureKind.PROBED, FailureKind.TIME_LIMIT),
+)
 TEXT_MAX = 7_900  # of a tag: MLflow takes 8,000 characters (mlflow/utils/validation.py)
 ARTIFACT_MAX = 65_536  # characters of a log tail or a traceback
 LOGS_MAX = 8  # failed ranks whose logs are kept

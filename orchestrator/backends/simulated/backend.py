@@ -138,7 +138,9 @@ class SimulatedBackend:
         process = Process(
             job=job,
             attempt=attempt,
-            first_step=0 if attempt.probe else self._checkpoints.get(job.id, 0),
+            first_step=0
+            if attempt.probe
+            else self._checkpoints.get(job.id, self._checkpoints.get(job.continues_from or "", 0)),
             step_s=nature.step_s(job, attempt),
             peak_bytes=nature.peak_bytes(job, attempt, capacity_bytes),
             capacity_bytes=capacity_bytes,

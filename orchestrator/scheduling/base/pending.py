@@ -18,6 +18,7 @@ class Pending(StrEnum):
         pending._value_, pending.phrase = word, phrase
         return pending
 
+    HELD = "held"  # by a person
     DEPENDENCY = "dependency"
     BACK_OFF = "back_off"  # after a failure
     CLUSTER_UNSEEN = "cluster_unseen", "waiting for the cluster to be seen"
@@ -32,6 +33,8 @@ class Pending(StrEnum):
 
 def pending(job: Job, at_s: float) -> Pending:
     """Why a queued job waits."""
+    if job.held_by is not None:
+        return Pending.HELD
     if job.waits_for:
         return Pending.DEPENDENCY
     if job.not_before_s > at_s:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from orchestrator.scheduling.base.time_limits import over_limit
 from orchestrator.scheduling.failures.endings import PROGRAM_TYPES, ending_of, read_exceptions
 from orchestrator.scheduling.failures.exit_codes import (
     ENDED_BY_US,
@@ -90,6 +91,8 @@ def _judged(job: Job, attempt: Attempt, evidence: Evidence, capacity_bytes: int 
     if swallowed is not None:
         failure = _device_oom(attempt, swallowed, _finding_of(evidence, swallowed, command))
         return replace(failure, reason=f"{failure.reason}; {caught_in_words(evidence)}")
+    if evidence.stopped and attempt.over_limit:
+        return over_limit(job, attempt)
     if evidence.stopped and attempt.moved_for:
         return Failure(kind=FailureKind.MOVED, reason=attempt.moved_for)
     if evidence.nodes_lost:

@@ -16,6 +16,7 @@ from orchestrator.planning.search import frontier
 from orchestrator.planning.trust import Choice, Rule
 from orchestrator.scheduling.base.node_groups import Group
 from orchestrator.scheduling.base.shape import Shape, shape_of
+from orchestrator.scheduling.base.time_limits import left_s
 from orchestrator.scheduling.failures.degrade import answered_by_phase, bytes_of_no_batch, candidates_for_oom
 from orchestrator.scheduling.failures.observation import is_truncated, ran_out
 from orchestrator.scheduling.options.hedge import restart_s, soonest
@@ -259,7 +260,7 @@ def learned(state: State, job: Job, device: str) -> Calibration:
 
 def steps_left(job: Job, before: Attempt | None = None) -> int | None:
     """Optimizer steps from the newest checkpoint to the end, as seen when `before` was launched; None: unknown."""
-    steps, done = job.spec.optimizer_steps, 0
+    steps, done = job.spec.optimizer_steps, job.continues_step
     if steps is None:
         return None
     for one in job.attempts if before is None else job.attempts[: before.number - 1]:
@@ -321,12 +322,18 @@ def _lengths(job: Job, candidates: Sequence[Candidate], group: Group, calibrated
 
 
 def _unknown_length_s(job: Job, group: Group, step_s: float) -> float:
-    """Of a job of unknown length, on a plan of this step time: on the slowest plan it takes UNKNOWN_LENGTH_S."""
+    """Of a job of unknown length, on a plan of this step time: on the slowest plan it takes `unknown_length_s`."""
+    longest_s = unknown_length_s(job)
     try:
         slowest_s = max(one.step_s for one in frontier(job.spec, group.hardware).candidates)
     except SpecError:  # what it runs on is no whole group any more
-        return UNKNOWN_LENGTH_S
-    return UNKNOWN_LENGTH_S * min(1.0, step_s / slowest_s)
+        return longest_s
+    return longest_s * min(1.0, step_s / slowest_s)
+
+
+def unknown_length_s(job: Job) -> float:
+    """Return the seconds that a job of unknown length is supposed to take: UNKNOWN_LENGTH_S, or what it may run yet."""
+    return min(UNKNOWN_LENGTH_S, left_s(job))
 
 
 def free_bytes_for(candidate: Candidate, calibrated: Calibration, measured: dict[Plan, int]) -> int:

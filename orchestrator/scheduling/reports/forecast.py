@@ -126,7 +126,7 @@ def _placed(index: SchedulerIndex, hurried: Collection[str]) -> dict[str, Expect
     def follow(job_id: str) -> None:
         for one in index.followers_of(job_id):
             job = state.jobs[one]
-            if all(other.job in found for other in job.waits_for):
+            if job.held_by is None and all(other.job in found for other in job.waits_for):
                 ready_s = max(found[other.job].end_s for other in job.waits_for)
                 heappush(later, (ready_s, job.order, job.id))
 
@@ -211,6 +211,7 @@ class _Play:
             share = _share(job, self._sample)
             self._longer[job.id] = _longer(length_s, at_s - launched_s, self._spreads[job.id], share) / length_s
         end_s = launched_s + length_s * self._longer.get(job.id, 1.0)
+        end_s = min(end_s, self._index.limit_end_s(job, attempt))
         end_s = end_s if end_s > at_s else at_s + OVERDUE_S
         self._found.setdefault(job.id, Expected(start_s=launched_s, end_s=inf, devices=attempt.plan.world_size))
         self._running[job.id] = attempt, end_s

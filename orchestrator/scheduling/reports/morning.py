@@ -308,7 +308,8 @@ HELP = {  # what a person can do, by the kind of the failure
     FailureKind.UNKNOWN: "nothing explains its end, which may not come again: read its log, then submit it again",
     FailureKind.GUARD_ABSENT: "let the guard into its processes",
     FailureKind.DISK_FULL: "free space on the disk, then submit it again",
-    FailureKind.USER_ERROR: "mend the program, then submit it again",
+    FailureKind.USER_ERROR: "mend the program, then `orc retry` it",
+    FailureKind.TIME_LIMIT: "`orc retry` it with a longer `time_limit`, if it needs one",
 }
 
 

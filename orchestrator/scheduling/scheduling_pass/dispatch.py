@@ -11,6 +11,7 @@ from orchestrator.planning.explain import why_taken
 from orchestrator.planning.profiles import own_settings
 from orchestrator.scheduling.base.job_updates import archive_if_done, with_job
 from orchestrator.scheduling.base.migration import can_move, held_placement_of, request_migration
+from orchestrator.scheduling.base.time_limits import end_over_limit
 from orchestrator.scheduling.failures.observation import observe_running
 from orchestrator.scheduling.options.asks import Question, learning_rate_factor
 from orchestrator.scheduling.options.climb import faster_option, may_climb
@@ -55,6 +56,17 @@ def empty_nodes(state: State, index: SchedulerIndex) -> tuple[State, tuple[Stop,
             index.update_job(job, gone)
             state = with_job(state, gone)
             stops.append(stop)
+    return state, tuple(stops)
+
+
+def end_expired(state: State, index: SchedulerIndex) -> tuple[State, tuple[Stop, ...]]:
+    """Ask jobs to save and end whose time limit is over."""
+    stops = []
+    for job_id in index.expired(state.at_s):
+        job, stop = end_over_limit(index.running[job_id], state.at_s)
+        index.update_job(index.running[job_id], job)
+        state = with_job(state, job)
+        stops.append(stop)
     return state, tuple(stops)
 
 

@@ -17,6 +17,7 @@ from orchestrator.scheduling.base.drain import closures, maintained, next_change
 from orchestrator.scheduling.base.migration import held_placement_of, is_elastic, may_grow
 from orchestrator.scheduling.base.node_groups import Group, groups_of
 from orchestrator.scheduling.base.start_windows import opening_s
+from orchestrator.scheduling.base.time_limits import expires_s, limit_end_s
 from orchestrator.scheduling.base.tuning import tuned_for
 from orchestrator.scheduling.options.job_options import attempt_seconds
 from orchestrator.scheduling.placement.availability import IDLE, AvailabilityProfile
@@ -63,6 +64,7 @@ class SchedulerIndex:
         self._asleep: list[tuple[float, str]] = []
         self._asking: list[tuple[float, str]] = []  # until when jobs ask
         self._openings: list[tuple[float, str]] = []  # of the hours within which jobs may start
+        self._expiries_s: dict[str, float] = {}  # when the time limit of each running job that has one is over
         self._wanted: tuple[object, Sequence[float]] = (None, ())  # of what demand and when, and how much
         self._tree: tuple[object, Callable[[str], Place]] = (None, nobodys)  # of when and what usage, and whose turn
         self._claiming: dict[str, Job] = {}  # those that devices are kept for while they move
@@ -79,14 +81,14 @@ class SchedulerIndex:
     def update_job(self, before: Job | None, after: Job | None) -> None:
         """A job is no longer what it was (None: it was not, or is not, here)."""
         held_before, held_after = _held(before), _held(after)
-        if held_before != held_after:
+        if held_before != held_after or _limit_s(before) != _limit_s(after):
             for number, attempt in held_before.items():
                 if number not in held_after:
                     self._vacate(attempt)
             for number, attempt in held_after.items():
                 known = held_before.get(number)
-                if known is None or (known.pace, known.leaves_by_s) != (attempt.pace, attempt.leaves_by_s):
-                    assert after is not None
+                assert after is not None
+                if known is None or before is None or _end_facts(before, known) != _end_facts(after, attempt):
                     self._occupy(after, attempt)
         job = after or before
         assert job is not None
@@ -108,6 +110,9 @@ class SchedulerIndex:
                 index[job.id] = job
             else:
                 index.pop(job.id, None)
+        self._expiries_s.pop(job.id, None)
+        if after is not None and (expiry_s := expires_s(after)) < inf:
+            self._expiries_s[job.id] = expiry_s
         if after is None or after.status.ended:
             self.options.forget(job.id)
         if not held_after:
@@ -115,6 +120,11 @@ class SchedulerIndex:
         if after is not None and after.asks and (before is None or not before.asks):
             heappush(self._asking, (after.asks_until_s, after.id))
         waited, waits = before is not None and _waits(before), after is not None and _waits(after)
+        if _limit_s(before) != _limit_s(after):
+            self.options.forget(job.id)
+        if waited and waits and before is not None and after is not None and before.spec is not after.spec:
+            self._leave(job.id)  # it takes another place
+            waited = False
         if waited and not waits:
             self._leave(job.id)
         elif waits:
@@ -243,13 +253,19 @@ class SchedulerIndex:
     def wake_at_s(self, at_s: float) -> float | None:
         """When the next of those who wait for a time need not any more, or the next node closes or opens."""
         times_s = [time_s for time_s, job_id in (*self._asleep, *self._openings) if job_id in self.waiting]
-        times_s += [time_s for time_s, _ in self._asking[:1]]
+        times_s += [*(time_s for time_s, _ in self._asking[:1]), *self._expiries_s.values()]
         return min([time_s for time_s in (*times_s, self._next_change_s) if at_s < time_s < inf], default=None)
 
     def unanswered(self, at_s: float) -> Iterator[str]:
         """Ids of jobs that asked until then; each is told once."""
         while self._asking and self._asking[0][0] <= at_s:
             yield heappop(self._asking)[1]
+
+    def expired(self, at_s: float) -> list[str]:
+        """Return the ids of running jobs whose time limit is over, the first to reach it first."""
+        return [
+            job_id for time_s, job_id in sorted((s, job_id) for job_id, s in self._expiries_s.items()) if time_s <= at_s
+        ]
 
     def last_elastic(self) -> Iterator[str]:
         """Ids of running jobs that could be moved, the one that is expected to end last first."""
@@ -285,7 +301,13 @@ class SchedulerIndex:
         length_s = attempt_seconds(job, attempt, pool.group, calibrated, pool.launch_cost_s)
         if attempt.leaves_by_s is not None:
             length_s = min(length_s, attempt.leaves_by_s - attempt.launched_at_s)
+        length_s = min(length_s, self.limit_end_s(job, attempt) - attempt.launched_at_s)
         return later_end_s(attempt.launched_at_s, length_s, self.state.at_s)
+
+    def limit_end_s(self, job: Job, attempt: Attempt) -> float:
+        """Return when the job's time limit ends a running attempt; infinity without one, or if its nodes are gone."""
+        pool = self.pool_of(attempt)
+        return inf if pool is None else limit_end_s(job, attempt, pool.launch_cost_s)
 
     @contextmanager
     def without(self, devices: Iterable[tuple[str, int]]) -> Iterator[None]:
@@ -414,6 +436,16 @@ def later_end_s(launched_s: float, length_s: float, at_s: float) -> float:
     return launched_s + length_s
 
 
+def _limit_s(job: Job | None) -> float | None:
+    return None if job is None else job.spec.time_limit
+
+
+def _end_facts(job: Job, attempt: Attempt) -> tuple[object, ...]:
+    """Return the facts of a running attempt by which its end is expected, as far as they change while it runs."""
+    limit_s = job.spec.time_limit
+    return attempt.pace, attempt.leaves_by_s, limit_s, attempt.started_at_s if limit_s is not None else None
+
+
 def _held(job: Job | None) -> dict[int, Attempt]:
     """Attempts whose devices are not reported free again, by number."""
     return {} if job is None else {one.number: one for one in job.attempts if not one.released}
@@ -422,6 +454,7 @@ def _held(job: Job | None) -> dict[int, Attempt]:
 def _waits(job: Job) -> bool:
     """For devices; a job that could not be read is never started."""
     may_start = job.status is JobStatus.QUEUED and not (job.waits_for or job.unreadable or job.asks)
+    may_start = may_start and job.held_by is None
     return may_start and all(one.released for one in job.attempts)
 
 

@@ -13,12 +13,12 @@ from orchestrator.planning.search import frontier
 from orchestrator.scheduling.base.node_groups import Group
 from orchestrator.scheduling.failures.observation import ran_out
 from orchestrator.scheduling.options.job_options import (
-    UNKNOWN_LENGTH_S,
     Infeasible,
     JobOptions,
     SizeOption,
     job_options,
     steps_left,
+    unknown_length_s,
 )
 from orchestrator.scheduling.placement.availability import AvailabilityProfile
 from orchestrator.scheduling.queue.wait_queue import OptionsByProfile, Waiting
@@ -126,7 +126,8 @@ class OptionCache:
         if job.attempts:
             return self._menus_on_all(job)
         is_promised = job.starts_by_s is not None
-        key = (job.spec.family_name, job.spec, job.fault is None, is_promised)  # what is rehearsed is not probed
+        # what is rehearsed is not probed
+        key = (job.spec.family_name, job.spec, job.fault is None, is_promised, job.continues_step)
         known = self._menus.get(key)
         if known is None or known[0] != version:
             if len(self._menus) >= MENUS_MAX:
@@ -148,7 +149,7 @@ class OptionCache:
             (sqrt(one.plan.world_size / self._devices) * seconds, seconds, one.plan.world_size * seconds)
             for pool in self._pools
             for one in _candidates(job, pool.group)
-            for seconds in [pool.launch_cost_s + (UNKNOWN_LENGTH_S if left is None else left * one.step_s)]
+            for seconds in [pool.launch_cost_s + (unknown_length_s(job) if left is None else left * one.step_s)]
         ]
         return Size(*min(found, default=(0.0, 0.0, 0.0)))
 

@@ -95,6 +95,20 @@ class CancelledAnswer(TypedDict):
     cancelled: list[str]
 
 
+class ChangedAnswer(TypedDict):
+    """Ids of jobs that are different now; the others were so already."""
+
+    changed: list[str]
+
+
+class RetriedAnswer(TypedDict):
+    """The job that goes on, and how."""
+
+    id: str  # of the new job; of the same one where it asked
+    continues_from: str | None  # the job with whose newest checkpoint it begins
+    why: str  # how it goes on, in words
+
+
 class MissingAnswer(TypedDict):
     """SHA-256 of archives that the service lacks."""
 

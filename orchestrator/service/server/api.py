@@ -62,6 +62,7 @@ from orchestrator.service.server.requests import (
 )
 from orchestrator.service.server.sessions import Sessions
 from orchestrator.service.server.sign_in_links import SignInLinks
+from orchestrator.service.server.verb_routes import add_verb_routes
 from orchestrator.service.server.waits import Waits
 from orchestrator.service.transfer.store import BODY_BYTES_MAX as UPLOAD_BYTES_MAX
 from orchestrator.service.transfer.store import Uploads
@@ -108,7 +109,12 @@ ROLES = {  # needed by each route; one that is missing here needs an admin
     ("POST", "/jobs"): Role.MEMBER,
     ("POST", "/jobs/batch"): Role.MEMBER,
     ("POST", "/jobs/cancel"): Role.MEMBER,  # of its own team
-    ("POST", "/jobs/{job_id}/retry"): Role.MEMBER,  # of its own team
+    ("POST", "/jobs/hold"): Role.MEMBER,  # of its own team, as those below
+    ("POST", "/jobs/release"): Role.MEMBER,
+    ("POST", "/jobs/suspend"): Role.MEMBER,
+    ("POST", "/jobs/resume"): Role.MEMBER,
+    ("POST", "/jobs/{job_id}/update"): Role.MEMBER,
+    ("POST", "/jobs/{job_id}/retry"): Role.MEMBER,
     ("POST", "/uploads/missing"): Role.MEMBER,
     ("PUT", "/uploads/{digest}"): Role.MEMBER,
     ("POST", "/nodes/{node}/drain"): Role.OPERATOR,
@@ -165,6 +171,7 @@ def create_app(service: Service) -> FastAPI:
     uploads = Uploads(service.home, lambda: _used_uploads(service))
     waits = Waits(service.controller.wait_for_change)
     add_job_routes(app, service, uploads, waits)
+    add_verb_routes(app, service, uploads)
     add_log_routes(app, service, waits)
     add_file_routes(app, service, uploads)
     _add_service_routes(app, service)

@@ -27,6 +27,7 @@ from orchestrator.service.views.teams import TeamView
 from orchestrator.service.visible import visible
 from orchestrator.specs.errors import ServiceError, SpecError
 from orchestrator.specs.observation import Observation
+from orchestrator.specs.parse import Override
 from orchestrator.specs.span import TRACEPARENT
 
 OBSERVATIONS_SENT = 500  # per request: about 0.5 MB
@@ -218,10 +219,28 @@ class Client:
         """Request cancellation of jobs or of their arrays; returns the ids once the request is on disk."""
         return self._json("POST", "/jobs/cancel", {"jobs": job_ids, "whole_arrays": whole_arrays})["cancelled"]
 
-    def retry(self, job_id: str, *, allow: str | None, global_batch_size: int | None) -> None:
-        """Allow what a job asks for; returns once the request is on disk."""
-        body = {"allow": allow, "global_batch_size": global_batch_size}
-        self._json("POST", f"/jobs/{quote(job_id, safe='')}/retry", body)
+    def retry(
+        self,
+        job_id: str,
+        settings: Sequence[Override] = (),
+        *,
+        allow: str | None = None,
+        global_batch_size: int | None = None,
+    ) -> dict[str, Any]:
+        """Allow what a job asks for, or submit an ended one again; returns the id of the job that goes on, and how."""
+        body = {"allow": allow, "global_batch_size": global_batch_size, "settings": dict(settings)}
+        answer: dict[str, Any] = self._submitted(f"/jobs/{quote(job_id, safe='')}/retry", body)
+        return answer
+
+    def change(self, verb: str, job_ids: Sequence[str]) -> list[str]:
+        """Hold, release, suspend or resume jobs; returns the ids of those that were not so already."""
+        changed: list[str] = self._json("POST", f"/jobs/{verb}", {"jobs": job_ids})["changed"]
+        return changed
+
+    def update(self, job_id: str, settings: Sequence[Override]) -> bool:
+        """Change priority, deadline or time limit of a job; returns whether they were others before."""
+        body = {"settings": dict(settings)}
+        return bool(self._json("POST", f"/jobs/{quote(job_id, safe='')}/update", body)["changed"])
 
     def purge(self, *, dry_run: bool) -> dict[str, Any]:
         """Remove files of ended jobs as the cluster file's `keep` says, or only say what would go."""

@@ -13,12 +13,15 @@ from datetime import datetime
 
 from orchestrator.backends.ports import Backend, Decided, EventLog, Submission, decisions
 from orchestrator.scheduling.base.migration import MOVE_GRACE_S
+from orchestrator.scheduling.base.time_limits import with_team_limit
 from orchestrator.scheduling.queue.dependencies import resolved
 from orchestrator.scheduling.scheduler import Scheduler
 from orchestrator.scheduling.transitions import CANCEL_GRACE_S
 from orchestrator.service.server.health import Health
 from orchestrator.service.server.logs import about
+from orchestrator.service.server.retry import Begin
 from orchestrator.service.server.tally import Figures, Tally
+from orchestrator.service.server.verbs import Change
 from orchestrator.specs.actions import Launch, Stop
 from orchestrator.specs.attempt import Attempt, AttemptStatus, Evidence
 from orchestrator.specs.errors import (
@@ -40,6 +43,7 @@ from orchestrator.specs.events import (
     RetryRequested,
     Submitted,
     TimerFired,
+    UpdateRequested,
 )
 from orchestrator.specs.fault import Fault
 from orchestrator.specs.job.spec import JobSpec
@@ -78,6 +82,9 @@ class _Request:
 
     jobs: Sequence[tuple[JobSpec, Fault | None]]
     key: RequestKey | None = None
+    retry_of: str | None = None  # as Submitted has it
+    continues_from: str | None = None
+    continues_step: int = 0
     ids: list[str] = field(default_factory=list)
     error: BaseException | None = None
     is_answered: bool = False
@@ -221,10 +228,18 @@ class Controller:
 
         Group commit: submissions that arrive during a transaction share the next one.
         """
+        return self._commit(_Request(jobs, key))
+
+    def submit_retry(self, job: Job, spec: JobSpec, begin: Begin, key: RequestKey | None = None) -> str:
+        """Submit an ended job again, as `submit` does; it begins as `begin` says."""
+        request = _Request([(spec, None)], key, job.id, begin.continues_from, begin.step)
+        return self._commit(request)[0]
+
+    def _commit(self, request: _Request) -> list[str]:
+        """Return the ids of the request's jobs once they are in the journal."""
         self._check_decides()
-        for spec, _ in jobs:
+        for spec, _ in request.jobs:
             self._check_first(self._state, spec)
-        request = _Request(jobs, key)
         with self._queue:
             self._requests.append(request)
             leads, self._led = not self._led, True
@@ -277,6 +292,21 @@ class Controller:
                 raise ServiceError(f"job {job_id} asks nothing: `orc show {job_id}` tells how it stands")
             self._apply([RetryRequested(job_id=job_id, spec=spec, at_s=self._clock())])
 
+    def change(self, job_ids: Sequence[str], change: Change) -> list[str]:
+        """Hold, release or update these jobs; returns the ids of those that were not so already.
+
+        On an error none is changed. Raises ServiceError for an unknown job and an ended one, and what `change` raises.
+        """
+        with self._changed:
+            live_ids = [
+                live for job_id in dict.fromkeys(job_ids) for live in self._to_cancel(job_id, whole_array=False)
+            ]
+            at_s = self._clock()
+            events = [event for job_id in live_ids if (event := change(self._state.jobs[job_id], at_s)) is not None]
+            if events:
+                self._apply(events)
+            return [event.job_id for event in events]
+
     def stop_early(self, job_id: str, reason: str) -> None:
         """Request the cancellation of a job for a reason of the service's own; ended jobs are left alone."""
         with self._changed:
@@ -288,7 +318,7 @@ class Controller:
             raise ServiceError(f"there is no job {job_id!r}: `orc queue` lists them")
         if not whole_array:
             if job.status.ended:
-                raise ServiceError(f"job {job_id} has ended already: {job.status}")
+                raise ServiceError(f"job {job_id} has ended already: {job.status}. `orc retry {job_id}` runs it again")
             return [job_id]
         if job.array is None:
             raise ServiceError(f"job {job_id} is of no array: cancel it without --array")
@@ -429,7 +459,8 @@ class Controller:
         for order, (asked, fault) in enumerate(request.jobs, start=submitted + 1):
             if asked.deadline is not None and asked.deadline.due_s(at_s) <= at_s:
                 raise SpecError("the deadline is over", source=asked.name, path="deadline", got=str(asked.deadline))
-            spec, satisfied = resolved(asked, together, self.job) if asked.depends_on else (asked, ())
+            limited = with_team_limit(asked, self._state.policy.team_of(asked.user or ""))
+            spec, satisfied = resolved(limited, together, self.job) if asked.depends_on else (limited, ())
             job_id = f"{spec.name}-{order}"
             together.setdefault(spec.name, []).append(job_id)
             if spec.trial is not None:
@@ -447,6 +478,9 @@ class Controller:
                 array=array,
                 satisfied=satisfied,
                 request=request.key,
+                retry_of=request.retry_of,
+                continues_from=request.continues_from,
+                continues_step=request.continues_step,
             )
             if self._journal.as_kept(event) != event:
                 hint = "report this: it is a fault of the service"
@@ -620,7 +654,7 @@ def _line(said: Event | Launch | Stop) -> str:
             return f"launch job={said.job.id} attempt={said.attempt.number} on={devices}"
         case Stop():
             return f"stop job={said.job_id} attempt={said.number}"
-        case Submitted() | CancelRequested() | RetryRequested():
+        case Submitted() | CancelRequested() | RetryRequested() | UpdateRequested():
             return f"{said.type} job={said.job_id}"
         case _:
             return f"{said.type} job={said.job_id} attempt={said.number}"

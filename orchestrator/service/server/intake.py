@@ -18,7 +18,7 @@ from orchestrator.service.server.git import code_source
 from orchestrator.service.server.hub import CONFIG, HINT, hub_config
 from orchestrator.service.server.logins import DEFAULT_HOME
 from orchestrator.service.server.profiling import TraceScope, traced
-from orchestrator.specs.clock import known_zone
+from orchestrator.specs.clock import known_zone, parse_deadline, parse_window
 from orchestrator.specs.cluster import ClusterSpec
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.model import ModelSpec
@@ -245,6 +245,20 @@ def _absolute_model(model: ModelSpec, folder: Path) -> ModelSpec:
         config = known or model.config or ({} if Path(hf).is_absolute() else hub_config(hf))
         return replace(model, hf=hf, config=config)
     return model
+
+
+def with_zone(settings: Sequence[Override]) -> tuple[Override, ...]:
+    """Return settings whose `deadline` and `start_window` have this machine's zone where they name none."""
+    return tuple((key, _with_zone(key, value)) for key, value in settings)
+
+
+def _with_zone(key: str, value: str) -> str:
+    parse = {"deadline": parse_deadline, "start_window": parse_window}.get(key)
+    try:
+        moment: Any = parse(value.strip("'\"")) if parse is not None else None
+    except ValueError:
+        return value  # the service says what is wrong
+    return value if moment is None or moment.zone is not None else str(replace(moment, zone=local_zone()))
 
 
 def local_zone() -> str:

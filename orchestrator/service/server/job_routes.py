@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 from fastapi import FastAPI, Header, Query, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
+from pydantic import BaseModel
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
 
@@ -20,7 +21,6 @@ from orchestrator.backends.attempts.metrics import metric_lines
 from orchestrator.backends.mlflow.content import comparison_key
 from orchestrator.backends.mlflow.tracker import comparison_url
 from orchestrator.backends.redaction import hidden_bytes
-from orchestrator.scheduling.options.asks import with_allowed
 from orchestrator.scheduling.reports.comparison import compared_ids, comparison
 from orchestrator.scheduling.reports.comparison_rows import curve_of
 from orchestrator.scheduling.reports.deadlines import late
@@ -46,7 +46,6 @@ from orchestrator.service.server.requests import (
     BatchRequest,
     CancelRequest,
     DigestsRequest,
-    RetryRequest,
     SubmitRequest,
 )
 from orchestrator.service.server.sweeper import Sweeper
@@ -96,8 +95,8 @@ def add_job_routes(app: FastAPI, service: Service, uploads: Uploads, waits: Wait
     def submit(
         request: SubmitRequest, sender: Sender, traceparent: Traceparent = "", idempotency_key: IdempotencyKey = ""
     ) -> dict[str, Any]:
-        began_s, key = time.time(), _key(idempotency_key, sender, request)
-        job_id = controller.submit(*_asked(request, "the submitted job", sender, uploads, service.sweeper), key)
+        began_s, key = time.time(), request_key(idempotency_key, sender, request)
+        job_id = controller.submit(*requested_job(request, "the submitted job", sender, uploads, service.sweeper), key)
         if service.tracing is not None:
             service.tracing.submitted([job_id], began_s, traceparent)
         return {"id": job_id, "late": late(controller.state, [job_id])}
@@ -107,9 +106,9 @@ def add_job_routes(app: FastAPI, service: Service, uploads: Uploads, waits: Wait
         request: BatchRequest, sender: Sender, traceparent: Traceparent = "", idempotency_key: IdempotencyKey = ""
     ) -> dict[str, Any]:
         """Submit all jobs or none, in one transaction."""
-        began_s, key = time.time(), _key(idempotency_key, sender, request)
+        began_s, key = time.time(), request_key(idempotency_key, sender, request)
         asked = [
-            _asked(one, f"submitted job {number}", sender, uploads, service.sweeper)
+            requested_job(one, f"submitted job {number}", sender, uploads, service.sweeper)
             for number, one in enumerate(request.jobs, 1)
         ]
         ids = controller.submit_all(asked, key)
@@ -175,21 +174,13 @@ def add_job_routes(app: FastAPI, service: Service, uploads: Uploads, waits: Wait
         jobs = [job_id for job_id in request.jobs if job_id not in sweeps]
         of_sweeps = [one.job for sweep_id in sweeps for one in _sweep(service, sweep_id).trials]
         for job_id in (*jobs, *of_sweeps):
-            _refuse_other_teams(job_of(service.controller, job_id), sender, controller.state.policy, "cancel")
+            refuse_other_teams(job_of(service.controller, job_id), sender, controller.state.policy, "cancel")
         if request.whole_arrays:
             found = {sweep_id: job_id for job_id in jobs if (sweep_id := service.sweeper.sweep_of(job_id))}
             sweeps += found
             jobs = [job_id for job_id in jobs if service.sweeper.sweep_of(job_id) is None]
         cancelled = controller.cancel(jobs, whole_arrays=request.whole_arrays) if jobs else []
         return {"cancelled": cancelled + [job_id for sweep_id in sweeps for job_id in service.sweeper.cancel(sweep_id)]}
-
-    @app.post("/jobs/{job_id}/retry", **answers(EmptyAnswer))
-    def retry(job_id: str, request: RetryRequest, sender: Sender) -> dict[str, Any]:
-        """Allow what a job asks for."""
-        job = job_of(service.controller, job_id)
-        _refuse_other_teams(job, sender, controller.state.policy, "retry")
-        controller.retry(job_id, with_allowed(job.spec, request.allow, request.global_batch_size))
-        return {}
 
     @app.get("/sweeps", **answers(SweepsAnswer))
     def sweeps() -> dict[str, Any]:
@@ -266,7 +257,7 @@ def add_file_routes(app: FastAPI, service: Service, uploads: Uploads) -> None:
     def output(job_id: str, sender: Sender) -> Response:
         """The job's output folder as an archive; what came by upload and was not changed is left out."""
         job = job_of(service.controller, job_id)
-        _refuse_other_teams(job, sender, service.controller.state.policy, "fetch the output of")
+        refuse_other_teams(job, sender, service.controller.state.policy, "fetch the output of")
         listing = output_of(service.home, job)
         headers = {
             "Content-Length": str(len(listing.manifest()) + listing.total_bytes),  # a client sees what is cut off
@@ -283,7 +274,7 @@ async def _received(request: Request, file: Path) -> None:
             await run_in_threadpool(opened.write, chunk)
 
 
-def _key(name: str, sender: Principal, request: SubmitRequest | BatchRequest) -> RequestKey | None:
+def request_key(name: str, sender: Principal, request: BaseModel) -> RequestKey | None:
     """What the journal knows a submission by: the sender's name for it, and what it asks for."""
     if not name:
         return None
@@ -291,7 +282,7 @@ def _key(name: str, sender: Principal, request: SubmitRequest | BatchRequest) ->
     return RequestKey(name=f"{sender.name}/{name}", digest=digest)
 
 
-def _asked(
+def requested_job(
     request: SubmitRequest, source: str, sender: Principal, uploads: Uploads, sweeper: Sweeper
 ) -> tuple[JobSpec, Fault | None]:
     """The job, whose user is who sent it, and whose files are here; of a sweep the first trial.
@@ -316,7 +307,7 @@ def _first(spec: JobSpec, sweeper: Sweeper) -> JobSpec:
     return spec if spec.trial is None else sweeper.first(spec)
 
 
-def _refuse_other_teams(job: Job, sender: Principal, policy: PolicySpec, act: str) -> None:
+def refuse_other_teams(job: Job, sender: Principal, policy: PolicySpec, act: str) -> None:
     if may_change(job.user, sender, policy):
         return
     raise Forbidden(f"{job.id} belongs to {job.user or 'nobody'}: {sender.name} may {act} jobs of its own team only")

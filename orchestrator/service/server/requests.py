@@ -13,6 +13,7 @@ from orchestrator.specs.job.model import BATCH_MAX, STEPS_MAX
 from orchestrator.specs.parse import check_plain
 
 JOBS_MAX = 10_000  # of one request
+SETTINGS_MAX = 100  # of one request
 LIFETIME_S_MAX = 100 * 365 * 86400.0  # of a token
 
 
@@ -55,9 +56,22 @@ class CancelRequest(PlainRequest):
     whole_arrays: bool = False
 
 
-class RetryRequest(PlainRequest):
-    """What a person allows to a job that asks."""
+class JobsRequest(PlainRequest):
+    """Jobs to hold, release, suspend or resume."""
 
+    jobs: list[JobId] = Field(min_length=1, max_length=JOBS_MAX)
+
+
+class UpdateRequest(PlainRequest):
+    """Other values of keys of a job, by their dotted paths: YAML, as `--set` takes it."""
+
+    settings: dict[str, str] = Field(max_length=SETTINGS_MAX)
+
+
+class RetryRequest(PlainRequest):
+    """What a person allows to a job that asks, or what differs where an ended one is submitted again."""
+
+    settings: dict[str, str] = Field(default={}, max_length=SETTINGS_MAX)
     allow: Literal["numeric", "semantic"] | None = None
     global_batch_size: int | None = Field(default=None, ge=1, le=BATCH_MAX)
 

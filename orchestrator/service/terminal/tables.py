@@ -83,6 +83,11 @@ def job_panel(job: JobView) -> RenderableType:
     for removal in job["removed"]:
         head.add_row("removed", Text(removal))
     head.add_row("wants", f"{_gpus(job)}, global batch {job['global_batch_size']}, priority {job['priority']}")
+    if job["time_limit_s"] is not None:
+        head.add_row("time limit", format_seconds(job["time_limit_s"]))
+    if job["retry_of"] is not None:
+        begin = f", from the checkpoint of {job['continues_from']}" if job["continues_from"] else ""
+        head.add_row("retries", Text(f"{job['retry_of']}{begin}"))
     if job["promise"] is not None:
         head.add_row("guarantee", Text(promise_words(job["promise"])))
     if job["progress"]:

@@ -119,6 +119,11 @@ class JobView(TypedDict):
     gpus: str
     is_script: bool
     promise: PromiseView | None  # None: it asks for no guarantee
+    held_by: str | None  # who holds it; None: nobody
+    time_limit_s: float | None  # that its attempts may run together; None: any time
+    deadline_s: float | None  # by when it should be done; None: at any time
+    retry_of: str | None  # the ended job that it retries
+    continues_from: str | None  # the job with whose newest checkpoint it began
     attempts: list[AttemptView]
     progress: ProgressView | None
     removed: list[str]  # what is not in its folder any more: when and why it was removed
@@ -201,6 +206,11 @@ def job_view(job: Job, beats: Sequence[Heartbeat] = (), policy: PolicySpec = UNS
         gpus=_span(job.spec.gpus.min, job.spec.gpus.max),
         is_script=job.spec.is_script,
         promise=promise_view(job),
+        held_by=job.held_by,
+        time_limit_s=job.spec.time_limit,
+        deadline_s=job.deadline_s,
+        retry_of=job.retry_of,
+        continues_from=job.continues_from,
         attempts=[attempt_view(job.spec, attempt) for attempt in job.attempts],
         progress=_progress(job, beats) if beats else None,
         removed=[],

@@ -240,6 +240,12 @@ class JobSpec(SpecModel):
     startup_timeout: Seconds = Field(
         default=900.0, description="Time within which the first training step has to come.", examples=["1h"]
     )
+    time_limit: Seconds | None = Field(
+        default=None,
+        gt=0,
+        description="Time that the job's attempts may run together before it saves and ends; null: the team's default.",
+        examples=["8h"],
+    )
 
     @property
     def family_name(self) -> str:

@@ -1,0 +1,63 @@
+"""Jobs that a person holds: they wait for no devices, and are promised none, until they are released."""
+
+from __future__ import annotations
+
+from orchestrator.scheduling.base.job_updates import with_job
+from orchestrator.scheduling.base.migration import can_move, request_migration
+from orchestrator.specs.actions import Stop
+from orchestrator.specs.events import UpdateRequested
+from orchestrator.specs.job_record import Job
+from orchestrator.specs.replace import replace
+from orchestrator.specs.state import State
+
+
+def update_requested(state: State, event: UpdateRequested) -> tuple[State, tuple[Stop, ...]]:
+    """Return the state in which the job is as the event says, and the Stop of its attempt where that is held.
+
+    A hold gives up the job's `guarantee`: what is held is promised nothing.
+    """
+    job = state.jobs.get(event.job_id)
+    if job is None or job.status.ended or job.cancelling or job.unreadable:
+        return state, ()
+    spec = event.spec if event.held_by is None else event.spec.model_copy(update={"guarantee": None})
+    if (spec, event.held_by) == (job.spec, job.held_by):
+        return state, ()
+    if spec.time_limit != job.spec.time_limit and job.last is not None:  # one that is being ended goes on
+        job = replace(job, attempts=(*job.attempts[:-1], replace(job.last, over_limit=False)))
+    if spec.deadline != job.spec.deadline:
+        job = replace(job, deadline_s=spec.deadline.due_s(event.at_s) if spec.deadline else None)
+    was_held, job = job.held_by is not None, replace(job, spec=spec, held_by=event.held_by)
+    if event.held_by is None:
+        return with_job(state, _without_hold_reason(job) if was_held else job), ()
+    if was_held:
+        return with_job(state, job), ()
+    job = replace(job, starts_by_s=None, reason=job.reason if job.waits_for else "")
+    if can_move(job):
+        job, stop = request_migration(job, _holder(job), event.at_s)
+        return with_job(state, with_hold_reason(job)), (stop,)
+    if job.last is not None:  # what is kept for its next attempt
+        job = replace(job, attempts=(*job.attempts[:-1], replace(job.last, held_placement=())))
+    return with_job(state, with_hold_reason(job)), ()
+
+
+def with_hold_reason(job: Job) -> Job:
+    """Return the job with who holds it around its other reason, and the command that ends that; else as it is."""
+    command = _command(job)
+    if job.held_by is None or job.reason.endswith(command):
+        return job
+    reason = job.reason.removeprefix(_holder(job)).removeprefix("; ")
+    return replace(job, reason="; ".join(filter(None, (_holder(job), reason, command))))
+
+
+def _without_hold_reason(job: Job) -> Job:
+    parts = job.reason.partition("; ")[2].removesuffix(_command(job)).removesuffix("; ")
+    return replace(job, reason=parts or "was released")
+
+
+def _holder(job: Job) -> str:
+    return f"{'suspended' if job.attempts else 'held'} by {job.held_by}"
+
+
+def _command(job: Job) -> str:
+    verb, effect = ("resume", "lets it go on") if job.attempts else ("release", "lets it start")
+    return f"`orc {verb} {job.id}` {effect}"

@@ -1,0 +1,114 @@
+"""How long may the attempts of a job run together, and how long have they? `time_limit` of a job file.
+
+Time counts from an attempt's Started to its end. Waiting and launching count nothing.
+"""
+
+from __future__ import annotations
+
+from math import inf
+
+from orchestrator.scheduling.base.migration import can_move, request_migration
+from orchestrator.specs.actions import Stop
+from orchestrator.specs.attempt import Attempt, AttemptStatus, Failure, FailureKind
+from orchestrator.specs.errors import SpecError
+from orchestrator.specs.job.spec import JobSpec
+from orchestrator.specs.job_record import Job
+from orchestrator.specs.policy import TeamSpec
+from orchestrator.specs.replace import replace
+from orchestrator.specs.units import DURATION_PATTERN, format_seconds, in_words
+
+ROUNDING_S = 1e-6  # by which a sum of times may fall short: floats near 2**31 s are 2e-7 s apart
+
+
+def spent_s(job: Job, at_s: float) -> float:
+    """Return the seconds that the job's attempts have run, the last one until `at_s` where it has not ended."""
+    return sum(_ran_s(attempt, at_s) for attempt in job.attempts)
+
+
+def left_s(job: Job) -> float:
+    """Return the seconds that attempts may run beside those that have ended; at least 1, infinity without a limit."""
+    limit_s = job.spec.time_limit
+    return inf if limit_s is None else max(1.0, limit_s - sum(_ran_s(attempt, 0.0) for attempt in job.attempts))
+
+
+def expires_s(job: Job) -> float:
+    """Return when the time limit of a job is over whose attempt runs; infinity where nothing is to end then."""
+    attempt = job.last
+    if job.spec.time_limit is None or attempt is None or not can_move(job):
+        return inf
+    return limit_end_s(job, attempt) if attempt.status is AttemptStatus.RUNNING else inf
+
+
+def limit_end_s(job: Job, attempt: Attempt, launch_cost_s: float = 0.0) -> float:
+    """Return when the time limit ends the job's last attempt; one that has not started is expected to, after a launch.
+
+    Infinity without a limit.
+    """
+    if job.spec.time_limit is None:
+        return inf
+    begin_s = _began_s(attempt)
+    begin_s = attempt.launched_at_s + launch_cost_s if begin_s is None else begin_s
+    earlier_s = sum(_ran_s(earlier, begin_s) for earlier in job.attempts[: attempt.number - 1])
+    return begin_s + job.spec.time_limit - earlier_s
+
+
+def is_over(job: Job, at_s: float) -> bool:
+    """Return whether the job's attempts have run for as long as they may."""
+    return job.spec.time_limit is not None and spent_s(job, at_s) >= job.spec.time_limit - ROUNDING_S
+
+
+def end_over_limit(job: Job, at_s: float) -> tuple[Job, Stop]:
+    """Return the job with its attempt asked to save and end, with the grace of a job that moves, and the Stop."""
+    job, stop = request_migration(job, f"stopped: {_over(job.spec)}", at_s)
+    attempt = job.attempts[-1]
+    return replace(job, attempts=(*job.attempts[:-1], replace(attempt, over_limit=True))), stop
+
+
+def over_limit(job: Job, attempt: Attempt) -> Failure:
+    """Return the failure of an attempt that the time limit has ended: limit, step reached, and the next command."""
+    evidence = attempt.evidence
+    steps = [beat.step for beat in evidence.heartbeats] if evidence else []
+    saved = evidence.checkpoint_step if evidence else None
+    reached = max([*steps, saved or 0])
+    where = f" at step {reached}" if reached else ""
+    save_words = f", saved at step {saved}" if saved else ", nothing was saved"
+    assert job.spec.time_limit is not None, job.id
+    longer = in_words(2 * job.spec.time_limit, DURATION_PATTERN)
+    command = f"`orc retry {job.id} --set time_limit={longer}` {'goes on' if saved else 'starts it anew'}"
+    return Failure(kind=FailureKind.TIME_LIMIT, reason=f"{_over(job.spec)}{where}{save_words}; {command}")
+
+
+def with_team_limit(spec: JobSpec, team: TeamSpec) -> JobSpec:
+    """Return the job with its team's default where it names no time limit. Raises SpecError above the maximum."""
+    longest_s = team.max_time_limit
+    if spec.time_limit is None:
+        default_s = team.time_limit or longest_s
+        return spec if default_s is None else spec.model_copy(update={"time_limit": default_s})
+    if longest_s is not None and spec.time_limit > longest_s:
+        raise SpecError(
+            f"longer than team {team.name!r} may run a job",
+            source=spec.name,
+            path="time_limit",
+            got=format_seconds(spec.time_limit),
+            allowed=f"at most {format_seconds(longest_s)}",
+            hint="name a shorter one, or leave it out for the team's default",
+        )
+    return spec
+
+
+def _over(spec: JobSpec) -> str:
+    assert spec.time_limit is not None, spec.name
+    return f"its time limit of {format_seconds(spec.time_limit)} is over"
+
+
+def _began_s(attempt: Attempt) -> float | None:
+    """Return when it started. An attempt that an older version saw start counts from its launch while it runs."""
+    if attempt.started_at_s is None and attempt.status is AttemptStatus.RUNNING:
+        return attempt.launched_at_s
+    return attempt.started_at_s
+
+
+def _ran_s(attempt: Attempt, at_s: float) -> float:
+    begin_s = _began_s(attempt)
+    end_s = at_s if attempt.ended_at_s is None else attempt.ended_at_s
+    return 0.0 if begin_s is None else max(0.0, end_s - begin_s)

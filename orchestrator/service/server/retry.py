@@ -1,0 +1,79 @@
+"""An ended job that is submitted again: its spec with other settings, and the checkpoint that it begins with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from orchestrator.service.server.git import code_source
+from orchestrator.specs.errors import ServiceError, SpecError
+from orchestrator.specs.job.spec import JobSpec
+from orchestrator.specs.job_record import Job, JobStatus
+from orchestrator.specs.parse import Override, with_overrides
+
+# Keys that leave the mathematics of a training as it is. With any other key, a retry starts over: a checkpoint of
+# another training would be continued unseen.
+UNTRAINED = frozenset(
+    (
+        *("name", "family", "priority", "user", "depends_on", "deadline", "start_window", "gpus", "guarantee"),
+        *("objective", "speeds", "profile", "probe", "retries", "on_caught_oom", "hang_timeout", "startup_timeout"),
+        *("time_limit", "secrets", "phases", "progress"),
+    )
+)
+TRACED_BY = ("model", "trains", "data", "training", "precision")  # keys on which a trace of the model depends
+OF_THE_OLD = {"member": None, "trial": None, "measured": None, "relative_to": None}  # of its array, sweep and probes
+
+
+class Begin(NamedTuple):
+    """How a retry begins."""
+
+    continues_from: str | None  # the job with whose newest checkpoint; None: from the beginning
+    step: int  # of that checkpoint
+    why: str  # in words
+
+
+def check_retry(job: Job, *, allows: bool) -> None:
+    """Raise ServiceError for a job that has not ended, and SpecError for what only a job that asks is allowed."""
+    if job.status is JobStatus.RUNNING or not job.status.ended:
+        verb = "runs" if job.status is JobStatus.RUNNING else "waits"
+        raise ServiceError(
+            f"job {job.id} {verb}: `orc update {job.id}` changes its priority, deadline or time limit; "
+            f"`orc cancel {job.id}` ends it, then `orc retry {job.id}` submits it again"
+        )
+    if allows:
+        hint = "say --set degrade.allow=semantic, or --set global_batch_size=N"
+        raise SpecError(f"{job.id} has ended, and asks nothing", source="orc retry", hint=hint)
+
+
+def spec_again(job: Job, settings: Sequence[Override], source: str) -> JobSpec:
+    """Return the job's spec after `--set key=value`, without its array or sweep. Raises SpecError."""
+    traced = [key for key, _ in settings if key.split(".")[0] in TRACED_BY]
+    if job.spec.traced and traced:
+        hint = "`orc submit` its job file with this `--set`"
+        raise SpecError("the model would have to be traced anew", source=source, path=traced[0], hint=hint)
+    spec = with_overrides(job.spec.model_copy(update=OF_THE_OLD), settings, source)
+    is_here = spec.workdir is not None and Path(spec.workdir).is_dir()
+    return spec.model_copy(update={"source": code_source(Path(spec.workdir or "."))}) if is_here else spec
+
+
+def continuation(job: Job, spec: JobSpec, keys: Sequence[str]) -> Begin:
+    """Return with which checkpoint the retry of a job begins that has other values of these keys."""
+    changed = sorted({key.split(".")[0] for key in keys} - UNTRAINED)
+    saved = [
+        attempt.evidence.checkpoint_step or 0 for attempt in job.attempts if attempt.evidence and not attempt.probe
+    ]
+    source, step = (job.id, max(saved)) if any(saved) else (job.continues_from, job.continues_step)
+    if job.status is JobStatus.SUCCEEDED:
+        why = "it had succeeded"
+    elif changed:
+        why = f"`{changed[0]}` changes the training"
+    elif source is None:
+        why = "nothing was saved"
+    elif spec.user != job.spec.user:
+        why = f"its checkpoints are those of {job.spec.user or 'nobody'}"
+    elif spec.is_script and (spec.knobs.resume_from is None or spec.knobs.output_dir is None):
+        why = "nothing tells its script another folder to resume from: `knobs.resume_from` and `knobs.output_dir` do"
+    else:
+        return Begin(source, step, f"continues from step {step}, the newest checkpoint of {source}")
+    return Begin(None, 0, f"starts over: {why}")

@@ -1,0 +1,193 @@
+"""The commands that list jobs and change them: queue, cancel, hold, release, suspend, resume, update and retry."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from orchestrator.service.server.logins import DEFAULT_HOME
+from orchestrator.service.terminal.completion import job_ids
+from orchestrator.service.terminal.options import AsJson, Home, Settings, client_of
+from orchestrator.service.terminal.output import tell
+from orchestrator.specs.errors import SpecError
+
+if TYPE_CHECKING:
+    from orchestrator.service.views.records import JobView
+
+JobId = Annotated[
+    str, typer.Argument(metavar="JOB", help="Id of the job, as `orc queue` shows it.", autocompletion=job_ids)
+]
+JobIds = Annotated[
+    list[str],
+    typer.Argument(metavar="JOB...", help="Ids of jobs, as `orc queue` shows them.", autocompletion=job_ids),
+]
+User = Annotated[str | None, typer.Option("--user", help="Only jobs of this user.")]
+LIVE = ("queued", "running")
+STATUSES = (*LIVE, "succeeded", "failed", "refused", "cancelled")
+
+
+class Sort(StrEnum):
+    """Orders of `orc queue`."""
+
+    QUEUE = "queue"  # ended, running, then waiting by priority
+    SUBMITTED = "submitted"
+    PRIORITY = "priority"
+    DEADLINE = "deadline"
+    USER = "user"
+
+
+SORT_KEYS: dict[Sort, Callable[[JobView], Any]] = {
+    Sort.SUBMITTED: lambda job: job["order"],
+    Sort.PRIORITY: lambda job: -job["priority"],
+    Sort.DEADLINE: lambda job: float("inf") if job["deadline_s"] is None else job["deadline_s"],
+    Sort.USER: lambda job: job["user"],
+}
+
+
+def queue(
+    ended: Annotated[
+        int, typer.Option("--ended", min=0, max=1000, help="Number of ended jobs shown, newest first.")
+    ] = 100,
+    user: User = None,
+    team: Annotated[str | None, typer.Option("--team", help="Only jobs of this team.")] = None,
+    status: Annotated[str | None, typer.Option("--status", help="Only jobs with this status.")] = None,
+    sort: Annotated[Sort, typer.Option("--sort", help="Order of the jobs.")] = Sort.QUEUE,
+    home: Home = DEFAULT_HOME,
+    as_json: AsJson = False,
+) -> None:
+    """List jobs: status, plan and reason."""
+    from rich.console import Group
+
+    from orchestrator.service.terminal.sweep_tables import sweeps_table
+    from orchestrator.service.terminal.tables import queue_table
+
+    _check_status(status, STATUSES)
+    client = client_of(home)
+    everything = client.jobs(ended)
+    jobs = [job for job in select(everything, user, status) if team in (None, job["team"])]
+    jobs = sorted(jobs, key=SORT_KEYS[sort]) if sort in SORT_KEYS else jobs
+    shown = {job["id"] for job in jobs}
+    sweeps = [sweep for sweep in client.sweeps() if not shown.isdisjoint(trial["job"] for trial in sweep["trials"])]
+    table = Group(queue_table(jobs), "", sweeps_table(sweeps)) if sweeps else queue_table(jobs)
+    empty = "No job is like that." if everything else "The queue is empty. `orc submit FILE` adds a job."
+    tell({"jobs": jobs, "sweeps": sweeps}, as_json, table if jobs else empty)
+
+
+def select(jobs: Sequence[JobView], user: str | None, status: str | None) -> list[JobView]:
+    """Return the jobs of a user, with a status; None admits all."""
+    return [job for job in jobs if user in (None, job["user"]) and status in (None, job["status"])]
+
+
+def _check_status(status: str | None, allowed: Sequence[str]) -> None:
+    if status not in (None, *allowed):
+        raise SpecError("not a status of these jobs", path="--status", got=status, allowed=", ".join(allowed))
+
+
+def cancel(
+    ids: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[JOB...]", help="Ids of jobs, as `orc queue` shows them.", autocompletion=job_ids),
+    ] = None,
+    whole_arrays: Annotated[bool, typer.Option("--array", help="Cancel the whole arrays of these jobs.")] = False,
+    user: User = None,
+    status: Annotated[str | None, typer.Option("--status", help="Only jobs that are queued, or running.")] = None,
+    every: Annotated[bool, typer.Option("--all", help="All jobs that have not ended.")] = False,
+    is_sure: Annotated[bool, typer.Option("--yes", help="Ask nothing.")] = False,
+    home: Home = DEFAULT_HOME,
+    as_json: AsJson = False,
+) -> None:
+    """Cancel jobs, all or none, or a sweep. Ranks get SIGTERM, and SIGKILL ten seconds later."""
+    client, filters = client_of(home), (user is not None, status is not None, every)
+    if bool(ids) == any(filters) or (every and any(filters[:2])):
+        what = "name jobs, or say which" if not ids else "either jobs are named, or filters"
+        raise SpecError(what, source="orc cancel", allowed="JOB..., --user U, --status queued, or --all")
+    _check_status(status, LIVE)
+    if not ids:
+        live = [job for job in select(client.jobs(0), user, status) if job["status"] in LIVE]
+        ids = [job["id"] for job in live]
+        running = sum(job["status"] == "running" for job in live)
+        if ids and not is_sure:
+            _confirm(f"Cancel {len(ids)} job{'' if len(ids) == 1 else 's'}, {running} of them running?", ids)
+    cancelled = client.cancel(ids, whole_arrays=whole_arrays) if ids else []
+    are = "is" if len(cancelled) == 1 else "are"
+    nothing = "No live job is like that." if any(filters) else "No trial was live. The sweep has ended."
+    words = f"{', '.join(cancelled)} {are} being cancelled." if cancelled else nothing
+    tell({"cancelled": cancelled}, as_json, words)
+
+
+def _confirm(question: str, ids: Sequence[str]) -> None:
+    """Ask at the terminal; ends the command at a no. Raises SpecError where nobody can be asked."""
+    if not sys.stdin.isatty():
+        hint = "say --yes to cancel them"
+        raise SpecError(
+            f"nobody confirms the end of {len(ids)} jobs", source="orc cancel", got=", ".join(ids), hint=hint
+        )
+    typer.confirm(question, abort=True, err=True)
+
+
+def hold(ids: JobIds, home: Home = DEFAULT_HOME, as_json: AsJson = False) -> None:
+    """Hold waiting jobs, all or none: they do not start until `orc release`. A guarantee is given up."""
+    _change("hold", ids, home, as_json)
+
+
+def release(ids: JobIds, home: Home = DEFAULT_HOME, as_json: AsJson = False) -> None:
+    """Release held jobs, all or none: they wait for devices again."""
+    _change("release", ids, home, as_json)
+
+
+def suspend(ids: JobIds, home: Home = DEFAULT_HOME, as_json: AsJson = False) -> None:
+    """Suspend jobs, all or none: running ones save within two minutes and leave their devices until `orc resume`."""
+    _change("suspend", ids, home, as_json)
+
+
+def resume(ids: JobIds, home: Home = DEFAULT_HOME, as_json: AsJson = False) -> None:
+    """Resume suspended or held jobs, all or none: they go on from their newest checkpoint."""
+    _change("resume", ids, home, as_json)
+
+
+DONE = {"hold": "held", "release": "released", "suspend": "suspended", "resume": "resumed"}
+
+
+def _change(verb: str, ids: Sequence[str], home: Home, as_json: bool) -> None:
+    changed = client_of(home).change(verb, ids)
+    same = [job_id for job_id in dict.fromkeys(ids) if job_id not in changed]
+    lines = [f"{', '.join(changed)}: {DONE[verb]}."] if changed else []
+    lines += [f"{', '.join(same)}: unchanged."] if same else []
+    tell({"changed": changed}, as_json, "\n".join(lines))
+
+
+def update(
+    job_id: JobId,
+    settings: Annotated[
+        list[str], typer.Argument(metavar="KEY=VALUE...", help="New values of priority, deadline or time_limit.")
+    ],
+    home: Home = DEFAULT_HOME,
+    as_json: AsJson = False,
+) -> None:
+    """Change the priority, deadline or time limit of a job that has not ended."""
+    from orchestrator.service.server.intake import read_overrides, with_zone
+
+    is_changed = client_of(home).update(job_id, with_zone(read_overrides(settings, "orc update")))
+    tell({"changed": is_changed}, as_json, f"{job_id}: {'updated' if is_changed else 'unchanged'}.")
+
+
+def retry(
+    job_id: JobId,
+    settings: Settings = None,
+    allow: Annotated[str | None, typer.Option(metavar="CLASS", help="numeric or semantic changes.")] = None,
+    global_batch_size: Annotated[int | None, typer.Option(min=1, help="Samples of a step from now on.")] = None,
+    home: Home = DEFAULT_HOME,
+    as_json: AsJson = False,
+) -> None:
+    """Submit an ended job again, or allow what a job asks for that has no plan of the same training left."""
+    from orchestrator.service.server.intake import read_overrides, with_zone
+
+    overrides = with_zone(read_overrides(settings or []))
+    answer = client_of(home).retry(job_id, overrides, allow=allow, global_batch_size=global_batch_size)
+    is_new = answer["id"] != job_id
+    text = f"{answer['id']} retries {job_id}: {answer['why']}." if is_new else f"{job_id} goes on."
+    tell({"retried": job_id, **answer}, as_json, text)
