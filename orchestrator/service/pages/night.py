@@ -10,10 +10,10 @@ from markupsafe import Markup
 
 from orchestrator.scheduling.reports.morning import ended_at_s, morning_report, summary
 from orchestrator.scheduling.reports.sweep import SweepReport
-from orchestrator.service.pages.forecasts import Expectations
 from orchestrator.service.pages.frame import tone
 from orchestrator.service.pages.job import MEMORY
 from orchestrator.service.pages.svg import Bar, gantt
+from orchestrator.service.server.forecasts import Expectations
 from orchestrator.service.views.records import attempt_view
 from orchestrator.specs.attempt import Attempt
 from orchestrator.specs.job_record import Job, JobStatus

@@ -19,7 +19,6 @@ from orchestrator.scheduling.base.held_devices import holders
 from orchestrator.service.commands.plan import forecast
 from orchestrator.service.commands.what_if import WhatIf, what_if
 from orchestrator.service.pages.compare import comparison_data, comparisons
-from orchestrator.service.pages.forecasts import Forecasts
 from orchestrator.service.pages.form import SOURCE, filled, sections, written
 from orchestrator.service.pages.frame import HEADERS, compile_all, page, refused
 from orchestrator.service.pages.job import (
@@ -139,7 +138,7 @@ class _Pages:
         self._sweeper = service.sweeper
         self._home = service.home
         self._gate = gate
-        self._forecasts = Forecasts(lambda: controller.state)
+        self._forecasts, self._reasons = service.forecasts, service.reasons
         self._playing = threading.Lock()
         self._waits = Waits(controller.wait_for_change)
 
@@ -150,7 +149,7 @@ class _Pages:
     def _job(self, job_id: str) -> JobView:
         return view_of(
             self._home,
-            job_of(self._controller, job_id),
+            self._reasons.explained(job_of(self._controller, job_id)),
             self._controller.state.policy,
             self._controller.health.problems(),
         )

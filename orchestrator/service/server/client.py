@@ -11,7 +11,7 @@ import ssl
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 import httpx
@@ -28,6 +28,9 @@ from orchestrator.service.visible import visible
 from orchestrator.specs.errors import ServiceError, SpecError
 from orchestrator.specs.observation import Observation
 from orchestrator.specs.span import TRACEPARENT
+
+if TYPE_CHECKING:
+    from orchestrator.service.server.forecasts import ExpectedJob
 
 OBSERVATIONS_SENT = 500  # per request: about 0.5 MB
 ENDED_SHOWN = 100
@@ -261,6 +264,10 @@ class Client:
     def report(self, since_s: float) -> ReportView:
         """The morning report since a moment, in seconds since 1970."""
         return self._json("GET", f"/report?since_s={since_s!r}")
+
+    def forecast(self) -> list[ExpectedJob]:
+        """Return the expected start and end of each live job, the earliest start first."""
+        return self._json("GET", "/forecast")["jobs"]
 
     def cluster(self) -> dict[str, Any]:
         """Name, live nodes (`views.NodeView`), names of drained nodes, and addresses of the service's parts."""

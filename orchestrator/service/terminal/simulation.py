@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from orchestrator.service.server.logins import DEFAULT_HOME
-from orchestrator.service.terminal.options import AsJson, Cluster, Home
+from orchestrator.service.terminal.options import AsJson, Cluster, Home, client_of
 from orchestrator.service.terminal.output import console_on, tell
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.order import Order
@@ -162,14 +162,9 @@ def _compared(hardware: ClusterSpec, orders: Sequence[Order], objective: Aim | N
 
 def forecast(home: Home = DEFAULT_HOME, as_json: AsJson = False) -> None:
     """Forecast start and end of each running and waiting job, with nothing more submitted."""
-    import time
+    from orchestrator.service.terminal.tables import expected_table
 
-    from orchestrator.service.commands.replay import expected_jobs, kept_state
-    from orchestrator.service.server.lifecycle import journal_url
-    from orchestrator.service.terminal.simulation_tables import expected_table
-
-    home = home.expanduser()
-    expected = expected_jobs(kept_state(journal_url(home)), time.time())
+    expected = client_of(home).forecast()
     tell({"jobs": expected}, as_json, expected_table(expected) if expected else "No job runs or waits.")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -26,6 +27,9 @@ from orchestrator.service.views.records import (
 from orchestrator.specs.attempt import PROBE_STEPS
 from orchestrator.specs.profile import UNTIMED, Source
 from orchestrator.specs.units import format_bytes, format_probability, format_seconds
+
+if TYPE_CHECKING:
+    from orchestrator.service.server.forecasts import ExpectedJob
 
 STYLES = {
     "succeeded": "green",
@@ -183,11 +187,12 @@ def _probe_panel(probe: CandidateView) -> RenderableType:
 
 
 def explanation_panel(explanation: ExplanationView) -> RenderableType:
-    """Each attempt's predicted bytes by cause and moment, measurements and lessons, and the frontier now."""
+    """Return why a job waits, what its attempts were predicted and measured to need, and the frontier now."""
     job = explanation["job"]
     parts: list[RenderableType] = [Text(f"{job['id']} {job['status']}: {job['reason']}", style="bold")]
     if job["promise"] is not None and not job["promise"]["refused"]:
         parts.append(Text(f"It {promise_words(job['promise'])}."))
+    parts += [Text(line) for line in explanation["sooner"]]
     for attempt, said in zip(job["attempts"], explanation["lessons"], strict=True):
         title = f"Attempt {attempt['number']}: {attempt['plan']} on {attempt['placement']}"
         parts += [Text(), Text(f"{title}  ", style="bold") + coloured(attempt["outcome"])]
@@ -449,3 +454,27 @@ def local_minute(at_s: float | None, range_s: tuple[float, float] | None) -> str
     if range_s is None:
         return said
     return f"{said} ({' to '.join(time.strftime('%H:%M', time.localtime(one_s)) for one_s in range_s)})"
+
+
+def expected_table(expected: Sequence[ExpectedJob]) -> Table:
+    """Expected start and end of each job."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("JOB", "STATUS", "GPUS", "STARTS", "ENDS", "DUE"):
+        table.add_column(column, no_wrap=True)
+    table.add_column("WHY", overflow="fold")
+    for one in expected:
+        devices = "-" if one["devices"] is None else str(one["devices"])
+        end_s, deadline_s = one["end_s"], one["deadline_s"]
+        is_late = deadline_s is not None and (end_s is None or end_s > deadline_s)
+        table.add_row(
+            one["id"],
+            coloured(one["status"]),
+            devices,
+            local_minute(one["start_s"], one["start_range_s"] if one["status"] == "queued" else None),
+            local_minute(end_s, one["end_range_s"]) if one["says_length"] else f"{local_minute(end_s, None)} ?",
+            Text("" if deadline_s is None else local_minute(deadline_s, None), style="red" if is_late else ""),
+            Text(f"late: {one['why']}" if is_late else one["why"]),
+        )
+    if not all(one["says_length"] for one in expected):
+        table.caption, table.caption_justify = "? does not say `steps`: a day is taken", "left"
+    return table
