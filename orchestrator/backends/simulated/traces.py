@@ -259,7 +259,7 @@ def queued(jobs: Iterable[Job], at_s: float) -> tuple[Trace, tuple[str, ...]]:
     if unknown and not known:
         got = ", ".join(unknown[:3])
         raise SpecError("the length of a queued job is unknown", path="steps", got=got, hint="say `steps`")
-    arrivals = [Arrival(at_s=at_s, spec=_cut(job.spec, steps_left(job) or 1)) for job in known]
+    arrivals = [Arrival(at_s=at_s, spec=_cut(job.spec, max(1, steps_left(job) or 0))) for job in known]
     return trace_of("queue", arrivals), unknown
 
 

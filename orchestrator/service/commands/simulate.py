@@ -370,7 +370,7 @@ def _request_step_s(arrival: Arrival) -> float | None:
 def alone_s(arrival: Arrival, devices: int, attempts: Sequence[Process] = ()) -> float:
     """Seconds of training on the best number of `devices`; of a job without speeds, on what it ran on."""
     speeds = [step_s * arrival.step_factor for count, step_s in arrival.spec.speeds if count <= devices]
-    steps = arrival.spec.optimizer_steps or arrival.spec.training.max_steps
+    steps = arrival.spec.training.max_steps if arrival.spec.optimizer_steps is None else arrival.spec.optimizer_steps
     return steps * min(speeds or [process.step_s for process in attempts], default=0.0)
 
 
