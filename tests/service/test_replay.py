@@ -108,18 +108,21 @@ def test_the_live_queue_is_played_from_now_on_another_cluster(
     told = capsys.readouterr().out
     assert third["id"] in told
     assert supposed not in told
+    asked = ["simulate", "--queue", "now", "--home", str(tmp_path), "--json", "--cluster", str(tmp_path / "other.yaml")]
+    assert ended(lambda: main(asked)) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["trace"], report["finished"]) == ("queue", 3)
+    assert report["makespan_s"] == pytest.approx(3610.0)
     endless = controller.submit(spec.model_copy(update={"name": "endless", "steps": None, "speeds": ()}))
     Console().print(expected_table(expected_jobs(controller.state, 60.0)))
     assert supposed in capsys.readouterr().out
     assert ended(lambda: main(["forecast", "--home", str(tmp_path)])) != 0
     assert "no service is up" in capsys.readouterr().err
-    asked = ["simulate", "--queue", "now", "--home", str(tmp_path), "--json", "--cluster", str(tmp_path / "other.yaml")]
     assert ended(lambda: main(asked)) == 0
     said = capsys.readouterr()
-    assert f"Left out, since their length is unknown: {endless}" in said.err
-    report = json.loads(said.out)
-    assert (report["trace"], report["finished"]) == ("queue", 3)
-    assert report["makespan_s"] == pytest.approx(3610.0)
+    assert f"Taken as a day long, since their length is unknown: {endless}" in said.err
+    assert json.loads(said.out)["finished"] == 4
+    assert ended(lambda: main([*asked, "--oom", "0.5"])) == 2, "of a trace alone"
     assert ended(lambda: main([*asked, str(tmp_path / "other.yaml")])) == 2, "a trace and the queue"
     journal.close()
 

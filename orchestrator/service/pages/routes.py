@@ -16,6 +16,7 @@ from starlette.routing import Route
 
 from orchestrator.backends.mlflow.server import ADDRESS as MLFLOW
 from orchestrator.scheduling.base.held_devices import holders
+from orchestrator.service.commands.live_queue import now_of
 from orchestrator.service.commands.plan import forecast
 from orchestrator.service.commands.what_if import WhatIf, what_if
 from orchestrator.service.pages.compare import comparison_data, comparisons
@@ -50,7 +51,6 @@ from orchestrator.specs.errors import OrchestratorError, SpecError
 from orchestrator.specs.job.paths import paths_of
 from orchestrator.specs.order import Order
 from orchestrator.specs.parse import parse_cluster, parse_jobs, read_document
-from orchestrator.specs.replace import replace
 
 PAGE_ROLES = {
     ("GET", PAGES): Role.VIEWER,
@@ -384,8 +384,7 @@ class _Pages:
         if asked["order"] in list(Order):
             other = other.ordered(Order(asked["order"]))
         more = _read(asked["job"]) if asked["job"].strip() else []
-        state = replace(state, at_s=max(state.at_s, time.time()))
-        return what_if(state, present, other, more, self._sweeper.to_come(), self._home)
+        return what_if(now_of(state), present, other, more, self._sweeper.to_come(), self._home)
 
     def audit(self, request: Request) -> Response:
         before = request.query_params.get("before", "")
