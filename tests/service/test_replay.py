@@ -17,7 +17,7 @@ from orchestrator.cli import main
 from orchestrator.service.commands.replay import kept_events, replay
 from orchestrator.service.server.controller import Controller
 from orchestrator.service.server.forecasts import expected_jobs
-from orchestrator.service.terminal.tables import expected_table
+from orchestrator.service.terminal.expected import expected_table
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.events import CancelRequested, TimerFired
 from orchestrator.specs.job.spec import JobSpec

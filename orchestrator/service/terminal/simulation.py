@@ -184,7 +184,7 @@ def _compared(hardware: ClusterSpec, orders: Sequence[Order], objective: Aim | N
 
 def forecast(home: Home = DEFAULT_HOME, as_json: AsJson = False) -> None:
     """Forecast start and end of each running and waiting job, with nothing more submitted."""
-    from orchestrator.service.terminal.tables import expected_table
+    from orchestrator.service.terminal.expected import expected_table
 
     expected = client_of(home).forecast()
     tell({"jobs": expected}, as_json, expected_table(expected) if expected else "No job runs or waits.")

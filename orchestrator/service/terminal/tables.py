@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -14,6 +13,7 @@ from orchestrator.memory.calibration.calibrate import EVEN
 from orchestrator.planning.explain import why_taken
 from orchestrator.planning.picture import SYMBOLS, Mark, Picture, Point, drawn
 from orchestrator.service.commands.plan import CandidateView, Forecast
+from orchestrator.service.terminal.expected import coloured, local_minute
 from orchestrator.service.views.records import (
     AttemptView,
     EstimateView,
@@ -28,17 +28,6 @@ from orchestrator.specs.attempt import PROBE_STEPS
 from orchestrator.specs.profile import UNTIMED, Source
 from orchestrator.specs.units import format_bytes, format_probability, format_seconds
 
-if TYPE_CHECKING:
-    from orchestrator.service.server.forecasts import ExpectedJob
-
-STYLES = {
-    "succeeded": "green",
-    "running": "cyan",
-    "launching": "cyan",
-    "stopping": "yellow",
-    "queued": "yellow",
-    "cancelled": "dim",
-}
 MARK_STYLES = {
     Mark.TOO_BIG: "dim",
     Mark.FITS: "",
@@ -285,11 +274,6 @@ def time_left(progress: ProgressView | None) -> str:
     return format_seconds(max(0, progress["max_steps"] - progress["step"]) * progress["step_s"])
 
 
-def coloured(word: str) -> Text:
-    """The status word in its colour; unknown words have the colour of failures."""
-    return Text(word, style=STYLES.get(word, "red"))
-
-
 def _frontier(forecast: Forecast, centre: int) -> Table:
     low = max(0, centre - ROWS_AROUND)
     shown = forecast["frontier"][low : centre + ROWS_AROUND + 1]
@@ -444,37 +428,3 @@ def _takes(node: NodeView) -> str:
         for entry in node["suspended"]
     ]
     return "; ".join(closed) or "what comes"
-
-
-def local_minute(at_s: float | None, range_s: tuple[float, float] | None) -> str:
-    """A local time to the minute, with its range."""
-    if at_s is None:
-        return "not known"
-    said = time.strftime("%a %d %b %H:%M", time.localtime(at_s))
-    if range_s is None:
-        return said
-    return f"{said} ({' to '.join(time.strftime('%H:%M', time.localtime(one_s)) for one_s in range_s)})"
-
-
-def expected_table(expected: Sequence[ExpectedJob]) -> Table:
-    """Expected start and end of each job."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("JOB", "STATUS", "GPUS", "STARTS", "ENDS", "DUE"):
-        table.add_column(column, no_wrap=True)
-    table.add_column("WHY", overflow="fold")
-    for one in expected:
-        devices = "-" if one["devices"] is None else str(one["devices"])
-        end_s, deadline_s = one["end_s"], one["deadline_s"]
-        is_late = deadline_s is not None and (end_s is None or end_s > deadline_s)
-        table.add_row(
-            one["id"],
-            coloured(one["status"]),
-            devices,
-            local_minute(one["start_s"], one["start_range_s"] if one["status"] == "queued" else None),
-            local_minute(end_s, one["end_range_s"]) if one["says_length"] else f"{local_minute(end_s, None)} ?",
-            Text("" if deadline_s is None else local_minute(deadline_s, None), style="red" if is_late else ""),
-            Text(f"late: {one['why']}" if is_late else one["why"]),
-        )
-    if not all(one["says_length"] for one in expected):
-        table.caption, table.caption_justify = "? does not say `steps`: a day is taken", "left"
-    return table
