@@ -358,7 +358,7 @@ def show(job_id: JobId, home: Home = DEFAULT_HOME, as_json: AsJson = False) -> N
 
 @app.command()
 def explain(job_id: JobId, home: Home = DEFAULT_HOME, as_json: AsJson = False) -> None:
-    """Explain a job: predicted bytes by cause beside the measured ones, and what each attempt changed."""
+    """Explain a job: what would start it sooner, predicted and measured bytes by cause, what each attempt changed."""
     from orchestrator.service.terminal.tables import explanation_panel
 
     explanation = client_of(home).explanation(job_id)

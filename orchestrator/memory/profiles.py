@@ -57,7 +57,7 @@ def profile_of(
         lower = spec.precision is Precision.FP32 and precision is not Precision.FP32
         share = LOW_SHARE if lower else 1.0
         return _declared(spec.profile, spec.family_name, precision, tensor_parallel, stretch=stretch, share=share)
-    model, length = spec.known_model, sequence_length or spec.data.sequence_length
+    model, length = spec.known_model, spec.data.sequence_length if sequence_length is None else sequence_length
     assert context_parallel == 1 or (model is not None and not spec.is_script), "planning/layouts.py asks for no other"
     spread = 1 if spec.is_script else tensor_parallel  # our engine spreads tokens over the ranks that share matrices
     if model is not None and model.weight_bytes_each == 2:
@@ -182,13 +182,14 @@ def _declared(
         )
 
     rest = part("rest", 1, parameters % layers, saved_bytes % layers, checkpointed_bytes % layers, 0.0)
+    flops = declared.forward_flops_per_sample
     layer = part(
         "layer",
         layers,
         parameters // layers,
         saved_bytes // layers,
         checkpointed_bytes // layers,
-        (declared.forward_flops_per_sample or 2.0 * declared.parameters) * stretch / layers / tp,
+        (2.0 * declared.parameters if flops is None else flops) * stretch / layers / tp,
     )
     return ModelProfile(
         family=family,

@@ -74,7 +74,9 @@ def _fullest_bytes(
     before, layer, behind = in_three(profile)
     kept_bytes = {
         ActivationCheckpointing.NONE: layer.saved_bytes,
-        ActivationCheckpointing.SELECTIVE: layer.selective_bytes or layer.saved_bytes,
+        ActivationCheckpointing.SELECTIVE: layer.saved_bytes
+        if layer.selective_bytes is None
+        else layer.selective_bytes,
         ActivationCheckpointing.FULL: layer.checkpointed_bytes,
     }[mode]
     per_rank, most = len(sizes) // pp, 0

@@ -294,6 +294,10 @@ class Attempt:
     evidence: Evidence | None = None
     failure: Failure | None = None
 
+    def end_or(self, otherwise_s: float) -> float:
+        """Return when it ended, in seconds since 1970; `otherwise_s` where it has not."""
+        return otherwise_s if self.ended_at_s is None else self.ended_at_s
+
     @property
     def name(self) -> str:
         return attempt_name(self.job_id, self.number)

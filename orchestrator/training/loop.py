@@ -70,7 +70,8 @@ def train(run: TrainingRun, ranks: Ranks) -> bool:
 def _phase(run: TrainingRun, ranks: Ranks, saver: Saver, saved: Saved | None, stop: list[int]) -> tuple[Cursor, bool]:
     """Train to the next thaw step or the end, and save; also returns whether any rank received SIGTERM."""
     cursor, stopping = saved.cursor if saved else Cursor(), False
-    last = min(freezing.next_thaw(cursor.step, run.training.freeze) or run.training.max_steps, run.training.max_steps)
+    thaw, last = freezing.next_thaw(cursor.step, run.training.freeze), run.training.max_steps
+    last = last if thaw is None else min(thaw, last)
     recipe = build_recipe(run)
     engine = build_engine(run, recipe, ranks.device, saved)
     saver.prepare(engine.state())

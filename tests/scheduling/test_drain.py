@@ -9,6 +9,7 @@ import pytest
 
 from orchestrator.scheduling.base.migration import MOVE_GRACE_S
 from orchestrator.scheduling.reports.forecast import forecast
+from orchestrator.scheduling.reports.waiting import Waits
 from orchestrator.scheduling.scheduler import Scheduler
 from orchestrator.specs.actions import Stop
 from orchestrator.specs.attempt import AttemptStatus, Evidence, FailureKind, OomReport, RankEnd
@@ -28,6 +29,10 @@ def drain(name: str, at_s: float = 0.5, *, undo: bool = False) -> DrainRequested
 
 def maintained(name: str, *windows: tuple[float, float], devices: int = 1) -> Node:
     return replace(node(name, devices=devices), maintenance=windows)
+
+
+def why(state: State, job_id: str) -> str:
+    return Waits(state).why(state.jobs[job_id])
 
 
 def test_a_drained_node_gets_nothing_and_what_runs_there_goes_on() -> None:
@@ -75,20 +80,18 @@ def test_what_does_not_end_before_a_maintenance_waits_and_the_gap_before_is_used
 def test_who_waits_beside_idle_devices_is_told_what_keeps_them() -> None:
     """A node that takes nothing new, and one whose maintenance comes before the job would have ended."""
     state, _ = played(seen(node("a", devices=2)), drain("a"), submitted(1, script({2: 100.0}), 2.0))
-    assert state.jobs["job-1"].reason == "waits for 2 free virtual-256mib: a takes nothing new"
+    assert why(state, "job-1") == "2 virtual-256mib are free: a takes nothing new"
     away = maintained("a", (1000.0, 5000.0))
     state, _ = played(seen(away), submitted(1, script({1: 2000.0})))
-    assert state.jobs["job-1"].reason == (
-        "waits for 1 free virtual-256mib: it would not end before the maintenance of a"
-    )
+    assert why(state, "job-1") == "1 virtual-256mib is free: it would not end before the maintenance of a"
     state, _ = played(seen(away), submitted(1, script({1: 2000.0}, steps=None)))
-    assert state.jobs["job-1"].reason.endswith("maintenance of a (without `steps` a day is supposed)")
+    assert why(state, "job-1").endswith("maintenance of a (without `steps` a day is supposed)")
     state, _ = played(seen(away), submitted(1, script({1: 500.0})), submitted(2, script({1: 600.0}), 2.0))
-    assert state.jobs["job-2"].reason == "waits for 1 free virtual-256mib", "somebody holds it"
+    assert why(state, "job-2") == "waits for 1 free virtual-256mib", "somebody holds it"
     events = [seen(maintained("a", (1100.0, 5000.0))), submitted(1, script({1: 500.0}))]
     events.append(submitted(2, script({1: 600.0}), 2.0))
     state, _ = played(*events, *gone(1, 560.0))
-    assert state.jobs["job-2"].reason.endswith("before the maintenance of a"), "it is free again, too late"
+    assert why(state, "job-2").endswith("before the maintenance of a"), "it is free again, too late"
 
 
 def test_a_gang_of_two_nodes_starts_when_both_are_open_long_enough() -> None:

@@ -12,7 +12,9 @@ from orchestrator.backends.journal.accounts import Accounts
 from orchestrator.backends.journal.journal import Journal
 from orchestrator.service.server.controller import Controller
 from orchestrator.service.server.dependencies import Service
+from orchestrator.service.server.forecasts import Forecasts
 from orchestrator.service.server.purger import Purger
+from orchestrator.service.server.reasons import Reasons
 from orchestrator.service.server.sweeper import Sweeper
 from orchestrator.specs.keep import UNLIMITED, KeepSpec
 
@@ -47,6 +49,8 @@ def service_of(
         "cluster": "cluster",
         "trackers": {},
         "shut_down": lambda: None,
+        "reasons": Reasons(lambda: controller.state),
+        "forecasts": Forecasts(lambda: controller.state),
         "sweeper": Sweeper(controller, journal.sweeps, home),
         "purger": Purger(home, keep, (), controller, journal, accounts),
         "set_aside": journal.set_aside,

@@ -49,6 +49,7 @@ ROUTES = [
     ("GET", "/cluster"),
     ("GET", "/teams"),
     ("GET", "/report"),
+    ("GET", "/forecast"),
     ("GET", "/metrics"),
     ("POST", "/observations"),
     ("POST", "/nodes/n/drain"),
@@ -285,6 +286,25 @@ def test_a_job_is_explained_with_its_moments_its_lessons_and_its_frontier(world:
         "memory ends: 256",
     ):
         assert any(words in line for line in lines), shown.getvalue()
+
+
+def test_a_waiting_job_is_explained_and_forecast_by_the_state_of_the_moment(world: World) -> None:
+    """Two jobs of one device run on two; the third waits for the end of either."""
+    ids = [world.submit() for _ in range(3)]
+    world.turn_until("running", 2)
+    jobs = {job["id"]: job for job in world.client.get("/jobs").json()["jobs"]}
+    (waiting,) = (job for job in jobs.values() if job["status"] == "queued")
+    assert waiting["reason"].startswith("waits for 1 free ")
+    explanation = world.client.get(f"/jobs/{waiting['id']}/explanation").json()
+    assert explanation["job"]["reason"] == waiting["reason"]
+    assert any("after the end of" in line for line in explanation["sooner"])
+    assert explanation["sooner"][0].split()[0] in drawn(explanation_panel(explanation))
+    rows = world.client.get("/forecast").json()["jobs"]
+    assert {row["id"] for row in rows} == {*ids}
+    assert rows[-1]["id"] == waiting["id"]
+    assert rows[-1]["why"] == waiting["reason"]
+    world.client.post("/jobs/cancel", json={"jobs": [waiting["id"]], "whole_arrays": False})
+    assert len(world.client.get("/forecast").json()["jobs"]) == 2, "of the newest state"
 
 
 def test_a_shared_cluster_shows_its_teams_and_the_user_of_each_job(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ import pytest
 
 from benchmarks.scheduler import cluster_of
 from orchestrator.service.commands.job_list import read_list
-from orchestrator.service.commands.simulate import simulate
+from orchestrator.service.commands.simulate import counted_from, simulate
+from orchestrator.specs.cluster import Maintenance
 from orchestrator.specs.errors import SpecError
 
 HOUR_S = 3600.0
@@ -43,6 +44,18 @@ def test_arrays_dependencies_hours_and_deadlines_of_a_list_are_played(night: Pat
     assert starts_h == [("prepare", 0.0), ("sweep", 1.0), ("sweep", 1.0), ("late", 3.0), ("due", 1.0)]
     assert (run.report["deadlines"], run.report["deadlines_met"]) == (1, 1)
     assert run.report["mean_lateness_s"] == 0.0
+
+
+def test_a_maintenance_counts_from_the_begin_of_a_list_and_is_refused_where_jobs_have_no_date(night: Path) -> None:
+    """It begins at 18:00; the nodes are away from 18:30 to 20:00, and the hour of work would not end before."""
+    away = Maintenance.model_validate({"start": "2026-07-01T18:30:00+02:00", "end": "2026-07-01T20:00:00+02:00"})
+    cluster = cluster_of(1, 0.0, 4).model_copy(update={"maintenance": (away,)})
+    dated = read_list(listed(night, "begins: 2026-07-01T18:00 Europe/Berlin\njobs: [{file: prepare.yaml}]\n"), night)
+    (outcome,) = simulate(dated, counted_from(cluster, dated.begins_s), seed=0).outcomes
+    assert outcome.started_at_s == 2 * HOUR_S
+    undated = read_list(listed(night, "jobs: [{file: prepare.yaml}]\n"), night)
+    with pytest.raises(SpecError, match="maintenance: the jobs have no date"):
+        counted_from(cluster, undated.begins_s)
 
 
 @pytest.mark.parametrize("at_once", [1, 2, 4])

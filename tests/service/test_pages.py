@@ -17,9 +17,10 @@ import pytest
 from fastapi.testclient import TestClient
 
 from orchestrator.service.commands.what_if import JOBS_MAX, what_if
-from orchestrator.service.pages import forecasts, live
+from orchestrator.service.pages import live
 from orchestrator.service.pages.routes import PAGE_ROLES
 from orchestrator.service.pages.svg import Cause, Line, lines, waterfall
+from orchestrator.service.server import forecasts
 from orchestrator.service.server.daemon import served
 from orchestrator.service.server.gate import PAGES, SIGN_IN, WRONG_TOKENS
 from orchestrator.service.server.intake import read_cluster

@@ -9,12 +9,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from orchestrator.backends.journal.journal import Journal
 from orchestrator.backends.simulated.backend import SimulatedBackend
 from orchestrator.cli import main
 from orchestrator.service.commands.replay import kept_events, replay
 from orchestrator.service.server.controller import Controller
+from orchestrator.service.server.forecasts import expected_jobs
+from orchestrator.service.terminal.expected import expected_table
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.events import CancelRequested, TimerFired
 from orchestrator.specs.job.spec import JobSpec
@@ -97,25 +100,29 @@ def test_the_live_queue_is_played_from_now_on_another_cluster(
     (tmp_path / "other.yaml").write_text(
         "name: three\nnodes: [{name: n, devices: 3, device: a100-80gb, host_memory: 64GiB}]\nlaunch_cost: 10s\n"
     )
-    assert ended(lambda: main(["forecast", "--home", str(tmp_path), "--json"])) == 0
-    first, second, third = json.loads(capsys.readouterr().out)["jobs"]
+    first, second, third = expected_jobs(controller.state, 60.0)
     assert (first["status"], second["status"], third["status"]) == ("running", "queued", "queued")
     assert first["end_s"] <= second["start_s"] < second["end_s"] <= third["start_s"], "one device, one after the other"
     supposed = "does not say `steps`: a day is taken"
-    assert ended(lambda: main(["forecast", "--home", str(tmp_path)])) == 0
+    Console().print(expected_table([first, second, third]))
     told = capsys.readouterr().out
     assert third["id"] in told
     assert supposed not in told
-    endless = controller.submit(spec.model_copy(update={"name": "endless", "steps": None, "speeds": ()}))
-    assert ended(lambda: main(["forecast", "--home", str(tmp_path)])) == 0
-    assert supposed in capsys.readouterr().out
     asked = ["simulate", "--queue", "now", "--home", str(tmp_path), "--json", "--cluster", str(tmp_path / "other.yaml")]
     assert ended(lambda: main(asked)) == 0
-    said = capsys.readouterr()
-    assert f"Left out, since their length is unknown: {endless}" in said.err
-    report = json.loads(said.out)
+    report = json.loads(capsys.readouterr().out)
     assert (report["trace"], report["finished"]) == ("queue", 3)
     assert report["makespan_s"] == pytest.approx(3610.0)
+    endless = controller.submit(spec.model_copy(update={"name": "endless", "steps": None, "speeds": ()}))
+    Console().print(expected_table(expected_jobs(controller.state, 60.0)))
+    assert supposed in capsys.readouterr().out
+    assert ended(lambda: main(["forecast", "--home", str(tmp_path)])) != 0
+    assert "no service is up" in capsys.readouterr().err
+    assert ended(lambda: main(asked)) == 0
+    said = capsys.readouterr()
+    assert f"Taken as a day long, since their length is unknown: {endless}" in said.err
+    assert json.loads(said.out)["finished"] == 4
+    assert ended(lambda: main([*asked, "--oom", "0.5"])) == 2, "of a trace alone"
     assert ended(lambda: main([*asked, str(tmp_path / "other.yaml")])) == 2, "a trace and the queue"
     journal.close()
 

@@ -19,7 +19,8 @@ from orchestrator.backends.simulated.traces import Arrival, Trace, misjudged
 from orchestrator.cli import main
 from orchestrator.scheduling.policies import tiresias
 from orchestrator.scheduling.step import step
-from orchestrator.service.commands.simulate import Outcome, Simulated, Trouble, from_queue, quantile, simulate
+from orchestrator.service.commands.live_queue import play_queue
+from orchestrator.service.commands.simulate import Outcome, Simulated, Trouble, quantile, simulate
 from orchestrator.service.terminal.gantt import figure, picture
 from orchestrator.service.terminal.simulation_tables import simulated_table
 from orchestrator.specs.attempt import FailureKind
@@ -335,8 +336,7 @@ def test_a_live_queue_is_played_with_what_it_waits_for_its_hours_and_its_deadlin
         spec = JobSpec.model_validate(spec.model_dump() | ({"depends_on": "first-1"} if spec.depends_on else {}))
         event = Submitted(job_id=f"{spec.name}-{order}", order=order, spec=spec, at_s=noon_s)
         state, _ = step(state, event)
-    trace, _ = from_queue(state)
-    first, second, evening, due = simulate(trace, CLUSTER, seed=0).outcomes
+    first, second, evening, due = play_queue(state, CLUSTER, is_live=True, to_come={}, home=Path()).outcomes
     assert first.ended_at_s == second.started_at_s == LAUNCH_COST_S + 3600
     assert evening.started_at_s == 8 * 3600
     assert due.deadline_s == 1800
@@ -345,4 +345,4 @@ def test_a_live_queue_is_played_with_what_it_waits_for_its_hours_and_its_deadlin
 
 def test_an_empty_queue_is_reported_and_not_simulated() -> None:
     with pytest.raises(SpecError, match="queue: no job runs or waits"):
-        from_queue(State())
+        play_queue(State(), CLUSTER, is_live=True, to_come={}, home=Path())

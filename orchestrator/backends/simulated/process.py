@@ -49,7 +49,8 @@ class Process:
         """Where its training ends, or is ended."""
         if self.attempt.probe:
             return PROBE_STEPS
-        return self.job.spec.optimizer_steps or self.job.spec.training.max_steps
+        steps = self.job.spec.optimizer_steps
+        return self.job.spec.training.max_steps if steps is None else steps
 
     @property
     def nodes(self) -> tuple[str, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from decimal import Decimal
@@ -15,11 +15,9 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from orchestrator.backends.simulated.nature import stream
-from orchestrator.scheduling.options.job_options import steps_left
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.sections import Guarantee
 from orchestrator.specs.job.spec import JobSpec
-from orchestrator.specs.job_record import Job
 from orchestrator.specs.replace import replace
 
 Row = Mapping[str, str]
@@ -52,6 +50,7 @@ class Trace:
     name: str
     arrivals: tuple[Arrival, ...]
     trials: Mapping[str, tuple[Arrival, ...]] = field(default_factory=dict)  # still to come, by id of the sweep
+    begins_s: float | None = None  # the first arrival, in seconds since 1970; None: the trace has no date
 
 
 def read_trace(path: Path) -> Trace:
@@ -244,30 +243,6 @@ FORMATS: Sequence[tuple[set[str], Callable[[Path, Iterator[tuple[str, Row]]], It
     ({"submit_time", "iteration", "model_name", "ddl", "batch_size", "num_gpu"}, _elasticflow),
     ({"timestamp", "duration", "num_gpus"}, _philly),
 )
-
-
-def queued(jobs: Iterable[Job], at_s: float) -> tuple[Trace, tuple[str, ...]]:
-    """Live jobs as a trace that begins now, in the order of their submission; each with the steps that it has left.
-
-    And the ids of the jobs of unknown length: they are left out. Raises SpecError where none is left.
-    """
-    live = sorted((job for job in jobs if not job.status.ended), key=lambda one: one.order)
-    if not live:
-        raise SpecError("no job runs or waits", source="queue", hint="submit one, or play a trace")
-    known = [job for job in live if job.spec.optimizer_steps is not None]
-    unknown = tuple(job.id for job in live if job.spec.optimizer_steps is None)
-    if unknown and not known:
-        got = ", ".join(unknown[:3])
-        raise SpecError("the length of a queued job is unknown", path="steps", got=got, hint="say `steps`")
-    arrivals = [Arrival(at_s=at_s, spec=_cut(job.spec, steps_left(job) or 1)) for job in known]
-    return trace_of("queue", arrivals), unknown
-
-
-def _cut(spec: JobSpec, steps: int) -> JobSpec:
-    """The same job with so many steps."""
-    if spec.is_script:
-        return spec.model_copy(update={"steps": steps})
-    return spec.model_copy(update={"training": replace(spec.training, max_steps=steps)})
 
 
 # -------------------------------------------------------------------------------------------------------------- parts

@@ -28,7 +28,7 @@ class Pending(StrEnum):
     DRAIN = "drain", "nothing new"
     MAINTENANCE = "maintenance", "it would not end before the maintenance of"
     START_WINDOW = "start_window", "(start_window "
-    DEVICES = "devices"  # that others hold, or that are kept for others
+    DEVICES = "devices", "waits for devices"  # that others hold, or that are kept for others
 
 
 def pending(job: Job, at_s: float) -> Pending:

@@ -94,7 +94,7 @@ def ending_of(
     return Ending(
         signature=f"{kind or _exit_text(end.exit_code)}{place}{f', {where}' if where else ''}",
         step=step or None,
-        elapsed_s=max(0.0, (attempt.ended_at_s or attempt.launched_at_s) - attempt.launched_at_s),
+        elapsed_s=max(0.0, attempt.end_or(attempt.launched_at_s) - attempt.launched_at_s),
         is_own=_is_own(kind, last, end.exit_code, command, may_pass=may_pass),
         may_pass=may_pass,
     )

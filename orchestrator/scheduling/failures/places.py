@@ -144,7 +144,7 @@ def avoided(job: Job, nodes: Sequence[Node], at_s: float) -> tuple[set[Device], 
     devices: set[Device] = set()
     for attempt in job.attempts:
         ending = accusation_of(attempt.failure)
-        if ending is not None and not ending.may_pass and at_s - (attempt.ended_at_s or at_s) <= REMEMBERED_S:
+        if ending is not None and not ending.may_pass and at_s - attempt.end_or(at_s) <= REMEMBERED_S:
             devices |= devices_of(attempt.placement)
     if not devices:
         return ()

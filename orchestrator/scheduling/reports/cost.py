@@ -37,7 +37,7 @@ def spent(jobs: Iterable[Job], price: Mapping[str, float], until_s: float, since
     held = dict[str, float]()  # by device
     for job in jobs:
         for one in job.attempts:
-            lasted_s = min(until_s, one.ended_at_s or until_s) - max(since_s, one.launched_at_s)
+            lasted_s = min(until_s, one.end_or(until_s)) - max(since_s, one.launched_at_s)
             if lasted_s > 0:
                 count = sum(len(part.devices) for part in one.placement)
                 held[one.device] = held.get(one.device, 0.0) + count * lasted_s

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from heapq import heappop, heappush
 from math import exp, inf, log, sqrt
 from statistics import NormalDist, median
+from types import MappingProxyType
 
 from orchestrator.memory.calibration.calibrate import WINDOW
 from orchestrator.scheduling.options.job_options import steps_left
@@ -18,7 +19,7 @@ from orchestrator.scheduling.scheduling_pass.decide import expected, price_of
 from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
 from orchestrator.specs.actions import Launch, Stop
 from orchestrator.specs.attempt import Attempt, AttemptStatus, Evidence, RankEnd
-from orchestrator.specs.events import Event, Finished, Released, TimerFired
+from orchestrator.specs.events import Event, Finished, Released, Submitted, TimerFired
 from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.observation import Observation
 from orchestrator.specs.replace import replace
@@ -59,9 +60,10 @@ def forecast(state: State) -> Mapping[str, Expected]:
     """
     found = dict(foreseen(state))
     near = [*found][: sum(job.status is JobStatus.RUNNING for job in state.jobs.values()) + RANGED_MAX]
+    near += [job.id for job in state.jobs.values() if not (job.status.ended or job.id in found)][:RANGED_MAX]
     spreads = {job.id: spread_of(state.observations, job) for job in state.jobs.values()}
     index = index_of(state)
-    plays = [_Play(state, index, spreads, sample).until_ended(near) for sample in range(SAMPLES + 1)]
+    plays = [Play(state, index, spreads, sample).until_ended(near) for sample in range(SAMPLES + 1)]
     for job_id in near:
         seen = [play[job_id] for play in plays if job_id in play]
         if len(seen) == len(plays):
@@ -154,11 +156,35 @@ def _placed(index: SchedulerIndex, hurried: Collection[str]) -> dict[str, Expect
     return found
 
 
-class _Play:
+@dataclass(slots=True, kw_only=True)
+class Stint:
+    """One attempt of a play, from its launch to its end; both in seconds since 1970."""
+
+    job: Job
+    attempt: Attempt
+    launched_at_s: float
+    ended_at_s: float | None = None  # None: it never ends
+    is_done: bool = False  # the job has succeeded with it
+
+
+class Play:
     """The decisions to come, where each job takes as long as this sample says; sample 0: as long as expected."""
 
-    def __init__(self, state: State, index: SchedulerIndex, spreads: Mapping[str, float], sample: int) -> None:
+    def __init__(
+        self,
+        state: State,
+        index: SchedulerIndex,
+        spreads: Mapping[str, float],
+        sample: int,
+        *,
+        saved: Mapping[str, int | None] = MappingProxyType({}),
+        more: Callable[[State], Iterable[Submitted]] = lambda state: (),  # noqa: ARG005
+    ) -> None:
+        """`saved` are the steps that jobs have saved which are asked to end; `more` is asked after each event."""
         self._scheduler, self._spreads, self._sample = Scheduler(state), spreads, sample
+        self._saved, self._more, self._going = saved, more, set[str]()
+        self.stints: list[Stint] = []
+        self._newest: dict[str, Stint] = {}  # by job
         self._index = index  # of this state, for all plays: what is known of lengths; nothing is measured meanwhile
         self._found: dict[str, Expected] = {}
         self._running: dict[str, tuple[Attempt, float]] = {}  # by job, with the end that it comes to
@@ -171,14 +197,16 @@ class _Play:
 
     def until_ended(self, near: Sequence[str]) -> Mapping[str, Expected]:
         """What became of these jobs, as far as they ended."""
-        going = {*near}
+        going = self._going = {*near}
+        self._submit()
         for job in self._index.running.values():
             attempt = job.attempts[-1]
             if attempt.status is AttemptStatus.ENDED:
                 self._tell(Released(job_id=job.id, number=attempt.number, at_s=self._state.at_s))
             elif attempt.status is AttemptStatus.STOPPING:
                 self._stop(job.id)
-        for _ in range(EVENTS_MAX * len(self._state.jobs)):
+        before, count = self._state.submitted - len(self._state.jobs), 0
+        while (count := count + 1) <= EVENTS_MAX * (self._state.submitted - before):
             wake_s = self._scheduler.wake_at_s() if going else None
             if not going or (wake_s is None and not self._ends):
                 break
@@ -188,14 +216,21 @@ class _Play:
                 if runs is not None and ends_s == end_s:
                     going.discard(job_id)
                     self._found[job_id] = replace(self._found[job_id], end_s=end_s)
+                    self._newest[job_id].is_done = True
                     self._end(runs, DONE, end_s)
             elif wake_s is not None:
                 self._tell(TimerFired(at_s=wake_s))
+            self._submit()
         return {job_id: one for job_id in near if (one := self._found.get(job_id)) and one.end_s < inf}
 
     @property
     def _state(self) -> State:
         return self._scheduler.state
+
+    def _submit(self) -> None:
+        for event in self._more(self._state):
+            self._going.add(event.job_id)
+            self._tell(event)
 
     def _tell(self, event: Event) -> None:
         for action in self._scheduler.step(event):
@@ -215,24 +250,32 @@ class _Play:
         end_s = end_s if end_s > at_s else at_s + OVERDUE_S
         self._found.setdefault(job.id, Expected(start_s=launched_s, end_s=inf, devices=attempt.plan.world_size))
         self._running[job.id] = attempt, end_s
+        self._newest[job.id] = stint = Stint(job=job, attempt=attempt, launched_at_s=launched_s)
+        self.stints.append(stint)
         if end_s < inf:  # its nodes are there
             heappush(self._ends, (end_s, job.order, job.id))
 
     def _stop(self, job_id: str) -> None:
         """Who is asked to end has saved what it has trained so far."""
         (attempt, end_s), job, at_s = self._running[job_id], self._state.jobs[job_id], self._state.at_s
-        pool, left = self._index.pool_of(attempt), steps_left(job, attempt)
-        saved = None
-        if pool is not None and left is not None and job.spec.optimizer_steps is not None:
-            from_s = attempt.launched_at_s + pool.launch_cost_s
-            trained = max(0.0, at_s - from_s) / max(end_s - from_s, at_s - from_s, OVERDUE_S)
-            saved = job.spec.optimizer_steps - left + int(left * trained)
+        saved = self._saved[job_id] if job_id in self._saved else saved_step(self._index, job, attempt, end_s, at_s)
         self._end(attempt, replace(STOPPED, checkpoint_step=saved), at_s)
 
     def _end(self, attempt: Attempt, evidence: Evidence, at_s: float) -> None:
         del self._running[attempt.job_id]
+        self._newest[attempt.job_id].ended_at_s = at_s
         self._tell(Finished(job_id=attempt.job_id, number=attempt.number, evidence=evidence, at_s=at_s))
         self._tell(Released(job_id=attempt.job_id, number=attempt.number, at_s=at_s))
+
+
+def saved_step(index: SchedulerIndex, job: Job, attempt: Attempt, end_s: float, at_s: float) -> int | None:
+    """Return the step that a job has trained by `at_s` which would end at `end_s`; None where that is unknown."""
+    pool, left = index.pool_of(attempt), steps_left(job, attempt)
+    if pool is None or left is None or job.spec.optimizer_steps is None:
+        return None
+    from_s = attempt.launched_at_s + pool.launch_cost_s
+    trained = max(0.0, at_s - from_s) / max(end_s - from_s, at_s - from_s, OVERDUE_S)
+    return job.spec.optimizer_steps - left + int(left * trained)
 
 
 class _Arrays:

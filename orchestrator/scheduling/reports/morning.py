@@ -163,7 +163,7 @@ def _success(job: Job) -> str:
     if last is None:
         return _reason(job)
     tried = f", attempt {last.number}" if last.number > 1 else ""
-    ran = sum((one.ended_at_s or one.launched_at_s) - one.launched_at_s for one in job.attempts)
+    ran = sum(one.end_or(one.launched_at_s) - one.launched_at_s for one in job.attempts)
     return f"{in_short(last.plan)} in {format_seconds(ran)}{tried}"
 
 
@@ -215,7 +215,7 @@ def _misses(jobs: Iterable[Job], since_s: float) -> Iterator[Miss]:
     for job in jobs:
         for attempt in job.attempts:
             predicted, measured = predicted_peak_bytes(attempt), attempt.peak_bytes
-            if predicted is None or not measured or (attempt.ended_at_s or since_s) < since_s:
+            if predicted is None or not measured or attempt.end_or(since_s) < since_s:
                 continue
             miss = Miss(
                 attempt=attempt.name,
@@ -237,7 +237,7 @@ def _has_trained(attempt: Attempt) -> bool:
 def _spans(jobs: Iterable[Job], since_s: float, until_s: float) -> Iterator[Span]:
     for job in jobs:
         for attempt in job.attempts:
-            from_s, to_s = max(since_s, attempt.launched_at_s), min(until_s, attempt.ended_at_s or until_s)
+            from_s, to_s = max(since_s, attempt.launched_at_s), min(until_s, attempt.end_or(until_s))
             if from_s >= to_s:
                 continue
             outcome = "running" if attempt.status is not AttemptStatus.ENDED else "succeeded"

@@ -63,7 +63,7 @@ class Wait(NamedTuple):
 Decision = StartDecision | Wait | Infeasible | Question
 
 
-class _Offer(NamedTuple):
+class Offer(NamedTuple):
     """One way to run, and what it costs to begin with it now."""
 
     cost_s: float
@@ -71,14 +71,14 @@ class _Offer(NamedTuple):
     entry: SizeOption
 
 
-Opening = Callable[[_Offer, float], float]  # when it may start, from a time on
+Opening = Callable[[Offer, float], float]  # when it may start, from a time on
 
 
 class _FutureSlot(NamedTuple):
     """An offer that can be had later, from `slot` on, though its devices are free since `free_s`."""
 
     cost_s: float
-    offer: _Offer
+    offer: Offer
     slot: Slot
     free_s: float
 
@@ -142,7 +142,7 @@ def decide(
             outcome = decided()
             if isinstance(outcome, StartDecision):
                 return outcome
-            if devices is places[-1] and is_sent_elsewhere(waiting.job) and _comes_free(index, waiting, price):
+            if devices is places[-1] and is_sent_elsewhere(waiting.job) and comes_free(index, waiting, price):
                 return _elsewhere(outcome, devices)
     return decided()
 
@@ -155,9 +155,9 @@ def _elsewhere(
     return outcome._replace(reason=f"{outcome.reason} but {names_of(devices)}, where it ended for no known reason")
 
 
-def _comes_free(index: SchedulerIndex, waiting: Waiting, price: float) -> bool:
+def comes_free(index: SchedulerIndex, waiting: Waiting, price: float) -> bool:
     """Whether any option of the job can ever start."""
-    offers = _offers(index, index.options.options_of(waiting), price, waiting.job.spec)
+    offers = offers_of(index, index.options.options_of(waiting), price, waiting.job.spec)
     at_s = index.state.at_s
     entries = [(offer.pool, offer.entry) for offer in offers]
     return any(
@@ -177,12 +177,12 @@ def _decide(
 ) -> Decision | None:
     """What the job shall do on the devices that are not hidden from it."""
     menus = index.options.options_of(waiting)
-    offers = _offers(index, menus, price, waiting.job.spec, devices_max)
+    offers = offers_of(index, menus, price, waiting.job.spec, devices_max)
     if not offers and devices_max is not None:
         return None
     if not offers:
         return _without_offers(state, waiting.job, menus)
-    opening = _opening(index, waiting, offers, state.at_s, by_s)
+    opening = opening_of(index, waiting, offers, state.at_s, by_s)
     now, later = _best(offers, opening, state.at_s, may_reserve=may_reserve)
     if later is not None and (now is None or later.cost_s < now.cost_s):
         return _reserved(waiting.job, later, state.at_s) if may_reserve else None
@@ -196,8 +196,8 @@ def expected(
 
     None where it cannot be told, or cannot be.
     """
-    offers, now_s = _offers(index, index.options.options_of(waiting), price, waiting.job.spec), index.state.at_s
-    opening = _opening(index, waiting, offers, from_s, by_s)
+    offers, now_s = offers_of(index, index.options.options_of(waiting), price, waiting.job.spec), index.state.at_s
+    opening = opening_of(index, waiting, offers, from_s, by_s)
     if from_s > now_s:
         later = _soonest(offers, opening, from_s)
         return None if later is None else _reserved(waiting.job, later, now_s).reservation
@@ -221,19 +221,19 @@ def wait_reason(state: State, index: SchedulerIndex, waiting: Waiting) -> Wait |
     pool, entry = min(offers, key=lambda offer: offer[1].seconds)
     spec, now_s = waiting.job.spec, state.at_s
     start_s = hours_of(spec, (one.seconds for _, one in offers), now_s).start_s(now_s, entry.seconds)
-    return Wait(reason=_waits_for(pool, entry, spec, now_s) if start_s == now_s else why_closed(spec, start_s))
+    return Wait(reason=_waits(pool, entry, spec, now_s) if start_s == now_s else why_closed(spec, start_s))
 
 
-def _offers(
+def offers_of(
     index: SchedulerIndex, menus: OptionsByProfile, price: float, spec: JobSpec, devices_max: int | None = None
-) -> list[_Offer]:
+) -> list[Offer]:
     """All that the job could run as, the best first, were it free.
 
     With `devices_max`, devices are kept for the job or owned by its team: any width up to that will do.
     """
     weight = 1.0 if spec.guarantee is None else SOON
     offers = [
-        _Offer(weight * (entry.seconds + price * entry.device_seconds), pool, entry)
+        Offer(weight * (entry.seconds + price * entry.device_seconds), pool, entry)
         for pool, one in menus
         if isinstance(one, JobOptions)
         for entry in (options_on(index, pool, one) if devices_max is None else _could_hold(pool, one))
@@ -244,14 +244,14 @@ def _offers(
     return offers
 
 
-def _opening(index: SchedulerIndex, waiting: Waiting, offers: Sequence[_Offer], now_s: float, by_s: float) -> Opening:
+def opening_of(index: SchedulerIndex, waiting: Waiting, offers: Sequence[Offer], now_s: float, by_s: float) -> Opening:
     """When the job may start: within its hours, and with headroom for shorter ones where the policy wants that."""
     spec, wanted = waiting.job.spec, index.wanted(now_s)
     hours = hours_of(spec, (one.entry.seconds for one in offers), now_s, by_s)
     if spec.start_window is not None or not index.policy.leaves_headroom(waiting, now_s):
         return lambda offer, from_s: hours.start_s(from_s, offer.entry.seconds)
 
-    def with_room(offer: _Offer, from_s: float) -> float:
+    def with_room(offer: Offer, from_s: float) -> float:
         room_s = headroom_available_from_s(wanted, offer.pool, offer.entry.devices, offer.entry.seconds)
         return hours.start_s(max(from_s, room_s), offer.entry.seconds)
 
@@ -259,8 +259,8 @@ def _opening(index: SchedulerIndex, waiting: Waiting, offers: Sequence[_Offer], 
 
 
 def _best(
-    offers: Sequence[_Offer], opening: Opening, now_s: float, *, may_reserve: bool
-) -> tuple[_Offer | None, _FutureSlot | None]:
+    offers: Sequence[Offer], opening: Opening, now_s: float, *, may_reserve: bool
+) -> tuple[Offer | None, _FutureSlot | None]:
     """The best of what can be had now, and, unless that is the best of all, of what can be had later."""
     now = None
     for one in offers:
@@ -293,7 +293,7 @@ def _can_start(pool: AvailabilityProfile, entry: SizeOption, now_s: float) -> bo
     return pool.has_room(entry.least_bytes) or pool.place(entry.shape, end_s, entry.least_bytes) is not None
 
 
-def _soonest(offers: Sequence[_Offer], opening: Opening, from_s: float) -> _FutureSlot | None:
+def _soonest(offers: Sequence[Offer], opening: Opening, from_s: float) -> _FutureSlot | None:
     """The best of what can be had from then on."""
     found: _FutureSlot | None = None
     for offer in offers:
@@ -319,31 +319,33 @@ def _reserved(job: Job, later: _FutureSlot, now_s: float) -> Wait:
         placement=pool.devices_of(later.slot, entry.least_bytes),
     )
     if later.slot.start_s == later.free_s:
-        return Wait(reason=_waits_for(pool, entry, job.spec, now_s), reservation=reservation)
+        return Wait(reason=_waits(pool, entry, job.spec, now_s), reservation=reservation)
     if job.spec.start_window is not None:
         return Wait(reason=why_closed(job.spec, later.slot.start_s), reservation=reservation)
     reason = f"leaves room for shorter jobs before it takes {_wanted(pool, entry)}"
     return Wait(reason=reason, reservation=reservation, reevaluate_at_s=later.slot.start_s)
 
 
-def _waits_for(pool: AvailabilityProfile, entry: SizeOption, spec: JobSpec, now_s: float) -> str:
-    """With that, if all would be there but for nodes that are closed, or will be before the job could end."""
-    waits = f"waits for {_wanted(pool, entry)}"
+def _waits(pool: AvailabilityProfile, entry: SizeOption, spec: JobSpec, now_s: float) -> str:
+    """Say whether all would be there but for nodes that are closed, or will be before the job could end.
+
+    The sentence stays while the state changes. Numbers, names and times are those of `reports/waiting.py`.
+    """
     closed = pool.closed_before(now_s + entry.seconds)
     if not closed or not pool.idle - sum(idle for _, _, idle in closed) < entry.devices <= pool.idle:
-        return waits
+        return Pending.DEVICES.phrase
     names = ", ".join([name for name, _, _ in closed][:NAMED_MAX]) + (", ..." if len(closed) > NAMED_MAX else "")
     if all(closes_s <= now_s for _, closes_s, _ in closed):
-        return f"{waits}: {names} {'takes' if len(closed) == 1 else 'take'} {Pending.DRAIN.phrase}"
+        return f"{Pending.DEVICES.phrase}: {names} {'takes' if len(closed) == 1 else 'take'} {Pending.DRAIN.phrase}"
     supposed = "" if spec.optimizer_steps is not None else " (without `steps` a day is supposed)"
-    return f"{waits}: {Pending.MAINTENANCE.phrase} {names}{supposed}"
+    return f"{Pending.DEVICES.phrase}: {Pending.MAINTENANCE.phrase} {names}{supposed}"
 
 
 def _wanted(pool: AvailabilityProfile, entry: SizeOption) -> str:
     return f"{entry.devices} free {pool.group.hardware.device.name}"
 
 
-def _chosen(index: SchedulerIndex, job: Job, offer: _Offer, now_s: float) -> StartDecision:
+def _chosen(index: SchedulerIndex, job: Job, offer: Offer, now_s: float) -> StartDecision:
     """The plan with what is expected of it on the fullest of its devices."""
     pool, entry = offer.pool, offer.entry
     placement = pool.place(entry.shape, now_s + entry.seconds, entry.least_bytes)

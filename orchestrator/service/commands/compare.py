@@ -98,7 +98,7 @@ def compared(spec: JobSpec, wanted: Sequence[Pins], steps: int | None, repeats: 
         "start_window": None,
     }
     if not spec.is_script:
-        steps = steps or STEPS
+        steps = STEPS if steps is None else steps
         said["training"] = replace(spec.training, max_steps=steps, checkpoint_every_steps=steps)
     turns = [(repeat, pins) for repeat in range(repeats) for pins in wanted]
     return [

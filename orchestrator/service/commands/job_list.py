@@ -50,7 +50,8 @@ def read_list(path: Path, home: Path) -> Trace:
         arrivals.append(first)
         if spec.trial is not None:
             to_come[f"{spec.name}#{number}"] = tuple(rest)
-    return replace(trace_of(path.stem, arrivals), trials=to_come)
+    date_s = None if begins_s is None else begins_s + first_s
+    return replace(trace_of(path.stem, arrivals), trials=to_come, begins_s=date_s)
 
 
 def _begin(said: object, source: str) -> float:

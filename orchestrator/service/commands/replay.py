@@ -1,26 +1,21 @@
-"""`orc replay` and `orc forecast`: past decisions of a journal, and the expected start and end of each job."""
+"""`orc replay`: past decisions of a journal, made again; and what a journal holds."""
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
-from math import inf
 from pathlib import Path
 from typing import TypedDict
 
 from orchestrator.backends.journal.copy import copy_journal
 from orchestrator.backends.journal.journal import Journal
 from orchestrator.backends.ports import decisions
-from orchestrator.scheduling.options.job_options import steps_left
-from orchestrator.scheduling.reports.forecast import Expected, forecast, foreseen
 from orchestrator.scheduling.scheduler import Scheduler
 from orchestrator.service.server.trials import to_come
 from orchestrator.specs.actions import Action, Launch, Record, Stop
 from orchestrator.specs.events import Event
 from orchestrator.specs.job.spec import JobSpec
-from orchestrator.specs.job_record import Job
-from orchestrator.specs.replace import replace
 from orchestrator.specs.state import State
 
 SQLITE = "sqlite:///"
@@ -35,21 +30,6 @@ class Decision(TypedDict):
     now: str  # this version's decision
     why: str  # this version's reasons, a line per job
     same: bool
-
-
-class ExpectedJob(TypedDict):
-    """Expected start and end of a job."""
-
-    id: str
-    status: str
-    devices: int | None
-    start_s: float | None  # None: no expectation yet
-    end_s: float | None
-    start_range_s: tuple[float, float] | None  # it starts within this range with a probability of 80 %; None: unknown
-    end_range_s: tuple[float, float] | None
-    deadline_s: float | None
-    says_length: bool  # False: a day was assumed
-    why: str
 
 
 def kept_events(journal: str) -> Iterator[tuple[Event, str | None]]:
@@ -79,32 +59,6 @@ def kept_queue(journal: str, home: Path) -> tuple[State, Mapping[str, tuple[JobS
     state = kept_state(journal)
     with opened(journal) as kept:
         return state, to_come(kept.sweeps, lambda job_id: state.jobs.get(job_id) or kept.job(job_id), home)
-
-
-def expected_jobs(state: State, now_s: float, *, ranged: bool = True) -> list[ExpectedJob]:
-    """Every live job, earliest expected start first; jobs without an expectation last.
-
-    Without ranges it takes a hundredth of the time.
-    """
-    found = (forecast if ranged else foreseen)(replace(state, at_s=max(state.at_s, now_s)))
-    jobs = [job for job in state.jobs.values() if not job.status.ended]
-    told = [_expected(job, found.get(job.id)) for job in jobs]
-    return sorted(told, key=lambda one: inf if one["start_s"] is None else one["start_s"])
-
-
-def _expected(job: Job, one: Expected | None) -> ExpectedJob:
-    return ExpectedJob(
-        id=job.id,
-        status=job.status.value,
-        devices=one.devices if one else None,
-        start_s=one.start_s if one else None,
-        end_s=one.end_s if one else None,
-        start_range_s=one.start_range_s if one else None,
-        end_range_s=one.end_range_s if one else None,
-        deadline_s=job.deadline_s,
-        says_length=steps_left(job) is not None,
-        why=job.reason,
-    )
 
 
 @contextmanager

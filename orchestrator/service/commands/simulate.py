@@ -7,24 +7,25 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from itertools import groupby
 from math import ceil, inf
 from pathlib import Path
 from statistics import fmean, median
-from types import MappingProxyType
-from typing import Any, TypedDict
+from typing import TypedDict
 
 from orchestrator.backends.ports import Decided, Submission, Totals
 from orchestrator.backends.simulated.backend import SimulatedBackend
 from orchestrator.backends.simulated.nature import Span, stream
 from orchestrator.backends.simulated.process import Process
-from orchestrator.backends.simulated.traces import Arrival, Trace, queued
+from orchestrator.backends.simulated.traces import Arrival, Trace
 from orchestrator.scheduling.scheduler import Scheduler
 from orchestrator.service.server.controller import Controller
 from orchestrator.specs.actions import Action
 from orchestrator.specs.attempt import Attempt, FailureKind
 from orchestrator.specs.clock import deadline_at
 from orchestrator.specs.cluster import ClusterSpec
+from orchestrator.specs.errors import SpecError
 from orchestrator.specs.events import Event
 from orchestrator.specs.fault import Fault, FaultKind
 from orchestrator.specs.job.spec import JobSpec
@@ -248,6 +249,29 @@ def simulate(trace: Trace, cluster: ClusterSpec, *, seed: int, trouble: Trouble 
     return Simulated(report=report_on(played, cluster, seed, outcomes), outcomes=outcomes, decisions_s=tuple(taken_s))
 
 
+def counted_from(cluster: ClusterSpec, begins_s: float | None) -> ClusterSpec:
+    """Return the cluster with its maintenance counted from `begins_s`, in seconds since 1970; 0 is then its begin.
+
+    Raises SpecError where it has maintenance and the jobs have no date.
+    """
+    if not cluster.maintenance:
+        return cluster
+    if begins_s is None:
+        hint = "play a list of jobs with `begins: 2026-11-23T18:00`, or leave `maintenance` out"
+        raise SpecError("the jobs have no date", source=cluster.name, path="maintenance", hint=hint)
+    windows = [
+        window.model_copy(
+            update={
+                "start": datetime.fromtimestamp(max(0.0, window.start.timestamp() - begins_s), UTC),
+                "end": datetime.fromtimestamp(window.end.timestamp() - begins_s, UTC),
+            }
+        )
+        for window in cluster.maintenance
+        if window.end.timestamp() > begins_s
+    ]
+    return cluster.model_copy(update={"maintenance": tuple(windows)})
+
+
 def _next_trials(
     state: State,
     arrivals: Sequence[Arrival],
@@ -271,49 +295,6 @@ def _next_trials(
             live[sweep] += 1
         if not rest:
             del to_come[sweep]
-
-
-def from_queue(
-    state: State, to_come: Mapping[str, Sequence[JobSpec]] = MappingProxyType({})
-) -> tuple[Trace, tuple[str, ...]]:
-    """Live jobs as a trace that begins now: what they wait for, their hours and deadlines count from now as well.
-
-    `to_come` has the trials that live sweeps have yet to submit. And the ids of the jobs of unknown length: they are
-    left out. Raises SpecError where none is left.
-    """
-    trace, unknown = queued(state.jobs.values(), state.at_s)
-    live = [job for job in sorted(state.jobs.values(), key=lambda one: one.order) if not job.status.ended]
-    known = [job for job in live if job.id not in unknown]
-    ids = {job.id: f"{job.spec.name}-{number}" for number, job in enumerate(known, 1)}
-    both = zip(known, trace.arrivals, strict=True)
-    arrivals = tuple(_from_now(job, one, ids, state.at_s) for job, one in both)
-    begun = {job.array for job in known if job.spec.trial is not None}
-    trials = {
-        sweep: tuple(from_now(spec, state.at_s) for spec in specs) for sweep, specs in to_come.items() if sweep in begun
-    }
-    return replace(trace, arrivals=arrivals, trials=trials), unknown
-
-
-def from_now(spec: JobSpec, now_s: float) -> Arrival:
-    """A job that would be submitted now, which is called 0, with the same hours and deadline."""
-    window = None if spec.start_window is None else spec.start_window.counted_from(now_s)
-    deadline_s = None if spec.deadline is None else spec.deadline.due_s(now_s) - now_s
-    return Arrival(
-        at_s=0.0, spec=spec.model_copy(update={"start_window": window, "deadline": None}), deadline_s=deadline_s
-    )
-
-
-def _from_now(job: Job, arrival: Arrival, ids: Mapping[str, str], now_s: float) -> Arrival:
-    between = job.spec.start_window
-    said: dict[str, Any] = {
-        "depends_on": tuple(one.model_copy(update={"job": ids[one.job]}) for one in job.waits_for if one.job in ids),
-        "start_window": None if between is None else between.counted_from(now_s),
-        "deadline": None,
-    }
-    if job.spec.trial is not None:
-        said["trial"] = job.spec.trial.model_copy(update={"of": job.array})  # the first one could not say it
-    deadline_s = None if job.deadline_s is None or job.deadline_s <= now_s else job.deadline_s - now_s
-    return replace(arrival, spec=arrival.spec.model_copy(update=said), deadline_s=deadline_s)
 
 
 def _due(arrival: Arrival) -> JobSpec:
@@ -370,7 +351,7 @@ def _request_step_s(arrival: Arrival) -> float | None:
 def alone_s(arrival: Arrival, devices: int, attempts: Sequence[Process] = ()) -> float:
     """Seconds of training on the best number of `devices`; of a job without speeds, on what it ran on."""
     speeds = [step_s * arrival.step_factor for count, step_s in arrival.spec.speeds if count <= devices]
-    steps = arrival.spec.optimizer_steps or arrival.spec.training.max_steps
+    steps = arrival.spec.training.max_steps if arrival.spec.optimizer_steps is None else arrival.spec.optimizer_steps
     return steps * min(speeds or [process.step_s for process in attempts], default=0.0)
 
 

@@ -7,13 +7,11 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
-from orchestrator.backends.simulated.traces import Arrival, Trace
-from orchestrator.service.commands.simulate import Outcome, Report, from_now, from_queue, simulate
-from orchestrator.service.server.trials import trials_of
+from orchestrator.service.commands.live_queue import play_queue
+from orchestrator.service.commands.simulate import Outcome, Report
 from orchestrator.specs.cluster import ClusterSpec
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.spec import JobSpec
-from orchestrator.specs.replace import replace
 from orchestrator.specs.state import State
 
 JOBS_MAX = 200  # that are played: a page waits for both plays
@@ -32,7 +30,7 @@ class Fate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WhatIf:
-    """Both plays, in seconds from now, and the jobs of unknown length, which neither has."""
+    """Both plays, in seconds from now, and the jobs of unknown length, which take a day."""
 
     now: Report
     then: Report
@@ -50,25 +48,27 @@ def what_if(
     to_come: Mapping[str, Sequence[JobSpec]],
     home: Path,
 ) -> WhatIf:
-    """The queue played on both clusters, on the other one with `more` jobs. `to_come` are trials of live sweeps.
+    """The queue played as it is, and on the other cluster with `more` jobs. `to_come` are trials of live sweeps.
 
+    Where the other cluster has the nodes of the present one, both plays have the nodes of the state, with their drains.
     Raises SpecError where nothing can be played, and beyond JOBS_MAX and DEVICES_MAX.
     """
-    trace, unknown = from_queue(state, to_come)
+    live = [job for job in sorted(state.jobs.values(), key=lambda job: job.order) if not job.status.ended]
     sweeps = sum(spec.trial.sweep.trials - 1 for spec in more if spec.trial is not None)
-    count = len(trace.arrivals) + len(more) + sweeps + sum(map(len, trace.trials.values()))
+    count = len(live) + len(more) + sweeps + sum(map(len, to_come.values()))
     if count > JOBS_MAX:
         hint = "play it with `orc simulate --queue now`"
         raise SpecError("too many jobs for a page", path="queue", got=count, allowed=f"{JOBS_MAX}", hint=hint)
     devices = sum(node.devices * node.count for node in other.nodes)
     if devices > DEVICES_MAX:
         raise SpecError("too many devices for a page", path="nodes", got=devices, allowed=f"{DEVICES_MAX}")
-    now = simulate(trace, present, seed=0)
-    then = simulate(_with(trace, more, state.at_s, home), other, seed=0)
-    live = [job.id for job in sorted(state.jobs.values(), key=lambda one: one.order) if not job.status.ended]
-    known = [job_id for job_id in live if job_id not in unknown]
-    later = {one.trial: one for one in now.outcomes[len(known) :]}  # trials of sweeps
-    befores = chain(now.outcomes[: len(known)], (later.get(one.trial) for one in then.outcomes[len(known) :]))
+    if not live:
+        raise SpecError("no job runs or waits", source="queue", hint="submit one, or play a trace")
+    is_live = other.model_copy(update={"policy": present.policy}) == present
+    now = play_queue(state, present, is_live=True, to_come=to_come, home=home)
+    then = play_queue(state, other, is_live=is_live, more=more, to_come=to_come, home=home)
+    later = {outcome.trial: outcome for outcome in now.outcomes[len(live) :]}  # trials of sweeps
+    befores = chain(now.outcomes[: len(live)], (later.get(outcome.trial) for outcome in then.outcomes[len(live) :]))
     return WhatIf(
         now=now.report,
         then=then.report,
@@ -76,37 +76,19 @@ def what_if(
         late_then=_late(then.outcomes),
         fates=tuple(
             Fate(
-                name=known[index] if index < len(known) else _name(after),
-                is_submitted=index < len(known),
+                name=live[index].id if index < len(live) else _name(after),
+                is_submitted=index < len(live),
                 now=before,
                 then=after,
             )
             for index, (before, after) in enumerate(zip(befores, then.outcomes, strict=True))
         ),
-        unknown=unknown,
+        unknown=tuple(job.id for job in live if job.spec.optimizer_steps is None),
     )
 
 
-def _with(trace: Trace, more: Sequence[JobSpec], now_s: float, home: Path) -> Trace:
-    """The trace with jobs that are submitted now as well, sweeps with all their trials.
-
-    Raises SpecError for a job of unknown length, and for a sweep without Optuna.
-    """
-    arrivals, to_come = [*trace.arrivals], dict[str, tuple[Arrival, ...]](trace.trials)
-    for number, spec in enumerate(more):
-        if spec.optimizer_steps is None:
-            raise SpecError("the length of the job is unknown", source=spec.name, path="steps", hint="say `steps`")
-        sweep = f"{spec.name}#{number}"  # no id has the sign
-        specs = (spec,) if spec.trial is None else trials_of(spec, sweep, home)
-        first, *rest = (from_now(one, now_s) for one in specs)
-        arrivals.append(first)
-        if spec.trial is not None:
-            to_come[sweep] = tuple(rest)
-    return replace(trace, arrivals=tuple(arrivals), trials=to_come)
-
-
-def _name(one: Outcome) -> str:
-    return one.name if one.trial is None else f"{one.name}, trial {one.trial[1]}"
+def _name(outcome: Outcome) -> str:
+    return outcome.name if outcome.trial is None else f"{outcome.name}, trial {outcome.trial[1]}"
 
 
 def _late(outcomes: Sequence[Outcome]) -> int:

@@ -10,10 +10,10 @@ from markupsafe import Markup
 
 from orchestrator.scheduling.reports.morning import ended_at_s, morning_report, summary
 from orchestrator.scheduling.reports.sweep import SweepReport
-from orchestrator.service.pages.forecasts import Expectations
 from orchestrator.service.pages.frame import tone
 from orchestrator.service.pages.job import MEMORY
 from orchestrator.service.pages.svg import Bar, gantt
+from orchestrator.service.server.forecasts import Expectations
 from orchestrator.service.views.records import attempt_view
 from orchestrator.specs.attempt import Attempt
 from orchestrator.specs.job_record import Job, JobStatus
@@ -39,7 +39,7 @@ def night_data(
     from_s = now_s - hours * 3600
     known = {job.id: job for job in (*archived, *state.jobs.values())}
     report = morning_report(state, known.values(), since_s, now_s, sweeps)
-    jobs = [job for job in known.values() if any((one.ended_at_s or now_s) >= from_s for one in job.attempts)]
+    jobs = [job for job in known.values() if any(one.end_or(now_s) >= from_s for one in job.attempts)]
     ended = [job for job in known.values() if job.status.ended and ended_at_s(job) >= from_s]
     return {
         "hours": hours,
@@ -69,7 +69,7 @@ def _ending(job: Job) -> Mapping[str, Any]:
         "why": (
             last.failure.reason if last and last.failure and job.status is JobStatus.FAILED else job.reason
         ).partition("\n")[0],
-        "ran_s": sum((one.ended_at_s or one.launched_at_s) - one.launched_at_s for one in job.attempts),
+        "ran_s": sum(one.end_or(one.launched_at_s) - one.launched_at_s for one in job.attempts),
     }
 
 
@@ -84,16 +84,16 @@ def past_chart(state: State, jobs: Sequence[Job], from_s: float, now_s: float) -
         Bar(
             lane=lanes[part.node, index],
             from_s=one.launched_at_s,
-            until_s=one.ended_at_s or now_s,
+            until_s=one.end_or(now_s),
             tone=tone(_outcome(one)),
-            words=f"{one.name}: {_outcome(one)}, {format_seconds((one.ended_at_s or now_s) - one.launched_at_s)}",
+            words=f"{one.name}: {_outcome(one)}, {format_seconds(one.end_or(now_s) - one.launched_at_s)}",
             label=job.id,
         )
         for job in jobs
         for one in job.attempts
         for part in one.placement
         for index in part.devices
-        if (part.node, index) in lanes and (one.ended_at_s or now_s) >= from_s
+        if (part.node, index) in lanes and one.end_or(now_s) >= from_s
     ]
     if not bars:
         return Markup("")
@@ -103,14 +103,17 @@ def past_chart(state: State, jobs: Sequence[Job], from_s: float, now_s: float) -
 
 def _coming(expected: Expectations, now_s: float) -> Markup:
     """One lane for each job that is expected to run, with the range of its start and end; empty where there is none."""
-    known = [one for one in expected.values() if one["start_s"] is not None and one["end_s"] is not None]
-    told = sorted(known, key=lambda one: one["start_s"] or 0.0)[:COMING_MAX]
-    if not told:
+    timed = [
+        (start_s, end_s, row)
+        for row in expected.values()
+        if (start_s := row["start_s"]) is not None and (end_s := row["end_s"]) is not None
+    ]
+    coming = sorted(timed, key=lambda job: job[0])[:COMING_MAX]
+    if not coming:
         return Markup("")
-    until_s = max(max(one["end_s"] or now_s, *(one["end_range_s"] or (0.0,))) for one in told)
+    until_s = max(max(end_s, *(row["end_range_s"] or (0.0,))) for _, end_s, row in coming)
     bars = []
-    for lane, one in enumerate(told):
-        start_s, end_s = one["start_s"] or now_s, one["end_s"] or now_s
+    for lane, (start_s, end_s, one) in enumerate(coming):
         starts, ends = one["start_range_s"], one["end_range_s"]
         bars.append(
             Bar(
@@ -123,7 +126,7 @@ def _coming(expected: Expectations, now_s: float) -> Markup:
                 late_s=ends[1] if ends else None,
             )
         )
-    names = [one["id"] if len(one["id"]) <= 18 else f"{one['id'][:8]}…{one['id'][-8:]}" for one in told]
+    names = [one["id"] if len(one["id"]) <= 18 else f"{one['id'][:8]}…{one['id'][-8:]}" for _, _, one in coming]
     return gantt(
         "What is expected to come", names, bars, now_s, max(until_s, now_s + 60), now_s, _hours(now_s, until_s)
     )

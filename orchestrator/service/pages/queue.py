@@ -8,7 +8,7 @@ from typing import Any
 
 from orchestrator.scheduling.base.held_devices import holders
 from orchestrator.scheduling.base.pending import Pending, pending
-from orchestrator.service.pages.forecasts import Expectations
+from orchestrator.service.server.forecasts import Expectations
 from orchestrator.service.views.records import JobView, in_order
 from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.state import State

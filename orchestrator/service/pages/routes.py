@@ -16,10 +16,10 @@ from starlette.routing import Route
 
 from orchestrator.backends.mlflow.server import ADDRESS as MLFLOW
 from orchestrator.scheduling.base.held_devices import holders
+from orchestrator.service.commands.live_queue import now_of
 from orchestrator.service.commands.plan import forecast
 from orchestrator.service.commands.what_if import WhatIf, what_if
 from orchestrator.service.pages.compare import comparison_data, comparisons
-from orchestrator.service.pages.forecasts import Forecasts
 from orchestrator.service.pages.form import SOURCE, filled, sections, written
 from orchestrator.service.pages.frame import HEADERS, compile_all, page, refused
 from orchestrator.service.pages.job import (
@@ -52,7 +52,6 @@ from orchestrator.specs.errors import OrchestratorError, SpecError
 from orchestrator.specs.job.paths import paths_of
 from orchestrator.specs.order import Order
 from orchestrator.specs.parse import parse_cluster, parse_jobs, read_document
-from orchestrator.specs.replace import replace
 
 START = f"{PAGES}/overview"
 PAGE_ROLES = {
@@ -143,7 +142,7 @@ class _Pages:
         self._sweeper = service.sweeper
         self._home = service.home
         self._gate = gate
-        self._forecasts = Forecasts(lambda: controller.state)
+        self._forecasts, self._reasons = service.forecasts, service.reasons
         self._playing = threading.Lock()
         self._waits = Waits(controller.wait_for_change)
 
@@ -154,7 +153,7 @@ class _Pages:
     def _job(self, job_id: str) -> JobView:
         return view_of(
             self._home,
-            job_of(self._controller, job_id),
+            self._reasons.explained(job_of(self._controller, job_id)),
             self._controller.state.policy,
             self._controller.health.problems(),
         )
@@ -409,8 +408,7 @@ class _Pages:
         if asked["order"] in list(Order):
             other = other.ordered(Order(asked["order"]))
         more = _read(asked["job"]) if asked["job"].strip() else []
-        state = replace(state, at_s=max(state.at_s, time.time()))
-        return what_if(state, present, other, more, self._sweeper.to_come(), self._home)
+        return what_if(now_of(state), present, other, more, self._sweeper.to_come(), self._home)
 
     def audit(self, request: Request) -> Response:
         before = request.query_params.get("before", "")

@@ -12,6 +12,7 @@ from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 from typing_extensions import TypedDict  # pydantic reads the standard library's from Python 3.12 on
 
+from orchestrator.service.server.forecasts import ExpectedJob
 from orchestrator.service.server.members import Machine
 from orchestrator.service.views.records import JobView, NodeView, PromiseView
 from orchestrator.service.views.sweeps import SweepView
@@ -51,6 +52,12 @@ class LinkAnswer(TypedDict):
     """A link that signs a browser in, once."""
 
     path: str
+
+
+class ForecastAnswer(TypedDict):
+    """Every live job with its expected start and end."""
+
+    jobs: list[ExpectedJob]
 
 
 class WhoAnswer(TypedDict):

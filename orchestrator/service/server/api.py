@@ -22,6 +22,7 @@ from orchestrator.service.server.answers import (
     AuditAnswer,
     ClusterAnswer,
     EmptyAnswer,
+    ForecastAnswer,
     JoinAnswer,
     KeptAnswer,
     LinkAnswer,
@@ -105,6 +106,7 @@ ROLES = {  # needed by each route; one that is missing here needs an admin
     ("GET", "/cluster"): Role.VIEWER,
     ("GET", "/teams"): Role.VIEWER,
     ("GET", "/report"): Role.VIEWER,
+    ("GET", "/forecast"): Role.VIEWER,
     ("GET", "/metrics"): Role.VIEWER,
     ("POST", "/jobs"): Role.MEMBER,
     ("POST", "/jobs/batch"): Role.MEMBER,
@@ -251,6 +253,11 @@ def _add_service_routes(app: FastAPI, service: Service) -> None:
     @app.get("/teams", **answers(TeamsAnswer))
     def teams() -> dict[str, Any]:
         return {"teams": teams_view(controller.state, time.time())}
+
+    @app.get("/forecast", **answers(ForecastAnswer))
+    def forecast() -> dict[str, Any]:
+        """Expected start and end of each live job, earliest start first, with nothing more submitted."""
+        return {"jobs": [*service.forecasts.of_now().values()]}
 
     newest = Reports(lambda since_s: dict(report_of(controller, since_s, time.time(), service.sweeper.reports())))
 

@@ -11,24 +11,26 @@ import ssl
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 import httpx
 
 from orchestrator.service.server.logins import Login
 from orchestrator.service.transfer.archive import Limits, unpack
-from orchestrator.service.transfer.outputs import ENTRIES_MAX
-from orchestrator.service.views.comparison import ComparisonView
-from orchestrator.service.views.morning import ReportView
-from orchestrator.service.views.records import ExplanationView, JobView, PromiseView, observations_view
-from orchestrator.service.views.sweeps import SweepView
-from orchestrator.service.views.teams import TeamView
 from orchestrator.service.visible import visible
 from orchestrator.specs.errors import ServiceError, SpecError
-from orchestrator.specs.observation import Observation
-from orchestrator.specs.parse import Override
 from orchestrator.specs.span import TRACEPARENT
+
+if TYPE_CHECKING:  # most commands need none of what these load
+    from orchestrator.service.server.forecasts import ExpectedJob
+    from orchestrator.service.views.comparison import ComparisonView
+    from orchestrator.service.views.morning import ReportView
+    from orchestrator.service.views.records import ExplanationView, JobView, PromiseView
+    from orchestrator.service.views.sweeps import SweepView
+    from orchestrator.service.views.teams import TeamView
+    from orchestrator.specs.observation import Observation
+    from orchestrator.specs.parse import Override
 
 OBSERVATIONS_SENT = 500  # per request: about 0.5 MB
 ENDED_SHOWN = 100
@@ -161,6 +163,8 @@ class Client:
 
         What is left out are links that leave the folder. Raises ServiceError where it is cut off, or too large.
         """
+        from orchestrator.service.transfer.outputs import ENTRIES_MAX
+
         if to.is_dir() and not any(to.iterdir()):
             to.rmdir()
         if os.path.lexists(to):
@@ -208,6 +212,8 @@ class Client:
 
     def observe(self, observations: Sequence[Observation]) -> int:
         """Send outcomes that were measured elsewhere; returns how many were new."""
+        from orchestrator.service.views.records import observations_view
+
         parts = [
             observations[first : first + OBSERVATIONS_SENT] for first in range(0, len(observations), OBSERVATIONS_SENT)
         ]
@@ -286,6 +292,10 @@ class Client:
     def report(self, since_s: float) -> ReportView:
         """The morning report since a moment, in seconds since 1970."""
         return self._json("GET", f"/report?since_s={since_s!r}")
+
+    def forecast(self) -> list[ExpectedJob]:
+        """Return the expected start and end of each live job, the earliest start first."""
+        return self._json("GET", "/forecast")["jobs"]
 
     def cluster(self) -> dict[str, Any]:
         """Name, live nodes (`views.NodeView`), names of drained nodes, and addresses of the service's parts."""

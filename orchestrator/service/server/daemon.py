@@ -47,6 +47,7 @@ from orchestrator.service.server.dependencies import Pages, Service
 from orchestrator.service.server.detection import node_name
 from orchestrator.service.server.endpoint import LOOPBACK, Endpoint, endpoint_from, kept_endpoint
 from orchestrator.service.server.first_decision import FirstDecisions
+from orchestrator.service.server.forecasts import Forecasts
 from orchestrator.service.server.health import Health
 from orchestrator.service.server.home_watch import HomeWatch
 from orchestrator.service.server.lifecycle import journal_url, prepare, write_service_file
@@ -55,6 +56,7 @@ from orchestrator.service.server.members import Members
 from orchestrator.service.server.notifier import Notifier
 from orchestrator.service.server.purger import Purger
 from orchestrator.service.server.rates import measure_cluster, recall_cluster
+from orchestrator.service.server.reasons import Reasons
 from orchestrator.service.server.sweeper import Sweeper
 from orchestrator.service.server.tracing import Tracing
 from orchestrator.service.server.waiting import waiting_app
@@ -198,6 +200,8 @@ def serve(
             provider=provider,
             tracing=tracing,
             sweeper=sweeper,
+            reasons=Reasons(lambda: controller.state),
+            forecasts=Forecasts(lambda: controller.state),
             purger=purger,
             set_aside=journal.set_aside,
         )

@@ -15,10 +15,12 @@ from orchestrator.backends.journal.set_aside import SetAside
 from orchestrator.backends.mlflow.server import ADDRESS as MLFLOW
 from orchestrator.service.server.controller import Controller
 from orchestrator.service.server.endpoint import LOOPBACK
+from orchestrator.service.server.forecasts import Forecasts
 from orchestrator.service.server.gate import Gate
 from orchestrator.service.server.members import Members
 from orchestrator.service.server.notifier import Notifier
 from orchestrator.service.server.purger import Purger
+from orchestrator.service.server.reasons import Reasons
 from orchestrator.service.server.sweeper import Sweeper
 from orchestrator.service.server.tracing import Tracing
 from orchestrator.specs.access import Principal, Role
@@ -54,6 +56,8 @@ class Service:
     trackers: Mapping[str, str]  # name -> address
     shut_down: Callable[[], None]
     sweeper: Sweeper
+    reasons: Reasons
+    forecasts: Forecasts
     purger: Purger
     set_aside: SetAside  # rows of the journal that cannot be read
     refuse_user: Callable[[str], None] = lambda name: None  # noqa: ARG005  raises ServiceError where its jobs would be ours

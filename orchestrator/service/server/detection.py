@@ -146,13 +146,14 @@ def _described(name: str, rates: nvml.NvmlRates) -> DeviceSpec:
         )
     factor = TENSOR_FACTORS.get(rates.capability, NEWER_FACTOR)
     tflops = round(factor * fp32 / 1e12, 1)
+    lanes = nvml.PCIE_LANE_BYTES_S[3] * 16 if pcie is None else pcie
     said: dict[str, object] = {
         "name": re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-"),
         "memory": f"{rates.cuda_bytes}B",
         "fp16_tflops": tflops,
         "fp32_tflops": round(fp32 / 1e12, 1),
         "memory_bandwidth": f"{memory_bandwidth:.0f}B/s",
-        "link_bandwidth": f"{rates.nvlink_bandwidth or pcie or nvml.PCIE_LANE_BYTES_S[3] * 16:.0f}B/s",
+        "link_bandwidth": f"{rates.nvlink_bandwidth or lanes:.0f}B/s",
     }
     if rates.capability >= (8, 0):  # before Ampere there is no bf16
         said["bf16_tflops"] = tflops

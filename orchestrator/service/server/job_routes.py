@@ -135,7 +135,8 @@ def add_job_routes(app: FastAPI, service: Service, uploads: Uploads, waits: Wait
         if after is None:
             shown |= {job.id: job for job in controller.ended(ended, before)}  # read second, so that no job is missed
         policy, problems = controller.state.policy, controller.health.problems()
-        views = [view_of(service.home, job, policy, problems) for job in in_order(shown.values())]
+        jobs = map(service.reasons.explained, in_order(shown.values()))
+        views = [view_of(service.home, job, policy, problems) for job in jobs]
         more = len(live) > LIVE_MAX
         return {"jobs": views, "next": ",".join(map(str, place_of(live[LIVE_MAX - 1]))) if more else None}
 
@@ -150,12 +151,14 @@ def add_job_routes(app: FastAPI, service: Service, uploads: Uploads, waits: Wait
 
     def now(job_id: str) -> Response:
         version, found = controller.version, job_of(controller, job_id)  # in this order: nothing is missed
+        found = service.reasons.explained(found)
         view = view_of(service.home, found, controller.state.policy, controller.health.problems())
         return JSONResponse({"job": view, "version": version})
 
     @app.get("/jobs/{job_id}/explanation", **answers(ExplanationView))
     def explanation(job_id: str) -> dict[str, Any]:
-        return dict(explanation_view(controller.state, job_of(service.controller, job_id)))
+        job = service.reasons.explained(job_of(controller, job_id))
+        return dict(explanation_view(controller.state, job, service.reasons.sooner(job)))
 
     @app.get("/jobs/{job_id}/comparison", **answers(ComparisonView))
     def compared(job_id: str, request: Request) -> dict[str, Any]:

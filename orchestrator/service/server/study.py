@@ -91,8 +91,9 @@ def _pruner(said: EarlyTerminate | None, steps: int | None) -> Any:
         return optuna.pruners.NopPruner()
     if said.type == "median":
         return optuna.pruners.MedianPruner(n_startup_trials=said.startup_trials, n_warmup_steps=said.min_iter)
+    most = steps if said.max_iter is None else said.max_iter
     return optuna.pruners.HyperbandPruner(
-        min_resource=said.min_iter, max_resource=said.max_iter or steps or "auto", reduction_factor=said.eta
+        min_resource=said.min_iter, max_resource="auto" if most is None else most, reduction_factor=said.eta
     )
 
 

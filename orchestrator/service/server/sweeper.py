@@ -65,7 +65,7 @@ class Sweeper:
     def first(self, spec: JobSpec) -> JobSpec:
         """The first trial of a sweep that is being submitted, with its parameters. Raises SpecError without Optuna."""
         assert spec.trial is not None, spec.name
-        if spec.trial.of is not None or spec.trial.number or spec.trial.parameters:
+        if spec.trial.of is not None or spec.trial.number > 0 or spec.trial.parameters:
             raise SpecError("a trial of a sweep that exists is submitted by the service alone", path="sweep")
         require_optuna()
         return with_costs(trial_of(spec, None, 0, Study("", spec.trial.sweep, None).ask()), self._home)

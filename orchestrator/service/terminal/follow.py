@@ -74,7 +74,7 @@ def log_lines(
     With `to_the_end` it waits for more, and continues with later attempts, until the job has ended.
     """
     job, _ = client.job(job_id)
-    current, offset, decoder = number or len(job["attempts"]) or 1, 0, _decoder()
+    current, offset, decoder = max(1, len(job["attempts"])) if number is None else number, 0, _decoder()
     while True:
         job, version = client.job(job_id)  # read before its log, so that the log of an ended attempt is complete
         count, read = len(job["attempts"]), offset

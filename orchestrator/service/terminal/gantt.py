@@ -33,7 +33,9 @@ def picture(outcomes: Sequence[Outcome], cluster: ClusterSpec) -> str:
     lines = busy_lines(nodes, held, 0.0, end_s)
     waiting = [0.0] * COLUMNS
     for one in outcomes:
-        for column, share in shares(one.submitted_at_s, one.started_at_s or end_s, 0.0, end_s):
+        for column, share in shares(
+            one.submitted_at_s, end_s if one.started_at_s is None else one.started_at_s, 0.0, end_s
+        ):
             waiting[column] += share
     most = max(waiting)
     lines["waiting"] = "".join(block(one / most if most else 0.0) for one in waiting)
@@ -52,7 +54,8 @@ def figure(title: str, outcomes: Sequence[Outcome], cluster: ClusterSpec) -> Fig
     axes = drawn.add_subplot()
     bars: dict[tuple[int, bool], list[tuple[float, float, int]]] = {}
     for process, until_s in _ended(outcomes):
-        colour, started_s = process.job.order % len(COLOURS), process.started_at_s or until_s
+        colour = process.job.order % len(COLOURS)
+        started_s = until_s if process.started_at_s is None else process.started_at_s
         for device in process.devices:
             bars.setdefault((colour, False), []).append((process.launched_at_s, started_s, lanes[device]))
             bars.setdefault((colour, True), []).append((started_s, until_s, lanes[device]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from orchestrator.service.server.logins import DEFAULT_HOME
-from orchestrator.service.terminal.options import AsJson, Cluster, Home
+from orchestrator.service.terminal.options import AsJson, Cluster, Home, client_of
 from orchestrator.service.terminal.output import console_on, tell
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.order import Order
 
 if TYPE_CHECKING:
     from orchestrator.backends.simulated.traces import Trace
+    from orchestrator.service.commands.simulate import Simulated
     from orchestrator.specs.cluster import ClusterSpec
 
 
@@ -88,29 +89,39 @@ def simulate(
     """Simulate a trace on a cluster in simulated time, with the scheduler of the service.
 
     A list has `jobs: [{at: 10min, file: job.yaml}]`, and `begins: 2026-11-23T18:00` for deadlines and start windows.
-    `--queue now` plays the live queue; running jobs go on from their newest checkpoint.
+    `--queue now` plays the live queue on, as `orc forecast` does.
     """
     from orchestrator.backends.simulated.traces import misjudged
-    from orchestrator.service.commands.simulate import Trouble
+    from orchestrator.service.commands.simulate import Trouble, counted_from
     from orchestrator.service.commands.simulate import simulate as play
     from orchestrator.service.terminal import gantt as drawing
     from orchestrator.service.terminal.simulation_tables import compared_table, simulated_table
 
     home = home.expanduser()
-    told = misjudged(_played(trace, queue, home), noise, seed)
+    if (trace is None) == (queue is None):
+        raise SpecError("say what to play", path="TRACE", allowed="a trace, or --queue now")
     hardware = _hardware(cluster, queue, home, launch_cost)
     compared = _compared(hardware, list(dict.fromkeys(policy or ())), objective)
     if gantt is not None and len(compared) > 1:
         raise SpecError("a chart shows one run", path="--gantt", allowed="one --policy, one --objective")
-    trouble = Trouble(oom_chance=oom, node_loss_chance=node_loss)
-    runs = {name: play(told, one, seed=seed, trouble=trouble) for name, one in compared.items()}
+    if trace is None:
+        chances = {"--noise": noise, "--oom": oom, "--node-loss": node_loss, "--launch-cost": launch_cost}
+        runs = _live_runs(compared, home, chances, is_live=cluster is None)
+        title = "queue"
+    else:
+        played = misjudged(_read(trace, home), noise, seed)
+        trouble, title = Trouble(oom_chance=oom, node_loss_chance=node_loss), played.name
+        runs = {
+            name: play(played, counted_from(each, played.begins_s), seed=seed, trouble=trouble)
+            for name, each in compared.items()
+        }
     if len(runs) > 1:
         reports = {name: one.report for name, one in runs.items()}
         tell(reports, as_json, compared_table("OBJECTIVE" if objective else "POLICY", runs))
         return
     ((name, run),) = runs.items()
     if gantt is not None:
-        drawing.figure(f"{told.name} on {hardware.name}", run.outcomes, compared[name]).savefig(gantt)
+        drawing.figure(f"{title} on {hardware.name}", run.outcomes, compared[name]).savefig(gantt)
     if as_json:
         print(json.dumps(run.report, indent=2))
         return
@@ -119,30 +130,41 @@ def simulate(
     console.print(drawing.picture(run.outcomes, compared[name]), highlight=False, markup=False)
 
 
-def _played(trace: Path | None, queue: QueueTime | None, home: Path) -> Trace:
-    """The jobs to play: of a list, of a published trace, or those of the live queue."""
+def _read(trace: Path, home: Path) -> Trace:
+    """Return the jobs of a list, or of a published trace."""
     from orchestrator.backends.simulated.traces import read_trace
     from orchestrator.service.commands.job_list import read_list
+
+    return read_list(trace, home) if trace.suffix in (".yaml", ".yml") else read_trace(trace)
+
+
+def _live_runs(
+    compared: Mapping[str, ClusterSpec], home: Path, chances: Mapping[str, float | None], *, is_live: bool
+) -> dict[str, Simulated]:
+    """Return a play of the live queue for each cluster. Raises SpecError for an option that only a trace has."""
+    from orchestrator.service.commands.live_queue import now_of, play_queue
     from orchestrator.service.commands.replay import kept_queue
-    from orchestrator.service.commands.simulate import from_queue
     from orchestrator.service.server.lifecycle import journal_url
 
-    if (trace is None) == (queue is None):
-        raise SpecError("say what to play", path="TRACE", allowed="a trace, or --queue now")
-    if trace is not None:
-        return read_list(trace, home) if trace.suffix in (".yaml", ".yml") else read_trace(trace)
-    played, unknown = from_queue(*kept_queue(journal_url(home), home))
+    for option, value in chances.items():
+        if value and not (option == "--launch-cost" and not is_live):
+            raise SpecError("the live queue is played as it is expected", path=option, allowed="a trace")
+    state, to_come = kept_queue(journal_url(home), home)
+    unknown = [job.id for job in state.jobs.values() if not job.status.ended and job.spec.optimizer_steps is None]
     if unknown:
-        console_on(sys.stderr).print(f"Left out, since their length is unknown: {', '.join(unknown)}")
-    return played
+        console_on(sys.stderr).print(f"Taken as a day long, since their length is unknown: {', '.join(unknown)}")
+    return {
+        name: play_queue(now_of(state), each, is_live=is_live, to_come=to_come, home=home)
+        for name, each in compared.items()
+    }
 
 
 def _hardware(cluster: Path | None, queue: QueueTime | None, home: Path, launch_cost: float | None) -> ClusterSpec:
     """The cluster to play on: the given one; for the live queue, else, that of its home."""
-    from orchestrator.service.server.cluster_file import own_cluster
+    from orchestrator.service.server.cluster_file import kept_cluster
     from orchestrator.service.server.intake import read_cluster
 
-    found = own_cluster(home) if queue and cluster is None else read_cluster(cluster)
+    found = kept_cluster(home) if queue and cluster is None else read_cluster(cluster)
     return found if launch_cost is None else found.model_copy(update={"launch_cost": launch_cost})
 
 
@@ -162,14 +184,9 @@ def _compared(hardware: ClusterSpec, orders: Sequence[Order], objective: Aim | N
 
 def forecast(home: Home = DEFAULT_HOME, as_json: AsJson = False) -> None:
     """Forecast start and end of each running and waiting job, with nothing more submitted."""
-    import time
+    from orchestrator.service.terminal.expected import expected_table
 
-    from orchestrator.service.commands.replay import expected_jobs, kept_state
-    from orchestrator.service.server.lifecycle import journal_url
-    from orchestrator.service.terminal.simulation_tables import expected_table
-
-    home = home.expanduser()
-    expected = expected_jobs(kept_state(journal_url(home)), time.time())
+    expected = client_of(home).forecast()
     tell({"jobs": expected}, as_json, expected_table(expected) if expected else "No job runs or waits.")
 
 

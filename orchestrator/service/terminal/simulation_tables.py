@@ -10,9 +10,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from orchestrator.service.commands.replay import Decision, ExpectedJob
+from orchestrator.service.commands.replay import Decision
 from orchestrator.service.commands.simulate import Simulated, quantile
-from orchestrator.service.terminal.tables import coloured, local_minute
 from orchestrator.specs.units import format_seconds
 
 
@@ -87,27 +86,3 @@ def replay_table(decided: Sequence[Decision]) -> RenderableType:
     if others:
         verdict += " Later ones may differ as a consequence of the first."
     return Group(table, Text(verdict))
-
-
-def expected_table(expected: Sequence[ExpectedJob]) -> Table:
-    """Expected start and end of each job."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("JOB", "STATUS", "GPUS", "STARTS", "ENDS", "DUE"):
-        table.add_column(column, no_wrap=True)
-    table.add_column("WHY", overflow="fold")
-    for one in expected:
-        devices = "-" if one["devices"] is None else str(one["devices"])
-        end_s, deadline_s = one["end_s"], one["deadline_s"]
-        is_late = deadline_s is not None and (end_s is None or end_s > deadline_s)
-        table.add_row(
-            one["id"],
-            coloured(one["status"]),
-            devices,
-            local_minute(one["start_s"], one["start_range_s"] if one["status"] == "queued" else None),
-            local_minute(end_s, one["end_range_s"]) if one["says_length"] else f"{local_minute(end_s, None)} ?",
-            Text("" if deadline_s is None else local_minute(deadline_s, None), style="red" if is_late else ""),
-            Text(f"late: {one['why']}" if is_late else one["why"]),
-        )
-    if not all(one["says_length"] for one in expected):
-        table.caption, table.caption_justify = "? does not say `steps`: a day is taken", "left"
-    return table

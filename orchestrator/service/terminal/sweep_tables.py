@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from orchestrator.service.terminal.tables import coloured
+from orchestrator.service.terminal.expected import coloured
 
 if TYPE_CHECKING:
     from orchestrator.service.views.sweeps import SweepView

@@ -13,6 +13,7 @@ from orchestrator.memory.calibration.calibrate import EVEN
 from orchestrator.planning.explain import why_taken
 from orchestrator.planning.picture import SYMBOLS, Mark, Picture, Point, drawn
 from orchestrator.service.commands.plan import CandidateView, Forecast
+from orchestrator.service.terminal.expected import coloured, local_minute
 from orchestrator.service.views.records import (
     AttemptView,
     EstimateView,
@@ -27,14 +28,6 @@ from orchestrator.specs.attempt import PROBE_STEPS
 from orchestrator.specs.profile import UNTIMED, Source
 from orchestrator.specs.units import format_bytes, format_probability, format_seconds
 
-STYLES = {
-    "succeeded": "green",
-    "running": "cyan",
-    "launching": "cyan",
-    "stopping": "yellow",
-    "queued": "yellow",
-    "cancelled": "dim",
-}
 MARK_STYLES = {
     Mark.TOO_BIG: "dim",
     Mark.FITS: "",
@@ -188,11 +181,12 @@ def _probe_panel(probe: CandidateView) -> RenderableType:
 
 
 def explanation_panel(explanation: ExplanationView) -> RenderableType:
-    """Each attempt's predicted bytes by cause and moment, measurements and lessons, and the frontier now."""
+    """Return why a job waits, what its attempts were predicted and measured to need, and the frontier now."""
     job = explanation["job"]
     parts: list[RenderableType] = [Text(f"{job['id']} {job['status']}: {job['reason']}", style="bold")]
     if job["promise"] is not None and not job["promise"]["refused"]:
         parts.append(Text(f"It {promise_words(job['promise'])}."))
+    parts += [Text(line) for line in explanation["sooner"]]
     for attempt, said in zip(job["attempts"], explanation["lessons"], strict=True):
         title = f"Attempt {attempt['number']}: {attempt['plan']} on {attempt['placement']}"
         parts += [Text(), Text(f"{title}  ", style="bold") + coloured(attempt["outcome"])]
@@ -283,11 +277,6 @@ def time_left(progress: ProgressView | None) -> str:
     if progress is None or not progress["max_steps"] or not progress["step_s"]:
         return ""
     return format_seconds(max(0, progress["max_steps"] - progress["step"]) * progress["step_s"])
-
-
-def coloured(word: str) -> Text:
-    """The status word in its colour; unknown words have the colour of failures."""
-    return Text(word, style=STYLES.get(word, "red"))
 
 
 def _frontier(forecast: Forecast, centre: int) -> Table:
@@ -444,13 +433,3 @@ def _takes(node: NodeView) -> str:
         for entry in node["suspended"]
     ]
     return "; ".join(closed) or "what comes"
-
-
-def local_minute(at_s: float | None, range_s: tuple[float, float] | None) -> str:
-    """A local time to the minute, with its range."""
-    if at_s is None:
-        return "not known"
-    said = time.strftime("%a %d %b %H:%M", time.localtime(at_s))
-    if range_s is None:
-        return said
-    return f"{said} ({' to '.join(time.strftime('%H:%M', time.localtime(one_s)) for one_s in range_s)})"

@@ -87,7 +87,8 @@ def _jobs(jobs: Sequence[JobView]) -> RenderableType:
     from rich.table import Table
     from rich.text import Text
 
-    from orchestrator.service.terminal.tables import coloured, time_left
+    from orchestrator.service.terminal.expected import coloured
+    from orchestrator.service.terminal.tables import time_left
 
     table = Table(box=None, pad_edge=False, header_style="bold", expand=True)
     table.add_column("JOB", no_wrap=True, overflow="ellipsis", max_width=22)

@@ -158,6 +158,7 @@ class ExplanationView(TypedDict):
     """A job, the lessons of each attempt, and its frontier as judged now."""
 
     job: JobView
+    sooner: list[str]  # of a job that waits for devices: when it starts, and what would start it sooner
     lessons: list[list[str]]  # of each attempt
     picture: PictureView | None
 
@@ -277,11 +278,12 @@ def estimate_view(estimate: MemoryEstimate, correction: float) -> EstimateView:
     )
 
 
-def explanation_view(state: State, job: Job) -> ExplanationView:
-    """The job's predictions, measurements and lessons."""
+def explanation_view(state: State, job: Job, sooner: Sequence[str]) -> ExplanationView:
+    """Return the job's predictions, measurements and lessons, with what would start it `sooner`."""
     picture = picture_of(state, job)
     return ExplanationView(
         job=job_view(job, policy=state.policy),
+        sooner=[*sooner],
         lessons=[list(explain_attempt(state, job, attempt)) for attempt in job.attempts],
         picture=None if picture is None else picture_view(picture),
     )

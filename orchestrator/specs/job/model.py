@@ -84,7 +84,7 @@ class DecoderSpec:
 
     @property
     def kv_heads(self) -> int:
-        return self.num_key_value_heads or self.num_attention_heads
+        return self.num_attention_heads if self.num_key_value_heads is None else self.num_key_value_heads
 
     @property
     def head_dim(self) -> int:

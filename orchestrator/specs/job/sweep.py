@@ -174,7 +174,7 @@ class Sweep(SpecModel):
         combinations = math.prod(len(one.choices) for _, one in self.parameters)
         if self.method != "grid":
             return self.max_trials or 0
-        return min(combinations, self.max_trials or combinations)
+        return combinations if self.max_trials is None else min(combinations, self.max_trials)
 
     def combination(self, number: int) -> dict[str, Value]:
         """The grid's parameters of a trial, counted from 0; the last one varies first."""

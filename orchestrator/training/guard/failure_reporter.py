@@ -164,15 +164,16 @@ class FailureReporter:
         done = monitor.pass_done
         if done is None and monitor.phase == "forward":
             done = fraction_of_modules_done(sys._getframe())
+        stated_bytes = oom_report.capacity_bytes(message)
         return OomReport(
             rank=monitor.rank,
             step=monitor.step,
             steps_done=monitor.steps_done,
             phase=monitor.phase,
             pass_done=done,
-            requested_bytes=requested_bytes or oom_report.requested_bytes(message),
+            requested_bytes=oom_report.requested_bytes(message) if requested_bytes is None else requested_bytes,
             live_bytes=live_bytes,
-            capacity_bytes=capacity_bytes if monitor.device else oom_report.capacity_bytes(message) or capacity_bytes,
+            capacity_bytes=capacity_bytes if monitor.device or stated_bytes is None else stated_bytes,
             foreign_bytes=foreign_bytes,
             overhead_bytes=0 if room_bytes is None else max(0, capacity_bytes - room_bytes - foreign_bytes),
             injected=monitor.injected,

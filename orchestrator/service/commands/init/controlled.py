@@ -61,7 +61,7 @@ def settle(typed: Typed, script: Script, framework: Framework | None, seen: Sett
     """The typed command as a job's settings."""
     preset = preset_of(typed, framework)
     ranks, ranks_place = _ranks(typed, seen, script, framework)
-    batch = read_batch(seen, script, ranks or 1, preset)
+    batch = read_batch(seen, script, 1 if ranks is None else ranks, preset)
     own = {name: knob for name, knob in preset.items() if knob != knobs_of(str(framework)).get(name)}
     turned = {name: {**own[name], **knob} if knob and name in own else knob for name, knob in batch.knobs.items()}
     knobs, taken, notes = {**own, **turned}, list(batch.taken), [*seen.notes, *batch.notes]
@@ -124,7 +124,9 @@ def _ranks(
     """
     place, nodes = seen.first("ranks"), seen.first("nodes")
     if typed.ranks is None and place is not None and place.number is not None and place.rank <= IN_FILE:
-        count = place.number * (nodes.number or 1 if nodes is not None and nodes.rank <= IN_FILE else 1)
+        count = place.number
+        if nodes is not None and nodes.rank <= IN_FILE and nodes.number is not None:
+            count *= nodes.number
         return count, place
     for place in (*seen.of("ranks"), *seen.of("device_numbers")) if typed.ranks is None else ():
         if place.rank == TYPED and re.fullmatch(r"\[?\d+(,\d+)+\]?", str(place.value)):

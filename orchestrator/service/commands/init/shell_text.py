@@ -222,13 +222,14 @@ def slurm_options(words: Sequence[str]) -> Iterator[tuple[str, str]]:
 def slurm_counts(options: Mapping[str, str]) -> tuple[int, int | None]:
     """Processes of srun, and devices in all, that Slurm's options ask for; None where they ask for no device."""
 
-    def number(name: str) -> int | None:
+    def last_number(name: str) -> int:
+        """Return the number that an option ends with; 0 where there is none."""
         last = options.get(name, "").rpartition(":")[2].rpartition("-")[2]
-        return int(last) if last.isdecimal() and int(last) else None
+        return int(last) if last.isdecimal() else 0
 
-    nodes = number("--nodes") or 1
-    tasks = number("--ntasks") or (number("--ntasks-per-node") or 1) * nodes
-    per_node = number("--gpus-per-node") or (number("--gres") if "gpu" in options.get("--gres", "") else None)
-    per_task = number("--gpus-per-task")
-    total = number("--gpus") or (per_node * nodes if per_node else per_task * tasks if per_task else None)
-    return tasks, total
+    nodes = last_number("--nodes") or 1
+    tasks = last_number("--ntasks") or (last_number("--ntasks-per-node") or 1) * nodes
+    per_node = last_number("--gpus-per-node") or (last_number("--gres") if "gpu" in options.get("--gres", "") else 0)
+    per_task = last_number("--gpus-per-task")
+    total = last_number("--gpus") or per_node * nodes or per_task * tasks
+    return tasks, total if total else None

@@ -1,0 +1,437 @@
+"""Why does a queued job wait, and what would start it sooner? Read from a state, so that no sentence is out of date.
+
+A job that waits for devices could use free ones unless something excludes them. `Obstacle` lists what can, in the order
+in which it is looked at. The reason names every obstacle up to the first one that leaves too few devices together.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from enum import Enum
+from math import inf
+from typing import NamedTuple
+
+from orchestrator.scheduling.base.drain import suspensions
+from orchestrator.scheduling.base.held_devices import holders
+from orchestrator.scheduling.base.pending import Pending
+from orchestrator.scheduling.base.shape import Shape
+from orchestrator.scheduling.base.start_windows import why_closed
+from orchestrator.scheduling.failures.places import avoided, is_sent_elsewhere
+from orchestrator.scheduling.options.job_options import Infeasible, SizeOption
+from orchestrator.scheduling.placement.availability import Slot
+from orchestrator.scheduling.policies.registry import index_of
+from orchestrator.scheduling.queue.wait_queue import Waiting
+from orchestrator.scheduling.scheduling_pass.decide import (
+    Offer,
+    Wait,
+    array_limit_reason,
+    comes_free,
+    offers_of,
+    opening_of,
+    wait_reason,
+)
+from orchestrator.scheduling.scheduling_pass.quotas import held_by_teams
+from orchestrator.specs.clock import local_text
+from orchestrator.specs.cluster import Window
+from orchestrator.specs.job_record import Job, JobStatus
+from orchestrator.specs.jobs import Jobs
+from orchestrator.specs.replace import replace
+from orchestrator.specs.state import State
+from orchestrator.specs.units import format_bytes, format_seconds
+
+NAMES_MAX = 3  # nodes, devices or jobs in a sentence
+Device = tuple[str, int]  # node name, device index
+
+
+class Obstacle(Enum):
+    """What keeps a job from a free device, in the order in which it is looked at."""
+
+    SET_ASIDE = 1  # attempts ended there for no known reason
+    AVOIDED = 2  # the job itself ended there, and goes on elsewhere
+    DRAINED = 3
+    MAINTENANCE = 4  # the job would not end before it
+    MEMORY = 5  # that other processes hold
+    RESERVED = 6  # for another job
+
+
+class Promise(NamedTuple):
+    """A reservation of a device: from when on, for which job, and the number of the reservation."""
+
+    start_s: float
+    job_id: str
+    number: int
+
+
+class Blocked(NamedTuple):
+    """A size that the job could run at, the free devices of the pool, and what excludes which of them."""
+
+    offer: Offer
+    free: int
+    obstacles: Mapping[Obstacle, tuple[Device, ...]]
+    scattered: bool  # enough devices are left, but not together
+    usable: tuple[Device, ...]  # what no obstacle excludes
+
+    @property
+    def starts(self) -> bool:
+        """Whether nothing keeps the job from these devices."""
+        return not self.obstacles and not self.scattered
+
+
+class Waits:
+    """The reasons of the waiting jobs of one state. Building it costs a look at every job that holds devices.
+
+    Not safe for use by several threads at once.
+    """
+
+    def __init__(self, state: State, zone: str = "UTC") -> None:
+        """`zone` is the time zone of the times in sentences."""
+        self._state, self._zone = state, zone
+        holding = [job for job in state.jobs.values() if any(not attempt.released for attempt in job.attempts)]
+        self._index = index_of(replace(state, jobs=Jobs(holding)))
+        self._index.reserve(state.reservations)
+        self._nodes = {node.name: node for node in state.nodes}
+        self._holders = holders(state)
+        self._free = [
+            [
+                (node.name, device)
+                for node in pool.group.nodes
+                for device in range(node.devices)
+                if (node.name, device) not in self._holders
+            ]
+            for pool in self._index.pools
+        ]
+        self._aside = {(entry.node, entry.device): entry.until_s for entry in suspensions(state)}
+        self._numbers = {entry.job_id: number for number, entry in enumerate(state.reservations)}
+        self._promises: dict[Device, list[Promise]] = {}
+        for number, entry in enumerate(state.reservations):
+            for part in entry.placement:
+                for device in part.devices:
+                    promise = Promise(entry.start_s, entry.job_id, number)
+                    self._promises.setdefault((part.node, device), []).append(promise)
+        self._arrays = Counter(state.jobs[job_id].array for job_id in self._numbers if job_id in state.jobs)
+        self._order: list[str] | None = None  # of jobs that wait for devices, once looked for
+
+    def why(self, job: Job) -> str:
+        """Return why the job waits; of a job that waits for no devices, its own reason."""
+        state, index = self._state, self._index
+        if not _waits_for_devices(job, state):
+            return job.reason
+        if not state.nodes:
+            return (
+                job.reason if job.reason != Pending.DEVICES.phrase else f"waits for nodes {Pending.NODES_AWAY.phrase}"
+            )
+        if limited := array_limit_reason(index, job, self._arrays):
+            return limited.reason
+        waiting, offers = self._offers(job)
+        if not offers:
+            outcome = wait_reason(state, index, waiting)
+            return outcome.reason if isinstance(outcome, Wait) else job.reason
+        blocked = self._blocked(waiting, offers)
+        if not blocked:
+            return self._needed(waiting, offers)
+        startable = [entry for entry in blocked if entry.starts]
+        return self._why_not_now(waiting, startable) if startable else self._sentence(job, blocked[0])
+
+    def sooner(self, job: Job) -> tuple[str, ...]:
+        """Return when the job starts as things are, and what would start it now, a sentence each.
+
+        Each way to start now was tried on the state. None is returned of a job that waits for no devices, and only the
+        time in an order without reservations.
+        """
+        if not (_waits_for_devices(job, self._state) and self._state.nodes):
+            return ()
+        waiting, offers = self._offers(job)
+        blocked = self._blocked(waiting, offers)
+        sentences = [self._start(job, offers), self._quota(job)]
+        if self._index.policy.reservations_max and not any(size.starts for size in blocked):
+            sentences += [self._fewer(job, offers), *(self._remedies(waiting, blocked[0]) if blocked else ())]
+        return tuple(sentence for sentence in sentences if sentence)
+
+    def _offers(self, job: Job) -> tuple[Waiting, Sequence[Offer]]:
+        """Return the job as it waits, and all sizes that it could run at."""
+        waiting = self._index.queue_entry(job)
+        return waiting, offers_of(self._index, self._index.options.options_of(waiting), 0.0, job.spec)
+
+    # what excludes what
+
+    def _blocked(self, waiting: Waiting, offers: Sequence[Offer]) -> list[Blocked]:
+        """Return the sizes for which enough devices are free, fewest devices first."""
+        free = {id(pool): devices for pool, devices in zip(self._index.pools, self._free, strict=True)}
+        offers = sorted(offers, key=lambda offer: offer.entry.devices)
+        hidden = self._hidden(waiting)
+        return [
+            self._obstacles(waiting.job, offer, free[id(offer.pool)], hidden)
+            for offer in offers
+            if len(free[id(offer.pool)]) >= offer.entry.devices
+        ]
+
+    def _hidden(self, waiting: Waiting) -> set[Device]:
+        """Return the devices that the job does not get, since it ended there, as long as others can hold it."""
+        places = avoided(waiting.job, self._state.nodes, self._state.at_s)
+        if not places or not is_sent_elsewhere(waiting.job):
+            return set()
+        with self._index.without(places[-1]):
+            return set(places[-1]) if comes_free(self._index, waiting, 0.0) else set()
+
+    def _obstacles(
+        self, job: Job, offer: Offer, free: Sequence[Device], hidden: set[Device], lifted: Obstacle | None = None
+    ) -> Blocked:
+        """Return what excludes the free devices, were one obstacle lifted."""
+        entry, left = offer.entry, tuple(free)
+        end_s = self._state.at_s + entry.seconds
+        excludes: Mapping[Obstacle, Callable[[Device], bool]] = {
+            Obstacle.SET_ASIDE: lambda device: device in self._aside or (device[0], None) in self._aside,
+            Obstacle.AVOIDED: lambda device: device in hidden,
+            Obstacle.DRAINED: lambda device: device[0] in self._state.drained,
+            Obstacle.MAINTENANCE: lambda device: self._window_of(device[0])[0] < end_s,
+            Obstacle.MEMORY: lambda device: self._nodes[device[0]].free_bytes[device[1]] < entry.least_bytes,
+            Obstacle.RESERVED: lambda device: self._promise_of(device, job).start_s < end_s,
+        }
+        obstacles: dict[Obstacle, tuple[Device, ...]] = {}
+        for obstacle, is_excluded in excludes.items():
+            excluded = tuple(filter(is_excluded, left))
+            if excluded and obstacle is not lifted:
+                left = tuple(device for device in left if device not in excluded)
+                obstacles[obstacle] = excluded
+            if not _fits(entry.shape, left):
+                return Blocked(offer, len(free), obstacles, len(left) >= entry.devices, left)
+        return Blocked(offer, len(free), {}, scattered=False, usable=left)
+
+    def _window_of(self, node: str) -> Window:
+        """Return the next maintenance of a node; one that never begins where there is none."""
+        windows = [
+            window
+            for window in self._index.closed.get(node, ())
+            if node not in self._state.drained and (node, None) not in self._aside
+        ]
+        return windows[0] if windows else (inf, inf)
+
+    def _promise_of(self, device: Device, job: Job) -> Promise:
+        """Return the first promise of the device that counts against the job: those before its own reservation do."""
+        number, jobs = self._numbers.get(job.id, len(self._numbers)), self._state.jobs
+        before = [
+            promise
+            for promise in self._promises.get(device, ())
+            if promise.number < number or (promise.job_id in jobs and jobs[promise.job_id].spec.guarantee is not None)
+            if promise.job_id != job.id
+        ]
+        return min(before, default=Promise(inf, "", 0))
+
+    # sentences
+
+    def _needed(self, waiting: Waiting, offers: Sequence[Offer]) -> str:
+        """Say of which devices too few are free, and which free ones are of a kind that cannot hold the job."""
+        fewest: dict[str, int] = {}
+        for offer in offers:
+            name = offer.pool.group.hardware.device.name
+            fewest[name] = min(fewest.get(name, offer.entry.devices), offer.entry.devices)
+        needed = "waits for " + " or ".join(f"{count} free {name}" for name, count in fewest.items())
+        menus = {id(pool): menu for pool, menu in self._index.options.options_of(waiting)}
+        small = [
+            f"{len(free)} {pool.group.hardware.device.name}"
+            for pool, free in zip(self._index.pools, self._free, strict=True)
+            if free and isinstance(menus.get(id(pool)), Infeasible)
+        ]
+        return needed + (f" ({' and '.join(small)} are free, but no plan of it fits there)" if small else "")
+
+    def _sentence(self, job: Job, blocked: Blocked) -> str:
+        begin = _are_free(blocked)
+        clauses = [self._clause(job, blocked, *pair) for pair in blocked.obstacles.items()]
+        if [*blocked.obstacles] == [Obstacle.RESERVED] and len(blocked.obstacles[Obstacle.RESERVED]) == blocked.free:
+            return f"{begin} and kept for {self._reserved_for(job, blocked.obstacles[Obstacle.RESERVED])}"
+        if blocked.scattered:
+            share = max(blocked.offer.entry.shape.shares)
+            nodes = blocked.offer.entry.devices // share
+            where = "one node" if nodes == 1 else f"each of {nodes} nodes"
+            clauses.append(f"{'the rest' if clauses else 'they'} are not together: it takes {share} on {where}")
+        return f"{begin}: {'; '.join(clauses)}"
+
+    def _clause(self, job: Job, blocked: Blocked, obstacle: Obstacle, devices: Sequence[Device]) -> str:
+        nodes = _names(dict.fromkeys(node for node, _ in devices))
+        match obstacle:
+            case Obstacle.SET_ASIDE:
+                until_s = min(until_s for place, until_s in self._aside.items() if place in devices or place[1] is None)
+                return f"{len(devices)} on {nodes} set aside until {self._time(until_s)}, as attempts ended there"
+            case Obstacle.AVOIDED:
+                return f"it ended on {len(devices)} of them, on {nodes}, for no known reason"
+            case Obstacle.DRAINED:
+                several = len({node for node, _ in devices}) > 1
+                return f"{nodes} {'take' if several else 'takes'} {Pending.DRAIN.phrase}"
+            case Obstacle.MAINTENANCE if all(self._window_of(node)[0] == -inf for node, _ in devices):
+                until_s = min(self._window_of(node)[1] for node, _ in devices)
+                return f"{nodes} {'is' if ',' not in nodes else 'are'} in maintenance until {self._time(until_s)}"
+            case Obstacle.MAINTENANCE:
+                supposed = "" if job.spec.optimizer_steps is not None else " (without `steps` a day is supposed)"
+                return f"{Pending.MAINTENANCE.phrase} {nodes}{supposed}"
+            case Obstacle.MEMORY:
+                needed = format_bytes(blocked.offer.entry.least_bytes)
+                return f"other processes leave less than its {needed} on {len(devices)} of them, on {nodes}"
+            case Obstacle.RESERVED:
+                count = len(devices)
+                verb = "is" if count == 1 else "are"
+                return f"{count} of them {verb} kept for {self._reserved_for(job, devices)}"
+
+    def _reserved_for(self, job: Job, devices: Iterable[Device]) -> str:
+        """Name the jobs that the devices are promised to, the first to start with its time."""
+        promises = sorted({self._promise_of(device, job)[:2] for device in devices})
+        (start_s, first), others = promises[0], [job_id for _, job_id in promises[1:]]
+        more = f", and for {_names(others)}" if others else ""
+        return f"{first}, which starts about {self._time(start_s)}{more}"
+
+    def _why_not_now(self, waiting: Waiting, startable: Sequence[Blocked]) -> str:
+        """Say why a job leaves devices that nothing keeps from it: its hours, the order, a better start."""
+        state, spec, at_s = self._state, waiting.job.spec, self._state.at_s
+        opening = opening_of(self._index, waiting, [blocked.offer for blocked in startable], at_s, inf)
+        times_s = [(opening(blocked.offer, at_s), blocked) for blocked in startable]
+        start_s, blocked = min(times_s, key=lambda pair: pair[0])
+        needed, device = blocked.offer.entry.devices, blocked.offer.pool.group.hardware.device.name
+        if start_s > at_s and spec.start_window is not None:
+            return why_closed(spec, start_s)
+        if start_s > at_s:
+            return f"leaves room for shorter jobs before it takes {needed} free {device}"
+        if self._index.policy.reservations_max == 0 and (before := self._before(waiting)) is not None:
+            return f"{_are_free(blocked)}; the order {state.policy.order} {before}"
+        begin = f"could start on {needed} {device}, but"
+        if (number := self._numbers.get(waiting.job.id)) is None:
+            return f"{begin} waits for more devices or faster ones, on which it ends sooner"
+        reservation = state.reservations[number]
+        count = sum(len(part.devices) for part in reservation.placement)
+        return f"{begin} takes {count} from about {self._time(reservation.start_s)} on, with which it ends sooner"
+
+    def _before(self, waiting: Waiting) -> str | None:
+        """Say whose turn it is in an order without reservations; None where it is the job's own.
+
+        A look at every job, once, and only where a job waits beside free devices.
+        """
+        if self._order is None:
+            jobs = [entry.job for entry, _ in index_of(self._state).policy.in_order()]
+            self._order = [job.id for job in jobs if not array_limit_reason(self._index, job, self._arrays)]
+        if not self._index.policy.may_overtake(waiting):
+            return None if self._order[0] == waiting.job.id else f"starts none before {self._order[0]}"
+        return None if waiting.job.id in self._order else "keeps them for jobs that come before it"
+
+    # what would help
+
+    def _start(self, job: Job, offers: Sequence[Offer]) -> str:
+        """Say when the job starts as things are, and whose ends it waits for."""
+        state, number = self._state, self._numbers.get(job.id)
+        if number is not None:
+            start_s, placement = state.reservations[number].start_s, state.reservations[number].placement
+            begin, bound = "It starts about", ""
+        else:
+            slots = [
+                (slot.start_s, offer.pool.devices_of(slot, offer.entry.least_bytes))
+                for offer in offers
+                if (slot := _earliest(offer, state.at_s)) is not None and slot.start_s > state.at_s
+            ]
+            if not slots:
+                return ""
+            start_s, placement = min(slots, key=lambda slot: slot[0])
+            begin, bound = "It starts", " at the earliest"
+        devices = [(part.node, device) for part in placement for device in part.devices]
+        ends = dict.fromkeys(self._holders[device] for device in devices if device in self._holders)
+        after = f", after the end of {_names(ends)}" if ends else ""
+        nodes = _names(part.node for part in placement)
+        return f"{begin} {self._time(start_s)}{bound}, on {len(devices)} of {nodes}{after}."
+
+    def _quota(self, job: Job) -> str:
+        """Say which teams' jobs come before the job's, since they hold less than their quotas."""
+        policy, state = self._state.policy, self._state
+        if not policy.has_quotas:
+            return ""
+        devices = held_by_teams(policy, self._index.running.values())
+        own_team = policy.team_of(job.user)
+        waiting = {policy.team_of(other.user).name for other in state.jobs.values() if _waits_for_devices(other, state)}
+        below = [team for team in policy.teams if team.name in waiting and devices[team.name] < team.quota]
+        others = [f"{team.name} ({devices[team.name]} of {team.quota})" for team in below if team.name != own_team.name]
+        if not others or own_team in below:
+            return ""
+        count = devices[own_team.name]
+        return f"Its team {own_team.name} holds {count} of a quota of {own_team.quota}; first come {_names(others)}."
+
+    def _fewer(self, job: Job, offers: Sequence[Offer]) -> str:
+        """Say on how many devices, fewer than `gpus.min`, the job could start now."""
+        least = job.spec.gpus.min
+        if least == 1 or not offers or job.spec.guarantee is not None:
+            return ""
+        gpus = job.spec.gpus.model_copy(update={"min": 1, "max": least - 1})
+        smaller = replace(job, spec=job.spec.model_copy(update={"gpus": gpus}))
+        waiting, sizes = self._offers(smaller)
+        opening = opening_of(self._index, waiting, sizes, self._state.at_s, inf)
+        counts = [
+            size.offer.entry.devices
+            for size in self._blocked(waiting, sizes)
+            if size.starts and opening(size.offer, self._state.at_s) <= self._state.at_s
+        ]
+        return f"With `gpus: {max(counts)}` it could start now." if counts else ""
+
+    def _remedies(self, waiting: Waiting, blocked: Blocked) -> Iterator[str]:
+        """Say what would let the job start now on the free devices: each remedy is tried."""
+        job, offer, at_s = waiting.job, blocked.offer, self._state.at_s
+        entry, pool = offer.entry, offer.pool
+        free, hidden = self._free[self._index.pools.index(pool)], self._hidden(waiting)
+
+        def starts(entry: SizeOption, lifted: Obstacle | None = None) -> bool:
+            changed = offer._replace(entry=entry)
+            is_open = opening_of(self._index, waiting, [changed], at_s, inf)(changed, at_s) <= at_s
+            return is_open and self._obstacles(job, changed, free, hidden, lifted).starts
+
+        begins = {self._window_of(node)[0] for node, _ in free} | {
+            self._promise_of(device, job).start_s for device in free
+        }
+        ends = sorted(
+            (end_s for end_s in begins if at_s + pool.launch_cost_s < end_s < at_s + entry.seconds), reverse=True
+        )
+        end_s = next((end_s for end_s in ends if starts(replace(entry, seconds=end_s - at_s))), None)
+        if end_s is not None:
+            length = format_seconds(entry.seconds)
+            yield f"A run that ends by {self._time(end_s)} could start now: this one takes {length}."
+        rooms = sorted({self._nodes[node].free_bytes[device] for node, device in free}, reverse=True)
+        room = next(
+            (room for room in rooms if 0 < room < entry.least_bytes and starts(replace(entry, least_bytes=room))), 0
+        )
+        if room:
+            needed = format_bytes(entry.least_bytes)
+            yield f"A plan that needs {format_bytes(room)} on a device could start now: this one needs {needed}."
+        for obstacle in (Obstacle.SET_ASIDE, Obstacle.DRAINED):
+            if obstacle in blocked.obstacles and starts(entry, obstacle):
+                nodes = _names(dict.fromkeys(node for node, _ in blocked.obstacles[obstacle]))
+                yield f"It could start now after `orc drain NODE --undo` of {nodes}."
+        windows = {self._window_of(node)[1]: node for node, _ in blocked.obstacles.get(Obstacle.MAINTENANCE, ())}
+        yield from (
+            f"The maintenance of {node} ends {self._time(end_s)}." for end_s, node in sorted(windows.items())[:1]
+        )
+
+    def _time(self, at_s: float) -> str:
+        return local_text(at_s, self._zone)
+
+
+def _earliest(offer: Offer, from_s: float) -> Slot | None:
+    entry = offer.entry
+    return offer.pool.earliest(entry.shape, from_s, entry.seconds, entry.least_bytes)
+
+
+def _waits_for_devices(job: Job, state: State) -> bool:
+    """Whether only devices, or others of its array, keep the job from starting."""
+    is_ready = job.status is JobStatus.QUEUED and not (job.waits_for or job.asks or job.unreadable)
+    is_gone = all(attempt.released for attempt in job.attempts)
+    return is_ready and is_gone and job.not_before_s <= state.at_s
+
+
+def _are_free(blocked: Blocked) -> str:
+    device = blocked.offer.pool.group.hardware.device.name
+    return f"{blocked.free} {device} {'is' if blocked.free == 1 else 'are'} free"
+
+
+def _fits(shape: Shape, devices: Iterable[Device]) -> bool:
+    """Whether the devices hold the shape: equally many on each node."""
+    counts = Counter(node for node, _ in devices)
+    return any(sum(count >= share for count in counts.values()) >= shape.devices // share for share in shape.shares)
+
+
+def _names(names: Iterable[str]) -> str:
+    """Return the first NAMES_MAX names, and how many more there are."""
+    names = [*names]
+    more = len(names) - NAMES_MAX
+    return ", ".join(names[:NAMES_MAX]) + (f" and {more} more" if more > 0 else "")

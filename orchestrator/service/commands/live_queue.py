@@ -1,0 +1,175 @@
+"""The live queue played on from now: the decisions of the service, as `orc forecast` plays them, on any cluster."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from orchestrator.backends.simulated.process import Process
+from orchestrator.backends.simulated.traces import Arrival, Trace
+from orchestrator.scheduling.base.job_updates import with_job
+from orchestrator.scheduling.base.migration import is_elastic, request_migration
+from orchestrator.scheduling.policies.registry import index_of
+from orchestrator.scheduling.queue.dependencies import resolved
+from orchestrator.scheduling.reports.forecast import Play, Stint, saved_step
+from orchestrator.service.commands.simulate import Outcome, Simulated, alone_s, report_on
+from orchestrator.service.server.trials import trials_of
+from orchestrator.specs.attempt import AttemptStatus
+from orchestrator.specs.cluster import ClusterSpec, idle_nodes
+from orchestrator.specs.errors import SpecError
+from orchestrator.specs.events import Submitted
+from orchestrator.specs.job.spec import JobSpec
+from orchestrator.specs.job.sweep import SWEEP
+from orchestrator.specs.job_record import Job
+from orchestrator.specs.replace import replace
+from orchestrator.specs.state import State
+
+
+def play_queue(
+    state: State,
+    cluster: ClusterSpec,
+    *,
+    is_live: bool,
+    more: Sequence[JobSpec] = (),
+    to_come: Mapping[str, Sequence[JobSpec]],
+    home: Path,
+) -> Simulated:
+    """Return what becomes of the live jobs and of `more`, submitted now; times count from now, in seconds.
+
+    Running jobs go on with their progress; use, age, drains, maintenance and promises are those of the state. With
+    `is_live` the nodes are those of the state, and `cluster` gives the policy alone. Else running jobs whose devices
+    the cluster lacks are asked to end, and go on from what they have saved. `to_come` has the trials that live sweeps
+    have yet to submit. A job of unknown length takes a day. Raises SpecError where no job is live.
+    """
+    live = [job for job in sorted(state.jobs.values(), key=lambda job: job.order) if not job.status.ended]
+    if not live and not more:
+        raise SpecError("no job runs or waits", source="queue", hint="submit one, or play a trace")
+    now_s, saved = state.at_s, dict[str, int | None]()
+    if is_live:
+        state = replace(state, policy=cluster.policy)
+    else:
+        state, saved = moved_to(state, cluster)
+    coming = Coming(state, more, to_come, home)
+    play = Play(state, index_of(state), {}, 0, saved=saved, more=coming.submissions)
+    play.until_ended([job.id for job in live])
+    jobs = [*live, *coming.jobs]
+    stints: dict[str, list[Stint]] = {job.id: [] for job in jobs}
+    for stint in play.stints:
+        stints.setdefault(stint.job.id, []).append(stint)
+    devices = sum(node.devices for node in state.nodes)
+    outcomes = tuple(_outcome(job, stints[job.id], now_s, devices, cluster.launch_cost) for job in jobs)
+    report = report_on(Trace(name="queue", arrivals=()), cluster, 0, outcomes)
+    return Simulated(report=report | {"devices": devices}, outcomes=outcomes, decisions_s=())
+
+
+def moved_to(state: State, cluster: ClusterSpec) -> tuple[State, dict[str, int | None]]:
+    """Return the state on another cluster, and the saved steps of running jobs that have to leave their devices."""
+    nodes, index = idle_nodes(cluster), index_of(state)
+    there = {(node.name, node.device.name, device) for node in nodes for device in range(node.devices)}
+    names = {node.name: node.device.name for node in state.nodes}
+    saved: dict[str, int | None] = {}
+    for job in index.running.values():
+        attempt = job.attempts[-1]
+        used = {(part.node, names.get(part.node), device) for part in attempt.placement for device in part.devices}
+        if used <= there or attempt.status is AttemptStatus.ENDED:
+            continue
+        end_s = index.end_of(job, attempt)
+        saved[job.id] = saved_step(index, job, attempt, end_s, state.at_s) if is_elastic(job) else None
+        if attempt.status is not AttemptStatus.STOPPING:
+            job, _ = request_migration(job, "moved to the other cluster", state.at_s)
+            state = with_job(state, job)
+    policy = cluster.policy
+    return replace(state, nodes=nodes, declared=nodes, policy=policy, reservations=(), suspensions=()), saved
+
+
+class Coming:
+    """Jobs that are submitted during a play: `more` at its begin, and trials once their sweeps have room."""
+
+    def __init__(
+        self, state: State, more: Sequence[JobSpec], to_come: Mapping[str, Sequence[JobSpec]], home: Path
+    ) -> None:
+        """Raises SpecError for a job of `more` of unknown length, and for a sweep without Optuna."""
+        self.jobs: list[Job] = []
+        self._begins, self._trials = list[Submitted](), {sweep: deque(specs) for sweep, specs in to_come.items()}
+        together: dict[str, list[str]] = {}
+        array: str | None = None
+        for order, spec in enumerate(more, state.submitted + 1):
+            if spec.optimizer_steps is None:
+                raise SpecError("the length of the job is unknown", source=spec.name, path="steps", hint="say `steps`")
+            satisfied: tuple[str, ...] = ()
+            if spec.depends_on:
+                spec, satisfied = resolved(spec, together, state.jobs.get)
+            job_id = f"{spec.name}-{order}"
+            together.setdefault(spec.name, []).append(job_id)
+            if spec.trial is not None:
+                array = f"{SWEEP}{job_id}"
+                spec, *rest = trials_of(spec, array, home)
+                self._trials[array] = deque(rest)
+            elif spec.member is None or spec.member.number == 0 or array is None:
+                array = None if spec.member is None else job_id
+            self._begins.append(self._submitted(spec, order, job_id, array, state.at_s, satisfied))
+
+    def submissions(self, state: State) -> Iterator[Submitted]:
+        """Yield what is submitted in this state."""
+        begins, self._begins = self._begins, []
+        yield from begins
+        live = Counter(job.array for job in state.jobs.values() if job.spec.trial is not None and not job.status.ended)
+        order = state.submitted + len(begins)
+        for sweep, rest in self._trials.items() if not begins else ():
+            while rest and (trial := rest[0].trial) is not None and live[sweep] < trial.max_concurrent:
+                spec = rest.popleft()
+                if spec.deadline is not None and spec.deadline.due_s(state.at_s) <= state.at_s:
+                    rest.clear()
+                    break
+                order += 1
+                live[sweep] += 1
+                spec = spec.model_copy(update={"trial": trial.model_copy(update={"of": sweep})})
+                yield self._submitted(spec, order, f"{spec.name}-{order}", sweep, state.at_s)
+
+    def _submitted(
+        self, spec: JobSpec, order: int, job_id: str, array: str | None, at_s: float, satisfied: tuple[str, ...] = ()
+    ) -> Submitted:
+        deadline_s = spec.deadline.due_s(at_s) if spec.deadline else None
+        self.jobs.append(
+            Job(id=job_id, spec=spec, order=order, submitted_at_s=at_s, array=array, deadline_s=deadline_s)
+        )
+        return Submitted(job_id=job_id, order=order, spec=spec, at_s=at_s, array=array, satisfied=satisfied)
+
+
+def _outcome(job: Job, stints: Sequence[Stint], now_s: float, devices: int, launch_cost_s: float) -> Outcome:
+    """Return what became of a job, counted from `now_s` on."""
+    attempts = tuple(
+        Process(
+            job=stint.job,
+            attempt=stint.attempt,
+            first_step=0,
+            step_s=stint.attempt.step_s,
+            peak_bytes=0,
+            capacity_bytes=0,
+            launched_at_s=max(0.0, stint.launched_at_s - now_s),
+            started_at_s=max(0.0, stint.launched_at_s + launch_cost_s - now_s),
+            ended_at_s=None if stint.ended_at_s is None else stint.ended_at_s - now_s,
+        )
+        for stint in stints
+    )
+    done = next((stint for stint in reversed(stints) if stint.is_done), None)
+    arrival = Arrival(at_s=0.0, spec=job.spec)
+    return Outcome(
+        name=job.spec.name,
+        submitted_at_s=max(0.0, job.submitted_at_s - now_s),
+        started_at_s=attempts[0].launched_at_s if attempts else None,
+        ended_at_s=None if done is None or done.ended_at_s is None else done.ended_at_s - now_s,
+        alone_s=launch_cost_s + alone_s(arrival, devices, attempts),
+        deadline_s=None if job.deadline_s is None else job.deadline_s - now_s,
+        attempts=attempts,
+        guaranteed=job.spec.guarantee is not None,
+        starts_by_s=None if job.starts_by_s is None else job.starts_by_s - now_s,
+        trial=None if job.spec.trial is None else (job.array, job.spec.trial.number),
+    )
+
+
+def now_of(state: State) -> State:
+    """Return the state at this moment."""
+    return replace(state, at_s=max(state.at_s, time.time()))
