@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from orchestrator.scheduling.reports.morning import ended_at_s
-from orchestrator.service.pages.forecasts import Expectations
 from orchestrator.service.pages.night import past_chart
 from orchestrator.service.pages.queue import Views, job_rows
+from orchestrator.service.server.forecasts import Expectations
 from orchestrator.service.views.records import in_order
 from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.state import State
@@ -30,7 +30,11 @@ def overview_data(
     running = [job for job in live if job.status is JobStatus.RUNNING]
     bad = [job for job in jobs.values() if job.status in BAD and ended_at_s(job) >= now_s - FAILURES_S]
     groups = fold(sorted(bad, key=ended_at_s, reverse=True))
-    strip = [job for job in jobs.values() if any((one.ended_at_s or now_s) >= now_s - STRIP_S for one in job.attempts)]
+    strip = [
+        job
+        for job in jobs.values()
+        if any(one.ended_at_s is None or one.ended_at_s >= now_s - STRIP_S for one in job.attempts)
+    ]
     return {
         "failures": [_failure(group) for group in groups[:FAILURES_MAX]],
         "more_failures": sum(map(len, groups[FAILURES_MAX:])),
