@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from orchestrator.service.pages.overview import FAILURES_MAX, FAILURES_S, fold, overview_data, telling_line
+from orchestrator.service.views.records import JobView, job_view
 from orchestrator.specs.attempt import Failure, FailureKind
 from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.jobs import Jobs
@@ -34,10 +35,15 @@ def failed_job(world: World, name: str, array: str | None = None, kind: FailureK
     return replace(job, id=name, array=array, status=JobStatus.FAILED, attempts=(attempt,))
 
 
+def views(jobs: list[Job]) -> Callable[[str], JobView]:
+    by_id = {job.id: job for job in jobs}
+    return lambda job_id: job_view(by_id[job_id])
+
+
 def shown(world: World, jobs: list[Job], now_s: float) -> list[tuple[str, int, str]]:
     state = replace(world.controller.state, jobs=Jobs({}))
-    data = overview_data(state, jobs, lambda _: pytest.fail("no live job"), {}, now_s)
-    return [(row["job"].id, row["more"], row["line"]) for row in data["failures"]]
+    data = overview_data(state, jobs, views(jobs), {}, now_s)
+    return [(row["job"]["id"], row["more"], row["line"]) for row in data["failures"]]
 
 
 def test_a_failure_is_shown_for_a_day_with_the_last_line_of_its_log(world: World) -> None:
@@ -64,7 +70,7 @@ def test_the_page_has_a_bounded_number_of_failures_and_counts_the_others(world: 
     job = failed_job(world, "a-1")
     jobs = [replace(job, id=f"a-{number}") for number in range(FAILURES_MAX + 5)]
     state = replace(world.controller.state, jobs=Jobs({}))
-    data = overview_data(state, jobs, lambda _: pytest.fail("no live job"), {}, 2000.0)
+    data = overview_data(state, jobs, views(jobs), {}, 2000.0)
     assert (len(data["failures"]), data["more_failures"], data["counts"]["failed"]) == (FAILURES_MAX, 5, 25)
 
 

@@ -36,7 +36,7 @@ def overview_data(
         if any(one.ended_at_s is None or one.ended_at_s >= now_s - STRIP_S for one in job.attempts)
     ]
     return {
-        "failures": [_failure(group) for group in groups[:FAILURES_MAX]],
+        "failures": [_failure(group, view) for group in groups[:FAILURES_MAX]],
         "more_failures": sum(map(len, groups[FAILURES_MAX:])),
         "asking": [job for job in waiting if job.asks][:ROWS_MAX],
         "strip": past_chart(state, strip, now_s - STRIP_S, now_s),
@@ -69,13 +69,13 @@ def telling_line(excerpt: str) -> str:
     return lines[-1][:TELLING_MAX] if lines else ""
 
 
-def _failure(group: Sequence[Job]) -> Mapping[str, Any]:
+def _failure(group: Sequence[Job], view: Views) -> Mapping[str, Any]:
     job = group[0]
     failure = job.last.failure if job.last else None
     reason = (failure.reason if failure and job.status is JobStatus.FAILED else job.reason).partition("\n")[0]
     line = telling_line(failure.excerpt) if failure else ""
     return {
-        "job": job,
+        "job": view(job.id),
         "more": len(group) - 1,
         "kind": failure.kind.value if failure and job.status is JobStatus.FAILED else job.status.value,
         "reason": reason,

@@ -165,12 +165,12 @@ class _Pages:
             """Whether the API would admit this action, as far as the role decides."""
             return principal.role.may(self._gate.roles.get((method, path), Role.ADMIN))
 
-        def may_cancel(job: JobView) -> bool:
+        def may_change_job(job: JobView) -> bool:
             is_own = may_change(job["user"], principal, self._controller.state.policy)
             return may("POST", "/jobs/cancel") and is_own
 
         problems = self._controller.health.problems()
-        said: dict[str, Any] = {"may": may, "may_cancel": may_cancel, "problems": problems}
+        said: dict[str, Any] = {"may": may, "may_change_job": may_change_job, "problems": problems}
         return page(request, template, version=self._controller.version, now_s=time.time(), **said | data)
 
     # ------------------------------------------------------------------------------------------------------- sessions
