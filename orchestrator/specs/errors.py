@@ -60,7 +60,7 @@ class SpecError(OrchestratorError, ValueError):
         if self.allowed and with_allowed:
             lines.append(f"  allowed: {_wrapped(str(self.allowed))}")
         if self.hint:
-            lines.append(f"  to do:   {_wrapped(self.hint)}")
+            lines.append(f"  to do:   {self.hint}")
         return "\n".join(lines)
 
 

@@ -81,6 +81,7 @@ def test_words_of_the_schema_are_choices() -> None:
         ("progress", "[0-9]+ of (\\d+)", "[0-9]+ of (\\d+)"),
         ("priority", "high", "high"),
         ("gpus", "4", 4),
+        ("gpus", "1-4", "1-4"),
         ("gpus", "{min: 2, max: 4}", {"min": 2, "max": 4}),
         ("env", "{LR: '1e-3'}", {"LR": "1e-3"}),
         ("deadline", "08:00", "08:00"),

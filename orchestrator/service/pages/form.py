@@ -98,12 +98,13 @@ def _kinds(said: Schema) -> list[Schema]:
 def _key(path: Path, said: Schema, nouns: Mapping[str, Schema], *, is_required: bool) -> Key:
     kinds = [nouns[kind["$ref"].removeprefix("#/$defs/")] if "$ref" in kind else kind for kind in _kinds(said)]
     is_flag = [kind.get("type") for kind in kinds] == ["boolean"]
+    has_numbers = any(kind.get("type") == "integer" for kind in kinds)  # `4` of `gpus` is a number, and `1-4` a text
     default = said.get("default")
     return Key(
         path=path,
         description=said["description"],
         is_required=is_required,
-        is_words=any(kind.get("type") == "string" for kind in kinds),
+        is_words=any(kind.get("type") == "string" and not (has_numbers and "pattern" in kind) for kind in kinds),
         is_yaml=any(kind.get("type") != "string" for kind in kinds),
         choices=("true", "false") if is_flag else tuple(kinds[0].get("enum", ())) if len(kinds) == 1 else (),
         default="" if default in (None, [], {}) else as_yaml_line(default),
