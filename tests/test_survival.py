@@ -26,6 +26,8 @@ from orchestrator.service.server.intake import EMBEDDED_CLUSTER, read_job
 from orchestrator.specs.run import JobFolder
 from orchestrator.training.checkpoint import folder as checkpoint_folder
 
+# tests/training/test_kills.py kills ranks, tests/backends/test_mlflow_tracker.py the server, tests/test_cli.py the service
+pytestmark = pytest.mark.long
 STEPS = 60
 PATIENCE_S = 150.0
 ENDINGS = {"succeeded": "FINISHED", "preempted": "KILLED"}  # outcome of an attempt -> status of its run
@@ -147,7 +149,6 @@ def test_a_killed_rank_costs_the_steps_since_the_checkpoint(orchestra: Orchestra
     assert never_two_at_once(survivor)
 
 
-@pytest.mark.long  # tests/backends/test_ray_backend.py kills one of a gang, too
 def test_a_killed_launcher_takes_its_ranks_along_and_the_job_restarts(orchestra: Orchestra) -> None:
     job_id = orchestra.submit()
     orchestra.trains(job_id, 1, 12)
@@ -162,7 +163,6 @@ def test_a_killed_launcher_takes_its_ranks_along_and_the_job_restarts(orchestra:
     assert never_two_at_once(job)
 
 
-@pytest.mark.long
 def test_training_goes_on_while_the_service_is_dead(orchestra: Orchestra) -> None:
     job_id = orchestra.submit()
     orchestra.trains(job_id, 1, 5)
@@ -176,7 +176,6 @@ def test_training_goes_on_while_the_service_is_dead(orchestra: Orchestra) -> Non
     assert every_step_once(orchestra, job)
 
 
-@pytest.mark.long  # tests/test_cli.py kills a service with a job, tests/backends/test_ray_backend.py closes one
 def test_a_job_that_ends_while_the_service_is_dead_is_not_run_again(orchestra: Orchestra) -> None:
     job_id = orchestra.submit()
     orchestra.trains(job_id, 1, 5)
