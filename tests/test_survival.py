@@ -26,7 +26,7 @@ from orchestrator.service.server.intake import EMBEDDED_CLUSTER, read_job
 from orchestrator.specs.run import JobFolder
 from orchestrator.training.checkpoint import folder as checkpoint_folder
 
-# tests/training/test_kills.py kills ranks, tests/backends/test_mlflow_tracker.py the server, tests/test_cli.py the service
+# Ranks alone: tests/training/test_kills.py; the server: tests/backends/test_mlflow_tracker.py; the service: test_cli.py
 pytestmark = pytest.mark.long
 STEPS = 60
 PATIENCE_S = 150.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from orchestrator.service.views.records import JobView
 
 FILES = Path(__file__).with_name("files")
 HOME, CLUSTER = "home", "two-virtual-devices.yaml"  # in the folder of the demo
+BRIEF = ("training.max_steps=12",)  # of two jobs: the long sample of the second comes at step 8
 TIMEOUT_S = 1800.0  # on two cores under a load of ten five jobs took 740 s (2026-11-22)
 POLL_S = 0.3
 
@@ -37,7 +38,7 @@ def run(folder: Path, home: Path, console: Console, *, every: bool) -> int:
     console.print(f"Writing job files to {folder}; starting the service, Ray and MLflow. No GPU is used.")
     write_files(folder)
     promises = {folder / name: PROMISES[name] for name in (PROMISES if every else SHORT)}
-    _, broken = play(promises, home, folder / CLUSTER, console)
+    _, broken = play(promises, home, folder / CLUSTER, console, () if every else BRIEF)
     console.print(f"\nThe service is still up. Go on with:\n\n  export ORC_HOME={home}")
     for command, meaning in (
         ("orc explain wrong-profile-2", "predicted bytes beside the measured ones, and what recovery changed"),
@@ -50,9 +51,9 @@ def run(folder: Path, home: Path, console: Console, *, every: bool) -> int:
 
 
 def play(
-    promises: Mapping[Path, Promise], home: Path, cluster: Path, console: Console
+    promises: Mapping[Path, Promise], home: Path, cluster: Path, console: Console, settings: Sequence[str] = ()
 ) -> tuple[list[JobView], list[Path]]:
-    """Run the jobs of these files; return them as they ended, and the files whose promise is broken.
+    """Run the jobs of these files with `--set` settings; return them as they ended, and the files of broken promises.
 
     Each run has families of its own: otherwise the service would know from the last one what fails.
     """
@@ -61,7 +62,7 @@ def play(
     with closing(Client(home)) as client:
         specs = []
         for path in promises:
-            (spec,) = read_jobs(path, read_overrides([f"family={path.stem}-{time.time_ns()}"]), home)
+            (spec,) = read_jobs(path, read_overrides([f"family={path.stem}-{time.time_ns()}", *settings]), home)
             specs.append(spec.model_dump(mode="json"))
         job_ids, _, _ = client.submit_all(specs)
         jobs = _follow(client, job_ids, console)
