@@ -100,12 +100,12 @@ def _ids_like(controller: Controller, job_id: str) -> str:
     newest = sorted({job.id: job for job in jobs}.values(), key=lambda job: -job.order)
     named = [job.id for job in newest if job.spec.name == job_id]
     near = named[:LIKE_MAX] or get_close_matches(job_id, [job.id for job in newest[:LOOKED_AT_MAX]], LIKE_MAX, 0.7)
-    return f": did you mean {', '.join(near)}?" if near else ""
+    return f": did you mean {', '.join(near)}?" if near else "."
 
 
 def job_of(controller: Controller, job_id: str) -> Job:
     """The job of an id. Raises ServiceError, answered with 404, where there is none: it names ids like it."""
     job = controller.job(job_id)
     if job is None:
-        raise Unknown(f"there is no job {job_id!r}{_ids_like(controller, job_id)}. `orc queue` lists them")
+        raise Unknown(f"there is no job {job_id!r}{_ids_like(controller, job_id)} `orc queue` lists them")
     return job
