@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,9 @@ from orchestrator.backends.attempts.durable import open_left
 from orchestrator.service.pages.svg import Cause, Line, frontier, lines, meter, waterfall
 from orchestrator.service.views.records import AttemptView, ExplanationView, JobView, picture_from_view
 from orchestrator.specs.attempt import FailureKind
+from orchestrator.specs.job_record import Job
 from orchestrator.specs.profile import Source
+from orchestrator.specs.replace import replace
 from orchestrator.specs.run import JobFolder
 from orchestrator.specs.units import BINARY_UNITS
 
@@ -89,18 +92,43 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
             yield row
 
 
-def charts(curves: Sequence[Curves]) -> Mapping[str, Markup]:
-    """Loss, step time and memory of each attempt."""
+def with_fatal_moments(curves: Sequence[Curves], job: JobView) -> list[Curves]:
+    """Return the curves; the memory of an attempt that ran out of it ends with what was in use then."""
+    used = {
+        attempt["number"]: attempt["peak_bytes"]
+        for attempt in job["attempts"]
+        if attempt["peak_bytes"] and attempt["failure"] is not None and attempt["failure"]["kind"] in MEMORY
+    }
+    return [
+        replace(one, peak_bytes=[*one.peak_bytes, (one.peak_bytes[-1][0] + 1, float(used[one.number]))])
+        if one.number in used and one.peak_bytes
+        else one
+        for one in curves
+    ]
+
+
+def facts_of(job: Job) -> Mapping[str, str]:
+    """Return what the job runs, where, and of which commit; without what is not known."""
+    spec, source = job.spec, job.spec.source
+    commit = f"{source.commit[:12]}{' and changes' if source.dirty else ''}" if source else ""
+    facts = {"Command": shlex.join(spec.command or ()), "Folder": str(spec.workdir or ""), "Commit": commit}
+    return {name: text for name, text in facts.items() if text}
+
+
+def charts(curves: Sequence[Curves], capacity_bytes: int | None) -> Mapping[str, Markup]:
+    """Return the loss, step time and memory of each attempt; the latter with the end of a device of so many bytes."""
     tones = [f"series-{index % 6}" for index in range(len(curves))]
     named = [(f"attempt {one.number}", tone, one) for one, tone in zip(curves, tones, strict=True)]
-    unit, scale = _binary_unit(max((count for one in curves for _, count in one.peak_bytes), default=0.0))
+    most_bytes = max((count for one in curves for _, count in one.peak_bytes), default=0.0)
+    unit, scale = _binary_unit(most_bytes)
+    limit = None if capacity_bytes is None else capacity_bytes / scale
     scaled = [[(step, count / scale) for step, count in one.peak_bytes] for one in curves]
     memory = [Line(name, tone, points) for (name, tone, _), points in zip(named, scaled, strict=True)]
     loss, step_s = ([Line(name, tone, getattr(one, of)) for name, tone, one in named] for of in ("loss", "step_s"))
     return {
         "loss": lines("Loss", loss),
         "step_s": lines("Step time", step_s, unit=" s", zero=True, clips_outliers=True),
-        "peak_bytes": lines("Peak memory of rank 0", memory, unit=f" {unit}", zero=True),
+        "peak_bytes": lines("Peak memory of rank 0", memory, unit=f" {unit}", zero=True, limit=limit),
     }
 
 

@@ -27,10 +27,12 @@ from orchestrator.service.pages.job import (
     bytes_by_cause,
     charts,
     curves_of,
+    facts_of,
     frontier_of,
     log_offset,
     memory_rows,
     tail,
+    with_fatal_moments,
 )
 from orchestrator.service.pages.live import changes
 from orchestrator.service.pages.night import ENDED_MAX, night_data
@@ -264,14 +266,16 @@ class _Pages:
     def job(self, request: Request) -> Response:
         job = self._job(request.path_params["job_id"])
         last = self._controller.job(job["id"])
+        curves = with_fatal_moments(curves_of(self._home, job), job)
         return self._page(
             request,
             "job",
             tab="overview",
             job=job,
             rows=attempt_rows(job),
-            charts=charts(curves := curves_of(self._home, job)),
+            charts=charts(curves, self._capacities().get(job["attempts"][-1]["device"] if job["attempts"] else "")),
             curves=curves,
+            facts=facts_of(last) if last else {},
             memory=memory_rows(job, self._capacities()),
             expected=self._forecasts.newest().get(job["id"]),
             deadline_s=last.deadline_s if last else None,

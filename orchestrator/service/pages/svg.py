@@ -74,9 +74,15 @@ class _Scale:
 
 
 def lines(
-    title: str, curves: Sequence[Line], *, unit: str = "", zero: bool = False, clips_outliers: bool = False
+    title: str,
+    curves: Sequence[Line],
+    *,
+    unit: str = "",
+    zero: bool = False,
+    clips_outliers: bool = False,
+    limit: float | None = None,
 ) -> Markup:
-    """Curves over optimizer steps; empty where there is no point."""
+    """Return curves over optimizer steps, with a line at the limit; empty where there is no point."""
     curves = [curve._replace(points=_thinned(curve.points)) for curve in curves if curve.points]
     if not curves:
         return Markup("")
@@ -85,10 +91,12 @@ def lines(
     low, high = (0.0 if zero else values[0]), values[-1]
     if clips_outliers:  # one slow step does not flatten all others
         high = min(high, 2.0 * values[int(0.98 * (len(values) - 1))])
+    high = high if limit is None else max(high, limit)
     room = 0.06 * (high - low) or abs(high) * 0.1 or 1.0
     across = _Scale(min(steps), max(max(steps), min(steps) + 1), LEFT, WIDTH - RIGHT)
     up = _Scale(low if zero else low - room, high + room, HEIGHT - BOTTOM, TOP)
     drawn = [_grid(across, up, _ticks(across.low, across.high), _ticks(up.low, up.high), unit, "optimizer step")]
+    drawn += [] if limit is None else [_limit_line(up.at(limit), f"device ends: {limit:.4g}{unit}")]
     for curve in curves:
         path = " ".join(f"{across.at(step)},{max(TOP, up.at(value))}" for step, value in curve.points)
         drawn.append(Markup('<polyline class="line {}" points="{}"/>').format(curve.tone, path))
@@ -106,6 +114,13 @@ def lines(
     return _svg(title, said, WIDTH, HEIGHT, drawn)
 
 
+def _limit_line(height: float, text: str) -> Markup:
+    right = WIDTH - RIGHT
+    line = Markup('<line class="limit" x1="{}" x2="{}" y1="{}" y2="{}"/>').format(LEFT, right, height, height)
+    label = Markup('<text class="limit" x="{}" y="{}" text-anchor="end">{}</text>')
+    return line + label.format(right, height - 6, text)
+
+
 def frontier(picture: Picture, title: str = "", labelled: str = "attempt ") -> Markup:
     """Step time against needed bytes, both logarithmic, with the line where the memory ends.
 
@@ -115,14 +130,8 @@ def frontier(picture: Picture, title: str = "", labelled: str = "attempt ") -> M
     up = _Scale(*picture.span_bytes, HEIGHT - BOTTOM, TOP, is_log=True)
     seconds = second_ticks(*picture.span_s, 8)
     drawn = [_grid(across, up, seconds, byte_ticks(*picture.span_bytes, 6), "", "step time")]
-    limit = up.at(picture.capacity_bytes)
-    drawn.append(
-        Markup('<line class="limit" x1="{}" x2="{}" y1="{}" y2="{}"/>').format(LEFT, WIDTH - RIGHT, limit, limit)
-    )
     said = f"memory ends: {format_bytes(picture.capacity_bytes)}"
-    drawn.append(
-        Markup('<text class="limit" x="{}" y="{}" text-anchor="end">{}</text>').format(WIDTH - RIGHT, limit - 6, said)
-    )
+    drawn.append(_limit_line(up.at(picture.capacity_bytes), said))
     order = list(Mark)
     for point in sorted(picture.points, key=lambda point: order.index(point.mark)):
         x, y = across.at(point.step_s), up.at(point.needed_bytes)
