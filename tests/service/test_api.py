@@ -351,8 +351,16 @@ def test_a_cluster_that_is_not_shared_has_no_teams(world: World) -> None:
     assert "USER" not in drawn(queue_table(jobs))
 
 
-def drawn(table: Any) -> str:
-    page = Console(file=io.StringIO(), width=160)
+def test_the_queue_has_one_line_for_each_job_on_a_narrow_terminal(world: World) -> None:
+    ids = [world.submit() for _ in range(4)]
+    world.controller.turn(1.0)
+    lines = drawn(queue_table(world.client.get("/jobs").json()["jobs"], 80), 80).splitlines()
+    assert [line.split()[0] for line in lines] == ["JOB", *ids]
+    assert max(map(len, lines)) <= 80
+
+
+def drawn(table: Any, width: int = 160) -> str:
+    page = Console(file=io.StringIO(), width=width)
     page.print(table)
     return page.file.getvalue()
 

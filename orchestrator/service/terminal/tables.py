@@ -39,21 +39,27 @@ MARK_STYLES = {
 BAR_WIDTH = 32
 MOMENT_BAR_WIDTH = 28  # fits beside the longest name of a moment within 80 columns
 LESS_TRUSTED = "faster by less than predictions are off, and less trusted"
+WIDE = 100  # columns from which a table has room for everything
 ROWS_AROUND = 5  # of the frontier, on each side of the chosen plan
 
 
-def queue_table(jobs: Sequence[JobView]) -> Table:
-    """One row per job: status, plan, its progress or reason; its team, user and priority where any job has them."""
+def queue_table(jobs: Sequence[JobView], width: int = WIDE) -> Table:
+    """Return one row per job: status, plan, progress or reason; team, user and priority where any job has them.
+
+    Below WIDE columns each job has one line: the plan without its devices, and the begin of the reason.
+    """
+    is_narrow = width < WIDE
     shared = any(job["team"] is not None for job in jobs)
     ranked = any(job["priority"] for job in jobs)
     table = Table(box=None, pad_edge=False, header_style="bold")
     said = {"JOB": True, "TEAM/USER": shared, "STATUS": True, "PRIO": ranked, "TRIES": True}
     for column in (name for name, is_shown in said.items() if is_shown):
         table.add_column(column, no_wrap=True)
-    table.add_column("PLAN")
-    table.add_column("WHY", overflow="fold")
+    table.add_column("PLAN", no_wrap=is_narrow)
+    table.add_column("WHY", overflow="ellipsis" if is_narrow else "fold", no_wrap=is_narrow)
     for job in jobs:
         plan = job["attempts"][-1]["plan"] if job["attempts"] else f"{_gpus(job)} wanted"
+        plan = plan.partition(" · ")[2] or plan if is_narrow else plan
         table.add_row(
             job["id"],
             *([f"{job['team']}/{job['user']}"] if shared else []),

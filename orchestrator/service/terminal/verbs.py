@@ -12,7 +12,7 @@ import typer
 from orchestrator.service.server.logins import DEFAULT_HOME
 from orchestrator.service.terminal.completion import job_ids
 from orchestrator.service.terminal.options import AsJson, Home, Settings, client_of
-from orchestrator.service.terminal.output import tell
+from orchestrator.service.terminal.output import console_on, tell
 from orchestrator.specs.errors import SpecError
 
 if TYPE_CHECKING:
@@ -72,7 +72,8 @@ def queue(
     jobs = sorted(jobs, key=SORT_KEYS[sort]) if sort in SORT_KEYS else jobs
     shown = {job["id"] for job in jobs}
     sweeps = [sweep for sweep in client.sweeps() if not shown.isdisjoint(trial["job"] for trial in sweep["trials"])]
-    table = Group(queue_table(jobs), "", sweeps_table(sweeps)) if sweeps else queue_table(jobs)
+    rows = queue_table(jobs, console_on(sys.stdout).width)
+    table = Group(rows, "", sweeps_table(sweeps)) if sweeps else rows
     empty = "No job is like that." if everything else "The queue is empty. `orc submit FILE` adds a job."
     tell({"jobs": jobs, "sweeps": sweeps}, as_json, table if jobs else empty)
 
