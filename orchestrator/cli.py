@@ -102,14 +102,14 @@ def before_a_command(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one command; ends the process with its exit code."""
-    words = sys.argv[1:] if arguments is None else list(arguments)
+    command_line = sys.argv[1:] if arguments is None else list(arguments)
     try:
-        for word in words:
+        for word in command_line:
             if why := why_no_text(word):
                 raise SpecError(why, source="the command line", got=word[:GIVEN_MAX], allowed="text in UTF-8")
         app(args=arguments)
     except OrchestratorError as error:
-        print(json.dumps(error_view(error)) if "--json" in words else error, file=sys.stderr)
+        print(json.dumps(error_view(error)) if "--json" in command_line else error, file=sys.stderr)
         sys.exit(2 if isinstance(error, SpecError | IllegalPlan) else 1)
 
 

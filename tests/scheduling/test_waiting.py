@@ -58,7 +58,7 @@ def free_of(state: State) -> Counter[str]:
 
 
 def unhindered(state: State) -> State:
-    """The same devices and jobs, with nothing kept, closed or set aside."""
+    """Return the state with its devices and jobs, and nothing kept, closed or set aside."""
     nodes = tuple(replace(node, maintenance=()) for node in state.nodes)
     return replace(state, nodes=nodes, drained=(), reservations=(), suspensions=())
 

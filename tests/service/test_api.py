@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +20,6 @@ from orchestrator.specs.run import JobFolder
 from tests.scheduling.factories import observation
 from tests.service.services import TOKEN
 from tests.service.worlds import World, job_spec
-
-
-@pytest.fixture
-def world(tmp_path: Path) -> Iterator[World]:
-    world = World(tmp_path)
-    yield world
-    world.journal.close()
-
 
 ROUTES = [
     ("GET", "/jobs"),

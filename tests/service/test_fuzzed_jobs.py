@@ -10,7 +10,6 @@ import json
 import math
 import random
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -90,13 +89,6 @@ def bodies(seed: int, count: int) -> Iterator[tuple[dict[str, Any], tuple[str, .
             place[key] = place = inner if isinstance(inner, dict) else {}
         place[path[-1]] = value
         yield spec, path, value
-
-
-@pytest.fixture
-def world(tmp_path: Path) -> Iterator[World]:
-    world = World(tmp_path)
-    yield world
-    world.journal.close()
 
 
 def broken_by(world: World, client: TestClient, seed: int, count: int) -> list[object]:

@@ -47,7 +47,7 @@ def test_arrays_dependencies_hours_and_deadlines_of_a_list_are_played(night: Pat
 
 
 def test_a_maintenance_counts_from_the_begin_of_a_list_and_is_refused_where_jobs_have_no_date(night: Path) -> None:
-    """It begins at 18:00; the nodes are away from 18:30 to 20:00, and the hour of work would not end before."""
+    """The list begins at 18:00. The nodes are away from 18:30 to 20:00, before the hour of work would end."""
     away = Maintenance.model_validate({"start": "2026-07-01T18:30:00+02:00", "end": "2026-07-01T20:00:00+02:00"})
     cluster = cluster_of(1, 0.0, 4).model_copy(update={"maintenance": (away,)})
     dated = read_list(listed(night, "begins: 2026-07-01T18:00 Europe/Berlin\njobs: [{file: prepare.yaml}]\n"), night)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.journal import Idle, Instant
@@ -53,13 +51,6 @@ OF_RUNNING = {
     "orc_job_expected_end_timestamp_seconds",
     "orc_job_heartbeat_timestamp_seconds",
 }
-
-
-@pytest.fixture
-def world(tmp_path: Path) -> Iterator[World]:
-    world = World(tmp_path)
-    yield world
-    world.journal.close()
 
 
 def samples(text: str) -> Samples:

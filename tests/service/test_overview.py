@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
-
-import pytest
+from collections.abc import Callable
 
 from orchestrator.service.pages.overview import FAILURES_MAX, FAILURES_S, fold, overview_data, telling_line
 from orchestrator.service.views.records import JobView, job_view
@@ -16,13 +13,6 @@ from orchestrator.specs.replace import replace
 from tests.service.worlds import World
 
 TRACEBACK = "Traceback (most recent call last):\n  File \"train.py\", line 3, in <module>\nKeyError: 'labels'\n\n"
-
-
-@pytest.fixture
-def world(tmp_path: Path) -> Iterator[World]:
-    world = World(tmp_path)
-    yield world
-    world.journal.close()
 
 
 def failed_job(world: World, name: str, array: str | None = None, kind: FailureKind = FailureKind.USER_ERROR) -> Job:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from html.parser import HTMLParser
-from pathlib import Path
 
 import pytest
 
@@ -20,13 +18,6 @@ from tests.service.worlds import World
 
 NOW = datetime(2026, 11, 25, 7, 30)
 HOSTILE = "<script>alert(1)</script> `x`\n# heading ![pixel](https://example.org/p.png)"
-
-
-@pytest.fixture
-def world(tmp_path: Path) -> Iterator[World]:
-    world = World(tmp_path)
-    yield world
-    world.journal.close()
 
 
 @pytest.fixture

@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
-import pytest
 from fastapi.testclient import TestClient
 
 from orchestrator.service.server import gate
 from orchestrator.service.server.sign_in_links import LIFETIME_S, LINKS_MAX, SignInLinks
 from orchestrator.specs.access import Role
 from tests.service.worlds import World
-
-
-@pytest.fixture
-def world(tmp_path: Path) -> Iterator[World]:
-    world = World(tmp_path)
-    yield world
-    world.journal.close()
 
 
 def browser(world: World) -> TestClient:

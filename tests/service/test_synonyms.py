@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import typer.main
@@ -14,13 +12,6 @@ from orchestrator.cli import app, main
 from orchestrator.service.terminal.command_group import OTHERS, PANELS
 from orchestrator.service.terminal.synonyms import COMMANDS
 from tests.service.worlds import World
-
-
-@pytest.fixture
-def world(tmp_path: Path) -> Iterator[World]:
-    world = World(tmp_path)
-    yield world
-    world.journal.close()
 
 
 def test_each_word_of_another_tool_is_no_command_of_ours_and_leads_to_one() -> None:

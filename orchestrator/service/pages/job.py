@@ -100,10 +100,10 @@ def with_fatal_moments(curves: Sequence[Curves], job: JobView) -> list[Curves]:
         if attempt["peak_bytes"] and attempt["failure"] is not None and attempt["failure"]["kind"] in MEMORY
     }
     return [
-        replace(one, peak_bytes=[*one.peak_bytes, (one.peak_bytes[-1][0] + 1, float(used[one.number]))])
-        if one.number in used and one.peak_bytes
-        else one
-        for one in curves
+        replace(curve, peak_bytes=[*curve.peak_bytes, (curve.peak_bytes[-1][0] + 1, float(used[curve.number]))])
+        if curve.number in used and curve.peak_bytes
+        else curve
+        for curve in curves
     ]
 
 

@@ -33,7 +33,7 @@ def overview_data(
     strip = [
         job
         for job in jobs.values()
-        if any(one.ended_at_s is None or one.ended_at_s >= now_s - STRIP_S for one in job.attempts)
+        if any(attempt.ended_at_s is None or attempt.ended_at_s >= now_s - STRIP_S for attempt in job.attempts)
     ]
     return {
         "failures": [_failure(group, view) for group in groups[:FAILURES_MAX]],

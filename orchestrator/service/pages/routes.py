@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib.resources import files
 from typing import Any
 from urllib.parse import parse_qs, quote, urlsplit
@@ -52,6 +52,7 @@ from orchestrator.service.views.records import JobView, node_from_view
 from orchestrator.specs.access import Principal, Role
 from orchestrator.specs.errors import OrchestratorError, SpecError
 from orchestrator.specs.job.paths import paths_of
+from orchestrator.specs.job_record import Job
 from orchestrator.specs.order import Order
 from orchestrator.specs.parse import parse_cluster, parse_jobs, read_document
 
@@ -146,6 +147,7 @@ class _Pages:
         self._gate = gate
         self._forecasts, self._reasons = service.forecasts, service.reasons
         self._playing = threading.Lock()
+        self._archive: tuple[Sequence[str], Sequence[Job]] = ([], [])  # key of the newest job, and the jobs
         self._waits = Waits(controller.wait_for_change)
 
     def _asked(self, path: str, **given: Any) -> Any:
@@ -243,8 +245,15 @@ class _Pages:
 
     # ---------------------------------------------------------------------------------------------------------- pages
 
+    def _archived(self) -> Sequence[Job]:
+        """Return the newest archived jobs, at most ENDED_MAX; they are read anew once another job is archived."""
+        newest = [job.key for job in self._controller.ended(1)]
+        if newest != self._archive[0]:
+            self._archive = newest, self._controller.ended(ENDED_MAX)
+        return self._archive[1]
+
     def overview(self, request: Request) -> Response:
-        archived = self._controller.ended(ENDED_MAX)
+        archived = self._archived()
         state, expected = self._controller.state, self._forecasts.newest()
         return self._page(request, "overview", **overview_data(state, archived, self._job, expected, time.time()))
 
@@ -322,7 +331,7 @@ class _Pages:
 
     def night(self, request: Request) -> Response:
         hours = request.query_params.get("hours", "")
-        archived = self._controller.ended(ENDED_MAX)
+        archived = self._archived()
         looked_back = min(float(hours), 24.0 * 366) if hours.isdecimal() and int(hours) else 12.0
         now_s = time.time()
         data = night_data(

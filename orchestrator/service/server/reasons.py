@@ -1,4 +1,4 @@
-"""Reasons of waiting jobs and forecasts, read from the newest state: once for each state, by whoever asks."""
+"""Reasons of waiting jobs, read from the newest state. Each is computed at its first request, once for a state."""
 
 from __future__ import annotations
 
