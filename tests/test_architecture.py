@@ -37,7 +37,6 @@ ONE_ROOM_ONLY = {  # distribution -> the folder that alone may import it: a seam
     "apprise": "orchestrator/backends/notify",
     "authlib": "orchestrator/backends/oidc",
     "joserfc": "orchestrator/backends/oidc",
-    "opentelemetry": "orchestrator/backends/otel",
     "pynvml": "orchestrator/backends/devices",
 }
 BEHIND_A_SEAM = {  # folder of ours -> the files outside it that may import it: those that put the service together

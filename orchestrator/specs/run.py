@@ -62,7 +62,6 @@ class JobFolder:
         self.output = self.path / "output"
         self.workdir = self.path / "workdir"
         self.uploaded = self.path / "uploaded.json"
-        self.traceparent = self.path / "traceparent"
 
     def attempt(self, number: int) -> AttemptFolder:
         return AttemptFolder(self.path / "attempts" / str(number))

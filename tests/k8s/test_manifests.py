@@ -55,7 +55,7 @@ CUSTOM = (
 WIDE = ("orc/ray-member",)  # label of pods that reach each other on every port
 OUTSIDE = {53: "DNS", 443: "webhooks and chat", 587: "mail", 5432: "a database of the user's"}  # ports of others
 SECRETS = {"orc-tls": {"tls.crt", "tls.key"}, "orc-ray-token": {"auth_token"}, "orc-database": {"journal", "mlflow"}}
-EXTRAS = ("finetune", "notify", "oidc", "otel", "postgres")  # of the image
+EXTRAS = ("finetune", "notify", "oidc", "postgres")  # of the image
 NAMESPACE = "orc"
 HOME = "/srv/orc"
 

@@ -20,7 +20,6 @@ from orchestrator.service.server.logins import Login
 from orchestrator.service.transfer.archive import Limits, unpack
 from orchestrator.service.visible import visible
 from orchestrator.specs.errors import ServiceError, SpecError
-from orchestrator.specs.span import TRACEPARENT
 
 if TYPE_CHECKING:  # most commands need none of what these load
     from orchestrator.service.server.forecasts import ExpectedJob
@@ -54,7 +53,7 @@ class Client:
             url, token, trusted = _local_url(service), _token(service), None
         self._http = httpx.Client(
             base_url=url,
-            headers={"Authorization": f"Bearer {token}", **_trace()},
+            headers={"Authorization": f"Bearer {token}"},
             timeout=TIMEOUT_S,
             verify=trusted or True,
             trust_env=False,  # a proxy would see the token
@@ -422,12 +421,6 @@ def process_is_alive(pid: int) -> bool:
         return True
     except (ProcessLookupError, OSError):
         return False
-
-
-def _trace() -> dict[str, str]:
-    """The span that this process is of, as OpenTelemetry hands it to children: W3C Trace Context in TRACEPARENT."""
-    traceparent = os.environ.get("TRACEPARENT", "")
-    return {"traceparent": traceparent} if TRACEPARENT.fullmatch(traceparent) else {}
 
 
 def user_name() -> str:

@@ -32,7 +32,6 @@ from orchestrator.backends.journal.accounts import Accounts
 from orchestrator.backends.journal.journal import Journal
 from orchestrator.backends.notify.targets import Target, targets_of
 from orchestrator.backends.oidc import provider_of
-from orchestrator.backends.otel import spans_of
 from orchestrator.backends.outbox_relay import OutboxRelay
 from orchestrator.backends.ports import Known, Tracker
 from orchestrator.backends.ray import embedded as embedded_ray
@@ -58,7 +57,6 @@ from orchestrator.service.server.purger import Purger
 from orchestrator.service.server.rates import measure_cluster, recall_cluster
 from orchestrator.service.server.reasons import Reasons
 from orchestrator.service.server.sweeper import Sweeper
-from orchestrator.service.server.tracing import Tracing
 from orchestrator.service.server.waiting import waiting_app
 from orchestrator.specs.access import Role
 from orchestrator.specs.cluster import ClusterSpec
@@ -135,7 +133,6 @@ def serve(
 
         rates = background.submit(measure_cluster, cluster)
         targets = targets_of(cluster.notify, cluster.name, os.environ)  # before anything inherits their secrets
-        spans = spans_of(os.environ)
         provider = provider_of(cluster.oidc, os.environ)
         journal.outbox.register(cluster.trackers)
         journal.notices.register(targets)
@@ -167,13 +164,9 @@ def serve(
             notices, sweeps = journal.notices, sweeper.reports
             notifier = Notifier(cluster.notify, targets, notices, controller, time.time, sweeps)
         relays = stack.enter_context(_relays(journal, trackers, targets))
-        tracing = None
-        if spans is not None:
-            stack.callback(spans.close)
-            tracing = Tracing(spans, controller, home, time.time)
         purger = Purger(home, own.keep, own.trackers, controller, journal, accounts)
         controller.health.watch(lambda: purger.problem)
-        for follower in (notifier, sweeper, tracing, purger):
+        for follower in (notifier, sweeper, purger):
             if follower is not None:
                 _in_a_thread(follower.run, stop)
         _in_a_thread(_notify, controller, relays, stop)
@@ -198,7 +191,6 @@ def serve(
             pages=pages,
             notifier=notifier,
             provider=provider,
-            tracing=tracing,
             sweeper=sweeper,
             reasons=Reasons(lambda: controller.state),
             forecasts=Forecasts(lambda: controller.state),

@@ -22,7 +22,6 @@ from orchestrator.service.server.notifier import Notifier
 from orchestrator.service.server.purger import Purger
 from orchestrator.service.server.reasons import Reasons
 from orchestrator.service.server.sweeper import Sweeper
-from orchestrator.service.server.tracing import Tracing
 from orchestrator.specs.access import Principal, Role
 from orchestrator.specs.errors import ServiceError
 from orchestrator.specs.job_record import Job
@@ -65,7 +64,6 @@ class Service:
     members: Members | None = None  # machines that join; None: the Ray is not the service's own
     pages: Pages | None = None  # that people look at; None: the API alone
     notifier: Notifier | None = None  # None: the cluster file names no target
-    tracing: Tracing | None = None  # None: nobody receives traces
     provider: Provider | None = None  # that signs people in at the pages; None: tokens alone
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
-import time
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -79,7 +78,6 @@ PLACE = r"^[012],-?\d{1,9},\d{1,18}$"  # as `place_of` has it
 WAIT_S_MAX = 10.0  # of a long poll
 RECEIVE_S = 900.0  # for an upload to arrive
 FOLLOW_S = 20.0  # of a log that is followed: a token that has ended reads no longer than that
-Traceparent = Annotated[str, Header(max_length=256)]  # W3C Trace Context
 IdempotencyKey = Annotated[str, Header(max_length=64)]  # names a submission: sent again, it makes no second job
 Rank = Annotated[int, Query(ge=0)]
 Offset = Annotated[int, Query(ge=0, le=NUMBER_MAX)]
@@ -92,28 +90,20 @@ def add_job_routes(app: FastAPI, service: Service, uploads: Uploads, waits: Wait
     controller, links = service.controller, Links(partial(comparison_url, service.home))
 
     @app.post("/jobs", **answers(SubmittedAnswer))
-    def submit(
-        request: SubmitRequest, sender: Sender, traceparent: Traceparent = "", idempotency_key: IdempotencyKey = ""
-    ) -> dict[str, Any]:
-        began_s, key = time.time(), request_key(idempotency_key, sender, request)
+    def submit(request: SubmitRequest, sender: Sender, idempotency_key: IdempotencyKey = "") -> dict[str, Any]:
+        key = request_key(idempotency_key, sender, request)
         job_id = controller.submit(*requested_job(request, "the submitted job", sender, uploads, service.sweeper), key)
-        if service.tracing is not None:
-            service.tracing.submitted([job_id], began_s, traceparent)
         return {"id": job_id, "late": late(controller.state, [job_id])}
 
     @app.post("/jobs/batch", **answers(BatchAnswer))
-    def submit_batch(
-        request: BatchRequest, sender: Sender, traceparent: Traceparent = "", idempotency_key: IdempotencyKey = ""
-    ) -> dict[str, Any]:
+    def submit_batch(request: BatchRequest, sender: Sender, idempotency_key: IdempotencyKey = "") -> dict[str, Any]:
         """Submit all jobs or none, in one transaction."""
-        began_s, key = time.time(), request_key(idempotency_key, sender, request)
+        key = request_key(idempotency_key, sender, request)
         asked = [
             requested_job(one, f"submitted job {number}", sender, uploads, service.sweeper)
             for number, one in enumerate(request.jobs, 1)
         ]
         ids = controller.submit_all(asked, key)
-        if service.tracing is not None:
-            service.tracing.submitted(ids, began_s, traceparent)
         promises = {job_id: promise for job_id in ids if (promise := promise_view(job_of(service.controller, job_id)))}
         return {"ids": ids, "late": late(controller.state, ids), "promises": promises}
 
