@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,9 @@ from tests.scheduling.corpus import REPORTED, names
 WATCHDOG = "[rank0]:[E] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=1580)\n"
 OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
 BUG = 'Traceback (most recent call last):\n  File "train.py", line 3, in main\n    x = f()\nRuntimeError: odd\nbye\n'
+
+GUIDE = Path(__file__).parents[2] / "docs/guides/what-happens.md"
+ENDS = [row.split(" | ")[:2] for row in re.findall(r"^\| (.* \| (?:`[a-z_]+`|none) \|.*)", GUIDE.read_text(), re.M)]
 
 
 def write(path: Path, text: str | bytes) -> Path:
@@ -99,3 +103,16 @@ def test_a_case_is_judged_as_the_log_that_it_shortens(reported: dict[str, Any]) 
     causes = [[finding.cause for finding in read_log(text)[:1]] for text in (log, case)]
     assert causes[0] == causes[1]
     assert len(case.splitlines()) < CALM_LINES
+
+
+@pytest.mark.parametrize(("end", "kind"), ENDS, ids=[end[:40] for end, _ in ENDS])
+def test_an_end_that_the_guide_shows_has_the_kind_that_it_says(tmp_path: Path, end: str, kind: str) -> None:
+    assert len(ENDS) >= 20
+    line = "" if end.startswith("exit code") else end.split("`")[1]
+    raised = re.match(r"[\w.]*[A-Z]\w+: ", line)
+    text = (
+        f'Traceback (most recent call last):\n  File "train.py", line 3, in main\n{line}\n' if raised else f"{line}\n"
+    )
+    stated = re.search(r"exit code (-?\d+)", end)
+    diagnosis = diagnose([write(tmp_path / "log", text)], int(stated[1]) if stated else 1, int("oom_kill" in end))
+    assert diagnosis.kind == (None if kind == "none" else kind.strip("`"))

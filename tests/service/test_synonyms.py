@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import typer.main
@@ -12,6 +13,8 @@ from orchestrator.cli import app, main
 from orchestrator.service.terminal.command_group import OTHERS, PANELS
 from orchestrator.service.terminal.synonyms import COMMANDS
 from tests.service.worlds import World
+
+GUIDE = (Path(__file__).parents[2] / "docs/guides/coming-from.md").read_text()
 
 
 def test_each_word_of_another_tool_is_no_command_of_ours_and_leads_to_one() -> None:
@@ -56,3 +59,9 @@ def test_an_unknown_job_is_answered_with_the_newest_ids_of_that_name(world: Worl
     assert f"did you mean {', '.join(reversed(ids[1:]))}?" in client.get("/jobs/lm").json()["error"]
     assert f"did you mean {ids[0]}" in client.get(f"/jobs/{ids[0]}x").json()["error"]
     assert "did you mean" not in client.get("/jobs/quite-another").json()["error"]
+
+
+@pytest.mark.parametrize(("word", "command", "tool"), [(word, *answer) for word, answer in COMMANDS.items()])
+def test_the_guide_for_users_of_a_tool_has_its_words_and_ours(word: str, command: str, tool: str) -> None:
+    section = GUIDE.partition(f"\n## {tool}\n")[2].partition("\n## ")[0]
+    assert not section or (word in section and f"orc {command.split()[0]}" in section)
