@@ -9,7 +9,7 @@ from pathlib import Path
 from pydantic import TypeAdapter, ValidationError
 
 from orchestrator.backends.mlflow.content import OUTCOME_TAG
-from orchestrator.memory.calibration.calibrate import remembered
+from orchestrator.memory.calibration.calibrate import select_newest
 from orchestrator.specs.errors import ServiceError, SpecError
 from orchestrator.specs.observation import Observation
 
@@ -51,7 +51,7 @@ def read_outcomes(tracking_uri: str, experiment: str) -> tuple[Observation, ...]
     except MlflowException as error:
         said = str(error).partition(" with exception")[0][:300]
         raise ServiceError(f"MLflow at {tracking_uri} does not answer: {said}") from None
-    return remembered(seen for text in texts if (seen := _read(text)) is not None)
+    return select_newest(seen for text in texts if (seen := _read(text)) is not None)
 
 
 def _sqlite_file(uri: str) -> Path:

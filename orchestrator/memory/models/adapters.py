@@ -12,7 +12,7 @@ ONE_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("down_pr
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdaptedLayer:
-    """One layer and its adapters; bytes are per token."""
+    """A layer and its adapters; bytes are per token."""
 
     projections: Mapping[str, tuple[int, int]]  # inputs and outputs of all of them, by name
     targets: tuple[str, ...]  # which have an adapter; (): all
@@ -49,8 +49,8 @@ class AdaptedLayer:
         type, and the mask beside it.
         """
         if self.autocast or self.dropout:
-            kept = self.width + (self._mask_bytes if self.dropout else 0)
-            return kept * sum(inputs for inputs, _ in self.adapted.values())
+            input_width = self.width + (self._mask_bytes if self.dropout else 0)
+            return input_width * sum(inputs for inputs, _ in self.adapted.values())
         adapted = self.adapted
         kept_once = (names for names in ONE_INPUT if any(name in adapted for name in names))
         return self.width * sum(self.projections[names[0]][0] for names in kept_once)
@@ -70,9 +70,9 @@ class AdaptedLayer:
             copies = (8 if self.dropout else 4) if "down_proj" in adapted else 0
             return 6 * self.hidden + (2 + copies) * self.ffn
         gated = 0 if "down_proj" in adapted and not self.dropout else self.ffn
-        given = 0 if {"gate_proj", "up_proj"} & set(adapted) and not self.dropout else self.hidden
+        inputs = 0 if {"gate_proj", "up_proj"} & set(adapted) and not self.dropout else self.hidden
         streams = 2 * self.hidden if self.width == 2 else 0
-        return self.width * (gated + given + self.hidden + streams)
+        return self.width * (gated + inputs + self.hidden + streams)
 
     @property
     def backward_bytes(self) -> int:
@@ -85,10 +85,10 @@ class AdaptedLayer:
         if "down_proj" in self.adapted:
             masked = self.dropout and not self.autocast  # under autocast the forward pass has more
             gone = self.width + (self._mask_bytes if masked else 0)
-        given = 2 * self.hidden if self.width == 2 and not self.autocast else 0
-        return (3 * self.width - gone) * self.ffn + given
+        inputs = 2 * self.hidden if self.width == 2 and not self.autocast else 0
+        return (3 * self.width - gone) * self.ffn + inputs
 
     @property
     def _mask_bytes(self) -> int:
-        """Of an element that dropout drops: of the adapters' type on CPU, one byte on CUDA (cuda_autocast.py)."""
+        """Bytes of an element in dropout's mask: the adapters' type on CPU, one byte on CUDA (cuda_autocast.py)."""
         return 1 if self.cuda else 4 if self.autocast else self.width
