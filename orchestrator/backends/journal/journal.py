@@ -155,7 +155,7 @@ class Journal:
                 connection.execute(_jobs.insert(), ended)
 
     def submitted(self, keys: Sequence[str]) -> Mapping[str, Submission]:
-        """What was submitted under those of these keys that are known."""
+        """Return the submissions under these keys; keys without one are left out."""
         return self._submissions.of(keys)
 
     def snapshot(self, state: State) -> None:
@@ -166,8 +166,8 @@ class Journal:
         last = sa.select(sa.func.coalesce(sa.func.max(_events.c.id), 0)).scalar_subquery()
         changed = [{"row": job.id, "body": self._job.write(job)} for job in state.jobs.changed_since(self._saved)]
         gone = [{"row": job_id} for job_id in self._saved if job_id not in state.jobs]
-        rewritten = [one for one in changed if one["row"] in self._saved]
-        added = [{"id": one["row"], "body": one["body"]} for one in changed if one["row"] not in self._saved]
+        rewritten = [row for row in changed if row["row"] in self._saved]
+        added = [{"id": row["row"], "body": row["body"]} for row in changed if row["row"] not in self._saved]
         body = self._state.write(state, exclude={"jobs"})
         row = _live.c.id == sa.bindparam("row")
         with self.database.transaction() as connection:
@@ -190,7 +190,7 @@ class Journal:
         return None if row is None else self.set_aside.read(self._job, _jobs.name, *row)
 
     def ended(self, limit: int, before: str | None = None) -> list[Job]:
-        """At most `limit` such jobs, latest end first; with `before`, those that ended before that job."""
+        """Return at most `limit` ended jobs, latest end first; with `before`, only those that ended before that job."""
         newest = sa.select(_jobs.c.number, _jobs.c.body).order_by(_jobs.c.number.desc()).limit(limit)
         if before is not None:
             newest = newest.where(

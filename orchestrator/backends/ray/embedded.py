@@ -58,7 +58,7 @@ class OwnRay:
     """The Ray of a service's own, which is started whenever it is looked for and does not run."""
 
     def __init__(self, home: Path, cluster: ClusterSpec, host: str) -> None:
-        """As for `start`, which `address` does."""
+        """Take the arguments of `start`, which `address` calls."""
         self._home, self._cluster, self._host = home, cluster, host
         self._state: dict[str, Any] | None = None
         self._starting, self._is_over = threading.Lock(), False
@@ -181,19 +181,19 @@ def started(home: Path, record: str = HEAD) -> dict[str, Any] | None:
 def stop(home: Path, state: dict[str, Any] | None = None, record: str = HEAD) -> None:
     """End exactly the processes that `start` or `join` began, and what they left; nothing running is no error.
 
-    Those that `state` names as `started` gave it, else those that the record names.
+    `state` names the processes, as `started` returned it; without it the record does.
     """
     state = state or started(home, record)
     if state is None:
         return
-    ours = [pid for _, pid, ticks in state["processes"] if start_ticks(pid) == ticks]
-    for pid in reversed(ours):
+    pids = [pid for _, pid, ticks in state["processes"] if start_ticks(pid) == ticks]
+    for pid in reversed(pids):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGTERM)
-    _await_gone(ours, STOP_TIMEOUT_S)
+    _await_gone(pids, STOP_TIMEOUT_S)
     # Every node is the leader of a session: agents and workers that outlived their raylet are still members.
     _end_members([pid for _, pid, _ in state["processes"]], state["temp_dir"])
-    _await_gone(ours, STOP_TIMEOUT_S)
+    _await_gone(pids, STOP_TIMEOUT_S)
     shutil.rmtree(state["temp_dir"], ignore_errors=True)
     if started(home, record) == state:
         with contextlib.suppress(OSError):  # a read-only disk: the record names processes that have ended
