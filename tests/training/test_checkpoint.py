@@ -107,10 +107,10 @@ def test_a_checkpoint_has_the_fp32_values_of_what_is_held_in_8_bits(tmp_path: Pa
     checkpoint.load(tmp_path / "plain", {"x": of_plain})
     checkpoint.save(tmp_path / "quantised", {"x": of_plain}, Cursor())
     in_8_bits = found_in(tmp_path / "quantised")
-    assert in_8_bits.equal(of_plain.held[0, 0].dequantize())
+    assert in_8_bits.equal(of_plain.parts[0, 0].dequantize())
     assert 0 < (in_8_bits - values).abs().max() < 0.05 * values.abs().max()
     checkpoint.load(tmp_path / "quantised", {"x": again})
-    torch.testing.assert_close(again.held[0, 0].dequantize(), in_8_bits, rtol=0.01, atol=0)
+    torch.testing.assert_close(again.parts[0, 0].dequantize(), in_8_bits, rtol=0.01, atol=0)
 
 
 @settings(deadline=None)

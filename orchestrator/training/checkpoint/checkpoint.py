@@ -76,10 +76,10 @@ def load(folder: Path, state: State) -> None:
     is missing or has another shape.
     """
     reader = FileSystemReader(folder)
-    known = reader.read_metadata().state_dict_metadata
-    wanted = {name: value for name, value in state.items() if name in known or not name.startswith(loss_scale.STATE)}
+    stored = reader.read_metadata().state_dict_metadata
+    wanted = {name: value for name, value in state.items() if name in stored or not name.startswith(loss_scale.STATE)}
     for name, value in wanted.items():
-        _check(folder, name, tuple(value.size()), known.get(name))
+        _check(folder, name, tuple(value.size()), stored.get(name))
     narrow = {name: value for name, value in wanted.items() if isinstance(value, Narrow)}
     wanted |= {name: value.room() for name, value in narrow.items()}
     with _own_out_of_memory():
@@ -89,17 +89,17 @@ def load(folder: Path, state: State) -> None:
             value.fill(wanted[name])
 
 
-def _check(folder: Path, name: str, wanted: tuple[int, ...], found: object) -> None:
+def _check(folder: Path, name: str, wanted: tuple[int, ...], stored: object) -> None:
     """Raise SpecError unless the checkpoint has a tensor of this shape."""
     hint = "use the model, optimizer and training.freeze that wrote the checkpoint, or give the job a new name"
-    if not isinstance(found, TensorStorageMetadata):
+    if not isinstance(stored, TensorStorageMetadata):
         raise SpecError(f"the checkpoint has no {name}", source=str(folder), path=name, hint=hint)
-    if tuple(found.size) != wanted:
+    if tuple(stored.size) != wanted:
         raise SpecError(
             "the checkpoint has another shape",
             source=str(folder),
             path=name,
-            got=tuple(found.size),
+            got=tuple(stored.size),
             allowed=f"{wanted}, the model's",
             hint=hint,
         )
@@ -117,8 +117,8 @@ def model_state(module: nn.Module, changing: frozenset[str]) -> dict[str, Any]:
 
     A shared parameter appears once. Parameters that no step changes are left out.
     """
-    kept = changing | {name for name, _ in module.named_buffers(remove_duplicate=False)}
-    values = {name: value for name, value in module.state_dict().items() if name in kept}
+    saved_names = changing | {name for name, _ in module.named_buffers(remove_duplicate=False)}
+    values = {name: value for name, value in module.state_dict().items() if name in saved_names}
     return {f"model.{name}": saved_weight(value) if name in changing else value for name, value in values.items()}
 
 
@@ -128,7 +128,7 @@ def saved_weight(weight: Tensor) -> Tensor | Narrow:
     if weight.dtype is not torch.bfloat16:
         return weight
     chunks = chunks_of(weight)
-    return Narrow(chunks.held, chunks.size())
+    return Narrow(chunks.parts, chunks.size())
 
 
 def of_recipe(recipe: str, state: State) -> State:
@@ -192,7 +192,7 @@ def _own_out_of_memory() -> Iterator[None]:
     try:
         yield
     except CheckpointException as failure:
-        own = failure.failures.get(dist.get_rank() if dist.is_initialized() else 0)
-        if own and isinstance(own[0], torch.OutOfMemoryError):
-            raise own[0] from failure
+        error = failure.failures.get(dist.get_rank() if dist.is_initialized() else 0)
+        if error and isinstance(error[0], torch.OutOfMemoryError):
+            raise error[0] from failure
         raise

@@ -93,7 +93,7 @@ def damage(checkpoint: Path, *, read: bool = True, part: int = 0, parts: int = 1
     except (OSError, ValueError) as error:
         return [f"{MANIFEST}: {_reason(error)}"]
     mine = sorted(files)[part::parts]
-    return [said for name in mine for said in _file_damage(checkpoint / name, files[name], read)]
+    return [problem for name in mine for problem in _file_damage(checkpoint / name, files[name], read)]
 
 
 def read_manifest(checkpoint: Path) -> dict[str, Written]:
@@ -145,9 +145,9 @@ def publish(checkpoints: Path, epoch: int, step: int, keep: int) -> None:
     wrong = damage(target, read=False)
     if wrong:
         raise OSError(f"{target} is damaged after writing: {'; '.join(wrong)}")
-    kept = complete(checkpoints)[-keep:]
+    newest = complete(checkpoints)[-keep:]
     for old in published(checkpoints):
-        if step_of(old) < step_of(kept[0]):
+        if step_of(old) < step_of(newest[0]):
             _remove(old)
 
 

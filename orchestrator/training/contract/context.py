@@ -29,7 +29,7 @@ class Context:
         self.group, self.ranks, self.rank = group, group.size(), group.rank()
 
     def own(self, x_BT: Tensor) -> Tensor:
-        """This rank's run of the tokens [B, t], or of what there is for each of them."""
+        """Return the rank's run of tokens [B, t], or of any values per token."""
         return x_BT.chunk(self.ranks, dim=1)[self.rank]
 
     def first(self, own_count: int) -> int:

@@ -38,7 +38,7 @@ class TokenStreams:
         self._ends = list(accumulate(-(-max(0, len(stream) - 1) // sequence_length) for stream in streams))
         self._labels = self._kept = None
         if trained is not None:
-            labels = np.concatenate([np.empty(0, np.int64), *(_sums(each[1:], sequence_length) for each in trained)])
+            labels = np.concatenate([np.empty(0, np.int64), *(_sums(mask[1:], sequence_length) for mask in trained)])
             self._kept = np.flatnonzero(labels)
             self._labels = labels[self._kept]
 

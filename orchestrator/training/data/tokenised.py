@@ -221,25 +221,25 @@ def _text(files: Sequence[str], tokenizer: Any) -> Iterator[list[int]]:
 
 def _pieces(name: str) -> Iterator[str]:
     """The file's text in pieces of whole lines. Raises SpecError if it cannot be read or is empty."""
-    held: list[str] = []
+    lines_read: list[str] = []
     size = number = 0
     try:
         with Path(name).open("rb") as lines:
             for line in lines:
                 number += 1
-                held.append(line.decode("utf-8"))
+                lines_read.append(line.decode("utf-8"))
                 size += len(line)
                 if size >= PIECE_CHARACTERS:
-                    yield "".join(held)
-                    held, size = [], 0
+                    yield "".join(lines_read)
+                    lines_read, size = [], 0
     except UnicodeDecodeError as error:
         raise SpecError(f"not UTF-8 text: {error.reason}", source=f"{name}:{number}", path="data.text") from None
     except OSError as error:
         raise SpecError(f"the file cannot be read: {error.strerror}", source=name, path="data.text") from None
     if not number:
         raise SpecError("the file is empty", source=name, path="data.text")
-    if held:
-        yield "".join(held)
+    if lines_read:
+        yield "".join(lines_read)
 
 
 def read_tokenizer(source: str) -> Any:

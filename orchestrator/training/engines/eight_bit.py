@@ -59,7 +59,7 @@ def saved(moment: Tensor) -> Tensor | Chunks:
 
     local = moment.to_local() if isinstance(moment, DTensor) else moment
     chunks = chunks_of(moment)
-    return Narrow(chunks.held, chunks.size()) if isinstance(local, OptimState8bit) else moment
+    return Narrow(chunks.parts, chunks.size()) if isinstance(local, OptimState8bit) else moment
 
 
 def stance(device: torch.device) -> contextlib.AbstractContextManager[Any]:

@@ -59,7 +59,7 @@ class Randomness:
 
 
 def _mixed(state: int, value: int) -> int:
-    """One round of splitmix64's finaliser over both."""
+    """Return a round of splitmix64's finaliser over both."""
     mixed = (state * 31 + value + 1) * _ODD & (2**64 - 1)
     mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 & (2**64 - 1)
     return (mixed ^ mixed >> 27) & _MASK

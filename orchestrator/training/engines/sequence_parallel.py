@@ -32,7 +32,7 @@ class Tokens:
         self._own_count = -(-samples * length // group.size())  # N, padding included
 
     def summed(self, x_BTD: Tensor) -> Tensor:
-        """This rank's tokens [1, N, D] of the sum over the ranks."""
+        """Return the rank's tokens [1, N, D] of the sum over the ranks."""
         return _Sum.apply(x_BTD, self)  # type: ignore[no-untyped-call]
 
     def stand_in(self, x_1ND: Tensor) -> Tensor:
@@ -244,4 +244,4 @@ def add_up(gradients: Sequence[Tensor], group: dist.ProcessGroup) -> None:
     flat = torch.cat([gradient.flatten() for gradient in gradients])
     dist.all_reduce(flat, group=group)
     summed = torch.split(flat, [gradient.numel() for gradient in gradients])
-    torch._foreach_copy_(list(gradients), [each.view_as(own) for each, own in zip(summed, gradients, strict=True)])
+    torch._foreach_copy_(list(gradients), [total.view_as(part) for total, part in zip(summed, gradients, strict=True)])

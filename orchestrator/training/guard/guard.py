@@ -165,7 +165,7 @@ def _include_forked_ranks(device: VirtualDevice) -> None:
 
 
 def _leave(code: object) -> None:
-    """With several ranks, end the process as Python does, but without unloading native libraries.
+    """End a process of several ranks as Python does, but without unloading native libraries.
 
     gloo's threads sometimes abort there (7 of 12 two-rank runs under load, torch 2.13.0+cpu, 2026-11). A finished
     training would then count as crashed.

@@ -42,7 +42,7 @@ def adapt(module: PreTrainedModel, lora: LoraSpec) -> PreTrainedModel:
     try:
         return inject_adapter_in_model(config, module)  # type: ignore[return-value]
     except ValueError as error:
-        linear = sorted({name.rpartition(".")[2] for name, each in module.named_modules() if hasattr(each, "weight")})
+        linear = sorted({name.rpartition(".")[2] for name, layer in module.named_modules() if hasattr(layer, "weight")})
         raise SpecError(
             f"no layer takes adapters: {error}",
             path="model.lora.target_modules",

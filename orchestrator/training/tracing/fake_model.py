@@ -46,8 +46,8 @@ def without_memory(
         for part in module.modules():
             for name, parameter in part._parameters.items():
                 if parameter is not None and id(parameter) not in made:
-                    kept = dtype if dtype and parameter.is_floating_point() else parameter.dtype
-                    values = torch.empty(parameter.shape, dtype=kept, device="cpu")
+                    stored = dtype if dtype and parameter.is_floating_point() else parameter.dtype
+                    values = torch.empty(parameter.shape, dtype=stored, device="cpu")
                     new = made[id(parameter)] = nn.Parameter(values, requires_grad=parameter.requires_grad)
                     held_bytes[id(new)] = parameter.element_size()
                 if parameter is not None:

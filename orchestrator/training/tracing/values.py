@@ -144,4 +144,4 @@ def _described(value: Any) -> Any:
 
 
 def _at(out: Any, leaf: Tensor) -> int:
-    return next(index for index, each in enumerate(tree_leaves(out)) if each is leaf)
+    return next(index for index, other in enumerate(tree_leaves(out)) if other is leaf)
