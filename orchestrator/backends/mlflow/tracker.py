@@ -30,7 +30,7 @@ from orchestrator.backends.ports import Lookups, OutboxRow, Tracker
 from orchestrator.backends.redaction import Hide, hider
 from orchestrator.scheduling.reports.comparison_rows import device_of
 from orchestrator.scheduling.reports.explain import explain_attempt, observation_of, picture_of
-from orchestrator.specs.attempt import AttemptStatus
+from orchestrator.specs.attempt import Attempt, AttemptStatus
 from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.replace import replace
 from orchestrator.specs.run import AttemptFolder, JobFolder
@@ -150,23 +150,13 @@ class MlflowTracker(Tracker):
             parent = self._open(contact, job, 0, job_run, {**job_run.tags, **compared} if is_unstarted else compared)
         ids = []
         for attempt in job.attempts:
-            key = run_key(job, attempt.number)
             explanation = explain_attempt(state, job, attempt) if attempt.status is AttemptStatus.ENDED else ()
             observation, device = observation_of(state, job, attempt), device_of(state, attempt.device)
             content = attempt_content(job, attempt, hide, explanation, observation, device)
             if compared:
                 params = {**trial_of(job), **job_run.params, **content.params}
                 content = replace(content, name=member_name(job, attempt), params=params)
-            tags = compared or {"mlflow.parentRunId": parent}
-            ids.append(self._open(contact, job, attempt.number, content, tags))
-            if key in contact.closed:
-                continue
-            folder = JobFolder(self._home, job.id).attempt(attempt.number)
-            self._curves.setdefault(key, _Curves(folder=folder, start_ms=content.start_ms))
-            self._send_curves(contact, key)
-            self._send_content(contact, key, content)
-            if attempt.status is AttemptStatus.ENDED:
-                del self._curves[key]
+            ids.append(self._send_attempt(contact, job, attempt, content, compared or {"mlflow.parentRunId": parent}))
         if job.spec.trial is not None and job.status is JobStatus.SUCCEEDED:
             self._outputs.ask(contact.client, contact.client.get_run(ids[-1]), job.id)
         if not is_recorded:
@@ -183,6 +173,20 @@ class MlflowTracker(Tracker):
             self._groups.end_comparison(contact, job, compared, hide)
         elif job.status is JobStatus.SUCCEEDED:
             self._outputs.ask(contact.client, contact.client.get_run(parent), job.id)
+
+    def _send_attempt(
+        self, contact: Contact, job: Job, attempt: Attempt, content: RunContent, tags: Mapping[str, str]
+    ) -> str:
+        """Bring the run of an attempt up to date, with its curves; return its id."""
+        key, run_id = run_key(job, attempt.number), self._open(contact, job, attempt.number, content, tags)
+        if key not in contact.closed:
+            folder = JobFolder(self._home, job.id).attempt(attempt.number)
+            self._curves.setdefault(key, _Curves(folder=folder, start_ms=content.start_ms))
+            self._send_curves(contact, key)
+            self._send_content(contact, key, content)
+            if attempt.status is AttemptStatus.ENDED:
+                del self._curves[key]
+        return run_id
 
     def _open(self, contact: Contact, job: Job, number: int, content: RunContent, tags: Mapping[str, str]) -> str:
         """The id of the run with this key, found or created."""

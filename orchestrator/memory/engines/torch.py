@@ -94,30 +94,16 @@ def fsdp_moments(rank: Rank, plan: Plan, fsdp: Fsdp, places: Iterable[int], *, c
     keeps the shards that it reduces between its copies until the backward pass is over (`finalize_backward` in the same
     file). Those to which they are added lie beside.
     """
-    profile, shards, once = rank.profile, fsdp.shards, fsdp.once_a_step
-    compute = compute_bytes(plan)
+    profile, shards, compute = rank.profile, fsdp.shards, compute_bytes(plan)
     device, fixed = _on_device(plan), _shards(rank, plan, shards)
-    copies = int(fsdp.copies > 1)
     of_turn: dict[int, int] = {}  # gradients by the end of it, those of recipes out of turn among them
     for passage in rank.passages if profile.turns else ():
         of_turn[passage.turn] = max(of_turn.get(passage.turn, 0), passage.done + passage.gradients)
     points: list[Moment] = []
     for place in places:
         passage = rank.passages[place]
-        if fsdp.is_pipelined:
-            transients = _pipelined(rank, passage, compute)
-        elif once:
-            transients = _reduced_once(rank, plan, passage, compute, shards, gloo=not cuda)
-        else:
-            transients = _unit(rank, plan, fsdp, passage, compute, gloo=not cuda)
-        # of reduced gradients the rank has a shard
-        fresh = max(0, passage.done - passage.ends_done)
-        if plan.optimizer_in_backward:  # the shard of one unit, from its reduction to its update
-            fresh = passage.behind.trained_parameters if passage.behind and passage.point is Point.START else 0
-        whole = of_turn.get(passage.turn, rank.trained_parameters)
-        reduced = whole + copies * fresh if rank.accumulates else fresh
-        if fsdp.is_pipelined or once:
-            reduced = 0
+        transients = _transients(rank, plan, fsdp, passage, compute, gloo=not cuda)
+        reduced = _reduced(rank, plan, fsdp, passage, of_turn.get(passage.turn, rank.trained_parameters))
         gradients = ("gradients", device * profile.parameter_bytes * -(-reduced // shards))
         points.append(Moment(passage.name, (*fixed, gradients, *transients), place))
         if plan.optimizer_in_backward and passage.behind and passage.point is Point.START:
@@ -145,6 +131,25 @@ def fsdp_moments(rank: Rank, plan: Plan, fsdp: Fsdp, places: Iterable[int], *, c
         )
         points.append(Moment("optimizer step", (*fixed, *step)))
     return points
+
+
+def _transients(rank: Rank, plan: Plan, fsdp: Fsdp, passage: Passage, compute: int, *, gloo: bool) -> Causes:
+    """Return what is gathered and not yet reduced at a passage."""
+    if fsdp.is_pipelined:
+        return _pipelined(rank, passage, compute)
+    if fsdp.once_a_step:
+        return _reduced_once(rank, plan, passage, compute, fsdp.shards, gloo=gloo)
+    return _unit(rank, plan, fsdp, passage, compute, gloo=gloo)
+
+
+def _reduced(rank: Rank, plan: Plan, fsdp: Fsdp, passage: Passage, whole: int) -> int:
+    """Return the reduced gradients of which the rank has a shard; `whole`: those of an earlier micro-batch."""
+    if fsdp.is_pipelined or fsdp.once_a_step:
+        return 0
+    fresh = max(0, passage.done - passage.ends_done)
+    if plan.optimizer_in_backward:  # the shard of one unit, from its reduction to its update
+        fresh = passage.behind.trained_parameters if passage.behind and passage.point is Point.START else 0
+    return whole + (fsdp.copies > 1) * fresh if rank.accumulates else fresh
 
 
 def _on_device(plan: Plan) -> int:

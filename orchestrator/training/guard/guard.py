@@ -37,12 +37,7 @@ USAGE = "usage: guard.py GUARD_JSON -- script.py args... | guard.py GUARD_JSON -
 
 def main(argv: list[str]) -> None:
     """Run the target under the guard. Returns on success; otherwise the process ends as the target did."""
-    local_rank = [argv.pop(0)] if argv and argv[0].startswith("--local_rank=") else []
-    if len(argv) < 3 or argv[1] != "--" or argv[2:] == ["-m"]:
-        print(USAGE, file=sys.stderr)
-        sys.exit(2)
-    program = 2 if argv[2] == "-m" else 1
-    target = [*argv[2 : 2 + program], *local_rank, *argv[2 + program :]]
+    target = _split_target(argv)
     if not getattr(sys.flags, "safe_path", False):  # since Python 3.11; before the first import from this folder
         sys.path[0] = os.getcwd() if target[0] == "-m" else os.path.dirname(os.path.realpath(target[0]))
     _bring_package()
@@ -64,9 +59,7 @@ def main(argv: list[str]) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a launcher in between may have set some
         with contextlib.suppress(Exception):  # the script will fail too, or finds torch elsewhere (python -S)
             importlib.import_module("torch")  # in this thread: it is the one that the device counts
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(line_buffering=True)
+    _buffer_lines()
     monitor.beat()
     try:
         _run_target(target)
@@ -89,6 +82,22 @@ def main(argv: list[str]) -> None:
     if os.getpid() == reporter.pid or monitor.is_rank:
         monitor.beat()
     _leave(None)
+
+
+def _split_target(argv: list[str]) -> list[str]:
+    """Return the program and its arguments, and leave the settings' path first in `argv`; exit 2 without a program."""
+    local_rank = [argv.pop(0)] if argv and argv[0].startswith("--local_rank=") else []
+    if len(argv) < 3 or argv[1] != "--" or argv[2:] == ["-m"]:
+        print(USAGE, file=sys.stderr)
+        sys.exit(2)
+    program = 2 if argv[2] == "-m" else 1
+    return [*argv[2 : 2 + program], *local_rank, *argv[2 + program :]]
+
+
+def _buffer_lines() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True)
 
 
 def inherit(settings_path: str) -> None:

@@ -181,13 +181,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             home.tensors += (arrived.numel(),)
             if key in self._in_leaf:
                 home.leaf_until = sum(home.tensors)
-        leaves: Counter[int] = Counter()
-        for parameter in self._parameters:
-            if id(parameter) in self._in_leaf:
-                home, leaf = self._home[id(parameter)], self._in_leaf[id(parameter)]
-                leaves[leaf] += parameter.numel()
-                home.side_by_side = max(home.side_by_side, leaves[leaf])
-                home.leaf += (parameter.numel(),) if id(parameter) in self._trained else ()
+        self._size_leaves()
         for parameter in self._parameters:
             if id(parameter) in self._trained:
                 self._home[id(parameter)].registered += (parameter.numel(),)
@@ -200,6 +194,16 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 word = "loss" if last else "input" if not passed else "between layers"
                 place.name = ".".join(filter(None, (self._recipes[turn].name, word)))
         return self.places
+
+    def _size_leaves(self) -> None:
+        """Add up the parameters of each of DeepSpeed's leaf modules."""
+        leaves: Counter[int] = Counter()
+        for parameter in self._parameters:
+            if id(parameter) in self._in_leaf:
+                home, leaf = self._home[id(parameter)], self._in_leaf[id(parameter)]
+                leaves[leaf] += parameter.numel()
+                home.side_by_side = max(home.side_by_side, leaves[leaf])
+                home.leaf += (parameter.numel(),) if id(parameter) in self._trained else ()
 
     def _find_last_parameters(self) -> None:
         """Find the last parameter of each layer, and of those outside layers: FSDP2 reduces each group together."""
@@ -357,7 +361,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _learn(self, op: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Record the parameters that an operation reads, and its FLOPs."""
-        place, samples = self.places[self.phases[-1].place], self._samples
+        place = self.places[self.phases[-1].place]
 
         def parameter_of(leaf: Any) -> nn.Parameter | None:
             return self._held_by.get(leaf.untyped_storage()._cdata) if isinstance(leaf, Tensor) else None
@@ -374,6 +378,11 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if packet is aten.transpose and args[0].dim() > 2 and parameter_of(args[0]) is not None:
             place.viewed += args[0].numel()  # expert tensors: their product saves the view
             place.side_by_side = max(place.side_by_side, place.viewed)
+        self._count_products(op, args, kwargs, out)
+
+    def _count_products(self, op: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Count an operation's FLOPs and matrix products; note which attention runs, and dropout."""
+        place, samples, packet = self.places[self.phases[-1].place], self._samples, op._overloadpacket
         if packet in (aten._scaled_dot_product_flash_attention_for_cpu, aten._scaled_dot_product_efficient_attention):
             is_flash = packet is aten._scaled_dot_product_flash_attention_for_cpu
             arguments = dict(zip([argument.name for argument in op._schema.arguments], args, strict=False)) | kwargs
