@@ -61,7 +61,7 @@ class Backend(Protocol):
         """Take up an attempt that the journal calls live: watch it, report its end, or start it if it never began."""
 
     def events(self, timeout_s: float) -> Sequence[Event]:
-        """What happened since the last call; waits at most `timeout_s` for the first."""
+        """Return the events since the last call; wait at most `timeout_s` for the first."""
 
     def close(self) -> None:
         """Stop watching; running attempts continue."""
@@ -110,10 +110,10 @@ class EventLog(Protocol):
         """Return at most `limit` ended jobs, latest end first; with `before`, only those that ended before that job."""
 
     def totals(self) -> Totals:
-        """How many jobs have ended, and how many records wait for trackers."""
+        """Return how many jobs have ended, and how many records wait for trackers."""
 
     def began_at_s(self) -> float | None:
-        """When its first event came, in seconds since 1970; None before it."""
+        """Return the time of the first event, in seconds since 1970; None before it."""
 
 
 class Receiver(Protocol[Sent]):

@@ -258,7 +258,7 @@ def _host_bytes(rank: Rank, plan: Plan) -> int:
 
 
 def _checkpoint_bytes(profile: ModelProfile, plan: Plan) -> int:
-    """What is trained and its optimizer states, in fp32; every part is copied by one of the ranks that hold it.
+    """Return the fp32 bytes of what is trained and its optimizer states; one of the ranks that hold a part copies it.
 
     training/checkpoint/host_copy.py; a script's own checkpoints are its own affair.
     """

@@ -63,7 +63,7 @@ def profile_of(
     if model is not None and model.weight_bytes_each == 2:
         autocast = False  # nothing is left to cast
     if freezes(spec) and tensor_parallel == pipeline_parallel == expert_parallel == 1:
-        traced = _traced(spec.traced, precision, length, autocast, cuda)
+        traced = _find_traced(spec.traced, precision, length, autocast, cuda)
         if traced is not None:
             return traced
     if model is not None and model.decoder is not None:
@@ -99,7 +99,7 @@ def profile_of(
             return _as_script_runs(spec, theirs, model, shape.vocab_size, length) if spec.is_script else theirs
     if tensor_parallel > 1:
         return None
-    return _traced(spec.traced, precision, length, autocast, cuda)
+    return _find_traced(spec.traced, precision, length, autocast, cuda)
 
 
 def _as_script_runs(
@@ -140,7 +140,7 @@ def is_known(spec: JobSpec) -> bool:
     return not freezes(spec) and profile_of(spec, precision=spec.precision, sequence_length=None) is not None
 
 
-def _traced(
+def _find_traced(
     profiles: tuple[TracedProfile, ...], precision: Precision, sequence_length: int, autocast: bool, cuda: bool
 ) -> ModelProfile | None:
     """Return the profile traced with the shortest samples of at least this length, on this kind of device if any."""
@@ -303,7 +303,7 @@ def decoder_profile(
 
 
 def _gathered_peaks(sample_bytes: int, h: int, f: int, stream_width: float) -> tuple[BackwardPeak, ...]:
-    """Where most is live in the backward pass of a layer whose tokens are gathered for its matrices.
+    """Return where most is live in the backward pass of a layer whose tokens are gathered for its matrices.
 
     `sample_bytes`: of one value for every token. The last matrix gathers the gradient of its output; or the product
     before it has gradients of both factors. Then two matrices read the input, which is gathered again, and their
@@ -339,7 +339,7 @@ def _updated_before_largest(feed_forward: int, table: int) -> int:
 
 
 def _embedding(s: int, h: int, v: int, *, stream: int, tied: bool, spread: int) -> Segment:
-    """What is looked up, with tokens and labels; backward, the gradient of its output.
+    """Return the embedding: its output, with tokens and labels; in backward the gradient of the output.
 
     Over `spread` ranks that is the gradient of all tokens, and the same without the rows of other ranks.
     """

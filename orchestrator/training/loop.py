@@ -54,7 +54,7 @@ def train(run: TrainingRun, ranks: Ranks) -> bool:
     background = dist.new_group(backend="gloo", timeout=SAVING_TIMEOUT)
     saver = Saver(run, ranks.device, background)
     newest = newest_intact(checkpoints, background)
-    saved = checkpoint.opened(newest) if newest else None
+    saved = checkpoint.open_saved(newest) if newest else None
     cursor, stopped = saved.cursor if saved else Cursor(), False
     while cursor.step < run.training.max_steps and not stopped:
         try:

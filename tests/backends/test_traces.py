@@ -9,7 +9,7 @@ from statistics import median, pstdev
 
 import pytest
 
-from orchestrator.backends.simulated.traces import SCALING, Arrival, Trace, _measured, misjudge, read_trace, shake
+from orchestrator.backends.simulated.traces import SCALING, Arrival, Trace, _read_speeds, misjudge, read_trace, shake
 from orchestrator.specs.errors import SpecError
 
 SHARED = Path(__file__).parents[3] / "shared" / "traces"
@@ -158,7 +158,7 @@ def test_scaling_is_the_median_of_what_was_measured_in_one_node() -> None:
     exponents = []
     for path in sorted((SHARED / "plans" / "throughput").glob("*.csv")):
         times: dict[tuple[int, ...], float] = {}
-        for (_, shape), step_s in _measured(path).items():
+        for (_, shape), step_s in _read_speeds(path).items():
             times[shape] = min(step_s, times.get(shape, step_s))
         if (1,) in times and (8,) in times:
             exponents.append(log(times[1,] / times[8,]) / log(8))

@@ -74,7 +74,7 @@ def test_whole_and_fragmented_states_load_either_way(
     checkpoint.load(folder, {"model.cut": full})
     assert pieces["model.cut"].tolist() == pieces["model.whole"].tolist() == list(range(start, stop))
     assert full.equal(whole)
-    assert checkpoint.opened(folder).cursor == Cursor(step=3, samples=24)
+    assert checkpoint.open_saved(folder).cursor == Cursor(step=3, samples=24)
 
 
 @pytest.mark.filterwarnings("ignore")  # torch says that it saves without a process group
@@ -260,7 +260,7 @@ def _written(checkpoints: Path, *, epoch: int, step: int) -> Path:
     path = checkpoint_folder.writing_path(checkpoints, epoch, step)
     path.mkdir(parents=True)
     (path / "data").write_bytes(bytes(range(100)))
-    checkpoint_folder.write_manifest(path, {"data": checkpoint_folder.written(100, zlib.crc32(bytes(range(100))))})
+    checkpoint_folder.write_manifest(path, {"data": checkpoint_folder.file_entry(100, zlib.crc32(bytes(range(100))))})
     return path
 
 

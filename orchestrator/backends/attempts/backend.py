@@ -91,7 +91,7 @@ class ProcessBackend:
             self._watches[name][0].stop(action.grace_s)
 
     def events(self, timeout_s: float) -> Sequence[Event]:
-        """What happened since the last call; waits at most `timeout_s` for the first."""
+        """Return the events since the last call; wait at most `timeout_s` for the first."""
         try:
             events = [self._events.get(timeout=timeout_s)]
         except queue.Empty:

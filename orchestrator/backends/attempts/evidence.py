@@ -100,15 +100,15 @@ def collect(spec: JobSpec, attempt: Attempt, jobs: JobFolder, ending: Ending) ->
         stopped=ending.stopped,
         missing_artifacts=absent,
         finished=spec.success.log is not None and not absent and not attempt.probe,
-        lost=tuple(list_lost(spec, _resumed_from(folder), ending.counts, _reached(jobs, attempt))),
+        lost=tuple(list_lost(spec, _resumed_from(folder), ending.counts, _highest_step(jobs, attempt))),
         checkpoint_step=None if attempt.probe else saved_step(spec, jobs),
         free_before_bytes=ending.free_before_bytes,
-        unwatched=_unwatched(folder, beats, ending) if began else (),
+        unwatched=_list_unwatched(folder, beats, ending) if began else (),
         virtual=(_read_json(folder.guard) or {}).get("virtual_capacity_bytes") is not None,
     )
 
 
-def _unwatched(folder: AttemptFolder, beats: tuple[Heartbeat, ...], ending: Ending) -> tuple[str, ...]:
+def _list_unwatched(folder: AttemptFolder, beats: tuple[Heartbeat, ...], ending: Ending) -> tuple[str, ...]:
     """Processes that trained without the guard, each with the reason; logged steps without a guarded process count."""
     processes = tuple(log_tail(folder.unwatched).splitlines()[:UNWATCHED_MAX])
     if processes or ending.counts is None or any(beat.torch_version for beat in beats):
@@ -133,7 +133,7 @@ def end_of(
     findings: tuple[Finding, ...],
     beats: tuple[Heartbeat, ...] = (),
 ) -> RankEnd:
-    """How a rank ended by its log, of which `scan` has read every line."""
+    """Return how a rank ended by its log, of which `scan` has read every line."""
     return RankEnd(
         rank=rank,
         exit_code=exit_code,
@@ -261,7 +261,7 @@ def _resumed_from(folder: AttemptFolder) -> str | None:
     return checkpoint if isinstance(checkpoint, str) else None
 
 
-def _reached(jobs: JobFolder, attempt: Attempt) -> int | None:
+def _highest_step(jobs: JobFolder, attempt: Attempt) -> int | None:
     """The highest number that the logs of earlier attempts counted."""
     endings = [read_ending(jobs.attempt(number)) for number in range(1, attempt.number)]
     return max((ending.counts[1] for ending in endings if ending is not None and ending.counts), default=None)

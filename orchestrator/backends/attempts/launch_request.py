@@ -195,7 +195,7 @@ def _is_linked(spec: JobSpec) -> bool:
 
 
 def _workdir(spec: JobSpec, paths: AttemptFolder) -> str:
-    """Where the ranks run."""
+    """Return the working directory of the ranks."""
     return str(_links(paths)) if _is_linked(spec) else spec.workdir or str(paths.path)
 
 
@@ -243,7 +243,7 @@ def add_guard(argv: tuple[str, ...], guard_settings: str, python: str) -> tuple[
     return (*interpreter, str(GUARD), guard_settings, "--", *program)
 
 
-def _self_started(argv: tuple[str, ...], guard_settings: str, python: str) -> tuple[str, ...]:
+def _guard_self_start(argv: tuple[str, ...], guard_settings: str, python: str) -> tuple[str, ...]:
     """The program of a job that starts its ranks itself; each rank inherits the guard by its environment.
 
     A Python with -I, -E or -S ignores that and runs the guard by its path; so far as it passes its flags on,
@@ -283,7 +283,7 @@ def _launchers(
         node = nodes[part.node]
         env = {**_defaults(node), **common, **gang, **_device_env(node, part.devices)}
         if spec.launch == "self":
-            program = _self_started(argv, str(paths.guard), python)
+            program = _guard_self_start(argv, str(paths.guard), python)
         elif spec.launch == "dora":
             workers = ("-d", "--ddp_workers", str(len(part.devices))) if len(part.devices) > 1 else ()
             program = (*argv[:2], *workers, *argv[2:])

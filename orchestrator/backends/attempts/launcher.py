@@ -199,7 +199,7 @@ class Launcher:
 
     def _look_after(self, ranks: list[RankStart], workdir: str) -> None:
         try:
-            if self._superseded():
+            if self._is_superseded():
                 self._error = f"a newer attempt than {self._epoch} exists"
             else:
                 self._start_all(ranks, workdir)
@@ -220,7 +220,7 @@ class Launcher:
                 self._changed.wait(POLL_S)
             if time.monotonic() >= next_fence_s:
                 next_fence_s = time.monotonic() + FENCE_EVERY_S
-                if self._superseded():
+                if self._is_superseded():
                     self._kill_within(0)
             if time.monotonic() >= next_census_s:
                 self._census.take({rank.process.pid for rank in self._ranks.values()})
@@ -311,7 +311,7 @@ class Launcher:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(rank.process.pid, number)
 
-    def _superseded(self) -> bool:
+    def _is_superseded(self) -> bool:
         self._stale = self._stale or read_epoch(self._epoch_path) > self._epoch
         return self._stale
 

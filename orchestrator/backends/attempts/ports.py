@@ -39,7 +39,7 @@ class NodeSource(Protocol):
         """Know the nodes by this description from now on."""
 
     def read_devices(self, node: LiveNode) -> NvmlReading:
-        """What NVML says on `node` now. A node that does not answer is an error in the reading."""
+        """Return NVML's reading of `node` now. A node that does not answer is an error in the reading."""
 
 
 class LauncherGroup(Protocol):

@@ -72,7 +72,7 @@ class NvmlRates:
 
 
 def rates(index: int) -> NvmlRates | None:
-    """What the device of this index is made for; None where it cannot be read. Never raises."""
+    """Return the rates of the device of this index; None where it cannot be read. Never raises."""
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:

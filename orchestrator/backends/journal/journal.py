@@ -156,7 +156,7 @@ class Journal:
 
     def submitted(self, keys: Sequence[str]) -> Mapping[str, Submission]:
         """Return the submissions under these keys; keys without one are left out."""
-        return self._submissions.of(keys)
+        return self._submissions.find(keys)
 
     def snapshot(self, state: State) -> None:
         """Keep the state after all appended events; `load` folds only later ones.
@@ -208,7 +208,7 @@ class Journal:
             return {row.id: (row.status, row.ended_at) for row in connection.execute(columns).all()}
 
     def totals(self) -> Totals:
-        """How many jobs have ended, and how many records wait for trackers; looks at jobs that are new since then."""
+        """Return how many jobs have ended, and how many records wait for trackers; count only new jobs."""
         columns = (_jobs.c.status, sa.func.count().label("jobs"), sa.func.max(_jobs.c.number).label("last"))
         with self.database.transaction() as connection:
             fresh = sa.select(*columns).where(_jobs.c.number > self._counted).group_by(_jobs.c.status)
@@ -227,7 +227,7 @@ class Journal:
         return (event for event, _ in self.history())
 
     def began_at_s(self) -> float | None:
-        """When its first event came, in seconds since 1970; None before it."""
+        """Return the time of the first event, in seconds since 1970; None before it."""
         first = sa.select(_events.c.id, _events.c.body).order_by(_events.c.id).limit(1)
         with self.database.transaction() as connection:
             row = connection.execute(first).one_or_none()

@@ -120,7 +120,7 @@ class Outbox(Generic[Body]):
             self._set_aside.read(self._codec, self._rows.name, row.id, row.body)
 
     def undelivered(self, connection: sa.Connection) -> dict[str, int]:
-        """How many rows each receiver lacks, in a transaction of the journal."""
+        """Return how many rows each receiver lacks, in a transaction of the journal."""
         counts = {}
         for name in connection.execute(sa.select(self._cursors.c.name)).scalars().all():
             progress = self._progress_of(name, connection)
@@ -194,7 +194,7 @@ class Notices(Outbox[Notice]):
         if not self.has_targets or not bodies:
             return
         by_id = {notice.id: notice for notice in bodies}
-        told_ids = _known(connection, [*by_id])
+        told_ids = _find_told(connection, [*by_id])
         fresh = [notice for notice in by_id.values() if notice.id not in told_ids]
         if not fresh:
             return
@@ -206,7 +206,7 @@ class Notices(Outbox[Notice]):
             log.error("more than %d notices wait for their targets: the oldest %d are dropped", NOTICES_MAX, dropped)
 
     def oldest_s(self, connection: sa.Connection) -> dict[str, float]:
-        """When the oldest notice that waits was made, for each target that lacks one."""
+        """Return the time of the oldest notice that waits, for each target that lacks one."""
         cursors, rows = self._cursors, self._rows
         least = sa.select(sa.func.min(rows.c.id)).where(rows.c.id > cursors.c.last_row)
         first = least.correlate(cursors).scalar_subquery()
@@ -227,10 +227,10 @@ class Notices(Outbox[Notice]):
         with self.database.transaction() as connection:
             self._remember(connection, [notice])
 
-    def known(self, ids: Sequence[str]) -> set[str]:
+    def find_told(self, ids: Sequence[str]) -> set[str]:
         """Return the ids of these notices that were told in the last TOLD_S."""
         with self.database.transaction() as connection:
-            return _known(connection, ids)
+            return _find_told(connection, ids)
 
     def knows_kind(self, kind: str) -> bool:
         """Whether any notice of this kind was told in the last TOLD_S."""
@@ -243,7 +243,7 @@ class Notices(Outbox[Notice]):
         connection.execute(_told.insert(), rows)
 
 
-def _known(connection: sa.Connection, ids: Sequence[str]) -> set[str]:
+def _find_told(connection: sa.Connection, ids: Sequence[str]) -> set[str]:
     told_ids = set[str]()
     for first in range(0, len(ids), PAGE):
         page = sa.select(_told.c.id).where(_told.c.id.in_(ids[first : first + PAGE]))

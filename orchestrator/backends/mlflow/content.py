@@ -166,7 +166,7 @@ def attempt_content(
 
 
 def source_tags(job: Job, hide: Hide) -> dict[str, str]:
-    """Whose code runs, under the names of MLflow's own context providers (mlflow/tracking/context, 3.17)."""
+    """Return tags of code and user, by the names of MLflow's context providers (mlflow/tracking/context, 3.17)."""
     command, source = job.spec.command, job.spec.source
     script = OWN_PROGRAM if command is None else next((word for word in command if word.endswith(".py")), command[0])
     tags = {"mlflow.source.type": "LOCAL", "mlflow.source.name": hide(script)}

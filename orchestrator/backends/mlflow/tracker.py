@@ -87,12 +87,12 @@ class MlflowTracker(Tracker):
 
     def send(self, rows: Sequence[OutboxRow]) -> None:
         """Bring the job of the rows up to date, with the curves of its attempts."""
-        with self._contacted() as contact:
+        with self._connection() as contact:
             self._send_job(contact, rows[-1][1].job)
 
     def refresh(self) -> None:
         """Send new points of running attempts' curves."""
-        with self._contacted() as contact:
+        with self._connection() as contact:
             for key in self._curves:
                 if key in contact.run_ids:  # else somebody deleted the run
                     self._send_curves(contact, key)
@@ -100,13 +100,13 @@ class MlflowTracker(Tracker):
             self._outputs.go_on(contact.client)
 
     def shut_down(self) -> None:
-        """Nothing: the server is not ours."""
+        """Do nothing: the server is not ours."""
 
     def _connect(self) -> Contact:
         return Contact(self._uri)
 
     @contextmanager
-    def _contacted(self) -> Iterator[Contact]:
+    def _connection(self) -> Iterator[Contact]:
         """The connection, made anew after any error."""
         from mlflow.exceptions import MlflowException
 

@@ -45,7 +45,7 @@ def job_notice(kind: NoticeKind, job: Job, key: str, at_s: float, verdict: str, 
 
 
 def notices_of(decided: Sequence[Decided]) -> Iterator[Notice]:
-    """What people are told at once of these decisions; the same decisions give the same ids."""
+    """Yield the notices of these decisions; the same decisions give the same ids."""
     for event, actions in decided:
         for action in actions:
             if isinstance(action, Record):

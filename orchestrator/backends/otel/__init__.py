@@ -16,7 +16,7 @@ SECRETS = ("OTEL_EXPORTER_OTLP_TRACES_HEADERS", "OTEL_EXPORTER_OTLP_HEADERS")  #
 
 
 def spans_of(environment: MutableMapping[str, str]) -> Spans | None:
-    """Where spans are sent by the usual variables; None where they name no receiver, or OTEL_SDK_DISABLED is true.
+    """Return the sender of spans by the usual variables; None if they name no receiver, or OTEL_SDK_DISABLED is true.
 
     Headers leave the environment, so that no job inherits a receiver's key. Raises SpecError without the extra.
     """

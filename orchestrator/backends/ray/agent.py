@@ -50,7 +50,7 @@ class Calls:
             raise ClusterAway(f"Ray does not answer: {error}") from error
 
     def read_devices(self, node_id: str, name: str) -> nvml.NvmlReading:
-        """What NVML says on a node; an answer that does not come in 20 s is an error in the reading."""
+        """Return NVML's reading of a node; an answer that does not come in 20 s is an error in the reading."""
         task = ray.remote(num_cpus=0, max_retries=0)(nvml.devices)
         reference = task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)).remote()
         try:

@@ -280,7 +280,7 @@ class LinkedLaunchers:
 
 
 def read_devices(link: Link, node: LiveNode) -> NvmlReading:
-    """What NVML says on `node`; no answer is an error in the reading."""
+    """Return NVML's reading of `node`; no answer is an error in the reading."""
     try:
         reading: NvmlReading = link.call("read_devices", node.id, node.launch.name)
     except (ClusterAway, CallFailed) as error:

@@ -41,7 +41,7 @@ class RayNodes:
         return {**live_nodes(self._cluster, self._link.nodes())}
 
     def read_devices(self, node: LiveNode) -> NvmlReading:
-        """What NVML says on `node`; no answer is an error in the reading."""
+        """Return NVML's reading of `node`; no answer is an error in the reading."""
         return read_devices(self._link, node)
 
 

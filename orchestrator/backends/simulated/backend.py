@@ -112,7 +112,7 @@ class SimulatedBackend:
             self._after(delay_s, partial(self._end, process, FailureKind.CANCELLED, None))
 
     def events(self, timeout_s: float) -> Sequence[Event]:
-        """What happened next, time advanced to it; nothing, and `timeout_s` later, where nothing happens until then."""
+        """Advance the time to the next events, at most `timeout_s`, and return them."""
         until_s = self._now_s + timeout_s
         self._tell_nodes()
         while not self._outbox and self._agenda and self._agenda[0][0] <= until_s:

@@ -46,7 +46,7 @@ class Process:
 
     @property
     def last_step(self) -> int:
-        """Where its training ends, or is ended."""
+        """The step at which the training ends, or is ended."""
         if self.attempt.probe:
             return PROBE_STEPS
         steps = self.job.spec.optimizer_steps

@@ -71,7 +71,7 @@ def read_trace(path: Path) -> Trace:
                     got=", ".join(sorted(columns)),
                     allowed=allowed,
                 )
-            return trace_of(path.stem, list(read(path, _numbered(path, rows))))
+            return trace_of(path.stem, list(read(path, _number_rows(path, rows))))
     except FileNotFoundError:
         raise SpecError("the file does not exist", source=str(path)) from None
     except UnicodeDecodeError:
@@ -130,7 +130,7 @@ def _plans(path: Path, rows: Iterator[tuple[str, Row]]) -> Iterator[Arrival]:
     A job with `is_sla` never runs slower than its `exec_plan` on as many devices as it asks for (arXiv:2408.08586,
     section 5): it is promised that speed.
     """
-    measured = cache(lambda application: _measured(path.parent.parent / "throughput" / f"{application}.csv"))
+    measured = cache(lambda application: _read_speeds(path.parent.parent / "throughput" / f"{application}.csv"))
     for where, row in rows:
         speeds, devices = measured(row["application"]), _whole(where, row, "num_gpus")
         shapes: dict[Shape, float] = {}  # of the fastest plan on each
@@ -159,7 +159,7 @@ def _submitted_step_s(speeds: Mapping[tuple[str, Shape], float], plan: str, devi
     return min(measured)[1] if measured else None
 
 
-def _measured(path: Path) -> dict[tuple[str, Shape], float]:
+def _read_speeds(path: Path) -> dict[tuple[str, Shape], float]:
     """Seconds per step of each plan on each placement (its digits are devices per node)."""
     fastest: dict[tuple[str, Shape], float] = {}
     for where, row in _rows(path):
@@ -175,7 +175,7 @@ def _rows(path: Path) -> Iterator[tuple[str, Row]]:
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError):  # ValueError: no name that a file can have
         raise SpecError("there are no measurements of this application", source=repr(str(path))) from None
-    return _numbered(path, csv.DictReader(text.splitlines()))
+    return _number_rows(path, csv.DictReader(text.splitlines()))
 
 
 def _deadlines(_: Path, rows: Iterator[tuple[str, Row]]) -> Iterator[Arrival]:
@@ -185,7 +185,7 @@ def _deadlines(_: Path, rows: Iterator[tuple[str, Row]]) -> Iterator[Arrival]:
         yield Arrival(
             at_s=_number(where, row, "submission_time"),
             spec=job_spec_from_trace(
-                row["model_name"], _scaled(devices, _number(where, row, "duration") / steps), steps
+                row["model_name"], _scale_speeds(devices, _number(where, row, "duration") / steps), steps
             ),
             deadline_s=_number(where, row, "deadline"),
             rigid_devices=devices,
@@ -217,7 +217,7 @@ def _table(path: Path, batch: str) -> dict[int, float]:
     )
 
 
-def _scaled(devices: int, step_s: float) -> dict[int, float]:
+def _scale_speeds(devices: int, step_s: float) -> dict[int, float]:
     """Seconds per step of every power of two, and of the number asked for."""
     counts = {2**power for power in range(DEVICES_MAX.bit_length())} | {devices}
     return {count: step_s * (devices / count) ** SCALING for count in counts if count <= max(devices, DEVICES_MAX)}
@@ -299,7 +299,7 @@ def trace_of(name: str, arrivals: list[Arrival]) -> Trace:
     )
 
 
-def _numbered(path: Path, rows: csv.DictReader[str]) -> Iterator[tuple[str, Row]]:
+def _number_rows(path: Path, rows: csv.DictReader[str]) -> Iterator[tuple[str, Row]]:
     for row in rows:
         yield f"{path}:{rows.line_num}", row
 

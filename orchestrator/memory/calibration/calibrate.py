@@ -176,7 +176,7 @@ class Calibration:
 
     def errors_of(self, engine: Engine, source: Source) -> Errors:
         """Return the engine's errors for a profile of this source; before any measurement, the supposed ones."""
-        return _supposing(self.errors.get(engine, SUPPOSED), MARGINS[source])
+        return _with_margin(self.errors.get(engine, SUPPOSED), MARGINS[source])
 
     def correction_of(self, plan: Plan, estimate: MemoryEstimate) -> float:
         """Return the factor on the plan's activations: from its own peak where it is proven, else the family's."""
@@ -187,7 +187,7 @@ class Calibration:
         """Return the errors by which to judge the plan; a proven plan varies as an unmeasured one may."""
         if self._proof_of(plan, estimate) is None:
             return self.errors_of(plan.engine, estimate.source)
-        return _supposing(SUPPOSED, MARGINS[estimate.source])
+        return _with_margin(SUPPOSED, MARGINS[estimate.source])
 
     def _proof_of(self, plan: Plan, estimate: MemoryEstimate) -> Proven | None:
         return next(
@@ -218,7 +218,7 @@ def calibration(observations: Iterable[Observation], *, device: str, family: str
     """
     of_device = [outcome for outcome in observations if outcome.device == device]
     of_family = [outcome for outcome in of_device if outcome.family == family]
-    relative_to = _told_by(of_family, job)
+    relative_to = _newest_settings(of_family, job)
     if relative_to is not None:
         of_family = [outcome for outcome in of_family if outcome.relative_to in (None, relative_to)]
     counted = [outcome for outcome in _of_newest_torch(of_family) if not outcome.probe]
@@ -254,7 +254,7 @@ def calibration(observations: Iterable[Observation], *, device: str, family: str
     )
 
 
-def _told_by(of_family: Sequence[Observation], job: str) -> OwnSettings | None:
+def _newest_settings(of_family: Sequence[Observation], job: str) -> OwnSettings | None:
     """The settings that the newest telling outcome is relative to, of the job itself where it ran out of memory.
 
     An outcome that needed no more than was assumed tells nothing: a job with other settings assumes anew.
@@ -413,7 +413,7 @@ def _student(value: float, freedom: int) -> float:
 
 @cache
 def _student_quantile(freedom: int) -> float:
-    """Where Student's distribution function reaches CONFIDENCE."""
+    """Return where Student's distribution function reaches CONFIDENCE."""
     low, high = 0.0, 10.0  # 6.96 with 2 degrees of freedom
     while high - low > 1e-12:
         middle = (low + high) / 2
@@ -427,5 +427,5 @@ def prior_spread(margin: float) -> float:
 
 
 @lru_cache(maxsize=1024)
-def _supposing(errors: Errors, margin: float) -> Errors:
+def _with_margin(errors: Errors, margin: float) -> Errors:
     return errors if errors.supposed == margin else replace(errors, supposed=margin)

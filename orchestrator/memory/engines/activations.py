@@ -57,14 +57,14 @@ def activations(
     `offloads`: the layers' inputs wait in host memory (training/engines/recompute.py).
     """
     how = _How(mode, casts, full_layers, offloads)
-    alone = _of_one_micro_batch(rank.stage, rank.has_loss, not rank.messages, how, rank.full_layers, rank.updates)
+    alone = _single_micro_batch(rank.stage, rank.has_loss, not rank.messages, how, rank.full_layers, rank.updates)
     if not rank.others:
         return alone
     saved_bytes = copied_bytes = 0
     for stage, passes in rank.others:
         full = full_parts(stage, full_layers)
         for segment, parts in zip(stage.segments, full, strict=True):
-            saved, copied = _kept(segment, how, segment.count, parts)
+            saved, copied = _saved(segment, how, segment.count, parts)
             saved_bytes, copied_bytes = saved_bytes + passes * saved, copied_bytes + passes * copied
     beside = (
         Activations(live.per_sample_bytes + saved_bytes, live.fixed_bytes + copied_bytes, live.chunks)
@@ -100,14 +100,14 @@ def _highest_places(stage: ModelProfile, has_loss: bool, gathers: bool, casts: b
     points = traced_passages(stage) if stage.moments else passages(stage, has_loss, gathers=gathers, updates=updates)
     places, highest = [place for place, passage in enumerate(points) if passage.point is not Point.ARRIVAL], set()
     for mode in ActivationCheckpointing:
-        passing = _of_one_micro_batch(stage, has_loss, gathers, _How(mode, casts, 0, False), 0, updates)[:FORWARDED]
+        passing = _single_micro_batch(stage, has_loss, gathers, _How(mode, casts, 0, False), 0, updates)[:FORWARDED]
         highest.add(max(places, key=lambda place: passing[place].per_sample_bytes))
         highest.update(place for place, live in enumerate(passing) if live.chunks is not None)
     return frozenset(highest)
 
 
 @lru_cache(maxsize=8192)
-def _of_one_micro_batch(
+def _single_micro_batch(
     stage: ModelProfile, has_loss: bool, gathers: bool, how: _How, passing: int, updates: bool
 ) -> tuple[Activations, ...]:
     """Return `activations` of one micro-batch; `passing`: full layers whose passages count; `updates`: see Rank."""
@@ -120,7 +120,7 @@ def _of_one_micro_batch(
         return (*lines, NONE, NONE)
     segments = stage.segments
     full = full_parts(stage, how.full_layers)
-    saved_pairs = [_kept(segment, how, segment.count, parts) for segment, parts in zip(segments, full, strict=True)]
+    saved_pairs = [_saved(segment, how, segment.count, parts) for segment, parts in zip(segments, full, strict=True)]
     saved = list(accumulate((saved for saved, _ in saved_pairs), initial=0))
     copied = list(accumulate((copied for _, copied in saved_pairs), initial=0))
 
@@ -129,7 +129,7 @@ def _of_one_micro_batch(
         if not full[place]:
             count, (all_saved, all_copied) = segments[place].count, saved_pairs[place]
             return saved[place] + parts * (all_saved // count), copied[place] + parts * (all_copied // count)
-        own_saved, own_copied = _kept(segments[place], how, parts, full[place])
+        own_saved, own_copied = _saved(segments[place], how, parts, full[place])
         return saved[place] + own_saved, copied[place] + own_copied
 
     gradient_bytes = stage.parameter_bytes if casts or stage.precision is Precision.FP32 else 2
@@ -138,11 +138,11 @@ def _of_one_micro_batch(
     for passage in passages(stage, has_loss, gathers=gathers, full_layers=passing, updates=updates):
         if passage.point is Point.FORWARD:
             kept_then = up_to(passage.place, passage.segment.count)
-            waiting_bytes = gradient_bytes * _waiting(passage, segments[-1])
+            waiting_bytes = gradient_bytes * _waiting_elements(passage, segments[-1])
             live.append(_forward_end(segments, passage.segment, *kept_then, waiting_bytes, recast=recast))
             continue
         parts = passage.segment.count - passage.position
-        waiting = _waiting(passage, segments[-1])
+        waiting = _waiting_elements(passage, segments[-1])
         if passage.point is Point.START:
             saved_before, copied_before = up_to(passage.place, parts)
             live.append(Activations(saved_before, copied_before + gradient_bytes * waiting))
@@ -160,7 +160,7 @@ def _of_one_micro_batch(
     return (*live, NONE)
 
 
-def _kept(segment: Segment, how: _How, parts: int, full: int) -> tuple[int, int]:
+def _saved(segment: Segment, how: _How, parts: int, full: int) -> tuple[int, int]:
     """Return what the first `parts` of a segment save for backward: bytes per sample, bytes of weight copies.
 
     The first `full` of the segment keep their input only.
@@ -193,7 +193,7 @@ def _forward_end(
     return Activations(saved_bytes + transient, copied_bytes + waiting_bytes + cast, last.chunks)
 
 
-def _waiting(passage: Passage, loss: Segment) -> int:
+def _waiting_elements(passage: Passage, loss: Segment) -> int:
     """Elements of a shared weight's gradient that are there: one in chunks makes it in the forward pass already."""
     if passage.segment is loss and loss.chunks is None:
         return loss.waiting_gradients if passage.point in (Point.GRADIENT, Point.END) else 0

@@ -70,7 +70,7 @@ def moments(rank: Rank, plan: Plan, zero: Zero, places: Iterable[int], *, cuda: 
         points.append(Moment("gradient reduction", (*fixed, gradients, ("gradient buckets", width * at_once))))
         points.append(Moment("optimizer step", (*fixed, gradients, ("optimizer temporaries", updated))))
         return points
-    shard_bytes = width * (shard + _buckets(profile) * buckets.reduce) if stage is ZeroStage.PARAMETERS else 0
+    shard_bytes = width * (shard + _bucket_count(profile) * buckets.reduce) if stage is ZeroStage.PARAMETERS else 0
     step = (
         ("gradients", on_device * (shard_bytes + FP32_BYTES * -(-at_once // dp))),
         ("optimizer temporaries", on_device * updated),
@@ -141,7 +141,7 @@ def _transients(profile: ModelProfile, plan: Plan, buckets: Buckets, passage: Pa
             if meets:
                 copied = max(copied, _copied(reduction.elements, dp) - (partition if reduction.is_first else 0))
         return (("gradients", width * (partitions + fresh + alone)), ("gradient buckets", width * (bucket + copied)))
-    bucket = buckets.reduce * (2 if buckets.overlap else 1) * _buckets(profile)
+    bucket = buckets.reduce * (2 if buckets.overlap else 1) * _bucket_count(profile)
     waiting = passage.gradients if passage.gradients < passage.segment.leaf_until else 0
     peak, copies, gathered = fresh + waiting, 0, _gathered(profile, plan, buckets, passage)
     meets = _meets(profile, passage)
@@ -226,7 +226,7 @@ def _last_reduction(profile: ModelProfile, plan: Plan, buckets: Buckets) -> Caus
             copied = max(0, copied - partition)
         partitions = partition * (2 if plan.gradient_accumulation_steps > 1 else 1)
         return (("gradients", width * partitions), ("gradient buckets", width * (buckets.reduce + copied)))
-    bucket = buckets.reduce * (2 if buckets.overlap else 1) * _buckets(profile)
+    bucket = buckets.reduce * (2 if buckets.overlap else 1) * _bucket_count(profile)
     shard = -(-profile.trained_parameters // dp)
     looked_up = 0 if dp == 1 and plan.offload is not Offload.PARAMETERS else _looked_up(profile, -1)
     return (
@@ -288,7 +288,7 @@ def _meets(profile: ModelProfile, passage: Passage) -> bool:
     return passage.point is Point.ARRIVAL or bool(profile.turns) or not has_arrivals
 
 
-def _buckets(profile: ModelProfile) -> int:
+def _bucket_count(profile: ModelProfile) -> int:
     """Stage 3 makes its bucket once and keeps it; of recipes that train in turn, each has one."""
     return max(1, len(profile.turns))
 

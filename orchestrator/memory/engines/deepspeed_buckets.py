@@ -67,7 +67,7 @@ def filling(profile: ModelProfile, bucket: int, *, leaves: bool = False) -> Fill
 @lru_cache(maxsize=4096)
 def largest_share(profile: ModelProfile, shares: int) -> int:
     """Return the elements of all tensors that overlap the largest of so many equal shares of what is trained."""
-    ends = list(accumulate(_registered(profile))) or [0]
+    ends = list(accumulate(_registered_sizes(profile))) or [0]
     starts, share = [0, *ends[:-1]], -(-ends[-1] // shares)
     largest = 0
     for begin in range(0, ends[-1], max(1, share)):
@@ -76,7 +76,7 @@ def largest_share(profile: ModelProfile, shares: int) -> int:
     return largest
 
 
-def _registered(profile: ModelProfile) -> Iterator[int]:
+def _registered_sizes(profile: ModelProfile) -> Iterator[int]:
     for segment in profile.segments:
         for _ in range(segment.count):
             yield from segment.registered or reversed(segment.gradients)

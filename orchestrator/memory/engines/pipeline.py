@@ -95,11 +95,11 @@ def _stages(
             messages=messages(rank, pp, passes, per_rank - first),
             full_layers=full_layers,
         )
-        kinds += _of_one_round(every, stages, passes, rank, pp, filling.at_a_time) if filling.is_one_round else [every]
+        kinds += _split_round(every, stages, passes, rank, pp, filling.at_a_time) if filling.is_one_round else [every]
     return tuple(kinds)
 
 
-def _of_one_round(
+def _split_round(
     every: Rank, stages: Sequence[ModelProfile], passes: tuple[int, ...], rank: int, pp: int, at_a_time: int
 ) -> list[Rank]:
     """The rank where its last stage goes backward first, goes on, and where its first stage does.
@@ -139,7 +139,7 @@ def distinct_ranks(pp: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
 def _others(
     stages: Sequence[ModelProfile], passes: Sequence[int], backward: int
 ) -> tuple[tuple[ModelProfile, int], ...]:
-    """What is in flight beside one pass of the stage that goes backward."""
+    """Return what is in flight beside one pass of the stage that goes backward."""
     in_flight: dict[ModelProfile, int] = {}
     for turn, (stage, count) in enumerate(zip(stages, passes, strict=True)):
         others = count - (turn == backward % len(stages))

@@ -33,7 +33,7 @@ def ddp_moments(rank: Rank, plan: Plan, replicated: Replicated, places: Iterable
 
     def gradients(passage: Passage) -> int:
         if plan.optimizer_in_backward:
-            return width * _arriving(passage)
+            return width * _gradient_elements(passage)
         if rank.accumulates:
             whole = passage.turn or rank.accumulated
             if are_views and plan.gradient_accumulation_steps == 2 and plan.layout.pp == 1:
@@ -46,7 +46,7 @@ def ddp_moments(rank: Rank, plan: Plan, replicated: Replicated, places: Iterable
     points = []
     for place in places:
         passage = rank.passages[place]
-        at_once = ("gradients", gradients(passage)), ("optimizer temporaries", _updating(passage, plan, cuda=cuda))
+        at_once = ("gradients", gradients(passage)), ("optimizer temporaries", _update_bytes(passage, plan, cuda=cuda))
         points.append(Moment(passage.name, (*fixed, *at_once), place))
     if plan.optimizer_in_backward:
         return points
@@ -60,7 +60,7 @@ def ddp_moments(rank: Rank, plan: Plan, replicated: Replicated, places: Iterable
     return points
 
 
-def _arriving(passage: Passage) -> int:
+def _gradient_elements(passage: Passage) -> int:
     """Elements of the one gradient that is there where each goes as soon as it is whole.
 
     Where most is live in a layer, that of its largest matrix has gone. A loss in chunks makes its own long before.
@@ -69,7 +69,7 @@ def _arriving(passage: Passage) -> int:
     return 0 if has_gone else passage.fresh
 
 
-def _updating(passage: Passage, plan: Plan, *, cuda: bool) -> int:
+def _update_bytes(passage: Passage, plan: Plan, *, cuda: bool) -> int:
     """Bytes held while a gradient that has just come is used up within the backward pass.
 
     One of a loss in chunks, or of a weight that other parts share, waits. One of a layer whose tokens are gathered is
@@ -79,7 +79,7 @@ def _updating(passage: Passage, plan: Plan, *, cuda: bool) -> int:
     waits = (passage.segment.chunks is not None or is_gathered) and passage.point is Point.PEAK
     if not plan.optimizer_in_backward or not passage.backward or waits:
         return 0
-    return temporaries(plan, min(_arriving(passage), passage.segment.trained_parameters), cuda=cuda)
+    return temporaries(plan, min(_gradient_elements(passage), passage.segment.trained_parameters), cuda=cuda)
 
 
 def fsdp_moments(rank: Rank, plan: Plan, fsdp: Fsdp, places: Iterable[int], *, cuda: bool) -> list[Moment]:
@@ -103,7 +103,7 @@ def fsdp_moments(rank: Rank, plan: Plan, fsdp: Fsdp, places: Iterable[int], *, c
     for place in places:
         passage = rank.passages[place]
         transients = _transients(rank, plan, fsdp, passage, compute, gloo=not cuda)
-        reduced = _reduced(rank, plan, fsdp, passage, of_turn.get(passage.turn, rank.trained_parameters))
+        reduced = _reduced_elements(rank, plan, fsdp, passage, of_turn.get(passage.turn, rank.trained_parameters))
         gradients = ("gradients", device * profile.parameter_bytes * -(-reduced // shards))
         points.append(Moment(passage.name, (*fixed, gradients, *transients), place))
         if plan.optimizer_in_backward and passage.behind and passage.point is Point.START:
@@ -142,7 +142,7 @@ def _transients(rank: Rank, plan: Plan, fsdp: Fsdp, passage: Passage, compute: i
     return _unit(rank, plan, fsdp, passage, compute, gloo=gloo)
 
 
-def _reduced(rank: Rank, plan: Plan, fsdp: Fsdp, passage: Passage, whole: int) -> int:
+def _reduced_elements(rank: Rank, plan: Plan, fsdp: Fsdp, passage: Passage, whole: int) -> int:
     """Return the reduced gradients of which the rank has a shard; `whole`: those of an earlier micro-batch."""
     if fsdp.is_pipelined or fsdp.once_a_step:
         return 0
@@ -158,7 +158,7 @@ def _on_device(plan: Plan) -> int:
 
 
 def _shards(rank: Rank, plan: Plan, shards: int) -> Causes:
-    """What a rank holds at every moment."""
+    """Return what a rank holds at every moment."""
     device = _on_device(plan)
     return (
         ("parameters", device * -(-rank.weight_bytes // shards)),
@@ -250,7 +250,7 @@ def _flat(plan: Plan, segment: Segment) -> tuple[int, int]:
 
 
 def _update_behind(rank: Rank, plan: Plan, fsdp: Fsdp, passage: Passage, compute: int, *, cuda: bool) -> Causes:
-    """What is there while the unit behind is updated within the backward pass, as soon as its shard is reduced.
+    """Return the causes while the unit behind is updated in the backward pass, as soon as its shard is reduced.
 
     The flat input of its reduce-scatter is, and the unit that comes next has been gathered (see _unit).
     """
@@ -268,7 +268,7 @@ def _update_behind(rank: Rank, plan: Plan, fsdp: Fsdp, passage: Passage, compute
 
 
 def _root_update(rank: Rank, plan: Plan, compute: int, shards: int, *, cuda: bool) -> Causes:
-    """What is there while a weight of the root unit is updated: its shards, and what they were reduced out of.
+    """Return the causes while a weight of the root unit is updated: its shards, and their source in the reduction.
 
     (See _root_reduction.)
     """
@@ -353,7 +353,7 @@ def _first_reduction(rank: Rank, unit: int, compute: int) -> Causes:
 
 
 def _root_reduction(rank: Rank, plan: Plan, fsdp: Fsdp, device: int, *, gloo: bool) -> Causes:
-    """What is live when the root unit, which goes last, is reduced: its weights are let go before.
+    """Return the causes when the root unit, which goes last, is reduced: its weights are freed before.
 
     Its gradients go into a flat fp32 buffer and are let go. The last one stays where there are several ranks: a loop's
     variable still names it. A shard is reduced out of the buffer, of which gloo makes a copy (`foreach_reduce` in

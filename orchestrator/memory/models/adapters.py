@@ -43,7 +43,7 @@ class AdaptedLayer:
 
     @property
     def inputs_bytes(self) -> int:
-        """What adapters keep of their inputs.
+        """Bytes that adapters keep of their inputs.
 
         Autocast casts the input of every adapter for itself, and dropout makes another: both are kept in the compute
         type, and the mask beside it.
@@ -57,7 +57,7 @@ class AdaptedLayer:
 
     @property
     def forward_bytes(self) -> int:
-        """What is live while the last projection runs, beside what the layer keeps.
+        """Bytes that are live while the last projection runs, beside what the layer keeps.
 
         That are the feed-forward part's input and the gated product, where no adapter keeps just these, and what the
         base projection returned. Under autocast only casts of both are kept: the input is fp32, and the product is
@@ -76,7 +76,7 @@ class AdaptedLayer:
 
     @property
     def backward_bytes(self) -> int:
-        """What is live while the gated product goes backward, beside what the layer kept.
+        """Bytes that are live while the gated product goes backward, beside what the layer kept.
 
         The gradients of the product and of both its factors, without what an adapter had kept of it; where the weights
         are cast, what the layer was given as well, of which the norm kept a copy.

@@ -129,7 +129,7 @@ def with_experts(
         matmuls=(*(product for product in layer.matmuls if all(product)), *products),
         cast_bytes=layer.cast_bytes + (2 * cast if layer.cast_bytes else 0),
         largest_parameter=2 * down,
-        factored=(layer.factored or 0) + _factored(experts, h),
+        factored=(layer.factored or 0) + _factored_elements(experts, h),
         tensors=(*parts, *attention),
         arrivals=(),
         side_by_side=sum(parts),  # its block is one of DeepSpeed's leaf modules
@@ -241,7 +241,7 @@ def _expert_width(profile: ModelProfile, *, autocast: bool) -> int:
     return 4 if profile.precision is Precision.FP32 or autocast else 2
 
 
-def _factored(experts: Experts, h: int) -> int:
+def _factored_elements(experts: Experts, h: int) -> int:
     """Rows and columns of all matrices; in the two tensors of experts every one has its own."""
     f, shared = experts.width, experts.shared_width
     routed = experts.count * (2 * f + h + h + f) + experts.count + h

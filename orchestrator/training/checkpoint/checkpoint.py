@@ -105,7 +105,7 @@ def _check(folder: Path, name: str, wanted: tuple[int, ...], stored: object) -> 
         )
 
 
-def opened(folder: Path) -> Saved:
+def open_saved(folder: Path) -> Saved:
     """A complete checkpoint with its step and sample counts. Collective."""
     tree = {"step": torch.tensor(0), "samples": torch.tensor(0)}
     load(folder, tree)
@@ -136,10 +136,10 @@ def of_recipe(recipe: str, state: State) -> State:
 
     `model.x` -> `model.<recipe>.x`, `optim.state.x` -> `optim.state.<recipe>.x`, others end in `.<recipe>`.
     """
-    return {_named(recipe, name): value for name, value in state.items()} if recipe else state
+    return {_add_prefix(recipe, name): value for name, value in state.items()} if recipe else state
 
 
-def _named(recipe: str, name: str) -> str:
+def _add_prefix(recipe: str, name: str) -> str:
     kind = next((kind for kind in ("model.", "optim.state.") if name.startswith(kind)), None)
     return f"{kind}{recipe}.{name.removeprefix(kind)}" if kind else f"{name}.{recipe}"
 
@@ -155,7 +155,7 @@ class _ChecksummedFiles(FileSystem):
         with super().create_stream(path, mode) as raw:
             stream = _Checksummed(raw)
             yield stream
-            self.written[Path(path).name] = checkpoint_folder.written(stream.size_bytes, stream.crc)
+            self.written[Path(path).name] = checkpoint_folder.file_entry(stream.size_bytes, stream.crc)
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
         super().rename(path, new_path)

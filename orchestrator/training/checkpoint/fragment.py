@@ -85,7 +85,7 @@ class Chunks:
         return self.parts[tuple(index.offset)]
 
     def dtype_of(self, part: Tensor) -> torch.dtype:
-        """What a checkpoint has the values of this part in."""
+        """Return the dtype in which a checkpoint stores this part."""
         return self.stored_dtype or part.dtype
 
 
@@ -124,7 +124,7 @@ class Fragment(Chunks):
 
 
 def chunks_of(value: Tensor | Chunks) -> Chunks:
-    """What this rank holds of a value in a state, sharing its memory; of a DTensor its local shard."""
+    """Return the rank's part of a value in a state, sharing its memory; of a DTensor its local shard."""
     if isinstance(value, Chunks):
         return value
     if not isinstance(value, DTensor):

@@ -17,7 +17,7 @@ def newest_intact(checkpoints: Path, group: dist.ProcessGroup) -> Path | None:
     """
     steps: list[list[int]] = [[]]
     if group.rank() == 0:
-        steps = [[checkpoint_folder.step_of(path) for path in reversed(checkpoint_folder.published(checkpoints))]]
+        steps = [[checkpoint_folder.step_of(path) for path in reversed(checkpoint_folder.list_published(checkpoints))]]
     dist.broadcast_object_list(steps, src=0, group=group)
     for step in steps[0]:
         path = checkpoint_folder.complete_path(checkpoints, step)

@@ -71,12 +71,12 @@ class _Routes(NamedTuple):
     ends_L: Tensor
 
     def to_experts(self, x_SD: Tensor) -> Tensor:
-        return self._exchanged(x_SD, self.sent, self.received)[self.order_R]
+        return self._exchange(x_SD, self.sent, self.received)[self.order_R]
 
     def to_tokens(self, x_RD: Tensor) -> Tensor:
-        return self._exchanged(x_RD[_inverse(self.order_R)], self.received, self.sent)
+        return self._exchange(x_RD[_inverse(self.order_R)], self.received, self.sent)
 
-    def _exchanged(self, x: Tensor, sent: list[int], received: list[int]) -> Tensor:
+    def _exchange(self, x: Tensor, sent: list[int], received: list[int]) -> Tensor:
         gathered = x.new_empty(sum(received), *x.shape[1:])
         all_to_all(gathered, x.contiguous(), received, sent, group=self.group)
         return gathered
@@ -105,7 +105,7 @@ class _ToTokens(torch.autograd.Function):
 
 
 def _inverse(order: Tensor) -> Tensor:
-    """Where each place of an order went."""
+    """Return the inverse of an order."""
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(len(order), device=order.device)
     return inverse

@@ -24,7 +24,7 @@ def conversations(files: Sequence[str]) -> Iterator[tuple[str, list[Message]]]:
     """Every conversation with its `file:line`. Raises SpecError, naming file and line."""
     for name in files:
         has_lines = False
-        with _opened(name) as lines:
+        with _open(name) as lines:
             for number, line in enumerate(lines, start=1):
                 if line.strip():
                     has_lines = True
@@ -33,7 +33,7 @@ def conversations(files: Sequence[str]) -> Iterator[tuple[str, list[Message]]]:
             raise SpecError("the file is empty", source=name, path="data.chat")
 
 
-def _opened(name: str) -> Any:
+def _open(name: str) -> Any:
     try:
         return Path(name).open("rb")
     except OSError as error:
@@ -58,11 +58,11 @@ def _is_message(message: object) -> bool:
     return isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
 
 
-def marked(tokenizer: Any, messages: list[Message], place: str) -> Marked:
+def mark_tokens(tokenizer: Any, messages: list[Message], place: str) -> Marked:
     """The conversation as tokens; assistant messages and their end-of-turn tokens are marked as labels."""
     if tokenizer.chat_template is None:
         return _plain(tokenizer, messages)
-    text, spans = _rendered(tokenizer, messages, place)
+    text, spans = _render_marked(tokenizer, messages, place)
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     starts = [first for first, _ in encoded["offset_mapping"]]
     return encoded["input_ids"], [int(any(low <= first < high for low, high in spans)) for first in starts]
@@ -84,7 +84,7 @@ def _plain(tokenizer: Any, messages: list[Message]) -> Marked:
     return tokens, learnt
 
 
-def _rendered(tokenizer: Any, messages: list[Message], place: str) -> tuple[str, list[tuple[int, int]]]:
+def _render_marked(tokenizer: Any, messages: list[Message], place: str) -> tuple[str, list[tuple[int, int]]]:
     """The conversation rendered by the chat template, and the spans of its assistant messages."""
     whole = _render(tokenizer, messages, place)
     spans: list[tuple[int, int]] = []

@@ -80,7 +80,7 @@ class TextDataset(TokenStreams):
     """Files as bytes, one stream each."""
 
     def __init__(self, files: Sequence[str], sequence_length: int) -> None:
-        super().__init__([_mapped(Path(name)) for name in files], sequence_length)
+        super().__init__([_map_file(Path(name)) for name in files], sequence_length)
         if not len(self):
             raise SpecError("the text holds no sample: a sample needs two bytes", path="data.text", got=list(files))
 
@@ -92,7 +92,7 @@ def _sums(values: np.ndarray, width: int) -> np.ndarray:
     return np.add.reduceat(values != 0, np.arange(0, len(values), width), dtype=np.int64)
 
 
-def _mapped(path: Path) -> np.ndarray:
+def _map_file(path: Path) -> np.ndarray:
     if not path.is_file():
         raise SpecError("no such text file", path="data.text", got=str(path))
     if path.stat().st_size == 0:  # mmap refuses an empty file

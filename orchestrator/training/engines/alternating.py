@@ -42,7 +42,7 @@ class AlternatingEngine:
             raise SpecError(what, path="plan.optimizer_in_backward", got="true")
         _check_names(recipes, training)
         seeded = [self._with_own_randomness(part) for part in recipes]
-        self._engines = [build(part, _training(part, training)) for part in seeded]
+        self._engines = [build(part, _training_of(part, training)) for part in seeded]
         self._parts = [_Part(part.module) for part in recipes]
         # Registered after the engines' hooks, so that these seeds win: a recipe's engine seeds for its own turn only.
         layers = tuple(layer for part in recipes for layer in part.layers)
@@ -95,7 +95,7 @@ class _Part:
             parameter.grad = None
 
 
-def _training(recipe: Recipe, training: TrainingSpec) -> TrainingSpec:
+def _training_of(recipe: Recipe, training: TrainingSpec) -> TrainingSpec:
     """The job's settings for one recipe: its own learning rate, and `freeze` by its own parameter names."""
     names = [name for name, _ in recipe.module.named_parameters()]
     freeze = tuple(

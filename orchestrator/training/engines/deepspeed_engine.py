@@ -86,7 +86,7 @@ class DeepSpeedEngine:
         self._updates = Updates(self._module.named_parameters(), training, _optimizer_device(plan, device), step)
         self._trained = self._updates.parameters
         self._waiting = tuple(self._waiting_pieces())
-        self._engine = self._initialised(config)
+        self._engine = self._initialise(config)
         release_with(self, self._engine, self._updates.optimizer)
         self._updates.allocate(self._masters())
         self._start(resume_from, exact)
@@ -159,7 +159,7 @@ class DeepSpeedEngine:
         scale_gradients(self._trained.values(), clip_factor(norm, self._training.clip_norm))
         return norm
 
-    def _initialised(self, config: dict[str, Any]) -> Any:
+    def _initialise(self, config: dict[str, Any]) -> Any:
         """DeepSpeed's engine. In low precision, inputs are cast as FSDP2 casts them; buffers keep their precision."""
         buffers = [
             (
@@ -173,7 +173,7 @@ class DeepSpeedEngine:
             for name, buffer in originals.items():
                 module._buffers[name] = None if buffer is None else buffer.to(self._device)
         if self._plan.precision in LOW_PRECISION:
-            rounded = functools.partial(_rounded, LOW_PRECISION[self._plan.precision])
+            rounded = functools.partial(_round_inputs, LOW_PRECISION[self._plan.precision])
             self._module.register_forward_pre_hook(rounded, with_kwargs=True)
         return engine
 
@@ -295,7 +295,7 @@ class DeepSpeedEngine:
         return state_names(self._training, (1,))
 
 
-def _rounded(low: torch.dtype, _module: nn.Module, args: Any, kwargs: Any) -> Any:
+def _round_inputs(low: torch.dtype, _module: nn.Module, args: Any, kwargs: Any) -> Any:
     """A module's arguments, with floating-point tensors in low precision."""
 
     def cast(value: Any) -> Any:

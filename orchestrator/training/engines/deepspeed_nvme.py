@@ -143,7 +143,7 @@ def largest_run(shapes: Sequence[torch.Size], ranks: int) -> int:
 
 
 def _missing_tools() -> str | None:
-    """What this machine lacks to compile and load DeepSpeed's async_io; None if nothing."""
+    """Return what this machine lacks to compile and load DeepSpeed's async_io; None if nothing."""
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
     if shutil.which("ninja", path=_path()) is None or shutil.which("c++") is None:

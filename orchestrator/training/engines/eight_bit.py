@@ -63,7 +63,7 @@ def saved(moment: Tensor) -> Tensor | Chunks:
 
 
 def stance(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """How an update runs: compiled to one kernel for each shape, on the CPU operation by operation.
+    """Return how an update runs: compiled to one kernel for each shape, on the CPU operation by operation.
 
     There the compiler would take longer than the small models of virtual devices train. What either way holds meanwhile
     is in memory/engines/optimizers.py.

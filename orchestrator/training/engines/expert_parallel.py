@@ -65,7 +65,7 @@ class ExpertParallel:
         return DTensor.from_local(local, mesh, (Shard(0),), run_check=False)
 
     def placement(self, parameter: nn.Parameter) -> ShardPlacementResult | None:
-        """What FSDP2 asks of a layer's parameter: over which ranks it is cut, and along which axis.
+        """Return FSDP2's placement of a layer's parameter: the ranks over which it is cut, and the axis.
 
         Experts are cut between each other. Where ranks do not have the same number then, each expert is.
         """

@@ -80,7 +80,7 @@ def cut(recipe: Recipe, plan: Plan, rank: int) -> Share:
     for stage in stage_indices:
         module = recipe.module
         if len(stage_indices) > 1:
-            module = _copied(module, "", {*layer_names, *first, *last})
+            module = _copy_parts(module, "", {*layer_names, *first, *last})
             _leave_out(module, whole - set(names_of[stage]), first + last)
         layers = tuple(recipe.layers[index] for index in ranges[stage])
         made = by_first_name if initialise else None
@@ -142,7 +142,7 @@ class Pipeline:
             for turn, root in enumerate(roots)
         ]
         self._stages = stages
-        settings: dict[str, Any] = {"loss_fn": self._scaled, "scale_grads": False}
+        settings: dict[str, Any] = {"loss_fn": self._scale_loss, "scale_grads": False}
         turns = plan.gradient_accumulation_steps
         self._schedule: Schedule1F1B | ScheduleInterleaved1F1B = (
             Schedule1F1B(stages[0], turns, **settings)
@@ -198,7 +198,7 @@ class Pipeline:
         step, first = self._place
         self._randomness.begin(step, first + turn)
 
-    def _scaled(self, loss: Tensor, _target: Tensor) -> Tensor:
+    def _scale_loss(self, loss: Tensor, _target: Tensor) -> Tensor:
         return loss.sum() * self._scale
 
 
@@ -371,7 +371,7 @@ def _empty(parts: Iterable[nn.Module], excepted: set[int]) -> None:
         module._buffers.clear()
 
 
-def _copied(module: nn.Module, name: str, parts: set[str]) -> nn.Module:
+def _copy_parts(module: nn.Module, name: str, parts: set[str]) -> nn.Module:
     """A shallow copy of the module structure around `parts`; tensors and the rest are shared with the original."""
     twin = copy.copy(module)
     twin._parameters, twin._buffers = dict(module._parameters), dict(module._buffers)
@@ -379,5 +379,5 @@ def _copied(module: nn.Module, name: str, parts: set[str]) -> nn.Module:
     for key, child in module._modules.items():
         path = f"{name}.{key}".lstrip(".")
         around = child is not None and any(part.startswith(f"{path}.") for part in parts)
-        twin._modules[key] = _copied(child, path, parts) if child is not None and around else child
+        twin._modules[key] = _copy_parts(child, path, parts) if child is not None and around else child
     return twin

@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from orchestrator.specs.errors import SpecError
 from orchestrator.training.contract.recipe import Recipe
-from orchestrator.training.engines.sequence_parallel import Tokens, add_up, column_product, row_product, stood_for
+from orchestrator.training.engines.sequence_parallel import Tokens, add_up, column_product, own_tokens, row_product
 
 # word -> the axis along which a parameter is cut, by the parameter's name in its module; None: whole on every rank
 CUTS: Mapping[str, Mapping[str, int | None]] = {
@@ -70,7 +70,7 @@ class TensorParallel:
     def spread(self, layers: Sequence[nn.Module]) -> None:
         """Make the first of consecutive layers take the rank's tokens, in place, with sequence parallelism only."""
         if self.tokens:
-            layers[0].register_forward_pre_hook(_changing_first(stood_for), prepend=True, with_kwargs=True)
+            layers[0].register_forward_pre_hook(_changing_first(own_tokens), prepend=True, with_kwargs=True)
 
     def partial_of(self, named: Mapping[str, nn.Parameter]) -> tuple[nn.Parameter, ...]:
         """Return the parameters whose gradients are to be added up, in the same order on every rank."""
@@ -273,7 +273,7 @@ def _computing_locally(
             out = forward(self, local.masked_fill(elsewhere, 0), *args, **kwargs)
             out = out.masked_fill(elsewhere.unsqueeze(-1), 0)
             if tokens is not None:
-                return tokens.stand_in(tokens.summed(out))
+                return tokens.stand_in(tokens.sum_tokens(out))
             return _SumForward.apply(out, group)  # type: ignore[no-untyped-call]
 
         body["forward"] = embedding

@@ -85,7 +85,7 @@ class TorchEngine:
         step = resume_from.cursor.step if resume_from else 0
         self._changing = freeze_for(recipe.module, training.freeze, step)
         self._build()
-        self._named = _named(recipe.module, self._share)
+        self._named = _named_parameters(recipe.module, self._share)
         self._partial = dict.fromkeys(self._cut.partial_of(self._named) if self._cut else ())
         self._step = step
         is_rounded = plan.master_weights is MasterWeights.BF16
@@ -119,7 +119,7 @@ class TorchEngine:
             length = recipe.dataset.batch([0])[0].shape[1] // plan.layout.cp
             self._cut = cut = tensor_parallel(recipe, mesh["tp"], plan.micro_batch_size, length)
         if plan.layout.pp == 1:
-            self._model = _wrapped(recipe, recipe.module, plan, mesh, self._device, cut, self._experts)
+            self._model = _wrap(recipe, recipe.module, plan, mesh, self._device, cut, self._experts)
             if cut:
                 cut.spread(recipe.layers)
             return
@@ -133,7 +133,7 @@ class TorchEngine:
             is_last = rank == plan.layout.pp - 1 and turn == len(self._share.stages)
             tokens = cut.tokens if cut and rank + turn > 1 else None
             root = pipeline.Stage(stage, self._autocast, is_last=is_last, tokens=tokens)
-            roots.append(_wrapped(stage, root, plan, mesh, self._device, cut))
+            roots.append(_wrap(stage, root, plan, mesh, self._device, cut))
             if cut:
                 cut.spread(stage.layers)
         self._pipeline = pipeline.Pipeline(roots, plan, mesh["pp"], self._device, self._randomness)
@@ -304,12 +304,12 @@ def _state_device(plan: Plan, device: torch.device) -> torch.device:
     return device if plan.offload is Offload.NONE else torch.device("cpu")
 
 
-def _named(module: nn.Module, share: Share | None) -> dict[str, nn.Parameter]:
+def _named_parameters(module: nn.Module, share: Share | None) -> dict[str, nn.Parameter]:
     """Return the rank's parameters by their checkpoint names."""
     return {share.names[name] if share else name: parameter for name, parameter in module.named_parameters()}
 
 
-def _wrapped(
+def _wrap(
     recipe: Recipe,
     root: nn.Module,
     plan: Plan,
@@ -322,9 +322,9 @@ def _wrapped(
     mechanics = plan.mechanics
     match mechanics:
         case Fsdp2():
-            return _sharded(recipe, root, plan, mechanics, mesh, device, cut, experts)
+            return _shard(recipe, root, plan, mechanics, mesh, device, cut, experts)
         case Replicated():
-            return _replicated(recipe, root, plan, mesh, device, cut)
+            return _replicate(recipe, root, plan, mesh, device, cut)
         case ScriptFsdp() | Zero():
             raise AssertionError(f"{mechanics} is not the torch engine's")
         case _:
@@ -347,7 +347,7 @@ def _make(
         cut.finish(part)
 
 
-def _replicated(
+def _replicate(
     recipe: Recipe, root: nn.Module, plan: Plan, mesh: DeviceMesh, device: torch.device, cut: TensorParallel | None
 ) -> nn.Module:
     _make(recipe.module, recipe, plan, device, cut)
@@ -368,7 +368,7 @@ def _replicated(
         )
 
 
-def _sharded(
+def _shard(
     recipe: Recipe,
     root: nn.Module,
     plan: Plan,

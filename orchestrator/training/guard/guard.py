@@ -113,7 +113,7 @@ def _guard_from_now(settings_path: str, torch: Any) -> None:
     try:
         _inherit_now(settings_path, torch)
     except Exception as error:  # its interpreter or torch is too old: the script continues
-        _unwatched(settings_path, f"{type(error).__name__}: {error}")
+        _note_unwatched(settings_path, f"{type(error).__name__}: {error}")
 
 
 def _inherit_now(settings_path: str, torch: Any) -> None:
@@ -230,7 +230,7 @@ def _show(settings_path: str) -> None:
         _shown.append(mmap.mmap(settings.fileno(), 0, access=mmap.ACCESS_READ))
 
 
-def _unwatched(settings_path: str, why: str) -> None:
+def _note_unwatched(settings_path: str, why: str) -> None:
     """Log that this process trains without the guard, on stderr and in the file `unwatched`."""
     version = ".".join(map(str, sys.version_info[:3]))
     line = f"{' '.join(sys.orig_argv)!r} under Python {version}: {why}"

@@ -59,7 +59,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 rows = slice(start, start + step)
                 chunk_CD, labels_C = hidden_ND[rows].to(dtype), labels_N[rows]
                 if spread:
-                    chunk_CD, labels_C = spread.gathered(chunk_CD), spread.labels(rows)
+                    chunk_CD, labels_C = spread.gather(chunk_CD), spread.labels(rows)
                 chunk_loss, grad_CV = _loss_and_gradient(chunk_CD @ cast_VD.T, labels_C - first, group)
                 loss += chunk_loss
                 grad_CV = grad_CV.to(dtype)
@@ -98,7 +98,7 @@ class _Spread:
         """Return the labels of the chunk of all ranks together, rank after rank."""
         return self._labels[:, rows].flatten()
 
-    def gathered(self, chunk: Tensor) -> Tensor:
+    def gather(self, chunk: Tensor) -> Tensor:
         whole = chunk.new_empty(self._group.size() * len(chunk), chunk.shape[1])
         all_gather(whole, chunk.contiguous(), group=self._group)
         return whole

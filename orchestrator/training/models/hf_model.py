@@ -34,7 +34,7 @@ from orchestrator.training.contract.recipe import IGNORED_LABEL, Batch, Dataset,
 from orchestrator.training.data.tensors import TensorFiles
 from orchestrator.training.data.tokenised import dataset_of
 from orchestrator.training.models.cross_entropy import linear_cross_entropy
-from orchestrator.training.models.hf_adapters import adapt, quantised
+from orchestrator.training.models.hf_adapters import adapt, load_quantised
 from orchestrator.training.models.hf_heads import (
     FACTORY,
     AnySamples,
@@ -123,7 +123,7 @@ def build(run: TrainingRun, config: PreTrainedConfig | None = None, *, own_sampl
     head = _own_head(config, own_samples=own_samples or bool(run.data.tensors))
     of_config = head._from_config if head else _auto_class(config).from_config
     if spec.lora is not None and spec.lora.quantise_base:
-        module = quantised(run, head or _auto_class(config))
+        module = load_quantised(run, head or _auto_class(config))
     else:
         with without_memory(noted):
             module = of_config(config, dtype=torch.float32)
@@ -171,7 +171,7 @@ def build(run: TrainingRun, config: PreTrainedConfig | None = None, *, own_sampl
 def read_config(hf: str | dict[str, Any]) -> PreTrainedConfig:
     """The configuration from a folder, the hub, or the job itself. Raises SpecError if there is none."""
     if isinstance(hf, dict):
-        return _said_config(hf)
+        return _make_config(hf)
     folder = Path(hf).is_dir()
     hint = "give a folder with config.json, or a name on the hub or in its local cache"
     try:
@@ -197,7 +197,7 @@ def published_config(values: Mapping[str, Any]) -> PreTrainedConfig:
     return config
 
 
-def _said_config(raw: dict[str, Any]) -> PreTrainedConfig:
+def _make_config(raw: dict[str, Any]) -> PreTrainedConfig:
     values = dict(raw)
     model_type = values.pop("model_type", None)
     try:

@@ -117,13 +117,13 @@ def experts_of(module: Any) -> Experts | None:
 
 
 def _spread(module: Any, mixtures: Sequence[Any], dispatch: Dispatch) -> None:
-    ALL_EXPERTS_FUNCTIONS.register(SPREAD, _dispatched)
+    ALL_EXPERTS_FUNCTIONS.register(SPREAD, _dispatch_experts)
     module.config._experts_implementation = SPREAD
     for mixture in mixtures:
         mixture.dispatch = dispatch
 
 
-def _dispatched(mixture: Any, x_ND: Tensor, chosen_NK: Tensor, weights_NK: Tensor) -> Tensor:
+def _dispatch_experts(mixture: Any, x_ND: Tensor, chosen_NK: Tensor, weights_NK: Tensor) -> Tensor:
     """transformers' `grouped_mm_experts_forward`, with the products of a token on the ranks of its experts."""
 
     def experts(x_RD: Tensor, ends_L: Tensor) -> Tensor:

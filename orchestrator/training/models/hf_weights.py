@@ -88,7 +88,7 @@ def stored_weights(source: str, model: PreTrainedModel) -> Callable[[str], Tenso
     """
     files = _files_by_name(source)
     for name, tied_to in list(model.all_tied_weights_keys.items()):
-        keys = [_stored([tied], files, model.base_model_prefix) for tied in (name, tied_to)]
+        keys = [_find_stored([tied], files, model.base_model_prefix) for tied in (name, tied_to)]
         if None not in keys and not torch.equal(*(_read(files, str(key)) for key in keys)):
             untie(model, name)  # as from_pretrained does
     places = _places(model, files)
@@ -150,18 +150,18 @@ def _places(model: PreTrainedModel, stored_names: Mapping[str, str]) -> dict[str
         aliases.setdefault(id(parameter), []).append(name)
     places: dict[str, str] = {}
     for names in aliases.values():
-        stored = _stored(names, stored_names, model.base_model_prefix)
+        stored = _find_stored(names, stored_names, model.base_model_prefix)
         if stored is None:
             return None
         places |= dict.fromkeys(names, stored)
     for name, _ in model.named_buffers():
-        stored = _stored([name], stored_names, model.base_model_prefix)
+        stored = _find_stored([name], stored_names, model.base_model_prefix)
         if stored is not None:
             places[name] = stored
     return places
 
 
-def _stored(names: Sequence[str], stored_names: Mapping[str, str], prefix: str) -> str | None:
+def _find_stored(names: Sequence[str], stored_names: Mapping[str, str], prefix: str) -> str | None:
     """The first of these names that is known, with or without the base model's prefix."""
     spellings = (spelling for name in names for spelling in (name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}"))
     return next((spelling for spelling in spellings if spelling in stored_names), None)

@@ -133,7 +133,7 @@ def _overload(name: str) -> Any:
 def _in_fp32(operation: Any) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(_AUTOCAST)):
-            return operation(*tree_map(_widened, args), **tree_map(_widened, kwargs))
+            return operation(*tree_map(_widen, args), **tree_map(_widen, kwargs))
 
     return kernel
 
@@ -152,5 +152,5 @@ def _in_fp32_by_default(operation: Any) -> Callable[..., Any]:
     return kernel
 
 
-def _widened(value: Any) -> Any:
+def _widen(value: Any) -> Any:
     return value.float() if isinstance(value, Tensor) and value.dtype in LOW else value

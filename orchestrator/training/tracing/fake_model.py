@@ -79,11 +79,11 @@ def as_with_values() -> Iterator[None]:
             if module in sys.modules:
                 stack.enter_context(patch(f"{module}.{name}", function))
         for name, answer in (("isfinite", True), ("isinf", False), ("isnan", False)):
-            stack.enter_context(patch.object(torch, name, _answered(getattr(torch, name), answer=answer)))
+            stack.enter_context(patch.object(torch, name, _answer_with(getattr(torch, name), answer=answer)))
         yield
 
 
-def _answered(question: Callable[[Tensor], Tensor], *, answer: bool) -> Callable[[Tensor], Tensor]:
+def _answer_with(question: Callable[[Tensor], Tensor], *, answer: bool) -> Callable[[Tensor], Tensor]:
     """A function of values that runs as before, so that its tensors count, but returns a constant tensor."""
 
     def asked(values: Tensor) -> Tensor:

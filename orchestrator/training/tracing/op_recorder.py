@@ -125,7 +125,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         ]
         for recipe in self._recipes:
             handles.append(recipe.module.register_forward_pre_hook(self._comes_back, prepend=True))
-            handles.append(recipe.module.register_forward_hook(self._returned))
+            handles.append(recipe.module.register_forward_hook(self._end_pass))
         for index, layer in enumerate(self._layers):
             handles.append(layer.register_forward_pre_hook(self._before(index), with_kwargs=True, prepend=True))
             handles.append(layer.register_forward_hook(self._behind(index)))
@@ -344,7 +344,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Hook: the model is called, or the gradient of its output has arrived."""
         self._is_outside = False
 
-    def _returned(self, _module: nn.Module, _args: Any, out: Any) -> None:
+    def _end_pass(self, _module: nn.Module, _args: Any, out: Any) -> None:
         self._is_outside = True
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
@@ -418,7 +418,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             place.viewed += count  # ZeRO-3 passes its inputs one by one: torch does not see one tensor
         if id(parameter) in self._trained:
             place.trained += count
-            place.factored += _factored(parameter.shape)
+            place.factored += _factored_elements(parameter.shape)
         else:
             place.frozen_bytes += round(count * self._held_bytes[id(parameter)])
 
@@ -448,7 +448,7 @@ def _products(packet: Any, args: Any, out: Tensor) -> tuple[tuple[int, int, int]
     return ()
 
 
-def _factored(shape: Sequence[int]) -> int:
+def _factored_elements(shape: Sequence[int]) -> int:
     """Elements of Adafactor's second moments: one row and one column per matrix (torch/optim/_adafactor.py)."""
     count = math.prod(shape)
     return count // shape[-1] + count // shape[-2] if len(shape) > 1 else count

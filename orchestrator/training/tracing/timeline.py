@@ -103,7 +103,7 @@ def timeline(
     `stack`: layers that repeat, of which `depth` were recorded. The others are added, linearly.
     """
     stretches = [stretch for steps in recorded for stretch in _lines(steps)]
-    saved = _saved(stretches)
+    saved = _saved_bytes(stretches)
     used = {stretch[0].segment for stretch in stretches}
     kept_places = [index for index, place in enumerate(places) if index in used or place.parameters]
     groups = list(_groups(places, kept_places, stretches))
@@ -156,9 +156,9 @@ class _More:
         self.places = dict(enumerate(places[: self._from]))
         for number in range(self._from, self._from + self._shift):
             later = (number - self._from) // self._width + 1
-            self.places[number] = _renamed(places[self.origin(number)], later * stack.period)
+            self.places[number] = _rename_place(places[self.origin(number)], later * stack.period)
         for number, place in enumerate(places[self._from :], self._from):
-            self.places[number + self._shift] = _renamed(place, added) if number in self._layers else place
+            self.places[number + self._shift] = _rename_place(place, added) if number in self._layers else place
 
     def origin(self, number: int) -> int:
         """The recorded place which a place of the whole model is or repeats."""
@@ -182,7 +182,7 @@ class _More:
     def stretches(self, stretches: Sequence[Stretch], recorded: Sequence[Steps]) -> list[Stretch]:
         """The stretches as they are in the whole model. Raises Unlike where periods do not grow by equal amounts."""
         slopes = self._slopes(stretches)
-        holdings = {(steps.mode, steps.sharded, steps.zero3): self._held(steps) for steps in recorded}
+        holdings = {(steps.mode, steps.sharded, steps.zero3): self._held_slopes(steps) for steps in recorded}
         grown = []
         for stretch in stretches:
             start = stretch[0]
@@ -196,11 +196,11 @@ class _More:
             else:
                 growth = slope if is_behind else [0] * len(LINEAR)
             number = start.segment + (self._shift if is_behind else 0)
-            grown.append(tuple(_moved(moment, number, growth, self._times) for moment in stretch))
+            grown.append(tuple(_move(moment, number, growth, self._times) for moment in stretch))
         return grown
 
     def _slopes(self, stretches: Sequence[Stretch]) -> dict[tuple[object, ...], list[int]]:
-        """How events grow from a period to the next one: one amount per pass."""
+        """Return how events grow from a period to the next one: one amount per pass."""
         lives: dict[int, list[Stretch]] = {}
         for stretch in stretches:
             lives.setdefault(stretch[0].segment, []).append(stretch)
@@ -218,8 +218,8 @@ class _More:
                     raise Unlike("layers do not grow by equal amounts")
         return slopes
 
-    def _held(self, steps: Steps) -> list[int]:
-        """What a period holds when the backward pass begins, as a slope."""
+    def _held_slopes(self, steps: Steps) -> list[int]:
+        """Return what a period holds when the backward pass begins, as a slope."""
         few, many = steps.samples
         periods = {
             tuple(sum(by_place.get(first + n, 0) for n in range(self._width)) for by_place in steps.bytes_by_place)
@@ -233,14 +233,14 @@ class _More:
         return [line.get(name, 0) for name in LINEAR]
 
 
-def _moved(moment: TracedMoment, segment: int, slope: Sequence[int], times: int) -> TracedMoment:
+def _move(moment: TracedMoment, segment: int, slope: Sequence[int], times: int) -> TracedMoment:
     numbers: dict[str, Any] = {
         name: getattr(moment, name) + times * growth for name, growth in zip(LINEAR, slope, strict=True)
     }
     return moment._replace(segment=segment, **numbers)
 
 
-def _renamed(place: Place, later: int) -> Place:
+def _rename_place(place: Place, later: int) -> Place:
     """The place so many layers later."""
     prefix, _, number = place.name.rpartition(".")
     return replace(place, name=f"{prefix}.{int(number) + later}") if number.isdigit() else place
@@ -341,7 +341,7 @@ def _by_gradients(events: Sequence[Event], both: Set[tuple[int, ...]]) -> list[E
     return [events[0], *largest.values()]
 
 
-def _saved(stretches: Sequence[Stretch]) -> dict[tuple[int, ActivationCheckpointing], int]:
+def _saved_bytes(stretches: Sequence[Stretch]) -> dict[tuple[int, ActivationCheckpointing], int]:
     """Saved bytes per sample of a place's forward pass: live bytes after it minus before it."""
     saved: dict[tuple[int, ActivationCheckpointing], int] = {}
     for this, following in itertools.pairwise(stretches):

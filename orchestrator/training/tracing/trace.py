@@ -186,7 +186,7 @@ class _Traced:
             held_bytes |= {id(member.module.get_parameter(name)): width for name, width in four_bits.items()}
             if low and not arithmetic.autocast:
                 for part in (member.module, *member.layers):
-                    part.register_forward_pre_hook(_rounding(low), with_kwargs=True)
+                    part.register_forward_pre_hook(_round_inputs(low), with_kwargs=True)
         if hasattr(recipe.dataset, "fit"):
             self._fit(recipe)
         self._recorder = OpRecorder(self._recipes, held_bytes)
@@ -232,11 +232,11 @@ class _Traced:
         samples: Any = recipe.dataset
         if samples.at is None:
             with as_with_values():
-                samples.fit(SAMPLES[0], recipe.module, self._prepared)
+                samples.fit(SAMPLES[0], recipe.module, self._fake_inputs)
             recipe.module.zero_grad()
 
     @contextlib.contextmanager
-    def _prepared(self, named: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    def _fake_inputs(self, named: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
         """A context of fake tensors, and these in place of real ones."""
         with self._fake, self._values.reading() if self._values else contextlib.nullcontext():
             yield {name: self._as_fake(tensor) for name, tensor in named.items()}
@@ -294,7 +294,7 @@ class _Traced:
         with _forwards_put_back(norms), self._fake, reading, self._recorder.step(samples):
             prepare_batch_norms(norms, _plan(self._arithmetic, samples), training)
             for turn, recipe in enumerate(self._recipes):
-                still = contextlib.nullcontext() if sharded else _standing_still(self._recipes, recipe)
+                still = contextlib.nullcontext() if sharded else _freeze_others(self._recipes, recipe)
                 with self._recorder.turn(turn), still:
                     self._forward_backward(recipe, tuple(map(self._as_fake, real)))
         return self._recorder.phases, self._recorder.ledger
@@ -393,7 +393,7 @@ def _in_four_bits(model: ModelSpec, module: Any, low: torch.dtype | None) -> dic
     return dict.fromkeys(in_four_bits(module), NF4_BYTES)
 
 
-def _rounding(low: torch.dtype) -> Callable[..., Any]:
+def _round_inputs(low: torch.dtype) -> Callable[..., Any]:
     """A hook that casts a module's inputs, as FSDP2 does."""
 
     def cast(value: Any) -> Any:
@@ -419,7 +419,7 @@ def _forwards_put_back(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _standing_still(recipes: Sequence[Recipe], but: Recipe) -> Iterator[None]:
+def _freeze_others(recipes: Sequence[Recipe], but: Recipe) -> Iterator[None]:
     """A context in which only the parameters of recipe `but` require gradients."""
     others = [parameter for recipe in recipes if recipe is not but for parameter in recipe.module.parameters()]
     trained = [parameter for parameter in others if parameter.requires_grad]

@@ -70,7 +70,7 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif integral:  # chosen by activations
             for leaf in integral:
                 self._values[leaf] = _Later(
-                    op, tree_map(_described, args), tree_map(_described, kwargs), _at(out, leaf)
+                    op, tree_map(_describe, args), tree_map(_describe, kwargs), _index_of(out, leaf)
                 )
         return out
 
@@ -145,9 +145,9 @@ class _Later:
         self.op, self.args, self.kwargs, self.at = op, args, kwargs, index
 
 
-def _described(value: Any) -> Any:
+def _describe(value: Any) -> Any:
     return _Shape(value) if isinstance(value, Tensor) else value
 
 
-def _at(out: Any, leaf: Tensor) -> int:
+def _index_of(out: Any, leaf: Tensor) -> int:
     return next(index for index, other in enumerate(tree_leaves(out)) if other is leaf)
