@@ -14,7 +14,7 @@ from statistics import fmean
 
 from benchmarks.figure import Figure, at_least, at_most, informs, say
 from benchmarks.side_by_side import SideBySide, measured, ranged
-from orchestrator.backends.simulated.traces import Arrival, Trace, misjudged, read_trace, request_of
+from orchestrator.backends.simulated.traces import Arrival, Trace, misjudge, read_trace, request_of
 from orchestrator.service.commands.simulate import Outcome, Simulated, simulate
 from orchestrator.specs.cluster import ClusterSpec
 from orchestrator.specs.order import Order
@@ -74,7 +74,7 @@ def _multi_tenant(folder: Path, base: Trace, cluster: ClusterSpec, shake: Shaken
     found = []
     for sigma, told in ((0.0, ""), (0.5, ", told lognormal(0.5)")):
         say(f"{where}, {len(inputs)} shaken inputs{told}")
-        runs = [simulate(misjudged(one, sigma, seed), cluster, seed=seed) for seed, one in enumerate(inputs)]
+        runs = [simulate(misjudge(one, sigma, seed), cluster, seed=seed) for seed, one in enumerate(inputs)]
         shown.add("mt on 8x8", f"ours{told}", [measured(run) for run in runs])
         found += _of_runs(f"{where}{told}", runs, is_told=not sigma)
     alike = [_all(one, _without_promise) for one in inputs]

@@ -22,7 +22,7 @@ from benchmarks.decisions import decision_figures
 from benchmarks.figure import Figure, at_least, at_most, informs, say
 from benchmarks.promises import promise_figures
 from benchmarks.side_by_side import Measured, SideBySide, measured, ranged
-from orchestrator.backends.simulated.traces import Arrival, Trace, misjudged, read_trace, shaken
+from orchestrator.backends.simulated.traces import Arrival, Trace, misjudge, read_trace, shake
 from orchestrator.service.commands.simulate import Simulated, alone_s, report_on, simulate
 from orchestrator.specs.cluster import ClusterSpec, NodeSpec
 from orchestrator.specs.order import Order
@@ -109,7 +109,7 @@ def published(*parts: str) -> Trace:
 
 def ours(cluster: ClusterSpec, sigma: float = 0.0) -> Play:
     """Our queue, told times whose logarithm is off by `sigma`."""
-    return lambda trace, seed: simulate(misjudged(trace, sigma, seed), cluster, seed=seed)
+    return lambda trace, seed: simulate(misjudge(trace, sigma, seed), cluster, seed=seed)
 
 
 def theirs(order: Order, cluster: ClusterSpec) -> Play:
@@ -129,7 +129,7 @@ def theirs(order: Order, cluster: ClusterSpec) -> Play:
 
 
 def shakes(trace: Trace, count: int) -> list[Trace]:
-    return [shaken(trace, seed, arrival_s=ARRIVAL_S, length=LENGTH) for seed in range(count)]
+    return [shake(trace, seed, arrival_s=ARRIVAL_S, length=LENGTH) for seed in range(count)]
 
 
 def over(traces: Sequence[Trace], play: Play) -> list[Measured]:

@@ -71,8 +71,8 @@ class SchemaName(StrEnum):
     CLUSTER = "cluster"
 
 
-def _say_version(asked: bool) -> None:
-    if asked:
+def _say_version(shown: bool) -> None:
+    if shown:
         from importlib.metadata import version
 
         print(f"orc {version('orchestrator')}")
@@ -172,7 +172,7 @@ def up(
         answer["listen"] = {"host": served.host, "port": served.port, "fingerprint": served.fingerprint()}
         make_join_token(home, served)
         answer["join"] = {"service": f"{served.address}:{served.port}"}
-    words = "is up" if notes is not None else "was up already"
+    state = "is up" if notes is not None else "was up already"
     nodes = sum(len(node["free_bytes"]) for node in answer["nodes"])
     records = ", ".join(f"{name} at {address}" for name, address in answer["trackers"].items())
     tell(
@@ -180,7 +180,7 @@ def up(
         as_json,
         "".join(f"{note}\n" for note in notes or ())
         + "".join(f"{problem}. Jobs are taken, and wait.\n" for problem in answer["problems"])
-        + f"The service {words}: {answer['name']}, {nodes} devices. Records: {records}. Home: {home}"
+        + f"The service {state}: {answer['name']}, {nodes} devices. Records: {records}. Home: {home}"
         + f"\nPages: http://127.0.0.1:{answer['port']}, with the token in {home / 'token'}"
         + (_reachable(served) if served is not None else ""),
     )
@@ -224,9 +224,9 @@ def doctor(
         raise typer.Exit(bool(rows))
     from orchestrator.service.commands.doctor import BAD, findings, findings_table
 
-    found = findings(home.expanduser())
-    tell({"findings": [asdict(finding) for finding in found]}, as_json, findings_table(found))
-    raise typer.Exit(any(finding.verdict == BAD for finding in found))
+    checks = findings(home.expanduser())
+    tell({"findings": [asdict(finding) for finding in checks]}, as_json, findings_table(checks))
+    raise typer.Exit(any(finding.verdict == BAD for finding in checks))
 
 
 @app.command()
@@ -254,8 +254,8 @@ def restore(
     from orchestrator.service.commands.backup import restore as restore_archive
 
     restored = restore_archive(file, home.expanduser())
-    words = f"{home} is as of {restored.created_at}: {restored.queued} queued jobs, {len(restored.lost)} lost attempts."
-    tell(asdict(restored), as_json, f"{words} `orc up` goes on.")
+    state = f"{home} is as of {restored.created_at}: {restored.queued} queued jobs, {len(restored.lost)} lost attempts."
+    tell(asdict(restored), as_json, f"{state} `orc up` goes on.")
 
 
 # ---------------------------------------------------------------------------------------------------------- the jobs
@@ -279,11 +279,11 @@ def submit(
     client = client_of(home)
     ids, late, promises = client.submit_all([spec.model_dump(mode="json") for spec in specs])
     sweeps = [f"{SWEEP}{job_id}" for job_id, spec in zip(ids, specs, strict=True) if spec.trial is not None]
-    told = [f"{SWEEP}{job_id}" if f"{SWEEP}{job_id}" in sweeps else job_id for job_id in ids]
+    shown_ids = [f"{SWEEP}{job_id}" if f"{SWEEP}{job_id}" in sweeps else job_id for job_id in ids]
     answer: dict[str, Any] = {"ids": ids, "late": late, "promises": promises, "sweeps": sweeps}
-    tell(answer, as_json, "\n".join(told))
-    for job_id, words in late.items():
-        print(f"{job_id} {words}", file=sys.stderr)
+    tell(answer, as_json, "\n".join(shown_ids))
+    for job_id, message in late.items():
+        print(f"{job_id} {message}", file=sys.stderr)
     for job_id, promise in promises.items():
         print(f"{job_id} {promise_words(promise)}", file=sys.stderr)
     raise typer.Exit(any(promise["refused"] for promise in promises.values()))
@@ -336,8 +336,8 @@ def teams(home: Home = DEFAULT_HOME, as_json: AsJson = False) -> None:
     from orchestrator.service.views.teams import teams_table
 
     shared = client_of(home).teams()
-    words = "Nothing is shared: the cluster file's `policy` names no teams."
-    tell({"teams": shared}, as_json, teams_table(shared) if shared else words)
+    message = "Nothing is shared: the cluster file's `policy` names no teams."
+    tell({"teams": shared}, as_json, teams_table(shared) if shared else message)
 
 
 @app.command()
@@ -348,7 +348,7 @@ def show(job_id: JobId, home: Home = DEFAULT_HOME, as_json: AsJson = False) -> N
     from orchestrator.specs.job.sweep import SWEEP
 
     client = client_of(home)
-    if job_id.startswith(SWEEP) and any(one["id"] == job_id for one in client.sweeps()):
+    if job_id.startswith(SWEEP) and any(sweep["id"] == job_id for sweep in client.sweeps()):
         sweep = client.sweep(job_id)
         tell(dict(sweep), as_json, sweep_panel(sweep))
         return
@@ -402,10 +402,10 @@ def get(
     """Fetch the output folder of a job, whole or not at all."""
     folder = (to or Path(job_id)).expanduser()
     size_bytes, left_out = client_of(home).fetch_output(job_id, folder)
-    words = f"{format_bytes(size_bytes)} are in {folder}."
+    summary = f"{format_bytes(size_bytes)} are in {folder}."
     if left_out:
-        words += f" Links that leave the folder were left out: {left_out}."
-    tell({"folder": str(folder), "bytes": size_bytes, "left_out": left_out}, as_json, words)
+        summary += f" Links that leave the folder were left out: {left_out}."
+    tell({"folder": str(folder), "bytes": size_bytes, "left_out": left_out}, as_json, summary)
 
 
 app.command()(verbs.cancel)
@@ -487,9 +487,9 @@ def calibrate(
     from orchestrator.backends.mlflow.outcomes import read_outcomes
 
     client = client_of(home)
-    found = read_outcomes(tracking_uri, experiment)
-    kept = client.observe(found)
-    tell({"found": len(found), "new": kept}, as_json, f"{len(found)} outcomes found, {kept} of them new.")
+    outcomes = read_outcomes(tracking_uri, experiment)
+    new = client.observe(outcomes)
+    tell({"found": len(outcomes), "new": new}, as_json, f"{len(outcomes)} outcomes found, {new} of them new.")
 
 
 @app.command()

@@ -32,7 +32,7 @@ from orchestrator.specs.parse import Override
 
 __all__ = ["AsyncClient", "AsyncJob", "Client", "Job", "JobFailed"]
 
-Said = str | Path | Mapping[str, Any]  # a job file's path, or what one says
+JobInput = str | Path | Mapping[str, Any]  # a job file's path, or its content
 
 
 class JobFailed(OrchestratorError):
@@ -40,15 +40,16 @@ class JobFailed(OrchestratorError):
 
     def __init__(self, job: JobView) -> None:
         self.job = job
-        excerpt = next((one["failure"]["excerpt"] for one in reversed(job["attempts"]) if one["failure"]), "")
+        excerpt = next(
+            (attempt["failure"]["excerpt"] for attempt in reversed(job["attempts"]) if attempt["failure"]), ""
+        )
         super().__init__(f"{job['id']} {job['status']}: {job['reason']}\n{excerpt}".rstrip())
 
 
 class Client:
-    """A service: of a URL after `orc login`, of a home folder, or, of None, that of ORC_SERVER or of ORC_HOME.
+    """A client of the service at a URL (after `orc login`) or of a home folder; None: of ORC_SERVER or ORC_HOME.
 
-    It may be used from several threads, except that a batch is one thread's. Raises ServiceError where the service does
-    not answer.
+    Several threads may use it, but a batch belongs to one. Raises ServiceError where the service does not answer.
     """
 
     def __init__(self, service: str | Path | None = None) -> None:
@@ -56,26 +57,26 @@ class Client:
         self._connection = Connection(self._service)
         self._batch: list[tuple[JobSpec, Job]] | None = None
 
-    def submit(self, job: Said, **overrides: Any) -> Job:
-        """Submit one job: a job file, or a mapping that says what one does.
+    def submit(self, job: JobInput, **overrides: Any) -> Job:
+        """Submit one job: a job file, or a mapping of its form.
 
         `overrides` replace keys, nested ones by their dotted path. Raises SpecError for bad input; nothing is then
         submitted. The files of a mapping start at the current folder.
         """
         (spec,) = self._read(job, overrides, only_one=True)
-        return self._submitted([spec])[0]
+        return self._submit_specs([spec])[0]
 
-    def map_array(self, job: Said, **values: Sequence[Any]) -> list[Job]:
-        """Submit one job for each row of values, which replace `{placeholders}`: an array. As `submit` otherwise."""
+    def map_array(self, job: JobInput, **values: Sequence[Any]) -> list[Job]:
+        """Submit one job for each row of values, which replace `{placeholders}`: an array. See `submit`."""
         lengths = {name: len(column) for name, column in values.items()}
         if not values or len(set(lengths.values())) != 1 or 0 in lengths.values():
             raise SpecError("as many values for each name, at least one", source="map_array", got=lengths)
         rows = [dict(zip(values, row, strict=True)) for row in zip(*values.values(), strict=True)]
-        return self._submitted(self._read(job, {"array": rows}, only_one=False))
+        return self._submit_specs(self._read(job, {"array": rows}, only_one=False))
 
     @contextmanager
     def batch(self) -> Iterator[None]:
-        """Submit what is submitted within, all or none, at its end; after an exception, none."""
+        """Submit the jobs of the `with` block together at its end, all or none; none after an exception."""
         if self._batch is not None:
             raise ServiceError("a batch is open already: end it first")
         collected: list[tuple[JobSpec, Job]] = []
@@ -89,7 +90,7 @@ class Client:
                 job._id = job_id
 
     def job(self, job_id: str) -> Job:
-        """A job that was submitted before. Raises ServiceError where there is none."""
+        """Return a job that was submitted before. Raises ServiceError where there is none."""
         self._connection.job(job_id)
         return Job(self._connection, job_id)
 
@@ -100,15 +101,15 @@ class Client:
     def __enter__(self) -> Client:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
 
-    def _read(self, job: Said, overrides: Mapping[str, Any], *, only_one: bool) -> list[JobSpec]:
+    def _read(self, job: JobInput, overrides: Mapping[str, Any], *, only_one: bool) -> list[JobSpec]:
         file: JobSource = Path(job).expanduser() if isinstance(job, str) else job
         home = self._service if isinstance(self._service, Path) else None
         return read_for(self._service, [file], _overrides(overrides), home, only_one=only_one)
 
-    def _submitted(self, specs: Sequence[JobSpec]) -> list[Job]:
+    def _submit_specs(self, specs: Sequence[JobSpec]) -> list[Job]:
         if self._batch is not None:
             jobs = [Job(self._connection, None) for _ in specs]
             self._batch += zip(specs, jobs, strict=True)
@@ -133,7 +134,7 @@ class Job:
         return self._id
 
     def info(self) -> JobView:
-        """The job's record: status, reason, attempts with plan, prediction and measurement."""
+        """Return the job's record: status, reason, attempts with plan, prediction and measurement."""
         return self._connection.job(self.id)[0]
 
     def status(self) -> str:
@@ -141,42 +142,42 @@ class Job:
         return self.info()["status"]
 
     def done(self) -> bool:
-        """Whether it has ended, in whatever way."""
+        """Return whether the job has ended, in whatever way."""
         return self.status() in ENDS
 
     def wait(self, timeout: float | None = None) -> JobView:
-        """The record of the ended job. Raises TimeoutError after `timeout` seconds."""
+        """Return the record of the ended job. Raises TimeoutError after `timeout` seconds."""
         until_s = float("inf") if timeout is None else time.monotonic() + timeout
-        job, seen = self._connection.job(self.id)
+        job, version = self._connection.job(self.id)
         while job["status"] not in ENDS:
             left_s = until_s - time.monotonic()
             if left_s <= 0:
                 raise TimeoutError(f"{self.id} is {job['status']} after {timeout} s")
-            job, seen = self._connection.job(self.id, seen, min(LONG_POLL_S, left_s))
+            job, version = self._connection.job(self.id, version, min(LONG_POLL_S, left_s))
         return job
 
     def result(self, timeout: float | None = None) -> JobView:
-        """The record of the succeeded job. Raises JobFailed for another end, TimeoutError as `wait` does."""
-        return _succeeded(self.wait(timeout))
+        """Return the record of the succeeded job. Raises JobFailed for another end, TimeoutError as `wait` does."""
+        return _check_success(self.wait(timeout))
 
     def cancel(self) -> None:
-        """Ask for its end. Raises ServiceError where it has ended."""
+        """Ask for the job's end. Raises ServiceError where it has ended."""
         self._connection.cancel([self.id], whole_arrays=False)
 
     def hold(self) -> None:
-        """Keep it from starting. Raises ServiceError where it runs or has ended."""
+        """Keep the job from starting. Raises ServiceError where it runs or has ended."""
         self._connection.change("hold", [self.id])
 
     def release(self) -> None:
-        """Let it start. Raises ServiceError where it has ended."""
+        """Let the job start. Raises ServiceError where it has ended."""
         self._connection.change("release", [self.id])
 
     def suspend(self) -> None:
-        """Have it save, leave its devices, and wait until it is resumed. Raises ServiceError where it has ended."""
+        """Make the job save, leave its devices, and wait for `resume`. Raises ServiceError where it has ended."""
         self._connection.change("suspend", [self.id])
 
     def resume(self) -> None:
-        """Let it go on. Raises ServiceError where it has ended."""
+        """Let the job go on. Raises ServiceError where it has ended."""
         self._connection.change("resume", [self.id])
 
     def update(self, **settings: Any) -> None:
@@ -192,11 +193,11 @@ class Job:
         return Job(self._connection, answer["id"])
 
     def logs(self, attempt: int | None = None, rank: int = 0) -> str:
-        """The log of a rank so far: of one attempt, counted from 1, or of the last one."""
+        """Return the log of a rank so far: of one attempt, counted from 1, or of the last one."""
         return "".join(text for _, text in log_lines(self._connection, self.id, attempt, rank, to_the_end=False))
 
     def follow(self, rank: int = 0) -> Iterator[str]:
-        """The log of a rank in pieces, over all attempts that come, until the job ends."""
+        """Yield the log of a rank in pieces, over all attempts that come, until the job ends."""
         for _, text in log_lines(self._connection, self.id, None, rank, to_the_end=True):
             yield text
 
@@ -213,17 +214,17 @@ class AsyncClient:
     def __init__(self, service: str | Path | None = None) -> None:
         self._client = Client(service)
 
-    async def submit(self, job: Said, **overrides: Any) -> AsyncJob:
-        """As `Client.submit`."""
+    async def submit(self, job: JobInput, **overrides: Any) -> AsyncJob:
+        """Submit a job, as `Client.submit` does."""
         return AsyncJob(await asyncio.to_thread(self._client.submit, job, **overrides))
 
-    async def map_array(self, job: Said, **values: Sequence[Any]) -> list[AsyncJob]:
-        """As `Client.map_array`."""
-        return [AsyncJob(one) for one in await asyncio.to_thread(self._client.map_array, job, **values)]
+    async def map_array(self, job: JobInput, **values: Sequence[Any]) -> list[AsyncJob]:
+        """Submit an array of jobs, as `Client.map_array` does."""
+        return [AsyncJob(new_job) for new_job in await asyncio.to_thread(self._client.map_array, job, **values)]
 
     @asynccontextmanager
     async def batch(self) -> AsyncIterator[None]:
-        """As `Client.batch`."""
+        """Submit jobs together, as `Client.batch` does."""
         batch = self._client.batch()
         batch.__enter__()
         try:
@@ -234,18 +235,18 @@ class AsyncClient:
         await asyncio.to_thread(batch.__exit__, None, None, None)
 
     async def job(self, job_id: str) -> AsyncJob:
-        """As `Client.job`."""
+        """Return an earlier job, as `Client.job` does."""
         return AsyncJob(await asyncio.to_thread(self._client.job, job_id))
 
     async def close(self) -> None:
-        """As `Client.close`."""
+        """Close the connection; jobs go on."""
         await asyncio.to_thread(self._client.close)
 
     async def __aenter__(self) -> AsyncClient:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
     ) -> None:
         await self.close()
 
@@ -258,23 +259,23 @@ class AsyncJob:
 
     @property
     def id(self) -> str:
-        """As `Job.id`."""
+        """The job's id; see `Job.id`."""
         return self._job.id
 
     async def info(self) -> JobView:
-        """As `Job.info`."""
+        """Return the job's record, as `Job.info` does."""
         return await asyncio.to_thread(self._job.info)
 
     async def status(self) -> str:
-        """As `Job.status`."""
+        """Return the job's status, as `Job.status` does."""
         return await asyncio.to_thread(self._job.status)
 
     async def done(self) -> bool:
-        """As `Job.done`."""
+        """Return whether the job has ended."""
         return await asyncio.to_thread(self._job.done)
 
     async def wait(self, timeout: float | None = None) -> JobView:
-        """As `Job.wait`. A cancelled task stops waiting; the job goes on."""
+        """Wait for the end, as `Job.wait` does. A cancelled task stops waiting; the job goes on."""
         until_s = float("inf") if timeout is None else time.monotonic() + timeout
         while True:  # in pieces, so that no thread outlives a cancelled task for long
             left_s = until_s - time.monotonic()
@@ -285,61 +286,61 @@ class AsyncJob:
                     raise
 
     async def result(self, timeout: float | None = None) -> JobView:
-        """As `Job.result`."""
-        return _succeeded(await self.wait(timeout))
+        """Wait for success, as `Job.result` does."""
+        return _check_success(await self.wait(timeout))
 
     async def cancel(self) -> None:
-        """`Job.cancel`."""
+        """Ask for the end, as `Job.cancel` does."""
         await asyncio.to_thread(self._job.cancel)
 
     async def hold(self) -> None:
-        """`Job.hold`."""
+        """Keep the job from starting, as `Job.hold` does."""
         await asyncio.to_thread(self._job.hold)
 
     async def release(self) -> None:
-        """`Job.release`."""
+        """Let the job start, as `Job.release` does."""
         await asyncio.to_thread(self._job.release)
 
     async def suspend(self) -> None:
-        """`Job.suspend`."""
+        """Suspend the job, as `Job.suspend` does."""
         await asyncio.to_thread(self._job.suspend)
 
     async def resume(self) -> None:
-        """`Job.resume`."""
+        """Let the job go on, as `Job.resume` does."""
         await asyncio.to_thread(self._job.resume)
 
     async def update(self, **settings: Any) -> None:
-        """`Job.update`."""
+        """Change settings, as `Job.update` does."""
         await asyncio.to_thread(self._job.update, **settings)
 
     async def retry(self, **overrides: Any) -> AsyncJob:
-        """`Job.retry`."""
+        """Submit the job again, as `Job.retry` does."""
         return AsyncJob(await asyncio.to_thread(self._job.retry, **overrides))
 
     async def logs(self, attempt: int | None = None, rank: int = 0) -> str:
-        """As `Job.logs`."""
+        """Return a log, as `Job.logs` does."""
         return await asyncio.to_thread(self._job.logs, attempt, rank)
 
     async def fetch(self, to: str | Path) -> Path:
-        """As `Job.fetch`."""
+        """Fetch the output, as `Job.fetch` does."""
         return await asyncio.to_thread(self._job.fetch, to)
 
 
 def _service(service: str | Path | None) -> Path | Login:
     """A home folder, or the login of a URL."""
-    said = service or os.environ.get("ORC_SERVER") or os.environ.get("ORC_HOME") or DEFAULT_HOME
-    return login_of(said) if isinstance(said, str) and "://" in said else Path(said).expanduser()
+    target = service or os.environ.get("ORC_SERVER") or os.environ.get("ORC_HOME") or DEFAULT_HOME
+    return login_of(target) if isinstance(target, str) and "://" in target else Path(target).expanduser()
 
 
 def _overrides(overrides: Mapping[str, Any]) -> tuple[Override, ...]:
-    """As `--set` takes them. JSON is YAML."""
+    """Return overrides in the form of `--set`. JSON is YAML."""
     try:
         return tuple((key, json.dumps(value)) for key, value in overrides.items())
     except (TypeError, ValueError) as error:
         raise SpecError(f"not what a job file can say: {error}", source="overrides") from None
 
 
-def _succeeded(job: JobView) -> JobView:
+def _check_success(job: JobView) -> JobView:
     if job["status"] != "succeeded":
         raise JobFailed(job)
     return job

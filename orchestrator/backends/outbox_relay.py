@@ -71,10 +71,10 @@ class OutboxRelay(Generic[Body]):
                 finally:  # a receiver that is away may have to start what it needs
                     self._refresh()
             except Exception as error:  # the thread's edge: the outbox waits, training goes on
-                said = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:500]
-                if said != self.problem:
-                    log.warning("%s at %s: %s", self._name, self._receiver.address, said)
-                self.problem = said
+                problem = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:500]
+                if problem != self.problem:
+                    log.warning("%s at %s: %s", self._name, self._receiver.address, problem)
+                self.problem = problem
                 self._stop.wait(min(RETRY_FIRST_S * 2 ** min(failures, 10), RETRY_MAX_S))
                 failures = failures + 1 if isinstance(error, OSError) else 0  # a row that is refused delays no others
             else:

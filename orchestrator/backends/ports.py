@@ -40,8 +40,8 @@ class Submission:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Known:
-    """What a tracker may ask of the service; any thread may ask."""
+class Lookups:
+    """Lookups that a tracker may make in the service, from any thread."""
 
     state: Callable[[], State]  # the newest
     job: Callable[[str], Job | None]  # live or ended, by id
@@ -61,7 +61,7 @@ class Backend(Protocol):
         """Take up an attempt that the journal calls live: watch it, report its end, or start it if it never began."""
 
     def events(self, timeout_s: float) -> Sequence[Event]:
-        """What happened since the last call; waits at most `timeout_s` for the first."""
+        """Return the events since the last call; wait at most `timeout_s` for the first."""
 
     def close(self) -> None:
         """Stop watching; running attempts continue."""
@@ -98,7 +98,7 @@ class EventLog(Protocol):
         """
 
     def submitted(self, keys: Sequence[str]) -> Mapping[str, Submission]:
-        """What was submitted under those of these keys that are known."""
+        """Return the submissions under these keys; keys without one are left out."""
 
     def snapshot(self, state: State) -> None:
         """Keep the state after all appended events; `load` folds only later ones."""
@@ -107,13 +107,13 @@ class EventLog(Protocol):
         """An ended job that has left the state; None where there is none."""
 
     def ended(self, limit: int, before: str | None = None) -> list[Job]:
-        """At most `limit` such jobs, latest end first; with `before`, those that ended before that job."""
+        """Return at most `limit` ended jobs, latest end first; with `before`, only those that ended before that job."""
 
     def totals(self) -> Totals:
-        """How many jobs have ended, and how many records wait for trackers."""
+        """Return how many jobs have ended, and how many records wait for trackers."""
 
     def began_at_s(self) -> float | None:
-        """When its first event came, in seconds since 1970; None before it."""
+        """Return the time of the first event, in seconds since 1970; None before it."""
 
 
 class Receiver(Protocol[Sent]):
@@ -126,7 +126,7 @@ class Receiver(Protocol[Sent]):
     threads: int = 1  # that may call `send` at once, each with rows of another group
 
     def group(self, body: Sent) -> str:
-        """What is sent together: rows of one group, and no others."""
+        """Return the group of a row; only rows of one group are sent together."""
 
     def send(self, rows: Sequence[tuple[int, Sent]]) -> None:
         """Keep rows of one group, oldest first; on return they are kept.

@@ -25,16 +25,16 @@ def hider(spec: JobSpec, environment: Mapping[str, str]) -> Hide:
 
 def without_secrets(evidence: Evidence, spec: JobSpec, environment: Mapping[str, str]) -> Evidence:
     """The evidence with the values of the job's secrets replaced by their names: a program may have printed them."""
-    return _hidden(evidence, _hider(_secrets(spec, environment)))
+    return _hide_in(evidence, _hider(_secrets(spec, environment)))
 
 
 def hidden_bytes(spec: JobSpec, environment: Mapping[str, str]) -> tuple[bytes, ...]:
-    """The values of the job's secrets, for `masked`."""
+    """The values of the job's secrets, for `mask`."""
     values = {value.encode(errors="surrogateescape") for value, _ in _secrets(spec, environment)}
     return tuple(sorted(value for value in values if len(value) >= SHORTEST_HIDDEN))
 
 
-def masked(text: bytes, values: Sequence[bytes]) -> bytes:
+def mask(text: bytes, values: Sequence[bytes]) -> bytes:
     """The text with an asterisk for each byte of a value, also of one that it ends amid: offsets stay what they are."""
     for value in values:
         text = text.replace(value, b"*" * len(value))
@@ -50,14 +50,14 @@ def _secrets(spec: JobSpec, environment: Mapping[str, str]) -> list[tuple[str, s
     return named + [pair for pair in by_name if len(pair[0]) >= SHORTEST_BY_NAME]
 
 
-def _hidden(said: Any, hide: Hide) -> Any:
-    if type(said) is str:  # an enumeration is no text
-        return hide(said)
-    if type(said) is tuple:
-        return tuple(_hidden(one, hide) for one in said)
-    if is_dataclass(said) and not isinstance(said, type):
-        return replace(said, **{field.name: _hidden(getattr(said, field.name), hide) for field in fields(said)})
-    return said
+def _hide_in(value: Any, hide: Hide) -> Any:
+    if type(value) is str:  # an enumeration is no text
+        return hide(value)
+    if type(value) is tuple:
+        return tuple(_hide_in(part, hide) for part in value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{field.name: _hide_in(getattr(value, field.name), hide) for field in fields(value)})
+    return value
 
 
 def _hider(values: list[tuple[str, str]]) -> Hide:

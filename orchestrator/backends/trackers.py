@@ -7,11 +7,11 @@ from pathlib import Path
 
 from orchestrator.backends.jsonl.tracker import JsonLinesTracker
 from orchestrator.backends.mlflow.tracker import tracker_of
-from orchestrator.backends.ports import Known, Tracker
+from orchestrator.backends.ports import Lookups, Tracker
 from orchestrator.specs.errors import SpecError, closest
 
 # Each is made for a home.
-TRACKERS: Mapping[str, Callable[[Path, Known], Tracker]] = {
+TRACKERS: Mapping[str, Callable[[Path, Lookups], Tracker]] = {
     "mlflow": tracker_of,
     "jsonl": JsonLinesTracker,
 }

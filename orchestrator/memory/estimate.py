@@ -55,20 +55,21 @@ def estimate(
     return DeviceBytes(profile, plan, device, overhead).estimate(plan)
 
 
-def alike(plan: Plan) -> object:
-    """What plans have in common that may share `DeviceBytes`: all but checkpointing, the cut of the batch, and, under
-    hybrid sharding, how many copies of the shards there are."""
+def sharing_key(plan: Plan) -> object:
+    """Return the key of plans that may share `DeviceBytes`.
+
+    It has all but checkpointing, the cut of the batch, and the number of copies under hybrid sharding."""
     layout, shards = plan.layout, (plan.layout.dp_cp // plan.dp_replicate, plan.dp_replicate > 1)
     return (shards, layout.cp, layout.tp, layout.pp, _SHARED(plan))
 
 
 CHECKPOINTING = ("activation_checkpointing", "full_checkpointing_layers", "activation_offload")
 _OWN = ("layout", "dp_replicate", "micro_batch_size", "gradient_accumulation_steps", *CHECKPOINTING)
-_SHARED = attrgetter(*(one.name for one in SETTINGS if one.name not in _OWN))
+_SHARED = attrgetter(*(setting.name for setting in SETTINGS if setting.name not in _OWN))
 
 
 class DeviceBytes:
-    """What a device must hold for plans that are `alike` a given one.
+    """What a device must hold for plans with the same `sharing_key`.
 
     A search asks for thousands of plans that it then drops: for most of them it is enough to know the least they need.
     """
@@ -78,9 +79,9 @@ class DeviceBytes:
     ) -> None:
         if plan.master_weights is MasterWeights.BF16:
             profile = replace(profile, parameter_bytes=master_bytes(plan))
-        held = profile.context_parallel, profile.tensor_parallel, profile.expert_parallel
+        profiled = profile.context_parallel, profile.tensor_parallel, profile.expert_parallel
         degrees = plan.layout.cp, plan.layout.tp, plan.expert_parallel
-        assert held == degrees, f"a profile of (cp, tp, ep) = {held} for {plan}"
+        assert profiled == degrees, f"a profile of (cp, tp, ep) = {profiled} for {plan}"
         self._plan, self._device, self._overhead, self._mechanics = plan, device, overhead, plan.mechanics
         tells_apart = is_zero3 = False
         match self._mechanics:
@@ -102,46 +103,45 @@ class DeviceBytes:
         self._moments: dict[object, list[tuple[Rank, list[tuple[Moment, int]]]]] = {}  # and their counted bytes
 
     def turns(self, gradient_accumulation_steps: int) -> object:
-        """What the number of micro-batches changes: which are in flight; where each step reduces once, whether there
-        are two."""
+        """Return the key of what the number of micro-batches changes: those in flight, or whether 1, 2 or more."""
         if self._reduces_once:
             return min(gradient_accumulation_steps, 3)
         return filling(self._plan.layout.pp, self._plan.pipeline_stages_per_rank, gradient_accumulation_steps)
 
     def without_activations(self, plan: Plan) -> int:
-        """What the plan's `device_bytes` are at least, whatever its micro-batch is.
+        """Return a lower bound of the plan's `device_bytes` for every micro-batch.
 
-        And whatever it recomputes, where `counts_every_mode_alike`.
+        Where `counts_every_mode_alike`, it holds for every checkpointing too.
         """
         counted = max(max(beside.values()) for _, beside in self._counted_of(plan))
         mode = None if self.counts_every_mode_alike else plan.activation_checkpointing
         return self._reserved_bytes(counted, mode) + self._overhead_bytes(plan)
 
     def at_least(self, plan: Plan) -> int:
-        """What the plan's `device_bytes` are at least, and most often are, in a tenth of the time of its estimate.
+        """Return a lower bound of the plan's `device_bytes`, most often exact, in a tenth of the time of its estimate.
 
-        Of the moments that can be the worst it knows those that are none of the model's passages. It also knows the
-        passages at which the most activations are live. These are straight lines over the micro-batch.
+        Of the moments that can be the worst it counts those that are none of the model's passages, and the passages at
+        which the most activations are live. These are straight lines over the micro-batch.
         """
         mode, micro = plan.activation_checkpointing, plan.micro_batch_size
         full_layers = plan.full_checkpointing_layers
         allocated = 0
         for rank, beside in self._counted_of(plan):
             live = activations(rank, mode, casts=self._casts, full_layers=full_layers, offloads=plan.activation_offload)
-            most = max([counted + live[at].bytes_of(micro) for at, counted in beside.items()])
+            most = max([counted + live[place].bytes_of(micro) for place, counted in beside.items()])
             allocated = max(allocated, most + rank.buffer_bytes(plan))
         return self._reserved_bytes(allocated, mode) + self._overhead_bytes(plan)
 
     def estimate(self, plan: Plan) -> MemoryEstimate:
-        """The plan's `estimate`."""
-        micro, found = plan.micro_batch_size, []
+        """Return the estimate of the plan, as the function `estimate` does."""
+        micro, rows = plan.micro_batch_size, []
         for rank, moments in self._moments_of(plan):
             mode, full_layers = plan.activation_checkpointing, plan.full_checkpointing_layers
             live = activations(rank, mode, casts=self._casts, full_layers=full_layers, offloads=plan.activation_offload)
             buffer_bytes = rank.buffer_bytes(plan)
             for moment, counted in moments:
-                found.append((rank, moment, counted + buffer_bytes, live[moment.activations].bytes_of(micro)))
-        rank, worst, counted, activation = max(found, key=lambda one: one[2] + one[3])
+                rows.append((rank, moment, counted + buffer_bytes, live[moment.activations].bytes_of(micro)))
+        rank, worst, counted, activation = max(rows, key=lambda row: row[2] + row[3])
         beside = ("pipeline buffers", rank.buffer_bytes(plan)), ("cuBLAS workspaces", self._library_bytes)
         causes = (*worst.counted, *beside, (ACTIVATIONS, activation))
         reserved = self._reserved_bytes(counted + activation, plan.activation_checkpointing)
@@ -155,16 +155,16 @@ class DeviceBytes:
             source=self._profile.source,
             moments=tuple(
                 MomentBytes(name=moment.name, counted_bytes=counted, activation_bytes=activation)
-                for _, moment, counted, activation in found
+                for _, moment, counted, activation in rows
             ),
         )
 
     def _reserved_bytes(self, allocated_bytes: int, mode: ActivationCheckpointing | None) -> int:
-        """What the allocator holds for as much; the least under any kind of checkpointing where it is None."""
+        """Return what the allocator reserves for so many bytes; the least of all kinds of checkpointing at None."""
         if self._device.kind is not DeviceKind.CUDA:
             return allocated_bytes
-        held, replayed = allocated_bytes, self._profile.fragmentation_of(mode)
-        return round(held * FRAGMENTATION if replayed <= FRAGMENTATION else held * replayed + SEGMENTS_BYTES)
+        factor = self._profile.fragmentation_of(mode)
+        return round(allocated_bytes * max(FRAGMENTATION, factor) + (SEGMENTS_BYTES if factor > FRAGMENTATION else 0))
 
     def _overhead_bytes(self, plan: Plan) -> int:
         if self._device.kind is not DeviceKind.CUDA:
@@ -186,9 +186,9 @@ class DeviceBytes:
         return self._moments[key]
 
     def _counted_of(self, plan: Plan) -> list[tuple[Rank, dict[int, int]]]:
-        """Of every rank, the most bytes that are counted beside some places of its activations.
+        """Return, for every rank, the most counted bytes beside its highest places of activations.
 
-        No more is kept, since a search keeps this of all plans: a third of its time went into looking for garbage.
+        Nothing else is stored: with all moments of all plans, a search spent a third of its time in garbage collection.
         """
         key = self._key(plan)
         if key not in self._counted:
@@ -207,7 +207,7 @@ class DeviceBytes:
         cuda, mechanics = self._device.kind is DeviceKind.CUDA, self._mechanics
         reduces_in_buckets = isinstance(mechanics, Zero) and mechanics.stage >= ZeroStage.GRADIENTS
         if not reduces_in_buckets and not plan.optimizer_in_backward:
-            places = [at for at in places if rank.passages[at].point is not Point.ARRIVAL]
+            places = [place for place in places if rank.passages[place].point is not Point.ARRIVAL]
         match mechanics:
             case Replicated():
                 return torch_engines.ddp_moments(rank, plan, mechanics, places, cuda=cuda)
@@ -225,11 +225,11 @@ class DeviceBytes:
 
 @lru_cache(maxsize=256)
 def _as_run(profile: ModelProfile, *, sharded: bool, zero3: bool) -> ModelProfile:
-    """Recipes in turn under FSDP2 and frozen weights under ZeRO-3 have moments of their own in a trace."""
+    """Return the profile with the moments of its trace that fit: FSDP2 and ZeRO-3 may have some of their own."""
     sharded &= any(moment.sharded for moment in profile.moments)
     zero3 &= any(moment.zero3 for moment in profile.moments)
-    kept = tuple(moment for moment in profile.moments if (moment.sharded, moment.zero3) == (sharded, zero3))
-    return profile if len(kept) == len(profile.moments) else replace(profile, moments=kept)
+    moments = tuple(moment for moment in profile.moments if (moment.sharded, moment.zero3) == (sharded, zero3))
+    return profile if len(moments) == len(profile.moments) else replace(profile, moments=moments)
 
 
 def _host_bytes(rank: Rank, plan: Plan) -> int:
@@ -240,7 +240,7 @@ def _host_bytes(rank: Rank, plan: Plan) -> int:
     (deepspeed/runtime/zero/stage3.py); users report that less was not enough. With NVMe only the buffers of its
     swapping are in host memory.
     """
-    profile = rank.held
+    profile = rank.profile
     copied = _checkpoint_bytes(profile, plan)
     if plan.activation_offload:
         in_flight = ((rank.stage, 1), *rank.others)
@@ -248,17 +248,17 @@ def _host_bytes(rank: Rank, plan: Plan) -> int:
     if plan.offload is Offload.NONE:
         return copied
     trained = profile.trained_parameters
-    held = 2 * FP32_BYTES * trained + state_bytes(profile, plan, 1)
+    state = 2 * FP32_BYTES * trained + state_bytes(profile, plan, 1)
     if plan.offload is Offload.PARAMETERS:
-        held += 2 * trained + profile.weight_bytes(FP32_BYTES) - FP32_BYTES * trained
-    whole = -(-3 * held // (2 * plan.mechanics.shards))
+        state += 2 * trained + profile.weight_bytes(FP32_BYTES) - FP32_BYTES * trained
+    whole = -(-3 * state // (2 * plan.mechanics.shards))
     if plan.offload_target is OffloadTarget.NVME:
         whole = min(whole, deepspeed.nvme_buffer_bytes(profile, plan))
     return whole + copied
 
 
 def _checkpoint_bytes(profile: ModelProfile, plan: Plan) -> int:
-    """What is trained and its optimizer states, in fp32; every part is copied by one of the ranks that hold it.
+    """Return the fp32 bytes of what is trained and its optimizer states; one of the ranks that hold a part copies it.
 
     training/checkpoint/host_copy.py; a script's own checkpoints are its own affair.
     """

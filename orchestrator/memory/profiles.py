@@ -41,10 +41,10 @@ def profile_of(
     autocast: bool = False,
     cuda: bool = False,
 ) -> ModelProfile | None:
-    """What one rank has of the job's model at this precision and these tokens per sample (None: its own).
+    """Return one rank's part of the job's model at this precision and these tokens per sample (None: its own).
 
-    The declared profile where there is one, else the closed form of a decoder, ours or of the Llama kind.
-    Else it is what intake had traced; None where nothing is known. A script's own loss is taken to hold all logits.
+    It is the declared profile where there is one, else the closed form of a decoder, ours or of the Llama kind.
+    Else it is what intake had traced; None where there is none. A script's own loss is taken to hold all logits.
     `tensor_parallel`: over so many ranks its matrices are cut; `context_parallel`: and each sample's tokens.
     `expert_parallel`: over so many its experts are spread, and `uneven` times as many tokens come to one as it sends.
     `autocast`: as `autocasts` says of the plan. `cuda`: whether it runs there, where masks of dropout are narrower.
@@ -63,11 +63,11 @@ def profile_of(
     if model is not None and model.weight_bytes_each == 2:
         autocast = False  # nothing is left to cast
     if freezes(spec) and tensor_parallel == pipeline_parallel == expert_parallel == 1:
-        known = _traced(spec.traced, precision, length, autocast, cuda)
-        if known is not None:
-            return known
+        traced = _find_traced(spec.traced, precision, length, autocast, cuda)
+        if traced is not None:
+            return traced
     if model is not None and model.decoder is not None:
-        ours = decoder_profile(
+        closed_form = decoder_profile(
             model.decoder,
             spec.family_name,
             precision,
@@ -78,15 +78,19 @@ def profile_of(
             spread,
             context_parallel,
         )
-        return _as_script_runs(spec, ours, model, model.decoder.vocab_size, length) if spec.is_script else ours
+        return (
+            _as_script_runs(spec, closed_form, model, model.decoder.vocab_size, length)
+            if spec.is_script
+            else closed_form
+        )
     if model is not None and model.hf is not None:
         shape = decoder_shape(model, length)
         if shape is not None and (tensor_parallel == 1 or shape.experts is None):
             how = {"spread": spread, "cp": context_parallel}
-            ours = decoder_profile(shape, spec.family_name, precision, length, tensor_parallel, autocast, **how)
+            closed_form = decoder_profile(shape, spec.family_name, precision, length, tensor_parallel, autocast, **how)
             own_length = length // context_parallel
             theirs = as_transformers(
-                *(ours, model, shape, own_length),
+                *(closed_form, model, shape, own_length),
                 autocast=autocast,
                 cuda=cuda,
                 expert_parallel=expert_parallel,
@@ -95,7 +99,7 @@ def profile_of(
             return _as_script_runs(spec, theirs, model, shape.vocab_size, length) if spec.is_script else theirs
     if tensor_parallel > 1:
         return None
-    return _traced(spec.traced, precision, length, autocast, cuda)
+    return _find_traced(spec.traced, precision, length, autocast, cuda)
 
 
 def _as_script_runs(
@@ -107,8 +111,8 @@ def _as_script_runs(
     fp32 beside a frozen base (`autocast_adapter_dtype` in peft/tuners/tuners_utils.py, peft 0.19).
     """
     fused = spec.trainer in TRANSFORMERS_TRAINERS and switched_on(spec.command or (), "--use_liger_kernel")
-    known = profile if fused else with_all_logits(profile, vocab_size, sequence_length)
-    return known if model.lora is not None else replace(known, parameter_bytes=model.weight_bytes_each)
+    trained = profile if fused else with_all_logits(profile, vocab_size, sequence_length)
+    return trained if model.lora is not None else replace(trained, parameter_bytes=model.weight_bytes_each)
 
 
 def with_held_boundaries(spec: JobSpec, profile: ModelProfile, plan: Plan) -> ModelProfile:
@@ -136,16 +140,17 @@ def is_known(spec: JobSpec) -> bool:
     return not freezes(spec) and profile_of(spec, precision=spec.precision, sequence_length=None) is not None
 
 
-def _traced(
-    known: tuple[TracedProfile, ...], precision: Precision, sequence_length: int, autocast: bool, cuda: bool
+def _find_traced(
+    profiles: tuple[TracedProfile, ...], precision: Precision, sequence_length: int, autocast: bool, cuda: bool
 ) -> ModelProfile | None:
-    """That of the shortest samples which are at least as long, as on the device where that differs."""
+    """Return the profile traced with the shortest samples of at least this length, on this kind of device if any."""
     fitting = [
-        one
-        for one in known
-        if (one.profile.precision, one.autocast) == (precision, autocast) and one.sequence_length >= sequence_length
+        candidate
+        for candidate in profiles
+        if (candidate.profile.precision, candidate.autocast) == (precision, autocast)
+        and candidate.sequence_length >= sequence_length
     ]
-    best = min(fitting, key=lambda one: (one.cuda is not cuda, one.sequence_length), default=None)
+    best = min(fitting, key=lambda candidate: (candidate.cuda is not cuda, candidate.sequence_length), default=None)
     return best.profile if best else None
 
 
@@ -157,14 +162,16 @@ def _script_length(spec: JobSpec) -> int | None:
 def _declared(
     declared: DeclaredProfile, family: str, precision: Precision, tp: int, *, stretch: float, share: float
 ) -> ModelProfile:
-    """`layers` equal parts, and one for what does not divide by them.
+    """Return a profile of `layers` equal parts, and one part for the remainder.
 
     Of what a transformer layer saves, 24 of 34 parts are cut by tensor parallelism (Korthikanti et al. 2022,
     arXiv:2205.05198, section 4.1); what a layer hands on is not.
     """
-    kept, chosen = declared.checkpointed_per_sample, declared.selective_per_sample
+    checkpointed, chosen = declared.checkpointed_per_sample, declared.selective_per_sample
     saved_bytes = round(declared.activations_per_sample * stretch * share * (10 + 24 / tp) / 34)
-    checkpointed_bytes = min(saved_bytes, saved_bytes if kept is None else round(kept * stretch * share))
+    checkpointed_bytes = min(
+        saved_bytes, saved_bytes if checkpointed is None else round(checkpointed * stretch * share)
+    )
     selective_bytes = None if chosen is None else min(saved_bytes, round(chosen * stretch * share))
     layers, parameters = declared.layers, -(-declared.parameters // tp)
 
@@ -230,7 +237,7 @@ def decoder_profile(
     s, h, d = sequence_length // cp, spec.hidden_size, spec.head_dim
     f, v, n = spec.intermediate_size // tp, spec.vocab_size // tp, spec.num_attention_heads // tp
     q, kv = n * d, spec.kv_heads * d // tp
-    own = h / spread  # of the residual stream, per token of the sample
+    stream_width = h / spread  # of the residual stream, per token of the sample
     low = precision is not Precision.FP32
     width = 2 if low else 4  # of what matrix products return
     stream = 2 if low and not autocast else 4  # of the residual stream
@@ -242,10 +249,10 @@ def decoder_profile(
     casts = 2 * matrices
     if spread > 1:  # one cast is gathered for all projections, and theirs are made again in the backward pass
         norms, casts = norms - 6 if low and stream == 4 else norms, 0
-    saved = norms * own + width * (2 * q + 2 * kv + 4 * f) + 4 * n + 8 / spread
-    selective = stream * own + width * (2 * own + 2 * q + 2 * kv + 2 * f) + 4 * n
+    saved = norms * stream_width + width * (2 * q + 2 * kv + 4 * f) + 4 * n + 8 / spread
+    selective = stream * stream_width + width * (2 * stream_width + 2 * q + 2 * kv + 2 * f) + 4 * n
     if spec.dropout:
-        saved += 2 * (1 if cuda else width) * own  # masks, which a CPU has in the type of the input
+        saved += 2 * (1 if cuda else width) * stream_width  # masks, which a CPU has in the type of the input
     moved = (66, 142) if low and autocast else (10 * width, 25 * width)  # of the residual stream, forward and backward
     again = max(1, cp * tp // spec.kv_heads)  # ranks that have the same key-value head
     if cp > 1:  # attention's output comes back in another tensor
@@ -257,9 +264,9 @@ def decoder_profile(
         count=spec.num_hidden_layers,
         parameters=matrices + 2 * h,
         saved_bytes=round(s * saved),
-        checkpointed_bytes=round(s * stream * own),
+        checkpointed_bytes=round(s * stream * stream_width),
         selective_bytes=round(s * selective),
-        selective_transient_bytes=round(s * (recomputed + (2 if low and autocast else 4) * own)),
+        selective_transient_bytes=round(s * (recomputed + (2 if low and autocast else 4) * stream_width)),
         transient_bytes=s * recomputed,
         forward_flops=s * (2.0 * matrices + 2.0 * sequence_length * q),  # causal attention: half of 4 s^2 q
         cast_bytes=(casts + 8 * s * d) if low and autocast else 0,
@@ -273,10 +280,10 @@ def decoder_profile(
             BackwardPeak(3 * h * f, h * f, s * width * (h - 2 * f)),
             BackwardPeak(matrices + 2 * h, h * q, -s * (4 * width * f + stream * h)),
         ),
-        peaks=_gathered_peaks(s * width, h, f, own) if spread > 1 else (),
+        peaks=_gathered_peaks(s * width, h, f, stream_width) if spread > 1 else (),
         exchanged_bytes=s * width * (2 * q + 2 * again * kv) if cp > 1 else 0,
-        forward_moved_bytes=round(s * (moved[0] * own + width * (10 * (q + kv) + 5 * f))),
-        backward_moved_bytes=round(s * (moved[1] * own + width * (10 * (q + kv) + 9 * f))),
+        forward_moved_bytes=round(s * (moved[0] * stream_width + width * (10 * (q + kv) + 5 * f))),
+        backward_moved_bytes=round(s * (moved[1] * stream_width + width * (10 * (q + kv) + 9 * f))),
     )
     return ModelProfile(
         family=family,
@@ -295,15 +302,15 @@ def decoder_profile(
     )
 
 
-def _gathered_peaks(sample_bytes: int, h: int, f: int, own: float) -> tuple[BackwardPeak, ...]:
-    """Where most is live in the backward pass of a layer whose tokens are gathered for its matrices.
+def _gathered_peaks(sample_bytes: int, h: int, f: int, stream_width: float) -> tuple[BackwardPeak, ...]:
+    """Return where most is live in the backward pass of a layer whose tokens are gathered for its matrices.
 
     `sample_bytes`: of one value for every token. The last matrix gathers the gradient of its output; or the product
     before it has gradients of both factors. Then two matrices read the input, which is gathered again, and their
     gradients for it add up. What selective checkpointing kept of the layer's output is still there. (Which of both has
     the most was counted on two and four gloo ranks of torch 2.13, 2026-11.)
     """
-    of_last, of_first = max(h + f, 2 * f) + own, max(2 * h - f, 3 * (h - f)) + own
+    of_last, of_first = max(h + f, 2 * f) + stream_width, max(2 * h - f, 3 * (h - f)) + stream_width
     last = BackwardPeak(h * f, h * f, round(sample_bytes * of_last))
     first = BackwardPeak(3 * h * f, h * f, round(sample_bytes * of_first))
     return (first,) if of_first >= of_last else (last, first)
@@ -332,7 +339,7 @@ def _updated_before_largest(feed_forward: int, table: int) -> int:
 
 
 def _embedding(s: int, h: int, v: int, *, stream: int, tied: bool, spread: int) -> Segment:
-    """What is looked up, with tokens and labels; backward, the gradient of its output.
+    """Return the embedding: its output, with tokens and labels; in backward the gradient of the output.
 
     Over `spread` ranks that is the gradient of all tokens, and the same without the rows of other ranks.
     """
@@ -365,11 +372,11 @@ def _head(s: int, h: int, v: int, *, low: bool, stream: int, tied: bool, spread:
     moment, and the product that is added to the gradient beside it. Over `spread` ranks a rank has the norm of its own
     tokens, and gathers those of a chunk.
     """
-    own = h / spread
-    kept, passed = (10, 14) if stream == 2 else (8, 12)
+    stream_width = h / spread
+    saved_width, passed = (10, 14) if stream == 2 else (8, 12)
     if cuda:
-        kept, passed = stream, 2 * stream
-    saved, normed = round(s * (kept * own + 4 / spread)), round(s * passed * own)
+        saved_width, passed = stream, 2 * stream
+    saved, normed = round(s * (saved_width * stream_width + 4 / spread)), round(s * passed * stream_width)
     if not low:
         peaks: tuple[tuple[int, int], ...] = ((4 * v + 4 * h, 0),)
     elif stream == 4:
@@ -381,7 +388,7 @@ def _head(s: int, h: int, v: int, *, low: bool, stream: int, tied: bool, spread:
         gathered = round((1 if stream == width else 1 / spread) * width * h)
         products = (width if stream > width else 0) + 2 * stream  # in the stream's type, with the copy that gloo sums
         summed = (width * (v + h) + products * h, 2 * v * h if low else 0)
-        peaks = (*((each + gathered, fixed) for each, fixed in peaks), summed)
+        peaks = (*((per_token + gathered, fixed) for per_token, fixed in peaks), summed)
     made = 0 if tied else v * h
     return Segment(
         name="head",
@@ -401,7 +408,7 @@ def _head(s: int, h: int, v: int, *, low: bool, stream: int, tied: bool, spread:
         chunks=LossChunks(
             chunk_tokens=CHUNK_TOKENS,
             sample_tokens=s,
-            per_sample_bytes=round(s * stream * own),
+            per_sample_bytes=round(s * stream * stream_width),
             peaks=peaks,
             gradients=made,
         ),

@@ -100,7 +100,7 @@ class StepSeconds:
         degrees = plan.layout.cp, plan.layout.tp, plan.expert_parallel
         assert of == degrees, f"a profile for (cp, tp, ep) = {of} of {plan}"
         self._profile, self._hardware = profile, hardware
-        self._held = tuple(dict.fromkeys(rank.held for rank in ranks(profile, plan)))
+        self._held = tuple(dict.fromkeys(rank.profile for rank in ranks(profile, plan)))
         self._largest = max(self._held, key=lambda held: held.parameters)
         self._largest_at = self._held.index(self._largest)
         engine, self._mechanics = facts_of(plan.engine), plan.mechanics

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from math import floor
 
-from orchestrator.memory.engines.pipeline import Filling, in_three, of_all_kinds, waiting
+from orchestrator.memory.engines.pipeline import Filling, distinct_ranks, split_ends, waiting
 from orchestrator.planning.cost import Hardware, seconds_in_three
 from orchestrator.specs.choices import ActivationCheckpointing, Precision, ZeroStage
 from orchestrator.specs.plan import Plan
@@ -40,7 +40,7 @@ def _ends(
     precision: Precision,
     hardware: Hardware,
 ) -> tuple[int, int]:
-    layers, stages = in_three(profile)[1].count, pp * per_rank
+    layers, stages = split_ends(profile)[1].count, pp * per_rank
     first_s, layer_s, last_s = seconds_in_three(profile, mode, precision, hardware)
     if layer_s <= 0.0:
         return 0, 0
@@ -71,7 +71,7 @@ def _fullest_bytes(
     profile: ModelProfile, pp: int, sizes: tuple[int, ...], mode: ActivationCheckpointing, parameter_bytes: int
 ) -> int:
     """Of the rank that needs the most: what every parameter costs, and layers of the micro-batches in flight."""
-    before, layer, behind = in_three(profile)
+    before, layer, behind = split_ends(profile)
     kept_bytes = {
         ActivationCheckpointing.NONE: layer.saved_bytes,
         ActivationCheckpointing.SELECTIVE: layer.saved_bytes
@@ -80,7 +80,7 @@ def _fullest_bytes(
         ActivationCheckpointing.FULL: layer.checkpointed_bytes,
     }[mode]
     per_rank, most = len(sizes) // pp, 0
-    for rank in of_all_kinds(pp, sizes):
+    for rank in distinct_ranks(pp, sizes):
         own, passes = sizes[rank::pp], waiting(rank, pp, per_rank, Filling(pp, False))
         parameters = sum(own) * layer.parameters
         parameters += sum(part.parameters for part in (before if rank == 0 else behind if rank == pp - 1 else ()))

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from orchestrator.memory.calibration.correction import corrected_bytes
 from orchestrator.memory.engines.activations import full_is_lightest
 from orchestrator.memory.engines.overhead import SUPPOSED_OVERHEAD, Overhead
-from orchestrator.memory.estimate import DeviceBytes, alike
+from orchestrator.memory.estimate import DeviceBytes, sharing_key
 from orchestrator.planning.cost import Hardware, StepSeconds
 from orchestrator.planning.families import Family, Variant, families_of, legal_copy, variants_of
 from orchestrator.planning.frontier import Candidate, Frontier, node_host_bytes
@@ -359,7 +359,7 @@ class _Needs:
 
     def of(self, plan: Plan) -> tuple[ModelProfile, DeviceBytes]:
         """The profile of the plan, and the bytes of all that are alike."""
-        key = alike(plan)
+        key = sharing_key(plan)
         if key not in self._known:
             profile = profile_for(self._spec, self._hardware, plan)
             self._known[key] = (profile, DeviceBytes(profile, plan, self._hardware.device, self._overhead))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from orchestrator.memory.calibration.calibrate import remembered
+from orchestrator.memory.calibration.calibrate import select_newest
 from orchestrator.scheduling.base.drain import drain_requested
 from orchestrator.scheduling.base.holds import update_requested, with_hold_reason
 from orchestrator.scheduling.base.job_updates import archive_if_done, with_job
@@ -260,7 +260,7 @@ def _live(job: Job) -> Attempt | None:
 
 
 def _with_observations(state: State, observed: Sequence[Observation]) -> State:
-    return replace(state, observations=remembered((*state.observations, *observed))) if observed else state
+    return replace(state, observations=select_newest((*state.observations, *observed))) if observed else state
 
 
 def _with_attempt(job: Job, attempt: Attempt) -> Job:

@@ -49,20 +49,20 @@ def build_engine(run: TrainingRun, recipe: Recipe, device: torch.device, resume_
     It trains what thaws up to that checkpoint's step; where more thaws later, the next engine is built then.
     """
     recipes = (recipe, *recipe.then)
-    norms = [layer for each in recipes for layer in batch_norms(each.module)]
+    norms = [layer for part in recipes for layer in batch_norms(part.module)]
     prepare_batch_norms(norms, run.plan, run.training)
     plan = run.plan
-    for each in recipes:
+    for part in recipes:
         stages: tuple[range, ...] = ()
-        if each.stages and plan.layout.pp > 1:
+        if part.stages and plan.layout.pp > 1:
             from orchestrator.training.engines.pipeline import plan_ranges  # only here: as in torch_engine
 
-            stages = plan_ranges(len(each.layers), plan)
-        recompute(each.layers, plan.activation_checkpointing, plan.full_checkpointing_layers, stages)
+            stages = plan_ranges(len(part.layers), plan)
+        recompute(part.layers, plan.activation_checkpointing, plan.full_checkpointing_layers, stages)
         if run.training.compile:
-            compile_layers(each.layers)
+            compile_layers(part.layers)
         if plan.activation_offload:
-            keep_inputs_on_host(each.layers)
+            keep_inputs_on_host(part.layers)
 
     def build(part: Recipe, training: TrainingSpec) -> Engine:
         engine = _engine(part, run, training, device, resume_from)

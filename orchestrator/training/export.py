@@ -59,10 +59,10 @@ def _write_adapters(folder: Path, run: TrainingRun, saved: Path) -> None:
     lora, hf = run.model.lora, run.model.hf
     assert lora is not None, "called for adapters only"
     assert hf is not None, "adapters stand beside a transformers model"
-    known = FileSystemReader(saved).read_metadata().state_dict_metadata
+    stored = FileSystemReader(saved).read_metadata().state_dict_metadata
     sizes = {
         name.removeprefix("model."): about.size
-        for name, about in known.items()
+        for name, about in stored.items()
         if name.startswith("model.") and ".lora_" in name and isinstance(about, TensorStorageMetadata)
     }
     values = _read(saved, {name: torch.empty(size) for name, size in sizes.items()})
@@ -88,7 +88,7 @@ def _write_model(folder: Path, run: TrainingRun, saved: Path) -> None:
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         save_file(_values(shard, built, saved), folder / file, metadata={"format": "pt"})
         places |= dict.fromkeys(shard, file)
-    total = sum(each.numel() for shard in shards for each in shard.values()) * built.stored_dtype.itemsize
+    total = sum(tensor.numel() for shard in shards for tensor in shard.values()) * built.stored_dtype.itemsize
     index = {"metadata": {"total_size": total}, "weight_map": places}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
     generation = found_file(run.model.hf, "generation_config.json") if isinstance(run.model.hf, str) else None
@@ -98,13 +98,13 @@ def _write_model(folder: Path, run: TrainingRun, saved: Path) -> None:
 
 def _shards(built: Built) -> Iterator[dict[str, Tensor]]:
     """Parameters and stored buffers by name, shared ones once, in groups of at most SHARD_BYTES or one tensor."""
-    seen: set[int] = set()
+    written: set[int] = set()
     shard: dict[str, Tensor] = {}
     size = 0
     for name, tensor in built.module.state_dict(keep_vars=True).items():
-        if id(tensor) in seen:
+        if id(tensor) in written:
             continue
-        seen.add(id(tensor))
+        written.add(id(tensor))
         if shard and size + 4 * tensor.numel() > SHARD_BYTES:
             yield shard
             shard, size = {}, 0
@@ -115,12 +115,12 @@ def _shards(built: Built) -> Iterator[dict[str, Tensor]]:
 
 def _values(shard: Mapping[str, Tensor], built: Built, saved: Path) -> dict[str, Tensor]:
     """The values of a shard: from the checkpoint, and untrained ones from the model's source."""
-    known = FileSystemReader(saved).read_metadata().state_dict_metadata
-    values = {name: torch.empty(each.shape) for name, each in shard.items() if f"model.{name}" in known}
+    stored = FileSystemReader(saved).read_metadata().state_dict_metadata
+    values = {name: torch.empty(tensor.shape) for name, tensor in shard.items() if f"model.{name}" in stored}
     _read(saved, values)
-    for name, each in shard.items():
+    for name, tensor in shard.items():
         if name not in values:
-            values[name] = torch.empty(each.shape)
+            values[name] = torch.empty(tensor.shape)
             built.initialise(name, values[name])
     return {name: tensor.to(built.stored_dtype).contiguous() for name, tensor in values.items()}
 

@@ -33,7 +33,7 @@ LAST_SAVE_S = 30.0  # longest wait of a failing attempt for the save in flight; 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranks:
-    """This process's rank, local rank, world size and device."""
+    """The rank, local rank, world size and device of a process."""
 
     rank: int
     local_rank: int
@@ -54,7 +54,7 @@ def train(run: TrainingRun, ranks: Ranks) -> bool:
     background = dist.new_group(backend="gloo", timeout=SAVING_TIMEOUT)
     saver = Saver(run, ranks.device, background)
     newest = newest_intact(checkpoints, background)
-    saved = checkpoint.opened(newest) if newest else None
+    saved = checkpoint.open_saved(newest) if newest else None
     cursor, stopped = saved.cursor if saved else Cursor(), False
     while cursor.step < run.training.max_steps and not stopped:
         try:
@@ -97,7 +97,7 @@ def _listen_for_stop() -> list[int]:
 def _step(
     run: TrainingRun, ranks: Ranks, recipe: Recipe, engine: Engine, saver: Saver, cursor: Cursor, stop: list[int]
 ) -> tuple[Cursor, bool]:
-    """One optimizer step; returns the cursor after it, and whether any rank received SIGTERM.
+    """Make an optimizer step; return the cursor after it, and whether any rank received SIGTERM.
 
     Raises on every rank if any rank failed to save a checkpoint.
     """
@@ -109,8 +109,8 @@ def _step(
     together = plan.layout.dp if run.training.sync_batch_norm else 1
     mine = micro_batches(samples, dp_rank, plan.micro_batch_size, plan.gradient_accumulation_steps, together=together)
     result = engine.step(cursor.step, (dataset.batch(indices) for indices in mine), tokens)
-    own = [result.loss, float(bool(stop)), float(saver.failed)]
-    shared = torch.tensor(own, dtype=torch.float64, device=ranks.device)
+    status = [result.loss, float(bool(stop)), float(saver.failed)]
+    shared = torch.tensor(status, dtype=torch.float64, device=ranks.device)
     if ranks.world_size > 1:
         dist.all_reduce(shared)
     loss, stopping, failed = shared.tolist()

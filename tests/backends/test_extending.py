@@ -11,7 +11,7 @@ import pytest
 
 from orchestrator.backends.journal.journal import Journal
 from orchestrator.backends.outbox_relay import OutboxRelay
-from orchestrator.backends.ports import Known, Tracker
+from orchestrator.backends.ports import Lookups, Tracker
 from orchestrator.specs.state import State
 from tests.backends.test_mlflow_tracker import attempt, ended, new_job, say
 
@@ -29,7 +29,7 @@ def test_the_tracker_that_the_docs_show_keeps_ended_attempts(journal: Journal, t
     code = PAGE.read_text().partition("```python\n")[2].partition("```")[0]
     shown: dict[str, Any] = {}
     exec(compile(code, str(PAGE), "exec", dont_inherit=True), shown)
-    tracker: Tracker = shown["CsvTracker"](tmp_path, Known(state=State, job=lambda _: None, sweep=lambda _: None))
+    tracker: Tracker = shown["CsvTracker"](tmp_path, Lookups(state=State, job=lambda _: None, sweep=lambda _: None))
     relay = OutboxRelay("csv", tracker, journal.outbox)
     say(journal, new_job("a", attempt("a", 1)))
     say(journal, new_job("a", ended(attempt("a", 1))))

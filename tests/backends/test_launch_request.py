@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.backends.attempts.launch_request import GUARD, LaunchNode, LaunchRequest, guarded, launch_request
+from orchestrator.backends.attempts.launch_request import GUARD, LaunchNode, LaunchRequest, add_guard, launch_request
 from orchestrator.specs.attempt import NodeDevices
 from orchestrator.specs.choices import Engine
 from orchestrator.specs.cluster import DeviceKind, DeviceSpec
@@ -166,7 +166,7 @@ GUARDED = (str(GUARD), "guard.json", "--")
     ],
 )
 def test_the_guard_stands_between_interpreter_and_program(command: str, started: tuple[str, ...]) -> None:
-    assert guarded(tuple(command.split()), "guard.json", PYTHON) == started
+    assert add_guard(tuple(command.split()), "guard.json", PYTHON) == started
 
 
 def launched(

@@ -21,10 +21,10 @@ import pytest
 from orchestrator.backends import outbox_relay
 from orchestrator.backends.journal.journal import Journal
 from orchestrator.backends.mlflow import server as mlflow_server
-from orchestrator.backends.mlflow.server import MARK, SOCKET, MlflowServer, connected
+from orchestrator.backends.mlflow.server import MARK, SOCKET, MlflowServer, connect_socket
 from orchestrator.backends.mlflow.tracker import HomeMlflow
 from orchestrator.backends.outbox_relay import OutboxRelay
-from orchestrator.backends.ports import Known
+from orchestrator.backends.ports import Lookups
 from orchestrator.specs.state import State
 from tests.backends.test_mlflow_tracker import eventually, new_job, say
 from tests.service.test_reach import free_port
@@ -49,7 +49,7 @@ def server() -> Iterator[MlflowServer]:
 def health(server: MlflowServer) -> int:
     connection = HTTPConnection("localhost")
     with closing(connection):
-        connection.sock = connected(server.folder, 30.0)
+        connection.sock = connect_socket(server.folder, 30.0)
         connection.request("GET", "/health")
         return connection.getresponse().status
 
@@ -165,7 +165,7 @@ def test_a_version_of_mlflow_that_ignores_how_it_is_started_is_told_and_gets_no_
     home = tmp_path / "home"
     home.mkdir()
     with another_server(home / "mlflow"), closing(Journal(f"sqlite:///{tmp_path}/journal.db")) as journal:
-        tracker = HomeMlflow(home, Known(state=State, job=lambda _: None, sweep=lambda _: None))
+        tracker = HomeMlflow(home, Lookups(state=State, job=lambda _: None, sweep=lambda _: None))
         relay = OutboxRelay("mlflow", tracker, journal.outbox)
         relay.start()
         try:

@@ -25,7 +25,7 @@ from orchestrator.backends.mlflow.outcomes import read_outcomes
 from orchestrator.backends.mlflow.server import ADDRESS, MlflowServer
 from orchestrator.backends.mlflow.tracker import MlflowTracker, comparison_url
 from orchestrator.backends.outbox_relay import OutboxRelay
-from orchestrator.backends.ports import Known
+from orchestrator.backends.ports import Lookups
 from orchestrator.backends.redaction import hider
 from orchestrator.scheduling.reports.sweep import SweepReport
 from orchestrator.specs.actions import Record
@@ -175,7 +175,7 @@ def tracking(
     job: Callable[[str], Job | None] = lambda _: None,
     sweep: Callable[[str], SweepReport | None] = lambda _: None,
 ) -> Iterator[OutboxRelay]:
-    known = Known(state=state, job=job, sweep=sweep)
+    known = Lookups(state=state, job=job, sweep=sweep)
     relay = OutboxRelay("mlflow", MlflowTracker(server.uri, server.home, known, ADDRESS), journal.outbox)
     relay.start()
     try:
@@ -425,7 +425,7 @@ def test_a_service_that_was_frozen_amid_a_creation_leaves_no_second_run(
     """Another one took over, and recorded the same attempt, between its look at MLflow and its creation."""
     from mlflow.exceptions import MlflowException
 
-    known = Known(state=State, job=lambda _: None, sweep=lambda _: None)
+    known = Lookups(state=State, job=lambda _: None, sweep=lambda _: None)
     old, new = (MlflowTracker(server.uri, server.home, known) for _ in range(2))
     name = f"frozen-{its_job_ends}".lower()
     one = attempt(name, 1)
@@ -496,7 +496,7 @@ def test_a_dead_server_blocks_neither_start_nor_append_nor_stop(
         listener.bind(("127.0.0.1", 0))
         if kind == "never answers":
             listener.listen()
-        known = Known(state=State, job=lambda _: None, sweep=lambda _: None)
+        known = Lookups(state=State, job=lambda _: None, sweep=lambda _: None)
         nobody = MlflowTracker(f"http://127.0.0.1:{listener.getsockname()[1]}", tmp_path, known)
         tracker = OutboxRelay("mlflow", nobody, journal.outbox)
         began_s = time.monotonic()

@@ -369,7 +369,7 @@ def test_a_host_with_one_private_address_among_public_ones_is_denied(monkeypatch
     both = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (one, 443)) for one in ("1.1.1.1", "10.0.0.1")]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: both)
     with pytest.raises(addresses.Refused):
-        addresses.resolved("two.example", 443, ())
+        addresses.resolve_host("two.example", 443, ())
 
 
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])

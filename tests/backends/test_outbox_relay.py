@@ -16,7 +16,7 @@ from orchestrator.backends.journal import ownership
 from orchestrator.backends.journal.journal import Journal
 from orchestrator.backends.jsonl.tracker import JsonLinesTracker
 from orchestrator.backends.outbox_relay import REFUSALS_MAX, OutboxRelay
-from orchestrator.backends.ports import Known, OutboxRow, Tracker
+from orchestrator.backends.ports import Lookups, OutboxRow, Tracker
 from orchestrator.specs.actions import Record
 from orchestrator.specs.events import TimerFired
 from orchestrator.specs.job.spec import JobSpec
@@ -24,7 +24,7 @@ from orchestrator.specs.job_record import Job
 from orchestrator.specs.state import State
 from tests.backends.postgres import Server
 
-NOTHING = Known(state=State, job=lambda _: None, sweep=lambda _: None)
+NOTHING = Lookups(state=State, job=lambda _: None, sweep=lambda _: None)
 
 SPEC = JobSpec(name="lm", global_batch_size=8, command="python train.py")
 

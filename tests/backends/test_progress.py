@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.backends.attempts.progress import LogCounter, Progress
-from orchestrator.backends.attempts.script_output import lost, missing, newest_checkpoint
+from orchestrator.backends.attempts.script_output import list_lost, missing_results, newest_checkpoint
 from orchestrator.specs.attempt import Heartbeat
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.run import AttemptFolder, JobFolder, write_json
@@ -132,10 +132,10 @@ def test_success_is_what_this_attempt_left(tmp_path: Path) -> None:
     (tmp_path / "assets/old.pth").write_text("x")
     folder.guard.write_text("{}")
     os.utime(tmp_path / "assets/old.pth", ns=(1, 1))
-    assert missing(spec, jobs, folder, (0,)) == ("assets/*.pth", "a log line '^Saved: yes'")
+    assert missing_results(spec, jobs, folder, (0,)) == ("assets/*.pth", "a log line '^Saved: yes'")
     (tmp_path / "assets/new.pth").write_text("x")
     folder.log(0).write_text("it is not\nSaved: yes\n")
-    assert missing(spec, jobs, folder, (0,)) == ()
+    assert missing_results(spec, jobs, folder, (0,)) == ()
 
 
 def test_the_newest_checkpoint_is_by_step_not_by_time_and_whole(tmp_path: Path) -> None:
@@ -151,7 +151,7 @@ def test_the_newest_checkpoint_is_by_step_not_by_time_and_whole(tmp_path: Path) 
 
 def test_a_restart_tells_what_it_lost() -> None:
     spec = script(resume={"step": r"c-(\d+)", "loses": ["the optimizer"]})
-    assert list(lost(spec, None, (1, 5), 9)) == [], "it was not to go on from anything"
-    assert list(lost(spec, "c-7", (8, 9), 7)) == ["the optimizer"]
+    assert list(list_lost(spec, None, (1, 5), 9)) == [], "it was not to go on from anything"
+    assert list(list_lost(spec, "c-7", (8, 9), 7)) == ["the optimizer"]
     began_again = "everything: it began at 1 again, after 7, with c-7 there"
-    assert list(lost(spec, "c-7", (1, 9), None)) == ["the optimizer", began_again]
+    assert list(list_lost(spec, "c-7", (1, 9), None)) == ["the optimizer", began_again]

@@ -23,7 +23,7 @@ lean.UNUSED_PORT = "no number"
 
 def _commands(home: Path) -> list[str]:
     """Return the command lines of all processes of the home's Ray."""
-    state = embedded_ray.started(home)
+    state = embedded_ray.read_state(home)
     assert state is not None
     commands = []
     for folder in Path("/proc").glob("[0-9]*"):

@@ -9,7 +9,7 @@ from statistics import median, pstdev
 
 import pytest
 
-from orchestrator.backends.simulated.traces import SCALING, Arrival, Trace, _measured, misjudged, read_trace, shaken
+from orchestrator.backends.simulated.traces import SCALING, Arrival, Trace, _read_speeds, misjudge, read_trace, shake
 from orchestrator.specs.errors import SpecError
 
 SHARED = Path(__file__).parents[3] / "shared" / "traces"
@@ -91,7 +91,7 @@ def test_a_job_with_is_sla_is_promised_the_speed_of_its_exec_plan_on_what_it_ask
     (unmeasured,) = read(tmp_path / "workloads" / "mt.csv", PLANS.replace("zero-dp,1000,0", "gc,1000,1")).arrivals
     assert unmeasured.spec.guarantee is not None
     assert unmeasured.spec.guarantee.step is None, "the fastest plan's counts"
-    told_wrong = misjudged(Trace(name="mt", arrivals=(job,)), 0.5, 1).arrivals[0]
+    told_wrong = misjudge(Trace(name="mt", arrivals=(job,)), 0.5, 1).arrivals[0]
     assert told_wrong.spec.guarantee is not None
     assert told_wrong.spec.guarantee.step is not None
     assert told_wrong.spec.guarantee.step * told_wrong.step_factor == pytest.approx(0.15)
@@ -127,21 +127,21 @@ def test_a_bad_trace_is_one_clear_error(tmp_path: Path, name: str, text: str, sa
 def test_a_misjudged_trace_is_told_wrongly_and_stays_as_long(tmp_path: Path) -> None:
     row = PHILLY.splitlines()[1]
     true = read(tmp_path / "philly.csv", "\n".join((PHILLY.splitlines()[0], *[row] * 2000)))
-    told = misjudged(true, 0.5, seed=3)
+    told = misjudge(true, 0.5, seed=3)
     factors = [one.spec.speeds[0][1] for one in told.arrivals]
     assert all(
         factor * one.step_factor == pytest.approx(1.0) for factor, one in zip(factors, told.arrivals, strict=True)
     )
     assert pstdev(map(log, factors)) == pytest.approx(0.5, rel=0.05)
-    assert misjudged(true, 0.5, seed=3) == told != misjudged(true, 0.5, seed=4)
-    assert misjudged(true, 0.0, seed=3) == true
+    assert misjudge(true, 0.5, seed=3) == told != misjudge(true, 0.5, seed=4)
+    assert misjudge(true, 0.0, seed=3) == true
 
 
 def test_a_shaken_trace_is_another_day_of_the_same_kind(tmp_path: Path) -> None:
     (job,) = read(tmp_path / "cluster01.csv", DEADLINES).arrivals
     day = Trace(name="day", arrivals=tuple(_at(job, at_s) for at_s in range(0, 100_000, 500)))
-    other = shaken(day, 1, arrival_s=60.0, length=0.05)
-    assert other == shaken(day, 1, arrival_s=60.0, length=0.05) != shaken(day, 2, arrival_s=60.0, length=0.05)
+    other = shake(day, 1, arrival_s=60.0, length=0.05)
+    assert other == shake(day, 1, arrival_s=60.0, length=0.05) != shake(day, 2, arrival_s=60.0, length=0.05)
     assert [one.at_s for one in other.arrivals] == sorted(one.at_s for one in other.arrivals)
     for before, after in zip(day.arrivals, other.arrivals, strict=True):
         assert abs(after.at_s - before.at_s) <= 120.0
@@ -158,7 +158,7 @@ def test_scaling_is_the_median_of_what_was_measured_in_one_node() -> None:
     exponents = []
     for path in sorted((SHARED / "plans" / "throughput").glob("*.csv")):
         times: dict[tuple[int, ...], float] = {}
-        for (_, shape), step_s in _measured(path).items():
+        for (_, shape), step_s in _read_speeds(path).items():
             times[shape] = min(step_s, times.get(shape, step_s))
         if (1,) in times and (8,) in times:
             exponents.append(log(times[1,] / times[8,]) / log(8))

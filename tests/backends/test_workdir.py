@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from orchestrator.backends.attempts.workdir import link_all_but, rewritten
+from orchestrator.backends.attempts.workdir import link_all_but, rewrite_config
 from orchestrator.specs.errors import OrchestratorError
 
 LATENTSYNC = """\
@@ -27,7 +27,7 @@ version: "1.10"
 
 def test_keys_take_their_values_and_everything_else_keeps_its_text() -> None:
     keys = {"data.batch_size": "4", "run.enable_gradient_checkpointing": "false", "ckpt.resume_ckpt_path": "/out/c.pt"}
-    text = rewritten(LATENTSYNC, keys, is_json=False)
+    text = rewrite_config(LATENTSYNC, keys, is_json=False)
     before, after = yaml.safe_load(LATENTSYNC), yaml.safe_load(text)
     assert after["data"] == {"batch_size": 4, "train_output_dir": "debug/unet"}
     assert after["run"] == {"mixed_precision_training": True, "enable_gradient_checkpointing": False}
@@ -37,15 +37,15 @@ def test_keys_take_their_values_and_everything_else_keeps_its_text() -> None:
 
 
 def test_a_key_that_the_file_has_not_is_added_with_its_sections() -> None:
-    assert yaml.safe_load(rewritten("a: 1\n", {"b.c.d": "2", "a": "3"}, is_json=False)) == {
+    assert yaml.safe_load(rewrite_config("a: 1\n", {"b.c.d": "2", "a": "3"}, is_json=False)) == {
         "a": 3,
         "b": {"c": {"d": 2}},
     }
-    assert yaml.safe_load(rewritten("", {"b": "[x]"}, is_json=False)) == {"b": "[x]"}, "a word stays a word"
+    assert yaml.safe_load(rewrite_config("", {"b": "[x]"}, is_json=False)) == {"b": "[x]"}, "a word stays a word"
 
 
 def test_json_stays_json() -> None:
-    text = rewritten(
+    text = rewrite_config(
         '{"train": {"batch_size": 4, "fp16_run": true}, "x": null}', {"train.batch_size": "2"}, is_json=True
     )
     assert json.loads(text) == {"train": {"batch_size": 2, "fp16_run": True}, "x": None}
@@ -54,7 +54,7 @@ def test_json_stays_json() -> None:
 def test_a_number_of_json_stays_a_number_however_it_is_written() -> None:
     """DeepSpeed's own examples say 1e-3 and 5e8, which YAML 1.1 takes for words."""
     text = '{"optimizer": {"params": {"lr": 1e-3, "eps": 1e-8}}, "bucket": 5e8, "zero": "auto"}'
-    said = json.loads(rewritten(text, {"bf16.enabled": "false", "micro": "4", "folder": "[x]"}, is_json=True))
+    said = json.loads(rewrite_config(text, {"bf16.enabled": "false", "micro": "4", "folder": "[x]"}, is_json=True))
     assert said.pop("bf16") == {"enabled": False}
     assert (said.pop("micro"), said.pop("folder")) == (4, "[x]")
     assert said == json.loads(text)
@@ -63,9 +63,9 @@ def test_a_number_of_json_stays_a_number_however_it_is_written() -> None:
 def test_a_key_through_a_value_is_refused() -> None:
     for text, is_json in ((LATENTSYNC, False), ('{"data": {"batch_size": 1}}', True)):
         with pytest.raises(OrchestratorError, match=r"data\.batch_size\.x"):
-            rewritten(text, {"data.batch_size.x": "1"}, is_json=is_json)
+            rewrite_config(text, {"data.batch_size.x": "1"}, is_json=is_json)
     with pytest.raises(OrchestratorError, match="no JSON"):
-        rewritten("data: 1", {"data": "1"}, is_json=True)
+        rewrite_config("data: 1", {"data": "1"}, is_json=True)
 
 
 def test_the_working_directory_is_the_users_but_for_the_one_file(tmp_path: Path) -> None:

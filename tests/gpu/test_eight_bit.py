@@ -41,7 +41,7 @@ def test_it_stays_near_adamw_and_goes_on_from_its_checkpoint(tmp_path: Path, dev
 
 
 def _values(value: torch.Tensor | Narrow) -> torch.Tensor:
-    return value.held[0, 0].dequantize() if isinstance(value, Narrow) else value
+    return value.parts[0, 0].dequantize() if isinstance(value, Narrow) else value
 
 
 @pytest.mark.long

@@ -76,7 +76,7 @@ def test_gradients_of_a_leaf_wait_until_all_are_made_and_are_reduced_as_they_wer
         (0, 1): (Reduction(56, 32, waiting=50), Reduction(56, 30, waiting=20)),
     }
     as_made = filling(profile, 40).reduced[0, 0]
-    assert [(one.own, one.waiting) for one in as_made] == [(23, 0)]
+    assert [(one.gradients, one.waiting) for one in as_made] == [(23, 0)]
 
 
 @given(MODELS, st.integers(1, 9), st.booleans())

@@ -25,11 +25,11 @@ from orchestrator.memory.calibration.calibrate import (
     calibration,
     plan_fit_probability,
     plan_needed_bytes,
-    remembered,
+    select_newest,
     step_factor,
     step_kind,
 )
-from orchestrator.memory.calibration.correction import corrected_bytes, lasting, observed_correction
+from orchestrator.memory.calibration.correction import corrected_bytes, observed_correction, worst_moments
 from orchestrator.specs.choices import Engine, Offload, ParallelLayout, ZeroStage
 from orchestrator.specs.observation import Observation
 from orchestrator.specs.plan import Plan
@@ -63,7 +63,7 @@ def estimate(counted: int = 60 * MIB, activations: int = 40 * MIB, overhead: int
 
 
 def learned(seen: list[Observation], job: str = "") -> Calibration:
-    return calibration(remembered(seen), device=DEVICE.name, family="lm", job=job)
+    return calibration(select_newest(seen), device=DEVICE.name, family="lm", job=job)
 
 
 def margin_of(seen: list[Observation]) -> float:
@@ -161,7 +161,7 @@ def test_a_plan_that_completed_a_training_fits_the_same_capacity_again(
     assert plan_fit_probability(plan, asked, found, needed) >= CONFIDENCE
     assert corrected_bytes(asked, found.correction_of(plan, asked)) == pytest.approx(took_bytes, abs=1)
     larger = estimate(activations=41 * MIB)
-    assert found.judging(plan, larger) == found.errors_of(plan.engine, larger.source), "another training"
+    assert found.errors_for(plan, larger) == found.errors_of(plan.engine, larger.source), "another training"
 
 
 def test_a_plan_with_a_success_and_an_out_of_memory_failure_is_judged_as_the_others() -> None:
@@ -343,10 +343,10 @@ def test_neither_order_nor_repetition_of_outcomes_matters(
     rows: list[tuple[float, float, bool, Plan]], seed: int
 ) -> None:
     seen = drawn(rows * 4)
-    kept = remembered(seen)
+    kept = select_newest(seen)
     shuffled = random.Random(seed).sample(seen, len(seen))
-    assert remembered([*shuffled, *kept]) == kept
-    assert remembered([*remembered(shuffled[::2]), *shuffled]) == kept
+    assert select_newest([*shuffled, *kept]) == kept
+    assert select_newest([*select_newest(shuffled[::2]), *shuffled]) == kept
 
 
 def test_stored_outcomes_are_bounded_by_key_and_every_refuted_plan_stays() -> None:
@@ -355,7 +355,7 @@ def test_stored_outcomes_are_bounded_by_key_and_every_refuted_plan_stays() -> No
         for at in range(30)
     ]
     late = seen_of((1.0,) * 100, first=100)
-    kept = remembered([*early, *late])
+    kept = select_newest([*early, *late])
     assert len(kept) == WINDOW + 3
     assert kept[-WINDOW:] == tuple(late[-WINDOW:])
     assert {one.plan for one in kept if one.ran_out} == {one.plan for one in early}
@@ -370,4 +370,4 @@ def test_the_lasting_moments_reach_every_peak(moments: list[tuple[int, int]], fa
         MomentBytes(name=str(at), counted_bytes=counted, activation_bytes=activations)
         for at, (counted, activations) in enumerate(moments)
     )
-    assert peak(lasting(every)) == peak(every)
+    assert peak(worst_moments(every)) == peak(every)

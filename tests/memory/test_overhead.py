@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.memory.calibration.calibrate import WINDOW, calibration, overhead_of, remembered
+from orchestrator.memory.calibration.calibrate import WINDOW, calibration, overhead_of, select_newest
 from orchestrator.memory.engines.overhead import (
     COMMUNICATOR_BYTES,
     CONTEXT_BYTES,
@@ -35,7 +35,7 @@ def told(*bytes_of: int, plan: Plan = ALONE, first: int = 1, **changes: object) 
 
 
 def bytes_after(seen: list[Observation], plan: Plan = ALONE) -> int:
-    return overhead_of(remembered(seen), DEVICE.name).bytes_of(plan)
+    return overhead_of(select_newest(seen), DEVICE.name).bytes_of(plan)
 
 
 def test_before_any_measurement_it_is_a_context_and_a_communicator_of_each_group() -> None:
@@ -66,7 +66,7 @@ def test_other_programs_that_start_or_end_meanwhile_are_outvoted() -> None:
 
 
 def test_it_counts_for_all_families_of_one_kind_of_device_under_one_torch() -> None:
-    seen = remembered(told(640 * MIB, family="vocoder"))
+    seen = select_newest(told(640 * MIB, family="vocoder"))
     assert calibration(seen, device=DEVICE.name, family="lm").overhead.bytes_of(ALONE) == 640 * MIB
     assert calibration(seen, device="another", family="vocoder").overhead == SUPPOSED_OVERHEAD
     newer = seen + tuple(told(960 * MIB, first=2, torch_version="2.13.0"))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from orchestrator.memory.calibration.correction import corrected_bytes
 from orchestrator.memory.engines.overhead import CONTEXT_BYTES, SUPPOSED_OVERHEAD, Overhead
-from orchestrator.memory.estimate import DeviceBytes, alike, estimate
+from orchestrator.memory.estimate import DeviceBytes, estimate, sharing_key
 from orchestrator.planning.cost import Hardware, step_s
 from orchestrator.planning.frontier import Candidate, node_host_bytes
 from orchestrator.planning.pareto import Timed, pareto
@@ -249,7 +249,7 @@ def test_no_estimate_is_below_the_lower_bound_of_the_search(spec: JobSpec, here:
         return
     for plan in tried:
         profile = replace(profile_for(spec, here, plan), fragmentation=FRAGMENTED)
-        shared = asked.setdefault(alike(plan), DeviceBytes(profile, plan, here.device))
+        shared = asked.setdefault(sharing_key(plan), DeviceBytes(profile, plan, here.device))
         needed = estimate(profile, plan, here.device)
         assert shared.estimate(plan) == needed, plan
         assert shared.without_activations(plan) <= shared.at_least(plan) <= needed.device_bytes, plan

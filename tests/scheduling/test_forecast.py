@@ -10,7 +10,7 @@ from statistics import fmean
 import pytest
 
 from benchmarks.scheduler import cluster_of
-from orchestrator.backends.simulated.traces import Arrival, Trace, job_spec_from_trace, misjudged
+from orchestrator.backends.simulated.traces import Arrival, Trace, job_spec_from_trace, misjudge
 from orchestrator.scheduling.policies.registry import index_of
 from orchestrator.scheduling.reports.forecast import SUPPOSED_SPREAD, Play, _longer, forecast, foreseen, spread_of
 from orchestrator.service.commands.simulate import FOREVER_S, Trouble, Unkept, backend_for, outcomes_of
@@ -40,7 +40,7 @@ def test_eight_of_ten_jobs_start_and_end_within_what_was_told_of_them(kind: Call
     for seed in range(16):
         draw = random.Random(seed)
         jobs = tuple(Arrival(at_s=0.0, spec=kind(draw)) for _ in range(24))
-        trace, cluster = misjudged(Trace(name="night", arrivals=jobs), SUPPOSED_SPREAD, seed), cluster_of(1, 10.0)
+        trace, cluster = misjudge(Trace(name="night", arrivals=jobs), SUPPOSED_SPREAD, seed), cluster_of(1, 10.0)
         backend = backend_for(trace.arrivals, cluster, seed=seed, trouble=Trouble())
         controller = Controller(Unkept(), backend, backend.now)
         controller.turn(0.0)

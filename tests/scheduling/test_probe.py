@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from orchestrator.memory.calibration.calibrate import calibration, remembered
+from orchestrator.memory.calibration.calibrate import calibration, select_newest
 from orchestrator.planning.search import frontier
 from orchestrator.scheduling.base.node_groups import groups_of
 from orchestrator.scheduling.options.asks import with_allowed
@@ -266,7 +266,7 @@ def test_what_was_probed_is_a_line_and_is_still_known_after_many_outcomes() -> N
     night.end()
     seen = night.state.observations
     later = [replace(seen[0], probe=False, job=f"later-{n}", at_s=1e6 + n) for n in range(100)]
-    kept = remembered((*seen, *later))
+    kept = select_newest((*seen, *later))
     known = calibration(kept, device="small", family="unknown")
     assert known.line == MeasuredLine(fixed_bytes=30 * MIB, sample_bytes=7 * MIB, is_of_one_rank=True)
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 
 from benchmarks.scheduler import cluster_of
-from orchestrator.backends.simulated.traces import Arrival, Trace, job_spec_from_trace, misjudged, trace_of
+from orchestrator.backends.simulated.traces import Arrival, Trace, job_spec_from_trace, misjudge, trace_of
 from orchestrator.scheduling.base import tuning
 from orchestrator.scheduling.scheduling_pass.index import OVERDUE
 from orchestrator.service.commands.simulate import ROUNDING_S, Outcome, simulate
@@ -134,7 +134,7 @@ def test_where_lengths_are_told_truly_every_promise_is_kept_and_everybody_else_e
 @given(SEEDS)
 def test_where_lengths_are_told_wrongly_everybody_ends_who_is_not_refused(seed: int) -> None:
     trace, cluster = random_night(random.Random(seed))
-    outcomes = simulate(misjudged(trace, 0.7, seed), cluster, seed=seed).outcomes
+    outcomes = simulate(misjudge(trace, 0.7, seed), cluster, seed=seed).outcomes
     assert [one for one in outcomes if one.ended_at_s is None and one.attempts] == []
     assert [one for one in outcomes if one.ended_at_s is None and not one.guaranteed] == []
 

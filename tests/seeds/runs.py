@@ -19,7 +19,7 @@ from mlflow import MlflowClient
 
 from orchestrator.backends.mlflow.contact import EXPERIMENT
 from orchestrator.backends.mlflow.tracker import MlflowTracker
-from orchestrator.backends.ports import Known
+from orchestrator.backends.ports import Lookups
 from orchestrator.specs.actions import Record
 from orchestrator.specs.fault import Fault, FaultKind
 from orchestrator.specs.job.spec import JobSpec
@@ -167,7 +167,7 @@ def run(project: ModuleType, case: Case, folder: Path) -> tuple[Row, Job]:
     spec = edited(project, case, paths, {**offline, **env})
     drive = Drive(home, nodes, ROW_TIMEOUT_S)
     job = drive.run(spec, Fault(kind=FaultKind.OOM, rank=0, step=case.fails_at) if case.fails_at else None)
-    known = Known(state=lambda: drive.state, job=lambda _: job, sweep=lambda _: None)
+    known = Lookups(state=lambda: drive.state, job=lambda _: job, sweep=lambda _: None)
     uri = f"sqlite:///{folder}/mlflow.db"
     MlflowClient(uri).create_experiment(EXPERIMENT, artifact_location=str(folder / "artifacts"))
     return _row(project, case, job, home, MlflowTracker(uri, home, known), uri, time.monotonic() - began_s), job

@@ -52,7 +52,7 @@ def test_a_service_whose_home_is_removed_ends_with_its_ray_and_mlflow_and_leaves
 ) -> None:
     home = tmp_path / "home"
     start(home, None, None)
-    pid, ray, mlflow = int(service_file(home)["pid"]), embedded_ray.started(home), MlflowServer(home)
+    pid, ray, mlflow = int(service_file(home)["pid"]), embedded_ray.read_state(home), MlflowServer(home)
     assert ray is not None
     before = {pid, *(process for _, process, _ in ray["processes"]), *mlflow.processes()}
     assert len(before) >= 3
@@ -60,7 +60,7 @@ def test_a_service_whose_home_is_removed_ends_with_its_ray_and_mlflow_and_leaves
     start(home, None, None)
     try:
         until(lambda: not any(map(process_is_alive, before)), "what belonged to the removed home", GONE_S)
-        next_ray = embedded_ray.started(home)
+        next_ray = embedded_ray.read_state(home)
         assert next_ray is not None
         assert embedded_ray.find(home) == next_ray["address"]
         assert process_is_alive(int(service_file(home)["pid"]))
@@ -76,7 +76,7 @@ def test_a_service_that_cannot_read_its_journal_leaves_neither_ray_nor_mlflow_ru
         kept.execute("INSERT INTO snapshots (id, body) VALUES (1, '{\"policy\": 3}')")
     with pytest.raises(ServiceError, match="ended at once"):
         start(tmp_path, None, None)
-    ray = embedded_ray.started(tmp_path)
+    ray = embedded_ray.read_state(tmp_path)
     begun = [process for _, process, _ in ray["processes"]] if ray else []
     until(lambda: not any(map(process_is_alive, [*begun, *MlflowServer(tmp_path).processes()])), "all of it", GONE_S)
     assert embedded_ray.find(tmp_path) is None

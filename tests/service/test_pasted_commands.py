@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.backends.attempts.workdir import rewritten
+from orchestrator.backends.attempts.workdir import rewrite_config
 from orchestrator.planning.render import RenderedCommand, script_command
 from orchestrator.service.commands.init.meanings import meaning_of
 from orchestrator.service.commands.init.named_files import read_settings
@@ -289,7 +289,7 @@ def lost(case: Case, text: str, spec: JobSpec, folder: Path) -> list[str]:
     if spec.config is not None:
         original = (folder / spec.config.file).read_text()
         copy = folder / f"copy{Path(spec.config.file).suffix}"
-        copy.write_text(rewritten(original, attempt.keys, is_json=copy.suffix == ".json"))
+        copy.write_text(rewrite_config(original, attempt.keys, is_json=copy.suffix == ".json"))
         before, after = read_settings(folder / spec.config.file) or {}, read_settings(copy) or {}
         missing += [
             f"{key}: {value!r} became {after.get(key)!r}"

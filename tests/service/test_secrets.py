@@ -16,7 +16,7 @@ import pytest
 
 import orchestrator
 from orchestrator.backends.environment import INHERITED, is_secret
-from orchestrator.backends.redaction import hider, masked, without_secrets
+from orchestrator.backends.redaction import hider, mask, without_secrets
 from orchestrator.service.server.attempt_files import read_from
 from orchestrator.service.server.client import Client, service_file
 from orchestrator.service.server.intake import read_job
@@ -162,8 +162,8 @@ def test_a_secret_is_hidden_wherever_a_reader_begins_and_offsets_stay(tmp_path: 
     whole = read_from(path, 0, [secret])
     assert whole == b"before " + b"*" * len(secret) + b" after " + b"*" * 9
     assert all(read_from(path, offset, [secret]) == whole[offset:] for offset in range(len(text)))
-    assert masked(b"plan", [secret]) == b"****"
-    assert masked(b"pla", [secret]) == b"pla"
+    assert mask(b"plan", [secret]) == b"****"
+    assert mask(b"pla", [secret]) == b"pla"
 
 
 def test_what_is_named_like_a_secret_is_hidden_in_evidence_and_records_though_no_job_names_it() -> None:

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from benchmarks import scheduler
 from orchestrator.backends.simulated.process import Process
-from orchestrator.backends.simulated.traces import Arrival, Trace, misjudged
+from orchestrator.backends.simulated.traces import Arrival, Trace, misjudge
 from orchestrator.cli import main
 from orchestrator.scheduling.policies import tiresias
 from orchestrator.scheduling.step import step
@@ -139,7 +139,7 @@ def test_a_preempted_job_continues_from_its_checkpoint(monkeypatch: pytest.Monke
 
 def test_wrong_estimates_change_predictions_and_not_the_simulated_times() -> None:
     trace = Trace(name="one", arrivals=(Arrival(at_s=0.0, spec=job("a", 1000, {1: 2.0})),))
-    told = misjudged(trace, 0.5, seed=1)
+    told = misjudge(trace, 0.5, seed=1)
     assert told.arrivals[0].spec.speeds != trace.arrivals[0].spec.speeds
     for one in (trace, told):
         (outcome,) = simulate(one, CLUSTER, seed=0).outcomes
@@ -210,7 +210,7 @@ def test_the_same_seed_gives_the_same_bytes_and_another_seed_another_night() -> 
         return json.dumps([run.report, [(p.attempt.name, p.launched_at_s, p.devices) for p in attempts(run.outcomes)]])
 
     def play(seed: int) -> str:
-        return told(simulate(misjudged(day(5), 0.5, seed), CLUSTER, seed=seed, trouble=STORM))
+        return told(simulate(misjudge(day(5), 0.5, seed), CLUSTER, seed=seed, trouble=STORM))
 
     assert play(1) == play(1) != play(2)
 

@@ -132,7 +132,7 @@ def test_down_by_force_ends_all_of_the_home_after_a_clean_end_of_its_service(tmp
     assert not (home / "service.json").exists()
     with pytest.raises(ServiceError, match=r"its Ray runs, perhaps with jobs: `orc up` adopts them"):
         stop(home, force=False)
-    ray = embedded_ray.started(home)
+    ray = embedded_ray.read_state(home)
     assert ray is not None
     assert night.trains()
     assert MlflowServer(home).processes()

@@ -149,7 +149,7 @@ def test_a_retry_begins_with_the_files_of_the_newest_checkpoint_and_leaves_them_
         unfinished = checkpoint_folder.writing_path(old.checkpoints, 1, step)
         unfinished.mkdir(parents=True)
         (unfinished / "part").write_text(str(step))
-        written = checkpoint_folder.written(1, zlib.crc32(str(step).encode()))
+        written = checkpoint_folder.file_entry(1, zlib.crc32(str(step).encode()))
         checkpoint_folder.write_manifest(unfinished, {"part": written})
         unfinished.rename(checkpoint_folder.complete_path(old.checkpoints, step))
     job = replace(saved(decoder_spec()), id="lm-2", continues_from="lm-1")

@@ -50,7 +50,7 @@ def _held(run: TrainingRun) -> dict[str, list[float]]:
         f"{name} at {at}": part.float().flatten().tolist()
         for name, value in engine.state().items()
         if name.startswith("model.")
-        for at, part in chunks_of(value).held.items()
+        for at, part in chunks_of(value).parts.items()
     }
 
 

@@ -74,7 +74,7 @@ def test_whole_and_fragmented_states_load_either_way(
     checkpoint.load(folder, {"model.cut": full})
     assert pieces["model.cut"].tolist() == pieces["model.whole"].tolist() == list(range(start, stop))
     assert full.equal(whole)
-    assert checkpoint.opened(folder).cursor == Cursor(step=3, samples=24)
+    assert checkpoint.open_saved(folder).cursor == Cursor(step=3, samples=24)
 
 
 @pytest.mark.filterwarnings("ignore")  # torch says that it saves without a process group
@@ -107,10 +107,10 @@ def test_a_checkpoint_has_the_fp32_values_of_what_is_held_in_8_bits(tmp_path: Pa
     checkpoint.load(tmp_path / "plain", {"x": of_plain})
     checkpoint.save(tmp_path / "quantised", {"x": of_plain}, Cursor())
     in_8_bits = found_in(tmp_path / "quantised")
-    assert in_8_bits.equal(of_plain.held[0, 0].dequantize())
+    assert in_8_bits.equal(of_plain.parts[0, 0].dequantize())
     assert 0 < (in_8_bits - values).abs().max() < 0.05 * values.abs().max()
     checkpoint.load(tmp_path / "quantised", {"x": again})
-    torch.testing.assert_close(again.held[0, 0].dequantize(), in_8_bits, rtol=0.01, atol=0)
+    torch.testing.assert_close(again.parts[0, 0].dequantize(), in_8_bits, rtol=0.01, atol=0)
 
 
 @settings(deadline=None)
@@ -260,7 +260,7 @@ def _written(checkpoints: Path, *, epoch: int, step: int) -> Path:
     path = checkpoint_folder.writing_path(checkpoints, epoch, step)
     path.mkdir(parents=True)
     (path / "data").write_bytes(bytes(range(100)))
-    checkpoint_folder.write_manifest(path, {"data": checkpoint_folder.written(100, zlib.crc32(bytes(range(100))))})
+    checkpoint_folder.write_manifest(path, {"data": checkpoint_folder.file_entry(100, zlib.crc32(bytes(range(100))))})
     return path
 
 

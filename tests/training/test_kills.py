@@ -140,7 +140,7 @@ def test_a_damaged_checkpoint_is_named_and_quarantined_and_the_one_before_is_use
         harm(_checkpoints(run) / "step-00000006" / file)
     lost = gang.training_run(tmp_path, "lost", PLANS[0], text, training=until_8)
     shutil.copytree(_checkpoints(base), _checkpoints(lost))
-    for path in checkpoint_folder.published(_checkpoints(lost)):
+    for path in checkpoint_folder.list_published(_checkpoints(lost)):
         alter(path / FILES[0])
     whole = gang.training_run(tmp_path, "whole", PLANS[0], text, training=until_8)
     capfd.readouterr()
@@ -176,7 +176,7 @@ def _check_life(run: TrainingRun, codes: list[int], expected: dict[int, float], 
         assert max(found) <= _newest_step(run) + 2 * TRAINING.checkpoint_every_steps, said  # one save is in flight
         assert found == pytest.approx({step: expected[step] for step in found}, abs=TOLERANCE, rel=0), said
     assert set(codes) <= {0, -signal.SIGKILL}, f"{said}: {codes}"
-    for path in checkpoint_folder.published(_checkpoints(run)):
+    for path in checkpoint_folder.list_published(_checkpoints(run)):
         assert checkpoint_folder.damage(path) == [], said
     assert not list(_checkpoints(run).glob("damaged-*")), said
 

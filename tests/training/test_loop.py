@@ -157,7 +157,7 @@ def _changed(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) ->
 
 def checkpoints_of(run: TrainingRun) -> list[Path]:
     """The published checkpoints, oldest first; all are complete."""
-    published = checkpoint_folder.published(Path(run.job_folder) / "checkpoints")
+    published = checkpoint_folder.list_published(Path(run.job_folder) / "checkpoints")
     assert not any(checkpoint_folder.damage(path) for path in published)
     return published
 

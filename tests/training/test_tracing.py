@@ -353,7 +353,7 @@ def test_layers_that_do_not_grow_linearly_are_not_extrapolated(bent: str) -> Non
             zero3=False,
             samples=(2, 3),
             phases=(phases(2), phases(3)),
-            held=(held[0], held[1]),
+            bytes_by_place=(held[0], held[1]),
         )
 
     def grown(depth: int, bend: int = 0) -> Timeline:

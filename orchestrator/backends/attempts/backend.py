@@ -91,14 +91,14 @@ class ProcessBackend:
             self._watches[name][0].stop(action.grace_s)
 
     def events(self, timeout_s: float) -> Sequence[Event]:
-        """What happened since the last call; waits at most `timeout_s` for the first."""
+        """Return the events since the last call; wait at most `timeout_s` for the first."""
         try:
-            found = [self._events.get(timeout=timeout_s)]
+            events = [self._events.get(timeout=timeout_s)]
         except queue.Empty:
             return ()
-        while len(found) < EVENTS_MAX and not self._events.empty():
-            found.append(self._events.get())
-        return found
+        while len(events) < EVENTS_MAX and not self._events.empty():
+            events.append(self._events.get())
+        return events
 
     def set_cluster(self, cluster: ClusterSpec) -> None:
         """Take another description of the cluster from the next look at its nodes on; running attempts go on."""

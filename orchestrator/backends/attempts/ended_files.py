@@ -23,7 +23,7 @@ from pathlib import Path
 from orchestrator.backends.attempts.durable import write_durably
 from orchestrator.specs.keep import PartKind
 from orchestrator.specs.run import JobFolder
-from orchestrator.training.checkpoint.folder import superseded
+from orchestrator.training.checkpoint.folder import list_superseded
 
 TRASH = "trash"
 BLOCK_BYTES = 512  # of st_blocks
@@ -59,7 +59,7 @@ def parts_of(home: Path, job_id: str, status: str, ended_at_s: float, tick: Call
     kinds |= {folder.output: output, folder.workdir: output}
     if _is_folder(folder.checkpoints):
         kinds |= dict.fromkeys(sorted(folder.checkpoints.iterdir()), output)
-        kinds |= dict.fromkeys(superseded(folder.checkpoints), PartKind.SUPERSEDED)
+        kinds |= dict.fromkeys(list_superseded(folder.checkpoints), PartKind.SUPERSEDED)
     return [
         Part(
             job=job_id,
@@ -100,7 +100,7 @@ def remove(home: Path, part: Part, removal: Removal) -> None:
     """
     folder, (parent, name) = JobFolder(home, part.job).path, os.path.split(part.path)
     (home / TRASH).mkdir(mode=0o700, exist_ok=True)
-    with _opened(folder / parent) as source, _opened(home / TRASH) as trash:
+    with _open_folder(folder / parent) as source, _open_folder(home / TRASH) as trash:
         os.lstat(name, dir_fd=source)
         with suppress(OSError):
             _note(folder, part.path, removal)
@@ -110,7 +110,7 @@ def remove(home: Path, part: Part, removal: Removal) -> None:
 def empty_trash(home: Path, limit: int) -> list[str]:
     """Delete at most `limit` parts in the trash; return why those cannot be deleted that are left."""
     problems, deleted = list[str](), 0
-    with suppress(FileNotFoundError), _opened(home / TRASH) as trash:
+    with suppress(FileNotFoundError), _open_folder(home / TRASH) as trash:
         for name in filter(_IN_TRASH.fullmatch, sorted(os.listdir(trash))):
             if deleted == limit:
                 break
@@ -152,7 +152,7 @@ def _is_folder(path: Path) -> bool:
 
 
 @contextmanager
-def _opened(folder: Path) -> Iterator[int]:
+def _open_folder(folder: Path) -> Iterator[int]:
     """A descriptor of a folder that is no link. Raises OSError."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from orchestrator.backends.attempts.durable import open_left, write_durably
 from orchestrator.backends.attempts.launch_request import started_ranks
-from orchestrator.backends.attempts.script_output import lost, missing, saved_step
+from orchestrator.backends.attempts.script_output import list_lost, missing_results, saved_step
 from orchestrator.scheduling.failures.signatures import COMPLAINTS, FINDINGS_MAX, LogScan
 from orchestrator.specs.attempt import (
     Attempt,
@@ -83,7 +83,7 @@ def collect(spec: JobSpec, attempt: Attempt, jobs: JobFolder, ending: Ending) ->
     ranks = range(world_size)
     started = started_ranks(spec, attempt.placement)
     began = any(folder.log(rank).exists() for rank in started)
-    absent = () if attempt.probe else missing(spec, jobs, folder, started)
+    absent = () if attempt.probe else missing_results(spec, jobs, folder, started)
     beats = heartbeats(folder, world_size)
     return Evidence(
         ranks=tuple(_end_of(spec, attempt, jobs, rank, beats) for rank in (started if began else ())),
@@ -100,19 +100,19 @@ def collect(spec: JobSpec, attempt: Attempt, jobs: JobFolder, ending: Ending) ->
         stopped=ending.stopped,
         missing_artifacts=absent,
         finished=spec.success.log is not None and not absent and not attempt.probe,
-        lost=tuple(lost(spec, _resumed_from(folder), ending.counts, _reached(jobs, attempt))),
+        lost=tuple(list_lost(spec, _resumed_from(folder), ending.counts, _highest_step(jobs, attempt))),
         checkpoint_step=None if attempt.probe else saved_step(spec, jobs),
         free_before_bytes=ending.free_before_bytes,
-        unwatched=_unwatched(folder, beats, ending) if began else (),
+        unwatched=_list_unwatched(folder, beats, ending) if began else (),
         virtual=(_read_json(folder.guard) or {}).get("virtual_capacity_bytes") is not None,
     )
 
 
-def _unwatched(folder: AttemptFolder, beats: tuple[Heartbeat, ...], ending: Ending) -> tuple[str, ...]:
+def _list_unwatched(folder: AttemptFolder, beats: tuple[Heartbeat, ...], ending: Ending) -> tuple[str, ...]:
     """Processes that trained without the guard, each with the reason; logged steps without a guarded process count."""
-    told = tuple(log_tail(folder.unwatched).splitlines()[:UNWATCHED_MAX])
-    if told or ending.counts is None or any(beat.torch_version for beat in beats):
-        return told
+    processes = tuple(log_tail(folder.unwatched).splitlines()[:UNWATCHED_MAX])
+    if processes or ending.counts is None or any(beat.torch_version for beat in beats):
+        return processes
     return ("its log counts steps, and none of its processes has imported PyTorch under the guard",)
 
 
@@ -133,7 +133,7 @@ def end_of(
     findings: tuple[Finding, ...],
     beats: tuple[Heartbeat, ...] = (),
 ) -> RankEnd:
-    """How a rank ended by its log, of which `scan` has read every line."""
+    """Return how a rank ended by its log, of which `scan` has read every line."""
     return RankEnd(
         rank=rank,
         exit_code=exit_code,
@@ -157,13 +157,13 @@ def _with_workers(
     spec: JobSpec, attempt: Attempt, jobs: JobFolder, findings: tuple[Finding, ...]
 ) -> tuple[Finding, ...]:
     """The findings with those in the logs of dora's workers (dora/executor.py); the worker that died first leads."""
-    died = next((int(match[1]) for one in findings if (match := WORKER_DIED.search(one.line))), 0)
-    found = [replace(finding, rank=0) for finding in findings]
+    died = next((int(match[1]) for finding in findings if (match := WORKER_DIED.search(finding.line))), 0)
+    merged = [replace(finding, rank=0) for finding in findings]
     for path in sorted(jobs.output.rglob("worker_*.log"))[:WORKERS_MAX]:
         rank = path.stem.removeprefix("worker_")
         if rank.isdecimal() and path.stat().st_mtime >= attempt.launched_at_s:  # not an earlier attempt's
-            found += [replace(finding, rank=int(rank)) for finding in scan_log(spec, path).findings]
-    return tuple(sorted(found, key=lambda one: (one.cause in COMPLAINTS, one.rank != died)))
+            merged += [replace(finding, rank=int(rank)) for finding in scan_log(spec, path).findings]
+    return tuple(sorted(merged, key=lambda finding: (finding.cause in COMPLAINTS, finding.rank != died)))
 
 
 def log_lines(path: Path) -> Iterator[tuple[int, str]]:
@@ -236,15 +236,15 @@ def log_tail(path: Path, size: int = LOG_TAIL_BYTES) -> str:
 
 def _reports(kind: Callable[..., Report], path: Callable[[int], Path], ranks: range) -> tuple[Report, ...]:
     """Reports that can be read; a killed rank or a user's program may leave others."""
-    found = []
+    reports = []
     for rank in ranks:
         data = _read_json(path(rank))
         if data is not None:
             try:
-                found.append(kind(**data))
+                reports.append(kind(**data))
             except TypeError:
                 continue
-    return tuple(found)
+    return tuple(reports)
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:
@@ -261,7 +261,7 @@ def _resumed_from(folder: AttemptFolder) -> str | None:
     return checkpoint if isinstance(checkpoint, str) else None
 
 
-def _reached(jobs: JobFolder, attempt: Attempt) -> int | None:
+def _highest_step(jobs: JobFolder, attempt: Attempt) -> int | None:
     """The highest number that the logs of earlier attempts counted."""
     endings = [read_ending(jobs.attempt(number)) for number in range(1, attempt.number)]
     return max((ending.counts[1] for ending in endings if ending is not None and ending.counts), default=None)

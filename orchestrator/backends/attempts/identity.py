@@ -50,7 +50,7 @@ class Identity:
 
 
 def identity_of(job: Job, users: Mapping[str, UserSpec]) -> Identity | None:
-    """Whose rights the job's processes have; None: the service's. Raises SpecError for a user without a user id."""
+    """Return the user of the job's processes; None: the service's. Raises SpecError for one without a user id."""
     if not users or job.user in ("", _own_name()):
         return None
     user = users.get(job.user)

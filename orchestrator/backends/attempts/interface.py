@@ -23,10 +23,10 @@ def gloo_interface(env: Mapping[str, str]) -> dict[str, str]:
         return {}
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((master, 9))  # sends nothing
-        own = probe.getsockname()[0]
+        address = probe.getsockname()[0]
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # an interface without an address
-                asked = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()))
-                if socket.inet_ntoa(asked[ADDRESS]) == own:
+                reply = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()))
+                if socket.inet_ntoa(reply[ADDRESS]) == address:
                     return {GLOO: name}
     return {}

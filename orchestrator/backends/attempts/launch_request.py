@@ -12,7 +12,7 @@ from pathlib import Path
 
 import yaml
 
-from orchestrator.backends.attempts.workdir import rewritten
+from orchestrator.backends.attempts.workdir import rewrite_config
 from orchestrator.planning.render import RenderedCommand, accelerate_config, deepspeed_config, script_command
 from orchestrator.specs.attempt import Attempt, Placement
 from orchestrator.specs.cluster import DeviceKind, DeviceSpec
@@ -41,7 +41,7 @@ class LaunchNode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankRequest:
-    """One process to start: a rank, or what starts all ranks of a node; then `rank` is the first of them."""
+    """A process to start: a rank, or the launcher of all ranks of a node, whose first is `rank`."""
 
     rank: int
     argv: tuple[str, ...]
@@ -50,7 +50,7 @@ class RankRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchRequest:
-    """One attempt to start. Secrets stand here by name only."""
+    """An attempt to start. Secrets stand here by name only."""
 
     name: str
     workdir: str
@@ -80,7 +80,7 @@ def launch_request(
     resume_from: str | None = None,
     config_text: str = "",
 ) -> LaunchRequest:
-    """The request that starts `attempt`.
+    """Return the request that starts `attempt`.
 
     `nodes` holds every node of the placement. `python` is the interpreter of `python` in the command and of our own
     modules. `resume_from` is the newest checkpoint of a script, and `config_text` the text of its config file. Raises
@@ -88,43 +88,43 @@ def launch_request(
     """
     spec, folder = job.spec, JobFolder(home, job.id)
     paths = folder.attempt(attempt.number)
-    told = _told(job, attempt, folder, python, resume_from)
+    rendered = _render(job, attempt, folder, python, resume_from)
     common = {
         "TORCH_EXTENSIONS_DIR": str(home / "torch_extensions"),
         "PYTHONUNBUFFERED": "1",
         **dict(spec.env),
-        **told.env,
+        **rendered.env,
     }
     files = attempt_files(job, attempt, folder, nodes)
     if spec.is_script:
         common["ORC_GUARD"] = str(paths.guard)  # guards what no wrapped process is: see inherited/sitecustomize.py
         files = (*files, (str(paths.resume), json.dumps({"checkpoint": resume_from})))
     if spec.config is not None:
-        text = rewritten(config_text, told.keys, is_json=spec.config.file.endswith(".json"))
+        text = rewrite_config(config_text, rendered.keys, is_json=spec.config.file.endswith(".json"))
         files = (*files, (str(_config_path(spec, paths)), text))
     if spec.launch == "ranks":
-        argv = told.arguments if spec.command is None else guarded(told.arguments, str(paths.guard), python)
+        argv = rendered.arguments if spec.command is None else add_guard(rendered.arguments, str(paths.guard), python)
         ranks = _ranks(spec, attempt, nodes, argv, common, master_port)
     else:
-        ranks = _launchers(spec, attempt, nodes, paths, told.arguments, common, master_port, python)
+        ranks = _launchers(spec, attempt, nodes, paths, rendered.arguments, common, master_port, python)
     return LaunchRequest(
         name=attempt.name,
         workdir=_workdir(spec, paths),
         linked=(str(spec.workdir), spec.config.file) if spec.config is not None and _is_linked(spec) else None,
         files=files,
-        before=_before(spec, told, resume_from, python),
+        before=_before(spec, rendered, resume_from, python),
         ranks=tuple(ranks),
         secrets=spec.secrets,
     )
 
 
-def _before(spec: JobSpec, told: RenderedCommand, resume_from: str | None, python: str) -> tuple[str, ...] | None:
+def _before(spec: JobSpec, rendered: RenderedCommand, resume_from: str | None, python: str) -> tuple[str, ...] | None:
     """The command to run before a restart from a checkpoint; None without a checkpoint."""
     if spec.resume.before is None or resume_from is None:
         return None
     filled: list[str] = []
     for word in spec.resume.before:
-        filled += told.arguments[1:] if word == "{arguments}" else [resume_from if word == "{checkpoint}" else word]
+        filled += rendered.arguments[1:] if word == "{arguments}" else [resume_from if word == "{checkpoint}" else word]
     return (_own_python(spec, python) if filled[0] in ("python", "python3") else filled[0], *filled[1:])
 
 
@@ -195,7 +195,7 @@ def _is_linked(spec: JobSpec) -> bool:
 
 
 def _workdir(spec: JobSpec, paths: AttemptFolder) -> str:
-    """Where the ranks run."""
+    """Return the working directory of the ranks."""
     return str(_links(paths)) if _is_linked(spec) else spec.workdir or str(paths.path)
 
 
@@ -212,7 +212,7 @@ def _config_path(spec: JobSpec, paths: AttemptFolder) -> Path:
     return _links(paths) / spec.config.file if spec.config.flag is None else paths.path / Path(spec.config.file).name
 
 
-def _told(job: Job, attempt: Attempt, folder: JobFolder, python: str, resume_from: str | None) -> RenderedCommand:
+def _render(job: Job, attempt: Attempt, folder: JobFolder, python: str, resume_from: str | None) -> RenderedCommand:
     """Arguments of a rank: the engine's own program, already guarded, or the script's command."""
     spec, paths = job.spec, folder.attempt(attempt.number)
     if spec.command is None:
@@ -229,8 +229,8 @@ def _told(job: Job, attempt: Attempt, folder: JobFolder, python: str, resume_fro
     )
 
 
-def guarded(argv: tuple[str, ...], guard_settings: str, python: str) -> tuple[str, ...]:
-    """`argv` with the guard between a Python interpreter and its program; other programs run as they are.
+def add_guard(argv: tuple[str, ...], guard_settings: str, python: str) -> tuple[str, ...]:
+    """Return `argv` with the guard between a Python interpreter and its program; other programs stay unchanged.
 
     The interpreter's own flags are kept. `python` stands in for a bare `python` or `python3`. A program given by
     `-c` or on standard input has no file that the guard could run, and stays unguarded.
@@ -243,7 +243,7 @@ def guarded(argv: tuple[str, ...], guard_settings: str, python: str) -> tuple[st
     return (*interpreter, str(GUARD), guard_settings, "--", *program)
 
 
-def _self_started(argv: tuple[str, ...], guard_settings: str, python: str) -> tuple[str, ...]:
+def _guard_self_start(argv: tuple[str, ...], guard_settings: str, python: str) -> tuple[str, ...]:
     """The program of a job that starts its ranks itself; each rank inherits the guard by its environment.
 
     A Python with -I, -E or -S ignores that and runs the guard by its path; so far as it passes its flags on,
@@ -276,21 +276,21 @@ def _launchers(
     master_port: int,
     python: str,
 ) -> Iterator[tuple[str, tuple[RankRequest, ...]]]:
-    """One process per node, which starts the ranks of that node. Its script is wrapped, or inherits the guard."""
+    """Yield one process per node, which starts the node's ranks. Its script is wrapped, or inherits the guard."""
     gang = _gang(attempt, nodes, master_port)
     firsts = started_ranks(spec, attempt.placement)
     for index, (first, part) in enumerate(zip(firsts, attempt.placement, strict=True)):
         node = nodes[part.node]
         env = {**_defaults(node), **common, **gang, **_device_env(node, part.devices)}
         if spec.launch == "self":
-            program = _self_started(argv, str(paths.guard), python)
+            program = _guard_self_start(argv, str(paths.guard), python)
         elif spec.launch == "dora":
             workers = ("-d", "--ddp_workers", str(len(part.devices))) if len(part.devices) > 1 else ()
             program = (*argv[:2], *workers, *argv[2:])
         else:
             interpreter, script = _interpreter(argv, python)
-            own = _launcher_words(spec, attempt, index, gang, paths)
-            program = (*interpreter, *own, str(GUARD), str(paths.guard), "--", *script)
+            arguments = _launcher_words(spec, attempt, index, gang, paths)
+            program = (*interpreter, *arguments, str(GUARD), str(paths.guard), "--", *script)
         yield part.node, (RankRequest(rank=first, argv=program, env=tuple(sorted(env.items()))),)
 
 
@@ -317,9 +317,9 @@ def _launcher_words(
         )
     assert spec.launch == "deepspeed", spec.launch
     world = {part.node: part.devices for part in attempt.placement}
-    told = base64.urlsafe_b64encode(json.dumps(world).encode()).decode()
+    encoded = base64.urlsafe_b64encode(json.dumps(world).encode()).decode()
     return (
-        *("-m", "deepspeed.launcher.launch", f"--world_info={told}", f"--node_rank={node}"),
+        *("-m", "deepspeed.launcher.launch", f"--world_info={encoded}", f"--node_rank={node}"),
         *(f"--master_addr={where}", f"--master_port={port}"),
     )
 

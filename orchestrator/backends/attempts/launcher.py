@@ -96,7 +96,7 @@ class Launcher:
         self._changed = threading.Condition()
         self._version = 0
         self._ranks: dict[int, Rank] = {}
-        self._each = 1  # ranks that a process of ours stands for
+        self._ranks_each = 1  # ranks that a process of ours stands for
         self._state = "idle"  # idle -> starting -> running -> ended
         self._error: str | None = None
         self._no_program = False
@@ -113,17 +113,17 @@ class Launcher:
         return free_port()
 
     def start(
-        self, ranks: Sequence[RankStart], workdir: str, each: int = 1, fence: Fence | None = None
+        self, ranks: Sequence[RankStart], workdir: str, count: int = 1, fence: Fence | None = None
     ) -> LauncherStatus:
-        """Start (rank, argv, env) once; a second call changes nothing. Answers with the status.
+        """Start (rank, argv, env) once and return the status; a second call changes nothing.
 
-        A call of a holder of the journal whose `fence` is passed changes nothing either: it may be late by hours.
+        A call of a journal's holder whose `fence` is passed changes nothing either: it may be late by hours.
 
-        A process may stand for `each` ranks, the first of which is `rank`: it starts them itself.
+        A process may start `count` ranks itself, of which `rank` is the first.
         """
         with self._changed:
             if self._state == "idle" and not (fence is not None and fence.is_passed):
-                self._state, self._each = "starting", each
+                self._state, self._ranks_each = "starting", count
                 # PR_SET_PDEATHSIG is bound to the forking thread: this one lives as long as the ranks do.
                 threading.Thread(target=self._look_after, args=(list(ranks), workdir), daemon=True).start()
             self._changed.wait_for(lambda: self._state != "starting", timeout=30)
@@ -173,7 +173,7 @@ class Launcher:
         self._kill_within(grace_s)
 
     def read(self, rank: int, offset: int, size: int = 65536) -> bytes:
-        """At most `size` bytes of a rank's log from `offset`; empty where there are none."""
+        """Return at most `size` bytes of a rank's log from `offset`; empty where there are none."""
         try:
             with self._folder.log(rank).open("rb") as log:
                 log.seek(offset)
@@ -199,7 +199,7 @@ class Launcher:
 
     def _look_after(self, ranks: list[RankStart], workdir: str) -> None:
         try:
-            if self._superseded():
+            if self._is_superseded():
                 self._error = f"a newer attempt than {self._epoch} exists"
             else:
                 self._start_all(ranks, workdir)
@@ -212,7 +212,7 @@ class Launcher:
         with self._changed:
             self._state = "running" if self._ranks else "ended"
             self._touch()
-        numbers = [rank for number in self._ranks for rank in range(number, number + self._each)]
+        numbers = [rank for number in self._ranks for rank in range(number, number + self._ranks_each)]
         threading.Thread(target=self._sampler.run, args=(numbers, self._ended), daemon=True).start()
         next_fence_s = next_census_s = 0.0
         while any(rank.exit_code is None for rank in self._ranks.values()):  # ends: the watchdog stops hung ranks
@@ -220,7 +220,7 @@ class Launcher:
                 self._changed.wait(POLL_S)
             if time.monotonic() >= next_fence_s:
                 next_fence_s = time.monotonic() + FENCE_EVERY_S
-                if self._superseded():
+                if self._is_superseded():
                     self._kill_within(0)
             if time.monotonic() >= next_census_s:
                 self._census.take({rank.process.pid for rank in self._ranks.values()})
@@ -241,14 +241,14 @@ class Launcher:
         self._folder.path.mkdir(parents=True, exist_ok=True)
         for number, argv, env in ranks:
             env = {**base, **env}
-            process = self._started(number, argv, {**gloo_interface(env), **env, MARK: self._mark}, workdir)
+            process = self._start_process(number, argv, {**gloo_interface(env), **env, MARK: self._mark}, workdir)
             self._ranks[number] = rank = Rank(number=number, process=process)
             threading.Thread(target=self._reap, args=(rank,), daemon=True).start()
 
-    def _started(
+    def _start_process(
         self, number: int, argv: tuple[str, ...], env: dict[str, str], workdir: str
     ) -> subprocess.Popen[bytes]:
-        """A rank's process. Raises NoProgram where exec fails as it always will, OSError otherwise."""
+        """Start and return a rank's process. Raises NoProgram where exec can never succeed, OSError otherwise."""
         user = run_as(env.pop(RUN_AS, None))
         with open_to_append(self._folder.log(number)) as log:
             try:
@@ -295,7 +295,7 @@ class Launcher:
 
     def _any(self, report: Callable[[int], Path], number: int) -> bool:
         """Whether a rank of the process `number` has left this report."""
-        return any(report(rank).exists() for rank in range(number, number + self._each))
+        return any(report(rank).exists() for rank in range(number, number + self._ranks_each))
 
     def _kill_within(self, grace_s: float) -> None:
         """SIGKILL all ranks after `grace_s`, or at an earlier time that is already set."""
@@ -311,7 +311,7 @@ class Launcher:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(rank.process.pid, number)
 
-    def _superseded(self) -> bool:
+    def _is_superseded(self) -> bool:
         self._stale = self._stale or read_epoch(self._epoch_path) > self._epoch
         return self._stale
 

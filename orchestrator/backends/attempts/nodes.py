@@ -87,8 +87,8 @@ class NodeWatch:
     def free_before(self, parts: Sequence[tuple[str, int]]) -> tuple[int, ...]:
         """Bytes free on each device at its last idle reading; () where a device has none."""
         with self._lock:
-            found = [self._idle_free.get(part) for part in parts]
-        return tuple(free for free in found if free is not None) if None not in found else ()
+            readings = [self._idle_free.get(part) for part in parts]
+        return tuple(free for free in readings if free is not None) if None not in readings else ()
 
     def idle_for_s(self, parts: Sequence[tuple[str, int]]) -> float:
         """Longest time since a device that had computed was last busy; 0 where NVML reports no use."""

@@ -39,7 +39,7 @@ class NodeSource(Protocol):
         """Know the nodes by this description from now on."""
 
     def read_devices(self, node: LiveNode) -> NvmlReading:
-        """What NVML says on `node` now. A node that does not answer is an error in the reading."""
+        """Return NVML's reading of `node` now. A node that does not answer is an error in the reading."""
 
 
 class LauncherGroup(Protocol):
@@ -62,7 +62,7 @@ class LauncherGroup(Protocol):
         """Run a command on `node` to its end; its exit code."""
 
     def start(
-        self, ranks: Mapping[str, Sequence[RankStart]], each: Mapping[str, int], workdir: str, fence: Fence | None
+        self, ranks: Mapping[str, Sequence[RankStart]], counts: Mapping[str, int], workdir: str, fence: Fence | None
     ) -> list[LauncherStatus]:
         """Start the processes of each node at once, where they have not started; each stands for so many ranks.
 

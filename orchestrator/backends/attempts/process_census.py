@@ -36,8 +36,8 @@ def _is_marked(entry: Path, carried: bytes, sessions: Container[int]) -> bool:
 class Census:
     """Repeated census of one attempt's processes."""
 
-    def __init__(self, mark: str, guard_settings: Path, told: Path) -> None:
-        self._carried, self._told_path = f"{MARK}={mark}".encode(), told
+    def __init__(self, mark: str, guard_settings: Path, report: Path) -> None:
+        self._carried, self._told_path = f"{MARK}={mark}".encode(), report
         self._settings = b"/" + "/".join(guard_settings.parts[-PARTS:]).encode()
         self._ticks = os.sysconf("SC_CLK_TCK")
         self._foreign: set[int] = set()

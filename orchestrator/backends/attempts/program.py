@@ -35,20 +35,20 @@ def why_not_started(program: str, workdir: str, env: Mapping[str, str]) -> Probl
     """
     if not Path(workdir).is_dir():
         return Problem("the folder does not exist", workdir, "`workdir` is where the job runs on its node")
-    found = _found(program, workdir, env)
-    if isinstance(found, Problem):
-        return found
-    interpreter = interpreter_of(found)
-    if interpreter is not None and not PYTHON.fullmatch(found.name):  # pyenv's `python` is a script of a shell
-        named = _found(interpreter, workdir, env)
+    file = _find_program(program, workdir, env)
+    if isinstance(file, Problem):
+        return file
+    interpreter = interpreter_of(file)
+    if interpreter is not None and not PYTHON.fullmatch(file.name):  # pyenv's `python` is a script of a shell
+        named = _find_program(interpreter, workdir, env)
         if isinstance(named, Problem):
-            what = f"the first line of {found} names an interpreter that is not there"
+            what = f"the first line of {file} names an interpreter that is not there"
             return Problem(what, named.tried, "install the program again in an environment that exists")
-        found = named
-    return _why_no_interpreter(found, workdir, env) if PYTHON.fullmatch(found.name) else None
+        file = named
+    return _why_no_interpreter(file, workdir, env) if PYTHON.fullmatch(file.name) else None
 
 
-def _found(program: str, workdir: str, env: Mapping[str, str]) -> Path | Problem:
+def _find_program(program: str, workdir: str, env: Mapping[str, str]) -> Path | Problem:
     """The file that exec would take."""
     if "/" not in program:
         search = env.get("PATH", os.defpath)
@@ -74,10 +74,10 @@ def interpreter_of(file: Path) -> str | None:
             first = opened.read(SHEBANG_BYTES_MAX).partition(b"\n")[0]
     except OSError:  # it may be executed and not read
         return None
-    words = first[2:].decode(errors="replace").split() if first.startswith(b"#!") else []
-    if words and Path(words[0]).name == "env":
-        words = [word for word in words[1:] if not word.startswith("-") and "=" not in word]
-    return words[0] if words else None
+    argv = first[2:].decode(errors="replace").split() if first.startswith(b"#!") else []
+    if argv and Path(argv[0]).name == "env":
+        argv = [word for word in argv[1:] if not word.startswith("-") and "=" not in word]
+    return argv[0] if argv else None
 
 
 def _why_no_interpreter(python: Path, workdir: str, env: Mapping[str, str]) -> Problem | None:
@@ -101,5 +101,5 @@ def _why_no_interpreter(python: Path, workdir: str, env: Mapping[str, str]) -> P
     if ended.returncode == 0:
         return None
     last = ended.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-    said = f": {last}" if last else ""
-    return Problem(f"the interpreter ends with code {ended.returncode} at `-c ''`{said}", str(python), hint)
+    message = f": {last}" if last else ""
+    return Problem(f"the interpreter ends with code {ended.returncode} at `-c ''`{message}", str(python), hint)

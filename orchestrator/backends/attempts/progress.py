@@ -95,7 +95,7 @@ class Progress:
         The peak comes with it after LEARNED_STEPS of all ranks, where no rank caught an out-of-memory error.
         """
         timed = [(beat.step_s, beat.steps_done) for beat in self._beats if beat.step_s]
-        step_s, steps = max((one for one, _ in timed), default=0.0), min((done for _, done in timed), default=0)
+        step_s, steps = max((step_s for step_s, _ in timed), default=0.0), min((done for _, done in timed), default=0)
         learns = self._tells_peak and steps >= LEARNED_STEPS and len(timed) == self._world_size
         is_as_before = 1 / ANOTHER_PACE < step_s / max(known_step_s, 1e-9) < ANOTHER_PACE
         if steps < PACE_STEPS or (is_as_before and not learns):
@@ -133,16 +133,16 @@ class Progress:
         steps = sum(beat.steps_done for beat in beats)
         is_watched = any(beat.torch_version for beat in beats) and not self._folder.unwatched.exists()
         is_unseen = counts is None and not steps and not is_watched
-        seen: tuple[object, ...]
+        signs: tuple[object, ...]
         if not is_unseen:
-            seen, trains = (steps, counts, self._backwards()), steps > 0 or counts is not None
+            signs, trains = (steps, counts, self._backwards()), steps > 0 or counts is not None
         else:
             size = sum(path.stat().st_size for path in self._logs if path.exists())
-            seen, trains = (size,), size > 0
+            signs, trains = (size,), size > 0
         limit_s = self._spec.hang_timeout if trains else self._spec.startup_timeout
         now_s, at_work = time.monotonic(), is_unseen and cpu_s - self._sign_cpu_s > CPU_SHARE * limit_s
-        if seen != self._seen or at_work:
-            self._seen, self._since_s, self._sign_cpu_s = seen, now_s, cpu_s
+        if signs != self._seen or at_work:
+            self._seen, self._since_s, self._sign_cpu_s = signs, now_s, cpu_s
         still_s = max(now_s - self._since_s, devices_idle_s if is_unseen else 0.0)
         if still_s > limit_s:  # only now: looking for a checkpoint is not for every tick
             saved_s = last_saved_s(self._spec, self._output)

@@ -24,7 +24,7 @@ def output_folder(spec: JobSpec, jobs: JobFolder) -> Path:
     return jobs.output if spec.knobs.output_dir or not spec.workdir else Path(spec.workdir)
 
 
-def missing(spec: JobSpec, jobs: JobFolder, folder: AttemptFolder, started: Iterable[int]) -> tuple[str, ...]:
+def missing_results(spec: JobSpec, jobs: JobFolder, folder: AttemptFolder, started: Iterable[int]) -> tuple[str, ...]:
     """Parts of `success` that this attempt lacks: files newer than its start, a line of its log."""
     output, absent = output_folder(spec, jobs), []
     began_ns = folder.guard.stat().st_mtime_ns if folder.guard.exists() else 0
@@ -43,20 +43,20 @@ def newest_checkpoint(spec: JobSpec, output: Path) -> str | None:
 
     A checkpoint of the job's last step is skipped: a script that compares steps for equality would never end.
     """
-    resume, found = spec.resume, []
+    resume, candidates = spec.resume, []
     for path in {path for pattern in resume.checkpoints for path in output.glob(pattern)}:
-        step = counted(resume.step, str(path.relative_to(output)))
+        step = last_count(resume.step, str(path.relative_to(output)))
         done = step is not None and spec.steps is not None and step >= spec.steps
         if not done and _is_whole(resume, path):
-            found.append((0 if step is None else step, path.stat().st_mtime_ns, str(path)))
-    return max(found)[2] if found else None
+            candidates.append((0 if step is None else step, path.stat().st_mtime_ns, str(path)))
+    return max(candidates)[2] if candidates else None
 
 
 def saved_step(spec: JobSpec, jobs: JobFolder) -> int | None:
     """Step of the checkpoint that the next attempt resumes from, in the unit of `resume.step`."""
     if spec.is_script:
         path = newest_checkpoint(spec, output := output_folder(spec, jobs))
-        return None if path is None else counted(spec.resume.step, str(Path(path).relative_to(output)))
+        return None if path is None else last_count(spec.resume.step, str(Path(path).relative_to(output)))
     checkpoint = latest_complete(jobs.checkpoints)
     return None if checkpoint is None else step_of(checkpoint)
 
@@ -66,20 +66,22 @@ def last_saved_s(spec: JobSpec, output: Path) -> float | None:
     newest = None
     try:
         for path in {path for pattern in spec.resume.checkpoints for path in output.glob(pattern)}:
-            for one in (path, *(path.rglob("*") if path.is_dir() else ())):
-                newest = max(newest or 0.0, one.stat().st_mtime)
+            for entry in (path, *(path.rglob("*") if path.is_dir() else ())):
+                newest = max(newest or 0.0, entry.stat().st_mtime)
     except OSError:  # the script is removing one, which is progress
         return time.time()
     return newest
 
 
-def counted(pattern: str | None, text: str) -> int | None:
+def last_count(pattern: str | None, text: str) -> int | None:
     """The number in the last match of a pattern; None without a match."""
     matches = re.findall(pattern, text) if pattern is not None else []
     return int(matches[-1]) if matches and matches[-1].isdecimal() else None
 
 
-def lost(spec: JobSpec, checkpoint: str | None, counts: tuple[int, int] | None, before: int | None) -> Iterator[str]:
+def list_lost(
+    spec: JobSpec, checkpoint: str | None, counts: tuple[int, int] | None, before: int | None
+) -> Iterator[str]:
     """State that a script did not restore from `checkpoint`.
 
     `counts` are its first and last logged step, `before` the highest step of earlier attempts.
@@ -87,7 +89,7 @@ def lost(spec: JobSpec, checkpoint: str | None, counts: tuple[int, int] | None, 
     if checkpoint is None:
         return
     yield from spec.resume.loses
-    reached = max(counted(spec.resume.step, checkpoint) or 0, before or 0)
+    reached = max(last_count(spec.resume.step, checkpoint) or 0, before or 0)
     if counts is not None and counts[0] <= 1 < reached:
         yield f"everything: it began at {counts[0]} again, after {reached}, with {Path(checkpoint).name} there"
 
@@ -96,8 +98,8 @@ def _is_whole(resume: Resume, path: Path) -> bool:
     """Whether a checkpoint has every required file, none truncated."""
     try:
         files = [path] if path.is_file() else [entry for entry in path.rglob("*") if entry.is_file()]
-        held = all(any(path.glob(pattern)) for pattern in resume.holds) if path.is_dir() else True
-        return bool(files) and held and not any(_is_torn(file) for file in files)
+        has_required = all(any(path.glob(pattern)) for pattern in resume.holds) if path.is_dir() else True
+        return bool(files) and has_required and not any(_is_torn(file) for file in files)
     except OSError:  # it is being removed
         return False
 

@@ -75,11 +75,11 @@ def start_ranks(
         if code != 0:
             raise OSError(f"what goes before a restart ended with {code}: see {folder.before}")
     ranks = {
-        node: [(one.rank, one.argv, {**handed, **dict(one.env), **final}) for one in processes]
+        node: [(process.rank, process.argv, {**handed, **dict(process.env), **final}) for process in processes]
         for node, processes in request.ranks
     }
-    each = {part.node: len(part.devices) // len(ranks[part.node]) for part in attempt.placement}
-    for status in group.start(ranks, each, request.workdir, fence):
+    counts = {part.node: len(part.devices) // len(ranks[part.node]) for part in attempt.placement}
+    for status in group.start(ranks, counts, request.workdir, fence):
         if status["error"] and not status["pids"]:
             raise StartFailed(status["error"], no_program=status["no_program"])
 

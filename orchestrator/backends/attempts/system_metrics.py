@@ -113,9 +113,9 @@ def _cpu_ticks() -> tuple[int, int]:
 
 def _memory_bytes() -> tuple[int, int]:
     """(all, available) bytes of the node's memory."""
-    found = {}
+    sizes = {}
     for line in Path("/proc/meminfo").read_text().splitlines():
-        name, _, said = line.partition(":")
+        name, _, amount = line.partition(":")
         if name in ("MemTotal", "MemAvailable"):
-            found[name] = 1024 * int(said.split()[0])
-    return found["MemTotal"], found["MemAvailable"]
+            sizes[name] = 1024 * int(amount.split()[0])
+    return sizes["MemTotal"], sizes["MemAvailable"]

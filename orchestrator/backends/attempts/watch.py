@@ -74,11 +74,11 @@ class World:
 
 
 class Ownership(Protocol):
-    """Of the journal by this service."""
+    """The service's ownership of the journal."""
 
     @property
     def fence(self) -> int | None:
-        """Its number among the holders of the journal; None where the kernel keeps a second one away."""
+        """The service's number among the journal's holders; None for a file, which the kernel locks."""
 
     def confirm(self, *, asks: bool = True) -> None:
         """Return while this service owns the journal and may act. Raises ServiceError."""
@@ -195,7 +195,7 @@ class AttemptWatch:
             raise ClusterAway(str(error)) from None
 
     def _insist(self, call: Callable[[], Answer]) -> Answer:
-        """What a call returns, made again while the cluster is away or the disk takes no writes. Raises Closed."""
+        """Return the call's result; repeat it while the cluster is away or the disk takes no writes. Raises Closed."""
         while True:  # ends with the service at the latest
             self._check_closing()
             try:
@@ -208,7 +208,7 @@ class AttemptWatch:
                 self._world.closing.wait(AWAY_S)
 
     def _take_up(self) -> LauncherGroup | Ending:
-        """Launchers whose ranks run, placed and started where the attempt has not begun."""
+        """Return launchers whose ranks run; place and start them where the attempt has not begun."""
         self._confirm()
         began = any(self._folder.log(rank).exists() for rank in self._started)
         group = self._world.launchers.find(self._attempt)
@@ -248,22 +248,22 @@ class AttemptWatch:
         return Ending(launch_error=placed) if isinstance(placed, str) else placed
 
     def _watch(self, group: LauncherGroup) -> Ending:
-        """How the gang ended: by itself, stopped, hung, or with nodes that went away."""
-        known = Gang(group)
-        known.lost = {part.node for part in self._attempt.placement if part.node not in group.nodes}
+        """Return how the gang ended: by itself, stopped, hung, or with lost nodes."""
+        gang = Gang(group)
+        gang.lost = {part.node for part in self._attempt.placement if part.node not in group.nodes}
         spec = self._job.spec
         output = self._folder.output if self._attempt.probe else output_folder(spec, self._jobs)
         world_size, recovered = self._attempt.plan.world_size, any(map(ran_out, self._job.attempts))
         progress = Progress(spec, self._folder, world_size, self._started, output, tells_peak=recovered)
         ending, known_step_s = EndingGang(), self._attempt.pace.step_s if self._attempt.pace else self._attempt.step_s
-        while known.open():  # bounded: the watchdog ends a gang that stands still
+        while gang.open():  # bounded: the watchdog ends a gang that stands still
             self._check_closing()
             try:
-                self._poll(known)
+                self._poll(gang)
                 if not ending.aborted and not ending.stopped:
-                    ending.lost_before = frozenset(known.lost)
+                    ending.lost_before = frozenset(gang.lost)
                 if not ending.aborted and ending.hung_for_s is None and not ending.stopped:
-                    cpu_s = sum(status["cpu_s"] for status in known.statuses.values())
+                    cpu_s = sum(status["cpu_s"] for status in gang.statuses.values())
                     ending.hung_for_s = progress.hung_for_s(self._world.nodes.idle_for_s(self._devices), cpu_s)
                     pace = progress.pace(known_step_s, self._world.clock())
                     if pace is not None:
@@ -274,67 +274,67 @@ class AttemptWatch:
                 is_over = progress.has_lone_ranks() or (self._attempt.probe and progress.is_probed())
                 if self._stop_grace_s is None and is_over:
                     self._stop_grace_s = PROBE_GRACE_S
-                self._end_gang(known, ending)
+                self._end_gang(gang, ending)
             except ClusterAway:  # its ranks go on, and nothing is known of them
                 self._world.closing.wait(AWAY_S)
                 ending.give_up_at_s = max(ending.give_up_at_s, time.monotonic() + END_TIMEOUT_S)
-        return self._judge(known, ending, progress.counts)
+        return self._judge(gang, ending, progress.counts)
 
-    def _end_gang(self, known: Gang, ending: EndingGang) -> None:
-        """Ask the launchers to end their ranks where it is time. Raises ClusterAway; then it is to be asked again."""
+    def _end_gang(self, gang: Gang, ending: EndingGang) -> None:
+        """Ask the launchers to end their ranks where it is time. Raises ClusterAway; then the caller asks again."""
         self._confirm()
-        grace_s = 0.0 if ending.hung_for_s is not None else self._failure_grace_s(known)
+        grace_s = 0.0 if ending.hung_for_s is not None else self._failure_grace_s(gang)
         if grace_s is not None and not ending.aborted:
             # a launcher whose own rank failed has set an end to it, with more time for a rank that said why
-            known.group.abort(known.open() if ending.hung_for_s is not None else known.unending(), grace_s)
+            gang.group.abort(gang.open() if ending.hung_for_s is not None else gang.unending(), grace_s)
             ending.aborted, ending.give_up_at_s = True, time.monotonic() + grace_s + END_TIMEOUT_S
         if self._stop_grace_s is not None and not ending.stopped:
-            known.group.stop(known.open(), self._stop_grace_s)
+            gang.group.stop(gang.open(), self._stop_grace_s)
             ending.stopped, ending.give_up_at_s = True, time.monotonic() + self._stop_grace_s + END_TIMEOUT_S
         if (ending.aborted or ending.stopped) and time.monotonic() > ending.give_up_at_s:
-            known.lost.update(known.open())
+            gang.lost.update(gang.open())
 
-    def _poll(self, known: Gang) -> None:
+    def _poll(self, gang: Gang) -> None:
         """Wait at most a tick for news of any launcher."""
         live = self._world.nodes.live()
-        for node, status in known.group.poll(known.open(), TICK_S).items():
+        for node, status in gang.group.poll(gang.open(), TICK_S).items():
             if status is None:
-                known.lost.add(node)
+                gang.lost.add(node)
             else:
-                known.statuses[node] = status
-        known.lost.update(node for node in known.open() if node not in live)
+                gang.statuses[node] = status
+        gang.lost.update(node for node in gang.open() if node not in live)
 
-    def _failure_grace_s(self, known: Gang) -> float | None:
+    def _failure_grace_s(self, gang: Gang) -> float | None:
         """Seconds that the other nodes have once one has failed; None without a failure."""
-        if any(status["oom"] for status in known.statuses.values()):
+        if any(status["oom"] for status in gang.statuses.values()):
             return GRACE_AFTER_OOM_S
-        failing = any(status["ending"] or status["error"] for status in known.statuses.values())
-        return GRACE_AFTER_FAILURE_S if failing or known.lost else None
+        failing = any(status["ending"] or status["error"] for status in gang.statuses.values())
+        return GRACE_AFTER_FAILURE_S if failing or gang.lost else None
 
-    def _judge(self, known: Gang, ending: EndingGang, counts: tuple[int, int] | None) -> Ending:
+    def _judge(self, gang: Gang, ending: EndingGang, counts: tuple[int, int] | None) -> Ending:
         live = self._insist(self._world.nodes.live)
-        for node in sorted(known.lost & live.keys()):
-            pids = [*known.statuses[node]["pids"].values()] if node in known.statuses else []
+        for node in sorted(gang.lost & live.keys()):
+            pids = [*gang.statuses[node]["pids"].values()] if node in gang.statuses else []
             self._insist(partial(self._world.launchers.end_orphans, self._folder, live[node], pids))
-        firsts = [status["first_ended"] for status in known.statuses.values() if status["first_ended"]]
-        first = min(firsts, key=lambda seen: seen[1])[0] if firsts else first_ended(self._folder, self._started)
-        errors = [status["error"] for status in known.statuses.values() if status["error"] and not status["pids"]]
+        firsts = [status["first_ended"] for status in gang.statuses.values() if status["first_ended"]]
+        first = min(firsts, key=lambda failure: failure[1])[0] if firsts else first_ended(self._folder, self._started)
+        errors = [status["error"] for status in gang.statuses.values() if status["error"] and not status["pids"]]
         return Ending(
-            nodes_lost=tuple(sorted(node for node in known.lost if not self._all_told(node, ending))),
+            nodes_lost=tuple(sorted(node for node in gang.lost if not self._all_told(node, ending))),
             first_ended_rank=first,
-            host_oom_kills=max((status["host_oom_kills"] for status in known.statuses.values()), default=0),
+            host_oom_kills=max((status["host_oom_kills"] for status in gang.statuses.values()), default=0),
             hung_for_s=ending.hung_for_s,
             launch_error=errors[0] if errors else None,
-            no_program=any(status["no_program"] for status in known.statuses.values() if status["error"] in errors[:1]),
+            no_program=any(status["no_program"] for status in gang.statuses.values() if status["error"] in errors[:1]),
             stopped=ending.stopped,
             counts=counts,
             free_before_bytes=self._free_before_bytes,
         )
 
     def _all_told(self, node: str, ending: EndingGang) -> bool:
-        """Whether every rank of `node` left its exit code on the disk before its launcher went.
+        """Return whether every rank of `node` wrote its exit code before its launcher went.
 
-        SIGKILL tells nothing before a launcher was asked to end its ranks. Ray kills a worker's children before the
+        SIGKILL proves nothing before a launcher was asked to end its ranks. Ray kills a worker's children before the
         worker itself, and the launcher may still write that down (KillChildProcs, core_worker.cc, Ray 2.60).
         """
         codes: list[int | None] = []
@@ -342,7 +342,7 @@ class AttemptWatch:
         for part in self._attempt.placement:
             ranks = range(rank, rank := rank + len(part.devices))
             if part.node == node:
-                codes = [read_exit_code(self._folder, one) for one in ranks if one in self._started]
+                codes = [read_exit_code(self._folder, number) for number in ranks if number in self._started]
         was_killed = {code for code in codes if code} == {-signal.SIGKILL} and node in ending.lost_before
         return None not in codes and not was_killed
 

@@ -20,7 +20,7 @@ from orchestrator.specs.run import JobFolder, uploaded
 NO_SECTION = "knob key {key!r}: there is nothing to set inside a value of the config file"
 
 
-def rewritten(text: str, keys: Mapping[str, str], *, is_json: bool) -> str:
+def rewrite_config(text: str, keys: Mapping[str, str], *, is_json: bool) -> str:
     """Text of a config file with new values at dotted keys; all other values stay.
 
     YAML is changed in its own syntax tree: a number keeps its digits and an interpolation its braces; only comments are
@@ -70,45 +70,45 @@ def _at(place: yaml.Node, name: str, key: str) -> yaml.Node | None:
 
 def _put(place: yaml.Node, name: str, value: yaml.Node) -> yaml.Node:
     assert isinstance(place, yaml.MappingNode), "_at has looked"
-    others = [(word, kept) for word, kept in place.value if word.value != name]
+    others = [(word, value_node) for word, value_node in place.value if word.value != name]
     place.value = [*others, (yaml.ScalarNode("tag:yaml.org,2002:str", name), value)]
     return value
 
 
-def link_all_but(source: Path, file: str, at: Path) -> Path:
+def link_all_but(source: Path, file: str, target: Path) -> Path:
     """A folder `at` of links to everything in `source`, but for the one file: where its copy belongs is returned.
 
     Folders on the way to the file are real ones. Doing it again changes nothing.
     """
     *folders, name = Path(file).parts
     for folder in (*folders, name):
-        at.mkdir(parents=True, exist_ok=True)
+        target.mkdir(parents=True, exist_ok=True)
         for entry in source.iterdir():
-            link = at / entry.name
+            link = target / entry.name
             if entry.name != folder and not link.is_symlink():
                 link.symlink_to(entry)
-        source, at = source / folder, at / folder
-    return at
+        source, target = source / folder, target / folder
+    return target
 
 
 def with_own_workdir(job: Job, home: Path) -> Job:
     """The job with its own copy of an uploaded working directory; other jobs as they are."""
-    found = uploaded(home, job.spec.workdir or "")
-    if found is None:
+    upload = uploaded(home, job.spec.workdir or "")
+    if upload is None:
         return job
-    own = JobFolder(home, job.id).workdir / found[1]
-    return replace(job, spec=job.spec.model_copy(update={"workdir": str(own)}))
+    copy = JobFolder(home, job.id).workdir / upload[1]
+    return replace(job, spec=job.spec.model_copy(update={"workdir": str(copy)}))
 
 
 def copy_upload(job: Job, home: Path) -> None:
     """Make the job's own copy of an uploaded working directory; one that exists stays. Raises OSError."""
-    found, folder = uploaded(home, job.spec.workdir or ""), JobFolder(home, job.id)
-    at = folder.workdir
-    if found is None or at.exists():
+    upload, folder = uploaded(home, job.spec.workdir or ""), JobFolder(home, job.id)
+    target = folder.workdir
+    if upload is None or target.exists():
         return
-    paths = [str(path.relative_to(found[0])) for path in found[0].rglob("*") if not path.is_dir()]
+    paths = [str(path.relative_to(upload[0])) for path in upload[0].rglob("*") if not path.is_dir()]
     write_durably(folder.uploaded, json.dumps(paths))
-    temporary = at.with_name(f".{at.name}.{os.getpid()}")
+    temporary = target.with_name(f".{target.name}.{os.getpid()}")
     shutil.rmtree(temporary, ignore_errors=True)
-    shutil.copytree(found[0], temporary, symlinks=True)
-    temporary.rename(at)
+    shutil.copytree(upload[0], temporary, symlinks=True)
+    temporary.rename(target)

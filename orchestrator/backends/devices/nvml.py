@@ -22,7 +22,7 @@ class NvmlProcess:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NvmlDevice:
-    """One device, in PCI bus order. A device that cannot be read has 0 bytes free."""
+    """A device, in PCI bus order. A device that cannot be read has 0 bytes free."""
 
     index: int
     name: str = ""
@@ -72,7 +72,7 @@ class NvmlRates:
 
 
 def rates(index: int) -> NvmlRates | None:
-    """What the device of this index is made for; None where it cannot be read. Never raises."""
+    """Return the rates of the device of this index; None where it cannot be read. Never raises."""
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
@@ -86,12 +86,12 @@ def rates(index: int) -> NvmlRates | None:
 
 
 def _rates(handle: object) -> NvmlRates:
-    cores, width = _said(pynvml.nvmlDeviceGetNumGpuCores, handle), _said(pynvml.nvmlDeviceGetMemoryBusWidth, handle)
-    core_mhz = _said(pynvml.nvmlDeviceGetMaxClockInfo, handle, pynvml.NVML_CLOCK_SM)
-    memory_mhz = _said(pynvml.nvmlDeviceGetMaxClockInfo, handle, pynvml.NVML_CLOCK_MEM)
-    lane = PCIE_LANE_BYTES_S.get(_said(pynvml.nvmlDeviceGetMaxPcieLinkGeneration, handle) or 0)
-    lanes, mode = _said(pynvml.nvmlDeviceGetMaxPcieLinkWidth, handle), _said(pynvml.nvmlDeviceGetMigMode, handle)
-    capability = _said(pynvml.nvmlDeviceGetCudaComputeCapability, handle)
+    cores, width = _query(pynvml.nvmlDeviceGetNumGpuCores, handle), _query(pynvml.nvmlDeviceGetMemoryBusWidth, handle)
+    core_mhz = _query(pynvml.nvmlDeviceGetMaxClockInfo, handle, pynvml.NVML_CLOCK_SM)
+    memory_mhz = _query(pynvml.nvmlDeviceGetMaxClockInfo, handle, pynvml.NVML_CLOCK_MEM)
+    lane = PCIE_LANE_BYTES_S.get(_query(pynvml.nvmlDeviceGetMaxPcieLinkGeneration, handle) or 0)
+    lanes, mode = _query(pynvml.nvmlDeviceGetMaxPcieLinkWidth, handle), _query(pynvml.nvmlDeviceGetMigMode, handle)
+    capability = _query(pynvml.nvmlDeviceGetCudaComputeCapability, handle)
     return NvmlRates(
         capability=(capability[0], capability[1]) if capability else None,
         cuda_bytes=_cuda_bytes(handle),
@@ -103,8 +103,8 @@ def _rates(handle: object) -> NvmlRates:
     )
 
 
-def _said(ask: Callable[..., Any], *arguments: object) -> Any:
-    """The driver's answer; None where it has none."""
+def _query(ask: Callable[..., Any], *arguments: object) -> Any:
+    """Return the driver's answer; None where it has none."""
     try:
         return ask(*arguments)
     except pynvml.NVMLError:
@@ -112,18 +112,18 @@ def _said(ask: Callable[..., Any], *arguments: object) -> Any:
 
 
 def _cuda_bytes(handle: object) -> int:
-    memory = _said(pynvml.nvmlDeviceGetMemoryInfo, handle, pynvml.nvmlMemory_v2)  # older drivers lack it
+    memory = _query(pynvml.nvmlDeviceGetMemoryInfo, handle, pynvml.nvmlMemory_v2)  # older drivers lack it
     if memory is not None:
         return int(memory.total - memory.reserved)
     return int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
 
 
 def _nvlink_bandwidth(handle: object) -> float:
-    links = [_said(pynvml.nvmlDeviceGetNvLinkState, handle, link) for link in range(pynvml.NVML_NVLINK_MAX_LINKS)]
-    told = _said(pynvml.nvmlDeviceGetFieldValues, handle, [pynvml.NVML_FI_DEV_NVLINK_SPEED_MBPS_COMMON])
-    if told is None or told[0].nvmlReturn != pynvml.NVML_SUCCESS:
+    links = [_query(pynvml.nvmlDeviceGetNvLinkState, handle, link) for link in range(pynvml.NVML_NVLINK_MAX_LINKS)]
+    reply = _query(pynvml.nvmlDeviceGetFieldValues, handle, [pynvml.NVML_FI_DEV_NVLINK_SPEED_MBPS_COMMON])
+    if reply is None or reply[0].nvmlReturn != pynvml.NVML_SUCCESS:
         return 0.0
-    return float(1e6 * told[0].value.uiVal * sum(map(bool, links)))
+    return float(1e6 * reply[0].value.uiVal * sum(map(bool, links)))
 
 
 def _device(index: int) -> NvmlDevice:
@@ -147,7 +147,7 @@ def _device(index: int) -> NvmlDevice:
 
 
 def _watts(ask: Callable[..., Any], handle: object) -> float | None:
-    milliwatts = _said(ask, handle)
+    milliwatts = _query(ask, handle)
     return None if milliwatts is None else milliwatts / 1000
 
 

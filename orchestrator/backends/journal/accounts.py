@@ -72,7 +72,7 @@ class User:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Token:
-    """What is known of a token. The token itself is kept nowhere."""
+    """The record of a token. The token itself is stored nowhere."""
 
     id: int
     user: str
@@ -85,7 +85,7 @@ class Token:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditRow:
-    """One request that changed something, or was refused."""
+    """A request that changed something, or was refused."""
 
     at_s: float
     user: str
@@ -101,14 +101,14 @@ class Accounts:
     def __init__(self, transaction: Transaction, clock: Callable[[], float]) -> None:
         self._transaction = transaction
         self._clock = clock
-        self._known: dict[str | int, tuple[Principal, float]] = {}  # by digest or number, each until when it counts
+        self._principals: dict[str | int, tuple[Principal, float]] = {}  # by digest or number, and their expiry
 
     def principal(self, token: str) -> Principal | None:
         """The user whose token this is; None where it is unknown, expired or revoked.
 
         Tokens have 256 random bits, so an equal digest is an equal token; comparing digests in SQL leaks none of it.
         """
-        return self._admitted(_digest(token), _tokens.c.digest) if token.startswith(PREFIX) else None
+        return self._find_principal(_digest(token), _tokens.c.digest) if token.startswith(PREFIX) else None
 
     def number_of(self, token: str) -> int | None:
         """The number of the token's record; None where it admits nobody."""
@@ -120,13 +120,13 @@ class Accounts:
 
     def principal_of(self, number: int) -> Principal | None:
         """The user of the token of this number; None where it is unknown, expired or revoked."""
-        return self._admitted(number, _tokens.c.id)
+        return self._find_principal(number, _tokens.c.id)
 
-    def _admitted(self, key: str | int, column: sa.Column[Any]) -> Principal | None:
+    def _find_principal(self, key: str | int, column: sa.Column[Any]) -> Principal | None:
         now_s = self._clock()
-        known, until_s = self._known.get(key, (None, 0.0))
-        if known is not None and now_s < until_s:
-            return known
+        entry, until_s = self._principals.get(key, (None, 0.0))
+        if entry is not None and now_s < until_s:
+            return entry
         columns = (_tokens.c.id, _tokens.c.used_at, _tokens.c.expires_at, _users.c.name, _users.c.role)
         query = (
             sa.select(*columns)
@@ -145,9 +145,9 @@ class Accounts:
             if row.used_at is None or row.used_at < now_s - TOUCH_S:
                 connection.execute(_tokens.update().where(_tokens.c.id == row.id).values(used_at=now_s))
         principal = Principal(name=row.name, role=role)
-        if len(self._known) >= CACHE_MAX:
-            self._known.clear()
-        self._known[key] = (principal, min(now_s + CACHE_S, inf if row.expires_at is None else row.expires_at))
+        if len(self._principals) >= CACHE_MAX:
+            self._principals.clear()
+        self._principals[key] = (principal, min(now_s + CACHE_S, inf if row.expires_at is None else row.expires_at))
         return principal
 
     def set_user(self, name: str, role: Role) -> None:
@@ -156,7 +156,7 @@ class Accounts:
             changed = connection.execute(_users.update().where(_users.c.name == name).values(role=role.value))
             if not changed.rowcount:
                 connection.execute(_users.insert().values(name=name, role=role.value, created_at=self._clock()))
-        self._known.clear()
+        self._principals.clear()
 
     def remove_user(self, name: str) -> None:
         """Remove a user with all tokens. Raises ServiceError where there is none."""
@@ -164,7 +164,7 @@ class Accounts:
             connection.execute(_tokens.delete().where(_tokens.c.user == name))
             if not connection.execute(_users.delete().where(_users.c.name == name)).rowcount:
                 raise _unknown_user(name)
-        self._known.clear()
+        self._principals.clear()
 
     def users(self) -> Sequence[User]:
         """Every user that can be read, by name."""
@@ -174,10 +174,10 @@ class Accounts:
         return [User(name=row.name, role=role, created_at_s=row.created_at) for row, role in readable]
 
     def create_token(self, user: str, lifetime_s: float | None) -> tuple[str, Token]:
-        """A new token, which cannot be read again, and what is kept of it. Raises ServiceError for an unknown user."""
+        """Return a new token, which cannot be read again, and its record. Raises ServiceError for an unknown user."""
         secret = PREFIX + secrets.token_urlsafe(SECRET_BYTES)
         now_s = self._clock()
-        kept = {
+        row_values = {
             "user": user,
             "digest": _digest(secret),
             "shown": secret[: len(PREFIX) + SHOWN_CHARACTERS],
@@ -187,8 +187,8 @@ class Accounts:
         with self._transaction() as connection:
             if connection.execute(sa.select(_users.c.name).where(_users.c.name == user)).one_or_none() is None:
                 raise _unknown_user(user)
-            connection.execute(_tokens.insert().values(**kept))
-            row = connection.execute(sa.select(_tokens).where(_tokens.c.digest == kept["digest"])).one()
+            connection.execute(_tokens.insert().values(**row_values))
+            row = connection.execute(sa.select(_tokens).where(_tokens.c.digest == row_values["digest"])).one()
         return secret, _token(row)
 
     def open_session(self, user: str, role: Role, lifetime_s: float) -> int:
@@ -196,9 +196,9 @@ class Accounts:
         self.set_user(user, role)
         now_s = self._clock()
         nobody_knows = _digest(secrets.token_urlsafe(SECRET_BYTES))
-        kept = {"user": user, "digest": nobody_knows, "shown": BROWSER, "created_at": now_s}
+        row_values = {"user": user, "digest": nobody_knows, "shown": BROWSER, "created_at": now_s}
         with self._transaction() as connection:
-            made = connection.execute(_tokens.insert().values(**kept, expires_at=now_s + lifetime_s))
+            made = connection.execute(_tokens.insert().values(**row_values, expires_at=now_s + lifetime_s))
         return int(made.inserted_primary_key[0])  # type: ignore[index]
 
     def close_session(self, number: int) -> None:
@@ -206,7 +206,7 @@ class Accounts:
         is_open = sa.and_(_tokens.c.id == number, _tokens.c.shown == BROWSER, _tokens.c.revoked_at.is_(None))
         with self._transaction() as connection:
             connection.execute(_tokens.update().where(is_open).values(revoked_at=self._clock()))
-        self._known.clear()
+        self._principals.clear()
 
     def revoke_token(self, number: int) -> None:
         """Revoke a token. Raises ServiceError where there is no live one of this number."""
@@ -214,7 +214,7 @@ class Accounts:
         with self._transaction() as connection:
             if not connection.execute(_tokens.update().where(alive).values(revoked_at=self._clock())).rowcount:
                 raise ServiceError(f"there is no live token {number}. `orc token list` shows them")
-        self._known.clear()
+        self._principals.clear()
 
     def tokens(self) -> Sequence[Token]:
         """Every token ever made for a user that exists, oldest first."""
@@ -228,7 +228,7 @@ class Accounts:
             connection.execute(_audit.insert().values(**row, action=action, status=status))
 
     def audit(self, limit: int, before: int | None = None) -> Sequence[tuple[int, AuditRow]]:
-        """At most `limit` rows of the audit log with their numbers, newest first; `before` pages on."""
+        """Return at most `limit` rows of the audit log with their numbers, newest first; `before` pages on."""
         query = sa.select(_audit).order_by(_audit.c.id.desc()).limit(min(limit, AUDIT_ROWS_MAX))
         if before is not None:
             query = query.where(_audit.c.id < before)
@@ -264,15 +264,15 @@ def _digest(token: str) -> str:
 
 
 def _token(row: sa.Row[tuple[object, ...]]) -> Token:
-    said = row._mapping
+    columns = row._mapping
     return Token(
-        id=said["id"],
-        user=said["user"],
-        shown=said["shown"],
-        created_at_s=said["created_at"],
-        expires_at_s=said["expires_at"],
-        revoked_at_s=said["revoked_at"],
-        used_at_s=said["used_at"],
+        id=columns["id"],
+        user=columns["user"],
+        shown=columns["shown"],
+        created_at_s=columns["created_at"],
+        expires_at_s=columns["expires_at"],
+        revoked_at_s=columns["revoked_at"],
+        used_at_s=columns["used_at"],
     )
 
 

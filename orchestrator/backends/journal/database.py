@@ -40,7 +40,7 @@ class Database:
 
         With `stop`, wait until it is set for the lease that another process holds.
         """
-        parsed = _parsed(url)
+        parsed = _parse_url(url)
         self.reads_only = reads_only
         self._lock, self._closed, self._ended = threading.Lock(), False, threading.Event()
         self._owned: FileLock | Lease | None
@@ -67,7 +67,7 @@ class Database:
         with self._lock:
             if self._closed:
                 raise ServiceError(f"journal {self.name} is closed in this process: the service is ending.")
-            with self._connected() as connection:
+            with self._connect() as connection:
                 if isinstance(self._owned, Lease):
                     self._owned.renew(connection)
                 yield connection
@@ -112,7 +112,7 @@ class Database:
             return
         patience_s = self._owned.patience_s
         while True:
-            with self._connected() as connection:
+            with self._connect() as connection:
                 left_s = self._take(connection, self._owned)
                 holder = self._owned.holder(connection)
             if not left_s:
@@ -136,7 +136,7 @@ class Database:
         while left_s > 0:
             if stop.wait(min(left_s, LOOK_EVERY_S)):
                 raise ServiceError(f"journal {self.name}: the wait for its lease was ended.")
-            with suppress(ServiceError), self._connected() as connection:
+            with suppress(ServiceError), self._connect() as connection:
                 left_s = lease.left_s(connection)
 
     def _take(self, connection: sa.Connection, lease: Lease) -> float:
@@ -160,7 +160,7 @@ class Database:
                 log.error("%s", error)
 
     @contextmanager
-    def _connected(self) -> Iterator[sa.Connection]:
+    def _connect(self) -> Iterator[sa.Connection]:
         is_committing = False
         try:
             with self.engine.begin() as connection:
@@ -168,9 +168,9 @@ class Database:
                 is_committing = True
         except DatabaseError as error:
             if isinstance(self._owned, FileLock) and isinstance(error, OperationalError):
-                said = str(error.orig).strip()
+                reason = str(error.orig).strip()
                 raise StorageError(
-                    f"journal {self.name} cannot be written: {said}. Nothing of this change was kept. Free the disk, "
+                    f"journal {self.name} cannot be written: {reason}. Nothing of this change was kept. Free the disk, "
                     "or mount it for writing: the service tries again until it can."
                 ) from error
             if is_committing:
@@ -185,7 +185,7 @@ class Database:
             ) from error
 
 
-def _parsed(url: str) -> sa.URL:
+def _parse_url(url: str) -> sa.URL:
     """The address, parsed. Raises SpecError where no journal can be kept there."""
     try:
         parsed = sa.make_url(url)
@@ -233,27 +233,28 @@ def _engine(url: sa.URL, *, reads_only: bool) -> sa.Engine:
 
 def _check_schema(connection: sa.Connection, name: str) -> None:
     """Raises ServiceError where no service of this version has opened the journal."""
-    found = _schema(connection)
-    if found != SCHEMA:
+    schema = _schema(connection)
+    if schema != SCHEMA:
         raise ServiceError(
-            f"journal {name} has {f'schema {found}' if found else 'no tables'}; this version of the orchestrator reads "
-            f"schema {SCHEMA}. Bring its service up (`orc up`) once with this version, or read it with the one it has."
+            f"journal {name} has {f'schema {schema}' if schema else 'no tables'}; this version of the orchestrator "
+            f"reads schema {SCHEMA}. Bring its service up (`orc up`) once with this version, or read it with the one "
+            "it has."
         )
 
 
 def _schema(connection: sa.Connection) -> str | None:
-    known = sa.inspect(connection).has_table("alembic_version")
-    return connection.execute(sa.text("SELECT version_num FROM alembic_version")).scalar() if known else None
+    has_version = sa.inspect(connection).has_table("alembic_version")
+    return connection.execute(sa.text("SELECT version_num FROM alembic_version")).scalar() if has_version else None
 
 
 def _migrate(connection: sa.Connection, name: str) -> None:
     """Bring the tables to SCHEMA, all or nothing."""
-    found = _schema(connection)
-    if found == SCHEMA:
+    schema = _schema(connection)
+    if schema == SCHEMA:
         return
-    if found is not None and found > SCHEMA:
+    if schema is not None and schema > SCHEMA:
         raise ServiceError(
-            f"journal {name} has schema {found}; this version of the orchestrator knows {SCHEMA} at most. "
+            f"journal {name} has schema {schema}; this version of the orchestrator knows {SCHEMA} at most. "
             "Use the newer version, or begin an empty journal elsewhere."
         )
     from alembic import command  # half a second of imports that only a new or an old journal needs

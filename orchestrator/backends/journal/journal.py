@@ -155,8 +155,8 @@ class Journal:
                 connection.execute(_jobs.insert(), ended)
 
     def submitted(self, keys: Sequence[str]) -> Mapping[str, Submission]:
-        """What was submitted under those of these keys that are known."""
-        return self._submissions.of(keys)
+        """Return the submissions under these keys; keys without one are left out."""
+        return self._submissions.find(keys)
 
     def snapshot(self, state: State) -> None:
         """Keep the state after all appended events; `load` folds only later ones.
@@ -166,8 +166,8 @@ class Journal:
         last = sa.select(sa.func.coalesce(sa.func.max(_events.c.id), 0)).scalar_subquery()
         changed = [{"row": job.id, "body": self._job.write(job)} for job in state.jobs.changed_since(self._saved)]
         gone = [{"row": job_id} for job_id in self._saved if job_id not in state.jobs]
-        rewritten = [one for one in changed if one["row"] in self._saved]
-        added = [{"id": one["row"], "body": one["body"]} for one in changed if one["row"] not in self._saved]
+        rewritten = [row for row in changed if row["row"] in self._saved]
+        added = [{"id": row["row"], "body": row["body"]} for row in changed if row["row"] not in self._saved]
         body = self._state.write(state, exclude={"jobs"})
         row = _live.c.id == sa.bindparam("row")
         with self.database.transaction() as connection:
@@ -190,7 +190,7 @@ class Journal:
         return None if row is None else self.set_aside.read(self._job, _jobs.name, *row)
 
     def ended(self, limit: int, before: str | None = None) -> list[Job]:
-        """At most `limit` such jobs, latest end first; with `before`, those that ended before that job."""
+        """Return at most `limit` ended jobs, latest end first; with `before`, only those that ended before that job."""
         newest = sa.select(_jobs.c.number, _jobs.c.body).order_by(_jobs.c.number.desc()).limit(limit)
         if before is not None:
             newest = newest.where(
@@ -208,7 +208,7 @@ class Journal:
             return {row.id: (row.status, row.ended_at) for row in connection.execute(columns).all()}
 
     def totals(self) -> Totals:
-        """How many jobs have ended, and how many records wait for trackers; looks at jobs that are new since then."""
+        """Return how many jobs have ended, and how many records wait for trackers; count only new jobs."""
         columns = (_jobs.c.status, sa.func.count().label("jobs"), sa.func.max(_jobs.c.number).label("last"))
         with self.database.transaction() as connection:
             fresh = sa.select(*columns).where(_jobs.c.number > self._counted).group_by(_jobs.c.status)
@@ -227,7 +227,7 @@ class Journal:
         return (event for event, _ in self.history())
 
     def began_at_s(self) -> float | None:
-        """When its first event came, in seconds since 1970; None before it."""
+        """Return the time of the first event, in seconds since 1970; None before it."""
         first = sa.select(_events.c.id, _events.c.body).order_by(_events.c.id).limit(1)
         with self.database.transaction() as connection:
             row = connection.execute(first).one_or_none()

@@ -85,17 +85,17 @@ class Outbox(Generic[Body]):
         """
         names, cursors = tuple(receivers), self._cursors
         with self.database.transaction() as connection:
-            known = set(connection.execute(sa.select(cursors.c.name)).scalars())
+            registered = set(connection.execute(sa.select(cursors.c.name)).scalars())
             connection.execute(cursors.delete().where(cursors.c.name.not_in(names)))
             for name in names:
-                if name not in known:
+                if name not in registered:
                     connection.execute(cursors.insert().values(name=name, last_row=0))
             self._remove_passed(connection)
         for name in {*self._progress} - {*names}:
             del self._progress[name]
 
     def pending(self, receiver: str, limit: int) -> list[tuple[int, Body]]:
-        """At most `limit` rows that a registered receiver lacks, in order; rows that cannot be read pass."""
+        """Return at most `limit` rows that a registered receiver lacks, in order; rows that cannot be read pass."""
         while True:
             with self.database.transaction() as connection:
                 progress = self._progress_of(receiver, connection)
@@ -120,7 +120,7 @@ class Outbox(Generic[Body]):
             self._set_aside.read(self._codec, self._rows.name, row.id, row.body)
 
     def undelivered(self, connection: sa.Connection) -> dict[str, int]:
-        """How many rows each receiver lacks, in a transaction of the journal."""
+        """Return how many rows each receiver lacks, in a transaction of the journal."""
         counts = {}
         for name in connection.execute(sa.select(self._cursors.c.name)).scalars().all():
             progress = self._progress_of(name, connection)
@@ -193,9 +193,9 @@ class Notices(Outbox[Notice]):
         """Append the notices that were not told before, in a transaction of the journal."""
         if not self.has_targets or not bodies:
             return
-        by_id = {one.id: one for one in bodies}
-        known = _known(connection, [*by_id])
-        fresh = [one for one in by_id.values() if one.id not in known]
+        by_id = {notice.id: notice for notice in bodies}
+        told_ids = _find_told(connection, [*by_id])
+        fresh = [notice for notice in by_id.values() if notice.id not in told_ids]
         if not fresh:
             return
         self._remember(connection, fresh)
@@ -206,7 +206,7 @@ class Notices(Outbox[Notice]):
             log.error("more than %d notices wait for their targets: the oldest %d are dropped", NOTICES_MAX, dropped)
 
     def oldest_s(self, connection: sa.Connection) -> dict[str, float]:
-        """When the oldest notice that waits was made, for each target that lacks one."""
+        """Return the time of the oldest notice that waits, for each target that lacks one."""
         cursors, rows = self._cursors, self._rows
         least = sa.select(sa.func.min(rows.c.id)).where(rows.c.id > cursors.c.last_row)
         first = least.correlate(cursors).scalar_subquery()
@@ -227,10 +227,10 @@ class Notices(Outbox[Notice]):
         with self.database.transaction() as connection:
             self._remember(connection, [notice])
 
-    def known(self, ids: Sequence[str]) -> set[str]:
-        """Those of these notices that were told in the last TOLD_S."""
+    def find_told(self, ids: Sequence[str]) -> set[str]:
+        """Return the ids of these notices that were told in the last TOLD_S."""
         with self.database.transaction() as connection:
-            return _known(connection, ids)
+            return _find_told(connection, ids)
 
     def knows_kind(self, kind: str) -> bool:
         """Whether any notice of this kind was told in the last TOLD_S."""
@@ -238,13 +238,14 @@ class Notices(Outbox[Notice]):
             return connection.execute(sa.select(_told.c.id).where(_told.c.kind == kind).limit(1)).first() is not None
 
     def _remember(self, connection: sa.Connection, notices: Sequence[Notice]) -> None:
-        connection.execute(_told.delete().where(_told.c.at_s < max(one.at_s for one in notices) - TOLD_S))
-        connection.execute(_told.insert(), [{"id": one.id, "kind": one.kind, "at_s": one.at_s} for one in notices])
+        connection.execute(_told.delete().where(_told.c.at_s < max(notice.at_s for notice in notices) - TOLD_S))
+        rows = [{"id": notice.id, "kind": notice.kind, "at_s": notice.at_s} for notice in notices]
+        connection.execute(_told.insert(), rows)
 
 
-def _known(connection: sa.Connection, ids: Sequence[str]) -> set[str]:
-    found = set[str]()
+def _find_told(connection: sa.Connection, ids: Sequence[str]) -> set[str]:
+    told_ids = set[str]()
     for first in range(0, len(ids), PAGE):
-        asked = sa.select(_told.c.id).where(_told.c.id.in_(ids[first : first + PAGE]))
-        found |= set(connection.execute(asked).scalars())
-    return found
+        page = sa.select(_told.c.id).where(_told.c.id.in_(ids[first : first + PAGE]))
+        told_ids |= set(connection.execute(page).scalars())
+    return told_ids

@@ -45,8 +45,8 @@ class Submissions:
         ]
         connection.execute(_submissions.insert(), rows)
 
-    def of(self, names: Sequence[str]) -> Mapping[str, Submission]:
-        """Those of these keys that something was submitted under in the last KEPT_S."""
+    def find(self, names: Sequence[str]) -> Mapping[str, Submission]:
+        """Return the submissions of the last KEPT_S under these keys."""
         wanted = sa.select(_submissions).where(_submissions.c.key.in_(names))
         with self._database.transaction() as connection:
             rows = connection.execute(wanted).all()

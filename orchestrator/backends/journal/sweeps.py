@@ -52,7 +52,7 @@ class Sweeps:
         ]
         if trials:
             connection.execute(_trials.insert(), trials)
-        if begun := [{"id": one["sweep"]} for one in trials if one["number"] == 0]:
+        if begun := [{"id": trial["sweep"]} for trial in trials if trial["number"] == 0]:
             connection.execute(_sweeps.insert(), begun)
 
     def open(self) -> list[str]:

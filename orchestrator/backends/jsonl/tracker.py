@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 
 from pydantic import TypeAdapter
 
-from orchestrator.backends.ports import Known, OutboxRow, Tracker
+from orchestrator.backends.ports import Lookups, OutboxRow, Tracker
 from orchestrator.backends.redaction import Hide, hider
 from orchestrator.specs.actions import Record
 from orchestrator.specs.attempt import Attempt
@@ -25,7 +25,7 @@ TAIL_BYTES = 65_536  # read at a time, from the end, in search of the last whole
 class JsonLinesTracker(Tracker):
     """Appends one line for each record. A record that comes again is a second line with the same `id`."""
 
-    def __init__(self, home: Path, known: Known) -> None:  # noqa: ARG002  every tracker is given both
+    def __init__(self, home: Path, lookups: Lookups) -> None:  # noqa: ARG002  every tracker is given both
         self._path = home / "records.jsonl"
         self.address = str(self._path)
         self._job, self._attempt = TypeAdapter(Job), TypeAdapter(Attempt | None)
@@ -45,11 +45,11 @@ class JsonLinesTracker(Tracker):
             os.close(folder)
 
     def _object(self, number: int, record: Record) -> dict[str, Any]:
-        """One record: the job without its attempts and variables, and the attempt that it is about, or None."""
+        """Return a record: the job without its attempts and variables, and the attempt that it is about, or None."""
         job = self._job.dump_python(record.job, mode="json", exclude={"attempts": True, "spec": {"env"}})
         attempt = self._attempt.dump_python(record.attempt, mode="json")
-        said = {"id": f"{record.job.key}/{number}", "job": job, "attempt": attempt}
-        hidden: dict[str, Any] = _hidden(said, hider(record.job.spec, os.environ))
+        entry = {"id": f"{record.job.key}/{number}", "job": job, "attempt": attempt}
+        hidden: dict[str, Any] = _hide_in(entry, hider(record.job.spec, os.environ))
         return hidden
 
 
@@ -68,12 +68,12 @@ def drop_torn_line(file: BinaryIO) -> None:
     file.seek(end)
 
 
-def _hidden(value: Any, hide: Hide) -> Any:
-    """The same JSON value, with every text in it hidden where it must be."""
+def _hide_in(value: Any, hide: Hide) -> Any:
+    """Return the JSON value with the secrets in all of its texts hidden."""
     if isinstance(value, str):
         return hide(value)
     if isinstance(value, Mapping):
-        return {name: _hidden(each, hide) for name, each in value.items()}
+        return {name: _hide_in(part, hide) for name, part in value.items()}
     if isinstance(value, list | tuple):
-        return [_hidden(each, hide) for each in value]
+        return [_hide_in(part, hide) for part in value]
     return value

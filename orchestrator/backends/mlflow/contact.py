@@ -22,8 +22,8 @@ def bound_requests() -> None:
     os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] = str(REQUEST_TIMEOUT_S)
     os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
     os.environ["MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"] = "true"  # for which it would ask for each run that ends
-    told = (os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or "").split(",")
-    os.environ["no_proxy"] = ",".join(filter(None, dict.fromkeys((*told, "127.0.0.1", "localhost", HOST))))
+    hosts = (os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or "").split(",")
+    os.environ["no_proxy"] = ",".join(filter(None, dict.fromkeys((*hosts, "127.0.0.1", "localhost", HOST))))
 
 
 class Contact:
@@ -38,16 +38,16 @@ class Contact:
         self.run_ids: dict[str, str] = {}
         self.closed: set[str] = set()  # keys of runs that are complete
 
-    def found_or_created(self, key: str, start_ms: int, tags: Mapping[str, str], name: str) -> Run:
-        """The one run with this key, which is its tag `orc.run`."""
-        found = self.only(key)
-        if found is not None:
-            return found
-        run = self.created(start_ms, tags, name)
+    def find_or_create(self, key: str, start_ms: int, tags: Mapping[str, str], name: str) -> Run:
+        """Return the run with this key, which is its tag `orc.run`; create it where there is none."""
+        first = self.only(key)
+        if first is not None:
+            return first
+        run = self.create(start_ms, tags, name)
         return self.only(key) or run  # another service may have created one since, and this one been frozen
 
-    def created(self, start_ms: int, tags: Mapping[str, str], name: str) -> Run:
-        """A new run."""
+    def create(self, start_ms: int, tags: Mapping[str, str], name: str) -> Run:
+        """Create a run, and return it."""
         return self.client.create_run(self.experiment_id, start_time=start_ms, tags=dict(tags), run_name=name)
 
     def only(self, key: str) -> Run | None:

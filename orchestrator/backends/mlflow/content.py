@@ -44,14 +44,14 @@ METRIC_NAME = re.compile(r"[\w./ -]{1,250}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunContent:
-    """One MLflow run, without its curves."""
+    """An MLflow run, without its curves."""
 
     name: str
     start_ms: int
     end_ms: int | None  # None: it goes on
     status: str  # MLflow's word
     tags: Mapping[str, str]
-    params: Mapping[str, str]  # never change once said
+    params: Mapping[str, str]  # never change once sent
     metrics: Mapping[str, float]
     texts: Mapping[str, str]  # artifacts by path
     picture: Picture | None = None  # of the frontier
@@ -114,13 +114,13 @@ def attempt_content(
     job: Job,
     attempt: Attempt,
     hide: Hide,
-    said: Sequence[str] = (),
-    seen: Observation | None = None,
+    explanation: Sequence[str] = (),
+    observation: Observation | None = None,
     device: DeviceSpec | None = None,
 ) -> RunContent:
     """The run of one attempt: what was planned, what was measured, how it ended and why it differs from the last.
 
-    `said` explains its end; `seen` is the outcome that calibrates later predictions; `device` is what it ran on.
+    `explanation` explains its end; `observation` calibrates later predictions; `device` is what it ran on.
     """
     failure = attempt.failure
     ended = attempt.status is AttemptStatus.ENDED
@@ -148,7 +148,7 @@ def attempt_content(
         tags["caught_ooms"] = str(caught)
     if failure and failure.excerpt:
         tags["excerpt"] = hide(failure.excerpt)[-TEXT_MAX:]
-    outcome = "" if seen is None else TypeAdapter(Observation).dump_json(seen).decode()
+    outcome = "" if observation is None else TypeAdapter(Observation).dump_json(observation).decode()
     if 0 < len(outcome) <= TEXT_MAX:
         tags[OUTCOME_TAG] = outcome
     place = "; ".join(f"{part.node}: {','.join(map(str, part.devices))}" for part in attempt.placement)
@@ -160,13 +160,13 @@ def attempt_content(
         status="KILLED" if killed else "FAILED" if failure else "FINISHED",
         tags=_cut(tags),
         params=_cut({**recorded_settings(job.spec, attempt.plan), **_training(job.spec), "placement": place}),
-        metrics={**_attempt_metrics(attempt, seen), **_rates(job, attempt, device)},
-        texts=_texts(attempt, hide) | ({"explanation.txt": hide("\n".join(said))} if said else {}),
+        metrics={**_attempt_metrics(attempt, observation), **_rates(job, attempt, device)},
+        texts=_texts(attempt, hide) | ({"explanation.txt": hide("\n".join(explanation))} if explanation else {}),
     )
 
 
 def source_tags(job: Job, hide: Hide) -> dict[str, str]:
-    """Whose code runs, under the names of MLflow's own context providers (mlflow/tracking/context, 3.17)."""
+    """Return tags of code and user, by the names of MLflow's context providers (mlflow/tracking/context, 3.17)."""
     command, source = job.spec.command, job.spec.source
     script = OWN_PROGRAM if command is None else next((word for word in command if word.endswith(".py")), command[0])
     tags = {"mlflow.source.type": "LOCAL", "mlflow.source.name": hide(script)}
@@ -237,8 +237,11 @@ def _object(text: str) -> dict[str, Any]:
     return line if isinstance(line, dict) else {}
 
 
-def _attempt_metrics(attempt: Attempt, seen: Observation | None) -> dict[str, float]:
-    predicted, overhead_bytes = predicted_peak_bytes(attempt), None if seen is None else seen.overhead_bytes
+def _attempt_metrics(attempt: Attempt, observation: Observation | None) -> dict[str, float]:
+    predicted, overhead_bytes = (
+        predicted_peak_bytes(attempt),
+        None if observation is None else observation.overhead_bytes,
+    )
     reserved_bytes = None if predicted is None else corrected(attempt.estimate, attempt.correction).reserved_bytes
     metrics: dict[str, float | None] = {
         "predicted_peak_bytes": predicted,
@@ -326,11 +329,11 @@ def _note(job: Job, compare: str) -> str:
     return "\n".join(lines)
 
 
-def comparison_note(found: Comparison, link: str) -> str:
+def comparison_note(comparison: Comparison, link: str) -> str:
     """The description of a comparison's run in Markdown: its verdict, and a table of its strategies."""
-    lines = [f"**{found.verdict}**", "", f"[Compare the strategies]({link})", ""]
+    lines = [f"**{comparison.verdict}**", "", f"[Compare the strategies]({link})", ""]
     lines += ["| strategy | predicted peak | measured peak | step | loss | end |", "|---|---|---|---|---|---|"]
-    for row in found.rows:
+    for row in comparison.rows:
         cells = (
             row.strategy,
             "-" if row.predicted_peak_bytes is None else format_bytes(row.predicted_peak_bytes),
@@ -343,16 +346,16 @@ def comparison_note(found: Comparison, link: str) -> str:
     return "\n".join(lines)[:TEXT_MAX]
 
 
-def sweep_note(found: SweepReport, link: str) -> str:
+def sweep_note(report: SweepReport, link: str) -> str:
     """The description of a sweep's run in Markdown: its best trial, and a table of its trials."""
     lines = [
-        f"**{found.best_said or 'No trial succeeded'}**",
+        f"**{report.best_said or 'No trial succeeded'}**",
         "",
-        f"{found.state}; {found.cost_said}. [Compare the trials]({link})",
+        f"{report.state}; {report.cost_said}. [Compare the trials]({link})",
         "",
     ]
-    lines += [f"| trial | {found.metric} | parameters | plan | end |", "|---|---|---|---|---|"]
-    for trial in found.trials:
+    lines += [f"| trial | {report.metric} | parameters | plan | end |", "|---|---|---|---|---|"]
+    for trial in report.trials:
         value = "-" if trial.value is None else f"{trial.value:.6g}"
         lines.append(f"| {trial.job} | {value} | {trial.said} | {trial.plan or '-'} | {trial.status} |")
     return "\n".join(lines)[:TEXT_MAX]

@@ -19,7 +19,7 @@ from orchestrator.backends.mlflow.content import (
     sweep_note,
 )
 from orchestrator.backends.mlflow.frontier_png import figure
-from orchestrator.backends.ports import Known
+from orchestrator.backends.ports import Lookups
 from orchestrator.backends.redaction import Hide
 from orchestrator.scheduling.reports.comparison import compared_ids, comparison
 from orchestrator.scheduling.reports.comparison_rows import curve_of, strategy_of
@@ -41,15 +41,15 @@ RUNS_MAX = 1000  # of one comparison or sweep
 class Groups:
     """The runs of the comparisons and sweeps of a home."""
 
-    def __init__(self, address: str, home: Path, known: Known) -> None:
-        self._address, self._home, self._known = address, home, known
+    def __init__(self, address: str, home: Path, lookups: Lookups) -> None:
+        self._address, self._home, self._lookups = address, home, lookups
         self._sweeps: dict[str, str] = {}  # run -> id of each sweep that goes on
         self._lock = threading.Lock()  # jobs of one group may be sent at once
 
     def take_up(self, run: Run) -> None:
         """Go on with the run of a sweep that began before this process did."""
         tags = run.data.tags
-        sweep = self._known.sweep(tags[SWEEP_OF_TAG]) if SWEEP_OF_TAG in tags else None
+        sweep = self._lookups.sweep(tags[SWEEP_OF_TAG]) if SWEEP_OF_TAG in tags else None
         if sweep is not None and tags.get("orc.run") == f"sweep {sweep_key(sweep.id, sweep.submitted_at_s)}":
             self._sweeps.setdefault(run.info.run_id, sweep.id)  # else it is another home's
 
@@ -59,7 +59,7 @@ class Groups:
         Their parent is one run of all.
         """
         if job.array is not None and job.spec.trial is not None:
-            sweep = self._known.sweep(job.array)
+            sweep = self._lookups.sweep(job.array)
             begun_s = job.submitted_at_s if sweep is None else sweep.submitted_at_s
             key = sweep_key(job.array, begun_s)
             tags = {"orc.run": f"sweep {key}", SWEEP_OF_TAG: job.array}
@@ -80,43 +80,43 @@ class Groups:
         key = tags["orc.run"]
         with self._lock:
             if key not in contact.run_ids:
-                contact.run_ids[key] = contact.found_or_created(key, int(1000 * begun_s), tags, name).info.run_id
+                contact.run_ids[key] = contact.find_or_create(key, int(1000 * begun_s), tags, name).info.run_id
         return contact.run_ids[key]
 
     def end_sweeps(self, contact: Contact) -> None:
         """End the runs of sweeps that are over, once the run of every trial has ended, with a table of the trials."""
         for run_id, sweep_id in list(self._sweeps.items()):
-            found = self._known.sweep(sweep_id)
-            if found is None or not found.ended or found.live:
+            report = self._lookups.sweep(sweep_id)
+            if report is None or not report.ended or report.live:
                 continue
-            key = sweep_key(sweep_id, found.submitted_at_s)
+            key = sweep_key(sweep_id, report.submitted_at_s)
             runs = contact.client.search_runs(
                 [contact.experiment_id], f"tags.`{SWEEP_TAG}` = '{key}'", max_results=RUNS_MAX
             )
             by_job = {run.data.tags.get("orc.job_id"): run for run in reversed(runs) if run.info.end_time is not None}
-            if len(by_job) < len(found.trials):
+            if len(by_job) < len(report.trials):
                 continue
-            self._say_sweep(contact, run_id, found, by_job)
-            contact.client.set_terminated(run_id, "FINISHED" if found.best is not None else "FAILED")
+            self._log_sweep(contact, run_id, report, by_job)
+            contact.client.set_terminated(run_id, "FINISHED" if report.best is not None else "FAILED")
             del self._sweeps[run_id]
 
-    def _say_sweep(self, contact: Contact, run_id: str, found: SweepReport, by_job: Mapping[str | None, Run]) -> None:
-        for trial in found.trials:
+    def _log_sweep(self, contact: Contact, run_id: str, report: SweepReport, by_job: Mapping[str | None, Run]) -> None:
+        for trial in report.trials:
             run = by_job[trial.job]
-            if trial.value is not None and found.metric not in run.data.metrics:  # a script's, out of its log
-                contact.client.log_metric(run.info.run_id, found.metric, trial.value)
-            if trial.number == found.best and trial.value is not None:
-                contact.client.log_metric(run_id, found.metric, trial.value)
+            if trial.value is not None and report.metric not in run.data.metrics:  # a script's, out of its log
+                contact.client.log_metric(run.info.run_id, report.metric, trial.value)
+            if trial.number == report.best and trial.value is not None:
+                contact.client.log_metric(run_id, report.metric, trial.value)
                 contact.client.set_tag(run_id, "best", trial.job)
         link = compare_url(
             self._address,
-            tuple(by_job[one.job].info.run_id for one in found.trials[:LINKED_MAX]),
+            tuple(by_job[trial.job].info.run_id for trial in report.trials[:LINKED_MAX]),
             contact.experiment_id,
         )
         for name in ("method", "metric", "goal"):
-            contact.client.log_param(run_id, name, getattr(found, name))
-        contact.client.set_tag(run_id, "mlflow.note.content", sweep_note(found, link))
-        contact.client.log_text(run_id, json.dumps(asdict(found), indent=2), "sweep.json")
+            contact.client.log_param(run_id, name, getattr(report, name))
+        contact.client.set_tag(run_id, "mlflow.note.content", sweep_note(report, link))
+        contact.client.log_text(run_id, json.dumps(asdict(report), indent=2), "sweep.json")
 
     def end_comparison(self, contact: Contact, job: Job, tags: Mapping[str, str], hide: Hide) -> None:
         """End the run of a comparison whose jobs have all ended, with its table, picture and verdict."""
@@ -126,22 +126,22 @@ class Groups:
 
     def _end_comparison(self, contact: Contact, job: Job, tags: Mapping[str, str], hide: Hide) -> None:
         assert job.spec.member is not None, job.id
-        key, run_id, of = tags[COMPARISON_TAG], tags["mlflow.parentRunId"], job.spec.member.of
-        found_jobs = [job if job_id == job.id else self._known.job(job_id) for job_id in compared_ids(job)]
-        jobs = [one for one in found_jobs if one is not None]
-        if len(jobs) < of or not all(one.status.ended for one in jobs):
+        key, run_id, member_count = tags[COMPARISON_TAG], tags["mlflow.parentRunId"], job.spec.member.of
+        found_jobs = [job if job_id == job.id else self._lookups.job(job_id) for job_id in compared_ids(job)]
+        jobs = [member for member in found_jobs if member is not None]
+        if len(jobs) < member_count or not all(member.status.ended for member in jobs):
             return
         runs = compared_runs(contact.client, contact.experiment_id, key)
-        if len({run.data.tags.get("orc.job_id") for run in runs if run.info.end_time is not None}) < of:
+        if len({run.data.tags.get("orc.job_id") for run in runs if run.info.end_time is not None}) < member_count:
             return
-        curves = {one.id: curve_of(metric_lines(self._home, one)) for one in jobs}
-        found = comparison(self._known.state(), jobs, curves)
+        curves = {member.id: curve_of(metric_lines(self._home, member)) for member in jobs}
+        report = comparison(self._lookups.state(), jobs, curves)
         link = compare_url(self._address, tuple(run.info.run_id for run in reversed(runs)), contact.experiment_id)
-        contact.client.set_tag(run_id, "mlflow.note.content", hide(comparison_note(found, link)))
-        rows = json.dumps([asdict(row) for row in found.rows], indent=2)
+        contact.client.set_tag(run_id, "mlflow.note.content", hide(comparison_note(report, link)))
+        rows = json.dumps([asdict(row) for row in report.rows], indent=2)
         contact.client.log_text(run_id, hide(rows), "comparison.json")
-        if found.picture is not None:
-            picture = figure(f"Strategies of {found.name}", found.picture, "")
+        if report.picture is not None:
+            picture = figure(f"Strategies of {report.name}", report.picture, "")
             contact.client.log_figure(run_id, picture, "comparison.png")
         contact.client.set_terminated(run_id, "FINISHED")
 
@@ -153,7 +153,7 @@ def member_name(job: Job, attempt: Attempt) -> str:
     return job.id if attempt.number == 1 else attempt.name
 
 
-def tried(job: Job) -> dict[str, str]:
+def trial_of(job: Job) -> dict[str, str]:
     """Parameters of a trial as those of its run."""
     return {} if job.spec.trial is None else {name: str(value) for name, value in job.spec.trial.parameters}
 

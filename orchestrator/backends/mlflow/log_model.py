@@ -19,7 +19,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
-from orchestrator.backends.mlflow.server import reachable
+from orchestrator.backends.mlflow.server import register_socket
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -95,32 +95,32 @@ def _local(name: str) -> Path | None:
     from huggingface_hub import try_to_load_from_cache
 
     try:
-        found = try_to_load_from_cache(name, "config.json")
+        path = try_to_load_from_cache(name, "config.json")
     except ValueError:  # no name of the hub
         return None
-    return Path(found).parent if isinstance(found, str) else None
+    return Path(path).parent if isinstance(path, str) else None
 
 
 def main(home: str, tracking_uri: str, run_id: str, name: str, folder: str) -> None:
     """Copy the output, and say on the run by MODEL_TAG what became of it."""
     from mlflow import MlflowClient
 
-    reachable(Path(home))  # whose own server the URI may name
+    register_socket(Path(home))  # whose own server the URI may name
 
     client, output = MlflowClient(tracking_uri), Path(folder)
     files, task = files_of(output), task_of(output)
     size_bytes = sum(path.stat().st_size for path in files)
     if size_bytes > COPIED_BYTES_MAX:
-        said = f"not copied: {size_bytes} bytes in {output}"
+        outcome = f"not copied: {size_bytes} bytes in {output}"
     elif task is not None and _has("transformers"):
-        said = _logged_model(client, tracking_uri, run_id, name, task, partial(_save_model, files, task))
+        outcome = _logged_model(client, tracking_uri, run_id, name, task, partial(_save_model, files, task))
     elif _has("transformers", "peft") and (base := base_of(output)) is not None:
-        said = _logged_model(client, tracking_uri, run_id, name, base[1], partial(_save_adapters, files, *base))
+        outcome = _logged_model(client, tracking_uri, run_id, name, base[1], partial(_save_adapters, files, *base))
     else:
         for path in files:
             client.log_artifact(run_id, str(path), IN_ARTIFACTS.rstrip("/"))
-        said = IN_ARTIFACTS
-    client.set_tag(run_id, MODEL_TAG, said)
+        outcome = IN_ARTIFACTS
+    client.set_tag(run_id, MODEL_TAG, outcome)
 
 
 def _has(*libraries: str) -> bool:
@@ -139,10 +139,10 @@ def _logged_model(
 
     mlflow.set_tracking_uri(tracking_uri)
     experiment = client.get_run(run_id).info.experiment_id
-    for known in client.search_logged_models([experiment], filter_string=f"source_run_id = '{run_id}'"):
-        if known.status == LoggedModelStatus.READY:
-            return str(known.model_id)
-        client.delete_logged_model(known.model_id)
+    for existing in client.search_logged_models([experiment], filter_string=f"source_run_id = '{run_id}'"):
+        if existing.status == LoggedModelStatus.READY:
+            return str(existing.model_id)
+        client.delete_logged_model(existing.model_id)
     model = client.create_logged_model(
         experiment, name=re.sub(r"[^A-Za-z0-9_-]", "-", name), source_run_id=run_id, model_type=task
     )
@@ -156,9 +156,9 @@ def _logged_model(
 
 def _save_adapters(files: list[Path], base: Path, task: str, scratch: Path, about: Model) -> Path:
     """MLflow's form of adapters beside a base model in a folder, whose weights are neither loaded nor copied."""
-    own = {path.name: path for path in files}
-    described = {path.name: path for path in files_of(base) if path.suffix in (".json", ".txt", ".model")} | own
-    adapters = [own.pop(name) for name in (ADAPTER_CONFIG, *ADAPTERS) if name in own]
+    by_name = {path.name: path for path in files}
+    described = {path.name: path for path in files_of(base) if path.suffix in (".json", ".txt", ".model")} | by_name
+    adapters = [by_name.pop(name) for name in (ADAPTER_CONFIG, *ADAPTERS) if name in by_name]
     saved = _save_model(
         [path for name, path in described.items() if path not in adapters], task, scratch, about, "peft"
     )
@@ -179,9 +179,9 @@ def _save_model(files: list[Path], task: str, scratch: Path, about: Model, *need
     import transformers
     from mlflow.transformers import save_model
 
-    known = transformers.pipelines.check_task(task)[1]
-    if isinstance(known["impl"], str):  # a class by its path in transformers 5.24; mlflow 3.17 expects the class
-        known["impl"] = resolve_name(known["impl"])
+    pipeline = transformers.pipelines.check_task(task)[1]
+    if isinstance(pipeline["impl"], str):  # a class by its path in transformers 5.24; mlflow 3.17 expects the class
+        pipeline["impl"] = resolve_name(pipeline["impl"])
     (scratch / "model").mkdir()
     for path in files:
         (scratch / "model" / path.name).symlink_to(path.resolve())

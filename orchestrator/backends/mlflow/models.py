@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from orchestrator.backends.attempts.launcher import dies_with_parent
 from orchestrator.backends.mlflow.log_model import MODEL_TAG, PENDING, files_of
 from orchestrator.backends.mlflow.server import PASSED_ON
-from orchestrator.backends.ports import Known
+from orchestrator.backends.ports import Lookups
 from orchestrator.specs.run import JobFolder
 
 if TYPE_CHECKING:
@@ -34,8 +34,8 @@ class _Copy:
 class Outputs:
     """Outputs to copy. What is to be done is a tag of the job's run, so that a restart loses nothing."""
 
-    def __init__(self, tracking_uri: str, home: Path, known: Known) -> None:
-        self._uri, self._home, self._known = tracking_uri, home, known
+    def __init__(self, tracking_uri: str, home: Path, lookups: Lookups) -> None:
+        self._uri, self._home, self._lookups = tracking_uri, home, lookups
         self._waiting: deque[_Copy] = deque()
         self._process: subprocess.Popen[bytes] | None = None
         self._current: _Copy | None = None
@@ -44,11 +44,11 @@ class Outputs:
     def take_up(self, client: MlflowClient, experiment_id: str) -> None:
         """Go on with what an earlier process of the service did not finish."""
         wanted = f"tags.`{MODEL_TAG}` = '{PENDING}'"
-        known = {one.run_id for one in (*self._waiting, *filter(None, [self._current]))}
+        run_ids = {copy.run_id for copy in (*self._waiting, *filter(None, [self._current]))}
         for run in client.search_runs([experiment_id], wanted, max_results=PENDING_MAX):
-            job = self._known.job(run.data.tags["orc.job_id"])
+            job = self._lookups.job(run.data.tags["orc.job_id"])
             is_ours = job is not None and run.data.tags["orc.run"].startswith(f"{job.key}/")  # not another home's
-            if job is not None and is_ours and run.info.run_id not in known:
+            if job is not None and is_ours and run.info.run_id not in run_ids:
                 self._waiting.append(_Copy(run_id=run.info.run_id, job_id=job.id))
 
     def ask(self, client: MlflowClient, run: Run, job_id: str) -> None:

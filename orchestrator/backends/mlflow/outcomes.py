@@ -9,7 +9,7 @@ from pathlib import Path
 from pydantic import TypeAdapter, ValidationError
 
 from orchestrator.backends.mlflow.content import OUTCOME_TAG
-from orchestrator.memory.calibration.calibrate import remembered
+from orchestrator.memory.calibration.calibrate import select_newest
 from orchestrator.specs.errors import ServiceError, SpecError
 from orchestrator.specs.observation import Observation
 
@@ -37,21 +37,21 @@ def read_outcomes(tracking_uri: str, experiment: str) -> tuple[Observation, ...]
 
     client, texts = MlflowClient(tracking_uri), []
     try:
-        known = client.get_experiment_by_name(experiment)
-        if known is None:
+        record = client.get_experiment_by_name(experiment)
+        if record is None:
             raise SpecError("there is no such experiment", source=tracking_uri, path="--experiment", got=experiment)
         token = None
         while True:
             page = client.search_runs(
-                [known.experiment_id], f"tags.`{OUTCOME_TAG}` LIKE '{{%'", max_results=PAGE, page_token=token
+                [record.experiment_id], f"tags.`{OUTCOME_TAG}` LIKE '{{%'", max_results=PAGE, page_token=token
             )
             texts += [run.data.tags[OUTCOME_TAG] for run in page]
             if not (token := page.token):
                 break
     except MlflowException as error:
-        said = str(error).partition(" with exception")[0][:300]
-        raise ServiceError(f"MLflow at {tracking_uri} does not answer: {said}") from None
-    return remembered(seen for text in texts if (seen := _read(text)) is not None)
+        message = str(error).partition(" with exception")[0][:300]
+        raise ServiceError(f"MLflow at {tracking_uri} does not answer: {message}") from None
+    return select_newest(outcome for text in texts if (outcome := _read(text)) is not None)
 
 
 def _sqlite_file(uri: str) -> Path:
@@ -59,7 +59,7 @@ def _sqlite_file(uri: str) -> Path:
 
 
 def _read(text: str) -> Observation | None:
-    """None where another version of the orchestrator wrote it."""
+    """Return the outcome; None where another version of the orchestrator wrote it."""
     try:
         return TypeAdapter(Observation).validate_json(text)
     except ValidationError:

@@ -52,7 +52,7 @@ class MlflowServer:
     @property
     def uri(self) -> str:
         """The tracking URI by which MLflow's client reaches the server in this process."""
-        return reachable(self.home)
+        return register_socket(self.home)
 
     def ensure_running(self) -> bool:
         """True where the server answers now; else it is starting, or starts within a minute.
@@ -115,7 +115,7 @@ class MlflowServer:
     def _get(self, path: str, timeout_s: float) -> tuple[int, bytes]:
         """Status and body of an answer. Raises OSError, HTTPException."""
         connection = HTTPConnection("localhost", timeout=timeout_s)
-        connection.sock = connected(self.folder, timeout_s)
+        connection.sock = connect_socket(self.folder, timeout_s)
         with contextlib.closing(connection):
             connection.request("GET", path)
             answer = connection.getresponse()
@@ -171,7 +171,7 @@ def socket_path(folder: Path) -> Iterator[str]:
         os.close(descriptor)
 
 
-def connected(folder: Path, timeout_s: float | None) -> socket.socket:
+def connect_socket(folder: Path, timeout_s: float | None) -> socket.socket:
     """A connection to the server of the socket file in a folder. Raises OSError."""
     connection = socket.socket(socket.AF_UNIX)
     connection.settimeout(timeout_s)
@@ -187,7 +187,7 @@ def connected(folder: Path, timeout_s: float | None) -> socket.socket:
 _folders: dict[str, Path] = {}  # by host
 
 
-def reachable(home: Path) -> str:
+def register_socket(home: Path) -> str:
     """The tracking URI of the home's own server, for MLflow's client in this process.
 
     The client knows no socket files. urllib3, by which it connects, is made to take a name below HOST for one; every
@@ -200,10 +200,10 @@ def reachable(home: Path) -> str:
     tcp = connection.create_connection
     if not _folders:
 
-        def create_connection(address: tuple[str, int], timeout: Any = None, *given: Any, **options: Any) -> Any:
+        def create_connection(address: tuple[str, int], timeout: Any = None, *arguments: Any, **options: Any) -> Any:
             if address[0] not in _folders:
-                return tcp(address, timeout, *given, **options)
-            return connected(_folders[address[0]], timeout if isinstance(timeout, int | float) else None)
+                return tcp(address, timeout, *arguments, **options)
+            return connect_socket(_folders[address[0]], timeout if isinstance(timeout, int | float) else None)
 
         connection.create_connection = create_connection
     _folders[host] = folder

@@ -23,14 +23,14 @@ from orchestrator.backends.mlflow.content import (
     run_key,
 )
 from orchestrator.backends.mlflow.frontier_png import figure
-from orchestrator.backends.mlflow.groups import Groups, compared_runs, member_name, tried
+from orchestrator.backends.mlflow.groups import Groups, compared_runs, member_name, trial_of
 from orchestrator.backends.mlflow.models import Outputs
-from orchestrator.backends.mlflow.server import ADDRESS, MlflowServer, reachable
-from orchestrator.backends.ports import Known, OutboxRow, Tracker
+from orchestrator.backends.mlflow.server import ADDRESS, MlflowServer, register_socket
+from orchestrator.backends.ports import Lookups, OutboxRow, Tracker
 from orchestrator.backends.redaction import Hide, hider
 from orchestrator.scheduling.reports.comparison_rows import device_of
 from orchestrator.scheduling.reports.explain import explain_attempt, observation_of, picture_of
-from orchestrator.specs.attempt import AttemptStatus
+from orchestrator.specs.attempt import Attempt, AttemptStatus
 from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.replace import replace
 from orchestrator.specs.run import AttemptFolder, JobFolder
@@ -70,29 +70,29 @@ class MlflowTracker(Tracker):
 
     threads = THREADS
 
-    def __init__(self, tracking_uri: str, home: Path, known: Known, address: str = "") -> None:
-        """Nothing is sent yet. Explanations and pictures of ended jobs come from what is known.
+    def __init__(self, tracking_uri: str, home: Path, lookups: Lookups, address: str = "") -> None:
+        """Nothing is sent yet. Explanations and pictures of ended jobs come from `lookups`.
 
-        People find the pages at `address`, which is the tracking URI where it is not said.
+        People find the pages at `address`, by default the tracking URI.
         """
         self.address, self._uri = address or tracking_uri, tracking_uri
-        self._home, self._known = home, known
+        self._home, self._lookups = home, lookups
         self._contact: Contact | None = None
         self._connecting = threading.Lock()
         self._curves: dict[str, _Curves] = {}
         self._unsure: set[str] = set()  # keys of runs that were created without a search before, and are not complete
-        self._outputs = Outputs(tracking_uri, home, known)
-        self._groups = Groups(self.address, home, known)
+        self._outputs = Outputs(tracking_uri, home, lookups)
+        self._groups = Groups(self.address, home, lookups)
         bound_requests()
 
     def send(self, rows: Sequence[OutboxRow]) -> None:
         """Bring the job of the rows up to date, with the curves of its attempts."""
-        with self._contacted() as contact:
+        with self._connection() as contact:
             self._send_job(contact, rows[-1][1].job)
 
     def refresh(self) -> None:
         """Send new points of running attempts' curves."""
-        with self._contacted() as contact:
+        with self._connection() as contact:
             for key in self._curves:
                 if key in contact.run_ids:  # else somebody deleted the run
                     self._send_curves(contact, key)
@@ -100,13 +100,13 @@ class MlflowTracker(Tracker):
             self._outputs.go_on(contact.client)
 
     def shut_down(self) -> None:
-        """Nothing: the server is not ours."""
+        """Do nothing: the server is not ours."""
 
     def _connect(self) -> Contact:
         return Contact(self._uri)
 
     @contextmanager
-    def _contacted(self) -> Iterator[Contact]:
+    def _connection(self) -> Iterator[Contact]:
         """The connection, made anew after any error."""
         from mlflow.exceptions import MlflowException
 
@@ -140,33 +140,23 @@ class MlflowTracker(Tracker):
                 self._curves.setdefault(key, _Curves(folder=folder, start_ms=run.info.start_time))
 
     def _send_job(self, contact: Contact, job: Job) -> None:
-        hide, state = hider(job.spec, os.environ), self._known.state()
-        own = job_content(job, hide, "")
+        hide, state = hider(job.spec, os.environ), self._lookups.state()
+        job_run = job_content(job, hide, "")
         compared = self._groups.tags(contact, job)
         is_recorded = not compared or (job.status.ended and not job.attempts)  # else its attempts stand for it
         is_unstarted = job.status is JobStatus.CANCELLED and not job.attempts  # all of its run comes with its creation
         parent = ""
         if is_recorded:
-            parent = self._open(contact, job, 0, own, {**own.tags, **compared} if is_unstarted else compared)
+            parent = self._open(contact, job, 0, job_run, {**job_run.tags, **compared} if is_unstarted else compared)
         ids = []
         for attempt in job.attempts:
-            key = run_key(job, attempt.number)
-            said = explain_attempt(state, job, attempt) if attempt.status is AttemptStatus.ENDED else ()
+            explanation = explain_attempt(state, job, attempt) if attempt.status is AttemptStatus.ENDED else ()
             observation, device = observation_of(state, job, attempt), device_of(state, attempt.device)
-            content = attempt_content(job, attempt, hide, said, observation, device)
+            content = attempt_content(job, attempt, hide, explanation, observation, device)
             if compared:
-                params = {**tried(job), **own.params, **content.params}
+                params = {**trial_of(job), **job_run.params, **content.params}
                 content = replace(content, name=member_name(job, attempt), params=params)
-            tags = compared or {"mlflow.parentRunId": parent}
-            ids.append(self._open(contact, job, attempt.number, content, tags))
-            if key in contact.closed:
-                continue
-            folder = JobFolder(self._home, job.id).attempt(attempt.number)
-            self._curves.setdefault(key, _Curves(folder=folder, start_ms=content.start_ms))
-            self._send_curves(contact, key)
-            self._send_content(contact, key, content)
-            if attempt.status is AttemptStatus.ENDED:
-                del self._curves[key]
+            ids.append(self._send_attempt(contact, job, attempt, content, compared or {"mlflow.parentRunId": parent}))
         if job.spec.trial is not None and job.status is JobStatus.SUCCEEDED:
             self._outputs.ask(contact.client, contact.client.get_run(ids[-1]), job.id)
         if not is_recorded:
@@ -178,11 +168,25 @@ class MlflowTracker(Tracker):
         if is_unstarted:
             self._end_run(contact, run_key(job, 0), content)
         else:
-            self._send_content(contact, run_key(job, 0), replace(content, params={**tried(job), **content.params}))
+            self._send_content(contact, run_key(job, 0), replace(content, params={**trial_of(job), **content.params}))
         if compared:
             self._groups.end_comparison(contact, job, compared, hide)
         elif job.status is JobStatus.SUCCEEDED:
             self._outputs.ask(contact.client, contact.client.get_run(parent), job.id)
+
+    def _send_attempt(
+        self, contact: Contact, job: Job, attempt: Attempt, content: RunContent, tags: Mapping[str, str]
+    ) -> str:
+        """Bring the run of an attempt up to date, with its curves; return its id."""
+        key, run_id = run_key(job, attempt.number), self._open(contact, job, attempt.number, content, tags)
+        if key not in contact.closed:
+            folder = JobFolder(self._home, job.id).attempt(attempt.number)
+            self._curves.setdefault(key, _Curves(folder=folder, start_ms=content.start_ms))
+            self._send_curves(contact, key)
+            self._send_content(contact, key, content)
+            if attempt.status is AttemptStatus.ENDED:
+                del self._curves[key]
+        return run_id
 
     def _open(self, contact: Contact, job: Job, number: int, content: RunContent, tags: Mapping[str, str]) -> str:
         """The id of the run with this key, found or created."""
@@ -191,9 +195,9 @@ class MlflowTracker(Tracker):
             tags = {"orc.run": key, "orc.job_id": job.id, "orc.attempt": str(number), **tags}
             if job.status.ended and not job.attempts and key not in self._unsure:  # its only record: there is no run
                 self._unsure.add(key)  # if there is one after all, `_send_content` finds it, and the next try takes it
-                run = contact.created(content.start_ms, tags, content.name)
+                run = contact.create(content.start_ms, tags, content.name)
             else:
-                run = contact.found_or_created(key, content.start_ms, tags, content.name)
+                run = contact.find_or_create(key, content.start_ms, tags, content.name)
             contact.run_ids[key] = run.info.run_id
             if number and run.info.end_time is not None:
                 contact.closed.add(key)
@@ -221,8 +225,8 @@ class MlflowTracker(Tracker):
             client.log_text(run_id, text, path)
         if content.picture is not None:
             client.log_figure(run_id, figure(f"Plans of {content.name}", content.picture), "frontier.png")
-        kept = contact.only(key)  # a creation that timed out here may have come true there
-        if kept is None or kept.info.run_id != run_id:
+        survivor = contact.only(key)  # a creation that timed out here may have come true there
+        if survivor is None or survivor.info.run_id != run_id:
             raise ConnectionError(f"run {run_id} was replaced by another one of {key}")
         client.set_terminated(run_id, content.status, content.end_ms)
         contact.closed.add(key)
@@ -233,10 +237,10 @@ class MlflowTracker(Tracker):
         curves = self._curves[key]
         for path in (curves.folder.metrics, *curves.folder.systems()):
             while whole := _next_lines(path, curves.offsets.get(path, 0)):
-                kept = replace(curves, samples=dict(curves.samples))
-                points = kept.points(path, whole.decode(errors="replace"))
+                next_curves = replace(curves, samples=dict(curves.samples))
+                points = next_curves.points(path, whole.decode(errors="replace"))
                 self._send_points(contact, contact.run_ids[key], points)
-                curves.elapsed_ms, curves.samples = kept.elapsed_ms, kept.samples
+                curves.elapsed_ms, curves.samples = next_curves.elapsed_ms, next_curves.samples
                 curves.offsets[path] = curves.offsets.get(path, 0) + len(whole)
 
     def _send_points(self, contact: Contact, run_id: str, points: Sequence[tuple[str, float, int, int]]) -> None:
@@ -261,11 +265,11 @@ def _next_lines(path: Path, offset: int) -> bytes:
 class HomeMlflow(MlflowTracker):
     """MLflow on a local server of the home, which is started and kept running."""
 
-    def __init__(self, home: Path, known: Known) -> None:
+    def __init__(self, home: Path, lookups: Lookups) -> None:
         """Start the server, or find the one that runs; nothing waits for it."""
         self._server = MlflowServer(home)
         self._server.ensure_running()
-        super().__init__(self._server.uri, home, known, ADDRESS)
+        super().__init__(self._server.uri, home, lookups, ADDRESS)
 
     def refresh(self) -> None:
         """Keep the server running, and send curves."""
@@ -292,8 +296,8 @@ def data_inputs(job: Job, hide: Hide) -> list[DatasetInput]:
     inputs = []
     for path in files[:INPUTS_MAX]:
         try:
-            found = Path(path).stat()
-            state = f"{found.st_size} {found.st_mtime_ns}"
+            stat = Path(path).stat()
+            state = f"{stat.st_size} {stat.st_mtime_ns}"
         except OSError:  # the service's machine may not have it
             state = ""
         digest = hashlib.sha256(f"{path}\0{state}".encode()).hexdigest()[:16]
@@ -312,7 +316,7 @@ def comparison_url(home: Path, address: str, key: str, jobs: int) -> str | None:
 
     bound_requests()
     try:
-        contact = Contact(reachable(home) if address == ADDRESS else address)
+        contact = Contact(register_socket(home) if address == ADDRESS else address)
         runs = compared_runs(contact.client, contact.experiment_id, key)
     except MlflowException:  # not reached: there is no page either
         return None
@@ -321,7 +325,7 @@ def comparison_url(home: Path, address: str, key: str, jobs: int) -> str | None:
     return compare_url(address, tuple(run.info.run_id for run in reversed(runs)), contact.experiment_id)
 
 
-def tracker_of(home: Path, known: Known) -> MlflowTracker:
+def tracker_of(home: Path, lookups: Lookups) -> MlflowTracker:
     """The tracker of the server that ORC_MLFLOW named when the service was brought up, else of the home's own."""
-    kept = home / ADDRESS_FILE
-    return MlflowTracker(kept.read_text().strip(), home, known) if kept.exists() else HomeMlflow(home, known)
+    file = home / ADDRESS_FILE
+    return MlflowTracker(file.read_text().strip(), home, lookups) if file.exists() else HomeMlflow(home, lookups)

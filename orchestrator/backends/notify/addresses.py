@@ -23,10 +23,10 @@ class Refused(ConnectionError):
 def is_public(text: str) -> bool:
     """Whether an address is of the public network; private, loopback, link-local and metadata addresses are not."""
     address = ip_address(text.partition("%")[0])
-    return all(one.is_global and not one.is_multicast and one != WIRE_SERVER for one in _meant(address))
+    return all(inner.is_global and not inner.is_multicast and inner != WIRE_SERVER for inner in _with_embedded(address))
 
 
-def _meant(address: IPv4Address | IPv6Address) -> list[IPv4Address | IPv6Address]:
+def _with_embedded(address: IPv4Address | IPv6Address) -> list[IPv4Address | IPv6Address]:
     """The address, and the IPv4 addresses inside it, to which a gateway or the kernel may send on."""
     if isinstance(address, IPv4Address):
         return [address]
@@ -42,13 +42,13 @@ def _meant(address: IPv4Address | IPv6Address) -> list[IPv4Address | IPv6Address
     return [address, *inner]
 
 
-def resolved(host: str, port: int, allowed_hosts: Collection[str]) -> list[str]:
+def resolve_host(host: str, port: int, allowed_hosts: Collection[str]) -> list[str]:
     """The addresses of a host, asked once. Raises Refused where one of them is not public and the host not allowed."""
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        entries = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (socket.gaierror, UnicodeError):
         raise ConnectionError("the name of its host is not known") from None
-    addresses = list(dict.fromkeys(str(one[4][0]) for one in found))
+    addresses = list(dict.fromkeys(str(entry[4][0]) for entry in entries))
     if host not in allowed_hosts:
         for address in addresses:
             if not is_public(address):

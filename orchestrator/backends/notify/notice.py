@@ -20,7 +20,7 @@ TEXT_MAX = 200_000  # characters
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Notice:
-    """One thing that people are told, with the id that it keeps however often it is sent."""
+    """A message to people, whose id stays the same however often it is sent."""
 
     id: str
     kind: str  # a NoticeKind, or "test"
@@ -36,16 +36,16 @@ def notice(kind: str, key: str, at_s: float, title: str, text: str, data: Mappin
     return Notice(id=f"msg_{digest}", kind=kind, at_s=at_s, title=title[:200], text=text[:TEXT_MAX], data=data)
 
 
-def job_notice(kind: NoticeKind, job: Job, key: str, at_s: float, words: str, said: str) -> Notice:
+def job_notice(kind: NoticeKind, job: Job, key: str, at_s: float, verdict: str, reason: str) -> Notice:
     """A notice about one job; the values of its secrets and variables are hidden."""
-    said = hider(job.spec, os.environ)(said)
-    data = {"job": job.id, "name": job.spec.name, "user": job.user, "status": job.status.value, "reason": said}
-    text = f"{said}\n\n`orc explain {job.id}` says more."
-    return notice(kind, key, at_s, f"{job.id} {words}", text, data)
+    reason = hider(job.spec, os.environ)(reason)
+    data = {"job": job.id, "name": job.spec.name, "user": job.user, "status": job.status.value, "reason": reason}
+    text = f"{reason}\n\n`orc explain {job.id}` says more."
+    return notice(kind, key, at_s, f"{job.id} {verdict}", text, data)
 
 
 def notices_of(decided: Sequence[Decided]) -> Iterator[Notice]:
-    """What people are told at once of these decisions; the same decisions give the same ids."""
+    """Yield the notices of these decisions; the same decisions give the same ids."""
     for event, actions in decided:
         for action in actions:
             if isinstance(action, Record):
@@ -58,11 +58,11 @@ def _of_record(event: Event, record: Record) -> Iterator[Notice]:
         failure = attempt.failure
         if failure is not None and failure.kind is FailureKind.NODE_LOST:
             nodes = ", ".join(sorted({part.node for part in attempt.placement}))
-            said = f"Attempt {attempt.number} ran on {nodes}: {failure.reason}. The job is {job.status}: {job.reason}"
+            reason = f"Attempt {attempt.number} ran on {nodes}: {failure.reason}. The job is {job.status}: {job.reason}"
             key = f"{job.key}/{attempt.number}"
-            yield job_notice(NoticeKind.NODE_LOST, job, key, event.at_s, "lost its node", said)
+            yield job_notice(NoticeKind.NODE_LOST, job, key, event.at_s, "lost its node", reason)
     if job.asks:
         yield job_notice(NoticeKind.FAILED, job, f"{job.key}/asks/{len(job.attempts)}", event.at_s, "asks", job.asks)
     if job.status in (JobStatus.FAILED, JobStatus.REFUSED):
-        words = "failed" if job.status is JobStatus.FAILED else "was refused"
-        yield job_notice(NoticeKind.FAILED, job, job.key, event.at_s, words, job.reason)
+        verdict = "failed" if job.status is JobStatus.FAILED else "was refused"
+        yield job_notice(NoticeKind.FAILED, job, job.key, event.at_s, verdict, job.reason)

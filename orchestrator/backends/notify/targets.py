@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 class Target(Receiver[Notice]):
-    """One target of the cluster file. Its address is never shown: it is a secret."""
+    """A target of the cluster file. Its address is never shown: it is a secret."""
 
     def __init__(self, spec: TargetSpec, cluster: str, secrets: Mapping[str, str]) -> None:
         self.address = "webhook" if spec.webhook else "apprise"
@@ -30,11 +30,11 @@ class Target(Receiver[Notice]):
 
     def send(self, rows: Sequence[tuple[int, Notice]]) -> None:
         """Deliver what the target wants to know, and drop what is EXPIRES_S old. Raises OSError while it is away."""
-        wanted = [one for _, one in rows if one.kind in self.spec.kinds]
-        fresh = [one for one in wanted if one.at_s > time.time() - EXPIRES_S]
-        for one in wanted:
-            if one not in fresh:
-                log.error("target %s was away for %.0f s: %s is dropped", self.spec.name, EXPIRES_S, one.id)
+        wanted = [notice for _, notice in rows if notice.kind in self.spec.kinds]
+        fresh = [notice for notice in wanted if notice.at_s > time.time() - EXPIRES_S]
+        for notice in wanted:
+            if notice not in fresh:
+                log.error("target %s was away for %.0f s: %s is dropped", self.spec.name, EXPIRES_S, notice.id)
         if fresh:
             self.deliver(fresh)
 
@@ -65,8 +65,8 @@ class WebhookTarget(Target):
             key = signing_key(self.secret(self.spec.signed_with))
         except ValueError as error:
             raise ConnectionError(str(error)) from None
-        for one in notices:
-            deliver(url, key, one, self._cluster, self._allowed)
+        for notice in notices:
+            deliver(url, key, notice, self._cluster, self._allowed)
 
 
 class AppriseTarget(Target):
@@ -88,9 +88,9 @@ class AppriseTarget(Target):
         if not sender.add(self.secret(self.spec.apprise)):
             raise ConnectionError(f"{self.spec.apprise} holds no URL that apprise knows")
         title = notices[0].title if len(notices) == 1 else f"{len(notices)} notices"
-        parts = [f"{one.text}\n\nid: {one.id}" for one in notices]
+        parts = [f"{notice.text}\n\nid: {notice.id}" for notice in notices]
         if len(notices) > 1:
-            parts = [f"## {one.title}\n\n{part}" for one, part in zip(notices, parts, strict=True)]
+            parts = [f"## {notice.title}\n\n{part}" for notice, part in zip(notices, parts, strict=True)]
         text = "\n\n".join(parts)
         try:
             sent = sender.notify(
@@ -104,9 +104,11 @@ class AppriseTarget(Target):
 
 def targets_of(notify: NotifySpec, cluster: str, environment: MutableMapping[str, str]) -> dict[str, Target]:
     """The targets by name. Their secrets are taken out of the environment, so that no job inherits them."""
-    names = {name for one in notify.targets for name in (one.apprise, one.webhook, one.signed_with) if name}
+    names = {name for target in notify.targets for name in (target.apprise, target.webhook, target.signed_with) if name}
     secrets = {name: environment.pop(name) for name in sorted(names) if name in environment}
     return {
-        one.name: WebhookTarget(one, notify, cluster, secrets) if one.webhook else AppriseTarget(one, cluster, secrets)
-        for one in notify.targets
+        target.name: WebhookTarget(target, notify, cluster, secrets)
+        if target.webhook
+        else AppriseTarget(target, cluster, secrets)
+        for target in notify.targets
     }

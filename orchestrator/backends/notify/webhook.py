@@ -16,7 +16,7 @@ from collections.abc import Collection
 from datetime import UTC, datetime
 from urllib.parse import urlsplit
 
-from orchestrator.backends.notify.addresses import Pinned, Refused, resolved
+from orchestrator.backends.notify.addresses import Pinned, Refused, resolve_host
 from orchestrator.backends.notify.notice import Notice
 
 PREFIX = "whsec_"
@@ -44,9 +44,9 @@ def signature(key: bytes, message_id: str, timestamp_s: int, body: bytes) -> str
 
 def body_of(notice: Notice, cluster: str) -> bytes:
     """The JSON body: type, timestamp of the event, and data. The same notice gives the same bytes."""
-    at = datetime.fromtimestamp(notice.at_s, UTC).isoformat()
+    timestamp = datetime.fromtimestamp(notice.at_s, UTC).isoformat()
     data = {"cluster": cluster, "title": notice.title, "text": notice.text, **notice.data}
-    return json.dumps({"type": f"orc.{notice.kind}", "timestamp": at, "data": data}).encode()
+    return json.dumps({"type": f"orc.{notice.kind}", "timestamp": timestamp, "data": data}).encode()
 
 
 def deliver(url: str, key: bytes, notice: Notice, cluster: str, allowed_hosts: Collection[str]) -> None:
@@ -56,9 +56,9 @@ def deliver(url: str, key: bytes, notice: Notice, cluster: str, allowed_hosts: C
     except Refused:
         raise
     except OSError as error:
-        said = os.strerror(error.errno) if type(error) is not ConnectionError and error.errno else ""
-        said = str(error) if type(error) is ConnectionError else said or type(error).__name__
-        raise ConnectionError(said) from None
+        message = os.strerror(error.errno) if type(error) is not ConnectionError and error.errno else ""
+        message = str(error) if type(error) is ConnectionError else message or type(error).__name__
+        raise ConnectionError(message) from None
     except (http.client.HTTPException, ValueError) as error:  # what it says may quote the URL
         raise ConnectionError(f"no HTTP request or answer: {type(error).__name__}") from None
 
@@ -73,7 +73,7 @@ def _deliver(url: str, key: bytes, notice: Notice, cluster: str, allowed_hosts: 
     if parts.username or parts.password:
         raise ConnectionError("its URL holds a password: a receiver checks the signature")
     port = parts.port or (443 if tls else 80)
-    connection = Pinned(host, port, resolved(host, port, allowed_hosts), tls=tls, timeout_s=TIMEOUT_S)
+    connection = Pinned(host, port, resolve_host(host, port, allowed_hosts), tls=tls, timeout_s=TIMEOUT_S)
     body, timestamp_s = body_of(notice, cluster), int(time.time())
     headers = {
         "Host": parts.netloc,

@@ -30,7 +30,7 @@ AGE_S_MAX = 600  # of a token that has just been made
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Begun:
+class SignIn:
     """A sign in on its way; `url` is the provider's page."""
 
     url: str
@@ -40,25 +40,25 @@ class Begun:
 
 
 class Provider:
-    """One issuer; every method may be called from any thread. Raises SignInError."""
+    """An issuer; every method may be called from any thread. Raises SignInError."""
 
     def __init__(self, spec: OidcSpec, secret: str | None, clock: Callable[[], float] = time.time) -> None:
         self.spec, self._secret, self._clock = spec, secret, clock
         self._lock = threading.Lock()
-        self._known: tuple[dict[str, Any], float] = ({}, 0.0)  # discovery, and until when it counts
+        self._discovery: tuple[dict[str, Any], float] = ({}, 0.0)  # discovery, and until when it counts
         self._keys: tuple[KeySet | None, float] = (None, 0.0)  # and since when they are known
 
-    def begin(self, redirect_uri: str) -> Begun:
+    def begin(self, redirect_uri: str) -> SignIn:
         """A new sign in, with a state, a nonce and a verifier of its own."""
         state, nonce, verifier = (secrets.token_urlsafe(32) for _ in range(3))
         with self._client(redirect_uri) as client:
             url, _ = client.create_authorization_url(
                 self._endpoint("authorization_endpoint"), state=state, code_verifier=verifier, nonce=nonce
             )
-        return Begun(url=url, state=state, nonce=nonce, verifier=verifier)
+        return SignIn(url=url, state=state, nonce=nonce, verifier=verifier)
 
     def claims(self, redirect_uri: str, code: str, nonce: str, verifier: str) -> Mapping[str, Any]:
-        """What the provider says of who signed in, once its token has been checked."""
+        """Return the provider's claims about the user, after its token was checked."""
         try:
             with self._client(redirect_uri) as client:
                 token = client.fetch_token(self._endpoint("token_endpoint"), code=code, code_verifier=verifier)
@@ -68,11 +68,11 @@ class Provider:
             raise SignInError(f"the provider did not take the code: {type(error).__name__}") from None
         if not isinstance(token, dict) or not isinstance(token.get("id_token"), str):
             raise SignInError("the provider sent no id token")
-        return self._checked(token["id_token"], nonce)
+        return self._check_token(token["id_token"], nonce)
 
-    def _checked(self, token: str, nonce: str) -> Mapping[str, Any]:
+    def _check_token(self, token: str, nonce: str) -> Mapping[str, Any]:
         now_s = int(self._clock())
-        said = jwt.JWTClaimsRegistry(
+        registry = jwt.JWTClaimsRegistry(
             now=now_s,
             leeway=LEEWAY_S,
             iss={"essential": True, "value": self.spec.issuer},
@@ -84,7 +84,7 @@ class Provider:
         )
         try:
             claims = jwt.decode(token, self._keys_for(token), algorithms=ALGORITHMS).claims
-            said.validate(claims)
+            registry.validate(claims)
         except (JoseError, ValueError, TypeError, KeyError) as error:
             raise SignInError(f"the id token is refused: {type(error).__name__} {error}") from None
         if claims["iat"] < now_s - AGE_S_MAX:
@@ -97,10 +97,10 @@ class Provider:
 
     def _keys_for(self, token: str) -> KeySet:
         """The provider's keys, asked for again where they lack the token's."""
-        asked = jws.extract_compact(token.encode()).headers().get("kid")
+        key_id = jws.extract_compact(token.encode()).headers().get("kid")
         with self._lock:
             keys, since_s = self._keys
-            is_known = keys is not None and (asked is None or any(key.kid == asked for key in keys.keys))
+            is_known = keys is not None and (key_id is None or any(key.kid == key_id for key in keys.keys))
             age_s = self._clock() - since_s
             if keys is None or age_s > KEEP_S or (not is_known and age_s > REFETCH_S):
                 keys = KeySet.import_key_set(self._json(self._endpoint("jwks_uri")))  # type: ignore[arg-type]
@@ -109,14 +109,14 @@ class Provider:
 
     def _endpoint(self, name: str) -> str:
         """An address of the discovery document, whose issuer is the one that is trusted."""
-        known, until_s = self._known
+        discovery, until_s = self._discovery
         if self._clock() >= until_s:
-            known = self._json(f"{self.spec.issuer.rstrip('/')}/.well-known/openid-configuration")
-            if known.get("issuer") != self.spec.issuer:
+            discovery = self._json(f"{self.spec.issuer.rstrip('/')}/.well-known/openid-configuration")
+            if discovery.get("issuer") != self.spec.issuer:
                 raise SignInError("the provider's discovery document is of another issuer")
-            self._known = known, self._clock() + KEEP_S
+            self._discovery = discovery, self._clock() + KEEP_S
         try:
-            return safe_url(str(known.get(name, "")))
+            return safe_url(str(discovery.get(name, "")))
         except ValueError as error:
             raise SignInError(f"the provider's {name} cannot be used: {error}") from None
 
@@ -129,12 +129,12 @@ class Provider:
                     body += chunk
                     if len(body) > BODY_BYTES_MAX:
                         raise SignInError(f"{url} is too long")
-            found = httpx.Response(200, content=body).json()
+            document = httpx.Response(200, content=body).json()
         except (httpx.HTTPError, ValueError) as error:
             raise SignInError(f"the provider does not answer at {url}: {type(error).__name__}") from None
-        if not isinstance(found, dict):
+        if not isinstance(document, dict):
             raise SignInError(f"{url} is no JSON object")
-        return found
+        return document
 
     def _client(self, redirect_uri: str) -> OAuth2Client:
         return OAuth2Client(

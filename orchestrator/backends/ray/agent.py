@@ -50,7 +50,7 @@ class Calls:
             raise ClusterAway(f"Ray does not answer: {error}") from error
 
     def read_devices(self, node_id: str, name: str) -> nvml.NvmlReading:
-        """What NVML says on a node; an answer that does not come in 20 s is an error in the reading."""
+        """Return NVML's reading of a node; an answer that does not come in 20 s is an error in the reading."""
         task = ray.remote(num_cpus=0, max_retries=0)(nvml.devices)
         reference = task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)).remote()
         try:
@@ -91,11 +91,11 @@ class Calls:
         self,
         attempt: Attempt,
         ranks: Mapping[str, Sequence[RankStart]],
-        each: Mapping[str, int],
+        counts: Mapping[str, int],
         workdir: str,
         fence: Fence | None,
     ) -> list[LauncherStatus]:
-        return self._group(attempt).start(ranks, each, workdir, fence)
+        return self._group(attempt).start(ranks, counts, workdir, fence)
 
     def poll(self, attempt: Attempt, nodes: Iterable[str], timeout_s: float) -> dict[str, LauncherStatus | None]:
         return self._group(attempt).poll(nodes, timeout_s)
@@ -115,25 +115,25 @@ class Calls:
 
 def main() -> None:
     """Answer calls until the service closes its end."""
-    asked = Connection(int(sys.argv[1]))
+    service = Connection(int(sys.argv[1]))
     try:
         connection.connect(sys.argv[3], Path(sys.argv[2]))
     except OrchestratorError as error:
-        asked.send(str(error))
+        service.send(str(error))
         return
-    asked.send(None)
+    service.send(None)
     calls, answering = Calls(), threading.Lock()
     with ThreadPoolExecutor(CALLS_AT_ONCE) as pool:
         while True:
             try:
-                number, name, arguments = asked.recv()
+                number, name, arguments = service.recv()
             except EOFError:
                 os._exit(0)  # what is asked of Ray is of no use any more
-            pool.submit(_answer, asked, answering, number, getattr(calls, name), arguments)
+            pool.submit(_answer, service, answering, number, getattr(calls, name), arguments)
 
 
 def _answer(
-    asked: Connection, answering: threading.Lock, number: int, call: Callable[..., Any], arguments: Sequence[Any]
+    service: Connection, answering: threading.Lock, number: int, call: Callable[..., Any], arguments: Sequence[Any]
 ) -> None:
     """Send (number, what the call returned, what it raised as text, whether the cluster is away)."""
     value, problem, is_away = None, None, False
@@ -144,7 +144,7 @@ def _answer(
     except Exception as error:  # the border of a process: Ray's own exceptions are no values
         problem = f"{type(error).__name__}: {error}"
     with answering:
-        asked.send((number, value, problem, is_away))
+        service.send((number, value, problem, is_away))
 
 
 if __name__ == "__main__":

@@ -58,22 +58,22 @@ class OwnRay:
     """The Ray of a service's own, which is started whenever it is looked for and does not run."""
 
     def __init__(self, home: Path, cluster: ClusterSpec, host: str) -> None:
-        """As for `start`, which `address` does."""
+        """Take the arguments of `start`, which `address` calls."""
         self._home, self._cluster, self._host = home, cluster, host
         self._state: dict[str, Any] | None = None
         self._starting, self._is_over = threading.Lock(), False
 
     def address(self) -> str:
-        """Where it runs from now on. Raises ServiceError where it does not start."""
+        """Start Ray if it does not run, and return its address. Raises ServiceError where it does not start."""
         with self._starting:
             if self._is_over:
                 raise ServiceError("the service is ending")
             address = start(self._home, self._cluster, self._host)
-            self._state = started(self._home)
+            self._state = read_state(self._home)
             return address
 
     def known_address(self) -> str:
-        """Where it ran when it was looked for last. Raises ServiceError where it never was."""
+        """Return the address of the last start. Raises ServiceError before the first."""
         if self._state is None:
             raise ServiceError("the service's Ray is starting: try again")
         return str(self._state["address"])
@@ -92,7 +92,7 @@ def start(home: Path, cluster: ClusterSpec, host: str = LOOPBACK) -> str:
     `host` is the address of this machine under which the others reach it. A cluster that runs under this home is
     kept, and its lost nodes are started again. Raises ServiceError with the end of Ray's own output.
     """
-    state = started(home)
+    state = read_state(home)
     if state is None or find(home) is None:
         stop(home)
         state = _new_state(f"{host}:{free_port()}", host)
@@ -107,7 +107,7 @@ def join(home: Path, name: str, node: NodeSpec, address: str, host: str) -> None
     Raises ServiceError with the end of Ray's own output.
     """
     record = record_of(name)
-    state = started(home, record)
+    state = read_state(home, record)
     if state is None or state["address"] != address:
         stop(home, record=record)
         state = _new_state(address, host)
@@ -121,7 +121,7 @@ def record_of(name: str) -> str:
 
 def is_running(home: Path, name: str) -> bool:
     """Whether the raylet that `join` started for this node runs on this machine."""
-    state = started(home, record_of(name))
+    state = read_state(home, record_of(name))
     return state is not None and any(start_ticks(pid) == ticks for _, pid, ticks in state["processes"])
 
 
@@ -150,7 +150,7 @@ def _start_missing(
 
 def find(home: Path) -> str | None:
     """Address of the embedded Ray of this home, where its head runs; None otherwise."""
-    state = started(home)
+    state = read_state(home)
     if state is None or not state["processes"]:
         return None
     _, pid, ticks = state["processes"][0]
@@ -159,7 +159,7 @@ def find(home: Path) -> str | None:
 
 def elsewhere(home: Path) -> str | None:
     """Address of the machine on which the embedded Ray of this home runs, where that is another one than this."""
-    state = started(home)
+    state = read_state(home)
     if state is None or not accepts(state["address"], 2.0):
         return None
     with socket.socket() as probe:
@@ -170,7 +170,7 @@ def elsewhere(home: Path) -> str | None:
     return None
 
 
-def started(home: Path, record: str = HEAD) -> dict[str, Any] | None:
+def read_state(home: Path, record: str = HEAD) -> dict[str, Any] | None:
     """State of an embedded Ray as `start` or `join` wrote it; None where there is none."""
     try:
         return json.loads((home / record).read_text())
@@ -181,21 +181,21 @@ def started(home: Path, record: str = HEAD) -> dict[str, Any] | None:
 def stop(home: Path, state: dict[str, Any] | None = None, record: str = HEAD) -> None:
     """End exactly the processes that `start` or `join` began, and what they left; nothing running is no error.
 
-    Those that `state` names as `started` gave it, else those that the record names.
+    `state` names the processes, as `read_state` returned it; without it the record does.
     """
-    state = state or started(home, record)
+    state = state or read_state(home, record)
     if state is None:
         return
-    ours = [pid for _, pid, ticks in state["processes"] if start_ticks(pid) == ticks]
-    for pid in reversed(ours):
+    pids = [pid for _, pid, ticks in state["processes"] if start_ticks(pid) == ticks]
+    for pid in reversed(pids):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGTERM)
-    _await_gone(ours, STOP_TIMEOUT_S)
+    _await_gone(pids, STOP_TIMEOUT_S)
     # Every node is the leader of a session: agents and workers that outlived their raylet are still members.
     _end_members([pid for _, pid, _ in state["processes"]], state["temp_dir"])
-    _await_gone(ours, STOP_TIMEOUT_S)
+    _await_gone(pids, STOP_TIMEOUT_S)
     shutil.rmtree(state["temp_dir"], ignore_errors=True)
-    if started(home, record) == state:
+    if read_state(home, record) == state:
         with contextlib.suppress(OSError):  # a read-only disk: the record names processes that have ended
             (home / record).unlink(missing_ok=True)
 
@@ -311,7 +311,7 @@ def accepts(address: str, timeout_s: float) -> bool:
 
 
 def start_ticks(pid: int) -> int | None:
-    """When a process started, in clock ticks since boot (/proc/<pid>/stat, field 22); None if dead or a zombie.
+    """Return the start of a process in clock ticks since boot (/proc/<pid>/stat, field 22); None if dead or a zombie.
 
     A pid with the same ticks is the same process: pids are used again.
     """

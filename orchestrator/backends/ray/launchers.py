@@ -63,18 +63,18 @@ class ActorGroup:
         return int(ray.get(answer, timeout=BEFORE_TIMEOUT_S + CALL_TIMEOUT_S))
 
     def start(
-        self, ranks: Mapping[str, Sequence[RankStart]], each: Mapping[str, int], workdir: str, fence: Fence | None
+        self, ranks: Mapping[str, Sequence[RankStart]], counts: Mapping[str, int], workdir: str, fence: Fence | None
     ) -> list[LauncherStatus]:
         """Start the processes of each node at once, where they have not started; each stands for so many ranks."""
-        answers = [self._actors[node].start.remote(list(ranks[node]), workdir, each[node], fence) for node in ranks]
+        answers = [self._actors[node].start.remote(list(ranks[node]), workdir, counts[node], fence) for node in ranks]
         statuses: list[LauncherStatus] = ray.get(answers, timeout=CALL_TIMEOUT_S)
         return statuses
 
     def poll(self, nodes: Iterable[str], timeout_s: float) -> dict[str, LauncherStatus | None]:
         """News of these launchers, None for one that is gone; waits at most `timeout_s` for the first."""
-        asked, polled = list(nodes), set(self._pending.values())
-        news: dict[str, LauncherStatus | None] = {node: None for node in asked if node not in self._actors}
-        for node in asked:
+        wanted, polled = list(nodes), set(self._pending.values())
+        news: dict[str, LauncherStatus | None] = {node: None for node in wanted if node not in self._actors}
+        for node in wanted:
             if node not in polled and node in self._actors:
                 self._pending[self._actors[node].wait.remote(self._versions.get(node, 0), LONG_POLL_S)] = node
         if news or not self._pending:
@@ -183,13 +183,13 @@ class RayLaunchers:
 
 def _actors(attempt: Attempt) -> dict[str, Any]:
     """Handles of the launchers that exist, by node."""
-    found = {}
+    actors = {}
     for part in attempt.placement:
         # No actor has that name; or it has just died, and Ray has dropped its class before its name (an assertion of
         # `_load_actor_class_from_gcs` in ray/_private/function_manager.py, ray 2.60.0, seen on a busy machine).
         with contextlib.suppress(ValueError, AssertionError):
-            found[part.node] = ray.get_actor(launcher_name(attempt, part.node))
-    return found
+            actors[part.node] = ray.get_actor(launcher_name(attempt, part.node))
+    return actors
 
 
 def launcher_name(attempt: Attempt, node: str) -> str:

@@ -48,7 +48,7 @@ class CallFailed(OrchestratorError):
 @dataclass(frozen=True, slots=True, eq=False)
 class _Agent:
     process: subprocess.Popen[bytes]
-    asked: Connection
+    channel: Connection
 
 
 class Link:
@@ -76,7 +76,7 @@ class Link:
             return f"Ray cannot be reached since {since:%Y-%m-%d %H:%M:%S %Z}: {self._why}"
 
     def call(self, name: str, *arguments: Any, timeout_s: float = CALL_TIMEOUT_S) -> Any:
-        """What the agent's method of this name returns. Raises ClusterAway or CallFailed."""
+        """Call the agent's method of this name, and return its result. Raises ClusterAway or CallFailed."""
         answer: Future[Any] = Future()
         number = next(self._numbers)
         with self._lock:
@@ -87,7 +87,7 @@ class Link:
             raise ClusterAway(self.problem or "the agent of Ray has ended")
         try:
             with self._sending:
-                agent.asked.send((number, name, arguments))
+                agent.channel.send((number, name, arguments))
             return answer.result(timeout_s)
         except TimeoutError:
             raise ClusterAway(f"Ray does not answer {name!r} within {timeout_s:g} s") from None
@@ -105,11 +105,11 @@ class Link:
         with self._lock:
             agent = self._agent
         try:
-            found: list[dict[str, Any]] = self.call("nodes", timeout_s=NODES_TIMEOUT_S)
+            nodes: list[dict[str, Any]] = self.call("nodes", timeout_s=NODES_TIMEOUT_S)
         except ClusterAway as error:
             self._end(agent, str(error))
             raise
-        return found
+        return nodes
 
     def close(self) -> None:
         """End the agent."""
@@ -138,39 +138,39 @@ class Link:
 
     def _keep(self, address: str) -> None:
         """Start an agent and hand its answers out until it ends. Raises ServiceError where it does not connect."""
-        ours, its = socket.socketpair()
-        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", round(ACCEPT_S), 0))
-        words = [sys.executable, "-m", "orchestrator.backends.ray.agent", str(its.fileno()), str(self._home), address]
-        with Connection(ours.detach()) as asked:
-            with its:
+        near, far = socket.socketpair()
+        near.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", round(ACCEPT_S), 0))
+        command = [sys.executable, "-m", "orchestrator.backends.ray.agent", str(far.fileno()), str(self._home), address]
+        with Connection(near.detach()) as channel:
+            with far:
                 process = subprocess.Popen(
-                    words,
+                    command,
                     env={**inherited(os.environ), **matching(os.environ, RAYS)},
-                    pass_fds=[its.fileno()],
+                    pass_fds=[far.fileno()],
                     stdin=subprocess.DEVNULL,
                     preexec_fn=dies_with_parent(),
                 )
-            agent = _Agent(process, asked)
+            agent = _Agent(process, channel)
             try:
-                if not self._is_connected(asked):
+                if not self._is_connected(channel):
                     raise ServiceError(f"Ray at {address} did not let us in within {CONNECT_TIMEOUT_S:g} s")
                 with self._lock:
                     self._agent = agent
                 log.info("Ray is reached at %s", address)
                 while True:
-                    self._hand_out(*asked.recv())
+                    self._hand_out(*channel.recv())
             except (EOFError, ConnectionResetError):
                 return
             finally:
                 self._end(agent, "its agent has ended")
                 process.wait()
 
-    def _is_connected(self, asked: Connection) -> bool:
+    def _is_connected(self, channel: Connection) -> bool:
         """Whether the agent is connected in time. Raises ServiceError with its reason where it cannot be."""
         deadline_s = time.monotonic() + CONNECT_TIMEOUT_S
         while time.monotonic() < deadline_s and not self._closing.is_set():
-            if asked.poll(0.1):
-                problem = asked.recv()
+            if channel.poll(0.1):
+                problem = channel.recv()
                 if problem is not None:
                     raise ServiceError(problem)
                 return True
@@ -205,8 +205,8 @@ class Link:
         """Note why no agent connects: its first line for people, all of it in the log."""
         first = why.partition("\n")[0]
         with self._lock:
-            known, self._why = self._why, first
-        if first != known and not self._closing.is_set():
+            previous, self._why = self._why, first
+        if first != previous and not self._closing.is_set():
             log.warning("Ray cannot be reached: %s", why)
 
 
@@ -234,10 +234,10 @@ class LinkedGroup:
         return int(self._link.call("run_before", self._attempt, node, argv, env, workdir, timeout_s=limit_s))
 
     def start(
-        self, ranks: Mapping[str, Sequence[RankStart]], each: Mapping[str, int], workdir: str, fence: Fence | None
+        self, ranks: Mapping[str, Sequence[RankStart]], counts: Mapping[str, int], workdir: str, fence: Fence | None
     ) -> list[LauncherStatus]:
         """Start the processes of each node at once, where they have not started; each stands for so many ranks."""
-        statuses: list[LauncherStatus] = self._link.call("start", self._attempt, ranks, each, workdir, fence)
+        statuses: list[LauncherStatus] = self._link.call("start", self._attempt, ranks, counts, workdir, fence)
         return statuses
 
     def poll(self, nodes: Iterable[str], timeout_s: float) -> dict[str, LauncherStatus | None]:
@@ -280,7 +280,7 @@ class LinkedLaunchers:
 
 
 def read_devices(link: Link, node: LiveNode) -> NvmlReading:
-    """What NVML says on `node`; no answer is an error in the reading."""
+    """Return NVML's reading of `node`; no answer is an error in the reading."""
     try:
         reading: NvmlReading = link.call("read_devices", node.id, node.launch.name)
     except (ClusterAway, CallFailed) as error:

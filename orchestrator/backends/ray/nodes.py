@@ -41,27 +41,27 @@ class RayNodes:
         return {**live_nodes(self._cluster, self._link.nodes())}
 
     def read_devices(self, node: LiveNode) -> NvmlReading:
-        """What NVML says on `node`; no answer is an error in the reading."""
+        """Return NVML's reading of `node`; no answer is an error in the reading."""
         return read_devices(self._link, node)
 
 
 def live_nodes(cluster: ClusterSpec, ray_nodes: Iterable[Mapping[str, Any]]) -> dict[str, RayNode]:
     """Alive Ray nodes by name that advertise `gpu<i>` resources and have a known device."""
-    found: dict[str, RayNode] = {}
+    nodes: dict[str, RayNode] = {}
     for entry in sorted(ray_nodes, key=lambda entry: (entry.get("Labels", {}).get(NODE_LABEL, ""), entry["NodeID"])):
         indices = [int(match[1]) for name in entry["Resources"] if (match := re.fullmatch(r"gpu(\d+)", name))]
         if not entry["Alive"] or not indices:
             continue
         labels = entry.get("Labels", {})
         name = labels.get(NODE_LABEL) or entry["NodeManagerHostname"]
-        if name in found:  # two unlabelled raylets on one machine
+        if name in nodes:  # two unlabelled raylets on one machine
             name = f"{name}-{entry['NodeID'][:6]}"
         spec = next((node for node in cluster.nodes if name in node.names), None)
         device = device_of(cluster, spec, labels.get(DEVICE_LABEL))
         if device is None:
             log.warning("node %s is left out: label it %s=<a device of cluster %s>", name, DEVICE_LABEL, cluster.name)
             continue
-        found[name] = RayNode(
+        nodes[name] = RayNode(
             id=entry["NodeID"],
             launch=LaunchNode(
                 name=name,
@@ -74,7 +74,7 @@ def live_nodes(cluster: ClusterSpec, ray_nodes: Iterable[Mapping[str, Any]]) -> 
             rack=spec.rack if spec else "",
             ray_gpus=int(entry["Resources"].get("GPU", 0)),
         )
-    return found
+    return nodes
 
 
 def device_of(cluster: ClusterSpec, node: NodeSpec | None, label: str | None) -> DeviceSpec | None:

@@ -112,7 +112,7 @@ class SimulatedBackend:
             self._after(delay_s, partial(self._end, process, FailureKind.CANCELLED, None))
 
     def events(self, timeout_s: float) -> Sequence[Event]:
-        """What happened next, time advanced to it; nothing, and `timeout_s` later, where nothing happens until then."""
+        """Advance the time to the next events, at most `timeout_s`, and return them."""
         until_s = self._now_s + timeout_s
         self._tell_nodes()
         while not self._outbox and self._agenda and self._agenda[0][0] <= until_s:
@@ -122,8 +122,8 @@ class SimulatedBackend:
             self._tell_nodes()
         if not self._outbox:
             self._now_s = until_s
-        told, self._outbox = self._outbox, []
-        return told
+        events, self._outbox = self._outbox, []
+        return events
 
     def close(self) -> None:
         """Forget who listened, with all that was not yet told; running attempts go on."""
@@ -195,8 +195,8 @@ class SimulatedBackend:
         if process.evidence is None:
             process.started_at_s = self._now_s
             self._tell(process.started())
-            known = process.attempt.step_s
-            if not 1 / ANOTHER_PACE < process.step_s / max(known, 1e-9) < ANOTHER_PACE:
+            planned_s = process.attempt.step_s
+            if not 1 / ANOTHER_PACE < process.step_s / max(planned_s, 1e-9) < ANOTHER_PACE:
                 self._after(PACE_STEPS * process.step_s, partial(self._pace, process, PACE_STEPS))
             if any(ran_out(attempt) for attempt in process.job.attempts):
                 self._after(LEARNED_STEPS * process.step_s, partial(self._pace, process, LEARNED_STEPS))
@@ -206,7 +206,7 @@ class SimulatedBackend:
             self._tell(process.paced(steps_done, self._now_s))
 
     def _meet(self, process: Process, ending: FailureKind | None, step: int) -> None:
-        """The end that was waiting for the attempt; a lost node takes everything on it along."""
+        """End the attempt as decided; a lost node ends every attempt on it."""
         if process.evidence is not None:
             return
         if process.attempt.probe and ending is None:
@@ -227,7 +227,7 @@ class SimulatedBackend:
         self._nodes_changed = True
 
     def _end(self, process: Process, ending: FailureKind | None, step: int | None) -> None:
-        """The last rank is gone. A step of None is found from the time that it ran."""
+        """End the attempt after `step`; at None, after the steps that its running time allows."""
         if process.evidence is not None:
             return
         if step is None:
@@ -267,7 +267,7 @@ class SimulatedBackend:
         self._tell(process.released())
 
     def _crowd(self, process: Process, foreign_bytes: int) -> None:
-        """Another process holds memory of the attempt's first device for a while."""
+        """Let another process hold memory of the attempt's first device for a while."""
         device = process.devices[0]
         self._foreign_bytes[device] = foreign_bytes
         self._nodes_changed = True
@@ -285,7 +285,7 @@ class SimulatedBackend:
             self._nodes_changed = True
 
     def _retell(self, process: Process) -> None:
-        """Told once more to a new listener: what an old one may have heard and lost."""
+        """Tell a new listener the process's events, which an earlier one may have lost."""
         if process.started_at_s is not None:
             self._tell(process.started())
         if process.evidence is not None:
@@ -311,8 +311,8 @@ class SimulatedBackend:
         nodes = self._live_nodes()
         if nodes != self._told_nodes:
             self._told_nodes = nodes
-            seen = NodesSeen(nodes=nodes, declared=self._nodes, policy=self._policy, at_s=self._now_s)
-            self._outbox.append(seen)
+            event = NodesSeen(nodes=nodes, declared=self._nodes, policy=self._policy, at_s=self._now_s)
+            self._outbox.append(event)
 
     def _live_nodes(self) -> tuple[Node, ...]:
         """Every node that is up, with what a newcomer could take of each device now."""

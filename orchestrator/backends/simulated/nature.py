@@ -19,15 +19,15 @@ class Nature(Protocol):
 
     @property
     def startup_s(self) -> Span:
-        """From the launch to the first step."""
+        """Seconds from the launch to the first step."""
 
     @property
     def stop_share(self) -> Span:
-        """How much of its grace an attempt takes to end."""
+        """The share of its grace that an attempt takes to end."""
 
     @property
     def release_s(self) -> Span:
-        """From the end of the last process until its devices report their memory free."""
+        """Seconds from the end of the last process until its devices report their memory free."""
 
     def step_s(self, job: Job, attempt: Attempt) -> float:
         """True seconds of an optimizer step."""

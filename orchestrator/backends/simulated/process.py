@@ -1,4 +1,4 @@
-"""One attempt in the simulated world, and the evidence that each of its endings leaves behind."""
+"""An attempt in the simulated world, and the evidence that each of its endings leaves behind."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SURVIVORS_WORDS = "RuntimeError: [gloo/transport/tcp/pair.cc:534] Connection clo
 
 @dataclass(slots=True, kw_only=True)
 class Process:
-    """One attempt as the world knows it; `ending` is the truth that classification has to find in the evidence."""
+    """An attempt as it truly is; classification has to find `ending` in the evidence."""
 
     job: Job
     attempt: Attempt
@@ -46,7 +46,7 @@ class Process:
 
     @property
     def last_step(self) -> int:
-        """Where its training ends, or is ended."""
+        """The step at which the training ends, or is ended."""
         if self.attempt.probe:
             return PROBE_STEPS
         steps = self.job.spec.optimizer_steps

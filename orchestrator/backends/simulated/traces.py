@@ -32,7 +32,7 @@ DEVICES_MAX = 64  # of the numbers that SCALING offers a job
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrival:
-    """One job: when it comes, what is told of it, and what is true."""
+    """A job of a trace: its arrival, what the orchestrator is told of it, and the truth."""
 
     at_s: float
     spec: JobSpec
@@ -64,11 +64,14 @@ def read_trace(path: Path) -> Trace:
             columns = set(rows.fieldnames or ())
             read = next((read for wanted, read in FORMATS if wanted <= columns), None)
             if read is None:
-                known = "; ".join(", ".join(sorted(wanted)) for wanted, _ in FORMATS)
+                allowed = "; ".join(", ".join(sorted(wanted)) for wanted, _ in FORMATS)
                 raise SpecError(
-                    "no known trace has these columns", source=str(path), got=", ".join(sorted(columns)), allowed=known
+                    "no known trace has these columns",
+                    source=str(path),
+                    got=", ".join(sorted(columns)),
+                    allowed=allowed,
                 )
-            return trace_of(path.stem, list(read(path, _numbered(path, rows))))
+            return trace_of(path.stem, list(read(path, _number_rows(path, rows))))
     except FileNotFoundError:
         raise SpecError("the file does not exist", source=str(path)) from None
     except UnicodeDecodeError:
@@ -80,40 +83,40 @@ def read_trace(path: Path) -> Trace:
         raise SpecError(f"a row describes no job: {first['msg']}", source=str(path)) from None
 
 
-def misjudged(trace: Trace, sigma: float, seed: int) -> Trace:
-    """The same truth, told wrongly: each job's times are off by a factor whose logarithm has deviation `sigma`."""
+def misjudge(trace: Trace, sigma: float, seed: int) -> Trace:
+    """Return the trace with each job's told times off by a factor whose logarithm has deviation `sigma`."""
     if not sigma:
         return trace
     draw = stream(seed, "misjudged")
     arrivals, *of_sweeps = (
-        tuple(_misjudged(one, draw.lognormvariate(0.0, sigma)) for one in each)
-        for each in (trace.arrivals, *trace.trials.values())
+        tuple(_misjudge_arrival(arrival, draw.lognormvariate(0.0, sigma)) for arrival in group)
+        for group in (trace.arrivals, *trace.trials.values())
     )
     return replace(trace, arrivals=arrivals, trials=dict(zip(trace.trials, of_sweeps, strict=True)))
 
 
-def _misjudged(arrival: Arrival, factor: float) -> Arrival:
-    told = tuple((count, factor * step_s) for count, step_s in arrival.spec.speeds)
-    spec = arrival.spec.model_copy(update={"speeds": told})
+def _misjudge_arrival(arrival: Arrival, factor: float) -> Arrival:
+    speeds = tuple((count, factor * step_s) for count, step_s in arrival.spec.speeds)
+    spec = arrival.spec.model_copy(update={"speeds": speeds})
     if spec.guarantee is not None and spec.guarantee.step is not None:
         request = spec.guarantee.model_copy(update={"step": factor * spec.guarantee.step})
         spec = spec.model_copy(update={"guarantee": request})
     return replace(arrival, spec=spec, step_factor=arrival.step_factor / factor)
 
 
-def shaken(trace: Trace, seed: int, *, arrival_s: float, length: float) -> Trace:
-    """Another day like this one: arrivals moved by up to `arrival_s`, lengths by up to a share of `length`.
+def shake(trace: Trace, seed: int, *, arrival_s: float, length: float) -> Trace:
+    """Return the trace with arrivals moved by up to `arrival_s`, and lengths by up to a share of `length`.
 
     Deadlines move with their jobs (Tsafrir, Ouaknine and Feitelson, IPDPS 2007: one trace alone proves nothing).
     """
     draw = stream(seed, "shaken")
     moved = []
-    for one in trace.arrivals:
-        by_s = max(draw.uniform(-arrival_s, arrival_s), -one.at_s)
-        steps = max(1, round((one.spec.steps or 1) * draw.uniform(1 - length, 1 + length)))
-        spec = one.spec.model_copy(update={"steps": steps})
-        deadline_s = None if one.deadline_s is None else one.deadline_s + by_s
-        moved.append(replace(one, at_s=one.at_s + by_s, spec=spec, deadline_s=deadline_s))
+    for arrival in trace.arrivals:
+        by_s = max(draw.uniform(-arrival_s, arrival_s), -arrival.at_s)
+        steps = max(1, round((arrival.spec.steps or 1) * draw.uniform(1 - length, 1 + length)))
+        spec = arrival.spec.model_copy(update={"steps": steps})
+        deadline_s = None if arrival.deadline_s is None else arrival.deadline_s + by_s
+        moved.append(replace(arrival, at_s=arrival.at_s + by_s, spec=spec, deadline_s=deadline_s))
     return trace_of(trace.name, moved)
 
 
@@ -127,34 +130,36 @@ def _plans(path: Path, rows: Iterator[tuple[str, Row]]) -> Iterator[Arrival]:
     A job with `is_sla` never runs slower than its `exec_plan` on as many devices as it asks for (arXiv:2408.08586,
     section 5): it is promised that speed.
     """
-    measured = cache(lambda application: _measured(path.parent.parent / "throughput" / f"{application}.csv"))
+    measured = cache(lambda application: _read_speeds(path.parent.parent / "throughput" / f"{application}.csv"))
     for where, row in rows:
-        speeds, asked = measured(row["application"]), _whole(where, row, "num_gpus")
+        speeds, devices = measured(row["application"]), _whole(where, row, "num_gpus")
         shapes: dict[Shape, float] = {}  # of the fastest plan on each
         best: dict[int, float] = {}
         for (_, shape), step_s in speeds.items():
             shapes[shape] = min(step_s, shapes.get(shape, step_s))
             best[sum(shape)] = min(step_s, best.get(sum(shape), step_s))
-        submitted_step_s = _submitted_step_s(speeds, row.get("exec_plan") or "", asked)
+        submitted_step_s = _submitted_step_s(speeds, row.get("exec_plan") or "", devices)
         spec = job_spec_from_trace(row["name"], best, _whole(where, row, "steps"), family=row["application"])
-        if _is_said(where, row, "is_sla"):
-            spec = spec.model_copy(update={"guarantee": request_of(asked, submitted_step_s)})
+        if _flag(where, row, "is_sla"):
+            spec = spec.model_copy(update={"guarantee": request_of(devices, submitted_step_s)})
         yield Arrival(
             at_s=_number(where, row, "submission_time"),
             spec=spec,
-            rigid_devices=asked,
+            rigid_devices=devices,
             submitted_step_s=submitted_step_s,
             shapes=tuple(shapes.items()),
         )
 
 
 def _submitted_step_s(speeds: Mapping[tuple[str, Shape], float], plan: str, devices: int) -> float | None:
-    """What a step takes with this plan on the fewest nodes that it was measured on with so many devices."""
-    known = [(len(shape), step_s) for (one, shape), step_s in speeds.items() if one == plan and sum(shape) == devices]
-    return min(known)[1] if known else None
+    """Return seconds per step of this plan on so many devices, on the fewest nodes measured; None without any."""
+    measured = [
+        (len(shape), step_s) for (name, shape), step_s in speeds.items() if name == plan and sum(shape) == devices
+    ]
+    return min(measured)[1] if measured else None
 
 
-def _measured(path: Path) -> dict[tuple[str, Shape], float]:
+def _read_speeds(path: Path) -> dict[tuple[str, Shape], float]:
     """Seconds per step of each plan on each placement (its digits are devices per node)."""
     fastest: dict[tuple[str, Shape], float] = {}
     for where, row in _rows(path):
@@ -170,18 +175,20 @@ def _rows(path: Path) -> Iterator[tuple[str, Row]]:
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError):  # ValueError: no name that a file can have
         raise SpecError("there are no measurements of this application", source=repr(str(path))) from None
-    return _numbered(path, csv.DictReader(text.splitlines()))
+    return _number_rows(path, csv.DictReader(text.splitlines()))
 
 
 def _deadlines(_: Path, rows: Iterator[tuple[str, Row]]) -> Iterator[Arrival]:
     """microsoft/elasticflow-traces: steps, what they took on the devices asked for, and when they have to be done."""
     for where, row in rows:
-        asked, steps = _whole(where, row, "num_gpu"), _whole(where, row, "num_iteration")
+        devices, steps = _whole(where, row, "num_gpu"), _whole(where, row, "num_iteration")
         yield Arrival(
             at_s=_number(where, row, "submission_time"),
-            spec=job_spec_from_trace(row["model_name"], _scaled(asked, _number(where, row, "duration") / steps), steps),
+            spec=job_spec_from_trace(
+                row["model_name"], _scale_speeds(devices, _number(where, row, "duration") / steps), steps
+            ),
             deadline_s=_number(where, row, "deadline"),
-            rigid_devices=asked,
+            rigid_devices=devices,
         )
 
 
@@ -210,10 +217,10 @@ def _table(path: Path, batch: str) -> dict[int, float]:
     )
 
 
-def _scaled(asked: int, step_s: float) -> dict[int, float]:
+def _scale_speeds(devices: int, step_s: float) -> dict[int, float]:
     """Seconds per step of every power of two, and of the number asked for."""
-    counts = {2**power for power in range(DEVICES_MAX.bit_length())} | {asked}
-    return {count: step_s * (asked / count) ** SCALING for count in counts if count <= max(asked, DEVICES_MAX)}
+    counts = {2**power for power in range(DEVICES_MAX.bit_length())} | {devices}
+    return {count: step_s * (devices / count) ** SCALING for count in counts if count <= max(devices, DEVICES_MAX)}
 
 
 def _philly(_: Path, rows: Iterator[tuple[str, Row]]) -> Iterator[Arrival]:
@@ -222,10 +229,10 @@ def _philly(_: Path, rows: Iterator[tuple[str, Row]]) -> Iterator[Arrival]:
         devices = _whole(where, row, "num_gpus")
         steps = max(1, round(_number(where, row, "duration")))
         try:
-            at = datetime.fromisoformat(row["timestamp"]).replace(tzinfo=UTC)
+            start = datetime.fromisoformat(row["timestamp"]).replace(tzinfo=UTC)
         except ValueError:
             raise SpecError("not a time", source=where, path="timestamp", got=row["timestamp"]) from None
-        yield Arrival(at_s=at.timestamp(), spec=_like(_second_steps(devices), steps), rigid_devices=devices)
+        yield Arrival(at_s=start.timestamp(), spec=_like(_second_steps(devices), steps), rigid_devices=devices)
 
 
 @cache
@@ -259,7 +266,7 @@ def job_spec_from_trace(name: str, step_s: Mapping[int, float], steps: int, fami
             "steps": steps,
             "knobs": {"resume_from": {"flag": "--resume"}},
             "resume": {"on_sigterm": True},
-            "speeds": {str(count): _in_words(each) for count, each in step_s.items()},
+            "speeds": {str(count): _in_words(seconds) for count, seconds in step_s.items()},
         }
     )
 
@@ -277,22 +284,22 @@ def trace_of(name: str, arrivals: list[Arrival]) -> Trace:
     """The arrivals by time, counted from the first."""
     if not arrivals:
         raise SpecError("the trace has no job", source=name)
-    arrivals.sort(key=lambda one: one.at_s)
+    arrivals.sort(key=lambda arrival: arrival.at_s)
     begin_s = arrivals[0].at_s
     return Trace(
         name=name,
         arrivals=tuple(
             replace(
-                one,
-                at_s=one.at_s - begin_s,
-                deadline_s=None if one.deadline_s is None else one.deadline_s - begin_s,
+                arrival,
+                at_s=arrival.at_s - begin_s,
+                deadline_s=None if arrival.deadline_s is None else arrival.deadline_s - begin_s,
             )
-            for one in arrivals
+            for arrival in arrivals
         ),
     )
 
 
-def _numbered(path: Path, rows: csv.DictReader[str]) -> Iterator[tuple[str, Row]]:
+def _number_rows(path: Path, rows: csv.DictReader[str]) -> Iterator[tuple[str, Row]]:
     for row in rows:
         yield f"{path}:{rows.line_num}", row
 
@@ -307,11 +314,11 @@ def _number(where: str, row: Row, column: str) -> float:
     return number
 
 
-def _is_said(where: str, row: Row, column: str) -> bool:
-    said = (row.get(column) or "0").strip()
-    if said not in ("0", "1"):
-        raise SpecError("neither yes nor no", source=where, path=column, got=said, allowed="0 or 1")
-    return said == "1"
+def _flag(where: str, row: Row, column: str) -> bool:
+    text = (row.get(column) or "0").strip()
+    if text not in ("0", "1"):
+        raise SpecError("neither yes nor no", source=where, path=column, got=text, allowed="0 or 1")
+    return text == "1"
 
 
 def _whole(where: str, row: Row, column: str) -> int:

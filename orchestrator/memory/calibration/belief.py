@@ -52,31 +52,32 @@ class Belief:
         return self.least * math.exp(STEP * min(STEPS - 1, bisect_right(self.shares, share)))
 
 
-def belief(burst: Sequence[Observation], own: Sequence[Observation], others: Sequence[Observation]) -> Belief:
-    """What is believed of a job after it ran out of memory as `burst` says.
+def belief(burst: Sequence[Observation], trained: Sequence[Observation], others: Sequence[Observation]) -> Belief:
+    """Return the belief about a job that ran out of memory in the attempts `burst`.
 
-    `own` is what it measured besides, `others` what attempts of its family measured that trained.
+    `trained` are the job's attempts that trained, `others` those of its family.
     """
-    bounds = [observed_correction(seen.moments, seen.measured_bytes) for seen in burst]
+    bounds = [observed_correction(observations.moments, observations.measured_bytes) for observations in burst]
     least = max(bounds)
-    known = [math.log(factor / least) for factor in _factors(others) if factor > least]
+    logs = [math.log(factor / least) for factor in _factors(others) if factor > least]
     clues = [
         (math.log(bound / least) - math.log(share), spread)
-        for bound, seen in zip(bounds, burst, strict=True)
-        for share, spread in _clue(seen)
+        for bound, failure in zip(bounds, burst, strict=True)
+        for share, spread in _clue(failure)
     ]
-    clues += [(math.log(max(factor, least) / least), MEASURED_SPREAD) for factor in _factors(own)]
+    clues += [(math.log(max(factor, least) / least), MEASURED_SPREAD) for factor in _factors(trained)]
     weights = []
     for step in range(STEPS):
         x = step * STEP
-        weight = math.exp(-x) + sum(_student((x - one) / MEASURED_SPREAD) / MEASURED_SPREAD for one in known)
+        weight = math.exp(-x) + sum(_student((x - log) / MEASURED_SPREAD) / MEASURED_SPREAD for log in logs)
         weights.append(weight * math.prod(_student((x - centre) / spread) for centre, spread in clues))
     total, newest = sum(weights), burst[-1]
     beyond = math.log(bounds[-1] / least)
     return Belief(
         least,
         tuple(
-            one / total * _no_later_excess(newest, step * STEP - beyond) for step, one in enumerate(accumulate(weights))
+            weight_sum / total * _no_later_excess(newest, step * STEP - beyond)
+            for step, weight_sum in enumerate(accumulate(weights))
         ),
     )
 
@@ -109,15 +110,15 @@ def _no_later_excess(burst: Observation, x: float) -> float:
     return 1 - differ + differ * none
 
 
-def _factors(seen: Sequence[Observation]) -> list[float]:
-    return [observed_correction(one.moments, one.measured_bytes) for one in seen]
+def _factors(observations: Sequence[Observation]) -> list[float]:
+    return [observed_correction(observation.moments, observation.measured_bytes) for observation in observations]
 
 
-def _clue(seen: Observation) -> list[tuple[float, float]]:
-    """(share of its activations that was there, spread of the logarithm), where the guard's account tells."""
-    if seen.phase == "forward" and seen.pass_done is not None:
-        return [(max(DONE_MIN, seen.pass_done), FORWARD_SPREAD)]
-    return [(1.0, PEAK_SPREAD)] if seen.phase in ("backward", "optimizer") else []
+def _clue(failure: Observation) -> list[tuple[float, float]]:
+    """Return (share of its activations that was live, spread of the logarithm) as the guard reported, if it did."""
+    if failure.phase == "forward" and failure.pass_done is not None:
+        return [(max(DONE_MIN, failure.pass_done), FORWARD_SPREAD)]
+    return [(1.0, PEAK_SPREAD)] if failure.phase in ("backward", "optimizer") else []
 
 
 def _student(value: float) -> float:

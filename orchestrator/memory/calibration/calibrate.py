@@ -91,7 +91,7 @@ class Errors:
 
     @cached_property
     def spread(self) -> float:
-        """Of the logarithms, from how far they go above 0; not below that of the outcomes, however few they are.
+        """The spread of the logarithms, from their part above 0; at least the spread of the outcomes themselves.
 
         A symmetric distribution has half of its variance above its centre. What needed less than predicted is no risk.
         """
@@ -99,7 +99,7 @@ class Errors:
         if not self.ratios:
             return supposed
         logs = _without_outliers([math.log(ratio) for ratio in self.ratios], supposed)
-        variance = 2 * sum(max(0.0, one) ** 2 for one in logs) / len(logs)
+        variance = 2 * sum(max(0.0, log) ** 2 for log in logs) / len(logs)
         blended = (PRIOR_OUTCOMES * supposed**2 + len(logs) * variance) / self._freedom
         return math.sqrt(max(variance, blended))
 
@@ -175,31 +175,31 @@ class Calibration:
     relative_to: OwnSettings | None = None  # the settings of a script that all of this is told by; None: of no script
 
     def errors_of(self, engine: Engine, source: Source) -> Errors:
-        """Those of the engine, where the profile has this source; before it was measured, what is supposed."""
-        return _supposing(self.errors.get(engine, SUPPOSED), MARGINS[source])
+        """Return the engine's errors for a profile of this source; before any measurement, the supposed ones."""
+        return _with_margin(self.errors.get(engine, SUPPOSED), MARGINS[source])
 
     def correction_of(self, plan: Plan, estimate: MemoryEstimate) -> float:
-        """That on the activations of this plan: of its own peak where it is proven, else of the whole family."""
+        """Return the factor on the plan's activations: from its own peak where it is proven, else the family's."""
         proven = self._proof_of(plan, estimate)
         return self.correction if proven is None else observed_correction(estimate.moments, proven.measured_bytes)
 
-    def judging(self, plan: Plan, estimate: MemoryEstimate) -> Errors:
-        """The errors by which this plan is judged: where it is proven, it varies as what was never measured may."""
+    def errors_for(self, plan: Plan, estimate: MemoryEstimate) -> Errors:
+        """Return the errors by which to judge the plan; a proven plan varies as an unmeasured one may."""
         if self._proof_of(plan, estimate) is None:
             return self.errors_of(plan.engine, estimate.source)
-        return _supposing(SUPPOSED, MARGINS[estimate.source])
+        return _with_margin(SUPPOSED, MARGINS[estimate.source])
 
     def _proof_of(self, plan: Plan, estimate: MemoryEstimate) -> Proven | None:
         return next(
-            (one for one in self.proven if one.plan == plan and one.predicted_bytes == estimate.allocated_bytes), None
+            (row for row in self.proven if row.plan == plan and row.predicted_bytes == estimate.allocated_bytes), None
         )
 
     def refutes(self, plan: Plan, estimate: MemoryEstimate, capacity_bytes: int) -> bool:
-        """Whether this very plan, predicted to need no more than now, has burst as much memory as this."""
+        """Return whether this plan ran out of this much memory before, at a prediction no higher than today's."""
         allocated_bytes = capacity_bytes - (estimate.device_bytes - estimate.allocated_bytes)
         return any(
-            one.plan == plan and one.predicted_bytes <= estimate.allocated_bytes and allocated_bytes < one.needed_bytes
-            for one in self.refuted
+            row.plan == plan and row.predicted_bytes <= estimate.allocated_bytes and allocated_bytes < row.needed_bytes
+            for row in self.refuted
         )
 
 
@@ -208,75 +208,81 @@ UNMEASURED = Calibration()
 
 
 def calibration(observations: Iterable[Observation], *, device: str, family: str, job: str = "") -> Calibration:
-    """What the outcomes of a family on a kind of device say; `job` (a Job.key) is the one that asks.
+    """Return the calibration of a family on a kind of device; `job` (a Job.key) is the job to plan.
 
-    `observations` come oldest first, as `remembered` gives them. The correction is the upper median of the factors
+    `observations` come oldest first, as `select_newest` gives them. The correction is the upper median of the factors
     observed, none above CORRECTION_MAX: one outlier among three or more does not move it out of the others' range. A
     job that ran out of memory is held to the median of the belief about it since. Outcomes under another torch than
     the newest do not count, but refuted plans stay refuted. Outcomes of a script do not count either where they were
     predicted relative to other settings than the newest.
     """
-    of_device = [seen for seen in observations if seen.device == device]
-    of_family = [seen for seen in of_device if seen.family == family]
-    relative_to = _told_by(of_family, job)
+    of_device = [outcome for outcome in observations if outcome.device == device]
+    of_family = [outcome for outcome in of_device if outcome.family == family]
+    relative_to = _newest_settings(of_family, job)
     if relative_to is not None:
-        of_family = [seen for seen in of_family if seen.relative_to in (None, relative_to)]
-    counted = [seen for seen in _of_newest_torch(of_family) if not seen.probe]
-    observed = [observed_correction(seen.moments, seen.measured_bytes) for seen in counted[-WINDOW:]]
+        of_family = [outcome for outcome in of_family if outcome.relative_to in (None, relative_to)]
+    counted = [outcome for outcome in _of_newest_torch(of_family) if not outcome.probe]
+    observed = [observed_correction(outcome.moments, outcome.measured_bytes) for outcome in counted[-WINDOW:]]
     factors = [min(CORRECTION_MAX, factor) for factor in observed]
     believed = _belief(counted, job)
     correction = max(1.0, median_high(factors) if factors else 1.0)
     if believed is not None:
         correction = max(correction, believed.quantile(EVEN))
     by_engine = {
-        engine: [seen for seen in counted if seen.plan.engine is engine][-WINDOW:]
-        for engine in {seen.plan.engine for seen in counted}
+        engine: [outcome for outcome in counted if outcome.plan.engine is engine][-WINDOW:]
+        for engine in {outcome.plan.engine for outcome in counted}
     }
     ratios: dict[StepKind, list[float]] = {}
-    for seen in counted:
-        if seen.step_ratio is not None:
-            ratios.setdefault(step_kind(seen.plan), []).append(seen.step_ratio)
+    for outcome in counted:
+        if outcome.step_ratio is not None:
+            ratios.setdefault(step_kind(outcome.plan), []).append(outcome.step_ratio)
     return Calibration(
         correction=correction,
         belief=believed,
-        errors={engine: _errors(seen, correction) for engine, seen in by_engine.items()},
+        errors={engine: _errors(outcomes, correction) for engine, outcomes in by_engine.items()},
         refuted=tuple(
-            Refuted(plan=seen.plan, predicted_bytes=seen.predicted_bytes, needed_bytes=seen.measured_bytes)
-            for seen in of_family
-            if seen.ran_out and not seen.probe
+            Refuted(plan=outcome.plan, predicted_bytes=outcome.predicted_bytes, needed_bytes=outcome.measured_bytes)
+            for outcome in of_family
+            if outcome.ran_out and not outcome.probe
         ),
         proven=_proven(counted),
         step_factors={kind: median(of_kind[-WINDOW:]) for kind, of_kind in ratios.items()},
         line=_line(of_family),
-        is_seen=any(seen.ran_out or not seen.probe for seen in of_family),
+        is_seen=any(outcome.ran_out or not outcome.probe for outcome in of_family),
         overhead=overhead_of(of_device, device),
         relative_to=relative_to,
     )
 
 
-def _told_by(of_family: Sequence[Observation], job: str) -> OwnSettings | None:
+def _newest_settings(of_family: Sequence[Observation], job: str) -> OwnSettings | None:
     """The settings that the newest telling outcome is relative to, of the job itself where it ran out of memory.
 
     An outcome that needed no more than was assumed tells nothing: a job with other settings assumes anew.
     """
-    telling = [seen for seen in of_family if seen.probe or seen.ran_out or seen.measured_bytes > seen.predicted_bytes]
-    own = [seen for seen in telling if _ran_out_itself(seen, job)]
-    return next((seen.relative_to for seen in reversed(own or telling) if seen.relative_to is not None), None)
+    telling = [
+        outcome
+        for outcome in of_family
+        if outcome.probe or outcome.ran_out or outcome.measured_bytes > outcome.predicted_bytes
+    ]
+    of_job = [outcome for outcome in telling if _ran_out_itself(outcome, job)]
+    return next(
+        (outcome.relative_to for outcome in reversed(of_job or telling) if outcome.relative_to is not None), None
+    )
 
 
 def overhead_of(observations: Iterable[Observation], device: str) -> Overhead:
-    """What a kind of device holds beside the allocator, as outcomes under the newest torch there measured it."""
-    return measured_overhead(_of_newest_torch([seen for seen in observations if seen.device == device]))
+    """Return what a kind of device holds beside the allocator, measured under the newest torch there."""
+    return measured_overhead(_of_newest_torch([outcome for outcome in observations if outcome.device == device]))
 
 
 def _proven(counted: Sequence[Observation]) -> tuple[Proven, ...]:
     """The largest peak of each plan that ended a training and never ran out of memory."""
     peaks: dict[tuple[Plan, int], int] = {}
-    for seen in counted:
-        key = (seen.plan, seen.predicted_bytes)
-        peaks[key] = max(peaks.get(key, 0), seen.measured_bytes)
-    ended = dict.fromkeys((seen.plan, seen.predicted_bytes) for seen in counted if seen.finished)
-    burst = {seen.plan for seen in counted if seen.ran_out}
+    for outcome in counted:
+        key = (outcome.plan, outcome.predicted_bytes)
+        peaks[key] = max(peaks.get(key, 0), outcome.measured_bytes)
+    ended = dict.fromkeys((outcome.plan, outcome.predicted_bytes) for outcome in counted if outcome.finished)
+    burst = {outcome.plan for outcome in counted if outcome.ran_out}
     return tuple(
         Proven(plan=plan, predicted_bytes=predicted, measured_bytes=peaks[plan, predicted])
         for plan, predicted in ended
@@ -285,9 +291,9 @@ def _proven(counted: Sequence[Observation]) -> tuple[Proven, ...]:
 
 
 def _line(of_family: Sequence[Observation]) -> MeasuredLine | None:
-    """Through the peaks of the newest probes at two micro-batches; None where there are none."""
-    probed = [seen for seen in of_family if seen.probe and not seen.ran_out]
-    peaks = {seen.plan.micro_batch_size: seen.measured_bytes for seen in probed}
+    """Return the line through the peaks of the newest probes at two micro-batches; None without two."""
+    probed = [outcome for outcome in of_family if outcome.probe and not outcome.ran_out]
+    peaks = {outcome.plan.micro_batch_size: outcome.measured_bytes for outcome in probed}
     if len(peaks) < 2:
         return None
     (few, least_bytes), (more, most_bytes) = sorted(peaks.items())[:2]
@@ -295,42 +301,44 @@ def _line(of_family: Sequence[Observation]) -> MeasuredLine | None:
     return MeasuredLine(
         fixed_bytes=max(0, least_bytes - few * sample_bytes),
         sample_bytes=sample_bytes,
-        is_of_one_rank=all(seen.plan.layout.dp == 1 for seen in probed),
+        is_of_one_rank=all(outcome.plan.layout.dp == 1 for outcome in probed),
     )
 
 
-def remembered(observations: Iterable[Observation]) -> tuple[Observation, ...]:
-    """What is worth keeping, oldest first: the newest WINDOW of each key, the newest failure of each plan, and probes.
+def select_newest(observations: Iterable[Observation]) -> tuple[Observation, ...]:
+    """Return the observations to keep, oldest first: the newest WINDOW of each key, each plan's newest failure, probes.
 
     Each attempt counts once, and neither order nor repetition matters: so outcomes can be imported again.
     """
-    ordered = sorted(observations, key=lambda seen: (seen.at_s, seen.job, seen.number, seen.measured_bytes))
-    once = {(seen.job, seen.number): seen for seen in ordered}
-    newest_first = sorted(once.values(), key=lambda seen: (seen.at_s, seen.job, seen.number), reverse=True)
+    ordered = sorted(
+        observations, key=lambda outcome: (outcome.at_s, outcome.job, outcome.number, outcome.measured_bytes)
+    )
+    once = {(outcome.job, outcome.number): outcome for outcome in ordered}
+    newest_first = sorted(once.values(), key=lambda outcome: (outcome.at_s, outcome.job, outcome.number), reverse=True)
     counts: dict[tuple[str, ...], int] = {}
     failed: set[tuple[str, str, Plan, int]] = set()
     probed: dict[tuple[str, str], set[int]] = {}  # micro-batches that were probed, by device and family
-    kept = []
-    for seen in newest_first:
-        if seen.probe:
-            micros = probed.setdefault((seen.device, seen.family), set())
-            if len(micros) < 2 and seen.plan.micro_batch_size not in micros:
-                kept.append(seen)
-                micros.add(seen.plan.micro_batch_size)
+    newest = []
+    for outcome in newest_first:
+        if outcome.probe:
+            micros = probed.setdefault((outcome.device, outcome.family), set())
+            if len(micros) < 2 and outcome.plan.micro_batch_size not in micros:
+                newest.append(outcome)
+                micros.add(outcome.plan.micro_batch_size)
             continue
-        key = (seen.device, seen.plan.engine, seen.family, seen.torch_version)
+        key = (outcome.device, outcome.plan.engine, outcome.family, outcome.torch_version)
         counts[key] = counts.get(key, 0) + 1
-        failure = (seen.device, seen.family, seen.plan, seen.predicted_bytes)
-        if counts[key] <= WINDOW or (seen.ran_out and failure not in failed):
-            kept.append(seen)
-        if seen.ran_out:
+        failure = (outcome.device, outcome.family, outcome.plan, outcome.predicted_bytes)
+        if counts[key] <= WINDOW or (outcome.ran_out and failure not in failed):
+            newest.append(outcome)
+        if outcome.ran_out:
             failed.add(failure)
-    return tuple(reversed(kept[:OBSERVATIONS_MAX]))
+    return tuple(reversed(newest[:OBSERVATIONS_MAX]))
 
 
 def plan_needed_bytes(plan: Plan, estimate: MemoryEstimate, calibrated: Calibration) -> int:
-    """Free bytes that one device must have for the plan: its corrected estimate and the margin."""
-    margin = calibrated.judging(plan, estimate).margin
+    """Return the free bytes that one device must have for the plan: its corrected estimate times the margin."""
+    margin = calibrated.errors_for(plan, estimate).margin
     if _has_unmeasured_cache(estimate):
         margin = max(margin, MARGIN)
     return math.ceil(corrected_bytes(estimate, calibrated.correction_of(plan, estimate)) * margin)
@@ -343,7 +351,7 @@ def plan_fit_probability(plan: Plan, estimate: MemoryEstimate, calibrated: Calib
     if calibrated.belief is not None and calibrated._proof_of(plan, estimate) is None:
         return calibrated.belief.within(factor_within(estimate, capacity_bytes))
     room = capacity_bytes / max(1, corrected_bytes(estimate, calibrated.correction_of(plan, estimate)))
-    share = calibrated.judging(plan, estimate).within(room)
+    share = calibrated.errors_for(plan, estimate).within(room)
     return min(share, SUPPOSED.within(room)) if _has_unmeasured_cache(estimate) else share
 
 
@@ -353,38 +361,38 @@ def _has_unmeasured_cache(estimate: MemoryEstimate) -> bool:
 
 
 def _of_newest_torch(observations: Sequence[Observation]) -> list[Observation]:
-    told = [seen.torch_version for seen in observations if seen.torch_version]
-    return [seen for seen in observations if seen.torch_version in ("", *told[-1:])]
+    versions = [outcome.torch_version for outcome in observations if outcome.torch_version]
+    return [outcome for outcome in observations if outcome.torch_version in ("", *versions[-1:])]
 
 
 def _belief(counted: Sequence[Observation], job: str) -> Belief | None:
-    """What is believed of the job; None where it never ran out of memory."""
-    burst = [seen for seen in counted if _ran_out_itself(seen, job)]
-    trained = [seen for seen in counted if not seen.ran_out]
-    own = [seen for seen in trained if seen.job == job]
-    return belief(burst, own, [seen for seen in trained if seen.job != job][-WINDOW:]) if burst else None
+    """Return the belief about the job's activations; None where it never ran out of memory."""
+    burst = [outcome for outcome in counted if _ran_out_itself(outcome, job)]
+    trained = [outcome for outcome in counted if not outcome.ran_out]
+    of_job = [outcome for outcome in trained if outcome.job == job]
+    return belief(burst, of_job, [outcome for outcome in trained if outcome.job != job][-WINDOW:]) if burst else None
 
 
-def _ran_out_itself(seen: Observation, job: str) -> bool:
-    return seen.ran_out and seen.job == job
+def _ran_out_itself(outcome: Observation, job: str) -> bool:
+    return outcome.ran_out and outcome.job == job
 
 
 def _errors(outcomes: Sequence[Observation], correction: float) -> Errors:
-    """Of all outcomes but those that ran out of memory within what is predicted by now: these say nothing."""
+    """Return the errors of the outcomes, without those that ran out of memory within the present prediction."""
     ratios, spent = [], 0
-    for seen in outcomes:
-        ratio = seen.measured_bytes / max(1, corrected_peak(seen.predicted_bytes, seen.moments, correction))
-        if ratio > 0 and not (seen.ran_out and ratio <= 1.0):
+    for outcome in outcomes:
+        ratio = outcome.measured_bytes / max(1, corrected_peak(outcome.predicted_bytes, outcome.moments, correction))
+        if ratio > 0 and not (outcome.ran_out and ratio <= 1.0):
             ratios.append(ratio)
-            spent = spent or int(1.0 < correction == observed_correction(seen.moments, seen.measured_bytes))
+            spent = spent or int(1.0 < correction == observed_correction(outcome.moments, outcome.measured_bytes))
     return Errors(tuple(ratios), spent)
 
 
 def _without_outliers(logs: Sequence[float], supposed: float) -> list[float]:
     middle = median_high(logs)
-    spread = DEVIATION_TO_SPREAD * median_high(abs(one - middle) for one in logs)
+    spread = DEVIATION_TO_SPREAD * median_high(abs(log - middle) for log in logs)
     fence = max(0.0, middle) + OUTLIER_SPREADS * max(spread, supposed)
-    return [min(one, fence) for one in logs]
+    return [min(log, fence) for log in logs]
 
 
 def _student(value: float, freedom: int) -> float:
@@ -405,7 +413,7 @@ def _student(value: float, freedom: int) -> float:
 
 @cache
 def _student_quantile(freedom: int) -> float:
-    """Where Student's distribution function reaches CONFIDENCE."""
+    """Return where Student's distribution function reaches CONFIDENCE."""
     low, high = 0.0, 10.0  # 6.96 with 2 degrees of freedom
     while high - low > 1e-12:
         middle = (low + high) / 2
@@ -414,10 +422,10 @@ def _student_quantile(freedom: int) -> float:
 
 
 def prior_spread(margin: float) -> float:
-    """Of the logarithms of ratios, before anything was measured, where `margin` then holds CONFIDENCE of them."""
+    """Return the spread of the logarithms of ratios under which `margin` holds CONFIDENCE of them."""
     return math.log(margin) / _student_quantile(PRIOR_OUTCOMES)
 
 
 @lru_cache(maxsize=1024)
-def _supposing(errors: Errors, margin: float) -> Errors:
+def _with_margin(errors: Errors, margin: float) -> Errors:
     return errors if errors.supposed == margin else replace(errors, supposed=margin)

@@ -26,14 +26,14 @@ def observed_correction(moments: Sequence[MomentBytes], measured_bytes: int) -> 
 
 
 def corrected(estimate: MemoryEstimate, correction: float) -> MemoryEstimate:
-    """The estimate at the moment that is its worst with its activations times `correction`.
+    """Return the estimate at its worst moment with its activations times `correction`.
 
-    Where that is another moment than was estimated, what follows from counting is one sum.
+    Where that is another moment than was estimated, the counted bytes are one sum.
     """
     allocated_bytes = corrected_allocated_bytes(estimate, correction)
     if allocated_bytes == estimate.allocated_bytes:
         return estimate
-    worst = max(estimate.moments, key=lambda one: one.counted_bytes + correction * one.activation_bytes)
+    worst = max(estimate.moments, key=lambda moment: moment.counted_bytes + correction * moment.activation_bytes)
     counted = tuple((cause, count) for cause, count in estimate.by_cause if cause != ACTIVATIONS)
     if worst.name != estimate.moment or sum(count for _, count in counted) != worst.counted_bytes:
         counted = (("all that is counted", worst.counted_bytes),)
@@ -83,12 +83,14 @@ def predicted_peak_bytes(attempt: Attempt) -> int | None:
     return corrected_allocated_bytes(attempt.estimate, attempt.correction)
 
 
-def lasting(moments: Iterable[MomentBytes]) -> tuple[MomentBytes, ...]:
-    """The moments that can be the worst at some factor on the activations of at least 1, each once."""
-    found: list[MomentBytes] = []
+def worst_moments(moments: Iterable[MomentBytes]) -> tuple[MomentBytes, ...]:
+    """Return the moments that can be the worst at some factor on the activations of at least 1, without duplicates."""
+    worst: list[MomentBytes] = []
     total = -1
-    for moment in sorted(set(moments), key=lambda one: (one.activation_bytes, one.counted_bytes), reverse=True):
+    for moment in sorted(
+        set(moments), key=lambda moment: (moment.activation_bytes, moment.counted_bytes), reverse=True
+    ):
         if moment.counted_bytes + moment.activation_bytes > total:
             total = moment.counted_bytes + moment.activation_bytes
-            found.append(moment)
-    return tuple(found)
+            worst.append(moment)
+    return tuple(worst)

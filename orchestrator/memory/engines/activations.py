@@ -48,7 +48,7 @@ class _How(NamedTuple):
 def activations(
     rank: Rank, mode: ActivationCheckpointing, *, casts: bool, full_layers: int = 0, offloads: bool = False
 ) -> tuple[Activations, ...]:
-    """What is live at every passage of the rank, then where the last layer goes forward, then none at all.
+    """Return what is live at every passage of the rank, then where the last layer goes forward, then NONE.
 
     The other micro-batches in flight keep theirs meanwhile. `casts`: autocast keeps low-precision copies of the weights
     until the forward pass is over; those that the backward pass needs live on, and what is recomputed casts them again.
@@ -57,18 +57,18 @@ def activations(
     `offloads`: the layers' inputs wait in host memory (training/engines/recompute.py).
     """
     how = _How(mode, casts, full_layers, offloads)
-    alone = _of_one_micro_batch(rank.stage, rank.has_loss, not rank.messages, how, rank.full_layers, rank.updates)
+    alone = _single_micro_batch(rank.stage, rank.has_loss, not rank.messages, how, rank.full_layers, rank.updates)
     if not rank.others:
         return alone
     saved_bytes = copied_bytes = 0
     for stage, passes in rank.others:
         full = full_parts(stage, full_layers)
         for segment, parts in zip(stage.segments, full, strict=True):
-            saved, copied = _kept(segment, how, segment.count, parts)
+            saved, copied = _saved(segment, how, segment.count, parts)
             saved_bytes, copied_bytes = saved_bytes + passes * saved, copied_bytes + passes * copied
     beside = (
-        Activations(each.per_sample_bytes + saved_bytes, each.fixed_bytes + copied_bytes, each.chunks)
-        for each in alone[:NOTHING]
+        Activations(live.per_sample_bytes + saved_bytes, live.fixed_bytes + copied_bytes, live.chunks)
+        for live in alone[:NOTHING]
     )
     return (*beside, alone[NOTHING])
 
@@ -96,53 +96,56 @@ def highest_places(rank: Rank, *, casts: bool) -> frozenset[int]:
 
 @lru_cache(maxsize=8192)
 def _highest_places(stage: ModelProfile, has_loss: bool, gathers: bool, casts: bool, updates: bool) -> frozenset[int]:
-    """Those of one micro-batch: the others in flight add as much to all."""
+    """Return the highest places of one micro-batch; the others in flight add the same bytes to all places."""
     points = traced_passages(stage) if stage.moments else passages(stage, has_loss, gathers=gathers, updates=updates)
-    places, found = [at for at, passage in enumerate(points) if passage.point is not Point.ARRIVAL], set()
+    places, highest = [place for place, passage in enumerate(points) if passage.point is not Point.ARRIVAL], set()
     for mode in ActivationCheckpointing:
-        passing = _of_one_micro_batch(stage, has_loss, gathers, _How(mode, casts, 0, False), 0, updates)[:FORWARDED]
-        found.add(max(places, key=lambda at: passing[at].per_sample_bytes))
-        found.update(at for at, live in enumerate(passing) if live.chunks is not None)
-    return frozenset(found)
+        passing = _single_micro_batch(stage, has_loss, gathers, _How(mode, casts, 0, False), 0, updates)[:FORWARDED]
+        highest.add(max(places, key=lambda place: passing[place].per_sample_bytes))
+        highest.update(place for place, live in enumerate(passing) if live.chunks is not None)
+    return frozenset(highest)
 
 
 @lru_cache(maxsize=8192)
-def _of_one_micro_batch(
+def _single_micro_batch(
     stage: ModelProfile, has_loss: bool, gathers: bool, how: _How, passing: int, updates: bool
 ) -> tuple[Activations, ...]:
-    """`passing`: full layers whose passages count; `updates`: as those of a rank."""
+    """Return `activations` of one micro-batch; `passing`: full layers whose passages count; `updates`: see Rank."""
     mode, casts = how.mode, how.casts
     if stage.moments:
-        lines = (Activations(one.sample_bytes, one.fixed_bytes) if one.mode is mode else NONE for one in stage.moments)
+        lines = (
+            Activations(moment.sample_bytes, moment.fixed_bytes) if moment.mode is mode else NONE
+            for moment in stage.moments
+        )
         return (*lines, NONE, NONE)
     segments = stage.segments
     full = full_parts(stage, how.full_layers)
-    kept = [_kept(segment, how, segment.count, parts) for segment, parts in zip(segments, full, strict=True)]
-    saved = list(accumulate((saved for saved, _ in kept), initial=0))
-    copied = list(accumulate((copied for _, copied in kept), initial=0))
+    saved_pairs = [_saved(segment, how, segment.count, parts) for segment, parts in zip(segments, full, strict=True)]
+    saved = list(accumulate((saved for saved, _ in saved_pairs), initial=0))
+    copied = list(accumulate((copied for _, copied in saved_pairs), initial=0))
 
     def up_to(place: int, parts: int) -> tuple[int, int]:
-        """What all segments before the place and so many parts of it keep."""
+        """Return what all segments before the place and its first `parts` parts save: per sample, weight copies."""
         if not full[place]:
-            count, (all_saved, all_copied) = segments[place].count, kept[place]
+            count, (all_saved, all_copied) = segments[place].count, saved_pairs[place]
             return saved[place] + parts * (all_saved // count), copied[place] + parts * (all_copied // count)
-        own_saved, own_copied = _kept(segments[place], how, parts, full[place])
+        own_saved, own_copied = _saved(segments[place], how, parts, full[place])
         return saved[place] + own_saved, copied[place] + own_copied
 
     gradient_bytes = stage.parameter_bytes if casts or stage.precision is Precision.FP32 else 2
     recast = casts and mode is not ActivationCheckpointing.NONE and stage.tensor_parallel == 1
-    found = []
+    live = []
     for passage in passages(stage, has_loss, gathers=gathers, full_layers=passing, updates=updates):
         if passage.point is Point.FORWARD:
             kept_then = up_to(passage.place, passage.segment.count)
-            waiting_bytes = gradient_bytes * _waiting(passage, segments[-1])
-            found.append(_forward_end(segments, passage.segment, *kept_then, waiting_bytes, recast=recast))
+            waiting_bytes = gradient_bytes * _waiting_elements(passage, segments[-1])
+            live.append(_forward_end(segments, passage.segment, *kept_then, waiting_bytes, recast=recast))
             continue
         parts = passage.segment.count - passage.position
-        waiting = _waiting(passage, segments[-1])
+        waiting = _waiting_elements(passage, segments[-1])
         if passage.point is Point.START:
             saved_before, copied_before = up_to(passage.place, parts)
-            found.append(Activations(saved_before, copied_before + gradient_bytes * waiting))
+            live.append(Activations(saved_before, copied_before + gradient_bytes * waiting))
             continue
         saved_before, copied_before = up_to(passage.place, parts - 1)
         is_full = parts <= full[passage.place]
@@ -151,14 +154,14 @@ def _of_one_micro_batch(
         cast_bytes = passage.segment.cast_bytes if casts else 0
         if passage.segment.holds_boundaries and mode is ActivationCheckpointing.FULL:
             saved_before += 2 * passage.position * passage.segment.checkpointed_bytes
-        found.append(Activations(saved_before + own_saved, copied_before + cast_bytes + gradient_bytes * summed))
+        live.append(Activations(saved_before + own_saved, copied_before + cast_bytes + gradient_bytes * summed))
     last_layers = max(range(len(segments)), key=lambda place: (segments[place].is_unit, place))
-    found.append(Activations(*up_to(last_layers, segments[last_layers].count - 1)))
-    return (*found, NONE)
+    live.append(Activations(*up_to(last_layers, segments[last_layers].count - 1)))
+    return (*live, NONE)
 
 
-def _kept(segment: Segment, how: _How, parts: int, full: int) -> tuple[int, int]:
-    """From forward to backward, by so many first parts of a segment: per sample, and copies of weights.
+def _saved(segment: Segment, how: _How, parts: int, full: int) -> tuple[int, int]:
+    """Return what the first `parts` of a segment save for backward: bytes per sample, bytes of weight copies.
 
     The first `full` of the segment keep their input only.
     """
@@ -190,7 +193,7 @@ def _forward_end(
     return Activations(saved_bytes + transient, copied_bytes + waiting_bytes + cast, last.chunks)
 
 
-def _waiting(passage: Passage, loss: Segment) -> int:
+def _waiting_elements(passage: Passage, loss: Segment) -> int:
     """Elements of a shared weight's gradient that are there: one in chunks makes it in the forward pass already."""
     if passage.segment is loss and loss.chunks is None:
         return loss.waiting_gradients if passage.point in (Point.GRADIENT, Point.END) else 0

@@ -41,52 +41,52 @@ def moments(rank: Rank, plan: Plan, zero: Zero, places: Iterable[int], *, cuda: 
     optimizer works on one flat tensor with two temporaries of its size (none where it is fused, on CUDA).
     """
     buckets = CUDA_BUCKETS if cuda else VIRTUAL_BUCKETS
-    profile, dp, stage = rank.held, plan.layout.dp, zero.stage
+    profile, dp, stage = rank.profile, plan.layout.dp, zero.stage
     count, width = profile.trained_parameters, compute_bytes(plan)
     shard = -(-count // dp)
     at_once = max(profile.turns, default=count)  # of recipes that train in turn, each has an engine of its own
     on_device = int(plan.offload is Offload.NONE)
-    held = -(-profile.weight_bytes(width) // (dp if stage is ZeroStage.PARAMETERS else 1))
+    parameter_bytes = -(-profile.weight_bytes(width) // (dp if stage is ZeroStage.PARAMETERS else 1))
     fixed = (
-        ("parameters", 0 if plan.offload is Offload.PARAMETERS else held),
+        ("parameters", 0 if plan.offload is Offload.PARAMETERS else parameter_bytes),
         ("master weights", on_device * FP32_BYTES * shard if stage is not ZeroStage.NONE else 0),
         ("optimizer states", on_device * state_bytes(profile, plan, zero.shards)),
         ("workspace", profile.workspace_bytes),
     )
-    found = []
-    for at in places:
-        passage = rank.passages[at]
+    points = []
+    for place in places:
+        passage = rank.passages[place]
         if passage.point is not Point.ARRIVAL or _reductions(profile, stage, buckets, passage)[0]:
-            found.append(Moment(passage.name, (*fixed, *_transients(profile, plan, buckets, passage)), at))
-    found.append(_build(rank, plan))
+            points.append(Moment(passage.name, (*fixed, *_transients(profile, plan, buckets, passage)), place))
+    points.append(_build(rank, plan))
     if stage >= ZeroStage.GRADIENTS:
-        found.append(Moment("last gradient reduction", (*fixed, *_last_reduction(profile, plan, buckets))))
+        points.append(Moment("last gradient reduction", (*fixed, *_last_reduction(profile, plan, buckets))))
     if stage is ZeroStage.NONE:
         updated = temporaries(plan, profile.largest_trained, cuda=cuda, before=profile.updated_before_largest)
     else:
         updated = temporaries(plan, -(-at_once // dp), cuda=cuda)
     if stage is ZeroStage.NONE:
         gradients = ("gradients", width * at_once)
-        found.append(Moment("gradient reduction", (*fixed, gradients, ("gradient buckets", width * at_once))))
-        found.append(Moment("optimizer step", (*fixed, gradients, ("optimizer temporaries", updated))))
-        return found
-    kept = width * (shard + _buckets(profile) * buckets.reduce) if stage is ZeroStage.PARAMETERS else 0
+        points.append(Moment("gradient reduction", (*fixed, gradients, ("gradient buckets", width * at_once))))
+        points.append(Moment("optimizer step", (*fixed, gradients, ("optimizer temporaries", updated))))
+        return points
+    shard_bytes = width * (shard + _bucket_count(profile) * buckets.reduce) if stage is ZeroStage.PARAMETERS else 0
     step = (
-        ("gradients", on_device * (kept + FP32_BYTES * -(-at_once // dp))),
+        ("gradients", on_device * (shard_bytes + FP32_BYTES * -(-at_once // dp))),
         ("optimizer temporaries", on_device * updated),
     )
-    found.append(Moment("optimizer step", (*fixed, *step)))
-    return found
+    points.append(Moment("optimizer step", (*fixed, *step)))
+    return points
 
 
 def tells_recomputed_apart(profile: ModelProfile, zero: Zero) -> bool:
-    """Whether what `moments` counts on CUDA follows from what is recomputed: what views hold, and what a trace saw."""
+    """Return whether the counts of `moments` on CUDA depend on recomputation: by views, or by a trace's moments."""
     viewed = zero.stage is ZeroStage.PARAMETERS and any(segment.viewed for segment in profile.segments)
     return viewed or (zero.stage >= ZeroStage.GRADIENTS and bool(profile.moments))
 
 
 def nvme_buffer_bytes(profile: ModelProfile, plan: Plan) -> int:
-    """Host memory of one rank that offloads to files: fp32 buffers of master, gradient and moments, and of parameters.
+    """Return host bytes of one rank that offloads to files: fp32 buffers of masters, gradients, moments, parameters.
 
     `engines/deepspeed_nvme.py` asks for the first four; DeepSpeed's default is five of the largest parameter's part
     (deepspeed/runtime/zero/offload_config.py).
@@ -100,7 +100,7 @@ def _build(rank: Rank, plan: Plan) -> Moment:
 
     Stages 1 and 2 then copy what is trained of it into a flat tensor.
     """
-    profile, width, stage = rank.held, compute_bytes(plan), plan.zero_stage
+    profile, width, stage = rank.profile, compute_bytes(plan), plan.zero_stage
     made, cast = profile.weight_bytes(profile.parameter_bytes), profile.weight_bytes(width)
     if stage is ZeroStage.PARAMETERS:
         layer = max((part.weight_bytes(FP32_BYTES) for part in profile.segments if part.is_unit), default=0)
@@ -122,10 +122,10 @@ def _transients(profile: ModelProfile, plan: Plan, buckets: Buckets, passage: Pa
     width, stage, dp = compute_bytes(plan), plan.zero_stage, plan.layout.dp
     count = passage.turn or profile.trained_parameters
     accumulates = plan.gradient_accumulation_steps > 1
-    begun = passage.backward and passage.done + passage.own > 0
-    own = passage.fresh
+    begun = passage.backward and passage.done + passage.gradients > 0
+    fresh = passage.fresh
     if stage <= ZeroStage.OPTIMIZER:
-        gradients = count + own if accumulates else passage.done + passage.own
+        gradients = count + fresh if accumulates else passage.done + passage.gradients
         bucket = buckets.reduce if stage is ZeroStage.OPTIMIZER and (begun or accumulates) else 0
         return (("gradients", width * gradients), ("gradient buckets", width * bucket))
     reductions, has_reduced = _reductions(profile, stage, buckets, passage)
@@ -133,27 +133,27 @@ def _transients(profile: ModelProfile, plan: Plan, buckets: Buckets, passage: Pa
         partition = _partition(profile, dp)
         partitions = partition * (int(accumulates) + int(has_reduced))
         bucket = buckets.reduce if begun else 0
-        meets = _meets(profile, passage) or passage.own == passage.segment.trained_parameters
+        meets = _meets(profile, passage) or passage.gradients == passage.segment.trained_parameters
         alone = copied = 0
-        for one in reductions:
-            if alone < one.elements > buckets.reduce:
-                alone = one.elements
+        for reduction in reductions:
+            if alone < reduction.elements > buckets.reduce:
+                alone = reduction.elements
             if meets:
-                copied = max(copied, _copied(one.elements, dp) - (partition if one.is_first else 0))
-        return (("gradients", width * (partitions + own + alone)), ("gradient buckets", width * (bucket + copied)))
-    bucket = buckets.reduce * (2 if buckets.overlap else 1) * _buckets(profile)
-    waiting = passage.own if passage.own < passage.segment.leaf_until else 0
-    kept, copies, gathered = own + waiting, 0, _gathered(profile, plan, buckets, passage)
+                copied = max(copied, _copied(reduction.elements, dp) - (partition if reduction.is_first else 0))
+        return (("gradients", width * (partitions + fresh + alone)), ("gradient buckets", width * (bucket + copied)))
+    bucket = buckets.reduce * (2 if buckets.overlap else 1) * _bucket_count(profile)
+    waiting = passage.gradients if passage.gradients < passage.segment.leaf_until else 0
+    peak, copies, gathered = fresh + waiting, 0, _gathered(profile, plan, buckets, passage)
     meets = _meets(profile, passage)
-    for one in reductions:
-        alone = one.elements if one.elements > buckets.reduce else 0
-        held = (0 if one.waiting else own) + one.waiting + alone
-        copied = buckets.copies * one.elements - alone if meets else 0
-        beside = _gathered(profile, plan, buckets, passage, in_leaf=True) if one.waiting else gathered
-        if held + copied + beside > kept + copies + gathered:
-            kept, copies, gathered = held, copied, beside
+    for reduction in reductions:
+        alone = reduction.elements if reduction.elements > buckets.reduce else 0
+        unreduced = (0 if reduction.waiting else fresh) + reduction.waiting + alone
+        copied = buckets.copies * reduction.elements - alone if meets else 0
+        beside = _gathered(profile, plan, buckets, passage, in_leaf=True) if reduction.waiting else gathered
+        if unreduced + copied + beside > peak + copies + gathered:
+            peak, copies, gathered = unreduced, copied, beside
     return (
-        ("gradients", width * (-(-profile.trained_parameters // dp) + kept)),
+        ("gradients", width * (-(-profile.trained_parameters // dp) + peak)),
         ("gradient buckets", width * (bucket + copies)),
         ("gathered parameters", width * gathered),
     )
@@ -172,13 +172,13 @@ def _gathered(profile: ModelProfile, plan: Plan, buckets: Buckets, passage: Pass
         return 0
     segment = passage.segment
     recomputed = plan.activation_checkpointing is not ActivationCheckpointing.NONE
-    is_made = passage.peak is None or segment.is_unit or segment.looked_up > 0 or passage.own > 0
+    is_made = passage.peak is None or segment.is_unit or segment.looked_up > 0 or passage.gradients > 0
     at_once = segment.largest_parameter if is_made else 0  # a loss of whole logits comes before its head
     if recomputed and passage.backward:
-        at_once += segment.parameters - max(passage.own, at_once)
+        at_once += segment.parameters - max(passage.gradients, at_once)
     if passage.backward and passage.point is not Point.START:
         at_once = max(at_once, segment.looked_up)
-    leaf_ended = 0 < segment.leaf_until <= passage.own
+    leaf_ended = 0 < segment.leaf_until <= passage.gradients
     side_by_side = segment.side_by_side * (2 if passage.point is Point.START else 1)
     if leaf_ended and not in_leaf:
         side_by_side = 0
@@ -211,7 +211,7 @@ def _held_by_views(profile: ModelProfile, passage: Passage, *, leaf_ended: bool)
 
 
 def _last_reduction(profile: ModelProfile, plan: Plan, buckets: Buckets) -> Causes:
-    """Behind the backward pass stages 2 and 3 reduce what their bucket still has: all, where it fits in.
+    """Return the causes of the last reduction: after backward, stages 2 and 3 reduce what their bucket still holds.
 
     (`independent_gradient_partition_epilogue` in deepspeed/runtime/zero/stage_1_and_2.py and stage3.py.) Stage 2 copies
     it (`average_tensor`), stage 3 sorts all by ranks (`reduce_scatter_coalesced` in
@@ -224,9 +224,9 @@ def _last_reduction(profile: ModelProfile, plan: Plan, buckets: Buckets) -> Caus
         partition, copied = _partition(profile, dp), _copied(rest, dp)
         if rest == at_once:  # the first reduction too
             copied = max(0, copied - partition)
-        held = partition * (2 if plan.gradient_accumulation_steps > 1 else 1)
-        return (("gradients", width * held), ("gradient buckets", width * (buckets.reduce + copied)))
-    bucket = buckets.reduce * (2 if buckets.overlap else 1) * _buckets(profile)
+        partitions = partition * (2 if plan.gradient_accumulation_steps > 1 else 1)
+        return (("gradients", width * partitions), ("gradient buckets", width * (buckets.reduce + copied)))
+    bucket = buckets.reduce * (2 if buckets.overlap else 1) * _bucket_count(profile)
     shard = -(-profile.trained_parameters // dp)
     looked_up = 0 if dp == 1 and plan.offload is not Offload.PARAMETERS else _looked_up(profile, -1)
     return (
@@ -248,39 +248,47 @@ def _copied(reduced: int, dp: int) -> int:
 def _reductions(
     profile: ModelProfile, stage: ZeroStage, buckets: Buckets, passage: Passage
 ) -> tuple[list[Reduction], bool]:
-    """What is reduced while the part goes backward, and whether anything was by then.
+    """Return what is reduced while the part goes backward, and whether anything was reduced by then.
 
-    That is when a gradient comes that the bucket has no room for: a trace knows what is live then. At its other moments
-    only what no bucket holds is there, until it is reduced with the next gradient.
+    A gradient without room in the bucket causes a reduction: a trace has what is live then. At its other moments only
+    tensors larger than a bucket are live, until they are reduced with the next gradient.
     """
     if not passage.backward:
         return [], False
     if profile.turns:  # a bucket for each, of whose parts the profile does not tell
-        least = passage.done + passage.own > buckets.reduce
+        least = passage.done + passage.gradients > buckets.reduce
         return ([Reduction(0, min(buckets.reduce, passage.done))] if least else []), least
-    found = filling(profile, buckets.reduce, leaves=stage is ZeroStage.PARAMETERS)
+    fill = filling(profile, buckets.reduce, leaves=stage is ZeroStage.PARAMETERS)
     part = passage.place, passage.position
     peaked = passage.segment.is_unit or passage.peak is not None or passage.point is Point.ARRIVAL
-    own = passage.own if peaked else passage.segment.trained_parameters
+    gradients = passage.gradients if peaked else passage.segment.trained_parameters
     if passage.point is Point.ARRIVAL:
-        return [one for one in found.at(part, own - 1) if one.own >= passage.since], found.has_begun(part, own - 1)
+        return [
+            reduction for reduction in fill.up_to(part, gradients - 1) if reduction.gradients >= passage.since
+        ], fill.has_begun(part, gradients - 1)
     if profile.moments or passage.segment.arrivals:
-        large = [one for one in found.at(part, own) if one.elements > buckets.reduce and (one.own == own or not peaked)]
-        return large, found.has_begun(part, own - peaked)
+        large = [
+            reduction
+            for reduction in fill.up_to(part, gradients)
+            if reduction.elements > buckets.reduce and (reduction.gradients == gradients or not peaked)
+        ]
+        return large, fill.has_begun(part, gradients - peaked)
     if not passage.segment.peaks:
-        return found.at(part, own), found.has_begun(part, own)
-    earlier = max((peak.own for peak in passage.segment.peaks if peak.own < own), default=0)
-    reduced = [one for one in found.at(part, own - 1) if one.own >= earlier]  # each peak meets those of its gradients
-    return reduced, found.has_begun(part, own - 1)
+        return fill.up_to(part, gradients), fill.has_begun(part, gradients)
+    earlier = max((peak.own for peak in passage.segment.peaks if peak.own < gradients), default=0)
+    reduced = [
+        reduction for reduction in fill.up_to(part, gradients - 1) if reduction.gradients >= earlier
+    ]  # each peak meets those of its gradients
+    return reduced, fill.has_begun(part, gradients - 1)
 
 
 def _meets(profile: ModelProfile, passage: Passage) -> bool:
-    """Whether what is reduced is copied beside what is live at this moment: at arrivals, where those are known."""
-    known = bool(profile.moments or passage.segment.arrivals)
-    return passage.point is Point.ARRIVAL or bool(profile.turns) or not known
+    """Return whether reduced gradients are copied at this moment: at arrivals only, where the profile has them."""
+    has_arrivals = bool(profile.moments or passage.segment.arrivals)
+    return passage.point is Point.ARRIVAL or bool(profile.turns) or not has_arrivals
 
 
-def _buckets(profile: ModelProfile) -> int:
+def _bucket_count(profile: ModelProfile) -> int:
     """Stage 3 makes its bucket once and keeps it; of recipes that train in turn, each has one."""
     return max(1, len(profile.turns))
 

@@ -15,9 +15,9 @@ Part = tuple[int, int]  # of the model: its segment, and its position there in b
 
 
 class Reduction(NamedTuple):
-    """What is reduced at a time: because the gradient that comes then does not fit beside it."""
+    """What is reduced at once, since the next gradient does not fit into the bucket beside it."""
 
-    own: int  # gradients that the part has by then
+    gradients: int  # gradients that the part has by then
     elements: int
     waiting: int = 0  # elements of a leaf's gradients that have been made and are not in the bucket yet
     is_first: bool = False  # of the backward pass
@@ -30,53 +30,53 @@ class Filling:
     reduced: Mapping[Part, tuple[Reduction, ...]]
     rest: int  # what is in the bucket when the backward pass is over
 
-    def at(self, part: Part, own: int) -> list[Reduction]:
-        """What is reduced at a time while that part goes backward, up to so many gradients of its own."""
-        return [one for one in self.reduced.get(part, ()) if one.own <= own]
+    def up_to(self, part: Part, gradients: int) -> list[Reduction]:
+        """Return the reductions of that part's backward pass, up to so many gradients of its own."""
+        return [reduction for reduction in self.reduced.get(part, ()) if reduction.gradients <= gradients]
 
-    def has_begun(self, part: Part, own: int) -> bool:
-        """Whether anything was reduced by then."""
+    def has_begun(self, part: Part, gradients: int) -> bool:
+        """Return whether anything was reduced by then."""
         first = next(iter(self.reduced), None)
         if first is None or part == first:
-            return first is not None and bool(self.at(part, own))
+            return first is not None and bool(self.up_to(part, gradients))
         return (-part[0], part[1]) > (-first[0], first[1])
 
 
 @lru_cache(maxsize=256)
 def filling(profile: ModelProfile, bucket: int, *, leaves: bool = False) -> Filling:
-    """A bucket of so many elements in a backward pass: it is reduced before a tensor that it cannot hold beside others.
+    """Return the reductions of a bucket of so many elements: it is reduced before a tensor that does not fit in.
 
     (`reduce_independent_p_g_buckets_and_remove_grads` in deepspeed/runtime/zero/stage3.py and stage_1_and_2.py.)
     `leaves`: gradients of a leaf wait until all have been made (`reduce_leaf_module_grads` in stage3.py).
     """
     reduced: dict[Part, tuple[Reduction, ...]] = {}
-    held, own, last = 0, 0, None
+    in_bucket, gradients, last = 0, 0, None
     for part, size in _in_backward_order(profile, leaves=leaves):
-        own = own if part == last else 0
-        if held and held + size > bucket:
+        gradients = gradients if part == last else 0
+        if in_bucket and in_bucket + size > bucket:
             segment = profile.segments[part[0]]
             until = segment.leaf_until if leaves else 0
-            waiting = until - own if until - sum(segment.leaf) <= own < until else 0
-            one = Reduction(until - 1 if waiting else own, held, waiting, is_first=not reduced)
-            reduced[part] = (*reduced.get(part, ()), one)
-            held = 0
-        held, own, last = held + size, own + size, part
-    return Filling(reduced=reduced, rest=held)
+            waiting = until - gradients if until - sum(segment.leaf) <= gradients < until else 0
+            reduction = Reduction(until - 1 if waiting else gradients, in_bucket, waiting, is_first=not reduced)
+            reduced[part] = (*reduced.get(part, ()), reduction)
+            in_bucket = 0
+        in_bucket, gradients, last = in_bucket + size, gradients + size, part
+    return Filling(reduced=reduced, rest=in_bucket)
 
 
 @lru_cache(maxsize=4096)
 def largest_share(profile: ModelProfile, shares: int) -> int:
-    """Elements of all tensors that lie in one of so many equal shares of what is trained, even if in part."""
-    ends = list(accumulate(_registered(profile))) or [0]
-    starts, each = [0, *ends[:-1]], -(-ends[-1] // shares)
+    """Return the elements of all tensors that overlap the largest of so many equal shares of what is trained."""
+    ends = list(accumulate(_registered_sizes(profile))) or [0]
+    starts, share = [0, *ends[:-1]], -(-ends[-1] // shares)
     largest = 0
-    for begin in range(0, ends[-1], max(1, each)):
-        end = min(begin + each, ends[-1])
+    for begin in range(0, ends[-1], max(1, share)):
+        end = min(begin + share, ends[-1])
         largest = max(largest, ends[bisect_left(ends, end)] - starts[bisect_right(starts, begin) - 1])
     return largest
 
 
-def _registered(profile: ModelProfile) -> Iterator[int]:
+def _registered_sizes(profile: ModelProfile) -> Iterator[int]:
     for segment in profile.segments:
         for _ in range(segment.count):
             yield from segment.registered or reversed(segment.gradients)

@@ -60,7 +60,7 @@ class Passage(NamedTuple):
     place: int  # of the segment in the model, or in the stage of a pipeline
     position: int  # of the part in its segment, in backward order: the deepest is 0
     done: int  # trained parameters of the parts that are through their backward pass
-    own: int  # trained parameters of this part whose gradient exists
+    gradients: int  # trained parameters of this part whose gradient exists
     fresh: int  # of those, what an engine copies from and lets go at once; 0 where it is among the activations
     units_done: int  # of all parameters, those of layers that are through their backward pass
     ends_done: int  # of `done`, those of parts that are no layers
@@ -68,7 +68,7 @@ class Passage(NamedTuple):
     behind: Segment | None = None  # and its other neighbour
     turn: int = 0  # trained parameters of its recipe, where several train in turn
     outside: bool = False  # see TracedMoment
-    since: int = 0  # of an arrival: `own` at the one before that is known
+    since: int = 0  # of an arrival: `gradients` at the one before that is known
     peak: BackwardPeak | None = None  # of a part that says several
 
     @property
@@ -80,12 +80,12 @@ class Passage(NamedTuple):
 class Rank:
     """What one rank holds of a model; under pipeline parallelism that is some of its layers.
 
-    `stage` is one of its pipeline stages: all of `held` but where stages are interleaved. Every further pass in flight
+    `stage` is one of its pipeline stages: all of `profile` unless stages are interleaved. Every further pass in flight
     keeps the activations of its stage. Compared by identity: there is one of each (pipeline.ranks).
     """
 
     name: str  # where it stands in the pipeline, "" where there is none
-    held: ModelProfile
+    profile: ModelProfile
     stage: ModelProfile
     has_loss: bool = True
     others: tuple[tuple[ModelProfile, int], ...] = ()  # stages, and passes of them that are in flight beside
@@ -109,15 +109,15 @@ class Rank:
 
     @cached_property
     def parameters(self) -> int:
-        return self.held.parameters
+        return self.profile.parameters
 
     @cached_property
     def gathered_parameters(self) -> int:
-        return self.held.gathered_parameters
+        return self.profile.gathered_parameters
 
     @cached_property
     def trained_parameters(self) -> int:
-        return self.held.trained_parameters
+        return self.profile.trained_parameters
 
     @cached_property
     def accumulated(self) -> int:
@@ -126,39 +126,39 @@ class Rank:
 
     @cached_property
     def weight_bytes(self) -> int:
-        """As they are trained, in fp32 or as a script holds them; frozen ones in a form of their own."""
-        return self.held.weight_bytes(self.held.parameter_bytes)
+        """Bytes of the weights: trained ones in fp32 or as a script holds them, frozen ones in their own type."""
+        return self.profile.weight_bytes(self.profile.parameter_bytes)
 
     @cached_property
     def end_parameters(self) -> int:
-        """Of the parts that are no layers: embedding, head."""
-        return sum(segment.parameters for segment in self.held.segments if not segment.is_unit)
+        """Parameters of the parts that are no layers: embedding, head."""
+        return sum(segment.parameters for segment in self.profile.segments if not segment.is_unit)
 
     @cached_property
     def trained_end_parameters(self) -> int:
-        return sum(segment.trained_parameters for segment in self.held.segments if not segment.is_unit)
+        return sum(segment.trained_parameters for segment in self.profile.segments if not segment.is_unit)
 
     def buffer_bytes(self, plan: Plan) -> int:
-        """What it keeps of the messages of a step (training/engines/pipeline.py)."""
-        return self.messages * plan.micro_batch_size * self.held.boundary_bytes
+        """Return the bytes of the pipeline messages that it holds in a step (training/engines/pipeline.py)."""
+        return self.messages * plan.micro_batch_size * self.profile.boundary_bytes
 
 
 def full_parts(stage: ModelProfile, full_layers: int) -> list[int]:
-    """Of every segment, how many of its parts are among the first so many layers of the stage."""
+    """Return, for each segment, how many of its parts are among the stage's first `full_layers` layers."""
     if not full_layers:
         return [0] * len(stage.segments)
-    found, left = [], full_layers
+    counts, left = [], full_layers
     for segment in stage.segments:
-        found.append(min(left, segment.count) if segment.is_unit else 0)
-        left -= found[-1]
-    return found
+        counts.append(min(left, segment.count) if segment.is_unit else 0)
+        left -= counts[-1]
+    return counts
 
 
 @lru_cache(maxsize=8192)
 def passages(
     stage: ModelProfile, has_loss: bool, *, gathers: bool, full_layers: int = 0, updates: bool = False
 ) -> tuple[Passage, ...]:
-    """The points that can be the worst of one micro-batch, in the order in which they come.
+    """Return the points that can be the worst of one micro-batch, in the order in which they come.
 
     Between the second part of a segment and the last everything changes linearly, so three are enough; but the last has
     none ahead. Where an engine `gathers` one part ahead of another, as no pipeline does, the last but one counts too.
@@ -169,12 +169,14 @@ def passages(
     last, chunks = segments[-1], segments[-1].chunks
     in_forward = min(chunks.gradients, last.trained_parameters) if chunks is not None else 0
     fresh = min(in_forward, last.largest_gradient)
-    found = [
+    points = [
         Passage(f"forward of last {segment.name}", Point.FORWARD, segment, place, 0, 0, 0, 0, 0, 0)
         for place, segment in enumerate(segments)
         if segment.forward_transient_bytes
     ]
-    found.append(Passage(f"forward {last.name}", Point.FORWARD, last, len(segments) - 1, 0, 0, in_forward, fresh, 0, 0))
+    points.append(
+        Passage(f"forward {last.name}", Point.FORWARD, last, len(segments) - 1, 0, 0, in_forward, fresh, 0, 0)
+    )
     done = units = ends = passed = 0
     layers = [segment for segment in segments if segment.is_unit for _ in range(segment.count)]
     full = full_parts(stage, full_layers)
@@ -186,8 +188,8 @@ def passages(
             positions |= {segment.count - full[place] - 1, segment.count - full[place]}
         repeated, is_loss = segment.is_unit, has_loss and segment is last and segment.count == 1
         for position in sorted(positions):
-            at = len(layers) - 1 - passed - position
-            found += [
+            layer = len(layers) - 1 - passed - position
+            points += [
                 Passage(
                     name=f"{point.value} of {_order(segment, position)}{segment.name}",
                     point=point,
@@ -195,38 +197,38 @@ def passages(
                     place=place,
                     position=position,
                     done=done + position * segment.trained_parameters,
-                    own=own,
-                    fresh=min(own, segment.largest_gradient) if peak is None else peak.fresh,
+                    gradients=gradients,
+                    fresh=min(gradients, segment.largest_gradient) if peak is None else peak.fresh,
                     units_done=units + position * stage.gathered(segment),
                     ends_done=ends,
-                    ahead=layers[at - 1] if repeated and at > 0 else None,
-                    behind=layers[at + 1] if repeated and at + 1 < len(layers) else None,
+                    ahead=layers[layer - 1] if repeated and layer > 0 else None,
+                    behind=layers[layer + 1] if repeated and layer + 1 < len(layers) else None,
                     peak=peak,
-                    since=max((each.own for each in segment.arrivals if each.own < own), default=0),
+                    since=max((arrival.own for arrival in segment.arrivals if arrival.own < gradients), default=0),
                 )
-                for point, own, peak in _backward(segment, is_loss=is_loss, arrives=gathers, updates=updates)
+                for point, gradients, peak in _backward(segment, is_loss=is_loss, arrives=gathers, updates=updates)
             ]
         done += segment.count * segment.trained_parameters
         units += segment.count * stage.gathered(segment) if repeated else 0
         passed += segment.count if repeated else 0
         ends += 0 if repeated else segment.trained_parameters
-    return tuple(found)
+    return tuple(points)
 
 
 @lru_cache(maxsize=1024)
 def traced_passages(stage: ModelProfile) -> tuple[Passage, ...]:
-    """The same of a model that was traced: its moments, those of every kind of checkpointing."""
+    """Return the passages of a traced model: its moments under every kind of checkpointing."""
     layers = [(place, segment) for place, segment in enumerate(stage.segments) if segment.is_unit]
     first = {place: sum(before.count for _, before in layers[:number]) for number, (place, _) in enumerate(layers)}
     units = [segment for _, segment in layers for _ in range(segment.count)]
-    found = []
+    points = []
     come: dict[object, int] = {}
     for moment in stage.moments:
         segment, ahead, behind = stage.segments[moment.segment], None, None
         if segment.is_unit:
-            at = first[moment.segment] + segment.count - 1 - moment.position
-            ahead = units[at - 1] if at > 0 else None
-            behind = units[at + 1] if at + 1 < len(units) else None
+            layer = first[moment.segment] + segment.count - 1 - moment.position
+            ahead = units[layer - 1] if layer > 0 else None
+            behind = units[layer + 1] if layer + 1 < len(units) else None
         since = 0
         if moment.fresh:
             part = moment.mode, moment.turn, moment.segment, moment.position, moment.zero3
@@ -235,7 +237,7 @@ def traced_passages(stage: ModelProfile) -> tuple[Passage, ...]:
             point = Point.START if moment.starts else Point.PEAK
         else:
             point = Point.ENTRY if moment.starts else Point.FORWARD
-        found.append(
+        points.append(
             Passage(
                 name=f"{point.value} of {_order(segment, moment.position)}{segment.name}",
                 point=point,
@@ -243,7 +245,7 @@ def traced_passages(stage: ModelProfile) -> tuple[Passage, ...]:
                 place=moment.segment,
                 position=moment.position,
                 done=moment.done,
-                own=moment.own,
+                gradients=moment.own,
                 fresh=moment.fresh,
                 units_done=moment.units_done,
                 ends_done=moment.ends_done,
@@ -254,7 +256,7 @@ def traced_passages(stage: ModelProfile) -> tuple[Passage, ...]:
                 since=since,
             )
         )
-    return tuple(found)
+    return tuple(points)
 
 
 def _order(segment: Segment, position: int) -> str:
@@ -266,11 +268,11 @@ def _order(segment: Segment, position: int) -> str:
 def _backward(
     segment: Segment, *, is_loss: bool, arrives: bool, updates: bool
 ) -> list[tuple[Point, int, BackwardPeak | None]]:
-    """Backward pass of one part, with the gradients that it has by then: its start, its peaks, all of them made.
+    """Return the points of one part's backward pass, each with the gradients by then: start, peaks, end.
 
-    In a repeated part the largest activations and the gradient of the largest matrix (of the feed-forward) meet, where
-    it does not say itself what meets. A loss that holds all logits has its peak before the head has any gradient. One
-    in chunks has the head's from the forward pass.
+    In a repeated part without peaks of its own, the largest activations and the gradient of the largest matrix (of the
+    feed-forward) meet. A loss that holds all logits has its peak before the head has any gradient. One in chunks has
+    the head's from the forward pass.
     """
     trained, largest = segment.trained_parameters, segment.largest_gradient
     if is_loss and segment.chunks is not None:
@@ -279,8 +281,8 @@ def _backward(
         return [*((Point.PEAK, peak.own, peak) for peak in segment.peaks), (Point.END, trained, None)]
     if is_loss:
         return [(Point.PEAK, 0, None), (Point.GRADIENT, largest, None), (Point.END, trained, None)]
-    found: list[tuple[Point, int, BackwardPeak | None]] = [(Point.START, 0, None)]
-    found += [(Point.PEAK, peak.own, peak) for peak in segment.peaks] or [(Point.PEAK, largest, None)]
-    found += [(Point.GRADIENT, largest, None)] if updates and not segment.peaks else []
-    found += [(Point.ARRIVAL, arrival.own, arrival) for arrival in segment.arrivals if arrives]
-    return [*found, (Point.END, trained, None)]
+    points: list[tuple[Point, int, BackwardPeak | None]] = [(Point.START, 0, None)]
+    points += [(Point.PEAK, peak.own, peak) for peak in segment.peaks] or [(Point.PEAK, largest, None)]
+    points += [(Point.GRADIENT, largest, None)] if updates and not segment.peaks else []
+    points += [(Point.ARRIVAL, arrival.own, arrival) for arrival in segment.arrivals if arrives]
+    return [*points, (Point.END, trained, None)]

@@ -30,7 +30,7 @@ def state_bytes(profile: ModelProfile, plan: Plan, shards: int) -> int:
     trained = profile.trained_parameters
     narrow = 1 if plan.mechanics.has_fp32_states else FP32_BYTES // profile.parameter_bytes
     if plan.optimizer is Optimizer.ADAFACTOR:
-        return FP32_BYTES * -(-_factored(profile) // shards)
+        return FP32_BYTES * -(-_factored_elements(profile) // shards)
     if plan.optimizer is Optimizer.ADAMW_8BIT:
         return sum(
             segment.count * _in_8_bits(-(-tensor // shards))
@@ -62,7 +62,7 @@ def _in_8_bits(elements: int) -> int:
     return 2 * (elements + FP32_BYTES * elements // BLOCK) + TABLES_BYTES
 
 
-def _factored(profile: ModelProfile) -> int:
+def _factored_elements(profile: ModelProfile) -> int:
     """Elements of the factored second moments (Shazeer and Stern 2018, arXiv:1804.04235, section 3)."""
     return sum(
         segment.count

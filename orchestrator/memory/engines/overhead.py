@@ -52,14 +52,14 @@ def _supposed_bytes(layout: ParallelLayout, dp_replicate: int, expert_parallel: 
 class Overhead:
     """What one kind of device holds beside the allocator."""
 
-    measured: tuple[tuple[int, int], ...] = ()  # bytes as supposed, and as measured of plans of which that is supposed
+    measured: tuple[tuple[int, int], ...] = ()  # supposed bytes, and measured bytes of plans with those
 
     def bytes_of(self, plan: Plan) -> int:
-        """As measured of plans with such communicators; else supposed, and as far off as what was measured nearest."""
+        """Return the overhead: the constants, corrected by the error of the nearest overhead that was measured."""
         supposed_bytes = supposed_overhead_bytes(plan)
         if not self.measured:
             return supposed_bytes
-        nearest_bytes, measured_bytes = min(self.measured, key=lambda one: abs(one[0] - supposed_bytes))
+        nearest_bytes, measured_bytes = min(self.measured, key=lambda pair: abs(pair[0] - supposed_bytes))
         return max(0, supposed_bytes + measured_bytes - nearest_bytes)
 
 
@@ -73,11 +73,14 @@ def measured_overhead(observations: Iterable[Observation]) -> Overhead:
     models. Programs of others that come and go while an attempt runs are outliers in both directions.
     """
     by_supposed: dict[int, list[int]] = {}
-    for seen in observations:
-        if seen.overhead_bytes is not None:
-            by_supposed.setdefault(supposed_overhead_bytes(seen.plan), []).append(seen.overhead_bytes)
+    for observation in observations:
+        if observation.overhead_bytes is not None:
+            by_supposed.setdefault(supposed_overhead_bytes(observation.plan), []).append(observation.overhead_bytes)
     return Overhead(
-        tuple((supposed, _in_steps(median_high(told[-COUNTED:]))) for supposed, told in sorted(by_supposed.items()))
+        tuple(
+            (supposed, _in_steps(median_high(measured[-COUNTED:])))
+            for supposed, measured in sorted(by_supposed.items())
+        )
     )
 
 

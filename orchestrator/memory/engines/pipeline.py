@@ -14,7 +14,7 @@ from orchestrator.specs.stages import stage_layers
 
 
 def ranks(profile: ModelProfile, plan: Plan, *, full_layers: int = 0) -> tuple[Rank, ...]:
-    """One rank of each kind that can need the most: of the first stage, the first of those that hold alike, the last.
+    """Return a rank of each kind that can need the most: the first stage, the largest middle stages, the last stage.
 
     The first stage has the embedding and the most micro-batches in flight, the last has the loss. The repeated segment
     is cut as specs.stages says; what stands before it belongs to the first stage, what stands behind it to the last.
@@ -27,7 +27,7 @@ def ranks(profile: ModelProfile, plan: Plan, *, full_layers: int = 0) -> tuple[R
         is_alone = in_flight.is_one_round
         return _whole(profile, full_layers, is_alone=is_alone, updates=plan.optimizer_in_backward)
     ends = plan.first_stage_layers, plan.last_stage_layers
-    sizes = stage_layers(in_three(profile)[1].count, layout.pp * per_rank, *ends)
+    sizes = stage_layers(split_ends(profile)[1].count, layout.pp * per_rank, *ends)
     return _stages(profile, layout.pp, sizes, in_flight, full_layers)
 
 
@@ -40,7 +40,7 @@ class Filling(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def filling(pp: int, per_rank: int, micro_batches: int) -> Filling:
-    """That of so many micro-batches; equal where their number makes no difference.
+    """Return the filling of so many micro-batches; fillings are equal where the number makes no difference.
 
     (`microbatches_per_round` in torch/distributed/pipelining/schedules.py, ScheduleInterleaved1F1B, torch 2.13.0.)
     """
@@ -51,7 +51,7 @@ def filling(pp: int, per_rank: int, micro_batches: int) -> Filling:
 
 @lru_cache(maxsize=4096)
 def waiting(rank: int, pp: int, per_rank: int, filling: Filling) -> tuple[int, ...]:
-    """Of each stage of the rank, the forward passes that wait for their backward pass when the first of these begins.
+    """Return, for each stage of the rank, the forward passes that wait for backward when the first backward begins.
 
     1F1B: Narayanan et al. 2021, arXiv:2104.04473, section 2.2.1; interleaved: the forwards of the warm-up, and one
     (`_get_warmup_ops` in torch/distributed/pipelining/schedules.py, torch 2.13.0). No later moment has more of them.
@@ -67,7 +67,7 @@ def waiting(rank: int, pp: int, per_rank: int, filling: Filling) -> tuple[int, .
 @lru_cache(maxsize=1024)
 def _whole(profile: ModelProfile, full_layers: int, *, is_alone: bool, updates: bool) -> tuple[Rank, ...]:
     whole = Rank(
-        name="", held=profile, stage=profile, accumulates=not is_alone, full_layers=full_layers, updates=updates
+        name="", profile=profile, stage=profile, accumulates=not is_alone, full_layers=full_layers, updates=updates
     )
     return (whole,)
 
@@ -77,29 +77,29 @@ def _stages(
     profile: ModelProfile, pp: int, sizes: tuple[int, ...], filling: Filling, full_layers: int
 ) -> tuple[Rank, ...]:
     per_rank = len(sizes) // pp
-    found = []
-    for rank in of_all_kinds(pp, sizes):
-        own, passes = sizes[rank::pp], waiting(rank, pp, per_rank, filling)
+    kinds = []
+    for rank in distinct_ranks(pp, sizes):
+        layer_counts, passes = sizes[rank::pp], waiting(rank, pp, per_rank, filling)
         first, last = rank == 0, rank == pp - 1
         stages = [
             part(profile, layers, first=first and turn == 0, last=last and turn == per_rank - 1)
-            for turn, layers in enumerate(own)
+            for turn, layers in enumerate(layer_counts)
         ]
         every = Rank(
             name=f" in pipeline rank {rank}",
-            held=part(profile, sum(own), first=first, last=last),
-            stage=part(profile, max(own), first=first, last=last),
+            profile=part(profile, sum(layer_counts), first=first, last=last),
+            stage=part(profile, max(layer_counts), first=first, last=last),
             has_loss=last,
             others=_others(stages, passes, -1),
             accumulates=True,
             messages=messages(rank, pp, passes, per_rank - first),
             full_layers=full_layers,
         )
-        found += _of_one_round(every, stages, passes, rank, pp, filling.at_a_time) if filling.is_one_round else [every]
-    return tuple(found)
+        kinds += _split_round(every, stages, passes, rank, pp, filling.at_a_time) if filling.is_one_round else [every]
+    return tuple(kinds)
 
 
-def _of_one_round(
+def _split_round(
     every: Rank, stages: Sequence[ModelProfile], passes: tuple[int, ...], rank: int, pp: int, at_a_time: int
 ) -> list[Rank]:
     """The rank where its last stage goes backward first, goes on, and where its first stage does.
@@ -108,25 +108,25 @@ def _of_one_round(
     is left then.
     """
     per_rank = len(stages)
-    found = []
+    variants = []
     of_last = replace(every, stage=stages[-1])
     if sum(passes) == per_rank * at_a_time:
         sent = messages(rank, pp, passes, 0)
-        found.append(replace(of_last, accumulates=False, messages=sent))
+        variants.append(replace(of_last, accumulates=False, messages=sent))
         passes = (*passes[:-1], passes[-1] - 1)
     sent = messages(rank, pp, passes, int(per_rank > 1 or rank > 0))
     others = _others(stages, passes, -1)
-    found.append(replace(of_last, others=others, earlier=stages[-1].trained_parameters, messages=sent))
+    variants.append(replace(of_last, others=others, earlier=stages[-1].trained_parameters, messages=sent))
     if per_rank > 1:
         passes = (at_a_time - 1, *(0 for _ in stages[1:]))
         sent = messages(rank, pp, passes, per_rank - (rank == 0))
         others = _others(stages, passes, 0)
-        found.append(replace(every, stage=stages[0], has_loss=False, others=others, messages=sent))
-    return found
+        variants.append(replace(every, stage=stages[0], has_loss=False, others=others, messages=sent))
+    return variants
 
 
-def of_all_kinds(pp: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """The first rank, the last, and of the others the first with so many layers, unless one before has as many."""
+def distinct_ranks(pp: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the first rank, each middle rank with more layers than all before it, and the last rank."""
     per_rank, chosen, most = len(sizes) // pp, [0], sum(sizes[0::pp])
     for rank in range(1, pp - 1):
         layers = sum(sizes[rank + turn * pp] for turn in range(per_rank))
@@ -139,13 +139,13 @@ def of_all_kinds(pp: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
 def _others(
     stages: Sequence[ModelProfile], passes: Sequence[int], backward: int
 ) -> tuple[tuple[ModelProfile, int], ...]:
-    """What is in flight beside one pass of the stage that goes backward."""
-    found: dict[ModelProfile, int] = {}
+    """Return what is in flight beside one pass of the stage that goes backward."""
+    in_flight: dict[ModelProfile, int] = {}
     for turn, (stage, count) in enumerate(zip(stages, passes, strict=True)):
         others = count - (turn == backward % len(stages))
         if others > 0:
-            found[stage] = found.get(stage, 0) + others
-    return tuple(found.items())
+            in_flight[stage] = in_flight.get(stage, 0) + others
+    return tuple(in_flight.items())
 
 
 def messages(rank: int, pp: int, passes: tuple[int, ...], sent: int) -> int:
@@ -161,21 +161,21 @@ def messages(rank: int, pp: int, passes: tuple[int, ...], sent: int) -> int:
 
 
 @lru_cache(maxsize=4096)
-def in_three(profile: ModelProfile) -> tuple[tuple[Segment, ...], Segment, tuple[Segment, ...]]:
-    """What the first stage has, the repeated segment, of which every stage has layers, and what the last stage has.
+def split_ends(profile: ModelProfile) -> tuple[tuple[Segment, ...], Segment, tuple[Segment, ...]]:
+    """Return the segments of the first stage alone, the repeated segment, and the segments of the last stage alone.
 
-    A weight shared by both ends is held by both.
+    Both ends hold a weight that they share.
     """
     repeated = max(profile.segments, key=lambda segment: segment.count)
-    at = profile.segments.index(repeated)
-    before, behind = profile.segments[:at], profile.segments[at + 1 :]
+    place = profile.segments.index(repeated)
+    before, behind = profile.segments[:place], profile.segments[place + 1 :]
     return tuple(map(_with_shared, before)), replace(repeated, waiting_gradients=0), tuple(map(_with_shared, behind))
 
 
 @lru_cache(maxsize=4096)
 def part(profile: ModelProfile, layers: int, *, first: bool, last: bool) -> ModelProfile:
     """The profile of a rank with so many layers."""
-    before, repeated, behind = in_three(profile)
+    before, repeated, behind = split_ends(profile)
     ends = before if first else (), behind if last else ()
     return replace(profile, segments=(*ends[0], replace(repeated, count=layers), *ends[1]))
 

@@ -21,7 +21,7 @@ def ddp_moments(rank: Rank, plan: Plan, replicated: Replicated, places: Iterable
     the buckets in the backward pass of the last one: of two micro-batches the second has less and less of it. A single
     rank has no buckets, and its gradients appear as the backward pass goes on.
     """
-    profile, count, width = rank.held, rank.trained_parameters, rank.held.parameter_bytes
+    profile, count, width = rank.profile, rank.trained_parameters, rank.profile.parameter_bytes
     buckets = width * count if replicated.ranks > 1 else 0
     are_views = replicated.is_ours and buckets > 0
     fixed = (
@@ -33,32 +33,34 @@ def ddp_moments(rank: Rank, plan: Plan, replicated: Replicated, places: Iterable
 
     def gradients(passage: Passage) -> int:
         if plan.optimizer_in_backward:
-            return width * _arriving(passage)
+            return width * _gradient_elements(passage)
         if rank.accumulates:
             whole = passage.turn or rank.accumulated
             if are_views and plan.gradient_accumulation_steps == 2 and plan.layout.pp == 1:
-                whole = max(passage.done + passage.own, whole - passage.done)
+                whole = max(passage.done + passage.gradients, whole - passage.done)
             return width * (whole + passage.fresh)
         if are_views and plan.layout.pp == 1:
             return width * passage.fresh
-        return width * (passage.done + passage.own)
+        return width * (passage.done + passage.gradients)
 
-    found = []
-    for at in places:
-        passage = rank.passages[at]
-        at_once = ("gradients", gradients(passage)), ("optimizer temporaries", _updating(passage, plan, cuda=cuda))
-        found.append(Moment(passage.name, (*fixed, *at_once), at))
+    points = []
+    for place in places:
+        passage = rank.passages[place]
+        at_once = ("gradients", gradients(passage)), ("optimizer temporaries", _update_bytes(passage, plan, cuda=cuda))
+        points.append(Moment(passage.name, (*fixed, *at_once), place))
     if plan.optimizer_in_backward:
-        return found
-    own = 0 if are_views else width * max(profile.turns, default=count)
+        return points
+    gradient_bytes = 0 if are_views else width * max(profile.turns, default=count)
     largest, before = profile.largest_trained, profile.updated_before_largest
     is_foreach = cuda and not replicated.is_ours
     temporary = width * count if is_foreach else temporaries(plan, largest, cuda=cuda, before=before)
-    found.append(Moment("optimizer step", (*fixed, ("gradients", own), ("optimizer temporaries", temporary))))
-    return found
+    points.append(
+        Moment("optimizer step", (*fixed, ("gradients", gradient_bytes), ("optimizer temporaries", temporary)))
+    )
+    return points
 
 
-def _arriving(passage: Passage) -> int:
+def _gradient_elements(passage: Passage) -> int:
     """Elements of the one gradient that is there where each goes as soon as it is whole.
 
     Where most is live in a layer, that of its largest matrix has gone. A loss in chunks makes its own long before.
@@ -67,7 +69,7 @@ def _arriving(passage: Passage) -> int:
     return 0 if has_gone else passage.fresh
 
 
-def _updating(passage: Passage, plan: Plan, *, cuda: bool) -> int:
+def _update_bytes(passage: Passage, plan: Plan, *, cuda: bool) -> int:
     """Bytes held while a gradient that has just come is used up within the backward pass.
 
     One of a loss in chunks, or of a weight that other parts share, waits. One of a layer whose tokens are gathered is
@@ -77,7 +79,7 @@ def _updating(passage: Passage, plan: Plan, *, cuda: bool) -> int:
     waits = (passage.segment.chunks is not None or is_gathered) and passage.point is Point.PEAK
     if not plan.optimizer_in_backward or not passage.backward or waits:
         return 0
-    return temporaries(plan, min(_arriving(passage), passage.segment.trained_parameters), cuda=cuda)
+    return temporaries(plan, min(_gradient_elements(passage), passage.segment.trained_parameters), cuda=cuda)
 
 
 def fsdp_moments(rank: Rank, plan: Plan, fsdp: Fsdp, places: Iterable[int], *, cuda: bool) -> list[Moment]:
@@ -92,48 +94,34 @@ def fsdp_moments(rank: Rank, plan: Plan, fsdp: Fsdp, places: Iterable[int], *, c
     keeps the shards that it reduces between its copies until the backward pass is over (`finalize_backward` in the same
     file). Those to which they are added lie beside.
     """
-    profile, shards, once = rank.held, fsdp.shards, fsdp.once_a_step
-    compute = compute_bytes(plan)
+    profile, shards, compute = rank.profile, fsdp.shards, compute_bytes(plan)
     device, fixed = _on_device(plan), _shards(rank, plan, shards)
-    copies = int(fsdp.copies > 1)
     of_turn: dict[int, int] = {}  # gradients by the end of it, those of recipes out of turn among them
     for passage in rank.passages if profile.turns else ():
-        of_turn[passage.turn] = max(of_turn.get(passage.turn, 0), passage.done + passage.own)
-    found: list[Moment] = []
-    for at in places:
-        passage = rank.passages[at]
-        if fsdp.is_pipelined:
-            transients = _pipelined(rank, passage, compute)
-        elif once:
-            transients = _reduced_once(rank, plan, passage, compute, shards, gloo=not cuda)
-        else:
-            transients = _unit(rank, plan, fsdp, passage, compute, gloo=not cuda)
-        # of reduced gradients the rank has a shard
-        fresh = max(0, passage.done - passage.ends_done)
-        if plan.optimizer_in_backward:  # the shard of one unit, from its reduction to its update
-            fresh = passage.behind.trained_parameters if passage.behind and passage.point is Point.START else 0
-        whole = of_turn.get(passage.turn, rank.trained_parameters)
-        reduced = whole + copies * fresh if rank.accumulates else fresh
-        if fsdp.is_pipelined or once:
-            reduced = 0
+        of_turn[passage.turn] = max(of_turn.get(passage.turn, 0), passage.done + passage.gradients)
+    points: list[Moment] = []
+    for place in places:
+        passage = rank.passages[place]
+        transients = _transients(rank, plan, fsdp, passage, compute, gloo=not cuda)
+        reduced = _reduced_elements(rank, plan, fsdp, passage, of_turn.get(passage.turn, rank.trained_parameters))
         gradients = ("gradients", device * profile.parameter_bytes * -(-reduced // shards))
-        found.append(Moment(passage.name, (*fixed, gradients, *transients), at))
+        points.append(Moment(passage.name, (*fixed, gradients, *transients), place))
         if plan.optimizer_in_backward and passage.behind and passage.point is Point.START:
             updating = _update_behind(rank, plan, fsdp, passage, compute, cuda=cuda)
-            found.append(Moment(f"update behind {passage.name}", (*fixed, gradients, *updating), at))
+            points.append(Moment(f"update behind {passage.name}", (*fixed, gradients, *updating), place))
     layer = max(profile.segments, key=lambda segment: segment.parameters * (segment.count > 1))
     unit = layer.parameters if layer.count > 1 else 0
     if unit and not fsdp.is_pipelined and shards > 1 and not profile.moments:
         gathering = _last_gathering(rank, plan, fsdp, layer, compute, device)
-        found.append(Moment("gathering of last layer", (*fixed, *gathering), FORWARDED))
+        points.append(Moment("gathering of last layer", (*fixed, *gathering), FORWARDED))
     if unit and fsdp.is_pipelined:
-        found.append(Moment("gradient reduction of a layer", (*fixed, *_first_reduction(rank, unit, compute))))
+        points.append(Moment("gradient reduction of a layer", (*fixed, *_first_reduction(rank, unit, compute))))
     reduction = _root_reduction(rank, plan, fsdp, device, gloo=not cuda)
-    found.append(Moment("gradient reduction of the root", (*fixed, *reduction)))
+    points.append(Moment("gradient reduction of the root", (*fixed, *reduction)))
     if plan.optimizer_in_backward:
-        found.append(Moment("update of the root", (*fixed, *_root_update(rank, plan, compute, shards, cuda=cuda))))
+        points.append(Moment("update of the root", (*fixed, *_root_update(rank, plan, compute, shards, cuda=cuda))))
     if device and not plan.optimizer_in_backward:
-        largest, before = (-(-each // shards) for each in (profile.largest_trained, profile.updated_before_largest))
+        largest, before = (-(-count // shards) for count in (profile.largest_trained, profile.updated_before_largest))
         shard = -(-rank.trained_parameters // shards)
         is_foreach = cuda and isinstance(fsdp, ScriptFsdp)
         temporary = temporaries(plan, largest, cuda=cuda, before=before)
@@ -141,27 +129,46 @@ def fsdp_moments(rank: Rank, plan: Plan, fsdp: Fsdp, places: Iterable[int], *, c
             ("gradients", profile.parameter_bytes * shard),
             ("optimizer temporaries", profile.parameter_bytes * shard if is_foreach else temporary),
         )
-        found.append(Moment("optimizer step", (*fixed, *step)))
-    return found
+        points.append(Moment("optimizer step", (*fixed, *step)))
+    return points
+
+
+def _transients(rank: Rank, plan: Plan, fsdp: Fsdp, passage: Passage, compute: int, *, gloo: bool) -> Causes:
+    """Return what is gathered and not yet reduced at a passage."""
+    if fsdp.is_pipelined:
+        return _pipelined(rank, passage, compute)
+    if fsdp.once_a_step:
+        return _reduced_once(rank, plan, passage, compute, fsdp.shards, gloo=gloo)
+    return _unit(rank, plan, fsdp, passage, compute, gloo=gloo)
+
+
+def _reduced_elements(rank: Rank, plan: Plan, fsdp: Fsdp, passage: Passage, whole: int) -> int:
+    """Return the reduced gradients of which the rank has a shard; `whole`: those of an earlier micro-batch."""
+    if fsdp.is_pipelined or fsdp.once_a_step:
+        return 0
+    fresh = max(0, passage.done - passage.ends_done)
+    if plan.optimizer_in_backward:  # the shard of one unit, from its reduction to its update
+        fresh = passage.behind.trained_parameters if passage.behind and passage.point is Point.START else 0
+    return whole + (fsdp.copies > 1) * fresh if rank.accumulates else fresh
 
 
 def _on_device(plan: Plan) -> int:
-    """Whether shards count: what the host holds does not."""
+    """Return 1 where the device holds the shards, 0 where the host does."""
     return 0 if plan.offload is Offload.PARAMETERS else 1
 
 
 def _shards(rank: Rank, plan: Plan, shards: int) -> Causes:
-    """What a rank holds at every moment."""
+    """Return what a rank holds at every moment."""
     device = _on_device(plan)
     return (
         ("parameters", device * -(-rank.weight_bytes // shards)),
-        ("optimizer states", device * state_bytes(rank.held, plan, shards)),
-        ("workspace", rank.held.workspace_bytes),
+        ("optimizer states", device * state_bytes(rank.profile, plan, shards)),
+        ("workspace", rank.profile.workspace_bytes),
     )
 
 
 def _unit(rank: Rank, plan: Plan, fsdp: Fsdp, passage: Passage, compute: int, *, gloo: bool) -> Causes:
-    """What is gathered and not yet reduced where every unit comes and goes by itself.
+    """Return what is gathered and not yet reduced where every unit is gathered and freed by itself.
 
     Before the backward pass of a unit starts, the gradients of the one behind it are reduced. They are in the flat
     input of their reduce-scatter, of which gloo makes a copy, beside the last of them (see _root_reduction). This unit
@@ -171,7 +178,7 @@ def _unit(rank: Rank, plan: Plan, fsdp: Fsdp, passage: Passage, compute: int, *,
     the shard that is to be added lies beside: under HSDP it is among those that wait for their copies. At stage 2
     nothing is gathered any more.
     """
-    exchanged = exchanged_bytes(plan, rank.held.parameter_bytes)
+    exchanged = exchanged_bytes(plan, rank.profile.parameter_bytes)
     segment, keeps, shards, alone = passage.segment, fsdp.keeps_gathered, fsdp.shards, fsdp.shards == 1
     gathered, reducing, named = rank.gathered_parameters - passage.units_done if keeps else rank.end_parameters, 0, 0
     ahead, behind = passage.ahead, passage.behind
@@ -187,7 +194,7 @@ def _unit(rank: Rank, plan: Plan, fsdp: Fsdp, passage: Passage, compute: int, *,
             last = behind.last_gradient if behind and not alone else 0
             reduction = waiting, last, reducing * (2 if gloo and not alone else 1) + added
             start = unit + max(waiting, arriving), 0, reducing
-            here = max(reduction, start, key=lambda one: compute * (one[0] + one[1]) + exchanged * one[2])
+            here = max(reduction, start, key=lambda counts: compute * (counts[0] + counts[1]) + exchanged * counts[2])
         gathered, named, reducing = gathered + here[0], here[1], here[2]
     elif segment.is_unit and rank.stage.moments:
         flat = 0 if alone else segment.parameters  # stays until the next unit's is there
@@ -197,17 +204,17 @@ def _unit(rank: Rank, plan: Plan, fsdp: Fsdp, passage: Passage, compute: int, *,
     elif not alone and not passage.outside and not (passage.backward and keeps):
         # The root goes on: forward it has the last one's flat buffer until it is done, backward it gathers that ahead.
         earlier = reversed(rank.stage.segments[: passage.place])
-        layer = next((each for each in earlier if each.is_unit), None)
+        layer = next((unit for unit in earlier if unit.is_unit), None)
         if layer is not None:
             gathered += layer.parameters if plan.expert_parallel == 1 else _flat(plan, layer)[1]
-    whole = compute * (passage.ends_done + passage.own + named) + exchanged * reducing
+    whole = compute * (passage.ends_done + passage.gradients + named) + exchanged * reducing
     return (("gathered parameters", compute * gathered), ("whole gradients", whole))
 
 
 def _mixture(
     rank: Rank, plan: Plan, fsdp: Fsdp, passage: Passage, compute: int, gathered: int, *, gloo: bool
 ) -> Causes:
-    """What `_unit` counts of a layer whose experts are cut over other ranks than its rest, beside what is `gathered`.
+    """Return the causes of `_unit` for a layer whose experts are cut over other ranks than its rest.
 
     They are gathered behind the rest, each in a flat buffer of its own, and reduced before it. When the experts of the
     layer behind are reduced, its rest has neither been let go nor been reduced (`_register_post_backward_hook` and
@@ -215,7 +222,7 @@ def _mixture(
     the same experts they are copied, without flat buffers for weights.
     """
     segment, keeps, shards = passage.segment, fsdp.keeps_gathered, plan.layout.dp
-    exchanged = exchanged_bytes(plan, rank.held.parameter_bytes)
+    exchanged = exchanged_bytes(plan, rank.profile.parameter_bytes)
     rest, experts = segment.parameters - segment.experts, segment.experts // plan.expert_parallel
     of_rest, of_experts = (0, 0) if keeps else _flat(plan, segment)  # flat buffers
     unit = 0 if keeps else rest + experts
@@ -232,8 +239,8 @@ def _mixture(
             moments.append((compute * (of_rest + of_experts + rest), first))
             moments.append((compute * (of_rest + of_experts), second))
         here = max(moments, key=sum)
-    own = compute * (passage.ends_done + min(passage.own, rank.stage.made(segment)))
-    return (("gathered parameters", compute * gathered + here[0]), ("whole gradients", own + here[1]))
+    gradients = compute * (passage.ends_done + min(passage.gradients, rank.stage.made(segment)))
+    return (("gathered parameters", compute * gathered + here[0]), ("whole gradients", gradients + here[1]))
 
 
 def _flat(plan: Plan, segment: Segment) -> tuple[int, int]:
@@ -243,7 +250,7 @@ def _flat(plan: Plan, segment: Segment) -> tuple[int, int]:
 
 
 def _update_behind(rank: Rank, plan: Plan, fsdp: Fsdp, passage: Passage, compute: int, *, cuda: bool) -> Causes:
-    """What is there while the unit behind is updated within the backward pass, as soon as its shard is reduced.
+    """Return the causes while the unit behind is updated in the backward pass, as soon as its shard is reduced.
 
     The flat input of its reduce-scatter is, and the unit that comes next has been gathered (see _unit).
     """
@@ -252,7 +259,7 @@ def _update_behind(rank: Rank, plan: Plan, fsdp: Fsdp, passage: Passage, compute
     ahead = 0 if alone else passage.segment.parameters
     gathered = rank.parameters - passage.units_done if keeps else rank.end_parameters + ahead
     named = 0 if alone else behind.last_gradient
-    exchanged = exchanged_bytes(plan, rank.held.parameter_bytes)
+    exchanged = exchanged_bytes(plan, rank.profile.parameter_bytes)
     return (
         ("gathered parameters", compute * gathered),
         ("whole gradients", compute * (passage.ends_done + named) + exchanged * behind.trained_parameters),
@@ -261,16 +268,16 @@ def _update_behind(rank: Rank, plan: Plan, fsdp: Fsdp, passage: Passage, compute
 
 
 def _root_update(rank: Rank, plan: Plan, compute: int, shards: int, *, cuda: bool) -> Causes:
-    """What is there while a weight of the root unit is updated: its shards, and what they were reduced out of.
+    """Return the causes while a weight of the root unit is updated: its shards, and their source in the reduction.
 
     (See _root_reduction.)
     """
-    ends = [each for each in rank.held.segments if not each.is_unit]
-    last = next((each.last_gradient for each in reversed(ends)), 0)
-    trained, largest = rank.trained_end_parameters, max((each.largest_gradient for each in ends), default=0)
-    exchanged = exchanged_bytes(plan, rank.held.parameter_bytes)
+    ends = [segment for segment in rank.profile.segments if not segment.is_unit]
+    last = next((segment.last_gradient for segment in reversed(ends)), 0)
+    trained, largest = rank.trained_end_parameters, max((segment.largest_gradient for segment in ends), default=0)
+    exchanged = exchanged_bytes(plan, rank.profile.parameter_bytes)
     return (
-        ("gradients", rank.held.parameter_bytes * -(-trained // shards)),
+        ("gradients", rank.profile.parameter_bytes * -(-trained // shards)),
         ("whole gradients", compute * last + exchanged * trained if shards > 1 else 0),
         ("optimizer temporaries", temporaries(plan, -(-largest // shards), cuda=cuda)),
     )
@@ -283,39 +290,39 @@ def _last_gathering(rank: Rank, plan: Plan, fsdp: Fsdp, layer: Segment, compute:
     (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, torch 2.13.0).
     """
     accumulates = rank.accumulates and not fsdp.once_a_step  # the first forward pass gathers
-    unit = rank.held.gathered(layer)
+    unit = rank.profile.gathered(layer)
     flats = 2 * unit if plan.expert_parallel == 1 else sum(_flat(plan, layer))
     gathered = (rank.gathered_parameters if fsdp.keeps_gathered else rank.end_parameters + unit) + flats
     return (
         (
             "gradients",
-            device * rank.held.parameter_bytes * -(-(rank.trained_parameters if accumulates else 0) // fsdp.shards),
+            device * rank.profile.parameter_bytes * -(-(rank.trained_parameters if accumulates else 0) // fsdp.shards),
         ),
         ("gathered parameters", compute * gathered),
     )
 
 
 def _pipelined(rank: Rank, passage: Passage, compute: int) -> Causes:
-    """Under a pipeline all is gathered once a step, and gradients are reduced after the last micro-batch only."""
+    """Return the causes under a pipeline: a step gathers once, and reduces gradients after its last micro-batch."""
     if rank.accumulates:
-        whole = rank.held.parameter_bytes * rank.accumulated + compute * passage.fresh
+        whole = rank.profile.parameter_bytes * rank.accumulated + compute * passage.fresh
     else:
-        whole = rank.held.parameter_bytes * (passage.done + passage.own)
+        whole = rank.profile.parameter_bytes * (passage.done + passage.gradients)
     return (("gathered parameters", compute * rank.parameters), ("whole gradients", whole))
 
 
 def _reduced_once(rank: Rank, plan: Plan, passage: Passage, compute: int, shards: int, *, gloo: bool) -> Causes:
-    """Where all is gathered once a step, and reduced in the backward pass of the last micro-batch only.
+    """Return the causes where a step gathers once, and reduces in the backward pass of its last micro-batch.
 
     Until then gradients add up whole, in the type in which they are exchanged: of the second of two micro-batches those
     of the first are there. In the last backward pass the unit behind is in the flat input of its reduce-scatter, of
     which gloo makes a copy, beside the last of its gradients (see _root_reduction). What is reduced is let go
     (`post_backward` in torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, torch 2.13.0).
     """
-    width = rank.held.parameter_bytes
+    width = rank.profile.parameter_bytes
     exchanged = exchanged_bytes(plan, width)
     is_third = plan.gradient_accumulation_steps > 2
-    made = rank.trained_parameters if is_third else passage.done + passage.own
+    made = rank.trained_parameters if is_third else passage.done + passage.gradients
     adding = (
         ("gathered parameters", compute * rank.parameters),
         ("whole gradients", exchanged * made + compute * (passage.fresh if is_third else 0)),
@@ -335,18 +342,18 @@ def _reduced_once(rank: Rank, plan: Plan, passage: Passage, compute: int, shards
 
 
 def _first_reduction(rank: Rank, unit: int, compute: int) -> Causes:
-    """Behind a pipeline's last micro-batch a layer's gradients go into a flat buffer while all others are whole.
+    """Return the causes when a pipeline's first layer is reduced: its gradients in a flat buffer, all others whole.
 
-    (`foreach_reduce` in torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, torch 2.13.0.) The root unit's size
-    more is there than that explains (two stages on two gloo ranks each, bf16, 2026-11).
+    (`foreach_reduce` in torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, torch 2.13.0.) Measured bytes exceed
+    that by the size of the root unit (two stages on two gloo ranks each, bf16, 2026-11).
     """
     whole = rank.trained_parameters + unit + rank.trained_end_parameters
-    gradients = rank.held.parameter_bytes * whole
+    gradients = rank.profile.parameter_bytes * whole
     return (("gathered parameters", compute * rank.parameters), ("whole gradients", gradients))
 
 
 def _root_reduction(rank: Rank, plan: Plan, fsdp: Fsdp, device: int, *, gloo: bool) -> Causes:
-    """What is live when the root unit, which goes last, is reduced: its weights are let go before.
+    """Return the causes when the root unit, which goes last, is reduced: its weights are freed before.
 
     Its gradients go into a flat fp32 buffer and are let go. The last one stays where there are several ranks: a loop's
     variable still names it. A shard is reduced out of the buffer, of which gloo makes a copy (`foreach_reduce` in
@@ -354,7 +361,7 @@ def _root_reduction(rank: Rank, plan: Plan, fsdp: Fsdp, device: int, *, gloo: bo
     there, and one shard of it in the compute type more than these explain (two gloo ranks, 2026-11).
     """
     compute, shards = compute_bytes(plan), fsdp.shards
-    width, exchanged = rank.held.parameter_bytes, exchanged_bytes(plan, rank.held.parameter_bytes)
+    width, exchanged = rank.profile.parameter_bytes, exchanged_bytes(plan, rank.profile.parameter_bytes)
     root, trained = rank.end_parameters, rank.trained_end_parameters
     adds_shards = plan.gradient_accumulation_steps > 1 and not fsdp.once_a_step
     reduced = 0 if plan.optimizer_in_backward else rank.trained_parameters - (0 if adds_shards else trained)
@@ -364,7 +371,7 @@ def _root_reduction(rank: Rank, plan: Plan, fsdp: Fsdp, device: int, *, gloo: bo
     if fsdp.is_pipelined:
         gathered, whole = compute * (root + -(-root // shards)), 2 * exchanged * trained + shard
     else:
-        last = next((each.last_gradient for each in reversed(rank.held.segments) if not each.is_unit), 0)
+        last = next((segment.last_gradient for segment in reversed(rank.profile.segments) if not segment.is_unit), 0)
         named, copies = (compute * last, 1 + gloo) if shards > 1 else (0, 1)
         made = exchanged if fsdp.once_a_step else compute
         gathered, whole = 0, max((made + exchanged) * trained, copies * exchanged * trained + shard + named)

@@ -12,7 +12,7 @@ ONE_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("down_pr
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdaptedLayer:
-    """One layer and its adapters; bytes are per token."""
+    """A layer and its adapters; bytes are per token."""
 
     projections: Mapping[str, tuple[int, int]]  # inputs and outputs of all of them, by name
     targets: tuple[str, ...]  # which have an adapter; (): all
@@ -43,21 +43,21 @@ class AdaptedLayer:
 
     @property
     def inputs_bytes(self) -> int:
-        """What adapters keep of their inputs.
+        """Bytes that adapters keep of their inputs.
 
         Autocast casts the input of every adapter for itself, and dropout makes another: both are kept in the compute
         type, and the mask beside it.
         """
         if self.autocast or self.dropout:
-            kept = self.width + (self._mask_bytes if self.dropout else 0)
-            return kept * sum(inputs for inputs, _ in self.adapted.values())
+            input_width = self.width + (self._mask_bytes if self.dropout else 0)
+            return input_width * sum(inputs for inputs, _ in self.adapted.values())
         adapted = self.adapted
         kept_once = (names for names in ONE_INPUT if any(name in adapted for name in names))
         return self.width * sum(self.projections[names[0]][0] for names in kept_once)
 
     @property
     def forward_bytes(self) -> int:
-        """What is live while the last projection runs, beside what the layer keeps.
+        """Bytes that are live while the last projection runs, beside what the layer keeps.
 
         That are the feed-forward part's input and the gated product, where no adapter keeps just these, and what the
         base projection returned. Under autocast only casts of both are kept: the input is fp32, and the product is
@@ -70,13 +70,13 @@ class AdaptedLayer:
             copies = (8 if self.dropout else 4) if "down_proj" in adapted else 0
             return 6 * self.hidden + (2 + copies) * self.ffn
         gated = 0 if "down_proj" in adapted and not self.dropout else self.ffn
-        given = 0 if {"gate_proj", "up_proj"} & set(adapted) and not self.dropout else self.hidden
+        inputs = 0 if {"gate_proj", "up_proj"} & set(adapted) and not self.dropout else self.hidden
         streams = 2 * self.hidden if self.width == 2 else 0
-        return self.width * (gated + given + self.hidden + streams)
+        return self.width * (gated + inputs + self.hidden + streams)
 
     @property
     def backward_bytes(self) -> int:
-        """What is live while the gated product goes backward, beside what the layer kept.
+        """Bytes that are live while the gated product goes backward, beside what the layer kept.
 
         The gradients of the product and of both its factors, without what an adapter had kept of it; where the weights
         are cast, what the layer was given as well, of which the norm kept a copy.
@@ -85,10 +85,10 @@ class AdaptedLayer:
         if "down_proj" in self.adapted:
             masked = self.dropout and not self.autocast  # under autocast the forward pass has more
             gone = self.width + (self._mask_bytes if masked else 0)
-        given = 2 * self.hidden if self.width == 2 and not self.autocast else 0
-        return (3 * self.width - gone) * self.ffn + given
+        inputs = 2 * self.hidden if self.width == 2 and not self.autocast else 0
+        return (3 * self.width - gone) * self.ffn + inputs
 
     @property
     def _mask_bytes(self) -> int:
-        """Of an element that dropout drops: of the adapters' type on CPU, one byte on CUDA (cuda_autocast.py)."""
+        """Bytes of an element in dropout's mask: the adapters' type on CPU, one byte on CUDA (cuda_autocast.py)."""
         return 1 if self.cuda else 4 if self.autocast else self.width

@@ -61,16 +61,16 @@ class Experts:
     router_first: bool = True  # the router's parameter stands before those of the experts
 
 
-def renamed(said: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration of a family with experts, by the names of DEFAULTS."""
-    names = OTHER_NAMES.get(said["model_type"], {})
-    return {names.get(name, name): value for name, value in said.items()}
+def rename_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the configuration of a family with experts under the names of DEFAULTS."""
+    names = OTHER_NAMES.get(config["model_type"], {})
+    return {names.get(name, name): value for name, value in config.items()}
 
 
 def experts_of(config: Mapping[str, Any]) -> Experts | None:
-    """Those of a configuration that says all of its family's settings; None where this form does not hold.
+    """Return the experts of a complete configuration of the family; None where this form does not hold.
 
-    That is where some layers have none, where the routing is kept for a loss of its own, and where inputs are shaken.
+    It does not where some layers have none, where a loss keeps the routing, and where inputs are jittered.
     """
     alike = not config.get("mlp_only_layers") and config.get("decoder_sparse_step", 1) == 1
     if not alike or config.get("output_router_logits") or config.get("router_jitter_noise"):
@@ -129,7 +129,7 @@ def with_experts(
         matmuls=(*(product for product in layer.matmuls if all(product)), *products),
         cast_bytes=layer.cast_bytes + (2 * cast if layer.cast_bytes else 0),
         largest_parameter=2 * down,
-        factored=(layer.factored or 0) + _factored(experts, h),
+        factored=(layer.factored or 0) + _factored_elements(experts, h),
         tensors=(*parts, *attention),
         arrivals=(),
         side_by_side=sum(parts),  # its block is one of DeepSpeed's leaf modules
@@ -194,18 +194,18 @@ def _shared_bytes(profile: ModelProfile, experts: Experts, h: int, *, autocast: 
 
 
 def _saved_bytes(profile: ModelProfile, routing: _Routing, h: int, *, autocast: bool) -> tuple[int, int]:
-    """Of a sample, beside what a layer without a feed-forward part saves: all, and where only products are kept."""
+    """Return the bytes a sample's experts save: in all, and under selective checkpointing (products only)."""
     width, experts = 4 if profile.precision is Precision.FP32 else 2, routing.experts
     routed = _routed_bytes(profile, routing, h, autocast=autocast)
     shared = _shared_bytes(profile, experts, h, autocast=autocast)
-    kept = width * (2 * experts.shared_width + h + 1) if experts.shared_width else 0
+    shared_products = width * (2 * experts.shared_width + h + 1) if experts.shared_width else 0
     unread = 2 * h if autocast and width == 2 else 0  # the experts' input is not cast
-    selective = kept + width * (experts.count - h)
+    selective = shared_products + width * (experts.count - h)
     return routed + routing.tokens * (shared - unread), routing.tokens * selective
 
 
 def _peaks(profile: ModelProfile, routing: _Routing, h: int, *, autocast: bool) -> tuple[BackwardPeak, ...]:
-    """Behind each of the experts' products, and when the gradients of copies are added up or attention goes backward.
+    """Return the peaks after each of the experts' products, and where gradients of copies add up or attention follows.
 
     A gradient of all experts of a rank is one tensor and made whole, whatever the routing was. Where they are spread,
     the gradients of copies go back to their tokens in between: as they came, in the order of ranks, and arrived.
@@ -216,10 +216,10 @@ def _peaks(profile: ModelProfile, routing: _Routing, h: int, *, autocast: bool) 
     came_in = width * (h - 1) if experts.shared_width else 0  # of what the shared expert returned
     base = tokens * came_in - 8 * sent
     routed = _routed_bytes(profile, routing, h, autocast=autocast)
-    own = routed + tokens * _shared_bytes(profile, experts, h, autocast=autocast)
+    saved = routed + tokens * _shared_bytes(profile, experts, h, autocast=autocast)
     gone = received * w * 4 * f + sent * w * h + 8 * sent  # of what experts saved, all but their input
     gathered = tokens * (8 if w == 4 else 4) * h - gone + base
-    attention = tokens * (18 if w == 2 else 10 if width == 2 else 8) * h - own
+    attention = tokens * (18 if w == 2 else 10 if width == 2 else 8) * h - saved
     weighted = 3 * w * k * h if w == 4 or not experts.weights_in_fp32 else 14 * k * h - 8 * k
     more = w * h * (received - sent)  # gradients of what came instead of answers
     returned: tuple[BackwardPeak, ...] = ()
@@ -241,7 +241,7 @@ def _expert_width(profile: ModelProfile, *, autocast: bool) -> int:
     return 4 if profile.precision is Precision.FP32 or autocast else 2
 
 
-def _factored(experts: Experts, h: int) -> int:
+def _factored_elements(experts: Experts, h: int) -> int:
     """Rows and columns of all matrices; in the two tensors of experts every one has its own."""
     f, shared = experts.width, experts.shared_width
     routed = experts.count * (2 * f + h + h + f) + experts.count + h

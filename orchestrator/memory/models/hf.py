@@ -68,16 +68,16 @@ def config_of(model: ModelSpec) -> Mapping[str, Any]:
 
 
 def decoder_shape(model: ModelSpec, sequence_length: int) -> DecoderShape | None:
-    """What the closed form has to know; None where it does not hold for this model at this length.
+    """Return the shape for the closed form; None where that does not hold for this model at this length.
 
     Adapters beside a mixture of experts are traced, and those beside anything but the seven projections of a layer.
     """
-    said = config_of(model)
-    family = str(said.get("model_type"))
+    raw = config_of(model)
+    family = str(raw.get("model_type"))
     mixed = family in mixtures.DEFAULTS
     if not (mixed or family in DEFAULTS) or (mixed and model.lora is not None):
         return None
-    config = {**mixtures.DEFAULTS[family], **mixtures.renamed(said)} if mixed else {**DEFAULTS[family], **said}
+    config = {**mixtures.DEFAULTS[family], **mixtures.rename_settings(raw)} if mixed else {**DEFAULTS[family], **raw}
     experts = mixtures.experts_of(config) if mixed else None
     if mixed and experts is None:
         return None
@@ -176,12 +176,12 @@ def as_transformers(
 def _moved(profile: ModelProfile, shape: DecoderShape, family: str, tokens: int, *, autocast: bool) -> tuple[int, ...]:
     """Bytes of a sample that a layer's operators move, forwards and backwards, as its Python code runs uncompiled."""
     tp, low = profile.tensor_parallel, profile.precision is not Precision.FP32
-    own, f = shape.hidden_size / profile.sequence_parallel, shape.intermediate_size // tp
+    h, f = shape.hidden_size / profile.sequence_parallel, shape.intermediate_size // tp
     rotated = (shape.num_attention_heads + shape.kv_heads) * shape.head_dim // tp
     ways = MOVED["autocast" if autocast else "low" if low else "fp32"]
     more = NORMS_OF_HEADS if family == "qwen3" else (0, 0)
     return tuple(
-        round(tokens * (stream * own + (turned + normed) * rotated + gated * f))
+        round(tokens * (stream * h + (turned + normed) * rotated + gated * f))
         for (stream, turned, gated), normed in zip(ways, more, strict=True)
     )
 
@@ -208,14 +208,14 @@ def _with_adapters(
     low, autocast = width == 2, beside.autocast
     trained = sum(lora.rank * (inputs + outputs) for inputs, outputs in sizes)
     table = shape.vocab_size * h
-    held = NF4_BYTES if lora.quantise_base else width
+    base_width = NF4_BYTES if lora.quantise_base else width
     between = tokens * width * lora.rank * len(sizes)
     returned = tokens * width * sum(outputs for _, outputs in sizes)
     normed = tokens * (width if low and not autocast else 4) * h
     base_inputs = tokens * (10 * h + 2 * f if autocast else width * (2 * h + f))
     inputs, forward = tokens * beside.inputs_bytes, tokens * beside.forward_bytes
     backward = tokens * beside.backward_bytes
-    frozen_layer = round(held * beside.matrices) + rest * (layer.parameters - beside.matrices)
+    frozen_layer = round(base_width * beside.matrices) + rest * (layer.parameters - beside.matrices)
     own_table = 0 if shape.tie_word_embeddings else table
     table_width = 2 if low and lora.quantise_base else rest
     head_width = table_width if shape.tie_word_embeddings or not low else 2

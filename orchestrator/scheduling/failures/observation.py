@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from orchestrator.memory.calibration.correction import corrected_allocated_bytes, lasting
+from orchestrator.memory.calibration.correction import corrected_allocated_bytes, worst_moments
 from orchestrator.scheduling.failures.meeting import other_size_in_words
 from orchestrator.scheduling.failures.out_of_memory import caught_in_words, oom_needed_bytes, oom_reports
 from orchestrator.scheduling.failures.phases import OUTSIDE_TRAINING
@@ -31,7 +31,7 @@ def observe(job: Job, attempt: Attempt, capacity_bytes: int | None) -> Observati
         family=job.spec.family_name,
         torch_version=attempt.torch_version,
         plan=attempt.plan,
-        moments=lasting(estimate.moments),
+        moments=worst_moments(estimate.moments),
         predicted_bytes=estimate.allocated_bytes,
         measured_bytes=measured,
         ran_out=ran_out(attempt) or _outgrew(job, attempt),
@@ -61,7 +61,7 @@ def observe_running(job: Job, attempt: Attempt) -> Observation | None:
         family=job.spec.family_name,
         torch_version="",
         plan=attempt.plan,
-        moments=lasting(estimate.moments),
+        moments=worst_moments(estimate.moments),
         predicted_bytes=estimate.allocated_bytes,
         measured_bytes=pace.peak_bytes,
         ran_out=False,

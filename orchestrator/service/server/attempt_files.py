@@ -13,7 +13,7 @@ from starlette.concurrency import run_in_threadpool
 
 from orchestrator.backends.attempts.durable import open_left
 from orchestrator.backends.attempts.ended_files import removal_words
-from orchestrator.backends.redaction import hidden_bytes, masked
+from orchestrator.backends.redaction import hidden_bytes, mask
 from orchestrator.service.server.waits import Waits
 from orchestrator.service.views.records import JobView, job_view
 from orchestrator.specs.attempt import AttemptStatus, Heartbeat
@@ -70,7 +70,7 @@ def read_from(path: Path, offset: int, hidden: Sequence[bytes]) -> bytes:
     try:
         with open_left(path) as file:
             file.seek(offset - before)
-            text = masked(file.read(before + LOG_BYTES_MAX + around), hidden)
+            text = mask(file.read(before + LOG_BYTES_MAX + around), hidden)
     except OSError:
         return b""
     return text[before : before + LOG_BYTES_MAX]

@@ -33,7 +33,7 @@ from orchestrator.backends.journal.journal import Journal
 from orchestrator.backends.notify.targets import Target, targets_of
 from orchestrator.backends.oidc import provider_of
 from orchestrator.backends.outbox_relay import OutboxRelay
-from orchestrator.backends.ports import Known, Tracker
+from orchestrator.backends.ports import Lookups, Tracker
 from orchestrator.backends.ray import embedded as embedded_ray
 from orchestrator.backends.ray.address import LOOPBACK as LOOPBACK_ADDRESS
 from orchestrator.backends.ray.backend import RayBackend
@@ -136,7 +136,7 @@ def serve(
         provider = provider_of(cluster.oidc, os.environ)
         journal.outbox.register(cluster.trackers)
         journal.notices.register(targets)
-        asked = Known(
+        asked = Lookups(
             state=lambda: controller.state,
             job=lambda job_id: controller.job(job_id),
             sweep=lambda sweep_id: sweeper.report(sweep_id),

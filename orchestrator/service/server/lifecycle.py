@@ -148,7 +148,7 @@ def _clear_remains(home: Path, force: bool, *, was_up: bool) -> None:
             "the service is gone, but its Ray runs, perhaps with jobs: `orc up` adopts them, "
             "`orc down --force` stops them (they restart from their newest checkpoint at the next `orc up`)"
         )
-    has_ray = embedded_ray.started(home) is not None
+    has_ray = embedded_ray.read_state(home) is not None
     if not (was_up or services or has_ray or server_processes(home)):
         service_file(home)  # raises ServiceError: nothing is up
     embedded_ray.stop(home)

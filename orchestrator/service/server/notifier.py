@@ -82,7 +82,7 @@ class Notifier:
         state = self._controller.state
         due = [job.id for job in state.jobs.values() if job.deadline_s is not None and not job.status.ended]
         ids = {job_id: _late_notice(state.jobs[job_id], now_s, "").id for job_id in due}
-        known = self._notices.known([*ids.values()]) if ids else set()
+        known = self._notices.find_told([*ids.values()]) if ids else set()
         said = late(state, [job_id for job_id in due if ids[job_id] not in known])
         return [_late_notice(state.jobs[job_id], now_s, words) for job_id, words in said.items()]
 
@@ -90,7 +90,7 @@ class Notifier:
         if self._spec.report_at is None:
             return []
         due_s = self._due_s(now_s)
-        if self._notices.known([notice(NoticeKind.REPORT, repr(due_s), due_s, "", "", {}).id]):
+        if self._notices.find_told([notice(NoticeKind.REPORT, repr(due_s), due_s, "", "", {}).id]):
             return []
         view = report_of(self._controller, due_s - DAY_S, now_s, self._sweeps())
         data = {"summary": view["summary"], "since_s": repr(view["since_s"]), "until_s": repr(view["until_s"])}

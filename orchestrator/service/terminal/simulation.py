@@ -91,7 +91,7 @@ def simulate(
     A list has `jobs: [{at: 10min, file: job.yaml}]`, and `begins: 2026-11-23T18:00` for deadlines and start windows.
     `--queue now` plays the live queue on, as `orc forecast` does.
     """
-    from orchestrator.backends.simulated.traces import misjudged
+    from orchestrator.backends.simulated.traces import misjudge
     from orchestrator.service.commands.simulate import Trouble, counted_from
     from orchestrator.service.commands.simulate import simulate as play
     from orchestrator.service.terminal import gantt as drawing
@@ -109,7 +109,7 @@ def simulate(
         runs = _live_runs(compared, home, chances, is_live=cluster is None)
         title = "queue"
     else:
-        played = misjudged(_read(trace, home), noise, seed)
+        played = misjudge(_read(trace, home), noise, seed)
         trouble, title = Trouble(oom_chance=oom, node_loss_chance=node_loss), played.name
         runs = {
             name: play(played, counted_from(each, played.begins_s), seed=seed, trouble=trouble)

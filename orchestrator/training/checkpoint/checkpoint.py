@@ -76,10 +76,10 @@ def load(folder: Path, state: State) -> None:
     is missing or has another shape.
     """
     reader = FileSystemReader(folder)
-    known = reader.read_metadata().state_dict_metadata
-    wanted = {name: value for name, value in state.items() if name in known or not name.startswith(loss_scale.STATE)}
+    stored = reader.read_metadata().state_dict_metadata
+    wanted = {name: value for name, value in state.items() if name in stored or not name.startswith(loss_scale.STATE)}
     for name, value in wanted.items():
-        _check(folder, name, tuple(value.size()), known.get(name))
+        _check(folder, name, tuple(value.size()), stored.get(name))
     narrow = {name: value for name, value in wanted.items() if isinstance(value, Narrow)}
     wanted |= {name: value.room() for name, value in narrow.items()}
     with _own_out_of_memory():
@@ -89,23 +89,23 @@ def load(folder: Path, state: State) -> None:
             value.fill(wanted[name])
 
 
-def _check(folder: Path, name: str, wanted: tuple[int, ...], found: object) -> None:
+def _check(folder: Path, name: str, wanted: tuple[int, ...], stored: object) -> None:
     """Raise SpecError unless the checkpoint has a tensor of this shape."""
     hint = "use the model, optimizer and training.freeze that wrote the checkpoint, or give the job a new name"
-    if not isinstance(found, TensorStorageMetadata):
+    if not isinstance(stored, TensorStorageMetadata):
         raise SpecError(f"the checkpoint has no {name}", source=str(folder), path=name, hint=hint)
-    if tuple(found.size) != wanted:
+    if tuple(stored.size) != wanted:
         raise SpecError(
             "the checkpoint has another shape",
             source=str(folder),
             path=name,
-            got=tuple(found.size),
+            got=tuple(stored.size),
             allowed=f"{wanted}, the model's",
             hint=hint,
         )
 
 
-def opened(folder: Path) -> Saved:
+def open_saved(folder: Path) -> Saved:
     """A complete checkpoint with its step and sample counts. Collective."""
     tree = {"step": torch.tensor(0), "samples": torch.tensor(0)}
     load(folder, tree)
@@ -117,8 +117,8 @@ def model_state(module: nn.Module, changing: frozenset[str]) -> dict[str, Any]:
 
     A shared parameter appears once. Parameters that no step changes are left out.
     """
-    kept = changing | {name for name, _ in module.named_buffers(remove_duplicate=False)}
-    values = {name: value for name, value in module.state_dict().items() if name in kept}
+    saved_names = changing | {name for name, _ in module.named_buffers(remove_duplicate=False)}
+    values = {name: value for name, value in module.state_dict().items() if name in saved_names}
     return {f"model.{name}": saved_weight(value) if name in changing else value for name, value in values.items()}
 
 
@@ -128,7 +128,7 @@ def saved_weight(weight: Tensor) -> Tensor | Narrow:
     if weight.dtype is not torch.bfloat16:
         return weight
     chunks = chunks_of(weight)
-    return Narrow(chunks.held, chunks.size())
+    return Narrow(chunks.parts, chunks.size())
 
 
 def of_recipe(recipe: str, state: State) -> State:
@@ -136,10 +136,10 @@ def of_recipe(recipe: str, state: State) -> State:
 
     `model.x` -> `model.<recipe>.x`, `optim.state.x` -> `optim.state.<recipe>.x`, others end in `.<recipe>`.
     """
-    return {_named(recipe, name): value for name, value in state.items()} if recipe else state
+    return {_add_prefix(recipe, name): value for name, value in state.items()} if recipe else state
 
 
-def _named(recipe: str, name: str) -> str:
+def _add_prefix(recipe: str, name: str) -> str:
     kind = next((kind for kind in ("model.", "optim.state.") if name.startswith(kind)), None)
     return f"{kind}{recipe}.{name.removeprefix(kind)}" if kind else f"{name}.{recipe}"
 
@@ -155,7 +155,7 @@ class _ChecksummedFiles(FileSystem):
         with super().create_stream(path, mode) as raw:
             stream = _Checksummed(raw)
             yield stream
-            self.written[Path(path).name] = checkpoint_folder.written(stream.size_bytes, stream.crc)
+            self.written[Path(path).name] = checkpoint_folder.file_entry(stream.size_bytes, stream.crc)
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
         super().rename(path, new_path)
@@ -192,7 +192,7 @@ def _own_out_of_memory() -> Iterator[None]:
     try:
         yield
     except CheckpointException as failure:
-        own = failure.failures.get(dist.get_rank() if dist.is_initialized() else 0)
-        if own and isinstance(own[0], torch.OutOfMemoryError):
-            raise own[0] from failure
+        error = failure.failures.get(dist.get_rank() if dist.is_initialized() else 0)
+        if error and isinstance(error[0], torch.OutOfMemoryError):
+            raise error[0] from failure
         raise

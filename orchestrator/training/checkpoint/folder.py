@@ -57,30 +57,30 @@ def step_of(checkpoint: Path) -> int:
     return int(match[1])
 
 
-def published(checkpoints: Path) -> list[Path]:
+def list_published(checkpoints: Path) -> list[Path]:
     """Every folder named as a complete checkpoint, oldest first; its files are not checked."""
-    return sorted(_named(checkpoints, _COMPLETE))
+    return sorted(_match_folders(checkpoints, _COMPLETE))
 
 
 def complete(checkpoints: Path) -> list[Path]:
     """Every checkpoint whose files all have the sizes written, oldest first."""
-    return [path for path in published(checkpoints) if not damage(path, read=False)]
+    return [path for path in list_published(checkpoints) if not damage(path, read=False)]
 
 
 def latest_complete(checkpoints: Path) -> Path | None:
     """The complete checkpoint with the most steps, or None; never an unfinished or truncated one."""
-    return next((path for path in reversed(published(checkpoints)) if not damage(path, read=False)), None)
+    return next((path for path in reversed(list_published(checkpoints)) if not damage(path, read=False)), None)
 
 
-def superseded(checkpoints: Path) -> list[Path]:
+def list_superseded(checkpoints: Path) -> list[Path]:
     """Return what no resume needs: all that is older than the newest complete checkpoint, unfinished or damaged.
 
     Without a complete one everything that was published or found damaged stays.
     """
     newest = latest_complete(checkpoints)
     patterns = [_WRITING, _REMOVING] if newest is None else [_WRITING, _REMOVING, _DAMAGED]
-    older = [] if newest is None else [path for path in published(checkpoints) if step_of(path) < step_of(newest)]
-    return older + [path for pattern in patterns for path in _named(checkpoints, pattern)]
+    older = [] if newest is None else [path for path in list_published(checkpoints) if step_of(path) < step_of(newest)]
+    return older + [path for pattern in patterns for path in _match_folders(checkpoints, pattern)]
 
 
 def damage(checkpoint: Path, *, read: bool = True, part: int = 0, parts: int = 1) -> list[str]:
@@ -93,7 +93,7 @@ def damage(checkpoint: Path, *, read: bool = True, part: int = 0, parts: int = 1
     except (OSError, ValueError) as error:
         return [f"{MANIFEST}: {_reason(error)}"]
     mine = sorted(files)[part::parts]
-    return [said for name in mine for said in _file_damage(checkpoint / name, files[name], read)]
+    return [problem for name in mine for problem in _file_damage(checkpoint / name, files[name], read)]
 
 
 def read_manifest(checkpoint: Path) -> dict[str, Written]:
@@ -122,7 +122,7 @@ def write_manifest(folder: Path, files: Mapping[str, Written]) -> None:
     _sync_folder(folder)
 
 
-def written(size_bytes: int, crc: int) -> Written:
+def file_entry(size_bytes: int, crc: int) -> Written:
     """The record of a file with this size and zlib.crc32."""
     return Written(size_bytes=size_bytes, crc32=_hexadecimal(crc))
 
@@ -145,9 +145,9 @@ def publish(checkpoints: Path, epoch: int, step: int, keep: int) -> None:
     wrong = damage(target, read=False)
     if wrong:
         raise OSError(f"{target} is damaged after writing: {'; '.join(wrong)}")
-    kept = complete(checkpoints)[-keep:]
-    for old in published(checkpoints):
-        if step_of(old) < step_of(kept[0]):
+    newest = complete(checkpoints)[-keep:]
+    for old in list_published(checkpoints):
+        if step_of(old) < step_of(newest[0]):
             _remove(old)
 
 
@@ -156,22 +156,22 @@ def quarantine_checkpoint(checkpoint: Path) -> Path:
     target = checkpoint.with_name(f"damaged-{checkpoint.name}")
     shutil.rmtree(target, ignore_errors=True)
     checkpoint.rename(target)
-    for old in sorted(_named(checkpoint.parent, _DAMAGED))[:-DAMAGED_KEPT]:
+    for old in sorted(_match_folders(checkpoint.parent, _DAMAGED))[:-DAMAGED_KEPT]:
         shutil.rmtree(old, ignore_errors=True)
     return target
 
 
 def remove_unfinished(checkpoints: Path, epoch: int) -> None:
     """Remove the unfinished writes and removals of attempts up to `epoch`."""
-    for path in _named(checkpoints, _WRITING):
+    for path in _match_folders(checkpoints, _WRITING):
         match = _WRITING.fullmatch(path.name)
         if match and int(match[1]) <= epoch:
             shutil.rmtree(path, ignore_errors=True)
-    for path in _named(checkpoints, _REMOVING):
+    for path in _match_folders(checkpoints, _REMOVING):
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _named(checkpoints: Path, pattern: re.Pattern[str]) -> Iterable[Path]:
+def _match_folders(checkpoints: Path, pattern: re.Pattern[str]) -> Iterable[Path]:
     if not checkpoints.is_dir():
         return []
     return [path for path in checkpoints.iterdir() if pattern.fullmatch(path.name)]

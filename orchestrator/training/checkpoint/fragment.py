@@ -57,8 +57,8 @@ class Chunks:
 
     stored_dtype: torch.dtype | None = None
 
-    def __init__(self, held: Mapping[Shape, Tensor], shape: torch.Size) -> None:
-        self.held, self._shape = held, shape
+    def __init__(self, parts: Mapping[Shape, Tensor], shape: torch.Size) -> None:
+        self.parts, self._shape = parts, shape
 
     def size(self) -> torch.Size:
         return self._shape
@@ -72,20 +72,20 @@ class Chunks:
                     chunk=chunk, properties=TensorProperties(dtype=self.dtype_of(part)), size=self._shape
                 ),
             )
-            for chunk, part in zip(self.__create_chunk_list__(), self.held.values(), strict=True)
+            for chunk, part in zip(self.__create_chunk_list__(), self.parts.values(), strict=True)
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return [
-            ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=part.shape) for offsets, part in self.held.items()
+            ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=part.shape) for offsets, part in self.parts.items()
         ]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         assert index.offset is not None, index
-        return self.held[tuple(index.offset)]
+        return self.parts[tuple(index.offset)]
 
     def dtype_of(self, part: Tensor) -> torch.dtype:
-        """What a checkpoint has the values of this part in."""
+        """Return the dtype in which a checkpoint stores this part."""
         return self.stored_dtype or part.dtype
 
 
@@ -101,12 +101,12 @@ class Narrow(Chunks):
     def room(self) -> Chunks:
         """Room for the values, in host memory."""
         with host_memory():
-            return Chunks({at: torch.empty(part.shape) for at, part in self.held.items()}, self.size())
+            return Chunks({offset: torch.empty(part.shape) for offset, part in self.parts.items()}, self.size())
 
     def fill(self, values: Chunks) -> None:
         """Quantise or round the values of these rectangles."""
-        for at, part in self.held.items():
-            part.copy_(values.held[at].to(part.device))
+        for offset, part in self.parts.items():
+            part.copy_(values.parts[offset].to(part.device))
 
 
 class Fragment(Chunks):
@@ -114,17 +114,17 @@ class Fragment(Chunks):
 
     def __init__(self, flat: Tensor, start: int, shape: torch.Size) -> None:
         assert flat.dim() == 1, flat.shape
-        held: dict[Shape, Tensor] = {}
+        parts: dict[Shape, Tensor] = {}
         position = 0
         for part in rectangles(tuple(shape), start, start + flat.numel()):
             count = math.prod(part.sizes)
-            held[part.offsets] = flat.narrow(0, position, count).view(part.sizes)
+            parts[part.offsets] = flat.narrow(0, position, count).view(part.sizes)
             position += count
-        super().__init__(held, shape)
+        super().__init__(parts, shape)
 
 
 def chunks_of(value: Tensor | Chunks) -> Chunks:
-    """What this rank holds of a value in a state, sharing its memory; of a DTensor its local shard."""
+    """Return the rank's part of a value in a state, sharing its memory; of a DTensor its local shard."""
     if isinstance(value, Chunks):
         return value
     if not isinstance(value, DTensor):

@@ -32,14 +32,14 @@ class HostCopy:
         self._copied = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         with torch.no_grad(), host_memory():
             values = {name: chunks_of(value) for name, value in state.items()}
-            held = [(name, at, _bytes(value, at)) for name, value in values.items() for at in value.held]
+            local = [(name, offset, _bytes(value, offset)) for name, value in values.items() for offset in value.parts]
             everyone: list[Sequence[Part]] = [[] for _ in range(group.size())]
-            dist.all_gather_object(everyone, held, group=group)
+            dist.all_gather_object(everyone, local, group=group)
             mine = shares(everyone)[group.rank()]
-            self._buffers = self._allocate([(name, at, values[name]) for name, at, _ in mine])
+            self._buffers = self._allocate([(name, offset, values[name]) for name, offset, _ in mine])
         parts: dict[str, dict[Shape, Tensor]] = {}
-        for (name, at), buffer in self._buffers.items():
-            parts.setdefault(name, {})[at] = buffer
+        for (name, offset), buffer in self._buffers.items():
+            parts.setdefault(name, {})[offset] = buffer
         self.state = {name: Chunks(part, values[name].size()) for name, part in parts.items()}
 
     def take(self, state: Mapping[str, Any]) -> None:
@@ -48,8 +48,8 @@ class HostCopy:
         On CUDA the copies are asynchronous: call `wait` before reading them.
         """
         with torch.no_grad(), host_memory():
-            for (name, at), buffer in self._buffers.items():
-                buffer.copy_(_part(state[name], at), non_blocking=True)
+            for (name, offset), buffer in self._buffers.items():
+                buffer.copy_(_part(state[name], offset), non_blocking=True)
         if self._copied:
             self._copied.record()
 
@@ -69,21 +69,21 @@ class HostCopy:
 
         torch's pinned allocator is not used: it rounds up to powers of two.
         """
-        sizes = [-(-_bytes(value, at) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for _, at, value in parts]
+        sizes = [-(-_bytes(value, start) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for _, start, value in parts]
         memory = mmap.mmap(-1, max(sum(sizes), mmap.PAGESIZE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         whole = torch.frombuffer(memory, dtype=torch.uint8).zero_()  # touches every page
         if self._copied:
             _check(_cudart().cudaHostRegister(whole.data_ptr(), whole.nbytes, 0))
             self._pinned = whole
         buffers, offset = {}, 0
-        for (name, at, value), size in zip(parts, sizes, strict=True):
-            part = value.held[at]
+        for (name, start, value), size in zip(parts, sizes, strict=True):
+            part = value.parts[start]
             dtype = value.dtype_of(part)
             if part.numel():
                 flat = torch.frombuffer(memory, dtype=dtype, count=part.numel(), offset=offset)
             else:
                 flat = torch.empty(0, dtype=dtype)
-            buffers[name, at] = flat.view(part.shape)
+            buffers[name, start] = flat.view(part.shape)
             offset += size
         return buffers
 
@@ -103,25 +103,25 @@ def shares(everyone: Sequence[Sequence[Part]]) -> list[list[Part]]:
     A part with one holder is written by it. The others go, largest first, to the holder with the fewest bytes.
     """
     holders: dict[Part, list[int]] = {}
-    for rank, held in enumerate(everyone):
-        for part in held:
+    for rank, local in enumerate(everyone):
+        for part in local:
             holders.setdefault(part, []).append(rank)
-    found: list[list[Part]] = [[] for _ in everyone]
+    shared: list[list[Part]] = [[] for _ in everyone]
     load_bytes = [0] * len(everyone)
     for part in sorted(holders, key=lambda part: (len(holders[part]) > 1, -part[2], part)):
         rank = min(holders[part], key=load_bytes.__getitem__)
-        found[rank].append(part)
+        shared[rank].append(part)
         load_bytes[rank] += part[2]
-    return found
+    return shared
 
 
-def _bytes(value: Chunks, at: Shape) -> int:
-    part = value.held[at]
+def _bytes(value: Chunks, offset: Shape) -> int:
+    part = value.parts[offset]
     return part.numel() * value.dtype_of(part).itemsize
 
 
-def _part(value: Any, at: Shape) -> Tensor:
+def _part(value: Any, offset: Shape) -> Tensor:
     """The part of a value at an offset; cheaper than `chunks_of`, because it runs between two steps."""
     if isinstance(value, Chunks):
-        return value.held[at]
+        return value.parts[offset]
     return value.to_local() if isinstance(value, DTensor) else value

@@ -17,14 +17,14 @@ def newest_intact(checkpoints: Path, group: dist.ProcessGroup) -> Path | None:
     """
     steps: list[list[int]] = [[]]
     if group.rank() == 0:
-        steps = [[checkpoint_folder.step_of(path) for path in reversed(checkpoint_folder.published(checkpoints))]]
+        steps = [[checkpoint_folder.step_of(path) for path in reversed(checkpoint_folder.list_published(checkpoints))]]
     dist.broadcast_object_list(steps, src=0, group=group)
     for step in steps[0]:
         path = checkpoint_folder.complete_path(checkpoints, step)
-        found: list[list[str]] = [[] for _ in range(group.size())]
+        damages: list[list[str]] = [[] for _ in range(group.size())]
         mine = checkpoint_folder.damage(path, part=group.rank(), parts=group.size())
-        dist.all_gather_object(found, mine, group=group)
-        wrong = sorted({said for damage in found for said in damage})
+        dist.all_gather_object(damages, mine, group=group)
+        wrong = sorted({problem for damage in damages for problem in damage})
         if not wrong:
             return path
         if group.rank() == 0:

@@ -29,7 +29,7 @@ class Context:
         self.group, self.ranks, self.rank = group, group.size(), group.rank()
 
     def own(self, x_BT: Tensor) -> Tensor:
-        """This rank's run of the tokens [B, t], or of what there is for each of them."""
+        """Return the rank's run of tokens [B, t], or of any values per token."""
         return x_BT.chunk(self.ranks, dim=1)[self.rank]
 
     def first(self, own_count: int) -> int:
@@ -37,7 +37,7 @@ class Context:
         return self.rank * own_count
 
     def attend(self, q_BNtH: Tensor, k_BKtH: Tensor, v_BKtH: Tensor, attention: Attend) -> Tensor:
-        """What `attention` returns for this rank's tokens and all heads [B, t, N, H].
+        """Return what `attention` gives for this rank's tokens and all heads [B, t, N, H].
 
         Fewer key-value heads than ranks are repeated, so that each rank has the one that its queries need.
         """
@@ -78,12 +78,12 @@ class _ToTokens(torch.autograd.Function):
 
 def _to_heads(x_BtNH: Tensor, group: dist.ProcessGroup) -> Tensor:
     sent_RBtnH = _cut(x_BtNH, 2, group).movedim(2, 0).contiguous()
-    return _exchanged(sent_RBtnH, group).movedim(0, 1).flatten(1, 2)
+    return _exchange(sent_RBtnH, group).movedim(0, 1).flatten(1, 2)
 
 
 def _to_tokens(x_BTnH: Tensor, group: dist.ProcessGroup) -> Tensor:
     sent_RBtnH = _cut(x_BTnH, 1, group).movedim(1, 0).contiguous()
-    return _exchanged(sent_RBtnH, group).movedim(0, 2).flatten(2, 3)
+    return _exchange(sent_RBtnH, group).movedim(0, 2).flatten(2, 3)
 
 
 def _cut(x: Tensor, axis: int, group: dist.ProcessGroup) -> Tensor:
@@ -91,7 +91,7 @@ def _cut(x: Tensor, axis: int, group: dist.ProcessGroup) -> Tensor:
     return x.unflatten(axis, (group.size(), -1))  # type: ignore[no-untyped-call, no-any-return]
 
 
-def _exchanged(sent: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _exchange(sent: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Row r is what rank r sent to this one."""
     received = torch.empty_like(sent)
     all_to_all(received, sent, group=group)

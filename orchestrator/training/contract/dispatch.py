@@ -39,12 +39,12 @@ class Dispatch:
         return weighted_SD[_inverse(order_S)].view(*chosen_NK.shape, -1).sum(dim=1).to(x_ND.dtype)
 
     def _answers(self, x_ND: Tensor, token_S: Tensor, routes: _Routes, experts: OwnExperts) -> Tensor:
-        """Those to the copies of these tokens; no name here outlives what is computed from it."""
+        """Return the experts' answers to the copies of these tokens; no name here outlives what is computed from it."""
         came_RD = _ToExperts.apply(x_ND[token_S], routes)  # type: ignore[no-untyped-call]
         return _ToTokens.apply(experts(came_RD, routes.ends_L), routes)  # type: ignore[no-untyped-call, no-any-return]
 
     def _routes(self, chosen_S: Tensor) -> _Routes:
-        """Those of copies in the order of their experts."""
+        """Return the routes of the copies in the order of their experts."""
         ranks = self.group.size()
         sent_PL = torch.bincount(chosen_S, minlength=ranks * self._own).view(ranks, self._own)
         received_PL = torch.empty_like(sent_PL)
@@ -71,15 +71,15 @@ class _Routes(NamedTuple):
     ends_L: Tensor
 
     def to_experts(self, x_SD: Tensor) -> Tensor:
-        return self._exchanged(x_SD, self.sent, self.received)[self.order_R]
+        return self._exchange(x_SD, self.sent, self.received)[self.order_R]
 
     def to_tokens(self, x_RD: Tensor) -> Tensor:
-        return self._exchanged(x_RD[_inverse(self.order_R)], self.received, self.sent)
+        return self._exchange(x_RD[_inverse(self.order_R)], self.received, self.sent)
 
-    def _exchanged(self, x: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        found = x.new_empty(sum(received), *x.shape[1:])
-        all_to_all(found, x.contiguous(), received, sent, group=self.group)
-        return found
+    def _exchange(self, x: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        gathered = x.new_empty(sum(received), *x.shape[1:])
+        all_to_all(gathered, x.contiguous(), received, sent, group=self.group)
+        return gathered
 
 
 class _ToExperts(torch.autograd.Function):
@@ -105,7 +105,7 @@ class _ToTokens(torch.autograd.Function):
 
 
 def _inverse(order: Tensor) -> Tensor:
-    """Where each place of an order went."""
+    """Return the inverse of an order."""
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(len(order), device=order.device)
     return inverse

@@ -174,8 +174,8 @@ def from_factory(factory: str, config: dict[str, Any]) -> Recipe:
     function = getattr(module, name, None)
     if not callable(function):
         raise SpecError(f"{file} has no function {name!r}", path="model.factory", got=factory)
-    found = function(config)
-    recipes = tuple(found) if isinstance(found, list | tuple) else (found,)
+    made = function(config)
+    recipes = tuple(made) if isinstance(made, list | tuple) else (made,)
     if not recipes or not all(isinstance(recipe, Recipe) for recipe in recipes):
         got = [type(recipe).__qualname__ for recipe in recipes]
         raise SpecError("the factory must return a Recipe, or several", path="model.factory", got=got)

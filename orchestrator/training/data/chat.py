@@ -23,17 +23,17 @@ Marked = tuple[list[int], list[int]]  # tokens, and for each of them 1 if it is 
 def conversations(files: Sequence[str]) -> Iterator[tuple[str, list[Message]]]:
     """Every conversation with its `file:line`. Raises SpecError, naming file and line."""
     for name in files:
-        found = False
-        with _opened(name) as lines:
+        has_lines = False
+        with _open(name) as lines:
             for number, line in enumerate(lines, start=1):
                 if line.strip():
-                    found = True
+                    has_lines = True
                     yield f"{name}:{number}", _messages(line, f"{name}:{number}")
-        if not found:
+        if not has_lines:
             raise SpecError("the file is empty", source=name, path="data.chat")
 
 
-def _opened(name: str) -> Any:
+def _open(name: str) -> Any:
     try:
         return Path(name).open("rb")
     except OSError as error:
@@ -42,13 +42,13 @@ def _opened(name: str) -> Any:
 
 def _messages(line: bytes, place: str) -> list[Message]:
     try:
-        said = json.loads(line.decode("utf-8"))
+        entry = json.loads(line.decode("utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise SpecError(f"the line is not JSON: {error}", source=place, path="data.chat") from None
-    messages = said.get("messages") if isinstance(said, dict) else None
+    messages = entry.get("messages") if isinstance(entry, dict) else None
     if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
         form = '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
-        raise SpecError("the line is not a conversation", source=place, path="data.chat", got=said, allowed=form)
+        raise SpecError("the line is not a conversation", source=place, path="data.chat", got=entry, allowed=form)
     if not any(message["role"] == ASSISTANT for message in messages):
         raise SpecError("nothing to learn: no message of an assistant", source=place, path="data.chat")
     return messages
@@ -58,11 +58,11 @@ def _is_message(message: object) -> bool:
     return isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
 
 
-def marked(tokenizer: Any, messages: list[Message], place: str) -> Marked:
+def mark_tokens(tokenizer: Any, messages: list[Message], place: str) -> Marked:
     """The conversation as tokens; assistant messages and their end-of-turn tokens are marked as labels."""
     if tokenizer.chat_template is None:
         return _plain(tokenizer, messages)
-    text, spans = _rendered(tokenizer, messages, place)
+    text, spans = _render_marked(tokenizer, messages, place)
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     starts = [first for first, _ in encoded["offset_mapping"]]
     return encoded["input_ids"], [int(any(low <= first < high for low, high in spans)) for first in starts]
@@ -73,10 +73,10 @@ def _plain(tokenizer: Any, messages: list[Message]) -> Marked:
     learnt: list[int] = []
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     for message in messages:
-        own = message["role"] == ASSISTANT
-        parts = [(f"{message['role']}: ", False), (message["content"], own)]
+        is_learnt = message["role"] == ASSISTANT
+        parts = [(f"{message['role']}: ", False), (message["content"], is_learnt)]
         pieces = [(tokenizer(text, add_special_tokens=False)["input_ids"], mark) for text, mark in parts]
-        pieces += [(end, True)] if own else []
+        pieces += [(end, True)] if is_learnt else []
         pieces.append((tokenizer("\n", add_special_tokens=False)["input_ids"], False))
         for piece, mark in pieces:
             tokens += piece
@@ -84,7 +84,7 @@ def _plain(tokenizer: Any, messages: list[Message]) -> Marked:
     return tokens, learnt
 
 
-def _rendered(tokenizer: Any, messages: list[Message], place: str) -> tuple[str, list[tuple[int, int]]]:
+def _render_marked(tokenizer: Any, messages: list[Message], place: str) -> tuple[str, list[tuple[int, int]]]:
     """The conversation rendered by the chat template, and the spans of its assistant messages."""
     whole = _render(tokenizer, messages, place)
     spans: list[tuple[int, int]] = []
@@ -94,14 +94,14 @@ def _rendered(tokenizer: Any, messages: list[Message], place: str) -> tuple[str,
         content = message["content"].strip()  # many templates strip it
         before = _render(tokenizer, messages[:turn], place, add_generation_prompt=True) if turn else ""
         opened = len(before) if whole.startswith(before) else spans[-1][1] if spans else 0
-        at = whole.find(content, opened)
-        if at < 0:
+        begin = whole.find(content, opened)
+        if begin < 0:
             raise SpecError("the chat template changes an assistant message", source=place, path="data.chat")
         alone = _render(tokenizer, messages[: turn + 1], place)
         closing = alone[alone.rfind(content) + len(content) :]
-        stop = at + len(content)
+        stop = begin + len(content)
         stop += len(closing) if whole.startswith(closing, stop) else 0
-        spans.append((opened if whole.startswith(before) and before else at, stop))
+        spans.append((opened if whole.startswith(before) and before else begin, stop))
     return whole, spans
 
 
@@ -117,7 +117,7 @@ def pairs(tokenizer: Any, messages: list[Message], longest: int) -> Iterator[tup
     """For an encoder-decoder: per assistant message, a pair of the preceding text and the message, cut at `longest`."""
     for turn, message in enumerate(messages):
         if message["role"] == ASSISTANT:
-            before = "\n".join(each["content"] for each in messages[:turn])
+            before = "\n".join(earlier["content"] for earlier in messages[:turn])
             texts = ({"text": before}, {"text_target": message["content"]})
             source, target = (tokenizer(**text, truncation=True, max_length=longest)["input_ids"] for text in texts)
             yield source, target

@@ -38,7 +38,7 @@ class TokenStreams:
         self._ends = list(accumulate(-(-max(0, len(stream) - 1) // sequence_length) for stream in streams))
         self._labels = self._kept = None
         if trained is not None:
-            labels = np.concatenate([np.empty(0, np.int64), *(_sums(each[1:], sequence_length) for each in trained)])
+            labels = np.concatenate([np.empty(0, np.int64), *(_sums(mask[1:], sequence_length) for mask in trained)])
             self._kept = np.flatnonzero(labels)
             self._labels = labels[self._kept]
 
@@ -80,7 +80,7 @@ class TextDataset(TokenStreams):
     """Files as bytes, one stream each."""
 
     def __init__(self, files: Sequence[str], sequence_length: int) -> None:
-        super().__init__([_mapped(Path(name)) for name in files], sequence_length)
+        super().__init__([_map_file(Path(name)) for name in files], sequence_length)
         if not len(self):
             raise SpecError("the text holds no sample: a sample needs two bytes", path="data.text", got=list(files))
 
@@ -92,7 +92,7 @@ def _sums(values: np.ndarray, width: int) -> np.ndarray:
     return np.add.reduceat(values != 0, np.arange(0, len(values), width), dtype=np.int64)
 
 
-def _mapped(path: Path) -> np.ndarray:
+def _map_file(path: Path) -> np.ndarray:
     if not path.is_file():
         raise SpecError("no such text file", path="data.text", got=str(path))
     if path.stat().st_size == 0:  # mmap refuses an empty file

@@ -87,12 +87,12 @@ def dataset_of(run: TrainingRun, *, vocabulary: int, padding: int | None) -> Dat
     folder = Path(run.job_folder) / "data"
     _once(folder, lambda into: _tokenise(into, data, source, as_pairs=padding is not None))
     _check(folder, vocabulary)
-    tokens = _mapped(folder / "tokens.bin", np.int32)
+    tokens = _map_file(folder / "tokens.bin", np.int32)
     dataset: Dataset
     if padding is not None:
         dataset = PairDataset(tokens, np.fromfile(folder / "bounds.bin", np.int64), length, padding)
     else:
-        learnt = [_mapped(folder / "learnt.bin", np.uint8)] if data.chat else None
+        learnt = [_map_file(folder / "learnt.bin", np.uint8)] if data.chat else None
         dataset = TokenStreams([tokens], length, learnt)
     return _some(dataset, data)
 
@@ -204,7 +204,7 @@ def _documents(data: DataSpec, tokenizer: Any, *, as_pairs: bool) -> Iterator[ch
                 yield source, []
                 yield target, []
         else:
-            yield chat.marked(tokenizer, messages, place)
+            yield chat.mark_tokens(tokenizer, messages, place)
 
 
 def _text(files: Sequence[str], tokenizer: Any) -> Iterator[list[int]]:
@@ -221,25 +221,25 @@ def _text(files: Sequence[str], tokenizer: Any) -> Iterator[list[int]]:
 
 def _pieces(name: str) -> Iterator[str]:
     """The file's text in pieces of whole lines. Raises SpecError if it cannot be read or is empty."""
-    held: list[str] = []
+    lines_read: list[str] = []
     size = number = 0
     try:
         with Path(name).open("rb") as lines:
             for line in lines:
                 number += 1
-                held.append(line.decode("utf-8"))
+                lines_read.append(line.decode("utf-8"))
                 size += len(line)
                 if size >= PIECE_CHARACTERS:
-                    yield "".join(held)
-                    held, size = [], 0
+                    yield "".join(lines_read)
+                    lines_read, size = [], 0
     except UnicodeDecodeError as error:
         raise SpecError(f"not UTF-8 text: {error.reason}", source=f"{name}:{number}", path="data.text") from None
     except OSError as error:
         raise SpecError(f"the file cannot be read: {error.strerror}", source=name, path="data.text") from None
     if not number:
         raise SpecError("the file is empty", source=name, path="data.text")
-    if held:
-        yield "".join(held)
+    if lines_read:
+        yield "".join(lines_read)
 
 
 def read_tokenizer(source: str) -> Any:
@@ -256,5 +256,5 @@ def read_tokenizer(source: str) -> Any:
     return tokenizer
 
 
-def _mapped(path: Path, dtype: Any) -> np.ndarray:
+def _map_file(path: Path, dtype: Any) -> np.ndarray:
     return np.memmap(path, dtype, mode="r") if path.stat().st_size else np.empty(0, dtype)

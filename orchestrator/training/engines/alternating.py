@@ -27,7 +27,7 @@ from orchestrator.training.engines.randomness import Randomness
 
 
 class AlternatingEngine:
-    """One engine per recipe; in every step each trains on the same micro-batches, in the recipes' order."""
+    """Engines of several recipes; in every step each trains on the same micro-batches, in the recipes' order."""
 
     def __init__(
         self, recipe: Recipe, plan: Plan, training: TrainingSpec, build: Callable[[Recipe, TrainingSpec], Engine]
@@ -41,11 +41,11 @@ class AlternatingEngine:
             what = "recipes that train in turn get gradients out of turn, which would be updates"
             raise SpecError(what, path="plan.optimizer_in_backward", got="true")
         _check_names(recipes, training)
-        own = [self._with_own_randomness(each) for each in recipes]
-        self._engines = [build(each, _training(each, training)) for each in own]
-        self._parts = [_Part(each.module) for each in recipes]
+        seeded = [self._with_own_randomness(part) for part in recipes]
+        self._engines = [build(part, _training_of(part, training)) for part in seeded]
+        self._parts = [_Part(part.module) for part in recipes]
         # Registered after the engines' hooks, so that these seeds win: a recipe's engine seeds for its own turn only.
-        layers = tuple(layer for each in recipes for layer in each.layers)
+        layers = tuple(layer for part in recipes for layer in part.layers)
         self._randomness = Randomness(replace(recipe, layers=layers), training.seed)
 
     def step(self, step: int, micro_batches: Iterable[Batch], tokens: int) -> StepResult:
@@ -95,7 +95,7 @@ class _Part:
             parameter.grad = None
 
 
-def _training(recipe: Recipe, training: TrainingSpec) -> TrainingSpec:
+def _training_of(recipe: Recipe, training: TrainingSpec) -> TrainingSpec:
     """The job's settings for one recipe: its own learning rate, and `freeze` by its own parameter names."""
     names = [name for name, _ in recipe.module.named_parameters()]
     freeze = tuple(

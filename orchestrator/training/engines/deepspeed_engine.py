@@ -86,7 +86,7 @@ class DeepSpeedEngine:
         self._updates = Updates(self._module.named_parameters(), training, _optimizer_device(plan, device), step)
         self._trained = self._updates.parameters
         self._waiting = tuple(self._waiting_pieces())
-        self._engine = self._initialised(config)
+        self._engine = self._initialise(config)
         release_with(self, self._engine, self._updates.optimizer)
         self._updates.allocate(self._masters())
         self._start(resume_from, exact)
@@ -139,11 +139,11 @@ class DeepSpeedEngine:
     def _load(self, saved: checkpoint.Saved, state: State) -> None:
         checkpoint.load(saved.path, checkpoint.of_recipe(self._recipe.name, state))
 
-    def _in_files(self) -> deepspeed_nvme.Held:
+    def _in_files(self) -> deepspeed_nvme.Swapped:
         """Host copies of what is offloaded to files; empty without such offload."""
-        return deepspeed_nvme.held(self._engine.optimizer, self._moments) if self._is_swapped else {}
+        return deepspeed_nvme.copy_swapped(self._engine.optimizer, self._moments) if self._is_swapped else {}
 
-    def _state(self, in_files: deepspeed_nvme.Held, known_at: int | None = None) -> State:
+    def _state(self, in_files: deepspeed_nvme.Swapped, known_at: int | None = None) -> State:
         """The canonical tensors; with `known_at`, without moments of groups still frozen before that step."""
         if self._plan.zero_stage is ZeroStage.NONE:
             return checkpoint.model_state(self._module, self._changing) | self._updates.state(known_at=known_at)
@@ -159,7 +159,7 @@ class DeepSpeedEngine:
         scale_gradients(self._trained.values(), clip_factor(norm, self._training.clip_norm))
         return norm
 
-    def _initialised(self, config: dict[str, Any]) -> Any:
+    def _initialise(self, config: dict[str, Any]) -> Any:
         """DeepSpeed's engine. In low precision, inputs are cast as FSDP2 casts them; buffers keep their precision."""
         buffers = [
             (
@@ -169,11 +169,11 @@ class DeepSpeedEngine:
             for module in self._module.modules()
         ]
         engine, *_ = deepspeed.initialize(model=self._module, optimizer=self._updates.optimizer, config=config)
-        for module, kept in buffers:
-            for name, buffer in kept.items():
+        for module, originals in buffers:
+            for name, buffer in originals.items():
                 module._buffers[name] = None if buffer is None else buffer.to(self._device)
         if self._plan.precision in LOW_PRECISION:
-            rounded = functools.partial(_rounded, LOW_PRECISION[self._plan.precision])
+            rounded = functools.partial(_round_inputs, LOW_PRECISION[self._plan.precision])
             self._module.register_forward_pre_hook(rounded, with_kwargs=True)
         return engine
 
@@ -184,7 +184,7 @@ class DeepSpeedEngine:
         return masters(self._engine.optimizer, self._plan.zero_stage, len(self._updates.groups))
 
     def _pieces(self) -> Iterator[Piece]:
-        """This rank's pieces of the masters of all trained parameters, from stage 1 on."""
+        """Return the rank's pieces of the masters of all trained parameters, from stage 1 on."""
         return pieces(self._engine.optimizer, self._plan.zero_stage, self._trained)
 
     def _materialise(self, config: dict[str, Any], resume_from: checkpoint.Saved | None) -> None:
@@ -215,12 +215,12 @@ class DeepSpeedEngine:
 
     def _runs(self, names: Iterable[str]) -> dict[str, Any]:
         """`model.<name>` of this rank's runs of parameters that stage 3 has partitioned."""
-        named, found = dict(self._module.named_parameters()), {}
+        named, runs = dict(self._module.named_parameters()), {}
         for name in names:
             start, count = own_run(self._shapes[name].numel())
             run = named[name].ds_tensor[:count]  # type: ignore[attr-defined]  # private
-            found[f"model.{name}"] = Fragment(run, start, self._shapes[name])
-        return found
+            runs[f"model.{name}"] = Fragment(run, start, self._shapes[name])
+        return runs
 
     def _exact_weights(self) -> Callable[[str], Tensor]:
         """Initial fp32 weights by name: made again one by one if the recipe can, else from host copies."""
@@ -239,7 +239,7 @@ class DeepSpeedEngine:
         return again
 
     def _waiting_pieces(self) -> Iterator[Piece]:
-        """This rank's part, in host memory, of the fp32 weights that thaw later."""
+        """Yield the rank's part, in host memory, of the fp32 weights that thaw later."""
         for name in sorted(self._changing - set(self._trained)) if self._keeps_copies else ():
             start, count = own_run(self._shapes[name].numel())
             with host_memory():
@@ -256,8 +256,8 @@ class DeepSpeedEngine:
         named = dict(self._module.named_parameters())
         return {f"model.{name}": named[name].detach() for name in names}
 
-    def _fragments(self, in_files: deepspeed_nvme.Held, known_at: int | None) -> Iterator[tuple[str, Fragment]]:
-        """This rank's fragments of every master and of every known moment."""
+    def _fragments(self, in_files: deepspeed_nvme.Swapped, known_at: int | None) -> Iterator[tuple[str, Fragment]]:
+        """Yield the rank's fragments of every master and of every known moment."""
         thaws = {name: thaw for thaw, group in self._updates.groups.items() for name in group}
         for piece in self._pieces():
             flat, shape = piece.flat, self._shapes[piece.name]
@@ -295,7 +295,7 @@ class DeepSpeedEngine:
         return state_names(self._training, (1,))
 
 
-def _rounded(low: torch.dtype, _module: nn.Module, args: Any, kwargs: Any) -> Any:
+def _round_inputs(low: torch.dtype, _module: nn.Module, args: Any, kwargs: Any) -> Any:
     """A module's arguments, with floating-point tensors in low precision."""
 
     def cast(value: Any) -> Any:

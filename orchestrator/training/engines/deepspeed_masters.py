@@ -31,14 +31,14 @@ def masters(zero: Any, stage: ZeroStage, groups: int) -> list[list[Tensor]]:
     """Per group of parameters, this rank's flat masters under the ZeRO optimizer of stage 1, 2 or 3."""
     if stage is not ZeroStage.PARAMETERS:
         return [[flat] for flat in zero.single_partition_of_fp32_groups]
-    found: list[list[Tensor]] = [[] for _ in range(groups)]
+    by_group: list[list[Tensor]] = [[] for _ in range(groups)]
     for index, flat in enumerate(zero.fp32_partitioned_groups_flat):
-        found[zero.sub_group_to_group_id[index]].append(flat)
-    return found
+        by_group[zero.sub_group_to_group_id[index]].append(flat)
+    return by_group
 
 
 def pieces(zero: Any, stage: ZeroStage, trained: Mapping[str, nn.Parameter]) -> Iterator[Piece]:
-    """This rank's pieces of the masters of the trained parameters, under stage 1, 2 or 3."""
+    """Yield the rank's pieces of the masters of the trained parameters, under stage 1, 2 or 3."""
     locate = _locate_partitioned if stage is ZeroStage.PARAMETERS else _locate_flat
     for name, parameter in trained.items():
         piece = locate(zero, name, parameter)

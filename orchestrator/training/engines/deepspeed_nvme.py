@@ -32,7 +32,7 @@ OPERATIONS = ("pin_memory", "async_io")
 BUFFERS = 4  # of a sub-group's size: master, gradient, two moments
 MODULE = "orchestrator.training.engines.deepspeed_nvme"
 
-Held = dict[int, dict[str, Tensor]]  # by id of a flat master: its values and those of its moments, by name
+Swapped = dict[int, dict[str, Tensor]]  # by id of a flat master: its values and those of its moments, by name
 
 
 def nvme_problem(extensions: Path) -> str | None:
@@ -63,7 +63,7 @@ def extensions_folder() -> Path:
 
 
 def swap_folder(run: TrainingRun) -> Path:
-    """This attempt's swap folder; leftovers of the job's older attempts are removed.
+    """Return the attempt's swap folder, and remove leftovers of the job's older attempts.
 
     Raises SpecError if the node has no such folder or DeepSpeed cannot offload to files.
     """
@@ -103,17 +103,17 @@ def allocate(zero: Any, names: Sequence[str]) -> None:
                 zero.optimizer.state[flat] |= {name: torch.zeros_like(flat, requires_grad=False) for name in names}
 
 
-def held(zero: Any, names: Sequence[str]) -> Held:
+def copy_swapped(zero: Any, names: Sequence[str]) -> Swapped:
     """Host copies of the masters and moments in files, read one sub-group after the other."""
-    found: Held = {}
+    copies: Swapped = {}
     for index, flat in enumerate(zero.fp32_partitioned_groups_flat):
         if zero._swappable_optimizer_subgroup(index):
             with _swapped_in(zero, index, write=False):
-                found[id(flat)] = {name: tensor.clone() for name, tensor in _tensors(zero, flat, names).items()}
-    return found
+                copies[id(flat)] = {name: tensor.clone() for name, tensor in _tensors(zero, flat, names).items()}
+    return copies
 
 
-def put_back(zero: Any, names: Sequence[str], values: Held) -> None:
+def put_back(zero: Any, names: Sequence[str], values: Swapped) -> None:
     """Write the copies that `held` returned back to the files."""
     for index, flat in enumerate(zero.fp32_partitioned_groups_flat):
         if zero._swappable_optimizer_subgroup(index):
@@ -143,7 +143,7 @@ def largest_run(shapes: Sequence[torch.Size], ranks: int) -> int:
 
 
 def _missing_tools() -> str | None:
-    """What this machine lacks to compile and load DeepSpeed's async_io; None if nothing."""
+    """Return what this machine lacks to compile and load DeepSpeed's async_io; None if nothing."""
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
     if shutil.which("ninja", path=_path()) is None or shutil.which("c++") is None:

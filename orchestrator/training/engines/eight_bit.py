@@ -59,11 +59,11 @@ def saved(moment: Tensor) -> Tensor | Chunks:
 
     local = moment.to_local() if isinstance(moment, DTensor) else moment
     chunks = chunks_of(moment)
-    return Narrow(chunks.held, chunks.size()) if isinstance(local, OptimState8bit) else moment
+    return Narrow(chunks.parts, chunks.size()) if isinstance(local, OptimState8bit) else moment
 
 
 def stance(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """How an update runs: compiled to one kernel for each shape, on the CPU operation by operation.
+    """Return how an update runs: compiled to one kernel for each shape, on the CPU operation by operation.
 
     There the compiler would take longer than the small models of virtual devices train. What either way holds meanwhile
     is in memory/engines/optimizers.py.

@@ -57,23 +57,23 @@ class ExpertParallel:
         experts.spread(Dispatch(self._mesh["ep"].get_group(), experts.count))
 
     def place(self, name: str, values: Tensor) -> Tensor:
-        """This rank's experts, copied, as a DTensor; any other parameter as it is."""
+        """Return the rank's experts, copied, as a DTensor; any other parameter unchanged."""
         if name not in self._names:
             return values
         mesh = self._mesh["ep"]
-        own = values.chunk(mesh.size())[mesh.get_local_rank()].clone()
-        return DTensor.from_local(own, mesh, (Shard(0),), run_check=False)
+        local = values.chunk(mesh.size())[mesh.get_local_rank()].clone()
+        return DTensor.from_local(local, mesh, (Shard(0),), run_check=False)
 
     def placement(self, parameter: nn.Parameter) -> ShardPlacementResult | None:
-        """What FSDP2 asks of a layer's parameter: over which ranks it is cut, and along which axis.
+        """Return FSDP2's placement of a layer's parameter: the ranks over which it is cut, and the axis.
 
         Experts are cut between each other. Where ranks do not have the same number then, each expert is.
         """
         if not isinstance(parameter, DTensor):
             return None
-        ranks, own = self._mesh["expert_shard"].size(), parameter.to_local()
-        return self._result(Shard(0 if len(own) % ranks == 0 else 1), self._shared)
+        ranks, local = self._mesh["expert_shard"].size(), parameter.to_local()
+        return self._result(Shard(0 if len(local) % ranks == 0 else 1), self._shared)
 
     def of(self, named: Mapping[str, nn.Parameter]) -> tuple[nn.Parameter, ...]:
-        """Those of the parameters that are experts'."""
+        """Return the parameters of experts among these."""
         return tuple(parameter for name, parameter in named.items() if name in self._names)

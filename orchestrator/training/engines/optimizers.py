@@ -96,7 +96,7 @@ class Updates:
                     state["step"].fill_(done)
 
     def update_in_backward(self, ready: Callable[[nn.Parameter], None]) -> None:
-        """From now on, update each parameter and drop its gradient within the backward pass, when that is whole.
+        """Update each parameter and drop its gradient within the backward pass from now on, when that is whole.
 
         Before its update, `ready` gets the parameter. FSDP2 runs the hook with a reduced shard (foreach_reduce in
         torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, torch 2.13.0).
@@ -133,11 +133,11 @@ class Updates:
         self.count()
 
     def count(self) -> None:
-        """One more update was made."""
+        """Count an update that was made."""
         self.steps[self._thawed] += 1
 
     def _update_alone(self) -> None:
-        """From now on, each parameter has an optimizer to itself."""
+        """Give each parameter an optimizer of its own."""
         for thaw, group in self.groups.items():
             for name, parameter in group.items():
                 optimizer = _optimizer({thaw: {name: parameter}}, self._training, self._device)
@@ -216,6 +216,6 @@ def _new_state(optimizer: Any, training: TrainingSpec, tensor: Tensor) -> dict[s
     counter = {"step": torch.tensor(0.0, device=tensor.device if fused else "cpu")}
     if training.optimizer is Optimizer.ADAFACTOR:
         factors = {"row_var": (*tensor.shape[:-1], 1), "col_var": (*tensor.shape[:-2], 1, *tensor.shape[-1:])}
-        found = {name: tensor.detach().new_zeros(factors.get(name, tensor.shape)) for name in names}
-        return {**counter, "row_var": None, "col_var": None, "variance": None, **found}
+        moments = {name: tensor.detach().new_zeros(factors.get(name, tensor.shape)) for name in names}
+        return {**counter, "row_var": None, "col_var": None, "variance": None, **moments}
     return counter | {name: torch.zeros_like(tensor, requires_grad=False) for name in names}

@@ -39,7 +39,7 @@ from orchestrator.training.engines.sequence_parallel import Tokens
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """One rank's part of a model that is cut into stages."""
+    """A rank's part of a model that is cut into stages."""
 
     stages: tuple[Recipe, ...]  # one per stage of the rank: its module and layers
     names: dict[str, str]  # every whole-model name of a parameter -> its first name, which the checkpoint uses
@@ -59,7 +59,7 @@ def cut(recipe: Recipe, plan: Plan, rank: int) -> Share:
         )
     ranges = plan_ranges(len(recipe.layers), plan)
     names, shared = _names(recipe, ranges)
-    own = range(rank, count, plan.layout.pp)
+    stage_indices = range(rank, count, plan.layout.pp)
     first, last = recipe.stages.first, recipe.stages.last
     layer_names = _layer_names(recipe)
     initialise = recipe.initialise
@@ -68,24 +68,24 @@ def cut(recipe: Recipe, plan: Plan, rank: int) -> Share:
         assert initialise
         initialise(names[name], values)
 
-    kept = {stage: [layer_names[index] for index in ranges[stage]] for stage in own}
-    for stage in own:
-        kept[stage] += first if stage == 0 else last if stage == count - 1 else ()
-    whole = set().union(*kept.values())
+    names_of = {stage: [layer_names[index] for index in ranges[stage]] for stage in stage_indices}
+    for stage in stage_indices:
+        names_of[stage] += first if stage == 0 else last if stage == count - 1 else ()
+    whole = set().union(*names_of.values())
     left_out = {*layer_names, *first, *last} - whole
     parts = [recipe.module.get_submodule(name) for name in left_out]
     _leave_out(recipe.module, left_out, first + last)
     _empty(parts, {id(parameter) for parameter in recipe.module.parameters()})
     stages = []
-    for stage in own:
+    for stage in stage_indices:
         module = recipe.module
-        if len(own) > 1:
-            module = _copied(module, "", {*layer_names, *first, *last})
-            _leave_out(module, whole - set(kept[stage]), first + last)
+        if len(stage_indices) > 1:
+            module = _copy_parts(module, "", {*layer_names, *first, *last})
+            _leave_out(module, whole - set(names_of[stage]), first + last)
         layers = tuple(recipe.layers[index] for index in ranges[stage])
         made = by_first_name if initialise else None
         stages.append(replace(recipe, module=module, layers=layers, initialise=made))
-    return Share(stages=tuple(stages), names=names, shared=shared if {0, count - 1} & set(own) else ())
+    return Share(stages=tuple(stages), names=names, shared=shared if {0, count - 1} & set(stage_indices) else ())
 
 
 def plan_ranges(layers: int, plan: Plan) -> tuple[range, ...]:
@@ -142,7 +142,7 @@ class Pipeline:
             for turn, root in enumerate(roots)
         ]
         self._stages = stages
-        settings: dict[str, Any] = {"loss_fn": self._scaled, "scale_grads": False}
+        settings: dict[str, Any] = {"loss_fn": self._scale_loss, "scale_grads": False}
         turns = plan.gradient_accumulation_steps
         self._schedule: Schedule1F1B | ScheduleInterleaved1F1B = (
             Schedule1F1B(stages[0], turns, **settings)
@@ -184,21 +184,21 @@ class Pipeline:
         """Sum the gradients of the parameters that the first and the last stage share, in place."""
         peer = dist.get_global_rank(self._group, 0 if self.is_last else self._ranks - 1)
         for gradient in gradients:
-            own = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-            others = torch.empty_like(own)
+            local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+            others = torch.empty_like(local)
             exchange = [
-                dist.P2POp(dist.isend, own, peer, self._group),
+                dist.P2POp(dist.isend, local, peer, self._group),
                 dist.P2POp(dist.irecv, others, peer, self._group),
             ]
             for work in dist.batch_isend_irecv(exchange):
                 work.wait()
-            own += others
+            local += others
 
     def _seed(self, turn: int) -> None:
         step, first = self._place
         self._randomness.begin(step, first + turn)
 
-    def _scaled(self, loss: Tensor, _target: Tensor) -> Tensor:
+    def _scale_loss(self, loss: Tensor, _target: Tensor) -> Tensor:
         return loss.sum() * self._scale
 
 
@@ -329,7 +329,7 @@ def _names(recipe: Recipe, ranges: Sequence[range]) -> tuple[dict[str, str], tup
     """First name of every name, and the parameters of both end stages. Raises SpecError if sharing forbids the cut."""
     assert recipe.stages
     layers, count = _layer_names(recipe), len(ranges)
-    stage_of = {layers[index]: stage for stage, own in enumerate(ranges) for index in own}
+    stage_of = {layers[index]: stage for stage, indices in enumerate(ranges) for index in indices}
     stage_of |= dict.fromkeys(recipe.stages.first, 0) | dict.fromkeys(recipe.stages.last, count - 1)
     names: dict[str, str] = {}
     first_names: dict[int, str] = {}
@@ -363,15 +363,15 @@ def _leave_out(module: nn.Module, names: Iterable[str], ends: Sequence[str]) -> 
         module.get_submodule(around)._modules[key] = None if name in ends else _HandOn()
 
 
-def _empty(parts: Iterable[nn.Module], kept: set[int]) -> None:
+def _empty(parts: Iterable[nn.Module], excepted: set[int]) -> None:
     """Drop the tensors of `parts`, except parameters with ids in `kept`: the recipe still references the modules."""
     for module in (module for part in parts for module in part.modules()):
         for key, parameter in module._parameters.items():
-            module._parameters[key] = parameter if id(parameter) in kept else None
+            module._parameters[key] = parameter if id(parameter) in excepted else None
         module._buffers.clear()
 
 
-def _copied(module: nn.Module, name: str, parts: set[str]) -> nn.Module:
+def _copy_parts(module: nn.Module, name: str, parts: set[str]) -> nn.Module:
     """A shallow copy of the module structure around `parts`; tensors and the rest are shared with the original."""
     twin = copy.copy(module)
     twin._parameters, twin._buffers = dict(module._parameters), dict(module._buffers)
@@ -379,5 +379,5 @@ def _copied(module: nn.Module, name: str, parts: set[str]) -> nn.Module:
     for key, child in module._modules.items():
         path = f"{name}.{key}".lstrip(".")
         around = child is not None and any(part.startswith(f"{path}.") for part in parts)
-        twin._modules[key] = _copied(child, path, parts) if child is not None and around else child
+        twin._modules[key] = _copy_parts(child, path, parts) if child is not None and around else child
     return twin

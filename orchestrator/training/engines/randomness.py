@@ -34,22 +34,22 @@ class Randomness:
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             self._generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
         for index, layer in enumerate(recipe.layers, start=1):
-            layer.register_forward_pre_hook(self._seeded(index))
+            layer.register_forward_pre_hook(self._seed_layer(index))
 
     def begin(self, step: int, micro_batch: int) -> None:
         """Seed for micro-batch `micro_batch` (counted over the global batch) of the step after `step` steps."""
-        self._micro_batch = _mixed(_mixed(_mixed(0, self._seed), step), micro_batch)
+        self._micro_batch = _mix(_mix(_mix(0, self._seed), step), micro_batch)
         self._restart(self._micro_batch)
 
     def begin_update(self, step: int, name: str) -> None:
         """Seed for the update of a parameter after `step` steps, the same on every rank that has it."""
         of_name = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "big")
-        self._restart(_mixed(_mixed(_mixed(_UPDATE, self._seed), step), of_name))
+        self._restart(_mix(_mix(_mix(_UPDATE, self._seed), step), of_name))
 
-    def _seeded(self, layer: int) -> Callable[[nn.Module, Any], None]:
+    def _seed_layer(self, layer: int) -> Callable[[nn.Module, Any], None]:
         def restart(_module: nn.Module, _inputs: Any) -> None:
-            seed = _mixed(self._micro_batch, layer)
-            self._restart(_mixed(seed, self._part) if self._part else seed)
+            seed = _mix(self._micro_batch, layer)
+            self._restart(_mix(seed, self._part) if self._part else seed)
 
         return restart
 
@@ -58,8 +58,8 @@ class Randomness:
             generator.manual_seed(seed)
 
 
-def _mixed(state: int, value: int) -> int:
-    """One round of splitmix64's finaliser over both."""
+def _mix(state: int, value: int) -> int:
+    """Return a round of splitmix64's finaliser over both."""
     mixed = (state * 31 + value + 1) * _ODD & (2**64 - 1)
     mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 & (2**64 - 1)
     return (mixed ^ mixed >> 27) & _MASK

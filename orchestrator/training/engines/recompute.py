@@ -39,9 +39,9 @@ def recompute(
     """
     if mode is ActivationCheckpointing.NONE:
         return
-    full = {at for stage in stages or (range(len(layers)),) for at in stage[:full_layers]}
-    for at, layer in enumerate(layers):
-        _recompute(layer, ActivationCheckpointing.FULL if at in full else mode)
+    full = {index for stage in stages or (range(len(layers)),) for index in stage[:full_layers]}
+    for index, layer in enumerate(layers):
+        _recompute(layer, ActivationCheckpointing.FULL if index in full else mode)
 
 
 def _recompute(layer: nn.Module, mode: ActivationCheckpointing) -> None:

@@ -31,8 +31,8 @@ class Tokens:
         self._samples, self._length = samples, length
         self._own_count = -(-samples * length // group.size())  # N, padding included
 
-    def summed(self, x_BTD: Tensor) -> Tensor:
-        """This rank's tokens [1, N, D] of the sum over the ranks."""
+    def sum_tokens(self, x_BTD: Tensor) -> Tensor:
+        """Return the rank's tokens [1, N, D] of the sum over the ranks."""
         return _Sum.apply(x_BTD, self)  # type: ignore[no-untyped-call]
 
     def stand_in(self, x_1ND: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ class Tokens:
         return x_RD[: self._samples * self._length].view(self._samples, self._length, -1)
 
     def _summed(self, x_BTD: Tensor) -> Tensor:
-        return _reduce_scattered(x_BTD.flatten(0, 1), self.group).unsqueeze(0)
+        return _reduce_scatter(x_BTD.flatten(0, 1), self.group).unsqueeze(0)
 
 
 class Gathered:
@@ -119,7 +119,7 @@ class _Gather(torch.autograd.Function):
         return ctx.tokens._summed(grad_BTD), None
 
 
-def stood_for(x_BTD: Tensor) -> Tensor:
+def own_tokens(x_BTD: Tensor) -> Tensor:
     """The tokens of a stand-in. Raises SpecError if the model made another tensor of it."""
     own_1ND: Tensor | None = getattr(x_BTD, "own", None)
     if own_1ND is None:
@@ -215,7 +215,7 @@ def summed_product(x_RF: Tensor, weight_DF: Tensor, group_name: str) -> Tensor:
 
     One operation, so that selective checkpointing keeps its result and not the product of all tokens.
     """
-    return _reduce_scattered(x_RF @ weight_DF.T, _resolve_process_group(GroupName(group_name)))
+    return _reduce_scatter(x_RF @ weight_DF.T, _resolve_process_group(GroupName(group_name)))
 
 
 @summed_product.register_fake
@@ -227,7 +227,7 @@ def _(x_RF: Tensor, weight_DF: Tensor, group_name: str) -> Tensor:
 SUMMED_PRODUCT = torch.ops.orchestrator.summed_product.default
 
 
-def _reduce_scattered(x_RD: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _reduce_scatter(x_RD: Tensor, group: dist.ProcessGroup) -> Tensor:
     rows, ranks = x_RD.shape[0], group.size()
     count = -(-rows // ranks)
     if count * ranks > rows:
@@ -244,4 +244,4 @@ def add_up(gradients: Sequence[Tensor], group: dist.ProcessGroup) -> None:
     flat = torch.cat([gradient.flatten() for gradient in gradients])
     dist.all_reduce(flat, group=group)
     summed = torch.split(flat, [gradient.numel() for gradient in gradients])
-    torch._foreach_copy_(list(gradients), [each.view_as(own) for each, own in zip(summed, gradients, strict=True)])
+    torch._foreach_copy_(list(gradients), [total.view_as(part) for total, part in zip(summed, gradients, strict=True)])

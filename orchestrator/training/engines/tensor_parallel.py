@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from orchestrator.specs.errors import SpecError
 from orchestrator.training.contract.recipe import Recipe
-from orchestrator.training.engines.sequence_parallel import Tokens, add_up, column_product, row_product, stood_for
+from orchestrator.training.engines.sequence_parallel import Tokens, add_up, column_product, own_tokens, row_product
 
 # word -> the axis along which a parameter is cut, by the parameter's name in its module; None: whole on every rank
 CUTS: Mapping[str, Mapping[str, int | None]] = {
@@ -49,7 +49,7 @@ class TensorParallel:
     tokens: Tokens | None  # with sequence parallelism
 
     def place(self, name: str, values: Tensor) -> Tensor:
-        """This rank's shard of a whole parameter, copied, as a DTensor."""
+        """Return the rank's shard of a whole parameter, copied, as a DTensor."""
         if name not in self.axes:  # a ParallelStyle cuts it later
             return values
         axis = self.axes[name]
@@ -68,18 +68,18 @@ class TensorParallel:
                 parallelize_module(module, self.mesh, style, src_data_rank=None)
 
     def spread(self, layers: Sequence[nn.Module]) -> None:
-        """With sequence parallelism, make the first of consecutive layers take this rank's tokens, in place."""
+        """Make the first of consecutive layers take the rank's tokens, in place, with sequence parallelism only."""
         if self.tokens:
-            layers[0].register_forward_pre_hook(_changing_first(stood_for), prepend=True, with_kwargs=True)
+            layers[0].register_forward_pre_hook(_changing_first(own_tokens), prepend=True, with_kwargs=True)
 
     def partial_of(self, named: Mapping[str, nn.Parameter]) -> tuple[nn.Parameter, ...]:
-        """Those of the parameters whose gradients are to be added up, in the same order on every rank."""
+        """Return the parameters whose gradients are to be added up, in the same order on every rank."""
         return tuple(named[name] for name in sorted(self.partial & named.keys()))
 
     def add_up(self, parameters: Iterable[nn.Parameter]) -> None:
         """Sum the gradients of such parameters over the ranks, in place."""
-        found = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        add_up([_local(gradient) for gradient in found], self.mesh.get_group())
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        add_up([_local(gradient) for gradient in gradients], self.mesh.get_group())
 
 
 def tensor_parallel(recipe: Recipe, mesh: DeviceMesh, micro_batch_size: int, length: int) -> TensorParallel:
@@ -105,22 +105,22 @@ def tensor_parallel(recipe: Recipe, mesh: DeviceMesh, micro_batch_size: int, len
         if isinstance(word, ParallelStyle):
             styles[id(module)] = word  # for the module's own parameters; submodules have entries of their own
             continue
-        own = {key: f"{name}.{key}".lstrip(".") for key, values in module._parameters.items() if values is not None}
+        paths = {key: f"{name}.{key}".lstrip(".") for key, values in module._parameters.items() if values is not None}
         if word == GATHERED:
             assert tokens
             module.register_forward_pre_hook(_changing_first(tokens.gather), with_kwargs=True)
-        elif word and "weight" not in own:
+        elif word and "weight" not in paths:
             got = f"{name}, a {type(module).__name__}"
             raise SpecError(f"{word} cuts modules that have a weight", path="tensor_parallel", got=got)
         is_inside = any(name.startswith(f"{outer}.") for outer in gathering)
         if is_inside:
-            _check_inside(name, module, word, own)
-        axes |= {path: _axis(module, word, path, key, degree) for key, path in own.items()}
+            _check_inside(name, module, word, paths)
+        axes |= {path: _axis(module, word, path, key, degree) for key, path in paths.items()}
         if word in PARTIAL or (tokens and name in layers):
-            partial.update(path for path in own.values() if axes[path] is None)
+            partial.update(path for path in paths.values() if axes[path] is None)
         if word == "embedding" and getattr(module, "padding_idx", None) is not None:
             module.padding_idx = _own_row(module, mesh)  # type: ignore[assignment]
-        if own and word != "head":  # a head takes the DTensor itself
+        if paths and word != "head":  # a head takes the DTensor itself
             kind = (type(module), word, tuple(module._parameters), is_inside)
             if kind not in changed:
                 changed[kind] = _computing_locally(
@@ -151,10 +151,10 @@ def _check_ends(chosen: Mapping[str, str | ParallelStyle]) -> None:
             raise SpecError("own tokens go from embedding to head", path="tensor_parallel", got=got, allowed=allowed)
 
 
-def _check_inside(name: str, module: nn.Module, word: str, own: Mapping[str, str]) -> None:
+def _check_inside(name: str, module: nn.Module, word: str, paths: Mapping[str, str]) -> None:
     """Raise SpecError if a module cannot compute for tokens that were gathered: its gradients must be partial sums."""
     is_cut = word in ("colwise", "rowwise") and isinstance(module, nn.Linear)
-    if own and not is_cut and word != "headwise":
+    if paths and not is_cut and word != "headwise":
         got = f"{name}, a {type(module).__name__}"
         allowed = "Linear modules that are colwise or rowwise, and headwise ones"
         raise SpecError(
@@ -228,9 +228,9 @@ def _own_row(module: nn.Module, mesh: DeviceMesh) -> int | None:
 
 def _check_shared(module: nn.Module, axes: Mapping[str, int | None]) -> None:
     """Raise SpecError if a shared parameter would be cut in two ways."""
-    seen: dict[int, str] = {}
+    first_names: dict[int, str] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        first = seen.setdefault(id(parameter), name)
+        first = first_names.setdefault(id(parameter), name)
         if first in axes and name in axes and axes[first] != axes[name]:
             raise SpecError("a shared parameter is cut in two ways", path="tensor_parallel", got=f"{first} and {name}")
 
@@ -273,7 +273,7 @@ def _computing_locally(
             out = forward(self, local.masked_fill(elsewhere, 0), *args, **kwargs)
             out = out.masked_fill(elsewhere.unsqueeze(-1), 0)
             if tokens is not None:
-                return tokens.stand_in(tokens.summed(out))
+                return tokens.stand_in(tokens.sum_tokens(out))
             return _SumForward.apply(out, group)  # type: ignore[no-untyped-call]
 
         body["forward"] = embedding

@@ -85,7 +85,7 @@ class TorchEngine:
         step = resume_from.cursor.step if resume_from else 0
         self._changing = freeze_for(recipe.module, training.freeze, step)
         self._build()
-        self._named = _named(recipe.module, self._share)
+        self._named = _named_parameters(recipe.module, self._share)
         self._partial = dict.fromkeys(self._cut.partial_of(self._named) if self._cut else ())
         self._step = step
         is_rounded = plan.master_weights is MasterWeights.BF16
@@ -102,7 +102,7 @@ class TorchEngine:
         self._squared = torch.zeros((), dtype=torch.float64, device=device)  # of gradients that are gone
         if plan.optimizer_in_backward:
             assert training.clip_norm is None, "planning/strategies.py offers it to jobs that do not clip"
-            self._copies = {each: copies for copies, some in self._by_copies.items() for each in some}
+            self._copies = {parameter: copies for copies, some in self._by_copies.items() for parameter in some}
             self._updates.update_in_backward(self._count_norm)
         if resume_from:
             checkpoint.load(resume_from.path, self._state(known_at=step))
@@ -119,7 +119,7 @@ class TorchEngine:
             length = recipe.dataset.batch([0])[0].shape[1] // plan.layout.cp
             self._cut = cut = tensor_parallel(recipe, mesh["tp"], plan.micro_batch_size, length)
         if plan.layout.pp == 1:
-            self._model = _wrapped(recipe, recipe.module, plan, mesh, self._device, cut, self._experts)
+            self._model = _wrap(recipe, recipe.module, plan, mesh, self._device, cut, self._experts)
             if cut:
                 cut.spread(recipe.layers)
             return
@@ -133,7 +133,7 @@ class TorchEngine:
             is_last = rank == plan.layout.pp - 1 and turn == len(self._share.stages)
             tokens = cut.tokens if cut and rank + turn > 1 else None
             root = pipeline.Stage(stage, self._autocast, is_last=is_last, tokens=tokens)
-            roots.append(_wrapped(stage, root, plan, mesh, self._device, cut))
+            roots.append(_wrap(stage, root, plan, mesh, self._device, cut))
             if cut:
                 cut.spread(stage.layers)
         self._pipeline = pipeline.Pipeline(roots, plan, mesh["pp"], self._device, self._randomness)
@@ -201,9 +201,9 @@ class TorchEngine:
         """The global norm of the gradients, bitwise equal on all ranks: it decides whether a fp16 step is skipped."""
         squared = torch.zeros((), dtype=torch.float64, device=self._device)
         for copies, parameters in self._by_copies.items():
-            own = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
-            if own:
-                norms = torch.stack(torch._foreach_norm(own, dtype=torch.float32))
+            gradients = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+            if gradients:
+                norms = torch.stack(torch._foreach_norm(gradients, dtype=torch.float32))
                 squared += norms.to(squared).square().sum() / copies
         return self._over_all_ranks(squared)
 
@@ -249,8 +249,8 @@ def device_mesh(plan: Plan, device: torch.device) -> DeviceMesh:
     """
     layout, copies = plan.layout, plan.dp_replicate
     degrees = {"pp": layout.pp, "dp_replicate": copies, "dp_shard": layout.dp_cp // copies, "tp": layout.tp}
-    kept = {axis: degree for axis, degree in degrees.items() if degree > 1 or axis == "dp_shard"}
-    return init_device_mesh(device.type, tuple(kept.values()), mesh_dim_names=tuple(kept))
+    axes = {axis: degree for axis, degree in degrees.items() if degree > 1 or axis == "dp_shard"}
+    return init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
 
 def _context(recipe: Recipe, plan: Plan) -> Context:
@@ -267,7 +267,7 @@ def _context(recipe: Recipe, plan: Plan) -> Context:
         cut = ", ".join(f"{name} = {sizes[name]}" for name in HEADS if name in sizes)
         raise SpecError(f"ranks cannot share {cut}", path=path, got=f"{layout.cp}, and tp = {layout.tp}")
     among = range(0, layout.cp * layout.tp, layout.tp)
-    starts = (at for at in range(layout.world_size) if at // layout.tp % layout.cp == 0)
+    starts = (rank for rank in range(layout.world_size) if rank // layout.tp % layout.cp == 0)
     groups = [[start + step for step in among] for start in starts]
     group, _ = dist.new_subgroups_by_enumeration(groups)  # type: ignore[no-untyped-call]
     context = Context(group)
@@ -277,15 +277,15 @@ def _context(recipe: Recipe, plan: Plan) -> Context:
 
 def _by_copies(parameters: Iterable[nn.Parameter], plan: Plan) -> dict[int, list[nn.Parameter]]:
     """Number of ranks that hold the same part -> parameters."""
-    found: dict[int, list[nn.Parameter]] = {}
+    by_copies: dict[int, list[nn.Parameter]] = {}
     for parameter in parameters:
         copies = plan.layout.dp_cp
         if isinstance(parameter, DTensor):
             mesh = parameter.device_mesh
             repeated = (axis for axis, placement in enumerate(parameter.placements) if placement.is_replicate())
             copies = math.prod(mesh.size(axis) for axis in repeated)
-        found.setdefault(copies, []).append(parameter)
-    return found
+        by_copies.setdefault(copies, []).append(parameter)
+    return by_copies
 
 
 def _settle(parameters: Iterable[nn.Parameter]) -> None:
@@ -304,12 +304,12 @@ def _state_device(plan: Plan, device: torch.device) -> torch.device:
     return device if plan.offload is Offload.NONE else torch.device("cpu")
 
 
-def _named(module: nn.Module, share: Share | None) -> dict[str, nn.Parameter]:
-    """This rank's parameters by their checkpoint names."""
+def _named_parameters(module: nn.Module, share: Share | None) -> dict[str, nn.Parameter]:
+    """Return the rank's parameters by their checkpoint names."""
     return {share.names[name] if share else name: parameter for name, parameter in module.named_parameters()}
 
 
-def _wrapped(
+def _wrap(
     recipe: Recipe,
     root: nn.Module,
     plan: Plan,
@@ -322,9 +322,9 @@ def _wrapped(
     mechanics = plan.mechanics
     match mechanics:
         case Fsdp2():
-            return _sharded(recipe, root, plan, mechanics, mesh, device, cut, experts)
+            return _shard(recipe, root, plan, mechanics, mesh, device, cut, experts)
         case Replicated():
-            return _replicated(recipe, root, plan, mesh, device, cut)
+            return _replicate(recipe, root, plan, mesh, device, cut)
         case ScriptFsdp() | Zero():
             raise AssertionError(f"{mechanics} is not the torch engine's")
         case _:
@@ -341,13 +341,13 @@ def _make(
 ) -> None:
     """Allocate and initialise this rank's parts of the parameters of `part`."""
     cuts = cut or experts
-    held = torch.bfloat16 if plan.master_weights is MasterWeights.BF16 else None
-    materialise(recipe.module, part, recipe, device, cuts.place if cuts else None, held)
+    dtype = torch.bfloat16 if plan.master_weights is MasterWeights.BF16 else None
+    materialise(recipe.module, part, recipe, device, cuts.place if cuts else None, dtype)
     if cut:
         cut.finish(part)
 
 
-def _replicated(
+def _replicate(
     recipe: Recipe, root: nn.Module, plan: Plan, mesh: DeviceMesh, device: torch.device, cut: TensorParallel | None
 ) -> nn.Module:
     _make(recipe.module, recipe, plan, device, cut)
@@ -368,7 +368,7 @@ def _replicated(
         )
 
 
-def _sharded(
+def _shard(
     recipe: Recipe,
     root: nn.Module,
     plan: Plan,

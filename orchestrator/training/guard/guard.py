@@ -37,12 +37,7 @@ USAGE = "usage: guard.py GUARD_JSON -- script.py args... | guard.py GUARD_JSON -
 
 def main(argv: list[str]) -> None:
     """Run the target under the guard. Returns on success; otherwise the process ends as the target did."""
-    local_rank = [argv.pop(0)] if argv and argv[0].startswith("--local_rank=") else []
-    if len(argv) < 3 or argv[1] != "--" or argv[2:] == ["-m"]:
-        print(USAGE, file=sys.stderr)
-        sys.exit(2)
-    program = 2 if argv[2] == "-m" else 1
-    target = [*argv[2 : 2 + program], *local_rank, *argv[2 + program :]]
+    target = _split_target(argv)
     if not getattr(sys.flags, "safe_path", False):  # since Python 3.11; before the first import from this folder
         sys.path[0] = os.getcwd() if target[0] == "-m" else os.path.dirname(os.path.realpath(target[0]))
     _bring_package()
@@ -64,9 +59,7 @@ def main(argv: list[str]) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a launcher in between may have set some
         with contextlib.suppress(Exception):  # the script will fail too, or finds torch elsewhere (python -S)
             importlib.import_module("torch")  # in this thread: it is the one that the device counts
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(line_buffering=True)
+    _buffer_lines()
     monitor.beat()
     try:
         _run_target(target)
@@ -91,6 +84,22 @@ def main(argv: list[str]) -> None:
     _leave(None)
 
 
+def _split_target(argv: list[str]) -> list[str]:
+    """Return the program and its arguments, and leave the settings' path first in `argv`; exit 2 without a program."""
+    local_rank = [argv.pop(0)] if argv and argv[0].startswith("--local_rank=") else []
+    if len(argv) < 3 or argv[1] != "--" or argv[2:] == ["-m"]:
+        print(USAGE, file=sys.stderr)
+        sys.exit(2)
+    program = 2 if argv[2] == "-m" else 1
+    return [*argv[2 : 2 + program], *local_rank, *argv[2 + program :]]
+
+
+def _buffer_lines() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True)
+
+
 def inherit(settings_path: str) -> None:
     """Guard this process once it imports torch. It becomes a rank when it trains; until then it writes nothing.
 
@@ -104,7 +113,7 @@ def _guard_from_now(settings_path: str, torch: Any) -> None:
     try:
         _inherit_now(settings_path, torch)
     except Exception as error:  # its interpreter or torch is too old: the script continues
-        _unwatched(settings_path, f"{type(error).__name__}: {error}")
+        _note_unwatched(settings_path, f"{type(error).__name__}: {error}")
 
 
 def _inherit_now(settings_path: str, torch: Any) -> None:
@@ -165,7 +174,7 @@ def _include_forked_ranks(device: VirtualDevice) -> None:
 
 
 def _leave(code: object) -> None:
-    """With several ranks, end the process as Python does, but without unloading native libraries.
+    """End a process of several ranks as Python does, but without unloading native libraries.
 
     gloo's threads sometimes abort there (7 of 12 two-rank runs under load, torch 2.13.0+cpu, 2026-11). A finished
     training would then count as crashed.
@@ -221,7 +230,7 @@ def _show(settings_path: str) -> None:
         _shown.append(mmap.mmap(settings.fileno(), 0, access=mmap.ACCESS_READ))
 
 
-def _unwatched(settings_path: str, why: str) -> None:
+def _note_unwatched(settings_path: str, why: str) -> None:
     """Log that this process trains without the guard, on stderr and in the file `unwatched`."""
     version = ".".join(map(str, sys.version_info[:3]))
     line = f"{' '.join(sys.orig_argv)!r} under Python {version}: {why}"

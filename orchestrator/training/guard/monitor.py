@@ -90,8 +90,8 @@ class Monitor:
         optimizers.register_optimizer_step_post_hook(self._after_optimizer)
         progress.listen(self._on_reported_step)
         progress.measure(self._peak_of_step)
-        torch.autograd.backward = self._watched(torch.autograd.backward)
-        torch.autograd.grad = self._watched(torch.autograd.grad)
+        torch.autograd.backward = self._watch(torch.autograd.backward)
+        torch.autograd.grad = self._watch(torch.autograd.grad)
         self._until_forward(torch)
 
     def _until_forward(self, torch: Any) -> None:
@@ -118,7 +118,7 @@ class Monitor:
         cuda = self._cuda()
         return 0 if cuda is None else int(cuda.memory_stats().get("allocation.all.allocated", 0))
 
-    def _watched(self, backward: Callable[..., Any]) -> Callable[..., Any]:
+    def _watch(self, backward: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(backward)
         def watched(*args: Any, **kwargs: Any) -> Any:
             self._passes.begin_backward()

@@ -98,18 +98,21 @@ def foreign_bytes(message: str) -> int:
     reports host process ids. Then the smallest listed process that can hold PyTorch's bytes counts as this one.
     """
     named = [_amount(match) or 0 for match in NAMED.finditer(message)]
-    own, allocated = _first(OWN, message), _first(ALLOCATED, message)
-    held = None if allocated is None else allocated + (unallocated_bytes(message) or 0)
-    if own is None and held is not None and any(count >= held for count in named):
-        named.remove(min(count for count in named if count >= held))
+    own_bytes, allocated = _first(OWN, message), _first(ALLOCATED, message)
+    torch_bytes = None if allocated is None else allocated + (unallocated_bytes(message) or 0)
+    if own_bytes is None and torch_bytes is not None and any(count >= torch_bytes for count in named):
+        named.remove(min(count for count in named if count >= torch_bytes))
         return sum(named)
     total, free = _first(CAPACITY, message), free_bytes(message)
     if named or total is None or free is None:
         return sum(named)
-    if own is not None:
-        rest, tolerance_bytes = total - free - own, ROUNDING_BYTES
+    if own_bytes is not None:
+        rest, tolerance_bytes = total - free - own_bytes, ROUNDING_BYTES
     else:
-        rest, tolerance_bytes = (0 if held is None else total - free - held), max(OVERHEAD_BYTES, total // 4)
+        rest, tolerance_bytes = (
+            (0 if torch_bytes is None else total - free - torch_bytes),
+            max(OVERHEAD_BYTES, total // 4),
+        )
     return rest if rest > tolerance_bytes else 0
 
 
@@ -126,11 +129,11 @@ def _is_out_of_memory(error: BaseException) -> bool:
 def _chain(error: BaseException) -> Iterator[BaseException]:
     """The error, then its causes and contexts, each once."""
     waiting: list[BaseException | None] = [error]
-    seen: set[int] = set()
+    visited: set[int] = set()
     while waiting:
         current = waiting.pop(0)
-        if current is not None and id(current) not in seen:
-            seen.add(id(current))
+        if current is not None and id(current) not in visited:
+            visited.add(id(current))
             yield current
             waiting += [current.__cause__, current.__context__]
 

@@ -45,10 +45,10 @@ class PassProgress:
 
     def fraction_done(self, phase: str) -> float | None:
         """Fraction of the pass in `phase` that is done; None if no such pass has completed before."""
-        known = self._last[len(self._now) : len(self._now) + 1] or self._now[-1:] or self._last[-1:]
-        if not known or phase not in ("forward", "backward"):
+        reference = self._last[len(self._now) : len(self._now) + 1] or self._now[-1:] or self._last[-1:]
+        if not reference or phase not in ("forward", "backward"):
             return None
-        whole = known[0][0] if phase == "forward" else known[0][1]
+        whole = reference[0][0] if phase == "forward" else reference[0][1]
         return min(1.0, (self._allocations() - self._began) / whole) if whole > 0 else None
 
 

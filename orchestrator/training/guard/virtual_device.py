@@ -148,23 +148,23 @@ class VirtualDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _count(self, storage: torch.UntypedStorage) -> int:
         """Bytes by which the storage grew since it was last counted; negative if it shrank."""
         key, size = storage._cdata, storage.nbytes()
-        known = self._sizes.get(key)
-        if known is None:
+        counted = self._sizes.get(key)
+        if counted is None:
             if storage.device.type != "cpu":  # a fake tensor reports the CPU, its storage does not
                 return 0
             death = self._deaths[key] = _Death(storage, self._forget)
             death.key, death.host = key, self.host
             self.allocations += not self.host
-            known = 0
+            counted = 0
         self._sizes[key] = size
         if self._deaths[key].host:
             return 0
-        self.live_bytes = live = self.live_bytes + size - known
+        self.live_bytes = live = self.live_bytes + size - counted
         if live > self.recent_peak_bytes and live <= self.capacity_bytes:
             if live > self.peak_bytes and _in_gang():
                 _let_go()
             self._note_peak()
-        return size - known
+        return size - counted
 
     def _note_peak(self) -> None:
         self.recent_peak_bytes = max(self.recent_peak_bytes, self.live_bytes)

@@ -59,7 +59,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 rows = slice(start, start + step)
                 chunk_CD, labels_C = hidden_ND[rows].to(dtype), labels_N[rows]
                 if spread:
-                    chunk_CD, labels_C = spread.gathered(chunk_CD), spread.labels(rows)
+                    chunk_CD, labels_C = spread.gather(chunk_CD), spread.labels(rows)
                 chunk_loss, grad_CV = _loss_and_gradient(chunk_CD @ cast_VD.T, labels_C - first, group)
                 loss += chunk_loss
                 grad_CV = grad_CV.to(dtype)
@@ -79,9 +79,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         hidden_grad, weight_grad = ctx.hidden_grad, ctx.weight_grad
         ctx.hidden_grad = ctx.weight_grad = None
-        for each in (hidden_grad, weight_grad):
-            if each is not None:
-                each.mul_(grad)
+        for grad_part in (hidden_grad, weight_grad):
+            if grad_part is not None:
+                grad_part.mul_(grad)
         return hidden_grad, weight_grad, None, None, None
 
 
@@ -95,17 +95,17 @@ class _Spread:
         self.chunk_tokens = max(1, CHUNK_TOKENS // ranks)  # of one rank
 
     def labels(self, rows: slice) -> Tensor:
-        """Those of the chunk that all ranks have together, rank after rank."""
+        """Return the labels of the chunk of all ranks together, rank after rank."""
         return self._labels[:, rows].flatten()
 
-    def gathered(self, chunk: Tensor) -> Tensor:
+    def gather(self, chunk: Tensor) -> Tensor:
         whole = chunk.new_empty(self._group.size() * len(chunk), chunk.shape[1])
         all_gather(whole, chunk.contiguous(), group=self._group)
         return whole
 
-    def sum_into(self, own: Tensor, whole: Tensor) -> None:
+    def sum_into(self, rows: Tensor, whole: Tensor) -> None:
         """Write this rank's rows of the sum of `whole` over the ranks to `own`."""
-        reduce_scatter(own, whole.to(own.dtype), group=self._group)
+        reduce_scatter(rows, whole.to(rows.dtype), group=self._group)
 
 
 def add_gradients(
@@ -136,9 +136,9 @@ def _loss_and_gradient(logits_CV: Tensor, labels_C: Tensor, group: dist.ProcessG
     label_logit_C = logits_CV.gather(1, at_C).squeeze(1) * here_C
     total_C = logits_CV.exp_().sum(dim=1)
     if group is not None:
-        found = torch.stack((total_C, label_logit_C, counted_C.float()))
-        dist.all_reduce(found, group=group)
-        total_C, label_logit_C, counted_C = found[0], found[1], found[2] > 0
+        sums = torch.stack((total_C, label_logit_C, counted_C.float()))
+        dist.all_reduce(sums, group=group)
+        total_C, label_logit_C, counted_C = sums[0], sums[1], sums[2] > 0
     loss = ((total_C.log() - label_logit_C) * counted_C).sum()
     logits_CV.div_(total_C.unsqueeze(1))
     logits_CV.scatter_add_(1, at_C, -here_C.float().unsqueeze(1))

@@ -42,7 +42,7 @@ def adapt(module: PreTrainedModel, lora: LoraSpec) -> PreTrainedModel:
     try:
         return inject_adapter_in_model(config, module)  # type: ignore[return-value]
     except ValueError as error:
-        linear = sorted({name.rpartition(".")[2] for name, each in module.named_modules() if hasattr(each, "weight")})
+        linear = sorted({name.rpartition(".")[2] for name, layer in module.named_modules() if hasattr(layer, "weight")})
         raise SpecError(
             f"no layer takes adapters: {error}",
             path="model.lora.target_modules",
@@ -80,7 +80,7 @@ def hold_tables_in(module: Any, low: torch.dtype) -> None:
             layer.register_forward_hook(lambda _layer, _inputs, rows: rows.float())
 
 
-def quantised(run: TrainingRun, auto_class: Any) -> PreTrainedModel:
+def load_quantised(run: TrainingRun, auto_class: Any) -> PreTrainedModel:
     """The stored model with 4-bit linear layers (NF4, arXiv:2305.14314, section 3), whole, on this rank's device.
 
     Raises SpecError if the device, the plan or the model does not support it.

@@ -34,7 +34,7 @@ from orchestrator.training.contract.recipe import IGNORED_LABEL, Batch, Dataset,
 from orchestrator.training.data.tensors import TensorFiles
 from orchestrator.training.data.tokenised import dataset_of
 from orchestrator.training.models.cross_entropy import linear_cross_entropy
-from orchestrator.training.models.hf_adapters import adapt, quantised
+from orchestrator.training.models.hf_adapters import adapt, load_quantised
 from orchestrator.training.models.hf_heads import (
     FACTORY,
     AnySamples,
@@ -123,7 +123,7 @@ def build(run: TrainingRun, config: PreTrainedConfig | None = None, *, own_sampl
     head = _own_head(config, own_samples=own_samples or bool(run.data.tensors))
     of_config = head._from_config if head else _auto_class(config).from_config
     if spec.lora is not None and spec.lora.quantise_base:
-        module = quantised(run, head or _auto_class(config))
+        module = load_quantised(run, head or _auto_class(config))
     else:
         with without_memory(noted):
             module = of_config(config, dtype=torch.float32)
@@ -171,7 +171,7 @@ def build(run: TrainingRun, config: PreTrainedConfig | None = None, *, own_sampl
 def read_config(hf: str | dict[str, Any]) -> PreTrainedConfig:
     """The configuration from a folder, the hub, or the job itself. Raises SpecError if there is none."""
     if isinstance(hf, dict):
-        return _said_config(hf)
+        return _make_config(hf)
     folder = Path(hf).is_dir()
     hint = "give a folder with config.json, or a name on the hub or in its local cache"
     try:
@@ -197,22 +197,22 @@ def published_config(values: Mapping[str, Any]) -> PreTrainedConfig:
     return config
 
 
-def _said_config(said: dict[str, Any]) -> PreTrainedConfig:
-    values = dict(said)
+def _make_config(raw: dict[str, Any]) -> PreTrainedConfig:
+    values = dict(raw)
     model_type = values.pop("model_type", None)
     try:
         default = AutoConfig.for_model(model_type)
     except ValueError:
         raise SpecError("no such family in transformers", path="model.hf.model_type", got=model_type) from None
-    known = {*default.to_dict(), *default.attribute_map, *UNLISTED}
+    settings = {*default.to_dict(), *default.attribute_map, *UNLISTED}
     for key in values:
-        if key not in known:
-            allowed = closest(key, known) or f"what {type(default).__name__} takes"
+        if key not in settings:
+            allowed = closest(key, settings) or f"what {type(default).__name__} takes"
             raise SpecError("the family has no such setting", path=f"model.hf.{key}", got=key, allowed=allowed)
     try:
         return AutoConfig.for_model(model_type, **values)
     except (ValueError, TypeError) as error:
-        raise SpecError(f"not a configuration of {model_type}: {error}", path="model.hf", got=said) from None
+        raise SpecError(f"not a configuration of {model_type}: {error}", path="model.hf", got=raw) from None
 
 
 def _own_head(config: PreTrainedConfig, *, own_samples: bool) -> Any:
@@ -303,12 +303,12 @@ def _fill_buffers(module: nn.Module, stored: Callable[[str], Tensor] | None) -> 
 def _hold_frozen_matrices_in(plan: Plan, module: nn.Module) -> None:
     """Cast frozen matrices to the plan's precision: autocast would cast them at every use, to the same values."""
     low = LOW_PRECISION.get(plan.precision)
-    embeddings = {id(each.weight) for each in module.modules() if isinstance(each, nn.Embedding)}
-    for each in module.modules() if low else ():
-        weight = each._parameters.get("weight")
+    embeddings = {id(part.weight) for part in module.modules() if isinstance(part, nn.Embedding)}
+    for part in module.modules() if low else ():
+        weight = part._parameters.get("weight")
         if weight is None or weight.requires_grad or weight.dim() < 2 or id(weight) in embeddings:
             continue
-        each._parameters["weight"] = nn.Parameter(weight.to(low), requires_grad=False)
+        part._parameters["weight"] = nn.Parameter(weight.to(low), requires_grad=False)
 
 
 def repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
@@ -409,10 +409,10 @@ def has_plain_head(module: Any) -> bool:
     generator = torch.Generator().manual_seed(0)
     hidden_BTD = torch.randn(1, 2, head.in_features, generator=generator)
     logits_BTV = torch.randn(1, 2, head.out_features, generator=generator)
-    seen: list[Tensor] = []
+    inputs: list[Tensor] = []
 
     def answer(hidden: Tensor) -> Tensor:
-        seen.append(hidden)
+        inputs.append(hidden)
         return logits_BTV
 
     base.forward, head.forward = lambda *_, **__: _Hidden(hidden_BTD), answer
@@ -420,6 +420,6 @@ def has_plain_head(module: Any) -> bool:
         out = module(input_ids=torch.zeros(1, 2, dtype=torch.int64), use_cache=False).logits
     finally:
         del base.forward, head.forward
-    if len(seen) != 1 or seen[0].is_meta:  # some families bypass their base model
+    if len(inputs) != 1 or inputs[0].is_meta:  # some families bypass their base model
         return False
-    return torch.equal(seen[0], hidden_BTD) and torch.equal(out, logits_BTV)
+    return torch.equal(inputs[0], hidden_BTD) and torch.equal(out, logits_BTV)

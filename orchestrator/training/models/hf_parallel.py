@@ -61,8 +61,8 @@ def tensor_parallel_of(module: Any) -> Mapping[str, str]:
 
 def tensor_parallel_sizes_of(module: Any) -> dict[str, int]:
     """The sizes that a tensor-parallel degree must divide, by name."""
-    found = {name: getattr(module.config, name, None) for name in ("num_attention_heads", "num_key_value_heads")}
-    return {name: size for name, size in found.items() if size is not None}
+    sizes = {name: getattr(module.config, name, None) for name in ("num_attention_heads", "num_key_value_heads")}
+    return {name: size for name, size in sizes.items() if size is not None}
 
 
 def keep_own_heads(module: Any, tp: int) -> None:
@@ -110,24 +110,24 @@ def experts_of(module: Any) -> Experts | None:
     """The family's mixtures of experts, of which ranks may hold some each; None if it has none."""
     if module.config.model_type not in MIXTURES:
         return None
-    found = tuple(part for part in module.modules() if hasattr(part, "gate_up_proj"))
-    if not found:
+    mixtures = tuple(part for part in module.modules() if hasattr(part, "gate_up_proj"))
+    if not mixtures:
         return None
-    return Experts(modules=found, count=found[0].num_experts, spread=functools.partial(_spread, module, found))
+    return Experts(modules=mixtures, count=mixtures[0].num_experts, spread=functools.partial(_spread, module, mixtures))
 
 
 def _spread(module: Any, mixtures: Sequence[Any], dispatch: Dispatch) -> None:
-    ALL_EXPERTS_FUNCTIONS.register(SPREAD, _dispatched)
+    ALL_EXPERTS_FUNCTIONS.register(SPREAD, _dispatch_experts)
     module.config._experts_implementation = SPREAD
     for mixture in mixtures:
         mixture.dispatch = dispatch
 
 
-def _dispatched(mixture: Any, x_ND: Tensor, chosen_NK: Tensor, weights_NK: Tensor) -> Tensor:
+def _dispatch_experts(mixture: Any, x_ND: Tensor, chosen_NK: Tensor, weights_NK: Tensor) -> Tensor:
     """transformers' `grouped_mm_experts_forward`, with the products of a token on the ranks of its experts."""
 
     def experts(x_RD: Tensor, ends_L: Tensor) -> Tensor:
-        gate_up, down = (each.to_local() for each in (mixture.gate_up_proj, mixture.down_proj))
+        gate_up, down = (weight.to_local() for weight in (mixture.gate_up_proj, mixture.down_proj))
         gated_RF = mixture._apply_gate(_grouped_linear(x_RD, gate_up, ends_L, is_transposed=mixture.is_transposed))
         return _grouped_linear(gated_RF, down, ends_L, is_transposed=mixture.is_transposed)
 
@@ -147,8 +147,8 @@ def _hidden(module: Any, x: Tensor) -> Tensor:
     base = module.base_model
     if base.norm is None:  # the model calls it; a placeholder without parameters leaves all names unchanged
         base.norm = nn.Identity()
-    given = "inputs_embeds" if base.embed_tokens is None else "input_ids"
-    return base(**{given: x}, **positions(module, x), use_cache=False).last_hidden_state
+    argument = "inputs_embeds" if base.embed_tokens is None else "input_ids"
+    return base(**{argument: x}, **positions(module, x), use_cache=False).last_hidden_state
 
 
 def _stage_loss_sum(module: Any, hidden: Tensor, labels: Tensor) -> Tensor:

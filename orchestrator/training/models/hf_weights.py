@@ -88,7 +88,7 @@ def stored_weights(source: str, model: PreTrainedModel) -> Callable[[str], Tenso
     """
     files = _files_by_name(source)
     for name, tied_to in list(model.all_tied_weights_keys.items()):
-        keys = [_stored([tied], files, model.base_model_prefix) for tied in (name, tied_to)]
+        keys = [_find_stored([tied], files, model.base_model_prefix) for tied in (name, tied_to)]
         if None not in keys and not torch.equal(*(_read(files, str(key)) for key in keys)):
             untie(model, name)  # as from_pretrained does
     places = _places(model, files)
@@ -143,28 +143,28 @@ def found_file(source: str, file: str) -> str | None:
     )
 
 
-def _places(model: PreTrainedModel, known: Mapping[str, str]) -> dict[str, str] | None:
+def _places(model: PreTrainedModel, stored_names: Mapping[str, str]) -> dict[str, str] | None:
     """The stored name of every parameter and stored buffer; None if any parameter has none."""
     aliases: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         aliases.setdefault(id(parameter), []).append(name)
-    found: dict[str, str] = {}
+    places: dict[str, str] = {}
     for names in aliases.values():
-        stored = _stored(names, known, model.base_model_prefix)
+        stored = _find_stored(names, stored_names, model.base_model_prefix)
         if stored is None:
             return None
-        found |= dict.fromkeys(names, stored)
+        places |= dict.fromkeys(names, stored)
     for name, _ in model.named_buffers():
-        stored = _stored([name], known, model.base_model_prefix)
+        stored = _find_stored([name], stored_names, model.base_model_prefix)
         if stored is not None:
-            found[name] = stored
-    return found
+            places[name] = stored
+    return places
 
 
-def _stored(names: Sequence[str], known: Mapping[str, str], prefix: str) -> str | None:
+def _find_stored(names: Sequence[str], stored_names: Mapping[str, str], prefix: str) -> str | None:
     """The first of these names that is known, with or without the base model's prefix."""
-    spellings = (each for name in names for each in (name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}"))
-    return next((spelling for spelling in spellings if spelling in known), None)
+    spellings = (spelling for name in names for spelling in (name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}"))
+    return next((spelling for spelling in spellings if spelling in stored_names), None)
 
 
 def _loaded_whole(source: str, model: PreTrainedModel) -> Callable[[str], Tensor]:

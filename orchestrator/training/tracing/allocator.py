@@ -54,8 +54,8 @@ class CachingAllocator:
         size = max(1, -(-size // LEAST_BYTES)) * LEAST_BYTES
         is_small = size <= SMALL_BYTES
         pool = self._small if is_small else self._large
-        at = bisect_left(pool, (size,))
-        block = pool.pop(at)[2] if at < len(pool) else self._new_segment(size, pool)
+        index = bisect_left(pool, (size,))
+        block = pool.pop(index)[2] if index < len(pool) else self._new_segment(size, pool)
         rest = block.size - size
         if rest >= LEAST_BYTES if is_small else rest > SMALL_BYTES:
             left = Block(block.address + size, rest, pool)
@@ -99,11 +99,11 @@ class CachingAllocator:
         return block
 
     def _release_whole_segments(self) -> None:
-        """As `release_cached_blocks` does."""
+        """Release segments without a block in use, as `release_cached_blocks` does."""
         for pool in (self._small, self._large):
-            kept = [one for one in pool if one[2].before is not None or one[2].after is not None]
-            self.reserved_bytes -= sum(size for size, _, _ in pool) - sum(size for size, _, _ in kept)
-            pool[:] = kept
+            partial = [entry for entry in pool if entry[2].before is not None or entry[2].after is not None]
+            self.reserved_bytes -= sum(size for size, _, _ in pool) - sum(size for size, _, _ in partial)
+            pool[:] = partial
 
     def _keep(self, block: Block) -> None:
         block.is_free = True
@@ -150,17 +150,17 @@ def on_lines(few: Ledger, many: Ledger, samples: tuple[int, int]) -> dict[int, L
     If their storages differ in number, only the recorded ones: a loop, such as a loss over chunks of tokens, depends on
     the micro-batch.
     """
-    found = dict(zip(samples, (few, many), strict=True))
+    steps = dict(zip(samples, (few, many), strict=True))
     if len(few.sizes) != len(many.sizes):
-        return found
+        return steps
     for wanted in MICRO_BATCHES:
-        if wanted not in found:
-            one = found[wanted] = Ledger()
-            one.resident, one.requests = many.resident, many.requests
+        if wanted not in steps:
+            ledger = steps[wanted] = Ledger()
+            ledger.resident, ledger.requests = many.resident, many.requests
             beyond, apart = wanted - samples[1], samples[1] - samples[0]
             pairs = zip(few.sizes, many.sizes, strict=True)
-            one.sizes = [max(0, second + (second - first) * beyond // apart) for first, second in pairs]
-    return found
+            ledger.sizes = [max(0, second + (second - first) * beyond // apart) for first, second in pairs]
+    return steps
 
 
 def fragmentation(steps: Iterable[Ledger], states: Sequence[int]) -> float:
@@ -187,13 +187,13 @@ def _runs(step: Ledger, states: Sequence[int], capacity_bytes: float) -> bool:
         for size in (*sizes[: step.resident], *states):
             allocator.take(size)
         for _ in range(STEPS):
-            held: dict[int, Block] = {}
+            blocks: dict[int, Block] = {}
             for request in step.requests:
                 if request >= 0:
-                    held[request] = allocator.take(sizes[request])
+                    blocks[request] = allocator.take(sizes[request])
                 else:
-                    allocator.give(held.pop(-request - 1))
-            for block in held.values():  # the next step allocates them again
+                    allocator.give(blocks.pop(-request - 1))
+            for block in blocks.values():  # the next step allocates them again
                 allocator.give(block)
     except Exhausted:
         return False

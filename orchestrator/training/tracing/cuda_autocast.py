@@ -86,7 +86,7 @@ def _without_scores(on_cpu: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return attention
 
 
-def _dropout(given: Tensor, p: float, train: bool) -> Tensor:
+def _dropout(x: Tensor, p: float, train: bool) -> Tensor:
     """Dropout by CUDA's fused kernel, which saves one byte per element; a CPU saves a factor as wide as the element.
 
     CUDA has no such kernel for in-place dropout, feature dropout, `alpha_dropout`, p = 0 and p = 1. This follows from
@@ -95,34 +95,34 @@ def _dropout(given: Tensor, p: float, train: bool) -> Tensor:
     (gradient) in native/cuda/Dropout.cu (PyTorch's main branch). Fake tensors behave the same (`native_dropout` and its
     backward in torch/_decomp/decompositions.py, 2.13.0).
     """
-    if train and 0 < p < 1 and given.numel() > 0:
-        return torch.ops.aten.native_dropout(given, p, train)[0]  # type: ignore[no-any-return]
-    return torch.ops.aten.dropout.default._op_dk(_PUT_TOGETHER, given, p, train)  # type: ignore[no-any-return]
+    if train and 0 < p < 1 and x.numel() > 0:
+        return torch.ops.aten.native_dropout(x, p, train)[0]  # type: ignore[no-any-return]
+    return torch.ops.aten.dropout.default._op_dk(_PUT_TOGETHER, x, p, train)  # type: ignore[no-any-return]
 
 
-def _rms_norm(given: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+def _rms_norm(x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
     """RMS norm by CUDA's kernel, which saves its input and one number for each row; a CPU saves every intermediate.
 
     As `rms_norm_symint` in aten/src/ATen/native/layer_norm.cpp chooses (2.13.0). Seen on an H100 under 2.11.0.
     """
-    if weight is not None and weight.dtype is not given.dtype:
-        return torch.ops.aten.rms_norm.default._op_dk(_PUT_TOGETHER, given, shape, weight, eps)  # type: ignore[no-any-return]
-    return _FusedRmsNorm.apply(given, shape, weight)  # type: ignore[no-any-return, no-untyped-call]
+    if weight is not None and weight.dtype is not x.dtype:
+        return torch.ops.aten.rms_norm.default._op_dk(_PUT_TOGETHER, x, shape, weight, eps)  # type: ignore[no-any-return]
+    return _FusedRmsNorm.apply(x, shape, weight)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _FusedRmsNorm(torch.autograd.Function):
     """What CUDA's kernels allocate: fake tensors have no values."""
 
     @staticmethod
-    def forward(ctx: Any, given: Tensor, shape: list[int], weight: Tensor | None) -> Tensor:
-        rows = given.shape[: given.dim() - len(shape)]
-        ctx.save_for_backward(given, weight, given.new_empty(rows, dtype=torch.float32))
-        return torch.empty_like(given)
+    def forward(ctx: Any, x: Tensor, shape: list[int], weight: Tensor | None) -> Tensor:
+        rows = x.shape[: x.dim() - len(shape)]
+        ctx.save_for_backward(x, weight, x.new_empty(rows, dtype=torch.float32))
+        return torch.empty_like(x)
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None, Tensor | None]:  # type: ignore[override]
-        given, weight, *_rows = ctx.saved_tensors
-        return torch.empty_like(given), None, None if weight is None else torch.empty_like(weight)
+        x, weight, *_rows = ctx.saved_tensors
+        return torch.empty_like(x), None, None if weight is None else torch.empty_like(weight)
 
 
 def _overload(name: str) -> Any:
@@ -133,7 +133,7 @@ def _overload(name: str) -> Any:
 def _in_fp32(operation: Any) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(_AUTOCAST)):
-            return operation(*tree_map(_widened, args), **tree_map(_widened, kwargs))
+            return operation(*tree_map(_widen, args), **tree_map(_widen, kwargs))
 
     return kernel
 
@@ -143,14 +143,14 @@ def _in_fp32_by_default(operation: Any) -> Callable[..., Any]:
     schema = [argument.name for argument in operation._schema.arguments]
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        said = {**dict(zip(schema, args, strict=False)), **kwargs}
-        if said["self"].dtype in LOW and said.get("dtype") is None:
-            said["dtype"] = torch.float32
+        arguments = {**dict(zip(schema, args, strict=False)), **kwargs}
+        if arguments["self"].dtype in LOW and arguments.get("dtype") is None:
+            arguments["dtype"] = torch.float32
         with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(_AUTOCAST)):
-            return operation(said.pop("self"), **said)
+            return operation(arguments.pop("self"), **arguments)
 
     return kernel
 
 
-def _widened(value: Any) -> Any:
+def _widen(value: Any) -> Any:
     return value.float() if isinstance(value, Tensor) and value.dtype in LOW else value

@@ -46,8 +46,8 @@ def without_memory(
         for part in module.modules():
             for name, parameter in part._parameters.items():
                 if parameter is not None and id(parameter) not in made:
-                    kept = dtype if dtype and parameter.is_floating_point() else parameter.dtype
-                    values = torch.empty(parameter.shape, dtype=kept, device="cpu")
+                    stored = dtype if dtype and parameter.is_floating_point() else parameter.dtype
+                    values = torch.empty(parameter.shape, dtype=stored, device="cpu")
                     new = made[id(parameter)] = nn.Parameter(values, requires_grad=parameter.requires_grad)
                     held_bytes[id(new)] = parameter.element_size()
                 if parameter is not None:
@@ -79,11 +79,11 @@ def as_with_values() -> Iterator[None]:
             if module in sys.modules:
                 stack.enter_context(patch(f"{module}.{name}", function))
         for name, answer in (("isfinite", True), ("isinf", False), ("isnan", False)):
-            stack.enter_context(patch.object(torch, name, _answered(getattr(torch, name), answer=answer)))
+            stack.enter_context(patch.object(torch, name, _answer_with(getattr(torch, name), answer=answer)))
         yield
 
 
-def _answered(question: Callable[[Tensor], Tensor], *, answer: bool) -> Callable[[Tensor], Tensor]:
+def _answer_with(question: Callable[[Tensor], Tensor], *, answer: bool) -> Callable[[Tensor], Tensor]:
     """A function of values that runs as before, so that its tensors count, but returns a constant tensor."""
 
     def asked(values: Tensor) -> Tensor:

@@ -39,12 +39,12 @@ GROUPED_PRODUCTS = ("aten::_grouped_mm", "transformers::grouped_mm_fallback")
 
 
 def _group_norm_backward(
-    _grad: Tensor, given: Tensor, _mean: Tensor, _rstd: Tensor, weight: Tensor | None, *sizes: Any
+    _grad: Tensor, x: Tensor, _mean: Tensor, _rstd: Tensor, weight: Tensor | None, *sizes: Any
 ) -> list[Tensor | None]:
     """Gradients in the dtypes of their tensors. torch's fake version makes all fp32 if the weight is."""
-    of_each = (given, weight, weight)  # a bias has the type of its weight
-    asked = zip(of_each, sizes[-1], strict=True)
-    return [torch.empty_like(of) if of is not None and is_asked else None for of, is_asked in asked]
+    of_each = (x, weight, weight)  # a bias has the type of its weight
+    wanted = zip(of_each, sizes[-1], strict=True)
+    return [torch.empty_like(like) if like is not None and is_asked else None for like, is_asked in wanted]
 
 
 AS_REAL: dict[Any, Callable[..., Any]] = {aten.native_group_norm_backward.default: _group_norm_backward}
@@ -66,12 +66,12 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._parameters = list(
             {id(parameter): parameter for recipe in recipes for parameter in recipe.module.parameters()}.values()
         )
-        inside = {id(parameter): at for at, layer in enumerate(self._layers) for parameter in layer.parameters()}
+        inside = {id(parameter): index for index, layer in enumerate(self._layers) for parameter in layer.parameters()}
         self._layer_of = {id(parameter): inside.get(id(parameter), NO_LAYER) for parameter in self._parameters}
         self._names = {
-            id(each): f"{recipe.name}.{name}" if recipe.name else name
+            id(part): f"{recipe.name}.{name}" if recipe.name else name
             for recipe in recipes
-            for name, each in (*recipe.module.named_modules(), *recipe.module.named_parameters())
+            for name, part in (*recipe.module.named_modules(), *recipe.module.named_parameters())
         }
         self._place_of: dict[tuple[int, int], int] = {}  # (NO_LAYER, layer) or (turn, layers passed before)
         self._layer_at: dict[int, int] = {}  # place -> layer
@@ -98,7 +98,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.ledger = Ledger()  # of the latest step
         # With size, number in the ledger, and the place that made it.
         self._storages: dict[int, tuple[weakref.ref[Any], int, int, int]] = {}
-        self.held: Counter[int] = Counter()  # of the latest step: bytes by place when its backward pass begins
+        self.bytes_by_place: Counter[int] = Counter()  # of the latest step, when its backward pass begins
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -125,10 +125,10 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         ]
         for recipe in self._recipes:
             handles.append(recipe.module.register_forward_pre_hook(self._comes_back, prepend=True))
-            handles.append(recipe.module.register_forward_hook(self._returned))
-        for at, layer in enumerate(self._layers):
-            handles.append(layer.register_forward_pre_hook(self._before(at), with_kwargs=True, prepend=True))
-            handles.append(layer.register_forward_hook(self._behind(at)))
+            handles.append(recipe.module.register_forward_hook(self._end_pass))
+        for index, layer in enumerate(self._layers):
+            handles.append(layer.register_forward_pre_hook(self._before(index), with_kwargs=True, prepend=True))
+            handles.append(layer.register_forward_hook(self._behind(index)))
         try:
             with self:
                 yield
@@ -154,9 +154,9 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def turn_back(self) -> None:
         """Mark the start of the backward pass, after the loss."""
-        self._is_forward, self.held = False, Counter()
+        self._is_forward, self.bytes_by_place = False, Counter()
         for _, size, _, place in self._storages.values():
-            self.held[place] += size
+            self.bytes_by_place[place] += size
         self._enter(self._between(), backward=True)
 
     def ahead(self, function: Callable[..., None]) -> Callable[..., None]:
@@ -181,6 +181,22 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             home.tensors += (arrived.numel(),)
             if key in self._in_leaf:
                 home.leaf_until = sum(home.tensors)
+        self._size_leaves()
+        for parameter in self._parameters:
+            if id(parameter) in self._trained:
+                self._home[id(parameter)].registered += (parameter.numel(),)
+        self._arrived.clear()
+        self._find_last_parameters()
+        for (turn, passed), number in self._place_of.items():
+            place = self.places[number]
+            if not place.name:
+                last = passed == max(layers for number, layers in self._place_of if number == turn)
+                word = "loss" if last else "input" if not passed else "between layers"
+                place.name = ".".join(filter(None, (self._recipes[turn].name, word)))
+        return self.places
+
+    def _size_leaves(self) -> None:
+        """Add up the parameters of each of DeepSpeed's leaf modules."""
         leaves: Counter[int] = Counter()
         for parameter in self._parameters:
             if id(parameter) in self._in_leaf:
@@ -188,26 +204,14 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 leaves[leaf] += parameter.numel()
                 home.side_by_side = max(home.side_by_side, leaves[leaf])
                 home.leaf += (parameter.numel(),) if id(parameter) in self._trained else ()
-        for parameter in self._parameters:
-            if id(parameter) in self._trained:
-                self._home[id(parameter)].registered += (parameter.numel(),)
-        self._arrived.clear()
-        self._find_last_parameters()
-        for (turn, passed), at in self._place_of.items():
-            place = self.places[at]
-            if not place.name:
-                last = passed == max(layers for number, layers in self._place_of if number == turn)
-                word = "loss" if last else "input" if not passed else "between layers"
-                place.name = ".".join(filter(None, (self._recipes[turn].name, word)))
-        return self.places
 
     def _find_last_parameters(self) -> None:
-        """Of each layer, and of a recipe's parameters outside layers: FSDP2 reduces each of these groups together."""
+        """Find the last parameter of each layer, and of those outside layers: FSDP2 reduces each group together."""
         for turn, recipe in enumerate(self._recipes):
             last = max(passed for number, passed in self._place_of if number == turn)
             rest = self.places[self._place_of[turn, last]]
             # A shared parameter counts at its first place.
-            for parameter in {id(each): each for each in _behind_those_of_parts(recipe.module)}.values():
+            for parameter in {id(tensor): tensor for tensor in _behind_those_of_parts(recipe.module)}.values():
                 if id(parameter) in self._trained:
                     is_free = self._layer_of[id(parameter)] == NO_LAYER
                     (rest if is_free else self._home[id(parameter)]).last_parameter = parameter.numel()
@@ -219,7 +223,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             [parameter.numel() for parameter in recipe.module.parameters() if id(parameter) in self._trained]
             for recipe in self._recipes
         ]
-        pairs = [pair for each in sizes for pair in zip((0, *each), each, strict=False)]
+        pairs = [pair for counts in sizes for pair in zip((0, *counts), counts, strict=False)]
         return max((before + 2 * size for before, size in pairs), default=0) - 2 * max(
             (size for _, size in pairs), default=0
         )
@@ -243,16 +247,16 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _count(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
-        known = self._storages.get(key)
-        if known is None:
+        counted = self._storages.get(key)
+        if counted is None:
             place = self.phases[-1].place if self.phases else NO_PLACE
             reference = weakref.ref(storage, lambda _: self._forget(key))
             self._storages[key] = (reference, size, self.ledger.take(size), place)
             self._live_bytes += size
-        elif known[1] != size:
-            self.ledger.give(known[2])
-            self._storages[key] = (known[0], size, self.ledger.take(size), known[3])
-            self._live_bytes += size - known[1]
+        elif counted[1] != size:
+            self.ledger.give(counted[2])
+            self._storages[key] = (counted[0], size, self.ledger.take(size), counted[3])
+            self._live_bytes += size - counted[1]
 
     def _forget(self, key: int) -> None:
         _, size, number, _ = self._storages.pop(key)
@@ -261,11 +265,11 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _event(self) -> Event:
         place, total = self.phases[-1].place, self._gradients.total()
-        own = self._gradients[self._layer_at[place]] if place in self._layer_at else 0
+        gradients = self._gradients[self._layer_at[place]] if place in self._layer_at else 0
         return Event(
             live_bytes=self._live_bytes - self._resident_bytes - self._gradient_bytes,
-            own=own,
-            done=total - own,
+            gradients=gradients,
+            done=total - gradients,
             ends_done=self._gradients[NO_LAYER],
             units_done=sum(self._passed_back.values()),
             outside=self._is_outside,
@@ -279,9 +283,10 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         home, place = self._home.get(id(parameter)), self.places[self.phases[-1].place]
         if home is place and len(self._recipes) == 1:
             self._come[id(home)] += parameter.numel()
-            event, own = self._event(), self._come[id(home)]
-            found = event._replace(own=own, done=event.own + event.done - own, fresh=parameter.numel())
-            self.phases[-1].events.append(found)
+            event, ready = self._event(), self._come[id(home)]
+            total, fresh = event.gradients + event.done, parameter.numel()
+            arrival = event._replace(gradients=ready, done=total - ready, fresh=fresh)
+            self.phases[-1].events.append(arrival)
 
     # -------------------------------------------------------------------------------------------------------- phases
 
@@ -305,31 +310,31 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.places.append(Place(name="", is_layer=False))
         return self._place_of[key]
 
-    def _layer(self, at: int) -> int:
-        key = (NO_LAYER, at)
+    def _layer(self, index: int) -> int:
+        key = (NO_LAYER, index)
         if key not in self._place_of:
             place = self._place_of[key] = len(self.places)
-            self._layer_at[place] = at
-            self.places.append(Place(name=self._names[id(self._layers[at])], is_layer=True))
+            self._layer_at[place] = index
+            self.places.append(Place(name=self._names[id(self._layers[index])], is_layer=True))
             for parameter in self._parameters:
-                if self._layer_of[id(parameter)] == at:
+                if self._layer_of[id(parameter)] == index:
                     self._settle(parameter, place)
         return self._place_of[key]
 
-    def _before(self, at: int) -> Callable[..., None]:
+    def _before(self, index: int) -> Callable[..., None]:
         def enters(_layer: nn.Module, args: Any, kwargs: Any) -> None:
             if self._is_forward:
                 between = self._between()
                 if len(self.phases[-1].events) > 1:
                     self._when_gradient_comes((args, kwargs), between)
-                self._enter(self._layer(at), backward=False)
+                self._enter(self._layer(index), backward=False)
 
         return enters
 
-    def _behind(self, at: int) -> Callable[..., None]:
+    def _behind(self, index: int) -> Callable[..., None]:
         def leaves(_layer: nn.Module, _args: Any, out: Any) -> None:
             if self._is_forward:
-                self._when_gradient_comes(out, self._layer(at))
+                self._when_gradient_comes(out, self._layer(index))
                 self._layers_passed += 1
                 self._enter(self._between(), backward=False)
 
@@ -339,7 +344,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Hook: the model is called, or the gradient of its output has arrived."""
         self._is_outside = False
 
-    def _returned(self, _module: nn.Module, _args: Any, out: Any) -> None:
+    def _end_pass(self, _module: nn.Module, _args: Any, out: Any) -> None:
         self._is_outside = True
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
@@ -356,7 +361,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _learn(self, op: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Record the parameters that an operation reads, and its FLOPs."""
-        place, samples = self.places[self.phases[-1].place], self._samples
+        place = self.places[self.phases[-1].place]
 
         def parameter_of(leaf: Any) -> nn.Parameter | None:
             return self._held_by.get(leaf.untyped_storage()._cdata) if isinstance(leaf, Tensor) else None
@@ -373,13 +378,18 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if packet is aten.transpose and args[0].dim() > 2 and parameter_of(args[0]) is not None:
             place.viewed += args[0].numel()  # expert tensors: their product saves the view
             place.side_by_side = max(place.side_by_side, place.viewed)
+        self._count_products(op, args, kwargs, out)
+
+    def _count_products(self, op: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Count an operation's FLOPs and matrix products; note which attention runs, and dropout."""
+        place, samples, packet = self.places[self.phases[-1].place], self._samples, op._overloadpacket
         if packet in (aten._scaled_dot_product_flash_attention_for_cpu, aten._scaled_dot_product_efficient_attention):
             is_flash = packet is aten._scaled_dot_product_flash_attention_for_cpu
-            said = dict(zip([argument.name for argument in op._schema.arguments], args, strict=False)) | kwargs
-            batch, heads, rows, width = said["query"].shape  # torch 2.11's sdpa_flop_count knows no shared keys
-            flops = 2 * batch * heads * rows * said["key"].shape[2] * (width + said["value"].shape[3])
-            place.flops += (flops / 2 if said.get("is_causal") else flops) / samples
-            self.attention = "flash" if is_flash and said.get("attn_mask") is None else "memory-efficient"
+            arguments = dict(zip([argument.name for argument in op._schema.arguments], args, strict=False)) | kwargs
+            batch, heads, rows, width = arguments["query"].shape  # torch 2.11's sdpa_flop_count knows no shared keys
+            flops = 2 * batch * heads * rows * arguments["key"].shape[2] * (width + arguments["value"].shape[3])
+            place.flops += (flops / 2 if arguments.get("is_causal") else flops) / samples
+            self.attention = "flash" if is_flash and arguments.get("attn_mask") is None else "memory-efficient"
         elif op.name() in GROUPED_PRODUCTS:
             (rows, inner), columns = args[0].shape, args[1].shape[-1]
             place.flops += 2 * rows * inner * columns / samples
@@ -395,9 +405,9 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif packet is aten._softmax and out.dim() == 4:
             self.attention = self.attention or "eager"
 
-    def _settle(self, parameter: nn.Parameter, at: int) -> None:
+    def _settle(self, parameter: nn.Parameter, place_index: int) -> None:
         """Assign the parameter to the place."""
-        place, count = self.places[at], parameter.numel()
+        place, count = self.places[place_index], parameter.numel()
         self._home[id(parameter)] = place
         self._unread.discard(id(parameter))
         if not place.is_layer and count > place.largest_parameter:
@@ -408,7 +418,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             place.viewed += count  # ZeRO-3 passes its inputs one by one: torch does not see one tensor
         if id(parameter) in self._trained:
             place.trained += count
-            place.factored += _factored(parameter.shape)
+            place.factored += _factored_elements(parameter.shape)
         else:
             place.frozen_bytes += round(count * self._held_bytes[id(parameter)])
 
@@ -430,15 +440,15 @@ def _products(packet: Any, args: Any, out: Tensor) -> tuple[tuple[int, int, int]
         left, right = args[-2:]
         return ((left.shape[0], left.shape[1], right.shape[1]),)
     if packet is aten.convolution:
-        given, weight, transposed = args[0], args[1], args[6]
-        at = given if transposed else out
-        rows = at.shape[0] * math.prod(at.shape[2:])
+        x, weight, transposed = args[0], args[1], args[6]
+        output = x if transposed else out
+        rows = output.shape[0] * math.prod(output.shape[2:])
         patch = math.prod(weight.shape[1:])
         return ((rows, weight.shape[0], patch) if transposed else (rows, patch, weight.shape[0]),)
     return ()
 
 
-def _factored(shape: Sequence[int]) -> int:
+def _factored_elements(shape: Sequence[int]) -> int:
     """Elements of Adafactor's second moments: one row and one column per matrix (torch/optim/_adafactor.py)."""
     count = math.prod(shape)
     return count // shape[-1] + count // shape[-2] if len(shape) > 1 else count

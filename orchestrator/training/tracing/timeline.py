@@ -1,4 +1,4 @@
-"""From recorded training steps to a ModelProfile: linear in micro-batch and depth, reduced to candidate peaks.
+"""Turns recorded training steps into a ModelProfile: linear in micro-batch and depth, reduced to candidate peaks.
 
 Arithmetic on what `tracing` records; no tensor is touched here.
 """
@@ -26,7 +26,7 @@ class Event(NamedTuple):
     """Live bytes after an operation, and the gradients that existed: see TracedMoment."""
 
     live_bytes: int
-    own: int
+    gradients: int
     done: int
     ends_done: int
     units_done: int
@@ -80,7 +80,7 @@ class Steps:
     zero3: bool
     samples: tuple[int, int]
     phases: tuple[list[Phase], list[Phase]]
-    held: tuple[Mapping[int, int], Mapping[int, int]] = ({}, {})  # bytes by place when the backward pass begins
+    bytes_by_place: tuple[Mapping[int, int], Mapping[int, int]] = ({}, {})  # when the backward pass begins
 
 
 Stretch = tuple[TracedMoment, ...]  # a phase as linear functions of the micro-batch, its start first
@@ -103,30 +103,31 @@ def timeline(
     `stack`: layers that repeat, of which `depth` were recorded. The others are added, linearly.
     """
     stretches = [stretch for steps in recorded for stretch in _lines(steps)]
-    saved = _saved(stretches)
+    saved = _saved_bytes(stretches)
     used = {stretch[0].segment for stretch in stretches}
-    kept_places = [at for at, place in enumerate(places) if at in used or place.parameters]
+    kept_places = [index for index, place in enumerate(places) if index in used or place.parameters]
     groups = list(_groups(places, kept_places, stretches))
     dropped = range(0)
     if stack is not None:
         more = _More(places, stack, depth)
         stretches = more.stretches(stretches, recorded)
-        saved = {(at, mode): saved.get((more.origin(at), mode), 0) for at in more.places for _, mode in tuple(saved)}
+        keys = tuple(saved)
+        saved = {(n, mode): saved.get((more.origin(n), mode), 0) for n in more.places for _, mode in keys}
         groups, dropped = more.groups(groups)
         places = [*more.places.values()]
-    segment_of = {place: (at, len(group) - 1 - n) for at, group in enumerate(groups) for n, place in enumerate(group)}
-    kept = []
+    segment_of = {place: (i, len(group) - 1 - n) for i, group in enumerate(groups) for n, place in enumerate(group)}
+    chosen = []
     for stretch in stretches:
-        at, position = segment_of[stretch[0].segment]
-        is_end = position < 2 or position >= len(groups[at]) - 2
+        segment, position = segment_of[stretch[0].segment]
+        is_end = position < 2 or position >= len(groups[segment]) - 2
         if is_end and stretch[0].segment not in dropped:
-            kept.append(tuple(moment._replace(segment=at, position=position) for moment in stretch))
+            chosen.append(tuple(moment._replace(segment=segment, position=position) for moment in stretch))
     return Timeline(
         segments=tuple((places[group[-1]], len(group)) for group in groups),
-        stretches=tuple(kept),
+        stretches=tuple(chosen),
         saved_bytes={
-            (at, steps.mode): max(saved.get((place, steps.mode), 0) for place in group)
-            for at, group in enumerate(groups)
+            (index, steps.mode): max(saved.get((place, steps.mode), 0) for place in group)
+            for index, group in enumerate(groups)
             for steps in recorded
         },
     )
@@ -155,9 +156,9 @@ class _More:
         self.places = dict(enumerate(places[: self._from]))
         for number in range(self._from, self._from + self._shift):
             later = (number - self._from) // self._width + 1
-            self.places[number] = _renamed(places[self.origin(number)], later * stack.period)
+            self.places[number] = _rename_place(places[self.origin(number)], later * stack.period)
         for number, place in enumerate(places[self._from :], self._from):
-            self.places[number + self._shift] = _renamed(place, added) if number in self._layers else place
+            self.places[number + self._shift] = _rename_place(place, added) if number in self._layers else place
 
     def origin(self, number: int) -> int:
         """The recorded place which a place of the whole model is or repeats."""
@@ -181,7 +182,7 @@ class _More:
     def stretches(self, stretches: Sequence[Stretch], recorded: Sequence[Steps]) -> list[Stretch]:
         """The stretches as they are in the whole model. Raises Unlike where periods do not grow by equal amounts."""
         slopes = self._slopes(stretches)
-        holdings = {(steps.mode, steps.sharded, steps.zero3): self._held(steps) for steps in recorded}
+        holdings = {(steps.mode, steps.sharded, steps.zero3): self._held_slopes(steps) for steps in recorded}
         grown = []
         for stretch in stretches:
             start = stretch[0]
@@ -195,11 +196,11 @@ class _More:
             else:
                 growth = slope if is_behind else [0] * len(LINEAR)
             number = start.segment + (self._shift if is_behind else 0)
-            grown.append(tuple(_moved(moment, number, growth, self._times) for moment in stretch))
+            grown.append(tuple(_move(moment, number, growth, self._times) for moment in stretch))
         return grown
 
     def _slopes(self, stretches: Sequence[Stretch]) -> dict[tuple[object, ...], list[int]]:
-        """How events grow from a period to the next one: one amount per pass."""
+        """Return how events grow from a period to the next one: one amount per pass."""
         lives: dict[int, list[Stretch]] = {}
         for stretch in stretches:
             lives.setdefault(stretch[0].segment, []).append(stretch)
@@ -217,11 +218,11 @@ class _More:
                     raise Unlike("layers do not grow by equal amounts")
         return slopes
 
-    def _held(self, steps: Steps) -> list[int]:
-        """What a period holds when the backward pass begins, as a slope."""
+    def _held_slopes(self, steps: Steps) -> list[int]:
+        """Return what a period holds when the backward pass begins, as a slope."""
         few, many = steps.samples
         periods = {
-            tuple(sum(by_place.get(first + n, 0) for n in range(self._width)) for by_place in steps.held)
+            tuple(sum(by_place.get(first + n, 0) for n in range(self._width)) for by_place in steps.bytes_by_place)
             for first in range(self._inner, self._last + 1)
         }
         if len(periods) > 1:
@@ -232,21 +233,21 @@ class _More:
         return [line.get(name, 0) for name in LINEAR]
 
 
-def _moved(moment: TracedMoment, segment: int, slope: Sequence[int], times: int) -> TracedMoment:
+def _move(moment: TracedMoment, segment: int, slope: Sequence[int], times: int) -> TracedMoment:
     numbers: dict[str, Any] = {
         name: getattr(moment, name) + times * growth for name, growth in zip(LINEAR, slope, strict=True)
     }
     return moment._replace(segment=segment, **numbers)
 
 
-def _renamed(place: Place, later: int) -> Place:
+def _rename_place(place: Place, later: int) -> Place:
     """The place so many layers later."""
     prefix, _, number = place.name.rpartition(".")
     return replace(place, name=f"{prefix}.{int(number) + later}") if number.isdigit() else place
 
 
-def profile(found: Timeline, *, family: str, precision: Precision, **known: Any) -> ModelProfile:
-    """The timeline as a ModelProfile with the moments that can be the peak; `known` are further fields."""
+def profile(traced: Timeline, *, family: str, precision: Precision, **fields: Any) -> ModelProfile:
+    """The timeline as a ModelProfile with the moments that can be the peak; `fields` are further ones."""
     none, selective, full = ActivationCheckpointing
     return ModelProfile(
         family=family,
@@ -257,9 +258,9 @@ def profile(found: Timeline, *, family: str, precision: Precision, **known: Any)
                 name=_name(place, count),
                 count=count,
                 parameters=place.parameters,
-                saved_bytes=found.saved_bytes.get((at, none), 0),
-                checkpointed_bytes=found.saved_bytes.get((at, full), 0),
-                selective_bytes=found.saved_bytes.get((at, selective), 0),
+                saved_bytes=traced.saved_bytes.get((index, none), 0),
+                checkpointed_bytes=traced.saved_bytes.get((index, full), 0),
+                selective_bytes=traced.saved_bytes.get((index, selective), 0),
                 transient_bytes=0,
                 forward_flops=place.flops,
                 largest_parameter=place.largest_parameter,
@@ -277,10 +278,10 @@ def profile(found: Timeline, *, family: str, precision: Precision, **known: Any)
                 last_parameter=place.last_parameter,
                 registered=place.registered if sum(place.tensors) == place.trained else (),
             )
-            for at, (place, count) in enumerate(found.segments)
+            for index, (place, count) in enumerate(traced.segments)
         ),
-        moments=_worst(found),
-        **known,
+        moments=_worst(traced),
+        **fields,
     )
 
 
@@ -292,7 +293,7 @@ def _name(place: Place, count: int) -> str:
 def _lines(steps: Steps) -> list[Stretch]:
     """Every event as a linear function of the micro-batch, through the two recorded sizes."""
     few, many = steps.samples
-    found = []
+    lines = []
     for first, second in zip(*steps.phases, strict=False):
         if (first.place, first.turn, first.backward) != (second.place, second.turn, second.backward):
             raise Unlike("the micro-batch changes the order of layers")
@@ -301,8 +302,8 @@ def _lines(steps: Steps) -> list[Stretch]:
             both = {event[1:] for event in ones} & {event[1:] for event in twos}
             ones, twos = _by_gradients(ones, both), _by_gradients(twos, both)
         stretch = []
-        for number, (one, two) in enumerate(zip(ones, twos, strict=False)):
-            sample_bytes = -((one.live_bytes - two.live_bytes) // (many - few))
+        for number, (at_first, at_second) in enumerate(zip(ones, twos, strict=False)):
+            sample_bytes = -((at_first.live_bytes - at_second.live_bytes) // (many - few))
             stretch.append(
                 TracedMoment(
                     mode=steps.mode,
@@ -311,20 +312,20 @@ def _lines(steps: Steps) -> list[Stretch]:
                     position=0,
                     backward=first.backward,
                     starts=number == 0,
-                    fixed_bytes=one.live_bytes - few * sample_bytes,
+                    fixed_bytes=at_first.live_bytes - few * sample_bytes,
                     sample_bytes=sample_bytes,
-                    own=two.own,
-                    done=two.done,
-                    ends_done=two.ends_done,
-                    units_done=two.units_done,
+                    own=at_second.gradients,
+                    done=at_second.done,
+                    ends_done=at_second.ends_done,
+                    units_done=at_second.units_done,
                     sharded=steps.sharded,
-                    outside=two.outside,
-                    fresh=two.fresh,
+                    outside=at_second.outside,
+                    fresh=at_second.fresh,
                     zero3=steps.zero3,
                 )
             )
-        found.append(tuple(stretch))
-    return found
+        lines.append(tuple(stretch))
+    return lines
 
 
 def _by_gradients(events: Sequence[Event], both: Set[tuple[int, ...]]) -> list[Event]:
@@ -340,16 +341,16 @@ def _by_gradients(events: Sequence[Event], both: Set[tuple[int, ...]]) -> list[E
     return [events[0], *largest.values()]
 
 
-def _saved(stretches: Sequence[Stretch]) -> dict[tuple[int, ActivationCheckpointing], int]:
+def _saved_bytes(stretches: Sequence[Stretch]) -> dict[tuple[int, ActivationCheckpointing], int]:
     """Saved bytes per sample of a place's forward pass: live bytes after it minus before it."""
-    found: dict[tuple[int, ActivationCheckpointing], int] = {}
+    saved: dict[tuple[int, ActivationCheckpointing], int] = {}
     for this, following in itertools.pairwise(stretches):
         start, end = this[0], following[0]
-        passes = [(each.mode, each.turn, each.sharded, each.zero3) for each in (start, end)]
+        passes = [(moment.mode, moment.turn, moment.sharded, moment.zero3) for moment in (start, end)]
         if passes[0] == passes[1] and not (start.backward or start.sharded or start.zero3):
             key = start.segment, start.mode
-            found[key] = found.get(key, 0) + max(0, end.sample_bytes - start.sample_bytes)
-    return found
+            saved[key] = saved.get(key, 0) + max(0, end.sample_bytes - start.sample_bytes)
+    return saved
 
 
 def _groups(places: Sequence[Place], used: Sequence[int], stretches: Sequence[Stretch]) -> Iterator[list[int]]:
@@ -392,7 +393,7 @@ def _kind(moment: TracedMoment) -> tuple[object, ...]:
     return (moment.segment, moment.mode, moment.sharded, moment.zero3, moment.turn, moment.backward)
 
 
-def _worst(found: Timeline) -> tuple[TracedMoment, ...]:
+def _worst(traced: Timeline) -> tuple[TracedMoment, ...]:
     """The moments that can be the peak, in order.
 
     - The start of a layer is one: a sharding engine holds more there than later.
@@ -403,24 +404,24 @@ def _worst(found: Timeline) -> tuple[TracedMoment, ...]:
     - Moments outside and inside the model are not compared: FSDP2 has a flat buffer in one of them.
     """
     by_part: dict[object, list[TracedMoment]] = {}
-    kept = []
-    for stretch in reversed(found.stretches):  # the backward pass first
+    chosen = []
+    for stretch in reversed(traced.stretches):  # the backward pass first
         start, *others = stretch
-        place, _ = found.segments[start.segment]
-        moments = [one for one in (others if place.is_layer else [start, *others]) if not one.fresh]
-        moments.sort(key=lambda one: (one.own + one.done, one.fixed_bytes + one.sample_bytes), reverse=True)
+        place, _ = traced.segments[start.segment]
+        moments = [peer for peer in (others if place.is_layer else [start, *others]) if not peer.fresh]
+        moments.sort(key=lambda m: (m.own + m.done, m.fixed_bytes + m.sample_bytes), reverse=True)
         worst = [start] if place.is_layer else []
         for moment in moments:
             passes = None if place.is_layer else start.backward
-            held = passes, moment.outside, moment.own < place.leaf_until
-            beaten = by_part.setdefault((*_kind(start)[:-1], start.position, *held), [])
+            comparable = passes, moment.outside, moment.own < place.leaf_until
+            beaten = by_part.setdefault((*_kind(start)[:-1], start.position, *comparable), [])
             if not any(
-                one.fixed_bytes >= moment.fixed_bytes and one.sample_bytes >= moment.sample_bytes for one in beaten
+                peer.fixed_bytes >= moment.fixed_bytes and peer.sample_bytes >= moment.sample_bytes for peer in beaten
             ):
                 beaten.append(moment)
                 worst.append(moment)
-        kept.append([*worst, *_arrivals(stretch)])
-    return tuple(moment for worst in reversed(kept) for moment in worst)
+        chosen.append([*worst, *_arrivals(stretch)])
+    return tuple(moment for worst in reversed(chosen) for moment in worst)
 
 
 def _arrivals(stretch: Stretch) -> Iterator[TracedMoment]:

@@ -91,7 +91,7 @@ class Request:
     modes: tuple[ActivationCheckpointing, ...] = tuple(ActivationCheckpointing)
     tensors: tuple[str, ...] = ()  # files of samples by the names of a head's arguments
     any_samples: bool = False  # a script brings its own
-    at: tuple[int | None, int | None] = (None, None)  # of them, the one that a head takes, once it is known
+    batch: tuple[int | None, int | None] = (None, None)  # of them, the one that a head takes, once it is known
 
 
 def request_from_json(data: dict[str, Any]) -> Request:
@@ -102,8 +102,8 @@ def request_from_json(data: dict[str, Any]) -> Request:
         family=data["family"],
         sequence_length=data["sequence_length"],
         arithmetics=tuple(
-            Arithmetic(precision=Precision(each["precision"]), autocast=each["autocast"], cuda=each["cuda"])
-            for each in data["arithmetics"]
+            Arithmetic(precision=Precision(raw["precision"]), autocast=raw["autocast"], cuda=raw["cuda"])
+            for raw in data["arithmetics"]
         ),
         modes=tuple(map(ActivationCheckpointing, data["modes"])),
         tensors=tuple(data["tensors"]),
@@ -112,28 +112,28 @@ def request_from_json(data: dict[str, Any]) -> Request:
 
 
 def profiles(request: Request) -> list[ModelProfile | None]:
-    """One ModelProfile per arithmetic; None where the model's own code fails in it, as it would in training.
+    """Return a ModelProfile per arithmetic; None where the model's own code fails in it, as it would in training.
 
     Raises SpecError, and any exception of the model's own code where it fails in every arithmetic.
 
     Without autocast, CUDA differs in dropout, and in attention for which a CPU makes matrices of scores.
     """
-    found: dict[Arithmetic, tuple[ModelProfile | None, bool]] = {}
+    traced: dict[Arithmetic, tuple[ModelProfile | None, bool]] = {}
     failure: Exception | None = None
     for arithmetic in request.arithmetics:
-        on_cpu = found.get(replace(arithmetic, cuda=False))
+        on_cpu = traced.get(replace(arithmetic, cuda=False))
         is_alike = on_cpu is not None and on_cpu[1] and not arithmetic.autocast
         if on_cpu is not None and is_alike:
-            found[arithmetic] = on_cpu
+            traced[arithmetic] = on_cpu
             continue
         try:
-            found[arithmetic] = _profile(request, arithmetic)
+            traced[arithmetic] = _profile(request, arithmetic)
         except Exception as error:
             print(f"{arithmetic}: {type(error).__name__}: {error}", file=sys.stderr)
-            found[arithmetic], failure = (None, True), failure or error
-    if failure is not None and not any(profile for profile, _ in found.values()):
+            traced[arithmetic], failure = (None, True), failure or error
+    if failure is not None and not any(profile for profile, _ in traced.values()):
         raise failure
-    return [profile for profile, _ in found.values()]
+    return [profile for profile, _ in traced.values()]
 
 
 def _profile(request: Request, arithmetic: Arithmetic) -> tuple[ModelProfile, bool]:
@@ -179,14 +179,14 @@ class _Traced:
         low = LOW_PRECISION.get(arithmetic.precision)
         self._autocast = low if arithmetic.autocast else None
         held_bytes: dict[int, float] = {}
-        for each in self._recipes:
-            four_bits = _in_four_bits(request.model, each.module, low)
+        for member in self._recipes:
+            four_bits = _in_four_bits(request.model, member.module, low)
             note = self._values.note if self._values else None
-            held_bytes |= without_memory(each.module, self._fake, None if arithmetic.autocast else low, note)
-            held_bytes |= {id(each.module.get_parameter(name)): width for name, width in four_bits.items()}
+            held_bytes |= without_memory(member.module, self._fake, None if arithmetic.autocast else low, note)
+            held_bytes |= {id(member.module.get_parameter(name)): width for name, width in four_bits.items()}
             if low and not arithmetic.autocast:
-                for part in (each.module, *each.layers):
-                    part.register_forward_pre_hook(_rounding(low), with_kwargs=True)
+                for part in (member.module, *member.layers):
+                    part.register_forward_pre_hook(_round_inputs(low), with_kwargs=True)
         if hasattr(recipe.dataset, "fit"):
             self._fit(recipe)
         self._recorder = OpRecorder(self._recipes, held_bytes)
@@ -197,7 +197,7 @@ class _Traced:
             cases = [(False, False)]
             if recipe.then and self._autocast is None:
                 cases.append((True, False))
-            elif self._autocast is None and not all(each.requires_grad for each in recipe.module.parameters()):
+            elif self._autocast is None and not all(weight.requires_grad for weight in recipe.module.parameters()):
                 cases.append((False, True))
             self._recorded = [
                 steps
@@ -209,10 +209,10 @@ class _Traced:
 
     def profile(self, stack: Stack | None, depth: int) -> ModelProfile:
         """The profile of a model with this stack, of which `depth` layers were traced. Raises Unlike."""
-        found = timeline(self._places, self._recorded, stack, depth)
-        turns = tuple(sum(p.numel() for p in each.module.parameters() if p.requires_grad) for each in self._recipes)
+        traced = timeline(self._places, self._recorded, stack, depth)
+        turns = tuple(sum(p.numel() for p in part.module.parameters() if p.requires_grad) for part in self._recipes)
         return profile(
-            found,
+            traced,
             family=self._request.family,
             precision=self._arithmetic.precision,
             workspace_bytes=self._recorder.buffer_bytes,
@@ -232,14 +232,14 @@ class _Traced:
         samples: Any = recipe.dataset
         if samples.at is None:
             with as_with_values():
-                samples.fit(SAMPLES[0], recipe.module, self._prepared)
+                samples.fit(SAMPLES[0], recipe.module, self._fake_inputs)
             recipe.module.zero_grad()
 
     @contextlib.contextmanager
-    def _prepared(self, named: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    def _fake_inputs(self, named: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
         """A context of fake tensors, and these in place of real ones."""
         with self._fake, self._values.reading() if self._values else contextlib.nullcontext():
-            yield {name: self._as_fake(each) for name, each in named.items()}
+            yield {name: self._as_fake(tensor) for name, tensor in named.items()}
 
     def _as_fake(self, real: Tensor) -> Tensor:
         fake = self._fake.from_tensor(real)
@@ -264,7 +264,8 @@ class _Traced:
         linear = patch.object(functional, "linear", zero3_linear) if zero3 else contextlib.nullcontext()
         with _forwards_put_back((*layers, *norms)), linear:
             recompute(layers, mode)
-            steps = [(*self._step(samples, norms, sharded=sharded), self._recorder.held) for samples in SAMPLES]
+            recorder = self._recorder
+            steps = [(*self._step(samples, norms, sharded=sharded), recorder.bytes_by_place) for samples in SAMPLES]
         (first, few, held_by_few), (second, many, held_by_many) = steps
         if not (sharded or zero3) and (self._arithmetic.cuda or not self._arithmetic.autocast):
             self._fragmentation[mode] = fragmentation(on_lines(few, many, SAMPLES).values(), self._adam_bytes())
@@ -274,13 +275,13 @@ class _Traced:
             zero3=zero3,
             samples=SAMPLES,
             phases=(first, second),
-            held=(held_by_few, held_by_many),
+            bytes_by_place=(held_by_few, held_by_many),
         )
 
     def _adam_bytes(self) -> list[int]:
         """Bytes of both fp32 moments, per trained parameter."""
-        parameters = [each for recipe in self._recipes for each in recipe.module.parameters() if each.requires_grad]
-        return [4 * parameter.numel() for parameter in parameters for _ in ("exp_avg", "exp_avg_sq")]
+        trained = [p for recipe in self._recipes for p in recipe.module.parameters() if p.requires_grad]
+        return [4 * p.numel() for p in trained for _ in ("exp_avg", "exp_avg_sq")]
 
     def _step(self, samples: int, norms: list[Any], *, sharded: bool) -> tuple[list[Phase], Ledger]:
         """Forward and backward of one optimizer step, for every recipe in turn; returns phases and allocations.
@@ -293,7 +294,7 @@ class _Traced:
         with _forwards_put_back(norms), self._fake, reading, self._recorder.step(samples):
             prepare_batch_norms(norms, _plan(self._arithmetic, samples), training)
             for turn, recipe in enumerate(self._recipes):
-                still = contextlib.nullcontext() if sharded else _standing_still(self._recipes, recipe)
+                still = contextlib.nullcontext() if sharded else _freeze_others(self._recipes, recipe)
                 with self._recorder.turn(turn), still:
                     self._forward_backward(recipe, tuple(map(self._as_fake, real)))
         return self._recorder.phases, self._recorder.ledger
@@ -320,9 +321,9 @@ def build(request: Request, arithmetic: Arithmetic, config: Any) -> Recipe:
         lora = None if model.lora is None else replace(model.lora, quantise_base=False)  # quantising needs CUDA
         published = model.hf if isinstance(model.hf, dict) else model.config
         own_head = {"tie_word_embeddings": False} if published.get("tie_word_embeddings") is False else {}
-        said = replace(model, hf={"model_type": config.model_type} | own_head, lora=lora)
+        shrunk = replace(model, hf={"model_type": config.model_type} | own_head, lora=lora)
         run = TrainingRun(
-            model=said,
+            model=shrunk,
             data=DataSpec(sequence_length=request.sequence_length, tensors=request.tensors),
             training=request.training,
             plan=_plan(arithmetic, SAMPLES[0]),
@@ -331,7 +332,7 @@ def build(request: Request, arithmetic: Arithmetic, config: Any) -> Recipe:
             epoch=1,
             device="cpu",
         )
-        samples = AnySamples(samples, request.at) if request.any_samples else samples
+        samples = AnySamples(samples, request.batch) if request.any_samples else samples
         recipe = hf_recipe(run, samples, config)
     else:
         assert model.factory is not None, "a job names a decoder, a transformers model or a factory"
@@ -392,7 +393,7 @@ def _in_four_bits(model: ModelSpec, module: Any, low: torch.dtype | None) -> dic
     return dict.fromkeys(in_four_bits(module), NF4_BYTES)
 
 
-def _rounding(low: torch.dtype) -> Callable[..., Any]:
+def _round_inputs(low: torch.dtype) -> Callable[..., Any]:
     """A hook that casts a module's inputs, as FSDP2 does."""
 
     def cast(value: Any) -> Any:
@@ -418,9 +419,9 @@ def _forwards_put_back(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _standing_still(recipes: Sequence[Recipe], but: Recipe) -> Iterator[None]:
+def _freeze_others(recipes: Sequence[Recipe], but: Recipe) -> Iterator[None]:
     """A context in which only the parameters of recipe `but` require gradients."""
-    others = [each for recipe in recipes if recipe is not but for each in recipe.module.parameters()]
+    others = [parameter for recipe in recipes if recipe is not but for parameter in recipe.module.parameters()]
     trained = [parameter for parameter in others if parameter.requires_grad]
     for parameter in trained:
         parameter.requires_grad_(False)
@@ -456,12 +457,12 @@ def main(arguments: list[str]) -> int:
     with os.fdopen(os.dup(1), "w") as answer:
         os.dup2(2, 1)
         try:
-            found = profiles(request)
+            results = profiles(request)
         except SpecError as error:
-            said = {name: getattr(error, name) for name in ("what", "path", "got", "allowed", "hint")}
-            json.dump(said, answer, default=str)
+            problem = {name: getattr(error, name) for name in ("what", "path", "got", "allowed", "hint")}
+            json.dump(problem, answer, default=str)
             return BAD_JOB_EXIT_CODE
-        json.dump([entry and dataclasses.asdict(entry) for entry in found], answer)
+        json.dump([entry and dataclasses.asdict(entry) for entry in results], answer)
     return 0
 
 

@@ -70,7 +70,7 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif integral:  # chosen by activations
             for leaf in integral:
                 self._values[leaf] = _Later(
-                    op, tree_map(_described, args), tree_map(_described, kwargs), _at(out, leaf)
+                    op, tree_map(_describe, args), tree_map(_describe, kwargs), _index_of(out, leaf)
                 )
         return out
 
@@ -91,17 +91,23 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not isinstance(value, (Tensor, _Shape)):
             return value
         if isinstance(value, Tensor):
-            if not isinstance(value, FakeTensor):
-                return value
-            noted = self._values.get(value)
-            if isinstance(noted, Tensor):
-                return noted
-            if isinstance(noted, _Later):
-                out = self._run(noted.op, noted.args, noted.kwargs)
-                self._values[value] = real = tree_leaves(out)[noted.at]
-                return real
-            if value.constant is not None:
-                return value.constant
+            values = self._noted_values(value)
+            if values is not None:
+                return values
+        return self._invent(value)
+
+    def _noted_values(self, tensor: Tensor) -> Tensor | None:
+        """Return the tensor's values, computed now where an operator waits for that; None where there are none."""
+        if not isinstance(tensor, FakeTensor):
+            return tensor
+        noted = self._values.get(tensor)
+        if isinstance(noted, _Later):
+            out = self._run(noted.op, noted.args, noted.kwargs)
+            self._values[tensor] = noted = tree_leaves(out)[noted.at]
+        return noted if isinstance(noted, Tensor) else tensor.constant
+
+    def _invent(self, value: Any) -> Tensor:
+        """Return made-up values of a shape and dtype. Raises ValueError where that would take too much memory."""
         if value.numel() > ELEMENTS_MAX:
             raise ValueError(f"the values of {tuple(value.shape)} are read")
         with _disable_current_modes():
@@ -139,9 +145,9 @@ class _Later:
         self.op, self.args, self.kwargs, self.at = op, args, kwargs, index
 
 
-def _described(value: Any) -> Any:
+def _describe(value: Any) -> Any:
     return _Shape(value) if isinstance(value, Tensor) else value
 
 
-def _at(out: Any, leaf: Tensor) -> int:
-    return next(index for index, each in enumerate(tree_leaves(out)) if each is leaf)
+def _index_of(out: Any, leaf: Tensor) -> int:
+    return next(index for index, other in enumerate(tree_leaves(out)) if other is leaf)

@@ -20,18 +20,18 @@ class Zero3Linear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, given: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        ctx.save_for_backward(given, weight, bias)
-        product = given.matmul(weight.t())
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        ctx.save_for_backward(x, weight, bias)
+        product = x.matmul(weight.t())
         return product if bias is None else product.add_(bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        given, weight, _ = ctx.saved_tensors
+        x, weight, _ = ctx.saved_tensors
         asks = ctx.needs_input_grad
         rows = grad.reshape(-1, grad.shape[-1])
         return (
             grad.matmul(weight) if asks[0] else None,
-            rows.t().matmul(given.reshape(-1, given.shape[-1])) if asks[1] else None,
+            rows.t().matmul(x.reshape(-1, x.shape[-1])) if asks[1] else None,
             rows.sum(0) if asks[2] else None,
         )

@@ -1,1 +1,1 @@
-"""One file per revision of the journal's tables."""
+"""The revisions of the journal's tables, a file for each."""
