@@ -35,7 +35,7 @@ from orchestrator.specs.choices import (
 from orchestrator.specs.cluster import DeviceSpec
 from orchestrator.specs.engines import why_pipeline_stalls
 from orchestrator.specs.errors import IllegalPlan
-from orchestrator.specs.job.pins import agrees
+from orchestrator.specs.job.pins import has_pins
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.mechanics import Fsdp2
 from orchestrator.specs.plan import Plan
@@ -178,12 +178,12 @@ def families_of(
     mode, first_layers, offload = (pins.get(name) for name in CHECKPOINTING)
     inputs_bytes = layer_inputs_bytes(spec, hardware)
     for layout in layouts(spec, hardware, work):
-        if pins and not agrees(layout, pins):
+        if pins and not has_pins(layout, pins):
             continue
         cuts = _cuts(spec, layout, pins)
         for strategy in strategies(spec, hardware, layout) if cuts else ():
             work.look()
-            if pins and not agrees(strategy, pins):
+            if pins and not has_pins(strategy, pins):
                 continue
             pipeline = layout.pp, strategy.pipeline_stages_per_rank
             if pins and not _can_be_cut(spec, pipeline, pins):

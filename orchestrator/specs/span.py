@@ -20,7 +20,7 @@ class Parent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """Something that is over: from when to when, and in what."""
+    """A span of a trace that has ended."""
 
     name: str
     trace_id: int
@@ -33,9 +33,9 @@ class Span:
 
 
 def parent_of(traceparent: str) -> Parent | None:
-    """The span that a `traceparent` names; None for anything else."""
-    found = TRACEPARENT.fullmatch(traceparent)
-    if found is None:
+    """Return the span that a `traceparent` names; None for anything else."""
+    match = TRACEPARENT.fullmatch(traceparent)
+    if match is None:
         return None
-    trace_id, span_id, flags = (int(part, 16) for part in found.groups())
+    trace_id, span_id, flags = (int(part, 16) for part in match.groups())
     return Parent(trace_id=trace_id, span_id=span_id, is_sampled=bool(flags & 1)) if trace_id and span_id else None

@@ -47,7 +47,7 @@ from orchestrator.specs.job.pins import GIVEN, SHORT, check_in_backward, setting
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.observation import Observation
-from orchestrator.specs.parse import Override, together
+from orchestrator.specs.parse import Override, join_problems
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import ModelProfile, Source
 from orchestrator.specs.replace import replace
@@ -366,7 +366,7 @@ def given_plan(spec: JobSpec, given: Sequence[Override]) -> Plan:
     said = {SHORT.get(key, key): text for key, text in given}
     problems = [unknown_setting(key, text, "--set") for key, text in said.items() if key not in GIVEN]
     if problems:
-        raise together(problems, "--set")
+        raise join_problems(problems, "--set")
     values = {key: setting_value(GIVEN[key], key, text, "--set") for key, text in said.items()}
     if values.get("optimizer_in_backward"):
         check_in_backward(spec.training.clip_norm, "--set optimizer_in_backward")
