@@ -11,7 +11,7 @@ from orchestrator.memory.calibration.correction import corrected_bytes, is_known
 from orchestrator.memory.estimate import estimate
 from orchestrator.planning.cost import Hardware, step_s
 from orchestrator.planning.explain import why_nothing_fits, why_passed_over
-from orchestrator.planning.families import asked_settings
+from orchestrator.planning.families import requested_settings
 from orchestrator.planning.frontier import (
     Candidate,
     fit_probability,
@@ -226,7 +226,7 @@ def _choose(
         fill = view["needed_bytes"] / view["capacity_bytes"]
         return Choice(plan, view["step_s"], fill, plan.world_size > hardware.devices_per_node)
 
-    best = [indices[rule.preferred([choice(index) for index in indices])] for _, indices in sorted(by_width.items())]
+    best = [indices[rule.choose([choice(index) for index in indices])] for _, indices in sorted(by_width.items())]
     chosen = best[rule.widths([choice(index) for index in best])[-1]]
     fastest = min(by_width[candidates[chosen].plan.world_size], key=lambda index: views[index]["step_s"])
     return chosen, why_passed_over(choice(chosen), choice(fastest))
@@ -425,5 +425,5 @@ def _accumulation(spec: JobSpec, told: int | None, micro_batch_size: int, dp: in
 
 def _degradation(spec: JobSpec, plan: Plan) -> Degradation:
     """The class of the plan's change against what the job asks for; a script's own sequence length is not known."""
-    asked = asked_settings(spec)
+    asked = requested_settings(spec)
     return degradation(asked | {"sequence_length": plan.sequence_length} if spec.is_script else asked, plan)
