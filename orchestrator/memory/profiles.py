@@ -6,7 +6,7 @@ from functools import lru_cache
 
 from orchestrator.memory.models.hf import DecoderShape, as_transformers, decoder_shape
 from orchestrator.specs.choices import MasterWeights, Precision
-from orchestrator.specs.job.frameworks import switched_on
+from orchestrator.specs.job.frameworks import is_flag_on
 from orchestrator.specs.job.model import DecoderSpec, ModelSpec
 from orchestrator.specs.job.sections import DeclaredProfile
 from orchestrator.specs.job.spec import JobSpec
@@ -110,7 +110,7 @@ def _as_script_runs(
     transformers' Trainer replaces the loss by one in chunks where it is told to (`use_liger_kernel`). Adapters stay in
     fp32 beside a frozen base (`autocast_adapter_dtype` in peft/tuners/tuners_utils.py, peft 0.19).
     """
-    fused = spec.trainer in TRANSFORMERS_TRAINERS and switched_on(spec.command or (), "--use_liger_kernel")
+    fused = spec.trainer in TRANSFORMERS_TRAINERS and is_flag_on(spec.command or (), "--use_liger_kernel")
     trained = profile if fused else with_all_logits(profile, vocab_size, sequence_length)
     return trained if model.lora is not None else replace(trained, parameter_bytes=model.weight_bytes_each)
 

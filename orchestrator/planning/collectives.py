@@ -1,4 +1,4 @@
-"""How long do messages take? Rings over the links of a node and the network between nodes."""
+"""Seconds of messages between devices: rings over the links of a node and the network between nodes."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ class Ring:
     start_s: float
 
     def gather_s(self, whole_bytes: float, messages: int = 1) -> float:
-        """All-gather or reduce-scatter of `whole_bytes`, cut into messages: (n-1)/n of them pass every link."""
+        """Return the seconds to all-gather or reduce-scatter `whole_bytes`: (n-1)/n of them pass every link."""
         if self.ranks == 1:
             return 0.0
         return messages * (self.start_s + self._steps_s) + whole_bytes * (self.ranks - 1) / self.ranks / self.bandwidth
 
     def all_reduce_s(self, whole_bytes: float, messages: int = 1) -> float:
-        """A reduce-scatter and an all-gather under one start."""
+        """Return the seconds of a reduce-scatter and an all-gather under one start."""
         if self.ranks == 1:
             return 0.0
         return 2 * self.gather_s(whole_bytes, messages) - messages * self.start_s
 
     @property
     def _steps_s(self) -> float:
-        """From the first rank to the last: along the devices of a node, and as a tree from node to node."""
+        """Seconds from the first rank to the last: along the devices of a node, and as a tree over the nodes."""
         return (self.ranks / self.nodes - 1) * LINK_STEP_S + (self.nodes - 1).bit_length() * NETWORK_STEP_S
 
 
@@ -52,9 +52,9 @@ def all_to_all_s(
     devices_per_node: int,
     network_bandwidth: int,
 ) -> float:
-    """Every `stride`-th of the devices sends each of the others as much, in so many messages.
+    """Return the seconds in which every `stride`-th of the devices sends equal parts to each of the others.
 
-    Over the links of a node, and over the network, of which each device of a node has an equal part, at once.
+    Links of a node and the network work at once; each device of a node has an equal part of the network.
     """
     over = ring(ranks, stride, device, devices_per_node, network_bandwidth)
     near = min(ranks, max(1, devices_per_node // stride))  # on the same node
@@ -66,7 +66,7 @@ def all_to_all_s(
 
 @lru_cache(maxsize=4096)
 def ring(ranks: int, stride: int, device: DeviceSpec, devices_per_node: int, network_bandwidth: int) -> Ring:
-    """The ring of every `stride`-th device. Rings between the same nodes run at once and share the network."""
+    """Return the ring of every `stride`-th device. Rings between the same nodes share the network."""
     span = ranks * stride
     nodes = -(-span // devices_per_node)
     bandwidth: float = device.link_bandwidth
@@ -81,6 +81,6 @@ def ring(ranks: int, stride: int, device: DeviceSpec, devices_per_node: int, net
 
 
 def send_s(message_bytes: float, device: DeviceSpec, network_bandwidth: float) -> float:
-    """From one device to another over the slower of its link and its part of the network."""
+    """Return the seconds of a message between two devices over the slower of link and network share."""
     bandwidth = min(device.link_bandwidth, network_bandwidth)
     return START_S[device.kind] + message_bytes / (bandwidth * LINK_EFFICIENCY)

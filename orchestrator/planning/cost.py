@@ -1,4 +1,4 @@
-"""How long does an optimizer step of a plan take? Kernels, messages, what hides behind what, and the update."""
+"""Seconds of an optimizer step of a plan: kernels, messages, their overlap, and the update."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Hardware:
 
 
 def step_s(profile: ModelProfile, plan: Plan, hardware: Hardware) -> float:
-    """Seconds of one optimizer step over the whole global batch; `profile` as for `memory.estimate.estimate`.
+    """Return the seconds of one optimizer step over the global batch; `profile` as for `memory.estimate.estimate`.
 
     Every rank of a pipeline waits for the slowest one. It waits for the first micro-batch to come through all ranks,
     and for the last to come back. So many micro-batches of the slowest count, and one of all others, in `v` pieces each
@@ -96,13 +96,13 @@ class StepSeconds:
     """Seconds of a step of the plans that differ from one in checkpointing and in the cut of their batch only."""
 
     def __init__(self, profile: ModelProfile, plan: Plan, hardware: Hardware) -> None:
-        of = profile.context_parallel, profile.tensor_parallel, profile.expert_parallel
+        profile_degrees = profile.context_parallel, profile.tensor_parallel, profile.expert_parallel
         degrees = plan.layout.cp, plan.layout.tp, plan.expert_parallel
-        assert of == degrees, f"a profile for (cp, tp, ep) = {of} of {plan}"
+        assert profile_degrees == degrees, f"a profile for (cp, tp, ep) = {profile_degrees} of {plan}"
         self._profile, self._hardware = profile, hardware
-        self._held = tuple(dict.fromkeys(rank.profile for rank in ranks(profile, plan)))
-        self._largest = max(self._held, key=lambda held: held.parameters)
-        self._largest_at = self._held.index(self._largest)
+        self._rank_profiles = tuple(dict.fromkeys(rank.profile for rank in ranks(profile, plan)))
+        self._largest = max(self._rank_profiles, key=lambda rank_profile: rank_profile.parameters)
+        self._largest_at = self._rank_profiles.index(self._largest)
         engine, self._mechanics = facts_of(plan.engine), plan.mechanics
         self._factor = engine.step_factor
         self._gradient_bytes = compute_bytes(plan) if engine.has_low_gradients else master_bytes(plan)
@@ -111,11 +111,13 @@ class StepSeconds:
         self._once: dict[int, tuple[float, float]] = {}
 
     def __call__(self, plan: Plan) -> float:
-        """`step_s` of the plan, in half of the time."""
+        """Return `step_s` of the plan, in half of the time."""
         micro_steps, pp = plan.gradient_accumulation_steps, plan.layout.pp
         handed_on_s = _handed_on_s(self._profile, plan, self._hardware)
         per_rank = plan.pipeline_stages_per_rank
-        seconds = [self._computing_s(held, plan, per_rank) + handed_on_s for held in self._held]
+        seconds = [
+            self._computing_s(rank_profile, plan, per_rank) + handed_on_s for rank_profile in self._rank_profiles
+        ]
         slowest_s = max(seconds)
         compute_s = micro_steps * slowest_s
         if pp > 1:
@@ -129,7 +131,7 @@ class StepSeconds:
         return self._factor * overlapped_s + update_s
 
     def _computing_s(self, profile: ModelProfile, plan: Plan, stages: int) -> float:
-        """Seconds of one micro-batch on a rank that holds `profile`, so many stages, but for what it waits for."""
+        """Return the seconds of one micro-batch on a rank with `profile` of so many stages, without its waits."""
         added = self._gradient_bytes if plan.gradient_accumulation_steps > 1 else 0  # to those of micro-batches before
         how = plan.activation_checkpointing, stages * plan.full_checkpointing_layers
         updates, hardware = plan.optimizer_in_backward, self._hardware
@@ -138,7 +140,7 @@ class StepSeconds:
         return busy_s + (_inputs_moved_s(profile, plan, hardware) if plan.activation_offload else 0.0)
 
     def _once_s(self, plan: Plan) -> tuple[float, float]:
-        """Seconds of data-parallel messages and of the update: of the cut of a batch, they know the number of steps."""
+        """Return the seconds of data-parallel messages and of the update, which depend on the micro-batches alone."""
         micro_steps = plan.gradient_accumulation_steps
         if micro_steps not in self._once:
             arguments = (self._largest, plan, self._hardware)
@@ -168,7 +170,7 @@ def _units(profile: ModelProfile) -> int:
 
 
 def _inputs_moved_s(profile: ModelProfile, plan: Plan, hardware: Hardware) -> float:
-    """The layers' inputs go down in the forward pass and up in the backward pass, on the stream that computes."""
+    """Return the seconds of moving layers' inputs to the host and back, on the stream that computes."""
     return 2 * plan.micro_batch_size * profile.layer_inputs_bytes / hardware.device.host_bandwidth
 
 
@@ -184,7 +186,7 @@ def _busy_s(
     collectives: int,
     hardware: Hardware,
 ) -> float:
-    """Seconds of kernels, launches and tensor-parallel messages of one micro-batch.
+    """Return the seconds of kernels, launches and messages inside the model of one micro-batch.
 
     A rank all-reduces what a layer hands on, and everything waits for it (kernels.LAYER_MESSAGES): twice more where the
     layer is recomputed. Where tokens are spread, it reduce-scatters and gathers as much; selective checkpointing keeps
@@ -194,29 +196,29 @@ def _busy_s(
     launches block the device waits for its host as long as the host for the device.
     """
     device, tp = hardware.device, profile.tensor_parallel
-    one = micro_batch(profile, size, device, precision)
-    device_s = one.forward_s + one.backward_s
+    batch = micro_batch(profile, size, device, precision)
+    device_s = batch.forward_s + batch.backward_s
     device_s += 2 * added * profile.trained_parameters / (device.memory_bandwidth * BANDWIDTH_EFFICIENCY)
     is_selective = mode is ActivationCheckpointing.SELECTIVE
-    full = one.replayed_parts if mode is ActivationCheckpointing.FULL else min(full_layers, one.replayed_parts)
-    replayed = full if mode is ActivationCheckpointing.NONE else one.replayed_parts
+    full = batch.replayed_parts if mode is ActivationCheckpointing.FULL else min(full_layers, batch.replayed_parts)
+    replayed = full if mode is ActivationCheckpointing.NONE else batch.replayed_parts
     if mode is ActivationCheckpointing.FULL:
-        device_s += one.replay_s
+        device_s += batch.replay_s
     elif is_selective:
-        device_s += one.selective_replay_s
-    for count, full_s, selective_s in one.layers if full_layers else ():
+        device_s += batch.selective_replay_s
+    for count, full_s, selective_s in batch.layers if full_layers else ():
         device_s += min(full_layers, count) * (full_s - selective_s if is_selective else full_s)
         full_layers -= min(full_layers, count)
-    launches_s = host_s(one.parts, full, replayed - full, collectives, device)
+    launches_s = host_s(batch.parts, full, replayed - full, collectives, device)
     if profile.context_parallel > 1:  # there and back, of queries, keys, values and outputs; again where recomputed
-        layer = max(profile.segments, key=lambda each: each.count)
+        layer = max(profile.segments, key=lambda segment: segment.count)
         passes = 2 * layer.count + min(replayed, layer.count)
         messages, sent_bytes = passes * CONTEXT_MESSAGES, passes * layer.exchanged_bytes * size
         where = device, hardware.devices_per_node, hardware.network_bandwidth
         device_s += all_to_all_s(sent_bytes, messages, profile.context_parallel, tp, *where)
         launches_s += messages * (START_S[device.kind] + DISPATCH_S)
     if profile.expert_parallel > 1:  # there and back, forward and backward; again where recomputed
-        layer = max(profile.segments, key=lambda each: each.count)
+        layer = max(profile.segments, key=lambda segment: segment.count)
         forward = layer.count + min(replayed, layer.count)
         messages = forward * (EXPERT_MESSAGES + 1) + layer.count * EXPERT_MESSAGES
         sent_bytes = (forward + layer.count) * layer.routed_bytes * size
@@ -224,9 +226,9 @@ def _busy_s(
         device_s += all_to_all_s(sent_bytes, messages, profile.expert_parallel, 1, *where)
         launches_s += messages * (START_S[device.kind] + DISPATCH_S)
     if updates:
-        launches_s += UPDATE_ALONE_S * sum(each.count * len(each.gradients) for each in profile.segments)
+        launches_s += UPDATE_ALONE_S * sum(segment.count * len(segment.gradients) for segment in profile.segments)
     if tp > 1:
-        across, messages, spread = _ring(tp, 1, hardware), one.messages + 2 * replayed, profile.sequence_parallel
+        across, messages, spread = _ring(tp, 1, hardware), batch.messages + 2 * replayed, profile.sequence_parallel
         whole_bytes = spread * profile.boundary_bytes * size
         if spread > 1:
             messages = 2 * messages - (2 * replayed if mode is ActivationCheckpointing.SELECTIVE else 0)
@@ -242,7 +244,7 @@ def _busy_s(
 def seconds_in_three(
     profile: ModelProfile, mode: ActivationCheckpointing, precision: Precision, hardware: Hardware
 ) -> tuple[float, float, float]:
-    """Seconds of a sample in what only the first stage of a pipeline has, in a layer, and in what only the last has."""
+    """Return the seconds of a sample in what only the first stage has, in a layer, and in what only the last has."""
     how = 1, mode, 0, precision, 4, False, 0, hardware
 
     def busy_s(layers: int, *, first: bool = False, last: bool = False) -> float:
@@ -257,7 +259,7 @@ def _ring(ranks: int, stride: int, hardware: Hardware) -> Ring:
 
 
 def _handed_on_s(profile: ModelProfile, plan: Plan, hardware: Hardware) -> float:
-    """What a pipeline stage waits for: its input, and the gradient of its output, of every micro-batch."""
+    """Return the seconds in which a pipeline stage waits for a micro-batch's input and its output's gradient."""
     if plan.layout.pp == 1:
         return 0.0
     crosses = plan.world_size > hardware.devices_per_node  # then all devices of a node send at once
@@ -267,7 +269,7 @@ def _handed_on_s(profile: ModelProfile, plan: Plan, hardware: Hardware) -> float
 
 
 def _window_s(micro_batch_s: float, mechanics: Mechanics, micro_steps: int) -> float:
-    """Seconds of computation behind which data-parallel messages can hide.
+    """Return the seconds of computation behind which data-parallel messages can hide.
 
     Gradients of a step travel while the last micro-batch goes backward, two thirds of its time. What is cut over the
     ranks travels for every micro-batch, while the layer before or behind it computes. DeepSpeed below stage 3 reduces
@@ -298,7 +300,7 @@ class Traffic(NamedTuple):
 
 
 def _traffic(profile: ModelProfile, plan: Plan) -> Traffic:
-    """Volumes per stage: Rajbhandari et al. 2020 (arXiv:1910.02054), section 7."""
+    """Return the traffic of a step by ZeRO stage: Rajbhandari et al. 2020 (arXiv:1910.02054), section 7."""
     mechanics, micro_steps = plan.mechanics, plan.gradient_accumulation_steps
     units = _units(profile)
     match mechanics:
@@ -321,7 +323,7 @@ def _traffic(profile: ModelProfile, plan: Plan) -> Traffic:
 
 
 def _shared_s(profile: ModelProfile, plan: Plan, hardware: Hardware) -> float:
-    """Seconds of data-parallel messages of a step, where nothing hides them.
+    """Return the seconds of data-parallel messages of a step, where nothing hides them.
 
     Gradients travel in fp32 on the torch engine. Hybrid sharding reduces the shards of a node over all of them.
     """
@@ -345,7 +347,7 @@ def _shared_s(profile: ModelProfile, plan: Plan, hardware: Hardware) -> float:
 
 
 def _copied_s(profile: ModelProfile, plan: Plan, hardware: Hardware) -> float:
-    """Copies on the stream that computes, of one gathering for each pass and one reduction.
+    """Return the seconds of copies on the stream that computes, for the gathering of each pass and one reduction.
 
     FSDP2 casts its shard, copies weights out of a message and gradients into one, in fp32; NCCL copies where a rank is
     alone (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py). On an H100 they were 38 bytes per parameter, and
@@ -383,7 +385,7 @@ def _shared_beside_experts_s(
 
 
 def _optimizer_s(profile: ModelProfile, plan: Plan, hardware: Hardware) -> float:
-    """The update of this rank's share; offloaded, gradients go down to the host and parameters come back up.
+    """Return the seconds of the update of a rank's share; offloaded gradients go to the host, and parameters back.
 
     On NVMe masters and moments are read and written at every step, and weights for every pass where they lie there.
     """

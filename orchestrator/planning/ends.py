@@ -1,4 +1,4 @@
-"""How many layers have the first and the last stage of a pipeline, which have embedding and head beside them?"""
+"""Numbers of layers of the first and the last stage of a pipeline, which have embedding and head beside them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STEP_S = 1e-9  # below which two ranks are equally fast, of the slower one's tim
 
 
 def ends_of(profile: ModelProfile, plan: Plan, hardware: Hardware) -> tuple[int, int]:
-    """Layers of the first and the last stage of a plan with a pipeline; zeros where an even cut is the best.
+    """Return the layers of the first and the last stage of a plan with a pipeline; zeros where an even cut is best.
 
     The slowest rank is as fast as it can be: embedding, head and loss count on their stages, and so does what the plan
     recomputes. Of cuts that are equally fast the fullest rank needs the least at a micro-batch of one sample.
@@ -47,8 +47,12 @@ def _ends(
     even = stage_layers(layers, stages)
 
     def slowest_s(sizes: Sequence[int]) -> float:
-        own = sizes if per_rank == 1 else [sum(sizes[rank::pp]) for rank in range(pp)]
-        return max(own[0] * layer_s + first_s, own[-1] * layer_s + last_s, max(own[1:-1], default=0) * layer_s)
+        rank_layers = sizes if per_rank == 1 else [sum(sizes[rank::pp]) for rank in range(pp)]
+        return max(
+            rank_layers[0] * layer_s + first_s,
+            rank_layers[-1] * layer_s + last_s,
+            max(rank_layers[1:-1], default=0) * layer_s,
+        )
 
     def fullest_bytes(sizes: tuple[int, ...]) -> int:
         return _fullest_bytes(profile, pp, sizes, mode, WHOLE_BYTES if not is_sharded else SHARDED_BYTES)
@@ -70,7 +74,7 @@ def _ends(
 def _fullest_bytes(
     profile: ModelProfile, pp: int, sizes: tuple[int, ...], mode: ActivationCheckpointing, parameter_bytes: int
 ) -> int:
-    """Of the rank that needs the most: what every parameter costs, and layers of the micro-batches in flight."""
+    """Return the bytes of the fullest rank: all of its parameters, and layers of the micro-batches in flight."""
     before, layer, behind = split_ends(profile)
     kept_bytes = {
         ActivationCheckpointing.NONE: layer.saved_bytes,
@@ -81,9 +85,9 @@ def _fullest_bytes(
     }[mode]
     per_rank, most = len(sizes) // pp, 0
     for rank in distinct_ranks(pp, sizes):
-        own, passes = sizes[rank::pp], waiting(rank, pp, per_rank, Filling(pp, False))
-        parameters = sum(own) * layer.parameters
+        rank_layers, passes = sizes[rank::pp], waiting(rank, pp, per_rank, Filling(pp, False))
+        parameters = sum(rank_layers) * layer.parameters
         parameters += sum(part.parameters for part in (before if rank == 0 else behind if rank == pp - 1 else ()))
-        in_flight = sum(layers * count for layers, count in zip(own, passes, strict=True))
+        in_flight = sum(layers * count for layers, count in zip(rank_layers, passes, strict=True))
         most = max(most, parameter_bytes * parameters + kept_bytes * in_flight)
     return most

@@ -1,4 +1,4 @@
-"""What people ask of a plan: what the bytes are, and which plan comes closest."""
+"""Explanations of a plan: its bytes by cause, the plan that comes closest, and why it was chosen."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PINS_NAMED = 4  # of more, `closest` says which plan it is
 
 
 def breakdown(estimate: MemoryEstimate) -> tuple[tuple[str, int], ...]:
-    """Bytes by cause, the largest first, down to what the device must hold; they add up to `device_bytes`."""
+    """Return the bytes by cause, the largest first, down to what the device holds; they add up to `device_bytes`."""
     causes = sorted(estimate.by_cause, key=lambda cause: -cause[1])
     around = (
         ("allocator", estimate.reserved_bytes - estimate.allocated_bytes),
@@ -31,7 +31,7 @@ def breakdown(estimate: MemoryEstimate) -> tuple[tuple[str, int], ...]:
 
 
 def by_moment(estimate: MemoryEstimate) -> tuple[MomentBytes, ...]:
-    """The MOMENTS_SHOWN worst moments of a step in the order in which they come, each of the rank that it weighs on."""
+    """Return the MOMENTS_SHOWN worst moments of a step in their order, each on the rank that needs the most then."""
     worst: dict[str, MomentBytes] = {}
     for moment in estimate.moments:
         if moment.name not in worst or _total(moment) > _total(worst[moment.name]):
@@ -41,10 +41,14 @@ def by_moment(estimate: MemoryEstimate) -> tuple[MomentBytes, ...]:
 
 
 def nearest(frontier: Frontier, calibrated: Calibration, refuted: frozenset[Plan] = frozenset()) -> Candidate | None:
-    """The untried candidate that needs the least of a device, enough host memory first; None: all were refuted."""
+    """Return the untried candidate that needs the least of a device, enough host memory first; None without one."""
 
-    def missing(one: Candidate) -> tuple[object, ...]:
-        return one.degradation, 0 if one.fits_host else one.host_bytes, needed_bytes(one, calibrated)
+    def missing(candidate: Candidate) -> tuple[object, ...]:
+        return (
+            candidate.degradation,
+            0 if candidate.fits_host else candidate.host_bytes,
+            needed_bytes(candidate, calibrated),
+        )
 
     untried = (candidate for candidate in frontier.candidates if candidate.plan not in refuted)
     return min(untried, key=missing, default=None)
@@ -57,9 +61,9 @@ def why_nothing_fits(
     calibrated: Calibration,
     refuted: frozenset[Plan] = frozenset(),
 ) -> str:
-    """The plan that comes closest, its bytes by cause and what would make the job fit, as lines of text."""
-    found = frontier(spec, hardware, calibrated.correction, calibrated.overhead)
-    closest = nearest(found, calibrated, refuted) or nearest(found, calibrated)
+    """Return the plan that comes closest, its bytes by cause and what would make the job fit, as lines of text."""
+    candidates = frontier(spec, hardware, calibrated.correction, calibrated.overhead)
+    closest = nearest(candidates, calibrated, refuted) or nearest(candidates, calibrated)
     assert closest is not None, "a frontier is never empty"
     estimate = corrected(closest.estimate, calibrated.correction_of(closest.plan, closest.estimate))
     needed = needed_bytes(closest, calibrated)
@@ -82,7 +86,7 @@ def why_nothing_fits(
 
 
 def why_taken(fit_probability: float | None, passed_over: str | None = None) -> str:
-    """Return what made a job's first plan the one to run; without a probability, nothing is known of its memory."""
+    """Return why a job's first plan was chosen; without a probability, nothing is known of its memory."""
     if passed_over is not None:
         return passed_over
     if fit_probability is None or fit_probability >= CONFIDENCE:

@@ -1,4 +1,4 @@
-"""Which settings and which plans does a job allow on this hardware? Families of plans that share their memory."""
+"""The settings and plans that a job allows on some hardware, as families of plans that share their memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from orchestrator.planning.strategies import (
     OFFLOADED_MIN,
     Strategy,
     batch_cuts,
-    checkpointing,
+    checkpointing_modes,
     full_layers,
     layer_inputs_bytes,
     strategies,
@@ -35,7 +35,7 @@ from orchestrator.specs.choices import (
 from orchestrator.specs.cluster import DeviceSpec
 from orchestrator.specs.engines import why_pipeline_stalls
 from orchestrator.specs.errors import IllegalPlan
-from orchestrator.specs.job.pins import agrees
+from orchestrator.specs.job.pins import has_pins
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.mechanics import Fsdp2
 from orchestrator.specs.plan import Plan
@@ -49,7 +49,7 @@ Mode = tuple[ActivationCheckpointing, int, bool]
 ON_HOST: Mode = (ActivationCheckpointing.FULL, 0, True)
 BATCH = ("micro_batch_size", "gradient_accumulation_steps")
 ENDS = ("first_stage_layers", "last_stage_layers")
-STRATEGY = tuple(one.name for one in fields(Strategy))
+STRATEGY = tuple(field.name for field in fields(Strategy))
 _of_strategy = attrgetter(*STRATEGY)
 
 
@@ -62,34 +62,43 @@ class Variant:
 
 
 def variants_of(spec: JobSpec, hardware: Hardware) -> list[Variant]:
-    """What the user asked for, and what `degrade` allows besides, as far as the devices can compute it."""
-    asked, device, pins = asked_settings(spec), hardware.device, dict(spec.plan)
-    touched = [one for one in SETTINGS if one.degradation is not Degradation.EXACT]
-    choices = [[(asked[one.name], Degradation.EXACT), *_others(spec, device, one, asked[one.name])] for one in touched]
-    found = []
+    """Return the variant that the user asked for, and those that `degrade` allows and the devices can compute."""
+    request, device, pins = requested_settings(spec), hardware.device, dict(spec.plan)
+    touched = [setting for setting in SETTINGS if setting.degradation is not Degradation.EXACT]
+    choices = [
+        [(request[setting.name], Degradation.EXACT), *_alternatives(spec, device, setting, request[setting.name])]
+        for setting in touched
+    ]
+    variants = []
     for chosen in product(*choices):
-        values = {one.name: value for one, (value, _) in zip(touched, chosen, strict=True)}
+        values = {setting.name: value for setting, (value, _) in zip(touched, chosen, strict=True)}
         if pins and any(pins.get(name, value) != value for name, value in values.items()):
             continue
         if device.has(values["precision"]):
-            found.append(Variant(values=values, degradation=max(degradation for _, degradation in chosen)))
-    return found
+            variants.append(Variant(values=values, degradation=max(degradation for _, degradation in chosen)))
+    return variants
 
 
-def asked_settings(spec: JobSpec) -> dict[str, Any]:
-    """The settings that `degrade` may touch, as the job has them; where only `plan:` can say one, as that does."""
+def requested_settings(spec: JobSpec) -> dict[str, Any]:
+    """Return the settings that `degrade` may touch, as the job or, where the job has no key for one, `plan:` has it."""
     pins = dict(spec.plan)
-    said = {one.name: pins.get(one.name, one.usual) for one in SETTINGS if one.degradation is not Degradation.EXACT}
+    values = {
+        setting.name: pins.get(setting.name, setting.usual)
+        for setting in SETTINGS
+        if setting.degradation is not Degradation.EXACT
+    }
     length = spec.data.sequence_length if spec.model is not None else default_length(spec)
-    return said | {
+    return values | {
         "precision": spec.precision,
         "optimizer": spec.training.optimizer,
         "sequence_length": length,
     }
 
 
-def _others(spec: JobSpec, device: DeviceSpec, setting: Setting, asked: Any) -> Iterator[tuple[Any, Degradation]]:
-    """Values of the setting that `degrade` allows instead of the one asked for, with the class of that change.
+def _alternatives(
+    spec: JobSpec, device: DeviceSpec, setting: Setting, request: Any
+) -> Iterator[tuple[Any, Degradation]]:
+    """Yield the other values of the setting that `degrade` allows, with the class of the change.
 
     A numeric change takes the best cheaper value that the device computes; semantic ones are named by the job, in
     `degrade.<setting>s`. A script has to have a knob for it.
@@ -101,15 +110,15 @@ def _others(spec: JobSpec, device: DeviceSpec, setting: Setting, asked: Any) -> 
         return
     if setting.degradation is Degradation.NUMERIC:
         able = [value for value in setting.cheaper if not isinstance(value, Precision) or device.has(value)]
-        others = able[:1] if asked == setting.usual else []
+        others = able[:1] if request == setting.usual else []
     else:
-        others = [value for value in getattr(spec.degrade, f"{setting.name}s", ()) if value != asked]
+        others = [value for value in getattr(spec.degrade, f"{setting.name}s", ()) if value != request]
     for value in others:
         yield value, setting.degradation
 
 
 def _is_frozen_in_part(spec: JobSpec) -> bool:
-    """Whether few of the job's weights are trained, whose masters are small beside the others."""
+    """Return whether only few of the job's weights are trained: their masters are small beside the others."""
     return freezes(spec) or (spec.model is not None and spec.model.lora is not None)
 
 
@@ -130,15 +139,15 @@ class Family:
 
     def __iter__(self) -> Iterator[Plan]:
         return chain.from_iterable(
-            self.of_cut(micro, accumulation, (*self.alike_of(micro), *self.partial))
+            self.plans_of_cut(micro, accumulation, (*self.uniform_modes(micro), *self.partial))
             for micro, accumulation in self.cuts
         )
 
-    def alike_of(self, micro: int) -> tuple[Mode, ...]:
-        """Modes of all layers at that micro-batch."""
+    def uniform_modes(self, micro: int) -> tuple[Mode, ...]:
+        """Return the modes that all layers may have at this micro-batch."""
         return (*self.alike, ON_HOST) if micro <= self.offloads_to else self.alike
 
-    def of_cut(self, micro: int, accumulation: int, modes: Iterable[Mode]) -> Iterator[Plan]:
+    def plans_of_cut(self, micro: int, accumulation: int, modes: Iterable[Mode]) -> Iterator[Plan]:
         """Yield the legal plans of one cut of the batch, in the order of `modes`."""
         for mode, first_layers, offload in modes:
             plan = legal_copy(
@@ -153,8 +162,8 @@ class Family:
                 yield plan
 
 
-def _starts(spec: JobSpec, plan: Plan) -> bool:
-    """Whether the model's own code runs in the plan's arithmetic; one that failed in a trace would fail in training."""
+def _can_start(spec: JobSpec, plan: Plan) -> bool:
+    """Return whether the model's own code ran in the plan's arithmetic when it was traced, if it was."""
     traced = {(entry.profile.precision, entry.autocast) for entry in spec.traced}
     return not traced or (plan.precision, autocasts(plan)) in traced
 
@@ -170,20 +179,20 @@ def legal_copy(plan: Plan, **changes: Any) -> Plan | None:
 def families_of(
     spec: JobSpec, hardware: Hardware, variant: Variant, profile_of: Callable[[Plan], ModelProfile], work: Work
 ) -> Iterator[Family]:
-    """Only of plans that have the job's pinned settings: another plan that beats one of these does not count.
+    """Yield the families of plans with the job's pinned settings: a plan that beats them without a pin does not count.
 
     Raises TooManyPlans beyond what `work` may look at.
     """
     pins = dict(spec.plan)
-    mode, first_layers, offload = (pins.get(name) for name in CHECKPOINTING)
+    pinned_mode, first_layers, offload = (pins.get(name) for name in CHECKPOINTING)
     inputs_bytes = layer_inputs_bytes(spec, hardware)
     for layout in layouts(spec, hardware, work):
-        if pins and not agrees(layout, pins):
+        if pins and not has_pins(layout, pins):
             continue
         cuts = _cuts(spec, layout, pins)
         for strategy in strategies(spec, hardware, layout) if cuts else ():
             work.look()
-            if pins and not agrees(strategy, pins):
+            if pins and not has_pins(strategy, pins):
                 continue
             pipeline = layout.pp, strategy.pipeline_stages_per_rank
             if pins and not _can_be_cut(spec, pipeline, pins):
@@ -193,7 +202,7 @@ def families_of(
                 example = _plan(strategy, variant, max(layout.pp, 2 if adds_up else 1))
             except IllegalPlan:
                 continue
-            if not _starts(spec, example):
+            if not _can_start(spec, example):
                 continue
             at_work = tuple(cut for cut in cuts if why_pipeline_stalls(*pipeline, cut[1]) is None)
             if adds_up:
@@ -201,9 +210,9 @@ def families_of(
             on_host = strategy.sharding is Sharding.FSDP and strategy.offload is not Offload.NONE
             if strategy.optimizer_in_backward or on_host:
                 at_work = tuple(cut for cut in at_work if cut[1] == 1)
-            modes = checkpointing(spec, strategy)
-            if mode is not None:
-                modes = tuple(one for one in modes if one is mode)
+            modes = checkpointing_modes(spec, strategy)
+            if pinned_mode is not None:
+                modes = tuple(mode for mode in modes if mode is pinned_mode)
             if modes and at_work:
                 first, last = _ends(spec, hardware, example, modes, profile_of)
                 ended = legal_copy(example, first_stage_layers=first, last_stage_layers=last)
@@ -212,15 +221,17 @@ def families_of(
                 example = ended
             yield Family(
                 example=example,
-                alike=() if first_layers or offload else tuple((one, 0, False) for one in modes),
-                partial=() if offload else _partial(spec, strategy, modes, first_layers),
-                offloads_to=_offloads_to(at_work, modes, inputs_bytes / layout.ranks_of_a_sample, hardware, pins),
+                alike=() if first_layers or offload else tuple((mode, 0, False) for mode in modes),
+                partial=() if offload else _partial_modes(spec, strategy, modes, first_layers),
+                offloads_to=_largest_offloaded_micro(
+                    at_work, modes, inputs_bytes / layout.ranks_of_a_sample, hardware, pins
+                ),
                 cuts=at_work,
             )
 
 
 def _cuts(spec: JobSpec, layout: ParallelLayout, pins: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
-    """(micro-batch, accumulation) as pinned, without those that shared samples are no better for.
+    """Return (micro-batch, accumulation) pairs as pinned, without those for which sharing samples gains nothing.
 
     Where each rank could have whole samples of its own, dp in the place of cp is the same without messages.
     """
@@ -231,16 +242,17 @@ def _cuts(spec: JobSpec, layout: ParallelLayout, pins: Mapping[str, Any]) -> tup
     return tuple(cut for cut in cuts if micro in (None, cut[0]) and steps in (None, cut[1])) if pins else cuts
 
 
-def _offloads_to(
+def _largest_offloaded_micro(
     cuts: Sequence[tuple[int, int]],
     modes: Sequence[ActivationCheckpointing],
     sample_bytes: float,
     hardware: Hardware,
     pins: Mapping[str, Any],
 ) -> float:
-    """The smallest micro-batch, where its layer inputs fill much of a device; any, where that is pinned.
+    """Return the largest micro-batch whose layer inputs may wait in host memory; infinity where that is pinned.
 
-    A smaller micro-batch is lighter for less than a copy. `sample_bytes`: of a rank, for one sample.
+    It is the smallest one, where its inputs fill much of a device: else a smaller micro-batch saves as much without a
+    copy. `sample_bytes` are the inputs of one sample on a rank.
     """
     offload, first_layers = pins.get("activation_offload"), pins.get("full_checkpointing_layers")
     if ActivationCheckpointing.FULL not in modes or first_layers or offload is False or not cuts:
@@ -251,7 +263,7 @@ def _offloads_to(
 
 
 def _can_be_cut(spec: JobSpec, pipeline: tuple[int, int], pins: Mapping[str, Any]) -> bool:
-    """Whether stages may have as many layers as is pinned."""
+    """Return whether the end stages may have as many layers as is pinned."""
     first, last = (pins.get(name, 0) for name in ENDS)
     if pipeline[0] == 1:
         return not first and not last
@@ -267,9 +279,9 @@ def _ends(
     modes: Sequence[ActivationCheckpointing],
     profile_of: Callable[[Plan], ModelProfile],
 ) -> tuple[int, int]:
-    """Layers of the first and the last stage of a family, as pinned or as fast as it goes.
+    """Return the layers of the first and the last stage of a family, as pinned or as fast as possible.
 
-    One cut for all kinds of checkpointing, of which plans in between are made: that for the kind before the last, which
+    All kinds of checkpointing have one cut, since plans lie between them: the cut for the kind before the last, which
     keeps a part. In full recomputation a layer takes a quarter more beside the same head.
     """
     pins = dict(spec.plan)
@@ -280,10 +292,10 @@ def _ends(
     return ends_of(profile_of(example), plan, hardware)
 
 
-def _partial(
+def _partial_modes(
     spec: JobSpec, strategy: Strategy, modes: Sequence[ActivationCheckpointing], pinned: int | None
 ) -> tuple[Mode, ...]:
-    """Of the pinned number of layers, or of those that the planner tries; the others keep what a plan says of all."""
+    """Return the modes with fewer first layers in full recomputation: the pinned number, or those worth a try."""
     others = ActivationCheckpointing.NONE if spec.is_script else ActivationCheckpointing.SELECTIVE
     if others not in modes:
         return ()

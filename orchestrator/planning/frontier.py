@@ -20,7 +20,7 @@ from orchestrator.specs.units import format_bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """One legal plan with what it costs and how far it leaves what the user asked for."""
+    """A legal plan with its costs and its degradation of what the user asked for."""
 
     plan: Plan
     estimate: MemoryEstimate
@@ -43,7 +43,7 @@ class Frontier:
 
 
 def node_host_bytes(plan: Plan, estimate: MemoryEstimate, hardware: Hardware) -> int:
-    """Bytes of host memory that a node needs whose devices the plan's ranks fill; of no other job on it.
+    """Return the bytes of host memory that the plan needs on a node whose devices its ranks fill.
 
     A virtual device's memory is the host's.
     """
@@ -52,33 +52,35 @@ def node_host_bytes(plan: Plan, estimate: MemoryEstimate, hardware: Hardware) ->
 
 
 def needed_bytes(candidate: Candidate, calibrated: Calibration) -> int:
-    """Free bytes that one device must have for the candidate: its corrected estimate and the margin."""
+    """Return the free bytes that one device must have: the corrected estimate with its margin."""
     return calibration.plan_needed_bytes(candidate.plan, candidate.estimate, calibrated)
 
 
 def fit_probability(candidate: Candidate, capacity_bytes: int, calibrated: Calibration) -> float:
-    """The probability that the candidate runs within `capacity_bytes` of one device; 0 without the host memory."""
+    """Return the probability that the candidate runs within `capacity_bytes`; 0 without enough host memory."""
     if not candidate.fits_host:
         return 0.0
     return calibration.plan_fit_probability(candidate.plan, candidate.estimate, calibrated, capacity_bytes)
 
 
 def fits(candidate: Candidate, capacity_bytes: int, calibrated: Calibration) -> bool:
-    """Whether `capacity_bytes` of a device hold the corrected estimate with its margin, and a node has the host memory.
+    """Return whether a device holds the corrected estimate with its margin, and a node has the host memory.
 
-    What burst such a device before does not fit.
+    A plan that ran out of memory on such a device before does not fit.
     """
     is_within = candidate.fits_host and needed_bytes(candidate, calibrated) <= capacity_bytes
     return is_within and not calibrated.refutes(candidate.plan, candidate.estimate, capacity_bytes)
 
 
 def likeliest(rooms: Iterable[tuple[Candidate, int]], calibrated: Calibration) -> Candidate | None:
-    """Of candidates with the bytes that a device has for each, the one that most probably runs; None where none does.
+    """Return the candidate that most probably runs, of pairs with the bytes that a device has for each.
 
-    At least as likely as not: what is known by now then takes no more than there is, but for its margin. A job that ran
-    out of memory tries what is left to it, however unlikely: it has paid for more than a launch already.
+    None where none is at least as likely as not: such a plan fits, but for its margin. A job that ran out of memory
+    tries what is left to it, however unlikely, since it has paid for more than a launch already.
     """
-    chances = [(fit_probability(one, capacity_bytes, calibrated), one) for one, capacity_bytes in rooms]
+    chances = [
+        (fit_probability(candidate, capacity_bytes, calibrated), candidate) for candidate, capacity_bytes in rooms
+    ]
     best, candidate = max(chances, key=itemgetter(0), default=(0.0, None))
     return candidate if best >= EVEN or (best > 0 and calibrated.belief is not None) else None
 
@@ -86,7 +88,7 @@ def likeliest(rooms: Iterable[tuple[Candidate, int]], calibrated: Calibration) -
 def fitting(
     frontier: Frontier, capacity_bytes: int, calibrated: Calibration, refuted: frozenset[Plan] = frozenset()
 ) -> Iterator[Candidate]:
-    """The candidates that fit and were not refuted, in the frontier's order."""
+    """Return the candidates that fit and were not refuted, in the frontier's order."""
     return (
         candidate
         for candidate in frontier.candidates
@@ -97,7 +99,7 @@ def fitting(
 def why_rejected(
     candidate: Candidate, capacity_bytes: int, calibrated: Calibration, refuted: frozenset[Plan] = frozenset()
 ) -> str | None:
-    """Why the candidate cannot be taken, as a sentence; None where it can."""
+    """Return why the candidate cannot be taken, as a sentence; None where it can."""
     if candidate.plan in refuted:
         return "ran out of memory before"
     needed = needed_bytes(candidate, calibrated)

@@ -1,4 +1,4 @@
-"""How long does one device compute for one micro-batch? Matrix products by shape, memory-bound operators, launches."""
+"""Seconds that a device computes for a micro-batch: matrix products by shape, memory-bound operators, launches."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class MicroBatch:
 
 @lru_cache(maxsize=16384)
 def micro_batch(profile: ModelProfile, size: int, device: DeviceSpec, precision: Precision) -> MicroBatch:
-    """What `size` samples take on a device that holds `profile`."""
+    """Return the seconds of `size` samples on a device that holds `profile`."""
     forward_s = backward_s = replay_s = selective_replay_s = 0.0
     parts = replayed = messages = 0
     layers = []
@@ -94,10 +94,12 @@ def micro_batch(profile: ModelProfile, size: int, device: DeviceSpec, precision:
         forward_s += segment.count * ahead
         backward_s += segment.count * back
         parts += segment.count
-        known = bool(segment.matmuls) or not segment.forward_flops
-        messages += segment.count * (min(LAYER_MESSAGES, max(1, len(segment.matmuls))) if known else LAYER_MESSAGES)
+        is_counted = bool(segment.matmuls) or not segment.forward_flops
+        messages += segment.count * (
+            min(LAYER_MESSAGES, max(1, len(segment.matmuls))) if is_counted else LAYER_MESSAGES
+        )
         full_s = selective_s = 0.0
-        if segment.checkpointed_bytes < segment.saved_bytes or not known:
+        if segment.checkpointed_bytes < segment.saved_bytes or not is_counted:
             full_s = ahead
             replay_s += segment.count * ahead
             replayed += segment.count
@@ -123,7 +125,7 @@ def micro_batch(profile: ModelProfile, size: int, device: DeviceSpec, precision:
 def _part(
     segment: Segment, size: int, device: DeviceSpec, precision: Precision, attention_backward: float
 ) -> tuple[float, float, float]:
-    """Seconds of a part's forward and backward pass, and what a kept byte moves in a forward pass.
+    """Return the seconds of a part's forward and backward pass, and the bytes moved per kept byte in a forward pass.
 
     A backward pass has two products for one of the forward pass; what is frozen needs no gradient of its weights.
     """
@@ -153,15 +155,15 @@ def _part(
 
 
 def _loss_moved_bytes(segment: Segment, chunks: LossChunks, size: int, precision: Precision) -> float:
-    """What a loss in chunks moves of its logits, and of the weight's gradient where it makes that."""
-    (_, hidden, words), *_ = segment.matmuls
+    """Return the bytes that a loss in chunks moves of its logits, and of the weight's gradient where it makes that."""
+    (_, hidden, vocab_size), *_ = segment.matmuls
     tokens = size * chunks.sample_tokens
     added = tokens / chunks.chunk_tokens if segment.trained_parameters else 0.0
-    return words * (tokens * LOGIT_TRAFFIC_BYTES[precision] + added * hidden * GRADIENT_TRAFFIC_BYTES[precision])
+    return vocab_size * (tokens * LOGIT_TRAFFIC_BYTES[precision] + added * hidden * GRADIENT_TRAFFIC_BYTES[precision])
 
 
 def product_rates(device: DeviceSpec, precision: Precision) -> tuple[int, float, float, int | None, float]:
-    """What a product's time depends on beside its sizes: bytes per element, FLOP/s, bytes/s, tiles at once, start."""
+    """Return what a product's time depends on: bytes per element, FLOP/s, bytes/s, tiles at once, start in seconds."""
     return (
         4 if precision is Precision.FP32 else 2,
         product_flops(device, precision),
@@ -172,7 +174,7 @@ def product_rates(device: DeviceSpec, precision: Precision) -> tuple[int, float,
 
 
 def product_flops(device: DeviceSpec, precision: Precision) -> float:
-    """FLOP/s that the best product reaches."""
+    """Return the FLOP/s that the best product reaches."""
     if device.measured_tflops is None or precision is Precision.FP32 or not device.has(precision):
         return device.peak_flops(precision) * PRODUCT_EFFICIENCY
     return min(1e12 * device.measured_tflops, device.peak_flops(precision))
@@ -189,7 +191,7 @@ def matmul_s(
     multiprocessors: int | None,
     start_s: float,
 ) -> float:
-    """Seconds of a product of (rows x inner) and (inner x columns) matrices at the `product_rates` of a device.
+    """Return the seconds of a product of (rows x inner) and (inner x columns) matrices at a device's `product_rates`.
 
     Tiles of the result go to multiprocessors in waves, the last of which is as long as a full one; the largest tile is
     the fastest where there are enough of them (NVIDIA, Matrix Multiplication Background User's Guide, section 3.2).

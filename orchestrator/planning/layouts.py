@@ -1,4 +1,4 @@
-"""Over how many devices, and along which axes, can a job be cut?"""
+"""Parallel layouts: over how many devices, and along which axes, a job can be cut."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OWN_TOKENS_MIN = 8192
 
 
 def layouts(spec: JobSpec, hardware: Hardware, work: Work) -> tuple[ParallelLayout, ...]:
-    """Every parallel layout that the job may take, in whole nodes beyond one node.
+    """Return every parallel layout that the job may take, in whole nodes beyond one node.
 
     dp divides the global batch; tp stays inside a node, where the messages of every layer go, and cp as long as it can;
     pp leaves every rank a layer. Raises SpecError where no allowed number of devices divides the global batch, and
@@ -39,22 +39,22 @@ def layouts(spec: JobSpec, hardware: Hardware, work: Work) -> tuple[ParallelLayo
     if _micro_is_unknown(spec):
         allowed &= {spec.gpus.min}
     tensor, pipeline = tensor_parallel_degrees(spec, hardware), pipeline_degrees(spec, most)
-    of_a_sample, shares = tuple(_of_a_sample(spec, hardware, tensor, most)), divisors(spec.global_batch_size)
-    found = [
+    of_a_sample, shares = tuple(_degrees_of_a_sample(spec, hardware, tensor, most)), divisors(spec.global_batch_size)
+    choices = [
         ParallelLayout(dp=dp, cp=cp, tp=tp, pp=pp)
         for (cp, tp), dp, pp in product(of_a_sample, shares, pipeline)
         if dp * cp * tp * pp in allowed and pp <= spec.global_batch_size // dp
     ]
-    work.look(len(found))
-    if not found:
+    work.look(len(choices))
+    if not choices:
         raise _no_layout(spec, hardware)
-    return tuple(found)
+    return tuple(choices)
 
 
 def _measured_layouts(spec: JobSpec, hardware: Hardware) -> tuple[ParallelLayout, ...]:
-    """One for each number of devices at which the script's speed is told.
+    """Return a layout for each number of devices in `speeds`.
 
-    Where it does not divide the global batch, the script shares samples between devices, in a way of its own: `tp`.
+    Where that does not divide the global batch, the script itself shares samples between devices, which is `tp` here.
     """
     most = min(spec.gpus.max, hardware.devices_per_node * hardware.nodes)
     counts = [count for count, _ in spec.speeds if spec.gpus.min <= count <= most]
@@ -65,9 +65,9 @@ def _measured_layouts(spec: JobSpec, hardware: Hardware) -> tuple[ParallelLayout
 
 
 def tensor_parallel_degrees(spec: JobSpec, hardware: Hardware) -> tuple[int, ...]:
-    """1, and the powers of two that divide a node and all that is cut: heads, feed-forward and vocabulary.
+    """Return 1 and the powers of two that divide a node, heads, feed-forward and vocabulary.
 
-    Experts are not cut. Of a model that brings its own plan, the degrees that its profile declares.
+    Experts are not cut. A model with a declared profile has the degrees that this declares.
     """
     per_node = hardware.devices_per_node
     if spec.model is not None and spec.profile is not None:
@@ -80,8 +80,10 @@ def tensor_parallel_degrees(spec: JobSpec, hardware: Hardware) -> tuple[int, ...
     return tuple(degree for degree in powers if all(size % degree == 0 for size in cut))
 
 
-def _of_a_sample(spec: JobSpec, hardware: Hardware, tensor: tuple[int, ...], devices: int) -> Iterator[tuple[int, int]]:
-    """Degrees (cp, tp): their ranks lie on one node or on whole ones, and share the heads of which each has some."""
+def _degrees_of_a_sample(
+    spec: JobSpec, hardware: Hardware, tensor: tuple[int, ...], devices: int
+) -> Iterator[tuple[int, int]]:
+    """Yield degrees (cp, tp) whose ranks lie on one node or on whole ones, and share the heads equally."""
     shape, per_node = known_shape(spec), hardware.devices_per_node
     for cp, tp in product(context_parallel_degrees(spec, devices), tensor):
         if cp == 1:
@@ -94,9 +96,9 @@ def _of_a_sample(spec: JobSpec, hardware: Hardware, tensor: tuple[int, ...], dev
 
 
 def context_parallel_degrees(spec: JobSpec, devices: int) -> tuple[int, ...]:
-    """1, the pinned degree, and the powers of two that leave a rank OWN_TOKENS_MIN tokens of a sample.
+    """Return 1, the pinned degree, and the powers of two that leave a rank OWN_TOKENS_MIN tokens of a sample.
 
-    Of models whose attention our engine shares by heads; where there are experts nobody has counted its memory.
+    Only 1 for models whose attention our engine does not share by heads, and for experts: nobody counted their memory.
     """
     shape = known_shape(spec)
     if shape is None or (isinstance(shape, DecoderShape) and shape.experts is not None):
@@ -107,14 +109,14 @@ def context_parallel_degrees(spec: JobSpec, devices: int) -> tuple[int, ...]:
 
 
 def expert_parallel_degrees(spec: JobSpec, dp: int) -> tuple[int, ...]:
-    """Degrees above 1 over which so many data-parallel ranks may spread the experts of the job's model."""
+    """Return the degrees above 1 over which `dp` ranks may spread the experts of the job's model."""
     return tuple(ep for ep in divisors(dp)[1:] if why_no_experts(spec, dp, ep) is None)
 
 
 def why_no_experts(spec: JobSpec, dp: int, ep: int) -> str | None:
-    """Why experts of the job's model cannot be spread over `ep` of `dp` ranks, as a sentence; None where they can.
+    """Return why experts of the job's model cannot be spread over `ep` of `dp` ranks; None where they can.
 
-    The ranks that have the same experts share them equally: so many experts each, or as much of each expert.
+    Ranks with the same experts share them equally: as many experts each, or as much of each expert.
     """
     shape = known_shape(spec)
     if not isinstance(shape, DecoderShape) or shape.experts is None:
@@ -122,14 +124,14 @@ def why_no_experts(spec: JobSpec, dp: int, ep: int) -> str | None:
     experts, ranks = shape.experts, dp // ep
     if experts.count % ep:
         return f"{ep} does not divide its {experts.count} experts"
-    own = experts.count // ep
-    if own % ranks and (2 * experts.width % ranks or shape.hidden_size % ranks):
-        return f"{ranks} ranks with the same {own} experts could not share them equally"
+    rank_experts = experts.count // ep
+    if rank_experts % ranks and (2 * experts.width % ranks or shape.hidden_size % ranks):
+        return f"{ranks} ranks with the same {rank_experts} experts could not share them equally"
     return None
 
 
 def pipeline_degrees(spec: JobSpec, devices: int) -> tuple[int, ...]:
-    """The divisors of the number of layers, and up to it the powers of two and the divisors of the devices.
+    """Return the divisors of the number of layers, and up to it the powers of two and the divisors of the devices.
 
     Stages differ by a layer where the degree does not divide the layers, so that no device needs to stay idle.
     """
@@ -140,7 +142,7 @@ def pipeline_degrees(spec: JobSpec, devices: int) -> tuple[int, ...]:
 
 
 def layers_to_cut(spec: JobSpec) -> int:
-    """Layers between which a pipeline may cut the job's model; 1 where it may not."""
+    """Return the layers between which a pipeline may cut the job's model; 1 where it may not."""
     if spec.model is not None and spec.profile is not None:
         return spec.profile.layers if spec.profile.pipeline else 1
     shape = known_shape(spec)
@@ -151,7 +153,7 @@ def layers_to_cut(spec: JobSpec) -> int:
 
 
 def known_shape(spec: JobSpec) -> DecoderSpec | DecoderShape | None:
-    """Of a model that our engines know how to cut, its sizes. One with adapters is not cut."""
+    """Return the sizes of a model that our engines can cut; None for others, and for a model with adapters."""
     model = spec.model
     if model is None or model.lora is not None:
         return None
@@ -162,7 +164,7 @@ def known_shape(spec: JobSpec) -> DecoderSpec | DecoderShape | None:
 
 @lru_cache(maxsize=1024)
 def divisors(number: int) -> tuple[int, ...]:
-    """Every divisor, ascending."""
+    """Return every divisor, ascending."""
     low = [divisor for divisor in range(1, int(number**0.5) + 1) if number % divisor == 0]
     return tuple(sorted({*low, *(number // divisor for divisor in low)}))
 
@@ -183,5 +185,5 @@ def _no_layout(spec: JobSpec, hardware: Hardware) -> SpecError:
 
 
 def _micro_is_unknown(spec: JobSpec) -> bool:
-    """A script that takes no micro-batch keeps its own, so another number of ranks would be another global batch."""
+    """Return whether a script takes no micro-batch: another number of ranks would then be another global batch."""
     return spec.is_script and spec.knobs.micro_batch_size is None

@@ -1,4 +1,4 @@
-"""Keep the plans that no other plan beats in step time, device bytes, GPUs and trust, compared all at once."""
+"""Keeps the plans that no other plan beats in step time, device bytes, GPUs and trust together."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from orchestrator.specs.profile import MemoryEstimate
 
 
 class Timed(NamedTuple):
-    """What a frontier knows of a plan, besides its GPUs, before its memory is estimated."""
+    """A plan with its step time and trust, before its memory is estimated."""
 
     plan: Plan
     step_s: float
@@ -23,7 +23,7 @@ class Timed(NamedTuple):
 
 
 class Costed(NamedTuple):
-    """What a frontier compares of a plan, besides its GPUs: `needed_bytes` of a device follow from the estimate."""
+    """A plan with everything that a frontier compares; `needed_bytes` of a device follow from the estimate."""
 
     plan: Plan
     step_s: float
@@ -33,7 +33,7 @@ class Costed(NamedTuple):
 
 
 def device_bytes(_plan: Plan, estimate: MemoryEstimate) -> int:
-    """As estimated."""
+    """Return the estimate's bytes of a device."""
     return estimate.device_bytes
 
 
@@ -45,12 +45,12 @@ def pareto(
 ) -> list[Costed]:
     """Return the plans that no other beats or equals in step time, device bytes, GPUs and trust, the fastest first.
 
-    `needed` tells the bytes, never fewer than estimated, and infinitely many of a plan to leave out; none needs more
-    than `most_bytes`. Of plans that are equal in all four the simplest stays: the torch engine before DeepSpeed, no
-    offload before offload, less sharding before more. With fewer GPUs first, what beats a plan has come before it, save
-    among equally fast ones. On a staircase of step times upwards and bytes downwards one step decides (Kung et al.
-    1975, JACM 22(4)); each rank has one, of what is trusted as much or more. Most plans are beaten even if they need no
-    more than the least that they can, and are never estimated.
+    `needed` returns the bytes, never fewer than estimated, and infinity for a plan to leave out; no plan in the result
+    needs more than `most_bytes`. Of plans that are equal in all four the simplest stays: the torch engine before
+    DeepSpeed, no offload before offload, less sharding before more. With fewer GPUs first, the plan that beats another
+    comes before it, except among equally fast ones. On a staircase of step times upwards and bytes downwards one step
+    decides (Kung et al. 1975, JACM 22(4)); each rank of trust has its own. Most plans are beaten by their least bytes
+    already, and are never estimated.
     """
     ordered = sorted(timed, key=_order)
     unbeaten: list[Costed] = []

@@ -22,7 +22,7 @@ PADDING_MIN = math.log(1.06)
 
 
 class Mark(StrEnum):
-    """What became, or would become, of a plan. Later ones are drawn over earlier ones."""
+    """The fate of a plan, real or predicted. Later marks are drawn over earlier ones."""
 
     TOO_BIG = "too big"
     FITS = "fits"
@@ -44,7 +44,7 @@ SYMBOLS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """One plan; `label` stands beside it."""
+    """A plan in a picture, with `label` beside it."""
 
     step_s: float
     needed_bytes: int
@@ -63,12 +63,12 @@ class Picture:
     @property
     def span_s(self) -> tuple[float, float]:
         """Step times that the picture spans."""
-        return _padded([point.step_s for point in self.points])
+        return _pad([point.step_s for point in self.points])
 
     @property
     def span_bytes(self) -> tuple[float, float]:
         """Bytes that the picture spans."""
-        return _padded([self.capacity_bytes, *(point.needed_bytes for point in self.points)])
+        return _pad([self.capacity_bytes, *(point.needed_bytes for point in self.points)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +84,8 @@ class _Axis:
         return round(share * (self.cells - 1))
 
 
-def drawn(picture: Picture, columns: int = COLUMNS, rows: int = ROWS) -> list[str]:
-    """The picture as lines of at most `columns` characters; both scales are logarithmic."""
+def draw_lines(picture: Picture, columns: int = COLUMNS, rows: int = ROWS) -> list[str]:
+    """Return the picture as lines of at most `columns` characters; both scales are logarithmic."""
     assert picture.points, "nothing to draw"
     across = _Axis(*picture.span_s, columns - LABEL_COLUMNS - 1)
     up = _Axis(*picture.span_bytes, rows)
@@ -96,7 +96,9 @@ def drawn(picture: Picture, columns: int = COLUMNS, rows: int = ROWS) -> list[st
     for point in sorted(picture.points, key=lambda point: order.index(point.mark)):
         _draw(grid, across.cell(point.step_s), up.cell(point.needed_bytes), point)
     ends = f" memory ends: {format_bytes(picture.capacity_bytes)} "
-    clear = next((at for at in range(across.cells - len(ends), 0, -1) if _is_clear(grid[limit], at, len(ends))), None)
+    clear = next(
+        (column for column in range(across.cells - len(ends), 0, -1) if _is_clear(grid[limit], column, len(ends))), None
+    )
     if clear is not None:
         grid[limit][clear : clear + len(ends)] = ends
     ticks = byte_ticks(*picture.span_bytes, rows // ROWS_BETWEEN)
@@ -108,33 +110,33 @@ def drawn(picture: Picture, columns: int = COLUMNS, rows: int = ROWS) -> list[st
 
 
 def legend(picture: Picture) -> str:
-    """What the symbols mean, of those that occur."""
+    """Return the meaning of each symbol that occurs."""
     used = {point.mark for point in picture.points}
     return "   ".join(f"{SYMBOLS[mark]} {mark}" for mark in reversed(Mark) if mark in used)
 
 
 def byte_ticks(low: float, high: float, most: int) -> list[Tick]:
-    """At most `most` round values in this span: powers of two, or equal steps where they span little."""
+    """Return at most `most` round values in this span: powers of two, or equal steps where it is narrow."""
     unit = max(unit for unit in BINARY_UNITS.values() if unit <= max(1, high))
     if high / low >= WIDE_BYTES:
         values = [2.0**power for power in range(math.ceil(math.log2(low)), math.floor(math.log2(high)) + 1)]
     else:
         values = [unit * value for value in _equal_steps(low / unit, high / unit)]
-    return [(value, _in_unit(value, BINARY_UNITS)) for value in _thinned(values, most)]
+    return [(value, _in_unit(value, BINARY_UNITS)) for value in _thin(values, most)]
 
 
 def second_ticks(low: float, high: float, most: int) -> list[Tick]:
-    """At most `most` round values in this span: round in their own unit, or equal steps where they span little."""
+    """Return at most `most` round values in this span: round in their own unit, or equal steps where it is narrow."""
     if high / low >= WIDE_SECONDS:
         values = [value for value in _round_seconds(low, high) if low <= value <= high]
-        return [(value, _in_unit(value, SECOND_UNITS)) for value in _thinned(values, most)]
+        return [(value, _in_unit(value, SECOND_UNITS)) for value in _thin(values, most)]
     name = [name for name, unit in SECOND_UNITS.items() if unit == 1 or 2 * unit <= high][-1]
     unit = SECOND_UNITS[name]
-    return [(unit * value, f"{value:.4g} {name}") for value in _thinned(_equal_steps(low / unit, high / unit), most)]
+    return [(unit * value, f"{value:.4g} {name}") for value in _thin(_equal_steps(low / unit, high / unit), most)]
 
 
 def _round_seconds(low: float, high: float) -> Iterator[float]:
-    """1-2-5 times powers of ten below and above what a clock counts in; 1, 2, 5, 10, 20 of its seconds and minutes."""
+    """Yield 1, 2, 5, 10, 20 seconds and minutes, and 1, 2, 5 times powers of ten below a second and above an hour."""
     for power in range(math.floor(math.log10(low)), 0):
         yield from (digit * 10.0**power for digit in (1, 2, 5))
     for unit in (SECOND_UNITS["s"], SECOND_UNITS["min"]):
@@ -143,7 +145,7 @@ def _round_seconds(low: float, high: float) -> Iterator[float]:
         yield from (digit * 10.0**power * SECOND_UNITS["h"] for digit in (1, 2, 5))
 
 
-def _thinned(values: list[float], most: int) -> list[float]:
+def _thin(values: list[float], most: int) -> list[float]:
     return values[:: -(-len(values) // most)]
 
 
@@ -152,7 +154,7 @@ def _in_unit(value: float, units: Mapping[str, int]) -> str:
     return f"{value / units[name]:.4g} {name}"
 
 
-def _padded(values: Sequence[float]) -> tuple[float, float]:
+def _pad(values: Sequence[float]) -> tuple[float, float]:
     low, high = min(values), max(values)
     room = math.exp(max(PADDING_MIN, PADDING * math.log(high / low)))
     return low / room, high * room
@@ -169,16 +171,16 @@ def _draw(grid: list[list[str]], column: int, row: int, point: Point) -> None:
     line = grid[row]
     line[column] = SYMBOLS[point.mark]
     end = column + 1 + len(point.label)
-    if point.label and end <= len(line) and all(one in " ╌" for one in line[column + 1 : end]):
+    if point.label and end <= len(line) and all(character in " ╌" for character in line[column + 1 : end]):
         line[column + 1 : end] = point.label
 
 
-def _is_clear(line: Sequence[str], at: int, length: int) -> bool:
-    return all(one == "╌" for one in line[at : at + length])
+def _is_clear(line: Sequence[str], column: int, length: int) -> bool:
+    return all(character == "╌" for character in line[column : column + length])
 
 
 def _foot(picture: Picture, across: _Axis) -> Iterator[str]:
-    """The axis of seconds with its labels, and the legend."""
+    """Yield the axis of seconds with its labels, and the legend."""
     name = "step time"
     ruler, texts = ["─"] * across.cells, [" "] * across.cells
     end = across.cells - len(name) - COLUMNS_BETWEEN

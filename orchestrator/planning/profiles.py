@@ -54,11 +54,10 @@ def _is_ddp(plan: Plan) -> bool:
 def _assumed_profile(
     spec: JobSpec, hardware: Hardware, precision: Precision, sequence_length: int | None
 ) -> ModelProfile:
-    """A script that declares nothing: as it was probed, or else its own micro-batch fills a device, nothing is fixed.
+    """Return the profile of a script that declares nothing: as probed, or such that its own micro-batch fills a device.
 
     So the first attempt runs with the script's own settings, and after an out-of-memory failure plans with smaller
-    micro-batches are the lighter ones. Recomputation is taken to save half, lower precision and shorter samples their
-    share.
+    micro-batches are lighter. Recomputation is assumed to save half, lower precision and shorter samples their share.
     """
     defaults = own_settings(spec)
     share = _width(precision) / _width(defaults.precision)
@@ -89,7 +88,7 @@ def _assumed_profile(
 def own_settings(spec: JobSpec) -> OwnSettings:
     """Return the settings to which a script's assumed profile is relative: those of its family's outcomes, or its own.
 
-    A default that changes between two jobs of a family so changes nothing of what was learned from the first.
+    So a default that changes between two jobs of a family leaves what was learned from the first as it is.
     """
     if spec.relative_to is not None:
         return spec.relative_to
@@ -108,5 +107,5 @@ def _width(precision: Precision) -> float:
 
 
 def _fewest_shares(spec: JobSpec) -> int:
-    """Return into how many parts a script cuts its batch on the devices that leave the most to each part."""
+    """Return the fewest parts into which a script may cut its batch."""
     return min((gcd(count, spec.global_batch_size) for count, _ in spec.speeds), default=spec.gpus.min)

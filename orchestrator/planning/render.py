@@ -28,7 +28,7 @@ DYNAMIC_LOSS_SCALE = {"initial_scale_power": 16, "loss_scale_window": 2000, "hys
 
 
 def deepspeed_config(plan: Plan, *, clip_norm: float | None, virtual: bool = False) -> dict[str, Any]:
-    """The DeepSpeed configuration of a plan, with every setting explicit whose default would surprise.
+    """Return the DeepSpeed configuration of a plan, with every setting explicit whose default would surprise.
 
     Clipping defaults to 1.0 in DeepSpeed, where 0 is none, and buckets to 5e8 elements (deepspeed/runtime/constants.py,
     zero/config.py). `virtual` asks for the small buckets of a virtual device.
@@ -68,7 +68,7 @@ def deepspeed_config(plan: Plan, *, clip_norm: float | None, virtual: bool = Fal
 
 
 def accelerate_config(knobs: Knobs, plan: Plan, *, deepspeed_config_path: str | None) -> dict[str, Any]:
-    """What `accelerate launch --config_file` reads; machines, ranks and ports are said on its command line.
+    """Return the content of `accelerate launch --config_file`; its command line has machines, ranks and ports.
 
     FSDP's words are those of accelerate's FullyShardedDataParallelPlugin. Beside a DeepSpeed file accelerate takes no
     precision of its own (accelerate/utils/dataclasses.py, DeepSpeedPlugin).
@@ -128,9 +128,9 @@ def script_command(
     config_path: str | None = None,
     devices: tuple[int, ...] = (),
 ) -> RenderedCommand:
-    """The script's command with the plan's knobs after the user's own words, and what it is told besides.
+    """Return the script's command with the plan's knobs behind the user's arguments, its environment and config keys.
 
-    `devices` are those of one node; every node of a plan gives as many.
+    `devices` are the devices of one node; every node of a plan gives as many.
     """
     assert spec.command is not None, "only a script has a command"
     assert not facts_of(plan.engine).is_ours, plan
@@ -138,8 +138,8 @@ def script_command(
     accumulation, layers = knobs.gradient_accumulation_steps, plan.full_checkpointing_layers
     if spec.config is not None and spec.config.flag is not None and config_path is not None:
         arguments += [spec.config.flag, config_path]
-    told: tuple[tuple[Knob | None, str | None], ...] = (
-        *((one, _batch(one, plan, len(devices))) for one in _parts(knobs.micro_batch_size)),
+    pairs: tuple[tuple[Knob | None, str | None], ...] = (
+        *((part, _batch(part, plan, len(devices))) for part in _parts(knobs.micro_batch_size)),
         *_same(None if accumulation == "derived" else accumulation, str(plan.gradient_accumulation_steps)),
         *_same(knobs.global_batch_size, str(spec.global_batch_size)),
         *_same(knobs.learning_rate, None if spec.learning_rate is None else f"{spec.learning_rate:.6g}"),
@@ -150,24 +150,24 @@ def script_command(
         *_same(knobs.sequence_length, None if plan.sequence_length is None else str(plan.sequence_length)),
         *_same(knobs.zero_stage, str(int(plan.zero_stage)) if plan.zero_stage or not knobs.always_shards else None),
         *_same(knobs.deepspeed_config, deepspeed_config_path),
-        *((one, one.separator.join(map(str, devices))) for one in _parts(knobs.devices)),
-        *((one, str(len(devices) if one.per == "node" else plan.world_size)) for one in _parts(knobs.ranks)),
+        *((part, part.separator.join(map(str, devices))) for part in _parts(knobs.devices)),
+        *((part, str(len(devices) if part.per == "node" else plan.world_size)) for part in _parts(knobs.ranks)),
         *_same(knobs.nodes, str(plan.world_size // max(1, len(devices)))),
         *_same(knobs.resume_from, resume_from),
         *_same(knobs.output_dir, output_dir),
     )
-    for knob, value in told:
-        said = dict(knob.values).get(value, value) if knob is not None and value is not None else None
-        if knob is None or said is None:
+    for knob, value in pairs:
+        word = dict(knob.values).get(value, value) if knob is not None and value is not None else None
+        if knob is None or word is None:
             continue
         if knob.flag is not None:
-            arguments += [knob.flag, said]
+            arguments += [knob.flag, word]
         elif knob.override is not None:
-            arguments.append(f"{knob.override}={said}")
+            arguments.append(f"{knob.override}={word}")
         elif knob.env is not None:
-            env[knob.env] = said
+            env[knob.env] = word
         elif knob.key is not None:
-            keys[knob.key] = said
+            keys[knob.key] = word
         elif knob.switch is not None and value not in SWITCHED_OFF:
             arguments.append(knob.switch)
     return RenderedCommand(tuple(arguments), env, keys)
@@ -178,15 +178,15 @@ def _parts(knob: Knob | None) -> tuple[Knob, ...]:
 
 
 def _same(knob: Knob | None, value: str | None) -> tuple[tuple[Knob, str | None], ...]:
-    return tuple((one, value) for one in _parts(knob))
+    return tuple((part, value) for part in _parts(knob))
 
 
 def _batch(knob: Knob, plan: Plan, ranks_per_node: int) -> str:
-    """A batch size as the script counts it."""
+    """Return a batch size as the script counts it."""
     samples = plan.micro_batch_size
     if knob.phase is not None:
         samples = dict(plan.phase_batch_sizes).get(knob.phase, int(knob.default or samples))
     counted = samples * {"rank": 1, "node": ranks_per_node, "global": plan.layout.dp}[knob.per]
-    said, rest = divmod(counted, plan.layout.dp if knob.multiplied_by_ranks else 1)
+    size, rest = divmod(counted, plan.layout.dp if knob.multiplied_by_ranks else 1)
     assert rest == 0, f"planning/strategies.py offers only micro-batches of which {knob} can be told"
-    return str(said)
+    return str(size)

@@ -1,4 +1,4 @@
-"""Which plans exist for a job on this hardware? Every legal one, then the frontier of them."""
+"""The search for plans of a job on some hardware: every legal plan, and the frontier of them."""
 
 from __future__ import annotations
 
@@ -93,15 +93,15 @@ def frontier(
     *,
     within_reach: bool = False,
 ) -> Frontier:
-    """The plans of the job on this hardware that no other plan beats; remembered for all jobs of the same shape.
+    """Return the plans of the job on this hardware that no other plan beats; cached for all jobs of the same shape.
 
-    Every legal plan is looked at; what needs more than REACH devices' memory is of interest only where all plans do.
+    Every legal plan is looked at; plans beyond REACH devices' memory count only where all plans need more.
     `correction` is the factor on the activations. A plan that keeps less of a sample may beat the others only where it
     is large. So the plans are those that no other beats as estimated, or at the two steps of a scale around it. A plan
     that needs less in between may be missing, by no more than a step: nothing grows faster than the correction.
     `overhead` is what such devices hold beside the allocator.
-    Where the job tells its speeds, these are the step times of the fastest plan on so many devices. What the cost model
-    says of the other plans is relative to it.
+    `speeds` of the job are the step times of the fastest plan on so many devices. Step times of other plans are
+    relative to it, by the cost model.
     Raises SpecError where the global batch cannot be cut over the devices that the job allows, and TooManyPlans where
     the job allows more than PLANS_MAX plans. With `within_reach`, only plans that need no more than REACH devices'
     memory are looked at, OTHER_PLANS_MAX at most; there may be none.
@@ -110,7 +110,7 @@ def frontier(
         hardware = replace(hardware, launches_block=True)
     step = CORRECTION_STEPS * log2(max(1.0, correction))
     steps = tuple(sorted({0, floor(step), ceil(step)}))
-    result = _as_told(planned_part(spec), hardware, overhead, steps, within_reach)
+    result = _frontier_at_speeds(planned_part(spec), hardware, overhead, steps, within_reach)
     if isinstance(result, SpecError):
         raise result.with_traceback(None)
     return result
@@ -123,22 +123,22 @@ def planned_part(spec: JobSpec) -> JobSpec:
 
 
 @lru_cache(maxsize=512)
-def _as_told(
+def _frontier_at_speeds(
     spec: JobSpec, hardware: Hardware, overhead: Overhead, steps: tuple[int, ...], within_reach: bool
 ) -> Frontier | SpecError:
-    """Return the frontier, or why there is none; jobs that tell other speeds are costed alike."""
+    """Return the frontier, or why there is none; jobs that differ in `speeds` alone share their costs."""
     if not spec.speeds:
-        return _remembered(spec, hardware, overhead, steps, within_reach)
+        return _cached_frontier(spec, hardware, overhead, steps, within_reach)
     counts = tuple((count, 1.0) for count, _ in spec.speeds)
-    costed = _remembered(spec.model_copy(update={"speeds": counts}), hardware, overhead, steps, within_reach)
-    return costed if isinstance(costed, SpecError) else _measured(costed, dict(spec.speeds))
+    costed = _cached_frontier(spec.model_copy(update={"speeds": counts}), hardware, overhead, steps, within_reach)
+    return costed if isinstance(costed, SpecError) else _scale_to_speeds(costed, dict(spec.speeds))
 
 
 @lru_cache(maxsize=512)
-def _remembered(
+def _cached_frontier(
     spec: JobSpec, hardware: Hardware, overhead: Overhead, steps: tuple[int, ...], within_reach: bool
 ) -> Frontier | SpecError:
-    """Return the frontier, or why there is none: that took as long to find out."""
+    """Return the frontier, or the error where there is none, which took as long to find."""
     try:
         # A journal of an older day is read without judgement. Pins are the search's own, where a job keeps its plan.
         job_from_data(_pinned(spec, ()).model_dump(mode="json"), "")
@@ -148,17 +148,20 @@ def _remembered(
         return error
 
 
-def _measured(costed: Frontier, speeds: Mapping[int, float]) -> Frontier:
-    """The same plans, with the fastest of each number of devices as fast as it was measured."""
+def _scale_to_speeds(costed: Frontier, speeds: Mapping[int, float]) -> Frontier:
+    """Return the same plans, with the fastest of each number of devices as fast as it was measured."""
     fastest_s: dict[int, float] = {}
-    for one in costed.candidates:
-        world_size = one.plan.world_size
-        fastest_s[world_size] = min(one.step_s, fastest_s.get(world_size, inf))
-    found = [
-        replace(one, step_s=one.step_s * speeds[one.plan.world_size] / fastest_s[one.plan.world_size])
-        for one in costed.candidates
+    for candidate in costed.candidates:
+        world_size = candidate.plan.world_size
+        fastest_s[world_size] = min(candidate.step_s, fastest_s.get(world_size, inf))
+    candidates = [
+        replace(
+            candidate,
+            step_s=candidate.step_s * speeds[candidate.plan.world_size] / fastest_s[candidate.plan.world_size],
+        )
+        for candidate in costed.candidates
     ]
-    return Frontier(tuple(sorted(found, key=lambda one: (one.degradation, one.step_s))))
+    return Frontier(tuple(sorted(candidates, key=lambda candidate: (candidate.degradation, candidate.step_s))))
 
 
 def _frontier(
@@ -170,26 +173,26 @@ def _frontier(
     *,
     within_reach: bool,
 ) -> Frontier:
-    """What is in any of the frontiers at these steps of the scale of corrections."""
+    """Return the union of the frontiers at these steps of the scale of corrections. Raises SpecError without a plan."""
     classes: dict[Degradation, list[Variant]] = {}
     for variant in variants_of(spec, hardware):
         classes.setdefault(variant.degradation, []).append(variant)
     needs = _Needs(spec, hardware, overhead)
-    found = [
+    candidates = [
         Candidate(
-            plan=one.plan,
-            estimate=one.estimate,
-            step_s=one.step_s,
+            plan=costed.plan,
+            estimate=costed.estimate,
+            step_s=costed.step_s,
             degradation=degradation,
-            host_bytes=node_host_bytes(one.plan, one.estimate, hardware),
+            host_bytes=node_host_bytes(costed.plan, costed.estimate, hardware),
             host_memory=hardware.host_memory,
         )
         for degradation, variants in sorted(classes.items())
-        for one in _beaten_by_none(spec, hardware, variants, needs, steps, work, within_reach=within_reach)
+        for costed in _unbeaten_plans(spec, hardware, variants, needs, steps, work, within_reach=within_reach)
     ]
-    if not found and not within_reach:
+    if not candidates and not within_reach:
         raise _why_no_plan(spec, hardware, work)
-    return Frontier(tuple(found))
+    return Frontier(tuple(candidates))
 
 
 def _why_no_plan(spec: JobSpec, hardware: Hardware, work: Work) -> SpecError:
@@ -222,21 +225,21 @@ def _pinned(spec: JobSpec, pins: tuple[tuple[str, Any], ...]) -> JobSpec:
 
 
 def _why_illegal(spec: JobSpec) -> str:
-    """What makes the pinned settings illegal on every engine, where the others are as usual; "" where nothing does."""
-    said = dict(spec.plan)
-    layout = ParallelLayout(**{axis: said.pop(axis) for axis in AXES if axis in said})
+    """Return why the pinned settings are illegal on every engine, others being as usual; "" where they are not."""
+    pins = dict(spec.plan)
+    layout = ParallelLayout(**{axis: pins.pop(axis) for axis in AXES if axis in pins})
     usual = {"micro_batch_size": 1, "gradient_accumulation_steps": layout.pp, "precision": spec.precision}
     reasons = []
     engines = engines_of(spec)
     for engine in engines:
         try:
-            Plan(layout=layout, **{"engine": engine, **usual, **said})
+            Plan(layout=layout, **{"engine": engine, **usual, **pins})
         except IllegalPlan as error:
             reasons.append(str(error))
     return "; ".join(dict.fromkeys(reasons)) if len(reasons) == len(engines) else ""
 
 
-def _beaten_by_none(
+def _unbeaten_plans(
     spec: JobSpec,
     hardware: Hardware,
     variants: Sequence[Variant],
@@ -246,19 +249,21 @@ def _beaten_by_none(
     *,
     within_reach: bool,
 ) -> list[Costed]:
-    """The plans that no other legal plan beats at one of the steps, the fastest first; all are timed once.
+    """Return the plans that no other legal plan beats at one of the steps, the fastest first; all are timed once.
 
-    Within REACH, unless none is. Where such a plan needs more host memory than a node has, those come beside it that no
-    plan beats which needs no more. Plans whose first layers only are recomputed in full come second: where one of the
-    others beats the least that they can cost, none of them is made.
+    They lie within REACH, unless none does. Where one needs more host memory than a node has, the plans that are
+    unbeaten among those within it are added. Plans with few layers in full recomputation come second: where another
+    plan beats the least that they can cost, they are not made.
     """
 
     @cache
     def timed(most_bytes: float) -> tuple[list[Timed], list[_Between]]:
         between: list[_Between] = []
-        families = (family for one in variants for family in families_of(spec, hardware, one, needs.profile, work))
+        families = (
+            family for variant in variants for family in families_of(spec, hardware, variant, needs.profile, work)
+        )
         return [
-            plan for family in families for plan in _timed(hardware, family, needs, most_bytes, between, work)
+            plan for family in families for plan in _time_family(hardware, family, needs, most_bytes, between, work)
         ], between
 
     estimate = cache(needs.estimate)
@@ -268,34 +273,35 @@ def _beaten_by_none(
         for most_bytes in (reach_bytes,) if within_reach else (reach_bytes, inf):
             alike, between = timed(most_bytes)
             costed = _pareto(spec, alike, estimate, most_bytes, needed)
-            beats = _beaten(costed, by_count=bool(spec.speeds))
-            others = [one for some in between for one in _timed_between(some, needs, most_bytes, beats, work)]
+            beats = _make_beats(costed, by_count=bool(spec.speeds))
+            others = [entry for cut in between for entry in _time_between(cut, needs, most_bytes, beats, work)]
             first = [Timed(plan.plan, plan.step_s, plan.estimate.device_bytes, plan.rank) for plan in costed]
             costed = _pareto(spec, [*first, *others], estimate, most_bytes, needed) if others else costed
             if costed:
                 return costed
         return []
 
-    found: dict[Plan, Costed] = {}
+    by_plan: dict[Plan, Costed] = {}
     for step in steps:
-        needed = _corrected(2 ** (step / CORRECTION_STEPS)) if step else device_bytes
+        needed = _needed_when_corrected(2 ** (step / CORRECTION_STEPS)) if step else device_bytes
         costed = best(needed)
-        if any(node_host_bytes(one.plan, one.estimate, hardware) > hardware.host_memory for one in costed):
-            costed += best(_within_host(needed, hardware))
+        if any(node_host_bytes(entry.plan, entry.estimate, hardware) > hardware.host_memory for entry in costed):
+            costed += best(_needed_within_host(needed, hardware))
         elif len(steps) == 1:
             return costed
-        found |= {one.plan: one for one in costed}
+        by_plan |= {entry.plan: entry for entry in costed}
     return sorted(
-        found.values(), key=lambda one: (one.step_s, one.estimate.device_bytes, one.plan.world_size, one.rank)
+        by_plan.values(),
+        key=lambda entry: (entry.step_s, entry.estimate.device_bytes, entry.plan.world_size, entry.rank),
     )
 
 
-def _corrected(correction: float) -> _Needed:
+def _needed_when_corrected(correction: float) -> _Needed:
     return lambda _plan, estimate: corrected_bytes(estimate, correction)
 
 
-def _within_host(needed: _Needed, hardware: Hardware) -> _Needed:
-    """Infinite where a node has not the host memory."""
+def _needed_within_host(needed: _Needed, hardware: Hardware) -> _Needed:
+    """Return `needed` with infinity for plans that need more host memory than a node has."""
 
     def bytes_of(plan: Plan, estimate: MemoryEstimate) -> float:
         fits = node_host_bytes(plan, estimate, hardware) <= hardware.host_memory
@@ -311,19 +317,19 @@ def _pareto(
     most_bytes: float,
     needed: _Needed,
 ) -> list[Costed]:
-    """One frontier; where the job tells its speeds, which no cost model knows, one for each number of devices."""
+    """Return the frontier; where the job has `speeds`, a frontier for each number of devices, one after another."""
     if not spec.speeds:
         return pareto(timed, estimate, most_bytes, needed)
     by_count: dict[int, list[Timed]] = {}
-    for one in timed:
-        by_count.setdefault(one.plan.world_size, []).append(one)
-    return [best for _, some in sorted(by_count.items()) for best in pareto(some, estimate, most_bytes, needed)]
+    for entry in timed:
+        by_count.setdefault(entry.plan.world_size, []).append(entry)
+    return [best for _, group in sorted(by_count.items()) for best in pareto(group, estimate, most_bytes, needed)]
 
 
-def _beaten(costed: Sequence[Costed], *, by_count: bool) -> _Beats:
-    """Whether one of these is no slower, needs no more bytes and devices, and is trusted as much.
+def _make_beats(costed: Sequence[Costed], *, by_count: bool) -> _Beats:
+    """Return a test whether one of these plans is no slower, needs no more bytes and devices, and is trusted as much.
 
-    `by_count`: only plans on as many devices are compared.
+    With `by_count`, only plans on as many devices are compared.
     """
     staircases: dict[tuple[int, float], Staircase] = {}
 
@@ -341,7 +347,7 @@ def _beaten(costed: Sequence[Costed], *, by_count: bool) -> _Beats:
 
 
 def plans(spec: JobSpec, hardware: Hardware, work: Work | None = None) -> Iterator[Plan]:
-    """Every legal plan of the job, each once, smaller micro-batches first. Raises SpecError as `frontier`."""
+    """Yield every legal plan of the job once, smaller micro-batches first. Raises SpecError as `frontier`."""
     work = work or Work()
     for variant in variants_of(spec, hardware):
         for family in families_of(spec, hardware, variant, partial(profile_for, spec, hardware), work):
@@ -351,19 +357,19 @@ def plans(spec: JobSpec, hardware: Hardware, work: Work | None = None) -> Iterat
 
 
 class _Needs:
-    """The memory of one job's plans on one kind of device; what plans have in common is counted once."""
+    """Memory of a job's plans on one kind of device; plans that are alike share their profile and their count."""
 
     def __init__(self, spec: JobSpec, hardware: Hardware, overhead: Overhead) -> None:
         self._spec, self._hardware, self._overhead = spec, hardware, overhead
-        self._known: dict[object, tuple[ModelProfile, DeviceBytes]] = {}
+        self._by_likeness: dict[object, tuple[ModelProfile, DeviceBytes]] = {}
 
     def of(self, plan: Plan) -> tuple[ModelProfile, DeviceBytes]:
-        """The profile of the plan, and the bytes of all that are alike."""
+        """Return the plan's profile, and the bytes of all plans that are alike."""
         key = sharing_key(plan)
-        if key not in self._known:
+        if key not in self._by_likeness:
             profile = profile_for(self._spec, self._hardware, plan)
-            self._known[key] = (profile, DeviceBytes(profile, plan, self._hardware.device, self._overhead))
-        return self._known[key]
+            self._by_likeness[key] = (profile, DeviceBytes(profile, plan, self._hardware.device, self._overhead))
+        return self._by_likeness[key]
 
     def profile(self, plan: Plan) -> ModelProfile:
         return self.of(plan)[0]
@@ -373,7 +379,7 @@ class _Needs:
 
 
 class _Between(NamedTuple):
-    """The plans of a cut whose first layers only are recomputed in full, with the least that any of them can cost."""
+    """Plans of a cut with only the first layers in full recomputation, and the least that any of them can cost."""
 
     family: Family
     micro: int
@@ -384,16 +390,15 @@ class _Between(NamedTuple):
     is_ordered: bool = False  # whether more layers in full take longer, and need less: then these are known
 
 
-def _timed(
+def _time_family(
     hardware: Hardware, family: Family, needs: _Needs, most_bytes: float, between: list[_Between], work: Work
 ) -> Iterator[Timed]:
-    """How long the plans of a family take that may need no more than `most_bytes`; they share their profile.
+    """Yield the plans of a family that may need no more than `most_bytes` with their step times.
 
-    What counts beside activations most often does not depend on what is recomputed. Nor does it depend on the cut of
-    the batch but for its turns. So one plan that is beyond reach by it speaks for many that are not even made.
-    What lies between two kinds of checkpointing is added to `between`. Each of these plans takes at least as long as
-    selective checkpointing. It needs at least as much as full checkpointing, where that is the slower one and needs
-    less at every moment.
+    Bytes beside activations rarely depend on what is recomputed, nor on the cut of the batch but for its turns. So one
+    plan that is beyond reach by them speaks for many that are not even made. Plans between two kinds of checkpointing
+    are added to `between`. Each takes at least as long as selective checkpointing. Each needs at least as much as full
+    checkpointing, where that is the slower one and needs less at every moment.
     """
     profile, bytes_of = needs.of(family.example)
     takes: StepSeconds | None = None
@@ -407,7 +412,9 @@ def _timed(
         selective: Timed | None = None
         full: Timed | None = None
         work.look()
-        for plan in () if is_beyond.get(turns) else family.of_cut(micro, accumulation, family.alike_of(micro)):
+        for plan in (
+            () if is_beyond.get(turns) else family.plans_of_cut(micro, accumulation, family.uniform_modes(micro))
+        ):
             work.look()
             if bytes_of.counts_every_mode_alike and turns not in is_beyond:
                 is_beyond[turns] = bytes_of.without_activations(plan) > most_bytes
@@ -416,12 +423,12 @@ def _timed(
             if (at_least_bytes := bytes_of.at_least(plan)) <= most_bytes:
                 takes = takes or StepSeconds(profile, family.example, hardware)
                 rank = max(trusted, OFFLOADED) if plan.activation_offload else trusted
-                one = Timed(plan, takes(plan), at_least_bytes, rank)
+                timed = Timed(plan, takes(plan), at_least_bytes, rank)
                 if plan.activation_checkpointing is ActivationCheckpointing.FULL and not plan.activation_offload:
-                    full = one
+                    full = timed
                 elif plan.activation_checkpointing is ActivationCheckpointing.SELECTIVE:
-                    selective = one
-                yield one
+                    selective = timed
+                yield timed
         if not family.partial or is_beyond.get(turns):
             continue
         if not is_lightest or not has_full:
@@ -434,8 +441,8 @@ def _timed(
             between.append(_Between(family, micro, accumulation, takes, *ordered))
 
 
-def _timed_between(between: _Between, needs: _Needs, most_bytes: float, beats: _Beats, work: Work) -> Iterator[Timed]:
-    """Yield the plans that no plan so far beats; the middle plan tells the least that both halves can cost.
+def _time_between(between: _Between, needs: _Needs, most_bytes: float, beats: _Beats, work: Work) -> Iterator[Timed]:
+    """Yield the plans that no plan so far beats; a middle plan bounds what both halves can cost from below.
 
     The more layers are recomputed in full, the longer a step takes, and the less a plan needs at most.
     """
@@ -449,7 +456,7 @@ def _timed_between(between: _Between, needs: _Needs, most_bytes: float, beats: _
             continue
         middle = (low + high) // 2
         work.look()
-        plan = next(family.of_cut(between.micro, between.accumulation, modes[middle : middle + 1]), None)
+        plan = next(family.plans_of_cut(between.micro, between.accumulation, modes[middle : middle + 1]), None)
         if plan is None:
             halves += [(low, middle, least_s, least_bytes), (middle + 1, high, least_s, least_bytes)]
             continue

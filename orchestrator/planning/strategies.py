@@ -1,4 +1,4 @@
-"""How can a job be run on a layout? Engines with what they shard, offload and recompute, and the cuts of the batch."""
+"""Ways to run a job on a layout: engines with what they shard, offload and recompute, and the cuts of the batch."""
 
 from __future__ import annotations
 
@@ -51,41 +51,41 @@ class Strategy:
 
     @property
     def mechanics(self) -> Mechanics:
-        """How ranks share state, as of the plans made of it."""
+        """How ranks share the state of its plans."""
         ranks, is_pipelined = self.layout.dp_cp, self.layout.pp > 1
         return mechanics_of(self.engine, self.zero_stage, self.sharding, ranks, self.dp_replicate, is_pipelined)
 
 
 def strategies(spec: JobSpec, hardware: Hardware, layout: ParallelLayout) -> Iterator[Strategy]:
-    """Every way to share that the job, the layout and the hardware have room for, updated in either way."""
-    for one in _shared(spec, hardware, layout):
-        yield one
+    """Yield every strategy that the job, the layout and the hardware allow, also with updates in the backward pass."""
+    for strategy in _sharing_strategies(spec, hardware, layout):
+        yield strategy
         if _updates_in_backward(spec):
-            yield replace(one, optimizer_in_backward=True)
+            yield replace(strategy, optimizer_in_backward=True)
 
 
 def _updates_in_backward(spec: JobSpec) -> bool:
-    """Whether the job lets a gradient go before it knows the others; which plans can is said in specs.engines.
+    """Return whether the job allows an update in the backward pass; specs.engines says which plans can have it.
 
     Recipes that take turns do not: FSDP2 makes gradients of those that stand still.
     """
-    if spec.training.clip_norm is not None or any(one.profile.turns for one in spec.traced):
+    if spec.training.clip_norm is not None or any(entry.profile.turns for entry in spec.traced):
         return False
     return not spec.is_script or spec.knobs.optimizer_in_backward is not None
 
 
-def _shared(spec: JobSpec, hardware: Hardware, layout: ParallelLayout) -> Iterator[Strategy]:
-    """Every engine and sharding that the job, the layout and the hardware have room for.
+def _sharing_strategies(spec: JobSpec, hardware: Hardware, layout: ParallelLayout) -> Iterator[Strategy]:
+    """Yield every engine and sharding that the job, the layout and the hardware allow.
 
-    One rank has no peer to share with; host memory is no other memory on a virtual device.
+    One rank has no peer to share with. On a virtual device host memory is no other memory.
     """
     for engine in engines_of(spec):
         match engine:
             case Engine.TORCH:
-                if hardware.device.kind is DeviceKind.CUDA or not _quantised(spec):
+                if hardware.device.kind is DeviceKind.CUDA or not _is_quantised(spec):
                     yield from _torch(spec, hardware, layout)
             case Engine.DEEPSPEED:
-                if layout.cp == layout.tp == layout.pp == 1 and not _quantised(spec):
+                if layout.cp == layout.tp == layout.pp == 1 and not _is_quantised(spec):
                     for stage in ZeroStage:
                         yield from _zero(engine, hardware, layout, stage)
             case Engine.SCRIPT:
@@ -95,7 +95,7 @@ def _shared(spec: JobSpec, hardware: Hardware, layout: ParallelLayout) -> Iterat
 
 
 def engines_of(spec: JobSpec) -> tuple[Engine, ...]:
-    """The engines that can run the job's loop: ours a model, the others a script."""
+    """Return the engines that can run the job: ours for a model, the others for a script."""
     return tuple(engine for engine in Engine if facts_of(engine).is_ours is not spec.is_script)
 
 
@@ -108,26 +108,26 @@ def _script(spec: JobSpec, hardware: Hardware, layout: ParallelLayout) -> Iterat
         elif layout.dp > 1:
             sharded = Strategy(engine=Engine.SCRIPT, layout=layout, zero_stage=stage, sharding=Sharding.FSDP)
             yield sharded
-            if stage is ZeroStage.PARAMETERS and spec.knobs.offloads_by_fsdp and _offloads(hardware):
+            if stage is ZeroStage.PARAMETERS and spec.knobs.offloads_by_fsdp and _can_offload(hardware):
                 yield replace(sharded, offload=Offload.PARAMETERS)
 
 
-def checkpointing(spec: JobSpec, strategy: Strategy) -> tuple[ActivationCheckpointing, ...]:
-    """What may be recomputed: of a script what its knob can say, of a model what is known of its memory.
+def checkpointing_modes(spec: JobSpec, strategy: Strategy) -> tuple[ActivationCheckpointing, ...]:
+    """Return the modes of checkpointing that a script's knob can take, or for which a model's memory is known.
 
     Where recipes take turns, ZeRO-3's hooks free parameters in the recomputation that they left alone in the forward
     pass. Selective checkpointing refuses operations that it has not seen before. A GAN ends with "aten.empty ... not
-    found in storage" (torch 2.13.0, deepspeed 0.19.8, 2026-11). What fails in a trace is not offered either.
+    found in storage" (torch 2.13.0, deepspeed 0.19.8, 2026-11). A mode that failed in a trace is left out, too.
     """
     knob, all_of_it = spec.knobs.activation_checkpointing, ActivationCheckpointing.FULL
     if spec.is_script:
         if knob is None:
             return (ActivationCheckpointing.NONE,)
-        told = {ours for one in knob.all for ours, _ in one.values}
-        return tuple(m for m in ActivationCheckpointing if m is not ActivationCheckpointing.SELECTIVE or m in told)
+        names = {name for part in knob.all for name, _ in part.values}
+        return tuple(m for m in ActivationCheckpointing if m is not ActivationCheckpointing.SELECTIVE or m in names)
     if spec.profile is not None and spec.profile.selective_per_sample is None:
         return (ActivationCheckpointing.NONE, all_of_it)
-    take_turns = any(one.profile.turns for one in spec.traced)
+    take_turns = any(entry.profile.turns for entry in spec.traced)
     if take_turns and isinstance(strategy.mechanics, Zero) and strategy.mechanics.stage is ZeroStage.PARAMETERS:
         return (ActivationCheckpointing.NONE, all_of_it)
     works = [{moment.mode for moment in entry.profile.moments} for entry in spec.traced if entry.profile.moments]
@@ -135,12 +135,12 @@ def checkpointing(spec: JobSpec, strategy: Strategy) -> tuple[ActivationCheckpoi
 
 
 def full_layers(spec: JobSpec, strategy: Strategy) -> tuple[int, tuple[int, ...]]:
-    """Layers of a stage, and how many first ones are recomputed in full where the others are selectively.
+    """Return the layers of a stage, and the numbers of first layers to recompute in full beside selective others.
 
     A frontier knows no free memory, so a plan that fits any device is never far: quarters of a stage, eighths of a deep
-    one. That costs at most 6 and 3 % of a step, since full checkpointing adds a quarter to selective. Of models whose
-    layers are known to be alike; a trace knows only moments in which all are recomputed alike. Not beside an offload:
-    what it frees is there for less than the host takes. A script needs a knob for it.
+    one. That costs at most 6 and 3 % of a step, since full checkpointing adds a quarter to selective. There are none
+    without equal layers: a trace knows only moments in which all are recomputed alike. There are none beside an
+    offload, where the host takes longer than they save. A script needs a knob for it.
     """
     can_be_told = not spec.is_script or spec.knobs.full_checkpointing_layers is not None
     layers = _equal_layers(spec) if can_be_told and strategy.offload is Offload.NONE else 0
@@ -150,12 +150,12 @@ def full_layers(spec: JobSpec, strategy: Strategy) -> tuple[int, tuple[int, ...]
 
 
 def layer_inputs_bytes(spec: JobSpec, hardware: Hardware) -> int:
-    """Bytes of a sample's inputs of all layers, which all its ranks share; 0 where they cannot wait in host memory.
+    """Return the bytes of a sample's inputs of all layers, which its ranks share.
 
-    Of models whose shape is known.
+    0 where they cannot wait in host memory, and for models of unknown shape.
     """
     shape = known_shape(spec)
-    if shape is None or not _offloads(hardware):
+    if shape is None or not _can_offload(hardware):
         return 0
     value_bytes = 4 if spec.precision is Precision.FP32 else 2
     return value_bytes * spec.data.sequence_length * shape.hidden_size * shape.num_hidden_layers
@@ -174,11 +174,11 @@ def _equal_layers(spec: JobSpec) -> int:
 
 
 def batch_cuts(spec: JobSpec, dp: int) -> tuple[tuple[int, int], ...]:
-    """(micro-batch, accumulation) pairs whose product is one rank's share, smallest micro-batch first.
+    """Return (micro-batch, accumulation) pairs whose product is one rank's share, smallest micro-batch first.
 
-    As far as the script's knobs can turn; where BatchNorm takes its statistics over a number of samples, only pairs
-    that keep it: another one would be another training. Where the job says no number, they are those of one process
-    that takes the global batch at once.
+    A script's knobs limit them. Where BatchNorm takes its statistics over a number of samples, only pairs with that
+    number are left, since another one is another training. Without a number, one process takes the global batch at
+    once.
     """
     share = spec.global_batch_size // dp
     knobs, accumulation = spec.knobs, spec.knobs.gradient_accumulation_steps
@@ -187,8 +187,8 @@ def batch_cuts(spec: JobSpec, dp: int) -> tuple[tuple[int, int], ...]:
         fixed = int(accumulation.default) if accumulation is not None and accumulation.default is not None else 1
         return _exact_cut(share, fixed)
     if spec.is_script and accumulation is None:
-        return ((share, 1),) if _can_be_told(spec, share, dp) else ()
-    cuts = ((micro, share // micro) for micro in divisors(share) if _can_be_told(spec, micro, dp))
+        return ((share, 1),) if _can_take(spec, share, dp) else ()
+    cuts = ((micro, share // micro) for micro in divisors(share) if _can_take(spec, micro, dp))
     samples = None if spec.is_script else spec.training.batch_norm_samples
     if samples is None:
         return ((share, 1),) * (dp == 1) if has_batch_norm(spec) else tuple(cuts)
@@ -201,15 +201,15 @@ def has_batch_norm(spec: JobSpec) -> bool:
     return any(traced.profile.has_batch_norm for traced in spec.traced)
 
 
-def _can_be_told(spec: JobSpec, micro: int, dp: int) -> bool:
-    """Whether a script that multiplies its batch size by its ranks has a number for this one."""
+def _can_take(spec: JobSpec, micro: int, dp: int) -> bool:
+    """Return whether the script can take this micro-batch: some multiply their batch size by their ranks."""
     knob = spec.knobs.micro_batch_size if spec.is_script else None
-    multiplied = knob is not None and any(one.multiplied_by_ranks for one in knob.all if one.phase is None)
+    multiplied = knob is not None and any(part.multiplied_by_ranks for part in knob.all if part.phase is None)
     return not multiplied or micro % dp == 0
 
 
 def why_no_strategy(spec: JobSpec, hardware: Hardware) -> SpecError:
-    """The reason why no legal plan is left, as the error that says so."""
+    """Return the error with the reason why no legal plan is left."""
     training = spec.training
     if not hardware.device.has(spec.precision):
         return SpecError(
@@ -236,7 +236,7 @@ def why_no_strategy(spec: JobSpec, hardware: Hardware) -> SpecError:
             allowed=f"the micro-batch{together}: a divisor of what they get of the global batch",
             hint="statistics over another number of samples would be another training",
         )
-    if hardware.device.kind is not DeviceKind.CUDA and _quantised(spec):
+    if hardware.device.kind is not DeviceKind.CUDA and _is_quantised(spec):
         return SpecError(
             "needs CUDA devices",
             path="model.lora.quantise_base",
@@ -253,15 +253,12 @@ def why_no_strategy(spec: JobSpec, hardware: Hardware) -> SpecError:
 
 
 def _torch(spec: JobSpec, hardware: Hardware, layout: ParallelLayout) -> Iterator[Strategy]:
-    """Plain or DDP, FSDP2 at stages 2 and 3 and hybrid sharding, each under a pipeline where it goes.
-
-    And FSDP2 with experts spread over its ranks.
-    """
+    """Yield plain or DDP, FSDP2 at stages 2 and 3, hybrid sharding, their pipelines, and FSDP2 with spread experts."""
     deepest = max((count for count in INTERLEAVED if count * layout.pp <= layers_to_cut(spec)), default=1)
     per_rank = (1,) if layout.pp == 1 or deepest == 1 else (1, deepest)
     for stages_per_rank in per_rank:
         yield Strategy(engine=Engine.TORCH, layout=layout, pipeline_stages_per_rank=stages_per_rank)
-        if _quantised(spec):
+        if _is_quantised(spec):
             continue
         stages = _stages(spec, hardware, layout)
         for stage, copies in product(stages, _copies(hardware, layout)):
@@ -272,35 +269,35 @@ def _torch(spec: JobSpec, hardware: Hardware, layout: ParallelLayout) -> Iterato
                 dp_replicate=copies,
                 pipeline_stages_per_rank=stages_per_rank,
             )
-    if layout.dp > 1 and layout.cp == layout.tp == layout.pp == 1 and not _quantised(spec):
+    if layout.dp > 1 and layout.cp == layout.tp == layout.pp == 1 and not _is_quantised(spec):
         for stage, experts in product(
             (ZeroStage.GRADIENTS, ZeroStage.PARAMETERS), expert_parallel_degrees(spec, layout.dp)
         ):
             yield Strategy(engine=Engine.TORCH, layout=layout, zero_stage=stage, expert_parallel=experts)
-    if _offloads(hardware) and layout.tp == layout.pp == 1 and not _quantised(spec):
+    if _can_offload(hardware) and layout.tp == layout.pp == 1 and not _is_quantised(spec):
         yield Strategy(engine=Engine.TORCH, layout=layout, zero_stage=ZeroStage.PARAMETERS, offload=Offload.PARAMETERS)
 
 
 def _stages(spec: JobSpec, hardware: Hardware, layout: ParallelLayout) -> tuple[ZeroStage, ...]:
-    """Stages 2 and 3, and between nodes stage 1, whose messages hide behind one micro-batch of a step."""
+    """Return stages 2 and 3, and between nodes stage 1, whose messages hide behind one micro-batch of a step."""
     if layout.dp_cp == 1:
-        return _of_one_share(spec, layout)
+        return _stages_of_one_rank(spec, layout)
     sharded = ZeroStage.GRADIENTS, ZeroStage.PARAMETERS
     is_between_nodes = layout.pp == 1 and layout.world_size > hardware.devices_per_node
     is_pinned = ("zero_stage", ZeroStage.OPTIMIZER) in spec.plan
     return (ZeroStage.OPTIMIZER, *sharded) if is_between_nodes or is_pinned else sharded
 
 
-def _of_one_share(spec: JobSpec, layout: ParallelLayout) -> tuple[ZeroStage, ...]:
-    """Where FSDP2 saves memory with one data-parallel rank: it casts weights, and hidden states with them.
+def _stages_of_one_rank(spec: JobSpec, layout: ParallelLayout) -> tuple[ZeroStage, ...]:
+    """Return the stages at which FSDP2 saves memory with one data-parallel rank.
 
-    Under autocast they stay in fp32.
+    It casts weights, and hidden states with them; under autocast they stay in fp32.
     """
     return (ZeroStage.PARAMETERS,) if layout.tp > 1 == layout.pp and spec.precision is not Precision.FP32 else ()
 
 
 def _zero(engine: Engine, hardware: Hardware, layout: ParallelLayout, stage: ZeroStage) -> Iterator[Strategy]:
-    offloads = tuple(Offload) if _offloads(hardware) else (Offload.NONE,)
+    offloads = tuple(Offload) if _can_offload(hardware) else (Offload.NONE,)
     has_nvme = hardware.device.nvme_folder and facts_of(engine).is_ours
     targets = tuple(OffloadTarget) if has_nvme else (OffloadTarget.CPU,)
     for offload, target in product(offloads, targets):
@@ -310,18 +307,18 @@ def _zero(engine: Engine, hardware: Hardware, layout: ParallelLayout, stage: Zer
 
 
 def _copies(hardware: Hardware, layout: ParallelLayout) -> tuple[int, ...]:
-    """How often the shards of a pipeline stage may be repeated: over groups of whole nodes, as long as any are cut."""
+    """Return how many copies of a pipeline stage's shards there may be: one per group of whole nodes."""
     nodes, rest = divmod(layout.dp_cp * layout.tp, hardware.devices_per_node)
     if rest or nodes < 2 or layout.dp == 1:
         return (1,)
     return tuple(copies for copies in divisors(nodes) if copies < layout.dp)
 
 
-def _offloads(hardware: Hardware) -> bool:
+def _can_offload(hardware: Hardware) -> bool:
     return hardware.device.kind is DeviceKind.CUDA
 
 
-def _quantised(spec: JobSpec) -> bool:
+def _is_quantised(spec: JobSpec) -> bool:
     lora = spec.model.lora if spec.model is not None else None
     return lora is not None and lora.quantise_base
 

@@ -1,6 +1,6 @@
-"""Rank plans by how far practitioners trust them, and choose among those that are predicted alike.
+"""Ranks plans by how far practitioners trust them, and chooses among those with about the same predicted step time.
 
-Two predicted step times are off together, so their ratio is what a choice rests on. Where it lies within its own
+A choice rests on the ratio of two predicted step times, since their errors go together. Where it lies within its own
 error, the simpler plan is taken: it fails in fewer ways, and more people have run it.
 """
 
@@ -80,7 +80,7 @@ def _ranks(plan: Plan) -> list[float]:
 
 @lru_cache(maxsize=16384)
 def kind(plan: Plan) -> tuple[object, ...]:
-    """Return what plans have in common that differ in batches, ranks and checkpointing alone."""
+    """Return the engine and mechanics of a plan: equal for plans that differ in batches, ranks and checkpointing."""
     mechanics, layout = plan.mechanics, plan.layout
     state = plan.engine, type(mechanics), mechanics.stage, plan.offload, plan.offload_target, plan.optimizer_in_backward
     return (*state, layout.tp, layout.cp, layout.pp, plan.expert_parallel, plan.dp_replicate > 1)
@@ -101,7 +101,7 @@ def ratio_spread(plan: Plan, other: Plan) -> float:
 
 
 class Choice(NamedTuple):
-    """What a choice needs to know of a plan that fits."""
+    """A plan that fits, with what a choice depends on."""
 
     plan: Plan
     seconds: float
@@ -117,7 +117,7 @@ class Rule:
     incumbents: frozenset[Plan] = frozenset()  # that ran here: they are trusted most
     before: Plan | None = None  # that ran out of memory
 
-    def preferred(self, choices: Sequence[Choice]) -> int:
+    def choose(self, choices: Sequence[Choice]) -> int:
         """Return the index of the plan to take among some that fit as many devices.
 
         That is the most trusted plan within the error of the fastest one. One reference decides, so there are no
@@ -175,6 +175,6 @@ class Rule:
 
 
 def _is_as_good(choice: Choice, best: Choice) -> bool:
-    """Whether a plan of the same kind and trust is as fast as its error can tell."""
+    """Return whether a plan of the same kind and trust is as fast, within the error of step times."""
     is_alike = kind(choice.plan) == kind(best.plan) and trust(choice.plan) <= trust(best.plan)
     return is_alike and choice.seconds <= best.seconds * math.exp(ALIKE_SPREAD)

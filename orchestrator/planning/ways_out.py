@@ -1,4 +1,4 @@
-"""What would make a job fit that has no plan on some devices: each way is planned, and is a ready `--set`."""
+"""Changes by which a job without a plan on some devices would fit: each is planned, and is a ready `--set`."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Unfit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WayOut:
-    """One change by which a job would fit, and the plan that it would have."""
+    """A change by which a job would fit, and the plan that it would have."""
 
     label: str
     settings: Mapping[str, str] = field(default_factory=dict)  # key of the job file: value, as `--set` takes them
@@ -128,7 +128,7 @@ def smaller_models(case: Unfit, trace: Callable[[JobSpec], JobSpec]) -> Iterator
 
 
 def missing_knobs(case: Unfit) -> Iterator[str]:
-    """What to write of a knob that the job leaves out, where a plan that turns it would fit."""
+    """Yield what to write of a knob that the job leaves out, where a plan with that knob would fit."""
     spec, knobs = case.spec, case.spec.knobs
     if not spec.is_script:
         return
@@ -176,7 +176,7 @@ def _fewer_normalised(case: Unfit) -> Iterator[WayOut]:
 
 
 def _smaller_batch(case: Unfit, **changes: object) -> Iterator[WayOut]:
-    """Half of the global batch, a quarter, and so on: the largest that fits, which is another training."""
+    """Yield the largest half, quarter, or smaller part of the global batch that fits; it is another training."""
     numeric = {"degrade.allow": "numeric"} if "degrade" in changes else {}
     label = "a smaller global batch" + (" and other arithmetic" if numeric else "")
     batch_size = case.spec.global_batch_size
@@ -222,7 +222,7 @@ def _more_devices(case: Unfit) -> Iterator[WayOut]:
 
 
 def _more_devices_and_smaller_batch(case: Unfit) -> Iterator[WayOut]:
-    """More devices, and no more samples a step than they hold: for scripts that cannot accumulate."""
+    """Yield more devices with a smaller global batch, for scripts that cannot accumulate."""
     spec, there = case.spec, case.hardware.nodes * case.hardware.devices_per_node
     if not spec.is_script or spec.knobs.micro_batch_size is None:
         return
@@ -255,7 +255,7 @@ def _larger_devices(case: Unfit) -> Iterator[WayOut]:
 
 
 def _cards_with(least_bytes: int) -> list[str]:
-    """The smallest cards of the catalogue with so much memory."""
+    """Return the smallest cards of the catalogue with so much memory."""
     cards = [DeviceSpec.model_validate({"name": name, **DEVICES[name]}) for name in DEVICES]
     large = sorted((card.memory, card.name) for card in cards if card.memory >= least_bytes)
     return [name for _, name in large[:CARDS_NAMED]]
@@ -275,7 +275,7 @@ def _more_host_memory(case: Unfit) -> Iterator[WayOut]:
 
 
 def _way(case: Unfit, label: str, settings: Mapping[str, str], **changes: object) -> Iterator[WayOut]:
-    """The way that `changes` of the job make, where a plan then fits."""
+    """Yield the way of these `changes` of the job, where a plan then fits."""
     best = _first_fit(case, **changes)
     if best is not None:
         needed = needed_bytes(best, case.calibrated)

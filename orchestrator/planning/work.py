@@ -1,4 +1,4 @@
-"""How much may a decision look at? A count of plans, not a time: a replay decides alike on any machine."""
+"""The bound on plans that a decision looks at; a count, not a time, so that a replay decides alike anywhere."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Work:
         self.looked, self._plans_max = 0, plans_max
 
     def look(self, count: int = 1) -> None:
-        """Count some more. Raises TooManyPlans beyond the limit."""
+        """Add to the count. Raises TooManyPlans beyond the limit."""
         if self.looked + count > self._plans_max:
             raise TooManyPlans(
                 "too many plans to choose from",

@@ -1,1 +1,1 @@
-"""What is said? The frozen nouns of the project, their units, and its one tree of errors."""
+"""The frozen nouns of the project, their units, and its one tree of errors."""

@@ -15,7 +15,7 @@ class Role(StrEnum):
     ADMIN = "admin"  # users, tokens, the audit log, the end of the service
 
     def may(self, needed: Role) -> bool:
-        """Whether this role includes `needed`."""
+        """Return whether this role includes `needed`."""
         return _RANKS[self] >= _RANKS[needed]
 
 

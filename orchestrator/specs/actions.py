@@ -31,7 +31,7 @@ class Stop:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """Tell the tracker how this job, and this attempt of it, stand now."""
+    """Send the present record of this job, and of this attempt of it, to the tracker."""
 
     job: Job
     attempt: Attempt | None = None
@@ -39,7 +39,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Archive:
-    """The job has ended, its devices are free, and the state has forgotten it: keep how it stands, for good."""
+    """Keep the record of a job for good: it has ended, its devices are free, and the state has dropped it."""
 
     job: Job
 

@@ -13,7 +13,7 @@ from orchestrator.specs.str_enum import StrEnum
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeDevices:
-    """Some devices of one node, by index."""
+    """Devices of one node, by index."""
 
     node: str
     devices: tuple[int, ...]
@@ -264,7 +264,7 @@ class AttemptStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """One launch of one job. `number` counts from 1 and is also the fencing epoch: a larger one wins."""
+    """A launch of a job. `number` counts from 1 and is also the fencing epoch: a larger one wins."""
 
     job_id: str
     number: int
@@ -304,30 +304,30 @@ class Attempt:
 
     @property
     def peak_bytes(self) -> int | None:
-        """Measured allocated peak of the worst rank, where one was reported."""
+        """The allocated peak of the worst rank; None where no rank reported one."""
         if self.evidence is None or self.evidence.unwatched:
             return None
         return max((beat.peak_bytes for beat in self.evidence.heartbeats), default=None)
 
     @property
     def reserved_bytes(self) -> int | None:
-        """What PyTorch's CUDA allocator held at most on any rank; it gives some back where memory gets scarce."""
-        held = [beat.reserved_bytes for beat in self.evidence.heartbeats] if self.evidence else []
-        return max(held, default=0) or None
+        """Most bytes that PyTorch's CUDA allocator held on a rank; it gives some back where memory gets scarce."""
+        peaks = [beat.reserved_bytes for beat in self.evidence.heartbeats] if self.evidence else []
+        return max(peaks, default=0) or None
 
     @property
     def measured_step_s(self) -> float | None:
-        """Measured seconds per optimizer step of the slowest rank, where one was reported."""
+        """Measured seconds per optimizer step of the slowest rank; None where no rank reported any."""
         steps = [beat.step_s for beat in self.evidence.heartbeats if beat.step_s] if self.evidence else []
         return max(steps, default=None)
 
     @property
     def torch_version(self) -> str:
-        """The torch that its ranks ran under; "" where none told."""
+        """Version of torch under which the ranks ran; "" where no rank reported it."""
         versions = [beat.torch_version for beat in self.evidence.heartbeats] if self.evidence else []
         return max(versions, default="")
 
 
 def attempt_name(job_id: str, number: int) -> str:
-    """`gpt2-3`: unique in one journal."""
+    """Return the attempt's name, such as `gpt2-3`; it is unique in one journal."""
     return f"{job_id}-{number}"

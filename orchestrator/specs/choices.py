@@ -27,7 +27,7 @@ class ZeroStage(IntEnum):
 
 
 class Sharding(StrEnum):
-    """Whose ZeRO stages those of a script are. Ours follow from the engine."""
+    """Whose ZeRO stages a script has. Those of our engines follow from the engine."""
 
     DEEPSPEED = "deepspeed"
     FSDP = "fsdp"  # arXiv:2304.11277: SHARD_GRAD_OP is stage 2, FULL_SHARD stage 3
@@ -120,7 +120,7 @@ class ParallelLayout:
         return self.cp * self.tp * self.pp
 
     def dp_rank(self, rank: int) -> int:
-        """Which share of the global batch the rank trains on."""
+        """Return the number of the share of the global batch that the rank trains on."""
         return rank // (self.cp * self.tp) % self.dp
 
 

@@ -1,4 +1,4 @@
-"""When is it ten at night? Times that clocks on the wall show, as seconds since the epoch."""
+"""Times that clocks on the wall show (start windows, deadlines), as seconds since the epoch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _DAY_LIST = re.compile(r"[a-z]{3}(-[a-z]{3})?(,[a-z]{3}(-[a-z]{3})?)*")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """Hours that come back each day, or on some days of the week: those on which they begin."""
+    """Hours of every day, or of some days of the week; `days` are those on which they begin."""
 
     opens_min: int  # minutes since midnight
     closes_min: int  # at most DAY_MIN; not after `opens_min`: on the next day
@@ -31,7 +31,7 @@ class Window:
     zone: str | None = None  # of the IANA database; None: not given yet, counts as UTC
 
     def __str__(self) -> str:
-        """As a job file says it."""
+        """Return the window as a job file has it."""
         zone = "" if self.zone is None else f" {self.zone}"
         days = "" if len(self.days) == len(DAYS) else " " + ",".join(DAYS[day] for day in self.days)
         return f"{_clock(self.opens_min)}-{_clock(self.closes_min)}{zone}{days}"
@@ -61,9 +61,9 @@ class Window:
         )
 
     def span(self, from_s: float) -> tuple[float, float]:
-        """From when to when it is open next, or now: the first span that ends after `from_s`."""
+        """Return when the first span that ends after `from_s` begins and ends, in seconds since 1970."""
         today = datetime.fromtimestamp(from_s, _zone(self.zone)).date()
-        return next(one for one in _spans(self, today) if one[1] > from_s)
+        return next(span for span in _spans(self, today) if span[1] > from_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,39 +75,41 @@ class Deadline:
     zone: str | None = None  # of the IANA database; None: not given yet, counts as UTC
 
     def __str__(self) -> str:
-        """As a job file says it."""
+        """Return the deadline as a job file has it."""
         day = "" if self.day is None else f"{self.day}T"
         zone = "" if self.zone is None else f" {self.zone}"
         moment = datetime.min + timedelta(seconds=self.time_s)
         return f"{day}{moment.time().isoformat() if moment.second or moment.microsecond else f'{moment:%H:%M}'}{zone}"
 
     def due_s(self, after_s: float) -> float:
-        """When it is, for what is submitted at `after_s`; may be over where it names a day."""
+        """Return when a job that is submitted at `after_s` is due; where a day is named, that may be over."""
         zone = _zone(self.zone)
         today = datetime.fromtimestamp(after_s, zone).date()
         days = [today, today + timedelta(days=1)] if self.day is None else [date.fromisoformat(self.day)]
         midnights = (datetime(day.year, day.month, day.day) for day in days)
-        found = [(one + timedelta(seconds=self.time_s)).replace(tzinfo=zone).timestamp() for one in midnights]
-        return next((at_s for at_s in found if at_s > after_s), found[-1])
+        moments_s = [
+            (midnight + timedelta(seconds=self.time_s)).replace(tzinfo=zone).timestamp() for midnight in midnights
+        ]
+        return next((at_s for at_s in moments_s if at_s > after_s), moments_s[-1])
 
 
 def parse_deadline(text: object) -> Deadline:
     """The deadline that `08:00`, `08:00 Europe/Berlin` or an ISO date and time says. Raises ValueError."""
-    words = text.split() if isinstance(text, str) else []
-    zone = known_zone(words[1]) if len(words) == 2 else None
+    parts = text.split() if isinstance(text, str) else []
+    zone = check_zone(parts[1]) if len(parts) == 2 else None
     try:
-        if not 1 <= len(words) <= 2:
+        if not 1 <= len(parts) <= 2:
             raise ValueError
-        if "T" not in words[0]:
-            return Deadline(time_s=_since_midnight_s(time.fromisoformat(words[0])), zone=zone)
-        moment = datetime.fromisoformat(words[0])
+        if "T" not in parts[0]:
+            return Deadline(time_s=_seconds_since_midnight(time.fromisoformat(parts[0])), zone=zone)
+        moment = datetime.fromisoformat(parts[0])
         if moment.tzinfo is not None:
             if zone is not None:
                 raise ValueError
             moment, zone = moment.astimezone(UTC), "UTC"
     except ValueError:
         raise ValueError(f"expected a deadline such as {ALLOWED_DEADLINE}") from None
-    return Deadline(time_s=_since_midnight_s(moment.time()), day=moment.date().isoformat(), zone=zone)
+    return Deadline(time_s=_seconds_since_midnight(moment.time()), day=moment.date().isoformat(), zone=zone)
 
 
 def deadline_at(at_s: float) -> Deadline:
@@ -115,23 +117,23 @@ def deadline_at(at_s: float) -> Deadline:
     return parse_deadline(datetime.fromtimestamp(at_s, UTC).isoformat())
 
 
-def _since_midnight_s(at: time) -> float:
-    if at.tzinfo is not None:
+def _seconds_since_midnight(moment: time) -> float:
+    if moment.tzinfo is not None:
         raise ValueError
-    return at.hour * 3600 + at.minute * 60 + at.second + at.microsecond / 1e6
+    return moment.hour * 3600 + moment.minute * 60 + moment.second + moment.microsecond / 1e6
 
 
 def parse_window(text: object) -> Window:
     """The window that `22:00-08:00 Europe/Berlin mon-fri` says, its parts in any order. Raises ValueError."""
-    words = text.split() if isinstance(text, str) else []
-    spans = [match for word in words if (match := _SPAN.fullmatch(word))]
+    parts = text.split() if isinstance(text, str) else []
+    spans = [match for word in parts if (match := _SPAN.fullmatch(word))]
     if len(spans) != 1:
         raise ValueError(f"expected hours such as {ALLOWED_WINDOW}")
     opens_min = int(spans[0][1]) * 60 + int(spans[0][2])
     closes_min = DAY_MIN if spans[0][3] is None else int(spans[0][3]) * 60 + int(spans[0][4])
     days: tuple[int, ...] | None = None
     zone: str | None = None
-    for word in words:
+    for word in parts:
         if word == spans[0][0]:
             continue
         if word[:3].lower() in DAYS and _DAY_LIST.fullmatch(word.lower()):
@@ -141,14 +143,14 @@ def parse_window(text: object) -> Window:
         elif zone is not None:
             raise ValueError(f"expected one time zone, not {zone!r} and {word!r}")
         else:
-            zone = known_zone(word)
+            zone = check_zone(word)
     window = Window(opens_min=opens_min, closes_min=closes_min, zone=zone)
     if opens_min == closes_min or (days in (None, window.days) and closes_min - opens_min == DAY_MIN):
         raise ValueError(f"{spans[0][0]} is all day: leave `start_window` out, or say 00:00-24:00 and days")
     return window if days is None else Window(opens_min=opens_min, closes_min=closes_min, days=days, zone=zone)
 
 
-def known_zone(name: str) -> str:
+def check_zone(name: str) -> str:
     """The name of a time zone. Raises ValueError where the IANA database of this machine does not have it."""
     try:
         ZoneInfo(name)
@@ -163,15 +165,15 @@ def local_text(at_s: float, zone: str | None) -> str:
 
 
 def _days(word: str) -> tuple[int, ...]:
-    found = set[int]()
+    days = set[int]()
     for part in word.split(","):
         names = part.split("-")
         wrong = [name for name in names if name not in DAYS]
         if wrong:
             raise ValueError(f"{wrong[0]!r} is no day; days are {', '.join(DAYS)}")
         first, last = DAYS.index(names[0]), DAYS.index(names[-1])
-        found |= {day % 7 for day in range(first, last + 1 if last >= first else last + 8)}
-    return tuple(sorted(found))
+        days |= {day % 7 for day in range(first, last + 1 if last >= first else last + 8)}
+    return tuple(sorted(days))
 
 
 def _clock(minutes: int) -> str:
@@ -184,9 +186,9 @@ def _zone(name: str | None) -> ZoneInfo:
 
 @lru_cache(maxsize=1024)
 def _spans(window: Window, today: date) -> tuple[tuple[float, float], ...]:
-    """When it is open, from about yesterday on, in order.
+    """Return when the window opens and closes, from about yesterday on, in order.
 
-    Nothing changes but where clocks show its opening or closing time, or are put forward or back.
+    It opens and closes only where clocks show one of its two times, or are put forward or back.
     """
     zone, first = _zone(window.zone), today - timedelta(days=8)  # as far back as an open window may have begun
     dates = [first + timedelta(days=day) for day in range(LOOKED_AHEAD_DAYS + 9)]
@@ -214,9 +216,9 @@ def _bounds(window: Window, day: date, zone: ZoneInfo) -> set[float]:
 
 
 def _change_s(day: date, after: date, zone: ZoneInfo) -> float | None:
-    """When clocks are put forward or back on this day; None: they are not."""
+    """Return when clocks are put forward or back on this day; None where they are not."""
     low, high = (
-        int(datetime(one.year, one.month, one.day, tzinfo=zone).timestamp()) for one in (day, after)
+        int(datetime(bound.year, bound.month, bound.day, tzinfo=zone).timestamp()) for bound in (day, after)
     )  # seconds: the IANA database knows no parts of them
     offset = _offset(low, zone)
     if _offset(high, zone) == offset:

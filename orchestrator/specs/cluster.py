@@ -128,7 +128,7 @@ DeviceName = Annotated[str, Field(json_schema_extra={"enum": list(DEVICES)})]
 
 
 def _from_catalogue(device: object) -> Any:
-    """What the catalogue says of a name, with a price where one stands beside it; a description as it is."""
+    """Return the catalogue's description of a name, with the price beside it; another description stays as it is."""
     if isinstance(device, dict) and set(device) == {"name", "price_per_hour"}:
         return _from_catalogue(device["name"]) | {"price_per_hour": device["price_per_hour"]}
     if not isinstance(device, str):
@@ -169,21 +169,21 @@ class NodeSpec(SpecModel):
         return (self.name,) if self.count == 1 else tuple(f"{self.name}{index}" for index in range(self.count))
 
 
-def _at_least_one(nodes: tuple[NodeSpec, ...]) -> tuple[NodeSpec, ...]:
-    """After the nodes themselves: pydantic's `min_length` counts one with a mistake in it as missing."""
+def _check_nodes(nodes: tuple[NodeSpec, ...]) -> tuple[NodeSpec, ...]:
+    """Refuse a cluster without nodes, after each was read: `min_length` counts a node with a mistake as missing."""
     if not nodes:
         raise ValueError("a cluster has at least one node")
     return nodes
 
 
-def _said_in_words(moment: object) -> object:
-    """A bare number would be taken for seconds since 1970."""
+def _refuse_number(moment: object) -> object:
+    """Refuse a bare number, which pydantic takes for seconds since 1970."""
     if isinstance(moment, int | float):
         raise ValueError("a date and a time with an offset is wanted, such as 2026-12-24T22:00+01:00")
     return moment
 
 
-Moment = Annotated[AwareDatetime, BeforeValidator(_said_in_words)]
+Moment = Annotated[AwareDatetime, BeforeValidator(_refuse_number)]
 
 
 class Maintenance(SpecModel):
@@ -219,7 +219,7 @@ class ClusterSpec(SpecModel):
         description="Name of the cluster, as `orc up` and charts show it.",
         examples=["8x8-h100-80gb"],
     )
-    nodes: Annotated[tuple[NodeSpec, ...], AfterValidator(_at_least_one)] = Field(
+    nodes: Annotated[tuple[NodeSpec, ...], AfterValidator(_check_nodes)] = Field(
         description="Nodes of the cluster, one entry per kind.",
         examples=[[{"name": "n", "count": 8, "devices": 8, "device": "h100-80gb", "host_memory": "1TiB"}]],
         json_schema_extra={"minItems": 1},
@@ -295,10 +295,10 @@ class ClusterSpec(SpecModel):
         return self
 
     @model_validator(mode="after")
-    def _maintains_what_is_there(self) -> ClusterSpec:
+    def _check_maintenance_nodes(self) -> ClusterSpec:
         names = {name for node in self.nodes for name in node.names} if self.maintenance else set()
-        for one in self.maintenance:
-            for name in set(one.nodes) - names:
+        for maintenance in self.maintenance:
+            for name in set(maintenance.nodes) - names:
                 near = closest(name, names)
                 raise SpecError(
                     "the cluster has no such node",
@@ -309,7 +309,7 @@ class ClusterSpec(SpecModel):
         return self
 
     @model_validator(mode="after")
-    def _owned_once(self) -> ClusterSpec:
+    def _check_quotas(self) -> ClusterSpec:
         devices = sum(node.devices * node.count for node in self.nodes)
         quotas = sum(team.quota for team in self.policy.teams)
         if quotas > devices:
@@ -317,24 +317,26 @@ class ClusterSpec(SpecModel):
         return self
 
     def aiming(self, objective: Objective) -> ClusterSpec:
-        """The cluster with a queue that aims at this."""
+        """Return the cluster with this objective of its queue."""
         return self.model_copy(update={"policy": self.policy.model_copy(update={"objective": objective})})
 
     def ordered(self, order: Order) -> ClusterSpec:
-        """The cluster with this order of the queue; teams and objective go with an order that does not read them."""
+        """Return the cluster with this order of its queue; an order that reads no teams and objective drops them."""
         is_read = order is Order.ADAPTIVE
         policy = self.policy.model_copy(update={"order": order}) if is_read else PolicySpec(order=order)
         return self.model_copy(update={"policy": policy})
 
     def maintenance_of(self, node: str) -> tuple[Window, ...]:
-        """When nothing runs on this node, in seconds since 1970."""
-        windows = (one for one in self.maintenance if not one.nodes or node in one.nodes)
-        return tuple(sorted((one.start.timestamp(), one.end.timestamp()) for one in windows))
+        """Return when maintenance of this node begins and ends, in seconds since 1970, in order."""
+        windows = (
+            maintenance for maintenance in self.maintenance if not maintenance.nodes or node in maintenance.nodes
+        )
+        return tuple(sorted((window.start.timestamp(), window.end.timestamp()) for window in windows))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """One live node: its devices by index, and the bytes free on each as last reported."""
+    """A live node: its devices by index, and the bytes free on each as last reported."""
 
     name: str
     device: DeviceSpec
@@ -351,7 +353,7 @@ class Node:
 
 
 def idle_nodes(cluster: ClusterSpec) -> tuple[Node, ...]:
-    """Every node of the specification with all of its memory free."""
+    """Return every node of the specification with all of its memory free."""
     return tuple(
         Node(
             name=name,

@@ -1,4 +1,4 @@
-"""The catalogue: what a cluster file may call a device by instead of describing it.
+"""The catalogue: names of devices that a cluster file may use instead of a description.
 
 Rates are dense and of the data sheet, links per device and direction. `memory` is what CUDA calls total, below what is
 on the card, as out-of-memory messages print it. `measured_tflops` is the fastest bf16 product anybody measured
@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final
 
-Words = Mapping[str, str | float | int]  # of a DeviceSpec, as a cluster file says one
+DeviceFields = Mapping[str, str | float | int]  # of a DeviceSpec, as a cluster file says one
 
 _PCIE_3, _PCIE_4, _PCIE_5 = "12GB/s", "25GB/s", "55GB/s"  # x16; nominally 15.75, 31.5 and 63
 
@@ -28,9 +28,9 @@ def _device(
     host_bandwidth: str,
     multiprocessors: int,
     measured_tflops: float | None = None,
-) -> Words:
+) -> DeviceFields:
     bf16, fp16, fp32 = tflops
-    words: dict[str, str | float | int] = {
+    fields: dict[str, str | float | int] = {
         "memory": memory,
         "fp16_tflops": fp16,
         "fp32_tflops": fp32,
@@ -40,14 +40,14 @@ def _device(
         "multiprocessors": multiprocessors,
     }
     if bf16 is not None:
-        words["bf16_tflops"] = bf16
+        fields["bf16_tflops"] = bf16
     if measured_tflops is not None:
-        words["measured_tflops"] = measured_tflops
-    return MappingProxyType(words)
+        fields["measured_tflops"] = measured_tflops
+    return MappingProxyType(fields)
 
 
 # fp32 is that of ordinary cores, which PyTorch's products use unless TF32 is asked for. A100 with TF32: 156.
-DEVICES: Final[Mapping[str, Words]] = MappingProxyType(
+DEVICES: Final[Mapping[str, DeviceFields]] = MappingProxyType(
     {
         # NVIDIA A100 data sheet (nvidia-a100-datasheet-us-nvidia-1758950): SXM with NVLink 600 GB/s both directions.
         "a100-40gb": _device("39.39GiB", (312, 312, 19.5), "1555GB/s", "300GB/s", _PCIE_4, 108, 267.9),
@@ -139,21 +139,21 @@ NVML_NAMES: Final[Mapping[str, str]] = MappingProxyType(
 
 
 def match_devices(text: str) -> tuple[str, ...]:
-    """Names of the catalogue that `text` may mean, such as "RTX 3090", "a100-80gb" or "NVIDIA H100 80GB HBM3".
+    """Return the catalogue's names for a text such as "RTX 3090", "a100-80gb" or "NVIDIA H100 80GB HBM3".
 
     A whole name, or a name that NVML gives, is that device alone. Else `text` is the beginning of a name, up to one of
-    its hyphens, with or without "rtx". Empty where it means none.
+    its hyphens, with or without "rtx". () where no name matches.
     """
-    name = _joined(text)
-    whole = {_joined(device): device for device in DEVICES} | {
-        _joined(nvml): device for nvml, device in NVML_NAMES.items()
+    name = _normalise(text)
+    whole = {_normalise(device): device for device in DEVICES} | {
+        _normalise(nvml): device for nvml, device in NVML_NAMES.items()
     }
     if name in whole:
         return (whole[name],)
     return tuple(device for device in DEVICES if name in _beginnings(device))
 
 
-def _joined(name: str) -> str:
+def _normalise(name: str) -> str:
     return re.sub(r"[^a-z0-9]|nvidia|geforce|tesla|generation", "", name.lower())
 
 

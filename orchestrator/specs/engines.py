@@ -1,4 +1,4 @@
-"""What does each engine accept, and what is true of it wherever it runs? Standard library only."""
+"""What each engine accepts, and the facts that hold wherever it runs. Standard library only."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def _is_reduced_by_fsdp2(plan: PlanFields) -> bool:
 
 
 def why_pipeline_stalls(pp: int, stages_per_rank: int, micro_batches: int) -> str | None:
-    """Why a step of so many micro-batches cannot keep every stage at work, as a sentence; None where it can."""
+    """Return why a step of so many micro-batches cannot keep every stage at work; None where it can."""
     if micro_batches < pp:
         return f"{micro_batches} micro-batches cannot fill a pipeline of {pp} ranks: gradient_accumulation_steps >= pp"
     if stages_per_rank > 1 and micro_batches % (micro_batches // pp):

@@ -53,19 +53,19 @@ class SpecError(OrchestratorError, ValueError):
         where = ": ".join(part for part in (self.source, self.path) if part)
         lines = [f"{where}: {self.what}" if where else self.what]
         if self.got is not None:
-            given = repr(self.got)
-            if len(given) > GIVEN_MAX:  # cut between words, where it has any
-                given = f"{given[:GIVEN_MAX].rpartition(' ')[0] or given[:GIVEN_MAX]} ..."
-            lines.append(f"  given:   {given}")
+            got = repr(self.got)
+            if len(got) > GIVEN_MAX:  # cut between words, where it has any
+                got = f"{got[:GIVEN_MAX].rpartition(' ')[0] or got[:GIVEN_MAX]} ..."
+            lines.append(f"  given:   {got}")
         if self.allowed and with_allowed:
-            lines.append(f"  allowed: {_wrapped(str(self.allowed))}")
+            lines.append(f"  allowed: {_wrap_line(str(self.allowed))}")
         if self.hint:
             lines.append(f"  to do:   {self.hint}")
         return "\n".join(lines)
 
 
-def _wrapped(text: str) -> str:
-    """A long line as several, each of whole words, as a terminal of 80 columns shows them."""
+def _wrap_line(text: str) -> str:
+    """Return a long line as several lines of whole words, as a terminal of 80 columns shows them."""
     lines = text.splitlines()
     if len(lines) != 1 or len(text) <= LINE - INDENT:
         return text
@@ -90,7 +90,7 @@ class ReadOnlyError(ServiceError):
 
 
 class UncertainError(ServiceError):
-    """The database fell silent amid a commit: whether this change was kept, only the journal knows."""
+    """The database fell silent during a commit: only the journal knows whether this change was kept."""
 
 
 def error_view(error: OrchestratorError) -> dict[str, str]:
@@ -108,9 +108,9 @@ def error_view(error: OrchestratorError) -> dict[str, str]:
     return view | {name: text for name, text in parts.items() if text}
 
 
-def closest(word: str, known: Iterable[str]) -> str | None:
-    """The known word that `word` was most likely meant to be, or None where nothing is near."""
-    matches = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+def closest(word: str, candidates: Iterable[str]) -> str | None:
+    """Return the candidate that `word` was most likely meant to be, or None where nothing is near."""
+    matches = difflib.get_close_matches(word, list(candidates), n=1, cutoff=0.5)
     return matches[0] if matches else None
 
 

@@ -15,7 +15,7 @@ from orchestrator.specs.policy import UNSHARED, PolicySpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestKey:
-    """Names a submission, so that one that is sent again is known."""
+    """The name of a submission, by which a repeated one is recognised."""
 
     name: str  # unique among those of one sender
     digest: str  # SHA-256 of what was asked
@@ -48,7 +48,7 @@ class CancelRequested:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetryRequested:
-    """A job that asks goes on, with what its person allows."""
+    """A job that waits for an answer goes on with what a person allows."""
 
     job_id: str
     spec: JobSpec  # with that
@@ -69,7 +69,7 @@ class UpdateRequested:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrainRequested:
-    """This node shall take nothing new; or again what comes, with `undo`."""
+    """A node shall take nothing new from now on; with `undo` it takes attempts again."""
 
     node: str
     undo: bool = False
@@ -103,7 +103,7 @@ class Started:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PaceReported:
-    """A running attempt trains at another speed than was known."""
+    """A running attempt trains at another speed than the last one reported."""
 
     job_id: str
     number: int

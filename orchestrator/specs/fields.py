@@ -1,4 +1,4 @@
-"""Kinds of fields of job, cluster and policy files: how YAML says each, how it is written back, and its schema."""
+"""Kinds of fields of job, cluster and policy files: how each is read, written back, and its schema."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Bandwidth = Annotated[
 
 
 def _digits(number: float) -> str:
-    """All of a float's digits, without an exponent."""
+    """Return all of a float's digits, without an exponent."""
     shortest = repr(number)
     return f"{Decimal(shortest):f}" if "e" in shortest else shortest
 
@@ -45,30 +45,30 @@ Seconds = Annotated[
 ]
 
 
-def _pairs(speeds: object) -> object:
-    return tuple((int(str(count)), each) for count, each in speeds.items()) if isinstance(speeds, dict) else speeds
+def _speed_pairs(speeds: object) -> object:
+    return tuple((int(str(count)), step_s) for count, step_s in speeds.items()) if isinstance(speeds, dict) else speeds
 
 
 Speeds = Annotated[  # seconds per optimizer step by number of devices, fewest devices first
     tuple[tuple[Annotated[int, Field(ge=1, le=DEVICES_MAX)], Seconds], ...],
-    BeforeValidator(_pairs),
+    BeforeValidator(_speed_pairs),
     AfterValidator(lambda speeds: tuple(sorted(speeds))),
     PlainSerializer(
-        lambda speeds: {str(count): f"{_digits(each)}s" for count, each in speeds}, return_type=dict[str, str]
+        lambda speeds: {str(count): f"{_digits(step_s)}s" for count, step_s in speeds}, return_type=dict[str, str]
     ),
     WithJsonSchema({"type": "object", "additionalProperties": {"type": "string"}, "examples": [{"1": "2.1s"}]}),
 ]
 
 Hours = Annotated[
     Window,
-    BeforeValidator(lambda said: said if isinstance(said, Window) else parse_window(said)),
+    BeforeValidator(lambda raw: raw if isinstance(raw, Window) else parse_window(raw)),
     PlainSerializer(str, return_type=str),
     WithJsonSchema({"type": "string", "examples": ["22:00-08:00 Europe/Berlin mon-fri"]}),
 ]
 
 DeadlineField = Annotated[
     Deadline,
-    BeforeValidator(lambda said: said if isinstance(said, Deadline) else parse_deadline(said)),
+    BeforeValidator(lambda raw: raw if isinstance(raw, Deadline) else parse_deadline(raw)),
     PlainSerializer(str, return_type=str),
     WithJsonSchema({"type": "string", "examples": ["08:00", "2026-11-23T08:00 Europe/Berlin"]}),
 ]
@@ -78,18 +78,18 @@ DeadlineField = Annotated[
 PRIORITIES = {"high": 100, "normal": 0, "low": -100}
 
 
-def _rank(said: object) -> object:
-    if isinstance(said, str) and said.lstrip("+-").isdecimal():
-        return int(said)
-    if isinstance(said, str) and said not in PRIORITIES:
+def _parse_priority(raw: object) -> object:
+    if isinstance(raw, str) and raw.lstrip("+-").isdecimal():
+        return int(raw)
+    if isinstance(raw, str) and raw not in PRIORITIES:
         raise ValueError(f"a priority is {', '.join(PRIORITIES)} or a whole number")
-    return PRIORITIES[said] if isinstance(said, str) else said
+    return PRIORITIES[raw] if isinstance(raw, str) else raw
 
 
 Priority = Annotated[  # higher first
     int,
     Field(ge=-PRIORITY_MAX, le=PRIORITY_MAX),
-    BeforeValidator(_rank),
+    BeforeValidator(_parse_priority),
     WithJsonSchema(
         {
             "anyOf": [

@@ -1,4 +1,4 @@
-"""Job: what was submitted, and everything that has become of it."""
+"""Job: what was submitted, its status, its attempts and what it waits for."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class JobStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One job and everything that has become of it."""
+    """A submitted job with its status, its attempts and what it waits for."""
 
     id: str
     spec: JobSpec
@@ -57,12 +57,12 @@ class Job:
 
     @property
     def key(self) -> str:
-        """Its name in every home: ids alone begin anew in each."""
+        """The job's name across homes: ids alone begin anew in each."""
         return f"{self.id}@{self.submitted_at_s!r}"
 
     @property
     def user(self) -> str:
-        """Whose job it is; "" where none was named."""
+        """The user whose job it is; "" where none was named."""
         return self.spec.user or ""
 
     @property

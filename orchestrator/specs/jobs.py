@@ -50,7 +50,7 @@ class Jobs(Mapping[str, "Job"]):
         return f"Jobs({list(self.values())})"
 
     def with_job(self, job: Job) -> Jobs:
-        """These, with `job` in the place of the one with its id, or as a new one."""
+        """Return the jobs with `job` in the place of the one with its id, or as a new one."""
         number = job.order // CHUNK
         chunk = self._chunks.get(number, {})
         chunks = {**self._chunks, number: {**chunk, job.id: job}}
@@ -60,7 +60,7 @@ class Jobs(Mapping[str, "Job"]):
         return _jobs(chunks, self._indexed(job.id, {job.id: job.order}), self._count + 1)
 
     def without(self, job_id: str) -> Jobs:
-        """These, less one."""
+        """Return the jobs without this one."""
         number = self[job_id].order // CHUNK
         chunk = {other: job for other, job in self._chunks[number].items() if other != job_id}
         chunks = {**self._chunks, number: chunk}
@@ -69,14 +69,14 @@ class Jobs(Mapping[str, "Job"]):
         return _jobs(chunks, self._indexed(job_id, {}), self._count - 1)
 
     def changed_since(self, earlier: Jobs) -> Iterator[Job]:
-        """Jobs that are not the very same objects in `earlier`; chunks that both share are not looked at."""
+        """Yield the jobs that are not the very same objects in `earlier`; shared chunks are skipped."""
         for number, chunk in self._chunks.items():
             before = earlier._chunks.get(number, {})
             if chunk is not before:
                 yield from (job for job_id, job in chunk.items() if before.get(job_id) is not job)
 
     def _indexed(self, job_id: str, entry: dict[str, int]) -> tuple[dict[str, int], ...]:
-        """The index with this entry in the place of the id's old one."""
+        """Return the index with this entry in the place of the id's old one."""
         number = hash(job_id) % BUCKETS
         bucket = {other: order for other, order in self._orders[number].items() if other != job_id} | entry
         return (*self._orders[:number], bucket, *self._orders[number + 1 :])

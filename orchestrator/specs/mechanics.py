@@ -1,4 +1,4 @@
-"""How do the ranks of a plan share its state? Said once: memory, cost, legality and rendering match on it, totally.
+"""How the ranks of a plan share its state. Memory, cost, legality and rendering match on every case.
 
 Standard library only, since training processes read it too.
 """

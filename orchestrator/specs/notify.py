@@ -26,7 +26,7 @@ class NoticeKind(StrEnum):
 
 
 def _variable(name: object) -> object:
-    """An address in place of a name is not repeated in the error: it is a secret."""
+    """Refuse what is no name; the error does not repeat an address, which is a secret."""
     if not isinstance(name, str) or not re.fullmatch(VARIABLE, name):
         raise SpecError(
             "a secret is named, not written",
@@ -38,25 +38,25 @@ def _variable(name: object) -> object:
 Variable = Annotated[str, BeforeValidator(_variable), WithJsonSchema({"type": "string", "pattern": VARIABLE})]
 
 
-def _hour(text: object) -> object:
+def _parse_hour(text: object) -> object:
     if isinstance(text, Deadline):
         return text
-    found = parse_deadline(text)
-    if found.day is not None:
+    deadline = parse_deadline(text)
+    if deadline.day is not None:
         raise ValueError("expected a time of each day, such as 07:00 Europe/Berlin")
-    return found
+    return deadline
 
 
 Hour = Annotated[
     Deadline,
-    BeforeValidator(_hour),
+    BeforeValidator(_parse_hour),
     PlainSerializer(str, return_type=str),
     WithJsonSchema({"type": "string"}),
 ]
 
 
 class TargetSpec(SpecModel):
-    """One target: a signed webhook, or whatever apprise reaches."""
+    """A target: a signed webhook, or whatever apprise reaches."""
 
     name: str = Field(
         pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$",

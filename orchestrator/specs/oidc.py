@@ -19,14 +19,14 @@ SAFE_URL = re.compile(
 
 
 def safe_url(text: str) -> str:
-    """The URL, where it is of TLS or of the loopback. Raises ValueError for another one."""
+    """Return the URL. Raises ValueError where it is neither of TLS nor of the loopback."""
     if not SAFE_URL.fullmatch(text):
         raise ValueError("expected a URL that begins with https://")
     return text
 
 
 class SignInError(Exception):
-    """Why nobody was signed in, for the log: it holds no token, no code and no secret."""
+    """A refused sign-in, for the log: it holds no token, no code and no secret."""
 
 
 class OidcSpec(SpecModel):
@@ -69,17 +69,17 @@ class OidcSpec(SpecModel):
     )
 
     def role(self, claims: Mapping[str, Any]) -> Role | None:
-        """The highest role that the claims give; None: they give none."""
-        said = claims.get(self.roles_claim) if self.roles_claim else None
-        words = [said] if isinstance(said, str) else said if isinstance(said, list) else []
-        given = [self.roles[word] for word in words if isinstance(word, str) and word in self.roles]
-        return max(given, key=list(Role).index, default=None)
+        """Return the highest role that the claims give; None where they give none."""
+        claim = claims.get(self.roles_claim) if self.roles_claim else None
+        groups = [claim] if isinstance(claim, str) else claim if isinstance(claim, list) else []
+        roles = [self.roles[word] for word in groups if isinstance(word, str) and word in self.roles]
+        return max(roles, key=list(Role).index, default=None)
 
     def user(self, claims: Mapping[str, Any]) -> str:
-        """The user name in the claims. Raises SignInError without a valid one."""
+        """Return the user name in the claims. Raises SignInError without a valid one."""
         if self.user_claim == "email" and claims.get("email_verified") is not True:
             raise SignInError("the address is not verified")
-        said = claims.get(self.user_claim)
-        if not isinstance(said, str) or not re.fullmatch(USER_NAME, said):
+        claim = claims.get(self.user_claim)
+        if not isinstance(claim, str) or not re.fullmatch(USER_NAME, claim):
             raise SignInError(f"the claim {self.user_claim} is no user's name")
-        return said
+        return claim

@@ -1,4 +1,4 @@
-"""What does a job or cluster file say? YAML text to frozen nouns, or one SpecError with every problem in it."""
+"""Reads job and cluster files: YAML text to frozen nouns, or one SpecError with every problem in it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,14 @@ from pydantic.json_schema import SkipJsonSchema
 
 from orchestrator.specs.cluster import ClusterSpec, NodeSpec
 from orchestrator.specs.errors import SpecError, closest
-from orchestrator.specs.job.array import INDEX, at_once, expanded, filled, in_one_family, placeholders
+from orchestrator.specs.job.array import (
+    INDEX,
+    expand_array,
+    fill_placeholders,
+    placeholders,
+    read_max_concurrent,
+    with_family,
+)
 from orchestrator.specs.job.model import EXACT_MAX
 from orchestrator.specs.job.pins import GIVEN as PLAN_SETTINGS
 from orchestrator.specs.job.spec import JobSpec
@@ -61,7 +68,7 @@ class Document:
 
 
 def parse_job(text: str, source: str, overrides: Sequence[Override] = ()) -> JobSpec:
-    """The job that `text` describes, after `overrides`. Raises one SpecError that holds every problem found."""
+    """Return the job that `text` describes, after `overrides`. Raises one SpecError with every problem in it."""
     (spec, *others) = parse_jobs(text, source, overrides)
     if others:
         raise SpecError(
@@ -74,8 +81,8 @@ def parse_job(text: str, source: str, overrides: Sequence[Override] = ()) -> Job
 
 
 def parse_jobs(text: str, source: str, overrides: Sequence[Override] = ()) -> list[JobSpec]:
-    """The jobs that `text` describes: one, or those of its `array`. Raises SpecError as `parse_job` does."""
-    document = _with(read_document(text, source), overrides)
+    """Return the jobs that `text` describes: one, or those of its `array`. Raises SpecError as `parse_job` does."""
+    document = _override(read_document(text, source), overrides)
     for name, section in (("member", "array"), ("trial", "sweep")):
         if name in document.data:
             what = f"which job of {'an' if section == 'array' else 'a'} {section} it is, is no setting"
@@ -84,21 +91,21 @@ def parse_jobs(text: str, source: str, overrides: Sequence[Override] = ()) -> li
         return [_first_trial(document)]
     if "array" not in document.data:
         return [_validate(JobSpec, document)]
-    return [_validate(JobSpec, replace(document, data=data)) for data in expanded(document.data, source)]
+    return [_validate(JobSpec, replace(document, data=data)) for data in expand_array(document.data, source)]
 
 
 def parse_cluster(text: str, source: str) -> ClusterSpec:
-    """The cluster that `text` describes. Raises one SpecError that holds every problem found."""
+    """Return the cluster that `text` describes. Raises one SpecError with every problem in it."""
     return _validate(ClusterSpec, read_document(text, source))
 
 
 def node_from_data(data: Mapping[str, Any], source: str) -> NodeSpec:
-    """The node that came as JSON (`NodeSpec.model_dump(mode="json")`). Raises SpecError."""
+    """Return the node of `NodeSpec.model_dump(mode="json")`. Raises SpecError."""
     return _validate(NodeSpec, Document(source=source, data=dict(data), lines={}))
 
 
 def job_from_data(data: Mapping[str, Any], source: str) -> JobSpec:
-    """The job that came as JSON (`JobSpec.model_dump(mode="json")`). Raises SpecError."""
+    """Return the job of `JobSpec.model_dump(mode="json")`. Raises SpecError."""
     spec = _validate(JobSpec, Document(source=source, data=dict(data), lines={}))
     if spec.known_model is not None and spec.known_model.factory and not (spec.profile or spec.traced):
         hint = "service/server/intake.py has it traced where a job file is read; or say `profile`"
@@ -108,7 +115,9 @@ def job_from_data(data: Mapping[str, Any], source: str) -> JobSpec:
 
 def with_overrides(spec: JobSpec, overrides: Sequence[Override], source: str) -> JobSpec:
     """Return the job after `--set key=value`, read and judged as a job file. Raises SpecError."""
-    return _validate(JobSpec, _with(Document(source=source, data=spec.model_dump(mode="json"), lines={}), overrides))
+    return _validate(
+        JobSpec, _override(Document(source=source, data=spec.model_dump(mode="json"), lines={}), overrides)
+    )
 
 
 class _WithSweep(SpecModel):
@@ -118,27 +127,30 @@ class _WithSweep(SpecModel):
 
 
 def _first_trial(document: Document) -> JobSpec:
-    """The first trial of a sweep, right with every extreme of its parameters. Raises SpecError."""
+    """Return the first trial of a sweep. Raises SpecError where the job is wrong with an extreme of a parameter."""
     source, data = document.source, document.data
     sweep = _validate(_WithSweep, replace(document, data={"sweep": data["sweep"]})).sweep
     if "array" in data:
         raise SpecError("a file says `array` or `sweep`", source=source, path="array", hint="put it in `parameters`")
-    rest = in_one_family({key: part for key, part in data.items() if key not in ("sweep", "max_concurrent")})
-    names, said = {name for name, _ in sweep.parameters}, set(placeholders(rest))
-    if unused := sorted(names - said):
+    rest = with_family({key: part for key, part in data.items() if key not in ("sweep", "max_concurrent")})
+    names = {name for name, _ in sweep.parameters}
+    if unused := sorted(names - set(placeholders(rest))):
         hint = f"write {{{unused[0]}}} where it belongs, such as in `command`"
         raise SpecError(
             "no part of the job says this parameter", source=source, path="sweep.parameters", got=unused[0], hint=hint
         )
-    said_by = templates(rest, lambda part: not {*names, INDEX}.isdisjoint(placeholders(part)))
-    parts = [(keys, json.dumps(part)) for keys, part in said_by]
-    specs = [_validate(JobSpec, replace(document, data=filled(rest, {INDEX: 0, **row}))) for row in sweep.to_check()]
-    trial = {"sweep": sweep, "max_concurrent": at_once(data, TRIALS_AT_ONCE, source), "template": parts}
+    template = templates(rest, lambda part: not {*names, INDEX}.isdisjoint(placeholders(part)))
+    parts = [(keys, json.dumps(part)) for keys, part in template]
+    specs = [
+        _validate(JobSpec, replace(document, data=fill_placeholders(rest, {INDEX: 0, **row})))
+        for row in sweep.to_check()
+    ]
+    trial = {"sweep": sweep, "max_concurrent": read_max_concurrent(data, TRIALS_AT_ONCE, source), "template": parts}
     return _validate(JobSpec, replace(document, data={**specs[0].model_dump(mode="json"), "trial": trial}))
 
 
 def trial_of(first: JobSpec, sweep_id: str | None, number: int, parameters: Mapping[str, Value]) -> JobSpec:
-    """A trial of the sweep that a job is the first trial of. Raises SpecError where no job has these parameters."""
+    """Return a trial of the sweep whose first trial is given. Raises SpecError where no job has these parameters."""
     assert first.trial is not None, first.name
     data: dict[str, Any] = first.model_dump(mode="json")
     row = {INDEX: number, **parameters}
@@ -146,13 +158,13 @@ def trial_of(first: JobSpec, sweep_id: str | None, number: int, parameters: Mapp
         place = data
         for key in keys[:-1]:
             place[key] = place = dict(place.get(key) or {})
-        place[keys[-1]] = filled(json.loads(text), row)
+        place[keys[-1]] = fill_placeholders(json.loads(text), row)
     data["trial"] |= {"of": sweep_id, "number": number, "parameters": dict(parameters)}
     return _validate(JobSpec, Document(source=f"trial {number} of {first.name}", data=data, lines={}))
 
 
-def together(problems: Sequence[SpecError], source: str) -> SpecError:
-    """Return one error that says all of `problems`, each list of what is allowed once; the only one itself."""
+def join_problems(problems: Sequence[SpecError], source: str) -> SpecError:
+    """Return one error with all of `problems`, each list of allowed values once; a single problem as it is."""
     assert problems, "an error without a problem"
     if len(problems) == 1:
         return problems[0]
@@ -171,7 +183,7 @@ def together(problems: Sequence[SpecError], source: str) -> SpecError:
 
 
 def read_document(text: str, source: str) -> Document:
-    """Plain data of YAML (1.2 core schema, no tags). Raises SpecError on bad syntax, a repeated key or no mapping."""
+    """Return plain data of YAML (1.2 core schema, no tags). Raises SpecError on bad syntax or a repeated key."""
     if len(text) > TEXT_LENGTH_MAX:
         raise SpecError("the file is too long", source=source, got=f"{len(text)} characters", allowed="256 KiB")
     try:
@@ -192,7 +204,7 @@ def read_document(text: str, source: str) -> Document:
 
 
 def read_value(text: str, source: str) -> Any:
-    """Plain data of the YAML behind one key, such as `{min: 1, max: 2}`. Raises SpecError as `read_document` does."""
+    """Return plain data of the YAML behind a key, such as `{min: 1, max: 2}`. Raises SpecError as `read_document`."""
     return read_document(f"value: {text}", source).data["value"]
 
 
@@ -235,7 +247,7 @@ def _plain(node: yaml.Node, path: Path, source: str, lines: dict[Path, int]) -> 
 
 
 def plain_scalar(text: str) -> Any:
-    """What a word without quotes says: null, a boolean, a number, or itself."""
+    """Return what a word without quotes stands for: None, a boolean, a number, or the word."""
     if text.lower() in _WORDS:
         return _WORDS[text.lower()]
     if _INT.fullmatch(text):
@@ -243,8 +255,8 @@ def plain_scalar(text: str) -> Any:
     return float(text) if _FLOAT.fullmatch(text) else text
 
 
-def _with(document: Document, overrides: Sequence[Override]) -> Document:
-    """The document after `--set key=value`, each of which replaces what stands at its dotted path."""
+def _override(document: Document, overrides: Sequence[Override]) -> Document:
+    """Return the document after `--set key=value`, each of which replaces the value at its dotted path."""
     data, lines = dict(document.data), dict(document.lines)
     for key, text in overrides:
         *sections, last = key.split(".")
@@ -261,7 +273,7 @@ def _with(document: Document, overrides: Sequence[Override]) -> Document:
 
 
 def dotted(path: Path) -> str:
-    """`nodes[0].device.memory`."""
+    """Return a path as text, such as `nodes[0].device.memory`."""
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")
 
 
@@ -309,7 +321,7 @@ def _not_plain(
 
 
 def printable(text: str) -> str:
-    """Return a text that every terminal and every reader of UTF-8 takes: what is not printable stands as an escape."""
+    """Return a text with escapes for what is not printable, which every reader of UTF-8 takes."""
     return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
@@ -322,12 +334,12 @@ def _validate(noun: type[AnyNoun], document: Document) -> AnyNoun:
         for detail in error.errors(include_url=False):
             problem = _problem(noun, detail, document)
             problems.setdefault((problem.path, problem.what), problem)
-        raise together(list(problems.values()), document.source) from None
+        raise join_problems(list(problems.values()), document.source) from None
 
 
 def _problem(noun: type[BaseModel], detail: Any, document: Document) -> SpecError:
-    kind, given, context = detail["type"], detail["input"], detail.get("ctx", {})
-    path, place = _reached(noun, detail["loc"], document.data)
+    kind, got, context = detail["type"], detail["input"], detail.get("ctx", {})
+    path, place = _locate(noun, detail["loc"], document.data)
     source = _where(document, path)
     if kind in ("extra_forbidden", "unexpected_keyword_argument"):
         return _unknown_key(noun, place, path, source)
@@ -344,16 +356,14 @@ def _problem(noun: type[BaseModel], detail: Any, document: Document) -> SpecErro
             allowed=cause.allowed,
             hint=cause.hint,
         )
-    if isinstance(given, (Mapping, list)) and (kind == "value_error" or len(repr(given)) > GIVEN_LENGTH_MAX):
-        given = None  # the message names the parts; the whole section would hide them
+    if isinstance(got, (Mapping, list)) and (kind == "value_error" or len(repr(got)) > GIVEN_LENGTH_MAX):
+        got = None  # the message names the parts; the whole section would hide them
     what, allowed = (str(cause), "") if kind == "value_error" else _what_and_allowed(kind, detail["msg"], context)
-    return SpecError(
-        what, source=source, path=dotted(path), got=given, allowed=allowed, hint=_hint(kind, given, context)
-    )
+    return SpecError(what, source=source, path=dotted(path), got=got, allowed=allowed, hint=_hint(kind, got, context))
 
 
 def _where(document: Document, path: Path) -> str:
-    """`job.yaml:12`, the line of the nearest path that stands in the file."""
+    """Return the line of the nearest path that stands in the file, such as `job.yaml:12`."""
     while path and path not in document.lines:
         path = path[:-1]
     line = document.lines.get(path)
@@ -378,24 +388,24 @@ def _what_and_allowed(kind: str, message: str, context: Mapping[str, Any]) -> tu
     return message, ""
 
 
-def _hint(kind: str, given: object, context: Mapping[str, Any]) -> str:
-    if kind in ("enum", "literal_error") and isinstance(given, str):
-        words = re.findall(r"'([^']*)'", str(context["expected"]))
-        near = closest(given, words)
+def _hint(kind: str, got: object, context: Mapping[str, Any]) -> str:
+    if kind in ("enum", "literal_error") and isinstance(got, str):
+        choices = re.findall(r"'([^']*)'", str(context["expected"]))
+        near = closest(got, choices)
         return f"did you mean {near!r}?" if near else ""
-    if kind == "string_type" and isinstance(given, (int, float, bool)):
-        return f'write it in quotes: "{given}"'
-    if given is None and kind != "value_error":
+    if kind == "string_type" and isinstance(got, (int, float, bool)):
+        return f'write it in quotes: "{got}"'
+    if got is None and kind != "value_error":
         return "nothing stands behind the key: give it a value or remove it"
     return ""
 
 
 def _unknown_key(noun: type[BaseModel], place: type, path: Path, source: str) -> SpecError:
-    key, known = str(path[-1]), _fields(place)
+    key, fields = str(path[-1]), _fields(place)
     if place is JobSpec:
-        known |= {"array": str, "sweep": str, "max_concurrent": str}  # a file's, which is many jobs
+        fields |= {"array": str, "sweep": str, "max_concurrent": str}  # a file's, which is many jobs
     elsewhere = [where for where in _places(noun) if where[-1] == key]
-    near = closest(key, known) or next((name for name in known if key in name), None)
+    near = closest(key, fields) or next((name for name in fields if key in name), None)
     distant = difflib.get_close_matches(key, [str(where[-1]) for where in _places(noun)], n=1, cutoff=0.8)
     if place is JobSpec and key in PLAN_SETTINGS:
         hint = f"`plan: {{{key}: ...}}` or `--plan {key}=...` pins it; without, orc chooses it"
@@ -410,26 +420,26 @@ def _unknown_key(noun: type[BaseModel], place: type, path: Path, source: str) ->
         hint = f"did you mean `{dotted(next(where for where in _places(noun) if where[-1] == distant[0]))}`?"
     else:
         hint = ""
-    return SpecError("unknown key", source=source, path=dotted(path), got=key, allowed=", ".join(known), hint=hint)
+    return SpecError("unknown key", source=source, path=dotted(path), got=key, allowed=", ".join(fields), hint=hint)
 
 
 # ------------------------------------------------------------------------------------------------ the tree of nouns
 
 
-def _reached(noun: type, loc: Sequence[str | int], data: Any) -> tuple[Path, type]:
-    """The part of a pydantic location that is a path of the file, and the noun whose key its last part is."""
+def _locate(noun: type, loc: Sequence[str | int], data: Any) -> tuple[Path, type]:
+    """Return the part of a pydantic location that is a path of the file, and the noun that has its last key."""
     path: list[str | int] = []
     place, kind = noun, noun
     for part in loc:
-        known = _fields(kind)
+        fields = _fields(kind)
         if isinstance(part, int) and isinstance(data, dict):  # words are validated as pairs: this one by its number
             keys = [*data]
             return (*path, *keys[part : part + 1]), place
-        if isinstance(part, str) and not known:
+        if isinstance(part, str) and not fields:
             break  # inside a value: the rest names members of a union
         path.append(part)
         if isinstance(part, str):
-            place, kind = kind, known.get(part, str)
+            place, kind = kind, fields.get(part, str)
             data = data.get(part) if isinstance(data, dict) else None
         else:
             data = data[part] if isinstance(data, list) and part < len(data) else None
@@ -437,7 +447,7 @@ def _reached(noun: type, loc: Sequence[str | int], data: Any) -> tuple[Path, typ
 
 
 def _places(noun: type, path: Path = (), above: tuple[type, ...] = ()) -> Iterator[Path]:
-    """Every path that a file of this noun may say, nearest to the top first; a noun inside itself is said once."""
+    """Yield every path that a file of this noun may have, the shortest first; a noun inside itself comes once."""
     fields = {name: kind for name, kind in _fields(noun).items() if kind not in (*above, noun)}
     yield from ((*path, name) for name in fields)
     for name, kind in fields.items():
@@ -445,10 +455,10 @@ def _places(noun: type, path: Path = (), above: tuple[type, ...] = ()) -> Iterat
 
 
 def _fields(noun: type) -> dict[str, type]:
-    """Keys that a file may say of a noun, and the noun (or other type) of each; empty for anything that is no noun."""
+    """Return the keys that a file may have of a noun, with the type of each; empty for what is no noun."""
     if issubclass(noun, BaseModel):
-        said = {name: field for name, field in noun.model_fields.items() if IN_NO_SCHEMA not in field.metadata}
-        return {name: _noun_of(field.annotation) for name, field in said.items()}
+        fields = {name: field for name, field in noun.model_fields.items() if IN_NO_SCHEMA not in field.metadata}
+        return {name: _noun_of(field.annotation) for name, field in fields.items()}
     if dataclasses.is_dataclass(noun):
         hints = get_type_hints(noun)
         return {field.name: _noun_of(hints[field.name]) for field in dataclasses.fields(noun)}
@@ -456,7 +466,7 @@ def _fields(noun: type) -> dict[str, type]:
 
 
 def _noun_of(annotation: Any) -> type:
-    """The noun inside `Annotated`, `X | None` and `tuple[X, ...]`; str where there is none."""
+    """Return the noun inside `Annotated`, `X | None` and `tuple[X, ...]`; str where there is none."""
     if get_origin(annotation) in (Annotated, Union, types.UnionType, tuple):
         inner = (_noun_of(part) for part in get_args(annotation) if part is not Ellipsis)
         return next((noun for noun in inner if _is_noun(noun)), str)

@@ -12,7 +12,7 @@ from orchestrator.specs.plan_fields import PlanFields
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan(PlanFields):
-    """One legal way to run a job. An illegal combination raises IllegalPlan and is never constructed."""
+    """A legal way to run a job. An illegal combination raises IllegalPlan and is never constructed."""
 
     def __post_init__(self) -> None:
         reason = why_illegal(self)
@@ -21,11 +21,11 @@ class Plan(PlanFields):
 
 
 def share_heads(heads: int, kv_heads: int, layout: ParallelLayout) -> bool:
-    """Whether context-parallel ranks can share the heads that a tensor-parallel rank has.
+    """Return whether context-parallel ranks can share the heads of a tensor-parallel rank.
 
-    Each has as many queries. Of keys and values each has as many, or as many ranks have each of them.
+    Each gets as many heads of queries. Each gets as many of keys and values, or as many ranks share one of them.
     """
-    own, kv = heads // layout.tp, kv_heads // layout.tp
-    if heads % layout.tp or kv_heads % layout.tp or own % layout.cp:
+    queries, kv = heads // layout.tp, kv_heads // layout.tp
+    if heads % layout.tp or kv_heads % layout.tp or queries % layout.cp:
         return False
     return kv % layout.cp == 0 or layout.cp % kv == 0

@@ -24,7 +24,7 @@ from orchestrator.specs.errors import refuse_unknown
 from orchestrator.specs.mechanics import Fsdp2, Mechanics, Replicated, ScriptFsdp, Zero, mechanics_of
 
 
-def _declared(
+def _declare(
     degradation: Degradation,
     *,
     short: Callable[[PlanFields], Sequence[str]] | None = None,
@@ -34,8 +34,8 @@ def _declared(
     alias: str = "",
     least: int = 1,
 ) -> dict[str, Any]:
-    """What is declared of a field of `PlanFields` beside its type and default; `Setting` describes each part."""
-    said = {
+    """Return the metadata of a field of `PlanFields`; `Setting` describes each part."""
+    declaration = {
         "degradation": degradation,
         "short": short,
         "rows": rows,
@@ -44,33 +44,33 @@ def _declared(
         "alias": alias,
         "least": least,
     }
-    return {"setting": said}  # under a key of its own, since pydantic reads keys such as `alias` as its own
+    return {"setting": declaration}  # under a key of its own, since pydantic reads keys such as `alias` as its own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanFields:
-    """What a plan says, legal or not; `specs.plan.Plan` is a legal one.
+    """The settings of a plan, legal or not; `specs.plan.Plan` is a legal one.
 
     Each field declares its setting: planning, `orc estimate --set`, records and job files read SETTINGS.
     """
 
-    engine: Engine = field(metadata=_declared(Degradation.EXACT))
+    engine: Engine = field(metadata=_declare(Degradation.EXACT))
     layout: ParallelLayout = field(
         default=ParallelLayout(),
-        metadata=_declared(
+        metadata=_declare(
             Degradation.EXACT,
             short=lambda plan: _layout_in_short(plan),
             rows=lambda plan: _layout_in_rows(plan),
         ),
     )
     # Copies of the shards: hybrid sharding cuts over dp / dp_replicate ranks.
-    dp_replicate: int = field(default=1, metadata=_declared(Degradation.EXACT))
+    dp_replicate: int = field(default=1, metadata=_declare(Degradation.EXACT))
     # So many data-parallel ranks hold other experts of every layer: like `dp_replicate` it adds no ranks.
     expert_parallel: int = field(
         default=1,
-        metadata=_declared(
+        metadata=_declare(
             Degradation.EXACT,
-            short=lambda plan: _where(f"ep{plan.expert_parallel}", plan.expert_parallel > 1),
+            short=lambda plan: _list_if(f"ep{plan.expert_parallel}", plan.expert_parallel > 1),
             rows=lambda plan: {"expert_parallel": str(plan.expert_parallel)} if plan.expert_parallel > 1 else {},
             alias="ep",
         ),
@@ -78,9 +78,9 @@ class PlanFields:
     # 1: 1F1B; more: interleaved 1F1B (arXiv:2104.04473, section 2.2).
     pipeline_stages_per_rank: int = field(
         default=1,
-        metadata=_declared(
+        metadata=_declare(
             Degradation.EXACT,
-            short=lambda plan: _where(
+            short=lambda plan: _list_if(
                 f"{plan.pipeline_stages_per_rank} stages a rank", plan.pipeline_stages_per_rank > 1
             ),
         ),
@@ -88,7 +88,7 @@ class PlanFields:
     # Layers of the first and of the last pipeline stage, which have embedding and head beside; 0: an even share.
     first_stage_layers: int = field(
         default=0,
-        metadata=_declared(
+        metadata=_declare(
             Degradation.EXACT,
             short=lambda plan: _end_in_short(plan.first_stage_layers, "first"),
             rows=lambda plan: _row_where("first_stage_layers", plan.first_stage_layers),
@@ -97,7 +97,7 @@ class PlanFields:
     )
     last_stage_layers: int = field(
         default=0,
-        metadata=_declared(
+        metadata=_declare(
             Degradation.EXACT,
             short=lambda plan: _end_in_short(plan.last_stage_layers, "last"),
             rows=lambda plan: _row_where("last_stage_layers", plan.last_stage_layers),
@@ -105,21 +105,21 @@ class PlanFields:
         ),
     )
     zero_stage: ZeroStage = field(
-        default=ZeroStage.NONE, metadata=_declared(Degradation.EXACT, short=lambda plan: _sharding_in_short(plan))
+        default=ZeroStage.NONE, metadata=_declare(Degradation.EXACT, short=lambda plan: _sharding_in_short(plan))
     )
     micro_batch_size: int = field(
-        metadata=_declared(
+        metadata=_declare(
             Degradation.EXACT,
             short=lambda plan: [f"micro {plan.micro_batch_size}x{plan.gradient_accumulation_steps}"],
             alias="micro_batch",
         )
     )
     gradient_accumulation_steps: int = field(
-        default=1, metadata=_declared(Degradation.EXACT, alias="gradient_accumulation")
+        default=1, metadata=_declare(Degradation.EXACT, alias="gradient_accumulation")
     )
     activation_checkpointing: ActivationCheckpointing = field(
         default=ActivationCheckpointing.NONE,
-        metadata=_declared(
+        metadata=_declare(
             Degradation.EXACT,
             short=lambda plan: {
                 ActivationCheckpointing.NONE: [],
@@ -132,7 +132,7 @@ class PlanFields:
     # script's layers that keep everything else.
     full_checkpointing_layers: int = field(
         default=0,
-        metadata=_declared(
+        metadata=_declare(
             Degradation.EXACT,
             short=lambda plan: _partial_in_short(plan),
             rows=lambda plan: _row_where("full_checkpointing_layers", plan.full_checkpointing_layers),
@@ -142,45 +142,45 @@ class PlanFields:
     # Whether what full checkpointing keeps, the layers' inputs, waits in host memory.
     activation_offload: bool = field(
         default=False,
-        metadata=_declared(
+        metadata=_declare(
             Degradation.EXACT,
-            short=lambda plan: _where("layers' inputs on host", plan.activation_offload),
+            short=lambda plan: _list_if("layers' inputs on host", plan.activation_offload),
             rows=lambda plan: {"activation_offload": "true"} if plan.activation_offload else {},
         ),
     )
     offload: Offload = field(
         default=Offload.NONE,
-        metadata=_declared(
+        metadata=_declare(
             Degradation.EXACT,
-            short=lambda plan: _where(
+            short=lambda plan: _list_if(
                 f"{plan.offload} on {'host' if plan.offload_target is OffloadTarget.CPU else 'NVMe'}",
                 plan.offload is not Offload.NONE,
             ),
         ),
     )
-    offload_target: OffloadTarget = field(default=OffloadTarget.CPU, metadata=_declared(Degradation.EXACT))
+    offload_target: OffloadTarget = field(default=OffloadTarget.CPU, metadata=_declare(Degradation.EXACT))
     precision: Precision = field(
         default=Precision.FP32,
-        metadata=_declared(
+        metadata=_declare(
             Degradation.NUMERIC,
-            short=lambda plan: _where(plan.precision, plan.precision is not Precision.FP32),
+            short=lambda plan: _list_if(plan.precision, plan.precision is not Precision.FP32),
             cheaper=(Precision.BF16, Precision.FP16),
         ),
     )
     optimizer: Optimizer = field(
         default=Optimizer.ADAMW,
-        metadata=_declared(
+        metadata=_declare(
             Degradation.NUMERIC,
-            short=lambda plan: _where(plan.optimizer, plan.optimizer is not Optimizer.ADAMW),
+            short=lambda plan: _list_if(plan.optimizer, plan.optimizer is not Optimizer.ADAMW),
             cheaper=(Optimizer.ADAMW_8BIT,),
             is_given=False,
         ),
     )
     master_weights: MasterWeights = field(
         default=MasterWeights.FP32,
-        metadata=_declared(
+        metadata=_declare(
             Degradation.NUMERIC,
-            short=lambda plan: _where("master weights in bf16", plan.master_weights is MasterWeights.BF16),
+            short=lambda plan: _list_if("master weights in bf16", plan.master_weights is MasterWeights.BF16),
             rows=lambda plan: {"master_weights": "bf16"} if plan.master_weights is MasterWeights.BF16 else {},
             cheaper=(MasterWeights.BF16,),
         ),
@@ -188,16 +188,16 @@ class PlanFields:
     # Whether each parameter is updated, and its gradient let go, as soon as that is whole.
     optimizer_in_backward: bool = field(
         default=False,
-        metadata=_declared(
+        metadata=_declare(
             Degradation.EXACT,
-            short=lambda plan: _where("optimizer in backward", plan.optimizer_in_backward),
+            short=lambda plan: _list_if("optimizer in backward", plan.optimizer_in_backward),
             rows=lambda plan: {"optimizer_in_backward": "true"} if plan.optimizer_in_backward else {},
         ),
     )
     # Of a script's ZeRO stages; ours follow from the engine.
     sharding: Sharding = field(
         default=Sharding.DEEPSPEED,
-        metadata=_declared(
+        metadata=_declare(
             Degradation.EXACT,
             rows=lambda plan: {"sharding": plan.sharding.value} if plan.sharding is Sharding.FSDP else {},
             is_given=False,
@@ -206,7 +206,7 @@ class PlanFields:
     # Of a script: (phase, samples) of the phases outside training whose batch size was lowered.
     phase_batch_sizes: tuple[tuple[str, int], ...] = field(
         default=(),
-        metadata=_declared(
+        metadata=_declare(
             Degradation.EXACT,
             short=lambda plan: [f"{phase} {samples}" for phase, samples in plan.phase_batch_sizes],
             rows=lambda plan: {f"{phase}_batch_size": str(samples) for phase, samples in plan.phase_batch_sizes},
@@ -216,7 +216,7 @@ class PlanFields:
     # Tokens per sample; None where a script keeps its own.
     sequence_length: int | None = field(
         default=None,
-        metadata=_declared(
+        metadata=_declare(
             Degradation.SEMANTIC,
             rows=lambda plan: {} if plan.sequence_length is None else {"sequence_length": str(plan.sequence_length)},
         ),
@@ -238,24 +238,24 @@ class PlanFields:
         return mechanics_of(self.engine, self.zero_stage, self.sharding, ranks, self.dp_replicate, is_pipelined)
 
 
-def _where(words: str, is_said: bool) -> list[str]:
-    return [words] if is_said else []
+def _list_if(text: str, is_said: bool) -> list[str]:
+    return [text] if is_said else []
 
 
 def _layout_in_short(plan: PlanFields) -> list[str]:
     layout = plan.layout
-    words = [f"{plan.world_size} gpu{'s' if plan.world_size > 1 else ''}", f"dp{layout.dp}"]
-    return words + [f"{axis}{getattr(layout, axis)}" for axis in AXES[1:] if getattr(layout, axis) > 1]
+    parts = [f"{plan.world_size} gpu{'s' if plan.world_size > 1 else ''}", f"dp{layout.dp}"]
+    return parts + [f"{axis}{getattr(layout, axis)}" for axis in AXES[1:] if getattr(layout, axis) > 1]
 
 
 def _layout_in_rows(plan: PlanFields) -> dict[str, str]:
     degrees = {axis: getattr(plan.layout, axis) for axis in AXES}
-    told = {axis: str(degree) for axis, degree in degrees.items() if axis != "cp" or degree > 1}
-    return {"gpus": str(plan.world_size)} | told
+    rows = {axis: str(degree) for axis, degree in degrees.items() if axis != "cp" or degree > 1}
+    return {"gpus": str(plan.world_size)} | rows
 
 
 def _end_in_short(layers: int, end: str) -> list[str]:
-    return _where(f"{layers} layer{'s' if layers > 1 else ''} {end}", layers > 0)
+    return _list_if(f"{layers} layer{'s' if layers > 1 else ''} {end}", layers > 0)
 
 
 def _row_where(name: str, number: int) -> dict[str, str]:
@@ -264,8 +264,8 @@ def _row_where(name: str, number: int) -> dict[str, str]:
 
 def _partial_in_short(plan: PlanFields) -> list[str]:
     layers, stages = plan.full_checkpointing_layers, plan.layout.pp * plan.pipeline_stages_per_rank
-    words = f"full in {layers} layer{'s' if layers > 1 else ''}{' a stage' if stages > 1 else ''}"
-    return _where(words, layers > 0)
+    text = f"full in {layers} layer{'s' if layers > 1 else ''}{' a stage' if stages > 1 else ''}"
+    return _list_if(text, layers > 0)
 
 
 def _sharding_in_short(plan: PlanFields) -> list[str]:

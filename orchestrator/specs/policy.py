@@ -90,15 +90,15 @@ class PolicySpec(SpecModel):
     )
 
     @model_validator(mode="after")
-    def _counts_what_is_said(self) -> PolicySpec:
-        said = {"objective": self.objective is not Objective.COMPLETION, "teams": bool(self.teams)}
-        unread = [f"`{key}`" for key, is_said in said.items() if is_said]
+    def _check_order(self) -> PolicySpec:
+        settings = {"objective": self.objective is not Objective.COMPLETION, "teams": bool(self.teams)}
+        unread = [f"`{key}`" for key, is_said in settings.items() if is_said]
         if self.order is not Order.ADAPTIVE and unread:
             raise ValueError(f"order {self.order.value!r} does not read {' and '.join(unread)}: order 'adaptive' does")
         return self
 
     @model_validator(mode="after")
-    def _said_once(self) -> PolicySpec:
+    def _check_distinct(self) -> PolicySpec:
         for kind, names in (
             ("team", [team.name for team in self.teams]),
             ("user", [user for team in self.teams for user in team.users]),
@@ -109,18 +109,18 @@ class PolicySpec(SpecModel):
         return self
 
     @model_validator(mode="after")
-    def _shared_by_somebody(self) -> PolicySpec:
+    def _check_half_life(self) -> PolicySpec:
         if self.half_life != HALF_LIFE_S and not self.teams:
             raise ValueError("`half_life` counts what teams have used: name `teams`, or leave it out")
         return self
 
     def team_of(self, user: str) -> TeamSpec:
-        """The team that names the user; OTHERS, with one share unless the policy says more, where none does."""
+        """Return the team that names the user, or OTHERS, with one share unless the policy says more."""
         return self._teams.get(user, self._others)
 
     @property
     def is_shared(self) -> bool:
-        """Whether it counts whose turn it is: where teams are named. Elsewhere only priority and what is due count."""
+        """Whether teams are named; else only priority and deadlines count."""
         return bool(self.teams)
 
     @property

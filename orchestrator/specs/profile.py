@@ -12,7 +12,7 @@ from orchestrator.specs.str_enum import StrEnum
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossChunks:
-    """What a loss that goes through its tokens in chunks holds meanwhile, above what its segment saves."""
+    """Bytes that a loss in chunks of tokens holds, above what its segment saves."""
 
     chunk_tokens: int
     sample_tokens: int
@@ -193,8 +193,13 @@ class ModelProfile:
         return self._hash
 
     def fragmentation_of(self, mode: ActivationCheckpointing | None) -> float:
-        """That under this kind of checkpointing; of None the least of all; 1 where nothing is known."""
-        return min((factor for each, factor in self.fragmentation if mode in (each, None)), default=1.0)
+        """Return the factor of fragmentation under a kind of checkpointing; 1 where none is known.
+
+        None stands for all kinds: the least factor counts.
+        """
+        return min(
+            (factor for measured_mode, factor in self.fragmentation if mode in (measured_mode, None)), default=1.0
+        )
 
     @cached_property
     def _hash(self) -> int:
@@ -209,16 +214,16 @@ class ModelProfile:
         return sum(segment.count * segment.trained_parameters for segment in self.segments)
 
     def gathered(self, segment: Segment) -> int:
-        """Of the parameters of one part, those that a rank computes with: it has no other rank's experts."""
+        """Return the number of parameters of one part with which a rank computes: it has no other rank's experts."""
         return segment.parameters - segment.experts + segment.experts // self.expert_parallel
 
     def made(self, segment: Segment) -> int:
-        """Of what is trained of one part, that of which a rank makes a gradient."""
+        """Return the number of trained parameters of one part of which a rank makes a gradient."""
         return segment.trained_parameters - segment.experts + segment.experts // self.expert_parallel
 
     @cached_property
     def gathered_parameters(self) -> int:
-        """Of all parameters, those that a rank computes with."""
+        """Number of all parameters with which a rank computes."""
         return sum(segment.count * self.gathered(segment) for segment in self.segments)
 
     @cached_property
@@ -232,17 +237,17 @@ class ModelProfile:
 
     @cached_property
     def boundary_bytes(self) -> int:
-        """Per sample, what one layer hands to the next on this rank."""
+        """Bytes per sample that one layer hands to the next on this rank."""
         return max(self.segments, key=lambda segment: segment.count).checkpointed_bytes
 
     @cached_property
     def layer_inputs_bytes(self) -> int:
-        """Per sample, what full checkpointing keeps of all layers."""
+        """Bytes per sample that full checkpointing keeps of all layers."""
         return sum(segment.count * segment.checkpointed_bytes for segment in self.segments if segment.is_unit)
 
     @cached_property
     def forward_flops(self) -> float:
-        """Per sample."""
+        """FLOPs of the forward pass per sample."""
         return sum(segment.count * segment.forward_flops for segment in self.segments)
 
 

@@ -68,12 +68,12 @@ class JobFolder:
 
 
 def uploads_folder(home: str | Path) -> Path:
-    """Where files from other machines lie."""
+    """Return the folder of files from other machines."""
     return Path(home) / "uploads"
 
 
-def uploaded(home: str | Path, path: str) -> tuple[Path, Path] | None:
-    """The root of the upload that `path` lies in, and the path below it; None for other paths."""
+def find_upload(home: str | Path, path: str) -> tuple[Path, Path] | None:
+    """Return the root of the upload that `path` lies in, and the path below it; None for other paths."""
     uploads = uploads_folder(home)
     if not path.startswith(f"{uploads}/"):
         return None
@@ -100,7 +100,7 @@ class AttemptFolder:
         return self.path / f"system.{node}.jsonl"
 
     def systems(self) -> list[Path]:
-        """The samples that nodes have written."""
+        """Return the files of the samples that nodes have written, in order."""
         return sorted(self.path.glob("system.*.jsonl"))
 
     def log(self, rank: int) -> Path:
@@ -136,7 +136,7 @@ class GuardSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingRun:
-    """One attempt as our engines see it."""
+    """An attempt as our engines see it."""
 
     model: ModelSpec
     data: DataSpec
@@ -162,7 +162,7 @@ class TrainingRun:
 
 
 def training_run_from_json(data: dict[str, Any]) -> TrainingRun:
-    """The TrainingRun that `dataclasses.asdict` wrote."""
+    """Return the TrainingRun that `dataclasses.asdict` wrote."""
     return TrainingRun(
         **{
             **data,

@@ -14,7 +14,7 @@ from orchestrator.specs.plan import Plan
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """One field of a Plan, as everything outside of memory and cost formulas knows it."""
+    """A field of a Plan, as everything outside of memory and cost formulas knows it."""
 
     name: str
     kind: Any  # its type
@@ -29,18 +29,18 @@ class Setting:
 
     @cached_property
     def keys(self) -> tuple[str, ...]:
-        """Names under which `--set` takes it."""
+        """Names under which `--set` takes the setting."""
         return AXES if self.kind is ParallelLayout else (self.name,)
 
     @cached_property
     def choices(self) -> dict[str, Any]:
-        """Its values by their text; empty where it is a number."""
+        """Possible values by their text; empty where the setting is a number."""
         if self.kind is bool:
             return {text_of(value): value for value in (False, True)}
         return {text_of(value): value for value in self.kind} if _is_enum(self.kind) else {}
 
     def from_json(self, value: Any) -> Any:
-        """The value that `dataclasses.asdict` and JSON made of one."""
+        """Return the value that `dataclasses.asdict` and JSON wrote."""
         if self.kind is ParallelLayout:
             return ParallelLayout(**value)
         if _is_enum(self.kind):
@@ -52,25 +52,25 @@ def _is_enum(kind: Any) -> bool:
     return isinstance(kind, type) and issubclass(kind, Enum)
 
 
-def _of_plan() -> tuple[Setting, ...]:
+def _plan_settings() -> tuple[Setting, ...]:
     kinds = get_type_hints(Plan)
     return tuple(
-        Setting(name=one.name, kind=kinds[one.name], usual=one.default, **one.metadata["setting"])
-        for one in fields(Plan)
+        Setting(name=field.name, kind=kinds[field.name], usual=field.default, **field.metadata["setting"])
+        for field in fields(Plan)
     )
 
 
-SETTINGS = _of_plan()  # in the order in which people read them
+SETTINGS = _plan_settings()  # in the order in which people read them
 
 
 def plan_from_json(data: dict[str, Any]) -> Plan:
-    """The plan that `dataclasses.asdict` wrote. Raises IllegalPlan where it names an illegal one."""
-    return Plan(**{one.name: one.from_json(data[one.name]) for one in SETTINGS})
+    """Return the plan that `dataclasses.asdict` wrote. Raises IllegalPlan where that is illegal."""
+    return Plan(**{setting.name: setting.from_json(data[setting.name]) for setting in SETTINGS})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """One setting that differs between two plans, as people read it."""
+    """A setting that differs between two plans, as people read it."""
 
     setting: str
     before: str
@@ -81,22 +81,22 @@ class Change:
 
 
 def settings(plan: Plan) -> dict[str, str]:
-    """The plan flattened to `setting: value` text, in the order in which people read it."""
+    """Return the plan's settings as text by name, in the order in which people read them."""
     flat: dict[str, str] = {}
-    for one in SETTINGS:
-        flat |= {one.name: text_of(getattr(plan, one.name))} if one.rows is None else one.rows(plan)
+    for setting in SETTINGS:
+        flat |= {setting.name: text_of(getattr(plan, setting.name))} if setting.rows is None else setting.rows(plan)
     return flat | {"global_batch_size": str(plan.global_batch_size)}
 
 
 def text_of(value: Any) -> str:
-    """A setting's value in one word."""
+    """Return a setting's value in one word."""
     if isinstance(value, bool):
         return str(value).lower()
     return str(int(value)) if isinstance(value, int) else str(value)
 
 
 def changes(before: Plan, after: Plan) -> tuple[Change, ...]:
-    """Every setting in which two plans differ; empty where they are equal."""
+    """Return every setting in which two plans differ; () where they are equal."""
     old, new = settings(before), settings(after)
     return tuple(
         Change(setting=name, before=old.get(name, "-"), after=new.get(name, "-"))
@@ -105,12 +105,16 @@ def changes(before: Plan, after: Plan) -> tuple[Change, ...]:
     )
 
 
-def degradation(asked: Mapping[str, Any], plan: Plan) -> Degradation:
-    """The worst class among the settings that are not as `asked` (values by name); EXACT where all are."""
-    changed = (one for one in SETTINGS if one.name in asked and asked[one.name] != getattr(plan, one.name))
-    return max((one.degradation for one in changed), default=Degradation.EXACT)
+def degradation(request: Mapping[str, Any], plan: Plan) -> Degradation:
+    """Return the worst class among the settings that differ from `request` (values by name); EXACT where none does."""
+    changed = (
+        setting
+        for setting in SETTINGS
+        if setting.name in request and request[setting.name] != getattr(plan, setting.name)
+    )
+    return max((setting.degradation for setting in changed), default=Degradation.EXACT)
 
 
 def in_short(plan: Plan) -> str:
-    """The plan in a line: `2 gpus · dp2 · ZeRO-3 · micro 4x2 · checkpointing`."""
-    return " · ".join(words for one in SETTINGS if one.short is not None for words in one.short(plan))
+    """Return the plan in a line: `2 gpus · dp2 · ZeRO-3 · micro 4x2 · checkpointing`."""
+    return " · ".join(text for setting in SETTINGS if setting.short is not None for text in setting.short(plan))

@@ -28,7 +28,7 @@ class SpecModel(BaseModel):
 
 
 def _split_command(command: object) -> object:
-    """A command string cut as a POSIX shell would cut it; it never reaches a shell."""
+    """Return a command string split as a POSIX shell would split it; it never reaches a shell."""
     return tuple(shlex.split(command)) if isinstance(command, str) else command
 
 
@@ -44,10 +44,10 @@ Command = Annotated[
     ),
 ]
 
-Words = Annotated[  # a mapping of words that can be hashed
+StringMap = Annotated[  # a mapping of words that can be hashed
     tuple[tuple[str, Word], ...],
     Field(max_length=WORDS_MAX),
-    BeforeValidator(lambda words: tuple(words.items()) if isinstance(words, dict) else words),
+    BeforeValidator(lambda raw: tuple(raw.items()) if isinstance(raw, dict) else raw),
     PlainSerializer(dict, return_type=dict[str, str]),
     WithJsonSchema({"type": "object", "additionalProperties": {"type": "string"}}),
 ]
@@ -57,17 +57,17 @@ VARIABLE = r"^[^=\s]{1,255}$"
 Variable = Annotated[str, Field(pattern=VARIABLE)]  # name of an environment variable
 
 
-def _are_variables(words: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
-    for name, _ in words:
+def _check_variables(variables: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
+    for name, _ in variables:
         if re.fullmatch(VARIABLE, name) is None:
             raise ValueError(f"no name of an environment variable: {name[:80]!r} (without = and spaces, at most 255)")
-    return words
+    return variables
 
 
-Environment = Annotated[Words, AfterValidator(_are_variables)]
+Environment = Annotated[StringMap, AfterValidator(_check_variables)]
 
 
-def _compiles(pattern: str) -> str:
+def _check_pattern(pattern: str) -> str:
     try:
         re.compile(pattern)
     except re.error as error:
@@ -75,35 +75,35 @@ def _compiles(pattern: str) -> str:
     return pattern
 
 
-def _counts(pattern: str) -> str:
-    if re.compile(_compiles(pattern)).groups != 1:
+def _check_counter(pattern: str) -> str:
+    if re.compile(_check_pattern(pattern)).groups != 1:
         raise ValueError(r"the pattern needs one group, around the number that counts up: 'epoch (\d+)'")
     return pattern
 
 
-def _measures(pattern: str) -> str:
-    if re.compile(_compiles(pattern)).groups != 1:
+def _check_number(pattern: str) -> str:
+    if re.compile(_check_pattern(pattern)).groups != 1:
         raise ValueError(r"the pattern needs one group, around the value: 'eval_loss=(\S+)'")
     return pattern
 
 
-Pattern = Annotated[str, AfterValidator(_compiles), WithJsonSchema({"type": "string", "format": "regex"})]
-Counter = Annotated[str, AfterValidator(_counts), WithJsonSchema({"type": "string", "format": "regex"})]
+Pattern = Annotated[str, AfterValidator(_check_pattern), WithJsonSchema({"type": "string", "format": "regex"})]
+Counter = Annotated[str, AfterValidator(_check_counter), WithJsonSchema({"type": "string", "format": "regex"})]
 
-Number = Annotated[str, AfterValidator(_measures), WithJsonSchema({"type": "string", "format": "regex"})]
+Number = Annotated[str, AfterValidator(_check_number), WithJsonSchema({"type": "string", "format": "regex"})]
 
 
 def json_schema_of(noun: type[SpecModel]) -> dict[str, Any]:
-    """JSON Schema (2020-12) of a file of this noun; its defaults stand as a file says them, `10min` for 600.0."""
+    """Return the JSON Schema (2020-12) of a file of this noun; defaults stand as in a file, `10min` for 600.0."""
     schema = {"$schema": "https://json-schema.org/draft/2020-12/schema"} | noun.model_json_schema()
     for section in (schema, *schema.setdefault("$defs", {}).values()):
         for key in section.get("properties", {}).values():
             if "default" in key:
-                key["default"] = _as_a_file_says_it(key["default"], key)
+                key["default"] = _default_in_file(key["default"], key)
     return schema
 
 
-def _as_a_file_says_it(default: object, key: dict[str, Any]) -> object:
+def _default_in_file(default: object, key: dict[str, Any]) -> object:
     if default == [] and key.get("type") == "object":
         return {}
     if isinstance(default, bool) or not isinstance(default, int | float):

@@ -26,7 +26,7 @@ class Reservation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """What was asked for lately: device-seconds of submitted jobs by their length, as they counted at a time."""
+    """Device-seconds of recently submitted jobs by their length, decayed to `at_s`."""
 
     since_s: float  # of the first of them
     at_s: float
@@ -35,7 +35,7 @@ class Demand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """What attempts of a user that gave their devices back had used, as it counted at a time."""
+    """Device-seconds of a user's attempts that have given their devices back, decayed to `at_s`."""
 
     user: str
     device_s: float
@@ -44,9 +44,9 @@ class Usage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
-    """Everything that a decision may need. Replaced, never changed.
+    """Everything that a decision may need. It is replaced, never changed.
 
-    A job that has ended and given back all its devices is no part of it any more: see Archive.
+    It drops a job that has ended and given back all its devices: see Archive.
     """
 
     jobs: InstanceOf[Jobs] = field(default_factory=Jobs)

@@ -1,4 +1,4 @@
-"""What is a word of ours? Enumerations of strings, as enum.StrEnum, which interpreters before Python 3.11 do not have.
+"""Enumerations of strings, as enum.StrEnum, which interpreters before Python 3.11 do not have.
 
 Standard library only: the guard brings these into the process of a script, whose interpreter is its own.
 """

@@ -32,5 +32,5 @@ class Suspension:
 
     @property
     def place(self) -> str:
-        """`n0`, or `device 3 of n0`."""
+        """The node or the device as text, such as `n0` or `device 3 of n0`."""
         return self.node if self.device is None else f"device {self.device} of {self.node}"

@@ -19,7 +19,7 @@ DURATION_PATTERN = r"^[0-9]+(\.[0-9]+)? ?(s|min|h|d)$"
 
 
 def parse_bytes(text: object) -> int:
-    """Bytes said by `1.5GiB` or, in decimal units, `1.5GB`. Raises ValueError with the allowed units."""
+    """Return the bytes of `1.5GiB` or, in decimal units, `1.5GB`. Raises ValueError with the allowed units."""
     number, unit = _split(text, "a size such as 1.5GiB", BINARY_UNITS)
     sizes = DECIMAL_UNITS | BINARY_UNITS
     if unit in sizes:
@@ -30,7 +30,7 @@ def parse_bytes(text: object) -> int:
 
 
 def parse_bandwidth(text: object) -> int:
-    """Bytes per second said by `450GB/s` (decimal, as data sheets write it). Raises ValueError."""
+    """Return the bytes per second of `450GB/s` (decimal, as data sheets write it). Raises ValueError."""
     number, unit = _split(text, "a bandwidth such as 450GB/s", DECIMAL_UNITS)
     if unit.endswith("/s") and unit[:-2] in DECIMAL_UNITS:
         return round(number * DECIMAL_UNITS[unit[:-2]])
@@ -38,7 +38,7 @@ def parse_bandwidth(text: object) -> int:
 
 
 def parse_seconds(text: object) -> float:
-    """Seconds said by `90s`, `10min` or `2h`. Raises ValueError with the allowed units."""
+    """Return the seconds of `90s`, `10min` or `2h`. Raises ValueError with the allowed units."""
     number, unit = _split(text, "a duration such as 10min", SECOND_UNITS)
     if unit in SECOND_UNITS:
         return number * SECOND_UNITS[unit]
@@ -53,9 +53,9 @@ _UNITS_OF = {
 
 
 def in_words(number: float, pattern: str) -> str | float:
-    """The number in the largest unit of the pattern that leaves one decimal at most, such as `12.5GB/s`.
+    """Return the number in the largest unit of the pattern that leaves one decimal at most, such as `12.5GB/s`.
 
-    The number itself where the pattern is of none of the three units.
+    A number whose pattern has none of the three units is returned as it is.
     """
     if pattern not in _UNITS_OF:
         return number
@@ -75,7 +75,7 @@ def _split(text: object, example: str, units: dict[str, int]) -> tuple[float, st
 
 
 def format_bytes(count: float) -> str:
-    """`count` bytes for people: three significant digits in the largest binary unit below it."""
+    """Return `count` bytes for people: three significant digits in the largest binary unit below it."""
     for unit in ("TiB", "GiB", "MiB", "KiB"):
         if abs(count) >= BINARY_UNITS[unit]:
             return f"{count / BINARY_UNITS[unit]:.2f} {unit}" if unit != "KiB" else f"{count / 2**10:.0f} KiB"
@@ -83,7 +83,7 @@ def format_bytes(count: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """`seconds` for people: `0.213 s`, `42 s`, `12 min`, `3.4 h`."""
+    """Return `seconds` for people: `0.213 s`, `42 s`, `12 min`, `3.4 h`."""
     if seconds < 10:
         return f"{seconds:.3g} s"
     if seconds < 120:
@@ -92,7 +92,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_probability(probability: float) -> str:
-    """`probability` for people: `98.7 %`, and never quite a certainty: a model of errors said it."""
+    """Return `probability` for people, such as `98.7 %`; never a certainty, since a model of errors gave it."""
     if probability > 0.999:
         return "> 99.9 %"
     return "< 0.1 %" if 0 < probability < 0.001 else f"{100 * probability:.1f} %"

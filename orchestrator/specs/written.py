@@ -1,4 +1,4 @@
-"""What text says this plain data? YAML that `specs.parse.read_document` reads as the same data."""
+"""Writes plain data as YAML that `specs.parse.read_document` reads as the same data."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _Dumper.add_representer(str, _string)
 
 
 def as_yaml(data: Any) -> str:
-    """YAML of plain data, keys in their order, one per line."""
+    """Return plain data as YAML, keys in their order, one per line."""
     return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=WIDTH)
 
 
 def as_yaml_line(data: Any) -> str:
-    """YAML of plain data in one line, such as `{min: 1, max: 2}`."""
+    """Return plain data as YAML in one line, such as `{min: 1, max: 2}`."""
     text = yaml.dump(data, Dumper=_Dumper, sort_keys=False, width=WIDTH, default_flow_style=True)
     return text.removesuffix("\n").removesuffix("\n...")

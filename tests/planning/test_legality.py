@@ -38,8 +38,8 @@ def plant(monkeypatch: pytest.MonkeyPatch, is_illegal: Callable[[Plan], bool]) -
 
 def forget() -> None:
     """Let the frontiers go that other rules gave."""
-    search._remembered.cache_clear()
-    search._as_told.cache_clear()
+    search._cached_frontier.cache_clear()
+    search._frontier_at_speeds.cache_clear()
 
 
 @pytest.mark.parametrize("rule", PLANTED)

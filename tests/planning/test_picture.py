@@ -16,7 +16,7 @@ from orchestrator.planning.picture import (
     Picture,
     Point,
     byte_ticks,
-    drawn,
+    draw_lines,
     second_ticks,
 )
 
@@ -57,7 +57,7 @@ STAIRS = Picture(
 @given(pictures)
 @settings(deadline=None)
 def test_every_line_is_within_its_width_and_the_axes_meet(picture: Picture) -> None:
-    lines = drawn(picture)
+    lines = draw_lines(picture)
     assert max(map(len, lines)) <= COLUMNS <= 80
     body = [line[LABEL_COLUMNS] for line in lines[1:-2]]
     assert set(body[:-1]) <= {"│", "┤"}
@@ -94,7 +94,7 @@ def test_times_are_labelled_in_round_numbers_of_their_unit(low: float, high: flo
 
 
 def test_faster_is_further_left_heavier_is_higher_and_the_line_lies_between() -> None:
-    lines = drawn(STAIRS)
+    lines = draw_lines(STAIRS)
     places = [
         next((row, line.index(SYMBOLS[mark])) for row, line in enumerate(lines) if SYMBOLS[mark] in line)
         for mark in (Mark.TOO_BIG, Mark.REFUTED, Mark.CHOSEN, Mark.FITS)
@@ -106,10 +106,10 @@ def test_faster_is_further_left_heavier_is_higher_and_the_line_lies_between() ->
 
 
 def test_attempts_stand_beside_their_marks_and_the_legend_names_what_occurs() -> None:
-    lines = drawn(STAIRS)
+    lines = draw_lines(STAIRS)
     text = "\n".join(lines)
     assert "✗1" in text
     assert "●2" in text
     assert lines[-1].strip().split("   ") == ["● chosen", "✗ ran out of memory", "○ fits", "· too big"]
     few = Picture(device="device", capacity_bytes=MIB, points=STAIRS.points[-1:])
-    assert drawn(few)[-1].strip() == "○ fits"
+    assert draw_lines(few)[-1].strip() == "○ fits"

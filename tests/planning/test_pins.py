@@ -16,7 +16,7 @@ from orchestrator.planning.search import frontier, plans
 from orchestrator.specs.choices import ActivationCheckpointing
 from orchestrator.specs.cluster import DeviceKind
 from orchestrator.specs.errors import SpecError
-from orchestrator.specs.job.pins import agrees, pins_of
+from orchestrator.specs.job.pins import has_pins, pins_of
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.parse import parse_job
 from orchestrator.specs.plan import Plan
@@ -32,7 +32,7 @@ SCRIPT = "name: a\nglobal_batch_size: 8\ncommand: python train.py\n"
 
 def has(plan: Plan, pins: tuple[tuple[str, Any], ...]) -> bool:
     said = dict(pins)
-    return agrees(plan, said) and agrees(plan.layout, said)
+    return has_pins(plan, said) and has_pins(plan.layout, said)
 
 
 @settings(max_examples=examples(30), deadline=None)

@@ -14,7 +14,7 @@ import pytest
 import orchestrator
 from orchestrator.memory.estimate import estimate
 from orchestrator.planning.cost import step_s
-from orchestrator.planning.families import asked_settings
+from orchestrator.planning.families import requested_settings
 from orchestrator.planning.profiles import profile_for
 from orchestrator.planning.search import frontier, plans
 from orchestrator.specs.choices import Degradation, Engine, Optimizer, ParallelLayout, Precision, Sharding, ZeroStage
@@ -93,4 +93,4 @@ def test_the_class_of_a_candidate_is_that_of_the_settings_in_which_it_differs(al
     spec = job(degrade=degrade, precision=Precision.FP32)
     found = frontier(spec, MACHINE).candidates
     assert {one.degradation for one in found} == set(range(Degradation[allow.upper()] + 1))
-    assert all(one.degradation == degradation(asked_settings(spec), one.plan) for one in found)
+    assert all(one.degradation == degradation(requested_settings(spec), one.plan) for one in found)

@@ -67,13 +67,13 @@ choices = st.lists(
 
 @given(choices)
 def test_what_is_taken_is_never_slower_than_the_fastest_beyond_the_error_of_their_ratio(drawn: list[Choice]) -> None:
-    taken, fastest = drawn[Rule().preferred(drawn)], min(drawn, key=lambda choice: choice.seconds)
+    taken, fastest = drawn[Rule().choose(drawn)], min(drawn, key=lambda choice: choice.seconds)
     assert math.log(taken.seconds / fastest.seconds) <= SPREAD_MAX + 1e-9
 
 
 @given(choices)
 def test_nothing_within_the_error_of_the_fastest_is_trusted_more_than_what_is_taken(drawn: list[Choice]) -> None:
-    taken, fastest = drawn[Rule().preferred(drawn)], min(drawn, key=lambda choice: choice.seconds)
+    taken, fastest = drawn[Rule().choose(drawn)], min(drawn, key=lambda choice: choice.seconds)
     for choice in drawn:
         if math.log(choice.seconds / fastest.seconds) < ratio_spread(choice.plan, fastest.plan):
             assert trust(choice.plan) >= trust(taken.plan)
@@ -85,7 +85,7 @@ def test_the_order_in_which_plans_come_changes_nothing(drawn: list[Choice], rand
     shuffled = list(drawn)
     random.shuffle(shuffled)  # type: ignore[attr-defined]
     if len(seconds) == len(drawn):
-        assert shuffled[Rule().preferred(shuffled)].plan == drawn[Rule().preferred(drawn)].plan
+        assert shuffled[Rule().choose(shuffled)].plan == drawn[Rule().choose(drawn)].plan
 
 
 @given(choices, st.data())
@@ -94,7 +94,7 @@ def test_a_plan_that_ran_here_stays_until_another_is_faster_beyond_the_error(
 ) -> None:
     ran = data.draw(st.sampled_from(drawn))
     taken, fastest = (
-        drawn[Rule(incumbents=frozenset({ran.plan})).preferred(drawn)],
+        drawn[Rule(incumbents=frozenset({ran.plan})).choose(drawn)],
         min(drawn, key=lambda choice: choice.seconds),
     )
     stays = math.log(ran.seconds / fastest.seconds) <= ratio_spread(ran.plan, fastest.plan)
@@ -106,7 +106,7 @@ def test_after_an_out_of_memory_failure_engine_and_mechanics_stay_where_that_cos
     drawn: list[Choice], before: Plan
 ) -> None:
     fastest = min(drawn, key=lambda choice: choice.seconds)
-    taken = drawn[Rule(before=before).preferred(drawn)]
+    taken = drawn[Rule(before=before).choose(drawn)]
     alike = [choice for choice in drawn if kind(choice.plan) == kind(before)]
     if any(math.log(choice.seconds / fastest.seconds) < RECOVERY_SPREAD for choice in alike):
         assert kind(taken.plan) == kind(before)
@@ -114,14 +114,14 @@ def test_after_an_out_of_memory_failure_engine_and_mechanics_stay_where_that_cos
 
 @given(choices)
 def test_who_wants_the_fastest_plan_gets_it(drawn: list[Choice]) -> None:
-    taken = drawn[Rule(is_fastest=True).preferred(drawn)]
+    taken = drawn[Rule(is_fastest=True).choose(drawn)]
     assert taken.seconds == min(choice.seconds for choice in drawn)
 
 
 @given(choices)
 def test_across_nodes_only_plans_of_the_fastest_ones_kind_are_near(drawn: list[Choice]) -> None:
     crossing = [choice._replace(crosses_nodes=True) for choice in drawn]
-    taken, fastest = crossing[Rule().preferred(crossing)], min(crossing, key=lambda choice: choice.seconds)
+    taken, fastest = crossing[Rule().choose(crossing)], min(crossing, key=lambda choice: choice.seconds)
     assert kind(taken.plan) == kind(fastest.plan) or taken.seconds == fastest.seconds
 
 

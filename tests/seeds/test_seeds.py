@@ -22,7 +22,7 @@ def test_a_job_file_changes_in_paths_and_sizes_alone(project: ModuleType, case: 
     plain = edited(project, Case(where=case.where, mib=case.mib, words={}, sizes={}), paths, {})
     for name in ("launch", "precision", "success", "progress", "phases", "training", "retries", "degrade", "config"):
         assert getattr(spec, name, None) == getattr(plain, name, None), name
-    for (name, knob), (_, before) in zip(spec.knobs.each(), plain.knobs.each(), strict=True):
+    for (name, knob), (_, before) in zip(spec.knobs.items(), plain.knobs.items(), strict=True):
         sizes = {"default": None, "values": (), "also": ()}
         assert knob.model_copy(update=sizes) == before.model_copy(update=sizes), name
 

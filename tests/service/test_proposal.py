@@ -111,7 +111,7 @@ def test_flags_of_argparse_are_read_and_never_run_in_the_modules_beside_it_too(t
     _, spec = proposed(tmp_path, ARGPARSE)
     assert spec.command == ("python", "my_train.py", "--data", "DATA")
     assert spec.global_batch_size == 64, "its own batch of 32, accumulated twice"
-    said = {name: (knob.flag or knob.switch, knob.default) for name, knob in spec.knobs.each()}
+    said = {name: (knob.flag or knob.switch, knob.default) for name, knob in spec.knobs.items()}
     assert said == {
         "micro_batch_size": ("--batch-size", 32),
         "gradient_accumulation_steps": ("--grad-accum", 2),
@@ -129,7 +129,7 @@ def test_flags_of_argparse_are_read_and_never_run_in_the_modules_beside_it_too(t
 def test_flags_of_typer_are_read_from_parameters(tmp_path: Path) -> None:
     _, spec = proposed(tmp_path, TYPER)
     assert spec.command == ("python", "my_train.py", "DATA")
-    assert [(name, knob.flag or knob.switch, knob.default) for name, knob in spec.knobs.each()] == [
+    assert [(name, knob.flag or knob.switch, knob.default) for name, knob in spec.knobs.items()] == [
         ("micro_batch_size", "--bs", 4),
         ("gradient_accumulation_steps", "--accumulate", 1),
         ("activation_checkpointing", "--use-checkpoint", None),

@@ -105,7 +105,7 @@ def test_a_yaml_driven_trainer_has_its_file_copied_with_each_plan(environment: P
     _, spec = proposed(environment, "llamafactory-cli train train.yaml")
     assert spec.config is not None
     assert (spec.config.file, spec.config.flag, spec.precision) == ("train.yaml", None, Precision.BF16)
-    keys = {name: knob.key for name, knob in spec.knobs.each()}
+    keys = {name: knob.key for name, knob in spec.knobs.items()}
     assert keys["output_dir"] == "output_dir"
     assert keys["resume_from"] == "resume_from_checkpoint"
     assert spec.success.artifacts == ("*.safetensors",)

@@ -22,7 +22,7 @@ from orchestrator.specs.cluster import UserSpec
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.paths import paths_of
 from orchestrator.specs.job_record import Job
-from orchestrator.specs.run import AttemptFolder, JobFolder, uploaded, uploads_folder
+from orchestrator.specs.run import AttemptFolder, JobFolder, find_upload, uploads_folder
 
 USERS = "users"
 SHARED = ("jobs", USERS, "uploads")  # folders of the home through which ranks reach their own
@@ -91,7 +91,7 @@ def hand_over(identity: Identity, home: Path, job: Job, number: int, request: La
     os.chown(folder.path, os.geteuid(), identity.gid)
     folder.path.chmod(ENTER_GROUP)
     for _, named in paths_of(job.spec):
-        if (upload := uploaded(home, named)) is not None:
+        if (upload := find_upload(home, named)) is not None:
             _show(upload[0], uploads_folder(home))
 
 

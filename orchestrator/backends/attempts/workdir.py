@@ -15,7 +15,7 @@ from orchestrator.backends.attempts.durable import write_durably
 from orchestrator.specs.errors import OrchestratorError
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.replace import replace
-from orchestrator.specs.run import JobFolder, uploaded
+from orchestrator.specs.run import JobFolder, find_upload
 
 NO_SECTION = "knob key {key!r}: there is nothing to set inside a value of the config file"
 
@@ -93,7 +93,7 @@ def link_all_but(source: Path, file: str, target: Path) -> Path:
 
 def with_own_workdir(job: Job, home: Path) -> Job:
     """The job with its own copy of an uploaded working directory; other jobs as they are."""
-    upload = uploaded(home, job.spec.workdir or "")
+    upload = find_upload(home, job.spec.workdir or "")
     if upload is None:
         return job
     copy = JobFolder(home, job.id).workdir / upload[1]
@@ -102,7 +102,7 @@ def with_own_workdir(job: Job, home: Path) -> Job:
 
 def copy_upload(job: Job, home: Path) -> None:
     """Make the job's own copy of an uploaded working directory; one that exists stays. Raises OSError."""
-    upload, folder = uploaded(home, job.spec.workdir or ""), JobFolder(home, job.id)
+    upload, folder = find_upload(home, job.spec.workdir or ""), JobFolder(home, job.id)
     target = folder.workdir
     if upload is None or target.exists():
         return

@@ -248,7 +248,7 @@ def best_of_each(fitting: Iterable[SizeOption], rule: Rule) -> tuple[SizeOption,
 
 def _best(options: Sequence[SizeOption], rule: Rule) -> SizeOption:
     choices = [option.choice for option in options]
-    taken = rule.preferred(choices)
+    taken = rule.choose(choices)
     fastest = min(choices, key=attrgetter("seconds"))
     return options[taken] if choices[taken] is fastest else replace(options[taken], fastest=fastest)
 

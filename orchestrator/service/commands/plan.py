@@ -11,7 +11,7 @@ from orchestrator.memory.calibration.correction import corrected_bytes, is_known
 from orchestrator.memory.estimate import estimate
 from orchestrator.planning.cost import Hardware, step_s
 from orchestrator.planning.explain import why_nothing_fits, why_passed_over
-from orchestrator.planning.families import asked_settings
+from orchestrator.planning.families import requested_settings
 from orchestrator.planning.frontier import (
     Candidate,
     fit_probability,
@@ -47,7 +47,7 @@ from orchestrator.specs.job.pins import GIVEN, SHORT, check_in_backward, setting
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.observation import Observation
-from orchestrator.specs.parse import Override, together
+from orchestrator.specs.parse import Override, join_problems
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import ModelProfile, Source
 from orchestrator.specs.replace import replace
@@ -226,7 +226,7 @@ def _choose(
         fill = view["needed_bytes"] / view["capacity_bytes"]
         return Choice(plan, view["step_s"], fill, plan.world_size > hardware.devices_per_node)
 
-    best = [indices[rule.preferred([choice(index) for index in indices])] for _, indices in sorted(by_width.items())]
+    best = [indices[rule.choose([choice(index) for index in indices])] for _, indices in sorted(by_width.items())]
     chosen = best[rule.widths([choice(index) for index in best])[-1]]
     fastest = min(by_width[candidates[chosen].plan.world_size], key=lambda index: views[index]["step_s"])
     return chosen, why_passed_over(choice(chosen), choice(fastest))
@@ -366,7 +366,7 @@ def given_plan(spec: JobSpec, given: Sequence[Override]) -> Plan:
     said = {SHORT.get(key, key): text for key, text in given}
     problems = [unknown_setting(key, text, "--set") for key, text in said.items() if key not in GIVEN]
     if problems:
-        raise together(problems, "--set")
+        raise join_problems(problems, "--set")
     values = {key: setting_value(GIVEN[key], key, text, "--set") for key, text in said.items()}
     if values.get("optimizer_in_backward"):
         check_in_backward(spec.training.clip_norm, "--set optimizer_in_backward")
@@ -425,5 +425,5 @@ def _accumulation(spec: JobSpec, told: int | None, micro_batch_size: int, dp: in
 
 def _degradation(spec: JobSpec, plan: Plan) -> Degradation:
     """The class of the plan's change against what the job asks for; a script's own sequence length is not known."""
-    asked = asked_settings(spec)
+    asked = requested_settings(spec)
     return degradation(asked | {"sequence_length": plan.sequence_length} if spec.is_script else asked, plan)

@@ -87,7 +87,7 @@ from orchestrator.specs.fields import UserName
 from orchestrator.specs.job.paths import paths_of
 from orchestrator.specs.job_record import JobStatus
 from orchestrator.specs.parse import node_from_data
-from orchestrator.specs.run import uploaded
+from orchestrator.specs.run import find_upload
 
 ASK_AGAIN_S = 5  # after a commit whose outcome is not known: a service is started again by then
 ROLES = {  # needed by each route; one that is missing here needs an admin
@@ -194,7 +194,7 @@ def create_app(service: Service) -> FastAPI:
 def _used_uploads(service: Service) -> set[str]:
     """Digests of the uploads that live jobs name."""
     live = (job.spec for job in service.controller.state.jobs.values() if not job.status.ended)
-    found = (uploaded(service.home, path) for spec in live for _, path in paths_of(spec))
+    found = (find_upload(service.home, path) for spec in live for _, path in paths_of(spec))
     return {upload.parent.name for upload, _ in filter(None, found)}
 
 

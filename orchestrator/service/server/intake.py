@@ -18,7 +18,7 @@ from orchestrator.service.server.git import code_source
 from orchestrator.service.server.hub import CONFIG, HINT, hub_config
 from orchestrator.service.server.logins import DEFAULT_HOME
 from orchestrator.service.server.profiling import TraceScope, traced
-from orchestrator.specs.clock import known_zone, parse_deadline, parse_window
+from orchestrator.specs.clock import check_zone, parse_deadline, parse_window
 from orchestrator.specs.cluster import ClusterSpec
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.model import ModelSpec
@@ -26,7 +26,7 @@ from orchestrator.specs.job.paths import KINDS_OF_FILES, paths_of
 from orchestrator.specs.job.pins import SHORT
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job.trainer import is_python
-from orchestrator.specs.parse import Override, parse_cluster, parse_job, parse_jobs, together
+from orchestrator.specs.parse import Override, join_problems, parse_cluster, parse_job, parse_jobs
 from orchestrator.specs.replace import replace
 
 OWN_PYTHON = ("python", "python3")
@@ -123,7 +123,7 @@ def check_files(spec: JobSpec, source: str) -> None:
     """Raises SpecError where a file or folder that the job names does not exist on this machine."""
     problems = [*_missing_files(spec, source), *_missing_script(spec, source, with_programs=False)]
     if problems:
-        raise together(problems, source)
+        raise join_problems(problems, source)
 
 
 def _read(
@@ -150,7 +150,7 @@ def _read(
     if is_here and "workdir" not in there:
         problems += _missing_script(resolved, source, with_programs=to_run and not elsewhere)
     if problems:
-        raise together(problems, source)
+        raise join_problems(problems, source)
     here = frozenset(key for key, _ in paths_of(resolved) if key not in there)
     model = resolved.known_model
     if model is not None and not is_known(resolved):
@@ -266,7 +266,7 @@ def local_zone() -> str:
     linked = str(Path("/etc/localtime").resolve()).rpartition("zoneinfo/")[2]
     for name in (os.environ.get("TZ", "").removeprefix(":"), linked):
         with suppress(ValueError):
-            return known_zone(name)
+            return check_zone(name)
     return "UTC"
 
 
@@ -373,7 +373,7 @@ def _script_of(command: Sequence[str]) -> str | None:
 
 def _knobs_said_twice(spec: JobSpec, source: str) -> Iterator[SpecError]:
     """Errors for knobs whose flag or variable the job sets too: it would override the plan, or repeat the flag."""
-    for name, knob in spec.knobs.each():
+    for name, knob in spec.knobs.items():
         word = knob.flag or knob.switch or knob.override
         if word and any(said == word or said.startswith(f"{word}=") for said in spec.command or ()):
             yield SpecError(

@@ -13,7 +13,7 @@ from pathlib import Path
 from orchestrator.service.server.cluster_file import joined_nodes, keep_joined, with_joined
 from orchestrator.specs.cluster import ClusterSpec, NodeSpec
 from orchestrator.specs.errors import ServiceError, SpecError
-from orchestrator.specs.parse import together
+from orchestrator.specs.parse import join_problems
 
 LOOPBACK_PREFIX = "127."
 
@@ -62,7 +62,7 @@ def check_alike(service: Machine, here: Machine) -> None:
         hint = "mount the storage that the service's machine has there"
         problems.append(SpecError(what, path="home", got=here.home, allowed="one shared folder", hint=hint))
     if problems:
-        raise together(problems, "orc join")
+        raise join_problems(problems, "orc join")
 
 
 class Members:

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from orchestrator.memory.calibration.calibrate import EVEN
 from orchestrator.planning.explain import why_taken
-from orchestrator.planning.picture import SYMBOLS, Mark, Picture, Point, drawn
+from orchestrator.planning.picture import SYMBOLS, Mark, Picture, Point, draw_lines
 from orchestrator.service.commands.plan import CandidateView, Forecast
 from orchestrator.service.terminal.expected import coloured, local_minute
 from orchestrator.service.views.records import (
@@ -221,7 +221,7 @@ def _sentences(said: Sequence[str]) -> Table:
 
 def coloured_picture(picture: Picture) -> Text:
     """The picture with coloured marks."""
-    text = Text("\n".join(drawn(picture)), no_wrap=True)
+    text = Text("\n".join(draw_lines(picture)), no_wrap=True)
     for mark, symbol in SYMBOLS.items():
         text.highlight_words([symbol], MARK_STYLES[mark])
     text.highlight_regex(r"╌+| memory ends: .*?B ", "yellow")

@@ -9,7 +9,7 @@ from orchestrator.backends.attempts.ended_files import removal_words
 from orchestrator.service.transfer.archive import Limits, Listing, listed
 from orchestrator.specs.errors import ServiceError
 from orchestrator.specs.job_record import Job
-from orchestrator.specs.run import UPLOADED_AT_S, JobFolder, uploaded
+from orchestrator.specs.run import UPLOADED_AT_S, JobFolder, find_upload
 
 ENTRIES_MAX = 1_000_000  # of an output folder
 LIMITS = Limits(entries=ENTRIES_MAX, total_bytes=2**50)
@@ -22,7 +22,7 @@ def output_of(home: Path, job: Job) -> Listing:
     """
     folder, spec = JobFolder(home, job.id), job.spec
     in_workdir = spec.is_script and spec.knobs.output_dir is None
-    if in_workdir and uploaded(home, spec.workdir or "") is None:
+    if in_workdir and find_upload(home, spec.workdir or "") is None:
         raise ServiceError(f"{job.id} has no output folder: it writes to {spec.workdir} on the service's machine")
     try:
         if not in_workdir:

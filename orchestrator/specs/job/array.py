@@ -1,4 +1,4 @@
-"""Which jobs does an array say? One document with `{placeholders}` to one for each set of values."""
+"""Arrays of jobs: one document with `{placeholders}` becomes one document for each set of values."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ ALLOWED = "array: {lr: [1e-3, 1e-4], seed: [0, 1]} (all combinations), or a list
 _PLACEHOLDER = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)\}")
 
 
-def expanded(data: Mapping[str, Any], source: str) -> list[dict[str, Any]]:
-    """The document of each job of the array, in the order of its values. Raises SpecError.
+def expand_array(data: Mapping[str, Any], source: str) -> list[dict[str, Any]]:
+    """Return the document of each job of the array, in the order of its values. Raises SpecError.
 
     A value that is nothing but a placeholder becomes what stands for it, a number say; elsewhere its text is put in.
     Jobs of one array are of one family, also where their names differ.
     """
     rest = {key: value for key, value in data.items() if key not in ("array", "max_concurrent")}
-    rows = list(_rows(data["array"], source))
+    rows = list(_read_rows(data["array"], source))
     used = set(placeholders(rest))
     unused = [name for name in rows[0] if name not in used]
     if unused:
@@ -31,44 +31,44 @@ def expanded(data: Mapping[str, Any], source: str) -> list[dict[str, Any]]:
         raise SpecError(
             "no part of the job says this placeholder", source=source, path="array", got=unused[0], hint=hint
         )
-    max_concurrent = at_once(data, len(rows), source)
-    rest = in_one_family(rest)
+    max_concurrent = read_max_concurrent(data, len(rows), source)
+    rest = with_family(rest)
     return [
-        filled(rest, {INDEX: number, **row})
+        fill_placeholders(rest, {INDEX: number, **row})
         | {"member": {"number": number, "of": len(rows), "max_concurrent": max_concurrent}}
         for number, row in enumerate(rows)
     ]
 
 
-def at_once(data: Mapping[str, Any], otherwise: int, source: str) -> int:
-    """How many of the jobs run at once. Raises SpecError."""
-    said = data.get("max_concurrent", otherwise)
-    if not isinstance(said, int) or not 1 <= said <= JOBS_MAX:
+def read_max_concurrent(data: Mapping[str, Any], otherwise: int, source: str) -> int:
+    """Return how many of the jobs may run at once. Raises SpecError."""
+    count = data.get("max_concurrent", otherwise)
+    if not isinstance(count, int) or not 1 <= count <= JOBS_MAX:
         raise SpecError(
-            "not a number of jobs", source=source, path="max_concurrent", got=said, allowed=f"1 to {JOBS_MAX}"
+            "not a number of jobs", source=source, path="max_concurrent", got=count, allowed=f"1 to {JOBS_MAX}"
         )
-    return said
+    return count
 
 
-def in_one_family(data: Mapping[str, Any]) -> dict[str, Any]:
-    """The document with the family of its jobs: their name without what differs."""
+def with_family(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the document with the family of its jobs: their name without its placeholders."""
     if not isinstance(data.get("name"), str):
         return dict(data)
     family = re.sub(rf"[-_.]*{_PLACEHOLDER.pattern}", "", data["name"])
     return {"family": family.strip("-_.") or "array"} | dict(data)
 
 
-def _rows(said: object, source: str) -> Iterator[dict[str, Any]]:
-    """The values of each job."""
-    if isinstance(said, dict) and said and all(isinstance(values, list) and values for values in said.values()):
+def _read_rows(array: object, source: str) -> Iterator[dict[str, Any]]:
+    """Yield the values of each job. Raises SpecError."""
+    if isinstance(array, dict) and array and all(isinstance(values, list) and values for values in array.values()):
         count = 1
-        for values in said.values():
+        for values in array.values():
             count *= len(values)
         _check_count(count, source)
-        rows: Sequence[dict[str, Any]] = [dict(zip(said, values, strict=True)) for values in product(*said.values())]
-    elif isinstance(said, list) and said and all(isinstance(row, dict) and row for row in said):
-        _check_count(len(said), source)
-        rows = said
+        rows: Sequence[dict[str, Any]] = [dict(zip(array, values, strict=True)) for values in product(*array.values())]
+    elif isinstance(array, list) and array and all(isinstance(row, dict) and row for row in array):
+        _check_count(len(array), source)
+        rows = array
     else:
         raise SpecError("not the values of an array", source=source, path="array", allowed=ALLOWED)
     for row in rows:
@@ -89,7 +89,7 @@ def _check_count(count: int, source: str) -> None:
 
 
 def placeholders(value: object) -> Iterator[str]:
-    """The names in braces that a part of a document says."""
+    """Yield the names in braces of a part of a document."""
     if isinstance(value, str):
         yield from _PLACEHOLDER.findall(value)
     elif isinstance(value, dict):
@@ -101,13 +101,13 @@ def placeholders(value: object) -> Iterator[str]:
             yield from placeholders(inner)
 
 
-def filled(value: Any, row: Mapping[str, Any]) -> Any:
-    """The value with the row's in the place of placeholders; braces that are none of them stay."""
+def fill_placeholders(value: Any, row: Mapping[str, Any]) -> Any:
+    """Return the value with the row's values in the place of placeholders; other braces stay."""
     if isinstance(value, str):
         whole = _PLACEHOLDER.fullmatch(value)
         if whole and whole[1] in row:
             return row[whole[1]]
         return _PLACEHOLDER.sub(lambda match: str(row.get(match[1], match[0])), value)
     if isinstance(value, dict):
-        return {filled(key, row): filled(inner, row) for key, inner in value.items()}
-    return [filled(inner, row) for inner in value] if isinstance(value, list) else value
+        return {fill_placeholders(key, row): fill_placeholders(inner, row) for key, inner in value.items()}
+    return [fill_placeholders(inner, row) for inner in value] if isinstance(value, list) else value

@@ -1,4 +1,4 @@
-"""What does the trainer of a common framework take? Knobs, launch and log lines that a job need not say."""
+"""Knobs, launch and log lines of the trainers of common frameworks, which a job need not declare."""
 
 from __future__ import annotations
 
@@ -263,62 +263,62 @@ assert tuple(_FRAMEWORKS) == get_args(Framework)
 
 
 def knobs_of(framework: str) -> dict[str, Any]:
-    """The knobs of a framework's trainers, as a job file says them."""
+    """Return the knobs of a framework's trainers, as a job file has them."""
     return dict(_FRAMEWORKS[framework]["knobs"])
 
 
 def launch_of(framework: str) -> str:
-    """Who starts the ranks of a framework's trainers."""
+    """Return who starts the ranks of a framework's trainers, as `launch` of a job file."""
     return str(_FRAMEWORKS[framework]["launch"])
 
 
-def completed(said: Mapping[str, Any]) -> dict[str, Any]:
-    """The data of a job, with what its `trainer` leaves unsaid; what is said already stays, null included.
+def fill_defaults(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the data of a job with the defaults of its `trainer`; keys that the job has stay, null included.
 
-    Batch size, accumulation and precision in the command are taken out of it, as defaults of their knobs and as the
-    job's precision; recomputation in the command stays there, and is no knob then. A script whose precision nobody says
-    keeps its own. Doing it again changes nothing.
+    Batch size, accumulation and precision in the command move out of it, into the defaults of their knobs and the job's
+    precision. Recomputation in the command stays there, and is no knob then. A script for which nobody sets a precision
+    keeps its own. A second call changes nothing.
     """
-    known, command = _FRAMEWORKS.get(str(said.get("trainer"))), said.get("command")
-    words = _words(command)
-    if known is None or not words or not isinstance(said.get("knobs", {}), Mapping):
-        return dict(said)
-    told: dict[str, Any] = {**known, "launch": said.get("launch", known["launch"])}
-    own, knobs = said.get("knobs", {}), dict[str, Any]()
-    for name, knob in known["knobs"].items():
+    defaults, command = _FRAMEWORKS.get(str(data.get("trainer"))), data.get("command")
+    argv = _split_command(command)
+    if defaults is None or not argv or not isinstance(data.get("knobs", {}), Mapping):
+        return dict(data)
+    additions: dict[str, Any] = {**defaults, "launch": data.get("launch", defaults["launch"])}
+    job_knobs, knobs = data.get("knobs", {}), dict[str, Any]()
+    for name, knob in defaults["knobs"].items():
         if knob == "derived":
-            knobs |= {} if name in own else {name: knob}
-        elif name not in own and (knob.get("accelerate") is None or told["launch"] == "accelerate"):
+            knobs |= {} if name in job_knobs else {name: knob}
+        elif name not in job_knobs and (knob.get("accelerate") is None or additions["launch"] == "accelerate"):
             knobs[name] = knob
-        elif isinstance(own.get(name), Mapping) and not any(own[name].get(way) is not None for way in WAYS):
-            knobs[name] = {**knob, **own[name]}  # the same way, with a default of its own
+        elif isinstance(job_knobs.get(name), Mapping) and not any(job_knobs[name].get(way) is not None for way in WAYS):
+            knobs[name] = {**knob, **job_knobs[name]}  # the same way, with a default of its own
     for name in ("micro_batch_size", "gradient_accumulation_steps"):
         if isinstance(knobs.get(name), Mapping):
-            knobs[name], words = _with_default(knobs[name], words)
-    if _is_said(knobs.get("activation_checkpointing"), words):
+            knobs[name], argv = _take_default(knobs[name], argv)
+    if _is_in_command(knobs.get("activation_checkpointing"), argv):
         knobs["activation_checkpointing"] = None
-    if "precision" in knobs and "precision" not in said:
-        precision, words = _precision(knobs["precision"], words)
-        told |= {} if precision is None else {"precision": precision}
+    if "precision" in knobs and "precision" not in data:
+        precision, argv = _take_precision(knobs["precision"], argv)
+        additions |= {} if precision is None else {"precision": precision}
         knobs |= {"precision": None} if precision is None else {}
-    flag = CONFIG_FLAG.get(str(said["trainer"]))
-    if flag is not None and "config" not in said:
-        file, words = taken(words, flag)
-        told |= {} if file is None else {"config": {"file": file, "flag": flag}}
-    if said["trainer"] in READS_FIRST_FILE and "config" not in said:
-        files = [word for word in words if word.endswith((".yaml", ".yml")) and not word.startswith(("/", "-"))]
-        told |= {"config": {"file": files[0]}} if files else {}
+    flag = CONFIG_FLAG.get(str(data["trainer"]))
+    if flag is not None and "config" not in data:
+        file, argv = take_flag(argv, flag)
+        additions |= {} if file is None else {"config": {"file": file, "flag": flag}}
+    if data["trainer"] in READS_FIRST_FILE and "config" not in data:
+        files = [word for word in argv if word.endswith((".yaml", ".yml")) and not word.startswith(("/", "-"))]
+        additions |= {"config": {"file": files[0]}} if files else {}
     for section in ("resume", "phases"):
-        if isinstance(said.get(section, {}), Mapping):
-            told[section] = {**known.get(section, {}), **said.get(section, {})}
-    return {**said, **{key: told[key] for key in told if key not in said or key in ("resume", "phases")}} | {
-        "command": words,
-        "knobs": {**own, **knobs},
+        if isinstance(data.get(section, {}), Mapping):
+            additions[section] = {**defaults.get(section, {}), **data.get(section, {})}
+    return {**data, **{key: additions[key] for key in additions if key not in data or key in ("resume", "phases")}} | {
+        "command": argv,
+        "knobs": {**job_knobs, **knobs},
     }
 
 
-def _words(command: object) -> tuple[str, ...]:
-    """The words of a command, or none where it says nothing that can be read: its own check says why."""
+def _split_command(command: object) -> tuple[str, ...]:
+    """Return the words of a command; () where they cannot be read, since another check says why."""
     if isinstance(command, str):
         try:
             return tuple(shlex.split(command))
@@ -327,56 +327,56 @@ def _words(command: object) -> tuple[str, ...]:
     return tuple(map(str, command)) if isinstance(command, Sequence) else ()
 
 
-def taken(words: tuple[str, ...], flag: str) -> tuple[str | None, tuple[str, ...]]:
-    """The value that a flag has in a command, `true` for a bare one, and the command without it."""
-    for index, word in enumerate(words):
+def take_flag(argv: tuple[str, ...], flag: str) -> tuple[str | None, tuple[str, ...]]:
+    """Return the value of a flag in a command (`true` for a bare one, None without it), and the command without it."""
+    for index, word in enumerate(argv):
         if word.startswith(f"{flag}="):
-            return word.partition("=")[2], words[:index] + words[index + 1 :]
+            return word.partition("=")[2], argv[:index] + argv[index + 1 :]
         if word == flag:
-            bare = index + 1 == len(words) or words[index + 1].startswith("-")
-            value = "true" if bare else words[index + 1]
-            return value, words[:index] + words[index + (1 if bare else 2) :]
-    return None, words
+            bare = index + 1 == len(argv) or argv[index + 1].startswith("-")
+            value = "true" if bare else argv[index + 1]
+            return value, argv[:index] + argv[index + (1 if bare else 2) :]
+    return None, argv
 
 
-def cut_over_ranks(trainer: str | None, command: Sequence[str]) -> tuple[str, str] | None:
-    """The first option with its degree by which a command cuts its model over ranks; None where it does not."""
+def find_cut_option(trainer: str | None, command: Sequence[str]) -> tuple[str, str] | None:
+    """Return the first option by which a command cuts its model over ranks, and its degree; None without one."""
     for flag in CUTS_OVER_RANKS.get(str(trainer), ()):
-        degree, _ = taken(tuple(command), flag)
+        degree, _ = take_flag(tuple(command), flag)
         if degree not in (None, "1"):
             return flag, str(degree)
     return None
 
 
-def switched_on(command: Sequence[str], flag: str) -> bool:
-    """Whether a command turns a flag on, as HfArgumentParser reads it: bare, or `true`."""
-    return str(taken(tuple(command), flag)[0]).lower() == "true"
+def is_flag_on(command: Sequence[str], flag: str) -> bool:
+    """Return whether a command turns a flag on, as HfArgumentParser reads it: bare, or `true`."""
+    return str(take_flag(tuple(command), flag)[0]).lower() == "true"
 
 
-def _is_said(knob: Mapping[str, Any] | None, words: tuple[str, ...]) -> bool:
+def _is_in_command(knob: Mapping[str, Any] | None, argv: tuple[str, ...]) -> bool:
     word = (knob or {}).get("flag") or (knob or {}).get("switch")
-    return word is not None and taken(words, word)[0] is not None
+    return word is not None and take_flag(argv, word)[0] is not None
 
 
-def _with_default(knob: dict[str, Any], words: tuple[str, ...]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """A knob that starts from what the command says, with those that go with it, and what is left of the command."""
-    value, rest = taken(words, knob["flag"]) if "flag" in knob else (None, words)
+def _take_default(knob: dict[str, Any], argv: tuple[str, ...]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Return a knob and its `also` with their values in the command as defaults, and the rest of the command."""
+    value, rest = take_flag(argv, knob["flag"]) if "flag" in knob else (None, argv)
     if value is not None and value.isdecimal():
-        knob, words = {**knob, "default": int(value)}, rest
+        knob, argv = {**knob, "default": int(value)}, rest
     also = []
-    for one in knob.get("also", ()):
-        changed, words = _with_default(one, words)
+    for companion in knob.get("also", ()):
+        changed, argv = _take_default(companion, argv)
         also.append(changed)
-    return ({**knob, "also": also} if also else knob), words
+    return ({**knob, "also": also} if also else knob), argv
 
 
-def _precision(knob: Mapping[str, Any], words: tuple[str, ...]) -> tuple[str | None, tuple[str, ...]]:
-    """The precision that a command asks for in the words of this knob, and the command without them."""
-    asked = None
-    for one in (knob, *knob.get("also", ())):
-        value, rest = taken(words, one["flag"]) if "flag" in one else (None, words)
-        meant = {str(theirs).lower(): ours for ours, theirs in one["values"].items() if theirs is not False}
-        ours = value if value in get_args(_Precision) else meant.get(str(value))
-        if ours is not None or value == "false":
-            asked, words = ours or asked or "fp32", rest
-    return asked, words
+def _take_precision(knob: Mapping[str, Any], argv: tuple[str, ...]) -> tuple[str | None, tuple[str, ...]]:
+    """Return the precision that the options of this knob set in a command, and the command without them."""
+    precision = None
+    for option in (knob, *knob.get("also", ())):
+        value, rest = take_flag(argv, option["flag"]) if "flag" in option else (None, argv)
+        names = {str(word).lower(): name for name, word in option["values"].items() if word is not False}
+        choice = value if value in get_args(_Precision) else names.get(str(value))
+        if choice is not None or value == "false":
+            precision, argv = choice or precision or "fp32", rest
+    return precision, argv

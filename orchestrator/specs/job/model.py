@@ -321,7 +321,7 @@ class TrainingSpec:
 
 
 def model_from_json(data: dict[str, Any]) -> ModelSpec:
-    """The ModelSpec that `dataclasses.asdict` wrote."""
+    """Return the ModelSpec that `dataclasses.asdict` wrote."""
     decoder, lora = data["decoder"], data["lora"]
     return ModelSpec(
         **{
@@ -333,14 +333,14 @@ def model_from_json(data: dict[str, Any]) -> ModelSpec:
 
 
 def data_from_json(data: dict[str, Any]) -> DataSpec:
-    """The DataSpec that `dataclasses.asdict` wrote."""
+    """Return the DataSpec that `dataclasses.asdict` wrote."""
     return DataSpec(**_tuples(data, ("text", "chat", "tokens", "tensors")))
 
 
 def training_from_json(data: dict[str, Any]) -> TrainingSpec:
-    """The TrainingSpec that `dataclasses.asdict` wrote."""
-    words = {"optimizer": Optimizer(data["optimizer"]), "schedule": Schedule(data["schedule"])}
-    return TrainingSpec(**{**data, **words, "freeze": tuple(Freeze(**entry) for entry in data["freeze"])})
+    """Return the TrainingSpec that `dataclasses.asdict` wrote."""
+    enums = {"optimizer": Optimizer(data["optimizer"]), "schedule": Schedule(data["schedule"])}
+    return TrainingSpec(**{**data, **enums, "freeze": tuple(Freeze(**entry) for entry in data["freeze"])})
 
 
 def _tuples(data: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:

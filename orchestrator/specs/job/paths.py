@@ -15,20 +15,19 @@ Change = Callable[[str, str], str]  # (key, path) -> another path
 
 
 def with_paths(spec: JobSpec, change: Change) -> JobSpec:
-    """The job with other paths.
-
-    What may be a name or a word instead, such as `model.hf`, counts as a path where it looks like one.
-    """
+    """Return the job with other paths; a value such as `model.hf` counts where it looks like a path."""
     files: dict[str, Any] = {
         kind: tuple(change(f"data.{kind}[{index}]", file) for index, file in enumerate(getattr(spec.data, kind)))
         for kind in KINDS_OF_FILES
     }
-    data = replace(spec.data, tokenizer=_changed(change, "data.tokenizer", spec.data.tokenizer), **files)
+    data = replace(spec.data, tokenizer=_change_path(change, "data.tokenizer", spec.data.tokenizer), **files)
     changed: dict[str, object] = {"data": data}
     if spec.workdir is not None:
         changed["workdir"] = change("workdir", spec.workdir)
     if spec.resume.before is not None:
-        before = [_changed(change, f"resume.before[{index}]", word) for index, word in enumerate(spec.resume.before)]
+        before = [
+            _change_path(change, f"resume.before[{index}]", word) for index, word in enumerate(spec.resume.before)
+        ]
         changed["resume"] = spec.resume.model_copy(update={"before": tuple(before)})
     for key in ("model", "trains"):
         model = getattr(spec, key)
@@ -38,15 +37,15 @@ def with_paths(spec: JobSpec, change: Change) -> JobSpec:
 
 
 def paths_of(spec: JobSpec) -> Iterator[tuple[str, str]]:
-    """The key and the path of each path that the job names."""
-    found: list[tuple[str, str]] = []
+    """Yield the key and the path of each path that the job names."""
+    pairs: list[tuple[str, str]] = []
 
     def note(key: str, path: str) -> str:
-        found.append((key, path))
+        pairs.append((key, path))
         return path
 
     with_paths(spec, note)
-    yield from found
+    yield from pairs
 
 
 def _with_model_paths(model: ModelSpec, key: str, change: Change) -> ModelSpec:
@@ -54,9 +53,9 @@ def _with_model_paths(model: ModelSpec, key: str, change: Change) -> ModelSpec:
         file, colon, function = model.factory.rpartition(":")
         return replace(model, factory=f"{change(f'{key}.factory', file)}:{function}") if colon else model
     if isinstance(model.hf, str):
-        return replace(model, hf=_changed(change, f"{key}.hf", model.hf))
+        return replace(model, hf=_change_path(change, f"{key}.hf", model.hf))
     return model
 
 
-def _changed(change: Change, key: str, said: str | None) -> str | None:
-    return change(key, said) if said is not None and said.startswith(("/", "upload:")) else said
+def _change_path(change: Change, key: str, path: str | None) -> str | None:
+    return change(key, path) if path is not None and path.startswith(("/", "upload:")) else path

@@ -16,8 +16,10 @@ from orchestrator.specs.plan import Plan
 from orchestrator.specs.settings import SETTINGS, Setting, text_of
 from orchestrator.specs.spec_model import HISTORY
 
-GIVEN = {key: one for one in SETTINGS if one.is_given for key in one.keys}  # settings that people may give
-SHORT = {one.alias: one.name for one in SETTINGS if one.alias}
+GIVEN = {
+    key: setting for setting in SETTINGS if setting.is_given for key in setting.keys
+}  # settings that people may give
+SHORT = {setting.alias: setting.name for setting in SETTINGS if setting.alias}
 KNOB_OF = {  # of a script, by the setting that it takes; a pin of another one has to be its default
     "micro_batch_size": "micro_batch_size",
     "gradient_accumulation_steps": "gradient_accumulation_steps",
@@ -31,18 +33,16 @@ KNOB_OF = {  # of a script, by the setting that it takes; a pin of another one h
 }
 
 
-def unknown_setting(key: str, given: object, source: str = "") -> SpecError:
-    """The error for a name that is no setting."""
+def unknown_setting(key: str, raw: object, source: str = "") -> SpecError:
+    """Return the error for a name that is no setting."""
     near = closest(key, (*GIVEN, *SHORT))
     hint = f"did you mean {near!r}?" if near else ""
-    return SpecError(
-        "unknown setting of a plan", source=source, path=key, got=given, allowed=", ".join(GIVEN), hint=hint
-    )
+    return SpecError("unknown setting of a plan", source=source, path=key, got=raw, allowed=", ".join(GIVEN), hint=hint)
 
 
-def setting_value(setting: Setting, key: str, given: object, source: str = "") -> Any:
-    """The setting's value that a text or a number says. Raises SpecError."""
-    choices, text = setting.choices, text_of(given)
+def setting_value(setting: Setting, key: str, raw: object, source: str = "") -> Any:
+    """Return the setting's value that a text or a number stands for. Raises SpecError."""
+    choices, text = setting.choices, text_of(raw)
     if text in choices:
         return choices[text]
     if choices:
@@ -51,36 +51,36 @@ def setting_value(setting: Setting, key: str, given: object, source: str = "") -
             "not one of the possible values",
             source=source,
             path=key,
-            got=given,
+            got=raw,
             allowed=", ".join(choices),
             hint=f"did you mean {near!r}?" if near else "",
         )
     if not text.isdecimal() or int(text) < setting.least:
         allowed = f"{setting.least} or more"
-        raise SpecError("not a number of things", source=source, path=key, got=given, allowed=allowed)
+        raise SpecError("not a number of things", source=source, path=key, got=raw, allowed=allowed)
     return int(text)
 
 
-def _read(raw: object, info: ValidationInfo) -> object:
+def _read_pins(raw: object, info: ValidationInfo) -> object:
     """Return the pairs of a mapping, in the order of the settings. Raises SpecError, but not for a row of a journal."""
     if isinstance(raw, tuple):
         return raw
     if not isinstance(raw, Mapping):
         raise SpecError("the value is of the wrong kind", got=raw, allowed="a section of `setting: value`")
     if info.context is HISTORY:
-        return tuple((key, _as_it_was(key, value)) for key, value in raw.items())
+        return tuple((key, _recorded_value(key, value)) for key, value in raw.items())
     values: dict[str, Any] = {}
-    for given, value in raw.items():
-        key = SHORT.get(str(given), str(given))
+    for name, value in raw.items():
+        key = SHORT.get(str(name), str(name))
         if key not in GIVEN:
             raise unknown_setting(key, value)
         if key in values:
-            raise SpecError("the setting is given twice", path=str(given), got=value)
-        values[key] = setting_value(GIVEN[key], str(given), value)
+            raise SpecError("the setting is given twice", path=str(name), got=value)
+        values[key] = setting_value(GIVEN[key], str(name), value)
     return tuple((key, values[key]) for key in GIVEN if key in values)
 
 
-def _as_it_was(key: str, value: Any) -> Any:
+def _recorded_value(key: str, value: Any) -> Any:
     """Return the value of a setting as a row has it; one that no setting has any more stays plain."""
     setting = GIVEN.get(key)
     return value if setting is None else setting.choices.get(text_of(value), value)
@@ -88,7 +88,7 @@ def _as_it_was(key: str, value: Any) -> Any:
 
 Pins = Annotated[  # settings of a plan with their values
     tuple[tuple[str, Any], ...],
-    BeforeValidator(_read),
+    BeforeValidator(_read_pins),
     PlainSerializer(
         lambda pins: {key: value.value if isinstance(value, Enum) else value for key, value in pins},
         return_type=dict[str, str | int | bool],
@@ -104,18 +104,18 @@ Pins = Annotated[  # settings of a plan with their values
 
 
 def pins_of(plan: Plan) -> tuple[tuple[str, Any], ...]:
-    """The pins that only this plan of its job has."""
-    said = ((key, getattr(plan.layout if key in AXES else plan, key)) for key in GIVEN)
-    return tuple((key, value) for key, value in said if value is not None)
+    """Return the pins that no other plan of the job has."""
+    values = ((key, getattr(plan.layout if key in AXES else plan, key)) for key in GIVEN)
+    return tuple((key, value) for key, value in values if value is not None)
 
 
-def agrees(part: object, pins: Mapping[str, Any]) -> bool:
-    """Whether a layout, or another part of a plan, has the pinned value in each setting that it has."""
+def has_pins(part: object, pins: Mapping[str, Any]) -> bool:
+    """Return whether a layout, or another part of a plan, has the pinned value in each setting that it has."""
     return all(getattr(part, key, value) == value for key, value in pins.items())
 
 
 def in_words(pins: tuple[tuple[str, Any], ...]) -> str:
-    """`zero_stage=3, micro_batch_size=2`."""
+    """Return the pins as text, such as `zero_stage=3, micro_batch_size=2`."""
     return ", ".join(f"{key}={text_of(value)}" for key, value in pins)
 
 
@@ -128,42 +128,42 @@ def check_pins(
     lengths: tuple[int | None, ...],
     clip_norm: float | None,
 ) -> None:
-    """Raises SpecError for a pin that the job cannot have on any hardware.
+    """Raise SpecError for a pin that the job cannot have on any hardware.
 
     `knobs` are those of a script, None for a model. `lengths` are the sequence lengths that it may have, and
     `other_precision` says whether it may have another precision than its own.
     """
-    said = dict(pins)
-    if said.get("optimizer_in_backward"):
+    values = dict(pins)
+    if values.get("optimizer_in_backward"):
         check_in_backward(clip_norm, "plan.optimizer_in_backward")
     engines = tuple(engine for engine in Engine if facts_of(engine).is_ours is (knobs is None))
-    if (engine := said.get("engine", engines[0])) not in engines:
+    if (engine := values.get("engine", engines[0])) not in engines:
         raise SpecError("the job has another engine", path="plan.engine", got=engine.value, allowed=", ".join(engines))
     if knobs is not None:
-        for key in _without_knob(said, knobs, precision):
+        for key in _settings_without_knob(values, knobs, precision):
             knob = KNOB_OF.get(key)
             hint = f"declare `knobs.{knob}`, or leave the setting out" if knob else "leave the setting out"
-            raise SpecError("no knob of the script takes this", path=f"plan.{key}", got=text_of(said[key]), hint=hint)
-    if said.get("precision", precision) is not precision and not other_precision:
+            raise SpecError("no knob of the script takes this", path=f"plan.{key}", got=text_of(values[key]), hint=hint)
+    if values.get("precision", precision) is not precision and not other_precision:
         raise SpecError(
             "the job computes in another precision",
             path="plan.precision",
-            got=said["precision"].value,
+            got=values["precision"].value,
             allowed=precision.value,
-            hint=f"say `precision: {said['precision'].value}`, or `degrade: {{allow: numeric}}`",
+            hint=f"say `precision: {values['precision'].value}`, or `degrade: {{allow: numeric}}`",
         )
-    if "sequence_length" in said and said["sequence_length"] not in lengths:
+    if "sequence_length" in values and values["sequence_length"] not in lengths:
         raise SpecError(
             "the job has another sequence length",
             path="plan.sequence_length",
-            got=said["sequence_length"],
+            got=values["sequence_length"],
             allowed=", ".join(str(length) for length in lengths if length is not None),
             hint="name it in `degrade.sequence_lengths`, with `degrade.allow: semantic`",
         )
 
 
 def check_in_backward(clip_norm: float | None, path: str) -> None:
-    """Raises SpecError where a job clips: no gradient is scaled before the norm of all of them is known."""
+    """Raise SpecError where a job clips: no gradient is scaled before the norm of all of them is known."""
     if clip_norm is not None:
         raise SpecError(
             "the job clips by the norm of all gradients, which are never there together",
@@ -173,10 +173,10 @@ def check_in_backward(clip_norm: float | None, path: str) -> None:
         )
 
 
-def _without_knob(said: Mapping[str, Any], knobs: Knobs, precision: Precision) -> Iterator[str]:
-    """The pinned settings that the script cannot be told."""
+def _settings_without_knob(values: Mapping[str, Any], knobs: Knobs, precision: Precision) -> Iterator[str]:
+    """Yield the pinned settings for which the script has no knob."""
     is_sharded_by_deepspeed = bool(knobs.zero_stages) and not knobs.is_sharded_by_fsdp
-    for key, value in said.items():
+    for key, value in values.items():
         usual = precision if key == "precision" else GIVEN[key].usual
         if key in ("engine", "dp", "tp") or value == usual:
             continue

@@ -1,4 +1,4 @@
-"""Which settings of a plan may stand in a record?"""
+"""The settings of a plan that may stand in a record."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from orchestrator.specs.settings import SETTINGS, Setting, settings
 
 
 def recorded_settings(spec: JobSpec, plan: Plan) -> dict[str, str]:
-    """The plan's settings as `setting: value` text; of a script only those that the job file says or a knob sets.
+    """Return the plan's settings as text by name; of a script only those that the job file or a knob sets.
 
     Any other setting of a script keeps the script's own value, which nobody knows: the plan's is a mere default.
     """
@@ -21,13 +21,13 @@ def recorded_settings(spec: JobSpec, plan: Plan) -> dict[str, str]:
 
 
 def recorded_precision(spec: JobSpec) -> dict[str, str]:
-    """The job's precision under its name; empty where a script's is the default that no knob sets."""
+    """Return the job's precision under its name; empty where a script has the default and no knob sets it."""
     is_known = not spec.is_script or _sets(spec, "precision") or spec.precision is not Precision.FP32
     return {"precision": spec.precision} if is_known else {}
 
 
 def _is_known(spec: JobSpec, plan: Plan, setting: Setting) -> bool:
-    """Whether a script's setting is set by a knob, pinned by `plan:`, or another one than what plans start from."""
+    """Return whether a knob sets a script's setting, `plan:` pins it, or it differs from where plans start."""
     is_planned = setting.name != "micro_batch_size" and getattr(plan, setting.name) != setting.usual
     return is_planned or _sets(spec, setting.name)
 

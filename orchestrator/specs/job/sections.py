@@ -32,7 +32,7 @@ class GpuRange(SpecModel):
 GPU_RANGE = r"^ *([0-9]{1,9}) *- *([0-9]{1,9}) *$"
 
 
-def _range_of(gpus: object) -> object:
+def _parse_range(gpus: object) -> object:
     """Return `4` and `1-4` as a range."""
     if isinstance(gpus, str) and (matched := re.match(GPU_RANGE, gpus)):
         return {"min": int(matched[1]), "max": int(matched[2])}
@@ -42,7 +42,7 @@ def _range_of(gpus: object) -> object:
 Gpus = Annotated[
     GpuRange,
     BeforeValidator(
-        _range_of,
+        _parse_range,
         json_schema_input_type=Annotated[int, Field(ge=1, le=DEVICES_MAX)]
         | Annotated[str, Field(pattern=GPU_RANGE)]
         | GpuRange,
@@ -187,7 +187,7 @@ class Dependency(SpecModel):
 
 
 class Member(SpecModel):
-    """Which job of an array this one is."""
+    """The place of a job in its array."""
 
     number: int = Field(ge=0)  # 0, 1, 2 ...
     of: int = Field(ge=1)
@@ -195,15 +195,15 @@ class Member(SpecModel):
     compared: bool = False  # each is one strategy of `orc compare`
 
 
-def _dependencies(said: object) -> object:
-    """`prepare-1`, `[prepare-1, encode-2]` and `{job: prepare-1, when: always}` as a list of the last."""
-    entries = said if isinstance(said, list | tuple) else [said]
-    return tuple({"job": one} if isinstance(one, str) else one for one in entries)
+def _parse_dependencies(raw: object) -> object:
+    """Return `prepare-1`, `[prepare-1, encode-2]` or `{job: prepare-1, when: always}` as mappings of the last kind."""
+    entries = raw if isinstance(raw, list | tuple) else [raw]
+    return tuple({"job": entry} if isinstance(entry, str) else entry for entry in entries)
 
 
 Dependencies = Annotated[
     tuple[Dependency, ...],
-    BeforeValidator(_dependencies, json_schema_input_type=str | Dependency | list[str | Dependency]),
+    BeforeValidator(_parse_dependencies, json_schema_input_type=str | Dependency | list[str | Dependency]),
 ]
 
 
@@ -221,15 +221,15 @@ class Guarantee(SpecModel):
     )
 
 
-def _request(said: object) -> object:
-    if isinstance(said, str) and said != "requested":
+def _parse_guarantee(raw: object) -> object:
+    if isinstance(raw, str) and raw != "requested":
         raise ValueError("a guarantee is `requested`, or a mapping of `gpus` and `step`")
-    return {} if said == "requested" else said
+    return {} if raw == "requested" else raw
 
 
 Promise = Annotated[
     Guarantee | None,
-    BeforeValidator(_request),
+    BeforeValidator(_parse_guarantee),
     WithJsonSchema(
         {"anyOf": [{"const": "requested"}, Guarantee.model_json_schema(), {"type": "null"}], "default": None}
     ),

@@ -15,7 +15,7 @@ from orchestrator.specs.errors import SpecError
 from orchestrator.specs.fields import DeadlineField, Hours, Priority, Seconds, Speeds, UserName
 from orchestrator.specs.job.array import JOBS_MAX
 from orchestrator.specs.job.code_source import CodeSource
-from orchestrator.specs.job.frameworks import Framework, completed, cut_over_ranks
+from orchestrator.specs.job.frameworks import Framework, fill_defaults, find_cut_option
 from orchestrator.specs.job.model import BATCH_MAX, STEPS_MAX, DataSpec, ModelSpec, TrainingSpec
 from orchestrator.specs.job.pins import Pins, check_pins
 from orchestrator.specs.job.sections import (
@@ -29,15 +29,15 @@ from orchestrator.specs.job.sections import (
     Retries,
 )
 from orchestrator.specs.job.sweep import METRICS, Trial, sweep_json_schema
-from orchestrator.specs.job.trainer import ConfigFile, Knobs, LaunchStyle, Resume, Success, check
+from orchestrator.specs.job.trainer import ConfigFile, Knobs, LaunchStyle, Resume, Success, check_script
 from orchestrator.specs.profile import MeasuredLine, OwnSettings, TracedProfile
 from orchestrator.specs.spec_model import (
     Command,
     Counter,
     Environment,
     SpecModel,
+    StringMap,
     Variable,
-    Words,
     json_schema_of,
 )
 
@@ -45,7 +45,7 @@ FAMILY_LENGTH_MAX = 200  # characters
 
 
 class JobSpec(SpecModel):
-    """One training job: a `command` with `knobs`, or a `model` with `data`."""
+    """A training job: a `command` with `knobs`, or a `model` with `data`."""
 
     name: str = Field(
         pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$",
@@ -193,7 +193,7 @@ class JobSpec(SpecModel):
         description="Regular expression with one group: a number in the log that counts up, step or epoch.",
         examples=[r"step (\d+)"],
     )
-    phases: Words = Field(
+    phases: StringMap = Field(
         default=(),
         description="Regular expression of the log line that begins a phase, such as encoding, training or evaluation.",
         examples=[{"evaluation": "Running evaluation"}],
@@ -267,22 +267,22 @@ class JobSpec(SpecModel):
 
     @property
     def optimizer_steps(self) -> int | None:
-        """From the job's beginning to its end; None where the job does not say."""
+        """Optimizer steps from the job's beginning to its end; None where the job does not say."""
         return self.steps if self.is_script else self.training.max_steps
 
     @model_validator(mode="before")
     @classmethod
-    def _range_of_speeds(cls, said: object) -> object:
-        """A job that tells its speeds may take any number of devices that they name, unless it says `gpus`."""
-        if not isinstance(said, dict) or not isinstance(said.get("speeds"), dict) or "gpus" in said:
-            return said
-        counts = [int(count) for count in map(str, said["speeds"]) if count.isdecimal()]
-        return {**said, "gpus": {"min": min(counts), "max": max(counts)}} if counts else said
+    def _fill_gpus_from_speeds(cls, raw: object) -> object:
+        """Fill in `gpus` from the numbers of devices that `speeds` names, where the job has none."""
+        if not isinstance(raw, dict) or not isinstance(raw.get("speeds"), dict) or "gpus" in raw:
+            return raw
+        counts = [int(count) for count in map(str, raw["speeds"]) if count.isdecimal()]
+        return {**raw, "gpus": {"min": min(counts), "max": max(counts)}} if counts else raw
 
     @model_validator(mode="before")
     @classmethod
-    def _as_its_trainer_has_it(cls, said: object) -> object:
-        return completed(said) if isinstance(said, dict) and said.get("trainer") is not None else said
+    def _fill_trainer_defaults(cls, raw: object) -> object:
+        return fill_defaults(raw) if isinstance(raw, dict) and raw.get("trainer") is not None else raw
 
     @model_validator(mode="after")
     def _consistent(self) -> JobSpec:
@@ -309,13 +309,13 @@ class JobSpec(SpecModel):
         if self.model is not None and (self.steps is not None or self.speeds):
             raise ValueError("`steps` and `speeds` are a script's: a model says `training.max_steps`, and is costed")
         counts = [count for count, _ in self.speeds]
-        if len(set(counts)) < len(counts) or any(each <= 0 for _, each in self.speeds):
+        if len(set(counts)) < len(counts) or any(step_s <= 0 for _, step_s in self.speeds):
             raise ValueError("`speeds` names each number of devices once, with more than 0 seconds")
         if counts and not any(self.gpus.min <= count <= self.gpus.max for count in counts):
             raise ValueError(f"`speeds` knows none of {self.gpus.min} to {self.gpus.max} devices, which `gpus` allows")
         if self.trainer is not None and self.command is None:
             raise ValueError("`trainer` says how somebody's script is driven: it needs a `command`")
-        cut = cut_over_ranks(self.trainer, self.command or ())
+        cut = find_cut_option(self.trainer, self.command or ())
         if cut is not None and not self.speeds:
             raise SpecError(
                 "the command cuts the model over ranks, and plans of a script are data parallel only",
@@ -324,7 +324,7 @@ class JobSpec(SpecModel):
                 hint="leave it out, or say `speeds`: then each number of devices runs as the script cuts it",
             )
         self._check_guarantee()
-        check(self.command, self.launch, self.knobs, self.config, self.phases)
+        check_script(self.command, self.launch, self.knobs, self.config, self.phases)
         if self.degrade.sequence_lengths and self.degrade.limit is not Degradation.SEMANTIC:
             raise ValueError("`degrade.sequence_lengths` changes the training: it needs `degrade.allow: semantic`")
         rule = self.degrade.global_batch_size
@@ -350,7 +350,7 @@ class JobSpec(SpecModel):
         return None if knob is None or knob.default is None else float(knob.default)
 
     def _check_metric(self, trial: Trial) -> None:
-        """Whether something tells the metric that judges the trial."""
+        """Raise ValueError where nothing tells the metric that judges the trial."""
         metric = trial.sweep.metric
         if self.is_script and metric.log is None:
             raise ValueError("`sweep.metric.log` says which line of a script's log has the metric")
@@ -358,20 +358,20 @@ class JobSpec(SpecModel):
             raise ValueError(f"`sweep.metric.name` of a model is one of {', '.join(METRICS)}, without `log`")
 
     def _check_plan(self) -> None:
-        """Raises SpecError for a pinned setting that no plan of the job has."""
+        """Raise SpecError for a pinned setting that no plan of the job has."""
         knob = self.knobs.sequence_length
-        own = self.data.sequence_length if self.model is not None else knob and knob.default and int(knob.default)
+        length = self.data.sequence_length if self.model is not None else knob and knob.default and int(knob.default)
         check_pins(
             self.plan,
             knobs=self.knobs if self.is_script else None,
             precision=self.precision,
             other_precision=self.degrade.limit >= Degradation.NUMERIC,
-            lengths=(own or None, *self.degrade.sequence_lengths),
+            lengths=(length or None, *self.degrade.sequence_lengths),
             clip_norm=self.training.clip_norm,
         )
 
     def _check_guarantee(self) -> None:
-        """What is promised starts at a time that can be told, and ends at one."""
+        """Raise ValueError where the start or the end of a promise cannot be told at submission."""
         if self.guarantee is None:
             return
         if not self.gpus.min <= self.guaranteed_gpus <= self.gpus.max:

@@ -1,4 +1,4 @@
-"""What a sweep says: which parameters are tried, which metric judges a trial, and when a trial is stopped early."""
+"""Sweeps: which parameters are tried, which metric judges a trial, and when a trial is stopped early."""
 
 from __future__ import annotations
 
@@ -123,9 +123,9 @@ class EarlyTerminate(SpecModel):
 
 Parameters = Annotated[
     tuple[tuple[str, Parameter], ...],
-    BeforeValidator(lambda said: tuple(said.items()) if isinstance(said, dict) else said),
+    BeforeValidator(lambda raw: tuple(raw.items()) if isinstance(raw, dict) else raw),
     PlainSerializer(
-        lambda said: {name: one.model_dump(mode="json", exclude_defaults=True) for name, one in said},
+        lambda pairs: {name: parameter.model_dump(mode="json", exclude_defaults=True) for name, parameter in pairs},
         return_type=dict[str, Any],
     ),
     WithJsonSchema({"type": "object", "additionalProperties": {"type": "object"}}),
@@ -170,21 +170,21 @@ class Sweep(SpecModel):
 
     @property
     def trials(self) -> int:
-        """Most trials that there are."""
-        combinations = math.prod(len(one.choices) for _, one in self.parameters)
+        """The largest possible number of trials."""
+        combinations = math.prod(len(parameter.choices) for _, parameter in self.parameters)
         if self.method != "grid":
             return self.max_trials or 0
         return combinations if self.max_trials is None else min(combinations, self.max_trials)
 
     def combination(self, number: int) -> dict[str, Value]:
-        """The grid's parameters of a trial, counted from 0; the last one varies first."""
+        """Return the grid's parameters of a trial, counted from 0; the last one varies first."""
         names = [name for name, _ in self.parameters]
-        rows = product(*(one.choices for _, one in self.parameters))
+        rows = product(*(parameter.choices for _, parameter in self.parameters))
         return dict(zip(names, next(islice(rows, number, None)), strict=True))
 
     def to_check(self) -> Iterator[dict[str, Value]]:
-        """Parameters that a job file has to be right with: the first of each, and each extreme of one of them."""
-        first = {name: one.extremes[0] for name, one in self.parameters}
+        """Yield parameters with which a job file has to be right: the first of each, then each other extreme."""
+        first = {name: parameter.extremes[0] for name, parameter in self.parameters}
         yield first
         for name, parameter in self.parameters:
             yield from ({**first, name: value} for value in parameter.extremes[1:])
@@ -192,13 +192,13 @@ class Sweep(SpecModel):
 
 Values = Annotated[
     tuple[tuple[str, Value], ...],
-    BeforeValidator(lambda said: tuple(said.items()) if isinstance(said, dict) else said),
+    BeforeValidator(lambda raw: tuple(raw.items()) if isinstance(raw, dict) else raw),
     PlainSerializer(dict, return_type=dict[str, Value]),
 ]
 
 
 class Trial(SpecModel):
-    """Which trial of a sweep a job is, and what makes the next one out of it."""
+    """The place of a job in its sweep, and the template of further trials."""
 
     sweep: Sweep
     of: str | None = None  # id of the sweep; None: of a sweep that is being submitted
@@ -208,15 +208,15 @@ class Trial(SpecModel):
     template: tuple[tuple[tuple[str, ...], str], ...]  # (keys, JSON) of each part of the job that says a placeholder
 
     @model_validator(mode="after")
-    def _in_what_may_differ(self) -> Trial:
+    def _check_template(self) -> Trial:
         for keys, _ in self.template:
-            if not keys or any(keys[: len(kept)] == kept for kept in KEPT):
+            if not keys or any(keys[: len(prefix)] == prefix for prefix in KEPT):
                 raise ValueError(f"every trial has the same `{'.'.join(keys)}`: take the placeholder out of it")
         return self
 
 
 def templates(data: Mapping[str, Any], says: Any, keys: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """The smallest parts of a document, by their keys, for which `says(part)`; `plan` is one part."""
+    """Yield the smallest parts of a document, by their keys, for which `says(part)`; `plan` is one part."""
     for key, part in data.items():
         if isinstance(part, dict) and (*keys, key) != ("plan",):
             yield from templates(part, says, (*keys, str(key)))
@@ -225,8 +225,12 @@ def templates(data: Mapping[str, Any], says: Any, keys: tuple[str, ...] = ()) ->
 
 
 def sweep_json_schema() -> dict[str, Any]:
-    """The definitions of `sweep:` for the JSON Schema of a job file."""
+    """Return the definitions of `sweep:` for the JSON Schema of a job file."""
     schema, parameter = json_schema_of(Sweep), json_schema_of(Parameter)
     schema["properties"]["parameters"]["additionalProperties"] = {"$ref": "#/$defs/Parameter"}
-    own, of_one = ({key: part for key, part in one.items() if key[0] != "$"} for one in (schema, parameter))
-    return {**schema["$defs"], "Sweep": own, "Parameter": of_one}
+    definitions = {"Sweep": schema, "Parameter": parameter}
+    plain = {
+        name: {key: part for key, part in definition.items() if key[0] != "$"}
+        for name, definition in definitions.items()
+    }
+    return {**schema["$defs"], **plain}

@@ -1,4 +1,4 @@
-"""Somebody else's training script: what it can be told and how, who starts its ranks, what its end is judged by."""
+"""A user's training script: how it takes settings, who starts its ranks, and what shows that it has finished."""
 
 from __future__ import annotations
 
@@ -28,21 +28,19 @@ YES_OR_NO = (
 
 
 def _word(value: object) -> object:
-    """`true` and `4` as a command line has them; null stays: nothing is said."""
+    """Return `true` and `4` as a command line has them; null stays."""
     if isinstance(value, bool):
         return str(value).lower()
     return str(value) if isinstance(value, int | float) else value
 
 
-def _said(values: object) -> object:
-    return (
-        tuple((_word(ours), _word(theirs)) for ours, theirs in values.items()) if isinstance(values, dict) else values
-    )
+def _parse_values(values: object) -> object:
+    return tuple((_word(name), _word(word)) for name, word in values.items()) if isinstance(values, dict) else values
 
 
 ValueMap = Annotated[
     tuple[tuple[str, str | None], ...],
-    BeforeValidator(_said),
+    BeforeValidator(_parse_values),
     PlainSerializer(dict, return_type=dict[str, str | None]),
     WithJsonSchema({"type": "object", "additionalProperties": {"type": ["string", "number", "boolean", "null"]}}),
 ]
@@ -132,7 +130,7 @@ class Knob(SpecModel):
 
     @property
     def all(self) -> tuple[Knob, ...]:
-        """This one and those that go with it."""
+        """The knob itself and those under `also`."""
         return (self, *self.also)
 
 
@@ -222,16 +220,16 @@ class Knobs(SpecModel):
         examples=[{"flag": "--output"}],
     )
 
-    def each(self) -> Iterator[tuple[str, Knob]]:
-        """Every declared setting with its knob, and with those that go with it."""
+    def items(self) -> Iterator[tuple[str, Knob]]:
+        """Yield every declared setting with its knob, and `setting.also[0]` with the first knob under `also`."""
         for name in type(self).model_fields:
             knob = getattr(self, name)
-            for index, one in enumerate(knob.all if isinstance(knob, Knob) else ()):
-                yield (name if index == 0 else f"{name}.also[{index - 1}]"), one
+            for index, option in enumerate(knob.all if isinstance(knob, Knob) else ()):
+                yield (name if index == 0 else f"{name}.also[{index - 1}]"), option
 
     @model_validator(mode="after")
-    def _are_what_their_setting_can_be(self) -> Knobs:
-        for name, knob in self.each():
+    def _check_settings(self) -> Knobs:
+        for name, knob in self.items():
             setting = name.partition(".")[0]
             if knob.switch is not None and setting not in YES_OR_NO:
                 raise ValueError(f"`{name}` takes a value, which a switch cannot say: use `flag` or `env`")
@@ -284,9 +282,9 @@ class Knobs(SpecModel):
         if self.zero_stage is None:
             return ()
         from_two = (ZeroStage.GRADIENTS, ZeroStage.PARAMETERS)
-        known = from_two if self.is_sharded_by_fsdp else (ZeroStage.OPTIMIZER, *from_two)
-        told = dict(self.zero_stage.values)
-        return tuple(stage for stage in known if not told or str(int(stage)) in told)
+        stages = from_two if self.is_sharded_by_fsdp else (ZeroStage.OPTIMIZER, *from_two)
+        values = dict(self.zero_stage.values)
+        return tuple(stage for stage in stages if not values or str(int(stage)) in values)
 
 
 class ConfigFile(SpecModel):
@@ -355,14 +353,14 @@ class Resume(SpecModel):
     )
 
 
-def check(
+def check_script(
     command: Command | None,
     launch: LaunchStyle,
     knobs: Knobs,
     config: ConfigFile | None,
     phases: tuple[tuple[str, str], ...],
 ) -> None:
-    """Raises SpecError where the parts of a job that say how its script is driven do not go together."""
+    """Raise SpecError where the parts of a job that drive its script do not go together."""
     if launch in STARTS_PYTHON and command and not is_python(command[0]):
         raise SpecError(
             f"`launch: {launch}` starts a Python script",
@@ -373,7 +371,7 @@ def check(
         )
     if launch == "dora" and command and (program_name(command[0]), *command[1:2]) != ("dora", "run"):
         raise SpecError("`launch: dora` starts `dora run`", path="command", got=" ".join(command[:3]))
-    for name, knob in knobs.each():
+    for name, knob in knobs.items():
         if knob.key is not None and config is None:
             hint = "say `config: {file: config.yaml}`, with `flag` where the script is told its path"
             raise SpecError("a key of a config file, but no file is told", path=f"knobs.{name}.key", hint=hint)
@@ -399,10 +397,10 @@ def check(
 
 
 def is_python(program: str) -> bool:
-    """Whether a command's first word names a Python interpreter."""
+    """Return whether a command's first word names a Python interpreter."""
     return re.fullmatch(r"python[0-9.]*", program_name(program)) is not None
 
 
 def program_name(program: str) -> str:
-    """`python3` of /usr/bin/python3."""
+    """Return the last part of a program's path, such as `python3` of /usr/bin/python3."""
     return program.rpartition("/")[2]

@@ -15,7 +15,7 @@ from orchestrator.backends.attempts.program import interpreter_of
 from orchestrator.service.commands.init.named_files import read_settings
 from orchestrator.service.commands.init.wrappers import unwrap
 from orchestrator.specs.errors import SpecError
-from orchestrator.specs.job.frameworks import Framework, taken
+from orchestrator.specs.job.frameworks import Framework, take_flag
 from orchestrator.specs.job.trainer import LaunchStyle, is_python, program_name
 from orchestrator.specs.replace import replace
 
@@ -208,7 +208,7 @@ def _of_dora(words: Sequence[str], folder: Path) -> Typed:
     start = next((index for index, word in enumerate(words) if word == "run"), None)
     if start is None:
         raise SpecError("this starts no training", source="orc init", got=" ".join(words), allowed="dora run")
-    package, rest = taken(tuple(words[1:start]), "-P")
+    package, rest = take_flag(tuple(words[1:start]), "-P")
     note = f"{shlex.join(words[:1])} is found on the PATH when the job starts"
     env = {} if package is None else {"DORA_PACKAGE": package}
     script = _module_file(f"{package}.train", folder, "python") if package else None
@@ -269,7 +269,7 @@ def _of_tool(framework: Framework, words: Sequence[str], folder: Path) -> Typed:
         word.partition("=")[0] in ("--accelerate_config", "--launcher") for word in rest
     ):
         module = f"{MODULES[framework]}{words[1]}" if framework == "trl" else MODULES[framework]
-        ranks, rest = taken(rest, "--num_processes")
+        ranks, rest = take_flag(rest, "--num_processes")
         count = f" on {ranks} ranks (--num_processes)" if ranks is not None else ""
         why = f"`{words[0]} {words[1]}` starts {module} by a launcher{count}; here the plan does"
         return Typed(
@@ -284,7 +284,7 @@ def _of_tool(framework: Framework, words: Sequence[str], folder: Path) -> Typed:
     counts = [
         (index, option) for option in RANKS for index, word in enumerate(rest) if word.partition("=")[0] == option
     ]
-    ranks = taken(rest, counts[0][1])[0] if counts else None
+    ranks = take_flag(rest, counts[0][1])[0] if counts else None
     is_count = framework == "torchtune" or framework in MODULES
     recipe = next((index for index, word in enumerate(rest) if "=" not in word and not word.startswith("-")), 0)
     if is_count and counts:  # tune run --nproc_per_node 8 RECIPE: the recipe comes after the launcher's options
@@ -328,7 +328,10 @@ def _python(folder: Path, program: str, environment: str | None = None) -> tuple
 
 def environment_python(tool: Sequence[str], folder: Path) -> str | None:
     """The interpreter that `conda run -n NAME`, `uv run` and their kind choose; None where it is not here."""
-    name, prefix = taken(tuple(tool), "-n")[0] or taken(tuple(tool), "--name")[0], taken(tuple(tool), "-p")[0]
+    name, prefix = (
+        take_flag(tuple(tool), "-n")[0] or take_flag(tuple(tool), "--name")[0],
+        take_flag(tuple(tool), "-p")[0],
+    )
     program = shutil.which(tool[0])
     roots = [Path.home() / root for root in ("miniconda3", "anaconda3", "miniforge3", "mambaforge", "micromamba")]
     roots += [Path(program).resolve().parent.parent] if program is not None else []
