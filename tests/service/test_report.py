@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from orchestrator.service.server.ended import REPORT_S, REPORTS_MAX, Reports, report_of
+from orchestrator.service.server.ended import REPORT_S, REPORTS_MAX, Reports, make_report
 from orchestrator.service.views.morning import ReportView
 from orchestrator.service.views.report import SHOWN_MAX, html, markdown, sections, since_of
 from orchestrator.specs.access import Role
@@ -65,7 +65,7 @@ def test_devices_were_not_idle_before_the_journal_began(world: World, view: Repo
     """The service of `view` runs by a clock that begins with 0."""
     began_s = next(iter(world.journal.events())).at_s
     assert [world.controller.since_s(began_s + asked_s) for asked_s in (-86400.0, 1.0)] == [began_s, began_s + 1.0]
-    report = report_of(world.controller, began_s - 86400.0, began_s + 60.0, ())
+    report = make_report(world.controller, began_s - 86400.0, began_s + 60.0, ())
     lasted_s = report["until_s"] - report["since_s"]
     assert (report["since_s"], lasted_s) == (began_s, 60.0)
     assert 0 < report["cost"]["idle_s"] <= sum(view["nodes"].values()) * lasted_s

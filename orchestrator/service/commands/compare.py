@@ -115,7 +115,7 @@ def compared(spec: JobSpec, wanted: Sequence[Pins], steps: int | None, repeats: 
 
 
 def _beats(mine: Candidate, other: Candidate) -> bool:
-    """Whether a plan is no worse in step time, bytes and devices, and better in one: trust is no matter here."""
+    """Return whether a plan is no worse in step time, bytes and devices, and better in one: trust is no matter here."""
     ours, theirs = (
         (candidate.step_s, candidate.estimate.device_bytes, candidate.plan.world_size) for candidate in (mine, other)
     )
@@ -144,7 +144,7 @@ def _common_micro_batch(spec: JobSpec, ways: Sequence[Pins], group: Group, calib
 
 
 def _fits(spec: JobSpec, pins: Pins, group: Group, calibrated: Calibration) -> bool:
-    """Whether a plan with these pins fits an empty device."""
+    """Return whether a plan with these pins fits an empty device."""
     pinned = spec.model_copy(update={"plan": pins})
     try:
         unbeaten = frontier(pinned, group.hardware, calibrated.correction, calibrated.overhead)
@@ -161,7 +161,7 @@ def _with_micro(pins: Pins, size: int | None) -> Pins:
 
 
 def _all_ways(spec: JobSpec, group: Group) -> Iterator[Pins]:
-    """Each combination of engine, layout, stage and offload that a plan of the job has."""
+    """Yield each combination of engine, layout, stage and offload that a plan of the job has."""
     names = ("engine", *AXES, "dp_replicate", "expert_parallel", "zero_stage", "offload", "offload_target")
     seen: dict[Pins, None] = {}
     for plan in plans(spec, group.hardware):
@@ -170,7 +170,7 @@ def _all_ways(spec: JobSpec, group: Group) -> Iterator[Pins]:
 
 
 def _said(spec: JobSpec, asked: str) -> Iterator[Pins]:
-    """The job's own pins with those that are asked for. Raises SpecError."""
+    """Yield the job's own pins with those that are asked for. Raises SpecError."""
     stages = _STAGES.fullmatch(asked)
     if stages is not None:
         rows: Any = [{"zero_stage": stage} for stage in _stages(stages[1])]

@@ -75,7 +75,7 @@ class Diagnosis:
 
 
 def diagnose(logs: Sequence[Path], exit_code: int | None, oom_kills: int) -> Diagnosis:
-    """The first cause that the logs of the ranks name, rank 0 first. Raises SpecError for what is no log."""
+    """Return the first cause that the logs of the ranks name, rank 0 first. Raises SpecError for what is no log."""
     paths = [_readable(path) for path in logs]
     code = EXIT_CODE if exit_code is None else exit_code
     ends = tuple(_end_of(path, rank, code) for rank, path in enumerate(paths))
@@ -100,7 +100,7 @@ def diagnose(logs: Sequence[Path], exit_code: int | None, oom_kills: int) -> Dia
 
 
 def case_of_job(client: Client, job_id: str, kind: FailureKind) -> str:
-    """The last failed attempt of a job as a case in YAML, redacted. Raises SpecError where none has failed."""
+    """Return the last failed attempt of a job as a case in YAML, redacted. Raises SpecError where none has failed."""
     job, _ = client.job(job_id)
     attempt = next((entry for entry in reversed(job["attempts"]) if entry["failure"]), None)
     if attempt is None:
@@ -178,7 +178,7 @@ def _lines_of_job(client: Client, job_id: str, number: int, rank: int) -> Iterat
 
 
 def _readable(path: Path) -> Path:
-    """The file itself. Raises SpecError for what is no text in a file."""
+    """Return the file itself. Raises SpecError for what is no text in a file."""
     real = path.expanduser().resolve()
     hint = "give one log for each rank; of a job, `orc show JOB` tells the failure"
     if not real.is_file():
@@ -202,7 +202,7 @@ def _end_of(path: Path, rank: int, exit_code: int) -> RankEnd:
 
 
 def _imagined() -> tuple[Job, Attempt]:
-    """A job and an attempt of which nothing is known but that they ended."""
+    """Return a job and an attempt of which nothing is known but that they ended."""
     spec = JobSpec(name="elsewhere", global_batch_size=1, command=("elsewhere",))
     nothing = MemoryEstimate(moment="", by_cause=(), allocated_bytes=0, reserved_bytes=0, device_bytes=0)
     attempt = Attempt(
@@ -265,5 +265,5 @@ def _next_action(failure: Failure) -> str:
 
 
 def as_answer(diagnosis: Diagnosis) -> Mapping[str, Any]:
-    """The diagnosis as JSON."""
+    """Return the diagnosis as JSON."""
     return {name: getattr(diagnosis, name) for name in diagnosis.__slots__}

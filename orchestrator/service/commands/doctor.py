@@ -49,7 +49,7 @@ class Finding:
 
 
 def findings(home: Path) -> list[Finding]:
-    """Every check in order; a check that raises is itself a bad finding."""
+    """Return every check in order; a check that raises is itself a bad finding."""
     checks: list[tuple[str, Callable[[], Finding | None]]] = [
         ("python", _python),
         ("torch", lambda: _package("torch", "the ranks of our engines train with it")),
@@ -143,7 +143,7 @@ def _compiler() -> Finding:
 
 
 def _cpu_ranks(home: Path) -> Finding | None:
-    """What this home's virtual devices were measured to reach; None where it has none."""
+    """Return what this home's virtual devices were measured to reach; None where it has none."""
     rates = read_rates(_cluster(home))
     if rates is None:
         return None
@@ -214,7 +214,7 @@ def _home(home: Path) -> Finding:
 
 
 def _journal(home: Path) -> Finding | None:
-    """Whether rows stand aside; None where the home has no journal in a file, or one of another schema."""
+    """Return whether rows stand aside; None where the home has no journal in a file, or one of another schema."""
     path = home / "journal.sqlite"
     if not path.is_file():
         return None

@@ -48,12 +48,12 @@ class FitRow(TypedDict):
 
 
 def job_of_model(name: str) -> dict[str, Any]:
-    """What a job file says that trains every weight of a transformers model, a folder or a name on the hub."""
+    """Return what a job file says that trains every weight of a transformers model, a folder or a name on the hub."""
     return {"name": "fit", "gpus": 1, "model": {"hf": name}, **ASSUMED}
 
 
 def script_of_model(name: str) -> dict[str, Any]:
-    """What a job file says of a script that trains every weight of a model, on samples that it makes itself.
+    """Return what a job file says of a script that trains every weight of a model, on samples that it makes itself.
 
     A head that takes no running text is costed so, since a job of our engines would need its data.
     """

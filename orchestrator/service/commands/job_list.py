@@ -17,7 +17,7 @@ from orchestrator.specs.units import parse_seconds
 
 
 def read_list(path: Path, home: Path) -> Trace:
-    """The jobs of a file with `begins: 2026-11-23T18:00` and `jobs: [{at: 10min, file: job.yaml}, ...]`.
+    """Return the jobs of a file with `begins: 2026-11-23T18:00` and `jobs: [{at: 10min, file: job.yaml}, ...]`.
 
     Files are relative to the list. Jobs of one file, and files with the same `at`, are submitted together; `at`
     defaults to the list's begin. A sweep has all its trials. Only hours and deadlines need `begins`. Raises SpecError.
@@ -55,7 +55,7 @@ def read_list(path: Path, home: Path) -> Trace:
 
 
 def _begin(said: object, source: str) -> float:
-    """The list's `begins` in seconds since 1970."""
+    """Return the list's `begins` in seconds since 1970."""
     try:
         moment = parse_deadline(said)
     except ValueError:
@@ -67,7 +67,7 @@ def _begin(said: object, source: str) -> float:
 
 
 def _arrival(spec: JobSpec, at_s: float, first_s: float, begins_s: float | None, where: str) -> Arrival:
-    """A job of a list; its hours count from the first arrival, its deadline from the list's begin."""
+    """Return a job of a list; its hours count from the first arrival, its deadline from the list's begin."""
     if spec.optimizer_steps is None:
         raise SpecError("the job's length is not known", source=where, path="steps", hint="set `steps`")
     if spec.start_window is None and spec.deadline is None:

@@ -11,8 +11,8 @@ from typing import Any
 from orchestrator.backends.ray import embedded as embedded_ray
 from orchestrator.service.server.client import Client
 from orchestrator.service.server.cluster_file import joined_nodes
-from orchestrator.service.server.detection import found_here
-from orchestrator.service.server.endpoint import address_towards, kept_endpoint, parse_listen
+from orchestrator.service.server.detection import detect_machine
+from orchestrator.service.server.endpoint import address_towards, load_endpoint, parse_listen
 from orchestrator.service.server.join_token import FILE as TOKEN_FILE
 from orchestrator.service.server.join_token import FORM, parts_of
 from orchestrator.service.server.logins import Login, login_of, pinned_certificate
@@ -35,7 +35,7 @@ def join(home: Path, service: str, name: str, token_file: Path | None) -> dict[s
     with closing(Client(_login(home, service, token_file))) as client:
         told = client.join()
         check_alike(Machine(**told["machine"]), machine(home))
-        found = found_here(name)
+        found = detect_machine(name)
         was_in, address = embedded_ray.is_running(home, name), address_towards(host, port)
         client.add_node(found.node.model_dump(mode="json"), address)
         try:
@@ -55,7 +55,7 @@ def leave(home: Path, name: str, timeout_s: float, *, force: bool) -> bool:
     Raises ServiceError where jobs still run after `timeout_s` without `force`: the node stays drained then. A node of
     another machine is only forgotten, and only where it does not run any more.
     """
-    endpoint, record = kept_endpoint(home), embedded_ray.record_of(name)
+    endpoint, record = load_endpoint(home), embedded_ray.record_of(name)
     if endpoint is None:
         raise ServiceError(f"{home} is no home that machines have joined: `--home`, ORC_HOME name the shared one")
     was_in, is_here = name in {node.name for node in joined_nodes(home)}, embedded_ray.is_running(home, name)
@@ -74,7 +74,7 @@ def leave(home: Path, name: str, timeout_s: float, *, force: bool) -> bool:
 
 
 def _login(home: Path, service: str, token_file: Path | None) -> Login:
-    """How this machine reaches the service: by a token for joining, else by a login that `orc login` kept."""
+    """Return how this machine reaches the service: by a token for joining, else by a login that `orc login` kept."""
     url = f"https://{service}"
     token = os.environ.get(TOKEN_VARIABLE) or _read(token_file or home / TOKEN_FILE, needed=token_file is not None)
     if token:

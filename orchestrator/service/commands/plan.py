@@ -98,7 +98,7 @@ def forecast(
     observations: Sequence[Observation] = (),
     trace: Callable[[JobSpec], JobSpec] | None = None,
 ) -> Forecast:
-    """The job's plans on the first kind of device that holds it, or may; else on the fastest kind.
+    """Return the job's plans on the first kind of device that holds it, or may; else on the fastest kind.
 
     `free_bytes` of the nodes is what a job could use there. If no plan fits even an empty device of any kind, a plan
     that may fit is chosen. Otherwise the job waits for memory, as the scheduler decides. `trace` returns a job with the
@@ -148,7 +148,7 @@ class _OnKind:
 
 
 def _or_likeliest(found: _OnKind) -> Forecast:
-    """The forecast with the plan most likely to fit an empty device, if the free memory allows it."""
+    """Return the forecast with the plan most likely to fit an empty device, if the free memory allows it."""
     one = likeliest(((one, found.device.memory) for one in found.candidates), found.calibrated)
     if one is None:
         return found.told
@@ -253,7 +253,7 @@ def _unsure(candidates: Sequence[Candidate], views: Sequence[CandidateView], cho
 
 
 def _kind(plan: Plan) -> tuple[object, ...]:
-    """What people call another strategy: all but how much of the batch goes at once, and what is recomputed."""
+    """Return what people call another strategy: all but how much of the batch goes at once, and what is recomputed."""
     return plan.engine, plan.layout, plan.zero_stage, plan.dp_replicate, plan.expert_parallel, plan.offload
 
 

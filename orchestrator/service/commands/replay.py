@@ -33,7 +33,7 @@ class Decision(TypedDict):
 
 
 def kept_events(journal: str) -> Iterator[tuple[Event, str | None]]:
-    """Every event of a journal with its recorded decision, oldest first.
+    """Yield every event of a journal with its recorded decision, oldest first.
 
     `journal` is a SQLite file or an address, as `Journal` takes it. Raises SpecError, ServiceError.
     """
@@ -42,7 +42,7 @@ def kept_events(journal: str) -> Iterator[tuple[Event, str | None]]:
 
 
 def kept_state(journal: str) -> State:
-    """The state at the end of a journal. Raises as `kept_events`."""
+    """Return the state at the end of a journal. Raises as `kept_events`."""
     with opened(journal) as kept:
         snapshot, tail = kept.load()
     scheduler = Scheduler(snapshot or State())
@@ -52,7 +52,7 @@ def kept_state(journal: str) -> State:
 
 
 def kept_queue(journal: str, home: Path) -> tuple[State, Mapping[str, tuple[JobSpec, ...]]]:
-    """The state at the end of a journal, and the trials that its open sweeps have still to submit, by their ids.
+    """Return the state at the end of a journal, and the trials that its open sweeps have still to submit, by their ids.
 
     Raises as `kept_events`, and SpecError without Optuna where a sweep is open.
     """
@@ -83,7 +83,7 @@ def _copied(path: Path) -> Iterator[Journal]:
 
 
 def replay(history: Iterable[tuple[Event, str | None]]) -> Iterator[Decision]:
-    """Each decision of a history, repeated by this version on the state that its own decisions produced."""
+    """Yield each decision of a history, repeated by this version on the state that its own decisions produced."""
     scheduler = Scheduler(State())
     for event, then in history:
         actions = scheduler.step(event)
@@ -100,7 +100,7 @@ def replay(history: Iterable[tuple[Event, str | None]]) -> Iterator[Decision]:
 
 
 def _why(state: State, actions: Iterable[Action]) -> str:
-    """Each job with an action, and each job that ended, with its reason."""
+    """Return each job with an action, and each job that ended, with its reason."""
     reasons: dict[str, str] = {}
     for action in actions:
         if isinstance(action, Launch | Record):

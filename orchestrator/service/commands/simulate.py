@@ -210,7 +210,7 @@ class TimedScheduler(Scheduler):
 
 
 def simulate(trace: Trace, cluster: ClusterSpec, *, seed: int, trouble: Trouble = Trouble()) -> Simulated:
-    """The trace played on the cluster until nothing more can happen.
+    """Return the trace played on the cluster until nothing more can happen.
 
     Outcomes are in the order of submission: a trial that is to come is submitted once its sweep has room for it.
     """
@@ -298,21 +298,21 @@ def _next_trials(
 
 
 def _due(arrival: Arrival) -> JobSpec:
-    """The job, which says its deadline."""
+    """Return the job, which says its deadline."""
     if arrival.deadline_s is None:
         return arrival.spec
     return arrival.spec.model_copy(update={"deadline": deadline_at(arrival.deadline_s)})
 
 
 def backend_for(arrivals: Sequence[Arrival], cluster: ClusterSpec, *, seed: int, trouble: Trouble) -> SimulatedBackend:
-    """The world in which these jobs, in the order of their submission, take as long as they truly do."""
+    """Return the world in which these jobs, in the order of their submission, take as long as they truly do."""
     hazards = {FailureKind.NODE_LOST: trouble.node_loss_chance} if trouble.node_loss_chance else {}
     nature = Recorded(arrivals, cluster.launch_cost)
     return SimulatedBackend(cluster, seed=seed, hazards=hazards, repeat_chance=0.0, nature=nature)
 
 
 def outcomes_of(trace: Trace, cluster: ClusterSpec, processes: Mapping[str, Process]) -> tuple[Outcome, ...]:
-    """What the world saw of each job, in the order of their arrivals."""
+    """Return what the world saw of each job, in the order of their arrivals."""
     attempts: dict[int, list[Process]] = {}
     for process in processes.values():
         attempts.setdefault(process.job.order, []).append(process)
@@ -349,14 +349,14 @@ def _request_step_s(arrival: Arrival) -> float | None:
 
 
 def alone_s(arrival: Arrival, devices: int, attempts: Sequence[Process] = ()) -> float:
-    """Seconds of training on the best number of `devices`; of a job without speeds, on what it ran on."""
+    """Return the seconds of training on the best number of `devices`; of a job without speeds, on what it ran on."""
     speeds = [step_s * arrival.step_factor for count, step_s in arrival.spec.speeds if count <= devices]
     steps = arrival.spec.training.max_steps if arrival.spec.optimizer_steps is None else arrival.spec.optimizer_steps
     return steps * min(speeds or [process.step_s for process in attempts], default=0.0)
 
 
 def report_on(trace: Trace, cluster: ClusterSpec, seed: int, outcomes: Sequence[Outcome]) -> Report:
-    """The run in numbers."""
+    """Return the run in numbers."""
     finished = [one for one in outcomes if one.ended_at_s is not None]
     completions = sorted(one.completion_s for one in finished) or [0.0]
     slowdowns = sorted(one.slowdown for one in finished) or [0.0]
@@ -397,12 +397,12 @@ def report_on(trace: Trace, cluster: ClusterSpec, seed: int, outcomes: Sequence[
 
 
 def quantile(ascending: Sequence[float], share: float) -> float:
-    """The smallest value that `share` of all do not pass (the nearest rank)."""
+    """Return the smallest value that `share` of all do not pass (the nearest rank)."""
     return ascending[max(0, ceil(share * len(ascending)) - 1)]
 
 
 def _commit() -> str:
-    """The commit of the checkout that this code runs from; "" for an installed package."""
+    """Return the commit of the checkout that this code runs from; "" for an installed package."""
     root = Path(__file__).resolve().parents[3]
     command = ["git", "-C", str(root), "rev-parse", "--show-toplevel", "HEAD"]
     try:

@@ -48,7 +48,7 @@ def what_if(
     to_come: Mapping[str, Sequence[JobSpec]],
     home: Path,
 ) -> WhatIf:
-    """The queue played as it is, and on the other cluster with `more` jobs. `to_come` are trials of live sweeps.
+    """Return the queue played as it is, and on the other cluster with `more` jobs. `to_come` are trials of live sweeps.
 
     Where the other cluster has the nodes of the present one, both plays have the nodes of the state, with their drains.
     Raises SpecError where nothing can be played, and beyond JOBS_MAX and DEVICES_MAX.

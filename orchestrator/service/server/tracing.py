@@ -37,8 +37,8 @@ class Receiver(Protocol):
 
 
 @dataclass(slots=True)
-class _Seen:
-    """What is known of a job that is traced."""
+class _Progress:
+    """Progress of a traced job: spans sent, and the moments of its attempts."""
 
     parent: Parent | None
     sent: set[tuple[str, int]] = field(default_factory=set)  # names with the numbers of attempts
@@ -51,7 +51,7 @@ class Tracing:
 
     def __init__(self, receiver: Receiver, controller: Controller, home: Path, clock: Callable[[], float]) -> None:
         self._receiver, self._controller, self._home, self._clock = receiver, controller, home, clock
-        self._seen = {job_id: _Seen(parent=self._parent(job_id)) for job_id in controller.state.jobs}
+        self._progress = {job_id: _Progress(parent=self._parent(job_id)) for job_id in controller.state.jobs}
         self._since_s = clock()  # what was over before was sent by the service before
 
     def submitted(self, job_ids: Sequence[str], began_s: float, traceparent: str) -> None:
@@ -62,7 +62,7 @@ class Tracing:
                 path = JobFolder(self._home, job_id).traceparent
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(traceparent)
-            self._seen[job_id] = _Seen(parent=parent)  # not before: what the thread takes up has its parent
+            self._progress[job_id] = _Progress(parent=parent)  # not before: what the thread takes up has its parent
             trace = _Trace(job_id, parent)
             if trace.is_sampled:
                 self._receiver.send(trace.span(("submit", 0), began_s, self._clock(), ("job", 0)))
@@ -78,39 +78,39 @@ class Tracing:
             version = self._controller.wait_for_change(version, LOOK_S)
 
     def look(self) -> None:
-        """Send what has ended since the last look."""
+        """Send the spans that have ended since the last look."""
         live = self._controller.state.jobs
-        for job_id in [*self._seen]:
+        for job_id in [*self._progress]:
             if job_id not in live and (ended := self._controller.job(job_id)) is not None:
                 self._look_at(ended)
-                del self._seen[job_id]
+                del self._progress[job_id]
         for job in live.values():
-            if job.id in self._seen:
+            if job.id in self._progress:
                 self._look_at(job)
 
     def _look_at(self, job: Job) -> None:
-        seen = self._seen[job.id]
-        trace = _Trace(job.id, seen.parent)
+        progress = self._progress[job.id]
+        trace = _Trace(job.id, progress.parent)
         if not trace.is_sampled:
             return
         if job.last is not None:
-            self._look_at_attempt(job, job.last, seen)
-        for key, span in _spans(trace, job, seen):
-            if key not in seen.sent:
-                seen.sent.add(key)
+            self._look_at_attempt(job, job.last, progress)
+        for key, span in _spans(trace, job, progress):
+            if key not in progress.sent:
+                progress.sent.add(key)
                 if span.ends_s >= self._since_s:
                     self._receiver.send(span)
 
-    def _look_at_attempt(self, job: Job, attempt: Attempt, seen: _Seen) -> None:
+    def _look_at_attempt(self, job: Job, attempt: Attempt, progress: _Progress) -> None:
         number = attempt.number
-        if attempt.status is AttemptStatus.LAUNCHING or number in seen.first_step_s:
+        if attempt.status is AttemptStatus.LAUNCHING or number in progress.first_step_s:
             return
-        seen.running_s.setdefault(number, self._clock() if attempt.ended_at_s is None else attempt.ended_at_s)
-        told: Sequence[Heartbeat] = beats(self._home, job)
-        stepped = [beat.at_s for beat in told if beat.steps_done > 0]
+        progress.running_s.setdefault(number, self._clock() if attempt.ended_at_s is None else attempt.ended_at_s)
+        heartbeats: Sequence[Heartbeat] = beats(self._home, job)
+        stepped = [beat.at_s for beat in heartbeats if beat.steps_done > 0]
         if stepped:
-            seen.running_s[number] = min(seen.running_s[number], *stepped)
-            seen.first_step_s[number] = max(stepped)
+            progress.running_s[number] = min(progress.running_s[number], *stepped)
+            progress.first_step_s[number] = max(stepped)
 
     def _parent(self, job_id: str) -> Parent | None:
         try:
@@ -132,12 +132,12 @@ class _Trace:
         begins_s: float,
         ends_s: float,
         above: tuple[str, int] | None,
-        said: Mapping[str, str | float | None] = MappingProxyType({}),
+        attributes: Mapping[str, str | float | None] = MappingProxyType({}),
         error: str = "",
     ) -> Span:
-        """A span of this job, by its name and the number of its attempt; `above` is the one that it stands below."""
+        """Return a span of this job. `key` is its name and the number of its attempt, `above` the key of its parent."""
         client = self._parent.span_id if self._parent else None
-        given = {"job_id": self._job_id, "attempt": key[1] or None, **said}
+        values = {"job_id": self._job_id, "attempt": key[1] or None, **attributes}
         return Span(
             name=key[0],
             trace_id=self._parent.trace_id if self._parent else self._id(("trace", 0), 16),
@@ -145,17 +145,17 @@ class _Trace:
             parent_id=client if above is None else self._id(above, 8),
             begins_s=begins_s,
             ends_s=ends_s,
-            attributes={f"orc.{name}": value for name, value in given.items() if value is not None},
+            attributes={f"orc.{name}": value for name, value in values.items() if value is not None},
             error=error,
         )
 
     def _id(self, key: tuple[str, int], size: int) -> int:
-        said = f"{self._job_id} {key[0]} {key[1]}".encode()
-        return int.from_bytes(hashlib.sha256(said).digest()[:size], "big")
+        seed = f"{self._job_id} {key[0]} {key[1]}".encode()
+        return int.from_bytes(hashlib.sha256(seed).digest()[:size], "big")
 
 
-def _spans(trace: _Trace, job: Job, seen: _Seen) -> Iterator[tuple[tuple[str, int], Span]]:
-    """Every span of the job that is over, by its key."""
+def _spans(trace: _Trace, job: Job, progress: _Progress) -> Iterator[tuple[tuple[str, int], Span]]:
+    """Yield every span of the job that is over, by its key."""
     whole: tuple[str, int] = ("job", 0)
     waits_since_s = job.submitted_at_s
     for attempt in job.attempts:
@@ -168,7 +168,7 @@ def _spans(trace: _Trace, job: Job, seen: _Seen) -> Iterator[tuple[tuple[str, in
         )
         about: dict[str, str | float | None] = {"plan": in_short(attempt.plan), "gpus": attempt.plan.world_size}
         yield plan, trace.span(plan, waits_since_s, launched_s, whole, about)
-        running_s, first_s = seen.running_s.get(number), seen.first_step_s.get(number)
+        running_s, first_s = progress.running_s.get(number), progress.first_step_s.get(number)
         if running_s is not None:
             yield launch, trace.span(launch, launched_s, running_s, inside)
         if running_s is not None and first_s is not None:
@@ -182,5 +182,5 @@ def _spans(trace: _Trace, job: Job, seen: _Seen) -> Iterator[tuple[tuple[str, in
             waits_since_s = attempt.ended_at_s
     if job.status.ended:
         error = job.reason[:REASON_MAX] if job.status in (JobStatus.FAILED, JobStatus.REFUSED) else ""
-        said = {"name": job.spec.name, "user": job.user, "status": job.status.value}
-        yield whole, trace.span(whole, job.submitted_at_s, waits_since_s, None, said, error)
+        attributes = {"name": job.spec.name, "user": job.user, "status": job.status.value}
+        yield whole, trace.span(whole, job.submitted_at_s, waits_since_s, None, attributes, error)

@@ -41,9 +41,9 @@ def login(
 ) -> None:
     """Keep a login for a service of another machine. The token is read from ORC_TOKEN, a prompt, or a pipe."""
     from orchestrator.service.server.client import Client
-    from orchestrator.service.server.logins import Login, keep, logins_file, normalised, pinned_certificate
+    from orchestrator.service.server.logins import Login, keep, logins_file, normalise_url, pinned_certificate
 
-    url = normalised(url)
+    url = normalise_url(url)
     if fingerprint is not None and authority is not None:
         raise SpecError("say one of them", source="--fingerprint", allowed="--fingerprint or --ca")
     certificate = _read(authority) if authority else None

@@ -105,11 +105,11 @@ def _submit(
     from orchestrator.service.commands.compare import compared, strategies
     from orchestrator.service.commands.hardware import hardware_of
     from orchestrator.service.server.intake import read_overrides, read_pins
-    from orchestrator.service.server.sending import read_for
+    from orchestrator.service.server.sending import read_jobs_for
 
     service = service_of(home)
     overrides = (*read_overrides(settings or []), *read_pins(pins))
-    (spec,) = read_for(service, [file], overrides, home, only_one=True)
+    (spec,) = read_jobs_for(service, [file], overrides, home, only_one=True)
     wanted = strategies(spec, asked, *hardware_of(service, None), micro)
     specs = compared(spec, wanted, steps, repeats)
     ids, _, _ = client.submit_all([one.model_dump(mode="json") for one in specs])
@@ -147,7 +147,7 @@ def _wait(client: Client, ids: Sequence[str], timeout_s: float, as_json: bool) -
 
 
 def _with_link(client: Client, job_id: str) -> ComparisonView:
-    """The comparison, with MLflow's page as soon as it is there."""
+    """Return the comparison, with MLflow's page as soon as it is there."""
     until_s = time.monotonic() + LINK_S
     found = client.comparison(job_id)
     has_runs = any(row["step_s"] is not None for row in found["rows"]) and "mlflow" in client.cluster()["trackers"]

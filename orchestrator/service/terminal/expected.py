@@ -23,12 +23,12 @@ STYLES = {
 
 
 def coloured(word: str) -> Text:
-    """The status word in its colour; unknown words have the colour of failures."""
+    """Return the status word in its colour; unknown words have the colour of failures."""
     return Text(word, style=STYLES.get(word, "red"))
 
 
 def local_minute(at_s: float | None, range_s: tuple[float, float] | None) -> str:
-    """A local time to the minute, with its range."""
+    """Return a local time to the minute, with its range."""
     if at_s is None:
         return "not known"
     said = time.strftime("%a %d %b %H:%M", time.localtime(at_s))

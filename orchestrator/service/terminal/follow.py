@@ -69,7 +69,7 @@ def follow(client: Client, job_id: str, console: Console) -> JobView:
 def log_lines(
     client: Client, job_id: str, number: int | None, rank: int, to_the_end: bool
 ) -> Iterator[tuple[int, str]]:
-    """A rank's log in pieces of (attempt, text); of the last attempt if no number is given.
+    """Yield a rank's log in pieces of (attempt, text); of the last attempt if no number is given.
 
     With `to_the_end` it waits for more, and continues with later attempts, until the job has ended.
     """
@@ -106,7 +106,7 @@ def _decoder() -> codecs.IncrementalDecoder:
 
 
 def _changes(client: Client, job_id: str) -> Iterator[JobView]:
-    """The job now, then at every change and every few seconds, until its end."""
+    """Yield the job now, then at every change and every few seconds, until its end."""
     seen: int | None = None
     while True:
         job, seen = client.job(job_id, seen)

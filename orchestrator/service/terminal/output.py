@@ -22,7 +22,7 @@ def tell(answer: dict[str, Any], as_json: bool, words: RenderableType) -> None:
 
 
 def console_on(stream: TextIO) -> Console:
-    """A console of the terminal's width; PLAIN_WIDTH if there is no terminal and COLUMNS is not set."""
+    """Return a console of the terminal's width; PLAIN_WIDTH if there is no terminal and COLUMNS is not set."""
     from rich.console import Console
 
     width = None if stream.isatty() or "COLUMNS" in os.environ else PLAIN_WIDTH

@@ -160,7 +160,7 @@ def _live_runs(
 
 
 def _hardware(cluster: Path | None, queue: QueueTime | None, home: Path, launch_cost: float | None) -> ClusterSpec:
-    """The cluster to play on: the given one; for the live queue, else, that of its home."""
+    """Return the cluster to play on: the given one; for the live queue, else, that of its home."""
     from orchestrator.service.server.cluster_file import kept_cluster
     from orchestrator.service.server.intake import read_cluster
 
@@ -169,7 +169,7 @@ def _hardware(cluster: Path | None, queue: QueueTime | None, home: Path, launch_
 
 
 def _compared(hardware: ClusterSpec, orders: Sequence[Order], objective: Aim | None) -> dict[str, ClusterSpec]:
-    """The cluster by what is compared: one for each policy or objective that is named, else as its file says."""
+    """Return the cluster by what is compared: one for each policy or objective that is named, else as its file says."""
     from orchestrator.specs.policy import Objective
 
     if objective is not None and any(order is not Order.ADAPTIVE for order in orders):

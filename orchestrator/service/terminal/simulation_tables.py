@@ -16,7 +16,7 @@ from orchestrator.specs.units import format_seconds
 
 
 def simulated_table(run: Simulated) -> Table:
-    """The metrics of a simulated run, and the time of its decisions on this machine."""
+    """Return the metrics of a simulated run, and the time of its decisions on this machine."""
     table = Table(box=None, pad_edge=False, show_header=False)
     for name, value in _rows(run):
         table.add_row(name, value)

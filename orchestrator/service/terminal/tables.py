@@ -127,7 +127,7 @@ def attempts_table(jobs: Sequence[JobView]) -> Table:
 
 
 def forecast_panel(forecast: Forecast) -> RenderableType:
-    """The chosen plan, the frontier around it with the memory limit, and why faster plans were rejected."""
+    """Return the chosen plan, the frontier around it with the memory limit, and why faster plans were rejected."""
     parts: list[RenderableType] = [
         Text(f"{forecast['job']} on {forecast['devices']} x {forecast['device']}", style="bold"),
         Text(f"global batch {forecast['global_batch_size']}; memory of the model: {forecast['profile']}", style="dim"),
@@ -177,7 +177,7 @@ def candidate_panel(candidate: CandidateView) -> RenderableType:
 
 
 def _probe_panel(probe: CandidateView) -> RenderableType:
-    """The probe attempts before the training, and their reason."""
+    """Return the probe attempts before the training, and their reason."""
     head = Table.grid(padding=(0, 2))
     head.add_row("memory", "not known: two short attempts measure what a sample needs, before the training is planned")
     head.add_row("first", Text(f"{probe['plan']}, ended after {PROBE_STEPS} optimizer steps", style="bold"))
@@ -220,7 +220,7 @@ def _sentences(said: Sequence[str]) -> Table:
 
 
 def coloured_picture(picture: Picture) -> Text:
-    """The picture with coloured marks."""
+    """Return the picture with coloured marks."""
     text = Text("\n".join(drawn(picture)), no_wrap=True)
     for mark, symbol in SYMBOLS.items():
         text.highlight_words([symbol], MARK_STYLES[mark])
@@ -229,7 +229,7 @@ def coloured_picture(picture: Picture) -> Text:
 
 
 def moments(estimate: EstimateView, correction: float) -> Table:
-    """Bytes by moment of a step as bars, with corrected activations."""
+    """Return the bytes by moment of a step as bars, with corrected activations."""
     table = Table.grid(padding=(0, 2))
     table.add_column()
     table.add_column(justify="right")
@@ -249,7 +249,7 @@ def moments(estimate: EstimateView, correction: float) -> Table:
 
 
 def bars(estimate: EstimateView) -> Table:
-    """Bytes by cause as bars, then the three totals."""
+    """Return the bytes by cause as bars, then the three totals."""
     table = Table.grid(padding=(0, 2))
     table.add_column()
     table.add_column(justify="right")
@@ -279,7 +279,7 @@ def progress_line(progress: ProgressView | None) -> str:
 
 
 def time_left(progress: ProgressView | None) -> str:
-    """The time to the last step at the pace of the recent ones; "" where that is unknown."""
+    """Return the time to the last step at the pace of the recent ones; "" where that is unknown."""
     if progress is None or not progress["max_steps"] or not progress["step_s"]:
         return ""
     return format_seconds(max(0, progress["max_steps"] - progress["step"]) * progress["step_s"])
@@ -378,7 +378,7 @@ def _failure(attempt: AttemptView) -> list[RenderableType]:
 
 
 def promise_words(promise: PromiseView) -> str:
-    """The promise to a job with a guarantee, or the reason of the refusal."""
+    """Return the promise to a job with a guarantee, or the reason of the refusal."""
     if promise["refused"]:
         return f"is refused: {promise['refused']}"
     gpus = f"{promise['gpus']} gpu{'s' if promise['gpus'] > 1 else ''}"
@@ -390,7 +390,7 @@ def promise_words(promise: PromiseView) -> str:
 
 
 def _gpus(job: JobView) -> str:
-    """The requested GPUs: `1 gpu`, `2-8 gpus`."""
+    """Return the requested GPUs: `1 gpu`, `2-8 gpus`."""
     return f"{job['gpus']} gpu" if job["gpus"] == "1" else f"{job['gpus']} gpus"
 
 
@@ -430,7 +430,7 @@ def nodes_table(nodes: Sequence[NodeView], drained: Sequence[str]) -> Table:
 
 
 def _takes(node: NodeView) -> str:
-    """What a node accepts; of a suspended place, until when it does not."""
+    """Return what a node accepts; of a suspended place, until when it does not."""
     if node["drained"]:
         return "nothing new"
     closed = [

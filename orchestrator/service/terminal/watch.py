@@ -111,7 +111,7 @@ def _jobs(jobs: Sequence[JobView]) -> RenderableType:
 
 
 def _says(job: JobView) -> str:
-    """The plan of a running job, the reason of another."""
+    """Return the plan of a running job, the reason of another."""
     if job["status"] == "running" and job["attempts"]:
         return job["attempts"][-1]["plan"]
     return job["reason"].partition("\n")[0]

@@ -70,12 +70,12 @@ class Listing:
         return sum(entry.size for entry in self.entries)
 
     def manifest(self) -> bytes:
-        """The line that is sent first."""
+        """Return the line that is sent first."""
         rows = [[entry.path, entry.kind, entry.size, entry.target] for entry in self.entries]
         return json.dumps(rows, separators=(",", ":")).encode() + b"\n"
 
     def stream(self) -> Iterator[bytes]:
-        """The archive. Raises OSError where a file has become shorter or is no file any more."""
+        """Yield the archive. Raises OSError where a file has become shorter or is no file any more."""
         yield self.manifest()
         with closing(_Folder(self.root)) as root:
             for entry in self.entries:
@@ -91,7 +91,7 @@ class Listing:
 
 
 def listed(root: Path, limits: Limits, skipped: Skipped = lambda _: False) -> Listing:
-    """What of a folder, or of a single file, is sent, in the order of the paths. No link is followed.
+    """Return what of a folder, or of a single file, is sent, in the order of the paths. No link is followed.
 
     Raises SpecError where it is more than the limits allow or a name is no text, OSError where it cannot be read.
     """
@@ -182,7 +182,7 @@ class _Folder:
 
 
 def _entry(path: str, name: str, at: int) -> Entry | None:
-    """The entry of what is no folder; None for what is not sent."""
+    """Return the entry of what is no folder; None for what is not sent."""
     found = os.stat(name, dir_fd=at, follow_symlinks=False)
     if stat.S_ISREG(found.st_mode):
         return Entry(path=path, kind=_kind_of_file(found), size=found.st_size)
@@ -234,7 +234,7 @@ class _Source:
         self.digest = hashlib.sha256()
 
     def line(self) -> bytes:
-        """The manifest."""
+        """Return the manifest."""
         while b"\n" not in self._rest:
             chunk = self._read(CHUNK_BYTES)
             if not chunk or len(self._rest) > MANIFEST_BYTES_MAX:
@@ -290,7 +290,7 @@ def _check(entry: Entry) -> None:
 
 
 def _stays_inside(path: str, target: str) -> bool:
-    """Whether a link at `path` leads to a place below the root, as far as its words tell."""
+    """Return whether a link at `path` leads to a place below the root, as far as its words tell."""
     if not target or target.startswith("/") or "\0" in target or len(target.encode(errors="replace")) > PATH_BYTES_MAX:
         return False
     reached = os.path.normpath(os.path.join(os.path.dirname(path), target))

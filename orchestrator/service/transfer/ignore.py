@@ -12,7 +12,7 @@ DEFAULTS = (".git/", "__pycache__/", ".venv/")  # a line such as !.git/ takes on
 
 
 def skipped_in(folder: Path) -> Skipped:
-    """Which paths below the folder are left out. Raises SpecError for a file that cannot be read."""
+    """Return which paths below the folder are left out. Raises SpecError for a file that cannot be read."""
     from pathspec import GitIgnoreSpec  # late: only a submission to another machine needs it
 
     try:

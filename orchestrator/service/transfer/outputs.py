@@ -16,7 +16,7 @@ LIMITS = Limits(entries=ENTRIES_MAX, total_bytes=2**50)
 
 
 def output_of(home: Path, job: Job) -> Listing:
-    """What of the job is fetched: its output folder, or what its script changed in its own working directory.
+    """Return what of the job is fetched: its output folder, or what its script changed in its own working directory.
 
     Nothing outside the job's folder is read. Raises ServiceError where there is nothing.
     """
@@ -35,7 +35,7 @@ def output_of(home: Path, job: Job) -> Listing:
 
 
 def _is_no_output(workdir: Path, path: str, brought: set[str]) -> bool:
-    """Whether a path of a working directory is as it was uploaded, or Python's cache."""
+    """Return whether a path of a working directory is as it was uploaded, or Python's cache."""
     if path.endswith("/"):
         return path.endswith("__pycache__/")
     at = workdir / path

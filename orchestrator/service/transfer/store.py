@@ -80,7 +80,7 @@ class Uploads:
             shutil.rmtree(at, ignore_errors=True)
 
     def resolved(self, key: str, path: str) -> str:
-        """The absolute path of `upload:<sha256>/<path>`; other paths as they are.
+        """Return the absolute path of `upload:<sha256>/<path>`; other paths as they are.
 
         Raises SpecError where there is no such upload, or where the path leaves it.
         """

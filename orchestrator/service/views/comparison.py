@@ -47,7 +47,7 @@ class ComparisonView(TypedDict):
 
 
 def comparison_view(found: Comparison, mlflow: str | None) -> ComparisonView:
-    """The comparison as JSON."""
+    """Return the comparison as JSON."""
     return ComparisonView(
         name=found.name,
         complete=found.is_complete,
@@ -73,12 +73,12 @@ def measures(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, tuple[str, Words
 
 
 def reasons(rows: Sequence[Mapping[str, Any]]) -> list[tuple[int, list[str]]]:
-    """Number of each strategy that did not finish, with the lines of its reason."""
+    """Return the number of each strategy that did not finish, with the lines of its reason."""
     return [(number, _reason(row)) for number, row in enumerate(rows, 1) if row["outcome"] in EXPLAINED]
 
 
 def _reason(row: Mapping[str, Any]) -> list[str]:
-    """Why it did not finish, without what is true of all strategies; of one that does not fit, its bytes."""
+    """Return why it did not finish, without what is true of all strategies; of one that does not fit, its bytes."""
     lines: list[str] = row["reason"].partition(" (degrade.allow")[0].splitlines()
     if row["outcome"] == Outcome.DOES_NOT_FIT:  # one for each kind of device
         lines = [line for line in lines if line.startswith("closest: ")] or lines[:1]

@@ -17,7 +17,7 @@ STYLE = "font-family:system-ui,sans-serif;color:#1a1a1a;max-width:60rem;line-hei
 
 
 def since_of(text: str, now_s: float) -> float:
-    """The moment that `18:00` (the last one here), `12h` or `2026-11-24 18:00` means, in seconds since 1970.
+    """Return the moment that `18:00` (the last one here), `12h` or `2026-11-24 18:00` means, in seconds since 1970.
 
     Raises SpecError for other text, and for a moment that has not come.
     """
@@ -105,7 +105,7 @@ def gantt(view: ReportView) -> str:
 
 
 def markdown(view: ReportView) -> str:
-    """The report as Markdown; hostile names are code, and stay on their line."""
+    """Return the report as Markdown; hostile names are code, and stay on their line."""
     parts = [f"# {title(view)}", _line(view["summary"]), cost_words(view)]
     if view["to_do"]:
         parts.append("\n".join(["## To do", "", *(f"- {_line(said)}" for said in view["to_do"])]))
@@ -117,7 +117,7 @@ def markdown(view: ReportView) -> str:
 
 
 def _line(text: str) -> str:
-    """The text on one line, without HTML, links and pictures."""
+    """Return the text on one line, without HTML, links and pictures."""
     return " ".join(text.split()).replace("<", "&lt;").replace("[", "\\[")
 
 
@@ -126,7 +126,7 @@ def _code(text: str) -> str:
 
 
 def html(view: ReportView) -> str:
-    """The report as one HTML file without scripts, style sheets or pictures: mail programs show all of it."""
+    """Return the report as one HTML file without scripts, style sheets or pictures: mail programs show all of it."""
     parts = [f"<h1>{escape(title(view))}</h1>", f"<p><strong>{escape(view['summary'])}</strong></p>"]
     parts.append(f"<p>{escape(cost_words(view))}</p>")
     if view["to_do"]:

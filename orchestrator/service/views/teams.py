@@ -43,7 +43,7 @@ class TeamView(TypedDict):
 
 
 def teams_view(state: State, now_s: float) -> list[TeamView]:
-    """Every team of the policy, next in turn first; empty if the cluster file names none."""
+    """Return every team of the policy, next in turn first; empty if the cluster file names none."""
     policy = state.policy
     if not policy.is_shared:
         return []

@@ -34,7 +34,7 @@ def busy_lines(nodes: Mapping[str, int], held: Iterable[Held], from_s: float, en
 
 
 def under_a_ruler(lines: Mapping[str, str], first: str, last: str, note: str) -> str:
-    """The lines with their labels, above the two ends of time and a note."""
+    """Return the lines with their labels, above the two ends of time and a note."""
     width = max(map(len, lines), default=0)
     ruler = f"{first}{last:>{COLUMNS - len(first)}}"
     return "\n".join(
@@ -47,7 +47,7 @@ def under_a_ruler(lines: Mapping[str, str], first: str, last: str, note: str) ->
 
 
 def _rows(names: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """The row of each node, and all rows in order."""
+    """Return the row of each node, and all rows in order."""
     together = max(1, -(-len(names) // NODES_MAX))
     rows = {}
     for first in range(0, len(names), together):
@@ -65,5 +65,5 @@ def shares(from_s: float, until_s: float, begin_s: float, end_s: float) -> Itera
 
 
 def block(share: float) -> str:
-    """The block of a share; empty only for 0."""
+    """Return the block of a share; empty only for 0."""
     return BLOCKS[0] if share <= 0 else BLOCKS[max(1, min(8, round(8 * share)))]

@@ -95,7 +95,7 @@ def _variable(node: ast.AST | None) -> tuple[str, str | None] | None:
 
 
 def _evaluation(node: ast.AST) -> Iterator[ast.AST]:
-    """What is assigned to a name of evaluation: `test_loader = DataLoader(test, batch_size=1000)`."""
+    """Yield what is assigned to a name of evaluation: `test_loader = DataLoader(test, batch_size=1000)`."""
     if isinstance(node, ast.Assign) and any(
         EVALUATION & set(word_of(_name(target)).split("_")) for target in node.targets
     ):

@@ -58,7 +58,7 @@ class Settled:
 
 
 def settle(typed: Typed, script: Script, framework: Framework | None, seen: Settings) -> Settled:
-    """The typed command as a job's settings."""
+    """Return the typed command as a job's settings."""
     preset = preset_of(typed, framework)
     ranks, ranks_place = _ranks(typed, seen, script, framework)
     batch = read_batch(seen, script, 1 if ranks is None else ranks, preset)
@@ -118,7 +118,7 @@ def settle(typed: Typed, script: Script, framework: Framework | None, seen: Sett
 def _ranks(
     typed: Typed, seen: Settings, script: Script, framework: Framework | None
 ) -> tuple[int | None, Setting | None]:
-    """The ranks in all that were typed, and the place beside a launcher that says so.
+    """Return the ranks in all that were typed, and the place beside a launcher that says so.
 
     Devices that Slurm gives, or that CUDA_VISIBLE_DEVICES shows, count where something uses several.
     """
@@ -199,7 +199,7 @@ def _counts_a_step(total: Setting) -> bool:
 
 
 def _mend(place: Setting) -> str:
-    """What to change in a file or script so that plans control a setting that stands there."""
+    """Return what to change in a file or script so that plans control a setting that stands there."""
     if place.where.partition(":")[0].endswith(".py") and ":" in place.where:
         variable = MENDS[place.meaning]
         knob = f"{place.meaning}: {{env: {variable}, default: {place.value}}}"
@@ -209,7 +209,7 @@ def _mend(place: Setting) -> str:
 
 
 def _turns(place: Setting, seen: Settings) -> bool:
-    """Whether a plan can tell another value there."""
+    """Return whether a plan can tell another value there."""
     if place.way == "key":
         return place.file is None or any(file.word == place.file and file.can_be_copied for file in seen.files)
     return place.way in ("flag", "override", "env") and (place.value is None or place.number is not None)
@@ -220,7 +220,7 @@ def _is_presets(place: Setting, knob: Any) -> bool:
 
 
 def _knob(place: Setting, seen: Settings, preset: Any, per: str = "rank") -> dict[str, Any]:
-    """The knob of a place: only its default, where a framework's preset says the rest."""
+    """Return the knob of a place: only its default, where a framework's preset says the rest."""
     is_presets = _is_presets(place, preset)
     knob: dict[str, Any] = {} if is_presets else {place.way: place.name}
     if per != "rank":
@@ -239,7 +239,7 @@ def _knob(place: Setting, seen: Settings, preset: Any, per: str = "rank") -> dic
 
 
 def _path_place(seen: Settings, setting: str) -> Setting | None:
-    """The place that takes a path: what was typed, or a flag of the parser."""
+    """Return the place that takes a path: what was typed, or a flag of the parser."""
     for place in seen.of(setting):
         is_file = str(place.value).endswith(WEIGHTS) and setting == "output_dir"
         is_choice = str(place.value).lower() in ("true", "false", "auto")
@@ -252,7 +252,7 @@ def _path_place(seen: Settings, setting: str) -> Setting | None:
 
 
 def _checkpointing(seen: Settings, script: Script, framework: Framework | None) -> dict[str, Any]:
-    """The knob of recomputation; what was typed stays, and is then no knob."""
+    """Return the knob of recomputation; what was typed stays, and is then no knob."""
     if any(place.rank <= IN_FILE for place in seen.of("activation_checkpointing")):
         return {"activation_checkpointing": None}
     if framework is not None:
@@ -272,7 +272,7 @@ def _checkpointing(seen: Settings, script: Script, framework: Framework | None) 
 def _precision(
     typed: Typed, seen: Settings, script: Script, framework: Framework | None, preset: Mapping[str, Any]
 ) -> tuple[str | None, dict[str, Any], Setting | None]:
-    """The job's precision, its knob, and the place whose words leave the command.
+    """Return the job's precision, its knob, and the place whose words leave the command.
 
     A framework's flags are read where the job is (specs/job/frameworks.py).
     """
@@ -349,7 +349,7 @@ def _config(
 
 
 def _without(words: Sequence[str], taken: Sequence[Setting], script: Script) -> tuple[str, ...]:
-    """The words but for those of the places that a job sets."""
+    """Return the words but for those of the places that a job sets."""
     names = {place.name for place in taken if place.way in ("flag", "override")}
     flags = {flag.name: flag for flag in script.flags}
     rest, index = list[str](), 0

@@ -51,16 +51,16 @@ class Settings:
     notes: tuple[str, ...]
 
     def of(self, meaning: str, *counts: Count) -> list[Setting]:
-        """The settings of a meaning; of batch sizes those that count so."""
+        """Return the settings of a meaning; of batch sizes those that count so."""
         return [place for place in self.listed if place.meaning == meaning and (not counts or place.counts in counts)]
 
     def first(self, meaning: str, *counts: Count) -> Setting | None:
-        """The setting that wins; None where there is none, or where places of the same precedence disagree."""
+        """Return the setting that wins; None where there is none, or where places of the same precedence disagree."""
         return winner(self.of(meaning, *counts))
 
 
 def winner(places: Sequence[Setting]) -> Setting | None:
-    """The setting of the least rank with a value; None if several of that rank have different ones."""
+    """Return the setting of the least rank with a value; None if several of that rank have different ones."""
     valued = [place for place in places if place.value is not None]
     if not valued:
         return places[0] if places else None
@@ -73,7 +73,7 @@ def winner(places: Sequence[Setting]) -> Setting | None:
 
 
 def preset_of(typed: Typed, framework: Framework | None) -> dict[str, Any]:
-    """The knobs of a framework as this command takes them.
+    """Return the knobs of a framework as this command takes them.
 
     LLaMA-Factory's are flags where no file is named. Those of transformers and TRL are keys where a file is the first
     argument: HfArgumentParser takes no flag beside it.
@@ -96,7 +96,7 @@ def _other_way(knob: Mapping[str, Any], way: str, new: str) -> dict[str, Any]:
 
 
 def read_all(typed: Typed, script: Script, framework: Framework | None) -> Settings:
-    """The settings of a typed command, of the files that it names, of its parser, its framework and its code."""
+    """Return the settings of a typed command, of the files that it names, of its parser, its framework and its code."""
     preset = preset_of(typed, framework)
     spelled = tuple(_spelled(word, script, preset) for word in typed.command[typed.arguments :])
     launcher = [
@@ -137,7 +137,7 @@ def read_all(typed: Typed, script: Script, framework: Framework | None) -> Setti
 
 
 def _counted(listed: Sequence[Setting]) -> Iterator[Setting]:
-    """The settings, where a plain batch size beside one of a rank counts the samples of a whole step."""
+    """Yield the settings, where a plain batch size beside one of a rank counts the samples of a whole step."""
     has_micro = any(
         place.meaning == "micro_batch_size" and place.counts == "rank" for place in listed if place.rank < 3
     )
@@ -147,7 +147,7 @@ def _counted(listed: Sequence[Setting]) -> Iterator[Setting]:
 
 
 def _spelled(word: str, script: Script, knobs: Mapping[str, Any]) -> str:
-    """A flag in its parser's spelling: -b as --batch-size, --output-dir as --output_dir."""
+    """Return a flag in its parser's spelling: -b as --batch-size, --output-dir as --output_dir."""
     name, equals, value = word.partition("=")
     if not name.startswith("-"):
         return word
@@ -213,7 +213,7 @@ def _meaning(name: str, preset: Mapping[str, Any]) -> tuple[str, Count] | None:
 
 
 def _files(words: Sequence[str], folder: Path, is_launchers: bool = False) -> Iterator[NamedFile]:
-    """The files of settings that the words name, each once."""
+    """Yield the files of settings that the words name, each once."""
     values = {value: name for name, value, joined, _ in pairs_of(words, {}) if value and name.startswith("-")}
     seen = set[str]()
     for word in [*words, *(value for value in values if value not in words)]:

@@ -27,7 +27,7 @@ DEFAULT = re.compile(r"default[:=]?\s*([^\s)\],]+)")
 
 
 def with_help(script: Script, typed: Typed) -> Script:
-    """The script with the flags of its --help besides those that were read. Raises SpecError where it fails.
+    """Return the script with the flags of its --help besides those that were read. Raises SpecError where it fails.
 
     It runs for 20 s at most, with an empty HOME and no CUDA device, and without a network where `unshare` allows it.
     """
@@ -71,7 +71,7 @@ def _help_of(typed: Typed) -> str:
 
 
 def flags_of(text: str) -> Iterator[Flag]:
-    """The flags of a help text; one without a placeholder for its value is a switch."""
+    """Yield the flags of a help text; one without a placeholder for its value is a switch."""
     lines = text[:TEXT_MAX].splitlines()
     for index, line in enumerate(lines):
         match = LINE.match(line)

@@ -117,7 +117,7 @@ def word_of(name: str) -> str:
 
 
 def meaning_of(name: str) -> tuple[str, Count] | None:
-    """The setting that a name means, and what it counts if it is a batch size; None for an unknown name."""
+    """Return the setting that a name means, and what it counts if it is a batch size; None for an unknown name."""
     *sections, _ = re.split(r"[./]", name.lstrip("-+~").lower())
     word = word_of(name)
     parts = set(word.split("_"))
@@ -136,7 +136,7 @@ def meaning_of(name: str) -> tuple[str, Count] | None:
 
 
 def precision_of(name: str, value: str | None) -> str | None:
-    """The precision that a setting asks for; None where its words do not say which, such as --amp."""
+    """Return the precision that a setting asks for; None where its words do not say which, such as --amp."""
     text = (value or "").lower()
     named = next((ours for ours in ("bf16", "fp16") if ours in name.lower()), None)
     if named is not None and text in ("true", "1", "yes", "full", "", "auto"):

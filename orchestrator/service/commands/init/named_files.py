@@ -75,7 +75,7 @@ def _constants(tree: ast.Module) -> Iterator[tuple[str, Any]]:
 
 
 def number_of(node: ast.expr | None) -> Any:
-    """A literal's value; products of numbers such as `5 * 8` are computed. None for anything else."""
+    """Return a literal's value; products of numbers such as `5 * 8` are computed. None for anything else."""
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
         left, right = number_of(node.left), number_of(node.right)
         return left * right if isinstance(left, int | float) and isinstance(right, int | float) else None

@@ -30,7 +30,7 @@ OF_THE_HUB = ("hf", "trl", "diffusers", "accelerate", "llamafactory", "axolotl")
 
 
 def proposal(words: Sequence[str], folder: Path, environment: Mapping[str, str], run_help: bool = False) -> str:
-    """The text of a job file for a command typed in `folder`, for the user to check.
+    """Return the text of a job file for a command typed in `folder`, for the user to check.
 
     It is a valid job file but for `global_batch_size`, which is absent where nothing says it. Of the shell's
     `environment` it names what a job does not inherit: the hub's token. `run_help` also runs the command's own --help.
@@ -108,7 +108,7 @@ def _lines(typed: Typed, script: Script, has_run: bool) -> Iterator[str]:
 
 
 def _comment_text(text: str) -> str:
-    """A text on one line: a typed word may hold a line break."""
+    """Return a text on one line: a typed word may hold a line break."""
     return " ".join(text.split())
 
 
@@ -187,7 +187,7 @@ def _comment(name: str, knob: dict[str, Any] | None, framework: Framework | None
 
 
 def _is_plain(knob: Mapping[str, Any]) -> bool:
-    """Whether the name of a batch size does not say what it counts."""
+    """Return whether the name of a batch size does not say what it counts."""
     name = next((knob[way] for way in ("flag", "override", "key", "env") if way in knob), "")
     return (meaning_of(str(name)) or ("", "plain"))[1] == "plain"
 
@@ -227,7 +227,7 @@ def _used(script: Script) -> set[str]:
 
 
 def _own_knobs(framework: Framework, script: Script) -> dict[str, Any]:
-    """The framework's knobs whose flags the script does not have: they are none."""
+    """Return the framework's knobs whose flags the script does not have: they are none."""
     names = {flag.name for flag in script.flags}
     flags = {name: knob.get("flag") or knob.get("switch") for name, knob in knobs_of(framework).items()}
     return {name: None for name, flag in flags.items() if flag and flag not in names}
@@ -246,7 +246,7 @@ def _names(knob: Any) -> Iterator[str]:
 
 
 def _command(framework: Framework | None, folder: Path, needed: list[Flag], *, bare: bool) -> Iterator[str]:
-    """The script's arguments: a value for everything required."""
+    """Yield the script's arguments: a value for everything required."""
     if framework == "lightning" and bare:
         yield "fit"
     if framework == "deepspeed" and bare:
@@ -278,7 +278,7 @@ def _name(folder: Path, typed: Typed) -> str:
 
 
 def _quoted(text: str) -> str:
-    """The text as a YAML scalar."""
+    """Return the text as a YAML scalar."""
     return text if re.fullmatch(r"[\w./][\w./ =-]*", text) else json.dumps(text, ensure_ascii=False)
 
 

@@ -81,7 +81,7 @@ NO_SCRIPT = Script(
 
 
 def read_script(path: Path, roots: Sequence[Path] = ()) -> Script:
-    """The flags of a Python script. Raises SpecError if it cannot be parsed.
+    """Return the flags of a Python script. Raises SpecError if it cannot be parsed.
 
     `roots` are folders of packages. They are searched where neither the script nor a module beside it has a flag: a
     thin starter imports the package that parses.
@@ -255,7 +255,7 @@ def _added(call: ast.Call, constants: dict[str, Any]) -> Iterator[Flag]:
 
 
 def _longest(names: Iterable[str]) -> str:
-    """The longest name: --batch-size of -b, --batch-size."""
+    """Return the longest name: --batch-size of -b, --batch-size."""
     return max(names, key=len)
 
 
@@ -263,7 +263,7 @@ def _longest(names: Iterable[str]) -> str:
 
 
 def _constructor(node: ast.ClassDef) -> Iterator[ast.FunctionDef]:
-    """The constructor of a class: Fire and jsonargparse take its parameters as flags."""
+    """Yield the constructor of a class: Fire and jsonargparse take its parameters as flags."""
     yield from (part for part in node.body if isinstance(part, ast.FunctionDef) and part.name == "__init__")
 
 
@@ -292,7 +292,7 @@ def _parsed(
 
 
 def _wrapped(function: ast.FunctionDef) -> Iterator[str]:
-    """The classes of a function's parameters under a decorator that makes flags of them."""
+    """Yield the classes of a function's parameters under a decorator that makes flags of them."""
     decorators = (_last(node.func if isinstance(node, ast.Call) else node) for node in function.decorator_list)
     if any(name in WRAPS for name in decorators):
         yield from (_last(argument.annotation) for argument in function.args.args if argument.annotation is not None)
@@ -312,7 +312,7 @@ def _hydra(tree: ast.Module, file: Path) -> Iterator[tuple[Path, str]]:
 
 
 def _inherited(name: str, classes: dict[str, ast.ClassDef], depth: int = 8) -> str | None:
-    """The class of transformers or TRL that a class is, or inherits from."""
+    """Return the class of transformers or TRL that a class is, or inherits from."""
     if name not in classes:
         return name.lstrip(".") if name.endswith(TRAINING_ARGUMENTS) else None
     bases = (_inherited(base, classes, depth - 1) for base in _bases(classes[name], classes)) if depth else iter(())
@@ -329,7 +329,7 @@ def _renamed(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, str]]:
 
 
 def _stand_in(name: str, base: str) -> ast.ClassDef:
-    """A class without fields of its own that inherits from another."""
+    """Return a class without fields of its own that inherits from another."""
     tree = ast.parse(f"class {name}({base}): pass")
     assert isinstance(tree.body[0], ast.ClassDef)
     return tree.body[0]
@@ -445,7 +445,7 @@ def _parameters(function: ast.FunctionDef, constants: dict[str, Any], joint: str
 
 
 def _typer_info(node: ast.expr | None) -> ast.Call | None:
-    """The call of typer.Option or typer.Argument in an annotation or a default."""
+    """Return the call of typer.Option or typer.Argument in an annotation or a default."""
     calls = ast.walk(node) if node is not None else iter(())
     return next((one for one in calls if isinstance(one, ast.Call) and _last(one.func) in ("Option", "Argument")), None)
 

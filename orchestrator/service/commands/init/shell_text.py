@@ -60,7 +60,7 @@ class Inner(NamedTuple):
 
 
 def starts_training(word: str) -> bool:
-    """Whether a word is an interpreter, a launcher or a script of Python."""
+    """Return whether a word is an interpreter, a launcher or a script of Python."""
     return is_python(word) or program_name(word) in STARTERS or (word.endswith(".py") and not word.startswith("-"))
 
 
@@ -73,7 +73,7 @@ def split_line(line: str) -> list[str]:
 
 
 def first_command(words: Sequence[str]) -> tuple[str, ...]:
-    """The words before a redirection, a pipe or a second command."""
+    """Return the words before a redirection, a pipe or a second command."""
     ends = (index for index, word in enumerate(words) if SHELL_WORD.fullmatch(word))
     return tuple(words[: next(ends, len(words))])
 
@@ -135,7 +135,7 @@ def _sky_text(text: str, slurm: dict[str, str]) -> str:
 
 
 def read_shell(script: ShellText, folder: Path, env: Mapping[str, str], slurm: dict[str, str]) -> Inner:
-    """The training command of a text of shell, with the text's variables filled in.
+    """Return the training command of a text of shell, with the text's variables filled in.
 
     The first with a launcher is taken, else the last with Python. Raises SpecError if there is none.
     """
@@ -188,7 +188,7 @@ def _has_launcher(words: Sequence[str]) -> bool:
 
 
 def _filled(line: str, values: Mapping[str, str], arguments: Sequence[str]) -> str:
-    """A line of shell with `$NAME`, `${NAME:-default}`, `$1` and `$@` replaced where their value is known."""
+    """Return a line of shell with `$NAME`, `${NAME:-default}`, `$1` and `$@` replaced where their value is known."""
 
     def value(match: re.Match[str]) -> str:
         name, first, default = match[1] or match[4], match[2], match[3]

@@ -86,7 +86,7 @@ class Typed:
 
 
 def read_command(words: Sequence[str], folder: Path) -> Typed:
-    """The command that was typed in `folder`. Raises SpecError for what starts no training."""
+    """Return the command that was typed in `folder`. Raises SpecError for what starts no training."""
     if not words:
         raise SpecError("nothing to propose a job for", source="orc init", hint="orc init torchrun train.py --lr 1e-3")
     inner = unwrap(words, folder)
@@ -138,7 +138,7 @@ def _without_wrappers(words: tuple[str, ...], folder: Path, python: str | None) 
 def _launched(
     launch: LaunchStyle, words: Sequence[str], folder: Path, launcher: str, environment: str | None = None
 ) -> Typed:
-    """The program that a launcher starts.
+    """Return the program that a launcher starts.
 
     Options that each plan sets come off. A launcher with any other option stays in the command with all its words.
     """
@@ -204,7 +204,7 @@ def _of_python(words: Sequence[str], folder: Path, environment: str | None) -> T
 
 
 def _of_dora(words: Sequence[str], folder: Path) -> Typed:
-    """A command of dora (facebookresearch/dora): `dora -P package run -d key=value`; each plan says `-d`."""
+    """Return a command of dora (facebookresearch/dora): `dora -P package run -d key=value`; each plan says `-d`."""
     start = next((index for index, word in enumerate(words) if word == "run"), None)
     if start is None:
         raise SpecError("this starts no training", source="orc init", got=" ".join(words), allowed="dora run")
@@ -229,7 +229,7 @@ def _of_dora(words: Sequence[str], folder: Path) -> Typed:
 
 
 def _program(python: tuple[str, str], words: Sequence[str], folder: Path) -> Typed:
-    """A script or module under an interpreter, after the interpreter's flags."""
+    """Return a script or module under an interpreter, after the interpreter's flags."""
     word, note = python
     start = 0
     while start < len(words) and words[start].startswith("-") and words[start] != "-m":
@@ -257,7 +257,7 @@ def _framework_of_module(name: str) -> Framework | None:
 
 
 def _of_tool(framework: Framework, words: Sequence[str], folder: Path) -> Typed:
-    """A framework's console script; if it only calls a launcher, the launched module instead."""
+    """Return a framework's console script; if it only calls a launcher, the launched module instead."""
     allowed = TRAINS[framework]
     if len(words) < 2 or words[1] not in allowed:
         what = f"this command of {words[0]} starts no known training"
@@ -314,7 +314,7 @@ def _of_console_script(words: Sequence[str], folder: Path) -> Typed:
 
 
 def _python(folder: Path, program: str, environment: str | None = None) -> tuple[str, str]:
-    """The interpreter of a typed program, as in the job's command, and a note on its origin."""
+    """Return the interpreter of a typed program, as in the job's command, and a note on its origin."""
     if environment is not None and (is_python(program) or "/" not in program):
         return environment, f"{environment} is the interpreter of the environment, not orc's own"
     file = _program_file(program, folder)
@@ -327,7 +327,7 @@ def _python(folder: Path, program: str, environment: str | None = None) -> tuple
 
 
 def environment_python(tool: Sequence[str], folder: Path) -> str | None:
-    """The interpreter that `conda run -n NAME`, `uv run` and their kind choose; None where it is not here."""
+    """Return the interpreter that `conda run -n NAME`, `uv run` and their kind choose; None where it is not here."""
     name, prefix = taken(tuple(tool), "-n")[0] or taken(tuple(tool), "--name")[0], taken(tuple(tool), "-p")[0]
     program = shutil.which(tool[0])
     roots = [Path.home() / root for root in ("miniconda3", "anaconda3", "miniforge3", "mambaforge", "micromamba")]
@@ -354,7 +354,7 @@ def package_roots(typed: Typed) -> tuple[Path, ...]:
 
 
 def _module_file(name: str, folder: Path, python: str) -> Path | None:
-    """The file of a module in the folder or the interpreter's packages; the interpreter is not run."""
+    """Return the file of a module in the folder or the interpreter's packages; the interpreter is not run."""
     environment = Path(sys.executable if python == "python" else python).parent.parent
     for root in (folder, folder / "src", *environment.glob("lib/python3*/site-packages")):
         path = root.joinpath(*name.split("."))

@@ -78,7 +78,7 @@ class Unwrapped:
 
 
 def unwrap(words: Sequence[str], folder: Path) -> Unwrapped:
-    """The command within assignments, wrappers, shell scripts and batch files.
+    """Return the command within assignments, wrappers, shell scripts and batch files.
 
     Raises SpecError for a shell script without one.
     """
@@ -153,7 +153,7 @@ def _counted(prefix: Sequence[str]) -> int | None:
 
 
 def _split(key: str, words: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """A wrapper's own words, and the command after them."""
+    """Return a wrapper's own words, and the command after them."""
     valued, count = WRAPPERS[key]
     index = len(key.split())
     while index < len(words) and words[index].startswith("-"):
@@ -171,7 +171,7 @@ def _split(key: str, words: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str
 
 
 def _is_command(word: str) -> bool:
-    """Whether a word may start a command; one that may not, after an unknown option, is the option's value."""
+    """Return whether a word may start a command; one that may not, after an unknown option, is the option's value."""
     names = {*SHELLS, *(key.split()[0] for key in WRAPPERS)}
     is_named = starts_training(word) or program_name(word) in names or word.endswith(".sh")
     return is_named or word.startswith("-") or ASSIGNMENT.fullmatch(word) is not None
