@@ -26,6 +26,7 @@ from orchestrator.service.terminal import (
     browse,
     comparing,
     diagnosis,
+    forecast,
     machines,
     notify,
     planning,
@@ -466,7 +467,7 @@ def init(
 
 app.command()(comparing.compare)
 app.command()(simulation.simulate)
-app.command()(simulation.forecast)
+app.command()(forecast.forecast)
 app.command()(simulation.replay)
 app.command()(report.report)
 app.command()(diagnosis.diagnose)

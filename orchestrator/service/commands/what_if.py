@@ -1,4 +1,4 @@
-"""The live queue as it is beside another: on another cluster, in another order, or with more jobs."""
+"""The live queue beside a changed one: on another cluster, in another order, or with more jobs."""
 
 from __future__ import annotations
 
@@ -92,4 +92,4 @@ def _name(outcome: Outcome) -> str:
 
 
 def _late(outcomes: Sequence[Outcome]) -> int:
-    return sum(one.deadline_s is not None and not one.in_time for one in outcomes)
+    return sum(outcome.deadline_s is not None and not outcome.in_time for outcome in outcomes)

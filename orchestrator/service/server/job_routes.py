@@ -50,7 +50,7 @@ from orchestrator.service.server.requests import (
 )
 from orchestrator.service.server.sweeper import Sweeper
 from orchestrator.service.server.waits import Waits
-from orchestrator.service.transfer.outputs import output_of
+from orchestrator.service.transfer.outputs import list_output
 from orchestrator.service.transfer.store import Uploads
 from orchestrator.service.views.comparison import ComparisonView, comparison_view
 from orchestrator.service.views.records import (
@@ -283,7 +283,7 @@ def add_file_routes(app: FastAPI, service: Service, uploads: Uploads) -> None:
         """The job's output folder as an archive; what came by upload and was not changed is left out."""
         job = job_of(service.controller, job_id)
         refuse_other_teams(job, sender, service.controller.state.policy, "fetch the output of")
-        listing = output_of(service.home, job)
+        listing = list_output(service.home, job)
         headers = {
             "Content-Length": str(len(listing.manifest()) + listing.total_bytes),  # a client sees what is cut off
             "X-Output-Bytes": str(listing.total_bytes),

@@ -11,8 +11,8 @@ from pathlib import Path
 from orchestrator.service.server.client import Client
 from orchestrator.service.server.intake import JobSource, ReadJob, read_job, read_jobs, read_jobs_elsewhere
 from orchestrator.service.server.logins import Login, logins_file
-from orchestrator.service.transfer.archive import Listing, listed
-from orchestrator.service.transfer.ignore import skipped_in
+from orchestrator.service.transfer.archive import Listing, list_files
+from orchestrator.service.transfer.ignore import read_ignore
 from orchestrator.service.transfer.store import LIMITS, PREFIX
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.paths import paths_of, with_paths
@@ -68,9 +68,9 @@ def _roots(job: ReadJob) -> Iterator[Path]:
 
 
 def _list_root(root: Path) -> Listing:
-    ignored, tokens = skipped_in(root) if root.is_dir() else (lambda _: False), logins_file()
+    ignored, tokens = read_ignore(root) if root.is_dir() else (lambda _: False), logins_file()
     try:
-        listing = listed(root, LIMITS, lambda path: ignored(path) or root / path == tokens)
+        listing = list_files(root, LIMITS, lambda path: ignored(path) or root / path == tokens)
     except OSError as error:
         raise SpecError(f"cannot be read: {error.strerror}", source=str(error.filename or root)) from None
     if listing.left_out:

@@ -45,9 +45,9 @@ def join(
     from orchestrator.service.server.detection import node_name
 
     answer = join_service(home.expanduser(), service, name or node_name(), token_file)
-    words = f"{answer['node']} has joined at {answer['address']} with {answer['devices']} devices. "
+    text = f"{answer['node']} has joined at {answer['address']} with {answer['devices']} devices. "
     notes = "".join(f"{note}\n" for note in answer["notes"])
-    tell(answer, as_json, f"{notes}{words}`orc leave` takes it away.")
+    tell(answer, as_json, f"{notes}{text}`orc leave` takes it away.")
 
 
 def leave(

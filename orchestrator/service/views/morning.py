@@ -10,7 +10,7 @@ from orchestrator.scheduling.reports.morning import MorningReport, summary
 
 
 class LineView(TypedDict):
-    """One job in a sentence."""
+    """A job in a sentence."""
 
     id: str
     name: str

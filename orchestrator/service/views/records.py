@@ -72,7 +72,7 @@ class FailureView(TypedDict):
 
 
 class AttemptView(TypedDict):
-    """One launch: plan, prediction, measurement, outcome."""
+    """A launch with its plan, prediction, measurement and outcome."""
 
     number: int
     status: str
@@ -102,7 +102,7 @@ class AttemptView(TypedDict):
 
 
 class JobView(TypedDict):
-    """One job with its attempts."""
+    """A job with its attempts."""
 
     id: str
     name: str
@@ -130,7 +130,7 @@ class JobView(TypedDict):
 
 
 class PromiseView(TypedDict):
-    """What became of a job's `guarantee` at its submission."""
+    """The decision on a job's `guarantee` at its submission."""
 
     gpus: int  # the speed of this many is guaranteed
     starts_by_s: float | None  # None: refused, or no cluster was seen yet
@@ -138,7 +138,7 @@ class PromiseView(TypedDict):
 
 
 class PointView(TypedDict):
-    """One plan of a picture."""
+    """A plan of a picture."""
 
     step_s: float
     needed_bytes: int
@@ -172,7 +172,7 @@ class SuspensionView(TypedDict):
 
 
 class NodeView(TypedDict):
-    """One live node."""
+    """A live node."""
 
     name: str
     device: dict[str, Any]  # DeviceSpec, as in a cluster file
@@ -292,8 +292,8 @@ def explanation_view(state: State, job: Job, sooner: Sequence[str]) -> Explanati
 def picture_view(picture: Picture) -> PictureView:
     """Return the picture as JSON."""
     points = [
-        PointView(step_s=one.step_s, needed_bytes=one.needed_bytes, mark=one.mark.value, label=one.label)
-        for one in picture.points
+        PointView(step_s=point.step_s, needed_bytes=point.needed_bytes, mark=point.mark.value, label=point.label)
+        for point in picture.points
     ]
     return PictureView(device=picture.device, capacity_bytes=picture.capacity_bytes, points=points)
 
@@ -301,8 +301,10 @@ def picture_view(picture: Picture) -> PictureView:
 def picture_from_view(view: PictureView) -> Picture:
     """Return the picture of a view."""
     points = tuple(
-        Point(step_s=one["step_s"], needed_bytes=one["needed_bytes"], mark=Mark(one["mark"]), label=one["label"])
-        for one in view["points"]
+        Point(
+            step_s=point["step_s"], needed_bytes=point["needed_bytes"], mark=Mark(point["mark"]), label=point["label"]
+        )
+        for point in view["points"]
     )
     return Picture(device=view["device"], capacity_bytes=view["capacity_bytes"], points=points)
 
@@ -357,7 +359,7 @@ def node_from_view(view: NodeView) -> Node:
 
 
 def in_order(jobs: Iterable[Job]) -> list[Job]:
-    """Jobs as the queue shows them: ended, then running, then waiting by priority, newest last."""
+    """Return jobs as the queue shows them: ended, then running, then waiting by priority, newest last."""
     return sorted(jobs, key=place_of)
 
 

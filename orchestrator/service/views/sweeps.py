@@ -11,7 +11,7 @@ from orchestrator.specs.job.sweep import Value
 
 
 class TrialView(TypedDict):
-    """One trial."""
+    """A trial."""
 
     number: int
     job: str

@@ -20,7 +20,7 @@ CODE_RANK, DEFAULT_RANK = 4, 5  # of a constant, and of a parameter's default
 
 
 def settings_in(tree: ast.Module, file: str) -> Iterator[Setting]:
-    """Constants of code whose names mean a batch size or accumulation, and variables that hold one."""
+    """Yield constants of code whose names mean a batch size or accumulation, and variables that hold one."""
     evaluates = {id(node) for statement in ast.walk(tree) for node in _evaluation(statement)}
     for node in ast.walk(tree):
         where = f"{file}:{getattr(node, 'lineno', 0)}"
@@ -46,7 +46,7 @@ def settings_in(tree: ast.Module, file: str) -> Iterator[Setting]:
 
 
 def divided_by_ranks(tree: ast.Module) -> Iterator[tuple[str, Divisor]]:
-    """(name, what it counts) of every value that the code divides by a number of ranks, or by its micro-batch."""
+    """Yield (name, what it counts) of every value that the code divides by a number of ranks, or by its micro-batch."""
     for node in ast.walk(tree):
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.FloorDiv | ast.Div):
             left, right = node.left, node.right
@@ -81,7 +81,7 @@ def _setting(name: str, value: ast.expr | None, where: str, rank: int) -> Iterat
 
 
 def _variable(node: ast.AST | None) -> tuple[str, str | None] | None:
-    """(name, default) of the variable in `int(os.environ.get("BATCH", 128))`."""
+    """Return (name, default) of the variable in `int(os.environ.get("BATCH", 128))`; None without one."""
     for call in ast.walk(node) if node is not None else ():
         if isinstance(call, ast.Call) and ast.unparse(call.func) in ENVIRONMENT and call.args:
             name = call.args[0]
@@ -95,7 +95,7 @@ def _variable(node: ast.AST | None) -> tuple[str, str | None] | None:
 
 
 def _evaluation(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield what is assigned to a name of evaluation: `test_loader = DataLoader(test, batch_size=1000)`."""
+    """Yield the nodes assigned to a name of evaluation: `test_loader = DataLoader(test, batch_size=1000)`."""
     if isinstance(node, ast.Assign) and any(
         EVALUATION & set(word_of(_name(target)).split("_")) for target in node.targets
     ):
