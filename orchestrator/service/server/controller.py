@@ -508,15 +508,8 @@ class Controller:
         with self._changed:
             if self._uncertain is not None:
                 raise self._uncertain
-            decided, taken_s = list[Decided](), list[float]()
             try:
-                for event in events:
-                    if isinstance(event, NodesSeen) and _is_unchanged(self._scheduler.state, event):
-                        continue
-                    began_s = time.perf_counter()
-                    self._under_way = event.type, _log_line(event), time.monotonic()
-                    decided.append((event, self._scheduler.step(event)))
-                    taken_s.append(time.perf_counter() - began_s)
+                decided, decisions_s = self._decide(events)
                 if not decided:
                     return
                 commit = f"commit of {len(decided)} events"
@@ -534,16 +527,28 @@ class Controller:
                 self._under_way = None
             self._state = state = self._scheduler.state
             self._version += 1
-            for (event, taken), decision_s in zip(decided, taken_s, strict=True):
-                self._tally.add(event, taken, decision_s, state.policy)
+            for (event, actions), decision_s in zip(decided, decisions_s, strict=True):
+                self._tally.add(event, actions, decision_s, state.policy)
                 if log.isEnabledFor(logging.INFO):
                     log.info("event %s", _log_line(event), extra=_log_fields(event))
-                self._pending.extend(action for action in taken if isinstance(action, Launch | Stop))
+                self._pending.extend(action for action in actions if isinstance(action, Launch | Stop))
             self._changed.notify_all()
             self._unsaved_events += len(decided)
             # a snapshot writes one row per changed job, so at most one per event
             if self._unsaved_events >= max(SNAPSHOT_EVENTS, len(state.jobs)):
                 self._save()
+
+    def _decide(self, events: Sequence[Event]) -> tuple[list[Decided], list[float]]:
+        """Step the scheduler by each event that changes something; return the decisions, and the seconds of each."""
+        decided, decisions_s = list[Decided](), list[float]()
+        for event in events:
+            if isinstance(event, NodesSeen) and _is_unchanged(self._scheduler.state, event):
+                continue
+            began_s = time.perf_counter()
+            self._under_way = event.type, _log_line(event), time.monotonic()
+            decided.append((event, self._scheduler.step(event)))
+            decisions_s.append(time.perf_counter() - began_s)
+        return decided, decisions_s
 
     def _save(self) -> None:
         """Write a snapshot. Where that fails, the journal still has all events."""

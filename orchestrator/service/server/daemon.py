@@ -160,12 +160,7 @@ def serve(
             stack.callback(_end, own_ray.stop, must_end)
         locate = own_ray.address if own_ray is not None else lambda: named_ray
         backend = stack.enter_context(closing(RayBackend(home, rates.result(), locate, journal)))
-        first = FirstDecisions()
-        stack.callback(first.close)
-        controller = Controller(journal, backend, time.time, check_first=first.check)
-        controller.health.watch(lambda: backend.problem)
-        _watch_disk(home, controller.health, stop)
-        _start_thread(_log_problem, partial(controller.standstill, names_job=True), "decisions end again", stop)
+        controller = _make_controller(home, journal, backend, stack, stop)
         sweeper = Sweeper(controller, journal.sweeps, home)
         controller.turn(0.0)  # nothing starts on nodes of an earlier service that are not there
         notifier = _make_notifier(cluster, targets, journal, controller, sweeper)
@@ -215,6 +210,19 @@ def _start_trackers(
         trackers[name] = TRACKERS[name](home, lookups)
         stack.callback(_end, trackers[name].shut_down, must_end)
     return trackers
+
+
+def _make_controller(
+    home: Path, journal: Journal, backend: RayBackend, stack: ExitStack, stop: threading.Event
+) -> Controller:
+    """Return the controller, with watches of its decisions, the backend and the home's disk."""
+    first = FirstDecisions()
+    stack.callback(first.close)
+    controller = Controller(journal, backend, time.time, check_first=first.check)
+    controller.health.watch(lambda: backend.problem)
+    _watch_disk(home, controller.health, stop)
+    _start_thread(_log_problem, partial(controller.standstill, names_job=True), "decisions end again", stop)
+    return controller
 
 
 def _make_notifier(

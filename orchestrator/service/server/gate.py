@@ -83,38 +83,20 @@ class Gate:
 
     async def verdict(self, request: Request) -> tuple[Response | None, bool]:
         """Return the refusal of a request (401, 403, 411, 413, 429) or None, and whether the audit log gets a row."""
-        host = _host_of(request)
-        if host not in self.hosts:  # a page of another site, whose name was made to lead here
-            allow = f"the Host {host!r} is not allowed: `orc up --allowed-host {host or 'NAME'}` allows it"
-            return refusal(403, allow), False
-        by_browser = "authorization" not in request.headers
-        if by_browser and request.method != "GET" and "cookie" in request.headers and not is_same_origin(request):
-            return refusal(403, "a page of another site sent this"), False
+        foreign = self._refuse_foreign(request)
+        if foreign is not None:
+            return foreign, False
         principal = await run_in_threadpool(self.principal, request)
         request.state.principal = principal
         if request.url.path in SIGNING_IN or request.url.path.startswith((STATIC, LINK)):
             return _check_sign_in(request), False
         if principal is None:
-            if by_browser and is_page(request.url.path):
-                return refusal(401, "sign in"), False
-            if self.is_guessing(request):
-                return refusal(429, "too many wrong tokens from this address: wait a minute"), False
-            return refusal(401, "wrong token: `orc login` keeps one, and a home folder has its own"), False
-        length = request.headers.get("content-length", "0")
-        if "transfer-encoding" in request.headers or not length.isdecimal():
-            return refusal(411, "a body needs its length"), False
+            return self._refuse_stranger(request), False
         route = self._route_of(request)
-        limit = BODY_BYTES_MAX if route is None else self.body_bytes_max.get(route, BODY_BYTES_MAX)
-        if int(length) > limit:
-            return refusal(413, f"the body is longer than {limit} bytes"), False
         is_change = request.method != "GET" and route not in self.reading
-        if is_change and not principal.is_owner and not self.rates.hit(CHANGES, "changes", principal.name):
-            return refusal(
-                429, f"{CHANGES.amount} changes a minute are allowed: wait, or submit jobs in a batch"
-            ), False
-        looks = _look_limit(request.url.path)
-        if looks and not is_change and not principal.is_owner and not self.rates.hit(looks, "looks", principal.name):
-            return refusal(429, f"{looks.amount} pages and reports a minute are allowed: wait"), False
+        excess = self._refuse_size(request, route) or self._refuse_rate(request, principal, is_change=is_change)
+        if excess is not None:
+            return excess, False
         if "\0" in request.url.path or "%00" in request.url.query:  # PostgreSQL takes no such text
             return refusal(422, "the address has a NUL character"), is_change
         needed = Role.VIEWER if route is None else self.roles.get(route, Role.ADMIN)  # no such route: 404 or 405
@@ -123,6 +105,46 @@ class Gate:
         if not principal.role.may(needed):
             return refusal(403, f"{principal.name} is {principal.role}: this needs the role {needed}"), is_change
         return None, is_change
+
+    def _refuse_foreign(self, request: Request) -> Response | None:
+        """Return the refusal of a wrong Host, and of a change that a page of another site sends; else None."""
+        host = _host_of(request)
+        if host not in self.hosts:  # a page of another site, whose name was made to lead here
+            allow = f"the Host {host!r} is not allowed: `orc up --allowed-host {host or 'NAME'}` allows it"
+            return refusal(403, allow)
+        by_browser = "authorization" not in request.headers
+        if by_browser and request.method != "GET" and "cookie" in request.headers and not is_same_origin(request):
+            return refusal(403, "a page of another site sent this")
+        return None
+
+    def _refuse_stranger(self, request: Request) -> Response:
+        """Return the refusal of a request that neither a token nor a session admits."""
+        if "authorization" not in request.headers and is_page(request.url.path):
+            return refusal(401, "sign in")
+        if self.is_guessing(request):
+            return refusal(429, "too many wrong tokens from this address: wait a minute")
+        return refusal(401, "wrong token: `orc login` keeps one, and a home folder has its own")
+
+    def _refuse_size(self, request: Request, route: tuple[str, str] | None) -> Response | None:
+        """Return the refusal of a body without a length, or above the route's limit; else None."""
+        length = request.headers.get("content-length", "0")
+        if "transfer-encoding" in request.headers or not length.isdecimal():
+            return refusal(411, "a body needs its length")
+        limit = BODY_BYTES_MAX if route is None else self.body_bytes_max.get(route, BODY_BYTES_MAX)
+        return refusal(413, f"the body is longer than {limit} bytes") if int(length) > limit else None
+
+    def _refuse_rate(self, request: Request, principal: Principal, *, is_change: bool) -> Response | None:
+        """Return the refusal of a request above its user's rate; else None. The owner has no limit."""
+        if principal.is_owner:
+            return None
+        if is_change:
+            if self.rates.hit(CHANGES, "changes", principal.name):
+                return None
+            return refusal(429, f"{CHANGES.amount} changes a minute are allowed: wait, or submit jobs in a batch")
+        looks = _look_limit(request.url.path)
+        if looks is None or self.rates.hit(looks, "looks", principal.name):
+            return None
+        return refusal(429, f"{looks.amount} pages and reports a minute are allowed: wait")
 
     def is_guessing(self, request: Request, *, count: bool = True) -> bool:
         """Count a wrong token, or only look; return whether its address has sent too many."""

@@ -95,7 +95,7 @@ def simulate(
     from orchestrator.service.commands.simulate import Trouble, shift_maintenance
     from orchestrator.service.commands.simulate import simulate as play
     from orchestrator.service.terminal import gantt as drawing
-    from orchestrator.service.terminal.simulation_tables import runs_table, simulated_table
+    from orchestrator.service.terminal.simulation_tables import runs_table
 
     home = home.expanduser()
     if (trace is None) == (queue is None):
@@ -122,12 +122,19 @@ def simulate(
     ((name, run),) = runs.items()
     if gantt is not None:
         drawing.figure(f"{title} on {hardware.name}", run.outcomes, compared[name]).savefig(gantt)
+    _print_run(run, compared[name], as_json=as_json)
+
+
+def _print_run(run: Simulated, cluster: ClusterSpec, *, as_json: bool) -> None:
+    from orchestrator.service.terminal.gantt import picture
+    from orchestrator.service.terminal.simulation_tables import simulated_table
+
     if as_json:
         print(json.dumps(run.report, indent=2))
         return
     console = console_on(sys.stdout)
     console.print(simulated_table(run))
-    console.print(drawing.picture(run.outcomes, compared[name]), highlight=False, markup=False)
+    console.print(picture(run.outcomes, cluster), highlight=False, markup=False)
 
 
 def _read_trace(trace: Path, home: Path) -> Trace:

@@ -23,26 +23,33 @@ def settings_in(tree: ast.Module, file: str) -> Iterator[Setting]:
     """Yield constants of code whose names mean a batch size or accumulation, and variables that hold one."""
     evaluates = {id(node) for statement in ast.walk(tree) for node in _evaluation(statement)}
     for node in ast.walk(tree):
-        where = f"{file}:{getattr(node, 'lineno', 0)}"
-        if id(node) in evaluates:
-            continue
-        if isinstance(node, ast.Assign | ast.AnnAssign):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            for target in targets:
-                yield from _setting(_name(target), node.value, where, CODE_RANK)
-        elif isinstance(node, ast.keyword) and node.arg:
-            yield from _setting(node.arg, node.value, f"{file}:{node.value.lineno}", CODE_RANK)
-        elif isinstance(node, ast.Dict):
-            for key, value in zip(node.keys, node.values, strict=True):
-                if isinstance(key, ast.Constant) and isinstance(key.value, str):
-                    yield from _setting(key.value, value, f"{file}:{value.lineno}", CODE_RANK)
-        elif isinstance(node, ast.FunctionDef):
-            arguments = [*node.args.posonlyargs, *node.args.args]
-            defaults = node.args.defaults
-            pairs = [*zip(arguments[len(arguments) - len(defaults) :], defaults, strict=True)]
-            pairs += [(a, d) for a, d in zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True) if d is not None]
-            for argument, default in pairs:
-                yield from _setting(argument.arg, default, f"{file}:{default.lineno}", DEFAULT_RANK)
+        for name, value, line, rank in _bindings(node) if id(node) not in evaluates else ():
+            yield from _setting(name, value, f"{file}:{line}", rank)
+
+
+def _bindings(node: ast.AST) -> Iterator[tuple[str, ast.expr | None, int, int]]:
+    """Yield (name, value, line, rank) of assignments, keywords, keys of dicts, and defaults of parameters."""
+    if isinstance(node, ast.Assign | ast.AnnAssign):
+        for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+            yield _name(target), node.value, node.lineno, CODE_RANK
+    elif isinstance(node, ast.keyword) and node.arg:
+        yield node.arg, node.value, node.value.lineno, CODE_RANK
+    elif isinstance(node, ast.Dict):
+        for key, value in zip(node.keys, node.values, strict=True):
+            if isinstance(key, ast.Constant) and isinstance(key.value, str):
+                yield key.value, value, value.lineno, CODE_RANK
+    elif isinstance(node, ast.FunctionDef):
+        for argument, default in _defaults(node.args):
+            yield argument.arg, default, default.lineno, DEFAULT_RANK
+
+
+def _defaults(arguments: ast.arguments) -> Iterator[tuple[ast.arg, ast.expr]]:
+    """Yield each parameter that has a default, with the default."""
+    positional = [*arguments.posonlyargs, *arguments.args]
+    yield from zip(positional[len(positional) - len(arguments.defaults) :], arguments.defaults, strict=True)
+    for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
+        if default is not None:
+            yield argument, default
 
 
 def divided_by_ranks(tree: ast.Module) -> Iterator[tuple[str, Divisor]]:

@@ -69,25 +69,14 @@ def choose_knobs(typed: TypedCommand, script: Script, framework: Framework | Non
     knobs, taken, notes = {**differing, **with_batch}, list(batch.taken), [*settings.notes, *batch.notes]
     if ranks_place is not None and preset.get("ranks"):
         taken.append(ranks_place)
-    for setting in ("output_dir", "resume_from"):
-        place = _path_place(settings, setting)
-        if place is None:
-            continue
-        if setting not in preset or (place.rank == TYPED and not _is_presets(place, preset[setting])):
-            knobs[setting] = {place.way: place.name}
-        if place.rank == TYPED and setting == "output_dir":
-            taken.append(place)
-            notes.append(f"Taken out of the command, since the job sets it: {place.place}")
+    knobs |= _path_knobs(settings, preset)
+    output = _path_place(settings, "output_dir")
+    if output is not None and output.rank == TYPED:
+        taken.append(output)
+        notes.append(f"Taken out of the command, since the job sets it: {output.place}")
     if framework == "litgpt" and typed.command[1] not in LITGPT_RESUMES:
         knobs["resume_from"] = None
-    if (
-        framework is not None
-        and settings.files
-        and any(place.meaning == "deepspeed_config" for place in settings.listed)
-    ):
-        typed_sharding = [place for place in settings.of("deepspeed_config") if place.rank == TYPED]
-        knobs |= {"zero_stage": None} if typed_sharding and "zero_stage" in preset else {}
-    if any(name in ("--fsdp", "--fsdp_config") for name, *_ in pairs_of(settings.argv, {})) and "zero_stage" in preset:
+    if "zero_stage" in preset and _types_sharding(settings, framework):
         knobs["zero_stage"] = None
     knobs |= _checkpointing(settings, script, framework)
     if framework == "torchtune":  # each of its files says both
@@ -119,6 +108,26 @@ def choose_knobs(typed: TypedCommand, script: Script, framework: Framework | Non
         model=next((place for place in settings.of("model") if place.rank <= IN_FILE), None),
         length=next((place for place in settings.of("sequence_length") if place.number), None),
     )
+
+
+def _path_knobs(settings: Settings, preset: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the knobs of the output folder and the checkpoint, where the framework's preset is not the same."""
+    knobs = dict[str, Any]()
+    for setting in ("output_dir", "resume_from"):
+        place = _path_place(settings, setting)
+        if place is not None and (
+            setting not in preset or (place.rank == TYPED and not _is_presets(place, preset[setting]))
+        ):
+            knobs[setting] = {place.way: place.name}
+    return knobs
+
+
+def _types_sharding(settings: Settings, framework: Framework | None) -> bool:
+    """Return whether the command itself chooses sharding, by a DeepSpeed file or FSDP's flags."""
+    has_files = framework is not None and bool(settings.files)
+    if has_files and any(place.rank == TYPED for place in settings.of("deepspeed_config")):
+        return True
+    return any(name in ("--fsdp", "--fsdp_config") for name, *_ in pairs_of(settings.argv, {}))
 
 
 def _ranks(

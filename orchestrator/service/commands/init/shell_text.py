@@ -88,12 +88,7 @@ def find_shell_text(argv: tuple[str, ...], folder: Path, slurm: dict[str, str]) 
         return ShellText(argv[0], argv[0])
     if name in SHELLS and "-c" in argv[1:3]:
         return ShellText(" ".join(argv[argv.index("-c") + 1 :][:1]), shlex.join(argv))
-    index = next((place for place, word in enumerate(argv) if place and not word.startswith("-")), None)
-    if name == "sbatch" and index is not None:  # an option's value may stand before the script
-        index = next((place for place, word in enumerate(argv) if place and (folder / word).is_file()), index)
-    if name == "sky" and argv[1:2] == ("launch",):
-        index = next((place for place, word in enumerate(argv) if word.endswith((".yaml", ".yml"))), None)
-    index = index if name in (*SHELLS, "sky") else 0
+    index = _script_index(argv, folder)
     if index is None or (named := argv[index]).endswith(".py"):
         return None
     path = folder / os.path.expanduser(named)
@@ -111,6 +106,19 @@ def find_shell_text(argv: tuple[str, ...], folder: Path, slurm: dict[str, str]) 
         slurm |= dict(slurm_options(argv[1:index]))
     beside = os.path.relpath(path.parent, folder)
     return ShellText(text, shlex.join(argv), argv[index + 1 :], beside) if text else None
+
+
+def _script_index(argv: Sequence[str], folder: Path) -> int | None:
+    """Return the index of the script that a shell, Slurm or SkyPilot runs; 0 for other commands; None without one."""
+    name = program_name(argv[0])
+    if name not in (*SHELLS, "sky"):
+        return 0
+    if name == "sky" and argv[1:2] == ("launch",):
+        return next((index for index, word in enumerate(argv) if word.endswith((".yaml", ".yml"))), None)
+    first = next((index for index, word in enumerate(argv) if index and not word.startswith("-")), None)
+    if name == "sbatch" and first is not None:  # an option's value may stand before the script
+        return next((index for index, word in enumerate(argv) if index and (folder / word).is_file()), first)
+    return first
 
 
 def _sky_text(text: str, slurm: dict[str, str]) -> str:
@@ -141,9 +149,7 @@ def read_shell(script: ShellText, folder: Path, env: Mapping[str, str], slurm: d
     """
     arguments, values = script.arguments, {**env, "SLURM_SUBMIT_DIR": "."}
     exported, notes, commands = dict[str, str](), list[str](), list[tuple[tuple[str, ...], Path]]()
-    for line in script.text.splitlines():
-        if line.startswith("#SBATCH"):
-            slurm |= dict(slurm_options(split_line(line.removeprefix("#SBATCH"))))
+    slurm |= _sbatch_options(script.text)
     if "--nodes" in slurm:
         values |= {"SLURM_NNODES": slurm["--nodes"], "SLURM_JOB_NUM_NODES": slurm["--nodes"]}
     folder_of_script = r"\$\(dirname +\"?\$(?:0|\{BASH_SOURCE\[0\]\}|BASH_SOURCE)\"?\)"
@@ -167,11 +173,16 @@ def read_shell(script: ShellText, folder: Path, env: Mapping[str, str], slurm: d
     if not commands:
         what = "the shell script has no line that starts Python or a launcher"
         raise SpecError(what, source="orc init", got=script.label, hint="name the command that it starts")
-    chosen = next((command for command in commands if _has_launcher(command[0])), commands[-1])
-    notes += [f"CHECK: not in the job: {shlex.join(parts)}" for parts, _ in commands if parts != chosen[0]]
-    if unknown := [word for word in chosen[0] if "$" in word or "`" in word]:
-        notes.append(f"CHECK: not known, replace by their values: {' '.join(unknown)}")
-    return InnerCommand(argv=chosen[0], folder=chosen[1], env=exported, notes=tuple(notes))
+    argv, folder = next((command for command in commands if _has_launcher(command[0])), commands[-1])
+    notes += _notes_on(argv, [parts for parts, _ in commands])
+    return InnerCommand(argv=argv, folder=folder, env=exported, notes=tuple(notes))
+
+
+def _notes_on(argv: Sequence[str], commands: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Yield notes on the commands that are not taken, and on unknown variables in the one that is."""
+    yield from (f"CHECK: not in the job: {shlex.join(parts)}" for parts in commands if parts != argv)
+    if unknown := [word for word in argv if "$" in word or "`" in word]:
+        yield f"CHECK: not known, replace by their values: {' '.join(unknown)}"
 
 
 def _lines(text: str) -> Iterator[str]:
@@ -217,6 +228,12 @@ def slurm_options(argv: Sequence[str]) -> Iterator[tuple[str, str]]:
         if not equals and index < len(argv) and not argv[index].startswith("-"):
             value, index = argv[index], index + 1
         yield SLURM.get(name, name), value
+
+
+def _sbatch_options(text: str) -> dict[str, str]:
+    """Return the options in the #SBATCH lines of a batch file."""
+    lines = (line.removeprefix("#SBATCH") for line in text.splitlines() if line.startswith("#SBATCH"))
+    return {name: value for line in lines for name, value in slurm_options(split_line(line))}
 
 
 def slurm_counts(options: Mapping[str, str]) -> tuple[int, int | None]:

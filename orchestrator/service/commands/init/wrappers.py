@@ -82,7 +82,7 @@ def unwrap(argv: Sequence[str], folder: Path) -> Unwrapped:
 
     Raises SpecError for a shell script without one.
     """
-    env, notes, secrets = dict[str, str](), list[str](), list[str]()
+    env, notes = dict[str, str](), list[str]()
     slurm, prefix, environment = dict[str, str](), tuple[str, ...](), tuple[str, ...]()
     rest, has_srun = first_command(argv), False
     for _ in range(DEPTH_MAX):
@@ -115,11 +115,7 @@ def unwrap(argv: Sequence[str], folder: Path) -> Unwrapped:
             notes.append(f"CHECK: not known what `{shlex.join(prefix)}` does: it stays before the command")
             break
         break
-    for variable in [variable for variable in env if SECRET.search(variable)]:
-        secrets.append(variable)
-        del env[variable]
-    for variable in [variable for variable, value in env.items() if "$" in value or "`" in value]:
-        notes.append(f"CHECK: not in the job, since its value is not known: {variable}={env.pop(variable)}")
+    secrets = _drop_unusable(env, notes)
     tasks, devices = slurm_counts(slurm)
     if slurm:
         listed = ", ".join(f"{name} {value}".strip() for name, value in slurm.items())
@@ -131,7 +127,7 @@ def unwrap(argv: Sequence[str], folder: Path) -> Unwrapped:
         argv=rest,
         folder=folder,
         env=env,
-        secrets=tuple(secrets),
+        secrets=secrets,
         prefix=prefix,
         environment=environment,
         ranks=tasks if has_srun and tasks > 1 else _ranks_of_prefix(prefix),
@@ -139,6 +135,16 @@ def unwrap(argv: Sequence[str], folder: Path) -> Unwrapped:
         name=slurm.get("--job-name"),
         notes=tuple(notes),
     )
+
+
+def _drop_unusable(env: dict[str, str], notes: list[str]) -> tuple[str, ...]:
+    """Remove secrets, and variables of unknown value with a note, from `env`; return the names of the secrets."""
+    secrets = tuple(variable for variable in env if SECRET.search(variable))
+    for variable in secrets:
+        del env[variable]
+    for variable in [variable for variable, value in env.items() if "$" in value or "`" in value]:
+        notes.append(f"CHECK: not in the job, since its value is not known: {variable}={env.pop(variable)}")
+    return secrets
 
 
 def _ranks_of_prefix(prefix: Sequence[str]) -> int | None:
