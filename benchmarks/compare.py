@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.figure import Figure, at_least, at_most, informs, say
-from orchestrator.service.commands.compare import Pins, compared, strategies
+from orchestrator.service.commands.compare import Pins, choose_strategies, comparison_jobs
 from orchestrator.service.commands.hardware import hardware_of
 from orchestrator.service.server.client import Client
 from orchestrator.service.server.intake import read_job
@@ -74,7 +74,7 @@ ORC = (sys.executable, "-m", "orchestrator.cli")
 def figures() -> list[Figure]:
     """The rank correlation of twelve strategies, and the seconds of four."""
     with tempfile.TemporaryDirectory(prefix="orc-compare-") as folder, _service(Path(folder)) as home:
-        wanted = strategies(
+        wanted = choose_strategies(
             read_job(home.parent / "job.yaml", (), home), _written(home, TWELVE), *hardware_of(home, None)
         )
         say(f"comparing {len(wanted)} strategies")
@@ -159,7 +159,7 @@ def _alone(home: Path, wanted: Sequence[Pins]) -> list[float | None]:
     random.Random(0).shuffle(numbers)
     with closing(Client(home)) as client:
         for number in numbers:
-            (spec,) = compared(read_job(home.parent / "job.yaml", (), home), [wanted[number]], STEPS)
+            (spec,) = comparison_jobs(read_job(home.parent / "job.yaml", (), home), [wanted[number]], STEPS)
             (job_id,), _, _ = client.submit_all([spec.model_dump(mode="json")])
             job, seen = client.job(job_id)
             until_s = time.monotonic() + JOB_S

@@ -11,7 +11,7 @@ from statistics import fmean
 from benchmarks.figure import Figure, at_most, informs, say
 from orchestrator.backends.simulated.traces import Arrival, job_spec_from_trace
 from orchestrator.scheduling.scheduler import Scheduler
-from orchestrator.service.commands.simulate import FOREVER_S, Trouble, Unkept, backend_for, quantile
+from orchestrator.service.commands.simulate import FOREVER_S, NullJournal, Trouble, backend_for, quantile
 from orchestrator.service.server.controller import Controller
 from orchestrator.specs.actions import Action
 from orchestrator.specs.cluster import ClusterSpec
@@ -88,7 +88,7 @@ def decisions_at(cluster: ClusterSpec, pending: int, decisions: int) -> tuple[in
             ended += isinstance(event, Released)
             return actions
 
-    controller = Controller(Unkept(), backend, backend.now, Timed)
+    controller = Controller(NullJournal(), backend, backend.now, Timed)
     controller.turn(0.0)
     for _ in range(pending + RUNNING):
         controller.submit(next(coming).spec)

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.figure import Figure, at_least, at_most, informs
-from orchestrator.service.commands.plan import CandidateView, forecast, forecast_of
+from orchestrator.service.commands.plan import CandidateView, estimate_plan, plan_job
 from orchestrator.specs.cluster import ClusterSpec, Node, idle_nodes
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.spec import JobSpec
@@ -102,10 +102,10 @@ def answered(row: Row) -> Answered:
     """Both predictions of a row."""
     ours = None
     with contextlib.suppress(SpecError):  # no layout cuts its batch evenly over so many devices
-        told = forecast(row.spec, row.nodes)
+        told = plan_job(row.spec, row.nodes)
         ours = None if told["chosen"] is None else told["frontier"][told["chosen"]]
     given = [(key, str(value)) for key, value in row.plan.items()]
-    return Answered(row, forecast_of(row.spec, given, row.nodes) if given else None, ours)
+    return Answered(row, estimate_plan(row.spec, given, row.nodes) if given else None, ours)
 
 
 def read_rows(file: Path = FILE) -> list[Row]:

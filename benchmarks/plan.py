@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.figure import Figure, at_most, informs
-from orchestrator.service.commands.plan import Forecast, forecast
+from orchestrator.service.commands.plan import JobPlans, plan_job
 from orchestrator.service.server.profiling import traced
 from orchestrator.specs.choices import Precision
 from orchestrator.specs.cluster import idle_nodes
@@ -68,11 +68,11 @@ def _step_ratio() -> float:
     spec = parse_job(job.read_text(), str(job))
     nodes = idle_nodes(parse_cluster(cluster.read_text(), str(cluster)))
     alike = spec.model_copy(update={"plan": (("full_checkpointing_layers", 0),)})
-    taken, before = (_chosen_step_s(forecast(one, nodes)) for one in (spec, alike))
+    taken, before = (_chosen_step_s(plan_job(one, nodes)) for one in (spec, alike))
     return taken / before
 
 
-def _chosen_step_s(found: Forecast) -> float:
+def _chosen_step_s(found: JobPlans) -> float:
     assert found["chosen"] is not None, found["nothing_fits"]
     return found["frontier"][found["chosen"]]["step_s"]
 
@@ -126,7 +126,7 @@ def search() -> tuple[float, float]:
     nodes = idle_nodes(parse_cluster(path.read_text(), str(path)))
     gc.disable()  # as `orc plan` does
     began_s, busy_s = time.perf_counter(), time.process_time()
-    forecast(spec, nodes)
+    plan_job(spec, nodes)
     return time.perf_counter() - began_s, time.process_time() - busy_s
 
 

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 import yaml
 
-from orchestrator.service.commands.plan import CandidateView, forecast_of
+from orchestrator.service.commands.plan import CandidateView, estimate_plan
 from orchestrator.specs.cluster import ClusterSpec, idle_nodes
 from orchestrator.specs.parse import job_from_data
 
@@ -43,7 +43,7 @@ class Row(NamedTuple):
         """What `orc estimate` says of the row's job and plan on its cluster."""
         spec = job_from_data({"name": self.name, **self.job}, self.source)
         given = [(key, str(value)) for key, value in self.plan.items()]
-        return forecast_of(spec, given, idle_nodes(self.cluster))
+        return estimate_plan(spec, given, idle_nodes(self.cluster))
 
 
 def read_rows(folder: Path = FOLDER) -> list[Row]:

@@ -22,9 +22,9 @@ from pathlib import Path
 from benchmarks.figure import Figure, at_least, at_most, informs
 from orchestrator.service.server import lifecycle
 from orchestrator.service.server.client import Client, service_file
-from orchestrator.service.server.endpoint import endpoint_of
+from orchestrator.service.server.endpoint import make_endpoint
 from orchestrator.service.server.logins import Login
-from orchestrator.service.server.sending import read_for
+from orchestrator.service.server.sending import read_jobs_for
 from orchestrator.service.terminal.follow import log_lines
 from orchestrator.specs.errors import ServiceError
 from orchestrator.specs.job.spec import JobSpec
@@ -69,7 +69,7 @@ def figures() -> list[Figure]:
 def _service(folder: Path) -> Iterator[tuple[Path, Login]]:
     home = folder / "home"
     home.mkdir()
-    endpoint = endpoint_of(home, f"127.0.0.1:{free_port()}", None, None, (), trusts_users=True)
+    endpoint = make_endpoint(home, f"127.0.0.1:{free_port()}", None, None, (), trusts_users=True)
     lifecycle.start(home, None, None, endpoint)
     try:
         with closing(Client(home)) as owner:
@@ -99,7 +99,7 @@ def _jobs(login: Login, folder: Path) -> list[JobSpec]:
     (project / "train.py").write_text("print('trained')")
     file = project / "job.yaml"
     file.write_text(JOB)
-    return read_for(login, [file])
+    return read_jobs_for(login, [file])
 
 
 def _submits(client: Client, login: Login, holder: str, jobs: list[JobSpec]) -> list[Figure]:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from benchmarks.published_rows import cluster_of, only
-from orchestrator.service.commands.plan import CandidateView, forecast_of
+from orchestrator.service.commands.plan import CandidateView, estimate_plan
 from orchestrator.specs.cluster import ClusterSpec, idle_nodes
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.parse import job_from_data
@@ -42,7 +42,7 @@ class Row(NamedTuple):
     def answer(self) -> CandidateView:
         """What `orc estimate` says of the row's job and plan on its cluster."""
         given = [(key, str(value)) for key, value in self.plan.items()]
-        return forecast_of(self.spec, given, idle_nodes(self.cluster))
+        return estimate_plan(self.spec, given, idle_nodes(self.cluster))
 
 
 def read_rows(file: Path = FILE) -> list[Row]:

@@ -26,6 +26,7 @@ from orchestrator.service.terminal import (
     browse,
     comparing,
     diagnosis,
+    forecast,
     machines,
     notify,
     planning,
@@ -149,7 +150,7 @@ def up(
 ) -> None:
     """Start the service; without a cluster file on this machine's GPUs, else on two virtual devices."""
     from orchestrator.service.server.client import service_file
-    from orchestrator.service.server.endpoint import endpoint_of, kept_endpoint, parse_listen
+    from orchestrator.service.server.endpoint import load_endpoint, make_endpoint, parse_listen
     from orchestrator.service.server.intake import read_cluster
     from orchestrator.service.server.join_token import make_join_token
     from orchestrator.service.server.lifecycle import become, start
@@ -162,13 +163,13 @@ def up(
     if listen is None and (tls_cert or tls_key or allowed_hosts or trust_users):
         raise SpecError("say where other machines are served", source="--listen", allowed="HOST:PORT")
     hosts = tuple(allowed_hosts or ())
-    endpoint = endpoint_of(home, listen, tls_cert, tls_key, hosts, trusts_users=trust_users) if listen else None
+    endpoint = make_endpoint(home, listen, tls_cert, tls_key, hosts, trusts_users=trust_users) if listen else None
     if foreground:
         become(home, cluster, ray, endpoint)
     notes = start(home, cluster, ray, endpoint)
     with closing(client_of(home)) as client:
         answer = {"started": notes is not None, "notes": notes or (), **service_file(home), **client.cluster()}
-    if (served := kept_endpoint(home)) is not None:
+    if (served := load_endpoint(home)) is not None:
         answer["listen"] = {"host": served.host, "port": served.port, "fingerprint": served.fingerprint()}
         make_join_token(home, served)
         answer["join"] = {"service": f"{served.address}:{served.port}"}
@@ -271,11 +272,11 @@ def submit(
 ) -> None:
     """Submit jobs to the queue, all or none. Exits with 1 where a guarantee is refused."""
     from orchestrator.service.server.intake import read_overrides, read_pins
-    from orchestrator.service.server.sending import read_for
+    from orchestrator.service.server.sending import read_jobs_for
     from orchestrator.service.terminal.tables import promise_words
     from orchestrator.specs.job.sweep import SWEEP
 
-    specs = read_for(service_of(home), files, (*read_overrides(settings or []), *read_pins(pins)), home)
+    specs = read_jobs_for(service_of(home), files, (*read_overrides(settings or []), *read_pins(pins)), home)
     client = client_of(home)
     ids, late, promises = client.submit_all([spec.model_dump(mode="json") for spec in specs])
     sweeps = [f"{SWEEP}{job_id}" for job_id, spec in zip(ids, specs, strict=True) if spec.trial is not None]
@@ -293,10 +294,10 @@ def submit(
 def run(file: JobFile, settings: Settings = None, home: Home = DEFAULT_HOME, as_json: AsJson = False) -> None:
     """Submit a job, show its progress to the end, and exit with its result. Starts a service that is down."""
     from orchestrator.service.server.intake import read_overrides
-    from orchestrator.service.server.sending import read_for
+    from orchestrator.service.server.sending import read_jobs_for
     from orchestrator.service.terminal.follow import run_to_end
 
-    (spec,) = read_for(service_of(home), [file], read_overrides(settings or []), home, only_one=True)
+    (spec,) = read_jobs_for(service_of(home), [file], read_overrides(settings or []), home, only_one=True)
     raise typer.Exit(run_to_end(spec, None, service_of(home), as_json))
 
 
@@ -314,10 +315,10 @@ def rehearse(
 ) -> None:
     """Inject a failure into the first attempt of a job, and follow its recovery."""
     from orchestrator.service.server.intake import read_overrides
-    from orchestrator.service.server.sending import read_for
+    from orchestrator.service.server.sending import read_jobs_for
     from orchestrator.service.terminal.follow import run_to_end
 
-    (spec,) = read_for(service_of(home), [file], read_overrides(settings or []), home, only_one=True)
+    (spec,) = read_jobs_for(service_of(home), [file], read_overrides(settings or []), home, only_one=True)
     if rank >= spec.gpus.max:
         allowed = f"0 to {spec.gpus.max - 1}: the job takes {spec.gpus.max} gpus at most"
         raise SpecError("the job never has this rank", source="--rank", got=rank, allowed=allowed)
@@ -466,7 +467,7 @@ def init(
 
 app.command()(comparing.compare)
 app.command()(simulation.simulate)
-app.command()(simulation.forecast)
+app.command()(forecast.forecast)
 app.command()(simulation.replay)
 app.command()(report.report)
 app.command()(diagnosis.diagnose)

@@ -23,7 +23,7 @@ from orchestrator.service.server.client import LONG_POLL_S
 from orchestrator.service.server.client import Client as Connection
 from orchestrator.service.server.intake import JobSource, with_zone
 from orchestrator.service.server.logins import DEFAULT_HOME, Login, login_of
-from orchestrator.service.server.sending import read_for
+from orchestrator.service.server.sending import read_jobs_for
 from orchestrator.service.terminal.follow import ENDS, log_lines
 from orchestrator.service.views.records import JobView
 from orchestrator.specs.errors import OrchestratorError, ServiceError, SpecError
@@ -107,7 +107,7 @@ class Client:
     def _read(self, job: JobInput, overrides: Mapping[str, Any], *, only_one: bool) -> list[JobSpec]:
         file: JobSource = Path(job).expanduser() if isinstance(job, str) else job
         home = self._service if isinstance(self._service, Path) else None
-        return read_for(self._service, [file], _overrides(overrides), home, only_one=only_one)
+        return read_jobs_for(self._service, [file], _overrides(overrides), home, only_one=only_one)
 
     def _submit_specs(self, specs: Sequence[JobSpec]) -> list[Job]:
         if self._batch is not None:

@@ -9,7 +9,7 @@ import pytest
 from benchmarks.published_rows import read_rows
 from orchestrator.planning.search import plans
 from orchestrator.scheduling.base.node_groups import groups_of
-from orchestrator.service.commands.plan import given_plan
+from orchestrator.service.commands.plan import parse_plan
 from orchestrator.specs.cluster import idle_nodes
 from orchestrator.specs.parse import job_from_data
 
@@ -26,7 +26,7 @@ def test_there_are_eighty_rows_and_each_is_one() -> None:
 def test_the_plan_of_a_row_is_one_that_the_search_makes() -> None:
     for row in read_rows()[::4]:
         spec = job_from_data({"name": row.name, **row.job}, row.source)
-        plan = given_plan(spec, [(key, str(value)) for key, value in row.plan.items()])
+        plan = parse_plan(spec, [(key, str(value)) for key, value in row.plan.items()])
         (group,) = groups_of(idle_nodes(row.cluster))
         assert plan in set(plans(spec, group.hardware)), row.name
 

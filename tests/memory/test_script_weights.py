@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.service.commands.plan import CandidateView, forecast_of
+from orchestrator.service.commands.plan import CandidateView, estimate_plan
 from orchestrator.specs.cluster import ClusterSpec, idle_nodes
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.parse import job_from_data
@@ -38,7 +38,7 @@ def answer(plan: dict[str, str], command: str = "python train.py", **more: Any) 
     }
     node = {"name": "node", "devices": 2, "device": "a100-80gb", "host_memory": "1TiB"}
     cluster = ClusterSpec.model_validate({"name": "two", "nodes": [node]})
-    return forecast_of(job_from_data(job, "test"), list(plan.items()), idle_nodes(cluster))
+    return estimate_plan(job_from_data(job, "test"), list(plan.items()), idle_nodes(cluster))
 
 
 @pytest.mark.parametrize("plan", [FULL, FSDP])

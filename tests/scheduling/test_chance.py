@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from orchestrator.memory.calibration.calibrate import CONFIDENCE
-from orchestrator.service.commands.plan import forecast
+from orchestrator.service.commands.plan import plan_job
 from orchestrator.specs.cluster import Node
 from orchestrator.specs.events import NodesSeen
 from orchestrator.specs.job.spec import JobSpec
@@ -69,11 +69,11 @@ def test_a_job_rather_waits_for_devices_that_surely_hold_it() -> None:
 def test_the_forecast_names_the_plan_that_is_launched_and_whether_it_surely_fits(sample_mib: int, surely: bool) -> None:
     spec, nodes = spec_of(sample_mib), (node(),)
     (attempt,) = launches(run(NodesSeen(nodes=nodes, at_s=0.0), submitted(spec))[1])
-    foretold = forecast(spec, nodes)
+    foretold = plan_job(spec, nodes)
     assert foretold["chosen"] is not None
     taken = foretold["frontier"][foretold["chosen"]]
     assert taken["fit_probability"] == attempt.fit_probability
     assert (taken["rejected"] is None, foretold["nothing_fits"] is None) == (surely, surely)
-    assert forecast(spec_of(HOPELESS_MIB), nodes)["chosen"] is None
-    both = forecast(spec, (*nodes, larger()))
+    assert plan_job(spec_of(HOPELESS_MIB), nodes)["chosen"] is None
+    both = plan_job(spec, (*nodes, larger()))
     assert both["nothing_fits"] is None, "the larger device holds it"

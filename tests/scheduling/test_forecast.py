@@ -13,7 +13,7 @@ from benchmarks.scheduler import cluster_of
 from orchestrator.backends.simulated.traces import Arrival, Trace, job_spec_from_trace, misjudge
 from orchestrator.scheduling.policies.registry import index_of
 from orchestrator.scheduling.reports.forecast import SUPPOSED_SPREAD, Play, _longer, forecast, foreseen, spread_of
-from orchestrator.service.commands.simulate import FOREVER_S, Trouble, Unkept, backend_for, outcomes_of
+from orchestrator.service.commands.simulate import FOREVER_S, NullJournal, Trouble, backend_for, outcomes_of
 from orchestrator.service.server.controller import Controller
 from orchestrator.specs.attempt import Evidence, RankEnd
 from orchestrator.specs.events import Event, Finished, NodesSeen, Released, Started
@@ -42,7 +42,7 @@ def test_eight_of_ten_jobs_start_and_end_within_what_was_told_of_them(kind: Call
         jobs = tuple(Arrival(at_s=0.0, spec=kind(draw)) for _ in range(24))
         trace, cluster = misjudge(Trace(name="night", arrivals=jobs), SUPPOSED_SPREAD, seed), cluster_of(1, 10.0)
         backend = backend_for(trace.arrivals, cluster, seed=seed, trouble=Trouble())
-        controller = Controller(Unkept(), backend, backend.now)
+        controller = Controller(NullJournal(), backend, backend.now)
         controller.turn(0.0)
         controller.submit_all([(one.spec, None) for one in trace.arrivals])
         expected, begun_s = forecast(controller.state), backend.now()

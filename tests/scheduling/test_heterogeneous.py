@@ -19,7 +19,7 @@ from orchestrator.planning.search import frontier, plans
 from orchestrator.scheduling.base.node_groups import Group, groups_of
 from orchestrator.scheduling.base.pending import Pending, pending
 from orchestrator.scheduling.step import step
-from orchestrator.service.commands.plan import forecast
+from orchestrator.service.commands.plan import plan_job
 from orchestrator.specs.actions import Launch, Record
 from orchestrator.specs.attempt import Attempt
 from orchestrator.specs.cluster import Node, idle_nodes
@@ -118,7 +118,7 @@ def test_a_device_with_little_free_memory_is_not_counted_as_whole(gpus: object) 
 
 def test_a_forecast_counts_the_free_memory_of_as_many_devices_as_a_plan_takes() -> None:
     nodes = with_free(mixed(), "large", (1, 1, 1, 60, 1, 1, 30, 1))
-    told = forecast(decoder(2048, {"min": 1, "max": 8}), tuple(node for node in nodes if node.name == "large"))
+    told = plan_job(decoder(2048, {"min": 1, "max": 8}), tuple(node for node in nodes if node.name == "large"))
     capacities = {int(view["settings"]["gpus"]): view["capacity_bytes"] // GIB for view in told["frontier"]}
     assert {capacities[1], capacities[2], capacities[8]} == {60, 30, 1}
     assert told["chosen"] is not None
@@ -128,7 +128,7 @@ def test_a_forecast_counts_the_free_memory_of_as_many_devices_as_a_plan_takes() 
 def test_a_kind_that_cannot_run_a_job_does_not_hide_the_kinds_that_can() -> None:
     nodes = mixed(MIXED.replace("rtx4090-24gb", "v100-32gb"))
     spec = decoder(2048, {"min": 1, "max": 8})
-    assert forecast(spec, nodes)["device"] == "a100-80gb"
+    assert plan_job(spec, nodes)["device"] == "a100-80gb"
     assert started(spec, nodes).device == "a100-80gb"
 
 
@@ -164,7 +164,7 @@ def test_what_is_taken_of_unlike_nodes_is_what_trying_every_plan_on_every_kind_f
     spec = decoder(hidden, {"min": least, "max": least + more}, "bf16" if low else "fp32")
     spec = spec.model_copy(update={"objective": "fastest"})
     try:
-        told = forecast(spec, nodes)
+        told = plan_job(spec, nodes)
     except SpecError:
         assert all(group.devices < least or not tried(spec, group) for group in groups_of(nodes))
         return
@@ -187,7 +187,7 @@ def test_what_is_taken_of_unlike_nodes_is_what_trying_every_plan_on_every_kind_f
 def test_a_job_that_an_empty_device_holds_waits_for_its_memory_and_is_told_so() -> None:
     """2.49 GiB are needed of 2.40 GiB, of which the margin is 0.12 GiB: it may fit, but others will go."""
     spec, nodes = decoder(2048, 2), one_node("rtx4090-24gb", 25_383_256_719, 2_577_987_010)
-    told = forecast(spec, nodes)
+    told = plan_job(spec, nodes)
     assert told["chosen"] is None
     assert told["nothing_fits"] is not None
     assert told["nothing_fits"].startswith("no plan fits 2.40 GiB")

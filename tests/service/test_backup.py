@@ -17,7 +17,7 @@ import pytest
 from orchestrator.backends.journal.accounts import Accounts
 from orchestrator.backends.journal.journal import Journal
 from orchestrator.service.commands.backup import JOURNAL, MANIFEST, back_up, restore
-from orchestrator.service.commands.replay import kept_state
+from orchestrator.service.commands.replay import read_state
 from orchestrator.specs.access import Role
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.run import JobFolder
@@ -59,7 +59,7 @@ def test_a_new_home_has_the_queue_the_accounts_and_the_cluster_file(world: World
     back_up(world.home, archive)
     state, ended = world.controller.state, [job.id for job in world.controller.ended(9)]
     restored = restore(archive, home)
-    assert kept_state(str(home / JOURNAL)) == state
+    assert read_state(str(home / JOURNAL)) == state
     assert (home / "cluster.yaml").read_text() == "name: kept\n"
     assert home.stat().st_mode & 0o077 == archive.stat().st_mode & 0o077 == (home / JOURNAL).stat().st_mode & 0o077 == 0
     running = [job.last.name for job in state.jobs.values() if job.status == "running" and job.last]
@@ -111,7 +111,7 @@ def test_a_backup_while_jobs_are_submitted_is_one_moment_of_the_journal(world: W
             back_up(world.home, tmp_path / f"{number}.orc")
             after = world.controller.state.submitted
             restore(tmp_path / f"{number}.orc", tmp_path / f"home{number}")
-            state = kept_state(str(tmp_path / f"home{number}" / JOURNAL))
+            state = read_state(str(tmp_path / f"home{number}" / JOURNAL))
             assert before <= state.submitted <= after
             assert len(state.jobs) == state.submitted
     finally:

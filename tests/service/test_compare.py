@@ -17,7 +17,7 @@ import pytest
 from orchestrator.backends.attempts.backend import ProcessBackend
 from orchestrator.backends.journal.journal import Journal
 from orchestrator.cli import main
-from orchestrator.service.commands.compare import STEPS, compared, strategies
+from orchestrator.service.commands.compare import STEPS, choose_strategies, comparison_jobs
 from orchestrator.service.server.api import create_app
 from orchestrator.service.server.client import Client
 from orchestrator.service.server.controller import Controller
@@ -72,7 +72,7 @@ STRATEGIES = """\
 
 
 def asked(spec: JobSpec, words: str) -> list[dict[str, object]]:
-    return [dict(pins) for pins in strategies(spec, words, idle_nodes(CLUSTER), ())]
+    return [dict(pins) for pins in choose_strategies(spec, words, idle_nodes(CLUSTER), ())]
 
 
 def test_a_stage_is_the_fastest_plan_of_it_and_one_without_a_plan_stays_a_pin() -> None:
@@ -113,7 +113,7 @@ def test_what_names_no_strategies_is_refused(words: str, said: str, tmp_path: Pa
 
 def test_each_strategy_is_a_short_job_that_keeps_its_plan_and_the_training_of_the_original() -> None:
     spec = decoder_spec(degrade={"allow": "numeric"}, deadline="08:00 UTC")
-    jobs = compared(spec, strategies(spec, "zero=0,3", idle_nodes(CLUSTER), ()), None)
+    jobs = comparison_jobs(spec, choose_strategies(spec, "zero=0,3", idle_nodes(CLUSTER), ()), None)
     assert [one.training.max_steps for one in jobs] == [STEPS, STEPS]
     assert all(one.degrade.keeps_plan and one.deadline is None for one in jobs)
     assert {one.family_name for one in jobs} == {spec.family_name}
@@ -126,26 +126,26 @@ def test_each_strategy_is_a_short_job_that_keeps_its_plan_and_the_training_of_th
 
 def test_strategies_have_one_micro_batch_the_largest_with_which_all_fit_unless_each_shall_have_its_best() -> None:
     spec, nodes = decoder_spec(gpus=2), idle_nodes(CLUSTER)
-    common = [dict(pins)["micro_batch_size"] for pins in strategies(spec, "zero=0..3", nodes, ())]
-    best = [dict(pins)["micro_batch_size"] for pins in strategies(spec, "zero=0..3", nodes, (), Micro.BEST)]
+    common = [dict(pins)["micro_batch_size"] for pins in choose_strategies(spec, "zero=0..3", nodes, ())]
+    best = [dict(pins)["micro_batch_size"] for pins in choose_strategies(spec, "zero=0..3", nodes, (), Micro.BEST)]
     assert len(set(common)) == 1
     assert len(set(best)) > 1
     pinned = [
         dict(pins)["micro_batch_size"]
-        for pins in strategies(decoder_spec(gpus=2, plan={"micro_batch": 1}), "zero=0..3", nodes, ())
+        for pins in choose_strategies(decoder_spec(gpus=2, plan={"micro_batch": 1}), "zero=0..3", nodes, ())
     ]
     assert set(pinned) == {1}
 
 
 def test_repeats_take_turns_with_other_seeds_and_there_are_not_too_many() -> None:
     spec = decoder_spec(gpus=2)
-    wanted = strategies(spec, "zero=0,3", idle_nodes(CLUSTER), ())
-    jobs = compared(spec, wanted, None, 3)
+    wanted = choose_strategies(spec, "zero=0,3", idle_nodes(CLUSTER), ())
+    jobs = comparison_jobs(spec, wanted, None, 3)
     assert [one.plan for one in jobs] == [*wanted, *wanted, *wanted]
     assert [one.training.seed for one in jobs] == [0, 0, 1, 1, 2, 2]
     assert {one.member.of for one in jobs if one.member} == {6}
     with pytest.raises(SpecError, match="too many repeats"):
-        compared(spec, wanted, None, 11)
+        comparison_jobs(spec, wanted, None, 11)
 
 
 def test_rows_are_written_as_csv_markdown_and_latex() -> None:
@@ -167,8 +167,8 @@ def test_rows_are_written_as_csv_markdown_and_latex() -> None:
 
 def test_a_script_ends_when_it_says() -> None:
     with pytest.raises(SpecError, match="a script says itself when it ends"):
-        compared(script_spec(), [()], 30)
-    assert compared(script_spec(), [()], None)[0].command == script_spec().command
+        comparison_jobs(script_spec(), [()], 30)
+    assert comparison_jobs(script_spec(), [()], None)[0].command == script_spec().command
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.service.server.endpoint import kept_endpoint
+from orchestrator.service.server.endpoint import load_endpoint
 from tests.service.test_reach import Reached, reached
 
 __all__ = ["reached"]  # a fixture
@@ -61,7 +61,7 @@ def test_a_comparison_is_asked_for_from_elsewhere(reached: Reached, told: Any) -
 
 def test_mlflows_client_reads_elsewhere_with_a_token_and_the_services_certificate(reached: Reached, told: Any) -> None:
     home = reached.here.folder / "home"
-    endpoint = kept_endpoint(home)
+    endpoint = load_endpoint(home)
     assert endpoint is not None
     variables = {
         "MLFLOW_TRACKING_URI": f"{reached.url}/mlflow",

@@ -28,10 +28,10 @@ CLUSTERS = sorted((Path(__file__).parents[2] / "clusters").glob("*.yaml"))
 FIND = """
 import json
 from orchestrator.service.server.cluster_file import cluster_text
-from orchestrator.service.server.detection import found_here
+from orchestrator.service.server.detection import detect_machine
 from orchestrator.specs.errors import SpecError
 try:
-    found = found_here("a")
+    found = detect_machine("a")
     print(json.dumps({"text": cluster_text(found.cluster, found.notes), "notes": found.notes, "error": ""}))
 except SpecError as error:
     print(json.dumps({"text": "", "notes": [], "error": str(error)}))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from orchestrator.scheduling.failures.signatures import CALM_LINES, read_log
-from orchestrator.service.commands.diagnose import diagnose, redacted, shortened
+from orchestrator.service.commands.diagnose import diagnose, redact, shorten
 from orchestrator.specs.errors import SpecError
 from tests.scheduling.corpus import REPORTED, names
 
@@ -92,14 +92,14 @@ gpu17:3468:3905 [4] NCCL INFO Connect to 10.1.2.3<43417> on n42.cluster from htt
 srun: error: gpu17: task 0: Out Of Memory
 """
     assert secret in text
-    assert secret not in redacted(text, ("maria",))
+    assert secret not in redact(text, ("maria",))
 
 
 @pytest.mark.parametrize("reported", REPORTED, ids=names())
 def test_a_case_is_judged_as_the_log_that_it_shortens(reported: dict[str, Any]) -> None:
     calm = "\n".join(f"step {number}" for number in range(2 * CALM_LINES))
     log = f"{OOM}\n{calm}\n{reported['text']}\nlast words"
-    case = redacted("\n".join(shortened(log.splitlines())), ("maria",))
+    case = redact("\n".join(shorten(log.splitlines())), ("maria",))
     causes = [[finding.cause for finding in read_log(text)[:1]] for text in (log, case)]
     assert causes[0] == causes[1]
     assert len(case.splitlines()) < CALM_LINES

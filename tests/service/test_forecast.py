@@ -9,7 +9,7 @@ import pytest
 from orchestrator.memory.calibration.calibrate import CONFIDENCE
 from orchestrator.planning.search import frontier, plans
 from orchestrator.scheduling.base.node_groups import groups_of
-from orchestrator.service.commands.plan import GIVEN, forecast, forecast_of, given_plan
+from orchestrator.service.commands.plan import GIVEN, estimate_plan, parse_plan, plan_job
 from orchestrator.specs.choices import Engine, Optimizer
 from orchestrator.specs.cluster import idle_nodes
 from orchestrator.specs.errors import SpecError
@@ -33,7 +33,7 @@ def test_every_offered_plan_can_be_given_by_its_settings(model: dict[str, Any], 
     for plan in offered:
         said = {name: text for name, text in settings(plan).items() if name not in FOLLOWS}
         assert said.keys() <= set(GIVEN)
-        assert given_plan(spec, tuple(said.items())) == plan
+        assert parse_plan(spec, tuple(said.items())) == plan
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_every_offered_plan_can_be_given_by_its_settings(model: dict[str, Any], 
 def test_a_given_plan_spreads_only_experts_that_ranks_can_share(model: dict[str, Any], ep: int, words: str) -> None:
     said = (("dp", "4"), ("zero_stage", "3"), ("ep", str(ep)))
     with pytest.raises(SpecError, match=words):
-        forecast_of(job(model), said, [node(devices=4)])
+        estimate_plan(job(model), said, [node(devices=4)])
 
 
 @pytest.mark.parametrize("model", [DECODER, MIXTURE])
@@ -51,13 +51,13 @@ def test_the_engine_is_derived_if_only_one_can_run_a_plan(model: dict[str, Any])
     spec, engines = job(model), dict[Plan, list[Engine]]()
     for plan in plans(spec, machine(nvme_folder="/nvme")):
         said = {name: text for name, text in settings(plan).items() if name not in FOLLOWS | {"engine"}}
-        engines.setdefault(given_plan(spec, tuple(said.items())), []).append(plan.engine)
+        engines.setdefault(parse_plan(spec, tuple(said.items())), []).append(plan.engine)
     for found, able in engines.items():
         assert found.engine in able
 
 
 def test_a_forecast_says_where_plans_of_another_kind_are_too_near_to_tell_and_proposes_to_compare() -> None:
-    told = forecast(job(gpus={"min": 2, "max": 2}), [node(devices=2)])
+    told = plan_job(job(gpus={"min": 2, "max": 2}), [node(devices=2)])
     assert told["chosen"] is not None
     taken = told["frontier"][told["chosen"]]
     near = [one for one in told["frontier"] if one["rejected"] is None and one["step_s"] <= 1.16 * taken["step_s"]]
@@ -65,7 +65,7 @@ def test_a_forecast_says_where_plans_of_another_kind_are_too_near_to_tell_and_pr
     assert len(kinds) > 1
     assert told["unsure"] is not None
     assert "orc compare" in told["unsure"]
-    alone = forecast(
+    alone = plan_job(
         job(gpus={"min": 2, "max": 2}, plan={"dp": 2, "zero_stage": 3, "engine": "torch"}), [node(devices=2)]
     )
     assert alone["chosen"] is not None
@@ -77,7 +77,7 @@ def test_measured_steps_scale_the_forecast_of_their_engine_alone() -> None:
     taken = [
         observation(number=number, at_s=float(number), step_ratio=ratio) for number, ratio in enumerate((1.4, 1.5))
     ]
-    plain, learned = forecast(spec, nodes), forecast(spec, nodes, taken)
+    plain, learned = plan_job(spec, nodes), plan_job(spec, nodes, taken)
     factors = {Engine.TORCH.value: 1.45, Engine.DEEPSPEED.value: 1.0}
     assert {one["settings"]["engine"] for one in plain["frontier"]} <= set(factors)
     for before, after in zip(plain["frontier"], learned["frontier"], strict=True):
@@ -87,7 +87,7 @@ def test_measured_steps_scale_the_forecast_of_their_engine_alone() -> None:
 
 def test_a_forecast_gives_fit_probabilities_and_never_takes_a_refuted_plan() -> None:
     spec, nodes = decoder_spec(), [node()]
-    plain = forecast(spec, nodes)
+    plain = plan_job(spec, nodes)
     assert plain["chosen"] is not None
     for one in plain["frontier"]:
         assert (one["rejected"] is None) == (one["fit_probability"] >= CONFIDENCE)
@@ -100,7 +100,7 @@ def test_a_forecast_gives_fit_probabilities_and_never_takes_a_refuted_plan() -> 
         ran_out=True,
     )
     kind = [observation(number=number, at_s=float(number)) for number in range(2, 9)]
-    refuted = forecast(spec, nodes, [failed, *kind])
+    refuted = plan_job(spec, nodes, [failed, *kind])
     assert refuted["frontier"][0]["fit_probability"] == 0.0
     assert refuted["frontier"][0]["rejected"] == "ran out of memory before, in another job of this family"
     assert refuted["chosen"] != 0
@@ -109,13 +109,13 @@ def test_a_forecast_gives_fit_probabilities_and_never_takes_a_refuted_plan() -> 
 def test_the_announced_probe_is_what_the_queue_launches_first() -> None:
     night, nodes = Night(), idle_nodes(CLUSTERS[0])
     spec = unknown()
-    foretold = forecast(spec, nodes)["probe"]
+    foretold = plan_job(spec, nodes)["probe"]
     night.submit(spec)
     assert night.launched[0].probe
     assert foretold is not None
     assert foretold["settings"] == settings(night.launched[0].plan)
     for _ in range(2):
         night.end()
-    assert forecast(spec, nodes, night.state.observations)["probe"] is None, "it is known by then"
-    assert forecast(unknown(probe="never"), nodes)["probe"] is None
-    assert forecast(decoder_spec(), nodes)["probe"] is None
+    assert plan_job(spec, nodes, night.state.observations)["probe"] is None, "it is known by then"
+    assert plan_job(unknown(probe="never"), nodes)["probe"] is None
+    assert plan_job(decoder_spec(), nodes)["probe"] is None

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.service.commands.plan import forecast
+from orchestrator.service.commands.plan import plan_job
 from orchestrator.service.server.intake import read_cluster
 from orchestrator.specs.cluster import idle_nodes
 from orchestrator.specs.parse import parse_cluster, parse_jobs
@@ -34,7 +34,7 @@ def test_each_file_says_what_it_is() -> None:
 def test_a_guides_job_file_is_planned_as_it_stands(text: str) -> None:
     nodes = idle_nodes(read_cluster(HARDWARE))
     for spec in parse_jobs(text, "guide"):
-        assert forecast(spec, nodes, ())["chosen"] is not None
+        assert plan_job(spec, nodes, ())["chosen"] is not None
 
 
 @pytest.mark.parametrize("text", CLUSTERS)

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.scheduler import cluster_of
 from orchestrator.service.commands.job_list import read_list
-from orchestrator.service.commands.simulate import counted_from, simulate
+from orchestrator.service.commands.simulate import shift_maintenance, simulate
 from orchestrator.specs.cluster import Maintenance
 from orchestrator.specs.errors import SpecError
 
@@ -51,11 +51,11 @@ def test_a_maintenance_counts_from_the_begin_of_a_list_and_is_refused_where_jobs
     away = Maintenance.model_validate({"start": "2026-07-01T18:30:00+02:00", "end": "2026-07-01T20:00:00+02:00"})
     cluster = cluster_of(1, 0.0, 4).model_copy(update={"maintenance": (away,)})
     dated = read_list(listed(night, "begins: 2026-07-01T18:00 Europe/Berlin\njobs: [{file: prepare.yaml}]\n"), night)
-    (outcome,) = simulate(dated, counted_from(cluster, dated.begins_s), seed=0).outcomes
+    (outcome,) = simulate(dated, shift_maintenance(cluster, dated.begins_s), seed=0).outcomes
     assert outcome.started_at_s == 2 * HOUR_S
     undated = read_list(listed(night, "jobs: [{file: prepare.yaml}]\n"), night)
     with pytest.raises(SpecError, match="maintenance: the jobs have no date"):
-        counted_from(cluster, undated.begins_s)
+        shift_maintenance(cluster, undated.begins_s)
 
 
 @pytest.mark.parametrize("at_once", [1, 2, 4])

@@ -17,7 +17,7 @@ from orchestrator.backends.journal.journal import Journal
 from orchestrator.backends.mlflow.server import MlflowServer
 from orchestrator.backends.ray import embedded as embedded_ray
 from orchestrator.service.server.client import is_up, process_is_alive, service_file
-from orchestrator.service.server.endpoint import FILE, endpoint_of, endpoint_text
+from orchestrator.service.server.endpoint import FILE, format_endpoint, make_endpoint
 from orchestrator.service.server.lifecycle import journal_url, prepare, start, stop
 from orchestrator.specs.errors import ServiceError
 from tests.backends.ray_jobs import until
@@ -118,13 +118,13 @@ def test_a_service_listens_where_it_was_told_to_though_another_one_of_its_home_h
 ) -> None:
     home, variables = tmp_path / "home", {**os.environ, "ORC_MLFLOW": "http://127.0.0.1:1"}
     prepare(home)
-    own, other = (endpoint_of(home, f"127.0.0.1:{free_port()}", None, None, ()) for _ in range(2))
+    own, other = (make_endpoint(home, f"127.0.0.1:{free_port()}", None, None, ()) for _ in range(2))
     command = [sys.executable, "-m", "orchestrator.cli", "up", "--foreground", "--home", str(home), "--ray", NO_RAY]
     command += ["--listen", f"{own.host}:{own.port}"]
     with running(command, variables) as process:
         until(lambda: is_up(home), "the service", GONE_S)
         became = Path(f"/proc/{process.pid}/cmdline").read_text().rstrip("\0").split("\0")
-    (home / FILE).write_text(endpoint_text(other))
+    (home / FILE).write_text(format_endpoint(other))
     with running(became, variables):
         until(lambda: is_up(home), "the service that started a moment later", GONE_S)
         assert embedded_ray.accepts(f"{own.host}:{own.port}", 5.0)

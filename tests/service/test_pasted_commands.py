@@ -18,7 +18,7 @@ from orchestrator.planning.render import RenderedCommand, script_command
 from orchestrator.service.commands.init.meanings import meaning_of
 from orchestrator.service.commands.init.named_files import read_settings
 from orchestrator.service.commands.init.proposal import proposal
-from orchestrator.service.commands.plan import forecast
+from orchestrator.service.commands.plan import plan_job
 from orchestrator.service.server.intake import read_cluster
 from orchestrator.specs.choices import ActivationCheckpointing, Engine, ParallelLayout
 from orchestrator.specs.cluster import idle_nodes
@@ -320,7 +320,7 @@ def verdict(case: Case, folder: Path) -> str:
 def test_a_pasted_command_becomes_its_job_which_can_be_planned(tmp_path: Path, name: str) -> None:
     assert verdict(CASES[name], tmp_path) == "right", proposed(CASES[name], tmp_path)[0]
     spec = proposed(CASES[name], tmp_path)[1]
-    assert forecast(spec, idle_nodes(read_cluster(EIGHT)), ())["chosen"] is not None
+    assert plan_job(spec, idle_nodes(read_cluster(EIGHT)), ())["chosen"] is not None
 
 
 def test_help_is_run_only_where_it_is_asked_for_and_its_flags_are_read(tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ from typing import Any
 import httpx
 import pytest
 
-from orchestrator.service.server.endpoint import endpoint_of, fingerprint_of, parse_listen
-from orchestrator.service.server.logins import normalised
+from orchestrator.service.server.endpoint import fingerprint_of, make_endpoint, parse_listen
+from orchestrator.service.server.logins import normalise_url
 from orchestrator.specs.errors import SpecError
 from tests.commands import COMMAND_S, run_orc
 
@@ -193,23 +193,23 @@ def test_what_is_no_address_is_refused(text: str) -> None:
 @pytest.mark.parametrize("url", ["http://a:1", "a:1", "https://", "https://a/b", "https://u:p@a", "https://a:x"])
 def test_what_is_no_https_address_is_refused(url: str) -> None:
     with pytest.raises(SpecError, match="not the address of a service"):
-        normalised(url)
+        normalise_url(url)
 
 
 def test_a_service_makes_its_certificate_once_and_its_key_is_private(tmp_path: Path) -> None:
-    first = endpoint_of(tmp_path, "127.0.0.1:1", None, None, ())
-    assert endpoint_of(tmp_path, "0.0.0.0:2", None, None, ("orc.example",)).fingerprint() == first.fingerprint()
+    first = make_endpoint(tmp_path, "127.0.0.1:1", None, None, ())
+    assert make_endpoint(tmp_path, "0.0.0.0:2", None, None, ("orc.example",)).fingerprint() == first.fingerprint()
     assert Path(first.key).stat().st_mode & 0o077 == 0
     assert first.fingerprint() == fingerprint_of(Path(first.certificate).read_text())
 
 
 def test_a_certificate_without_its_key_is_refused(tmp_path: Path) -> None:
-    made = endpoint_of(tmp_path / "a", "127.0.0.1:1", None, None, ())
-    other = endpoint_of(tmp_path / "b", "127.0.0.1:1", None, None, ())
+    made = make_endpoint(tmp_path / "a", "127.0.0.1:1", None, None, ())
+    other = make_endpoint(tmp_path / "b", "127.0.0.1:1", None, None, ())
     with pytest.raises(SpecError, match="go together"):
-        endpoint_of(tmp_path, "127.0.0.1:1", Path(made.certificate), None, ())
+        make_endpoint(tmp_path, "127.0.0.1:1", Path(made.certificate), None, ())
     with pytest.raises(SpecError, match="cannot serve under this certificate"):
-        endpoint_of(tmp_path, "127.0.0.1:1", Path(made.certificate), Path(other.key), ())
+        make_endpoint(tmp_path, "127.0.0.1:1", Path(made.certificate), Path(other.key), ())
 
 
 def _ended(reached: Reached, job_id: str) -> Any:

@@ -14,7 +14,7 @@ from rich.console import Console
 from orchestrator.backends.journal.journal import Journal
 from orchestrator.backends.simulated.backend import SimulatedBackend
 from orchestrator.cli import main
-from orchestrator.service.commands.replay import kept_events, replay
+from orchestrator.service.commands.replay import read_events, replay
 from orchestrator.service.server.controller import Controller
 from orchestrator.service.server.forecasts import expected_jobs
 from orchestrator.service.terminal.expected import expected_table
@@ -47,7 +47,7 @@ def night(tmp_path: Path) -> tuple[Path, Journal]:
 
 def test_every_decision_is_replayed_while_the_service_is_up(night: tuple[Path, Journal]) -> None:
     path, journal = night
-    decided = list(replay(kept_events(str(path))))
+    decided = list(replay(read_events(str(path))))
     launches = [line for one in decided for line in one["now"].splitlines() if line.startswith("launch ")]
     attempts = sum(len(job.attempts) for job in journal.ended(100))
     assert len(launches) == attempts > 5
@@ -129,10 +129,10 @@ def test_the_live_queue_is_played_from_now_on_another_cluster(
 
 def test_what_is_no_journal_is_one_clear_error(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="there is no journal"):
-        list(kept_events(str(tmp_path / "journal.sqlite")))
+        list(read_events(str(tmp_path / "journal.sqlite")))
     (tmp_path / "text.db").write_text("not a database, though it is long enough to be read as the header of one\n" * 9)
     with pytest.raises(SpecError, match="not a SQLite journal"):
-        list(kept_events(str(tmp_path / "text.db")))
+        list(read_events(str(tmp_path / "text.db")))
 
 
 def ended(command: Callable[[], None]) -> object:

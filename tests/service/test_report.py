@@ -9,9 +9,9 @@ from html.parser import HTMLParser
 
 import pytest
 
-from orchestrator.service.server.ended import REPORT_S, REPORTS_MAX, Reports, report_of
+from orchestrator.service.server.ended import REPORT_S, REPORTS_MAX, Reports, make_report
 from orchestrator.service.views.morning import ReportView
-from orchestrator.service.views.report import SHOWN_MAX, html, markdown, sections, since_of
+from orchestrator.service.views.report import SHOWN_MAX, html, markdown, parse_since, sections
 from orchestrator.specs.access import Role
 from orchestrator.specs.errors import SpecError
 from tests.service.worlds import World
@@ -43,13 +43,13 @@ def view(world: World) -> ReportView:
     ],
 )
 def test_since_is_the_last_such_time_a_duration_or_a_date(text: str, moment: datetime) -> None:
-    assert since_of(text, NOW.timestamp()) == moment.timestamp()
+    assert parse_since(text, NOW.timestamp()) == moment.timestamp()
 
 
 @pytest.mark.parametrize("text", ["", "25:00", "yesterday", "2027-01-01", "-3h", "9" * 400 + "h"])
 def test_another_since_is_one_clear_error(text: str) -> None:
     with pytest.raises(SpecError, match="no moment in the past"):
-        since_of(text, NOW.timestamp())
+        parse_since(text, NOW.timestamp())
 
 
 def test_the_service_reports_the_job_that_succeeded_and_its_devices(view: ReportView) -> None:
@@ -65,7 +65,7 @@ def test_devices_were_not_idle_before_the_journal_began(world: World, view: Repo
     """The service of `view` runs by a clock that begins with 0."""
     began_s = next(iter(world.journal.events())).at_s
     assert [world.controller.since_s(began_s + asked_s) for asked_s in (-86400.0, 1.0)] == [began_s, began_s + 1.0]
-    report = report_of(world.controller, began_s - 86400.0, began_s + 60.0, ())
+    report = make_report(world.controller, began_s - 86400.0, began_s + 60.0, ())
     lasted_s = report["until_s"] - report["since_s"]
     assert (report["since_s"], lasted_s) == (began_s, 60.0)
     assert 0 < report["cost"]["idle_s"] <= sum(view["nodes"].values()) * lasted_s

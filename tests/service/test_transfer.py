@@ -15,11 +15,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.service.server.intake import read_for_elsewhere
+from orchestrator.service.server.intake import read_jobs_elsewhere
 from orchestrator.service.server.sending import with_uploads
 from orchestrator.service.transfer import store
-from orchestrator.service.transfer.archive import Limits, listed, unpack
-from orchestrator.service.transfer.ignore import skipped_in
+from orchestrator.service.transfer.archive import Limits, list_files, unpack
+from orchestrator.service.transfer.ignore import read_ignore
 from orchestrator.service.transfer.store import Uploads
 from orchestrator.specs.access import Role
 from orchestrator.specs.errors import ServiceError, SpecError
@@ -67,27 +67,27 @@ def project(tmp_path: Path) -> Path:
 def test_what_is_unpacked_is_what_was_packed_and_its_digest_depends_on_nothing_else(
     project: Path, tmp_path: Path
 ) -> None:
-    listing = listed(project, LIMITS)
+    listing = list_files(project, LIMITS)
     digest = unpack(reader(b"".join(listing.stream())), tmp_path / "copy", LIMITS)
     assert tree(tmp_path / "copy") == tree(project)
     assert digest == listing.digest()
     os.utime(project / "train.py", (0, 0))
-    assert listed(project, LIMITS).digest() == digest
-    assert listed(tmp_path / "copy", LIMITS).digest() == digest
+    assert list_files(project, LIMITS).digest() == digest
+    assert list_files(tmp_path / "copy", LIMITS).digest() == digest
     (project / "train.py").write_text("print('ho')")
-    assert listed(project, LIMITS).digest() != digest
+    assert list_files(project, LIMITS).digest() != digest
 
 
 def test_what_git_and_python_make_and_what_orcignore_names_is_left_out(project: Path) -> None:
     (project / ".orcignore").write_text("runs/\n*.sh\n!.venv/\n")
-    paths = {entry.path for entry in listed(project, LIMITS, skipped_in(project)).entries}
+    paths = {entry.path for entry in list_files(project, LIMITS, read_ignore(project)).entries}
     assert paths == {".orcignore", ".venv", ".venv/file", "current", "src", "src/file", "train.py"}
 
 
 def test_too_much_is_refused_with_what_takes_most_and_how_to_leave_it_out(project: Path) -> None:
     (project / "runs" / "weights.bin").write_bytes(b"w" * 20_000)
     with pytest.raises(SpecError) as caught:
-        listed(project, LIMITS)
+        list_files(project, LIMITS)
     assert [words for words in ("too much", "runs", ".orcignore", "50 entries") if words not in str(caught.value)] == []
 
 
@@ -96,14 +96,14 @@ def test_a_link_that_leaves_the_folder_is_not_followed(project: Path, tmp_path: 
     for name, target in {"a": tmp_path / "secret", "b": "../secret", "c": tmp_path}.items():
         (project / name).symlink_to(target)
     os.mkfifo(project / "pipe")
-    listing = listed(project, LIMITS)
+    listing = list_files(project, LIMITS)
     assert sorted(listing.left_out) == ["a", "b", "c", "pipe"]
     assert b"token" not in b"".join(listing.stream())
 
 
 def test_a_file_that_becomes_a_link_while_it_is_sent_is_not_followed(project: Path, tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("token------")
-    listing = listed(project, LIMITS)
+    listing = list_files(project, LIMITS)
     (project / "train.py").unlink()
     (project / "train.py").symlink_to(tmp_path / "secret")
     with pytest.raises(OSError, match="symbolic links"):
@@ -177,7 +177,7 @@ class Clock:
 
 
 def packed(folder: Path) -> tuple[str, bytes]:
-    listing = listed(folder, LIMITS)
+    listing = list_files(folder, LIMITS)
     return listing.digest(), gzip.compress(b"".join(listing.stream()))
 
 
@@ -317,7 +317,7 @@ def test_only_what_is_missing_is_sent_and_every_path_of_this_machine_becomes_one
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text('{"model_type": "llama"}')
     carrier = Carrier(world.by(Role.MEMBER))
-    jobs = read_for_elsewhere(project / "job.yaml")
+    jobs = read_jobs_elsewhere(project / "job.yaml")
     specs = with_uploads(carrier, jobs)  # type: ignore[arg-type]
     assert len(carrier.sent) == 2, "the project and the model, once for both jobs of the array"
     assert specs == with_uploads(carrier, jobs)  # type: ignore[arg-type]
@@ -337,11 +337,11 @@ def test_only_what_is_missing_is_sent_and_every_path_of_this_machine_becomes_one
 def test_absolute_paths_are_those_of_the_service_and_need_not_exist_here(project: Path) -> None:
     job = project / "job.yaml"
     job.write_text(SCRIPT + "workdir: /srv/elsewhere\n")
-    (read,) = read_for_elsewhere(job)
-    assert (read.spec.workdir, read.here) == ("/srv/elsewhere", frozenset())
+    (read,) = read_jobs_elsewhere(job)
+    assert (read.spec.workdir, read.local_keys) == ("/srv/elsewhere", frozenset())
     job.write_text(SCRIPT + "workdir: ./nowhere\n")
     with pytest.raises(SpecError, match="the folder does not exist"):
-        read_for_elsewhere(job)
+        read_jobs_elsewhere(job)
 
 
 # --------------------------------------------------------------------------------------------------------- the output

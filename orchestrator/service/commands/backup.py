@@ -40,7 +40,7 @@ LOST = "The journal was restored from a backup, in which this attempt ran. It co
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restored:
-    """What a new home has."""
+    """Content of a restored home."""
 
     created_at: str  # of the backup, in UTC
     version: str  # of the orchestrator that wrote it
@@ -62,15 +62,15 @@ def back_up(home: Path, archive: Path) -> dict[str, Any]:
     if not archive.absolute().parent.is_dir():
         raise SpecError("the folder does not exist", source=str(archive.parent))
     with tempfile.TemporaryDirectory(dir=archive.absolute().parent, prefix=".orc-backup-") as folder:
-        kept = Path(folder) / JOURNAL
-        copy_journal(Path(url.removeprefix(SQLITE)), kept)
-        files = {JOURNAL: kept}
+        journal_copy = Path(folder) / JOURNAL
+        copy_journal(Path(url.removeprefix(SQLITE)), journal_copy)
+        files = {JOURNAL: journal_copy}
         if (home / CLUSTER).exists():
             files[CLUSTER] = home / CLUSTER
         manifest = {
             "format": FORMAT,
             "version": version("orchestrator"),
-            "schema": schema_of(kept),
+            "schema": schema_of(journal_copy),
             "created_at": datetime.now(UTC).isoformat(timespec="seconds"),
             "files": {name: {"sha256": _digest(path), "bytes": path.stat().st_size} for name, path in files.items()},
         }
@@ -96,21 +96,24 @@ def restore(archive: Path, home: Path) -> Restored:
     if home.exists() and (not home.is_dir() or any(home.iterdir())):
         raise SpecError("the home is not empty", source=str(home), hint="name another with --home, or move this away")
     home.parent.mkdir(parents=True, exist_ok=True)
-    with _opened(archive) as packed, tempfile.TemporaryDirectory(dir=home.parent, prefix=".orc-restore-") as folder:
-        made = Path(folder) / "home"
-        made.mkdir(mode=0o700)
+    with (
+        _open_archive(archive) as packed,
+        tempfile.TemporaryDirectory(dir=home.parent, prefix=".orc-restore-") as folder,
+    ):
+        new_home = Path(folder) / "home"
+        new_home.mkdir(mode=0o700)
         manifest = _manifest(packed, archive)
-        for name, said in manifest["files"].items():
-            _unpack(packed, name, said, made / name, archive)
-        if schema_of(made / JOURNAL) != manifest["schema"]:
+        for name, entry in manifest["files"].items():
+            _unpack(packed, name, entry, new_home / name, archive)
+        if schema_of(new_home / JOURNAL) != manifest["schema"]:
             raise _damaged(archive, "its manifest names another schema than its journal has")
-        queued, lost = _settle(made)
-        made.replace(home)  # an empty folder may be there
+        queued, lost = _settle(new_home)
+        new_home.replace(home)  # an empty folder may be there
     return Restored(created_at=manifest["created_at"], version=manifest["version"], queued=queued, lost=lost)
 
 
 def _settle(home: Path) -> tuple[int, list[str]]:
-    """Number of queued jobs, and attempts that ran: a log in the folder of each says to the service that it began."""
+    """Write a log for each attempt that ran, by which the service knows it; return queued jobs and these attempts."""
     with closing(Journal(f"{SQLITE}{home / JOURNAL}")) as journal:
         snapshot, tail = journal.load()
     scheduler = Scheduler(snapshot or State())
@@ -127,7 +130,7 @@ def _settle(home: Path) -> tuple[int, list[str]]:
 
 
 @contextmanager
-def _opened(archive: Path) -> Iterator[zipfile.ZipFile]:
+def _open_archive(archive: Path) -> Iterator[zipfile.ZipFile]:
     try:
         with zipfile.ZipFile(archive) as packed:
             yield packed
@@ -142,8 +145,8 @@ def _manifest(packed: zipfile.ZipFile, archive: Path) -> dict[str, Any]:
         with packed.open(MANIFEST) as file:
             manifest = json.loads(file.read(MANIFEST_BYTES_MAX))
         form, schema, files = manifest["format"], manifest["schema"], manifest["files"]
-        sizes = [one["bytes"] for one in files.values()]
-        texts = [manifest["version"], manifest["created_at"], schema, *(one["sha256"] for one in files.values())]
+        sizes = [entry["bytes"] for entry in files.values()]
+        texts = [manifest["version"], manifest["created_at"], schema, *(entry["sha256"] for entry in files.values())]
         is_whole = all(isinstance(text, str) for text in texts) and all(type(size) is int for size in sizes)
         is_ours = is_whole and {JOURNAL} <= set(files) <= {JOURNAL, CLUSTER}
     except (KeyError, TypeError, ValueError, AttributeError):
@@ -157,8 +160,8 @@ def _manifest(packed: zipfile.ZipFile, archive: Path) -> dict[str, Any]:
     return dict(manifest)
 
 
-def _unpack(packed: zipfile.ZipFile, name: str, said: dict[str, Any], path: Path, archive: Path) -> None:
-    digest, left = hashlib.sha256(), int(said["bytes"])
+def _unpack(packed: zipfile.ZipFile, name: str, entry: dict[str, Any], path: Path, archive: Path) -> None:
+    digest, left = hashlib.sha256(), int(entry["bytes"])
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         with packed.open(name) as source, os.fdopen(descriptor, "wb") as target:
@@ -170,7 +173,7 @@ def _unpack(packed: zipfile.ZipFile, name: str, said: dict[str, Any], path: Path
         raise _damaged(archive, f"{name} is missing") from None
     except OSError as error:
         raise _damaged(archive, f"{name}: {error}") from None
-    if left or digest.hexdigest() != said["sha256"]:
+    if left or digest.hexdigest() != entry["sha256"]:
         raise _damaged(archive, f"{name} is not what the manifest says")
 
 

@@ -1,4 +1,4 @@
-"""`orc compare`: which strategies there are for a job, and one job for each."""
+"""`orc compare`: the strategies of a job, and one job for each."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ _STAGES = re.compile(r"zero=([0-3](?:(?:\.\.|,)[0-3])*)")
 Pins = tuple[tuple[str, Any], ...]
 
 
-def strategies(
+def choose_strategies(
     spec: JobSpec,
-    asked: str,
+    choice: str,
     nodes: Sequence[Node],
     observations: Sequence[Observation],
     micro: Micro = Micro.COMMON,
@@ -49,23 +49,23 @@ def strategies(
     stages. A file: each of its pins. Strategies that leave it open have one micro-batch, the largest with which all fit
     that fit at all; where there is none, or `micro` says so, each has its best.
     """
-    group = next((one for one in groups_of(nodes) if one.devices >= spec.gpus.min), None)
+    group = next((candidate for candidate in groups_of(nodes) if candidate.devices >= spec.gpus.min), None)
     if group is None:
-        most = max((one.devices for one in groups_of(nodes)), default=0)
+        most = max((kind.devices for kind in groups_of(nodes)), default=0)
         raise SpecError("too few devices of one kind", path="gpus.min", got=spec.gpus.min, allowed=f"at most {most}")
     calibrated = calibration(observations, device=group.hardware.device.name, family=spec.family_name)
     spec = measured_spec(spec, calibrated)
-    if asked == "frontier":
+    if choice == "frontier":
         candidates = frontier(spec, group.hardware, calibrated.correction, calibrated.overhead).candidates
         exact = [candidate for candidate in candidates if candidate.degradation is Degradation.EXACT]
-        best = [candidate for candidate in exact if not any(_beats(other, candidate) for other in exact)]
+        best = [candidate for candidate in exact if not any(_dominates(other, candidate) for other in exact)]
         wanted = [pins_of(candidate.plan) for candidate in best]
     else:
-        partial = _all_ways(spec, group) if asked == "all" else _said(spec, asked)
+        partial = _all_ways(spec, group) if choice == "all" else _read_strategies(spec, choice)
         ways = list(dict.fromkeys(partial))
         _check_count(len(ways))
         common = _common_micro_batch(spec, ways, group, calibrated) if micro is Micro.COMMON else None
-        wanted = [_whole(spec, pins, common, group, calibrated) for pins in ways]
+        wanted = [_complete_pins(spec, pins, common, group, calibrated) for pins in ways]
     wanted = list(dict.fromkeys(wanted))
     _check_count(len(wanted))
     return tuple(wanted)
@@ -77,7 +77,7 @@ def _check_count(count: int) -> None:
         raise SpecError("too many strategies", path="--strategies", got=count, allowed=f"{STRATEGIES_MAX}", hint=hint)
 
 
-def compared(spec: JobSpec, wanted: Sequence[Pins], steps: int | None, repeats: int = 1) -> list[JobSpec]:
+def comparison_jobs(spec: JobSpec, wanted: Sequence[Pins], steps: int | None, repeats: int = 1) -> list[JobSpec]:
     """Return one job for each strategy and repeat, one at a time, so that none slows another down. Raises SpecError.
 
     All strategies take turns, so that what changes on the machine meets all of them. They have the job's own data,
@@ -89,7 +89,7 @@ def compared(spec: JobSpec, wanted: Sequence[Pins], steps: int | None, repeats: 
     if spec.is_script and steps is not None:
         hint = "leave --steps out; shorten the script with its own options, by --set command=..."
         raise SpecError("a script says itself when it ends", path="--steps", got=steps, hint=hint)
-    said: dict[str, Any] = {
+    changes: dict[str, Any] = {
         "name": f"{spec.name[: NAME_MAX - len('-compare')]}-compare",
         "family": spec.family_name,
         "degrade": Degrade(allow="none"),
@@ -99,13 +99,13 @@ def compared(spec: JobSpec, wanted: Sequence[Pins], steps: int | None, repeats: 
     }
     if not spec.is_script:
         steps = STEPS if steps is None else steps
-        said["training"] = replace(spec.training, max_steps=steps, checkpoint_every_steps=steps)
+        changes["training"] = replace(spec.training, max_steps=steps, checkpoint_every_steps=steps)
     turns = [(repeat, pins) for repeat in range(repeats) for pins in wanted]
     return [
         spec.model_copy(
             update={
-                **said,
-                **({} if spec.is_script else {"training": _with_seed(said["training"], repeat)}),
+                **changes,
+                **({} if spec.is_script else {"training": _with_seed(changes["training"], repeat)}),
                 "plan": pins,
                 "member": Member(number=number, of=len(turns), max_concurrent=1, compared=True),
             }
@@ -114,12 +114,12 @@ def compared(spec: JobSpec, wanted: Sequence[Pins], steps: int | None, repeats: 
     ]
 
 
-def _beats(mine: Candidate, other: Candidate) -> bool:
-    """Whether a plan is no worse in step time, bytes and devices, and better in one: trust is no matter here."""
-    ours, theirs = (
+def _dominates(mine: Candidate, other: Candidate) -> bool:
+    """Return whether a plan is no worse in step time, bytes and devices, and better in one; trust does not count."""
+    costs, theirs = (
         (candidate.step_s, candidate.estimate.device_bytes, candidate.plan.world_size) for candidate in (mine, other)
     )
-    return ours != theirs and all(a <= b for a, b in zip(ours, theirs, strict=True))
+    return costs != theirs and all(a <= b for a, b in zip(costs, theirs, strict=True))
 
 
 def _with_seed(training: TrainingSpec, repeat: int) -> TrainingSpec:
@@ -144,7 +144,7 @@ def _common_micro_batch(spec: JobSpec, ways: Sequence[Pins], group: Group, calib
 
 
 def _fits(spec: JobSpec, pins: Pins, group: Group, calibrated: Calibration) -> bool:
-    """Whether a plan with these pins fits an empty device."""
+    """Return whether a plan with these pins fits an empty device."""
     pinned = spec.model_copy(update={"plan": pins})
     try:
         unbeaten = frontier(pinned, group.hardware, calibrated.correction, calibrated.overhead)
@@ -154,57 +154,57 @@ def _fits(spec: JobSpec, pins: Pins, group: Group, calibrated: Calibration) -> b
 
 
 def _with_micro(pins: Pins, size: int | None) -> Pins:
-    """Return the pins with that micro-batch, unless they say one."""
+    """Return the pins with this micro-batch, unless they have one."""
     if size is None or any(name == MICRO_BATCH for name, _ in pins):
         return pins
     return (*pins, (MICRO_BATCH, size))
 
 
 def _all_ways(spec: JobSpec, group: Group) -> Iterator[Pins]:
-    """Each combination of engine, layout, stage and offload that a plan of the job has."""
+    """Yield each combination of engine, layout, stage and offload that a plan of the job has."""
     names = ("engine", *AXES, "dp_replicate", "expert_parallel", "zero_stage", "offload", "offload_target")
-    seen: dict[Pins, None] = {}
+    distinct: dict[Pins, None] = {}
     for plan in plans(spec, group.hardware):
-        seen.setdefault(tuple(pin for pin in pins_of(plan) if pin[0] in names))
-    yield from seen
+        distinct.setdefault(tuple(pin for pin in pins_of(plan) if pin[0] in names))
+    yield from distinct
 
 
-def _said(spec: JobSpec, asked: str) -> Iterator[Pins]:
-    """The job's own pins with those that are asked for. Raises SpecError."""
-    stages = _STAGES.fullmatch(asked)
+def _read_strategies(spec: JobSpec, choice: str) -> Iterator[Pins]:
+    """Yield the job's pins with those of each strategy in `choice`. Raises SpecError."""
+    stages = _STAGES.fullmatch(choice)
     if stages is not None:
         rows: Any = [{"zero_stage": stage} for stage in _stages(stages[1])]
-    elif Path(asked).is_file():
-        rows = read_document(f"strategies:\n{_indented(Path(asked).read_text())}", asked).data["strategies"]
+    elif Path(choice).is_file():
+        rows = read_document(f"strategies:\n{_indented(Path(choice).read_text())}", choice).data["strategies"]
     else:
-        raise SpecError("no way to choose strategies, and no file", path="--strategies", got=asked, allowed=WAYS)
+        raise SpecError("no way to choose strategies, and no file", path="--strategies", got=choice, allowed=WAYS)
     if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
-        raise SpecError("not a list of pins", source=asked, got=rows, allowed="- {zero_stage: 2, micro_batch: 4}")
-    own = spec.model_dump(mode="json")
+        raise SpecError("not a list of pins", source=choice, got=rows, allowed="- {zero_stage: 2, micro_batch: 4}")
+    job = spec.model_dump(mode="json")
     for row in rows:
         pins = {SHORT.get(key, key): value for key, value in row.items()}
-        yield job_from_data({**own, "plan": {**own["plan"], **pins}}, asked if stages is None else "--strategies").plan
+        yield job_from_data({**job, "plan": {**job["plan"], **pins}}, choice if stages is None else "--strategies").plan
 
 
-def _stages(said: str) -> list[int]:
-    """`0..3` and `0,2,3` as numbers."""
-    found: list[int] = []
-    for part in said.split(","):
+def _stages(text: str) -> list[int]:
+    """Return `0..3` or `0,2,3` as numbers."""
+    stages: list[int] = []
+    for part in text.split(","):
         first, *last = map(int, part.split(".."))
-        found += range(first, (last or [first])[-1] + 1)
-    return list(dict.fromkeys(found))
+        stages += range(first, (last or [first])[-1] + 1)
+    return list(dict.fromkeys(stages))
 
 
 def _indented(text: str) -> str:
     return "\n".join(f"  {line}" for line in text.splitlines())
 
 
-def _whole(spec: JobSpec, pins: Pins, micro_batch: int | None, group: Group, calibrated: Calibration) -> Pins:
+def _complete_pins(spec: JobSpec, pins: Pins, micro_batch: int | None, group: Group, calibrated: Calibration) -> Pins:
     """Return the fastest plan with the pins that fits, else the one that needs least; the pins where none has them."""
     pinned = spec.model_copy(update={"plan": _with_micro(pins, micro_batch)})
     try:
         unbeaten = frontier(pinned, group.hardware, calibrated.correction, calibrated.overhead)
     except SpecError:
-        return pins if micro_batch is None else _whole(spec, pins, None, group, calibrated)
+        return pins if micro_batch is None else _complete_pins(spec, pins, None, group, calibrated)
     candidate = next(fitting(unbeaten, group.hardware.device.memory, calibrated), None) or nearest(unbeaten, calibrated)
     return pins if candidate is None else pins_of(candidate.plan)

@@ -1,4 +1,4 @@
-"""Why did a training end that ran elsewhere? By its logs. And an end of a job as a case that others can read."""
+"""`orc diagnose`: why a training ended, by its logs; and a job's failure as a redacted case."""
 
 from __future__ import annotations
 
@@ -75,11 +75,11 @@ class Diagnosis:
 
 
 def diagnose(logs: Sequence[Path], exit_code: int | None, oom_kills: int) -> Diagnosis:
-    """The first cause that the logs of the ranks name, rank 0 first. Raises SpecError for what is no log."""
-    paths = [_readable(path) for path in logs]
+    """Return the first cause that the logs of the ranks name, rank 0 first. Raises SpecError for what is no log."""
+    paths = [_resolve_log(path) for path in logs]
     code = EXIT_CODE if exit_code is None else exit_code
     ends = tuple(_end_of(path, rank, code) for rank, path in enumerate(paths))
-    failure = classify(*_imagined(), Evidence(ranks=ends, host_oom_kills=oom_kills))
+    failure = classify(*_placeholder_attempt(), Evidence(ranks=ends, host_oom_kills=oom_kills))
     if failure is None:
         return Diagnosis(
             kind=None, reason="exit code 0, and no log names a failure",
@@ -100,7 +100,7 @@ def diagnose(logs: Sequence[Path], exit_code: int | None, oom_kills: int) -> Dia
 
 
 def case_of_job(client: Client, job_id: str, kind: FailureKind) -> str:
-    """The last failed attempt of a job as a case in YAML, redacted. Raises SpecError where none has failed."""
+    """Return the last failed attempt of a job as a case in YAML, redacted. Raises SpecError where none has failed."""
     job, _ = client.job(job_id)
     attempt = next((entry for entry in reversed(job["attempts"]) if entry["failure"]), None)
     if attempt is None:
@@ -108,17 +108,17 @@ def case_of_job(client: Client, job_id: str, kind: FailureKind) -> str:
     codes = attempt["exit_codes"] or [None]
     names = [job["user"], *(part.partition("[")[0] for part in attempt["placement"].split(", "))]
     texts = [
-        redacted("\n".join(shortened(_lines_of_job(client, job_id, attempt["number"], rank))), names)
+        redact("\n".join(shorten(_lines_of_job(client, job_id, attempt["number"], rank))), names)
         for rank in range(len(codes))
     ]
-    case: dict[str, Any] = {"id": redacted(f"{job['name']}, attempt {attempt['number']}", names), "expect": kind.value}
+    case: dict[str, Any] = {"id": redact(f"{job['name']}, attempt {attempt['number']}", names), "expect": kind.value}
     case |= {"text": texts, "codes": codes} if len(codes) > 1 else {"text": texts[0], "exit": codes[0]}
     case |= {"oom_kills": attempt["host_oom_kills"]} if attempt["host_oom_kills"] else {}
     return yaml.dump([case], Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=150)
 
 
-def shortened(lines: Iterable[str]) -> list[str]:
-    """The lines of a log's last trouble that tell of it, and those that they quote; its last line where none tells."""
+def shorten(lines: Iterable[str]) -> list[str]:
+    """Return the telling lines of a log's last trouble with the lines that they quote; its last line without any."""
     head, tail = list[str](), deque[str](maxlen=CASE_LINES)
     calm, last, quotes = 0, "", False
     for line in lines:
@@ -135,8 +135,8 @@ def shortened(lines: Iterable[str]) -> list[str]:
     return [last] if calm > CALM_LINES or not head else [*head, *tail]
 
 
-def redacted(text: str, names: Iterable[str] = ()) -> str:
-    """The text without secrets, addresses, hosts, folders of users and names of people, as far as patterns go."""
+def redact(text: str, names: Iterable[str] = ()) -> str:
+    """Return the text without secrets, addresses, hosts, users' folders and people's names that patterns match."""
     lines = []
     for line in text.split("\n"):
         for pattern, replacement in _REDACTED:
@@ -177,8 +177,8 @@ def _lines_of_job(client: Client, job_id: str, number: int, rank: int) -> Iterat
     yield rest.decode("utf-8", errors="replace")
 
 
-def _readable(path: Path) -> Path:
-    """The file itself. Raises SpecError for what is no text in a file."""
+def _resolve_log(path: Path) -> Path:
+    """Return the resolved path of a log. Raises SpecError where it is no text file."""
     real = path.expanduser().resolve()
     hint = "give one log for each rank; of a job, `orc show JOB` tells the failure"
     if not real.is_file():
@@ -201,8 +201,8 @@ def _end_of(path: Path, rank: int, exit_code: int) -> RankEnd:
     return end_of(path, rank, exit_code, scan, scan.findings)
 
 
-def _imagined() -> tuple[Job, Attempt]:
-    """A job and an attempt of which nothing is known but that they ended."""
+def _placeholder_attempt() -> tuple[Job, Attempt]:
+    """Return a job and an ended attempt as placeholders: logs alone say nothing of them."""
     spec = JobSpec(name="elsewhere", global_batch_size=1, command=("elsewhere",))
     nothing = MemoryEstimate(moment="", by_cause=(), allocated_bytes=0, reserved_bytes=0, device_bytes=0)
     attempt = Attempt(
@@ -213,7 +213,7 @@ def _imagined() -> tuple[Job, Attempt]:
 
 
 def _place_of(failure: Failure, ends: Sequence[RankEnd], paths: Sequence[Path]) -> tuple[int, int, str]:
-    """(rank, offset in bytes, line) of what tells the failure: a finding, an exception, or the end of the log."""
+    """Return (rank, offset in bytes, line) of the failure's evidence: a finding, an exception, or the log's end."""
     findings = [(end.rank, finding) for end in ends for finding in end.findings[:1]]
     for rank, finding in findings:
         if finding.line == failure.reason or (finding.excerpt or finding.line).endswith(failure.excerpt or "\0"):
@@ -264,6 +264,6 @@ def _next_action(failure: Failure) -> str:
     return f"start it again{elsewhere}, {times}"
 
 
-def as_answer(diagnosis: Diagnosis) -> Mapping[str, Any]:
-    """The diagnosis as JSON."""
+def diagnosis_view(diagnosis: Diagnosis) -> Mapping[str, Any]:
+    """Return the diagnosis as JSON."""
     return {name: getattr(diagnosis, name) for name in diagnosis.__slots__}

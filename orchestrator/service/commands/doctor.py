@@ -1,4 +1,4 @@
-"""What is missing on this machine, and how is it mended? Needs neither the service nor a GPU."""
+"""`orc doctor`: checks of this machine, with what to do. Needs neither the service nor a GPU."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ DISK_HINT = "free some, or use another home: --home, ORC_HOME"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One line of the doctor: a verdict, what was found, and what to do about it."""
+    """A line of the doctor: a verdict, its observation, and what to do about it."""
 
     subject: str
     verdict: str
@@ -49,7 +49,7 @@ class Finding:
 
 
 def findings(home: Path) -> list[Finding]:
-    """Every check in order; a check that raises is itself a bad finding."""
+    """Return the finding of every check, in order; a check that raises is a bad finding."""
     checks: list[tuple[str, Callable[[], Finding | None]]] = [
         ("python", _python),
         ("torch", lambda: _package("torch", "the ranks of our engines train with it")),
@@ -73,10 +73,10 @@ def findings(home: Path) -> list[Finding]:
     return [finding for subject, check in checks if (finding := _checked(subject, check))]
 
 
-def findings_table(found: list[Finding]) -> Table:
-    """One row per check."""
+def findings_table(rows: list[Finding]) -> Table:
+    """Return a table with a row per check."""
     table = Table.grid(padding=(0, 2))
-    for finding in found:
+    for finding in rows:
         table.add_row(
             Text(finding.verdict, style=STYLES[finding.verdict]), finding.subject, finding.found, Text(finding.to_do)
         )
@@ -122,36 +122,36 @@ def _cuda() -> Finding:
     import torch
 
     if torch.cuda.is_available():
-        found = f"CUDA {torch.version.cuda}, {torch.cuda.device_count()} devices"
-        return Finding(subject="cuda", verdict=OK, found=found)
+        devices = f"CUDA {torch.version.cuda}, {torch.cuda.device_count()} devices"
+        return Finding(subject="cuda", verdict=OK, found=devices)
     built = torch.version.cuda
     if built is None:
-        found, to_do = "torch is built for CPU", "fine for virtual devices; on GPUs install a CUDA build of torch"
+        devices, to_do = "torch is built for CPU", "fine for virtual devices; on GPUs install a CUDA build of torch"
     else:
-        found, to_do = f"torch for CUDA {built} sees no device", "check the driver and CUDA_VISIBLE_DEVICES"
-    return Finding(subject="cuda", verdict=WARN, found=found, to_do=to_do)
+        devices, to_do = f"torch for CUDA {built} sees no device", "check the driver and CUDA_VISIBLE_DEVICES"
+    return Finding(subject="cuda", verdict=WARN, found=devices, to_do=to_do)
 
 
 def _compiler() -> Finding:
     compiler = next((path for path in map(shutil.which, ("c++", "g++", "clang++")) if path), None)
     ninja = shutil.which("ninja") or shutil.which("ninja", path=str(Path(sys.executable).parent))
-    found = f"{compiler or 'no C++ compiler'}, {'ninja' if ninja else 'no ninja'}"
+    tools = f"{compiler or 'no C++ compiler'}, {'ninja' if ninja else 'no ninja'}"
     if compiler and ninja:
-        return Finding(subject="compiler", verdict=OK, found=found)
+        return Finding(subject="compiler", verdict=OK, found=tools)
     to_do = "apt install g++ ninja-build: DeepSpeed's offload and 8-bit AdamW on CUDA compile with them"
-    return Finding(subject="compiler", verdict=WARN, found=found, to_do=to_do)
+    return Finding(subject="compiler", verdict=WARN, found=tools, to_do=to_do)
 
 
 def _cpu_ranks(home: Path) -> Finding | None:
-    """What this home's virtual devices were measured to reach; None where it has none."""
+    """Return the measured rates of this home's virtual devices; None where it has none."""
     rates = read_rates(_cluster(home))
     if rates is None:
         return None
-    found = (
+    speeds = (
         f"{rates.fp32_flops / 1e9:.0f} GFLOP/s in fp32, {rates.bf16_flops / 1e9:.0f} in bf16, "
         f"{rates.memory_bandwidth / 1e9:.0f} GB/s of memory, {rates.link_bandwidth / 1e9:.1f} GB/s between two"
     )
-    return Finding(subject="cpu ranks", verdict=OK, found=found)
+    return Finding(subject="cpu ranks", verdict=OK, found=speeds)
 
 
 def _cluster(home: Path) -> ClusterSpec:
@@ -159,23 +159,23 @@ def _cluster(home: Path) -> ClusterSpec:
 
 
 def _nvme(home: Path) -> Finding | None:
-    """Whether plans can offload to files; None where no device of this home's cluster names a folder for them."""
+    """Return whether plans can offload to files; None where no device of the home's cluster names a folder."""
     devices = [node.device for node in _cluster(home).nodes]
     folders = sorted({device.nvme_folder for device in devices if device.nvme_folder is not None})
     if not folders:
         return None
     closed = [folder for folder in folders if not os.access(folder, os.W_OK | os.X_OK)]
     if closed:
-        found = f"{', '.join(closed)} cannot be written to here"
+        unwritable = f"{', '.join(closed)} cannot be written to here"
         to_do = "make it on every node whose device names it as nvme_folder: plans may offload to it"
-        return Finding(subject="nvme", verdict=WARN, found=found, to_do=to_do)
+        return Finding(subject="nvme", verdict=WARN, found=unwritable, to_do=to_do)
     with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed talks while it is imported
         from orchestrator.training.engines.deepspeed_nvme import nvme_problem
 
         problem = nvme_problem((home / "torch_extensions").absolute())
     if problem:
-        found, _, to_do = problem.partition(": ")
-        return Finding(subject="nvme", verdict=WARN, found=found, to_do=to_do)
+        what, _, to_do = problem.partition(": ")
+        return Finding(subject="nvme", verdict=WARN, found=what, to_do=to_do)
     return Finding(subject="nvme", verdict=OK, found=f"{', '.join(folders)}, and what DeepSpeed needs for it")
 
 
@@ -214,7 +214,7 @@ def _home(home: Path) -> Finding:
 
 
 def _journal(home: Path) -> Finding | None:
-    """Whether rows stand aside; None where the home has no journal in a file, or one of another schema."""
+    """Return whether rows stand aside; None where the home has no journal in a file, or one of another schema."""
     path = home / "journal.sqlite"
     if not path.is_file():
         return None

@@ -24,7 +24,7 @@ from orchestrator.specs.settings import in_short
 
 COUNTS = (1, 2, 4, 8)  # of one machine's cards
 ADAPTER_RANK = 16
-# What a fine-tuning is taken for of which nobody said more than the model; each is a key that `--set` changes.
+# Assumed settings of a fine-tuning of which only the model is given; `--set` changes each key.
 ASSUMED: Mapping[str, Any] = {
     "global_batch_size": 8,
     "precision": "bf16",
@@ -34,7 +34,7 @@ ASSUMED: Mapping[str, Any] = {
 
 
 class FitRow(TypedDict):
-    """One way to train on one card: the fewest of its cards with a plan (null: not on eight), and that plan."""
+    """A way to train on one kind of card: the fewest cards with a plan (null: more than eight), and that plan."""
 
     way: str  # "as written", "as a script", "full", "adapters" or "adapters, 4 bits"
     device: str
@@ -48,14 +48,14 @@ class FitRow(TypedDict):
 
 
 def job_of_model(name: str) -> dict[str, Any]:
-    """What a job file says that trains every weight of a transformers model, a folder or a name on the hub."""
+    """Return the content of a job file that trains every weight of a transformers model, a folder or hub name."""
     return {"name": "fit", "gpus": 1, "model": {"hf": name}, **ASSUMED}
 
 
 def script_of_model(name: str) -> dict[str, Any]:
-    """What a job file says of a script that trains every weight of a model, on samples that it makes itself.
+    """Return the content of a job file for a script that trains every weight of a model on its own samples.
 
-    A head that takes no running text is costed so, since a job of our engines would need its data.
+    It serves heads that take no running text: a job of our engines would need their data.
     """
     flags = {name: {"flag": f"--{name}"} for name in ("micro_batch_size", "gradient_accumulation_steps")}
     assumed = {key: ASSUMED[key] for key in ("global_batch_size", "precision")}
@@ -65,7 +65,7 @@ def script_of_model(name: str) -> dict[str, Any]:
 
 
 def ways_of_model(spec: JobSpec) -> list[tuple[str, JobSpec]]:
-    """Name and job of the ways to fine-tune a model; their profiles are not traced. A model of no name has one way."""
+    """Return name and job of each way to fine-tune a model, not traced. A model without a name has one way."""
     model = spec.model
     if model is None or model.hf is None or model.lora is not None:
         return [("as a script" if spec.is_script else "as written", spec)]

@@ -17,21 +17,21 @@ from orchestrator.specs.units import parse_seconds
 
 
 def read_list(path: Path, home: Path) -> Trace:
-    """The jobs of a file with `begins: 2026-11-23T18:00` and `jobs: [{at: 10min, file: job.yaml}, ...]`.
+    """Return the jobs of a file with `begins: 2026-11-23T18:00` and `jobs: [{at: 10min, file: job.yaml}, ...]`.
 
     Files are relative to the list. Jobs of one file, and files with the same `at`, are submitted together; `at`
     defaults to the list's begin. A sweep has all its trials. Only hours and deadlines need `begins`. Raises SpecError.
     """
     source = str(path)
     try:
-        said: dict[str, Any] = read_document(path.read_text(encoding="utf-8"), source).data
+        content: dict[str, Any] = read_document(path.read_text(encoding="utf-8"), source).data
     except FileNotFoundError:
         raise SpecError("the file does not exist", source=source) from None
-    entries = said.get("jobs")
-    if not {"jobs"} <= set(said) <= {"jobs", "begins"} or not isinstance(entries, list) or not entries:
+    entries = content.get("jobs")
+    if not {"jobs"} <= set(content) <= {"jobs", "begins"} or not isinstance(entries, list) or not entries:
         allowed = "begins: 2026-11-23T18:00 (if wanted), jobs: [{at: 10min, file: job.yaml}]"
-        raise SpecError("not a list of jobs", source=source, got=", ".join(said), allowed=allowed)
-    begins_s = _begin(said["begins"], source) if "begins" in said else None
+        raise SpecError("not a list of jobs", source=source, got=", ".join(content), allowed=allowed)
+    begins_s = _begin(content["begins"], source) if "begins" in content else None
     timed: list[tuple[float, JobSpec, str]] = []
     for index, entry in enumerate(entries):
         where = f"jobs.{index}"
@@ -46,7 +46,7 @@ def read_list(path: Path, home: Path) -> Trace:
     arrivals, to_come = list[Arrival](), dict[str, tuple[Arrival, ...]]()
     for number, (at_s, spec, where) in enumerate(timed):
         specs = (spec,) if spec.trial is None else trials_of(spec, f"{spec.name}#{number}", home)
-        first, *rest = (_arrival(one, at_s, first_s, begins_s, where) for one in specs)
+        first, *rest = (_arrival(trial, at_s, first_s, begins_s, where) for trial in specs)
         arrivals.append(first)
         if spec.trial is not None:
             to_come[f"{spec.name}#{number}"] = tuple(rest)
@@ -54,20 +54,20 @@ def read_list(path: Path, home: Path) -> Trace:
     return replace(trace_of(path.stem, arrivals), trials=to_come, begins_s=date_s)
 
 
-def _begin(said: object, source: str) -> float:
-    """The list's `begins` in seconds since 1970."""
+def _begin(value: object, source: str) -> float:
+    """Return the list's `begins` in seconds since 1970."""
     try:
-        moment = parse_deadline(said)
+        moment = parse_deadline(value)
     except ValueError:
         moment = None
     if moment is None or moment.day is None:
         allowed = "2026-11-23T18:00, 2026-11-23T18:00 Europe/Berlin or 2026-11-23T18:00+01:00"
-        raise SpecError("not a day and a time", source=source, path="begins", got=said, allowed=allowed)
+        raise SpecError("not a day and a time", source=source, path="begins", got=value, allowed=allowed)
     return replace(moment, zone=moment.zone or local_zone()).due_s(0.0)
 
 
 def _arrival(spec: JobSpec, at_s: float, first_s: float, begins_s: float | None, where: str) -> Arrival:
-    """A job of a list; its hours count from the first arrival, its deadline from the list's begin."""
+    """Return a job of a list; its hours count from the first arrival, its deadline from the list's begin."""
     if spec.optimizer_steps is None:
         raise SpecError("the job's length is not known", source=where, path="steps", hint="set `steps`")
     if spec.start_window is None and spec.deadline is None:

@@ -1,4 +1,4 @@
-"""What `orc join` and `orc leave` do on the machine that joins or leaves."""
+"""`orc join` and `orc leave`, on the machine that joins or leaves."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 from orchestrator.backends.ray import embedded as embedded_ray
 from orchestrator.service.server.client import Client
 from orchestrator.service.server.cluster_file import joined_nodes
-from orchestrator.service.server.detection import found_here
-from orchestrator.service.server.endpoint import address_towards, kept_endpoint, parse_listen
+from orchestrator.service.server.detection import detect_machine
+from orchestrator.service.server.endpoint import address_towards, load_endpoint, parse_listen
 from orchestrator.service.server.join_token import FILE as TOKEN_FILE
 from orchestrator.service.server.join_token import FORM, parts_of
 from orchestrator.service.server.logins import Login, login_of, pinned_certificate
@@ -26,36 +26,36 @@ TOKEN_VARIABLE = "ORC_JOIN_TOKEN"
 
 
 def join(home: Path, service: str, name: str, token_file: Path | None) -> dict[str, Any]:
-    """Add this machine to the service at HOST:PORT as node `name`; what was found, in sentences, and the devices.
+    """Add this machine to the service at HOST:PORT as node `name`; return its devices, and notes in sentences.
 
     A machine that is in already stays in. Raises SpecError where this machine differs from the service's or its
     devices make no node, and ServiceError where the service refuses or Ray does not start: nothing is left then.
     """
     host, port = parse_listen(service)
     with closing(Client(_login(home, service, token_file))) as client:
-        told = client.join()
-        check_alike(Machine(**told["machine"]), machine(home))
-        found = found_here(name)
+        requirements = client.join()
+        check_alike(Machine(**requirements["machine"]), machine(home))
+        machine_here = detect_machine(name)
         was_in, address = embedded_ray.is_running(home, name), address_towards(host, port)
-        client.add_node(found.node.model_dump(mode="json"), address)
+        client.add_node(machine_here.node.model_dump(mode="json"), address)
         try:
-            embedded_ray.join(home, name, found.node, told["ray_address"], address)
-            _await_seen(client, name)
+            embedded_ray.join(home, name, machine_here.node, requirements["ray_address"], address)
+            _await_node(client, name)
         except (ServiceError, KeyboardInterrupt):
             if not was_in:
                 embedded_ray.stop(home, record=embedded_ray.record_of(name))
                 _forget(client, name, GONE_TIMEOUT_S)
             raise
-    return {"node": name, "address": address, "devices": found.node.devices, "notes": found.notes}
+    return {"node": name, "address": address, "devices": machine_here.node.devices, "notes": machine_here.notes}
 
 
 def leave(home: Path, name: str, timeout_s: float, *, force: bool) -> bool:
-    """Take node `name` out: drain it, wait until no job is on it, stop its Ray; False where it was not in.
+    """Remove node `name`: drain it, wait until no job is on it, stop its Ray; return False where it was not in.
 
     Raises ServiceError where jobs still run after `timeout_s` without `force`: the node stays drained then. A node of
     another machine is only forgotten, and only where it does not run any more.
     """
-    endpoint, record = kept_endpoint(home), embedded_ray.record_of(name)
+    endpoint, record = load_endpoint(home), embedded_ray.record_of(name)
     if endpoint is None:
         raise ServiceError(f"{home} is no home that machines have joined: `--home`, ORC_HOME name the shared one")
     was_in, is_here = name in {node.name for node in joined_nodes(home)}, embedded_ray.is_running(home, name)
@@ -74,7 +74,7 @@ def leave(home: Path, name: str, timeout_s: float, *, force: bool) -> bool:
 
 
 def _login(home: Path, service: str, token_file: Path | None) -> Login:
-    """How this machine reaches the service: by a token for joining, else by a login that `orc login` kept."""
+    """Return the login for the service: by a token for joining, else as `orc login` stored it."""
     url = f"https://{service}"
     token = os.environ.get(TOKEN_VARIABLE) or _read(token_file or home / TOKEN_FILE, needed=token_file is not None)
     if token:
@@ -100,7 +100,7 @@ def _read(path: Path, *, needed: bool) -> str:
         return ""
 
 
-def _await_seen(client: Client, name: str) -> None:
+def _await_node(client: Client, name: str) -> None:
     deadline_s = time.monotonic() + SEEN_TIMEOUT_S
     while name not in {node["name"] for node in client.cluster()["nodes"]}:
         if time.monotonic() > deadline_s:

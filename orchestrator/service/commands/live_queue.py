@@ -1,4 +1,4 @@
-"""The live queue played on from now: the decisions of the service, as `orc forecast` plays them, on any cluster."""
+"""The live queue played on from now, as in `orc forecast`, on any cluster."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def play_queue(
     if is_live:
         state = replace(state, policy=cluster.policy)
     else:
-        state, saved = moved_to(state, cluster)
-    coming = Coming(state, more, to_come, home)
+        state, saved = move_state(state, cluster)
+    coming = FutureSubmissions(state, more, to_come, home)
     play = Play(state, index_of(state), {}, 0, saved=saved, more=coming.submissions)
     play.until_ended([job.id for job in live])
     jobs = [*live, *coming.jobs]
@@ -64,7 +64,7 @@ def play_queue(
     return Simulated(report=report | {"devices": devices}, outcomes=outcomes, decisions_s=())
 
 
-def moved_to(state: State, cluster: ClusterSpec) -> tuple[State, dict[str, int | None]]:
+def move_state(state: State, cluster: ClusterSpec) -> tuple[State, dict[str, int | None]]:
     """Return the state on another cluster, and the saved steps of running jobs that have to leave their devices."""
     nodes, index = idle_nodes(cluster), index_of(state)
     there = {(node.name, node.device.name, device) for node in nodes for device in range(node.devices)}
@@ -84,7 +84,7 @@ def moved_to(state: State, cluster: ClusterSpec) -> tuple[State, dict[str, int |
     return replace(state, nodes=nodes, declared=nodes, policy=policy, reservations=(), suspensions=()), saved
 
 
-class Coming:
+class FutureSubmissions:
     """Jobs that are submitted during a play: `more` at its begin, and trials once their sweeps have room."""
 
     def __init__(

@@ -61,7 +61,7 @@ TORCH_ONLY = "dp_replicate", "expert_parallel"  # degrees beside the layout's
 
 
 class CandidateView(TypedDict):
-    """One plan: its cost, and the reason why it is rejected (None: it is not)."""
+    """A plan with its cost, and the reason why it is rejected (None: it is not)."""
 
     plan: str
     settings: dict[str, str]
@@ -76,7 +76,7 @@ class CandidateView(TypedDict):
     rejected: str | None
 
 
-class Forecast(TypedDict):
+class JobPlans(TypedDict):
     """The frontier of a job on one kind of device, fastest first, and the plan that would be taken."""
 
     job: str
@@ -92,13 +92,13 @@ class Forecast(TypedDict):
     unsure: str | None  # that other plans may be as fast, and how to find out; None where none is near
 
 
-def forecast(
+def plan_job(
     spec: JobSpec,
     nodes: Sequence[Node],
     observations: Sequence[Observation] = (),
     trace: Callable[[JobSpec], JobSpec] | None = None,
-) -> Forecast:
-    """The job's plans on the first kind of device that holds it, or may; else on the fastest kind.
+) -> JobPlans:
+    """Return the job's plans on the first kind of device that holds it, or may; else on the fastest kind.
 
     `free_bytes` of the nodes is what a job could use there. If no plan fits even an empty device of any kind, a plan
     that may fit is chosen. Otherwise the job waits for memory, as the scheduler decides. `trace` returns a job with the
@@ -115,18 +115,21 @@ def forecast(
             got=spec.gpus.min,
             allowed=f"at most {max(group.devices for group in groups)}",
         )
-    found, refused = [], []
+    forecasts, refused = [], []
     for group in large_enough:
         try:
-            found.append(_forecast_on(spec, group, observations, trace))
+            forecasts.append(_plan_on_kind(spec, group, observations, trace))
         except SpecError as error:  # this kind of device cannot run the job
             refused.append(error)
-    if not found:
+    if not forecasts:
         raise refused[0]
-    if not any(one.fits_empty for one in found):
-        found = [replace(one, told=_or_likeliest(one)) for one in found]
-    told = [one.told for one in found]
-    return next((one for one in told if one["chosen"] is not None), told[0])
+    if not any(forecast.fits_empty for forecast in forecasts):
+        forecasts = [replace(forecast, answer=_with_likeliest(forecast)) for forecast in forecasts]
+    answers = [forecast.answer for forecast in forecasts]
+    return next((answer for answer in answers if answer["chosen"] is not None), answers[0])
+
+
+forecast = plan_job  # until the pages import `plan_job`
 
 
 def _origin(profile: ModelProfile) -> str:
@@ -134,35 +137,40 @@ def _origin(profile: ModelProfile) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _OnKind:
+class _KindPlans:
     """The forecast on one kind of device; only plans that fit its free memory are chosen."""
 
-    told: Forecast
+    answer: JobPlans
     device: DeviceSpec
     candidates: Sequence[Candidate]  # of the frontier, in its order
     calibrated: Calibration
 
     @property
     def fits_empty(self) -> bool:
-        return any(fits(one, self.device.memory, self.calibrated) for one in self.candidates)
+        return any(fits(candidate, self.device.memory, self.calibrated) for candidate in self.candidates)
 
 
-def _or_likeliest(found: _OnKind) -> Forecast:
-    """The forecast with the plan most likely to fit an empty device, if the free memory allows it."""
-    one = likeliest(((one, found.device.memory) for one in found.candidates), found.calibrated)
-    if one is None:
-        return found.told
-    chosen = found.candidates.index(one)
-    least_bytes = corrected_bytes(one.estimate, found.calibrated.correction_of(one.plan, one.estimate))
-    return {**found.told, "chosen": chosen if least_bytes <= found.told["frontier"][chosen]["capacity_bytes"] else None}
+def _with_likeliest(on_kind: _KindPlans) -> JobPlans:
+    """Return the forecast with the plan most likely to fit an empty device, if the free memory allows it."""
+    candidate = likeliest(((candidate, on_kind.device.memory) for candidate in on_kind.candidates), on_kind.calibrated)
+    if candidate is None:
+        return on_kind.answer
+    chosen = on_kind.candidates.index(candidate)
+    least_bytes = corrected_bytes(
+        candidate.estimate, on_kind.calibrated.correction_of(candidate.plan, candidate.estimate)
+    )
+    return {
+        **on_kind.answer,
+        "chosen": chosen if least_bytes <= on_kind.answer["frontier"][chosen]["capacity_bytes"] else None,
+    }
 
 
-def _forecast_on(
+def _plan_on_kind(
     spec: JobSpec,
     group: Group,
     observations: Sequence[Observation],
     trace: Callable[[JobSpec], JobSpec] | None,
-) -> _OnKind:
+) -> _KindPlans:
     hardware = group.hardware
     free_bytes = _free_bytes(group.nodes)
     calibrated = calibration(observations, device=hardware.device.name, family=spec.family_name)
@@ -182,9 +190,9 @@ def _forecast_on(
             case = Unfit(spec, hardware, capacity_bytes, calibrated)
             ways = (*adapters(case, trace), *smaller_models(case, trace))
             nothing = "\n".join([nothing, *(f"would fit: {way.sentence}" for way in ways)])
-    job = _submitted(spec)
+    job = _as_job(spec)
     probe = probe_of(job, hardware.device, calibrated, candidates)
-    told = Forecast(
+    answer = JobPlans(
         job=spec.name,
         device=hardware.device.name,
         devices=len(free_bytes),
@@ -195,12 +203,12 @@ def _forecast_on(
         frontier=views,
         nothing_fits=nothing,
         passed_over=passed_over,
-        unsure=None if chosen is None or probe is not None else _unsure(candidates, views, chosen),
+        unsure=None if chosen is None or probe is not None else _rivals_note(candidates, views, chosen),
     )
-    return _OnKind(told, hardware.device, candidates, calibrated)
+    return _KindPlans(answer, hardware.device, candidates, calibrated)
 
 
-def _submitted(spec: JobSpec) -> Job:
+def _as_job(spec: JobSpec) -> Job:
     return Job(id=spec.name, spec=spec, order=1, submitted_at_s=0.0)
 
 
@@ -215,7 +223,7 @@ def _choose(
     fitting = [index for index, view in enumerate(views) if view["rejected"] is None]
     if not fitting:
         return None, None
-    rule = rule_of(_submitted(spec), "", calibrated, candidates[fitting[0]])
+    rule = rule_of(_as_job(spec), "", calibrated, candidates[fitting[0]])
     by_width: dict[int, list[int]] = {}
     for index in fitting:
         if candidates[index].degradation is candidates[fitting[0]].degradation:
@@ -232,16 +240,16 @@ def _choose(
     return chosen, why_passed_over(choice(chosen), choice(fastest))
 
 
-def _unsure(candidates: Sequence[Candidate], views: Sequence[CandidateView], chosen: int) -> str | None:
-    """That plans of another kind, on as many devices, are predicted too near to the chosen one to tell them apart."""
+def _rivals_note(candidates: Sequence[Candidate], views: Sequence[CandidateView], chosen: int) -> str | None:
+    """Return a note on plans of another kind, on as many devices, with nearly the same prediction; None without any."""
     best, far_s = candidates[chosen].plan, views[chosen]["step_s"] * (1 + STEP_ERROR)
     near = sum(
         view["rejected"] is None
         and view["step_s"] <= far_s
         and view["degradation"] == views[chosen]["degradation"]
-        and one.plan.world_size == best.world_size
-        and _kind(one.plan) != _kind(best)
-        for one, view in zip(candidates, views, strict=True)
+        and candidate.plan.world_size == best.world_size
+        and _kind(candidate.plan) != _kind(best)
+        for candidate, view in zip(candidates, views, strict=True)
     )
     if not near or candidates[chosen].estimate.source is Source.ASSUMED:
         return None
@@ -253,17 +261,17 @@ def _unsure(candidates: Sequence[Candidate], views: Sequence[CandidateView], cho
 
 
 def _kind(plan: Plan) -> tuple[object, ...]:
-    """What people call another strategy: all but how much of the batch goes at once, and what is recomputed."""
+    """Return the settings that make another strategy: all but micro-batch and recomputation."""
     return plan.engine, plan.layout, plan.zero_stage, plan.dp_replicate, plan.expert_parallel, plan.offload
 
 
 def _view(candidate: Candidate, free_bytes: Sequence[int], calibrated: Calibration) -> CandidateView:
-    """The view of a candidate. `free_bytes`: of all devices, largest first; a gang is limited by its smallest."""
+    """Return the view of a candidate. `free_bytes` of all devices, largest first: the smallest of a gang limits it."""
     plan, estimate = candidate.plan, candidate.estimate
     capacity_bytes = free_bytes[plan.world_size - 1]
     factor = step_factor(plan, calibrated.step_factors)
     correction = calibrated.correction_of(plan, estimate)
-    known = is_known(estimate, correction)
+    is_memory_known = is_known(estimate, correction)
     return CandidateView(
         plan=in_short(plan),
         settings=settings(plan),
@@ -274,29 +282,29 @@ def _view(candidate: Candidate, free_bytes: Sequence[int], calibrated: Calibrati
         correction=correction,
         needed_bytes=needed_bytes(candidate, calibrated),
         capacity_bytes=capacity_bytes,
-        fit_probability=fit_probability(candidate, capacity_bytes, calibrated) if known else None,
+        fit_probability=fit_probability(candidate, capacity_bytes, calibrated) if is_memory_known else None,
         rejected=why_rejected(candidate, capacity_bytes, calibrated),
     )
 
 
 def _groups(nodes: Sequence[Node]) -> list[Group]:
-    """`groups_of(nodes)`. Raises SpecError if it is empty."""
+    """Return `groups_of(nodes)`. Raises SpecError without nodes."""
     if not nodes:
         raise SpecError("the cluster has no live node", hint="`orc doctor` says what is missing")
     return groups_of(nodes)
 
 
 def _free_bytes(nodes: Iterable[Node]) -> list[int]:
-    """Free bytes of every device, largest first."""
+    """Return the free bytes of every device, largest first."""
     return sorted((free for node in nodes for free in node.free_bytes), reverse=True)
 
 
-def trace_scope(nodes: Sequence[Node], spec: JobSpec, given: Sequence[Override] | None = None) -> TraceScope:
-    """Return the plans that a job is read for: all on the devices of these nodes, or the given one."""
+def trace_scope(nodes: Sequence[Node], spec: JobSpec, settings: Sequence[Override] | None = None) -> TraceScope:
+    """Return the plans that a job is traced for: all on the devices of these nodes, or the one in `settings`."""
     cuda = {group.hardware.device.kind is DeviceKind.CUDA for group in _groups(nodes)}
     return TraceScope(
         cuda=tuple(sorted(cuda)),
-        plan=None if given is None else given_plan(spec, given),
+        plan=None if settings is None else parse_plan(spec, settings),
         numeric=spec.degrade.limit >= Degradation.NUMERIC,
     )
 
@@ -304,18 +312,18 @@ def trace_scope(nodes: Sequence[Node], spec: JobSpec, given: Sequence[Override] 
 # ---------------------------------------------------------------------------------------------------- one given plan
 
 
-def forecast_of(
-    spec: JobSpec, given: Sequence[Override], nodes: Sequence[Node], observations: Sequence[Observation] = ()
+def estimate_plan(
+    spec: JobSpec, settings: Sequence[Override], nodes: Sequence[Node], observations: Sequence[Observation] = ()
 ) -> CandidateView:
-    """One given plan on the first kind of device with enough devices, else on the fastest kind.
+    """Return the cost of one plan on the first kind of device with enough devices, else on the fastest kind.
 
     Raises SpecError for an unknown or impossible setting, IllegalPlan if no engine can run the combination.
     """
-    plan = given_plan(spec, given)
+    plan = parse_plan(spec, settings)
     _check_stages(spec, plan)
     _check_experts(spec, plan)
     groups = _groups(nodes)
-    group = next((one for one in groups if one.devices >= plan.world_size), groups[0])
+    group = next((candidate for candidate in groups if candidate.devices >= plan.world_size), groups[0])
     if plan.world_size > group.devices:
         raise SpecError(
             "the plan wants more devices of one kind than there are",
@@ -358,49 +366,51 @@ def _check_experts(spec: JobSpec, plan: Plan) -> None:
         raise SpecError(why, source="--set", path="expert_parallel", got=plan.expert_parallel)
 
 
-def given_plan(spec: JobSpec, given: Sequence[Override]) -> Plan:
-    """The plan that `--set` describes; other settings are the job's, and accumulation follows from the global batch.
+def parse_plan(spec: JobSpec, pairs: Sequence[Override]) -> Plan:
+    """Return the plan that `--set` describes; the job gives other settings, the global batch gives accumulation.
 
     Raises SpecError (unknown or impossible setting) and IllegalPlan (settings that exclude each other).
     """
-    said = {SHORT.get(key, key): text for key, text in given}
-    problems = [unknown_setting(key, text, "--set") for key, text in said.items() if key not in GIVEN]
+    texts = {SHORT.get(key, key): text for key, text in pairs}
+    problems = [unknown_setting(key, text, "--set") for key, text in texts.items() if key not in GIVEN]
     if problems:
         raise join_problems(problems, "--set")
-    values = {key: setting_value(GIVEN[key], key, text, "--set") for key, text in said.items()}
+    values = {key: setting_value(GIVEN[key], key, text, "--set") for key, text in texts.items()}
     if values.get("optimizer_in_backward"):
         check_in_backward(spec.training.clip_norm, "--set optimizer_in_backward")
     layout = ParallelLayout(**{"dp": spec.gpus.min} | {axis: values.pop(axis) for axis in AXES if axis in values})
     micro_batch_size = values.setdefault("micro_batch_size", 1)
-    told_steps = values.pop("gradient_accumulation_steps", None)
+    requested_steps = values.pop("gradient_accumulation_steps", None)
     length = spec.data.sequence_length if spec.model is not None else None
     is_sharded = values.get("zero_stage", ZeroStage.NONE) is not ZeroStage.NONE
     by_fsdp = spec.is_script and spec.knobs.is_sharded_by_fsdp and is_sharded
-    own = {
+    defaults = {
         "precision": spec.precision,
         "optimizer": spec.training.optimizer,
         "sequence_length": length,
         "sharding": Sharding.FSDP if by_fsdp else Sharding.DEEPSPEED,
         "engine": _default_engine(spec, layout, values),
     }
-    steps = _accumulation(spec, told_steps, micro_batch_size, layout.dp)
-    return Plan(layout=layout, gradient_accumulation_steps=steps, **own | values)
+    steps = _accumulation(spec, requested_steps, micro_batch_size, layout.dp)
+    return Plan(layout=layout, gradient_accumulation_steps=steps, **defaults | values)
 
 
 def _default_engine(spec: JobSpec, layout: ParallelLayout, values: dict[str, Any]) -> Engine:
-    """DeepSpeed for settings that only it supports, and for stages 1 and 2 if both engines do."""
+    """Return DeepSpeed for settings that only it supports, and for stages 1 and 2 if both engines do."""
     if spec.is_script:
         return Engine.SCRIPT
     zero_stage = values.get("zero_stage", ZeroStage.NONE)
     torch_only = max(layout.cp, layout.tp, layout.pp, *(values.get(name, 1) for name in TORCH_ONLY)) > 1
-    told = (values.get("offload"), values.get("offload_target"))
-    deepspeed_only = any(one is ours for one, ours in zip(told, (Offload.OPTIMIZER, OffloadTarget.NVME), strict=True))
+    offload = (values.get("offload"), values.get("offload_target"))
+    deepspeed_only = any(
+        value is needed for value, needed in zip(offload, (Offload.OPTIMIZER, OffloadTarget.NVME), strict=True)
+    )
     either = zero_stage in (ZeroStage.OPTIMIZER, ZeroStage.GRADIENTS) and not torch_only
     return Engine.DEEPSPEED if deepspeed_only or either else Engine.TORCH
 
 
-def _accumulation(spec: JobSpec, told: int | None, micro_batch_size: int, dp: int) -> int:
-    """Accumulation steps from the global batch; a given value must be equal."""
+def _accumulation(spec: JobSpec, requested: int | None, micro_batch_size: int, dp: int) -> int:
+    """Return accumulation steps from the global batch; a requested value must be equal."""
     at_once = micro_batch_size * dp
     steps, left = divmod(spec.global_batch_size, at_once)
     if left or not steps:
@@ -411,12 +421,12 @@ def _accumulation(spec: JobSpec, told: int | None, micro_batch_size: int, dp: in
             got=f"{micro_batch_size} x {dp} = {at_once}",
             allowed=f"a divisor of global_batch_size={spec.global_batch_size}",
         )
-    if told not in (None, steps):
+    if requested not in (None, steps):
         raise SpecError(
             "the global batch would change",
             source="--set",
             path="gradient_accumulation_steps",
-            got=told,
+            got=requested,
             allowed=f"{steps} = {spec.global_batch_size} / ({micro_batch_size} x {dp})",
             hint="leave it out: it follows from the global batch",
         )
@@ -424,6 +434,6 @@ def _accumulation(spec: JobSpec, told: int | None, micro_batch_size: int, dp: in
 
 
 def _degradation(spec: JobSpec, plan: Plan) -> Degradation:
-    """The class of the plan's change against what the job asks for; a script's own sequence length is not known."""
-    asked = requested_settings(spec)
-    return degradation(asked | {"sequence_length": plan.sequence_length} if spec.is_script else asked, plan)
+    """Return the class of the plan's change to the job's settings; a script's sequence length is unknown."""
+    requested = requested_settings(spec)
+    return degradation(requested | {"sequence_length": plan.sequence_length} if spec.is_script else requested, plan)

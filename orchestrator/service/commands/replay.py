@@ -1,4 +1,4 @@
-"""`orc replay`: past decisions of a journal, made again; and what a journal holds."""
+"""`orc replay`: past decisions of a journal, made again; and the content of a journal."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SQLITE = "sqlite:///"
 
 
 class Decision(TypedDict):
-    """One event with actions, then or now."""
+    """An event with actions, as recorded or as decided now."""
 
     at_s: float
     event: str
@@ -32,58 +32,60 @@ class Decision(TypedDict):
     same: bool
 
 
-def kept_events(journal: str) -> Iterator[tuple[Event, str | None]]:
-    """Every event of a journal with its recorded decision, oldest first.
+def read_events(journal: str) -> Iterator[tuple[Event, str | None]]:
+    """Yield every event of a journal with its recorded decision, oldest first.
 
     `journal` is a SQLite file or an address, as `Journal` takes it. Raises SpecError, ServiceError.
     """
-    with opened(journal) as kept:
-        yield from kept.history()
+    with open_journal(journal) as opened_journal:
+        yield from opened_journal.history()
 
 
-def kept_state(journal: str) -> State:
-    """The state at the end of a journal. Raises as `kept_events`."""
-    with opened(journal) as kept:
-        snapshot, tail = kept.load()
+def read_state(journal: str) -> State:
+    """Return the state at the end of a journal. Raises as `read_events`."""
+    with open_journal(journal) as opened_journal:
+        snapshot, tail = opened_journal.load()
     scheduler = Scheduler(snapshot or State())
     for event, _ in tail:
         scheduler.step(event)
     return scheduler.state
 
 
-def kept_queue(journal: str, home: Path) -> tuple[State, Mapping[str, tuple[JobSpec, ...]]]:
-    """The state at the end of a journal, and the trials that its open sweeps have still to submit, by their ids.
+def read_queue(journal: str, home: Path) -> tuple[State, Mapping[str, tuple[JobSpec, ...]]]:
+    """Return the state at the end of a journal, and the trials that its open sweeps have still to submit, by their ids.
 
-    Raises as `kept_events`, and SpecError without Optuna where a sweep is open.
+    Raises as `read_events`, and SpecError without Optuna where a sweep is open.
     """
-    state = kept_state(journal)
-    with opened(journal) as kept:
-        return state, to_come(kept.sweeps, lambda job_id: state.jobs.get(job_id) or kept.job(job_id), home)
+    state = read_state(journal)
+    with open_journal(journal) as opened_journal:
+        return state, to_come(
+            opened_journal.sweeps, lambda job_id: state.jobs.get(job_id) or opened_journal.job(job_id), home
+        )
 
 
 @contextmanager
-def opened(journal: str) -> Iterator[Journal]:
-    """A journal for reading, while its service may be up. A SQLite file is copied: opening would lock and change it."""
+def open_journal(journal: str) -> Iterator[Journal]:
+    """Open a journal for reading, while its service may be up. A SQLite file is copied: opening would change it."""
     file, is_address = journal.removeprefix(SQLITE), "://" in journal
     if is_address and file == journal:
-        with closing(Journal(journal, reads_only=True)) as kept:
-            yield kept
+        with closing(Journal(journal, reads_only=True)) as reader:
+            yield reader
     else:
-        with _copied(Path(file)) as kept:
-            yield kept
+        with _open_copy(Path(file)) as reader:
+            yield reader
 
 
 @contextmanager
-def _copied(path: Path) -> Iterator[Journal]:
+def _open_copy(path: Path) -> Iterator[Journal]:
     with tempfile.TemporaryDirectory(prefix="orc-journal-") as folder:
         copy = Path(folder) / path.name
         copy_journal(path, copy)
-        with closing(Journal(f"{SQLITE}{copy}")) as kept:
-            yield kept
+        with closing(Journal(f"{SQLITE}{copy}")) as reader:
+            yield reader
 
 
 def replay(history: Iterable[tuple[Event, str | None]]) -> Iterator[Decision]:
-    """Each decision of a history, repeated by this version on the state that its own decisions produced."""
+    """Yield each decision of a history, repeated by this version on the state that its own decisions produced."""
     scheduler = Scheduler(State())
     for event, then in history:
         actions = scheduler.step(event)
@@ -100,7 +102,7 @@ def replay(history: Iterable[tuple[Event, str | None]]) -> Iterator[Decision]:
 
 
 def _why(state: State, actions: Iterable[Action]) -> str:
-    """Each job with an action, and each job that ended, with its reason."""
+    """Return each job with an action, and each job that ended, with its reason."""
     reasons: dict[str, str] = {}
     for action in actions:
         if isinstance(action, Launch | Record):

@@ -1,4 +1,4 @@
-"""What would become of these jobs on that cluster? The production controller on the simulated backend."""
+"""`orc simulate`: jobs on a cluster in simulated time. The production controller on the simulated backend."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ SHORTEST_S = 10.0  # below it a slowdown says nothing (Feitelson and Rudolph, JS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trouble:
-    """What goes wrong in the simulated world."""
+    """Failures of the simulated world."""
 
     oom_chance: float = 0.0  # of a job whose first attempt runs out of memory, so that it needs a lighter plan
     node_loss_chance: float = 0.0  # of an attempt that takes a node down with it
@@ -51,7 +51,7 @@ class Trouble:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What became of one job."""
+    """The end of one job in a play."""
 
     name: str
     submitted_at_s: float
@@ -72,7 +72,7 @@ class Outcome:
             return False
         slowest_s = inf if self.request_step_s is None else self.request_step_s * AS_FAST
         in_time = self.started_at_s <= self.starts_by_s + ROUNDING_S
-        return in_time and all(one.step_s <= slowest_s for one in self.attempts)
+        return in_time and all(attempt.step_s <= slowest_s for attempt in self.attempts)
 
     @property
     def completion_s(self) -> float:
@@ -80,7 +80,7 @@ class Outcome:
 
     @property
     def slowdown(self) -> float:
-        """Bounded: how many times as long as alone."""
+        """How many times as long as alone, bounded (see SHORTEST_S)."""
         return max(1.0, self.completion_s / max(self.alone_s, SHORTEST_S))
 
     @property
@@ -126,15 +126,15 @@ class Report(TypedDict):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulated:
-    """A run: what became of each job, and how long each decision took on this machine."""
+    """A run: the outcome of each job, and the seconds of each decision on this machine."""
 
     report: Report
     outcomes: tuple[Outcome, ...]
     decisions_s: tuple[float, ...]
 
 
-class Recorded:
-    """The nature of a trace: step times as they were measured, launches as long as the cluster says."""
+class TraceNature:
+    """Durations of a trace: measured step times, and launches as long as the cluster declares."""
 
     stop_share: Span = (0.0, 0.0)
     release_s: Span = (0.0, 0.0)
@@ -144,18 +144,18 @@ class Recorded:
         self._arrivals = arrivals
 
     def step_s(self, job: Job, attempt: Attempt) -> float:
-        """As measured on these shares of nodes; elsewhere as the job says, with the given error."""
+        """Return the step time measured on these shares of nodes, else the job's own with the trace's error."""
         arrival = self._arrivals[job.order - 1]
         shape = tuple(sorted((len(part.devices) for part in attempt.placement), reverse=True))
-        measured = next((step_s for known, step_s in arrival.shapes if known == shape), None)
+        measured = next((step_s for nodes, step_s in arrival.shapes if nodes == shape), None)
         return attempt.step_s * arrival.step_factor if measured is None else measured
 
     def peak_bytes(self, job: Job, attempt: Attempt, capacity_bytes: int) -> int:  # noqa: ARG002
-        """0: a trace knows nothing of memory, and teaches nothing about it."""
+        """Return 0: a trace has no memory measurements."""
         return 0
 
 
-class Unkept:
+class NullJournal:
     """A journal for a service that will not start again."""
 
     def load(self) -> tuple[State | None, Sequence[tuple[Event, str | None]]]:
@@ -210,21 +210,23 @@ class TimedScheduler(Scheduler):
 
 
 def simulate(trace: Trace, cluster: ClusterSpec, *, seed: int, trouble: Trouble = Trouble()) -> Simulated:
-    """The trace played on the cluster until nothing more can happen.
+    """Return the trace played on the cluster until nothing more can happen.
 
     Outcomes are in the order of submission: a trial that is to come is submitted once its sweep has room for it.
     """
     arrivals = list[Arrival]()  # as they are submitted
     backend = backend_for(arrivals, cluster, seed=seed, trouble=trouble)
     taken_s: list[float] = []
-    controller = Controller(Unkept(), backend, backend.now, lambda state: TimedScheduler(state, taken_s))
+    controller = Controller(NullJournal(), backend, backend.now, lambda state: TimedScheduler(state, taken_s))
     controller.turn(0.0)  # the cluster is seen
     to_come = {sweep: deque(trials) for sweep, trials in trace.trials.items()}
     turns = TURNS_PER_JOB * (len(trace.arrivals) + sum(map(len, to_come.values())))
     burst, fault = stream(seed, "burst"), Fault(kind=FaultKind.OOM, rank=0, step=1)
 
     def submit(together: Sequence[Arrival]) -> None:
-        bursts = [(_due(arrival), fault if burst.random() < trouble.oom_chance else None) for arrival in together]
+        bursts = [
+            (_with_deadline(arrival), fault if burst.random() < trouble.oom_chance else None) for arrival in together
+        ]
         arrivals.extend(together)
         controller.submit_all(bursts)
 
@@ -243,13 +245,13 @@ def simulate(trace: Trace, cluster: ClusterSpec, *, seed: int, trouble: Trouble 
         turn(FOREVER_S)
         turns -= 1
         assert turns > 0, "events beget events"
-    arrivals += [replace(one, at_s=backend.now()) for rest in to_come.values() for one in rest]  # never submitted
+    arrivals += [replace(trial, at_s=backend.now()) for rest in to_come.values() for trial in rest]  # never submitted
     played = replace(trace, arrivals=tuple(arrivals))
     outcomes = outcomes_of(played, cluster, backend.processes)
     return Simulated(report=report_on(played, cluster, seed, outcomes), outcomes=outcomes, decisions_s=tuple(taken_s))
 
 
-def counted_from(cluster: ClusterSpec, begins_s: float | None) -> ClusterSpec:
+def shift_maintenance(cluster: ClusterSpec, begins_s: float | None) -> ClusterSpec:
     """Return the cluster with its maintenance counted from `begins_s`, in seconds since 1970; 0 is then its begin.
 
     Raises SpecError where it has maintenance and the jobs have no date.
@@ -282,37 +284,37 @@ def _next_trials(
     """Submit the trials for which their sweeps have room, as a service does; a sweep ends where it may submit none."""
     trials = [job for job in state.jobs.values() if job.spec.trial is not None and not job.status.ended]
     live, waits_for = Counter(job.array for job in trials), {job.array: job.waits_for for job in trials}
-    begun = {one.spec.trial.of for one in arrivals if one.spec.trial is not None}
-    for sweep in [one for one in to_come if one in begun]:
+    begun = {arrival.spec.trial.of for arrival in arrivals if arrival.spec.trial is not None}
+    for sweep in [sweep_id for sweep_id in to_come if sweep_id in begun]:
         rest = to_come[sweep]
         while rest and (trial := rest[0].spec.trial) is not None and live[sweep] < trial.max_concurrent:
             spec = rest[0].spec.model_copy(update={"depends_on": waits_for.get(sweep, ())})
-            one = replace(rest[0], at_s=now_s, spec=spec)
-            if one.deadline_s is not None and one.deadline_s <= now_s:
+            arrival = replace(rest[0], at_s=now_s, spec=spec)
+            if arrival.deadline_s is not None and arrival.deadline_s <= now_s:
                 break
-            submit([one])
+            submit([arrival])
             rest.popleft()
             live[sweep] += 1
         if not rest:
             del to_come[sweep]
 
 
-def _due(arrival: Arrival) -> JobSpec:
-    """The job, which says its deadline."""
+def _with_deadline(arrival: Arrival) -> JobSpec:
+    """Return the job with its deadline in its spec."""
     if arrival.deadline_s is None:
         return arrival.spec
     return arrival.spec.model_copy(update={"deadline": deadline_at(arrival.deadline_s)})
 
 
 def backend_for(arrivals: Sequence[Arrival], cluster: ClusterSpec, *, seed: int, trouble: Trouble) -> SimulatedBackend:
-    """The world in which these jobs, in the order of their submission, take as long as they truly do."""
+    """Return the world in which these jobs, in the order of their submission, take as long as they truly do."""
     hazards = {FailureKind.NODE_LOST: trouble.node_loss_chance} if trouble.node_loss_chance else {}
-    nature = Recorded(arrivals, cluster.launch_cost)
+    nature = TraceNature(arrivals, cluster.launch_cost)
     return SimulatedBackend(cluster, seed=seed, hazards=hazards, repeat_chance=0.0, nature=nature)
 
 
 def outcomes_of(trace: Trace, cluster: ClusterSpec, processes: Mapping[str, Process]) -> tuple[Outcome, ...]:
-    """What the world saw of each job, in the order of their arrivals."""
+    """Return the outcome of each job, in the order of their arrivals."""
     attempts: dict[int, list[Process]] = {}
     for process in processes.values():
         attempts.setdefault(process.job.order, []).append(process)
@@ -344,28 +346,28 @@ def _request_step_s(arrival: Arrival) -> float | None:
     guarantee = arrival.spec.guarantee
     if guarantee is None:
         return None
-    told_s = guarantee.step or dict(arrival.spec.speeds).get(arrival.spec.guaranteed_gpus)
-    return None if told_s is None else told_s * arrival.step_factor
+    request_s = guarantee.step or dict(arrival.spec.speeds).get(arrival.spec.guaranteed_gpus)
+    return None if request_s is None else request_s * arrival.step_factor
 
 
 def alone_s(arrival: Arrival, devices: int, attempts: Sequence[Process] = ()) -> float:
-    """Seconds of training on the best number of `devices`; of a job without speeds, on what it ran on."""
+    """Return the seconds of training on the best number of `devices`; of a job without speeds, on what it ran on."""
     speeds = [step_s * arrival.step_factor for count, step_s in arrival.spec.speeds if count <= devices]
     steps = arrival.spec.training.max_steps if arrival.spec.optimizer_steps is None else arrival.spec.optimizer_steps
     return steps * min(speeds or [process.step_s for process in attempts], default=0.0)
 
 
 def report_on(trace: Trace, cluster: ClusterSpec, seed: int, outcomes: Sequence[Outcome]) -> Report:
-    """The run in numbers."""
-    finished = [one for one in outcomes if one.ended_at_s is not None]
-    completions = sorted(one.completion_s for one in finished) or [0.0]
-    slowdowns = sorted(one.slowdown for one in finished) or [0.0]
+    """Return the run in numbers."""
+    finished = [outcome for outcome in outcomes if outcome.ended_at_s is not None]
+    completions = sorted(outcome.completion_s for outcome in finished) or [0.0]
+    slowdowns = sorted(outcome.slowdown for outcome in finished) or [0.0]
     devices = sum(node.devices * node.count for node in cluster.nodes)
-    makespan_s = max((one.ended_at_s or 0.0 for one in finished), default=0.0)
+    makespan_s = max((outcome.ended_at_s or 0.0 for outcome in finished), default=0.0)
     held_s = sum(
         len(process.devices) * (process.ended_at_s - process.launched_at_s)
-        for one in outcomes
-        for process in one.attempts
+        for outcome in outcomes
+        for process in outcome.attempts
         if process.ended_at_s is not None
     )
     return Report(
@@ -386,28 +388,28 @@ def report_on(trace: Trace, cluster: ClusterSpec, seed: int, outcomes: Sequence[
         worst_slowdown=slowdowns[-1],
         gpu_hours=held_s / 3600,
         utilisation=held_s / (devices * makespan_s) if makespan_s else 0.0,
-        deadlines=sum(one.deadline_s is not None for one in outcomes),
-        deadlines_met=sum(one.in_time for one in outcomes),
-        mean_lateness_s=fmean([one.lateness_s for one in finished if one.lateness_s] or [0.0]),
-        guaranteed=sum(one.guaranteed for one in outcomes),
-        promised=sum(one.starts_by_s is not None for one in outcomes),
-        promises_kept=sum(one.keeps_promise for one in outcomes),
-        restarts=sum(max(0, len(one.attempts) - 1) for one in outcomes),
+        deadlines=sum(outcome.deadline_s is not None for outcome in outcomes),
+        deadlines_met=sum(outcome.in_time for outcome in outcomes),
+        mean_lateness_s=fmean([outcome.lateness_s for outcome in finished if outcome.lateness_s] or [0.0]),
+        guaranteed=sum(outcome.guaranteed for outcome in outcomes),
+        promised=sum(outcome.starts_by_s is not None for outcome in outcomes),
+        promises_kept=sum(outcome.keeps_promise for outcome in outcomes),
+        restarts=sum(max(0, len(outcome.attempts) - 1) for outcome in outcomes),
     )
 
 
 def quantile(ascending: Sequence[float], share: float) -> float:
-    """The smallest value that `share` of all do not pass (the nearest rank)."""
+    """Return the smallest value that `share` of all do not pass (the nearest rank)."""
     return ascending[max(0, ceil(share * len(ascending)) - 1)]
 
 
 def _commit() -> str:
-    """The commit of the checkout that this code runs from; "" for an installed package."""
+    """Return the commit of the checkout that this code runs from; "" for an installed package."""
     root = Path(__file__).resolve().parents[3]
     command = ["git", "-C", str(root), "rev-parse", "--show-toplevel", "HEAD"]
     try:
-        told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout
+        output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout
     except (OSError, subprocess.SubprocessError):
         return ""
-    top, commit = told.splitlines()
+    top, commit = output.splitlines()
     return commit if Path(top) == root else ""  # an environment within another repository is not that repository

@@ -1,4 +1,4 @@
-"""The live queue as it is beside another: on another cluster, in another order, or with more jobs."""
+"""The live queue beside a changed one: on another cluster, in another order, or with more jobs."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def what_if(
     to_come: Mapping[str, Sequence[JobSpec]],
     home: Path,
 ) -> WhatIf:
-    """The queue played as it is, and on the other cluster with `more` jobs. `to_come` are trials of live sweeps.
+    """Return the queue played as it is, and on the other cluster with `more` jobs. `to_come` are trials of live sweeps.
 
     Where the other cluster has the nodes of the present one, both plays have the nodes of the state, with their drains.
     Raises SpecError where nothing can be played, and beyond JOBS_MAX and DEVICES_MAX.
@@ -92,4 +92,4 @@ def _name(outcome: Outcome) -> str:
 
 
 def _late(outcomes: Sequence[Outcome]) -> int:
-    return sum(one.deadline_s is not None and not one.in_time for one in outcomes)
+    return sum(outcome.deadline_s is not None and not outcome.in_time for outcome in outcomes)

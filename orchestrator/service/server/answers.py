@@ -1,4 +1,4 @@
-"""What each route answers, for /openapi.json alone: answers are built by views, and not validated again."""
+"""Types of the routes' answers, for /openapi.json alone: views build the answers, and nothing validates them again."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ErrorAnswer(TypedDict):
 
 
 class EmptyAnswer(TypedDict):
-    """Nothing to say."""
+    """An answer without content."""
 
 
 class StatusAnswer(TypedDict):
@@ -90,7 +90,7 @@ class JobsAnswer(TypedDict):
 
 
 class JobAnswer(TypedDict):
-    """One job, and the version of the state that it was read from."""
+    """A job, and the version of the state that it was read from."""
 
     job: JobView
     version: int
@@ -134,7 +134,7 @@ class ClusterAnswer(TypedDict):
 
 
 class GoingAnswer(TypedDict):
-    """A part of an ended job's folder that goes, and by which setting."""
+    """A part of an ended job's folder that is removed, and by which setting."""
 
     job: str
     part: str
@@ -145,7 +145,7 @@ class GoingAnswer(TypedDict):
 
 
 class StayingAnswer(TypedDict):
-    """How many parts or jobs stay for a reason."""
+    """How many parts or jobs stay for one reason."""
 
     reason: str
     count: int
@@ -153,7 +153,7 @@ class StayingAnswer(TypedDict):
 
 
 class PurgeAnswer(TypedDict):
-    """What goes, what stays, and what could not be removed; `more` parts go the next time."""
+    """What is removed, what stays, and what could not be removed; `more` parts are removed the next time."""
 
     dry_run: bool
     goes: list[GoingAnswer]
@@ -196,7 +196,7 @@ class ShutdownAnswer(TypedDict):
 
 
 class UserAnswer(TypedDict):
-    """One user."""
+    """A user."""
 
     name: str
     role: str
@@ -251,13 +251,13 @@ class UnreadableRowAnswer(TypedDict):
 
 
 class UnreadableAnswer(TypedDict):
-    """The rows of the journal that stand aside."""
+    """The rows of the journal that cannot be read."""
 
     rows: list[UnreadableRowAnswer]
 
 
 class AuditRowAnswer(TypedDict):
-    """One row of the audit log."""
+    """A row of the audit log."""
 
     number: int
     at_s: float
@@ -301,29 +301,29 @@ class PlainRoute(APIRoute):
     """
 
     def __init__(self, path: str, endpoint: Callable[..., Any], **settings: Any) -> None:
-        self.answers = endpoint  # before it is written
-        super().__init__(path, _written(endpoint), **settings)
+        self.answers = endpoint  # the function itself, which returns a dict
+        super().__init__(path, _with_json_answer(endpoint), **settings)
 
 
-def _written(endpoint: Callable[..., Any]) -> Callable[..., Any]:
-    """The endpoint with its dict as an answer."""
+def _with_json_answer(endpoint: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the endpoint as one that answers its dict as JSON."""
     if iscoroutinefunction(endpoint):
 
         @wraps(endpoint)
-        async def written_later(*args: Any, **given: Any) -> Response:
-            return _answer(await endpoint(*args, **given))
+        async def answer_json_later(*args: Any, **keywords: Any) -> Response:
+            return _as_response(await endpoint(*args, **keywords))
 
-        return written_later
+        return answer_json_later
 
     @wraps(endpoint)
-    def written(*args: Any, **given: Any) -> Response:
-        return _answer(endpoint(*args, **given))
+    def answer_json(*args: Any, **keywords: Any) -> Response:
+        return _as_response(endpoint(*args, **keywords))
 
-    return written
+    return answer_json
 
 
-def _answer(said: Response | Mapping[str, Any]) -> Response:
-    return said if isinstance(said, Response) else JSONResponse(said)
+def _as_response(content: Response | Mapping[str, Any]) -> Response:
+    return content if isinstance(content, Response) else JSONResponse(content)
 
 
 def answers(model: type) -> dict[str, Any]:

@@ -44,7 +44,7 @@ from orchestrator.service.server.answers import (
 from orchestrator.service.server.attempt_files import beats
 from orchestrator.service.server.client import user_name
 from orchestrator.service.server.dependencies import NUMBER_MAX, Forbidden, Sender, Service, Unknown, seen_from
-from orchestrator.service.server.ended import Reports, report_of
+from orchestrator.service.server.ended import Reports, make_report
 from orchestrator.service.server.gate import LINK, Gate, Gated, limiter, refusal
 from orchestrator.service.server.job_routes import add_file_routes, add_job_routes, add_log_routes
 from orchestrator.service.server.join_token import secret_of
@@ -148,7 +148,11 @@ READY: dict[str, Any] = {
 
 
 def create_app(service: Service) -> FastAPI:
-    """The application; wrong token 401, wrong Host or role 403, unknown object 404, bad input 422, refusal 409."""
+    """Return the application.
+
+    It answers a wrong token by 401, a wrong Host or role by 403, an unknown object by 404, bad input by 422, and a
+    refusal by 409.
+    """
     app = FastAPI(title="orc", version=version("orchestrator"), docs_url=None, redoc_url=None, responses=REFUSALS)
     gate = Gate(
         owner_token=service.token,
@@ -167,16 +171,19 @@ def create_app(service: Service) -> FastAPI:
     )
     app.add_middleware(Gated, gate=gate)
     app.router.route_class = PlainRoute
-    app.exception_handler(OrchestratorError)(_refused)
-    app.exception_handler(RequestValidationError)(_malformed)
-    app.exception_handler(HTTPException)(_unrouted)
+    app.exception_handler(OrchestratorError)(_answer_error)
+    app.exception_handler(RequestValidationError)(_answer_malformed)
+    app.exception_handler(HTTPException)(_answer_unrouted)
     uploads = Uploads(service.home, lambda: _used_uploads(service))
     waits = Waits(service.controller.wait_for_change)
     add_job_routes(app, service, uploads, waits)
     add_verb_routes(app, service, uploads)
     add_log_routes(app, service, waits)
     add_file_routes(app, service, uploads)
-    _add_service_routes(app, service)
+    _add_probe_routes(app, service)
+    _add_cluster_routes(app, service)
+    _add_report_routes(app, service)
+    _add_operator_routes(app, service)
     _add_member_routes(app, service)
     _add_account_routes(app, service)
     _add_sign_in_route(app, gate)
@@ -192,13 +199,14 @@ def create_app(service: Service) -> FastAPI:
 
 
 def _used_uploads(service: Service) -> set[str]:
-    """Digests of the uploads that live jobs name."""
+    """Return the digests of the uploads that live jobs name."""
     live = (job.spec for job in service.controller.state.jobs.values() if not job.status.ended)
-    found = (find_upload(service.home, path) for spec in live for _, path in paths_of(spec))
-    return {upload.parent.name for upload, _ in filter(None, found)}
+    uploads = (find_upload(service.home, path) for spec in live for _, path in paths_of(spec))
+    return {upload.parent.name for upload, _ in filter(None, uploads)}
 
 
-def _add_service_routes(app: FastAPI, service: Service) -> None:
+def _add_probe_routes(app: FastAPI, service: Service) -> None:
+    """Add what probes, Prometheus and clients ask of the service itself."""
     controller = service.controller
 
     @app.get("/healthz", **answers(StatusAnswer))
@@ -232,15 +240,19 @@ def _add_service_routes(app: FastAPI, service: Service) -> None:
     def whoami(sender: Sender) -> dict[str, str]:
         return {"user": sender.name, "role": sender.role}
 
+
+def _add_cluster_routes(app: FastAPI, service: Service) -> None:
+    controller = service.controller
+
     @app.get("/cluster", **answers(ClusterAnswer))
     def cluster(request: Request) -> dict[str, Any]:
         state = controller.state
-        held = holders(state)
+        job_ids = holders(state)
         return {
             "name": service.cluster,
             "trackers": {name: seen_from(request, address) for name, address in service.trackers.items()},
             "problems": controller.health.problems(),
-            "nodes": [node_view(node, held, state) for node in state.nodes],
+            "nodes": [node_view(node, job_ids, state) for node in state.nodes],
             "drained": state.drained,
             "observations": observations_view(state.observations),
         }
@@ -254,12 +266,16 @@ def _add_service_routes(app: FastAPI, service: Service) -> None:
     def teams() -> dict[str, Any]:
         return {"teams": teams_view(controller.state, time.time())}
 
+
+def _add_report_routes(app: FastAPI, service: Service) -> None:
+    controller = service.controller
+
     @app.get("/forecast", **answers(ForecastAnswer))
     def forecast() -> dict[str, Any]:
         """Expected start and end of each live job, earliest start first, with nothing more submitted."""
-        return {"jobs": [*service.forecasts.of_now().values()]}
+        return {"jobs": [*service.forecasts.wait_for_newest().values()]}
 
-    newest = Reports(lambda since_s: dict(report_of(controller, since_s, time.time(), service.sweeper.reports())))
+    newest = Reports(lambda since_s: dict(make_report(controller, since_s, time.time(), service.sweeper.reports())))
 
     @app.get("/report", **answers(ReportView))
     def report(
@@ -268,8 +284,13 @@ def _add_service_routes(app: FastAPI, service: Service) -> None:
     ) -> dict[str, Any]:
         """What happened since a moment, in seconds since 1970; without an end, until some seconds ago."""
         if until_s is not None:
-            return dict(report_of(controller, since_s, until_s, service.sweeper.reports()))
+            return dict(make_report(controller, since_s, until_s, service.sweeper.reports()))
         return newest.of(controller.version, since_s)
+
+
+def _add_operator_routes(app: FastAPI, service: Service) -> None:
+    """Add routes for operators and admins: test notices, observations, purge and shutdown."""
+    controller = service.controller
 
     @app.post("/notify/test", **answers(TriedAnswer))
     def notify_test(request: TryRequest) -> dict[str, Any]:
@@ -281,9 +302,9 @@ def _add_service_routes(app: FastAPI, service: Service) -> None:
         return {"kept": controller.observe(observations_from_view(request.observations))}
 
     @app.post("/purge", **answers(PurgeAnswer))
-    def purge(request: PurgeRequest, asked: Request, sender: Sender) -> Mapping[str, object]:
+    def purge(request: PurgeRequest, http_request: Request, sender: Sender) -> Mapping[str, object]:
         """Remove files of ended jobs as `keep` of the cluster file says, or only say what would go."""
-        purged = service.purger.purge(sender, asked.state.id, is_dry=request.dry_run)
+        purged = service.purger.purge(sender, http_request.state.id, is_dry=request.dry_run)
         return purge_view(purged, is_dry=request.dry_run)
 
     @app.post("/shutdown", **answers(ShutdownAnswer))
@@ -299,7 +320,7 @@ def _add_service_routes(app: FastAPI, service: Service) -> None:
 
 
 def _add_member_routes(app: FastAPI, service: Service) -> None:
-    """Machines that join the service's own Ray, and leave it."""
+    """Add routes for machines that join and leave the service's own Ray."""
 
     @app.get("/join", **answers(JoinAnswer))
     def join() -> dict[str, Any]:
@@ -337,7 +358,7 @@ def _add_sign_in_route(app: FastAPI, gate: Gate) -> None:
 
 
 def _add_account_routes(app: FastAPI, service: Service) -> None:
-    """Users, tokens, audit log: for admins alone, since `ROLES` does not name them."""
+    """Add users, tokens and the audit log, for admins alone: `ROLES` does not name them."""
     accounts = service.accounts
 
     @app.get("/users", **answers(UsersAnswer))
@@ -380,7 +401,7 @@ def _add_account_routes(app: FastAPI, service: Service) -> None:
 
 
 def _add_journal_routes(app: FastAPI, service: Service) -> None:
-    """Rows of the journal that cannot be read: for admins alone."""
+    """Add the journal's unreadable rows, for admins alone."""
 
     @app.get("/journal/unreadable", **answers(UnreadableAnswer))
     def unreadable() -> dict[str, Any]:
@@ -400,7 +421,7 @@ def _add_journal_routes(app: FastAPI, service: Service) -> None:
 # ------------------------------------------------------------------------------------------------------------- errors
 
 
-async def _refused(_: Request, error: Exception) -> JSONResponse:
+async def _answer_error(_: Request, error: Exception) -> JSONResponse:
     if isinstance(error, Unknown):
         return refusal(404, str(error))
     if isinstance(error, Forbidden):
@@ -414,15 +435,15 @@ async def _refused(_: Request, error: Exception) -> JSONResponse:
     return refusal(422 if isinstance(error, SpecError) else 409, str(error))
 
 
-async def _unrouted(_: Request, error: Exception) -> JSONResponse:
-    """No such route, no such method, or a body that is no text: answered as every other refusal."""
+async def _answer_unrouted(_: Request, error: Exception) -> JSONResponse:
+    """Answer an unknown route or method, or a body that is no text, as every other refusal."""
     assert isinstance(error, HTTPException), error
     answer = refusal(error.status_code, error.detail)
     answer.headers.update(error.headers or {})
     return answer
 
 
-async def _malformed(_: Request, error: Exception) -> JSONResponse:
+async def _answer_malformed(_: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError), error
     details = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
     return refusal(422, f"the request is malformed: {details}")

@@ -1,4 +1,4 @@
-"""What a live attempt's files say to the API: heartbeats, the tail of a log, and why no guard watches it."""
+"""Reads a live attempt's files for the API: heartbeats, the tail of a log, and why no guard watches it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LOG_BYTES_MAX = 2**18  # per response; the client requests the next offset
 
 
 def view_of(home: Path, job: Job, policy: PolicySpec, problems: Sequence[str]) -> JobView:
-    """The job, with the heartbeats of the live attempt's processes; one that waits, waits for the end of problems."""
+    """Return the job with the heartbeats of its live attempt. A waiting job has the problems as its reason."""
     if problems and job.status is JobStatus.QUEUED:
         return {**job_view(job, policy=policy), "reason": "; ".join((*problems, job.reason))}
     attempt = job.last
@@ -44,15 +44,15 @@ def view_of(home: Path, job: Job, policy: PolicySpec, problems: Sequence[str]) -
 
 
 def beats(home: Path, job: Job) -> list[Heartbeat]:
-    """The last heartbeats of the newest attempt's ranks."""
+    """Return the last heartbeats of the newest attempt's ranks."""
     if job.last is None:
         return []
     folder = JobFolder(home, job.id).attempt(job.last.number)
-    read = (_beat(folder, rank) for rank in range(job.last.plan.world_size))
+    read = (_read_heartbeat(folder, rank) for rank in range(job.last.plan.world_size))
     return [beat for beat in read if beat is not None]
 
 
-def _beat(folder: AttemptFolder, rank: int) -> Heartbeat | None:
+def _read_heartbeat(folder: AttemptFolder, rank: int) -> Heartbeat | None:
     try:
         with open_left(folder.heartbeat(rank)) as file:
             return Heartbeat(**json.load(file))
@@ -61,7 +61,7 @@ def _beat(folder: AttemptFolder, rank: int) -> Heartbeat | None:
 
 
 def read_from(path: Path, offset: int, hidden: Sequence[bytes]) -> bytes:
-    """At most `LOG_BYTES_MAX` bytes of a file from an offset; none where the file is missing.
+    """Return at most `LOG_BYTES_MAX` bytes of a file from an offset; none where the file is missing.
 
     Each byte of a `hidden` value is an asterisk, also where the value begins before the offset or ends later.
     """
@@ -76,10 +76,10 @@ def read_from(path: Path, offset: int, hidden: Sequence[bytes]) -> bytes:
     return text[before : before + LOG_BYTES_MAX]
 
 
-async def followed(
+async def follow_file(
     path: Path, offset: int, hidden: Sequence[bytes], is_over: Callable[[], bool], waits: Waits, wait_s: float
 ) -> AsyncIterator[bytes]:
-    """A file from an offset, as it grows, until nothing more can come, or for `wait_s`."""
+    """Yield a file from an offset, as it grows, until nothing more can come, or for `wait_s`."""
     until_s = time.monotonic() + wait_s
     while True:
         was_over = is_over()  # asked before the file is read, so that nothing is missed

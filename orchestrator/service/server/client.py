@@ -1,4 +1,4 @@
-"""How a command talks to the service: on the loopback with the home folder's token, or under TLS with a login."""
+"""The client of commands: on the loopback with the home folder's token, or under TLS with a login."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ UPLOAD_TIMEOUT_S = PURGE_TIMEOUT_S = 600.0
 
 
 class Client:
-    """One connection to a service. Raises ServiceError where it does not answer or refuses."""
+    """A connection to a service. Raises ServiceError where it does not answer or refuses."""
 
     def __init__(self, service: Path | Login) -> None:
         """Connect to the service of a home folder, or to the one of a login."""
@@ -61,13 +61,13 @@ class Client:
         self._home = None if isinstance(service, Login) else service  # elsewhere the token says who submits
 
     def submit(self, spec: dict[str, Any], fault: dict[str, Any] | None = None, key: str | None = None) -> str:
-        """The id of the job that is in the queue when this returns.
+        """Return the id of the job that is in the queue when this returns.
 
         A submission that stays without an answer is sent again, and makes no second job. With a `key`, at most 64
         characters that name it, the caller sends it again under the same one, to any service of the same journal.
         """
-        asked = {"spec": self._signed(spec), "fault": fault}
-        return (self._submitted("/jobs", asked) if key is None else self._json("POST", "/jobs", asked, key))["id"]
+        body = {"spec": self._with_user(spec), "fault": fault}
+        return (self._submit("/jobs", body) if key is None else self._json("POST", "/jobs", body, key))["id"]
 
     def submit_all(self, specs: Sequence[dict[str, Any]]) -> tuple[list[str], dict[str, str], dict[str, PromiseView]]:
         """Submit jobs atomically; returns their ids once they are in the queue.
@@ -75,11 +75,11 @@ class Client:
         Also returns, by id, reasons why jobs are expected to miss their deadlines, and the promises to jobs with a
         guarantee. If one job is invalid, none is submitted.
         """
-        answer = self._submitted("/jobs/batch", {"jobs": [{"spec": self._signed(spec)} for spec in specs]})
+        answer = self._submit("/jobs/batch", {"jobs": [{"spec": self._with_user(spec)} for spec in specs]})
         return answer["ids"], answer["late"], answer["promises"]
 
     def whoami(self) -> dict[str, str]:
-        """The user and the role that the service knows this token by."""
+        """Return the user and the role that the service knows this token by."""
         return self._json("GET", "/whoami")
 
     def sign_in_link(self, job_id: str | None) -> str:
@@ -89,7 +89,7 @@ class Client:
         return f"{str(self._http.base_url).rstrip('/')}{path}{next_page}"
 
     def users(self) -> list[dict[str, Any]]:
-        """Every user with its role."""
+        """Return every user with its role."""
         return self._json("GET", "/users")["users"]
 
     def set_user(self, name: str, role: str) -> None:
@@ -101,11 +101,11 @@ class Client:
         self._json("DELETE", f"/users/{quote(name, safe='')}")
 
     def tokens(self) -> list[dict[str, Any]]:
-        """Every token: whose, since when, until when, last used when."""
+        """Return every token with its user, its begin, its end and its last use."""
         return self._json("GET", "/tokens")["tokens"]
 
     def create_token(self, user: str, lifetime_s: float | None) -> tuple[str, dict[str, Any]]:
-        """A new token, and what the service keeps of it."""
+        """Return a new token, and what the service keeps of it."""
         answer = self._json("POST", "/tokens", {"user": user, "lifetime_s": lifetime_s})
         return answer["secret"], answer["token"]
 
@@ -114,7 +114,7 @@ class Client:
         self._json("DELETE", f"/tokens/{number}")
 
     def audit(self, limit: int) -> list[dict[str, Any]]:
-        """The newest rows of the audit log, newest first."""
+        """Return the newest rows of the audit log, newest first."""
         return self._json("GET", f"/audit?limit={limit}")["rows"]
 
     def unreadable_rows(self) -> list[dict[str, Any]]:
@@ -126,7 +126,7 @@ class Client:
         self._json("DELETE", f"/journal/unreadable/{quote(table, safe='')}/{quote(row, safe='')}")
 
     def jobs(self, ended: int = ENDED_SHOWN) -> list[JobView]:
-        """Every live job and the `ended` most recently ended ones, in queue order."""
+        """Return every live job and the `ended` most recently ended ones, in queue order."""
         answer = self._json("GET", f"/jobs?ended={ended}")
         jobs: dict[str, JobView] = {job["id"]: job for job in answer["jobs"]}
         while (after := answer["next"]) is not None:  # each page begins behind the last one
@@ -134,14 +134,14 @@ class Client:
             jobs |= {job["id"]: job for job in answer["jobs"]}
         return [*jobs.values()]
 
-    def job(self, job_id: str, seen: int | None = None, wait_s: float = LONG_POLL_S) -> tuple[JobView, int]:
-        """A job and its version; with `seen`, waits up to `wait_s` for another version."""
-        query = "" if seen is None else f"?seen={seen}&wait_s={wait_s}"
+    def job(self, job_id: str, version: int | None = None, wait_s: float = LONG_POLL_S) -> tuple[JobView, int]:
+        """Return a job and its version; with a `version`, wait up to `wait_s` for another one."""
+        query = "" if version is None else f"?seen={version}&wait_s={wait_s}"
         answer = self._json("GET", f"/jobs/{job_id}{query}")
         return answer["job"], answer["version"]
 
     def missing_uploads(self, digests: Sequence[str]) -> list[str]:
-        """The uploads that the service lacks; it keeps the others for at least an hour."""
+        """Return the uploads that the service lacks; it keeps the others for at least an hour."""
         return self._json("POST", "/uploads/missing", {"digests": list(digests)})["missing"]
 
     def upload(self, digest: str, archive: Iterable[bytes], size_bytes: int) -> None:
@@ -190,23 +190,23 @@ class Client:
         return size_bytes, left_out
 
     def explanation(self, job_id: str) -> ExplanationView:
-        """A job's predictions and measurements, and the corrections learned from them."""
+        """Return a job's predictions and measurements, and the corrections learned from them."""
         return self._json("GET", f"/jobs/{job_id}/explanation")
 
     def comparison(self, job_id: str) -> ComparisonView:
-        """The strategies of a comparison side by side, by the id of one of their jobs."""
+        """Return the strategies of a comparison side by side, by the id of one of their jobs."""
         return self._json("GET", f"/jobs/{quote(job_id, safe='')}/comparison")
 
     def sweeps(self) -> list[SweepView]:
-        """The newest sweeps, the newest first."""
+        """Return the newest sweeps, the newest first."""
         return self._json("GET", "/sweeps")["sweeps"]
 
     def sweep(self, sweep_id: str) -> SweepView:
-        """A sweep with its trials."""
+        """Return a sweep with its trials."""
         return self._json("GET", f"/sweeps/{quote(sweep_id, safe='')}")
 
     def try_targets(self, targets: Sequence[str]) -> dict[str, str | None]:
-        """Have a notice sent to targets, or to all; why it could not be delivered, or None, by name."""
+        """Send a notice to targets, or to all; return why it could not be delivered, or None, by name."""
         return self._json("POST", "/notify/test", {"targets": list(targets)})["problems"]
 
     def observe(self, observations: Sequence[Observation]) -> int:
@@ -234,7 +234,7 @@ class Client:
     ) -> dict[str, Any]:
         """Allow what a job asks for, or submit an ended one again; returns the id of the job that goes on, and how."""
         body = {"allow": allow, "global_batch_size": global_batch_size, "settings": dict(settings)}
-        answer: dict[str, Any] = self._submitted(f"/jobs/{quote(job_id, safe='')}/retry", body)
+        answer: dict[str, Any] = self._submit(f"/jobs/{quote(job_id, safe='')}/retry", body)
         return answer
 
     def change(self, verb: str, job_ids: Sequence[str]) -> list[str]:
@@ -256,7 +256,7 @@ class Client:
         self._json("POST", f"/nodes/{quote(node, safe='')}/drain", {"undo": undo})
 
     def join(self) -> dict[str, Any]:
-        """Where a machine joins, and what it must have in common with the service's."""
+        """Return where a machine joins, and what it must have in common with the service's."""
         return self._json("GET", "/join")
 
     def add_node(self, node: dict[str, Any], address: str) -> None:
@@ -268,12 +268,12 @@ class Client:
         self._json("DELETE", f"/nodes/{quote(node, safe='')}")
 
     def log(self, job_id: str, number: int, rank: int, offset: int) -> tuple[bytes, int]:
-        """Bytes of a rank's log from `offset`, and the next offset; empty if there are none yet."""
+        """Return the bytes of a rank's log from `offset`, and the next offset; empty if there are none yet."""
         answer = self._send("GET", f"/jobs/{job_id}/attempts/{number}/logs?rank={rank}&offset={offset}")
         return answer.content, int(answer.headers["x-next-offset"])
 
     def follow_log(self, job_id: str, number: int, rank: int, offset: int) -> Iterator[bytes]:
-        """Bytes of a rank's log from `offset`, as they come, until the attempt has ended or some seconds are over."""
+        """Yield bytes of a rank's log from `offset` until the attempt has ended or some seconds are over."""
         path = f"/jobs/{quote(job_id, safe='')}/attempts/{number}/logs/follow?rank={rank}&offset={offset}"
         try:
             with self._http.stream("GET", path) as answer:
@@ -282,14 +282,14 @@ class Client:
                     _refuse_failed(answer)
                 yield from answer.iter_raw()
         except httpx.HTTPError as error:
-            raise _unanswered(error) from None
+            raise _no_answer_error(error) from None
 
     def teams(self) -> list[TeamView]:
         """Teams and users of a shared cluster, next in turn first; empty if the cluster file names none."""
         return self._json("GET", "/teams")["teams"]
 
     def report(self, since_s: float) -> ReportView:
-        """The morning report since a moment, in seconds since 1970."""
+        """Return the morning report since a moment, in seconds since 1970."""
         return self._json("GET", f"/report?since_s={since_s!r}")
 
     def forecast(self) -> list[ExpectedJob]:
@@ -308,22 +308,22 @@ class Client:
         """Close the connection."""
         self._http.close()
 
-    def _signed(self, spec: dict[str, Any]) -> dict[str, Any]:
-        """The job with its user: the submitter, where it names none."""
+    def _with_user(self, spec: dict[str, Any]) -> dict[str, Any]:
+        """Return the job with its user: the submitter, where it names none."""
         return spec if spec.get("user") or self._home is None else {**spec, "user": user_name()}
 
-    def _submitted(self, path: str, body: dict[str, Any]) -> Any:
-        """The answer to a submission, sent again under the same key where none comes."""
+    def _submit(self, path: str, body: dict[str, Any]) -> Any:
+        """Return the answer to a submission. Without an answer it is sent again under the same key."""
         key, why = secrets.token_hex(16), ""
         for pause_s in (0.0, *AGAIN_S):
             time.sleep(pause_s)
             try:
                 if why:
-                    self._find_again()
+                    self._update_port()
                 answer = self._http.post(path, json=body, headers={KEY: key})
             except (httpx.HTTPError, ServiceError) as error:
                 if not why and isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
-                    raise _unanswered(error) from None  # it was not sent
+                    raise _no_answer_error(error) from None  # it was not sent
                 why = str(error)
                 continue
             if "retry-after" in answer.headers or (why and answer.status_code == httpx.codes.SERVICE_UNAVAILABLE):
@@ -333,8 +333,8 @@ class Client:
             return answer.json()
         raise ServiceError(f"no service answered ({why}). `orc queue` shows whether anything was submitted")
 
-    def _find_again(self) -> None:
-        """The service of a home listens on another port once it is started again. Raises ServiceError."""
+    def _update_port(self) -> None:
+        """Take the port of a home's service anew: a service that was started again has another. Raises ServiceError."""
         if self._home is not None:
             self._http.base_url = _local_url(self._home)
 
@@ -350,7 +350,7 @@ class Client:
         try:
             answer = self._http.request(method, path, json=body, headers=headers, timeout=timeout_s)
         except httpx.HTTPError as error:
-            raise _unanswered(error) from None
+            raise _no_answer_error(error) from None
         _refuse_failed(answer)
         return answer
 
@@ -362,14 +362,14 @@ class _Reader:
         self._chunks, self._rest = chunks, b""
 
     def read(self, limit: int) -> bytes:
-        """At most `limit` bytes; none at the end."""
+        """Return at most `limit` bytes; none at the end."""
         if not self._rest:
             self._rest = next(self._chunks, b"")
         read, self._rest = self._rest[:limit], self._rest[limit:]
         return read
 
 
-def _unanswered(error: httpx.HTTPError) -> ServiceError:
+def _no_answer_error(error: httpx.HTTPError) -> ServiceError:
     return ServiceError(f"the service does not answer ({error}). `orc up` starts it again")
 
 
@@ -377,10 +377,10 @@ def _refuse_failed(answer: httpx.Response) -> None:
     """Raises SpecError or ServiceError where the service refused."""
     if answer.is_success:
         return
-    said = _error_of(answer)
+    message = _error_of(answer)
     if answer.status_code == httpx.codes.UNPROCESSABLE_ENTITY:
-        raise SpecError(said)
-    raise ServiceError(said)
+        raise SpecError(message)
+    raise ServiceError(message)
 
 
 def _local_url(home: Path) -> str:
@@ -398,7 +398,7 @@ def service_file(home: Path) -> dict[str, Any]:
 
 
 def is_up(home: Path) -> bool:
-    """Whether the service of this home answers and accepts our token."""
+    """Return whether the service of this home answers and accepts our token."""
     try:
         client = Client(home)
     except ServiceError:
@@ -413,7 +413,7 @@ def is_up(home: Path) -> bool:
 
 
 def process_is_alive(pid: int) -> bool:
-    """Whether a process with this id exists and is not a zombie."""
+    """Return whether a process with this id exists and is not a zombie."""
     try:
         os.kill(pid, 0)
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
@@ -424,7 +424,7 @@ def process_is_alive(pid: int) -> bool:
 
 
 def user_name() -> str:
-    """The operating system's name of this process's user, or the user id if it has no name."""
+    """Return the operating system's name of this process's user, or the user id if it has no name."""
     number = os.getuid()
     try:
         return pwd.getpwuid(number).pw_name

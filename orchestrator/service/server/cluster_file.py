@@ -25,39 +25,39 @@ LOOK_AT = {  # what no machine says of itself
 }
 
 
-def own_cluster(home: Path) -> ClusterSpec:
+def load_cluster_file(home: Path) -> ClusterSpec:
     """The cluster file of this home; the embedded one of two virtual devices where none is kept. Raises SpecError."""
-    kept = home / FILE
-    return read_cluster(kept if kept.exists() else None)
+    path = home / FILE
+    return read_cluster(path if path.exists() else None)
 
 
 def kept_cluster(home: Path) -> ClusterSpec:
-    """The cluster of this home, with the machines that have joined. Raises SpecError."""
-    return with_joined(own_cluster(home), joined_nodes(home))
+    """Return the cluster of this home, with the machines that have joined. Raises SpecError."""
+    return with_joined(load_cluster_file(home), joined_nodes(home))
 
 
 def joined_nodes(home: Path) -> tuple[NodeSpec, ...]:
-    """The machines that have joined and not left, as nodes, by name."""
-    kept = home / JOINED
-    said = json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else {}
-    return tuple(node_from_data(said[name], str(kept)) for name in sorted(said))
+    """Return the machines that have joined and not left, as nodes, by name."""
+    path = home / JOINED
+    by_name = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return tuple(node_from_data(by_name[name], str(path)) for name in sorted(by_name))
 
 
-def keep_joined(home: Path, nodes: Sequence[NodeSpec]) -> None:
+def store_joined(home: Path, nodes: Sequence[NodeSpec]) -> None:
     """Remember the machines that have joined."""
-    said = {node.name: node.model_dump(mode="json") for node in nodes}
-    write_durably(home / JOINED, json.dumps(said, indent=1))
+    by_name = {node.name: node.model_dump(mode="json") for node in nodes}
+    write_durably(home / JOINED, json.dumps(by_name, indent=1))
 
 
 def with_joined(cluster: ClusterSpec, joined: Sequence[NodeSpec]) -> ClusterSpec:
-    """The cluster and the machines that have joined; of one that it names itself it knows better."""
-    own = {name for node in cluster.nodes for name in node.names}
-    more = tuple(node for node in joined if node.name not in own)
+    """Return the cluster and the machines that have joined; of one that it names itself it knows better."""
+    own_names = {name for node in cluster.nodes for name in node.names}
+    more = tuple(node for node in joined if node.name not in own_names)
     return cluster.model_copy(update={"nodes": (*cluster.nodes, *more)})
 
 
 def nodes_here(cluster: ClusterSpec, joined: Sequence[NodeSpec], here: str) -> ClusterSpec:
-    """The part of a cluster file whose Ray runs on this machine, which is called `here`.
+    """Return the part of a cluster file whose Ray runs on this machine, which is called `here`.
 
     Virtual nodes are here, and so is the node with GPUs that has this machine's name, or that is the only one. The
     others come by `orc join`. Raises SpecError where none is here.
@@ -79,37 +79,37 @@ def nodes_here(cluster: ClusterSpec, joined: Sequence[NodeSpec], here: str) -> C
 
 def cluster_text(cluster: ClusterSpec, notes: Sequence[str] = ()) -> str:
     """A cluster file that says `cluster`, with `notes` as comments above it; the parser reads the same cluster."""
-    said: dict[str, Any] = cluster.model_dump(mode="json", exclude_defaults=True)
-    said["nodes"] = [
+    content: dict[str, Any] = cluster.model_dump(mode="json", exclude_defaults=True)
+    content["nodes"] = [
         {**node.model_dump(mode="json", exclude_defaults=True), "device": _device(node.device)}
         for node in cluster.nodes
     ]
     always = cluster.model_dump(mode="json", include={"name", *LOOK_AT})
-    said = {name: always[name] for name in ("name", *LOOK_AT)} | said
-    text = as_yaml(_in_words(said))
-    for key, words in LOOK_AT.items():
-        text = re.sub(rf"^({key}: .*)$", rf"\1  # {words}", text, flags=re.M)
+    content = {name: always[name] for name in ("name", *LOOK_AT)} | content
+    text = as_yaml(_in_units(content))
+    for key, comment in LOOK_AT.items():
+        text = re.sub(rf"^({key}: .*)$", rf"\1  # {comment}", text, flags=re.M)
     return "".join(f"# {note}\n" for note in notes) + text
 
 
 def _device(device: DeviceSpec) -> Any:
-    """The name of a device that is just the catalogue's, else its description."""
+    """Return the name of a device that is just the catalogue's, else its description."""
     if device.name in DEVICES and DeviceSpec.model_validate({"name": device.name, **DEVICES[device.name]}) == device:
         return device.name
     return device.model_dump(mode="json", exclude_defaults=True)
 
 
-def _in_words(said: Any) -> Any:
-    """Bytes and bytes per second in larger units, where those are exact."""
-    if isinstance(said, dict):
-        return {name: _in_words(one) for name, one in said.items()}
-    if isinstance(said, list):
-        return [_in_words(one) for one in said]
+def _in_units(data: Any) -> Any:
+    """Return the bytes and bytes per second in larger units, where those are exact."""
+    if isinstance(data, dict):
+        return {name: _in_units(inner) for name, inner in data.items()}
+    if isinstance(data, list):
+        return [_in_units(inner) for inner in data]
     for suffix, pattern, parse in (
         ("B", units.SIZE_PATTERN, units.parse_bytes),
         ("B/s", units.BANDWIDTH_PATTERN, units.parse_bandwidth),
     ):
-        if isinstance(said, str) and re.fullmatch(rf"[0-9]+{suffix}", said):
-            words = str(units.in_words(parse(said), pattern))
-            return words if re.fullmatch(pattern, words) and parse(words) == parse(said) else said
-    return said
+        if isinstance(data, str) and re.fullmatch(rf"[0-9]+{suffix}", data):
+            text = str(units.in_words(parse(data), pattern))
+            return text if re.fullmatch(pattern, text) and parse(text) == parse(data) else data
+    return data

@@ -62,7 +62,7 @@ GROUP = 64  # most events in one commit: submissions wait while they are decided
 ERROR_CHARACTERS_MAX = 500
 ANSWER_S = 60.0  # a submission's timeout: the commit of a group takes some milliseconds
 
-_OTHERWISE = """the journal has these decisions on {event}:
+_DIVERGED = """the journal has these decisions on {event}:
 {then}
 and this version of the orchestrator would decide:
 {now}
@@ -88,7 +88,7 @@ class _Request:
     ids: list[str] = field(default_factory=list)
     error: BaseException | None = None
     is_answered: bool = False
-    is_repeated: bool = False  # what it asks was done before
+    is_repeated: bool = False  # its key was committed before
     woken: threading.Event = field(default_factory=threading.Event)  # answered, or chosen to commit the next group
 
 
@@ -127,7 +127,7 @@ class Controller:
         self._under_way: tuple[str, str, float] | None = None  # kind, log line and monotonic start of a decision
         self._storage_problem: str | None = None
         self._uncertain: UncertainError | None = None  # the journal may know what this process does not
-        self._unkept: list[Event] = []  # told by the backend, and not in the journal yet
+        self._uncommitted: list[Event] = []  # of the backend, and not in the journal yet
         self._began_at_s = journal.began_at_s()
         self._journal = journal
         self._backend = backend
@@ -141,13 +141,13 @@ class Controller:
         self._pending: deque[Launch | Stop] = deque()
         self._queue = threading.Lock()
         self._requests: deque[_Request] = deque()  # not yet committed
-        self._led = False  # whether a submitter's thread commits them, or was chosen to
+        self._has_leader = False  # whether a submitter's thread commits them, or was chosen to
         self._changed = threading.Condition()
         log.info("restored jobs=%d events=%d", len(state.jobs), len(tail))
         for job in state.jobs.values() if self._read_only is None else ():
             for attempt in job.attempts:
                 if not attempt.released and (not job.unreadable or job.cancelling):
-                    self._take_up(job, attempt)
+                    self._adopt(job, attempt)
 
     @property
     def state(self) -> State:
@@ -160,7 +160,7 @@ class Controller:
         return self._version
 
     def now_s(self) -> float:
-        """The time of this service's clock."""
+        """Return the time of this service's clock."""
         return self._clock()
 
     def standstill(self, *, names_job: bool = False) -> str | None:
@@ -176,7 +176,7 @@ class Controller:
         return f"no decision has ended for {taken_s:.0f} s: {what}, since {since:%Y-%m-%d %H:%M:%S %Z}"
 
     def wake_at_s(self) -> float | None:
-        """When the loop decides again without an event; None: not before the next event."""
+        """Return when the loop decides again without an event; None: not before the next event."""
         with self._changed:
             return self._scheduler.wake_at_s()
 
@@ -195,11 +195,11 @@ class Controller:
         return self._journal.unreadable()
 
     def job(self, job_id: str) -> Job | None:
-        """The job's current or final record."""
+        """Return the job's current or final record."""
         return self._state.jobs.get(job_id) or self._journal.job(job_id)
 
     def ended(self, limit: int, before: str | None = None) -> list[Job]:
-        """At most `limit` archived jobs, the most recently ended first; see `Journal.ended`."""
+        """Return at most `limit` archived jobs, the most recently ended first; see `Journal.ended`."""
         return self._journal.ended(limit, before)
 
     def since_s(self, asked_s: float) -> float:
@@ -209,7 +209,7 @@ class Controller:
         return asked_s if self._began_at_s is None else max(asked_s, self._began_at_s)
 
     def figures(self) -> Figures:
-        """What `/metrics` shows, all of one moment. Raises ServiceError if the journal cannot be read."""
+        """Return what `/metrics` shows, all of one moment. Raises ServiceError if the journal cannot be read."""
         with self._changed:
             totals, ends_s = self._journal.totals(), self._scheduler.expected_ends_s()
             at_s, tally = self._clock(), deepcopy(self._tally)
@@ -242,7 +242,7 @@ class Controller:
             self._check_first(self._state, spec)
         with self._queue:
             self._requests.append(request)
-            leads, self._led = not self._led, True
+            leads, self._has_leader = not self._has_leader, True
         if not leads and not request.woken.wait(ANSWER_S):
             self._give_up(request)
         if not request.is_answered:  # first in the queue: this thread commits for all that wait
@@ -250,8 +250,8 @@ class Controller:
                 self._admit()
             finally:
                 with self._queue:
-                    self._led = bool(self._requests)
-                    if self._led:
+                    self._has_leader = bool(self._requests)
+                    if self._has_leader:
                         self._requests[0].woken.set()
         if request.error is not None:
             raise request.error
@@ -279,10 +279,10 @@ class Controller:
         On an error none is cancelled. Raises ServiceError for an unknown job, an ended job, and a job of no array.
         """
         with self._changed:
-            asked = [one for job_id in job_ids for one in self._to_cancel(job_id, whole_array=whole_arrays)]
+            ids = [live_id for job_id in job_ids for live_id in self._to_cancel(job_id, whole_array=whole_arrays)]
             at_s = self._clock()
-            self._apply([CancelRequested(job_id=job_id, at_s=at_s) for job_id in dict.fromkeys(asked)])
-            return [*dict.fromkeys(asked)]
+            self._apply([CancelRequested(job_id=job_id, at_s=at_s) for job_id in dict.fromkeys(ids)])
+            return [*dict.fromkeys(ids)]
 
     def retry(self, job_id: str, spec: JobSpec) -> None:
         """Let a job that asks go on with this spec. Raises ServiceError for a job that asks nothing."""
@@ -322,7 +322,9 @@ class Controller:
             return [job_id]
         if job.array is None:
             raise ServiceError(f"job {job_id} is of no array: cancel it without --array")
-        others = [one.id for one in self._state.jobs.values() if one.array == job.array and not one.status.ended]
+        others = [
+            member.id for member in self._state.jobs.values() if member.array == job.array and not member.status.ended
+        ]
         if not others:
             raise ServiceError(f"all jobs of the array {job.array} have ended already")
         return others
@@ -331,9 +333,9 @@ class Controller:
         """Drain a node, or undo it. Raises ServiceError if there is no such node."""
         with self._changed:
             state = self._state
-            known = {one.name for one in (*state.nodes, *state.declared)} | {*state.drained}
-            if node not in known:
-                near = closest(node, known)
+            names = {spec.name for spec in (*state.nodes, *state.declared)} | {*state.drained}
+            if node not in names:
+                near = closest(node, names)
                 hint = f"did you mean {near!r}?" if near else "`orc drain` lists them"
                 raise ServiceError(f"there is no node {node!r}: {hint}")
             is_suspended = any(entry.node == node for entry in state.suspensions)
@@ -364,7 +366,7 @@ class Controller:
             self._save()  # a snapshot: another version may decide differently, and then has no events to fold
 
     def turn(self, wait_s: float) -> None:
-        """One iteration: perform pending actions, wait up to `wait_s` for events, decide, perform."""
+        """Perform pending actions, wait up to `wait_s` for events, decide, and perform again."""
         if self._uncertain is not None:
             raise self._uncertain
         self._journal.confirm()
@@ -377,10 +379,10 @@ class Controller:
         wake_s = self.wake_at_s()
         if wake_s is not None:
             wait_s = min(wait_s, max(0.0, wake_s - self._clock()))
-        self._unkept = self._unkept or list(self._listen(wait_s))
-        while self._unkept:
-            self._apply(self._unkept[:GROUP])
-            del self._unkept[:GROUP]
+        self._uncommitted = self._uncommitted or list(self._listen(wait_s))
+        while self._uncommitted:
+            self._apply(self._uncommitted[:GROUP])
+            del self._uncommitted[:GROUP]
         wake_s, now_s = self.wake_at_s(), self._clock()
         if wake_s is not None and wake_s <= now_s:
             self._apply([TimerFired(at_s=now_s)])
@@ -414,7 +416,7 @@ class Controller:
         try:
             return self._journal.as_kept(event)
         except SpecError as error:
-            log.error("%s is left out: %s", _line(event), error)
+            log.error("%s is left out: %s", _log_line(event), error)
             if not isinstance(event, Finished):
                 return None
             return replace(event, evidence=Evidence(launch_error=f"what the attempt left cannot be kept: {error}"))
@@ -425,21 +427,21 @@ class Controller:
         with self._changed:
             requests = self._next_requests()
             try:
-                self._apply(self._asked(requests))
+                self._apply(self._collect_submissions(requests))
             except BaseException as refused:  # re-raised in the thread of every submitter of this group
                 error = refused
         for request in requests:
             request.error, request.is_answered = request.error or error, True
             request.woken.set()
 
-    def _asked(self, requests: Sequence[_Request]) -> list[Submitted]:
-        """The new jobs of the requests; one that came before under its key, or in this group, asks for none."""
+    def _collect_submissions(self, requests: Sequence[_Request]) -> list[Submitted]:
+        """Return the new jobs of the requests; one that came before under its key, or in this group, asks for none."""
         keys = [request.key.name for request in requests if request.key is not None]
-        known = dict(self._journal.submitted(keys)) if keys else {}
+        submissions = dict(self._journal.submitted(keys)) if keys else {}
         events = list[Submitted]()
         for request in requests:
             try:
-                before = known.get(request.key.name) if request.key is not None else None
+                before = submissions.get(request.key.name) if request.key is not None else None
                 if before is not None:
                     _repeat(request, before)
                     continue
@@ -448,19 +450,21 @@ class Controller:
                 request.error = refused
                 continue
             if request.key is not None:
-                known[request.key.name] = Submission(digest=request.key.digest, ids=tuple(request.ids))
+                submissions[request.key.name] = Submission(digest=request.key.digest, ids=tuple(request.ids))
         return events
 
     def _submissions(self, request: _Request, submitted: int) -> list[Submitted]:
-        """The request's jobs with new ids. Raises SpecError if one depends on an unknown job."""
+        """Return the request's jobs with new ids. Raises SpecError if one depends on an unknown job."""
         events = list[Submitted]()
         together: dict[str, list[str]] = {}  # ids by name
         at_s, array = self._clock(), None
-        for order, (asked, fault) in enumerate(request.jobs, start=submitted + 1):
-            if asked.deadline is not None and asked.deadline.due_s(at_s) <= at_s:
-                raise SpecError("the deadline is over", source=asked.name, path="deadline", got=str(asked.deadline))
-            limited = with_team_limit(asked, self._state.policy.team_of(asked.user or ""))
-            spec, satisfied = resolved(limited, together, self.job) if asked.depends_on else (limited, ())
+        for order, (request_spec, fault) in enumerate(request.jobs, start=submitted + 1):
+            if request_spec.deadline is not None and request_spec.deadline.due_s(at_s) <= at_s:
+                raise SpecError(
+                    "the deadline is over", source=request_spec.name, path="deadline", got=str(request_spec.deadline)
+                )
+            limited = with_team_limit(request_spec, self._state.policy.team_of(request_spec.user or ""))
+            spec, satisfied = resolved(limited, together, self.job) if request_spec.depends_on else (limited, ())
             job_id = f"{spec.name}-{order}"
             together.setdefault(spec.name, []).append(job_id)
             if spec.trial is not None:
@@ -484,19 +488,19 @@ class Controller:
             )
             if self._journal.as_kept(event) != event:
                 hint = "report this: it is a fault of the service"
-                raise SpecError("the journal would not give back the same job", source=asked.name, hint=hint)
+                raise SpecError("the journal would not give back the same job", source=request_spec.name, hint=hint)
             events.append(event)
         request.ids = [event.job_id for event in events]
         return events
 
     def _next_requests(self) -> list[_Request]:
-        """The oldest requests, of about GROUP jobs together."""
-        found, jobs = list[_Request](), 0
+        """Return the oldest requests, of about GROUP jobs together."""
+        requests, jobs = list[_Request](), 0
         with self._queue:
             while self._requests and jobs < GROUP:
-                found.append(self._requests.popleft())
-                jobs += len(found[-1].jobs)
-        return found
+                requests.append(self._requests.popleft())
+                jobs += len(requests[-1].jobs)
+        return requests
 
     def _apply(self, events: Sequence[Event]) -> None:
         """Decide each event and commit all together; only then is the state visible and are actions performed."""
@@ -504,15 +508,8 @@ class Controller:
         with self._changed:
             if self._uncertain is not None:
                 raise self._uncertain
-            decided, taken_s = list[Decided](), list[float]()
             try:
-                for event in events:
-                    if isinstance(event, NodesSeen) and _is_known(self._scheduler.state, event):
-                        continue
-                    began_s = time.perf_counter()
-                    self._under_way = event.type, _line(event), time.monotonic()
-                    decided.append((event, self._scheduler.step(event)))
-                    taken_s.append(time.perf_counter() - began_s)
+                decided, decisions_s = self._decide(events)
                 if not decided:
                     return
                 commit = f"commit of {len(decided)} events"
@@ -530,19 +527,31 @@ class Controller:
                 self._under_way = None
             self._state = state = self._scheduler.state
             self._version += 1
-            for (event, taken), decision_s in zip(decided, taken_s, strict=True):
-                self._tally.add(event, taken, decision_s, state.policy)
+            for (event, actions), decision_s in zip(decided, decisions_s, strict=True):
+                self._tally.add(event, actions, decision_s, state.policy)
                 if log.isEnabledFor(logging.INFO):
-                    log.info("event %s", _line(event), extra=_about(event))
-                self._pending.extend(action for action in taken if isinstance(action, Launch | Stop))
+                    log.info("event %s", _log_line(event), extra=_log_fields(event))
+                self._pending.extend(action for action in actions if isinstance(action, Launch | Stop))
             self._changed.notify_all()
             self._unsaved_events += len(decided)
             # a snapshot writes one row per changed job, so at most one per event
             if self._unsaved_events >= max(SNAPSHOT_EVENTS, len(state.jobs)):
                 self._save()
 
+    def _decide(self, events: Sequence[Event]) -> tuple[list[Decided], list[float]]:
+        """Step the scheduler by each event that changes something; return the decisions, and the seconds of each."""
+        decided, decisions_s = list[Decided](), list[float]()
+        for event in events:
+            if isinstance(event, NodesSeen) and _is_unchanged(self._scheduler.state, event):
+                continue
+            began_s = time.perf_counter()
+            self._under_way = event.type, _log_line(event), time.monotonic()
+            decided.append((event, self._scheduler.step(event)))
+            decisions_s.append(time.perf_counter() - began_s)
+        return decided, decisions_s
+
     def _save(self) -> None:
-        """Write a snapshot; where it cannot be written, the events that are will do."""
+        """Write a snapshot. Where that fails, the journal still has all events."""
         if not self._unsaved_events:
             return
         try:
@@ -559,7 +568,7 @@ class Controller:
         while self._pending:
             self._journal.confirm()
             action = self._pending.popleft()
-            log.info("action %s", _line(action), extra=_about(action))
+            log.info("action %s", _log_line(action), extra=_log_fields(action))
             if isinstance(action, Launch):
                 self._launch(action)
             else:
@@ -570,7 +579,7 @@ class Controller:
             self._backend.launch(action)
         except Exception as error:
             try:
-                self._not_launched(action.attempt, error)
+                self._end_unlaunched(action.attempt, error)
             except StorageError:
                 self._pending.appendleft(action)  # a launch that is repeated takes up what there is
                 raise
@@ -582,22 +591,22 @@ class Controller:
                 self._backend.adopt(job, job.attempts[action.number - 1])
             self._backend.stop(action)
         except Exception:
-            log.exception("backend failed to stop attempt=%s", action.name, extra=_about(action))
+            log.exception("backend failed to stop attempt=%s", action.name, extra=_log_fields(action))
 
-    def _take_up(self, job: Job, attempt: Attempt) -> None:
+    def _adopt(self, job: Job, attempt: Attempt) -> None:
         """After a restart: watch the attempts that hold devices, and repeat stops that were in progress."""
         extra = about(job.id, attempt.number)
         log.info("adopt job=%s attempt=%d status=%s", job.id, attempt.number, attempt.status, extra=extra)
         try:
             self._backend.adopt(job, attempt)
         except Exception as error:
-            self._not_launched(attempt, error)
+            self._end_unlaunched(attempt, error)
             return
         if attempt.status is AttemptStatus.STOPPING:
             grace_s = MOVE_GRACE_S if attempt.moved_for and not job.cancelling else CANCEL_GRACE_S
             self._stop(Stop(job_id=job.id, number=attempt.number, grace_s=grace_s))
 
-    def _not_launched(self, attempt: Attempt, error: Exception) -> None:
+    def _end_unlaunched(self, attempt: Attempt, error: Exception) -> None:
         """A failed launch ends the attempt, but only the backend can report that its devices are free."""
         extra = about(attempt.job_id, attempt.number)
         log.error("backend failed on attempt=%s", attempt.name, exc_info=error, extra=extra)
@@ -607,7 +616,7 @@ class Controller:
         evidence = Evidence(launch_error=reason)
         self._apply([Finished(job_id=attempt.job_id, number=attempt.number, evidence=evidence, at_s=self._clock())])
         job = self._state.jobs[attempt.job_id]
-        self._take_up(job, job.attempts[attempt.number - 1])
+        self._adopt(job, job.attempts[attempt.number - 1])
 
 
 def _decide_again(scheduler: Scheduler, tail: Sequence[tuple[Event, str | None]]) -> None:
@@ -615,11 +624,11 @@ def _decide_again(scheduler: Scheduler, tail: Sequence[tuple[Event, str | None]]
     for event, decided in tail:
         actions = scheduler.step(event)
         if decided not in (None, decisions(actions)):
-            raise ServiceError(_OTHERWISE.format(event=_line(event), then=decided, now=decisions(actions)))
+            raise ServiceError(_DIVERGED.format(event=_log_line(event), then=decided, now=decisions(actions)))
 
 
 def _repeat(request: _Request, before: Submission) -> None:
-    """Answer as before. Raises SpecError where something else was asked then."""
+    """Give a repeated request its earlier ids. Raises SpecError where its key stands for another request."""
     assert request.key is not None
     if request.key.digest != before.digest:
         hint = "a key names one submission: send another one under a key of its own"
@@ -627,34 +636,34 @@ def _repeat(request: _Request, before: Submission) -> None:
     request.ids, request.is_repeated = [*before.ids], True
 
 
-def _is_known(state: State, seen: NodesSeen) -> bool:
-    return (seen.nodes, seen.declared, seen.policy) == (state.nodes, state.declared, state.policy)
+def _is_unchanged(state: State, event: NodesSeen) -> bool:
+    return (event.nodes, event.declared, event.policy) == (state.nodes, state.declared, state.policy)
 
 
-def _about(said: Event | Launch | Stop) -> dict[str, object]:
-    """Job and attempt, for a log that has fields."""
-    if isinstance(said, Launch):
-        return about(said.job.id, said.attempt.number)
-    return about(getattr(said, "job_id", None), getattr(said, "number", None))
+def _log_fields(subject: Event | Launch | Stop) -> dict[str, object]:
+    """Return job and attempt as the fields of a log record."""
+    if isinstance(subject, Launch):
+        return about(subject.job.id, subject.attempt.number)
+    return about(getattr(subject, "job_id", None), getattr(subject, "number", None))
 
 
-def _line(said: Event | Launch | Stop) -> str:
-    """A log line: kind, job, attempt; never a job's settings, which may hold secrets."""
-    match said:
+def _log_line(subject: Event | Launch | Stop) -> str:
+    """Return a log line: kind, job, attempt; never a job's settings, which may hold secrets."""
+    match subject:
         case NodesSeen():
-            return f"nodes_seen nodes={len(said.nodes)}"
+            return f"nodes_seen nodes={len(subject.nodes)}"
         case TimerFired():
             return "woke"
         case DrainRequested():
-            return f"drain_requested node={said.node}{' undo' if said.undo else ''}"
+            return f"drain_requested node={subject.node}{' undo' if subject.undo else ''}"
         case Observed():
-            return f"observed outcomes={len(said.observations)}"
+            return f"observed outcomes={len(subject.observations)}"
         case Launch():
-            devices = " ".join(f"{part.node}:{','.join(map(str, part.devices))}" for part in said.attempt.placement)
-            return f"launch job={said.job.id} attempt={said.attempt.number} on={devices}"
+            devices = " ".join(f"{part.node}:{','.join(map(str, part.devices))}" for part in subject.attempt.placement)
+            return f"launch job={subject.job.id} attempt={subject.attempt.number} on={devices}"
         case Stop():
-            return f"stop job={said.job_id} attempt={said.number}"
+            return f"stop job={subject.job_id} attempt={subject.number}"
         case Submitted() | CancelRequested() | RetryRequested() | UpdateRequested():
-            return f"{said.type} job={said.job_id}"
+            return f"{subject.type} job={subject.job_id}"
         case _:
-            return f"{said.type} job={said.job_id} attempt={said.number}"
+            return f"{subject.type} job={subject.job_id} attempt={subject.number}"

@@ -40,11 +40,17 @@ from orchestrator.backends.ray.backend import RayBackend
 from orchestrator.backends.trackers import TRACKERS
 from orchestrator.service.server.api import create_app
 from orchestrator.service.server.client import user_name
-from orchestrator.service.server.cluster_file import joined_nodes, kept_cluster, nodes_here, own_cluster, with_joined
+from orchestrator.service.server.cluster_file import (
+    joined_nodes,
+    kept_cluster,
+    load_cluster_file,
+    nodes_here,
+    with_joined,
+)
 from orchestrator.service.server.controller import Controller
 from orchestrator.service.server.dependencies import Pages, Service
 from orchestrator.service.server.detection import node_name
-from orchestrator.service.server.endpoint import LOOPBACK, Endpoint, endpoint_from, kept_endpoint
+from orchestrator.service.server.endpoint import LOOPBACK, Endpoint, load_endpoint, parse_endpoint
 from orchestrator.service.server.first_decision import FirstDecisions
 from orchestrator.service.server.forecasts import Forecasts
 from orchestrator.service.server.health import Health
@@ -78,8 +84,8 @@ def main(pages: Pages) -> None:
     parser.add_argument("--home", type=Path, required=True)
     parser.add_argument("--standby", action="store_true", help="wait for a lease that another service holds")
     parser.add_argument("--endpoint", default="", help="where it listens, as JSON; default: what the home keeps")
-    said = parser.parse_args()
-    home: Path = said.home.resolve()
+    arguments = parser.parse_args()
+    home: Path = arguments.home.resolve()
     try:
         configure(os.environ.get(VARIABLE, LogFormat.TEXT))
     except SpecError as error:
@@ -95,7 +101,7 @@ def main(pages: Pages) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, end)
     try:
-        serve(home, pages, stop, down, endpoint_from(said.endpoint), standby=said.standby)
+        serve(home, pages, stop, down, parse_endpoint(arguments.endpoint), standby=arguments.standby)
     except OrchestratorError as error:
         log.critical("%s", error)
         sys.exit(1)
@@ -111,72 +117,59 @@ def serve(
     jobs may run there. A standby waits for the lease of another service; the home is read only after that.
     """
     prepare(home)
-    endpoint, is_serving = endpoint or kept_endpoint(home), threading.Event()
+    endpoint, is_serving = endpoint or load_endpoint(home), threading.Event()
     with ExitStack() as stack:
         background = stack.enter_context(ThreadPoolExecutor(1))
         background.submit(measure_cluster, kept_cluster(home))  # kept by then: a standby takes over in seconds
         waiting = stack.enter_context(ExitStack())
         if standby:
             waiting.enter_context(_served_to_others(waiting_app(), endpoint))
-        journal = _opened(home, stop, standby=standby)
+        journal = _open_journal(home, stop, standby=standby)
         if journal is None:
             return
         stack.enter_context(closing(journal))
-        own = own_cluster(home)
-        cluster = with_joined(own, joined_nodes(home))
+        declared = load_cluster_file(home)
+        cluster = with_joined(declared, joined_nodes(home))
         accounts = Accounts(journal.database.transaction, time.time)
-        refuse_user = _separate_users(home, own, endpoint, accounts)
-        found = embedded_ray.find(home)
+        refuse_user = _separate_users(home, declared, endpoint, accounts)
+        earlier_ray = embedded_ray.find(home)
 
         def must_end() -> bool:
-            return down.is_set() or (found is None and not is_serving.is_set())
+            return down.is_set() or (earlier_ray is None and not is_serving.is_set())
 
         rates = background.submit(measure_cluster, cluster)
         targets = targets_of(cluster.notify, cluster.name, os.environ)  # before anything inherits their secrets
         provider = provider_of(cluster.oidc, os.environ)
         journal.outbox.register(cluster.trackers)
         journal.notices.register(targets)
-        asked = Lookups(
+        lookups = Lookups(
             state=lambda: controller.state,
             job=lambda job_id: controller.job(job_id),
             sweep=lambda sweep_id: sweeper.report(sweep_id),
         )
-        trackers: dict[str, Tracker] = {}
-        for name in cluster.trackers:
-            trackers[name] = TRACKERS[name](home, asked)
-            stack.callback(_end, trackers[name].shut_down, must_end)
-        named = _named_ray(home)
-        own_ray = None if named else _own_ray(home, own, endpoint)
+        trackers = _start_trackers(home, cluster, lookups, stack, must_end)
+        named_ray = _named_ray(home)
+        own_ray = None if named_ray else _own_ray(home, declared, endpoint)
         if own_ray is not None:
             stack.callback(_end, own_ray.stop, must_end)
-        locate = own_ray.address if own_ray is not None else lambda: named
+        locate = own_ray.address if own_ray is not None else lambda: named_ray
         backend = stack.enter_context(closing(RayBackend(home, rates.result(), locate, journal)))
-        first = FirstDecisions()
-        stack.callback(first.close)
-        controller = Controller(journal, backend, time.time, check_first=first.check)
-        controller.health.watch(lambda: backend.problem)
-        _watch_disk(home, controller.health, stop)
-        _in_a_thread(_log_problem, partial(controller.standstill, names_job=True), "decisions end again", stop)
+        controller = _make_controller(home, journal, backend, stack, stop)
         sweeper = Sweeper(controller, journal.sweeps, home)
         controller.turn(0.0)  # nothing starts on nodes of an earlier service that are not there
-        notifier = None
-        if targets:
-            notices, sweeps = journal.notices, sweeper.reports
-            notifier = Notifier(cluster.notify, targets, notices, controller, time.time, sweeps)
+        notifier = _make_notifier(cluster, targets, journal, controller, sweeper)
         relays = stack.enter_context(_relays(journal, trackers, targets))
-        purger = Purger(home, own.keep, own.trackers, controller, journal, accounts)
+        purger = Purger(home, declared.keep, declared.trackers, controller, journal, accounts)
         controller.health.watch(lambda: purger.problem)
-        for follower in (notifier, sweeper, purger):
-            if follower is not None:
-                _in_a_thread(follower.run, stop)
-        _in_a_thread(_notify, controller, relays, stop)
+        _start_followers(stop, notifier, sweeper, purger)
+        _start_thread(_notify, controller, relays, stop)
 
         def shut_down() -> None:
             down.set()
             stop.set()
 
         token = (home / "token").read_text()
-        _in_a_thread(_watch_home, home, token, shut_down, stop)
+        _start_thread(_watch_home, home, token, shut_down, stop)
         service = Service(
             controller=controller,
             accounts=accounts,
@@ -187,7 +180,7 @@ def serve(
             trackers={name: tracker.address for name, tracker in trackers.items()},
             shut_down=shut_down,
             hosts=endpoint.names() if endpoint else LOOPBACK,
-            members=_members(home, own, own_ray, backend) if own_ray is not None else None,
+            members=_members(home, declared, own_ray, backend),
             pages=pages,
             notifier=notifier,
             provider=provider,
@@ -197,22 +190,69 @@ def serve(
             purger=purger,
             set_aside=journal.set_aside,
         )
-        application = create_app(service)
-        waiting.close()
-        with served(application) as port, _served_to_others(application, endpoint):
-            write_service_file(home, port)
-            is_serving.set()
-            gc.collect()
-            gc.freeze()  # what is loaded now stays: a full collection amid a batch of jobs would walk all of it
-            log.info("serving home=%s port=%d cluster=%s", home, port, cluster.name)
-            controller.run(stop)
-            if _is_ours(home, token):
-                with suppress(OSError):  # a read-only disk: the note names a process that has ended
-                    (home / "service.json").unlink(missing_ok=True)
+        _serve_requests(service, endpoint, waiting, is_serving, stop)
 
 
-def _in_a_thread(run: Callable[..., None], *arguments: Any) -> None:
-    """Start what ends with the service at the latest."""
+def _start_trackers(
+    home: Path, cluster: ClusterSpec, lookups: Lookups, stack: ExitStack, must_end: Callable[[], bool]
+) -> dict[str, Tracker]:
+    """Return the cluster's trackers by name. Those whose processes must end are shut down with the stack."""
+    trackers: dict[str, Tracker] = {}
+    for name in cluster.trackers:
+        trackers[name] = TRACKERS[name](home, lookups)
+        stack.callback(_end, trackers[name].shut_down, must_end)
+    return trackers
+
+
+def _make_controller(
+    home: Path, journal: Journal, backend: RayBackend, stack: ExitStack, stop: threading.Event
+) -> Controller:
+    """Return the controller, with watches of its decisions, the backend and the home's disk."""
+    first = FirstDecisions()
+    stack.callback(first.close)
+    controller = Controller(journal, backend, time.time, check_first=first.check)
+    controller.health.watch(lambda: backend.problem)
+    _watch_disk(home, controller.health, stop)
+    _start_thread(_log_problem, partial(controller.standstill, names_job=True), "decisions end again", stop)
+    return controller
+
+
+def _make_notifier(
+    cluster: ClusterSpec, targets: Mapping[str, Target], journal: Journal, controller: Controller, sweeper: Sweeper
+) -> Notifier | None:
+    """Return the notifier of the cluster's targets; None without targets."""
+    if not targets:
+        return None
+    return Notifier(cluster.notify, targets, journal.notices, controller, time.time, sweeper.reports)
+
+
+def _serve_requests(
+    service: Service, endpoint: Endpoint | None, waiting: ExitStack, is_serving: threading.Event, stop: threading.Event
+) -> None:
+    """Answer requests in place of the waiting application, and run the controller until `stop` is set."""
+    application = create_app(service)
+    waiting.close()
+    with served(application) as port, _served_to_others(application, endpoint):
+        write_service_file(service.home, port)
+        is_serving.set()
+        gc.collect()
+        gc.freeze()  # what is loaded now stays: a full collection amid a batch of jobs would walk all of it
+        log.info("serving home=%s port=%d cluster=%s", service.home, port, service.cluster)
+        service.controller.run(stop)
+        if _is_ours(service.home, service.token):
+            with suppress(OSError):  # a read-only disk: the note names a process that has ended
+                (service.home / "service.json").unlink(missing_ok=True)
+
+
+def _start_followers(stop: threading.Event, *followers: Notifier | Sweeper | Purger | None) -> None:
+    """Start a thread for each follower of the controller that there is."""
+    for follower in followers:
+        if follower is not None:
+            _start_thread(follower.run, stop)
+
+
+def _start_thread(run: Callable[..., None], *arguments: Any) -> None:
+    """Start a thread that ends with the service at the latest."""
     threading.Thread(target=run, args=arguments, name=run.__qualname__, daemon=True).start()
 
 
@@ -233,27 +273,28 @@ def _relays(
 
 
 def _watch_disk(home: Path, health: Health, stop: threading.Event) -> None:
-    """Have the home folder's disk watched; what is wrong with it goes to `health` and the log."""
+    """Watch the home folder's disk; its problems go to `health` and the log."""
     disk = HomeWatch(home)
     health.watch(lambda: disk.problem, is_fatal=True)
-    _in_a_thread(disk.run, stop)
-    _in_a_thread(_log_problem, lambda: disk.problem, "the home folder is written again", stop)
+    _start_thread(disk.run, stop)
+    _start_thread(_log_problem, lambda: disk.problem, "the home folder is written again", stop)
 
 
 def _separate_users(
-    home: Path, own: ClusterSpec, endpoint: Endpoint | None, accounts: Accounts
+    home: Path, declared: ClusterSpec, endpoint: Endpoint | None, accounts: Accounts
 ) -> Callable[[str], None]:
-    """Open the home to the user ids of the cluster file; a check of users whose jobs would run as this process's user.
+    """Open the home to the user ids of the cluster file; return a check of users without one.
 
-    Raises ServiceError where there is one already, or where this process may not run jobs as others.
+    Jobs of such users would run as this process's user. The check raises ServiceError, and so does this function for
+    the users that exist already, or where this process may not run jobs as others.
     """
-    if own.users:
+    if declared.users:
         if os.geteuid() != 0:
             raise ServiceError("`users` of the cluster file has user ids, and only root may run jobs as others")
         open_home(home)
 
     def refuse(name: str) -> None:
-        if endpoint is None or endpoint.trusts_users or own.users or name == user_name():
+        if endpoint is None or endpoint.trusts_users or declared.users or name == user_name():
             return
         raise ServiceError(
             f"jobs of {name} would run as {user_name()}, who can read and change this home and everybody's files: "
@@ -263,19 +304,19 @@ def _separate_users(
     for user in accounts.users():
         if user.role.may(Role.MEMBER):
             refuse(user.name)
-    if own.oidc is not None:
+    if declared.oidc is not None:
         refuse("whom the OpenID provider signs in")
     return refuse
 
 
 def _named_ray(home: Path) -> str:
-    """The address of the Ray that `orc up --ray` named; empty where the service has its own."""
-    kept = _if_there(home / "ray_address")
-    return kept.read_text() if kept else ""
+    """Return the address of the Ray that `orc up --ray` named; empty where the service has its own."""
+    path = _existing(home / "ray_address")
+    return path.read_text() if path else ""
 
 
-def _opened(home: Path, stop: threading.Event, *, standby: bool) -> Journal | None:
-    """The journal, for which a standby waits; None where it was stopped meanwhile. Raises ServiceError."""
+def _open_journal(home: Path, stop: threading.Event, *, standby: bool) -> Journal | None:
+    """Return the journal, for which a standby waits; None where it was stopped meanwhile. Raises ServiceError."""
     try:
         return Journal(journal_url(home), stop=stop if standby else None)
     except ServiceError:
@@ -284,22 +325,26 @@ def _opened(home: Path, stop: threading.Event, *, standby: bool) -> Journal | No
         raise
 
 
-def _own_ray(home: Path, own: ClusterSpec, endpoint: Endpoint | None) -> embedded_ray.OwnRay:
-    """The service's own Ray on this machine; nothing of it is started yet."""
-    here = nodes_here(own, joined_nodes(home), node_name())
+def _own_ray(home: Path, declared: ClusterSpec, endpoint: Endpoint | None) -> embedded_ray.OwnRay:
+    """Return the service's own Ray on this machine; nothing of it is started yet."""
+    here = nodes_here(declared, joined_nodes(home), node_name())
     return embedded_ray.OwnRay(home, here, endpoint.address if endpoint else LOOPBACK_ADDRESS)
 
 
-def _members(home: Path, own: ClusterSpec, own_ray: embedded_ray.OwnRay, backend: RayBackend) -> Members:
-    """Machines that join the service's own Ray, whose rates are known to the backend from then on."""
+def _members(
+    home: Path, declared: ClusterSpec, own_ray: embedded_ray.OwnRay | None, backend: RayBackend
+) -> Members | None:
+    """Return the machines that join the service's own Ray; None where it has none. The backend gets their rates."""
+    if own_ray is None:
+        return None
 
     def changed(cluster: ClusterSpec) -> None:
         backend.set_cluster(recall_cluster(cluster))
 
-    return Members(home, own, own_ray.known_address, backend.addresses, changed)
+    return Members(home, declared, own_ray.known_address, backend.addresses, changed)
 
 
-def _if_there(path: Path) -> Path | None:
+def _existing(path: Path) -> Path | None:
     return path if path.exists() else None
 
 
@@ -309,7 +354,7 @@ def _end(what: Callable[[], None], must_end: Callable[[], bool]) -> None:
 
 
 def _is_ours(home: Path, token: str) -> bool:
-    """Whether the folder is still the one for which this service was started."""
+    """Return whether the folder is still the one for which this service was started."""
     try:
         return (home / "token").read_text() == token
     except FileNotFoundError:
@@ -325,7 +370,7 @@ def _watch_home(home: Path, token: str, shut_down: Callable[[], None], stop: thr
 
 
 def _log_problem(source: Callable[[], str | None], cured: str, stop: threading.Event) -> None:
-    """Log when `source` begins to have a problem, and when it is cured: what it watches may stand still."""
+    """Log when `source` begins to have a problem, and when it is cured."""
     before: str | None = None
     while not stop.wait(HEALTH_S):
         now = source()
@@ -337,12 +382,12 @@ def _log_problem(source: Callable[[], str | None], cured: str, stop: threading.E
 
 
 def _notify(controller: Controller, relays: Sequence[OutboxRelay[Any]], stop: threading.Event) -> None:
-    """Wake the relays whenever something happened."""
+    """Wake the relays after each change of the state."""
     version = -1
     while not stop.is_set():
-        seen = controller.wait_for_change(version, NOTIFY_TIMEOUT_S)
-        if seen != version:
-            version = seen
+        newest = controller.wait_for_change(version, NOTIFY_TIMEOUT_S)
+        if newest != version:
+            version = newest
             for relay in relays:
                 relay.notify()
 

@@ -1,4 +1,4 @@
-"""What the routes of the API share: the service behind them, who asks, and their errors."""
+"""The service behind the routes of the API, their sender, and their errors."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ Sender = Annotated[Principal, Depends(_sender)]
 
 
 def seen_from(request: Request, address: str) -> str:
-    """An address as who asks reaches it: that of the home's own MLflow is a path on the service."""
+    """Return an address as who asks reaches it: that of the home's own MLflow is a path on the service."""
     is_here = address == MLFLOW or address.startswith(f"{MLFLOW}/#/")
     return f"{str(request.base_url).rstrip('/')}{address}" if is_here else address
 
@@ -102,7 +102,7 @@ def _ids_like(controller: Controller, job_id: str) -> str:
 
 
 def job_of(controller: Controller, job_id: str) -> Job:
-    """The job of an id. Raises ServiceError, answered with 404, where there is none: it names ids like it."""
+    """Return the job of an id. Raises ServiceError, answered with 404, where there is none: it names ids like it."""
     job = controller.job(job_id)
     if job is None:
         raise Unknown(f"there is no job {job_id!r}{_ids_like(controller, job_id)} `orc queue` lists them")

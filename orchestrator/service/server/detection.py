@@ -30,8 +30,8 @@ CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
-    """This machine as a node of a cluster, and sentences on what a person should look at."""
+class DetectedMachine:
+    """The machine as a node of a cluster, and sentences on what a person should look at."""
 
     node: NodeSpec
     notes: tuple[str, ...]
@@ -43,29 +43,29 @@ class Found:
 
 
 def node_name() -> str:
-    """The first part of this machine's host name, as a cluster file can say it."""
+    """Return the first part of this machine's host name, as a cluster file can say it."""
     name = re.sub(r"[^a-zA-Z0-9._-]", "-", socket.gethostname().partition(".")[0]).lstrip("._-")
     return name or "node"
 
 
-def found_here(name: str) -> Found:
-    """This machine as the node `name`. Raises SpecError where its devices make no node."""
+def detect_machine(name: str) -> DetectedMachine:
+    """Return this machine as the node `name`. Raises SpecError where its devices make no node."""
     if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
-        return _virtual(name, "CUDA_VISIBLE_DEVICES is empty")
+        return _virtual_machine(name, "CUDA_VISIBLE_DEVICES is empty")
     reading = nvml.devices()
     if reading.error or not reading.devices:
-        return _virtual(name, reading.error or "NVML shows none")
+        return _virtual_machine(name, reading.error or "NVML shows none")
     node = NodeSpec(
         name=name,
         devices=len(reading.devices),
         device=_device(reading.devices),
         host_memory=f"{host_bytes()}B",  # type: ignore[arg-type]  # as a cluster file says it
     )
-    return Found(node=node, notes=tuple(_notes(reading.devices, node)))
+    return DetectedMachine(node=node, notes=tuple(_notes(reading.devices, node)))
 
 
 def host_bytes() -> int:
-    """Memory of this machine, or of the container that this process runs in."""
+    """Return the memory of this machine, or of the container that this process runs in."""
     lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     limits = [int(lines["MemTotal"].split()[0]) * 1024]
     for path in CGROUP_LIMITS:
@@ -75,19 +75,19 @@ def host_bytes() -> int:
     return min(limits)
 
 
-def _virtual(name: str, why: str) -> Found:
+def _virtual_machine(name: str, why: str) -> DetectedMachine:
     node = read_cluster(None).nodes[0].model_copy(update={"name": name})
-    words = f"No NVIDIA device is used ({why}): jobs run on {node.devices} virtual devices of "
-    return Found(node=node, notes=(f"{words}{format_bytes(node.device.memory)}.",))
+    beginning = f"No NVIDIA device is used ({why}): jobs run on {node.devices} virtual devices of "
+    return DetectedMachine(node=node, notes=(f"{beginning}{format_bytes(node.device.memory)}.",))
 
 
 def _device(devices: Sequence[nvml.NvmlDevice]) -> DeviceSpec:
-    """The one kind that these devices are of. Raises SpecError."""
-    _refuse_a_choice(len(devices))
+    """Return the one kind that these devices are of. Raises SpecError."""
+    _refuse_hidden_devices(len(devices))
     readable = [device for device in devices if device.error is None]
     if not readable:
-        told = "; ".join(f"{device.index}: {device.error}" for device in devices)
-        raise SpecError("no device can be read", source=SOURCE, got=told, hint="`nvidia-smi` must show them")
+        errors = "; ".join(f"{device.index}: {device.error}" for device in devices)
+        raise SpecError("no device can be read", source=SOURCE, got=errors, hint="`nvidia-smi` must show them")
     kinds = Counter(device.name for device in readable)
     if len(kinds) > 1:
         raise SpecError(
@@ -106,10 +106,10 @@ def _device(devices: Sequence[nvml.NvmlDevice]) -> DeviceSpec:
         raise SpecError("the devices do not answer any more", source=SOURCE, hint="`nvidia-smi` must show them")
     name = re.sub(r"^(NVIDIA |Tesla |GeForce )+", "", readable[0].name)
     kind = NVML_NAMES.get(name)
-    return _described(name, first) if kind is None else _of_catalogue(kind, first, alone=len(devices) == 1)
+    return _nvml_device(name, first) if kind is None else _catalogue_device(kind, first, alone=len(devices) == 1)
 
 
-def _refuse_a_choice(devices: int) -> None:
+def _refuse_hidden_devices(devices: int) -> None:
     """Raise SpecError where the shell shows only some devices to CUDA: a node takes all that NVML counts."""
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is not None and len(set(chosen.split(","))) < devices:
@@ -121,21 +121,21 @@ def _refuse_a_choice(devices: int) -> None:
         )
 
 
-def _of_catalogue(kind: str, rates: nvml.NvmlRates, *, alone: bool) -> DeviceSpec:
-    """The catalogue's device; with another name where memory or links of this machine's are smaller."""
-    known = DeviceSpec.model_validate({"name": kind, **DEVICES[kind]})
+def _catalogue_device(kind: str, rates: nvml.NvmlRates, *, alone: bool) -> DeviceSpec:
+    """Return the catalogue's device; with another name where memory or links of this machine's are smaller."""
+    device = DeviceSpec.model_validate({"name": kind, **DEVICES[kind]})
     changed: dict[str, object] = {}
-    if rates.cuda_bytes < (1 - MEMORY_TOLERANCE) * known.memory:
-        changed |= {"memory": rates.cuda_bytes, "name": f"{known.name}-{rates.cuda_bytes >> 20}mib"}
+    if rates.cuda_bytes < (1 - MEMORY_TOLERANCE) * device.memory:
+        changed |= {"memory": rates.cuda_bytes, "name": f"{device.name}-{rates.cuda_bytes >> 20}mib"}
     link = rates.nvlink_bandwidth or rates.pcie_bandwidth
-    if not alone and link is not None and link < (1 - LINK_TOLERANCE) * known.link_bandwidth:
-        name = changed.get("name", known.name)
+    if not alone and link is not None and link < (1 - LINK_TOLERANCE) * device.link_bandwidth:
+        name = changed.get("name", device.name)
         changed |= {"link_bandwidth": round(link), "name": f"{name}-links-{link / 1e9:.0f}gb"}
-    return known.model_copy(update=changed)
+    return device.model_copy(update=changed)
 
 
-def _described(name: str, rates: nvml.NvmlRates) -> DeviceSpec:
-    """A card that the catalogue lacks, by what NVML says of it. Raises SpecError where that is too little."""
+def _nvml_device(name: str, rates: nvml.NvmlRates) -> DeviceSpec:
+    """Return a card that the catalogue lacks, by what NVML says of it. Raises SpecError where that is too little."""
     fp32, memory_bandwidth, pcie = rates.fp32_flops, rates.memory_bandwidth, rates.pcie_bandwidth
     if fp32 is None or memory_bandwidth is None or rates.capability is None:
         raise SpecError(
@@ -147,7 +147,7 @@ def _described(name: str, rates: nvml.NvmlRates) -> DeviceSpec:
     factor = TENSOR_FACTORS.get(rates.capability, NEWER_FACTOR)
     tflops = round(factor * fp32 / 1e12, 1)
     lanes = nvml.PCIE_LANE_BYTES_S[3] * 16 if pcie is None else pcie
-    said: dict[str, object] = {
+    fields: dict[str, object] = {
         "name": re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-"),
         "memory": f"{rates.cuda_bytes}B",
         "fp16_tflops": tflops,
@@ -156,26 +156,26 @@ def _described(name: str, rates: nvml.NvmlRates) -> DeviceSpec:
         "link_bandwidth": f"{rates.nvlink_bandwidth or lanes:.0f}B/s",
     }
     if rates.capability >= (8, 0):  # before Ampere there is no bf16
-        said["bf16_tflops"] = tflops
+        fields["bf16_tflops"] = tflops
     if pcie is not None:
-        said["host_bandwidth"] = f"{pcie:.0f}B/s"
-    return DeviceSpec.model_validate(said)
+        fields["host_bandwidth"] = f"{pcie:.0f}B/s"
+    return DeviceSpec.model_validate(fields)
 
 
 def _notes(devices: Sequence[nvml.NvmlDevice], node: NodeSpec) -> list[str]:
     notes = [f"Found {node.devices} x {devices[0].name or node.device.name}, taken as {node.device.name}."]
     if node.device.name not in DEVICES:
-        words = "The catalogue lacks this device: its rates follow from clocks that NVML tells. Look at its data sheet."
-        notes.append(words)
+        note = "The catalogue lacks this device: its rates follow from clocks that NVML tells. Look at its data sheet."
+        notes.append(note)
     for device in devices:
         if device.error is not None:
             notes.append(
                 f"Device {device.index} cannot be read ({device.error}): nothing is placed on it until it can."
             )
         elif device.used_bytes >= HELD_BYTES:
-            held, total = format_bytes(device.used_bytes), format_bytes(device.total_bytes)
+            used, total = format_bytes(device.used_bytes), format_bytes(device.total_bytes)
             pids = ", ".join(str(process.pid) for process in device.processes) or "which NVML does not name"
             notes.append(
-                f"Device {device.index}: {held} of {total} are held by others (pid {pids}). Jobs get the rest."
+                f"Device {device.index}: {used} of {total} are held by others (pid {pids}). Jobs get the rest."
             )
     return notes

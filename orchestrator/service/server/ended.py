@@ -19,14 +19,14 @@ REPORTED_MAX = 20_000  # ended jobs that a report looks at, the latest first
 
 
 class Reports:
-    """The newest reports of a state: whoever asks within REPORT_S of the other has the same."""
+    """Cache of the newest reports of a state; a report serves all requests of REPORT_S seconds."""
 
     def __init__(self, report: Callable[[float], dict[str, Any]]) -> None:
         self._report, self._lock = report, threading.Lock()
         self._version, self._reports = -1, dict[tuple[int, int], dict[str, Any]]()
 
     def of(self, version: int, since_s: float) -> dict[str, Any]:
-        """The report since a moment until now, of one version of the state; one is made at a time."""
+        """Return the report since a moment until now, of one version of the state; one is made at a time."""
         key = (int(since_s / REPORT_S), int(time.monotonic() / REPORT_S))
         with self._lock:
             if version != self._version or len(self._reports) >= REPORTS_MAX:
@@ -36,8 +36,8 @@ class Reports:
             return self._reports[key]
 
 
-def report_of(controller: Controller, since_s: float, until_s: float, sweeps: Sequence[SweepReport]) -> ReportView:
-    """What happened between two moments, in seconds since 1970, with those of the sweeps that had trials then.
+def make_report(controller: Controller, since_s: float, until_s: float, sweeps: Sequence[SweepReport]) -> ReportView:
+    """Return what happened between two moments, in seconds since 1970, with the sweeps that had trials then.
 
     It begins with the journal at the earliest: devices that nobody had were not idle.
     """

@@ -1,4 +1,4 @@
-"""Where the service listens for other machines: address, names, certificate. The loopback needs none of it."""
+"""The service's endpoint for other machines: address, names, certificate. The loopback needs none of it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Endpoint:
     trusts_users: bool = False  # whose jobs may do all that the service's user may
 
     def names(self) -> frozenset[str]:
-        """Every Host that a request may name: the loopback, this machine, the bound address, and the allowed hosts."""
+        """Return each Host that a request may name: loopback, this machine, the bound address, and allowed hosts."""
         bound = (self.address,) if self.host in ANY else (self.host, self.address)
         return LOOPBACK | {socket.gethostname().lower(), *bound, *(name.lower() for name in self.allowed_hosts)}
 
@@ -50,7 +50,7 @@ def fingerprint_of(certificate_pem: str) -> str:
 
 
 def parse_listen(text: str, source: str = "--listen", example: str = "0.0.0.0:8443") -> tuple[str, int]:
-    """Host and port of HOST:PORT; an IPv6 address stands in brackets. Raises SpecError, which names the `source`."""
+    """Return host and port of HOST:PORT; an IPv6 address stands in brackets. Raises SpecError with the `source`."""
     host, colon, port = text.rpartition(":")
     if not colon or not host or not port.isdecimal() or not 0 < int(port) < 2**16:
         raise SpecError("not an address", source=source, got=text, allowed=f"HOST:PORT, such as {example}")
@@ -58,7 +58,7 @@ def parse_listen(text: str, source: str = "--listen", example: str = "0.0.0.0:84
 
 
 def own_address(host: str) -> str:
-    """The IPv4 address of this machine under which others reach a service bound to `host`. Raises SpecError."""
+    """Return the IPv4 address of this machine under which others reach a service bound to `host`. Raises SpecError."""
     if host in ANY:
         try:
             return address_towards(DOCUMENTATION, 9)
@@ -72,13 +72,13 @@ def own_address(host: str) -> str:
 
 
 def address_towards(host: str, port: int) -> str:
-    """The address that this machine has for `host`. Sends nothing. Raises OSError where no route leads there."""
+    """Return the address that this machine has for `host`. Sends nothing. Raises OSError where no route leads there."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, port))
         return str(probe.getsockname()[0])
 
 
-def endpoint_of(
+def make_endpoint(
     home: Path,
     listen: str,
     certificate: Path | None,
@@ -87,7 +87,7 @@ def endpoint_of(
     *,
     trusts_users: bool = False,
 ) -> Endpoint:
-    """The endpoint that `orc up --listen` asks for; makes a certificate in the home where none is given.
+    """Return the endpoint that `orc up --listen` asks for; makes a certificate in the home where none is given.
 
     Raises SpecError where a file cannot be read, or where certificate and key do not belong together.
     """
@@ -115,27 +115,27 @@ def endpoint_of(
     )
 
 
-def endpoint_text(endpoint: Endpoint) -> str:
-    """The endpoint as the home folder keeps it."""
+def format_endpoint(endpoint: Endpoint) -> str:
+    """Return the endpoint as the home folder keeps it."""
     return json.dumps(asdict(endpoint), sort_keys=True)
 
 
-def kept_endpoint(home: Path) -> Endpoint | None:
-    """The endpoint that the last `orc up --listen` asked for; None: the loopback alone."""
+def load_endpoint(home: Path) -> Endpoint | None:
+    """Return the endpoint that the last `orc up --listen` asked for; None: the loopback alone."""
     path = home / FILE
-    return endpoint_from(path.read_text(encoding="utf-8") if path.exists() else "")
+    return parse_endpoint(path.read_text(encoding="utf-8") if path.exists() else "")
 
 
-def endpoint_from(text: str) -> Endpoint | None:
-    """The endpoint that `endpoint_text` wrote; None where it is empty."""
+def parse_endpoint(text: str) -> Endpoint | None:
+    """Return the endpoint that `format_endpoint` wrote; None where it is empty."""
     if not text:
         return None
-    kept = json.loads(text)
-    return Endpoint(**{**kept, "allowed_hosts": tuple(kept["allowed_hosts"])})
+    fields = json.loads(text)
+    return Endpoint(**{**fields, "allowed_hosts": tuple(fields["allowed_hosts"])})
 
 
 def _make_certificate(certificate: Path, key: Path, names: set[str]) -> None:
-    """A certificate that signs itself, for trials: clients pin it by its fingerprint."""
+    """Write a self-signed certificate, for trials: clients pin it by its fingerprint."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec

@@ -1,4 +1,4 @@
-"""When jobs are expected to start and end: reckoned aside, since it takes seconds, and only where somebody asks."""
+"""Forecasts of when jobs start and end, computed in another thread and only on request: they take seconds."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from orchestrator.specs.replace import replace
 from orchestrator.specs.state import State
 
 FRESH_S = 10.0  # so long a forecast counts while the state stays the same
-REST = 9.0  # times as long as it took, none is reckoned: a tenth of a core at most
-PATIENCE_S = 0.05  # how long the first page waits for the first one
-FORECAST_S = 20.0  # that a request waits for the forecast of the newest state: then it gets the one before
-SOON_MAX = 200  # jobs whose forecast can be there by then; that of 5,000 takes seconds
+REST = 9.0  # pause after a forecast, in times of its duration: a tenth of a core at most
+PATIENCE_S = 0.05  # how long the first page waits for the first forecast
+FORECAST_S = 20.0  # how long a request waits for the forecast of the newest state; then it gets an older one
+SOON_MAX = 200  # jobs whose forecast can be ready by then; a forecast of 5,000 takes seconds
 
 
 class ExpectedJob(TypedDict):
@@ -43,7 +43,7 @@ Expectations = Mapping[str, ExpectedJob]
 
 
 class Forecasts:
-    """The newest forecast of the live queue, at most FRESH_S old while it is asked for and quickly reckoned."""
+    """The newest forecast of the live queue, at most FRESH_S old while requests come and it is quickly computed."""
 
     def __init__(self, state: Callable[[], State]) -> None:
         self._state = state
@@ -51,76 +51,76 @@ class Forecasts:
         self._lock = threading.Lock()
         self._known: Expectations = {}
         self._is_known = threading.Event()
-        self._reckoned = threading.Condition()
+        self._is_computed = threading.Condition()
         self._of: State | None = None
         self._at_s = self._began_s = 0.0
         self._took_s = 0.0
         self._pending: Future[None] | None = None
 
     def newest(self) -> Expectations:
-        """What is known by now, by id of the job. A job that was submitted since is missing."""
+        """Return the newest forecast by id of the job. A job that was submitted since is missing."""
         with self._lock:
             is_first = self._pending is None
             is_old = not self._is_fresh()
             is_idle = self._pending is None or self._pending.done()
             is_due = time.monotonic() > self._at_s + REST * self._took_s
             if is_old and is_idle and is_due:
-                self._pending = self._worker.submit(self._reckon)
+                self._pending = self._worker.submit(self._compute)
         if is_first and len(self._state().jobs) <= SOON_MAX:
             self._is_known.wait(PATIENCE_S)
         return self._known
 
-    def of_now(self) -> Expectations:
+    def wait_for_newest(self) -> Expectations:
         """Return a forecast of this moment's state or of a later one; after FORECAST_S the newest that is known."""
         request_s = time.monotonic()
         while not self._is_fresh() and self._began_s < request_s and time.monotonic() < request_s + FORECAST_S:
             self.newest()
-            with self._reckoned:
-                self._reckoned.wait(PATIENCE_S)
+            with self._is_computed:
+                self._is_computed.wait(PATIENCE_S)
         return self._known
 
     def _is_fresh(self) -> bool:
         return self._of is self._state() and time.monotonic() <= self._at_s + FRESH_S
 
-    def _reckon(self) -> None:
+    def _compute(self) -> None:
         state, began_s = self._state(), time.monotonic()
         try:
             if not self._is_known.is_set():  # ranges of a long queue take half a minute
-                self._tell(state, ranged=False)
-            self._tell(state, ranged=True)
+                self._store(state, ranged=False)
+            self._store(state, ranged=True)
         finally:
             self._of, self._at_s, self._began_s = state, time.monotonic(), began_s
             self._took_s = self._at_s - began_s
-            with self._reckoned:
-                self._reckoned.notify_all()
+            with self._is_computed:
+                self._is_computed.notify_all()
 
-    def _tell(self, state: State, *, ranged: bool) -> None:
-        self._known = {one["id"]: one for one in expected_jobs(state, time.time(), ranged=ranged)}
+    def _store(self, state: State, *, ranged: bool) -> None:
+        self._known = {row["id"]: row for row in expected_jobs(state, time.time(), ranged=ranged)}
         self._is_known.set()
 
 
 def expected_jobs(state: State, now_s: float, *, ranged: bool = True) -> list[ExpectedJob]:
-    """Every live job, earliest expected start first; jobs without an expectation last.
+    """Return every live job, earliest expected start first; jobs without an expectation last.
 
     Without ranges it takes a hundredth of the time.
     """
-    found = (forecast if ranged else foreseen)(replace(state, at_s=max(state.at_s, now_s)))
+    expectations = (forecast if ranged else foreseen)(replace(state, at_s=max(state.at_s, now_s)))
     jobs = [job for job in state.jobs.values() if not job.status.ended]
     waits = Waits(state)
-    rows = [_expected(job, found.get(job.id), waits) for job in jobs]
-    return sorted(rows, key=lambda one: inf if one["start_s"] is None else one["start_s"])
+    rows = [_expected(job, expectations.get(job.id), waits) for job in jobs]
+    return sorted(rows, key=lambda row: inf if row["start_s"] is None else row["start_s"])
 
 
-def _expected(job: Job, one: Expected | None, waits: Waits) -> ExpectedJob:
+def _expected(job: Job, expected: Expected | None, waits: Waits) -> ExpectedJob:
     return ExpectedJob(
         id=job.id,
         status=job.status.value,
-        devices=one.devices if one else None,
-        start_s=one.start_s if one else None,
-        end_s=one.end_s if one else None,
-        start_range_s=one.start_range_s if one else None,
-        end_range_s=one.end_range_s if one else None,
+        devices=expected.devices if expected else None,
+        start_s=expected.start_s if expected else None,
+        end_s=expected.end_s if expected else None,
+        start_range_s=expected.start_range_s if expected else None,
+        end_range_s=expected.end_range_s if expected else None,
         deadline_s=job.deadline_s,
         says_length=steps_left(job) is not None,
-        why=waits.why(job) if one and job.status is JobStatus.QUEUED else job.reason,
+        why=waits.why(job) if expected and job.status is JobStatus.QUEUED else job.reason,
     )

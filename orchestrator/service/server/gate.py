@@ -53,7 +53,7 @@ class PageAnswers(Protocol):
 
     @property
     def headers(self) -> Mapping[str, str]:
-        """Of each answer."""
+        """Headers of each page."""
 
     @property
     def refused(self) -> Callable[[Request, int, str], Response]:
@@ -82,67 +82,93 @@ class Gate:
     pages: PageAnswers | None  # None: the API alone
 
     async def verdict(self, request: Request) -> tuple[Response | None, bool]:
-        """Why the request is refused (401, 403, 411, 413, 429), or None, and whether the audit log has a row of it."""
-        host = _host_of(request)
-        if host not in self.hosts:  # a page of another site, whose name was made to lead here
-            allow = f"the Host {host!r} is not allowed: `orc up --allowed-host {host or 'NAME'}` allows it"
-            return refusal(403, allow), False
-        by_browser = "authorization" not in request.headers
-        if by_browser and request.method != "GET" and "cookie" in request.headers and not is_same_origin(request):
-            return refusal(403, "a page of another site sent this"), False
+        """Return the refusal of a request (401, 403, 411, 413, 429) or None, and whether the audit log gets a row."""
+        foreign = self._refuse_foreign(request)
+        if foreign is not None:
+            return foreign, False
         principal = await run_in_threadpool(self.principal, request)
         request.state.principal = principal
         if request.url.path in SIGNING_IN or request.url.path.startswith((STATIC, LINK)):
-            return _signing_in(request), False
+            return _check_sign_in(request), False
         if principal is None:
-            if by_browser and is_page(request.url.path):
-                return refusal(401, "sign in"), False
-            if self.is_guessing(request):
-                return refusal(429, "too many wrong tokens from this address: wait a minute"), False
-            return refusal(401, "wrong token: `orc login` keeps one, and a home folder has its own"), False
-        length = request.headers.get("content-length", "0")
-        if "transfer-encoding" in request.headers or not length.isdecimal():
-            return refusal(411, "a body needs its length"), False
-        asked = self._asked(request)
-        limit = BODY_BYTES_MAX if asked is None else self.body_bytes_max.get(asked, BODY_BYTES_MAX)
-        if int(length) > limit:
-            return refusal(413, f"the body is longer than {limit} bytes"), False
-        is_change = request.method != "GET" and asked not in self.reading
-        if is_change and not principal.is_owner and not self.rates.hit(CHANGES, "changes", principal.name):
-            return refusal(
-                429, f"{CHANGES.amount} changes a minute are allowed: wait, or submit jobs in a batch"
-            ), False
-        looks = _looks(request.url.path)
-        if looks and not is_change and not principal.is_owner and not self.rates.hit(looks, "looks", principal.name):
-            return refusal(429, f"{looks.amount} pages and reports a minute are allowed: wait"), False
+            return self._refuse_stranger(request), False
+        route = self._route_of(request)
+        is_change = request.method != "GET" and route not in self.reading
+        excess = self._refuse_size(request, route) or self._refuse_rate(request, principal, is_change=is_change)
+        if excess is not None:
+            return excess, False
         if "\0" in request.url.path or "%00" in request.url.query:  # PostgreSQL takes no such text
             return refusal(422, "the address has a NUL character"), is_change
-        needed = Role.VIEWER if asked is None else self.roles.get(asked, Role.ADMIN)  # no such route: 404 or 405
-        if principal.is_joining and asked not in self.joining:
+        needed = Role.VIEWER if route is None else self.roles.get(route, Role.ADMIN)  # no such route: 404 or 405
+        if principal.is_joining and route not in self.joining:
             return refusal(403, "this token lets machines join, and nothing else"), is_change
         if not principal.role.may(needed):
             return refusal(403, f"{principal.name} is {principal.role}: this needs the role {needed}"), is_change
         return None, is_change
 
+    def _refuse_foreign(self, request: Request) -> Response | None:
+        """Return the refusal of a wrong Host, and of a change that a page of another site sends; else None."""
+        host = _host_of(request)
+        if host not in self.hosts:  # a page of another site, whose name was made to lead here
+            allow = f"the Host {host!r} is not allowed: `orc up --allowed-host {host or 'NAME'}` allows it"
+            return refusal(403, allow)
+        by_browser = "authorization" not in request.headers
+        if by_browser and request.method != "GET" and "cookie" in request.headers and not is_same_origin(request):
+            return refusal(403, "a page of another site sent this")
+        return None
+
+    def _refuse_stranger(self, request: Request) -> Response:
+        """Return the refusal of a request that neither a token nor a session admits."""
+        if "authorization" not in request.headers and is_page(request.url.path):
+            return refusal(401, "sign in")
+        if self.is_guessing(request):
+            return refusal(429, "too many wrong tokens from this address: wait a minute")
+        return refusal(401, "wrong token: `orc login` keeps one, and a home folder has its own")
+
+    def _refuse_size(self, request: Request, route: tuple[str, str] | None) -> Response | None:
+        """Return the refusal of a body without a length, or above the route's limit; else None."""
+        length = request.headers.get("content-length", "0")
+        if "transfer-encoding" in request.headers or not length.isdecimal():
+            return refusal(411, "a body needs its length")
+        limit = BODY_BYTES_MAX if route is None else self.body_bytes_max.get(route, BODY_BYTES_MAX)
+        return refusal(413, f"the body is longer than {limit} bytes") if int(length) > limit else None
+
+    def _refuse_rate(self, request: Request, principal: Principal, *, is_change: bool) -> Response | None:
+        """Return the refusal of a request above its user's rate; else None. The owner has no limit."""
+        if principal.is_owner:
+            return None
+        if is_change:
+            if self.rates.hit(CHANGES, "changes", principal.name):
+                return None
+            return refusal(429, f"{CHANGES.amount} changes a minute are allowed: wait, or submit jobs in a batch")
+        looks = _look_limit(request.url.path)
+        if looks is None or self.rates.hit(looks, "looks", principal.name):
+            return None
+        return refusal(429, f"{looks.amount} pages and reports a minute are allowed: wait")
+
     def is_guessing(self, request: Request, *, count: bool = True) -> bool:
-        """Count a wrong token, or only look; whether its address has sent too many."""
+        """Count a wrong token, or only look; return whether its address has sent too many."""
         ask = self.rates.hit if count else self.rates.test
         return not ask(WRONG_TOKENS, "wrong", request.client.host if request.client else "")
 
     def principal(self, request: Request) -> Principal | None:
-        """Who sent the request, by its token, else by the session of its browser; None where neither admits anybody."""
-        given = request.headers.get("authorization")
-        if given is None:
+        """Return who sent the request, by its token, else by its browser's session; None where neither admits."""
+        authorization = request.headers.get("authorization")
+        if authorization is None:
             return self.sessions.principal(request)
-        if hmac.compare_digest(given.encode(), f"Bearer {self.owner_token}".encode()):
+        if hmac.compare_digest(authorization.encode(), f"Bearer {self.owner_token}".encode()):
             return Principal(name=self.owner, role=Role.ADMIN, is_owner=True)
-        if given.startswith(f"Bearer {JOIN_PREFIX}"):
+        if authorization.startswith(f"Bearer {JOIN_PREFIX}"):
             secret = self.join_secret()
-            fits = bool(secret) and hmac.compare_digest(given.encode(), f"Bearer {secret}".encode())
+            fits = bool(secret) and hmac.compare_digest(authorization.encode(), f"Bearer {secret}".encode())
             return Principal(name="join", role=Role.OPERATOR, is_joining=True) if fits else None
-        return self.accounts.principal(given.removeprefix("Bearer ")) if given.startswith("Bearer ") else None
+        return (
+            self.accounts.principal(authorization.removeprefix("Bearer "))
+            if authorization.startswith("Bearer ")
+            else None
+        )
 
-    def _asked(self, request: Request) -> tuple[str, str] | None:
+    def _route_of(self, request: Request) -> tuple[str, str] | None:
         """Method and path of the route; None where there is none."""
         application: FastAPI = request.app
         for route in application.routes:
@@ -174,8 +200,8 @@ class Gated:
             await self._app(scope, receive, send)
             return
         request = Request(scope, receive)
-        given_id = request.headers.get("x-request-id", "")
-        request.state.id = given_id if REQUEST_ID.fullmatch(given_id) else secrets.token_hex(8)
+        header_id = request.headers.get("x-request-id", "")
+        request.state.id = header_id if REQUEST_ID.fullmatch(header_id) else secrets.token_hex(8)
         REQUEST.set(request.state.id)
         request.state.principal = None
         refused, is_audited = None, False
@@ -192,7 +218,7 @@ class Gated:
 
 
 class _Answer:
-    """What a route sends, on its way: with headers, in the audit log before anybody reads it, and refusals as pages."""
+    """Sends a route's answer: adds headers, writes the audit log first, and turns refusals into pages."""
 
     def __init__(self, gate: Gate, request: Request, send: Send, *, is_audited: bool, is_page: bool) -> None:
         self._gate, self._request, self._send = gate, request, send
@@ -215,9 +241,9 @@ class _Answer:
         if self._is_page and headers.get("content-type", "").startswith("application/json"):
             self._refusal = status, bytearray()
             return
-        await self._send(self._marked(message))
+        await self._send(self._with_headers(message))
 
-    def _marked(self, message: Message) -> Message:
+    def _with_headers(self, message: Message) -> Message:
         headers = MutableHeaders(scope=message)
         headers["X-Request-Id"] = self._request.state.id
         if self._is_page and self._gate.pages is not None:
@@ -226,7 +252,7 @@ class _Answer:
         return message
 
     async def _refuse(self, message: Message) -> None:
-        """The page of a refusal, once its words are whole."""
+        """Send the page of a refusal once its message is whole."""
         assert self._refusal is not None, message
         assert self._gate.pages is not None, message
         status, body = self._refusal
@@ -237,18 +263,18 @@ class _Answer:
         self._refusal = None
 
         async def send(part: Message) -> None:
-            await self._send(self._marked(part) if part["type"] == "http.response.start" else part)
+            await self._send(self._with_headers(part) if part["type"] == "http.response.start" else part)
 
         await page(self._request.scope, self._request.receive, send)
 
 
 def is_page(path: str) -> bool:
-    """Whether people look at the answer: it leads to sign in, and a refusal is a page."""
+    """Return whether people look at the answer: it leads to sign in, and a refusal is a page."""
     return path.startswith(PAGES) or path in (MLFLOW, f"{MLFLOW}/")
 
 
-def _looks(path: str) -> RateLimitItemPerMinute | None:
-    """How often a user may look at a path; None where there is no bound."""
+def _look_limit(path: str) -> RateLimitItemPerMinute | None:
+    """Return how often a user may look at a path; None where there is no bound."""
     if path.startswith((PAGES, REPORT)):
         return LOOKS
     return MLFLOW_LOOKS if path.startswith(MLFLOW) else None
@@ -260,12 +286,12 @@ def limiter() -> MovingWindowRateLimiter:
 
 
 def refusal(status: int, message: str) -> JSONResponse:
-    """An error as every route answers it."""
+    """Return an error as every route answers it."""
     return JSONResponse({"error": message.encode(errors="replace").decode()}, status_code=status)
 
 
-def _signing_in(request: Request) -> Response | None:
-    """Why the form that a token is typed into is refused, which takes no body but that."""
+def _check_sign_in(request: Request) -> Response | None:
+    """Return why a request of the sign-in form is refused; None where it is not. Its body is short."""
     length = request.headers.get("content-length", "0")
     if "transfer-encoding" in request.headers or not length.isdecimal() or int(length) > SIGN_IN_BYTES_MAX:
         return refusal(413, f"the body is longer than {SIGN_IN_BYTES_MAX} bytes")

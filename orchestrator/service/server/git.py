@@ -15,12 +15,12 @@ _PASSWORD = re.compile(r"(?<=://)[^/@]*@")
 
 
 def code_source(folder: Path) -> CodeSource | None:
-    """The state of the git work tree that the folder is in; None without one, without a commit, or without git."""
+    """Return the state of the folder's git work tree; None without one, without a commit, or without git."""
     status = _git(folder, "status", "--porcelain=v2", "--branch", "--untracked-files=no")
     if status is None:
         return None
-    told = dict(line[2:].partition(" ")[::2] for line in status.splitlines() if line.startswith("# branch."))
-    commit, branch = told.get("branch.oid", ""), told.get("branch.head", "")
+    headers = dict(line[2:].partition(" ")[::2] for line in status.splitlines() if line.startswith("# branch."))
+    commit, branch = headers.get("branch.oid", ""), headers.get("branch.head", "")
     if not re.fullmatch(r"[0-9a-f]{40,64}", commit):  # `(initial)`
         return None
     remotes = _git(folder, "config", "--get-regexp", r"^remote\..*\.url$") or ""
@@ -34,9 +34,9 @@ def code_source(folder: Path) -> CodeSource | None:
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
-    """What git answers; None where it does not. Hooks of the repository are not run."""
+    """Return the output of git; None where it fails. Hooks of the repository are not run."""
     try:
-        ended = subprocess.run(
+        process = subprocess.run(
             ["git", "-c", "core.fsmonitor=false", "-C", str(folder), *arguments],
             env={**inherited(os.environ), "GIT_OPTIONAL_LOCKS": "0"},
             stdin=subprocess.DEVNULL,
@@ -46,4 +46,4 @@ def _git(folder: Path, *arguments: str) -> str | None:
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return ended.stdout.decode(errors="replace") if ended.returncode == 0 else None
+    return process.stdout.decode(errors="replace") if process.returncode == 0 else None

@@ -6,22 +6,22 @@ from collections.abc import Callable
 
 
 class Health:
-    """The problems that its sources tell. Every method may be called from any thread."""
+    """The problems of a service, from its sources. Every method may be called from any thread."""
 
     def __init__(self) -> None:
         self._sources: list[tuple[Callable[[], str | None], bool]] = []
 
     def watch(self, source: Callable[[], str | None], *, is_fatal: bool = False) -> None:
-        """Ask `source` too, which waits for nothing: one sentence, or None while all is well.
+        """Add a source: it returns one sentence at once, or None while all is well.
 
         No job is taken while a fatal source has a problem.
         """
         self._sources.append((source, is_fatal))
 
     def problems(self) -> list[str]:
-        """One sentence for each thing that is wrong now; empty while all is well."""
+        """Return one sentence for each present problem; empty while all is well."""
         return [problem for source, _ in self._sources if (problem := source()) is not None]
 
     def failures(self) -> list[str]:
-        """The problems because of which no job is taken now; empty while the service is ready."""
+        """Return the problems because of which no job is taken now; empty while the service is ready."""
         return [problem for source, is_fatal in self._sources if is_fatal and (problem := source()) is not None]

@@ -1,4 +1,4 @@
-"""Does the home folder take writes? A full, read-only or standing disk is told, and no reason to end."""
+"""Watches whether the home folder takes writes. A full, read-only or hanging disk is a problem, no reason to end."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ HINT = (
 def hub_config(name: str) -> dict[str, Any]:
     """Return the configuration: from the local cache, the hub in one try, or our table; empty where none has it.
 
-    The table is told on stderr: a fine-tuning under the same name may have other sizes.
+    The use of the table is printed on stderr: a fine-tuning under the same name may have other sizes.
     """
     config = _downloaded(name)
     if config:
@@ -34,7 +34,7 @@ def hub_config(name: str) -> dict[str, Any]:
 
 
 def _downloaded(name: str) -> dict[str, Any]:
-    """Return what the hub's library has or gets. It tries again what fails, so a thread of its own is waited for."""
+    """Return the configuration from the hub's library, which retries: it runs in a thread for TRY_S at most."""
     answer: list[dict[str, Any]] = []
 
     def download() -> None:

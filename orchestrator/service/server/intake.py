@@ -58,10 +58,10 @@ LEARNED = {
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ReadJob:
-    """A job as its file says it, for a service of another machine."""
+    """A job with absolute paths, and which of them are on this machine."""
 
     spec: JobSpec
-    here: frozenset[str]  # keys whose paths are of this machine; the others are of the service's
+    local_keys: frozenset[str]  # keys whose paths are of this machine; the others are of the service's
 
 
 JobSource = Path | Mapping[str, Any]  # a job file, or what one says, whose paths start at the current folder
@@ -76,41 +76,41 @@ def read_job(
     elsewhere: bool = False,
     scope: Callable[[JobSpec], TraceScope] = lambda _: TraceScope(),
 ) -> JobSpec:
-    """The job in a file, its paths absolute (relative ones start at the file's folder). Raises SpecError.
+    """Return the job in a file, its paths absolute (relative ones start at the file's folder). Raises SpecError.
 
     A model without a profile or closed form is traced; the result is cached in `home` (None: that of the environment).
     Only a job `to_run` needs its data, folder and programs: what is for another machine can be planned without them.
     `elsewhere`: absolute paths in the file are those of another machine. `scope`: the plans that the job is read for.
     """
-    text, source, folder = _said(file)
+    text, source, folder = _load_source(file)
     spec = parse_job(text, source, overrides)
-    read = _read(spec, source, folder, home, to_run=to_run, elsewhere=elsewhere, scope=scope)
+    read = _resolve_job(spec, source, folder, home, to_run=to_run, elsewhere=elsewhere, scope=scope)
     return _with_commits([read], folder)[0].spec if to_run else read.spec
 
 
 def read_jobs(file: JobSource, overrides: Sequence[Override] = (), home: Path | None = None) -> list[JobSpec]:
-    """The jobs in a file: one, or those of its array. As `read_job` otherwise."""
-    text, source, folder = _said(file)
+    """Return the jobs in a file: one, or the members of its array. Everything else is as in `read_job`."""
+    text, source, folder = _load_source(file)
     specs = parse_jobs(text, source, overrides)
-    read = [_read(spec, source, folder, home, to_run=True, elsewhere=False) for spec in specs]
-    return [one.spec for one in _with_commits(read, folder)]
+    read = [_resolve_job(spec, source, folder, home, to_run=True, elsewhere=False) for spec in specs]
+    return [job.spec for job in _with_commits(read, folder)]
 
 
-def read_for_elsewhere(
+def read_jobs_elsewhere(
     file: JobSource, overrides: Sequence[Override] = (), home: Path | None = None, *, only_one: bool = False
 ) -> list[ReadJob]:
-    """The jobs in a file for a service of another machine, whose paths are the absolute ones in the file.
+    """Return the jobs in a file for a service of another machine, whose paths are the absolute ones in the file.
 
     `only_one`: an array is an error.
     """
-    text, source, folder = _said(file)
+    text, source, folder = _load_source(file)
     specs = [parse_job(text, source, overrides)] if only_one else parse_jobs(text, source, overrides)
-    read = [_read(spec, source, folder, home, to_run=True, elsewhere=True) for spec in specs]
+    read = [_resolve_job(spec, source, folder, home, to_run=True, elsewhere=True) for spec in specs]
     return _with_commits(read, folder)
 
 
-def _said(file: JobSource) -> tuple[str, str, Path]:
-    """Text, name and folder of a job file."""
+def _load_source(file: JobSource) -> tuple[str, str, Path]:
+    """Return the text, name and folder of a job file."""
     if isinstance(file, Path):
         return _read_text(file), str(file), file.resolve().parent
     try:
@@ -126,7 +126,7 @@ def check_files(spec: JobSpec, source: str) -> None:
         raise join_problems(problems, source)
 
 
-def _read(
+def _resolve_job(
     spec: JobSpec,
     source: str,
     folder: Path,
@@ -139,41 +139,43 @@ def _read(
     for name, (what, hint) in LEARNED.items():
         if getattr(spec, name):
             raise SpecError(f"{what} is no setting", source=source, path=name, hint=hint)
-    resolved = _absolute(spec, folder)
-    there = {key for key, _ in paths_of(resolved)} & {key for key, said in paths_of(spec) if said.startswith("/")}
+    resolved = _with_absolute_paths(spec, folder)
+    there = {key for key, _ in paths_of(resolved)} & {key for key, path in paths_of(spec) if path.startswith("/")}
     if not elsewhere:
         there.clear()
-    missing = [one for one in _missing_files(resolved, source) if to_run or not one.path.startswith("data.")]
-    problems = [one for one in missing if one.path not in there or one.what == NO_CONFIG]
-    problems += _knobs_said_twice(resolved, source)
+    missing = [
+        problem for problem in _missing_files(resolved, source) if to_run or not problem.path.startswith("data.")
+    ]
+    problems = [problem for problem in missing if problem.path not in there or problem.what == NO_CONFIG]
+    problems += _duplicate_knobs(resolved, source)
     is_here = to_run or (resolved.workdir is not None and _is_dir(resolved.workdir))
     if is_here and "workdir" not in there:
         problems += _missing_script(resolved, source, with_programs=to_run and not elsewhere)
     if problems:
         raise join_problems(problems, source)
-    here = frozenset(key for key, _ in paths_of(resolved) if key not in there)
+    local_keys = frozenset(key for key, _ in paths_of(resolved) if key not in there)
     model = resolved.known_model
     if model is not None and not is_known(resolved):
         if isinstance(model.hf, str) and not model.config:
-            path = f"{_said_as(spec)}.hf"
+            path = f"{_model_key(spec)}.hf"
             raise SpecError("the model's sizes are not known", source=source, path=path, got=model.hf, hint=HINT)
         home = home or Path(os.environ.get("ORC_HOME", DEFAULT_HOME))
         resolved = resolved.model_copy(update={"traced": traced(resolved, home.expanduser(), source, scope(resolved))})
-    return ReadJob(spec=resolved, here=here)
+    return ReadJob(spec=resolved, local_keys=local_keys)
 
 
 def _with_commits(jobs: Sequence[ReadJob], folder: Path) -> list[ReadJob]:
-    """The jobs with the commit of their working directories, of the job file's folder where they have none."""
-    there = {job.spec.workdir or str(folder) for job in jobs if job.spec.workdir is None or "workdir" in job.here}
-    found = {path: code_source(Path(path)) for path in there}
+    """Return the jobs with the commits of their working directories, else of the job file's folder."""
+    there = {job.spec.workdir or str(folder) for job in jobs if job.spec.workdir is None or "workdir" in job.local_keys}
+    commits = {path: code_source(Path(path)) for path in there}
     return [
-        replace(job, spec=job.spec.model_copy(update={"source": found.get(job.spec.workdir or str(folder))}))
+        replace(job, spec=job.spec.model_copy(update={"source": commits.get(job.spec.workdir or str(folder))}))
         for job in jobs
     ]
 
 
 def read_cluster(path: Path | None) -> ClusterSpec:
-    """The cluster in a file; without a file, the embedded one of two virtual devices. Raises SpecError."""
+    """Return the cluster in a file; without a file, the embedded one of two virtual devices. Raises SpecError."""
     if path is None:
         return parse_cluster(EMBEDDED_CLUSTER, "the embedded cluster")
     cluster = parse_cluster(_read_text(path), str(path))
@@ -181,9 +183,9 @@ def read_cluster(path: Path | None) -> ClusterSpec:
     return cluster
 
 
-def read_pins(said: str | None) -> tuple[Override, ...]:
-    """What `--plan zero_stage=3,micro_batch=2` overrides of a job file. Raises SpecError as `read_overrides`."""
-    pairs = read_overrides(said.split(",") if said else (), "--plan")
+def read_pins(pins: str | None) -> tuple[Override, ...]:
+    """Return what `--plan zero_stage=3,micro_batch=2` overrides of a job file. Raises SpecError as `read_overrides`."""
+    pairs = read_overrides(pins.split(",") if pins else (), "--plan")
     return tuple((f"plan.{SHORT.get(key, key)}", value) for key, value in pairs)
 
 
@@ -209,9 +211,9 @@ def _read_text(path: Path) -> str:
         raise SpecError(f"the file cannot be read: {error.strerror}", source=str(path)) from None
 
 
-def _absolute(spec: JobSpec, folder: Path) -> JobSpec:
+def _with_absolute_paths(spec: JobSpec, folder: Path) -> JobSpec:
     files: dict[str, Any] = {
-        kind: tuple(str(_at(folder, file)) for file in getattr(spec.data, kind)) for kind in KINDS_OF_FILES
+        kind: tuple(str(_absolute_path(folder, file)) for file in getattr(spec.data, kind)) for kind in KINDS_OF_FILES
     }
     tokenizer = _folder_or_name(folder, spec.data.tokenizer)
     changed: dict[str, object] = {"data": replace(spec.data, tokenizer=tokenizer, **files)}
@@ -220,29 +222,29 @@ def _absolute(spec: JobSpec, folder: Path) -> JobSpec:
     if spec.deadline is not None and spec.deadline.zone is None:
         changed["deadline"] = replace(spec.deadline, zone=local_zone())
     if spec.is_script or spec.workdir is not None:
-        changed["workdir"] = str(_at(folder, spec.workdir or "."))
+        changed["workdir"] = str(_absolute_path(folder, spec.workdir or "."))
     if spec.resume.before is not None:  # its program may be beside the job's file, but it runs in `workdir`
         # not resolved: a virtual environment's interpreter is a link, and its target has other packages
         before = [os.path.abspath(folder / word) if _is_file(folder / word) else word for word in spec.resume.before]
         changed["resume"] = spec.resume.model_copy(update={"before": tuple(before)})
     if spec.known_model is not None:
-        changed[_said_as(spec)] = _absolute_model(spec.known_model, folder)
+        changed[_model_key(spec)] = _with_absolute_model(spec.known_model, folder)
     return spec.model_copy(update=changed)
 
 
-def _said_as(spec: JobSpec) -> str:
-    """The job file's key of `known_model`."""
+def _model_key(spec: JobSpec) -> str:
+    """Return the job file's key of `known_model`."""
     return "trains" if spec.is_script else "model"
 
 
-def _absolute_model(model: ModelSpec, folder: Path) -> ModelSpec:
+def _with_absolute_model(model: ModelSpec, folder: Path) -> ModelSpec:
     if model.factory is not None:
         file, colon, function = model.factory.rpartition(":")
-        return replace(model, factory=f"{_at(folder, file)}:{function}") if colon else model
+        return replace(model, factory=f"{_absolute_path(folder, file)}:{function}") if colon else model
     if isinstance(model.hf, str):
         hf = str(_folder_or_name(folder, model.hf))
-        known = _folder_config(hf) if Path(hf).is_absolute() else {}
-        config = known or model.config or ({} if Path(hf).is_absolute() else hub_config(hf))
+        folder_config = _folder_config(hf) if Path(hf).is_absolute() else {}
+        config = folder_config or model.config or ({} if Path(hf).is_absolute() else hub_config(hf))
         return replace(model, hf=hf, config=config)
     return model
 
@@ -262,7 +264,7 @@ def _with_zone(key: str, value: str) -> str:
 
 
 def local_zone() -> str:
-    """Name of this machine's time zone, from TZ or the link /etc/localtime, else UTC."""
+    """Return the name of this machine's time zone, from TZ or the link /etc/localtime, else UTC."""
     linked = str(Path("/etc/localtime").resolve()).rpartition("zoneinfo/")[2]
     for name in (os.environ.get("TZ", "").removeprefix(":"), linked):
         with suppress(ValueError):
@@ -270,7 +272,7 @@ def local_zone() -> str:
     return "UTC"
 
 
-def _at(folder: Path, path: str) -> Path:
+def _absolute_path(folder: Path, path: str) -> Path:
     """Return a path as an absolute one. Raises SpecError where its `~user` is nobody."""
     try:
         return (folder / Path(path).expanduser()).resolve()
@@ -294,15 +296,15 @@ def _is_dir(path: str | Path) -> bool:
         return False
 
 
-def _folder_or_name(folder: Path, said: str | None) -> str | None:
-    """A folder as an absolute path; anything that neither is a folder nor looks like one is a hub name."""
-    if said is None or not (said.startswith((".", "/", "~")) or _is_dir(_at(folder, said))):
-        return said
-    return str(_at(folder, said))
+def _folder_or_name(folder: Path, name: str | None) -> str | None:
+    """Return a folder as an absolute path; anything that neither is a folder nor looks like one is a hub name."""
+    if name is None or not (name.startswith((".", "/", "~")) or _is_dir(_absolute_path(folder, name))):
+        return name
+    return str(_absolute_path(folder, name))
 
 
 def _folder_config(folder: str) -> dict[str, Any]:
-    """The content of config.json; empty if it cannot be read, which _missing_files reports."""
+    """Return the content of config.json; empty if it cannot be read, which _missing_files reports."""
     try:
         config = json.loads((Path(folder) / CONFIG).read_text())
     except (OSError, ValueError):
@@ -315,7 +317,7 @@ def _missing_files(spec: JobSpec, source: str) -> Iterator[SpecError]:
         for index, file in enumerate(getattr(spec.data, kind)):
             if not _is_file(file):
                 yield SpecError("the file does not exist", source=source, path=f"data.{kind}[{index}]", got=file)
-    model, key = spec.known_model, _said_as(spec)
+    model, key = spec.known_model, _model_key(spec)
     folders = {"data.tokenizer": spec.data.tokenizer, f"{key}.hf": model.hf if model is not None else None}
     for path, folder in folders.items():
         if isinstance(folder, str) and Path(folder).is_absolute() and not _is_dir(folder):
@@ -363,7 +365,7 @@ def _missing_programs(spec: JobSpec, source: str) -> Iterator[SpecError]:
 
 
 def _script_of(command: Sequence[str]) -> str | None:
-    """The script that `python [-u ...] script.py` starts; None for other commands."""
+    """Return the script that `python [-u ...] script.py` starts; None for other commands."""
     program, *arguments = command
     if not is_python(program):
         return None
@@ -371,11 +373,11 @@ def _script_of(command: Sequence[str]) -> str | None:
     return first if first is not None and first.endswith(".py") else None
 
 
-def _knobs_said_twice(spec: JobSpec, source: str) -> Iterator[SpecError]:
+def _duplicate_knobs(spec: JobSpec, source: str) -> Iterator[SpecError]:
     """Errors for knobs whose flag or variable the job sets too: it would override the plan, or repeat the flag."""
     for name, knob in spec.knobs.items():
         word = knob.flag or knob.switch or knob.override
-        if word and any(said == word or said.startswith(f"{word}=") for said in spec.command or ()):
+        if word and any(argument == word or argument.startswith(f"{word}=") for argument in spec.command or ()):
             yield SpecError(
                 "the flag of a knob is already in `command`",
                 source=source,

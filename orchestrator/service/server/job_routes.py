@@ -36,7 +36,7 @@ from orchestrator.service.server.answers import (
     answers,
     answers_bytes,
 )
-from orchestrator.service.server.attempt_files import followed, read_from, view_of
+from orchestrator.service.server.attempt_files import follow_file, read_from, view_of
 from orchestrator.service.server.dependencies import NUMBER_MAX, Forbidden, Sender, Service, Unknown, job_of, seen_from
 from orchestrator.service.server.intake import check_files
 from orchestrator.service.server.links import Links
@@ -49,7 +49,7 @@ from orchestrator.service.server.requests import (
 )
 from orchestrator.service.server.sweeper import Sweeper
 from orchestrator.service.server.waits import Waits
-from orchestrator.service.transfer.outputs import output_of
+from orchestrator.service.transfer.outputs import list_output
 from orchestrator.service.transfer.store import Uploads
 from orchestrator.service.views.comparison import ComparisonView, comparison_view
 from orchestrator.service.views.records import (
@@ -87,7 +87,16 @@ BYTES_SENT = {
 
 
 def add_job_routes(app: FastAPI, service: Service, uploads: Uploads, waits: Waits) -> None:
-    controller, links = service.controller, Links(partial(comparison_url, service.home))
+    """Add the routes of jobs, comparisons and sweeps to the application."""
+    _add_submission_routes(app, service, uploads)
+    _add_view_routes(app, service, waits)
+    _add_comparison_route(app, service)
+    _add_cancel_route(app, service)
+    _add_sweep_routes(app, service)
+
+
+def _add_submission_routes(app: FastAPI, service: Service, uploads: Uploads) -> None:
+    controller = service.controller
 
     @app.post("/jobs", **answers(SubmittedAnswer))
     def submit(request: SubmitRequest, sender: Sender, idempotency_key: IdempotencyKey = "") -> dict[str, Any]:
@@ -99,13 +108,17 @@ def add_job_routes(app: FastAPI, service: Service, uploads: Uploads, waits: Wait
     def submit_batch(request: BatchRequest, sender: Sender, idempotency_key: IdempotencyKey = "") -> dict[str, Any]:
         """Submit all jobs or none, in one transaction."""
         key = request_key(idempotency_key, sender, request)
-        asked = [
-            requested_job(one, f"submitted job {number}", sender, uploads, service.sweeper)
-            for number, one in enumerate(request.jobs, 1)
+        jobs = [
+            requested_job(job, f"submitted job {number}", sender, uploads, service.sweeper)
+            for number, job in enumerate(request.jobs, 1)
         ]
-        ids = controller.submit_all(asked, key)
+        ids = controller.submit_all(jobs, key)
         promises = {job_id: promise for job_id in ids if (promise := promise_view(job_of(service.controller, job_id)))}
         return {"ids": ids, "late": late(controller.state, ids), "promises": promises}
+
+
+def _add_view_routes(app: FastAPI, service: Service, waits: Waits) -> None:
+    controller = service.controller
 
     @app.get("/jobs", **answers(JobsAnswer))
     def jobs(
@@ -137,12 +150,12 @@ def add_job_routes(app: FastAPI, service: Service, uploads: Uploads, waits: Wait
         await run_in_threadpool(job_of, controller, job_id)
         if seen is not None:
             await waits.until(lambda: controller.version != seen, wait_s)
-        return await run_in_threadpool(now, job_id)
+        return await run_in_threadpool(answer_now, job_id)
 
-    def now(job_id: str) -> Response:
-        version, found = controller.version, job_of(controller, job_id)  # in this order: nothing is missed
-        found = service.reasons.explained(found)
-        view = view_of(service.home, found, controller.state.policy, controller.health.problems())
+    def answer_now(job_id: str) -> Response:
+        version, job = controller.version, job_of(controller, job_id)  # in this order: nothing is missed
+        job = service.reasons.explained(job)
+        view = view_of(service.home, job, controller.state.policy, controller.health.problems())
         return JSONResponse({"job": view, "version": version})
 
     @app.get("/jobs/{job_id}/explanation", **answers(ExplanationView))
@@ -150,45 +163,54 @@ def add_job_routes(app: FastAPI, service: Service, uploads: Uploads, waits: Wait
         job = service.reasons.explained(job_of(controller, job_id))
         return dict(explanation_view(controller.state, job, service.reasons.sooner(job)))
 
+
+def _add_comparison_route(app: FastAPI, service: Service) -> None:
+    links = Links(partial(comparison_url, service.home))
+
     @app.get("/jobs/{job_id}/comparison", **answers(ComparisonView))
     def compared(job_id: str, request: Request) -> dict[str, Any]:
         """The strategies of `orc compare`, by the id of one of their jobs."""
-        jobs = _compared(service, job_of(service.controller, job_id))
-        curves = {one.id: curve_of(metric_lines(service.home, one)) for one in jobs}
-        found = comparison(controller.state, jobs, curves)
-        address, ran = service.trackers.get("mlflow"), sum(bool(one.attempts) for one in jobs)
+        jobs = _compared_jobs(service, job_of(service.controller, job_id))
+        curves = {job.id: curve_of(metric_lines(service.home, job)) for job in jobs}
+        strategies = comparison(service.controller.state, jobs, curves)
+        address, ran = service.trackers.get("mlflow"), sum(bool(job.attempts) for job in jobs)
         link = links.of(address, comparison_key(jobs[0]), ran) if address and ran else None
-        return dict(comparison_view(found, link and seen_from(request, link)))
+        return dict(comparison_view(strategies, link and seen_from(request, link)))
+
+
+def _add_cancel_route(app: FastAPI, service: Service) -> None:
+    controller, sweeper = service.controller, service.sweeper
 
     @app.post("/jobs/cancel", **answers(CancelledAnswer))
     def cancel(request: CancelRequest, sender: Sender) -> dict[str, Any]:
         """Cancel jobs, and sweeps by their ids."""
-        sweeps = [job_id for job_id in request.jobs if service.sweeper.knows(job_id)]
+        sweeps = [job_id for job_id in request.jobs if sweeper.knows(job_id)]
         jobs = [job_id for job_id in request.jobs if job_id not in sweeps]
-        of_sweeps = [one.job for sweep_id in sweeps for one in _sweep(service, sweep_id).trials]
-        for job_id in (*jobs, *of_sweeps):
-            refuse_other_teams(job_of(service.controller, job_id), sender, controller.state.policy, "cancel")
+        trials = [trial.job for sweep_id in sweeps for trial in _sweep_report(service, sweep_id).trials]
+        for job_id in (*jobs, *trials):
+            refuse_other_teams(job_of(controller, job_id), sender, controller.state.policy, "cancel")
         if request.whole_arrays:
-            found = {sweep_id: job_id for job_id in jobs if (sweep_id := service.sweeper.sweep_of(job_id))}
-            sweeps += found
-            jobs = [job_id for job_id in jobs if service.sweeper.sweep_of(job_id) is None]
+            sweeps += dict.fromkeys(sweep_id for job_id in jobs if (sweep_id := sweeper.sweep_of(job_id)))
+            jobs = [job_id for job_id in jobs if sweeper.sweep_of(job_id) is None]
         cancelled = controller.cancel(jobs, whole_arrays=request.whole_arrays) if jobs else []
-        return {"cancelled": cancelled + [job_id for sweep_id in sweeps for job_id in service.sweeper.cancel(sweep_id)]}
+        return {"cancelled": cancelled + [job_id for sweep_id in sweeps for job_id in sweeper.cancel(sweep_id)]}
 
+
+def _add_sweep_routes(app: FastAPI, service: Service) -> None:
     @app.get("/sweeps", **answers(SweepsAnswer))
     def sweeps() -> dict[str, Any]:
-        return {"sweeps": [sweep_view(one) for one in service.sweeper.reports()]}
+        return {"sweeps": [sweep_view(report) for report in service.sweeper.reports()]}
 
     @app.get("/sweeps/{sweep_id}", **answers(SweepView))
     def sweep(sweep_id: str) -> dict[str, Any]:
-        return dict(sweep_view(_sweep(service, sweep_id)))
+        return dict(sweep_view(_sweep_report(service, sweep_id)))
 
 
 def add_log_routes(app: FastAPI, service: Service, waits: Waits) -> None:
     controller = service.controller
 
     def file_of(job_id: str, number: int, rank: int) -> tuple[Path, tuple[bytes, ...]]:
-        """The log's path, and what is hidden of it."""
+        """Return the log's path, and the secrets to hide in it."""
         job = job_of(controller, job_id)
         attempts = job.attempts
         if not 1 <= number <= len(attempts):
@@ -222,7 +244,7 @@ def add_log_routes(app: FastAPI, service: Service, waits: Waits) -> None:
             job = controller.state.jobs.get(job_id)
             return job is None or job.attempts[number - 1].status is AttemptStatus.ENDED
 
-        stream = followed(file, offset, hidden, is_over, waits, wait_s)
+        stream = follow_file(file, offset, hidden, is_over, waits, wait_s)
         return StreamingResponse(stream, media_type="application/octet-stream")
 
 
@@ -236,7 +258,7 @@ def add_file_routes(app: FastAPI, service: Service, uploads: Uploads) -> None:
         with uploads.receiving() as file:
             try:
                 async with asyncio.timeout(RECEIVE_S):
-                    await _received(request, file)
+                    await _write_body(request, file)
             except TimeoutError:
                 raise ServiceError(f"the upload took longer than {RECEIVE_S:.0f} s: submit again") from None
             except ClientDisconnect:
@@ -251,7 +273,7 @@ def add_file_routes(app: FastAPI, service: Service, uploads: Uploads) -> None:
         """The job's output folder as an archive; what came by upload and was not changed is left out."""
         job = job_of(service.controller, job_id)
         refuse_other_teams(job, sender, service.controller.state.policy, "fetch the output of")
-        listing = output_of(service.home, job)
+        listing = list_output(service.home, job)
         headers = {
             "Content-Length": str(len(listing.manifest()) + listing.total_bytes),  # a client sees what is cut off
             "X-Output-Bytes": str(listing.total_bytes),
@@ -260,15 +282,15 @@ def add_file_routes(app: FastAPI, service: Service, uploads: Uploads) -> None:
         return StreamingResponse(listing.stream(), media_type="application/octet-stream", headers=headers)
 
 
-async def _received(request: Request, file: Path) -> None:
+async def _write_body(request: Request, file: Path) -> None:
     """Write the body to a file."""
-    with file.open("wb") as opened:
+    with file.open("wb") as body:
         async for chunk in request.stream():
-            await run_in_threadpool(opened.write, chunk)
+            await run_in_threadpool(body.write, chunk)
 
 
 def request_key(name: str, sender: Principal, request: BaseModel) -> RequestKey | None:
-    """What the journal knows a submission by: the sender's name for it, and what it asks for."""
+    """Return the key of a submission in the journal: the sender's name for it and its digest; None without a name."""
     if not name:
         return None
     digest = hashlib.sha256(request.model_dump_json().encode(errors="surrogatepass")).hexdigest()
@@ -278,25 +300,24 @@ def request_key(name: str, sender: Principal, request: BaseModel) -> RequestKey 
 def requested_job(
     request: SubmitRequest, source: str, sender: Principal, uploads: Uploads, sweeper: Sweeper
 ) -> tuple[JobSpec, Fault | None]:
-    """The job, whose user is who sent it, and whose files are here; of a sweep the first trial.
+    """Return the job for the sender, with its files on this machine, and its fault; of a sweep the first trial.
 
     The home folder's own token may name any user.
     """
-    asked = request.fault
-    fault = Fault(kind=asked.kind, rank=asked.rank, step=asked.step) if asked else None
+    fault = None if request.fault is None else Fault(**request.fault.model_dump())
     spec = job_from_data(request.spec, source)
     if sender.is_owner:
-        return _first(spec, sweeper), fault
+        return _first_trial(spec, sweeper), fault
     if spec.user not in (None, sender.name):
         hint = "leave `user` out: the job belongs to the user of the token"
         what = "another user's name"
         raise SpecError(what, source=source, path="user", got=spec.user, allowed=sender.name, hint=hint)
     spec = with_paths(spec, uploads.resolved)
     check_files(spec, source)
-    return _first(spec.model_copy(update={"user": sender.name}), sweeper), fault
+    return _first_trial(spec.model_copy(update={"user": sender.name}), sweeper), fault
 
 
-def _first(spec: JobSpec, sweeper: Sweeper) -> JobSpec:
+def _first_trial(spec: JobSpec, sweeper: Sweeper) -> JobSpec:
     return spec if spec.trial is None else sweeper.first(spec)
 
 
@@ -306,15 +327,15 @@ def refuse_other_teams(job: Job, sender: Principal, policy: PolicySpec, act: str
     raise Forbidden(f"{job.id} belongs to {job.user or 'nobody'}: {sender.name} may {act} jobs of its own team only")
 
 
-def _sweep(service: Service, sweep_id: str) -> SweepReport:
-    found = service.sweeper.report(sweep_id)
-    if found is None:
+def _sweep_report(service: Service, sweep_id: str) -> SweepReport:
+    report = service.sweeper.report(sweep_id)
+    if report is None:
         raise Unknown(f"there is no sweep {sweep_id!r}. `orc queue` lists them")
-    return found
+    return report
 
 
-def _compared(service: Service, job: Job) -> list[Job]:
-    """The jobs of the comparison that the job is of."""
+def _compared_jobs(service: Service, job: Job) -> list[Job]:
+    """Return the jobs of the comparison to which the job belongs. Raises ServiceError where it belongs to none."""
     member = job.spec.member
     if member is None or not member.compared:
         raise ServiceError(f"{job.id} belongs to no comparison. `orc compare FILE` makes one")

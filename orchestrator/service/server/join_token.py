@@ -16,7 +16,7 @@ FORM = "what `orc up --listen` or `orc token join` prints"
 
 
 def make_join_token(home: Path, endpoint: Endpoint, *, renew: bool = False) -> str:
-    """The token of this home, made where there is none; with `renew` another one, and the old one joins nothing."""
+    """Return the token of this home, made where there is none; with `renew` a new one that ends the old one."""
     secret = "" if renew else secret_of(home)
     secret = secret or PREFIX + secrets.token_urlsafe(SECRET_BYTES)
     token = f"{secret}.{endpoint.fingerprint().removeprefix('sha256:')}"
@@ -25,7 +25,7 @@ def make_join_token(home: Path, endpoint: Endpoint, *, renew: bool = False) -> s
 
 
 def secret_of(home: Path) -> str:
-    """The secret that the service of this home admits; empty where there is none."""
+    """Return the secret that the service of this home admits; empty where there is none."""
     try:
         return (home / FILE).read_text().partition(".")[0]
     except OSError:
@@ -33,7 +33,7 @@ def secret_of(home: Path) -> str:
 
 
 def parts_of(token: str) -> tuple[str, str]:
-    """Secret and fingerprint of a token. Raises SpecError, which does not repeat the token."""
+    """Return the secret and fingerprint of a token. Raises SpecError, which does not repeat the token."""
     secret, _, digest = token.strip().partition(".")
     if not secret.startswith(PREFIX) or len(digest) != 64 or set(digest) - set("0123456789abcdef"):
         raise SpecError("not a token for joining", source="orc join", allowed=FORM)

@@ -22,9 +22,9 @@ from orchestrator.backends.mlflow.tracker import ADDRESS_FILE as MLFLOW_FILE
 from orchestrator.service.server.client import Client, is_up, process_is_alive, service_file
 from orchestrator.service.server.cluster_file import FILE as CLUSTER_FILE
 from orchestrator.service.server.cluster_file import cluster_text, kept_cluster
-from orchestrator.service.server.detection import found_here, node_name
+from orchestrator.service.server.detection import detect_machine, node_name
 from orchestrator.service.server.endpoint import FILE as ENDPOINT_FILE
-from orchestrator.service.server.endpoint import Endpoint, endpoint_text
+from orchestrator.service.server.endpoint import Endpoint, format_endpoint
 from orchestrator.specs.cluster import ClusterSpec, DeviceKind
 from orchestrator.specs.errors import ServiceError
 
@@ -39,18 +39,18 @@ TAIL_LINES = 15
 def start(
     home: Path, cluster: Path | None, ray_address: str | None, endpoint: Endpoint | None = None
 ) -> tuple[str, ...] | None:
-    """Bring the service up and wait until it answers; what was found of hardware, in sentences, if it was asked.
+    """Bring the service up and wait until it answers; return notes on detected hardware, in sentences.
 
-    None where it was up already. Raises ServiceError; SpecError where no cluster is named and this machine's devices
-    make none.
+    Return None where it was up already. Raises ServiceError; SpecError where no cluster is named and this machine's
+    devices make none.
 
     The home folder keeps `cluster`, `ray_address`, `endpoint` and two variables: ORC_JOURNAL, the address of a
     PostgreSQL journal, and ORC_MLFLOW, that of an MLflow server. A restart that names none of them uses the kept ones.
     """
     prepare(home)
     _refuse_another_machine(home)
-    with _only_one(home):
-        notes = _keep_world(home, cluster, ray_address, endpoint)
+    with _start_lock(home):
+        notes = _store_settings(home, cluster, ray_address, endpoint)
         if notes is None:
             return None
         (home / "service.json").unlink(missing_ok=True)
@@ -61,7 +61,7 @@ def start(
 
 
 def become(home: Path, cluster: Path | None, ray_address: str | None, endpoint: Endpoint | None) -> NoReturn:
-    """The same with this process as the service: for a supervisor, such as a container. Raises ServiceError.
+    """Replace this process by the service: for a supervisor, such as a container. Raises ServiceError.
 
     Where another service owns a PostgreSQL journal, it is a standby and waits for the lease.
     `service.json` stays until the service serves: a standby that shares the home must not hide the one that acts.
@@ -69,23 +69,23 @@ def become(home: Path, cluster: Path | None, ray_address: str | None, endpoint: 
     """
     prepare(home)
     _refuse_another_machine(home)
-    with _only_one(home):
-        if _keep_world(home, cluster, ray_address, endpoint) is None:
+    with _start_lock(home):
+        if _store_settings(home, cluster, ray_address, endpoint) is None:
             raise ServiceError(f"the service of {home} is up already: `orc down` stops it")
     command = [*_daemon(home), "--standby"]
     if endpoint is not None:  # another service of this home may have noted its own since
-        command += ["--endpoint", endpoint_text(endpoint)]
+        command += ["--endpoint", format_endpoint(endpoint)]
     os.execv(command[0], command)
 
 
-def _keep_world(
+def _store_settings(
     home: Path, cluster: Path | None, ray_address: str | None, endpoint: Endpoint | None
 ) -> tuple[str, ...] | None:
-    """Note in the home what the service shall find; what was found of hardware, in sentences, if it was asked.
+    """Store settings of the service in the home; return notes on detected hardware, in sentences.
 
-    None where the service is up already, with the same.
+    Return None where the service is up already with the same settings.
     """
-    listen = None if endpoint is None else endpoint_text(endpoint)
+    listen = None if endpoint is None else format_endpoint(endpoint)
     named = {
         "ray_address": ray_address,
         "journal_url": os.environ.get("ORC_JOURNAL"),
@@ -97,14 +97,14 @@ def _keep_world(
         wanted |= {CLUSTER_FILE: cluster.read_text(encoding="utf-8"), "ray_address": ray_address or ""}
     up = is_up(home)
     if up or (home / "ray.json").exists():
-        _refuse_another_world(home, wanted)
+        _refuse_other_settings(home, wanted)
     if up:
         return None
     notes: tuple[str, ...] = ()
     if cluster is None and ray_address is None:
-        found, notes = world_of(home)
-        if notes and found.nodes[0].device.kind is DeviceKind.CUDA:
-            wanted[CLUSTER_FILE] = cluster_text(found, notes)
+        spec, notes = find_cluster(home)
+        if notes and spec.nodes[0].device.kind is DeviceKind.CUDA:
+            wanted[CLUSTER_FILE] = cluster_text(spec, notes)
     for name, text in wanted.items():
         write_durably(home / name, text, PRIVATE)
     return notes
@@ -128,7 +128,7 @@ def stop(home: Path, force: bool) -> None:
 
 
 def _clear_remains(home: Path, force: bool, *, was_up: bool) -> None:
-    """End what a service left that was killed, that ended and left jobs running, or that hangs."""
+    """End processes and files of a service that was killed, that hangs, or that ended and left jobs running."""
     from orchestrator.backends.mlflow.server import end_server, server_processes
     from orchestrator.backends.ray import embedded as embedded_ray
 
@@ -160,7 +160,7 @@ def _clear_remains(home: Path, force: bool, *, was_up: bool) -> None:
 
 
 def _await_end(pids: Sequence[int], timeout_s: float) -> bool:
-    """Wait until none of the processes lives, at most `timeout_s`; whether that is so."""
+    """Wait until none of the processes lives, at most `timeout_s`; return whether that is so."""
     deadline_s = time.monotonic() + timeout_s
     while any(map(process_is_alive, pids)):
         if time.monotonic() > deadline_s:
@@ -179,7 +179,7 @@ def _refuse_another_machine(home: Path) -> None:
 
 
 def _services(home: Path) -> list[int]:
-    """Ids of the processes on this machine that serve the home, by their command lines: a note may be missing."""
+    """Return ids of this machine's processes that serve the home, by command line: `service.json` may be missing."""
     pids, command = [], "\0".join(_daemon(home)[1:]).encode()
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # gone meanwhile
@@ -210,20 +210,20 @@ def write_service_file(home: Path, port: int) -> None:
 
 
 def journal_url(home: Path) -> str:
-    """The journal's address: that of ORC_JOURNAL when the service was started, else a file in the home folder."""
-    kept = home / "journal_url"
-    return kept.read_text().strip() if kept.exists() else f"sqlite:///{home / 'journal.sqlite'}"
+    """Return the journal's address: ORC_JOURNAL of the service's start, else a file in the home folder."""
+    path = home / "journal_url"
+    return path.read_text().strip() if path.exists() else f"sqlite:///{home / 'journal.sqlite'}"
 
 
-def world_of(home: Path) -> tuple[ClusterSpec, tuple[str, ...]]:
-    """The cluster that a home has, with no notes; else what is found on this machine, with notes. Raises SpecError."""
+def find_cluster(home: Path) -> tuple[ClusterSpec, tuple[str, ...]]:
+    """Return the home's cluster without notes, else the detected one with notes. Raises SpecError."""
     if any((home / name).exists() for name in (CLUSTER_FILE, "ray.json", "ray_address")):
         return kept_cluster(home), ()
-    found = found_here(node_name())
-    return (found.cluster if found.node.device.kind is DeviceKind.CUDA else kept_cluster(home)), found.notes
+    machine = detect_machine(node_name())
+    return (machine.cluster if machine.node.device.kind is DeviceKind.CUDA else kept_cluster(home)), machine.notes
 
 
-def _refuse_another_world(home: Path, wanted: Mapping[str, str]) -> None:
+def _refuse_other_settings(home: Path, wanted: Mapping[str, str]) -> None:
     """Raise ServiceError if the running service was started with another cluster, Ray address or journal."""
     for name, text in wanted.items():
         path = home / name
@@ -232,8 +232,8 @@ def _refuse_another_world(home: Path, wanted: Mapping[str, str]) -> None:
 
 
 @contextmanager
-def _only_one(home: Path) -> Iterator[None]:
-    """A lock for the start: a concurrent `orc up` waits and finds the service up."""
+def _start_lock(home: Path) -> Iterator[None]:
+    """Hold the lock of the start: a concurrent `orc up` waits and finds the service up."""
     with (home / "up.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -267,14 +267,14 @@ def _await_answer(home: Path, process: subprocess.Popen[bytes]) -> None:
 
 
 def _await_nodes(home: Path, process: subprocess.Popen[bytes]) -> None:
-    """Wait until Ray has told its nodes, or cannot be reached: jobs are taken meanwhile."""
+    """Wait until Ray reports nodes, or cannot be reached: jobs are taken meanwhile."""
     from orchestrator.backends.ray.link import SOUGHT
 
     deadline_s = time.monotonic() + UP_TIMEOUT_S
     with closing(Client(home)) as client:
         while process.poll() is None and time.monotonic() < deadline_s:
-            seen = client.cluster()
-            if seen["nodes"] or any(SOUGHT not in problem for problem in seen["problems"]):
+            answer = client.cluster()
+            if answer["nodes"] or any(SOUGHT not in problem for problem in answer["problems"]):
                 return
             time.sleep(POLL_S)
 

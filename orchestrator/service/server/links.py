@@ -1,4 +1,4 @@
-"""Addresses of MLflow's pages, looked up aside: MLflow may be away, and its client takes seconds to import."""
+"""Addresses of MLflow's pages, looked up in a thread: MLflow may be away, and its client takes seconds to import."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ Look = Callable[[str, str, int], str | None]
 
 
 class Links:
-    """The addresses that are known; asking for another one has it looked up, and waits for nothing."""
+    """Cache of addresses. A request for an unknown one starts its look-up, and waits for nothing."""
 
     def __init__(self, look: Look) -> None:
-        """`look(address, key, jobs)` takes its time, and answers None before there is a page."""
+        """`look(address, key, jobs)` may take seconds, and returns None before there is a page."""
         self._look = look
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="links")
         self._lock = threading.Lock()
@@ -23,7 +23,7 @@ class Links:
         self._pending: dict[tuple[str, str, int], Future[None]] = {}
 
     def of(self, address: str, key: str, jobs: int) -> str | None:
-        """The address of the page that compares the runs with this key; None while it is not known."""
+        """Return the address of the page that compares the runs with this key; None while it is not known."""
         page = (address, key, jobs)
         with self._lock:
             if page not in self._known and page not in self._pending and len(self._pending) < KNOWN_MAX:

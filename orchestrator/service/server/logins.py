@@ -1,4 +1,4 @@
-"""Which services of other machines this user may reach, with which token: one file of mode 0600."""
+"""Logins of this user at services of other machines, with their tokens: one file of mode 0600."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ class Login:
 
 
 def logins_file() -> Path:
-    """Where logins are kept: below XDG_CONFIG_HOME, else ~/.config."""
+    """Return where logins are kept: below XDG_CONFIG_HOME, else ~/.config."""
     return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "orc" / "logins.json"
 
 
 def login_of(url: str) -> Login:
-    """The login kept for a service. Raises SpecError for no URL, ServiceError where there is no login."""
-    url = normalised(url)
-    kept = _read().get(url)
-    if kept is None:
+    """Return the login kept for a service. Raises SpecError for no URL, ServiceError where there is no login."""
+    url = normalise_url(url)
+    fields = _read().get(url)
+    if fields is None:
         raise ServiceError(f"no login is kept for {url}. `orc login {url}` keeps one")
-    return Login(**kept)
+    return Login(**fields)
 
 
 def keep(login: Login) -> None:
@@ -48,15 +48,15 @@ def keep(login: Login) -> None:
 
 def forget(url: str) -> bool:
     """Drop a login; False where there was none. Raises SpecError for no URL."""
-    kept, url = _read(), normalised(url)
-    if url not in kept:
+    logins, url = _read(), normalise_url(url)
+    if url not in logins:
         return False
-    _write({name: login for name, login in kept.items() if name != url})
+    _write({name: login for name, login in logins.items() if name != url})
     return True
 
 
-def normalised(url: str) -> str:
-    """Scheme, host and port of an https URL. Raises SpecError for anything else."""
+def normalise_url(url: str) -> str:
+    """Return scheme, host and port of an https URL. Raises SpecError for anything else."""
     parts = urlsplit(url)
     try:
         port: int | None = parts.port or 443
@@ -75,11 +75,11 @@ def normalised(url: str) -> str:
 
 
 def pinned_certificate(url: str, fingerprint: str) -> str:
-    """The PEM that the service shows, where it has this fingerprint.
+    """Return the PEM that the service shows, where it has this fingerprint.
 
     Raises ServiceError where it shows another one, or none.
     """
-    parts = urlsplit(normalised(url))
+    parts = urlsplit(normalise_url(url))
     assert parts.hostname is not None, url
     try:
         shown = ssl.get_server_certificate((parts.hostname, parts.port or 443), timeout=CONNECT_S)

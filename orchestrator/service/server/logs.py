@@ -1,4 +1,4 @@
-"""The service's log: one record after the other, as text or as JSON, to which no name and no message adds another."""
+"""The service's log, as text or as JSON. No name and no message in a record can forge another record."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class TextFormatter(logging.Formatter):
         super().__init__(TEXT)
 
     def format(self, record: logging.LogRecord) -> str:
-        """The record, of one line or more."""
-        text = CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), super().format(record))
+        """Return the record, of one line or more."""
+        text = CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), super().format(record))
         return text.replace("\n", f"\n{CONTINUED}")
 
 
@@ -48,9 +48,9 @@ class JsonFormatter(logging.Formatter):
     """A record is one object on one line, in ASCII."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """time (RFC 3339, UTC), level, logger and message; of FIELDS those that are known; an exception's traceback."""
-        at = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
-        line: dict[str, object] = {"time": at.replace("+00:00", "Z"), "level": record.levelname.lower()}
+        """Return time (RFC 3339, UTC), level, logger, message, the known FIELDS, and an exception's traceback."""
+        time = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+        line: dict[str, object] = {"time": time.replace("+00:00", "Z"), "level": record.levelname.lower()}
         line |= {"logger": record.name, "message": record.getMessage()}
         line |= {name: value for name in FIELDS if (value := getattr(record, name, None)) is not None}
         if record.exc_info:
@@ -59,7 +59,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def about(job: str | None = None, attempt: int | None = None) -> dict[str, object]:
-    """The fields of a record about a job, which no request caused: one commit may serve several."""
+    """Return the fields of a record about a job, which no request caused: one commit may serve several."""
     return {"job": job, "attempt": attempt, "request": None}
 
 

@@ -1,4 +1,4 @@
-"""Which machines have joined the service's own Ray, and what a machine must have in common with the service."""
+"""The machines that have joined the service's own Ray, and what they must have in common with the service."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from orchestrator.service.server.cluster_file import joined_nodes, keep_joined, with_joined
+from orchestrator.service.server.cluster_file import joined_nodes, store_joined, with_joined
 from orchestrator.specs.cluster import ClusterSpec, NodeSpec
 from orchestrator.specs.errors import ServiceError, SpecError
 from orchestrator.specs.parse import join_problems
@@ -31,10 +31,10 @@ class Machine:
 
 
 def machine(home: Path) -> Machine:
-    """This machine."""
+    """Return this machine's properties."""
     return Machine(
         home=str(home.resolve()),
-        home_mark=_mark(home),
+        home_mark=_home_mark(home),
         python=f"{sys.version_info[0]}.{sys.version_info[1]}",
         interpreter=sys.executable,
         ray=importlib.metadata.version("ray"),
@@ -53,9 +53,9 @@ def check_alike(service: Machine, here: Machine) -> None:
         "home": "mount the service's home here at the same path, and name it: `--home`, ORC_HOME",
     }
     problems = [
-        SpecError("this machine differs from the service's", path=name, got=own, allowed=wanted, hint=hint)
+        SpecError("this machine differs from the service's", path=name, got=actual, allowed=wanted, hint=hint)
         for name, hint in differences.items()
-        if (own := getattr(here, name)) != (wanted := getattr(service, name))
+        if (actual := getattr(here, name)) != (wanted := getattr(service, name))
     ]
     if here.home == service.home and here.home_mark != service.home_mark:
         what = "this folder is not the service's home" if here.home_mark else "the service's home is not here"
@@ -76,13 +76,13 @@ class Members:
         addresses: Callable[[], Mapping[str, str]],
         tell: Callable[[ClusterSpec], None],
     ) -> None:
-        """`cluster` is the file's, `addresses` gives those of live nodes, `tell` takes the cluster with its members."""
+        """`cluster` is the file's; `addresses` returns those of live nodes; `tell` gets the cluster with members."""
         self._home, self._cluster, self._ray_address = home, cluster, ray_address
         self._addresses, self._tell = addresses, tell
         self._lock = threading.Lock()
 
     def ray_address(self) -> str:
-        """Where a machine joins. Raises ServiceError where none can."""
+        """Return where a machine joins. Raises ServiceError where none can."""
         address = self._ray_address()
         if address.startswith(LOOPBACK_PREFIX):
             raise ServiceError(
@@ -92,52 +92,52 @@ class Members:
         return address
 
     def add(self, node: NodeSpec, address: str) -> None:
-        """Take a machine in, or again. Raises ServiceError where its name is another's, or its devices changed."""
+        """Add a machine, or add it again. Raises ServiceError where its name is another's, or its devices changed."""
         self.ray_address()
         with self._lock:
-            known, live = {one.name: one for one in joined_nodes(self._home)}, self._addresses()
+            joined, live = {member.name: member for member in joined_nodes(self._home)}, self._addresses()
             if live.get(node.name, address) != address:
                 raise ServiceError(
                     f"node {node.name} is in the cluster already, at {live[node.name]}: "
                     "`orc join --name NAME` gives this machine another name"
                 )
             node = self._as_declared(node)
-            if known.get(node.name) == node:
+            if joined.get(node.name) == node:
                 return
             if node.name in live:
                 raise ServiceError(f"the devices of node {node.name} have changed: `orc leave` there, then join again")
-            self._keep({**known, node.name: node})
+            self._store({**joined, node.name: node})
 
     def remove(self, name: str) -> None:
         """Forget a machine; an unknown one is no error. Raises ServiceError where its Ray still runs."""
         with self._lock:
-            known = {one.name: one for one in joined_nodes(self._home)}
-            if name not in known:
+            joined = {member.name: member for member in joined_nodes(self._home)}
+            if name not in joined:
                 return
             if name in self._addresses():
                 raise ServiceError(f"node {name} still runs: `orc leave` on that machine stops it")
-            self._keep({other: node for other, node in known.items() if other != name})
+            self._store({other: node for other, node in joined.items() if other != name})
 
     def _as_declared(self, node: NodeSpec) -> NodeSpec:
-        """The node as the cluster file says it, where it does. Raises ServiceError where the machine has less."""
-        said = next((one for one in self._cluster.nodes if node.name in one.names), None)
-        if said is None:
+        """Return the node as the cluster file declares it, if it does. Raises ServiceError if the machine has less."""
+        declared = next((declaration for declaration in self._cluster.nodes if node.name in declaration.names), None)
+        if declared is None:
             return node
-        if said.device.kind is not node.device.kind or said.devices > node.devices:
+        if declared.device.kind is not node.device.kind or declared.devices > node.devices:
             raise ServiceError(
-                f"the cluster file says that {node.name} has {said.devices} x {said.device.name}; "
+                f"the cluster file says that {node.name} has {declared.devices} x {declared.device.name}; "
                 f"the machine has {node.devices} x {node.device.name}: correct the file, or join by another name"
             )
-        return said.model_copy(update={"name": node.name, "count": 1})
+        return declared.model_copy(update={"name": node.name, "count": 1})
 
-    def _keep(self, known: Mapping[str, NodeSpec]) -> None:
-        nodes = tuple(known.values())
-        keep_joined(self._home, nodes)
+    def _store(self, joined: Mapping[str, NodeSpec]) -> None:
+        nodes = tuple(joined.values())
+        store_joined(self._home, nodes)
         self._tell(with_joined(self._cluster, nodes))
 
 
-def _mark(home: Path) -> str:
-    """A digest of what only this home has; empty where there is no home."""
+def _home_mark(home: Path) -> str:
+    """Return a digest of what only this home has; empty where there is no home."""
     try:
         return hashlib.sha256(b"orc home " + (home / "token").read_bytes()).hexdigest()
     except OSError:

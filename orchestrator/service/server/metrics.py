@@ -61,7 +61,7 @@ class Metrics(Collector):
         ProcessCollector(registry=self._registry)
 
     def text(self) -> bytes:
-        """The text that Prometheus reads, of MEDIA_TYPE."""
+        """Return the text that Prometheus reads, of MEDIA_TYPE."""
         return generate_latest(self._registry)
 
     def describe(self) -> list[Metric]:
@@ -69,7 +69,7 @@ class Metrics(Collector):
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """Every metric; without the journal only that it is not held."""
+        """Yield every metric; without the journal only that it is not held."""
         yield _gauge("orc_build_info", "Version of the service.", {(self._version,): 1.0}, "version")
         try:
             self._confirm()
@@ -83,10 +83,10 @@ class Metrics(Collector):
             for job in figures.state.jobs.values()
             if job.last is not None and job.last.status is not AttemptStatus.ENDED
         ]
-        yield from _of_jobs(figures)
-        yield from _of_running(figures, live)
-        yield from _of_devices(figures.state)
-        yield from _since_start(figures, live)
+        yield from _job_metrics(figures)
+        yield from _running_job_metrics(figures, live)
+        yield from _device_metrics(figures.state)
+        yield from _metrics_since_start(figures, live)
         records: Values = {(name,): float(rows) for name, rows in figures.totals.undelivered.items()}
         yield _gauge("orc_tracker_pending_records", "Records that a tracker has yet to get.", records, "tracker")
         notices: Values = {(name,): float(rows) for name, rows in figures.totals.notices.items()}
@@ -95,7 +95,7 @@ class Metrics(Collector):
         yield _gauge("orc_notify_oldest_timestamp_seconds", "When the oldest of them was made.", made_s, "target")
 
 
-def _of_jobs(figures: Figures) -> Iterator[Metric]:
+def _job_metrics(figures: Figures) -> Iterator[Metric]:
     counts = Counter(job.status.value for job in figures.state.jobs.values())
     counts.update(figures.totals.ended)
     by_status: Values = {(status.value,): float(counts[status.value]) for status in JobStatus}
@@ -108,7 +108,7 @@ def _of_jobs(figures: Figures) -> Iterator[Metric]:
     yield _gauge("orc_pending_oldest_timestamp_seconds", "When the oldest queued job was submitted.", oldest_s)
 
 
-def _of_running(figures: Figures, live: Sequence[Running]) -> Iterator[Metric]:
+def _running_job_metrics(figures: Figures, live: Sequence[Running]) -> Iterator[Metric]:
     values: dict[str, tuple[str, Values]] = {
         "orc_memory_predicted_bytes": ("Predicted allocated peak of the worst rank of a running job.", {}),
         "orc_memory_peak_bytes": ("Measured allocated peak of the worst rank of a running job.", {}),
@@ -118,37 +118,37 @@ def _of_running(figures: Figures, live: Sequence[Running]) -> Iterator[Metric]:
         "orc_job_deadline_timestamp_seconds": ("Deadline of a running job.", {}),
         "orc_job_heartbeat_timestamp_seconds": ("When the quietest rank of a running job last reported.", {}),
     }
-    for one in live:
-        said = (
-            predicted_peak_bytes(one.attempt),
-            one.peak_bytes,
-            one.attempt.step_s,
-            one.step_s,
-            figures.ends_s.get(one.job.id),
-            one.job.deadline_s,
-            min((beat.at_s for beat in one.beats), default=None),
+    for running in live:
+        row = (
+            predicted_peak_bytes(running.attempt),
+            running.peak_bytes,
+            running.attempt.step_s,
+            running.step_s,
+            figures.ends_s.get(running.job.id),
+            running.job.deadline_s,
+            min((beat.at_s for beat in running.beats), default=None),
         )
-        for (_, by_job), value in zip(values.values(), said, strict=True):
+        for (_, by_job), value in zip(values.values(), row, strict=True):
             if value is not None and isfinite(value):
-                by_job[(one.job.id,)] = float(value)
+                by_job[(running.job.id,)] = float(value)
     for name, (help_text, by_job) in values.items():
         yield _gauge(name, help_text, by_job, "job_id")
 
 
-def _of_devices(state: State) -> Iterator[Metric]:
-    held = Counter(node for node, _ in holders(state))
+def _device_metrics(state: State) -> Iterator[Metric]:
+    held_devices = Counter(node for node, _ in holders(state))
     alive = {node.name: len(node.free_bytes) for node in state.nodes}
-    known = {node.name: len(node.free_bytes) for node in state.declared} | alive
+    devices_by_node = {node.name: len(node.free_bytes) for node in state.declared} | alive
     values: Values = {}
-    for name, devices in known.items():
-        idle = max(0, devices - held[name])
+    for name, devices in devices_by_node.items():
+        idle = max(0, devices - held_devices[name])
         rest = "absent" if name not in alive else "drained" if name in state.drained else "free"
-        counts = {"held": min(devices, held[name]), rest: idle}
+        counts = {"held": min(devices, held_devices[name]), rest: idle}
         values |= {(name, word): float(counts.get(word, 0)) for word in DEVICE_STATES}
     yield _gauge("orc_devices", "Devices of each node by state.", values, "node", "state")
 
 
-def _since_start(figures: Figures, live: Sequence[Running]) -> Iterator[Metric]:
+def _metrics_since_start(figures: Figures, live: Sequence[Running]) -> Iterator[Metric]:
     tally, policy = figures.tally, figures.state.policy
     ended: Values = {(outcome,): float(tally.outcomes[outcome]) for outcome in OUTCOMES}
     yield _counter("orc_attempts_ended", "Attempts that ended since the start, by outcome.", ended, "outcome")
@@ -159,8 +159,8 @@ def _since_start(figures: Figures, live: Sequence[Running]) -> Iterator[Metric]:
     yield _counter("orc_preemptions", "Attempts since the start that were ended so that others run.", preempted, "by")
     names = {team.name for team in policy.teams} | {policy.team_of("").name} | set(tally.device_s)
     used: Values = {(name,): tally.device_s.get(name, 0.0) for name in sorted(names)}
-    for one in live:
-        used[(policy.team_of(one.job.user).name,)] += device_seconds(one.attempt, figures.at_s)
+    for running in live:
+        used[(policy.team_of(running.job.user).name,)] += device_seconds(running.attempt, figures.at_s)
     yield _counter("orc_team_usage_device_seconds", "Device-seconds since the start, by team.", used, "team")
     yield _histogram("orc_job_wait_seconds", "Seconds from submission to first launch.", tally.wait_s)
     yield _histogram("orc_decision_seconds", "Seconds to decide what follows from an event.", tally.decision_s)
@@ -181,11 +181,11 @@ def _counter(name: str, help_text: str, values: Values, *labels: str) -> Metric:
     return family
 
 
-def _histogram(name: str, help_text: str, seen: Distribution) -> Metric:
+def _histogram(name: str, help_text: str, distribution: Distribution) -> Metric:
     buckets, below = [], 0
-    for bound, count in zip((*map(str, seen.bounds), "+Inf"), seen.counts, strict=True):
+    for bound, count in zip((*map(str, distribution.bounds), "+Inf"), distribution.counts, strict=True):
         below += count
         buckets.append((bound, float(below)))
     family = HistogramMetricFamily(name, help_text)
-    family.add_metric([], buckets, seen.sum)
+    family.add_metric([], buckets, distribution.sum)
     return family

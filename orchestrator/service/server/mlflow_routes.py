@@ -26,8 +26,8 @@ from orchestrator.specs.access import Role
 OPEN_MAX = 64  # requests that are passed on at once
 TIMEOUTS_S = {"connect": 3.0, "read": 120.0, "write": 120.0, "pool": 3.0}
 HOP = {"connection", "keep-alive", "proxy-connection", "te", "trailer", "transfer-encoding", "upgrade"}
-NOT_ASKED = HOP | {"host", "authorization", "cookie", "origin", "referer", "forwarded", "x-forwarded-for"}
-NOT_ANSWERED = HOP | {"set-cookie", "server", "date", "content-security-policy", "x-frame-options"}
+NOT_SENT = HOP | {"host", "authorization", "cookie", "origin", "referer", "forwarded", "x-forwarded-for"}
+NOT_RETURNED = HOP | {"set-cookie", "server", "date", "content-security-policy", "x-frame-options"}
 API = r"(?:ajax-)?api/[23]\.0"
 NOUNS = "artifacts|datasets|experiments|logged-models|metrics|model-versions|registered-models|runs|traces"
 PATHS: Mapping[str, str] = {  # of mlflow 3.17
@@ -72,18 +72,18 @@ PAGE_POLICY = (  # its scripts reach MLflow and not the service's own API; plots
 def add_mlflow_routes(app: FastAPI, home: Path) -> None:
     """Add the routes to the application; `ROLES` has their roles."""
     for name, pattern in PATHS.items():
-        register_url_convertor(name, type(name, (_Words,), {"regex": pattern})())
+        register_url_convertor(name, type(name, (_PathConvertor,), {"regex": pattern})())
     forwarder = _Forwarder(home.resolve() / "mlflow")
     app.router.routes += [
         Route(ADDRESS, lambda _: RedirectResponse(f"{ADDRESS}/"), include_in_schema=False),
         Route(READ, forwarder, methods=["GET"], include_in_schema=False),
         Route(SEARCH, forwarder, methods=["POST"], include_in_schema=False),
         Route(CHANGE, forwarder, methods=CHANGES, include_in_schema=False),
-        Route(ANY, _refused, methods=ANY_METHOD, include_in_schema=False),
+        Route(ANY, _refuse_unlisted, methods=ANY_METHOD, include_in_schema=False),
     ]
 
 
-class _Words(Convertor[str]):
+class _PathConvertor(Convertor[str]):
     def convert(self, value: str) -> str:
         return value
 
@@ -91,13 +91,13 @@ class _Words(Convertor[str]):
         return value
 
 
-def _refused(request: Request) -> Response:
+def _refuse_unlisted(request: Request) -> Response:
     reason = "is not passed on to MLflow: only what reads its records is, and some changes by admins"
     return refusal(403, f"{request.method} {request.url.path} {reason}")
 
 
 class _Forwarder:
-    """Answers by the MLflow server of a folder. Bodies pass in pieces as they come, in both directions."""
+    """Passes requests to the MLflow server of a folder. Bodies pass in pieces, in both directions."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -118,13 +118,13 @@ class _Forwarder:
             self._free.release()
 
     async def _forward(self, request: Request, send: Send) -> None:
-        """Raises OSError or TransportError before the answer begins; one that breaks off later is cut."""
+        """Send MLflow's answer. Raises OSError or TransportError before it begins; a later failure cuts it off."""
         with socket_path(self._folder) as path:
             async with httpx.AsyncHTTPTransport(uds=path, verify=False) as transport:
-                answer = await transport.handle_async_request(_forwarded(request))
+                answer = await transport.handle_async_request(_mlflow_request(request))
                 assert isinstance(answer.stream, httpx.AsyncByteStream), answer
                 headers = [(name.lower(), value) for name, value in answer.headers.raw]
-                headers = [(name, value) for name, value in headers if name.decode() not in NOT_ANSWERED]
+                headers = [(name, value) for name, value in headers if name.decode() not in NOT_RETURNED]
                 headers.append((b"content-security-policy", _policy(request).encode()))
                 await send({"type": "http.response.start", "status": answer.status_code, "headers": headers})
                 try:
@@ -137,12 +137,12 @@ class _Forwarder:
                 await send({"type": "http.response.body"})
 
 
-def _forwarded(request: Request) -> httpx.Request:
-    """The request as MLflow gets it: without who sent it, and its path as it was written."""
+def _mlflow_request(request: Request) -> httpx.Request:
+    """Return the request as MLflow gets it: without who sent it, and its path as it was written."""
     target = request.scope["raw_path"].removeprefix(ADDRESS.encode()) or b"/"
     if request.scope["query_string"]:
         target += b"?" + request.scope["query_string"]
-    headers = [(name, value) for name, value in request.headers.raw if name.decode() not in NOT_ASKED]
+    headers = [(name, value) for name, value in request.headers.raw if name.decode() not in NOT_SENT]
     has_body = request.headers.get("content-length", "0") != "0"
     return httpx.Request(
         request.method,

@@ -1,4 +1,4 @@
-"""Watches for what no event brings, late jobs and the hour of the report, and tries targets on request."""
+"""Notices that follow from the time and no event: late jobs and reports. Also tests targets on request."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from orchestrator.backends.notify.targets import Target
 from orchestrator.scheduling.reports.deadlines import late
 from orchestrator.scheduling.reports.sweep import SweepReport
 from orchestrator.service.server.controller import Controller
-from orchestrator.service.server.ended import report_of
-from orchestrator.service.server.looking import look_until
+from orchestrator.service.server.ended import make_report
+from orchestrator.service.server.polling import poll_until
 from orchestrator.service.views.report import markdown, title
 from orchestrator.specs.errors import SpecError, closest
 from orchestrator.specs.job_record import Job
@@ -39,7 +39,7 @@ class Notifier:
         clock: Callable[[], float],
         sweeps: Callable[[], Sequence[SweepReport]],
     ) -> None:
-        """Nothing is told yet. The hour before the first start with `report_at` counts as told."""
+        """Send nothing yet. The report that was due before the first start counts as sent."""
         self.targets = targets
         self._spec, self._notices, self._controller, self._clock = spec, notices, controller, clock
         self._sweeps = sweeps
@@ -49,15 +49,15 @@ class Notifier:
 
     def run(self, stop: threading.Event) -> None:
         """Look every LOOK_S until `stop` is set; ends with the journal."""
-        look_until(stop, self.look, LOOK_S, log, "looking for late jobs failed")
+        poll_until(stop, self.look, LOOK_S, log, "looking for late jobs failed")
 
     def look(self) -> None:
-        """Tell of jobs that are expected to be late, of a report that is due, and of unreadable rows, each once."""
+        """Send notices of jobs that are expected to be late, of a due report, and of unreadable rows, each once."""
         now_s = self._clock()
         self._notices.tell([*self._late(now_s), *self._report(now_s), *self._unreadable(now_s)])
 
     def test(self, names: Sequence[str]) -> dict[str, str | None]:
-        """Send a notice to these targets, or to all, at once; why it could not be delivered, or None, by name.
+        """Send a notice to these targets, or to all, at once; return why it could not be delivered, or None, by name.
 
         Raises SpecError for an unknown target.
         """
@@ -68,23 +68,23 @@ class Notifier:
                 raise SpecError("no such target", source="TARGET", got=name, hint=hint)
         now_s = self._clock()
         trial = notice("test", secrets.token_hex(8), now_s, "A test", "`orc notify test` sent this.", {})
-        found: dict[str, str | None] = {}
+        problems: dict[str, str | None] = {}
         for name in names or self.targets:
             try:
                 self.targets[name].deliver([trial])
             except OSError as error:
-                found[name] = str(error)
+                problems[name] = str(error)
             else:
-                found[name] = None
-        return found
+                problems[name] = None
+        return problems
 
     def _late(self, now_s: float) -> list[Notice]:
         state = self._controller.state
         due = [job.id for job in state.jobs.values() if job.deadline_s is not None and not job.status.ended]
         ids = {job_id: _late_notice(state.jobs[job_id], now_s, "").id for job_id in due}
-        known = self._notices.find_told([*ids.values()]) if ids else set()
-        said = late(state, [job_id for job_id in due if ids[job_id] not in known])
-        return [_late_notice(state.jobs[job_id], now_s, words) for job_id, words in said.items()]
+        sent_ids = self._notices.find_told([*ids.values()]) if ids else set()
+        reasons = late(state, [job_id for job_id in due if ids[job_id] not in sent_ids])
+        return [_late_notice(state.jobs[job_id], now_s, reason) for job_id, reason in reasons.items()]
 
     def _report(self, now_s: float) -> list[Notice]:
         if self._spec.report_at is None:
@@ -92,10 +92,10 @@ class Notifier:
         due_s = self._due_s(now_s)
         if self._notices.find_told([notice(NoticeKind.REPORT, repr(due_s), due_s, "", "", {}).id]):
             return []
-        view = report_of(self._controller, due_s - DAY_S, now_s, self._sweeps())
+        view = make_report(self._controller, due_s - DAY_S, now_s, self._sweeps())
         data = {"summary": view["summary"], "since_s": repr(view["since_s"]), "until_s": repr(view["until_s"])}
-        words = f"Report, {title(view)}"
-        return [notice(NoticeKind.REPORT, repr(due_s), now_s, words, markdown(view), data)]
+        heading = f"Report, {title(view)}"
+        return [notice(NoticeKind.REPORT, repr(due_s), now_s, heading, markdown(view), data)]
 
     def _unreadable(self, now_s: float) -> list[Notice]:
         problem = self._controller.unreadable()
@@ -104,12 +104,12 @@ class Notifier:
         return [notice(NoticeKind.UNREADABLE, problem, now_s, "The journal has unreadable rows", problem, {})]
 
     def _due_s(self, now_s: float) -> float:
-        """The last moment at which a report was due."""
+        """Return the last moment at which a report was due."""
         assert self._spec.report_at is not None
         first_s = self._spec.report_at.due_s(now_s - DAY_S - SHIFT_S)
         next_s = self._spec.report_at.due_s(first_s)
         return next_s if next_s <= now_s else first_s
 
 
-def _late_notice(job: Job, at_s: float, words: str) -> Notice:
-    return job_notice(NoticeKind.LATE, job, job.key, at_s, "will be late", f"{job.id} {words}")
+def _late_notice(job: Job, at_s: float, reason: str) -> Notice:
+    return job_notice(NoticeKind.LATE, job, job.key, at_s, "will be late", f"{job.id} {reason}")

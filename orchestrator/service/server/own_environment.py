@@ -1,4 +1,4 @@
-"""Hides what the service's environment holds from other processes of its user. Standard library only."""
+"""Hides the service's environment from other processes of its user. Standard library only."""
 
 from __future__ import annotations
 

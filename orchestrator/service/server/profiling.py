@@ -61,7 +61,7 @@ def traced(spec: JobSpec, home: Path, source: str, scope: TraceScope) -> tuple[T
     """
     assert spec.known_model is not None, "nothing is traced of a script alone"
     arithmetics, plan = _arithmetics(spec, scope), scope.plan
-    found: list[TracedProfile] = []
+    traces: list[TracedProfile] = []
     for length in _lengths(spec):
         request = {
             "model": dataclasses.asdict(spec.known_model),
@@ -76,10 +76,10 @@ def traced(spec: JobSpec, home: Path, source: str, scope: TraceScope) -> tuple[T
         distinct: dict[tuple[bool, ModelProfile], TracedProfile] = {}  # one entry if CUDA and CPU agree
         for (_, autocast, cuda), profile in zip(arithmetics, profiles, strict=True):
             if profile is not None:
-                one = TracedProfile(sequence_length=length, autocast=autocast, cuda=cuda, profile=profile)
-                distinct.setdefault((autocast, profile), one)
-        found += distinct.values()
-    return tuple(found)
+                trace = TracedProfile(sequence_length=length, autocast=autocast, cuda=cuda, profile=profile)
+                distinct.setdefault((autocast, profile), trace)
+        traces += distinct.values()
+    return tuple(traces)
 
 
 def _cached_profiles(
@@ -94,18 +94,18 @@ def _cached_profiles(
     stored = [_read(file) for file in files]
     missing = [index for index, profiles in enumerate(stored) if profiles is None]
     if missing:
-        together = {**request, "arithmetics": [way for index in missing for way in requests[index]["arithmetics"]]}
+        combined = {**request, "arithmetics": [way for index in missing for way in requests[index]["arithmetics"]]}
         project = spec.workdir if spec.is_script else None
         try:
-            traced_now = _trace(together, source, project, matching(os.environ, spec.secrets))
+            new_profiles = _trace(combined, source, project, matching(os.environ, spec.secrets))
         except SpecError:
             if not any(profile for profiles in stored for profile in profiles or ()):
                 raise
-            traced_now = (None,) * len(missing)  # the model's code runs in other arithmetics
+            new_profiles = (None,) * len(missing)  # the model's code runs in other arithmetics
         else:
-            for index, profile in zip(missing, traced_now, strict=True):
+            for index, profile in zip(missing, new_profiles, strict=True):
                 _write(files[index], (profile,))
-        for index, profile in zip(missing, traced_now, strict=True):
+        for index, profile in zip(missing, new_profiles, strict=True):
             stored[index] = (profile,)
     return tuple(profile for profiles in stored for profile in profiles or ())
 
@@ -113,8 +113,8 @@ def _cached_profiles(
 def _arithmetics(spec: JobSpec, scope: TraceScope) -> list[Arithmetic]:
     """(precision, autocast, as on CUDA) of possible and recommended plans."""
     if scope.plan is not None:
-        held_low = spec.known_model is not None and spec.known_model.weight_bytes_each == 2
-        return [(scope.plan.precision, autocasts(scope.plan) and not held_low, cuda) for cuda in scope.cuda]
+        is_low_already = spec.known_model is not None and spec.known_model.weight_bytes_each == 2
+        return [(scope.plan.precision, autocasts(scope.plan) and not is_low_already, cuda) for cuda in scope.cuda]
     low = Precision.BF16 if spec.precision is Precision.FP32 else spec.precision
     cases = [(Precision.FP32, False)] if spec.precision is Precision.FP32 else []
     if scope.numeric or not cases:
@@ -129,24 +129,24 @@ def _lengths(spec: JobSpec) -> list[int]:
 
 
 def _digest(spec: JobSpec, request: dict[str, Any]) -> str:
-    """The digest of everything the result depends on; not of a factory file's folder or the training's length."""
+    """Return the digest of all inputs of the trace; a factory file's folder and the training's length are none."""
     assert spec.known_model is not None, "nothing is traced of a script alone"
     file, _, function = (spec.known_model.factory or "").rpartition(":")
     model = {**request["model"], "factory": function}
-    said = {**request, "model": model, "training": request["training"]["freeze"]}
-    digest = hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode())
+    key = {**request, "model": model, "training": request["training"]["freeze"]}
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode())
     for library in ("torch", "transformers", "peft"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             digest.update(f"{library} {importlib.metadata.version(library)}\n".encode())
-    ours = sorted((Path(__file__).parents[2] / "training").rglob("*.py"))
-    for source in (*ours, *([Path(file)] if file else [])):
+    sources = sorted((Path(__file__).parents[2] / "training").rglob("*.py"))
+    for source in (*sources, *([Path(file)] if file else [])):
         digest.update(source.read_bytes())
     return digest.hexdigest()[:32]
 
 
-def _read(kept: Path) -> Profiles | None:
+def _read(file: Path) -> Profiles | None:
     try:
-        return _profiles().validate_json(kept.read_bytes())
+        return _profiles().validate_json(file.read_bytes())
     except (OSError, ValidationError):
         return None
 
@@ -160,11 +160,11 @@ def _trace(request: dict[str, Any], source: str, project: str | None, secrets: M
     if project is not None:
         env["PYTHONPATH"] = os.pathsep.join(filter(None, (project, env.get("PYTHONPATH"))))
     with tempfile.TemporaryDirectory() as folder:
-        asked = Path(folder) / "request.json"
-        asked.write_text(json.dumps(request))
+        request_file = Path(folder) / "request.json"
+        request_file.write_text(json.dumps(request))
         try:
             child = subprocess.run(
-                [sys.executable, "-m", PROGRAM, str(asked), str(TRACE_CPU_S)],
+                [sys.executable, "-m", PROGRAM, str(request_file), str(TRACE_CPU_S)],
                 env=env,
                 capture_output=True,
                 timeout=TRACE_TIMEOUT_S,
@@ -177,11 +177,11 @@ def _trace(request: dict[str, Any], source: str, project: str | None, secrets: M
         what = f"tracing its memory did not finish within {TRACE_CPU_S} s of processor time"
         raise SpecError(what, source=source, path=key, hint=HINT)
     if child.returncode == BAD_JOB_EXIT_CODE:
-        said = json.loads(child.stdout)
-        path = re.sub(r"^model\b", key, said["path"] or "")
-        raise SpecError(source=source, **{**said, "path": path, "hint": said["hint"] or HINT})
+        error = json.loads(child.stdout)
+        path = re.sub(r"^model\b", key, error["path"] or "")
+        raise SpecError(source=source, **{**error, "path": path, "hint": error["hint"] or HINT})
     if child.returncode:
-        what = f"there is no closed form of its memory, and tracing it failed: {_last_words(child)}"
+        what = f"there is no closed form of its memory, and tracing it failed: {_last_error_line(child)}"
         raise SpecError(what, source=source, path=key, hint=HINT)
     return _profiles().validate_json(child.stdout)
 
@@ -193,8 +193,8 @@ def _write(file: Path, profiles: Profiles) -> None:
     temporary.replace(file)
 
 
-def _last_words(child: subprocess.CompletedProcess[bytes]) -> str:
-    """The exception that ended the process, or its last output."""
+def _last_error_line(child: subprocess.CompletedProcess[bytes]) -> str:
+    """Return the exception that ended the process, or its last output."""
     lines = [line.strip() for line in child.stderr.decode(errors="replace").splitlines() if line.strip()]
     raised = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
     return (raised or lines or [f"exit code {child.returncode}"])[-1]

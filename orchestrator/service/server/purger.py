@@ -19,7 +19,7 @@ from orchestrator.backends.journal.accounts import Accounts
 from orchestrator.backends.journal.journal import Journal
 from orchestrator.scheduling.reports.comparison import compared_ids
 from orchestrator.service.server.controller import Controller
-from orchestrator.service.server.looking import look_until
+from orchestrator.service.server.polling import poll_until
 from orchestrator.specs.access import Principal, Role
 from orchestrator.specs.errors import ServiceError
 from orchestrator.specs.job.spec import JobSpec
@@ -30,7 +30,7 @@ from orchestrator.specs.units import format_bytes
 LOOK_S = 5.0  # between two looks at the trash
 PASS_S = 3600.0  # between two passes over the home
 TRASH_PARTS = 10  # deleted in a look
-TOLD_MAX = 3  # parts that cannot be removed in a problem
+SHOWN_MAX = 3  # parts that cannot be removed, in a problem
 PARTS_MAX = 10_000  # removed in a pass
 RECORDS_MAX = 1000  # whose jobs are looked up; where more wait, every job counts as one of theirs
 PAUSE_EVERY, PAUSE_S = 500, 0.02  # entries of folders between two pauses of the service's own pass
@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Purge:
-    """What goes and why, what stays by reason as (parts or jobs, bytes), and the bytes of the home."""
+    """What is removed and why, what stays by reason as (parts or jobs, bytes), and the bytes of the home."""
 
     goes: list[tuple[Part, str]] = field(default_factory=list)
     stays: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -82,12 +82,12 @@ class Purger:
         """Empty the trash every LOOK_S, and purge every PASS_S where `keep` says anything, until `stop` is set."""
         with suppress(OSError):  # now, since a full disk may have no room for a folder
             (self._home / TRASH).mkdir(mode=0o700, exist_ok=True)
-        look_until(stop, lambda: self._look(stop), LOOK_S, log, "files of ended jobs cannot be removed")
+        poll_until(stop, lambda: self._look(stop), LOOK_S, log, "files of ended jobs cannot be removed")
 
     @property
     def problem(self) -> str | None:
-        """Why the home holds more than it should; None where it does not."""
-        return "; ".join(filter(None, (self._problem, *self._left[:TOLD_MAX]))) or None
+        """Why files stay that should be removed; None where none do."""
+        return "; ".join(filter(None, (self._problem, *self._left[:SHOWN_MAX]))) or None
 
     def purge(
         self, by: Principal, request_id: str, *, is_dry: bool, pause: Callable[[], object] = lambda: None
@@ -188,7 +188,7 @@ class Purger:
             if (jobs := self._controller.state.jobs) is not looked_at:
                 fresh, looked_at = [job for job in jobs.values() if job.id not in planned_for], jobs
                 planned_for |= {job.id for job in fresh}
-                needed |= _named(fresh, planned_jobs)
+                needed |= _needed_by_jobs(fresh, planned_jobs)
             if part.job in needed:
                 purge.stay(needed[part.job], part.size_bytes)
                 continue
@@ -209,11 +209,11 @@ class Purger:
 
     def _needed(self, ended: Set[str]) -> dict[str, str]:
         """Return why files of ended jobs are needed, by the ids of these jobs."""
-        needed = _named(self._controller.state.jobs.values(), ended)
+        needed = _needed_by_jobs(self._controller.state.jobs.values(), ended)
         for sweep_id in self._journal.sweeps.open():
             trials = [trial.job for trial in self._journal.sweeps.trials(sweep_id)]
             first = self._controller.job(trials[0]) if trials else None
-            named = {*trials} | (_words_of(first.spec) if first is not None else set())
+            named = {*trials} | (_possible_ids(first.spec) if first is not None else set())
             needed |= dict.fromkeys(named & ended, f"{sweep_id} has not ended")
         for name in self._trackers:
             pending = self._journal.outbox.pending(name, RECORDS_MAX)
@@ -227,26 +227,26 @@ class Purger:
             raise ServiceError(f"nothing is removed while it is not known which files jobs need: {problem}")
 
     def _problem_of(self, purge: Purge) -> str | None:
-        parts = [f"{part} cannot be removed: {why}" for part, why in [*purge.failed.items()][:TOLD_MAX]]
+        parts = [f"{part} cannot be removed: {why}" for part, why in [*purge.failed.items()][:SHOWN_MAX]]
         if purge.beyond_bytes and not purge.more:
             beyond = format_bytes(purge.beyond_bytes)
             parts.append(f"the home holds {beyond} more than {self._keep.words('budget')}, and nothing more may go")
         return "; ".join(parts) or None
 
 
-def _named(jobs: Iterable[Job], ended: Set[str]) -> dict[str, str]:
+def _needed_by_jobs(jobs: Iterable[Job], ended: Set[str]) -> dict[str, str]:
     """Return which of these jobs has not ended and names an ended one, as a reason by the id of the ended one."""
     needed = dict[str, str]()
     for job in jobs:
         if not job.status.ended:
             member = job.spec.member
             compared = compared_ids(job) if member is not None and member.compared else ()
-            named = (_words_of(job.spec) | {*compared}) & ended
+            named = (_possible_ids(job.spec) | {*compared}) & ended
             needed |= dict.fromkeys(named, f"{job.id}, which has not ended, names its job")
     return needed
 
 
-def _words_of(spec: JobSpec) -> set[str]:
+def _possible_ids(spec: JobSpec) -> set[str]:
     """Return the words of a job file, each a possible id: of `depends_on`, of a path, of a command or a variable."""
     text = re.sub(r"\\[nrtbf]", " ", spec.model_dump_json())
     return {*WORD.findall(text)}

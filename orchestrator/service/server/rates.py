@@ -64,13 +64,13 @@ def read_rates(cluster: ClusterSpec) -> Rates | None:
 
 
 def with_rates(cluster: ClusterSpec, rates: Rates) -> ClusterSpec:
-    """The cluster with these rates for its virtual devices."""
+    """Return the cluster with these rates for its virtual devices."""
     nodes = tuple(node.model_copy(update={"device": _with_rates(node.device, rates)}) for node in cluster.nodes)
     return cluster.model_copy(update={"nodes": nodes})
 
 
 def _with_rates(device: DeviceSpec, rates: Rates) -> DeviceSpec:
-    """The device with peak rates: planning multiplies peaks by its efficiencies."""
+    """Return the device with peak rates: planning multiplies peaks by its efficiencies."""
     if device.kind is not DeviceKind.VIRTUAL:
         return device
     return device.model_copy(
@@ -124,7 +124,7 @@ def _ranks(cluster: ClusterSpec) -> int:
 
 
 def _threads(ranks: int) -> int:
-    """Threads per rank, as a launch sets them (backends/attempts/launch_request.py)."""
+    """Return the threads per rank, as a launch sets them (backends/attempts/launch_request.py)."""
     return max(1, len(os.sched_getaffinity(0)) // ranks)
 
 

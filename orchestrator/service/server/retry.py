@@ -46,7 +46,7 @@ def check_retry(job: Job, *, allows: bool) -> None:
         raise SpecError(f"{job.id} has ended, and asks nothing", source="orc retry", hint=hint)
 
 
-def spec_again(job: Job, settings: Sequence[Override], source: str) -> JobSpec:
+def retry_spec(job: Job, settings: Sequence[Override], source: str) -> JobSpec:
     """Return the job's spec after `--set key=value`, without its array or sweep. Raises SpecError."""
     traced = [key for key, _ in settings if key.split(".")[0] in TRACED_BY]
     if job.spec.traced and traced:
@@ -58,7 +58,7 @@ def spec_again(job: Job, settings: Sequence[Override], source: str) -> JobSpec:
 
 
 def continuation(job: Job, spec: JobSpec, keys: Sequence[str]) -> Begin:
-    """Return with which checkpoint the retry of a job begins that has other values of these keys."""
+    """Return the checkpoint with which the retry of a job begins, given the keys that have other values."""
     changed = sorted({key.split(".")[0] for key in keys} - UNTRAINED)
     saved = [
         attempt.evidence.checkpoint_step or 0 for attempt in job.attempts if attempt.evidence and not attempt.probe

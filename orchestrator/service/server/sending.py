@@ -1,4 +1,4 @@
-"""Sends the files that jobs name on this machine to the service of another one: only what is missing there."""
+"""Sends files that jobs name to the service of another machine, if it lacks them."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from contextlib import closing
 from pathlib import Path
 
 from orchestrator.service.server.client import Client
-from orchestrator.service.server.intake import JobSource, ReadJob, read_for_elsewhere, read_job, read_jobs
+from orchestrator.service.server.intake import JobSource, ReadJob, read_job, read_jobs, read_jobs_elsewhere
 from orchestrator.service.server.logins import Login, logins_file
-from orchestrator.service.transfer.archive import Listing, listed
-from orchestrator.service.transfer.ignore import skipped_in
+from orchestrator.service.transfer.archive import Listing, list_files
+from orchestrator.service.transfer.ignore import read_ignore
 from orchestrator.service.transfer.store import LIMITS, PREFIX
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.paths import paths_of, with_paths
@@ -23,7 +23,7 @@ COMPRESSION = 6
 IN_MEMORY_BYTES = 2**24
 
 
-def read_for(
+def read_jobs_for(
     service: Path | Login,
     files: Sequence[JobSource],
     overrides: Sequence[Override] = (),
@@ -31,7 +31,7 @@ def read_for(
     *,
     only_one: bool = False,
 ) -> list[JobSpec]:
-    """The jobs in these files as the service takes them: for another machine, their own files are sent there first.
+    """Return the jobs in these files for the service; for another machine, their files are sent first.
 
     Raises SpecError; with `only_one`, for an array too.
     """
@@ -39,38 +39,38 @@ def read_for(
         if only_one:
             return [read_job(file, overrides, home) for file in files]
         return [spec for file in files for spec in read_jobs(file, overrides, home)]
-    jobs = [job for file in files for job in read_for_elsewhere(file, overrides, home, only_one=only_one)]
+    jobs = [job for file in files for job in read_jobs_elsewhere(file, overrides, home, only_one=only_one)]
     with closing(Client(service)) as client:
         return with_uploads(client, jobs)
 
 
 def with_uploads(client: Client, jobs: Sequence[ReadJob]) -> list[JobSpec]:
-    """The jobs with each path of this machine replaced by that of an upload, which the service then has.
+    """Return the jobs with each path of this machine replaced by that of an upload, which the service then has.
 
     A working directory is one upload. A file or folder outside it is another. Raises SpecError where one is too large.
     """
-    uploads = {root: _listed(root) for root in dict.fromkeys(root for job in jobs for root in _roots(job))}
+    uploads = {root: _list_root(root) for root in dict.fromkeys(root for job in jobs for root in _roots(job))}
     digests = {root: _digest(listing) for root, listing in uploads.items()}
     missing = set(client.missing_uploads(sorted(set(digests.values())))) if digests else set()
     for digest, listing in {digests[root]: uploads[root] for root in uploads if digests[root] in missing}.items():
         _send(client, digest, listing)
-    return [_rewritten(job, digests) for job in jobs]
+    return [_with_upload_paths(job, digests) for job in jobs]
 
 
 def _roots(job: ReadJob) -> Iterator[Path]:
-    """What is uploaded of a job: its working directory, then each path outside it."""
-    workdir = Path(job.spec.workdir) if job.spec.workdir is not None and "workdir" in job.here else None
+    """Yield the paths of a job to upload: its working directory, then each path outside it."""
+    workdir = Path(job.spec.workdir) if job.spec.workdir is not None and "workdir" in job.local_keys else None
     if workdir is not None:
         yield workdir
     for key, path in paths_of(job.spec):
-        if key in job.here and (workdir is None or not Path(path).is_relative_to(workdir)):
+        if key in job.local_keys and (workdir is None or not Path(path).is_relative_to(workdir)):
             yield Path(path)
 
 
-def _listed(root: Path) -> Listing:
-    ignored, tokens = skipped_in(root) if root.is_dir() else (lambda _: False), logins_file()
+def _list_root(root: Path) -> Listing:
+    ignored, tokens = read_ignore(root) if root.is_dir() else (lambda _: False), logins_file()
     try:
-        listing = listed(root, LIMITS, lambda path: ignored(path) or root / path == tokens)
+        listing = list_files(root, LIMITS, lambda path: ignored(path) or root / path == tokens)
     except OSError as error:
         raise SpecError(f"cannot be read: {error.strerror}", source=str(error.filename or root)) from None
     if listing.left_out:
@@ -100,14 +100,14 @@ def _send(client: Client, digest: str, listing: Listing) -> None:
         client.upload(digest, iter(lambda: file.read(2**20), b""), size_bytes)
 
 
-def _rewritten(job: ReadJob, digests: dict[Path, str]) -> JobSpec:
+def _with_upload_paths(job: ReadJob, digests: dict[Path, str]) -> JobSpec:
     roots = list(_roots(job))
 
-    def changed(key: str, path: str) -> str:
-        if key not in job.here:
+    def upload_path(key: str, path: str) -> str:
+        if key not in job.local_keys:
             return path
         root = next(root for root in roots if Path(path).is_relative_to(root))
         inner = Path(path).relative_to(root if root.is_dir() else root.parent).as_posix()
         return f"{PREFIX}{digests[root]}" if inner == "." else f"{PREFIX}{digests[root]}/{inner}"
 
-    return with_paths(job.spec, changed)
+    return with_paths(job.spec, upload_path)

@@ -31,37 +31,37 @@ class Sessions:
     clock: Callable[[], float] = time.time
 
     def cookie(self, token: str) -> str | None:
-        """The cookie of a new session; None where the token admits nobody."""
+        """Return the cookie of a new session; None where the token admits nobody."""
         if hmac.compare_digest(token.encode(), self.owner_token.encode()):
             number: int | None = OWNER
         else:
             number = self.accounts.number_of(token)
-        return None if number is None else self._signed(f"{number}.{int(self.clock() + LIFETIME_S)}")
+        return None if number is None else self._sign(f"{number}.{int(self.clock() + LIFETIME_S)}")
 
     def opened(self, user: str, role: Role, lifetime_s: float) -> str:
-        """A cookie: a new session for a user that signed in through an OpenID provider."""
+        """Return the cookie of a new session for a user that signed in through an OpenID provider."""
         number = self.accounts.open_session(user, role, lifetime_s)
-        return self._signed(f"{number}.{int(self.clock() + lifetime_s)}")
+        return self._sign(f"{number}.{int(self.clock() + lifetime_s)}")
 
     def close(self, request: Request) -> None:
-        """End the session that an OpenID provider began; one of a token goes on where its cookie is kept."""
+        """End a session of an OpenID provider. A token's session goes on with any copy of its cookie."""
         if self.principal(request) is not None:
             self.accounts.close_session(int(request.cookies[cookie_name(request)].partition(".")[0]))
 
-    def sealed(self, said: str) -> str:
-        """A text, signed for `unsealed`; it is no session."""
-        return self._signed(said, "on its way")
+    def sealed(self, text: str) -> str:
+        """Return a text, signed for `unsealed`; it is no session."""
+        return self._sign(text, "on its way")
 
     def unsealed(self, cookie: str) -> str | None:
-        """The text of `sealed`; None where it was changed."""
-        said = cookie.rpartition(".")[0]
-        return said if hmac.compare_digest(cookie.encode(), self.sealed(said).encode()) else None
+        """Return the text of `sealed`; None where it was changed."""
+        text = cookie.rpartition(".")[0]
+        return text if hmac.compare_digest(cookie.encode(), self.sealed(text).encode()) else None
 
     def principal(self, request: Request) -> Principal | None:
-        """Who is signed in; None without a session, and once it has ended."""
-        said, _, _ = (cookie := request.cookies.get(cookie_name(request), "")).rpartition(".")
-        number, _, until_s = said.partition(".")
-        if not hmac.compare_digest(cookie.encode(), self._signed(said).encode()):
+        """Return who is signed in; None without a session, and once it has ended."""
+        payload, _, _ = (cookie := request.cookies.get(cookie_name(request), "")).rpartition(".")
+        number, _, until_s = payload.partition(".")
+        if not hmac.compare_digest(cookie.encode(), self._sign(payload).encode()):
             return None
         if self.clock() >= int(until_s):
             return None
@@ -69,13 +69,13 @@ class Sessions:
             return Principal(name=self.owner, role=Role.ADMIN, is_owner=True)
         return self.accounts.principal_of(int(number))
 
-    def _signed(self, said: str, what: str = "session of a browser") -> str:
+    def _sign(self, payload: str, what: str = "session of a browser") -> str:
         key = hashlib.sha256(f"{what} {self.owner_token}".encode()).digest()
-        return f"{said}.{hmac.new(key, said.encode(), hashlib.sha256).hexdigest()}"
+        return f"{payload}.{hmac.new(key, payload.encode(), hashlib.sha256).hexdigest()}"
 
 
 def keep(request: Request, answer: Response, cookie: str) -> None:
-    """Let the browser keep the session: sent to this service alone, unseen by scripts, and under TLS where it is."""
+    """Set the session's cookie: for this service alone, hidden from scripts, and under TLS where the request is."""
     answer.set_cookie(
         cookie_name(request),
         cookie,
@@ -92,12 +92,12 @@ def drop(request: Request, answer: Response) -> None:
 
 
 def cookie_name(request: Request) -> str:
-    """Cookies do not tell ports apart, and one machine may run several services."""
+    """Return the cookie's name, with the port: cookies ignore ports, and one machine may run several services."""
     return f"orc-{request.url.port or 443}"
 
 
 def is_same_origin(request: Request) -> bool:
-    """Whether a page of this service sent the request, as the browser says; False where it says nothing."""
+    """Return whether a page of this service sent the request, as the browser says; False where it says nothing."""
     site = request.headers.get("sec-fetch-site")  # browsers send it to TLS and the loopback alone, and forge it nowhere
     if site is not None:
         return site == "same-origin"

@@ -1,4 +1,4 @@
-"""Optuna's study of one sweep: which parameters come next, and which trials are stopped early. By ask and tell."""
+"""Optuna's study of one sweep, by ask and tell: it proposes parameters and stops trials early."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def require_optuna() -> None:
 
 
 class Study:
-    """The trials of a sweep, in memory. TraceScope again for the same trials, it gives the same ones."""
+    """The trials of a sweep, in memory. The same trials in the same order give the same proposals."""
 
     def __init__(self, name: str, sweep: Sweep, steps: int | None) -> None:
         """`steps` is the length of a trial; None: not known. `name` decides the bracket of hyperband of each trial."""
@@ -38,22 +38,22 @@ class Study:
         )
         self._trials: list[optuna.Trial] = []
         self._reported: dict[int, int] = {}  # last step by number
-        self._distributions = {name: _distribution(one) for name, one in sweep.parameters}
+        self._distributions = {name: _distribution(parameter) for name, parameter in sweep.parameters}
 
-    def ask(self, known: Mapping[str, Value] | None = None) -> dict[str, Value]:
-        """Parameters of the next trial; those that are known, of one that was asked for in an earlier life."""
+    def ask(self, parameters: Mapping[str, Value] | None = None) -> dict[str, Value]:
+        """Return parameters of the next trial; given `parameters` repeat a trial of before a restart."""
         number = len(self._trials)
-        if self._sweep.method == "grid" and known is None:
-            known = self._sweep.combination(number)
-        if known is not None:
-            self._study.enqueue_trial(dict(known))
+        if self._sweep.method == "grid" and parameters is None:
+            parameters = self._sweep.combination(number)
+        if parameters is not None:
+            self._study.enqueue_trial(dict(parameters))
         self._study.sampler = self._sampler(number)
         trial = self._study.ask(self._distributions)
         self._trials.append(trial)
         return dict(trial.params)
 
     def report(self, number: int, step: int, value: float) -> bool:
-        """Whether a trial that gave this value at this step shall be stopped."""
+        """Return whether a trial that gave this value at this step shall be stopped."""
         if self._sweep.early_terminate is None or not self._counts(step) or step <= self._reported.get(number, -1):
             return False
         self._reported[number] = step
@@ -61,7 +61,7 @@ class Study:
         return bool(self._trials[number].should_prune())
 
     def tell(self, number: int, value: float | None, *, stopped: bool = False) -> None:
-        """How a trial ended: with its value, stopped early, or without a value."""
+        """Record the end of a trial: with its value, stopped early, or without a value."""
         states = self._optuna.trial.TrialState
         if stopped:
             self._study.tell(self._trials[number], state=states.PRUNED)
@@ -71,29 +71,29 @@ class Study:
             self._study.tell(self._trials[number], value)
 
     def _counts(self, step: int) -> bool:
-        """Whether the step is one at which trials are compared: none that is the end anyway."""
+        """Return whether trials are compared at this step; the last step never counts."""
         if self._steps is None:
             return step <= REPORTED_STEPS
         return step < self._steps and step % max(1, self._steps // REPORTS) == 0
 
     def _sampler(self, number: int) -> optuna.samplers.BaseSampler:
-        """Seeded by the trial's number, so that a restart changes nothing."""
+        """Return a sampler seeded by the trial's number, so that a restart changes nothing."""
         seed = self._sweep.seed + number
         if self._sweep.method == "bayes":
             return self._optuna.samplers.TPESampler(seed=seed)
         return self._optuna.samplers.RandomSampler(seed=seed)
 
 
-def _pruner(said: EarlyTerminate | None, steps: int | None) -> Any:
+def _pruner(rule: EarlyTerminate | None, steps: int | None) -> Any:
     import optuna
 
-    if said is None:
+    if rule is None:
         return optuna.pruners.NopPruner()
-    if said.type == "median":
-        return optuna.pruners.MedianPruner(n_startup_trials=said.startup_trials, n_warmup_steps=said.min_iter)
-    most = steps if said.max_iter is None else said.max_iter
+    if rule.type == "median":
+        return optuna.pruners.MedianPruner(n_startup_trials=rule.startup_trials, n_warmup_steps=rule.min_iter)
+    most = steps if rule.max_iter is None else rule.max_iter
     return optuna.pruners.HyperbandPruner(
-        min_resource=said.min_iter, max_resource="auto" if most is None else most, reduction_factor=said.eta
+        min_resource=rule.min_iter, max_resource="auto" if most is None else most, reduction_factor=rule.eta
     )
 
 

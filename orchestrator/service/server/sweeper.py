@@ -1,4 +1,4 @@
-"""Runs sweeps: submits their trials to the queue, tells the study what they gave, and stops the hopeless ones.
+"""Runs sweeps: submits their trials to the queue, reports their values to the study, and stops hopeless ones.
 
 The journal has the trials and how they ended; files of the attempts have their curves. A study is made anew from these
 after a restart.
@@ -15,7 +15,7 @@ from pathlib import Path
 from orchestrator.backends.journal.sweeps import Sweeps, TrialRow
 from orchestrator.scheduling.reports.sweep import SweepReport, is_stopped_early, sweep_report
 from orchestrator.service.server.controller import Controller
-from orchestrator.service.server.looking import look_until
+from orchestrator.service.server.polling import poll_until
 from orchestrator.service.server.study import Study, require_optuna
 from orchestrator.service.server.trial_curve import MetricCurve
 from orchestrator.service.server.trials import to_come, with_costs
@@ -44,7 +44,7 @@ class _Running:
     study: Study
     curves: dict[int, MetricCurve] = field(default_factory=dict)  # of the trials that have not ended
     over: dict[int, JobStatus] = field(default_factory=dict)  # of the trials that have
-    asked: int = 0  # trials that the study has given
+    next_number: int = 0  # of the trial that the study proposes next
 
 
 class Sweeper:
@@ -60,7 +60,7 @@ class Sweeper:
 
     def run(self, stop: threading.Event) -> None:
         """Look every LOOK_S until `stop` is set."""
-        look_until(stop, self.look, LOOK_S, log, "looking after sweeps failed")
+        poll_until(stop, self.look, LOOK_S, log, "looking after sweeps failed")
 
     def first(self, spec: JobSpec) -> JobSpec:
         """The first trial of a sweep that is being submitted, with its parameters. Raises SpecError without Optuna."""
@@ -71,7 +71,7 @@ class Sweeper:
         return with_costs(trial_of(spec, None, 0, Study("", spec.trial.sweep, None).ask()), self._home)
 
     def look(self) -> None:
-        """Take each open sweep as far as it goes now. One that cannot be looked after ERRORS_MAX times has ended."""
+        """Advance each open sweep. A sweep that fails ERRORS_MAX times in a row is ended."""
         for sweep_id in self._sweeps.open():
             with self._lock:
                 if self._sweeps.ended(sweep_id) != "":  # somebody has cancelled it meanwhile
@@ -90,7 +90,7 @@ class Sweeper:
                     self._errors.pop(sweep_id, None)
 
     def cancel(self, sweep_id: str) -> list[str]:
-        """End a sweep, and cancel its live trials; their ids. Raises ServiceError where it has ended or is unknown."""
+        """End a sweep and cancel its live trials; return their ids. Raises ServiceError if it is ended or unknown."""
         with self._lock:
             ended = self._sweeps.ended(sweep_id)
             if ended is None:
@@ -102,17 +102,17 @@ class Sweeper:
             return self._controller.cancel(live) if live else []
 
     def sweep_of(self, job_id: str) -> str | None:
-        """The open sweep that a job is a trial of, or that has this id; None elsewhere."""
+        """Return the open sweep that has this id, or whose trial the job is; None without one."""
         job = self._controller.job(job_id)
         sweep_id = job_id if job is None else job.array if job.spec.trial is not None else None
         return sweep_id if sweep_id is not None and self._sweeps.ended(sweep_id) == "" else None
 
     def knows(self, sweep_id: str) -> bool:
-        """Whether there is, or was, such a sweep."""
+        """Return whether there is, or was, such a sweep."""
         return sweep_id.startswith(SWEEP) and self._sweeps.ended(sweep_id) is not None
 
     def report(self, sweep_id: str) -> SweepReport | None:
-        """The sweep with its trials; None where there is none."""
+        """Return the sweep with its trials; None where there is none."""
         if sweep_id in self._over:
             return self._over[sweep_id]
         ended = self._sweeps.ended(sweep_id)
@@ -129,26 +129,26 @@ class Sweeper:
         return report
 
     def reports(self) -> list[SweepReport]:
-        """The newest sweeps, the newest first."""
+        """Return the newest sweeps, the newest first."""
         newest = self._sweeps.newest(SHOWN_MAX)
-        found = [report for sweep_id in newest if (report := self.report(sweep_id)) is not None]
+        reports = [report for sweep_id in newest if (report := self.report(sweep_id)) is not None]
         self._over = {sweep_id: report for sweep_id, report in self._over.items() if sweep_id in newest}
-        return found
+        return reports
 
     def to_come(self) -> Mapping[str, tuple[JobSpec, ...]]:
-        """The trials that each open sweep has still to submit, by its id. Raises SpecError without Optuna."""
+        """Return the trials that each open sweep has still to submit, by its id. Raises SpecError without Optuna."""
         return to_come(self._sweeps, self._controller.job, self._home)
 
     def _jobs(self, rows: Sequence[TrialRow]) -> list[Job]:
-        found = (self._controller.job(row.job) for row in rows)
-        return [job for job in found if job is not None]
+        jobs = (self._controller.job(row.job) for row in rows)
+        return [job for job in jobs if job is not None]
 
     def _advance(self, sweep_id: str) -> None:
         rows = self._sweeps.trials(sweep_id)
         jobs = {row.number: self._controller.job(row.job) for row in rows if not self._is_over(sweep_id, row.number)}
         if None in jobs.values():  # it is being committed
             return
-        running = self._running.get(sweep_id) or self._taken_up(sweep_id, rows)
+        running = self._running.get(sweep_id) or self._take_up(sweep_id, rows)
         for job in jobs.values():
             assert job is not None, sweep_id
             self._follow(running, job)
@@ -167,7 +167,7 @@ class Sweeper:
     def _is_over(self, sweep_id: str, number: int) -> bool:
         return sweep_id in self._running and number in self._running[sweep_id].over
 
-    def _taken_up(self, sweep_id: str, rows: Sequence[TrialRow]) -> _Running:
+    def _take_up(self, sweep_id: str, rows: Sequence[TrialRow]) -> _Running:
         first = self._controller.job(rows[0].job)
         assert first is not None, sweep_id
         trial = first.spec.trial
@@ -177,10 +177,10 @@ class Sweeper:
         return running
 
     def _submit(self, running: _Running, sweep_id: str, number: int) -> bool:
-        """Whether the next trial was submitted; else the sweep has ended."""
-        assert running.asked == number, (running.asked, number)
+        """Return whether the next trial was submitted; else the sweep has ended."""
+        assert running.next_number == number, (running.next_number, number)
         parameters = running.study.ask()
-        running.asked += 1
+        running.next_number += 1
         try:
             self._controller.submit(with_costs(trial_of(running.first, sweep_id, number, parameters), self._home))
         except OrchestratorError as error:
@@ -192,14 +192,14 @@ class Sweeper:
         return True
 
     def _follow(self, running: _Running, job: Job) -> None:
-        """Take a trial that was not over into the study, with the news of its curve and its end."""
+        """Report a trial's new points and its end to the study."""
         trial = job.spec.trial
         assert trial is not None, job.id
-        if trial.number == running.asked:
+        if trial.number == running.next_number:
             running.study.ask(dict(trial.parameters))
-            running.asked += 1
+            running.next_number += 1
         curve = running.curves.setdefault(trial.number, MetricCurve(self._home, job.id))
-        hopeless = [step for step, value in curve.news(job) if running.study.report(trial.number, step, value)]
+        hopeless = [step for step, value in curve.new_points(job) if running.study.report(trial.number, step, value)]
         if job.status.ended:
             value = curve.last if job.status is JobStatus.SUCCEEDED else None
             running.study.tell(trial.number, value, stopped=is_stopped_early(job))

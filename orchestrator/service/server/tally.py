@@ -1,4 +1,4 @@
-"""What happened since the service started, as sums: for `/metrics`. The journal has the events themselves."""
+"""Sums over events since the service's start, for `/metrics`. The journal has the events themselves."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PEAK_RATIO = (0.25, 0.5, 0.7, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.25, 1.5, 2.0)
 
 
 class Distribution:
-    """Counts of values in buckets, as a histogram of Prometheus has them: each bucket has those up to its bound."""
+    """Counts of values in buckets, as in a Prometheus histogram: each bucket has the values up to its bound."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds = tuple(bounds)
@@ -69,7 +69,7 @@ class Tally:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """One moment of a service: its state, what the journal counts, and what happened since its start."""
+    """A service at one moment: its state, the journal's counts, and sums since its start."""
 
     at_s: float
     state: State

@@ -1,4 +1,4 @@
-"""Reads how the metric of a trial goes: what our engines write of each step, or what a script's log says."""
+"""Reads the curve of a trial's metric from the steps that our engines write, or from a script's log."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ class MetricCurve:
         self._rest: dict[Path, bytes] = {}
         self._counted: dict[Path, int] = {}  # steps that a log has told
 
-    def news(self, job: Job) -> Iterator[tuple[int, float]]:
-        """(step, value) of each point since the last call."""
+    def new_points(self, job: Job) -> Iterator[tuple[int, float]]:
+        """Yield (step, value) of each point since the last call."""
         for attempt in job.attempts:
             if not attempt.probe:
-                for step, value in self._of_attempt(job.spec, self._folder.attempt(attempt.number)):
+                for step, value in self._attempt_points(job.spec, self._folder.attempt(attempt.number)):
                     self.last = value if math.isfinite(value) else None  # what has diverged has no value
                     if self.last is not None:
                         yield step, value
 
-    def _of_attempt(self, spec: JobSpec, folder: AttemptFolder) -> Iterator[tuple[int, float]]:
+    def _attempt_points(self, spec: JobSpec, folder: AttemptFolder) -> Iterator[tuple[int, float]]:
         assert spec.trial is not None, spec.name
         metric, path = spec.trial.sweep.metric, folder.log(0) if spec.is_script else folder.metrics
         for line in self._lines(path):
-            found = _in_log(spec, line, self._counted, path) if metric.log else _in_curve(line, metric.name)
-            if found is not None:
-                yield found
+            point = _point_in_log(spec, line, self._counted, path) if metric.log else _point_in_curve(line, metric.name)
+            if point is not None:
+                yield point
 
     def _lines(self, path: Path) -> Iterator[str]:
         while True:
@@ -60,7 +60,7 @@ class MetricCurve:
             yield from (line.decode(errors="replace") for line in lines)
 
 
-def _in_curve(text: str, name: str) -> tuple[int, float] | None:
+def _point_in_curve(text: str, name: str) -> tuple[int, float] | None:
     try:
         line = json.loads(text)
         step, value = line["step"], line[name]
@@ -69,19 +69,19 @@ def _in_curve(text: str, name: str) -> tuple[int, float] | None:
     return (step, float(value)) if type(step) is int and type(value) in (int, float) else None
 
 
-def _in_log(spec: JobSpec, line: str, counted: dict[Path, int], path: Path) -> tuple[int, float] | None:
-    """The step is the job's `progress`, where it has one; else the values are counted."""
+def _point_in_log(spec: JobSpec, line: str, counted: dict[Path, int], path: Path) -> tuple[int, float] | None:
+    """Return the point of a log's line. The step is the job's `progress` if it has one, else a count of the values."""
     assert spec.trial is not None, spec.name
     pattern = spec.trial.sweep.metric.log
     assert pattern is not None, spec.name
     if spec.progress is not None and (steps := re.findall(spec.progress, line)) and str(steps[-1]).isdecimal():
         counted[path] = int(steps[-1])
-    found = re.findall(pattern, line)
-    if not found:
+    matches = re.findall(pattern, line)
+    if not matches:
         return None
     if spec.progress is None:
         counted[path] = counted.get(path, 0) + 1
     try:
-        return counted.get(path, 0), float(found[-1])
+        return counted.get(path, 0), float(matches[-1])
     except ValueError:
         return None

@@ -1,4 +1,4 @@
-"""Which trials does a sweep have, and which are still to come?"""
+"""The trials of a sweep, and those that it has still to submit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from orchestrator.specs.parse import trial_of
 
 
 def with_costs(spec: JobSpec, home: Path) -> JobSpec:
-    """The job with the costs of its own model, where these have to be traced: parameters may change them.
+    """Return the job with the costs of its own model, where these have to be traced: parameters may change them.
 
     Raises SpecError where the trace fails.
     """
@@ -27,31 +27,31 @@ def with_costs(spec: JobSpec, home: Path) -> JobSpec:
 
 
 def trials_of(first: JobSpec, sweep_id: str, home: Path, begun: Sequence[JobSpec] = ()) -> tuple[JobSpec, ...]:
-    """The trials of a sweep, without those that have begun, up to one that no job can be.
+    """Return the trials of a sweep, without those that have begun, up to one that no job can be.
 
     What bayes will choose follows from values that nobody knows yet: it draws at random instead. Raises SpecError
     without Optuna.
     """
     assert first.trial is not None, first.name
     require_optuna()
-    study, found = Study(sweep_id, first.trial.sweep, None), list[JobSpec]()
+    study, specs = Study(sweep_id, first.trial.sweep, None), list[JobSpec]()
     for spec in begun:
         assert spec.trial is not None, spec.name
         study.ask(dict(spec.trial.parameters))
     for number in range(len(begun), first.trial.sweep.trials):
         try:
-            found.append(with_costs(trial_of(first, sweep_id, number, study.ask()), home))
+            specs.append(with_costs(trial_of(first, sweep_id, number, study.ask()), home))
         except SpecError:
-            if not begun and not found:
+            if not begun and not specs:
                 raise
             break  # as the sweep ends there
-    return tuple(found)
+    return tuple(specs)
 
 
 def to_come(sweeps: Sweeps, job: Callable[[str], Job | None], home: Path) -> Mapping[str, tuple[JobSpec, ...]]:
-    """The trials that each open sweep has still to submit, by its id. Raises SpecError without Optuna."""
-    found = {}
+    """Return the trials that each open sweep has still to submit, by its id. Raises SpecError without Optuna."""
+    trials = {}
     for sweep_id in sweeps.open():
-        begun = [one.spec for row in sweeps.trials(sweep_id) if (one := job(row.job)) is not None]
-        found[sweep_id] = trials_of(begun[0], sweep_id, home, begun)
-    return found
+        begun = [trial.spec for row in sweeps.trials(sweep_id) if (trial := job(row.job)) is not None]
+        trials[sweep_id] = trials_of(begun[0], sweep_id, home, begun)
+    return trials

@@ -13,7 +13,7 @@ from orchestrator.service.server.dependencies import Sender, Service, job_of
 from orchestrator.service.server.intake import check_files
 from orchestrator.service.server.job_routes import IdempotencyKey, refuse_other_teams, request_key, requested_job
 from orchestrator.service.server.requests import JobsRequest, RetryRequest, SubmitRequest, UpdateRequest
-from orchestrator.service.server.retry import check_retry, continuation, spec_again
+from orchestrator.service.server.retry import check_retry, continuation, retry_spec
 from orchestrator.service.server.verbs import VERBS, Change, update
 from orchestrator.service.transfer.store import Uploads
 from orchestrator.specs.access import Principal
@@ -45,7 +45,7 @@ def add_verb_routes(app: FastAPI, service: Service, uploads: Uploads) -> None:
             return {"id": job_id, "continues_from": job_id, "why": "goes on with what was allowed"}
         check_retry(job, allows=request.allow is not None or request.global_batch_size is not None)
         source = f"the retry of {job_id}"
-        data = spec_again(job, settings, source).model_dump(mode="json")
+        data = retry_spec(job, settings, source).model_dump(mode="json")
         if not sender.is_owner:
             data["user"] = None  # whoever asks
         spec, _ = requested_job(SubmitRequest(spec=data), source, sender, uploads, service.sweeper)

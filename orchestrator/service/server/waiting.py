@@ -1,4 +1,4 @@
-"""What a service answers before it may decide: a standby, or one that is starting."""
+"""The application of a service that may not decide yet: a standby, or one that is starting."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from fastapi import FastAPI, Response
 from orchestrator.service.server.gate import refusal
 
 METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
-SAID = "this service may not decide yet: it is a standby of the one that owns the journal, or it is starting"
+MESSAGE = "this service may not decide yet: it is a standby of the one that owns the journal, or it is starting"
 
 
 def waiting_app() -> FastAPI:
-    """The application: /healthz answers 200, everything else 503."""
+    """Return the application: /healthz answers 200, everything else 503."""
     app = FastAPI(title="orc", docs_url=None, redoc_url=None, openapi_url=None)
 
     @app.get("/healthz")
@@ -20,6 +20,6 @@ def waiting_app() -> FastAPI:
 
     @app.api_route("/{path:path}", methods=METHODS)
     async def other(path: str) -> Response:  # noqa: ARG001
-        return refusal(503, SAID)
+        return refusal(503, MESSAGE)
 
     return app

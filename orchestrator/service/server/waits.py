@@ -1,4 +1,4 @@
-"""Lets any number of requests wait for something to become true, while one thread looks at it for all of them."""
+"""Lets any number of requests wait for conditions, which one thread checks for all of them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Waits:
         self._is_watched = False
 
     async def until(self, is_met: Callable[[], bool], timeout_s: float) -> None:
-        """Return once the condition holds, or after `timeout_s`. The condition is asked in other threads."""
+        """Return once the condition holds, or after `timeout_s`. Other threads evaluate the condition."""
         if await run_in_threadpool(is_met):
             return
         waiter = _Waiter(is_met)

@@ -1,4 +1,4 @@
-"""Commands about who may use a service: logins on this machine; users, tokens and the audit log on the service."""
+"""Commands for access to a service: logins on this machine; users, tokens and the audit log on the service."""
 
 from __future__ import annotations
 
@@ -41,20 +41,20 @@ def login(
 ) -> None:
     """Keep a login for a service of another machine. The token is read from ORC_TOKEN, a prompt, or a pipe."""
     from orchestrator.service.server.client import Client
-    from orchestrator.service.server.logins import Login, keep, logins_file, normalised, pinned_certificate
+    from orchestrator.service.server.logins import Login, keep, logins_file, normalise_url, pinned_certificate
 
-    url = normalised(url)
+    url = normalise_url(url)
     if fingerprint is not None and authority is not None:
         raise SpecError("say one of them", source="--fingerprint", allowed="--fingerprint or --ca")
     certificate = _read(authority) if authority else None
     if fingerprint is not None:
         certificate = pinned_certificate(url, fingerprint)
-    asked = Login(url=url, token=_token(), certificate=certificate)
-    with closing(Client(asked)) as client:
+    new_login = Login(url=url, token=_token(), certificate=certificate)
+    with closing(Client(new_login)) as client:
         who = client.whoami()
-    keep(asked)
-    words = f"Logged in to {url} as {who['user']} ({who['role']}). `orc --server {url} queue` shows its queue."
-    tell({"server": url, **who, "kept_in": str(logins_file())}, as_json, words)
+    keep(new_login)
+    text = f"Logged in to {url} as {who['user']} ({who['role']}). `orc --server {url} queue` shows its queue."
+    tell({"server": url, **who, "kept_in": str(logins_file())}, as_json, text)
 
 
 def logout(url: Url, as_json: AsJson = False) -> None:
@@ -108,10 +108,10 @@ def remove_user(name: Name, home: Home = DEFAULT_HOME, as_json: AsJson = False) 
 @users.command("list")
 def list_users(home: Home = DEFAULT_HOME, as_json: AsJson = False) -> None:
     """List the users and their roles."""
-    found = client_of(home).users()
-    lines = [(user["name"], user["role"], _local(user["created_at_s"])) for user in found]
-    words = _table(("USER", "ROLE", "SINCE"), lines) if found else "There are no users. `orc user set NAME` adds one."
-    tell({"users": found}, as_json, words)
+    rows = client_of(home).users()
+    lines = [(user["name"], user["role"], _local(user["created_at_s"])) for user in rows]
+    table = _table(("USER", "ROLE", "SINCE"), lines) if rows else "There are no users. `orc user set NAME` adds one."
+    tell({"users": rows}, as_json, table)
 
 
 @tokens.command("create")
@@ -126,26 +126,26 @@ def create_token(
         lifetime_s = None if expires == "never" else parse_seconds(expires)
     except ValueError as error:
         raise SpecError(str(error), source="--expires", got=expires, allowed="a duration, or never") from None
-    secret, kept = client_of(home).create_token(name, lifetime_s)
-    tell({"secret": secret, "token": kept}, as_json, secret)
+    secret, token = client_of(home).create_token(name, lifetime_s)
+    tell({"secret": secret, "token": token}, as_json, secret)
 
 
 @tokens.command("list")
 def list_tokens(home: Home = DEFAULT_HOME, as_json: AsJson = False) -> None:
     """List the tokens: whose they are, until when they live, when they were last used."""
-    found = client_of(home).tokens()
+    rows = client_of(home).tokens()
     columns = ("ID", "USER", "TOKEN", "CREATED", "EXPIRES", "LAST USED", "REVOKED")
     lines = [
         (
-            str(one["id"]),
-            one["user"],
-            f"{one['shown']}...",
-            *(_local(one[f"{moment}_at_s"]) for moment in ("created", "expires", "used", "revoked")),
+            str(row["id"]),
+            row["user"],
+            f"{row['shown']}...",
+            *(_local(row[f"{moment}_at_s"]) for moment in ("created", "expires", "used", "revoked")),
         )
-        for one in found
+        for row in rows
     ]
-    words = _table(columns, lines) if found else "There are no tokens. `orc token create USER` makes one."
-    tell({"tokens": found}, as_json, words)
+    table = _table(columns, lines) if rows else "There are no tokens. `orc token create USER` makes one."
+    tell({"tokens": rows}, as_json, table)
 
 
 @tokens.command("revoke")
@@ -160,11 +160,11 @@ def revoke_token(
 
 
 def _token() -> str:
-    """From ORC_TOKEN, a prompt that shows nothing, or a pipe: never from the command line, which others can read."""
-    given = os.environ.get("ORC_TOKEN")
-    if given is None:
-        given = typer.prompt("Token", hide_input=True) if sys.stdin.isatty() else sys.stdin.readline()
-    return str(given).strip()
+    """Return the token from ORC_TOKEN, a hidden prompt, or a pipe; others can read a command line."""
+    token = os.environ.get("ORC_TOKEN")
+    if token is None:
+        token = typer.prompt("Token", hide_input=True) if sys.stdin.isatty() else sys.stdin.readline()
+    return str(token).strip()
 
 
 def _read(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""`orc compare`: runs a job under several strategies, waits for them and shows what each cost and gave."""
+"""`orc compare`: runs a job under several strategies, waits for them and compares cost and results."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def compare(
     job: Annotated[
         str, typer.Argument(metavar="FILE|JOB", help="Job file (YAML), or a job of a comparison to show again.")
     ],
-    asked: Annotated[
+    choice: Annotated[
         str,
         typer.Option(
             "--strategies",
@@ -74,25 +74,25 @@ def compare(
     with closing(client_of(home)) as client:
         job_id = job
         if Path(job).is_file():
-            ids = _submit(client, Path(job), asked, micro, steps, repeats, settings, pins, home, as_json)
+            ids = _submit(client, Path(job), choice, micro, steps, repeats, settings, pins, home, as_json)
             job_id = ids[0]
             if not _wait(client, ids, timeout_s, as_json):
                 print(f"jobs go on after {timeout_s:g} s; `orc compare {job_id}` shows them", file=sys.stderr)
-        found = _with_link(client, job_id)
+        view = _with_link(client, job_id)
     if table is not None:
-        table.write_text(WRITERS[table.suffix](found["rows"], (found["verdict"], *found["notes"])))
+        table.write_text(WRITERS[table.suffix](view["rows"], (view["verdict"], *view["notes"])))
     if picture is not None:
-        _draw(found, picture)
-    tell(dict(found), as_json, comparison_panel(found))
-    if found["mlflow"] and not as_json:
-        print(f"MLflow: {found['mlflow']}")  # whole, so that a terminal can open it
-    raise typer.Exit(not found["complete"])
+        _draw(view, picture)
+    tell(dict(view), as_json, comparison_panel(view))
+    if view["mlflow"] and not as_json:
+        print(f"MLflow: {view['mlflow']}")  # whole, so that a terminal can open it
+    raise typer.Exit(not view["complete"])
 
 
 def _submit(
     client: Client,
     file: Path,
-    asked: str,
+    choice: str,
     micro: Micro,
     steps: int | None,
     repeats: int,
@@ -102,17 +102,17 @@ def _submit(
     as_json: bool,
 ) -> list[str]:
     """Return the ids of the jobs of a new comparison."""
-    from orchestrator.service.commands.compare import compared, strategies
+    from orchestrator.service.commands.compare import choose_strategies, comparison_jobs
     from orchestrator.service.commands.hardware import hardware_of
     from orchestrator.service.server.intake import read_overrides, read_pins
-    from orchestrator.service.server.sending import read_for
+    from orchestrator.service.server.sending import read_jobs_for
 
     service = service_of(home)
     overrides = (*read_overrides(settings or []), *read_pins(pins))
-    (spec,) = read_for(service, [file], overrides, home, only_one=True)
-    wanted = strategies(spec, asked, *hardware_of(service, None), micro)
-    specs = compared(spec, wanted, steps, repeats)
-    ids, _, _ = client.submit_all([one.model_dump(mode="json") for one in specs])
+    (spec,) = read_jobs_for(service, [file], overrides, home, only_one=True)
+    wanted = choose_strategies(spec, choice, *hardware_of(service, None), micro)
+    specs = comparison_jobs(spec, wanted, steps, repeats)
+    ids, _, _ = client.submit_all([job_spec.model_dump(mode="json") for job_spec in specs])
     length = "" if spec.is_script else f", {specs[0].training.max_steps} steps each"
     times = f", {repeats} times" if repeats > 1 else ""
     print(
@@ -128,7 +128,7 @@ def _wait(client: Client, ids: Sequence[str], timeout_s: float, as_json: bool) -
     console = console_on(sys.stderr if as_json else sys.stdout)
     until_s = time.monotonic() + timeout_s
     for number, job_id in enumerate(ids, 1):
-        job, seen = client.job(job_id)
+        job, version = client.job(job_id)
         quarter = 0
         while job["status"] not in ENDS:
             if time.monotonic() > until_s:
@@ -137,29 +137,29 @@ def _wait(client: Client, ids: Sequence[str], timeout_s: float, as_json: bool) -
             steps = progress and progress["max_steps"]
             if progress and steps and 4 * progress["step"] // steps > quarter:
                 quarter = 4 * progress["step"] // steps
-                words = f"{number}/{len(ids)} step {progress['step']} of {steps}"
-                console.print(words, highlight=False, markup=False, style="dim")
-            job, seen = client.job(job_id, seen)
+                line = f"{number}/{len(ids)} step {progress['step']} of {steps}"
+                console.print(line, highlight=False, markup=False, style="dim")
+            job, version = client.job(job_id, version)
         last = job["attempts"][-1] if job["attempts"] else None
-        words = job["status"] if last is None else f"{last['outcome']}: {last['plan']}"
-        console.print(f"{number}/{len(ids)} {words}", highlight=False, markup=False)
+        line = job["status"] if last is None else f"{last['outcome']}: {last['plan']}"
+        console.print(f"{number}/{len(ids)} {line}", highlight=False, markup=False)
     return True
 
 
 def _with_link(client: Client, job_id: str) -> ComparisonView:
-    """The comparison, with MLflow's page as soon as it is there."""
+    """Return the comparison, with MLflow's page as soon as it is there."""
     until_s = time.monotonic() + LINK_S
-    found = client.comparison(job_id)
-    has_runs = any(row["step_s"] is not None for row in found["rows"]) and "mlflow" in client.cluster()["trackers"]
-    while found["complete"] and has_runs and found["mlflow"] is None and time.monotonic() < until_s:
+    view = client.comparison(job_id)
+    has_runs = any(row["step_s"] is not None for row in view["rows"]) and "mlflow" in client.cluster()["trackers"]
+    while view["complete"] and has_runs and view["mlflow"] is None and time.monotonic() < until_s:
         time.sleep(LINK_POLL_S)
-        found = client.comparison(job_id)
-    return found
+        view = client.comparison(job_id)
+    return view
 
 
-def _draw(found: ComparisonView, file: Path) -> None:
+def _draw(view: ComparisonView, file: Path) -> None:
     from orchestrator.backends.mlflow.frontier_png import figure
     from orchestrator.service.views.records import picture_from_view
 
-    if found["picture"] is not None:
-        figure(f"Strategies of {found['name']}", picture_from_view(found["picture"]), "").savefig(file)
+    if view["picture"] is not None:
+        figure(f"Strategies of {view['name']}", picture_from_view(view["picture"]), "").savefig(file)

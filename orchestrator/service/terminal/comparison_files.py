@@ -62,8 +62,10 @@ def as_latex(rows: Sequence[Mapping[str, Any]], notes: Sequence[str]) -> str:
     table = [["strategy", *(COLUMNS[name] for name in _known(rows))], *_lines(rows)]
     body = [f"{' & '.join(cell.translate(LATEX) for cell in line)} \\\\" for line in table]
     head = f"\\begin{{tabular}}{{l{'r' * (len(table[0]) - 1)}}}"
-    said = [f"% {note}" for note in notes]
-    return "\n".join([*said, head, "\\toprule", body[0], "\\midrule", *body[1:], "\\bottomrule", "\\end{tabular}", ""])
+    comments = [f"% {note}" for note in notes]
+    return "\n".join(
+        [*comments, head, "\\toprule", body[0], "\\midrule", *body[1:], "\\bottomrule", "\\end{tabular}", ""]
+    )
 
 
 def _known(rows: Sequence[Mapping[str, Any]]) -> list[str]:

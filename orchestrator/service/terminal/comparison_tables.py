@@ -18,16 +18,16 @@ if TYPE_CHECKING:
     from orchestrator.service.views.comparison import ComparisonView
 
 
-def comparison_panel(found: ComparisonView) -> RenderableType:
-    """Two tables within 80 columns, the picture and the verdict."""
-    rows = found["rows"]
-    parts: list[RenderableType] = [Text(), _memory_and_time(rows), Text(), _what_it_gave(rows), Text()]
-    if found["picture"] is not None:
-        parts += [coloured_picture(picture_from_view(found["picture"])), Text()]
-    told = [f"{number}  " + "\n   ".join(lines) for number, lines in reasons(rows)]
-    parts += [Text(line) for line in told] + ([Text()] if told else [])
-    parts.append(Text(found["verdict"], style="bold"))
-    parts += [Text(note, style="yellow") for note in found["notes"]]
+def comparison_panel(view: ComparisonView) -> RenderableType:
+    """Return two tables within 80 columns, the picture and the verdict."""
+    rows = view["rows"]
+    parts: list[RenderableType] = [Text(), _memory_and_time(rows), Text(), _measures_table(rows), Text()]
+    if view["picture"] is not None:
+        parts += [coloured_picture(picture_from_view(view["picture"])), Text()]
+    sentences = [f"{number}  " + "\n   ".join(lines) for number, lines in reasons(rows)]
+    parts += [Text(line) for line in sentences] + ([Text()] if sentences else [])
+    parts.append(Text(view["verdict"], style="bold"))
+    parts += [Text(note, style="yellow") for note in view["notes"]]
     return Group(*parts)
 
 
@@ -47,12 +47,14 @@ def _memory_and_time(rows: Sequence[dict[str, Any]]) -> Table:
     return table
 
 
-def _what_it_gave(rows: Sequence[dict[str, Any]]) -> Table:
-    """What is known of no strategy has no column."""
-    known = measures(rows)
-    table = _table(right=tuple(name.upper() for name in known))
+def _measures_table(rows: Sequence[dict[str, Any]]) -> Table:
+    """Return the table of measures; one that no strategy has gets no column."""
+    columns = measures(rows)
+    table = _table(right=tuple(name.upper() for name in columns))
     for number, row in enumerate(rows, 1):
-        table.add_row(str(number), *("-" if row[key] is None else words(row[key]) for key, words in known.values()))
+        table.add_row(
+            str(number), *("-" if row[key] is None else text_of(row[key]) for key, text_of in columns.values())
+        )
     return table
 
 

@@ -13,7 +13,7 @@ ENDED_OFFERED = 50
 
 
 def job_ids(context: typer.Context, incomplete: str) -> list[str]:
-    """Ids that begin so, live jobs and recently ended ones; none where the service does not answer."""
+    """Return the ids that begin so, live jobs and recently ended ones; none where the service does not answer."""
     from orchestrator.service.server.client import Client
     from orchestrator.service.server.logins import DEFAULT_HOME, login_of
 

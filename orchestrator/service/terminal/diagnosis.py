@@ -44,7 +44,7 @@ def diagnose(
 
     if should_be is None:
         diagnosis = work.diagnose([Path(log) for log in logs], exit_code, oom_kills)
-        tell(dict(work.as_answer(diagnosis)), as_json, _table(diagnosis))
+        tell(dict(work.diagnosis_view(diagnosis)), as_json, _table(diagnosis))
         return
     if len(logs) != 1 or Path(logs[0]).is_file():
         raise SpecError("a case is made of one job", path="JOB", got=" ".join(logs), allowed="an id of `orc queue`")

@@ -14,7 +14,7 @@ from orchestrator.specs.units import format_bytes, format_seconds
 
 
 def fit_panel(spec: JobSpec, rows: Sequence[FitRow], *, is_assumed: bool) -> RenderableType:
-    """A row for each card: its memory, and for each way the fewest cards with a plan and the bytes of each."""
+    """Return a row for each card: its memory, and for each way the fewest cards with a plan and the bytes of each."""
     ways = list(dict.fromkeys(row["way"] for row in rows))
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("CARD", no_wrap=True)
@@ -35,7 +35,7 @@ def fit_panel(spec: JobSpec, rows: Sequence[FitRow], *, is_assumed: bool) -> Ren
 
 
 def _reasons(rows: Sequence[FitRow]) -> list[Text]:
-    """A line for each reason why a card has no plan, with its cards."""
+    """Return a line for each reason why a card has no plan, with its cards."""
     reasons: dict[str, list[str]] = {}
     for row in rows:
         if row["why"] is not None:

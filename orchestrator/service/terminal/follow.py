@@ -27,19 +27,19 @@ PLAIN_EVERY_S = 5.0  # between two lines of progress without a terminal
 
 
 def run_to_end(spec: JobSpec, fault: Fault | None, service: Path | Login, as_json: bool) -> int:
-    """Submit the job and tell what happens to it; the exit code of the command. Starts a home's service if needed."""
+    """Submit the job and print its events; return the exit code. Starts a home's service if needed."""
     if isinstance(service, Path):
         start(service, None, None)
     client = Client(service)
-    asked = {"kind": fault.kind, "rank": fault.rank, "step": fault.step} if fault else None
-    job_id = client.submit(spec.model_dump(mode="json"), asked)
+    fault_body = {"kind": fault.kind, "rank": fault.rank, "step": fault.step} if fault else None
+    job_id = client.submit(spec.model_dump(mode="json"), fault_body)
     try:
         job = follow(client, job_id, console_on(sys.stderr if as_json else sys.stdout))
     except KeyboardInterrupt:
         print(f"{job_id} continues; `orc show {job_id}` shows its state", file=sys.stderr)
         return 130
     tell(dict(job), as_json, attempts_table([job]))
-    excerpt = next((one["failure"]["excerpt"] for one in reversed(job["attempts"]) if one["failure"]), "")
+    excerpt = next((attempt["failure"]["excerpt"] for attempt in reversed(job["attempts"]) if attempt["failure"]), "")
     if job["status"] == "failed" and excerpt and not as_json:
         print(excerpt.rstrip(), file=sys.stderr)
     return 0 if job["status"] == "succeeded" else 1
@@ -50,17 +50,17 @@ def follow(client: Client, job_id: str, console: Console) -> JobView:
 
     A terminal shows a bar of the steps with the time that is left; other output gets a line every few seconds.
     """
-    words = [TextColumn(f"{{task.{name}}}", markup=False) for name in ("description", "fields[said]")]
-    columns = SpinnerColumn(), words[0], BarColumn(BAR_WIDTH), words[1]
+    texts = [TextColumn(f"{{task.{name}}}", markup=False) for name in ("description", "fields[said]")]
+    columns = SpinnerColumn(), texts[0], BarColumn(BAR_WIDTH), texts[1]
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(f"{job_id} is queued", total=None, said="")
-        said: list[str] = []
+        printed: list[str] = []
         said_at_s = 0.0
-        for job in _changes(client, job_id):
+        for job in _poll_job(client, job_id):
             waiting = [f"{job_id}: queued: {job['reason']}"] if job["status"] == "queued" else []
             for line in (*story(job), *waiting):
-                if line not in said:
-                    said.append(line)
+                if line not in printed:
+                    printed.append(line)
                     console.print(line, highlight=False, markup=False, soft_wrap=True)
             said_at_s = _show_progress(job, bar, task, console, said_at_s)
     return job
@@ -69,7 +69,7 @@ def follow(client: Client, job_id: str, console: Console) -> JobView:
 def log_lines(
     client: Client, job_id: str, number: int | None, rank: int, to_the_end: bool
 ) -> Iterator[tuple[int, str]]:
-    """A rank's log in pieces of (attempt, text); of the last attempt if no number is given.
+    """Yield a rank's log in pieces of (attempt, text); of the last attempt if no number is given.
 
     With `to_the_end` it waits for more, and continues with later attempts, until the job has ended.
     """
@@ -105,11 +105,11 @@ def _decoder() -> codecs.IncrementalDecoder:
     return codecs.getincrementaldecoder("utf-8")("replace")
 
 
-def _changes(client: Client, job_id: str) -> Iterator[JobView]:
-    """The job now, then at every change and every few seconds, until its end."""
-    seen: int | None = None
+def _poll_job(client: Client, job_id: str) -> Iterator[JobView]:
+    """Yield the job now, then at every change and every few seconds, until its end."""
+    version: int | None = None
     while True:
-        job, seen = client.job(job_id, seen)
+        job, version = client.job(job_id, version)
         yield job
         if job["status"] in ENDS:
             return
@@ -159,11 +159,11 @@ def _peaks(attempt: AttemptView) -> str:
 def _show_progress(job: JobView, bar: Progress, task: TaskID, console: Console, said_at_s: float) -> float:
     """Bring the bar up to date, or print a line if none was printed lately; returns when the last one was."""
     progress, left = job["progress"], time_left(job["progress"])
-    said = " · ".join(filter(None, (f"{left} left" if left else "", progress_line(progress))))
+    line = " · ".join(filter(None, (f"{left} left" if left else "", progress_line(progress))))
     if console.is_terminal:
         step, total = (progress["step"], progress["max_steps"]) if progress else (0, None)
-        bar.update(task, description=f"{job['id']} {job['status']}", completed=step, total=total, said=said)
-    elif said and time.monotonic() - said_at_s > PLAIN_EVERY_S:
-        console.print(f"{job['id']}: {said}", highlight=False, markup=False, soft_wrap=True)
+        bar.update(task, description=f"{job['id']} {job['status']}", completed=step, total=total, said=line)
+    elif line and time.monotonic() - said_at_s > PLAIN_EVERY_S:
+        console.print(f"{job['id']}: {line}", highlight=False, markup=False, soft_wrap=True)
         return time.monotonic()
     return said_at_s

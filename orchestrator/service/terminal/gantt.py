@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from orchestrator.service.commands.simulate import Outcome
-from orchestrator.service.views.timeline import COLUMNS, NODES_MAX, Held, block, busy_lines, shares, under_a_ruler
+from orchestrator.service.views.timeline import COLUMNS, NODES_MAX, BusySpan, add_ruler, block, busy_lines, shares
 from orchestrator.specs.cluster import ClusterSpec, idle_nodes
 from orchestrator.specs.units import format_seconds
 
@@ -22,28 +22,28 @@ COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f
 
 
 def picture(outcomes: Sequence[Outcome], cluster: ClusterSpec) -> str:
-    """Busy devices per node over time, and the number of waiting jobs."""
+    """Return the busy devices per node over time, and the number of waiting jobs, as text."""
     end_s = _end_s(outcomes)
     nodes = {node.name: node.devices for node in idle_nodes(cluster)}
-    held = [
-        Held(part.node, len(part.devices), process.launched_at_s, until_s)
-        for process, until_s in _ended(outcomes)
+    spans = [
+        BusySpan(part.node, len(part.devices), process.launched_at_s, until_s)
+        for process, until_s in _ended_attempts(outcomes)
         for part in process.attempt.placement
     ]
-    lines = busy_lines(nodes, held, 0.0, end_s)
+    lines = busy_lines(nodes, spans, 0.0, end_s)
     waiting = [0.0] * COLUMNS
-    for one in outcomes:
+    for outcome in outcomes:
         for column, share in shares(
-            one.submitted_at_s, end_s if one.started_at_s is None else one.started_at_s, 0.0, end_s
+            outcome.submitted_at_s, end_s if outcome.started_at_s is None else outcome.started_at_s, 0.0, end_s
         ):
             waiting[column] += share
     most = max(waiting)
-    lines["waiting"] = "".join(block(one / most if most else 0.0) for one in waiting)
-    return under_a_ruler(lines, "0", format_seconds(end_s), f"at most {most:.0f} jobs wait")
+    lines["waiting"] = "".join(block(count / most if most else 0.0) for count in waiting)
+    return add_ruler(lines, "0", format_seconds(end_s), f"at most {most:.0f} jobs wait")
 
 
 def figure(title: str, outcomes: Sequence[Outcome], cluster: ClusterSpec) -> Figure:
-    """One lane per device; an attempt has its job's colour, and its launch is pale."""
+    """Return a chart with a lane per device; an attempt has its job's colour, and its launch is pale."""
     from matplotlib.figure import Figure  # mlflow depends on matplotlib; pyplot has global state, which threads share
 
     lanes: dict[tuple[str, int], int] = {}
@@ -53,7 +53,7 @@ def figure(title: str, outcomes: Sequence[Outcome], cluster: ClusterSpec) -> Fig
     drawn = Figure(figsize=INCHES, dpi=DOTS_PER_INCH, layout="constrained")
     axes = drawn.add_subplot()
     bars: dict[tuple[int, bool], list[tuple[float, float, int]]] = {}
-    for process, until_s in _ended(outcomes):
+    for process, until_s in _ended_attempts(outcomes):
         colour = process.job.order % len(COLOURS)
         started_s = until_s if process.started_at_s is None else process.started_at_s
         for device in process.devices:
@@ -76,11 +76,14 @@ def figure(title: str, outcomes: Sequence[Outcome], cluster: ClusterSpec) -> Fig
     return drawn
 
 
-def _ended(outcomes: Sequence[Outcome]) -> Iterator[tuple[Process, float]]:
+def _ended_attempts(outcomes: Sequence[Outcome]) -> Iterator[tuple[Process, float]]:
     return (
-        (process, process.ended_at_s) for one in outcomes for process in one.attempts if process.ended_at_s is not None
+        (process, process.ended_at_s)
+        for outcome in outcomes
+        for process in outcome.attempts
+        if process.ended_at_s is not None
     )
 
 
 def _end_s(outcomes: Sequence[Outcome]) -> float:
-    return max((until_s for _, until_s in _ended(outcomes)), default=1.0)
+    return max((until_s for _, until_s in _ended_attempts(outcomes)), default=1.0)

@@ -21,9 +21,9 @@ clusters = typer.Typer(no_args_is_help=True, help="Hardware of the service.")
 def show_cluster(home: Home = DEFAULT_HOME, as_json: AsJson = False) -> None:
     """Print the cluster file of the home; before the first `orc up`, what is found on this machine."""
     from orchestrator.service.server.cluster_file import cluster_text
-    from orchestrator.service.server.lifecycle import world_of
+    from orchestrator.service.server.lifecycle import find_cluster
 
-    cluster, notes = world_of(home.expanduser())
+    cluster, notes = find_cluster(home.expanduser())
     if as_json:
         tell({"cluster": cluster.model_dump(mode="json"), "notes": notes}, as_json, "")
     else:
@@ -45,9 +45,9 @@ def join(
     from orchestrator.service.server.detection import node_name
 
     answer = join_service(home.expanduser(), service, name or node_name(), token_file)
-    words = f"{answer['node']} has joined at {answer['address']} with {answer['devices']} devices. "
+    text = f"{answer['node']} has joined at {answer['address']} with {answer['devices']} devices. "
     notes = "".join(f"{note}\n" for note in answer["notes"])
-    tell(answer, as_json, f"{notes}{words}`orc leave` takes it away.")
+    tell(answer, as_json, f"{notes}{text}`orc leave` takes it away.")
 
 
 def leave(
@@ -78,11 +78,11 @@ def join_token(
     as_json: AsJson = False,
 ) -> None:
     """Print the token with which machines join. It is in the home folder, too, readable by its owner."""
-    from orchestrator.service.server.endpoint import kept_endpoint
+    from orchestrator.service.server.endpoint import load_endpoint
     from orchestrator.service.server.join_token import make_join_token
 
     home = home.expanduser()
-    endpoint = kept_endpoint(home)
+    endpoint = load_endpoint(home)
     if endpoint is None:
         raise ServiceError("no machine can join: start the service by `orc up --listen HOST:PORT`")
     token = make_join_token(home, endpoint, renew=renew)

@@ -37,7 +37,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the answer as JSON."
 
 
 def service_of(home: Path) -> Path | Login:
-    """The login of `orc --server URL` where it is given, else the home folder.
+    """Return the login of `orc --server URL` where it is given, else the home folder.
 
     Raises SpecError for no URL, ServiceError where no login is kept for it.
     """
@@ -50,7 +50,7 @@ def service_of(home: Path) -> Path | Login:
 
 
 def client_of(home: Path) -> Client:
-    """A connection to that service."""
+    """Return a connection to that service."""
     from orchestrator.service.server.client import Client
 
     return Client(service_of(home))

@@ -13,16 +13,16 @@ if TYPE_CHECKING:  # not loaded for JSON output
 PLAIN_WIDTH = 160  # columns if the output is not a terminal
 
 
-def tell(answer: dict[str, Any], as_json: bool, words: RenderableType) -> None:
+def tell(answer: dict[str, Any], as_json: bool, text: RenderableType) -> None:
     """Print the answer as JSON, or as text."""
     if as_json:
         print(json.dumps(answer, indent=2))
     else:
-        console_on(sys.stdout).print(words, highlight=False, markup=False)
+        console_on(sys.stdout).print(text, highlight=False, markup=False)
 
 
 def console_on(stream: TextIO) -> Console:
-    """A console of the terminal's width; PLAIN_WIDTH if there is no terminal and COLUMNS is not set."""
+    """Return a console of the terminal's width; PLAIN_WIDTH if there is no terminal and COLUMNS is not set."""
     from rich.console import Console
 
     width = None if stream.isatty() or "COLUMNS" in os.environ else PLAIN_WIDTH

@@ -40,17 +40,17 @@ def plan(
 ) -> None:
     """Show the plan a job would get, its memory and time, and why faster plans do not fit. Starts nothing."""
     from orchestrator.service.commands.hardware import hardware_of
-    from orchestrator.service.commands.plan import forecast, trace_scope
+    from orchestrator.service.commands.plan import plan_job, trace_scope
     from orchestrator.service.server.intake import read_job, read_overrides, read_pins
-    from orchestrator.service.terminal.tables import forecast_panel
+    from orchestrator.service.terminal.tables import plan_panel
 
     overrides = (*read_overrides(settings or []), *read_pins(pins))
     nodes, observations = hardware_of(service_of(home), cluster, cards)
     plans = partial(trace_scope, nodes)
     spec = read_job(file, overrides, home, to_run=False, elsewhere=SERVER.get() is not None, scope=plans)
     gc.disable()  # one answer and an end: looking for garbage took a tenth of 70B's 0.4 s; 55 MiB are used either way
-    answer = forecast(spec, nodes, observations, _tracer(home, str(file), plans))
-    tell(dict(answer), as_json, forecast_panel(answer))
+    answer = plan_job(spec, nodes, observations, _tracer(home, str(file), plans))
+    tell(dict(answer), as_json, plan_panel(answer))
     raise typer.Exit(answer["chosen"] is None)
 
 
@@ -64,15 +64,15 @@ def estimate(
 ) -> None:
     """Estimate memory and step time of one given plan of a job, such as `--set zero_stage=3 --set dp=8`."""
     from orchestrator.service.commands.hardware import hardware_of
-    from orchestrator.service.commands.plan import forecast_of, trace_scope
+    from orchestrator.service.commands.plan import estimate_plan, trace_scope
     from orchestrator.service.server.intake import read_job, read_overrides
     from orchestrator.service.terminal.tables import candidate_panel
 
     overrides = read_overrides(settings or [])
     nodes, observations = hardware_of(service_of(home), cluster, cards)
-    plans = partial(trace_scope, nodes, given=overrides)
+    plans = partial(trace_scope, nodes, settings=overrides)
     spec = read_job(file, (), home, to_run=False, elsewhere=SERVER.get() is not None, scope=plans)
-    answer = forecast_of(spec, overrides, nodes, observations)
+    answer = estimate_plan(spec, overrides, nodes, observations)
     tell(dict(answer), as_json, candidate_panel(answer))
 
 

@@ -1,4 +1,4 @@
-"""`orc report`: the morning after a night of jobs."""
+"""`orc report`: what happened to jobs, such as in a night."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def report(
     as_json: AsJson = False,
 ) -> None:
     """Report what ended, failed, recovered or is late, what it cost, and what to do now."""
-    from orchestrator.service.views.report import html, markdown, since_of
+    from orchestrator.service.views.report import html, markdown, parse_since
 
-    view = client_of(home).report(since_of(since, time.time()))
+    view = client_of(home).report(parse_since(since, time.time()))
     if as_json or form is ReportFormat.TEXT:
         tell(dict(view), as_json, _panel(view))
     else:
@@ -52,18 +52,18 @@ def _panel(view: ReportView) -> RenderableType:
     from rich.table import Table
     from rich.text import Text
 
-    from orchestrator.service.views.report import cost_words, gantt, sections, shown, title
+    from orchestrator.service.views.report import cost_words, gantt, limit_rows, sections, title
 
     parts: list[RenderableType] = [Text(title(view), style="bold"), Text(view["summary"]), Text(cost_words(view))]
     if chart := gantt(view):
         parts += [Text(), Text(chart, no_wrap=True, overflow="crop")]
     if view["to_do"]:
-        parts += [Text(), Text("To do", style="bold"), *(Padding(said, (0, 0, 0, 2)) for said in view["to_do"])]
+        parts += [Text(), Text("To do", style="bold"), *(Padding(sentence, (0, 0, 0, 2)) for sentence in view["to_do"])]
     for heading, rows in sections(view):
         table = Table.grid(padding=(0, 2))
         table.add_column(no_wrap=True)
         table.add_column(overflow="fold")
-        for job, said in shown(rows):
-            table.add_row(Text(f"  {job}"), Text(said))
+        for job, sentence in limit_rows(rows):
+            table.add_row(Text(f"  {job}"), Text(sentence))
         parts += [Text(), Text(f"{heading} ({len(rows)})", style=f"bold {STYLES.get(heading, '')}".strip()), table]
     return Group(*parts)

@@ -1,4 +1,4 @@
-"""Commands that play the queue in simulated time: a trace, the live queue, the past."""
+"""`orc simulate` and `orc replay`: the scheduler in simulated time, on a trace, the live queue or the past."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from orchestrator.service.server.logins import DEFAULT_HOME
-from orchestrator.service.terminal.options import AsJson, Cluster, Home, client_of
+from orchestrator.service.terminal.options import AsJson, Cluster, Home
 from orchestrator.service.terminal.output import console_on, tell
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.order import Order
@@ -92,16 +92,16 @@ def simulate(
     `--queue now` plays the live queue on, as `orc forecast` does.
     """
     from orchestrator.backends.simulated.traces import misjudge
-    from orchestrator.service.commands.simulate import Trouble, counted_from
+    from orchestrator.service.commands.simulate import Trouble, shift_maintenance
     from orchestrator.service.commands.simulate import simulate as play
     from orchestrator.service.terminal import gantt as drawing
-    from orchestrator.service.terminal.simulation_tables import compared_table, simulated_table
+    from orchestrator.service.terminal.simulation_tables import runs_table
 
     home = home.expanduser()
     if (trace is None) == (queue is None):
         raise SpecError("say what to play", path="TRACE", allowed="a trace, or --queue now")
-    hardware = _hardware(cluster, queue, home, launch_cost)
-    compared = _compared(hardware, list(dict.fromkeys(policy or ())), objective)
+    hardware = _base_cluster(cluster, queue, home, launch_cost)
+    compared = _variants(hardware, list(dict.fromkeys(policy or ())), objective)
     if gantt is not None and len(compared) > 1:
         raise SpecError("a chart shows one run", path="--gantt", allowed="one --policy, one --objective")
     if trace is None:
@@ -109,28 +109,35 @@ def simulate(
         runs = _live_runs(compared, home, chances, is_live=cluster is None)
         title = "queue"
     else:
-        played = misjudge(_read(trace, home), noise, seed)
+        played = misjudge(_read_trace(trace, home), noise, seed)
         trouble, title = Trouble(oom_chance=oom, node_loss_chance=node_loss), played.name
         runs = {
-            name: play(played, counted_from(each, played.begins_s), seed=seed, trouble=trouble)
-            for name, each in compared.items()
+            name: play(played, shift_maintenance(spec, played.begins_s), seed=seed, trouble=trouble)
+            for name, spec in compared.items()
         }
     if len(runs) > 1:
-        reports = {name: one.report for name, one in runs.items()}
-        tell(reports, as_json, compared_table("OBJECTIVE" if objective else "POLICY", runs))
+        reports = {name: run.report for name, run in runs.items()}
+        tell(reports, as_json, runs_table("OBJECTIVE" if objective else "POLICY", runs))
         return
     ((name, run),) = runs.items()
     if gantt is not None:
         drawing.figure(f"{title} on {hardware.name}", run.outcomes, compared[name]).savefig(gantt)
+    _print_run(run, compared[name], as_json=as_json)
+
+
+def _print_run(run: Simulated, cluster: ClusterSpec, *, as_json: bool) -> None:
+    from orchestrator.service.terminal.gantt import picture
+    from orchestrator.service.terminal.simulation_tables import simulated_table
+
     if as_json:
         print(json.dumps(run.report, indent=2))
         return
     console = console_on(sys.stdout)
     console.print(simulated_table(run))
-    console.print(drawing.picture(run.outcomes, compared[name]), highlight=False, markup=False)
+    console.print(picture(run.outcomes, cluster), highlight=False, markup=False)
 
 
-def _read(trace: Path, home: Path) -> Trace:
+def _read_trace(trace: Path, home: Path) -> Trace:
     """Return the jobs of a list, or of a published trace."""
     from orchestrator.backends.simulated.traces import read_trace
     from orchestrator.service.commands.job_list import read_list
@@ -143,33 +150,33 @@ def _live_runs(
 ) -> dict[str, Simulated]:
     """Return a play of the live queue for each cluster. Raises SpecError for an option that only a trace has."""
     from orchestrator.service.commands.live_queue import now_of, play_queue
-    from orchestrator.service.commands.replay import kept_queue
+    from orchestrator.service.commands.replay import read_queue
     from orchestrator.service.server.lifecycle import journal_url
 
     for option, value in chances.items():
         if value and not (option == "--launch-cost" and not is_live):
             raise SpecError("the live queue is played as it is expected", path=option, allowed="a trace")
-    state, to_come = kept_queue(journal_url(home), home)
+    state, to_come = read_queue(journal_url(home), home)
     unknown = [job.id for job in state.jobs.values() if not job.status.ended and job.spec.optimizer_steps is None]
     if unknown:
         console_on(sys.stderr).print(f"Taken as a day long, since their length is unknown: {', '.join(unknown)}")
     return {
-        name: play_queue(now_of(state), each, is_live=is_live, to_come=to_come, home=home)
-        for name, each in compared.items()
+        name: play_queue(now_of(state), cluster, is_live=is_live, to_come=to_come, home=home)
+        for name, cluster in compared.items()
     }
 
 
-def _hardware(cluster: Path | None, queue: QueueTime | None, home: Path, launch_cost: float | None) -> ClusterSpec:
-    """The cluster to play on: the given one; for the live queue, else, that of its home."""
+def _base_cluster(cluster: Path | None, queue: QueueTime | None, home: Path, launch_cost: float | None) -> ClusterSpec:
+    """Return the cluster to play on: the named file, else for the live queue that of its home."""
     from orchestrator.service.server.cluster_file import kept_cluster
     from orchestrator.service.server.intake import read_cluster
 
-    found = kept_cluster(home) if queue and cluster is None else read_cluster(cluster)
-    return found if launch_cost is None else found.model_copy(update={"launch_cost": launch_cost})
+    spec = kept_cluster(home) if queue and cluster is None else read_cluster(cluster)
+    return spec if launch_cost is None else spec.model_copy(update={"launch_cost": launch_cost})
 
 
-def _compared(hardware: ClusterSpec, orders: Sequence[Order], objective: Aim | None) -> dict[str, ClusterSpec]:
-    """The cluster by what is compared: one for each policy or objective that is named, else as its file says."""
+def _variants(hardware: ClusterSpec, orders: Sequence[Order], objective: Aim | None) -> dict[str, ClusterSpec]:
+    """Return a cluster for each named policy or objective, by its name; without any, the cluster of the file."""
     from orchestrator.specs.policy import Objective
 
     if objective is not None and any(order is not Order.ADAPTIVE for order in orders):
@@ -180,14 +187,6 @@ def _compared(hardware: ClusterSpec, orders: Sequence[Order], objective: Aim | N
         hardware = hardware.ordered(Order.ADAPTIVE)
     aims = list(Objective) if objective is Aim.BOTH else [Objective(objective.value)]
     return {aim.value: hardware.aiming(aim) for aim in aims}
-
-
-def forecast(home: Home = DEFAULT_HOME, as_json: AsJson = False) -> None:
-    """Forecast start and end of each running and waiting job, with nothing more submitted."""
-    from orchestrator.service.terminal.expected import expected_table
-
-    expected = client_of(home).forecast()
-    tell({"jobs": expected}, as_json, expected_table(expected) if expected else "No job runs or waits.")
 
 
 def replay(
@@ -202,11 +201,11 @@ def replay(
     as_json: AsJson = False,
 ) -> None:
     """Replay the decisions of a journal. Exits with 1 where this version decides otherwise."""
-    from orchestrator.service.commands.replay import kept_events
+    from orchestrator.service.commands.replay import read_events
     from orchestrator.service.commands.replay import replay as decide_again
     from orchestrator.service.server.lifecycle import journal_url
     from orchestrator.service.terminal.simulation_tables import replay_table
 
-    decided = list(decide_again(kept_events(journal or journal_url(home.expanduser()))))
+    decided = list(decide_again(read_events(journal or journal_url(home.expanduser()))))
     tell({"decisions": decided}, as_json, replay_table(decided))
     raise typer.Exit(not all(decision["same"] for decision in decided))

@@ -16,7 +16,7 @@ from orchestrator.specs.units import format_seconds
 
 
 def simulated_table(run: Simulated) -> Table:
-    """The metrics of a simulated run, and the time of its decisions on this machine."""
+    """Return the metrics of a simulated run, and the time of its decisions on this machine."""
     table = Table(box=None, pad_edge=False, show_header=False)
     for name, value in _rows(run):
         table.add_row(name, value)
@@ -24,7 +24,7 @@ def simulated_table(run: Simulated) -> Table:
 
 
 def _rows(run: Simulated) -> list[tuple[str, str]]:
-    """(name, value) rows of a run; the names are the same for every run of a trace."""
+    """Return (name, value) rows of a run; every run of a trace has the same names."""
     report, taken_s = run.report, sorted(run.decisions_s)
     rows = [
         ("jobs finished", f"{report['finished']} of {report['jobs']}"),
@@ -50,8 +50,8 @@ def _rows(run: Simulated) -> list[tuple[str, str]]:
     ]
     if report["guaranteed"]:
         refused = report["guaranteed"] - report["promised"]
-        kept = f"{report['promises_kept']} of {report['promised']}, {refused} refused"
-        rows.insert(4, ("promises kept", kept))
+        promises = f"{report['promises_kept']} of {report['promised']}, {refused} refused"
+        rows.insert(4, ("promises kept", promises))
     if report["deadlines"]:
         met = f"{report['deadlines_met']} of {report['deadlines']}"
         late = f", the others {format_seconds(report['mean_lateness_s'])} late on average"
@@ -59,8 +59,8 @@ def _rows(run: Simulated) -> list[tuple[str, str]]:
     return rows
 
 
-def compared_table(what: str, runs: Mapping[str, Simulated]) -> Table:
-    """Runs of the same jobs, one column each, by name; `what` says what the names are."""
+def runs_table(what: str, runs: Mapping[str, Simulated]) -> Table:
+    """Return a table with a column per run of the same jobs; `what` is the heading of the names."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column(what)
     columns = [_rows(run) for run in runs.values()]
@@ -72,17 +72,17 @@ def compared_table(what: str, runs: Mapping[str, Simulated]) -> Table:
 
 
 def replay_table(decided: Sequence[Decision]) -> RenderableType:
-    """Past decisions with their reasons; both decisions if this version decides otherwise."""
+    """Return past decisions with their reasons; both decisions if this version decides otherwise."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("AT", "AFTER", "DECIDED", "WHY"):
         table.add_column(column, no_wrap=column in ("AT", "AFTER"), overflow="fold")
-    for one in decided:
-        at = time.strftime("%m-%d %H:%M:%S", time.localtime(one["at_s"]))
-        said = Text(one["now"]) if one["same"] else Text(f"then: {one['then']}\nnow: {one['now']}", "red")
-        table.add_row(at, one["event"], said, Text(one["why"]))
-    others = [one for one in decided if not one["same"]]
-    kept = sum(one["then"] is not None for one in decided)
-    verdict = f"{len(decided)} decisions, {kept} of them kept: this version decides {len(others)} otherwise."
+    for row in decided:
+        moment = time.strftime("%m-%d %H:%M:%S", time.localtime(row["at_s"]))
+        text = Text(row["now"]) if row["same"] else Text(f"then: {row['then']}\nnow: {row['now']}", "red")
+        table.add_row(moment, row["event"], text, Text(row["why"]))
+    others = [row for row in decided if not row["same"]]
+    recorded = sum(row["then"] is not None for row in decided)
+    verdict = f"{len(decided)} decisions, {recorded} of them kept: this version decides {len(others)} otherwise."
     if others:
         verdict += " Later ones may differ as a consequence of the first."
     return Group(table, Text(verdict))

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def sweeps_table(sweeps: Sequence[SweepView]) -> Table:
-    """One row per sweep: how far it is, and its best trial."""
+    """Return a table with a row per sweep: its progress, and its best trial."""
     table = _table("SWEEP")
     table.add_column("TRIALS", overflow="fold")
     table.add_column("BEST", overflow="fold")
@@ -26,7 +26,7 @@ def sweeps_table(sweeps: Sequence[SweepView]) -> Table:
 
 
 def sweep_panel(sweep: SweepView) -> RenderableType:
-    """One sweep: its trials, and the best of them."""
+    """Return a sweep with its trials, and the best of them."""
     head = Table.grid(padding=(0, 2))
     head.add_row("sweep", Text(sweep["id"], style="bold"))
     head.add_row("state", sweep["state"])
@@ -41,8 +41,8 @@ def sweep_panel(sweep: SweepView) -> RenderableType:
     for trial in sweep["trials"]:
         value = "-" if trial["value"] is None else f"{trial['value']:.6g}"
         mark = " *" if trial["number"] == sweep["best"] else ""
-        words = Text(trial["said"])
-        table.add_row(f"{trial['job']}{mark}", value, words, trial["plan"] or "-", coloured(trial["status"]))
+        parameters = Text(trial["said"])
+        table.add_row(f"{trial['job']}{mark}", value, parameters, trial["plan"] or "-", coloured(trial["status"]))
     return Group(head, Text(), table)
 
 

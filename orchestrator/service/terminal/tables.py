@@ -12,7 +12,7 @@ from rich.text import Text
 from orchestrator.memory.calibration.calibrate import EVEN
 from orchestrator.planning.explain import why_taken
 from orchestrator.planning.picture import SYMBOLS, Mark, Picture, Point, draw_lines
-from orchestrator.service.commands.plan import CandidateView, Forecast
+from orchestrator.service.commands.plan import CandidateView, JobPlans
 from orchestrator.service.terminal.expected import coloured, local_minute
 from orchestrator.service.views.records import (
     AttemptView,
@@ -52,8 +52,8 @@ def queue_table(jobs: Sequence[JobView], width: int = WIDE) -> Table:
     shared = any(job["team"] is not None for job in jobs)
     ranked = any(job["priority"] for job in jobs)
     table = Table(box=None, pad_edge=False, header_style="bold")
-    said = {"JOB": True, "TEAM/USER": shared, "STATUS": True, "PRIO": ranked, "TRIES": True}
-    for column in (name for name, is_shown in said.items() if is_shown):
+    columns = {"JOB": True, "TEAM/USER": shared, "STATUS": True, "PRIO": ranked, "TRIES": True}
+    for column in (name for name, is_shown in columns.items() if is_shown):
         table.add_column(column, no_wrap=True)
     table.add_column("PLAN", no_wrap=is_narrow)
     table.add_column("WHY", overflow="ellipsis" if is_narrow else "fold", no_wrap=is_narrow)
@@ -73,7 +73,7 @@ def queue_table(jobs: Sequence[JobView], width: int = WIDE) -> Table:
 
 
 def job_panel(job: JobView) -> RenderableType:
-    """One job: its attempts side by side, the bytes of the last one, and its failure."""
+    """Return a job with its attempts side by side, the bytes of the last one, and its failure."""
     head = Table.grid(padding=(0, 2))
     head.add_row("job", Text(job["id"], style="bold"))
     head.add_row("status", coloured(job["status"]))
@@ -103,7 +103,7 @@ def job_panel(job: JobView) -> RenderableType:
 
 
 def attempts_table(jobs: Sequence[JobView]) -> Table:
-    """One row per attempt: change and reason, predicted and measured peak, step time, outcome."""
+    """Return a table with a row per attempt: change, predicted and measured peak, step time, outcome."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("ATTEMPT", "PLAN", "CHANGE"):
         table.add_column(column, overflow="fold")
@@ -126,40 +126,40 @@ def attempts_table(jobs: Sequence[JobView]) -> Table:
     return table
 
 
-def forecast_panel(forecast: Forecast) -> RenderableType:
-    """The chosen plan, the frontier around it with the memory limit, and why faster plans were rejected."""
+def plan_panel(plans: JobPlans) -> RenderableType:
+    """Return the chosen plan, the frontier around it with the memory limit, and why faster plans were rejected."""
     parts: list[RenderableType] = [
-        Text(f"{forecast['job']} on {forecast['devices']} x {forecast['device']}", style="bold"),
-        Text(f"global batch {forecast['global_batch_size']}; memory of the model: {forecast['profile']}", style="dim"),
+        Text(f"{plans['job']} on {plans['devices']} x {plans['device']}", style="bold"),
+        Text(f"global batch {plans['global_batch_size']}; memory of the model: {plans['profile']}", style="dim"),
         Text(),
     ]
-    chosen = forecast["chosen"]
+    chosen = plans["chosen"]
     if chosen is None:
-        parts.append(Text(forecast["nothing_fits"] or "no plan fits", style="red"))
-        return Group(*parts, Text(), _frontier(forecast, 0))
-    candidate = forecast["frontier"][chosen]
-    if forecast["nothing_fits"] is not None:
-        parts += [Text(forecast["nothing_fits"], style="red"), Text()]
+        parts.append(Text(plans["nothing_fits"] or "no plan fits", style="red"))
+        return Group(*parts, Text(), _frontier(plans, 0))
+    candidate = plans["frontier"][chosen]
+    if plans["nothing_fits"] is not None:
+        parts += [Text(plans["nothing_fits"], style="red"), Text()]
         parts += [Text("Plans that may fit are tried anyway:", style="yellow"), Text()]
-    parts.append(candidate_panel(candidate) if forecast["probe"] is None else _probe_panel(forecast["probe"]))
-    if forecast["passed_over"] is not None:
-        parts += [Text(), Text(f"Taken is {forecast['passed_over']}.")]
-    if forecast["unsure"] is not None:
-        parts += [Text(), Text(forecast["unsure"], style="yellow")]
+    parts.append(candidate_panel(candidate) if plans["probe"] is None else _probe_panel(plans["probe"]))
+    if plans["passed_over"] is not None:
+        parts += [Text(), Text(f"Taken is {plans['passed_over']}.")]
+    if plans["unsure"] is not None:
+        parts += [Text(), Text(plans["unsure"], style="yellow")]
     if _is_known(candidate["estimate"]):
         title = Text("Bytes by moment of a step", style="bold")
         parts += [Text(), title, moments(candidate["estimate"], candidate["correction"])]
-        parts += [Text(), Text("Frontier", style="bold"), coloured_picture(_forecast_picture(forecast, chosen))]
-    parts += [Text(), Text("Frontier, fastest first", style="bold"), _frontier(forecast, chosen)]
-    if chosen and forecast["probe"] is None and forecast["nothing_fits"] is None:
+        parts += [Text(), Text("Frontier", style="bold"), coloured_picture(_plan_picture(plans, chosen))]
+    parts += [Text(), Text("Frontier, fastest first", style="bold"), _frontier(plans, chosen)]
+    if chosen and plans["probe"] is None and plans["nothing_fits"] is None:
         parts += [Text(), Text("Why the faster plans were rejected", style="bold")]
-        faster = forecast["frontier"][max(0, chosen - ROWS_AROUND) : chosen]
-        parts += [Text(f"  {one['plan']}: {one['rejected'] or LESS_TRUSTED}") for one in faster]
+        faster = plans["frontier"][max(0, chosen - ROWS_AROUND) : chosen]
+        parts += [Text(f"  {plan['plan']}: {plan['rejected'] or LESS_TRUSTED}") for plan in faster]
     return Group(*parts)
 
 
 def candidate_panel(candidate: CandidateView) -> RenderableType:
-    """One plan: predicted step time, bytes by cause, and needed bytes against the capacity."""
+    """Return a plan with its predicted step time, bytes by cause, and needed bytes against the capacity."""
     head = Table.grid(padding=(0, 2))
     head.add_row("plan", Text(candidate["plan"], style="bold"))
     if not _is_known(candidate["estimate"]):
@@ -177,7 +177,7 @@ def candidate_panel(candidate: CandidateView) -> RenderableType:
 
 
 def _probe_panel(probe: CandidateView) -> RenderableType:
-    """The probe attempts before the training, and their reason."""
+    """Return the probe attempts before the training, and their reason."""
     head = Table.grid(padding=(0, 2))
     head.add_row("memory", "not known: two short attempts measure what a sample needs, before the training is planned")
     head.add_row("first", Text(f"{probe['plan']}, ended after {PROBE_STEPS} optimizer steps", style="bold"))
@@ -193,14 +193,14 @@ def explanation_panel(explanation: ExplanationView) -> RenderableType:
     if job["promise"] is not None and not job["promise"]["refused"]:
         parts.append(Text(f"It {promise_words(job['promise'])}."))
     parts += [Text(line) for line in explanation["sooner"]]
-    for attempt, said in zip(job["attempts"], explanation["lessons"], strict=True):
+    for attempt, lessons in zip(job["attempts"], explanation["lessons"], strict=True):
         title = f"Attempt {attempt['number']}: {attempt['plan']} on {attempt['placement']}"
         parts += [Text(), Text(f"{title}  ", style="bold") + coloured(attempt["outcome"])]
         if _is_known(attempt["estimate"]):
             parts += [Text("Bytes by cause", style="dim"), bars(attempt["estimate"])]
             title = "Bytes by moment of a step"
             parts += [Text(title, style="dim"), moments(attempt["estimate"], attempt["correction"]), Text()]
-        parts.append(_sentences(said))
+        parts.append(_sentences(lessons))
     if explanation["picture"] is not None:
         picture = picture_from_view(explanation["picture"])
         title = f"Frontier on {picture.device}, as it is judged now; numbers are attempts"
@@ -208,19 +208,19 @@ def explanation_panel(explanation: ExplanationView) -> RenderableType:
     return Group(*parts)
 
 
-def _sentences(said: Sequence[str]) -> Table:
-    """One row per sentence, with its first word in a separate column."""
+def _sentences(sentences: Sequence[str]) -> Table:
+    """Return a table with a row per sentence, whose first word has its own column."""
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True)
     table.add_column()
-    for sentence in said:
+    for sentence in sentences:
         word, _, rest = sentence.partition(": ")
         table.add_row(Text(f"  {word}", style="bold"), rest)
     return table
 
 
 def coloured_picture(picture: Picture) -> Text:
-    """The picture with coloured marks."""
+    """Return the picture with coloured marks."""
     text = Text("\n".join(draw_lines(picture)), no_wrap=True)
     for mark, symbol in SYMBOLS.items():
         text.highlight_words([symbol], MARK_STYLES[mark])
@@ -229,16 +229,16 @@ def coloured_picture(picture: Picture) -> Text:
 
 
 def moments(estimate: EstimateView, correction: float) -> Table:
-    """Bytes by moment of a step as bars, with corrected activations."""
+    """Return the bytes by moment of a step as bars, with corrected activations."""
     table = Table.grid(padding=(0, 2))
     table.add_column()
     table.add_column(justify="right")
-    found = [
-        (one["name"], one["counted_bytes"], round(correction * one["activation_bytes"]))
-        for one in estimate["by_moment"]
+    rows = [
+        (moment["name"], moment["counted_bytes"], round(correction * moment["activation_bytes"]))
+        for moment in estimate["by_moment"]
     ]
-    largest = max((counted + activations for _, counted, activations in found), default=1) or 1
-    for name, counted, activations in found:
+    largest = max((counted + activations for _, counted, activations in rows), default=1) or 1
+    for name, counted, activations in rows:
         whole = round(MOMENT_BAR_WIDTH * (counted + activations) / largest)
         solid = round(MOMENT_BAR_WIDTH * counted / largest)
         bar = Text("█" * solid, style="cyan") + Text("▒" * (whole - solid), style="cyan")
@@ -249,7 +249,7 @@ def moments(estimate: EstimateView, correction: float) -> Table:
 
 
 def bars(estimate: EstimateView) -> Table:
-    """Bytes by cause as bars, then the three totals."""
+    """Return the bytes by cause as bars, then the three totals."""
     table = Table.grid(padding=(0, 2))
     table.add_column()
     table.add_column(justify="right")
@@ -265,54 +265,56 @@ def bars(estimate: EstimateView) -> Table:
 
 
 def progress_line(progress: ProgressView | None) -> str:
-    """`step 12/60 · 0.213 s · peak 312 MiB · loss 4.51`."""
+    """Return a line such as `step 12/60 · 0.213 s · peak 312 MiB · loss 4.51`; "" before the first step."""
     if progress is None or not (progress["step"] or progress["peak_bytes"]):
         return ""  # it starts
     total = "" if progress["max_steps"] is None else f"/{progress['max_steps']}"
-    words = [f"step {progress['step']}{total}"]
+    parts = [f"step {progress['step']}{total}"]
     if progress["step_s"]:
-        words.append(format_seconds(progress["step_s"]))
-    words.append(f"peak {format_bytes(progress['peak_bytes'])}")
+        parts.append(format_seconds(progress["step_s"]))
+    parts.append(f"peak {format_bytes(progress['peak_bytes'])}")
     if progress["loss"] is not None:
-        words.append(f"loss {progress['loss']:.3f}")
-    return " · ".join(words)
+        parts.append(f"loss {progress['loss']:.3f}")
+    return " · ".join(parts)
 
 
 def time_left(progress: ProgressView | None) -> str:
-    """The time to the last step at the pace of the recent ones; "" where that is unknown."""
+    """Return the time to the last step at the pace of the recent ones; "" where that is unknown."""
     if progress is None or not progress["max_steps"] or not progress["step_s"]:
         return ""
     return format_seconds(max(0, progress["max_steps"] - progress["step"]) * progress["step_s"])
 
 
-def _frontier(forecast: Forecast, centre: int) -> Table:
+def _frontier(plans: JobPlans, centre: int) -> Table:
     low = max(0, centre - ROWS_AROUND)
-    shown = forecast["frontier"][low : centre + ROWS_AROUND + 1]
+    shown = plans["frontier"][low : centre + ROWS_AROUND + 1]
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("")
     table.add_column("PLAN")
     for column in ("GPUS", "STEP", "NEEDS", "FITS"):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("")
-    above = len(forecast["frontier"][:low])
+    above = len(plans["frontier"][:low])
     if above:
         table.add_row("", f"... {above} faster")
-    chosen = forecast["chosen"] if forecast["probe"] is None else None
-    fitting = (index for index, one in enumerate(forecast["frontier"]) if one["rejected"] is None)
+    chosen = plans["chosen"] if plans["probe"] is None else None
+    fitting = (index for index, candidate in enumerate(plans["frontier"]) if candidate["rejected"] is None)
     first_fitting = None if chosen is None else next(fitting, None)
-    for index, one in enumerate(shown, start=low):
-        if index == first_fitting and index > 0 and forecast["nothing_fits"] is None:
-            limit = format_bytes(one["capacity_bytes"])
+    for index, candidate in enumerate(shown, start=low):
+        if index == first_fitting and index > 0 and plans["nothing_fits"] is None:
+            limit = format_bytes(candidate["capacity_bytes"])
             table.add_row("", Text(f"──── memory ends here: {limit} ────", style="yellow"))
         mark = Text("→", style="bold green") if index == chosen else Text("")
-        style = "" if one["rejected"] is None else "dim"
-        kind = "" if one["degradation"] == "exact" else one["degradation"]
-        known = _is_known(one["estimate"])
-        step = format_seconds(one["step_s"]) if _is_timed(one["estimate"]) else "-"
-        needed = format_bytes(one["needed_bytes"]) if known else "-"
-        share = "-" if one["fit_probability"] is None else format_probability(one["fit_probability"])
-        table.add_row(mark, Text(one["plan"], style=style), one["settings"]["gpus"], step, needed, share, kind)
-    below = len(forecast["frontier"]) - low - len(shown)
+        style = "" if candidate["rejected"] is None else "dim"
+        kind = "" if candidate["degradation"] == "exact" else candidate["degradation"]
+        is_known = _is_known(candidate["estimate"])
+        step = format_seconds(candidate["step_s"]) if _is_timed(candidate["estimate"]) else "-"
+        needed = format_bytes(candidate["needed_bytes"]) if is_known else "-"
+        share = "-" if candidate["fit_probability"] is None else format_probability(candidate["fit_probability"])
+        table.add_row(
+            mark, Text(candidate["plan"], style=style), candidate["settings"]["gpus"], step, needed, share, kind
+        )
+    below = len(plans["frontier"]) - low - len(shown)
     if below:
         table.add_row("", f"... {below} slower")
     return table
@@ -323,27 +325,27 @@ def _verdict(candidate: CandidateView) -> Text:
     probability = candidate["fit_probability"]
     share = "" if probability is None else f" with {format_probability(probability)}"
     if candidate["rejected"] is None:
-        said = Text(f"fits{share}", style="green")
+        verdict = Text(f"fits{share}", style="green")
     elif candidate["needed_bytes"] <= candidate["capacity_bytes"]:
-        said = Text(candidate["rejected"], style="red")
+        verdict = Text(candidate["rejected"], style="red")
     elif (probability or 0.0) >= EVEN:
-        said = Text(f"may fit{share}", style="yellow")
+        verdict = Text(f"may fit{share}", style="yellow")
     else:
-        said = Text(f"does not fit ({format_probability(probability or 0.0)} that it would)", style="red")
-    return Text(f"{needed} of {capacity} with margin: ") + said
+        verdict = Text(f"does not fit ({format_probability(probability or 0.0)} that it would)", style="red")
+    return Text(f"{needed} of {capacity} with margin: ") + verdict
 
 
-def _forecast_picture(forecast: Forecast, chosen: int) -> Picture:
+def _plan_picture(plans: JobPlans, chosen: int) -> Picture:
     points = [
         Point(
-            step_s=one["step_s"],
-            needed_bytes=one["needed_bytes"],
-            mark=Mark.CHOSEN if index == chosen else Mark.FITS if one["rejected"] is None else Mark.TOO_BIG,
+            step_s=candidate["step_s"],
+            needed_bytes=candidate["needed_bytes"],
+            mark=Mark.CHOSEN if index == chosen else Mark.FITS if candidate["rejected"] is None else Mark.TOO_BIG,
         )
-        for index, one in enumerate(forecast["frontier"])
+        for index, candidate in enumerate(plans["frontier"])
     ]
-    capacity_bytes = forecast["frontier"][chosen]["capacity_bytes"]
-    return Picture(device=forecast["device"], capacity_bytes=capacity_bytes, points=tuple(points))
+    capacity_bytes = plans["frontier"][chosen]["capacity_bytes"]
+    return Picture(device=plans["device"], capacity_bytes=capacity_bytes, points=tuple(points))
 
 
 def _is_timed(estimate: EstimateView) -> bool:
@@ -378,7 +380,7 @@ def _failure(attempt: AttemptView) -> list[RenderableType]:
 
 
 def promise_words(promise: PromiseView) -> str:
-    """The promise to a job with a guarantee, or the reason of the refusal."""
+    """Return the promise to a job with a guarantee, or the reason of the refusal."""
     if promise["refused"]:
         return f"is refused: {promise['refused']}"
     gpus = f"{promise['gpus']} gpu{'s' if promise['gpus'] > 1 else ''}"
@@ -390,7 +392,7 @@ def promise_words(promise: PromiseView) -> str:
 
 
 def _gpus(job: JobView) -> str:
-    """The requested GPUs: `1 gpu`, `2-8 gpus`."""
+    """Return the requested GPUs: `1 gpu`, `2-8 gpus`."""
     return f"{job['gpus']} gpu" if job["gpus"] == "1" else f"{job['gpus']} gpus"
 
 
@@ -409,7 +411,7 @@ def _clock(at_s: float) -> str:
 
 
 def nodes_table(nodes: Sequence[NodeView], drained: Sequence[str]) -> Table:
-    """One row per node: whether it is drained, and the jobs on it; drained nodes that are absent come last."""
+    """Return a table with a row per node: whether it is drained, and its jobs; absent drained nodes come last."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("NODE", "TAKES", "BUSY", "JOBS", "NEXT MAINTENANCE"):
         table.add_column(column, overflow="fold")
@@ -430,7 +432,7 @@ def nodes_table(nodes: Sequence[NodeView], drained: Sequence[str]) -> Table:
 
 
 def _takes(node: NodeView) -> str:
-    """What a node accepts; of a suspended place, until when it does not."""
+    """Return what a node accepts; for a suspended place, until when it accepts nothing."""
     if node["drained"]:
         return "nothing new"
     closed = [

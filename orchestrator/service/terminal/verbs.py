@@ -116,8 +116,8 @@ def cancel(
     cancelled = client.cancel(ids, whole_arrays=whole_arrays) if ids else []
     are = "is" if len(cancelled) == 1 else "are"
     nothing = "No live job is like that." if any(filters) else "No trial was live. The sweep has ended."
-    words = f"{', '.join(cancelled)} {are} being cancelled." if cancelled else nothing
-    tell({"cancelled": cancelled}, as_json, words)
+    text = f"{', '.join(cancelled)} {are} being cancelled." if cancelled else nothing
+    tell({"cancelled": cancelled}, as_json, text)
 
 
 def _confirm(question: str, ids: Sequence[str]) -> None:

@@ -38,16 +38,16 @@ def watch(
     try:
         with Live(console=console, screen=True, auto_refresh=False) as live:
             while True:
-                seen, jobs = client.cluster(), client.jobs(ENDED_SHOWN)
-                rows = console.height - LINES_AROUND - min(len(seen["nodes"]), NODES_SHOWN)
-                live.update(_screen(seen, jobs, max(1, rows)), refresh=True)
+                cluster, jobs = client.cluster(), client.jobs(ENDED_SHOWN)
+                rows = console.height - LINES_AROUND - min(len(cluster["nodes"]), NODES_SHOWN)
+                live.update(_screen(cluster, jobs, max(1, rows)), refresh=True)
                 time.sleep(every_s)
     except KeyboardInterrupt:
         return
 
 
-def _screen(seen: Mapping[str, Any], jobs: Sequence[JobView], rows: int | None) -> RenderableType:
-    """Everything, of the cluster as `seen`; `rows` is how many jobs there is room for."""
+def _screen(cluster: Mapping[str, Any], jobs: Sequence[JobView], rows: int | None) -> RenderableType:
+    """Return the whole screen; `rows` is the number of jobs that fit, None: all."""
     from rich.console import Group
     from rich.text import Text
 
@@ -57,8 +57,8 @@ def _screen(seen: Mapping[str, Any], jobs: Sequence[JobView], rows: int | None) 
     ended = [job for job in jobs if job["status"] not in count]
     ordered = [*live, *reversed(ended)]
     shown = ordered if rows is None else ordered[:rows]
-    problems = [Text(problem, style="red") for problem in seen["problems"]]
-    parts: list[RenderableType] = [Text(title, style="bold"), *problems, Text(), _nodes(seen["nodes"]), Text()]
+    problems = [Text(problem, style="red") for problem in cluster["problems"]]
+    parts: list[RenderableType] = [Text(title, style="bold"), *problems, Text(), _nodes(cluster["nodes"]), Text()]
     parts.append(_jobs(shown) if shown else Text("The queue is empty."))
     if len(shown) < len(ordered):
         parts.append(Text(f"... {len(ordered) - len(shown)} more: `orc queue`", style="dim"))
@@ -105,13 +105,13 @@ def _jobs(jobs: Sequence[JobView]) -> RenderableType:
             str(len(job["attempts"])),
             _steps(progress),
             time_left(progress),
-            Text(_says(job)),
+            Text(_status_text(job)),
         )
     return table
 
 
-def _says(job: JobView) -> str:
-    """The plan of a running job, the reason of another."""
+def _status_text(job: JobView) -> str:
+    """Return the plan of a running job, the reason of another."""
     if job["status"] == "running" and job["attempts"]:
         return job["attempts"][-1]["plan"]
     return job["reason"].partition("\n")[0]

@@ -30,7 +30,7 @@ Skipped = Callable[[str], bool]  # of a path relative to the root; a folder's en
 
 
 class Kind(StrEnum):
-    """What an entry is."""
+    """Kinds of entries."""
 
     FILE = "file"
     PROGRAM = "program"  # an executable file
@@ -40,7 +40,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """One file, folder or link; its path is relative to the root."""
+    """A file, folder or link; its path is relative to the root."""
 
     path: str
     kind: Kind
@@ -50,7 +50,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """How much may arrive."""
+    """Limits of what may arrive."""
 
     entries: int
     total_bytes: int
@@ -58,7 +58,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listing:
-    """What of a folder is sent."""
+    """The part of a folder that is sent."""
 
     root: Path
     entries: Sequence[Entry]
@@ -66,16 +66,16 @@ class Listing:
 
     @property
     def total_bytes(self) -> int:
-        """Of the files' content."""
+        """Bytes of the files' content."""
         return sum(entry.size for entry in self.entries)
 
     def manifest(self) -> bytes:
-        """The line that is sent first."""
+        """Return the line that is sent first."""
         rows = [[entry.path, entry.kind, entry.size, entry.target] for entry in self.entries]
         return json.dumps(rows, separators=(",", ":")).encode() + b"\n"
 
     def stream(self) -> Iterator[bytes]:
-        """The archive. Raises OSError where a file has become shorter or is no file any more."""
+        """Yield the archive. Raises OSError where a file has become shorter or is no file any more."""
         yield self.manifest()
         with closing(_Folder(self.root)) as root:
             for entry in self.entries:
@@ -90,28 +90,30 @@ class Listing:
         return digest.hexdigest()
 
 
-def listed(root: Path, limits: Limits, skipped: Skipped = lambda _: False) -> Listing:
-    """What of a folder, or of a single file, is sent, in the order of the paths. No link is followed.
+def list_files(root: Path, limits: Limits, skipped: Skipped = lambda _: False) -> Listing:
+    """Return the entries of a folder, or of a single file, to send, ordered by path. No link is followed.
 
     Raises SpecError where it is more than the limits allow or a name is no text, OSError where it cannot be read.
     """
     if root.is_file():
-        found = [Entry(path=root.name, kind=_kind_of_file(root.stat()), size=root.stat().st_size)]
-        _check_size(root, found, limits)
-        return Listing(root=root.parent, entries=found)
+        single = [Entry(path=root.name, kind=_kind_of_file(root.stat()), size=root.stat().st_size)]
+        _check_size(root, single, limits)
+        return Listing(root=root.parent, entries=single)
     entries, left_out = list[Entry](), list[str]()
     sent_bytes = 0
-    for folder, folders, files, at in os.fwalk(root, onerror=_raise):
+    for folder, folders, files, descriptor in os.fwalk(root, onerror=_raise):
         relative = os.path.relpath(folder, root)
         prefix = "" if relative == "." else f"{relative}/"
-        links = [name for name in folders if stat.S_ISLNK(os.stat(name, dir_fd=at, follow_symlinks=False).st_mode)]
+        links = [
+            name for name in folders if stat.S_ISLNK(os.stat(name, dir_fd=descriptor, follow_symlinks=False).st_mode)
+        ]
         folders[:] = sorted(name for name in folders if name not in links and not skipped(f"{prefix}{name}/"))
         entries += (Entry(path=f"{prefix}{name}", kind=Kind.FOLDER) for name in folders)
         for name in sorted([*files, *links]):
             path = f"{prefix}{name}"
             if skipped(path):
                 continue
-            entry = _entry(path, name, at)
+            entry = _entry(path, name, descriptor)
             if entry is None:
                 left_out.append(path)
                 continue
@@ -120,12 +122,12 @@ def listed(root: Path, limits: Limits, skipped: Skipped = lambda _: False) -> Li
         if len(entries) > limits.entries or sent_bytes > limits.total_bytes:
             _check_size(root, entries, limits)
     for entry in entries:
-        _check(entry)
+        _check_entry(entry)
     return Listing(root=root, entries=sorted(entries, key=lambda entry: entry.path), left_out=left_out)
 
 
-def unpack(read: Callable[[int], bytes], at: Path, limits: Limits, modified_at_s: float | None = None) -> str:
-    """Write what an archive holds to the new folder `at`, whole or not at all; returns the archive's SHA-256.
+def unpack(read: Callable[[int], bytes], target: Path, limits: Limits, modified_at_s: float | None = None) -> str:
+    """Write what an archive holds to the new folder `target`, whole or not at all; returns the archive's SHA-256.
 
     `read(n)` returns at most n bytes, and none at the end. `modified_at_s`: modification time of the files; None: now.
     Links are made last, so that nothing is written through one. Raises SpecError for what is no archive, leaves the
@@ -133,12 +135,12 @@ def unpack(read: Callable[[int], bytes], at: Path, limits: Limits, modified_at_s
     """
     source = _Source(read)
     entries = _entries(source.line(), limits)
-    at.parent.mkdir(parents=True, exist_ok=True)
-    temporary = at.with_name(f".{at.name}.{os.getpid()}.{os.urandom(4).hex()}")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.{os.urandom(4).hex()}")
     try:
         temporary.mkdir()
         _write(source, entries, temporary, modified_at_s)
-        temporary.rename(at)
+        temporary.rename(target)
     except (FileExistsError, NotADirectoryError) as error:
         raise SpecError(f"an entry stands in the way of another: {error.filename}", source="archive") from None
     finally:
@@ -159,16 +161,16 @@ class _Folder:
         os.close(self._root)
 
     def content(self, entry: Entry) -> Iterator[bytes]:
-        """As many bytes as were listed, also of a file that has grown. Raises OSError where there are fewer."""
+        """Yield as many bytes of a file as were listed, even if it has grown. Raises OSError where it has fewer."""
         *folders, name = entry.path.split("/")
-        at = os.dup(self._root)
+        folder_descriptor = os.dup(self._root)
         try:
             for folder in folders:
-                above, at = at, os.open(folder, OPEN_FOLDER, dir_fd=at)
+                above, folder_descriptor = folder_descriptor, os.open(folder, OPEN_FOLDER, dir_fd=folder_descriptor)
                 os.close(above)
-            descriptor = os.open(name, OPEN_FILE, dir_fd=at)
+            descriptor = os.open(name, OPEN_FILE, dir_fd=folder_descriptor)
         finally:
-            os.close(at)
+            os.close(folder_descriptor)
         with os.fdopen(descriptor, "rb") as file:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 raise OSError(f"{entry.path} is no file any more")
@@ -181,23 +183,23 @@ class _Folder:
                 yield chunk
 
 
-def _entry(path: str, name: str, at: int) -> Entry | None:
-    """The entry of what is no folder; None for what is not sent."""
-    found = os.stat(name, dir_fd=at, follow_symlinks=False)
-    if stat.S_ISREG(found.st_mode):
-        return Entry(path=path, kind=_kind_of_file(found), size=found.st_size)
-    if not stat.S_ISLNK(found.st_mode):
+def _entry(path: str, name: str, folder: int) -> Entry | None:
+    """Return the entry of a file or link; None for anything that is not sent."""
+    status = os.stat(name, dir_fd=folder, follow_symlinks=False)
+    if stat.S_ISREG(status.st_mode):
+        return Entry(path=path, kind=_kind_of_file(status), size=status.st_size)
+    if not stat.S_ISLNK(status.st_mode):
         return None
-    target = os.readlink(name, dir_fd=at)
+    target = os.readlink(name, dir_fd=folder)
     return Entry(path=path, kind=Kind.LINK, target=target) if _stays_inside(path, target) else None
 
 
-def _kind_of_file(found: os.stat_result) -> Kind:
-    return Kind.PROGRAM if found.st_mode & stat.S_IXUSR else Kind.FILE
+def _kind_of_file(status: os.stat_result) -> Kind:
+    return Kind.PROGRAM if status.st_mode & stat.S_IXUSR else Kind.FILE
 
 
 def _check_size(root: Path, entries: Sequence[Entry], limits: Limits) -> None:
-    """Raises SpecError where it is more than the limits allow: what takes most, and how to leave it out."""
+    """Raise SpecError where it is more than the limits allow; the error names the largest parts."""
     total = sum(entry.size for entry in entries)
     if len(entries) <= limits.entries and total <= limits.total_bytes:
         return
@@ -234,18 +236,18 @@ class _Source:
         self.digest = hashlib.sha256()
 
     def line(self) -> bytes:
-        """The manifest."""
+        """Return the manifest."""
         while b"\n" not in self._rest:
             chunk = self._read(CHUNK_BYTES)
             if not chunk or len(self._rest) > MANIFEST_BYTES_MAX:
-                raise _bad("it has no manifest")
+                raise _bad_archive("it has no manifest")
             self._rest += chunk
         line, _, self._rest = self._rest.partition(b"\n")
         self.digest.update(line + b"\n")
         return line
 
     def chunk(self, limit: int) -> bytes:
-        """At most `limit` bytes; none at the end."""
+        """Return at most `limit` bytes; none at the end."""
         if self._rest:
             chunk, self._rest = self._rest[:limit], self._rest[limit:]
         else:
@@ -259,38 +261,38 @@ def _entries(line: bytes, limits: Limits) -> list[Entry]:
         rows = json.loads(line)
         entries = [Entry(path=path, kind=Kind(kind), size=size, target=target) for path, kind, size, target in rows]
     except (ValueError, TypeError, RecursionError):
-        raise _bad("its manifest cannot be read") from None
+        raise _bad_archive("its manifest cannot be read") from None
     if len(entries) > limits.entries:
-        raise _bad(f"it has {len(entries)} entries; {limits.entries} are allowed")
+        raise _bad_archive(f"it has {len(entries)} entries; {limits.entries} are allowed")
     for entry in entries:
-        _check(entry)
+        _check_entry(entry)
     if len({entry.path for entry in entries}) < len(entries):
-        raise _bad("it names a path twice")
+        raise _bad_archive("it names a path twice")
     if sum(entry.size for entry in entries) > limits.total_bytes:
-        raise _bad(f"it unpacks to more than {limits.total_bytes} bytes")
+        raise _bad_archive(f"it unpacks to more than {limits.total_bytes} bytes")
     return entries
 
 
-def _check(entry: Entry) -> None:
+def _check_entry(entry: Entry) -> None:
     """Raises SpecError for a path that is none below the root, and for a link that leaves it."""
     try:
         names = [name.encode() for name in entry.path.split("/")]
         entry.target.encode()
     except (UnicodeEncodeError, AttributeError):
-        raise _bad(f"a name is not UTF-8 text: {entry.path!r}") from None
+        raise _bad_archive(f"a name is not UTF-8 text: {entry.path!r}") from None
     if any(name in (b"", b".", b"..") or len(name) > NAME_BYTES_MAX or b"\0" in name for name in names):
-        raise _bad(f"it names a path outside its folder, or none: {entry.path[:NAME_BYTES_MAX]!r}")
+        raise _bad_archive(f"it names a path outside its folder, or none: {entry.path[:NAME_BYTES_MAX]!r}")
     if len(entry.path.encode()) > PATH_BYTES_MAX:
-        raise _bad(f"a path is longer than {PATH_BYTES_MAX} bytes")
+        raise _bad_archive(f"a path is longer than {PATH_BYTES_MAX} bytes")
     is_file = entry.kind in (Kind.FILE, Kind.PROGRAM)
     if type(entry.size) is not int or entry.size < 0 or (entry.size and not is_file):
-        raise _bad(f"no size: {entry.size!r}")
+        raise _bad_archive(f"no size: {entry.size!r}")
     if entry.kind is Kind.LINK and not _stays_inside(entry.path, entry.target):
-        raise _bad(f"a link leaves its folder: {entry.path!r}")
+        raise _bad_archive(f"a link leaves its folder: {entry.path!r}")
 
 
 def _stays_inside(path: str, target: str) -> bool:
-    """Whether a link at `path` leads to a place below the root, as far as its words tell."""
+    """Return whether a link at `path` leads below the root, by the text of its target."""
     if not target or target.startswith("/") or "\0" in target or len(target.encode(errors="replace")) > PATH_BYTES_MAX:
         return False
     reached = os.path.normpath(os.path.join(os.path.dirname(path), target))
@@ -300,39 +302,39 @@ def _stays_inside(path: str, target: str) -> bool:
 def _write(source: _Source, entries: Sequence[Entry], root: Path, modified_at_s: float | None) -> None:
     links = []
     for entry in entries:
-        at = root / entry.path
+        path = root / entry.path
         if entry.kind is Kind.LINK:
-            links.append((at, entry.target))
+            links.append((path, entry.target))
             continue
-        folder = at if entry.kind is Kind.FOLDER else at.parent
+        folder = path if entry.kind is Kind.FOLDER else path.parent
         folder.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
         if entry.kind is not Kind.FOLDER:
-            _write_file(source, entry, at)
+            _write_file(source, entry, path)
             if modified_at_s is not None:
-                os.utime(at, (modified_at_s, modified_at_s))
+                os.utime(path, (modified_at_s, modified_at_s))
     if source.chunk(1):
-        raise _bad("it goes on behind its last file")
-    for at, target in links:
-        at.parent.mkdir(parents=True, exist_ok=True)
-        at.symlink_to(target)
+        raise _bad_archive("it goes on behind its last file")
+    for path, target in links:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.symlink_to(target)
     inside = f"{os.path.realpath(root)}/"
-    for at, _ in links:  # links that lead through links
-        if not f"{os.path.realpath(at)}/".startswith(inside):
-            raise _bad(f"a link leaves its folder: {at.relative_to(root)}")
+    for path, _ in links:  # links that lead through links
+        if not f"{os.path.realpath(path)}/".startswith(inside):
+            raise _bad_archive(f"a link leaves its folder: {path.relative_to(root)}")
 
 
-def _write_file(source: _Source, entry: Entry, at: Path) -> None:
+def _write_file(source: _Source, entry: Entry, target: Path) -> None:
     mode = PROGRAM_MODE if entry.kind is Kind.PROGRAM else FILE_MODE
-    descriptor = os.open(at, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
+    descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
     with os.fdopen(descriptor, "wb") as file:
         left = entry.size
         while left:
             chunk = source.chunk(min(CHUNK_BYTES, left))
             if not chunk:
-                raise _bad(f"it ends within {entry.path}")
+                raise _bad_archive(f"it ends within {entry.path}")
             file.write(chunk)
             left -= len(chunk)
 
 
-def _bad(what: str) -> SpecError:
+def _bad_archive(what: str) -> SpecError:
     return SpecError(what, source="archive")

@@ -1,4 +1,4 @@
-"""What of a folder is not uploaded: `.orcignore`, in the syntax of .gitignore."""
+"""Files that are not uploaded: `.orcignore`, in the syntax of .gitignore."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ FILE = ".orcignore"
 DEFAULTS = (".git/", "__pycache__/", ".venv/")  # a line such as !.git/ takes one back
 
 
-def skipped_in(folder: Path) -> Skipped:
-    """Which paths below the folder are left out. Raises SpecError for a file that cannot be read."""
+def read_ignore(folder: Path) -> Skipped:
+    """Return which paths below the folder are left out. Raises SpecError for a file that cannot be read."""
     from pathspec import GitIgnoreSpec  # late: only a submission to another machine needs it
 
     try:

@@ -1,4 +1,4 @@
-"""What a job left behind, for `orc get`."""
+"""The output of a job, for `orc get`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from orchestrator.backends.attempts.ended_files import removal_words
-from orchestrator.service.transfer.archive import Limits, Listing, listed
+from orchestrator.service.transfer.archive import Limits, Listing, list_files
 from orchestrator.specs.errors import ServiceError
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.run import UPLOADED_AT_S, JobFolder, find_upload
@@ -15,8 +15,8 @@ ENTRIES_MAX = 1_000_000  # of an output folder
 LIMITS = Limits(entries=ENTRIES_MAX, total_bytes=2**50)
 
 
-def output_of(home: Path, job: Job) -> Listing:
-    """What of the job is fetched: its output folder, or what its script changed in its own working directory.
+def list_output(home: Path, job: Job) -> Listing:
+    """Return the files to fetch of a job: its output folder, or what its script changed in its working directory.
 
     Nothing outside the job's folder is read. Raises ServiceError where there is nothing.
     """
@@ -26,17 +26,17 @@ def output_of(home: Path, job: Job) -> Listing:
         raise ServiceError(f"{job.id} has no output folder: it writes to {spec.workdir} on the service's machine")
     try:
         if not in_workdir:
-            return listed(folder.output, LIMITS)
+            return list_files(folder.output, LIMITS)
         brought = set(json.loads(folder.uploaded.read_text()))
-        return listed(folder.workdir, LIMITS, lambda path: _is_no_output(folder.workdir, path, brought))
+        return list_files(folder.workdir, LIMITS, lambda path: _is_no_output(folder.workdir, path, brought))
     except OSError as error:
         removed = removal_words(home, job.id, "workdir" if in_workdir else "output")
         raise ServiceError(f"{job.id} has left no output: {(*removed, error.strerror or str(error))[0]}") from None
 
 
 def _is_no_output(workdir: Path, path: str, brought: set[str]) -> bool:
-    """Whether a path of a working directory is as it was uploaded, or Python's cache."""
+    """Return whether a path of a working directory is unchanged since its upload, or Python's cache."""
     if path.endswith("/"):
         return path.endswith("__pycache__/")
-    at = workdir / path
-    return path in brought and (at.is_symlink() or at.lstat().st_mtime == UPLOADED_AT_S)
+    file = workdir / path
+    return path in brought and (file.is_symlink() or file.lstat().st_mtime == UPLOADED_AT_S)

@@ -38,13 +38,13 @@ class Uploads:
         self._slots = threading.BoundedSemaphore(AT_ONCE_MAX)
 
     def missing(self, digests: Sequence[str]) -> list[str]:
-        """Those that are not here; the others are kept for a while."""
+        """Return the digests of uploads that are not here; the others stay for at least GRACE_S."""
         with self._lock:
-            return [digest for digest in digests if not self._touched(digest)]
+            return [digest for digest in digests if not self._touch(digest)]
 
     @contextmanager
     def receiving(self) -> Iterator[Path]:
-        """A file for an archive that arrives. Raises ServiceError where too many arrive at once."""
+        """Open a path for an archive that arrives. Raises ServiceError where too many arrive at once."""
         if not self._slots.acquire(blocking=False):
             raise ServiceError(f"{AT_ONCE_MAX} uploads arrive already: try again")
         file = self._folder / f".{os.urandom(8).hex()}.gz"
@@ -58,29 +58,29 @@ class Uploads:
     def store(self, digest: str, file: Path) -> None:
         """Unpack a compressed archive. Raises SpecError for a bad one, ServiceError where there is no room."""
         _check_digest(digest)
-        at = self._folder / f".{digest}.{os.urandom(4).hex()}"
+        folder = self._folder / f".{digest}.{os.urandom(4).hex()}"
         try:
             with gzip.open(file) as archive:
-                found = unpack(archive.read, at / "files", LIMITS, UPLOADED_AT_S)
-            if found != digest:
+                actual = unpack(archive.read, folder / "files", LIMITS, UPLOADED_AT_S)
+            if actual != digest:
                 hint = "files changed while they were sent: submit again"
-                raise SpecError("the upload is not what its name says", got=found, allowed=digest, hint=hint)
-            size_bytes = sum(path.lstat().st_size for path in at.rglob("*") if not path.is_dir())
-            (at / "size").write_text(str(size_bytes))
+                raise SpecError("the upload is not what its name says", got=actual, allowed=digest, hint=hint)
+            size_bytes = sum(path.lstat().st_size for path in folder.rglob("*") if not path.is_dir())
+            (folder / "size").write_text(str(size_bytes))
             with self._lock:
-                if not self._touched(digest):
+                if not self._touch(digest):
                     self._make_room(size_bytes)
-                    at.rename(self._folder / digest)
-                    self._touched(digest)
+                    folder.rename(self._folder / digest)
+                    self._touch(digest)
         except (gzip.BadGzipFile, EOFError, zlib.error) as error:
             raise SpecError(f"the upload is no gzip stream: {error}") from None
         except OSError as error:
             raise ServiceError(f"the upload cannot be stored: {error.strerror or error}") from None
         finally:
-            shutil.rmtree(at, ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)
 
     def resolved(self, key: str, path: str) -> str:
-        """The absolute path of `upload:<sha256>/<path>`; other paths as they are.
+        """Return the absolute path of `upload:<sha256>/<path>`; other paths as they are.
 
         Raises SpecError where there is no such upload, or where the path leaves it.
         """
@@ -91,11 +91,11 @@ class Uploads:
         if ".." in inner.split("/") or inner.startswith("/"):
             raise SpecError("the path leaves its upload", path=key, got=path)
         with self._lock:
-            if not self._touched(digest):
+            if not self._touch(digest):
                 raise SpecError("there is no such upload", path=key, got=digest, hint="submit again: it is sent anew")
         return str(self._folder / digest / "files" / inner) if inner else str(self._folder / digest / "files")
 
-    def _touched(self, digest: str) -> bool:
+    def _touch(self, digest: str) -> bool:
         _check_digest(digest)
         try:
             os.utime(self._folder / digest, (now_s := self._clock(), now_s))
@@ -105,7 +105,7 @@ class Uploads:
 
     def _make_room(self, needed_bytes: int) -> None:
         """Remove uploads that no live job names: long unused ones, and the oldest while there is no room."""
-        used, now_s, kept = set(self._used()), self._clock(), list[tuple[float, int, Path]]()
+        used, now_s, uploads = set(self._used()), self._clock(), list[tuple[float, int, Path]]()
         for path in self._folder.iterdir():
             last_s = path.lstat().st_mtime
             if path.name.startswith("."):
@@ -114,9 +114,9 @@ class Uploads:
             elif path.name not in used and last_s < now_s - KEPT_S:
                 _remove(path)
             else:
-                kept.append((last_s, _size_bytes(path), path))
-        total_bytes = sum(size_bytes for _, size_bytes, _ in kept) + needed_bytes
-        for last_s, size_bytes, path in sorted(kept):
+                uploads.append((last_s, _size_bytes(path), path))
+        total_bytes = sum(size_bytes for _, size_bytes, _ in uploads) + needed_bytes
+        for last_s, size_bytes, path in sorted(uploads):
             if total_bytes <= TOTAL_BYTES_MAX:
                 return
             if path.name not in used and last_s < now_s - GRACE_S:

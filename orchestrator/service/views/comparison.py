@@ -1,4 +1,4 @@
-"""The comparison of strategies, as JSON and from the files of its jobs."""
+"""The comparison of strategies, as JSON."""
 
 from __future__ import annotations
 
@@ -46,39 +46,41 @@ class ComparisonView(TypedDict):
     mlflow: str | None  # address of MLflow's own page that compares its runs; None: there is none yet
 
 
-def comparison_view(found: Comparison, mlflow: str | None) -> ComparisonView:
-    """The comparison as JSON."""
+def comparison_view(comparison: Comparison, mlflow: str | None) -> ComparisonView:
+    """Return the comparison as JSON."""
     return ComparisonView(
-        name=found.name,
-        complete=found.is_complete,
-        rows=[{**asdict(row), "micro_batch": row.micro_batch} for row in found.rows],
-        verdict=found.verdict,
-        notes=list(found.notes),
-        picture=None if found.picture is None else picture_view(found.picture),
+        name=comparison.name,
+        complete=comparison.is_complete,
+        rows=[{**asdict(row), "micro_batch": row.micro_batch} for row in comparison.rows],
+        verdict=comparison.verdict,
+        notes=list(comparison.notes),
+        picture=None if comparison.picture is None else picture_view(comparison.picture),
         mlflow=mlflow,
     )
 
 
 def measures(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, tuple[str, Words]]:
-    """Those of MEASURES that are known of any strategy; samples only without tokens, failures only where there are."""
-    known = {name: said for name, said in MEASURES.items() if any(row[said[0]] is not None for row in rows)}
-    known = {
+    """Return the MEASURES that any strategy has; samples only without tokens, failures only where any occurred."""
+    measures_shown = {
+        name: measure for name, measure in MEASURES.items() if any(row[measure[0]] is not None for row in rows)
+    }
+    measures_shown = {
         name: measure
-        for name, measure in known.items()
+        for name, measure in measures_shown.items()
         if name not in COUNTED or any((row[measure[0]] or 0) > COUNTED[name] for row in rows)
     }
-    if "Tokens/s" in known:
-        known.pop("Samples/s", None)
-    return known
+    if "Tokens/s" in measures_shown:
+        measures_shown.pop("Samples/s", None)
+    return measures_shown
 
 
 def reasons(rows: Sequence[Mapping[str, Any]]) -> list[tuple[int, list[str]]]:
-    """Number of each strategy that did not finish, with the lines of its reason."""
+    """Return the number of each strategy that did not finish, with the lines of its reason."""
     return [(number, _reason(row)) for number, row in enumerate(rows, 1) if row["outcome"] in EXPLAINED]
 
 
 def _reason(row: Mapping[str, Any]) -> list[str]:
-    """Why it did not finish, without what is true of all strategies; of one that does not fit, its bytes."""
+    """Return why a strategy did not finish, without what is true of all; for one that does not fit, its bytes."""
     lines: list[str] = row["reason"].partition(" (degrade.allow")[0].splitlines()
     if row["outcome"] == Outcome.DOES_NOT_FIT:  # one for each kind of device
         lines = [line for line in lines if line.startswith("closest: ")] or lines[:1]

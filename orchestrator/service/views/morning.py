@@ -10,7 +10,7 @@ from orchestrator.scheduling.reports.morning import MorningReport, summary
 
 
 class LineView(TypedDict):
-    """One job in a sentence."""
+    """A job in a sentence."""
 
     id: str
     name: str
@@ -74,7 +74,7 @@ class ReportView(TypedDict):
 
 
 def report_view(report: MorningReport) -> ReportView:
-    """The report as JSON."""
+    """Return the report as JSON."""
     misses = [{**asdict(miss), "said": miss.said} for miss in report.misses]
     view: ReportView = {**asdict(report), "summary": summary(report), "misses": misses}  # type: ignore[typeddict-item]
     return view

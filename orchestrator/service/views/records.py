@@ -72,7 +72,7 @@ class FailureView(TypedDict):
 
 
 class AttemptView(TypedDict):
-    """One launch: plan, prediction, measurement, outcome."""
+    """A launch with its plan, prediction, measurement and outcome."""
 
     number: int
     status: str
@@ -102,7 +102,7 @@ class AttemptView(TypedDict):
 
 
 class JobView(TypedDict):
-    """One job with its attempts."""
+    """A job with its attempts."""
 
     id: str
     name: str
@@ -130,7 +130,7 @@ class JobView(TypedDict):
 
 
 class PromiseView(TypedDict):
-    """What became of a job's `guarantee` at its submission."""
+    """The decision on a job's `guarantee` at its submission."""
 
     gpus: int  # the speed of this many is guaranteed
     starts_by_s: float | None  # None: refused, or no cluster was seen yet
@@ -138,7 +138,7 @@ class PromiseView(TypedDict):
 
 
 class PointView(TypedDict):
-    """One plan of a picture."""
+    """A plan of a picture."""
 
     step_s: float
     needed_bytes: int
@@ -172,7 +172,7 @@ class SuspensionView(TypedDict):
 
 
 class NodeView(TypedDict):
-    """One live node."""
+    """A live node."""
 
     name: str
     device: dict[str, Any]  # DeviceSpec, as in a cluster file
@@ -187,7 +187,7 @@ class NodeView(TypedDict):
 
 
 def job_view(job: Job, beats: Sequence[Heartbeat] = (), policy: PolicySpec = UNSHARED, unwatched: str = "") -> JobView:
-    """The job with its attempts, and no word of removed files.
+    """Return the job with its attempts, and no word of removed files.
 
     `beats` are the last heartbeats of the live attempt; `unwatched` names a process of it without the guard.
     """
@@ -219,7 +219,7 @@ def job_view(job: Job, beats: Sequence[Heartbeat] = (), policy: PolicySpec = UNS
 
 
 def promise_view(job: Job) -> PromiseView | None:
-    """The promise to the job; None without a `guarantee`."""
+    """Return the promise to the job; None without a `guarantee`."""
     if job.spec.guarantee is None:
         return None
     refused = job.reason if job.status is JobStatus.REFUSED else ""
@@ -227,7 +227,7 @@ def promise_view(job: Job) -> PromiseView | None:
 
 
 def attempt_view(spec: JobSpec, attempt: Attempt) -> AttemptView:
-    """The attempt with predictions and measurements."""
+    """Return the attempt with predictions and measurements."""
     evidence, failure = attempt.evidence, attempt.failure
     return AttemptView(
         number=attempt.number,
@@ -261,7 +261,7 @@ def attempt_view(spec: JobSpec, attempt: Attempt) -> AttemptView:
 
 
 def estimate_view(estimate: MemoryEstimate, correction: float) -> EstimateView:
-    """The estimate with its activations times `correction`, as JSON, causes largest first."""
+    """Return the estimate with its activations times `correction`, as JSON, causes largest first."""
     at_worst = corrected(estimate, correction)
     return EstimateView(
         source=estimate.source.value,
@@ -290,30 +290,32 @@ def explanation_view(state: State, job: Job, sooner: Sequence[str]) -> Explanati
 
 
 def picture_view(picture: Picture) -> PictureView:
-    """The picture as JSON."""
+    """Return the picture as JSON."""
     points = [
-        PointView(step_s=one.step_s, needed_bytes=one.needed_bytes, mark=one.mark.value, label=one.label)
-        for one in picture.points
+        PointView(step_s=point.step_s, needed_bytes=point.needed_bytes, mark=point.mark.value, label=point.label)
+        for point in picture.points
     ]
     return PictureView(device=picture.device, capacity_bytes=picture.capacity_bytes, points=points)
 
 
 def picture_from_view(view: PictureView) -> Picture:
-    """The picture of a view."""
+    """Return the picture of a view."""
     points = tuple(
-        Point(step_s=one["step_s"], needed_bytes=one["needed_bytes"], mark=Mark(one["mark"]), label=one["label"])
-        for one in view["points"]
+        Point(
+            step_s=point["step_s"], needed_bytes=point["needed_bytes"], mark=Mark(point["mark"]), label=point["label"]
+        )
+        for point in view["points"]
     )
     return Picture(device=view["device"], capacity_bytes=view["capacity_bytes"], points=points)
 
 
 def observations_view(observations: Sequence[Observation]) -> list[dict[str, Any]]:
-    """The outcomes as JSON."""
+    """Return the outcomes as JSON."""
     return _observations().dump_python(tuple(observations), mode="json")
 
 
 def observations_from_view(view: object) -> tuple[Observation, ...]:
-    """The outcomes of a view. Raises SpecError if it is malformed."""
+    """Return the outcomes of a view. Raises SpecError if it is malformed."""
     try:
         return _observations().validate_python(view)
     except ValidationError as error:
@@ -323,7 +325,7 @@ def observations_from_view(view: object) -> tuple[Observation, ...]:
 
 
 def node_view(node: Node, holders: Mapping[tuple[str, int], str], state: State) -> NodeView:
-    """The node as JSON, its device as in a cluster file; `holders` as returned by `placement.holders`."""
+    """Return the node as JSON, its device as in a cluster file; `holders` as returned by `placement.holders`."""
     busy = {index: job for (name, index), job in holders.items() if name == node.name}
     return NodeView(
         name=node.name,
@@ -344,7 +346,7 @@ def node_view(node: Node, holders: Mapping[tuple[str, int], str], state: State) 
 
 
 def node_from_view(view: NodeView) -> Node:
-    """The node for planning: devices that our attempts hold count as free, since a job may wait for them."""
+    """Return the node for planning: devices that our attempts hold count as free, since a job may wait for them."""
     device = DeviceSpec.model_validate(view["device"])
     free_bytes = (device.memory if index in view["busy"] else free for index, free in enumerate(view["free_bytes"]))
     return Node(
@@ -357,12 +359,12 @@ def node_from_view(view: NodeView) -> Node:
 
 
 def in_order(jobs: Iterable[Job]) -> list[Job]:
-    """Jobs as the queue shows them: ended, then running, then waiting by priority, newest last."""
+    """Return jobs as the queue shows them: ended, then running, then waiting by priority, newest last."""
     return sorted(jobs, key=place_of)
 
 
 def place_of(job: Job) -> tuple[int, int, int]:
-    """The job's place in that order; the smallest is first."""
+    """Return the job's place in that order; the smallest is first."""
     if job.status.ended:
         return 0, 0, job.order
     return (1, 0, job.order) if job.attempts else (2, -job.spec.priority, job.order)

@@ -11,7 +11,7 @@ from orchestrator.specs.job.sweep import Value
 
 
 class TrialView(TypedDict):
-    """One trial."""
+    """A trial."""
 
     number: int
     job: str
@@ -46,6 +46,6 @@ class SweepView(TypedDict):
 
 
 def sweep_view(report: SweepReport) -> SweepView:
-    """The sweep as JSON."""
+    """Return the sweep as JSON."""
     view: SweepView = asdict(report)  # type: ignore[assignment]
     return view

@@ -18,7 +18,7 @@ HOUR_S = 3600.0
 
 
 class UserView(TypedDict):
-    """One user of a team."""
+    """A user of a team."""
 
     name: str
     used_device_s: float  # with decay, as of now
@@ -27,7 +27,7 @@ class UserView(TypedDict):
 
 
 class TeamView(TypedDict):
-    """One team, with its users, next in turn first."""
+    """A team with its users, next in turn first."""
 
     name: str
     shares: int
@@ -43,24 +43,24 @@ class TeamView(TypedDict):
 
 
 def teams_view(state: State, now_s: float) -> list[TeamView]:
-    """Every team of the policy, next in turn first; empty if the cluster file names none."""
+    """Return every team of the policy, next in turn first; empty if the cluster file names none."""
     policy = state.policy
     if not policy.is_shared:
         return []
     jobs = [job for job in state.jobs.values() if not job.status.ended]
     tree = fair_tree(policy, used_s(replace(state, at_s=max(state.at_s, now_s)), state.jobs.values()))
-    held = held_by_teams(policy, state.jobs.values())
+    held_devices = held_by_teams(policy, state.jobs.values())
     teams = {team.name: team for team in policy.teams} | {(other := policy.team_of("")).name: other}
     users = {*tree.of_users, *(job.user for job in jobs), *(user for team in policy.teams for user in team.users)}
     wanted = {policy.team_of(user).name for user in (*tree.of_users, *(job.user for job in jobs))}
     shares, used = sum(teams[name].shares for name in wanted), sum(tree.of_teams.values())
-    found = []
+    views_of_teams = []
     for name, team in teams.items():
         members = sorted(
             (user for user in users if policy.team_of(user).name == name), key=lambda u: (tree.place(u), u)
         )
         views = [_user_view(user, tree.of_users.get(user, 0.0), jobs) for user in members]
-        found.append(
+        views_of_teams.append(
             TeamView(
                 name=name,
                 shares=team.shares,
@@ -68,14 +68,14 @@ def teams_view(state: State, now_s: float) -> list[TeamView]:
                 used_share=tree.of_teams.get(name, 0.0) / used if used else 0.0,
                 used_device_s=tree.of_teams.get(name, 0.0),
                 quota=team.quota,
-                held=held[name],
-                borrowed=max(0, held[name] - team.quota) if policy.has_quotas else 0,
-                running=sum(one["running"] for one in views),
-                waiting=sum(one["waiting"] for one in views),
+                held=held_devices[name],
+                borrowed=max(0, held_devices[name] - team.quota) if policy.has_quotas else 0,
+                running=sum(user["running"] for user in views),
+                waiting=sum(user["waiting"] for user in views),
                 users=views,
             )
         )
-    return sorted(found, key=lambda one: (one["used_device_s"] / one["shares"], one["name"]))
+    return sorted(views_of_teams, key=lambda team: (team["used_device_s"] / team["shares"], team["name"]))
 
 
 def _user_view(user: str, used_device_s: float, jobs: Sequence[Job]) -> UserView:
@@ -89,7 +89,7 @@ def _user_view(user: str, used_device_s: float, jobs: Sequence[Job]) -> UserView
 
 
 def teams_table(teams: Sequence[TeamView]) -> Table:
-    """One row per team and user, next in turn first; usage above the share is red."""
+    """Return a table with a row per team and user, next in turn first; usage above the share is red."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("TEAM", "SHARES", "SHARE", "USED", "DEVICE-HOURS", "DEVICES", "QUOTA", "BORROWED", "RUNS", "WAITS"):
         table.add_column(column, justify="left" if column == "TEAM" else "right", no_wrap=True)

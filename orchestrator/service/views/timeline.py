@@ -11,8 +11,8 @@ BLOCKS = " ▁▂▃▄▅▆▇█"  # share of a row's devices that are busy, 
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """Devices of one node that an attempt held for a while."""
+class BusySpan:
+    """Devices of a node that an attempt held, with begin and end."""
 
     node: str
     devices: int
@@ -20,21 +20,21 @@ class Held:
     until_s: float
 
 
-def busy_lines(nodes: Mapping[str, int], held: Iterable[Held], from_s: float, end_s: float) -> dict[str, str]:
-    """The blocks of each row: nodes by name with their number of devices, several in a row where there are many."""
+def busy_lines(nodes: Mapping[str, int], spans: Iterable[BusySpan], from_s: float, end_s: float) -> dict[str, str]:
+    """Return the blocks of each row by its label. `nodes` maps names to numbers of devices; a row may have several."""
     rows, labels = _rows(list(nodes))
     devices = dict.fromkeys(labels, 0)
     for name, count in nodes.items():
         devices[rows[name]] += count
     busy = {label: [0.0] * COLUMNS for label in labels}
-    for one in held:
-        for column, share in shares(one.from_s, one.until_s, from_s, end_s):
-            busy[rows[one.node]][column] += share * one.devices
-    return {label: "".join(block(one / max(1, devices[label])) for one in busy[label]) for label in labels}
+    for span in spans:
+        for column, share in shares(span.from_s, span.until_s, from_s, end_s):
+            busy[rows[span.node]][column] += share * span.devices
+    return {label: "".join(block(share / max(1, devices[label])) for share in busy[label]) for label in labels}
 
 
-def under_a_ruler(lines: Mapping[str, str], first: str, last: str, note: str) -> str:
-    """The lines with their labels, above the two ends of time and a note."""
+def add_ruler(lines: Mapping[str, str], first: str, last: str, note: str) -> str:
+    """Return the lines with their labels, above the two ends of time and a note."""
     width = max(map(len, lines), default=0)
     ruler = f"{first}{last:>{COLUMNS - len(first)}}"
     return "\n".join(
@@ -47,7 +47,7 @@ def under_a_ruler(lines: Mapping[str, str], first: str, last: str, note: str) ->
 
 
 def _rows(names: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """The row of each node, and all rows in order."""
+    """Return the row of each node, and all rows in order."""
     together = max(1, -(-len(names) // NODES_MAX))
     rows = {}
     for first in range(0, len(names), together):
@@ -58,12 +58,12 @@ def _rows(names: Sequence[str]) -> tuple[dict[str, str], list[str]]:
 
 
 def shares(from_s: float, until_s: float, begin_s: float, end_s: float) -> Iterator[tuple[int, float]]:
-    """(column, share of the column that the span covers)."""
+    """Yield (column, share of the column that the span covers)."""
     first, last = (COLUMNS * min(1.0, (at_s - begin_s) / (end_s - begin_s)) for at_s in (from_s, until_s))
     for column in range(int(first), min(COLUMNS, int(last) + 1)):
         yield column, max(0.0, min(last, column + 1) - max(first, column))
 
 
 def block(share: float) -> str:
-    """The block of a share; empty only for 0."""
+    """Return the block character of a share; blank only for 0."""
     return BLOCKS[0] if share <= 0 else BLOCKS[max(1, min(8, round(8 * share)))]

@@ -14,7 +14,7 @@ from typing import Any
 
 from orchestrator.memory.calibration.calibrate import UNMEASURED, plan_needed_bytes
 from orchestrator.planning.cost import Hardware, step_s
-from orchestrator.service.server.detection import found_here, host_bytes
+from orchestrator.service.server.detection import detect_machine, host_bytes
 from orchestrator.specs.choices import ActivationCheckpointing, Engine, Offload, Optimizer, Precision, ZeroStage
 from orchestrator.specs.cluster import DeviceKind
 from orchestrator.specs.job.model import ModelSpec
@@ -82,7 +82,7 @@ def measurement(name: str, plan: Plan, size: Size, total_bytes: int) -> Measurem
 @functools.cache
 def hardware() -> Hardware:
     """What is found here, by one look: each starts and stops NVML, and threads would disturb each other."""
-    kind = found_here("here").node.device
+    kind = detect_machine("here").node.device
     return Hardware(device=kind, devices_per_node=1, nodes=1, network_bandwidth=1, host_memory=host_bytes())
 
 

@@ -20,33 +20,40 @@ CODE_RANK, DEFAULT_RANK = 4, 5  # of a constant, and of a parameter's default
 
 
 def settings_in(tree: ast.Module, file: str) -> Iterator[Setting]:
-    """Constants of code whose names mean a batch size or accumulation, and variables that hold one."""
+    """Yield constants of code whose names mean a batch size or accumulation, and variables that hold one."""
     evaluates = {id(node) for statement in ast.walk(tree) for node in _evaluation(statement)}
     for node in ast.walk(tree):
-        where = f"{file}:{getattr(node, 'lineno', 0)}"
-        if id(node) in evaluates:
-            continue
-        if isinstance(node, ast.Assign | ast.AnnAssign):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            for target in targets:
-                yield from _setting(_name(target), node.value, where, CODE_RANK)
-        elif isinstance(node, ast.keyword) and node.arg:
-            yield from _setting(node.arg, node.value, f"{file}:{node.value.lineno}", CODE_RANK)
-        elif isinstance(node, ast.Dict):
-            for key, value in zip(node.keys, node.values, strict=True):
-                if isinstance(key, ast.Constant) and isinstance(key.value, str):
-                    yield from _setting(key.value, value, f"{file}:{value.lineno}", CODE_RANK)
-        elif isinstance(node, ast.FunctionDef):
-            arguments = [*node.args.posonlyargs, *node.args.args]
-            defaults = node.args.defaults
-            pairs = [*zip(arguments[len(arguments) - len(defaults) :], defaults, strict=True)]
-            pairs += [(a, d) for a, d in zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True) if d is not None]
-            for argument, default in pairs:
-                yield from _setting(argument.arg, default, f"{file}:{default.lineno}", DEFAULT_RANK)
+        for name, value, line, rank in _bindings(node) if id(node) not in evaluates else ():
+            yield from _setting(name, value, f"{file}:{line}", rank)
+
+
+def _bindings(node: ast.AST) -> Iterator[tuple[str, ast.expr | None, int, int]]:
+    """Yield (name, value, line, rank) of assignments, keywords, keys of dicts, and defaults of parameters."""
+    if isinstance(node, ast.Assign | ast.AnnAssign):
+        for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+            yield _name(target), node.value, node.lineno, CODE_RANK
+    elif isinstance(node, ast.keyword) and node.arg:
+        yield node.arg, node.value, node.value.lineno, CODE_RANK
+    elif isinstance(node, ast.Dict):
+        for key, value in zip(node.keys, node.values, strict=True):
+            if isinstance(key, ast.Constant) and isinstance(key.value, str):
+                yield key.value, value, value.lineno, CODE_RANK
+    elif isinstance(node, ast.FunctionDef):
+        for argument, default in _defaults(node.args):
+            yield argument.arg, default, default.lineno, DEFAULT_RANK
+
+
+def _defaults(arguments: ast.arguments) -> Iterator[tuple[ast.arg, ast.expr]]:
+    """Yield each parameter that has a default, with the default."""
+    positional = [*arguments.posonlyargs, *arguments.args]
+    yield from zip(positional[len(positional) - len(arguments.defaults) :], arguments.defaults, strict=True)
+    for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
+        if default is not None:
+            yield argument, default
 
 
 def divided_by_ranks(tree: ast.Module) -> Iterator[tuple[str, Divisor]]:
-    """(name, what it counts) of every value that the code divides by a number of ranks, or by its micro-batch."""
+    """Yield (name, what it counts) of every value that the code divides by a number of ranks, or by its micro-batch."""
     for node in ast.walk(tree):
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.FloorDiv | ast.Div):
             left, right = node.left, node.right
@@ -81,7 +88,7 @@ def _setting(name: str, value: ast.expr | None, where: str, rank: int) -> Iterat
 
 
 def _variable(node: ast.AST | None) -> tuple[str, str | None] | None:
-    """(name, default) of the variable in `int(os.environ.get("BATCH", 128))`."""
+    """Return (name, default) of the variable in `int(os.environ.get("BATCH", 128))`; None without one."""
     for call in ast.walk(node) if node is not None else ():
         if isinstance(call, ast.Call) and ast.unparse(call.func) in ENVIRONMENT and call.args:
             name = call.args[0]
@@ -95,7 +102,7 @@ def _variable(node: ast.AST | None) -> tuple[str, str | None] | None:
 
 
 def _evaluation(node: ast.AST) -> Iterator[ast.AST]:
-    """What is assigned to a name of evaluation: `test_loader = DataLoader(test, batch_size=1000)`."""
+    """Yield the nodes assigned to a name of evaluation: `test_loader = DataLoader(test, batch_size=1000)`."""
     if isinstance(node, ast.Assign) and any(
         EVALUATION & set(word_of(_name(target)).split("_")) for target in node.targets
     ):

@@ -1,4 +1,4 @@
-"""Chooses the knobs of a proposal from the settings that were seen; every value that was typed is a knob's default.
+"""Chooses the knobs of a proposal from the command's settings; every typed value is a knob's default.
 
 A setting becomes a knob only where a plan can say exactly what was typed. Any other stays in the command.
 """
@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from orchestrator.service.commands.init.given_settings import IN_FILE, TYPED, Settings, pairs_of, preset_of
+from orchestrator.service.commands.init.command_settings import IN_FILE, TYPED, Settings, pairs_of, preset_of
 from orchestrator.service.commands.init.meanings import IN_ALL, PRECISIONS, Setting, precision_of, word_of
 from orchestrator.service.commands.init.script_flags import Flag, Script
-from orchestrator.service.commands.init.typed_command import MODULE_OF, Typed
+from orchestrator.service.commands.init.typed_command import MODULE_OF, TypedCommand
 from orchestrator.specs.job.frameworks import READS_FIRST_FILE, Framework, knobs_of
 
 SEVERAL_RANKS = ("init_process_group", "DistributedDataParallel", "DDP", "Accelerator", "FullyShardedDataParallel")
@@ -39,7 +39,7 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settled:
+class BareCommand:
     """A command without the settings that plans control."""
 
     command: tuple[str, ...]
@@ -57,50 +57,45 @@ class Settled:
     length: Setting | None
 
 
-def settle(typed: Typed, script: Script, framework: Framework | None, seen: Settings) -> Settled:
-    """The typed command as a job's settings."""
+def choose_knobs(typed: TypedCommand, script: Script, framework: Framework | None, settings: Settings) -> BareCommand:
+    """Return the typed command without the settings that plans control, and the knobs for these."""
     preset = preset_of(typed, framework)
-    ranks, ranks_place = _ranks(typed, seen, script, framework)
-    batch = read_batch(seen, script, 1 if ranks is None else ranks, preset)
-    own = {name: knob for name, knob in preset.items() if knob != knobs_of(str(framework)).get(name)}
-    turned = {name: {**own[name], **knob} if knob and name in own else knob for name, knob in batch.knobs.items()}
-    knobs, taken, notes = {**own, **turned}, list(batch.taken), [*seen.notes, *batch.notes]
+    ranks, ranks_place = _ranks(typed, settings, script, framework)
+    batch = read_batch(settings, script, 1 if ranks is None else ranks, preset)
+    differing = {name: knob for name, knob in preset.items() if knob != knobs_of(str(framework)).get(name)}
+    with_batch = {
+        name: {**differing[name], **knob} if knob and name in differing else knob for name, knob in batch.knobs.items()
+    }
+    knobs, taken, notes = {**differing, **with_batch}, list(batch.taken), [*settings.notes, *batch.notes]
     if ranks_place is not None and preset.get("ranks"):
         taken.append(ranks_place)
-    for setting in ("output_dir", "resume_from"):
-        place = _path_place(seen, setting)
-        if place is None:
-            continue
-        if setting not in preset or (place.rank == TYPED and not _is_presets(place, preset[setting])):
-            knobs[setting] = {place.way: place.name}
-        if place.rank == TYPED and setting == "output_dir":
-            taken.append(place)
-            notes.append(f"Taken out of the command, since the job sets it: {place.place}")
+    knobs |= _path_knobs(settings, preset)
+    output = _path_place(settings, "output_dir")
+    if output is not None and output.rank == TYPED:
+        taken.append(output)
+        notes.append(f"Taken out of the command, since the job sets it: {output.place}")
     if framework == "litgpt" and typed.command[1] not in LITGPT_RESUMES:
         knobs["resume_from"] = None
-    if framework is not None and seen.files and any(place.meaning == "deepspeed_config" for place in seen.listed):
-        typed_sharding = [place for place in seen.of("deepspeed_config") if place.rank == TYPED]
-        knobs |= {"zero_stage": None} if typed_sharding and "zero_stage" in preset else {}
-    if any(name in ("--fsdp", "--fsdp_config") for name, *_ in pairs_of(seen.words, {})) and "zero_stage" in preset:
+    if "zero_stage" in preset and _types_sharding(settings, framework):
         knobs["zero_stage"] = None
-    knobs |= _checkpointing(seen, script, framework)
+    knobs |= _checkpointing(settings, script, framework)
     if framework == "torchtune":  # each of its files says both
         knobs |= {"activation_checkpointing": None, "optimizer_in_backward": None}
-    precision, knob, place = _precision(typed, seen, script, framework, preset)
+    precision, knob, place = _precision(typed, settings, script, framework, preset)
     knobs |= knob
     taken += [] if place is None else [place]
-    config = _config(knobs, batch, seen, framework, script)
+    config = _config(knobs, batch, settings, framework, script)
     if config is not None and config.get("flag"):
         taken.append(Setting("config", config["flag"], "flag"))
     names = {place.name for place in taken}
-    stays = [place for place in seen.listed if place.rank == TYPED and place.name not in names]
+    stays = [place for place in settings.listed if place.rank == TYPED and place.name not in names]
     stays = [place for place in stays if place.meaning in STAYS and (framework is None or place.meaning != "precision")]
     if stays:
         notes.append(f"Stays as typed, the same in every plan: {', '.join(place.place for place in stays)}")
     env = {name: value for name, value in typed.env.items() if name not in {place.name for place in taken}}
-    return Settled(
-        command=(*typed.command[: typed.arguments], *_without(seen.words, taken, script)),
-        names=frozenset(name for name, *_ in pairs_of(seen.words, {})),
+    return BareCommand(
+        command=(*typed.command[: typed.arguments], *_drop_controlled(settings.argv, taken, script)),
+        names=frozenset(name for name, *_ in pairs_of(settings.argv, {})),
         knobs=knobs,
         notes=tuple(notes),
         env=env,
@@ -109,26 +104,46 @@ def settle(typed: Typed, script: Script, framework: Framework | None, seen: Sett
         batch=batch,
         precision=precision,
         config=config,
-        steps=next((place for place in seen.of("steps") if place.number), None),
-        model=next((place for place in seen.of("model") if place.rank <= IN_FILE), None),
-        length=next((place for place in seen.of("sequence_length") if place.number), None),
+        steps=next((place for place in settings.of("steps") if place.number), None),
+        model=next((place for place in settings.of("model") if place.rank <= IN_FILE), None),
+        length=next((place for place in settings.of("sequence_length") if place.number), None),
     )
 
 
+def _path_knobs(settings: Settings, preset: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the knobs of the output folder and the checkpoint, where the framework's preset is not the same."""
+    knobs = dict[str, Any]()
+    for setting in ("output_dir", "resume_from"):
+        place = _path_place(settings, setting)
+        if place is not None and (
+            setting not in preset or (place.rank == TYPED and not _is_presets(place, preset[setting]))
+        ):
+            knobs[setting] = {place.way: place.name}
+    return knobs
+
+
+def _types_sharding(settings: Settings, framework: Framework | None) -> bool:
+    """Return whether the command itself chooses sharding, by a DeepSpeed file or FSDP's flags."""
+    has_files = framework is not None and bool(settings.files)
+    if has_files and any(place.rank == TYPED for place in settings.of("deepspeed_config")):
+        return True
+    return any(name in ("--fsdp", "--fsdp_config") for name, *_ in pairs_of(settings.argv, {}))
+
+
 def _ranks(
-    typed: Typed, seen: Settings, script: Script, framework: Framework | None
+    typed: TypedCommand, settings: Settings, script: Script, framework: Framework | None
 ) -> tuple[int | None, Setting | None]:
-    """The ranks in all that were typed, and the place beside a launcher that says so.
+    """Return the ranks in all that were typed, and the place beside a launcher that says so.
 
     Devices that Slurm gives, or that CUDA_VISIBLE_DEVICES shows, count where something uses several.
     """
-    place, nodes = seen.first("ranks"), seen.first("nodes")
+    place, nodes = settings.first("ranks"), settings.first("nodes")
     if typed.ranks is None and place is not None and place.number is not None and place.rank <= IN_FILE:
         count = place.number
         if nodes is not None and nodes.rank <= IN_FILE and nodes.number is not None:
             count *= nodes.number
         return count, place
-    for place in (*seen.of("ranks"), *seen.of("device_numbers")) if typed.ranks is None else ():
+    for place in (*settings.of("ranks"), *settings.of("device_numbers")) if typed.ranks is None else ():
         if place.rank == TYPED and re.fullmatch(r"\[?\d+(,\d+)+\]?", str(place.value)):
             return str(place.value).count(",") + 1, place
     if typed.ranks is not None or typed.devices is None:
@@ -137,18 +152,18 @@ def _ranks(
     return (typed.devices if uses_several else None), None
 
 
-def read_batch(seen: Settings, script: Script, ranks: int, preset: Mapping[str, Any]) -> Batch:
-    """The batch size: what every place says of it, and the knobs by which a plan can cut it without changing it."""
-    total = seen.first("micro_batch_size", "global")
-    choices = [seen.first("micro_batch_size", "rank"), seen.first("micro_batch_size", "plain")]
+def read_batch(settings: Settings, script: Script, ranks: int, preset: Mapping[str, Any]) -> Batch:
+    """Return the global batch that all places give, and the knobs by which a plan can cut it into micro-batches."""
+    total = settings.first("micro_batch_size", "global")
+    choices = [settings.first("micro_batch_size", "rank"), settings.first("micro_batch_size", "plain")]
     micro = next((place for place in choices if place is not None and place.value is not None), None)
     micro = micro or next((place for place in choices if place is not None), None)
-    steps = seen.first("gradient_accumulation_steps")
+    steps = settings.first("gradient_accumulation_steps")
     per_step = total is not None and micro is None and _counts_a_step(total)
     if per_step:
         micro, total = total, None
-    disagree = seen.of("micro_batch_size", "rank", "plain") if micro is None else []
-    disagree += seen.of("gradient_accumulation_steps") if steps is None else []
+    disagree = settings.of("micro_batch_size", "rank", "plain") if micro is None else []
+    disagree += settings.of("gradient_accumulation_steps") if steps is None else []
     counted = script.divided.get(word_of(micro.name)) if micro is not None else None
     alone = "DataParallel" in script.calls and not script.calls & set(SEVERAL_RANKS)  # one process on all devices
     per = "global" if per_step or counted == "global" or alone else "node" if counted == "node" else "rank"
@@ -165,28 +180,28 @@ def read_batch(seen: Settings, script: Script, ranks: int, preset: Mapping[str, 
         devices = f"{ranks} devices" if ranks > 1 else "one device"
         parts = " x ".join(place.place for place in (micro, steps) if place is not None and place.number is not None)
         origin = f"{parts}, on {devices}; the same in every plan"
-    can_accumulate = steps is None or derives or _turns(steps, seen) or accumulation == 1
-    can_cut = micro is not None and _turns(micro, seen) and not disagree and not steps_in_all and can_accumulate
-    can_cut = can_cut or (micro is not None and steps_in_all and ranks == 1 and _turns(micro, seen))
+    can_accumulate = steps is None or derives or _can_vary(steps, settings) or accumulation == 1
+    can_cut = micro is not None and _can_vary(micro, settings) and not disagree and not steps_in_all and can_accumulate
+    can_cut = can_cut or (micro is not None and steps_in_all and ranks == 1 and _can_vary(micro, settings))
     if can_cut and micro is not None:
-        knobs["micro_batch_size"] = _knob(micro, seen, preset.get("micro_batch_size"), per)
+        knobs["micro_batch_size"] = _knob(micro, settings, preset.get("micro_batch_size"), per)
         taken.append(micro)
         if derives and total is not None:
             knobs["gradient_accumulation_steps"] = "derived"
-            knobs["global_batch_size"] = _knob(total, seen, preset.get("global_batch_size"))
+            knobs["global_batch_size"] = _knob(total, settings, preset.get("global_batch_size"))
             taken.append(total)
-        elif steps is not None and _turns(steps, seen):
-            knobs["gradient_accumulation_steps"] = _knob(steps, seen, preset.get("gradient_accumulation_steps"))
+        elif steps is not None and _can_vary(steps, settings):
+            knobs["gradient_accumulation_steps"] = _knob(steps, settings, preset.get("gradient_accumulation_steps"))
             taken.append(steps)
-            if total is not None and _turns(total, seen) and total.rank < 3:
-                knobs["global_batch_size"] = _knob(total, seen, None)
+            if total is not None and _can_vary(total, settings) and total.rank < 3:
+                knobs["global_batch_size"] = _knob(total, settings, None)
                 taken.append(total)
     else:
         knobs |= {name: None for name in ("micro_batch_size", "gradient_accumulation_steps") if name in preset}
         knobs |= {"global_batch_size": None} if "global_batch_size" in preset else {}
     if derives and "gradient_accumulation_steps" in preset and can_cut:  # it says the rest
         knobs = {name: knob for name, knob in knobs.items() if knob != preset.get(name)}
-    notes = [_mend(place) for place in (micro, steps) if place is not None and place.way == "constant"]
+    notes = [_repair_note(place) for place in (micro, steps) if place is not None and place.way == "constant"]
     if disagree:
         notes.append(f"CHECK: these disagree, none is taken: {'; '.join(place.place for place in disagree)}")
     is_fixed = ranks > 1 and (not can_cut or (steps_in_all and total is None))
@@ -194,12 +209,12 @@ def read_batch(seen: Settings, script: Script, ranks: int, preset: Mapping[str, 
 
 
 def _counts_a_step(total: Setting) -> bool:
-    """Whether a batch size of all ranks is that of one micro-step, which accumulation multiplies: its name decides."""
+    """Return whether a batch size of all ranks is that of one micro-step, which accumulation multiplies."""
     return total.rank != IN_FILE and not IN_ALL & set(word_of(total.name).split("_"))
 
 
-def _mend(place: Setting) -> str:
-    """What to change in a file or script so that plans control a setting that stands there."""
+def _repair_note(place: Setting) -> str:
+    """Return the change to a file or script that lets plans control its setting, as a sentence."""
     if place.where.partition(":")[0].endswith(".py") and ":" in place.where:
         variable = MENDS[place.meaning]
         knob = f"{place.meaning}: {{env: {variable}, default: {place.value}}}"
@@ -208,10 +223,10 @@ def _mend(place: Setting) -> str:
     return f"{place.place}: no attempt gets a copy of this file, so that it is the same in every plan"
 
 
-def _turns(place: Setting, seen: Settings) -> bool:
-    """Whether a plan can tell another value there."""
+def _can_vary(place: Setting, settings: Settings) -> bool:
+    """Return whether a plan can set another value at this place."""
     if place.way == "key":
-        return place.file is None or any(file.word == place.file and file.can_be_copied for file in seen.files)
+        return place.file is None or any(file.word == place.file and file.can_be_copied for file in settings.files)
     return place.way in ("flag", "override", "env") and (place.value is None or place.number is not None)
 
 
@@ -219,8 +234,8 @@ def _is_presets(place: Setting, knob: Any) -> bool:
     return isinstance(knob, Mapping) and knob.get(place.way) == place.name
 
 
-def _knob(place: Setting, seen: Settings, preset: Any, per: str = "rank") -> dict[str, Any]:
-    """The knob of a place: only its default, where a framework's preset says the rest."""
+def _knob(place: Setting, settings: Settings, preset: Any, per: str = "rank") -> dict[str, Any]:
+    """Return the knob of a place: only its default, where a framework's preset says the rest."""
     is_presets = _is_presets(place, preset)
     knob: dict[str, Any] = {} if is_presets else {place.way: place.name}
     if per != "rank":
@@ -229,7 +244,7 @@ def _knob(place: Setting, seen: Settings, preset: Any, per: str = "rank") -> dic
         knob["default"] = place.number
     others = [
         other
-        for other in seen.of(place.meaning)
+        for other in settings.of(place.meaning)
         if other.way == "key" and other.number == place.number and other.number and place.way != "key"
         if (other.counts == "global") == (place.counts == "global") and other.rank == IN_FILE
     ]
@@ -238,9 +253,9 @@ def _knob(place: Setting, seen: Settings, preset: Any, per: str = "rank") -> dic
     return knob or {place.way: place.name}
 
 
-def _path_place(seen: Settings, setting: str) -> Setting | None:
-    """The place that takes a path: what was typed, or a flag of the parser."""
-    for place in seen.of(setting):
+def _path_place(settings: Settings, setting: str) -> Setting | None:
+    """Return the place that takes a path: what was typed, or a flag of the parser."""
+    for place in settings.of(setting):
         is_file = str(place.value).endswith(WEIGHTS) and setting == "output_dir"
         is_choice = str(place.value).lower() in ("true", "false", "auto")
         if place.way in ("flag", "override", "key") and not is_file and (place.rank != TYPED or not is_choice):
@@ -251,14 +266,14 @@ def _path_place(seen: Settings, setting: str) -> Setting | None:
     return None
 
 
-def _checkpointing(seen: Settings, script: Script, framework: Framework | None) -> dict[str, Any]:
-    """The knob of recomputation; what was typed stays, and is then no knob."""
-    if any(place.rank <= IN_FILE for place in seen.of("activation_checkpointing")):
+def _checkpointing(settings: Settings, script: Script, framework: Framework | None) -> dict[str, Any]:
+    """Return the knob of recomputation; what was typed stays, and is then no knob."""
+    if any(place.rank <= IN_FILE for place in settings.of("activation_checkpointing")):
         return {"activation_checkpointing": None}
     if framework is not None:
         return {}
     flags = {flag.name: flag for flag in script.flags}
-    for place in seen.of("activation_checkpointing"):
+    for place in settings.of("activation_checkpointing"):
         flag = flags.get(place.name)
         if flag is None or flag.default or word_of(place.name).startswith("disable"):
             continue
@@ -270,13 +285,13 @@ def _checkpointing(seen: Settings, script: Script, framework: Framework | None) 
 
 
 def _precision(
-    typed: Typed, seen: Settings, script: Script, framework: Framework | None, preset: Mapping[str, Any]
+    typed: TypedCommand, settings: Settings, script: Script, framework: Framework | None, preset: Mapping[str, Any]
 ) -> tuple[str | None, dict[str, Any], Setting | None]:
-    """The job's precision, its knob, and the place whose words leave the command.
+    """Return the job's precision, its knob, and the place whose words leave the command.
 
     A framework's flags are read where the job is (specs/job/frameworks.py).
     """
-    places = [place for place in seen.of("precision") if place.rank <= IN_FILE and place.value != "false"]
+    places = [place for place in settings.of("precision") if place.rank <= IN_FILE and place.value != "false"]
     precision = (
         next((candidate for place in places if (candidate := precision_of(place.name, place.value))), None)
         or typed.precision
@@ -292,11 +307,11 @@ def _precision(
             return None, {"precision": None}, None
         values = {place.value for place in places if place.rank == TYPED}
         in_words = values & {"true", precision, *meant} and as_preset and knob.get("flag")
-        if precision is None and any(place.rank == IN_FILE for place in seen.of("precision")) and knob.get("key"):
+        if precision is None and any(place.rank == IN_FILE for place in settings.of("precision")) and knob.get("key"):
             precision = "fp32"
         return (None if in_words else precision), {}, None
     flags = {flag.name: flag for flag in script.flags}
-    for place in places[:1] or seen.of("precision"):
+    for place in places[:1] or settings.of("precision"):
         flag, candidate = flags.get(place.name), precision_of(place.name, place.value)
         knob = _word_knob(flag)
         if (
@@ -323,10 +338,10 @@ def _word_knob(flag: Flag | None) -> dict[str, Any] | None:
 
 
 def _config(
-    knobs: Mapping[str, Any], batch: Batch, seen: Settings, framework: Framework | None, script: Script
+    knobs: Mapping[str, Any], batch: Batch, settings: Settings, framework: Framework | None, script: Script
 ) -> Mapping[str, str] | None:
-    """The file of which each attempt gets a copy, if knobs are keys of one; by its flag where a flag names it."""
-    files = [file for file in seen.files if file.can_be_copied]
+    """Return the file of which each attempt gets a copy, if knobs are its keys; with the flag that names it, if any."""
+    files = [file for file in settings.files if file.can_be_copied]
     keys = any(
         isinstance(part, Mapping) and "key" in part
         for knob in knobs.values()
@@ -339,7 +354,7 @@ def _config(
     if framework == "deepspeed" or not keys:
         return None
     names = {place.file for place in batch.taken if place.file} or {
-        place.file for place in seen.listed if place.file and place.rank == IN_FILE and place.number
+        place.file for place in settings.listed if place.file and place.rank == IN_FILE and place.number
     }
     file = next((file for file in files if file.word in names), None)
     if file is None:
@@ -348,16 +363,16 @@ def _config(
     return {"file": file.word, "flag": str(file.flag)} if by_flag else {"file": file.word}
 
 
-def _without(words: Sequence[str], taken: Sequence[Setting], script: Script) -> tuple[str, ...]:
-    """The words but for those of the places that a job sets."""
+def _drop_controlled(argv: Sequence[str], taken: Sequence[Setting], script: Script) -> tuple[str, ...]:
+    """Return the arguments without those that a job sets."""
     names = {place.name for place in taken if place.way in ("flag", "override")}
     flags = {flag.name: flag for flag in script.flags}
     rest, index = list[str](), 0
-    while index < len(words):
-        pair = next(iter(pairs_of(words[index:], flags)), None) if _is_pair(words[index]) else None
+    while index < len(argv):
+        pair = next(iter(pairs_of(argv[index:], flags)), None) if _is_pair(argv[index]) else None
         length = pair[3] if pair is not None else 1
         if pair is None or pair[0] not in names:
-            rest += words[index : index + length]
+            rest += argv[index : index + length]
         index += length
     return tuple(rest)
 

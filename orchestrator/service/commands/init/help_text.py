@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from orchestrator.service.commands.init.script_flags import Flag, Script
-from orchestrator.service.commands.init.typed_command import Typed
+from orchestrator.service.commands.init.typed_command import TypedCommand
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.trainer import is_python
 from orchestrator.specs.replace import replace
@@ -26,8 +26,8 @@ LINE = re.compile(r"^[\s│]*((?:-{1,2}[A-Za-z][\w.-]*(?:[ =][<\[{A-Z][^\s,]*)?(
 DEFAULT = re.compile(r"default[:=]?\s*([^\s)\],]+)")
 
 
-def with_help(script: Script, typed: Typed) -> Script:
-    """The script with the flags of its --help besides those that were read. Raises SpecError where it fails.
+def with_help(script: Script, typed: TypedCommand) -> Script:
+    """Return the script with the flags of its --help besides those that were read. Raises SpecError where it fails.
 
     It runs for 20 s at most, with an empty HOME and no CUDA device, and without a network where `unshare` allows it.
     """
@@ -37,7 +37,7 @@ def with_help(script: Script, typed: Typed) -> Script:
     )
 
 
-def _help_of(typed: Typed) -> str:
+def _help_of(typed: TypedCommand) -> str:
     python = sys.executable if typed.command[0] in ("python", "python3") else typed.command[0]
     before, name = typed.command[typed.arguments - 2 : typed.arguments] if typed.arguments > 1 else ("", "")
     program = [python, *(["-m"] if before == "-m" else []), name] if is_python(python) else [*typed.command[:1], name]
@@ -71,7 +71,7 @@ def _help_of(typed: Typed) -> str:
 
 
 def flags_of(text: str) -> Iterator[Flag]:
-    """The flags of a help text; one without a placeholder for its value is a switch."""
+    """Yield the flags of a help text; one without a placeholder for its value is a switch."""
     lines = text[:TEXT_MAX].splitlines()
     for index, line in enumerate(lines):
         match = LINE.match(line)

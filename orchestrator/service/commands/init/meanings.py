@@ -80,7 +80,7 @@ _MEANINGS = {spelling: meaning for meaning, spellings in SPELLINGS.items() for s
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One place that gives a setting a value, or could."""
+    """A place that gives a setting a value, or could."""
 
     meaning: str  # name of a knob, or steps, model
     name: str  # as written: --batch-size, train.batch_size, BATCH
@@ -111,13 +111,13 @@ class Setting:
 
 
 def word_of(name: str) -> str:
-    """`batch_size` of --data.batch-size, batchSize and DATA.BATCH_SIZE."""
+    """Return a name's last part in snake case: `batch_size` of --data.batch-size, batchSize and DATA.BATCH_SIZE."""
     last = re.split(r"[./]", name.lstrip("-+~"))[-1]
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z][a-z])", "_", last).replace("-", "_").lower()
 
 
 def meaning_of(name: str) -> tuple[str, Count] | None:
-    """The setting that a name means, and what it counts if it is a batch size; None for an unknown name."""
+    """Return the setting that a name means, and what it counts if it is a batch size; None for an unknown name."""
     *sections, _ = re.split(r"[./]", name.lstrip("-+~").lower())
     word = word_of(name)
     parts = set(word.split("_"))
@@ -136,9 +136,9 @@ def meaning_of(name: str) -> tuple[str, Count] | None:
 
 
 def precision_of(name: str, value: str | None) -> str | None:
-    """The precision that a setting asks for; None where its words do not say which, such as --amp."""
+    """Return the precision that a setting asks for; None where its words do not say which, such as --amp."""
     text = (value or "").lower()
-    named = next((ours for ours in ("bf16", "fp16") if ours in name.lower()), None)
+    named = next((precision for precision in ("bf16", "fp16") if precision in name.lower()), None)
     if named is not None and text in ("true", "1", "yes", "full", "", "auto"):
         return named
-    return next((ours.value for ours, theirs in PRECISIONS.items() if text in theirs), None)
+    return next((precision.value for precision, theirs in PRECISIONS.items() if text in theirs), None)

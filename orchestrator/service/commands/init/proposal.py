@@ -9,12 +9,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from orchestrator.service.commands.init.controlled import SEVERAL_RANKS, Settled, settle
-from orchestrator.service.commands.init.given_settings import read_all
+from orchestrator.service.commands.init.command_settings import collect_settings
+from orchestrator.service.commands.init.controlled import SEVERAL_RANKS, BareCommand, choose_knobs
 from orchestrator.service.commands.init.help_text import with_help
 from orchestrator.service.commands.init.meanings import meaning_of
 from orchestrator.service.commands.init.script_flags import NO_SCRIPT, TRL, Flag, Script, read_script
-from orchestrator.service.commands.init.typed_command import Typed, package_roots, read_command
+from orchestrator.service.commands.init.typed_command import TypedCommand, package_roots, read_command
 from orchestrator.specs.job.frameworks import CONFIG_FLAG, Framework, knobs_of, launch_of
 from orchestrator.specs.parse import parse_job
 
@@ -29,15 +29,15 @@ HUBS = {"huggingface_hub", "transformers", "datasets", "diffusers", "trl"}  # th
 OF_THE_HUB = ("hf", "trl", "diffusers", "accelerate", "llamafactory", "axolotl")
 
 
-def proposal(words: Sequence[str], folder: Path, environment: Mapping[str, str], run_help: bool = False) -> str:
-    """The text of a job file for a command typed in `folder`, for the user to check.
+def proposal(argv: Sequence[str], folder: Path, environment: Mapping[str, str], run_help: bool = False) -> str:
+    """Return the text of a job file for a command typed in `folder`, for the user to check.
 
     It is a valid job file but for `global_batch_size`, which is absent where nothing says it. Of the shell's
     `environment` it names what a job does not inherit: the hub's token. `run_help` also runs the command's own --help.
 
     Raises SpecError if the command starts no training.
     """
-    typed = read_command(words, folder)
+    typed = read_command(argv, folder)
     readable = typed.script is not None and (typed.framework is None or typed.script.is_file())
     script = read_script(typed.script, package_roots(typed)) if readable and typed.script is not None else NO_SCRIPT
     if run_help:
@@ -45,11 +45,11 @@ def proposal(words: Sequence[str], folder: Path, environment: Mapping[str, str],
     lines = tuple(_lines(typed, script, run_help))
     text = "\n".join((*lines, *_secrets(typed, script, environment))) + "\n"
     is_whole = any(line.startswith("global_batch_size:") for line in lines)
-    parse_job(text if is_whole else f"{text}global_batch_size: 1\n", f"the proposal for {shlex.join(words)}")
+    parse_job(text if is_whole else f"{text}global_batch_size: 1\n", f"the proposal for {shlex.join(argv)}")
     return text
 
 
-def _framework(typed: Typed, script: Script) -> Framework | None:
+def _framework(typed: TypedCommand, script: Script) -> Framework | None:
     if typed.framework is not None:
         return typed.framework
     flags = {flag.name for flag in script.flags}
@@ -64,10 +64,10 @@ def _framework(typed: Typed, script: Script) -> Framework | None:
     return "deepspeed" if CONFIG_FLAG["deepspeed"] in flags else None
 
 
-def _lines(typed: Typed, script: Script, has_run: bool) -> Iterator[str]:
+def _lines(typed: TypedCommand, script: Script, has_run: bool) -> Iterator[str]:
     framework, folder = _framework(typed, script), typed.folder
-    differing = _own_knobs(framework, script) if framework and framework not in INHERITS else {}
-    settled = settle(typed, script, framework, read_all(typed, script, framework))
+    differing = _missing_knobs(framework, script) if framework and framework not in INHERITS else {}
+    settled = choose_knobs(typed, script, framework, collect_settings(typed, script, framework))
     knobs = {**differing, **settled.knobs}
     names = {name for knob in (*knobs.values(), *_preset(framework).values()) if knob for name in _names(knob)}
     arguments = typed.command[typed.arguments :]
@@ -108,11 +108,11 @@ def _lines(typed: Typed, script: Script, has_run: bool) -> Iterator[str]:
 
 
 def _comment_text(text: str) -> str:
-    """A text on one line: a typed word may hold a line break."""
+    """Return a text on one line: a typed word may hold a line break."""
     return " ".join(text.split())
 
 
-def _secrets(typed: Typed, script: Script, environment: Mapping[str, str]) -> Iterator[str]:
+def _secrets(typed: TypedCommand, script: Script, environment: Mapping[str, str]) -> Iterator[str]:
     names = [*typed.secrets, *([HUB_TOKEN] if HUB_TOKEN in environment and HUB_TOKEN not in typed.secrets else [])]
     if names:
         yield f"secrets: [{', '.join(names)}] # not inherited: the service must have it when it is started"
@@ -134,7 +134,7 @@ def _trainer(script: Script, framework: Framework | None) -> Iterator[str]:
     yield f"trainer: {framework} # {why}; sets knobs, launch and resume unless given here"
 
 
-def _devices(typed: Typed, script: Script, framework: Framework | None, settled: Settled) -> Iterator[str]:
+def _devices(typed: TypedCommand, script: Script, framework: Framework | None, settled: BareCommand) -> Iterator[str]:
     ranks = settled.ranks
     if ranks is not None and ranks > 1 and settled.is_fixed:
         yield f"gpus: {ranks} # {CHECK}exactly as many as in its command, where no plan changes it"
@@ -148,8 +148,8 @@ def _devices(typed: Typed, script: Script, framework: Framework | None, settled:
     ):
         yield f"gpus: {{min: 1, max: 1}} # {CHECK}it can use several; set the largest number"
     else:
-        asked = f"{CHECK}{typed.devices} devices were asked for, and " if (typed.devices or 1) > 1 else ""
-        yield f"gpus: 1 # {asked}no code for several devices was found"
+        request = f"{CHECK}{typed.devices} devices were asked for, and " if (typed.devices or 1) > 1 else ""
+        yield f"gpus: 1 # {request}no code for several devices was found"
     spawns = script.calls & {"spawn", "start_processes"} and "torch.multiprocessing" in script.imports
     spawns = spawns or ("DataParallel" in script.calls and ranks is not None)
     if typed.launch is not None and (framework is None or launch_of(framework) != typed.launch):
@@ -158,7 +158,7 @@ def _devices(typed: Typed, script: Script, framework: Framework | None, settled:
         yield f"launch: self # {CHECK}it starts its ranks itself"
 
 
-def _batch(settled: Settled) -> Iterator[str]:
+def _batch(settled: BareCommand) -> Iterator[str]:
     batch = settled.batch
     if batch.samples is not None:
         yield f"global_batch_size: {batch.samples} # {CHECK}{_comment_text(batch.origin)}"
@@ -187,12 +187,14 @@ def _comment(name: str, knob: dict[str, Any] | None, framework: Framework | None
 
 
 def _is_plain(knob: Mapping[str, Any]) -> bool:
-    """Whether the name of a batch size does not say what it counts."""
+    """Return whether the name of a batch size does not say what it counts."""
     name = next((knob[way] for way in ("flag", "override", "key", "env") if way in knob), "")
     return (meaning_of(str(name)) or ("", "plain"))[1] == "plain"
 
 
-def _unknown(script: Script, knobs: Mapping[str, Any], framework: Framework | None, settled: Settled) -> Iterator[str]:
+def _unknown(
+    script: Script, knobs: Mapping[str, Any], framework: Framework | None, settled: BareCommand
+) -> Iterator[str]:
     every = {**_preset(framework), **knobs}
     if every.get("micro_batch_size") is None:
         yield "# Not known: how a plan tells it its batch size. Without that knob no plan changes it."
@@ -226,8 +228,8 @@ def _used(script: Script) -> set[str]:
     return {name.rpartition(".")[2] for name in (*script.imports, *script.calls, *script.attributes)}
 
 
-def _own_knobs(framework: Framework, script: Script) -> dict[str, Any]:
-    """The framework's knobs whose flags the script does not have: they are none."""
+def _missing_knobs(framework: Framework, script: Script) -> dict[str, Any]:
+    """Return None for each knob of the framework whose flag the script lacks."""
     names = {flag.name for flag in script.flags}
     flags = {name: knob.get("flag") or knob.get("switch") for name, knob in knobs_of(framework).items()}
     return {name: None for name, flag in flags.items() if flag and flag not in names}
@@ -241,12 +243,12 @@ def _names(knob: Any) -> Iterator[str]:
     if not isinstance(knob, Mapping):
         return
     yield from (knob[way] for way in ("flag", "switch") if knob.get(way))
-    for one in knob.get("also", ()):
-        yield from _names(one)
+    for part in knob.get("also", ()):
+        yield from _names(part)
 
 
 def _command(framework: Framework | None, folder: Path, needed: list[Flag], *, bare: bool) -> Iterator[str]:
-    """The script's arguments: a value for everything required."""
+    """Yield the script's arguments: a value for everything required."""
     if framework == "lightning" and bare:
         yield "fit"
     if framework == "deepspeed" and bare:
@@ -261,15 +263,15 @@ def _command(framework: Framework | None, folder: Path, needed: list[Flag], *, b
 def _deepspeed_file(folder: Path) -> str:
     for file in sorted(folder.glob("*.json"))[:FILES_MAX]:
         try:
-            said = json.loads(file.read_text())
+            content = json.loads(file.read_text())
         except (OSError, ValueError):
             continue
-        if isinstance(said, dict) and {"train_micro_batch_size_per_gpu", "zero_optimization"} & said.keys():
+        if isinstance(content, dict) and {"train_micro_batch_size_per_gpu", "zero_optimization"} & content.keys():
             return file.name
     return "ds_config.json"
 
 
-def _name(folder: Path, typed: Typed) -> str:
+def _name(folder: Path, typed: TypedCommand) -> str:
     path = typed.script or Path(typed.command[typed.arguments - 1].rpartition(".")[2])
     if typed.framework is not None:
         path = Path("-".join((typed.framework, *(typed.command[1:2] if typed.arguments == 2 else ()))))
@@ -278,16 +280,16 @@ def _name(folder: Path, typed: Typed) -> str:
 
 
 def _quoted(text: str) -> str:
-    """The text as a YAML scalar."""
+    """Return the text as a YAML scalar."""
     return text if re.fullmatch(r"[\w./][\w./ =-]*", text) else json.dumps(text, ensure_ascii=False)
 
 
 def _flow(value: object, texts: bool = False) -> str:
-    """One line of YAML; `texts` quotes every value, as variables are."""
+    """Return the value as one line of YAML; `texts` quotes every value, as for variables."""
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key}: {_flow(one, texts)}" for key, one in value.items()) + "}"
+        return "{" + ", ".join(f"{key}: {_flow(inner, texts)}" for key, inner in value.items()) + "}"
     if isinstance(value, list):
-        return "[" + ", ".join(_flow(one) for one in value) + "]"
+        return "[" + ", ".join(_flow(inner) for inner in value) + "]"
     if isinstance(value, str) and not texts:
         is_plain = re.fullmatch(r"-{0,2}[A-Za-z+][\w./+-]*", value) and value.lower() not in YAML_WORDS
         return value if is_plain else json.dumps(value)

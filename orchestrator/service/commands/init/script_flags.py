@@ -43,7 +43,7 @@ _NOT_LITERAL = object()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flag:
-    """One setting of a command line."""
+    """A setting of a command line."""
 
     name: str  # as written, or the name of a positional argument
     kind: Literal["value", "switch", "boolean", "positional"]  # a boolean takes `true` or `false`
@@ -61,7 +61,7 @@ class Flag:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Script:
-    """What was found in a script and the modules beside it."""
+    """Flags and other facts of a script and the modules beside it."""
 
     flags: tuple[Flag, ...]
     imports: frozenset[str]  # dotted names of imported modules and objects
@@ -81,7 +81,7 @@ NO_SCRIPT = Script(
 
 
 def read_script(path: Path, roots: Sequence[Path] = ()) -> Script:
-    """The flags of a Python script. Raises SpecError if it cannot be parsed.
+    """Return the flags of a Python script. Raises SpecError if it cannot be parsed.
 
     `roots` are folders of packages. They are searched where neither the script nor a module beside it has a flag: a
     thin starter imports the package that parses.
@@ -99,26 +99,28 @@ def _read(path: Path, roots: Sequence[Path]) -> Script:
     functions = {node.name: node for node in nodes if isinstance(node, ast.FunctionDef)}
     classes = {node.name: node for node in nodes if isinstance(node, ast.ClassDef)}
     functions |= {name: method for name, node in classes.items() for method in _constructor(node)}
-    classes |= {alias: _stand_in(alias, name) for alias, name in _renamed(nodes) if alias not in classes}
+    classes |= {alias: _stand_in(alias, name) for alias, name in _import_aliases(nodes) if alias not in classes}
     constants = {name: value for tree in trees for name, value in _constants(tree)}
     calls = [node for node in nodes if isinstance(node, ast.Call)]
-    imports = frozenset(name for tree in trees for name, _ in _imported(tree))
+    imports = frozenset(name for tree in trees for name, _ in _imports(tree))
     flags: dict[str, Flag] = {}
-    listed = dict(_listed(nodes))
-    pairs = (pair for call in calls for pair in _parsed(call, listed, tuple(functions)))
+    listed = dict(_list_constants(nodes))
+    pairs = (pair for call in calls for pair in _parser_calls(call, listed, tuple(functions)))
     parsed = [pair for pair in pairs if pair[1] in FLAT[:3] or pair[0] in classes or pair[0] in functions]
-    parsed += [(name, "wrap") for function in functions.values() for name in _wrapped(function)]
+    parsed += [(name, "wrap") for function in functions.values() for name in _wrapped_classes(function)]
     parsed += [(name, "add_arguments") for name, node in classes.items() if TAP in map(_last, node.bases)]
     flat = "simple_parsing" in imports
     candidates = [
-        *(flag for call in calls for flag in _added(call, constants)),
-        *(flag for function in functions.values() for flag in _decorated(function, constants)),
-        *(flag for node in _typer_commands(nodes, imports) for flag in _parameters(node, constants)),
+        *(flag for call in calls for flag in _argparse_flags(call, constants)),
+        *(flag for function in functions.values() for flag in _click_flags(function, constants)),
+        *(flag for node in _typer_commands(nodes, imports) for flag in _parameter_flags(node, constants)),
     ]
     for name, parser in parsed:
         joint = "-" if parser in DASHED else "_"
-        candidates += _fields(name, classes, constants, flat or parser in FLAT, joint)
-        candidates += _parameters(functions[name], constants, joint) if name in functions and parser not in FLAT else ()
+        candidates += _class_flags(name, classes, constants, flat or parser in FLAT, joint)
+        candidates += (
+            _parameter_flags(functions[name], constants, joint) if name in functions and parser not in FLAT else ()
+        )
     for flag in candidates:
         flags.setdefault(flag.name, flag)
     beside = {file: tree for file, tree in files.items() if not roots or file == path}
@@ -127,8 +129,8 @@ def _read(path: Path, roots: Sequence[Path]) -> Script:
         imports=imports,
         calls=frozenset(_last(call.func) for call in calls),
         attributes=frozenset(node.attr for node in nodes if isinstance(node, ast.Attribute)),
-        training_arguments=next((base for name, _ in parsed if (base := _inherited(name, classes))), None),
-        unread=tuple(_unread(nodes, calls)),
+        training_arguments=next((base for name, _ in parsed if (base := _arguments_base(name, classes))), None),
+        unread=tuple(_unread_sources(nodes, calls)),
         places=tuple(place for file, tree in beside.items() for place in settings_in(tree, file.name)),
         divided={word: divisor for tree in trees for word, divisor in divided_by_ranks(tree)},
         hydra=next((place for file, tree in files.items() for place in _hydra(tree, file)), None),
@@ -137,13 +139,13 @@ def _read(path: Path, roots: Sequence[Path]) -> Script:
 
 
 def _trees(path: Path, roots: Sequence[Path]) -> Iterator[tuple[Path, ast.Module]]:
-    """The syntax trees of the script and of the modules that it imports from its folder or the roots, each once."""
-    waiting, seen = [path], set[Path]()
-    while waiting and len(seen) < MODULES_MAX:
+    """Yield the syntax trees of the script and of modules that it imports from its folder or the roots, each once."""
+    waiting, visited = [path], set[Path]()
+    while waiting and len(visited) < MODULES_MAX:
         file = waiting.pop(0)
-        if file in seen:
+        if file in visited:
             continue
-        seen.add(file)
+        visited.add(file)
         try:
             tree = ast.parse(file.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError, SyntaxError, ValueError) as error:
@@ -154,7 +156,7 @@ def _trees(path: Path, roots: Sequence[Path]) -> Iterator[tuple[Path, ast.Module
             hint = "a shell script has no readable flags: name the Python file that it starts"
             raise SpecError(f"cannot be read as Python: {error}", source=str(path), hint=hint) from None
         yield file, tree
-        for name, level in sorted(_imported(tree)):
+        for name, level in sorted(_imports(tree)):
             if not level and name.partition(".")[0] in LIBRARIES:
                 continue
             above = [file.parents[level - 1]] if level and level <= len(file.parents) else []
@@ -164,8 +166,8 @@ def _trees(path: Path, roots: Sequence[Path]) -> Iterator[tuple[Path, ast.Module
                 waiting += [place for place in places if place.is_file()]
 
 
-def _imported(tree: ast.Module) -> Iterator[tuple[str, int]]:
-    """(dotted name, number of leading dots) of each import."""
+def _imports(tree: ast.Module) -> Iterator[tuple[str, int]]:
+    """Yield (dotted name, number of leading dots) of each import."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((alias.name, 0) for alias in node.names)
@@ -202,11 +204,15 @@ def _last(node: ast.expr) -> str:
 
 
 def _keywords(call: ast.Call) -> dict[str, ast.expr]:
-    return {one.arg: one.value for one in call.keywords if one.arg}
+    return {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
 
 
 def _names(call: ast.Call) -> list[str]:
-    return [one.value for one in call.args if isinstance(one, ast.Constant) and isinstance(one.value, str)]
+    return [
+        argument.value
+        for argument in call.args
+        if isinstance(argument, ast.Constant) and isinstance(argument.value, str)
+    ]
 
 
 def _choices(node: ast.expr | None, constants: dict[str, Any]) -> tuple[str, ...]:
@@ -214,14 +220,14 @@ def _choices(node: ast.expr | None, constants: dict[str, Any]) -> tuple[str, ...
         node = node.args[0] if node.args else None
     if isinstance(node, ast.Subscript) and _last(node.value) == "Literal":
         node = node.slice
-    found = _literal(node, constants)
-    return tuple(map(str, found)) if isinstance(found, list | tuple) else ()
+    choices = _literal(node, constants)
+    return tuple(map(str, choices)) if isinstance(choices, list | tuple) else ()
 
 
 # ---------------------------------------------------------------------------------------------- argparse and its kin
 
 
-def _added(call: ast.Call, constants: dict[str, Any]) -> Iterator[Flag]:
+def _argparse_flags(call: ast.Call, constants: dict[str, Any]) -> Iterator[Flag]:
     if _last(call.func) == "add_config_arguments":  # deepspeed/__init__.py
         yield Flag(name="--deepspeed", kind="switch", default=False)
         yield Flag(name="--deepspeed_config", kind="value")
@@ -233,29 +239,29 @@ def _added(call: ast.Call, constants: dict[str, Any]) -> Iterator[Flag]:
             yield Flag(name=f"--{names[0]}", kind=kind, default=default)
     if _last(call.func) != "add_argument" or not names:
         return
-    said = _keywords(call)
-    default = _scalar(said.get("default"), constants)
+    keywords = _keywords(call)
+    default = _scalar(keywords.get("default"), constants)
     if not names[0].startswith("-"):
-        needed = _literal(said.get("nargs"), constants) not in ("?", "*")
+        needed = _literal(keywords.get("nargs"), constants) not in ("?", "*")
         yield Flag(name=names[0], kind="positional", default=default, required=needed and default is None)
         return
-    action = said.get("action")
+    action = keywords.get("action")
     word = _literal(action, constants) if action is not None else None
     switch = word in ("store_true", "store_false") or (action is not None and _last(action) == "BooleanOptionalAction")
-    is_bool = "const" in said or "bool" in (_last(said["type"]).lower() if "type" in said else "")
+    is_bool = "const" in keywords or "bool" in (_last(keywords["type"]).lower() if "type" in keywords else "")
     yield Flag(
         name=_longest(names),
         kind="switch" if switch else "boolean" if is_bool else "value",
         default=False if word == "store_true" else True if word == "store_false" else default,
-        required=_literal(said.get("required"), constants) is True,
-        choices=_choices(said.get("choices"), constants),
+        required=_literal(keywords.get("required"), constants) is True,
+        choices=_choices(keywords.get("choices"), constants),
         also_called=tuple(name for name in names if name != _longest(names)),
-        counts="global" if EVERY_RANK.search(str(_literal(said.get("help"), constants))) else "plain",
+        counts="global" if EVERY_RANK.search(str(_literal(keywords.get("help"), constants))) else "plain",
     )
 
 
 def _longest(names: Iterable[str]) -> str:
-    """The longest name: --batch-size of -b, --batch-size."""
+    """Return the longest name: --batch-size of -b, --batch-size."""
     return max(names, key=len)
 
 
@@ -263,21 +269,21 @@ def _longest(names: Iterable[str]) -> str:
 
 
 def _constructor(node: ast.ClassDef) -> Iterator[ast.FunctionDef]:
-    """The constructor of a class: Fire and jsonargparse take its parameters as flags."""
+    """Yield the constructor of a class: Fire and jsonargparse take its parameters as flags."""
     yield from (part for part in node.body if isinstance(part, ast.FunctionDef) and part.name == "__init__")
 
 
-def _listed(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, list[ast.expr]]]:
-    """(name, elements) of every list assigned to a name."""
+def _list_constants(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, list[ast.expr]]]:
+    """Yield (name, elements) of every list assigned to a name."""
     for node in nodes:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple | ast.List):
             yield from ((_last(target), node.value.elts) for target in node.targets if _last(target))
 
 
-def _parsed(
+def _parser_calls(
     call: ast.Call, listed: Mapping[str, list[ast.expr]], functions: tuple[str, ...]
 ) -> Iterator[tuple[str, str]]:
-    """(class or function, parser) of a call that makes flags of it."""
+    """Yield (class or function, parser) of a call that makes flags of its fields or parameters."""
     parser = _last(call.func)
     if parser not in PARSERS:
         return
@@ -291,8 +297,8 @@ def _parsed(
         yield from ((_last(expression), parser) for expression in several)
 
 
-def _wrapped(function: ast.FunctionDef) -> Iterator[str]:
-    """The classes of a function's parameters under a decorator that makes flags of them."""
+def _wrapped_classes(function: ast.FunctionDef) -> Iterator[str]:
+    """Yield the classes of a function's parameters under a decorator that makes flags of them."""
     decorators = (_last(node.func if isinstance(node, ast.Call) else node) for node in function.decorator_list)
     if any(name in WRAPS for name in decorators):
         yield from (_last(argument.annotation) for argument in function.args.args if argument.annotation is not None)
@@ -311,16 +317,18 @@ def _hydra(tree: ast.Module, file: Path) -> Iterator[tuple[Path, str]]:
             )
 
 
-def _inherited(name: str, classes: dict[str, ast.ClassDef], depth: int = 8) -> str | None:
-    """The class of transformers or TRL that a class is, or inherits from."""
+def _arguments_base(name: str, classes: dict[str, ast.ClassDef], depth: int = 8) -> str | None:
+    """Return the class of transformers or TRL that a class is, or inherits from."""
     if name not in classes:
         return name.lstrip(".") if name.endswith(TRAINING_ARGUMENTS) else None
-    bases = (_inherited(base, classes, depth - 1) for base in _bases(classes[name], classes)) if depth else iter(())
+    bases = (
+        (_arguments_base(base, classes, depth - 1) for base in _bases(classes[name], classes)) if depth else iter(())
+    )
     return next((base for base in bases if base), None)
 
 
-def _renamed(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, str]]:
-    """(new name, name) of `from transformers import TrainingArguments as TA`."""
+def _import_aliases(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, str]]:
+    """Yield (new name, name) of imports such as `from transformers import TrainingArguments as TA`."""
     for node in nodes:
         if isinstance(node, ast.ImportFrom):
             yield from (
@@ -329,7 +337,7 @@ def _renamed(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, str]]:
 
 
 def _stand_in(name: str, base: str) -> ast.ClassDef:
-    """A class without fields of its own that inherits from another."""
+    """Return a class without fields of its own that inherits from another."""
     tree = ast.parse(f"class {name}({base}): pass")
     assert isinstance(tree.body[0], ast.ClassDef)
     return tree.body[0]
@@ -342,7 +350,7 @@ def _bases(node: ast.ClassDef, classes: Mapping[str, ast.ClassDef]) -> Iterator[
         yield f".{name}" if isinstance(base, ast.Attribute) or (name == node.name and name in classes) else name
 
 
-def _fields(
+def _class_flags(
     name: str,
     classes: dict[str, ast.ClassDef],
     constants: dict[str, Any],
@@ -357,45 +365,45 @@ def _fields(
         if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
             continue
         value, is_call = node.value, isinstance(node.value, ast.Call)
-        said = _keywords(value) if isinstance(value, ast.Call) else {}
-        given = said.get("default") if is_call else value
+        keywords = _keywords(value) if isinstance(value, ast.Call) else {}
+        default = keywords.get("default") if is_call else value
         kind = ast.unparse(node.annotation)
         if _last(node.annotation) in classes:
             nested = prefix if flat else f"{prefix}{node.target.id}."
-            yield from _fields(_last(node.annotation), classes, constants, flat, joint, nested, depth - 1)
+            yield from _class_flags(_last(node.annotation), classes, constants, flat, joint, nested, depth - 1)
             continue
         yield Flag(
             name=f"{prefix}{node.target.id.replace('_', joint)}",
             kind="boolean" if "bool" in kind else "value",
-            default=_scalar(given, constants),
-            required=given is None and "default_factory" not in said,
+            default=_scalar(default, constants),
+            required=default is None and "default_factory" not in keywords,
             choices=_choices(node.annotation, constants),
         )
     for base in _bases(classes[name], classes):
-        yield from _fields(base, classes, constants, flat, joint, prefix, depth - 1)
+        yield from _class_flags(base, classes, constants, flat, joint, prefix, depth - 1)
 
 
 # --------------------------------------------------------------------------------------------------- click and typer
 
 
-def _decorated(function: ast.FunctionDef, constants: dict[str, Any]) -> Iterator[Flag]:
+def _click_flags(function: ast.FunctionDef, constants: dict[str, Any]) -> Iterator[Flag]:
     for call in function.decorator_list:
         if not isinstance(call, ast.Call) or _last(call.func) not in ("option", "argument") or not _names(call):
             continue
-        said, names = _keywords(call), _names(call)
-        default = _scalar(said.get("default"), constants)
+        keywords, names = _keywords(call), _names(call)
+        default = _scalar(keywords.get("default"), constants)
         if _last(call.func) == "argument":
-            needed = default is None and _literal(said.get("required"), constants) is not False
+            needed = default is None and _literal(keywords.get("required"), constants) is not False
             yield Flag(name=names[0], kind="positional", default=default, required=needed)
             continue
         flags = [name for name in names if name.startswith("-")]
-        switch = _literal(said.get("is_flag"), constants) is True or any("/" in name for name in flags)
+        switch = _literal(keywords.get("is_flag"), constants) is True or any("/" in name for name in flags)
         yield Flag(
             name=_longest(name.partition("/")[0] for name in flags),
-            kind="switch" if switch else "boolean" if _last(said.get("type", call.func)) == "bool" else "value",
+            kind="switch" if switch else "boolean" if _last(keywords.get("type", call.func)) == "bool" else "value",
             default=default if default is not None or not switch else False,
-            required=_literal(said.get("required"), constants) is True,
-            choices=_choices(said.get("type"), constants),
+            required=_literal(keywords.get("required"), constants) is True,
+            choices=_choices(keywords.get("type"), constants),
             also_called=tuple(name for name in flags if name != _longest(flags) and "/" not in name),
         )
 
@@ -408,7 +416,10 @@ def _typer_commands(nodes: Iterable[ast.AST], imports: frozenset[str]) -> Iterat
     run = {_last(node.args[0]) for node in nodes if isinstance(node, ast.Call) and _is_typer_run(node)}
     for node in nodes:
         if isinstance(node, ast.FunctionDef):
-            decorators = [_last(one.func if isinstance(one, ast.Call) else one) for one in node.decorator_list]
+            decorators = [
+                _last(decorator.func if isinstance(decorator, ast.Call) else decorator)
+                for decorator in node.decorator_list
+            ]
             if node.name in run or "command" in decorators:
                 yield node
 
@@ -417,23 +428,23 @@ def _is_typer_run(call: ast.Call) -> bool:
     return ast.unparse(call.func) == "typer.run" and bool(call.args)
 
 
-def _parameters(function: ast.FunctionDef, constants: dict[str, Any], joint: str = "-") -> Iterator[Flag]:
+def _parameter_flags(function: ast.FunctionDef, constants: dict[str, Any], joint: str = "-") -> Iterator[Flag]:
     """Flags of a function's parameters, in whose names `joint` stands for `_`."""
     arguments = [*function.args.posonlyargs, *function.args.args]
     blank: list[ast.expr | None] = [None] * (len(arguments) - len(function.args.defaults))
     pairs = [*zip(arguments, [*blank, *function.args.defaults], strict=True)]
     pairs += zip(function.args.kwonlyargs, function.args.kw_defaults, strict=True)
-    for argument, given in pairs:
+    for argument, value in pairs:
         if argument.arg in ("self", "cls"):
             continue
         kind = ast.unparse(argument.annotation) if argument.annotation is not None else ""
-        said = _typer_info(argument.annotation) or _typer_info(given)
-        if said is not None and said is given:  # typer.Option(8, "--batch"): the first word is the default
-            given = said.args[0] if said.args else _keywords(said).get("default")
-        required = given is None or _literal(given, constants) is ...
-        default = None if required else _scalar(given, constants)
-        option = _last(said.func) == "Option" if said is not None else not required
-        names = [name.partition("/")[0] for name in _names(said)] if said is not None else []
+        info = _typer_info(argument.annotation) or _typer_info(value)
+        if info is not None and info is value:  # typer.Option(8, "--batch"): the first word is the default
+            value = info.args[0] if info.args else _keywords(info).get("default")
+        required = value is None or _literal(value, constants) is ...
+        default = None if required else _scalar(value, constants)
+        option = _last(info.func) == "Option" if info is not None else not required
+        names = [name.partition("/")[0] for name in _names(info)] if info is not None else []
         flags = [name for name in names if name.startswith("-")]
         switch = "bool" in kind or isinstance(default, bool)
         if option:
@@ -445,26 +456,28 @@ def _parameters(function: ast.FunctionDef, constants: dict[str, Any], joint: str
 
 
 def _typer_info(node: ast.expr | None) -> ast.Call | None:
-    """The call of typer.Option or typer.Argument in an annotation or a default."""
+    """Return the call of typer.Option or typer.Argument in an annotation or a default."""
     calls = ast.walk(node) if node is not None else iter(())
-    return next((one for one in calls if isinstance(one, ast.Call) and _last(one.func) in ("Option", "Argument")), None)
+    return next(
+        (call for call in calls if isinstance(call, ast.Call) and _last(call.func) in ("Option", "Argument")), None
+    )
 
 
 # --------------------------------------------------------------------------------------------------- what is not read
 
 
-def _unread(nodes: Iterable[ast.AST], calls: Iterable[ast.Call]) -> Iterator[str]:
+def _unread_sources(nodes: Iterable[ast.AST], calls: Iterable[ast.Call]) -> Iterator[str]:
     written = {ast.unparse(call.func) for call in calls}
     written |= {
-        ast.unparse(one.func if isinstance(one, ast.Call) else one)
+        ast.unparse(decorator.func if isinstance(decorator, ast.Call) else decorator)
         for node in nodes
         if isinstance(node, ast.FunctionDef)
-        for one in node.decorator_list
+        for decorator in node.decorator_list
     }
-    told = {
+    hints = {
         "OmegaConf.load": "OmegaConf: if it reads a file, set `config: {file: ...}` and knobs with `key: ...`",
         "yaml.safe_load": "a YAML file: if it has the batch size, set `config: {file: ...}` and knobs with `key: ...`",
     }
-    yield from (words for name, words in told.items() if name in written)
+    yield from (hint for name, hint in hints.items() if name in written)
     if any(name.endswith("add_subparsers") for name in written):
         yield "subcommands: `command` must contain the one that trains"

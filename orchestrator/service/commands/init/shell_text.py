@@ -1,4 +1,4 @@
-"""Finds the training command in the text of a shell: a script, a batch file of Slurm, a task of SkyPilot, one text.
+"""Finds the training command in shell text: a script, a batch file of Slurm, a task of SkyPilot, a quoted text.
 
 Nothing is run. A variable that the text does not set stays as it is, and is marked.
 """
@@ -50,51 +50,46 @@ class ShellText(NamedTuple):
     beside: str = "."  # the script's folder, relative to that of the command
 
 
-class Inner(NamedTuple):
+class InnerCommand(NamedTuple):
     """A command within a text of shell."""
 
-    words: tuple[str, ...]
+    argv: tuple[str, ...]
     folder: Path
     env: Mapping[str, str]
     notes: tuple[str, ...]
 
 
 def starts_training(word: str) -> bool:
-    """Whether a word is an interpreter, a launcher or a script of Python."""
+    """Return whether a word is an interpreter, a launcher or a script of Python."""
     return is_python(word) or program_name(word) in STARTERS or (word.endswith(".py") and not word.startswith("-"))
 
 
 def split_line(line: str) -> list[str]:
-    """Words of a line of shell; quotes that do not close leave it cut at spaces."""
+    """Return the words of a line of shell; with unclosed quotes it is cut at spaces."""
     try:
         return shlex.split(line, comments=True)
     except ValueError:
         return line.split()
 
 
-def first_command(words: Sequence[str]) -> tuple[str, ...]:
-    """The words before a redirection, a pipe or a second command."""
-    ends = (index for index, word in enumerate(words) if SHELL_WORD.fullmatch(word))
-    return tuple(words[: next(ends, len(words))])
+def first_command(argv: Sequence[str]) -> tuple[str, ...]:
+    """Return the words before a redirection, a pipe or a second command."""
+    ends = (index for index, word in enumerate(argv) if SHELL_WORD.fullmatch(word))
+    return tuple(argv[: next(ends, len(argv))])
 
 
-def script_of(words: tuple[str, ...], folder: Path, slurm: dict[str, str]) -> ShellText | None:
-    """The text of shell that a command runs: a script's, that after `bash -c`, a SkyPilot task's, or one quoted text.
+def find_shell_text(argv: tuple[str, ...], folder: Path, slurm: dict[str, str]) -> ShellText | None:
+    """Return the shell text that a command runs: of a script, `bash -c`, a SkyPilot task, or a quoted text.
 
     Slurm's options on the command line, and SkyPilot's devices, go to `slurm`. Raises SpecError for a missing script.
     """
-    name = program_name(words[0])
-    if len(words) == 1 and " " in words[0].strip():
-        return ShellText(words[0], words[0])
-    if name in SHELLS and "-c" in words[1:3]:
-        return ShellText(" ".join(words[words.index("-c") + 1 :][:1]), shlex.join(words))
-    index = next((place for place, word in enumerate(words) if place and not word.startswith("-")), None)
-    if name == "sbatch" and index is not None:  # an option's value may stand before the script
-        index = next((place for place, word in enumerate(words) if place and (folder / word).is_file()), index)
-    if name == "sky" and words[1:2] == ("launch",):
-        index = next((place for place, word in enumerate(words) if word.endswith((".yaml", ".yml"))), None)
-    index = index if name in (*SHELLS, "sky") else 0
-    if index is None or (named := words[index]).endswith(".py"):
+    name = program_name(argv[0])
+    if len(argv) == 1 and " " in argv[0].strip():
+        return ShellText(argv[0], argv[0])
+    if name in SHELLS and "-c" in argv[1:3]:
+        return ShellText(" ".join(argv[argv.index("-c") + 1 :][:1]), shlex.join(argv))
+    index = _script_index(argv, folder)
+    if index is None or (named := argv[index]).endswith(".py"):
         return None
     path = folder / os.path.expanduser(named)
     is_shell = named.endswith((".sh", ".bash", ".sbatch", ".slurm")) or name in SHELLS
@@ -108,13 +103,26 @@ def script_of(words: tuple[str, ...], folder: Path, slurm: dict[str, str]) -> Sh
     elif not is_shell and not re.match(r"#!.*\b(?:ba|z|da)?sh\b", text):
         return None
     if name == "sbatch":
-        slurm |= dict(slurm_options(words[1:index]))
+        slurm |= dict(slurm_options(argv[1:index]))
     beside = os.path.relpath(path.parent, folder)
-    return ShellText(text, shlex.join(words), words[index + 1 :], beside) if text else None
+    return ShellText(text, shlex.join(argv), argv[index + 1 :], beside) if text else None
+
+
+def _script_index(argv: Sequence[str], folder: Path) -> int | None:
+    """Return the index of the script that a shell, Slurm or SkyPilot runs; 0 for other commands; None without one."""
+    name = program_name(argv[0])
+    if name not in (*SHELLS, "sky"):
+        return 0
+    if name == "sky" and argv[1:2] == ("launch",):
+        return next((index for index, word in enumerate(argv) if word.endswith((".yaml", ".yml"))), None)
+    first = next((index for index, word in enumerate(argv) if index and not word.startswith("-")), None)
+    if name == "sbatch" and first is not None:  # an option's value may stand before the script
+        return next((index for index, word in enumerate(argv) if index and (folder / word).is_file()), first)
+    return first
 
 
 def _sky_text(text: str, slurm: dict[str, str]) -> str:
-    """The commands of a SkyPilot task (docs.skypilot.co, task YAML), with its variables before them; else nothing."""
+    """Return the commands of a SkyPilot task (docs.skypilot.co, task YAML) after its variables; "" for other YAML."""
     try:
         task = yaml.safe_load(text)
     except (ValueError, yaml.YAMLError):
@@ -134,21 +142,19 @@ def _sky_text(text: str, slurm: dict[str, str]) -> str:
     return "\n".join([*lines, task["run"]])
 
 
-def read_shell(script: ShellText, folder: Path, env: Mapping[str, str], slurm: dict[str, str]) -> Inner:
-    """The training command of a text of shell, with the text's variables filled in.
+def read_shell(script: ShellText, folder: Path, env: Mapping[str, str], slurm: dict[str, str]) -> InnerCommand:
+    """Return the training command of a text of shell, with the text's variables filled in.
 
     The first with a launcher is taken, else the last with Python. Raises SpecError if there is none.
     """
     arguments, values = script.arguments, {**env, "SLURM_SUBMIT_DIR": "."}
     exported, notes, commands = dict[str, str](), list[str](), list[tuple[tuple[str, ...], Path]]()
-    for line in script.text.splitlines():
-        if line.startswith("#SBATCH"):
-            slurm |= dict(slurm_options(split_line(line.removeprefix("#SBATCH"))))
+    slurm |= _sbatch_options(script.text)
     if "--nodes" in slurm:
         values |= {"SLURM_NNODES": slurm["--nodes"], "SLURM_JOB_NUM_NODES": slurm["--nodes"]}
     folder_of_script = r"\$\(dirname +\"?\$(?:0|\{BASH_SOURCE\[0\]\}|BASH_SOURCE)\"?\)"
     for line in _lines(re.sub(folder_of_script, script.beside, script.text)):
-        parts = first_command(split_line(_filled(line, values, arguments)))
+        parts = first_command(split_line(_fill_variables(line, values, arguments)))
         if not parts:
             continue
         if parts[0] == "cd" and len(parts) > 1 and "$" not in parts[1]:
@@ -167,28 +173,33 @@ def read_shell(script: ShellText, folder: Path, env: Mapping[str, str], slurm: d
     if not commands:
         what = "the shell script has no line that starts Python or a launcher"
         raise SpecError(what, source="orc init", got=script.label, hint="name the command that it starts")
-    chosen = next((command for command in commands if _has_launcher(command[0])), commands[-1])
-    notes += [f"CHECK: not in the job: {shlex.join(parts)}" for parts, _ in commands if parts != chosen[0]]
-    if unknown := [word for word in chosen[0] if "$" in word or "`" in word]:
-        notes.append(f"CHECK: not known, replace by their values: {' '.join(unknown)}")
-    return Inner(words=chosen[0], folder=chosen[1], env=exported, notes=tuple(notes))
+    argv, folder = next((command for command in commands if _has_launcher(command[0])), commands[-1])
+    notes += _notes_on(argv, [parts for parts, _ in commands])
+    return InnerCommand(argv=argv, folder=folder, env=exported, notes=tuple(notes))
+
+
+def _notes_on(argv: Sequence[str], commands: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Yield notes on the commands that are not taken, and on unknown variables in the one that is."""
+    yield from (f"CHECK: not in the job: {shlex.join(parts)}" for parts in commands if parts != argv)
+    if unknown := [word for word in argv if "$" in word or "`" in word]:
+        yield f"CHECK: not known, replace by their values: {' '.join(unknown)}"
 
 
 def _lines(text: str) -> Iterator[str]:
-    """Commands of a text, one each: continued lines are joined, and those after && or ; stand alone."""
+    """Yield each command of a text: continued lines are joined, and && and ; separate commands."""
     for line in re.sub(r"\\\r?\n", " ", text).splitlines():
         if line.strip() and not line.lstrip().startswith("#"):
             parts = re.split(r"\s&&\s|;\s|;$", line) if not re.search(r"[\"'].*(?:&&|;).*[\"']", line) else [line]
             yield from (part.strip() for part in parts if part.strip())
 
 
-def _has_launcher(words: Sequence[str]) -> bool:
+def _has_launcher(argv: Sequence[str]) -> bool:
     modules = ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch")
-    return any(program_name(word) in STARTERS or word in modules for word in words)
+    return any(program_name(word) in STARTERS or word in modules for word in argv)
 
 
-def _filled(line: str, values: Mapping[str, str], arguments: Sequence[str]) -> str:
-    """A line of shell with `$NAME`, `${NAME:-default}`, `$1` and `$@` replaced where their value is known."""
+def _fill_variables(line: str, values: Mapping[str, str], arguments: Sequence[str]) -> str:
+    """Return a line of shell with `$NAME`, `${NAME:-default}`, `$1` and `$@` replaced where their value is known."""
 
     def value(match: re.Match[str]) -> str:
         name, first, default = match[1] or match[4], match[2], match[3]
@@ -204,23 +215,29 @@ def _filled(line: str, values: Mapping[str, str], arguments: Sequence[str]) -> s
 # ------------------------------------------------------------------------------------------------------------- Slurm
 
 
-def slurm_options(words: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """(long name, value) of options of sbatch and srun."""
+def slurm_options(argv: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield (long name, value) of options of sbatch and srun."""
     index = 0
-    while index < len(words):
-        word, index = words[index], index + 1
+    while index < len(argv):
+        word, index = argv[index], index + 1
         if not word.startswith("-"):
             continue
         name, equals, value = word.partition("=")
         if not word.startswith("--") and len(word) > 2:  # -N1
             name, value, equals = word[:2], word[2:], "="
-        if not equals and index < len(words) and not words[index].startswith("-"):
-            value, index = words[index], index + 1
+        if not equals and index < len(argv) and not argv[index].startswith("-"):
+            value, index = argv[index], index + 1
         yield SLURM.get(name, name), value
 
 
+def _sbatch_options(text: str) -> dict[str, str]:
+    """Return the options in the #SBATCH lines of a batch file."""
+    lines = (line.removeprefix("#SBATCH") for line in text.splitlines() if line.startswith("#SBATCH"))
+    return {name: value for line in lines for name, value in slurm_options(split_line(line))}
+
+
 def slurm_counts(options: Mapping[str, str]) -> tuple[int, int | None]:
-    """Processes of srun, and devices in all, that Slurm's options ask for; None where they ask for no device."""
+    """Return the processes of srun and all devices that Slurm's options request; None where they request no device."""
 
     def last_number(name: str) -> int:
         """Return the number that an option ends with; 0 where there is none."""

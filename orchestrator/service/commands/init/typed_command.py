@@ -65,8 +65,8 @@ MODULES = {"trl": "trl.scripts.", "llamafactory": "llamafactory.launcher", "axol
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Typed:
-    """A command as a job says it."""
+class TypedCommand:
+    """A typed command, split into what a job file needs."""
 
     command: tuple[str, ...]  # interpreter or console script, then its arguments
     arguments: int  # index in `command` of the program's own arguments
@@ -85,21 +85,21 @@ class Typed:
     notes: tuple[str, ...] = ()  # for the user to read
 
 
-def read_command(words: Sequence[str], folder: Path) -> Typed:
-    """The command that was typed in `folder`. Raises SpecError for what starts no training."""
-    if not words:
+def read_command(argv: Sequence[str], folder: Path) -> TypedCommand:
+    """Return the command that was typed in `folder`. Raises SpecError for what starts no training."""
+    if not argv:
         raise SpecError("nothing to propose a job for", source="orc init", hint="orc init torchrun train.py --lr 1e-3")
-    inner = unwrap(words, folder)
-    if not inner.words:
-        raise SpecError("nothing is started", source="orc init", got=" ".join(words), allowed="a training command")
+    inner = unwrap(argv, folder)
+    if not inner.argv:
+        raise SpecError("nothing is started", source="orc init", got=" ".join(argv), allowed="a training command")
     tool = inner.environment
-    typed = _without_wrappers(inner.words, inner.folder, environment_python(tool, inner.folder) if tool else None)
+    typed = _parse_unwrapped(inner.argv, inner.folder, environment_python(tool, inner.folder) if tool else None)
     notes = [*inner.notes, *typed.notes]
     if tool and typed.command[0] == "python":
         text = f"name the interpreter of `{shlex.join(tool)}`, as in .venv/bin/python: `python` is orc's own"
         notes.append(f"CHECK: {text}")
     if inner.prefix:  # stays, with the launcher in it
-        command = (*inner.prefix, *inner.words)
+        command = (*inner.prefix, *inner.argv)
         arguments = len(command) - (len(typed.command) - typed.arguments)
         typed = replace(typed, command=command, arguments=arguments, launch="self", is_fixed=True)
     return replace(
@@ -113,48 +113,48 @@ def read_command(words: Sequence[str], folder: Path) -> Typed:
     )
 
 
-def _without_wrappers(words: tuple[str, ...], folder: Path, python: str | None) -> Typed:
-    name, alone = program_name(words[0]), len(words) == 1
-    if alone and words[0].endswith(".py"):
-        script = folder / words[0]
-        return Typed(command=("python", script.name), arguments=2, folder=script.resolve().parent, script=script)
+def _parse_unwrapped(argv: tuple[str, ...], folder: Path, python: str | None) -> TypedCommand:
+    name, alone = program_name(argv[0]), len(argv) == 1
+    if alone and argv[0].endswith(".py"):
+        script = folder / argv[0]
+        return TypedCommand(command=("python", script.name), arguments=2, folder=script.resolve().parent, script=script)
     if name in LAUNCHERS:
-        rest = words[1:]
-        if name == "accelerate" and words[1:2] != ("launch",):
+        rest = argv[1:]
+        if name == "accelerate" and argv[1:2] != ("launch",):
             what = "this starts no training"
-            raise SpecError(what, source="orc init", got=" ".join(words), allowed="accelerate launch")
-        return _launched(LAUNCHERS[name], rest[1:] if name == "accelerate" else rest, folder, words[0], python)
+            raise SpecError(what, source="orc init", got=" ".join(argv), allowed="accelerate launch")
+        return _parse_launcher(LAUNCHERS[name], rest[1:] if name == "accelerate" else rest, folder, argv[0], python)
     if is_python(name):
-        return _of_python(words, folder, python)
+        return _parse_python(argv, folder, python)
     if name == "dora":
-        return _of_dora(words, folder)
+        return _parse_dora(argv, folder)
     if name in TOOLS:
-        return _of_tool(TOOLS[name], words, folder)
-    if words[0].endswith(".py"):
-        return _program(_python(folder, "python", python), words, folder)
-    return _of_console_script(words, folder)
+        return _parse_tool(TOOLS[name], argv, folder)
+    if argv[0].endswith(".py"):
+        return _parse_program(_python(folder, "python", python), argv, folder)
+    return _parse_console_script(argv, folder)
 
 
-def _launched(
-    launch: LaunchStyle, words: Sequence[str], folder: Path, launcher: str, environment: str | None = None
-) -> Typed:
-    """The program that a launcher starts.
+def _parse_launcher(
+    launch: LaunchStyle, argv: Sequence[str], folder: Path, launcher: str, environment: str | None = None
+) -> TypedCommand:
+    """Return the program that a launcher starts.
 
     Options that each plan sets come off. A launcher with any other option stays in the command with all its words.
     """
     options, module, index = dict[str, str](), False, 0
-    while index < len(words) and words[index].startswith("-"):
-        option, equals, value = words[index].partition("=")
+    while index < len(argv) and argv[index].startswith("-"):
+        option, equals, value = argv[index].partition("=")
         module = module or option in ("-m", "--module")
         if not equals and option.replace("_", "-") not in SWITCHES:
-            index, value = index + 1, words[index + 1] if index + 1 < len(words) else ""
+            index, value = index + 1, argv[index + 1] if index + 1 < len(argv) else ""
         options[option if option == "-m" else option.replace("_", "-")] = value
         index += 1
-    program = words[index:]
+    program = argv[index:]
     if not program:
-        raise SpecError("the launcher is given no script", source="orc init", got=f"{launcher} {' '.join(words)}")
+        raise SpecError("the launcher is given no script", source="orc init", got=f"{launcher} {' '.join(argv)}")
     python = _python(folder, launcher, environment)
-    typed = _program(python, (("-m",) if module else ()) + tuple(program), folder)
+    typed = _parse_program(python, (("-m",) if module else ()) + tuple(program), folder)
     content = read_settings(folder / options["--config-file"]) if "--config-file" in options else None
     ranks = _ranks_of(options, content or {}, launch)
     precision = options.get("--mixed-precision") or str((content or {}).get("mixed_precision", ""))
@@ -162,18 +162,18 @@ def _launched(
     precision = precision if precision in ("fp32", "bf16", "fp16") else ""
     typed = replace(typed, launch=launch, ranks=ranks, precision=precision or None)
     if options.keys() <= PLANNED:
-        listed = f"{MODULE_OF[launch]} {shlex.join(words[:index])}"
+        listed = f"{MODULE_OF[launch]} {shlex.join(argv[:index])}"
         return replace(typed, notes=(*typed.notes, f"{launch}'s own options are set by each plan; dropped: {listed}"))
-    stays = (python[0], "-m", MODULE_OF[launch], *words[:index])
+    stays = (python[0], "-m", MODULE_OF[launch], *argv[:index])
     start = index + len(program) - (len(typed.command) - typed.arguments)
-    note = f"{launch} stays in the command, since no plan sets all of its options: {shlex.join(words[:index])}"
+    note = f"{launch} stays in the command, since no plan sets all of its options: {shlex.join(argv[:index])}"
     return replace(
         typed,
         command=(*stays, *program),
         arguments=len(stays) + start - index,
         launch="self",
         is_fixed=True,
-        launcher_words=tuple(words[:index]),
+        launcher_words=tuple(argv[:index]),
         notes=(*typed.notes, note),
     )
 
@@ -194,31 +194,31 @@ def _ranks_of(options: Mapping[str, str], content: Mapping[str, object], launch:
     return int(ranks) * (int(nodes) if per_node else 1)
 
 
-def _of_python(words: Sequence[str], folder: Path, environment: str | None) -> Typed:
-    at_module = next((index for index, word in enumerate(words) if word == "-m"), 0)
-    module = words[at_module + 1] if at_module and at_module + 1 < len(words) else ""
-    flags_only = all(word.startswith("-") for word in words[1:at_module])
+def _parse_python(argv: Sequence[str], folder: Path, environment: str | None) -> TypedCommand:
+    at_module = next((index for index, word in enumerate(argv) if word == "-m"), 0)
+    module = argv[at_module + 1] if at_module and at_module + 1 < len(argv) else ""
+    flags_only = all(word.startswith("-") for word in argv[1:at_module])
     if module in LAUNCHER_MODULES and flags_only:
-        return _launched(LAUNCHER_MODULES[module], words[at_module + 2 :], folder, words[0], environment)
-    return _program(_python(folder, words[0], environment), words[1:], folder)
+        return _parse_launcher(LAUNCHER_MODULES[module], argv[at_module + 2 :], folder, argv[0], environment)
+    return _parse_program(_python(folder, argv[0], environment), argv[1:], folder)
 
 
-def _of_dora(words: Sequence[str], folder: Path) -> Typed:
-    """A command of dora (facebookresearch/dora): `dora -P package run -d key=value`; each plan says `-d`."""
-    start = next((index for index, word in enumerate(words) if word == "run"), None)
+def _parse_dora(argv: Sequence[str], folder: Path) -> TypedCommand:
+    """Return a command of dora (facebookresearch/dora): `dora -P package run -d key=value`; each plan says `-d`."""
+    start = next((index for index, word in enumerate(argv) if word == "run"), None)
     if start is None:
-        raise SpecError("this starts no training", source="orc init", got=" ".join(words), allowed="dora run")
-    package, rest = take_flag(tuple(words[1:start]), "-P")
-    note = f"{shlex.join(words[:1])} is found on the PATH when the job starts"
+        raise SpecError("this starts no training", source="orc init", got=" ".join(argv), allowed="dora run")
+    package, rest = take_flag(tuple(argv[1:start]), "-P")
+    note = f"{shlex.join(argv[:1])} is found on the PATH when the job starts"
     env = {} if package is None else {"DORA_PACKAGE": package}
     script = _module_file(f"{package}.train", folder, "python") if package else None
     dropped, end = list[str](), start + 1
-    while end < len(words) and words[end].startswith("-"):
-        dropped.append(words[end])
+    while end < len(argv) and argv[end].startswith("-"):
+        dropped.append(argv[end])
         end += 1
     notes = (note, *((f"dora's own options are set by each plan; dropped: {' '.join(dropped)}",) if dropped else ()))
-    return Typed(
-        command=("dora", *rest, "run", *words[end:]),
+    return TypedCommand(
+        command=("dora", *rest, "run", *argv[end:]),
         arguments=2 + len(rest),
         folder=folder.resolve(),
         script=script,
@@ -228,21 +228,21 @@ def _of_dora(words: Sequence[str], folder: Path) -> Typed:
     )
 
 
-def _program(python: tuple[str, str], words: Sequence[str], folder: Path) -> Typed:
-    """A script or module under an interpreter, after the interpreter's flags."""
+def _parse_program(python: tuple[str, str], argv: Sequence[str], folder: Path) -> TypedCommand:
+    """Return a script or module under an interpreter, after the interpreter's flags."""
     word, note = python
     start = 0
-    while start < len(words) and words[start].startswith("-") and words[start] != "-m":
-        start += 2 if words[start] in FLAGS_WITH_A_WORD else 1
-    if start >= len(words) or list(words[start:]) == ["-m"]:
-        raise SpecError("no script is named", source="orc init", got=" ".join(words), allowed="a script, or -m module")
-    is_module = words[start] == "-m"
+    while start < len(argv) and argv[start].startswith("-") and argv[start] != "-m":
+        start += 2 if argv[start] in FLAGS_WITH_A_WORD else 1
+    if start >= len(argv) or list(argv[start:]) == ["-m"]:
+        raise SpecError("no script is named", source="orc init", got=" ".join(argv), allowed="a script, or -m module")
+    is_module = argv[start] == "-m"
     end = start + (2 if is_module else 1)
-    name = words[end - 1]
+    name = argv[end - 1]
     script = _module_file(name, folder, word) if is_module else folder / name
     script = None if "$" in name or "`" in name else script  # of a shell script whose variable is not known
-    return Typed(
-        command=(word, *words),
+    return TypedCommand(
+        command=(word, *argv),
         arguments=1 + end,
         folder=folder.resolve(),
         script=script,
@@ -252,27 +252,27 @@ def _program(python: tuple[str, str], words: Sequence[str], folder: Path) -> Typ
 
 
 def _framework_of_module(name: str) -> Framework | None:
-    known = {"llamafactory.launcher": "llamafactory", "axolotl.cli.train": "axolotl"}
-    return "trl" if name.startswith("trl.scripts.") else known.get(name)  # type: ignore[return-value]
+    frameworks = {"llamafactory.launcher": "llamafactory", "axolotl.cli.train": "axolotl"}
+    return "trl" if name.startswith("trl.scripts.") else frameworks.get(name)  # type: ignore[return-value]
 
 
-def _of_tool(framework: Framework, words: Sequence[str], folder: Path) -> Typed:
-    """A framework's console script; if it only calls a launcher, the launched module instead."""
+def _parse_tool(framework: Framework, argv: Sequence[str], folder: Path) -> TypedCommand:
+    """Return a framework's console script; if it only calls a launcher, the launched module instead."""
     allowed = TRAINS[framework]
-    if len(words) < 2 or words[1] not in allowed:
-        what = f"this command of {words[0]} starts no known training"
-        got, names = " ".join(words[:2]), ", ".join(allowed)
-        raise SpecError(what, source="orc init", got=got, allowed=f"{words[0]} with {names}")
-    python, note = _python(folder, words[0])
-    rest = tuple(words[2:])
+    if len(argv) < 2 or argv[1] not in allowed:
+        what = f"this command of {argv[0]} starts no known training"
+        got, names = " ".join(argv[:2]), ", ".join(allowed)
+        raise SpecError(what, source="orc init", got=got, allowed=f"{argv[0]} with {names}")
+    python, note = _python(folder, argv[0])
+    rest = tuple(argv[2:])
     if framework in MODULES and not any(
         word.partition("=")[0] in ("--accelerate_config", "--launcher") for word in rest
     ):
-        module = f"{MODULES[framework]}{words[1]}" if framework == "trl" else MODULES[framework]
+        module = f"{MODULES[framework]}{argv[1]}" if framework == "trl" else MODULES[framework]
         ranks, rest = take_flag(rest, "--num_processes")
         count = f" on {ranks} ranks (--num_processes)" if ranks is not None else ""
-        why = f"`{words[0]} {words[1]}` starts {module} by a launcher{count}; here the plan does"
-        return Typed(
+        why = f"`{argv[0]} {argv[1]}` starts {module} by a launcher{count}; here the plan does"
+        return TypedCommand(
             command=(python, "-m", module, *rest),
             arguments=3,
             folder=folder.resolve(),
@@ -280,7 +280,7 @@ def _of_tool(framework: Framework, words: Sequence[str], folder: Path) -> Typed:
             ranks=int(ranks) if ranks is not None and ranks.isdecimal() else None,
             notes=(note, why),
         )
-    program = words[0] if python == "python" else str(_program_file(words[0], folder) or words[0])
+    program = argv[0] if python == "python" else str(_program_file(argv[0], folder) or argv[0])
     counts = [
         (index, option) for option in RANKS for index, word in enumerate(rest) if word.partition("=")[0] == option
     ]
@@ -289,8 +289,8 @@ def _of_tool(framework: Framework, words: Sequence[str], folder: Path) -> Typed:
     recipe = next((index for index, word in enumerate(rest) if "=" not in word and not word.startswith("-")), 0)
     if is_count and counts:  # tune run --nproc_per_node 8 RECIPE: the recipe comes after the launcher's options
         recipe = counts[0][0] + (1 if "=" in rest[counts[0][0]] else 2)
-    return Typed(
-        command=(program, words[1], *rest),
+    return TypedCommand(
+        command=(program, argv[1], *rest),
         arguments=2 + (recipe if framework == "torchtune" else 0),
         folder=folder.resolve(),
         framework=framework,
@@ -302,19 +302,21 @@ def _of_tool(framework: Framework, words: Sequence[str], folder: Path) -> Typed:
     )
 
 
-def _of_console_script(words: Sequence[str], folder: Path) -> Typed:
-    file = _program_file(words[0], folder)
+def _parse_console_script(argv: Sequence[str], folder: Path) -> TypedCommand:
+    file = _program_file(argv[0], folder)
     interpreter = interpreter_of(file) if file is not None else None
     if file is None or interpreter is None or not is_python(interpreter):
         allowed = f"a Python script, python, {', '.join((*LAUNCHERS, *TOOLS))}, or another console script of Python"
         what = "not a Python program" if file is not None else "no such program on the PATH"
-        raise SpecError(what, source="orc init", got=words[0], allowed=allowed)
-    note = f"{words[0]} is {file}, which {interpreter} runs"
-    return Typed(command=(str(file), *words[1:]), arguments=1, folder=folder.resolve(), launch="self", notes=(note,))
+        raise SpecError(what, source="orc init", got=argv[0], allowed=allowed)
+    note = f"{argv[0]} is {file}, which {interpreter} runs"
+    return TypedCommand(
+        command=(str(file), *argv[1:]), arguments=1, folder=folder.resolve(), launch="self", notes=(note,)
+    )
 
 
 def _python(folder: Path, program: str, environment: str | None = None) -> tuple[str, str]:
-    """The interpreter of a typed program, as in the job's command, and a note on its origin."""
+    """Return the interpreter of a typed program, as in the job's command, and a note on its origin."""
     if environment is not None and (is_python(program) or "/" not in program):
         return environment, f"{environment} is the interpreter of the environment, not orc's own"
     file = _program_file(program, folder)
@@ -327,7 +329,7 @@ def _python(folder: Path, program: str, environment: str | None = None) -> tuple
 
 
 def environment_python(tool: Sequence[str], folder: Path) -> str | None:
-    """The interpreter that `conda run -n NAME`, `uv run` and their kind choose; None where it is not here."""
+    """Return the interpreter that `conda run -n NAME`, `uv run` and their kind choose; None where it is not here."""
     name, prefix = (
         take_flag(tuple(tool), "-n")[0] or take_flag(tuple(tool), "--name")[0],
         take_flag(tuple(tool), "-p")[0],
@@ -349,7 +351,7 @@ def _program_file(program: str, folder: Path) -> Path | None:
     return Path(file) if file is not None else None
 
 
-def package_roots(typed: Typed) -> tuple[Path, ...]:
+def package_roots(typed: TypedCommand) -> tuple[Path, ...]:
     """Folders of packages that the typed program can import: its project's, then its interpreter's."""
     program = Path(typed.command[0])
     environment = program.parent.parent if program.is_absolute() else Path(sys.executable).parent.parent
@@ -357,7 +359,7 @@ def package_roots(typed: Typed) -> tuple[Path, ...]:
 
 
 def _module_file(name: str, folder: Path, python: str) -> Path | None:
-    """The file of a module in the folder or the interpreter's packages; the interpreter is not run."""
+    """Return the file of a module in the folder or the interpreter's packages; the interpreter is not run."""
     environment = Path(sys.executable if python == "python" else python).parent.parent
     for root in (folder, folder / "src", *environment.glob("lib/python3*/site-packages")):
         path = root.joinpath(*name.split("."))

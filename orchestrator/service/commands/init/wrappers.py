@@ -1,4 +1,4 @@
-"""Takes what stands before a training command off it: assignments, wrappers, shell scripts, batch files.
+"""Removes assignments, wrappers, shell scripts and batch files from before a training command.
 
 One grammar for all: a wrapper has options with and without a value, and then the command. A wrapper that is not in the
 table stays in the command as typed, and is marked.
@@ -17,9 +17,9 @@ from orchestrator.service.commands.init.meanings import meaning_of
 from orchestrator.service.commands.init.shell_text import (
     ASSIGNMENT,
     SHELLS,
+    find_shell_text,
     first_command,
     read_shell,
-    script_of,
     slurm_counts,
     slurm_options,
     starts_training,
@@ -63,9 +63,9 @@ ENVIRONMENTS = ("uv", "poetry", "pdm", "pipenv", "hatch", "rye", "pixi", "conda"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unwrapped:
-    """A command without its wrappers, and what they said."""
+    """A command without its wrappers, and the wrappers' settings."""
 
-    words: tuple[str, ...]
+    argv: tuple[str, ...]
     folder: Path
     env: Mapping[str, str] = field(default_factory=dict)
     secrets: tuple[str, ...] = ()
@@ -77,14 +77,14 @@ class Unwrapped:
     notes: tuple[str, ...] = ()
 
 
-def unwrap(words: Sequence[str], folder: Path) -> Unwrapped:
-    """The command within assignments, wrappers, shell scripts and batch files.
+def unwrap(argv: Sequence[str], folder: Path) -> Unwrapped:
+    """Return the command within assignments, wrappers, shell scripts and batch files.
 
     Raises SpecError for a shell script without one.
     """
-    env, notes, secrets = dict[str, str](), list[str](), list[str]()
+    env, notes = dict[str, str](), list[str]()
     slurm, prefix, environment = dict[str, str](), tuple[str, ...](), tuple[str, ...]()
-    rest, has_srun = first_command(words), False
+    rest, has_srun = first_command(argv), False
     for _ in range(DEPTH_MAX):
         if not rest:
             break
@@ -93,21 +93,21 @@ def unwrap(words: Sequence[str], folder: Path) -> Unwrapped:
             rest = rest[1:]
             continue
         name = program_name(rest[0])
-        script = script_of(rest, folder, slurm)
+        script = find_shell_text(rest, folder, slurm)
         if script is not None:
             inner = read_shell(script, folder, env, slurm)
-            rest, folder = inner.words, inner.folder
+            rest, folder = inner.argv, inner.folder
             notes += [f"Read from `{script.label}`", *inner.notes]
             env |= inner.env
             continue
         key = name if name in WRAPPERS else " ".join((name, *rest[1:2]))
         if key in WRAPPERS:
-            own, rest = _split(key, rest)
+            wrapper, rest = _split(key, rest)
             if name == "srun":
                 has_srun = True
-                slurm |= dict(slurm_options(own[1:]))
-            environment = own if name in ENVIRONMENTS else environment
-            notes.append(f"Taken off the command: {shlex.join(own)}")
+                slurm |= dict(slurm_options(wrapper[1:]))
+            environment = wrapper if name in ENVIRONMENTS else environment
+            notes.append(f"Taken off the command: {shlex.join(wrapper)}")
             continue
         start = _start(rest)
         if start and not prefix and not starts_training(rest[0]):
@@ -115,11 +115,7 @@ def unwrap(words: Sequence[str], folder: Path) -> Unwrapped:
             notes.append(f"CHECK: not known what `{shlex.join(prefix)}` does: it stays before the command")
             break
         break
-    for variable in [variable for variable in env if SECRET.search(variable)]:
-        secrets.append(variable)
-        del env[variable]
-    for variable in [variable for variable, value in env.items() if "$" in value or "`" in value]:
-        notes.append(f"CHECK: not in the job, since its value is not known: {variable}={env.pop(variable)}")
+    secrets = _drop_unusable(env, notes)
     tasks, devices = slurm_counts(slurm)
     if slurm:
         listed = ", ".join(f"{name} {value}".strip() for name, value in slurm.items())
@@ -128,21 +124,31 @@ def unwrap(words: Sequence[str], folder: Path) -> Unwrapped:
     notes += [f"Each plan sets this itself: {name}={value}" for name, value in planned.items()]
     visible = [number for number in planned.get("CUDA_VISIBLE_DEVICES", "").split(",") if number.strip()]
     return Unwrapped(
-        words=rest,
+        argv=rest,
         folder=folder,
         env=env,
-        secrets=tuple(secrets),
+        secrets=secrets,
         prefix=prefix,
         environment=environment,
-        ranks=tasks if has_srun and tasks > 1 else _counted(prefix),
+        ranks=tasks if has_srun and tasks > 1 else _ranks_of_prefix(prefix),
         devices=devices if devices is not None else len(visible) or None,
         name=slurm.get("--job-name"),
         notes=tuple(notes),
     )
 
 
-def _counted(prefix: Sequence[str]) -> int | None:
-    """Ranks that an unknown wrapper is told by a name that means them, and by -np of MPI's starters."""
+def _drop_unusable(env: dict[str, str], notes: list[str]) -> tuple[str, ...]:
+    """Remove secrets, and variables of unknown value with a note, from `env`; return the names of the secrets."""
+    secrets = tuple(variable for variable in env if SECRET.search(variable))
+    for variable in secrets:
+        del env[variable]
+    for variable in [variable for variable, value in env.items() if "$" in value or "`" in value]:
+        notes.append(f"CHECK: not in the job, since its value is not known: {variable}={env.pop(variable)}")
+    return secrets
+
+
+def _ranks_of_prefix(prefix: Sequence[str]) -> int | None:
+    """Return the ranks in the options of an unknown wrapper or an MPI starter; None without any."""
     counts_n = bool(prefix) and program_name(prefix[0]) in ("mpirun", "mpiexec", "composer")
     for option, value in pairwise(prefix):
         name, equals, text = option.partition("=")
@@ -152,31 +158,31 @@ def _counted(prefix: Sequence[str]) -> int | None:
     return None
 
 
-def _split(key: str, words: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """A wrapper's own words, and the command after them."""
+def _split(key: str, argv: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return a wrapper with its options, and the command after it."""
     valued, count = WRAPPERS[key]
     index = len(key.split())
-    while index < len(words) and words[index].startswith("-"):
-        option = words[index]
+    while index < len(argv) and argv[index].startswith("-"):
+        option = argv[index]
         index += 1
         if option == "--":
             break
         # srun has a hundred options, most with a value: one that is not listed takes what cannot start a command.
-        following = words[index] if index < len(words) else "-"
+        following = argv[index] if index < len(argv) else "-"
         is_value = key == "srun" and option.startswith("--") and not _is_command(following)
-        if "=" not in option and (option in valued.split() or (is_value and _start(words[index:]))):
+        if "=" not in option and (option in valued.split() or (is_value and _start(argv[index:]))):
             index += 1
     index += count
-    return words[:index], words[index:]
+    return argv[:index], argv[index:]
 
 
 def _is_command(word: str) -> bool:
-    """Whether a word may start a command; one that may not, after an unknown option, is the option's value."""
+    """Return whether a word may start a command; one that may not, after an unknown option, is the option's value."""
     names = {*SHELLS, *(key.split()[0] for key in WRAPPERS)}
     is_named = starts_training(word) or program_name(word) in names or word.endswith(".sh")
     return is_named or word.startswith("-") or ASSIGNMENT.fullmatch(word) is not None
 
 
-def _start(words: Sequence[str]) -> int:
+def _start(argv: Sequence[str]) -> int:
     """Index of the first word that starts a training; 0 if there is none after the first."""
-    return next((index for index, word in enumerate(words) if index and starts_training(word)), 0)
+    return next((index for index, word in enumerate(argv) if index and starts_training(word)), 0)

@@ -1,4 +1,4 @@
-"""Looks at something again and again, in a thread whose edge lets nothing out."""
+"""Calls a function again and again, in a thread that no exception ends."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from orchestrator.specs.errors import ServiceError
 
 
-def look_until(
+def poll_until(
     stop: threading.Event, look: Callable[[], None], every_s: float, log: logging.Logger, failure: str
 ) -> None:
     """Call `look` every `every_s` until `stop` is set; `failure` says in the log what an unexpected error broke."""

@@ -15,7 +15,7 @@ from typing import Any
 from orchestrator.service.commands.init.meanings import Count, Setting, Way, meaning_of, word_of
 from orchestrator.service.commands.init.named_files import REWRITABLE, SUFFIXES, read_hydra, read_settings
 from orchestrator.service.commands.init.script_flags import Flag, Script
-from orchestrator.service.commands.init.typed_command import Typed
+from orchestrator.service.commands.init.typed_command import TypedCommand
 from orchestrator.specs.job.frameworks import Framework, knobs_of
 from orchestrator.specs.replace import replace
 
@@ -45,22 +45,22 @@ class NamedFile:
 class Settings:
     """Every setting that was seen, in the order of precedence, and the files that have some."""
 
-    words: tuple[str, ...]  # the program's arguments, in the parser's spelling
+    argv: tuple[str, ...]  # the program's arguments, in the parser's spelling
     listed: tuple[Setting, ...]
     files: tuple[NamedFile, ...]
     notes: tuple[str, ...]
 
     def of(self, meaning: str, *counts: Count) -> list[Setting]:
-        """The settings of a meaning; of batch sizes those that count so."""
+        """Return the settings of a meaning; with `counts`, only batch sizes that count these samples."""
         return [place for place in self.listed if place.meaning == meaning and (not counts or place.counts in counts)]
 
     def first(self, meaning: str, *counts: Count) -> Setting | None:
-        """The setting that wins; None where there is none, or where places of the same precedence disagree."""
+        """Return the setting that wins; None where there is none, or where places of the same precedence disagree."""
         return winner(self.of(meaning, *counts))
 
 
 def winner(places: Sequence[Setting]) -> Setting | None:
-    """The setting of the least rank with a value; None if several of that rank have different ones."""
+    """Return the setting of the least rank with a value; None if several of that rank have different ones."""
     valued = [place for place in places if place.value is not None]
     if not valued:
         return places[0] if places else None
@@ -72,8 +72,8 @@ def winner(places: Sequence[Setting]) -> Setting | None:
     return training[0] if len({place.value for place in training}) == 1 else None
 
 
-def preset_of(typed: Typed, framework: Framework | None) -> dict[str, Any]:
-    """The knobs of a framework as this command takes them.
+def preset_of(typed: TypedCommand, framework: Framework | None) -> dict[str, Any]:
+    """Return the knobs of a framework as this command takes them.
 
     LLaMA-Factory's are flags where no file is named. Those of transformers and TRL are keys where a file is the first
     argument: HfArgumentParser takes no flag beside it.
@@ -95,18 +95,18 @@ def _other_way(knob: Mapping[str, Any], way: str, new: str) -> dict[str, Any]:
     return {new: f"--{name}" if new == "flag" else name, **{key: knob[key] for key in knob if key != way}, **also}
 
 
-def read_all(typed: Typed, script: Script, framework: Framework | None) -> Settings:
-    """The settings of a typed command, of the files that it names, of its parser, its framework and its code."""
+def collect_settings(typed: TypedCommand, script: Script, framework: Framework | None) -> Settings:
+    """Return the settings of a typed command, of the files that it names, of its parser, its framework and its code."""
     preset = preset_of(typed, framework)
-    spelled = tuple(_spelled(word, script, preset) for word in typed.command[typed.arguments :])
+    spelled = tuple(_parser_spelling(word, script, preset) for word in typed.command[typed.arguments :])
     launcher = [
         replace(place, way="constant", where="the launcher's options")
-        for place in _typed(typed.launcher_words, {}, script, {})
+        for place in _argv_settings(typed.launcher_words, {}, script, {})
         if place.meaning in ("gradient_accumulation_steps", "deepspeed_config", "precision")
     ]
-    files = [*_files(spelled, typed.folder), *_files(typed.launcher_words, typed.folder, is_launchers=True)]
+    files = [*_named_files(spelled, typed.folder), *_named_files(typed.launcher_words, typed.folder, is_launchers=True)]
     nested = [str(value) for file in files if file.is_launchers for value in (file.content or {}).values()]
-    files += _files(nested, typed.folder, is_launchers=True)  # accelerate's deepspeed_config_file
+    files += _named_files(nested, typed.folder, is_launchers=True)  # accelerate's deepspeed_config_file
     notes = [
         f"CHECK: {file.word} is not here, or has no settings: it stays in the command, unread"
         for file in files
@@ -119,13 +119,13 @@ def read_all(typed: Typed, script: Script, framework: Framework | None) -> Setti
         if name in variables
     ]
     listed = [
-        *_typed(spelled, {flag.name: flag for flag in script.flags}, script, preset),
+        *_argv_settings(spelled, {flag.name: flag for flag in script.flags}, script, preset),
         *from_env,
         *launcher,
-        *(place for file in files for place in _in_file(file, script, framework, preset)),
-        *_of_hydra(spelled, script),
-        *_of_parser(script, preset),
-        *_of_framework(typed, script, framework, preset, files),
+        *(place for file in files for place in _file_settings(file, script, framework, preset)),
+        *_hydra_settings(spelled, script),
+        *_parser_settings(script, preset),
+        *_framework_settings(typed, script, framework, preset, files),
         *script.places,
     ]
     tokens = {word for word, divisor in script.divided.items() if divisor == "tokens"}
@@ -133,11 +133,11 @@ def read_all(typed: Typed, script: Script, framework: Framework | None) -> Setti
         if word_of(place.name) in tokens and place.rank <= OF_PARSER:
             notes.append(f"CHECK: {place.place} counts tokens, not samples: it stays as it is")
     listed = [place for place in listed if word_of(place.name) not in tokens]
-    return Settings(spelled, tuple(_counted(listed)), tuple(files), tuple(notes))
+    return Settings(spelled, tuple(_with_counts(listed)), tuple(files), tuple(notes))
 
 
-def _counted(listed: Sequence[Setting]) -> Iterator[Setting]:
-    """The settings, where a plain batch size beside one of a rank counts the samples of a whole step."""
+def _with_counts(listed: Sequence[Setting]) -> Iterator[Setting]:
+    """Yield the settings, where a plain batch size beside one of a rank counts the samples of a whole step."""
     has_micro = any(
         place.meaning == "micro_batch_size" and place.counts == "rank" for place in listed if place.rank < 3
     )
@@ -146,8 +146,8 @@ def _counted(listed: Sequence[Setting]) -> Iterator[Setting]:
         yield replace(place, counts="global") if is_plain and has_micro and place.rank <= OF_PARSER else place
 
 
-def _spelled(word: str, script: Script, knobs: Mapping[str, Any]) -> str:
-    """A flag in its parser's spelling: -b as --batch-size, --output-dir as --output_dir."""
+def _parser_spelling(word: str, script: Script, knobs: Mapping[str, Any]) -> str:
+    """Return a flag in its parser's spelling: -b as --batch-size, --output-dir as --output_dir."""
     name, equals, value = word.partition("=")
     if not name.startswith("-"):
         return word
@@ -160,11 +160,11 @@ def _spelled(word: str, script: Script, knobs: Mapping[str, Any]) -> str:
     return f"{by_alias.get(name) or alike.get(name.replace('-', '_'), name)}{equals}{value}"
 
 
-def pairs_of(words: Sequence[str], flags: Mapping[str, Flag]) -> Iterator[tuple[str, str | None, bool, int]]:
-    """(name, value, whether joined by =, number of words) of each flag and each word key=value."""
+def pairs_of(argv: Sequence[str], flags: Mapping[str, Flag]) -> Iterator[tuple[str, str | None, bool, int]]:
+    """Yield (name, value, whether joined by =, number of arguments) of each flag and each argument key=value."""
     index = 0
-    while index < len(words):
-        word, index = words[index], index + 1
+    while index < len(argv):
+        word, index = argv[index], index + 1
         name, equals, value = word.partition("=")
         if not word.startswith("-"):
             if equals and re.fullmatch(r"[+~]{0,2}[A-Za-z_][\w./@-]*", name):
@@ -174,7 +174,7 @@ def pairs_of(words: Sequence[str], flags: Mapping[str, Flag]) -> Iterator[tuple[
             yield name, value, True, 1
             continue
         flag = flags.get(name)
-        following = words[index] if index < len(words) else "-"
+        following = argv[index] if index < len(argv) else "-"
         is_value = not following.startswith("-") or re.fullmatch(r"-\d+(\.\d+)?", following)
         if is_value and not (flag is not None and flag.kind == "switch"):
             index += 1
@@ -183,11 +183,11 @@ def pairs_of(words: Sequence[str], flags: Mapping[str, Flag]) -> Iterator[tuple[
             yield name, None, False, 1
 
 
-def _typed(
-    words: Sequence[str], flags: Mapping[str, Flag], script: Script, preset: Mapping[str, Any]
+def _argv_settings(
+    argv: Sequence[str], flags: Mapping[str, Flag], script: Script, preset: Mapping[str, Any]
 ) -> Iterator[Setting]:
     names = {knob.get("flag") for knob in preset.values() if isinstance(knob, Mapping)}
-    for name, value, joined, _ in pairs_of(words, flags):
+    for name, value, joined, _ in pairs_of(argv, flags):
         meaning = _meaning(name, preset)
         if meaning is None:
             continue
@@ -202,7 +202,7 @@ def _typed(
 
 
 def _meaning(name: str, preset: Mapping[str, Any]) -> tuple[str, Count] | None:
-    """The meaning that a framework gives a name, as a flag or without its dashes, else that of the name itself."""
+    """Return the meaning of a name, with or without dashes, in the framework, else by the name itself."""
     for setting, knob in preset.items():
         ways = [knob.get(way) for way in ("flag", "override", "key")] if isinstance(knob, Mapping) else []
         if name in ways or f"--{name}" in ways:
@@ -212,14 +212,14 @@ def _meaning(name: str, preset: Mapping[str, Any]) -> tuple[str, Count] | None:
     return meaning_of(name)
 
 
-def _files(words: Sequence[str], folder: Path, is_launchers: bool = False) -> Iterator[NamedFile]:
-    """The files of settings that the words name, each once."""
-    values = {value: name for name, value, joined, _ in pairs_of(words, {}) if value and name.startswith("-")}
-    seen = set[str]()
-    for word in [*words, *(value for value in values if value not in words)]:
-        if word in seen or word.startswith("-") or not word.endswith(SUFFIXES) or "://" in word:
+def _named_files(argv: Sequence[str], folder: Path, is_launchers: bool = False) -> Iterator[NamedFile]:
+    """Yield the files of settings that the arguments name, each once."""
+    values = {value: name for name, value, joined, _ in pairs_of(argv, {}) if value and name.startswith("-")}
+    visited = set[str]()
+    for word in [*argv, *(value for value in values if value not in argv)]:
+        if word in visited or word.startswith("-") or not word.endswith(SUFFIXES) or "://" in word:
             continue
-        seen.add(word)
+        visited.add(word)
         flag = values.get(word)
         if "=" in word or (word.endswith(".py") and flag is not None and "config" not in flag):
             continue
@@ -228,7 +228,7 @@ def _files(words: Sequence[str], folder: Path, is_launchers: bool = False) -> It
             yield NamedFile(word=word, flag=None if is_launchers else flag, content=content, is_launchers=is_launchers)
 
 
-def _in_file(
+def _file_settings(
     file: NamedFile, script: Script, framework: Framework | None, preset: Mapping[str, Any]
 ) -> Iterator[Setting]:
     content = file.content or {}
@@ -255,11 +255,11 @@ def _in_file(
         yield place
 
 
-def _of_hydra(words: Sequence[str], script: Script) -> Iterator[Setting]:
+def _hydra_settings(argv: Sequence[str], script: Script) -> Iterator[Setting]:
     if script.hydra is None:
         return
     folder, name = script.hydra
-    pairs = {key.lstrip("+~"): value for key, value, _, _ in pairs_of(words, {}) if value is not None}
+    pairs = {key.lstrip("+~"): value for key, value, _, _ in pairs_of(argv, {}) if value is not None}
     name = pairs.get("--config-name") or pairs.get("-cn") or name
     for key, value in read_hydra(folder, name, {key: str(value) for key, value in pairs.items()}).items():
         meaning = meaning_of(key)
@@ -268,7 +268,7 @@ def _of_hydra(words: Sequence[str], script: Script) -> Iterator[Setting]:
             yield Setting(meaning[0], key, "override", str(value), where, IN_FILE, meaning[1])
 
 
-def _of_parser(script: Script, preset: Mapping[str, Any]) -> Iterator[Setting]:
+def _parser_settings(script: Script, preset: Mapping[str, Any]) -> Iterator[Setting]:
     for flag in script.flags:
         meaning = _meaning(flag.name, preset)
         if meaning is None or flag.kind == "positional":
@@ -279,8 +279,12 @@ def _of_parser(script: Script, preset: Mapping[str, Any]) -> Iterator[Setting]:
         yield Setting(meaning[0], flag.name, way, value, "its parser", OF_PARSER, counts)
 
 
-def _of_framework(
-    typed: Typed, script: Script, framework: Framework | None, preset: Mapping[str, Any], files: Sequence[NamedFile]
+def _framework_settings(
+    typed: TypedCommand,
+    script: Script,
+    framework: Framework | None,
+    preset: Mapping[str, Any],
+    files: Sequence[NamedFile],
 ) -> Iterator[Setting]:
     flags = {flag.name for flag in script.flags}
     unread = framework == "torchtune" and not any(file.content for file in files)
@@ -300,7 +304,7 @@ def _of_framework(
         yield Setting(meaning, knob[way], way, default, where, OF_FRAMEWORK, counts, file)  # type: ignore[arg-type]
 
 
-def _litgpt_default(typed: Typed) -> str | None:
+def _litgpt_default(typed: TypedCommand) -> str | None:
     """The global batch of litgpt's own defaults: `train: TrainArgs = TrainArgs(global_batch_size=16)` of setup()."""
     sub = typed.command[1]
     name = LITGPT_FILES.get(sub, f"finetune/{sub.removeprefix('finetune_')}.py")

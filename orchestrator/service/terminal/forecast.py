@@ -1,0 +1,15 @@
+"""`orc forecast`: when jobs are expected to start and end."""
+
+from __future__ import annotations
+
+from orchestrator.service.server.logins import DEFAULT_HOME
+from orchestrator.service.terminal.options import AsJson, Home, client_of
+from orchestrator.service.terminal.output import tell
+
+
+def forecast(home: Home = DEFAULT_HOME, as_json: AsJson = False) -> None:
+    """Forecast start and end of each running and waiting job, with nothing more submitted."""
+    from orchestrator.service.terminal.expected import expected_table
+
+    expected = client_of(home).forecast()
+    tell({"jobs": expected}, as_json, expected_table(expected) if expected else "No job runs or waits.")
