@@ -1,4 +1,4 @@
-"""The queue: what runs, what waits and for what, what ended; filtered and paged before views are made."""
+"""The queue page: running, waiting and ended jobs, filtered and paged before views are made."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Views = Callable[[str], JobView]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Filter:
-    """Which jobs are asked for; "" admits all."""
+    """Criteria of the queue's filter; "" admits all."""
 
     status: str = ""
     user: str = ""
@@ -30,11 +30,11 @@ class Filter:
 
     @property
     def is_any(self) -> bool:
-        """Whether every job is asked for."""
+        """Return whether every job is admitted."""
         return self == Filter()
 
     def admits(self, job: Job, state: State) -> bool:
-        """Whether the job is asked for."""
+        """Return whether the job meets the criteria."""
         policy = state.policy
         return (
             (not self.status or job.status.value == self.status)
@@ -46,17 +46,17 @@ class Filter:
 
 
 def queue_data(
-    state: State, archived: Sequence[Job], view: Views, expected: Expectations, asked: Filter, number: int
+    state: State, archived: Sequence[Job], view: Views, expected: Expectations, criteria: Filter, number: int
 ) -> Mapping[str, Any]:
-    """What the page of the queue shows, one page of ROWS live jobs, and the jobs that ended last."""
+    """Return the data of the queue page: a page of ROWS live jobs, and the jobs that ended last."""
     live = in_order(job for job in state.jobs.values() if not job.status.ended)
     waiting = [job for job in live if job.status is JobStatus.QUEUED]
-    found = [job for job in live if asked.admits(job, state)]
-    just_ended = [job for job in state.jobs.values() if job.status.ended and job.id not in {one.id for one in archived}]
-    ended = [job for job in (*reversed(just_ended), *archived) if asked.admits(job, state)]
-    pages = max(1, -(-len(found) // ROWS))
+    matches = [job for job in live if criteria.admits(job, state)]
+    just_ended = [job for job in state.jobs.values() if job.status.ended and job.id not in {job.id for job in archived}]
+    ended = [job for job in (*reversed(just_ended), *archived) if criteria.admits(job, state)]
+    pages = max(1, -(-len(matches) // ROWS))
     number = min(max(1, number), pages)
-    shown = found[(number - 1) * ROWS : number * ROWS]
+    shown = matches[(number - 1) * ROWS : number * ROWS]
 
     return {
         "running": job_rows([job for job in shown if job.status is JobStatus.RUNNING], state, view, expected, waiting),
@@ -68,10 +68,10 @@ def queue_data(
             "busy": len(holders(state)),
             "devices": sum(node.devices for node in state.nodes),
         },
-        "found": len(found),
+        "matches": len(matches),
         "number": number,
         "pages": pages,
-        "asked": asked,
+        "criteria": criteria,
         "statuses": STATUSES,
         "reasons": [word.value for word in Pending],
         "users": sorted({job.user for job in (*live, *archived) if job.user}),
