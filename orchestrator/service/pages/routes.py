@@ -38,7 +38,7 @@ from orchestrator.service.pages.live import changes
 from orchestrator.service.pages.night import ENDED_MAX, night_data
 from orchestrator.service.pages.oidc import SignIn
 from orchestrator.service.pages.overview import overview_data
-from orchestrator.service.pages.queue import ROWS, Filter, queue_data
+from orchestrator.service.pages.queue import Filter, queue_data
 from orchestrator.service.server.answers import PlainRoute
 from orchestrator.service.server.attempt_files import view_of
 from orchestrator.service.server.cluster_file import kept_cluster
@@ -80,7 +80,6 @@ PAGE_ROLES = {
     ("GET", f"{PAGES}/audit"): Role.ADMIN,
 }
 FILES = {"htmx.min.js": "text/javascript", "pages.js": "text/javascript", "pages.css": "text/css"}
-ENDED_FILTERED = 200  # ended jobs among which the queue filters
 AUDIT_ROWS = 100
 EMPTY_FORM = {"order": "", "cluster": "", "job": ""}  # of what-if
 EXAMPLE = """\
@@ -155,9 +154,12 @@ class _Pages:
         return self._api["GET", path](**parameters)
 
     def _job(self, job_id: str) -> JobView:
+        return self._view(job_of(self._controller, job_id))
+
+    def _view(self, job: Job) -> JobView:
         return view_of(
             self._home,
-            self._reasons.explained(job_of(self._controller, job_id)),
+            self._reasons.explained(job),
             self._controller.state.policy,
             self._controller.health.problems(),
         )
@@ -255,17 +257,16 @@ class _Pages:
     def overview(self, request: Request) -> Response:
         archived = self._archived()
         state, expected = self._controller.state, self._forecasts.newest()
-        return self._page(request, "overview", **overview_data(state, archived, self._job, expected, time.time()))
+        return self._page(request, "overview", **overview_data(state, archived, self._view, expected, time.time()))
 
     def queue(self, request: Request) -> Response:
         query = request.query_params
-        criteria = Filter(**{name: query.get(name, "") for name in ("status", "user", "team", "why", "name")})
-        archived = self._controller.ended(ROWS if criteria.is_any else ENDED_FILTERED)
+        criteria = Filter(**{name: query.get(name, "") for name in ("status", "user", "team", "why", "name", "array")})
         number = query.get("page", "1")
         data = queue_data(
             self._controller.state,
-            archived,
-            self._job,
+            self._archived(),
+            self._view,
             self._forecasts.newest(),
             criteria,
             int(number) if number.isdecimal() else 1,
