@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.service.pages.form import OF_KEY, WRITTEN, Key, filled, sections, written
+from orchestrator.service.pages.form import OF_KEY, WRITTEN, Key, field_values, sections, write_job_file
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.spec import job_json_schema
 from orchestrator.specs.parse import read_document, read_value
@@ -28,17 +28,19 @@ training: {max_steps: 3}
 
 def _posted(text: str, **changes: str) -> dict[str, str]:
     """What a browser sends of the page of that text, after a user changed these fields."""
-    return {"text": text, WRITTEN: text} | filled(text) | {OF_KEY + name: typed for name, typed in changes.items()}
+    return (
+        {"text": text, WRITTEN: text} | field_values(text) | {OF_KEY + name: typed for name, typed in changes.items()}
+    )
 
 
 def _after(text: str, **changes: str) -> dict[str, Any]:
-    return read_document(written(_posted(text, **changes)), "the job").data
+    return read_document(write_job_file(_posted(text, **changes)), "the job").data
 
 
 @pytest.mark.parametrize("path", JOBS, ids=str)
 def test_a_form_that_nobody_changed_leaves_the_file_as_it_is(path: Path) -> None:
     text = path.read_text()
-    assert written(_posted(text)) == text
+    assert write_job_file(_posted(text)) == text
 
 
 @pytest.mark.parametrize("path", JOBS, ids=str)
@@ -50,10 +52,10 @@ def test_a_changed_field_changes_its_key_and_no_other(path: Path) -> None:
 
 def test_a_command_of_several_lines_is_no_change_and_is_shown_in_one() -> None:
     text = TEXT.replace("python train.py", "|\n  python train.py\n  --lr 1")
-    shown = filled(text)[f"{OF_KEY}command"]
+    shown = field_values(text)[f"{OF_KEY}command"]
     assert shown.strip() == "python train.py --lr 1"
-    assert written(_posted(text)) == text
-    assert written(_posted(text, command=shown.strip())) == text  # as a browser may send it
+    assert write_job_file(_posted(text)) == text
+    assert write_job_file(_posted(text, command=shown.strip())) == text  # as a browser may send it
 
 
 def test_every_key_of_the_schema_has_a_field() -> None:
@@ -102,26 +104,26 @@ def test_a_field_inside_a_section_that_the_file_has_not_makes_it() -> None:
 
 def test_a_field_and_an_edited_text_both_count() -> None:
     posted = _posted(TEXT, precision="bf16") | {"text": TEXT.replace("64", "128")}
-    after = read_document(written(posted), "the job").data
+    after = read_document(write_job_file(posted), "the job").data
     assert (after["precision"], after["global_batch_size"]) == ("bf16", 128)
 
 
 def test_fields_alone_write_a_file() -> None:
-    assert read_document(written({"text": "", WRITTEN: "", f"{OF_KEY}name": "lm"}), "").data == {"name": "lm"}
+    assert read_document(write_job_file({"text": "", WRITTEN: "", f"{OF_KEY}name": "lm"}), "").data == {"name": "lm"}
 
 
 def test_a_text_without_fields_is_taken_as_it_is() -> None:
-    assert written({"text": "name: x  # kept"}) == "name: x  # kept"
+    assert write_job_file({"text": "name: x  # kept"}) == "name: x  # kept"
 
 
 def test_what_cannot_be_read_is_refused_by_the_name_of_its_key() -> None:
     with pytest.raises(SpecError, match="env"):
-        written(_posted(TEXT, env="{A: [}"))
+        write_job_file(_posted(TEXT, env="{A: [}"))
 
 
 def test_a_field_inside_a_value_that_is_no_mapping_is_refused() -> None:
     with pytest.raises(SpecError, match="training"):
-        written(_posted(TEXT.replace("{max_steps: 3}", "fast"), **{"training.seed": "1"}))
+        write_job_file(_posted(TEXT.replace("{max_steps: 3}", "fast"), **{"training.seed": "1"}))
 
 
 TRAPS = ("1e-3", "1_0", "0x1f", "yes", "null", "~", "08:00", "a: b", "# c", "", "=", "<<", "\x85", "a\nb\n")

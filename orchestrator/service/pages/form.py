@@ -1,4 +1,4 @@
-"""Which fields does the page of a new job have, and which job file do they write? Both follow the schema of a job."""
+"""Fields of the submit page, and the job file that they write. Both follow the schema of a job."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Schema = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Key:
-    """One key of a job file, as a field of a form."""
+    """A key of a job file, as a field of a form."""
 
     path: Path
     description: str
@@ -38,11 +38,11 @@ class Key:
         return OF_KEY + dotted(self.path)
 
     def typed(self, value: Any) -> str:
-        """What a user types for the value."""
+        """Return the text that a user types for the value."""
         return value if isinstance(value, str) and self._stands(value) else as_yaml_line(value)
 
     def read(self, typed: str) -> Any:
-        """The value of what a user typed. Raises SpecError."""
+        """Return the value of a typed text. Raises SpecError."""
         return typed if self._stands(typed) else read_value(typed, dotted(self.path))
 
     def _stands(self, typed: str) -> bool:
@@ -60,84 +60,84 @@ class Section:
 
 @cache
 def sections() -> tuple[Section, ...]:
-    """Every key that a job file may say: its top, then its sections, each followed by those inside it."""
+    """Return all keys of a job file: the top, then its sections, each followed by its inner sections."""
     schema = job_json_schema()
     return tuple(_sections((), schema, schema["$defs"]))
 
 
 def _sections(path: Path, place: Schema, nouns: Mapping[str, Schema]) -> Iterator[Section]:
     required, keys, inner = place.get("required", ()), [], []
-    for name, said in place["properties"].items():
-        section = _section(said, nouns)
+    for name, schema_of_key in place["properties"].items():
+        section = _section(schema_of_key, nouns)
         if section is None:
-            keys.append(_key((*path, name), said, nouns, is_required=name in required))
+            keys.append(_key((*path, name), schema_of_key, nouns, is_required=name in required))
         else:
-            inner.append(((*path, name), section | {"description": said["description"]}))
+            inner.append(((*path, name), section | {"description": schema_of_key["description"]}))
     if keys:
         yield Section(title=dotted(path), description=place.get("description", ""), keys=tuple(keys))
     for below, section in inner:
         yield from _sections(below, section, nouns)
 
 
-def _section(said: Schema, nouns: Mapping[str, Schema]) -> dict[str, Any] | None:
-    """The mapping that a key holds, where it holds nothing else and no other of its own kind."""
-    (kind, *others) = _kinds(said)
+def _section(schema: Schema, nouns: Mapping[str, Schema]) -> dict[str, Any] | None:
+    """Return the schema of the mapping that a key holds; None where it may hold more, or a mapping of the same kind."""
+    (kind, *others) = _kinds(schema)
     noun = kind.get("$ref", "").removeprefix("#/$defs/")
     if others or "properties" not in nouns.get(noun, {}) or f"'{kind['$ref']}'" in str(nouns[noun]):
         return None
     return dict(nouns[noun])
 
 
-def _kinds(said: Schema) -> list[Schema]:
-    """What a key may hold, but for null."""
-    if "anyOf" in said:
-        return [kind for one in said["anyOf"] for kind in _kinds(one)]
-    return [] if said.get("type") == "null" else [said]
+def _kinds(schema: Schema) -> list[Schema]:
+    """Return the schemas of the values that a key may hold, without null."""
+    if "anyOf" in schema:
+        return [kind for choice in schema["anyOf"] for kind in _kinds(choice)]
+    return [] if schema.get("type") == "null" else [schema]
 
 
-def _key(path: Path, said: Schema, nouns: Mapping[str, Schema], *, is_required: bool) -> Key:
-    kinds = [nouns[kind["$ref"].removeprefix("#/$defs/")] if "$ref" in kind else kind for kind in _kinds(said)]
+def _key(path: Path, schema: Schema, nouns: Mapping[str, Schema], *, is_required: bool) -> Key:
+    kinds = [nouns[kind["$ref"].removeprefix("#/$defs/")] if "$ref" in kind else kind for kind in _kinds(schema)]
     is_flag = [kind.get("type") for kind in kinds] == ["boolean"]
     has_numbers = any(kind.get("type") == "integer" for kind in kinds)  # `4` of `gpus` is a number, and `1-4` a text
-    default = said.get("default")
+    default = schema.get("default")
     return Key(
         path=path,
-        description=said["description"],
+        description=schema["description"],
         is_required=is_required,
         is_words=any(kind.get("type") == "string" and not (has_numbers and "pattern" in kind) for kind in kinds),
         is_yaml=any(kind.get("type") != "string" for kind in kinds),
         choices=("true", "false") if is_flag else tuple(kinds[0].get("enum", ())) if len(kinds) == 1 else (),
         default="" if default in (None, [], {}) else as_yaml_line(default),
-        example=as_yaml_line(said["examples"][0]),
+        example=as_yaml_line(schema["examples"][0]),
     )
 
 
-def filled(text: str) -> dict[str, str]:
-    """What the fields show of a job file, by their names; nothing where it cannot be read."""
+def field_values(text: str) -> dict[str, str]:
+    """Return the text of each field for a job file, by field name; empty where the file cannot be read."""
     try:
         data = read_document(text, SOURCE).data
     except SpecError:
         return {}
     shown = {}
     for key in _keys():
-        value = _at(data, key.path)
+        value = _value_at(data, key.path)
         if value is not None:
             shown[key.name] = " ".join(key.typed(value).split("\n"))  # a field has one line
     return shown
 
 
-def written(given: Mapping[str, str]) -> str:
-    """The job file of a form: its text, and in it each key whose field was changed. Raises SpecError.
+def write_job_file(form: Mapping[str, str]) -> str:
+    """Return the job file of a form: its text, with each key whose field was changed. Raises SpecError.
 
-    Text that no field changes stays as it is; otherwise it is written anew, without its comments.
+    Text stays as it is where no field changed; otherwise it is written anew, without comments.
     """
-    text, before = given.get("text", ""), filled(given.get(WRITTEN, ""))
-    changed = [key for key in _keys() if given.get(key.name, "").strip() != before.get(key.name, "").strip()]
-    if WRITTEN not in given or not changed:
+    text, before = form.get("text", ""), field_values(form.get(WRITTEN, ""))
+    changed = [key for key in _keys() if form.get(key.name, "").strip() != before.get(key.name, "").strip()]
+    if WRITTEN not in form or not changed:
         return text
     data = read_document(text, SOURCE).data if text.strip() else {}
     for key in changed:
-        typed = given.get(key.name, "").strip()
+        typed = form.get(key.name, "").strip()
         data = _with(data, key.path, key.read(typed) if typed else None)
     return as_yaml(data)
 
@@ -146,14 +146,14 @@ def _keys() -> Iterator[Key]:
     return (key for section in sections() for key in section.keys)
 
 
-def _at(data: Any, path: Path) -> Any:
+def _value_at(data: Any, path: Path) -> Any:
     for name in path:
         data = data.get(name) if isinstance(data, dict) else None
     return data
 
 
 def _with(data: Mapping[str, Any], path: Path, value: Any) -> dict[str, Any]:
-    """The mapping with that value at the path; None takes the key away, and each mapping that is empty then."""
+    """Return the mapping with a value at the path; None removes the key, and each mapping that becomes empty."""
     (name, *rest) = path
     if rest:
         inner = data.get(str(name)) or {}
@@ -161,4 +161,4 @@ def _with(data: Mapping[str, Any], path: Path, value: Any) -> dict[str, Any]:
             what = "there is nothing to set inside a value"
             raise SpecError(what, source=SOURCE, path=str(name), got=str(inner))
         value = _with(inner, tuple(rest), value) or None
-    return {key: one for key, one in {**data, str(name): value}.items() if key != name or value is not None}
+    return {key: entry for key, entry in {**data, str(name): value}.items() if key != name or value is not None}

@@ -1,4 +1,4 @@
-"""What all pages share: templates, words for numbers, the headers that keep foreign code out, and refusals as pages."""
+"""Shared parts of all pages: templates, number formats, security headers, and refusals as pages."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def page(request: Request, template: str, *, status: int = 200, **data: Any) -> 
         path=request.url.path,
         address=str(request.url.path) + (f"?{request.url.query}" if request.url.query else ""),
         principal=principal,
-        navigation=[(f"{PAGES}/{name}", words) for name, words, role in NAVIGATION if _may(principal, role)],
+        navigation=[(f"{PAGES}/{name}", title) for name, title, role in NAVIGATION if _may(principal, role)],
         is_partial="hx-request" in request.headers,
         zone=time.strftime("%Z"),
         **data,
@@ -97,8 +97,8 @@ def clock(at_s: float | None) -> Markup:
     if at_s is None:
         return Markup("–")
     there, now = time.localtime(at_s), time.localtime()
-    words = time.strftime("%H:%M" if there[:3] == now[:3] else "%a %d %b %H:%M", there)
-    return Markup('<time datetime="{}">{}</time>').format(time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(at_s)), words)
+    text = time.strftime("%H:%M" if there[:3] == now[:3] else "%a %d %b %H:%M", there)
+    return Markup('<time datetime="{}">{}</time>').format(time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(at_s)), text)
 
 
 def band(range_s: tuple[float, float] | None) -> str:

@@ -1,4 +1,4 @@
-"""One job: its attempts side by side, its curves, its log, its plans and where their bytes go."""
+"""A job's page: attempts side by side, curves, log, plans, and memory by cause."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Metric = tuple[float, float]  # step, value
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curves:
-    """What an attempt of our engines wrote at each optimizer step; a foreign script writes none."""
+    """Metrics of an attempt by optimizer step; a foreign script writes none."""
 
     number: int
     loss: Sequence[Metric]
@@ -118,13 +118,15 @@ def facts_of(job: Job) -> Mapping[str, str]:
 def charts(curves: Sequence[Curves], capacity_bytes: int | None) -> Mapping[str, Markup]:
     """Return the loss, step time and memory of each attempt; the latter with the end of a device of so many bytes."""
     tones = [f"series-{index % 6}" for index in range(len(curves))]
-    named = [(f"attempt {one.number}", tone, one) for one, tone in zip(curves, tones, strict=True)]
-    most_bytes = max((count for one in curves for _, count in one.peak_bytes), default=0.0)
+    named = [(f"attempt {curve.number}", tone, curve) for curve, tone in zip(curves, tones, strict=True)]
+    most_bytes = max((count for curve in curves for _, count in curve.peak_bytes), default=0.0)
     unit, scale = _binary_unit(most_bytes)
     limit = None if capacity_bytes is None else capacity_bytes / scale
-    scaled = [[(step, count / scale) for step, count in one.peak_bytes] for one in curves]
+    scaled = [[(step, count / scale) for step, count in curve.peak_bytes] for curve in curves]
     memory = [Line(name, tone, points) for (name, tone, _), points in zip(named, scaled, strict=True)]
-    loss, step_s = ([Line(name, tone, getattr(one, of)) for name, tone, one in named] for of in ("loss", "step_s"))
+    loss, step_s = (
+        [Line(name, tone, getattr(curve, metric)) for name, tone, curve in named] for metric in ("loss", "step_s")
+    )
     return {
         "loss": lines("Loss", loss),
         "step_s": lines("Step time", step_s, unit=" s", zero=True, clips_outliers=True),
@@ -134,7 +136,7 @@ def charts(curves: Sequence[Curves], capacity_bytes: int | None) -> Mapping[str,
 
 def _binary_unit(most_bytes: float) -> tuple[str, int]:
     """The largest unit that so many bytes fill, and its bytes."""
-    return max((one for one in BINARY_UNITS.items() if one[1] <= max(1, most_bytes)), key=lambda one: one[1])
+    return max((unit for unit in BINARY_UNITS.items() if unit[1] <= max(1, most_bytes)), key=lambda unit: unit[1])
 
 
 def memory_rows(job: JobView, capacities: Mapping[str, int]) -> Sequence[Mapping[str, Any]]:
@@ -145,7 +147,9 @@ def memory_rows(job: JobView, capacities: Mapping[str, int]) -> Sequence[Mapping
         is_live = attempt is job["attempts"][-1] and attempt["ended_at_s"] is None
         peak = (progress["peak_bytes"] or None) if is_live and progress else attempt["peak_bytes"]
         capacity = capacities.get(attempt["device"])
-        most = max([one for one in (attempt["predicted_bytes"], peak, capacity) if one], default=1)
+        most = max(
+            [count_bytes for count_bytes in (attempt["predicted_bytes"], peak, capacity) if count_bytes], default=1
+        )
         is_over = attempt["failure"] is not None and attempt["failure"]["kind"] in MEMORY
         rows.append(
             {
@@ -181,7 +185,7 @@ def frontier_of(explanation: ExplanationView) -> Markup:
 
 
 def log_offset(home: Path, job_id: str, number: int, rank: int) -> int:
-    """Where the last TAIL_BYTES of a log begin."""
+    """Return the offset at which the last TAIL_BYTES of a log begin."""
     try:
         return max(0, JobFolder(home, job_id).attempt(number).log(rank).stat().st_size - TAIL_BYTES)
     except OSError:

@@ -12,7 +12,7 @@ WAIT_S = 5.0  # at most so long a page that was closed, or whose session ended, 
 
 
 async def changes(
-    seen: int, version: Callable[[], int], waits: Waits, is_signed_in: Callable[[], bool]
+    version_seen: int, version: Callable[[], int], waits: Waits, is_signed_in: Callable[[], bool]
 ) -> AsyncIterator[str]:
     """An event `changed` for each version after `seen` that the page could not skip, and `ended` at the end.
 
@@ -20,14 +20,14 @@ async def changes(
     """
     yield "retry: 1000\n\n"
     while await asyncio.to_thread(is_signed_in):
-        await waits.until(partial(_differs, version, seen), WAIT_S)
-        if version() == seen:
+        await waits.until(partial(_differs, version, version_seen), WAIT_S)
+        if version() == version_seen:
             yield ": still here\n\n"
         else:
-            seen = version()
-            yield f"id: {seen}\nevent: changed\ndata: {seen}\n\n"
+            version_seen = version()
+            yield f"id: {version_seen}\nevent: changed\ndata: {version_seen}\n\n"
     yield "event: ended\ndata: sign in\n\n"
 
 
-def _differs(version: Callable[[], int], seen: int) -> bool:
-    return version() != seen
+def _differs(version: Callable[[], int], version_seen: int) -> bool:
+    return version() != version_seen

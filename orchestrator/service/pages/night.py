@@ -1,4 +1,4 @@
-"""The night: what ran on which device, what is expected to come, and what became of the jobs that ended."""
+"""The night page: past attempts on each device, expected jobs, and outcomes of ended jobs."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def night_data(
     since_s: float,
     now_s: float,
 ) -> Mapping[str, Any]:
-    """What the page of the night shows from `hours` ago on; its report is about the time from `since_s` on."""
+    """Return the data of the night page from `hours` ago on; its report begins at `since_s`."""
     from_s = now_s - hours * 3600
-    known = {job.id: job for job in (*archived, *state.jobs.values())}
-    report = morning_report(state, known.values(), since_s, now_s, sweeps)
-    jobs = [job for job in known.values() if any(one.end_or(now_s) >= from_s for one in job.attempts)]
-    ended = [job for job in known.values() if job.status.ended and ended_at_s(job) >= from_s]
+    all_jobs = {job.id: job for job in (*archived, *state.jobs.values())}
+    report = morning_report(state, all_jobs.values(), since_s, now_s, sweeps)
+    jobs = [job for job in all_jobs.values() if any(attempt.end_or(now_s) >= from_s for attempt in job.attempts)]
+    ended = [job for job in all_jobs.values() if job.status.ended and ended_at_s(job) >= from_s]
     return {
         "hours": hours,
         "choices": HOURS,
@@ -48,16 +48,16 @@ def night_data(
         "chart": past_chart(state, jobs, from_s, now_s),
         "coming": _coming(expected, now_s),
         "expected": sorted(
-            (one for one in expected.values() if one["start_s"] is not None), key=lambda one: one["start_s"] or 0.0
+            (row for row in expected.values() if row["start_s"] is not None), key=lambda row: row["start_s"] or 0.0
         )[:COMING_MAX],
         "spans": sorted(
-            ((job, attempt_view(job.spec, one)) for job in jobs for one in job.attempts),
+            ((job, attempt_view(job.spec, attempt)) for job in jobs for attempt in job.attempts),
             key=lambda span: -span[1]["launched_at_s"],
         )[:200],
         "rows": [_ending(job) for job in sorted(ended, key=ended_at_s, reverse=True)],
         "report": report,
         "summary": summary(report),
-        "oom": len({(one.job, one.from_s) for one in report.spans if one.outcome in MEMORY}),
+        "oom": len({(span.job, span.from_s) for span in report.spans if span.outcome in MEMORY}),
     }
 
 
@@ -69,7 +69,7 @@ def _ending(job: Job) -> Mapping[str, Any]:
         "why": (
             last.failure.reason if last and last.failure and job.status is JobStatus.FAILED else job.reason
         ).partition("\n")[0],
-        "ran_s": sum(one.end_or(one.launched_at_s) - one.launched_at_s for one in job.attempts),
+        "ran_s": sum(attempt.end_or(attempt.launched_at_s) - attempt.launched_at_s for attempt in job.attempts),
     }
 
 
@@ -77,23 +77,27 @@ def past_chart(state: State, jobs: Sequence[Job], from_s: float, now_s: float) -
     """Return a chart with one lane for each device; empty where nothing ran."""
     devices = [(node.name, index) for node in state.nodes for index in range(node.devices)]
     gone = {
-        (part.node, index) for job in jobs for one in job.attempts for part in one.placement for index in part.devices
+        (part.node, index)
+        for job in jobs
+        for attempt in job.attempts
+        for part in attempt.placement
+        for index in part.devices
     }
     lanes = {device: lane for lane, device in enumerate([*devices, *sorted(gone - {*devices})][:LANES_MAX])}
     bars = [
         Bar(
             lane=lanes[part.node, index],
-            from_s=one.launched_at_s,
-            until_s=one.end_or(now_s),
-            tone=tone(_outcome(one)),
-            words=f"{one.name}: {_outcome(one)}, {format_seconds(one.end_or(now_s) - one.launched_at_s)}",
+            from_s=attempt.launched_at_s,
+            until_s=attempt.end_or(now_s),
+            tone=tone(_outcome(attempt)),
+            tooltip=_tooltip(attempt, now_s),
             label=job.id,
         )
         for job in jobs
-        for one in job.attempts
-        for part in one.placement
+        for attempt in job.attempts
+        for part in attempt.placement
         for index in part.devices
-        if (part.node, index) in lanes and one.end_or(now_s) >= from_s
+        if (part.node, index) in lanes and attempt.end_or(now_s) >= from_s
     ]
     if not bars:
         return Markup("")
@@ -102,7 +106,7 @@ def past_chart(state: State, jobs: Sequence[Job], from_s: float, now_s: float) -
 
 
 def _coming(expected: Expectations, now_s: float) -> Markup:
-    """One lane for each job that is expected to run, with the range of its start and end; empty where there is none."""
+    """Return a chart with a lane for each job expected to run, with the ranges of start and end; empty without any."""
     timed = [
         (start_s, end_s, row)
         for row in expected.values()
@@ -113,20 +117,20 @@ def _coming(expected: Expectations, now_s: float) -> Markup:
         return Markup("")
     until_s = max(max(end_s, *(row["end_range_s"] or (0.0,))) for _, end_s, row in coming)
     bars = []
-    for lane, (start_s, end_s, one) in enumerate(coming):
-        starts, ends = one["start_range_s"], one["end_range_s"]
+    for lane, (start_s, end_s, row) in enumerate(coming):
+        starts, ends = row["start_range_s"], row["end_range_s"]
         bars.append(
             Bar(
                 lane=lane,
                 from_s=max(now_s, start_s),
                 until_s=end_s,
-                tone="busy" if one["status"] == JobStatus.RUNNING else "wait",
-                words=f"{one['id']}: {_at(start_s)} to {_at(end_s)} on {one['devices']} devices",
+                tone="busy" if row["status"] == JobStatus.RUNNING else "wait",
+                tooltip=f"{row['id']}: {_at(start_s)} to {_at(end_s)} on {row['devices']} devices",
                 early_s=max(now_s, starts[0]) if starts else None,
                 late_s=ends[1] if ends else None,
             )
         )
-    names = [one["id"] if len(one["id"]) <= 18 else f"{one['id'][:8]}…{one['id'][-8:]}" for _, _, one in coming]
+    names = [row["id"] if len(row["id"]) <= 18 else f"{row['id'][:8]}…{row['id'][-8:]}" for _, _, row in coming]
     return gantt(
         "What is expected to come", names, bars, now_s, max(until_s, now_s + 60), now_s, _hours(now_s, until_s)
     )
@@ -146,6 +150,11 @@ def _hours(from_s: float, until_s: float) -> list[tuple[float, str]]:
 
 def _at(at_s: float) -> str:
     return time.strftime("%H:%M", time.localtime(at_s))
+
+
+def _tooltip(attempt: Attempt, now_s: float) -> str:
+    lasted_s = attempt.end_or(now_s) - attempt.launched_at_s
+    return f"{attempt.name}: {_outcome(attempt)}, {format_seconds(lasted_s)}"
 
 
 def _outcome(attempt: Attempt) -> str:

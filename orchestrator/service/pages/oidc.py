@@ -47,8 +47,8 @@ class SignIn:
             begun = self._provider.begin(_back(request))
         except SignInError as error:
             return self._refused(request, str(error), 502)
-        said = {"state": begun.state, "nonce": begun.nonce, "verifier": begun.verifier, "next": came_from}
-        text = json.dumps({**said, "until_s": time.time() + BEGUN_S}).encode()
+        sign_in = {"state": begun.state, "nonce": begun.nonce, "verifier": begun.verifier, "next": came_from}
+        text = json.dumps({**sign_in, "until_s": time.time() + BEGUN_S}).encode()
         answer = RedirectResponse(begun.url, 303)
         answer.set_cookie(
             _cookie(request),
@@ -103,9 +103,9 @@ class SignIn:
         return begun
 
     def _role(self, user: str, claims: Mapping[str, Any]) -> Role:
-        given = self._provider.spec.role(claims)
-        known = next((one.role for one in self._accounts.users() if one.name == user), None)
-        role = given or known
+        role_by_claims = self._provider.spec.role(claims)
+        role_by_account = next((account.role for account in self._accounts.users() if account.name == user), None)
+        role = role_by_claims or role_by_account
         if role is None:
             raise SignInError(f"{user} has no role: `orc user set` gives one, or `roles` of the cluster file")
         return role
@@ -118,7 +118,7 @@ class SignIn:
 
 
 def _back(request: Request) -> str:
-    """Where the provider leads back to. The gate has checked the Host."""
+    """Return the address that the provider leads back to. The gate has checked the Host."""
     return f"{request.url.scheme}://{request.headers['host']}{OIDC_BACK}"
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from orchestrator.scheduling.reports.morning import ended_at_s
 from orchestrator.service.pages.night import past_chart
-from orchestrator.service.pages.queue import Views, job_rows
+from orchestrator.service.pages.queue import Rows, Views, fold, is_running
 from orchestrator.service.server.forecasts import Expectations
 from orchestrator.service.views.records import in_order
 from orchestrator.specs.job_record import Job, JobStatus
@@ -27,9 +27,11 @@ def overview_data(
     jobs = {job.id: job for job in (*archived, *state.jobs.values())}
     live = in_order(job for job in state.jobs.values() if not job.status.ended)
     waiting = [job for job in live if job.status is JobStatus.QUEUED]
-    running = [job for job in live if job.status is JobStatus.RUNNING]
     bad = [job for job in jobs.values() if job.status in BAD and ended_at_s(job) >= now_s - FAILURES_S]
-    groups = fold(sorted(bad, key=ended_at_s, reverse=True))
+    groups = fold(sorted(bad, key=ended_at_s, reverse=True), _kind)
+    rows, live_groups = Rows(state, view, expected, waiting), fold(job for job in live if not job.asks)
+    running_groups = [group for group in live_groups if is_running(group)]
+    waiting_groups = [group for group in live_groups if not is_running(group)]
     strip = [
         job
         for job in jobs.values()
@@ -41,10 +43,11 @@ def overview_data(
         "asking": [job for job in waiting if job.asks][:ROWS_MAX],
         "strip": past_chart(state, strip, now_s - STRIP_S, now_s),
         "strip_hours": STRIP_S / 3600,
-        "running": job_rows(running[:ROWS_MAX], state, view, expected, waiting),
-        "waiting": job_rows([job for job in waiting if not job.asks][:ROWS_MAX], state, view, expected, waiting),
+        "running": rows.of(running_groups[:ROWS_MAX]),
+        "waiting": rows.of(waiting_groups[:ROWS_MAX]),
+        "has_more": max(len(running_groups), len(waiting_groups)) > ROWS_MAX,
         "counts": {
-            "running": len(running),
+            "running": len(live) - len(waiting),
             "waiting": len(waiting),
             "failed": len(bad),
             "succeeded": sum(
@@ -54,13 +57,10 @@ def overview_data(
     }
 
 
-def fold(jobs: Iterable[Job]) -> list[list[Job]]:
-    """Return the jobs in groups: those of one array that ended for one kind of failure are together."""
-    groups: dict[object, list[Job]] = {}
-    for job in jobs:
-        kind = job.last.failure.kind if job.last and job.last.failure else job.status
-        groups.setdefault((job.array, kind) if job.array else job.id, []).append(job)
-    return [*groups.values()]
+def _kind(job: Job) -> str:
+    """Return the kind of the failure that ended a job, else its status."""
+    failure = job.last.failure if job.last and job.status is JobStatus.FAILED else None
+    return failure.kind.value if failure else job.status.value
 
 
 def telling_line(excerpt: str) -> str:
@@ -75,9 +75,9 @@ def _failure(group: Sequence[Job], view: Views) -> Mapping[str, Any]:
     reason = (failure.reason if failure and job.status is JobStatus.FAILED else job.reason).partition("\n")[0]
     line = telling_line(failure.excerpt) if failure else ""
     return {
-        "job": view(job.id),
+        "job": view(job),
         "more": len(group) - 1,
-        "kind": failure.kind.value if failure and job.status is JobStatus.FAILED else job.status.value,
+        "kind": _kind(job),
         "reason": reason,
         "line": "" if line in reason else line,
         "ended_at_s": ended_at_s(job),

@@ -1,8 +1,9 @@
-"""The queue: what runs, what waits and for what, what ended; filtered and paged before views are made."""
+"""The queue page: running, waiting and ended jobs, filtered and paged before views are made."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,65 +14,70 @@ from orchestrator.service.views.records import JobView, in_order
 from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.state import State
 
-ROWS = 50  # on a page
+ROWS = 50  # on a page; an array, a sweep or a comparison is one
+MEMBERS_MAX = 10  # jobs under one row
 STATUSES = tuple(status.value for status in JobStatus)
-Views = Callable[[str], JobView]
+Views = Callable[[Job], JobView]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Filter:
-    """Which jobs are asked for; "" admits all."""
+    """Criteria of the queue's filter; "" admits all."""
 
     status: str = ""
     user: str = ""
     team: str = ""
     why: str = ""  # a word of Pending
     name: str = ""  # a part of the id
+    array: str = ""  # id of an array, a sweep or a comparison: its members have rows of their own
 
     @property
     def is_any(self) -> bool:
-        """Whether every job is asked for."""
+        """Return whether every job is admitted."""
         return self == Filter()
 
     def admits(self, job: Job, state: State) -> bool:
-        """Whether the job is asked for."""
+        """Return whether the job meets the criteria."""
         policy = state.policy
         return (
             (not self.status or job.status.value == self.status)
             and (not self.user or job.user == self.user)
             and (not self.team or (policy.is_shared and policy.team_of(job.user).name == self.team))
             and (not self.name or self.name in job.id)
+            and (not self.array or job.array == self.array)
             and (not self.why or (job.status is JobStatus.QUEUED and pending(job, state.at_s).value == self.why))
         )
 
 
 def queue_data(
-    state: State, archived: Sequence[Job], view: Views, expected: Expectations, asked: Filter, number: int
+    state: State, archived: Sequence[Job], view: Views, expected: Expectations, criteria: Filter, number: int
 ) -> Mapping[str, Any]:
-    """What the page of the queue shows, one page of ROWS live jobs, and the jobs that ended last."""
+    """Return the data of the queue page: a page of ROWS live rows, and after the last one those that ended last."""
     live = in_order(job for job in state.jobs.values() if not job.status.ended)
     waiting = [job for job in live if job.status is JobStatus.QUEUED]
-    found = [job for job in live if asked.admits(job, state)]
-    just_ended = [job for job in state.jobs.values() if job.status.ended and job.id not in {one.id for one in archived}]
-    ended = [job for job in (*reversed(just_ended), *archived) if asked.admits(job, state)]
-    pages = max(1, -(-len(found) // ROWS))
+    archived_ids = {job.id for job in archived}
+    just_ended = [job for job in state.jobs.values() if job.status.ended and job.id not in archived_ids]
+    matches = [job for job in (*live, *reversed(just_ended), *archived) if criteria.admits(job, state)]
+    groups = [[job] for job in matches] if criteria.array else fold(matches)
+    live_groups = [group for group in groups if not group[0].status.ended]
+    pages = max(1, -(-len(live_groups) // ROWS))
     number = min(max(1, number), pages)
-    shown = found[(number - 1) * ROWS : number * ROWS]
-
+    shown = live_groups[(number - 1) * ROWS : number * ROWS]
+    rows = Rows(state, view, expected, waiting)
     return {
-        "running": job_rows([job for job in shown if job.status is JobStatus.RUNNING], state, view, expected, waiting),
-        "waiting": job_rows([job for job in shown if job.status is JobStatus.QUEUED], state, view, expected, waiting),
-        "ended": job_rows(ended[:ROWS], state, view, expected, waiting) if number == pages else [],
+        "running": rows.of([group for group in shown if is_running(group)]),
+        "waiting": rows.of([group for group in shown if not is_running(group)]),
+        "ended": rows.of([group for group in groups if group[0].status.ended][:ROWS]) if number == pages else [],
         "counts": {
             "running": len(live) - len(waiting),
             "waiting": len(waiting),
             "busy": len(holders(state)),
             "devices": sum(node.devices for node in state.nodes),
         },
-        "found": len(found),
+        "matches": sum(not job.status.ended for job in matches),
         "number": number,
         "pages": pages,
-        "asked": asked,
+        "criteria": criteria,
         "statuses": STATUSES,
         "reasons": [word.value for word in Pending],
         "users": sorted({job.user for job in (*live, *archived) if job.user}),
@@ -80,22 +86,61 @@ def queue_data(
     }
 
 
-def job_rows(
-    jobs: Sequence[Job], state: State, view: Views, expected: Expectations, waiting: Sequence[Job]
-) -> list[Mapping[str, Any]]:
-    """Return a row for each job; its position is that among the `waiting` ones."""
-    positions = {job.id: position for position, job in enumerate(waiting, 1)}
-    devices: dict[str, dict[str, list[str]]] = {}
-    for (node, index), job_id in sorted(holders(state).items()):
-        devices.setdefault(job_id, {}).setdefault(node, []).append(str(index))
-    return [
-        {
-            "job": view(job.id),
-            "position": positions.get(job.id),
+def fold(jobs: Iterable[Job], kind: Callable[[Job], object] = lambda _: None) -> list[list[Job]]:
+    """Return the jobs in groups, in the order of their first jobs: members of an array of the same kind together."""
+    groups: dict[object, list[Job]] = {}
+    for job in jobs:
+        groups.setdefault((job.array, kind(job)) if job.array else job.id, []).append(job)
+    return [*groups.values()]
+
+
+def is_running(group: Sequence[Job]) -> bool:
+    """Return whether a job of the group runs."""
+    return any(job.status is JobStatus.RUNNING for job in group)
+
+
+class Rows:
+    """Makes the rows of the tables of jobs, from one state."""
+
+    def __init__(self, state: State, view: Views, expected: Expectations, waiting: Sequence[Job]) -> None:
+        """`waiting` are all queued jobs in the order of the queue."""
+        self._state, self._view, self._expected = state, view, expected
+        self._positions = {job.id: position for position, job in enumerate(waiting, 1)}
+        self._devices: dict[str, dict[str, list[str]]] = {}
+        for (node, index), job_id in sorted(holders(state).items()):
+            self._devices.setdefault(job_id, {}).setdefault(node, []).append(str(index))
+
+    def of(self, groups: Iterable[Sequence[Job]]) -> list[Mapping[str, Any]]:
+        """Return a row for each group: of its one job, or of its array with the rows of MEMBERS_MAX jobs."""
+        return [self._row(group[0]) if len(group) == 1 else self._array(group) for group in groups]
+
+    def _row(self, job: Job) -> Mapping[str, Any]:
+        state, evidence = self._state, job.last.evidence if job.last else None
+        devices = self._devices.get(job.id, {}).items()
+        return {
+            "job": self._view(job),
+            "members": (),
+            "position": self._positions.get(job.id),
             "pending": pending(job, state.at_s).value if job.status is JobStatus.QUEUED else "",
-            "devices": ", ".join(f"{node}[{','.join(of_node)}]" for node, of_node in devices.get(job.id, {}).items()),
-            "expected": expected.get(job.id),
+            "devices": ", ".join(f"{node}[{','.join(indices)}]" for node, indices in devices),
+            "expected": self._expected.get(job.id),
+            "loss": next((beat.loss for beat in evidence.heartbeats if beat.loss is not None), None)
+            if evidence
+            else None,
             "ended_at_s": job.last.ended_at_s if job.last else None,
         }
-        for job in jobs
-    ]
+
+    def _array(self, group: Sequence[Job]) -> Mapping[str, Any]:
+        first = group[0]
+        member, trial = first.spec.member, first.spec.trial
+        kind = "sweep" if trial else "comparison" if member and member.compared else "array"
+        counts = Counter(job.status for job in group)
+        return {
+            "id": first.array,
+            "kind": kind,
+            "counts": [(status.value, counts[status]) for status in JobStatus if counts[status]],
+            "ended": sum(job.status.ended for job in group),
+            "jobs": max(len(group), trial.sweep.trials if trial else member.of if member else 0),
+            "members": [self._row(job) for job in group[:MEMBERS_MAX]],
+            "more": len(group) - MEMBERS_MAX,
+        }

@@ -20,7 +20,7 @@ from orchestrator.service.commands.live_queue import now_of
 from orchestrator.service.commands.plan import forecast
 from orchestrator.service.commands.what_if import WhatIf, what_if
 from orchestrator.service.pages.compare import comparison_data, comparisons
-from orchestrator.service.pages.form import SOURCE, filled, sections, written
+from orchestrator.service.pages.form import SOURCE, field_values, sections, write_job_file
 from orchestrator.service.pages.frame import HEADERS, compile_all, page, refused
 from orchestrator.service.pages.job import (
     attempt_rows,
@@ -38,7 +38,7 @@ from orchestrator.service.pages.live import changes
 from orchestrator.service.pages.night import ENDED_MAX, night_data
 from orchestrator.service.pages.oidc import SignIn
 from orchestrator.service.pages.overview import overview_data
-from orchestrator.service.pages.queue import ROWS, Filter, queue_data
+from orchestrator.service.pages.queue import Filter, queue_data
 from orchestrator.service.server.answers import PlainRoute
 from orchestrator.service.server.attempt_files import view_of
 from orchestrator.service.server.cluster_file import kept_cluster
@@ -80,9 +80,8 @@ PAGE_ROLES = {
     ("GET", f"{PAGES}/audit"): Role.ADMIN,
 }
 FILES = {"htmx.min.js": "text/javascript", "pages.js": "text/javascript", "pages.css": "text/css"}
-ENDED_FILTERED = 200  # ended jobs among which the queue filters
 AUDIT_ROWS = 100
-NOTHING_ASKED = {"order": "", "cluster": "", "job": ""}  # of what-if
+EMPTY_FORM = {"order": "", "cluster": "", "job": ""}  # of what-if
 EXAMPLE = """\
 name: my-job
 gpus: {min: 1, max: 2}
@@ -150,14 +149,17 @@ class _Pages:
         self._archive: tuple[Sequence[str], Sequence[Job]] = ([], [])  # key of the newest job, and the jobs
         self._waits = Waits(controller.wait_for_change)
 
-    def _asked(self, path: str, **given: Any) -> Any:
-        """What the API answers to GET."""
-        return self._api["GET", path](**given)
+    def _get(self, path: str, **parameters: Any) -> Any:
+        """Return the answer of the API's GET route."""
+        return self._api["GET", path](**parameters)
 
     def _job(self, job_id: str) -> JobView:
+        return self._view(job_of(self._controller, job_id))
+
+    def _view(self, job: Job) -> JobView:
         return view_of(
             self._home,
-            self._reasons.explained(job_of(self._controller, job_id)),
+            self._reasons.explained(job),
             self._controller.state.policy,
             self._controller.health.problems(),
         )
@@ -174,8 +176,8 @@ class _Pages:
             return may("POST", "/jobs/cancel") and is_own
 
         problems = self._controller.health.problems()
-        said: dict[str, Any] = {"may": may, "may_change_job": may_change_job, "problems": problems}
-        return page(request, template, version=self._controller.version, now_s=time.time(), **said | data)
+        shared: dict[str, Any] = {"may": may, "may_change_job": may_change_job, "problems": problems}
+        return page(request, template, version=self._controller.version, now_s=time.time(), **shared | data)
 
     # ------------------------------------------------------------------------------------------------------- sessions
 
@@ -191,8 +193,8 @@ class _Pages:
         self, request: Request, came_from: str, message: str = "", status: int = 200, *, is_from_elsewhere: bool = False
     ) -> Response:
         oidc = None if self.oidc is None else f"{OIDC}?next={quote(came_from, safe='')}"
-        given = {"message": message, "came_from": came_from, "is_from_elsewhere": is_from_elsewhere, "oidc": oidc}
-        return page(request, "login", status=status, **given)
+        data = {"message": message, "came_from": came_from, "is_from_elsewhere": is_from_elsewhere, "oidc": oidc}
+        return page(request, "login", status=status, **data)
 
     def to_provider(self, request: Request) -> Response:
         assert self.oidc is not None, "a route that was not added"
@@ -234,9 +236,9 @@ class _Pages:
 
     async def events(self, request: Request) -> Response:
         """Server-sent events: one for each version of the state that the page has not seen."""
-        seen = request.headers.get("last-event-id") or request.query_params.get("seen", "")
+        version_seen = request.headers.get("last-event-id") or request.query_params.get("seen", "")
         stream = changes(
-            int(seen) if seen.isdecimal() else NEVER_SEEN,
+            int(version_seen) if version_seen.isdecimal() else NEVER_SEEN,
             lambda: self._controller.version,
             self._waits,
             lambda: self._gate.principal(request) is not None,
@@ -255,19 +257,18 @@ class _Pages:
     def overview(self, request: Request) -> Response:
         archived = self._archived()
         state, expected = self._controller.state, self._forecasts.newest()
-        return self._page(request, "overview", **overview_data(state, archived, self._job, expected, time.time()))
+        return self._page(request, "overview", **overview_data(state, archived, self._view, expected, time.time()))
 
     def queue(self, request: Request) -> Response:
         query = request.query_params
-        asked = Filter(**{name: query.get(name, "") for name in ("status", "user", "team", "why", "name")})
-        archived = self._controller.ended(ROWS if asked.is_any else ENDED_FILTERED)
+        criteria = Filter(**{name: query.get(name, "") for name in ("status", "user", "team", "why", "name", "array")})
         number = query.get("page", "1")
         data = queue_data(
             self._controller.state,
-            archived,
-            self._job,
+            self._archived(),
+            self._view,
             self._forecasts.newest(),
-            asked,
+            criteria,
             int(number) if number.isdecimal() else 1,
         )
         return self._page(request, "queue", **data)
@@ -293,11 +294,13 @@ class _Pages:
         )
 
     def plan(self, request: Request) -> Response:
-        explanation = self._asked("/jobs/{job_id}/explanation", job_id=request.path_params["job_id"])
+        explanation = self._get("/jobs/{job_id}/explanation", job_id=request.path_params["job_id"])
         capacities = self._capacities()
         attempts = explanation["job"]["attempts"]
-        asked = request.query_params.get("attempt", "")
-        number = int(asked) if asked.isdecimal() and 1 <= int(asked) <= len(attempts) else len(attempts)
+        number_text = request.query_params.get("attempt", "")
+        number = (
+            int(number_text) if number_text.isdecimal() and 1 <= int(number_text) <= len(attempts) else len(attempts)
+        )
         chosen = attempts[number - 1] if attempts else None
         return self._page(
             request,
@@ -320,13 +323,13 @@ class _Pages:
         if attempts:
             offset = log_offset(self._home, job["id"], of_attempt, of_rank)
             path = "/jobs/{job_id}/attempts/{number}/logs"
-            answer = self._asked(path, job_id=job["id"], number=of_attempt, rank=of_rank, offset=offset)
+            answer = self._get(path, job_id=job["id"], number=of_attempt, rank=of_rank, offset=offset)
             text, ranks = tail(answer.body, offset), int(attempts[of_attempt - 1]["settings"]["gpus"])
         return self._page(request, "log", tab="log", job=job, number=of_attempt, rank=of_rank, ranks=ranks, text=text)
 
     def cluster(self, request: Request) -> Response:
         return self._page(
-            request, "cluster", **self._asked("/cluster", request=request), holders=holders(self._controller.state)
+            request, "cluster", **self._get("/cluster", request=request), holders=holders(self._controller.state)
         )
 
     def night(self, request: Request) -> Response:
@@ -346,87 +349,87 @@ class _Pages:
         return self._page(request, "night", **data)
 
     def comparisons(self, request: Request) -> Response:
-        known = (*self._controller.state.jobs.values(), *self._controller.ended(ENDED_MAX))
-        return self._page(request, "comparisons", comparisons=comparisons(known))
+        jobs = (*self._controller.state.jobs.values(), *self._controller.ended(ENDED_MAX))
+        return self._page(request, "comparisons", comparisons=comparisons(jobs))
 
     def comparison(self, request: Request) -> Response:
-        answer = self._asked("/jobs/{job_id}/comparison", job_id=request.path_params["job_id"], request=request)
+        answer = self._get("/jobs/{job_id}/comparison", job_id=request.path_params["job_id"], request=request)
         return self._page(request, "comparison", **comparison_data(answer, self._home))
 
     def sweeps(self, request: Request) -> Response:
-        return self._page(request, "sweeps", **self._asked("/sweeps"))
+        return self._page(request, "sweeps", **self._get("/sweeps"))
 
     def sweep(self, request: Request) -> Response:
-        found = self._asked("/sweeps/{sweep_id}", sweep_id=request.path_params["sweep_id"])
-        return self._page(request, "sweep", found=found)
+        report = self._get("/sweeps/{sweep_id}", sweep_id=request.path_params["sweep_id"])
+        return self._page(request, "sweep", sweep=report)
 
     def teams(self, request: Request) -> Response:
-        return self._page(request, "teams", **self._asked("/teams"))
+        return self._page(request, "teams", **self._get("/teams"))
 
     def submit(self, request: Request) -> Response:
-        return self._submit_page(request, EXAMPLE, filled(EXAMPLE))
+        return self._submit_page(request, EXAMPLE, field_values(EXAMPLE))
 
-    def _submit_page(self, request: Request, text: str, fields: Mapping[str, str], **found: Any) -> Response:
+    def _submit_page(self, request: Request, text: str, fields: Mapping[str, str], **results: Any) -> Response:
         nothing = {"error": "", "specs": [], "forecasts": [], "trials": 0}
-        return self._page(request, "submit", text=text, fields=fields, sections=sections(), **nothing | found)
+        return self._page(request, "submit", text=text, fields=fields, sections=sections(), **nothing | results)
 
     async def dry_run(self, request: Request) -> Response:
         return await run_in_threadpool(self._dry_run, request, await _form(request))
 
-    def _dry_run(self, request: Request, given: Mapping[str, str]) -> Response:
+    def _dry_run(self, request: Request, form: Mapping[str, str]) -> Response:
         """The plans that the jobs of a form would get; nothing is submitted."""
-        cluster = self._asked("/cluster", request=request)
+        cluster = self._get("/cluster", request=request)
         try:
-            text = written(given)
+            text = write_job_file(form)
         except OrchestratorError as refused:  # what was typed stays in its field
-            return self._submit_page(request, given.get("text", ""), given, error=str(refused))
+            return self._submit_page(request, form.get("text", ""), form, error=str(refused))
         try:
             specs = _read(text)
             nodes = [node_from_view(node) for node in cluster["nodes"]]
             state = self._controller.state
             forecasts = [forecast(spec, nodes, state.observations) for spec in specs[:1]]
         except OrchestratorError as refused:
-            return self._submit_page(request, text, filled(text), error=str(refused))
+            return self._submit_page(request, text, field_values(text), error=str(refused))
         trials = specs[0].trial.sweep.trials if specs[0].trial is not None else 0
         dumped = [{"spec": spec.model_dump(mode="json")} for spec in specs]
-        return self._submit_page(request, text, filled(text), specs=dumped, forecasts=forecasts, trials=trials)
+        return self._submit_page(request, text, field_values(text), specs=dumped, forecasts=forecasts, trials=trials)
 
     def what_if(self, request: Request) -> Response:
-        return self._page(request, "what_if", asked=NOTHING_ASKED, error="", found=None, orders=list(Order))
+        return self._page(request, "what_if", form=EMPTY_FORM, error="", result=None, orders=list(Order))
 
     async def play(self, request: Request) -> Response:
-        given = await _form(request)
-        return await run_in_threadpool(self._play, request, {**NOTHING_ASKED, **given})
+        form = await _form(request)
+        return await run_in_threadpool(self._play, request, {**EMPTY_FORM, **form})
 
-    def _play(self, request: Request, asked: Mapping[str, str]) -> Response:
+    def _play(self, request: Request, form: Mapping[str, str]) -> Response:
         """The live queue as it is, and as it is asked for. One at a time: a play takes a core for seconds."""
-        error, found = "", None
+        error, result = "", None
         if not self._playing.acquire(blocking=False):
             error = "Another queue is being played: try again in some seconds."
         else:
             try:
-                found = self._what_if(asked)
+                result = self._what_if(form)
             except OrchestratorError as refused:
                 error = str(refused)
             finally:
                 self._playing.release()
-        return self._page(request, "what_if", asked=asked, error=error, found=found, orders=list(Order))
+        return self._page(request, "what_if", form=form, error=error, result=result, orders=list(Order))
 
-    def _what_if(self, asked: Mapping[str, str]) -> WhatIf:
+    def _what_if(self, form: Mapping[str, str]) -> WhatIf:
         state = self._controller.state
         present = kept_cluster(self._home).model_copy(update={"policy": state.policy})
         other = present
-        if asked["cluster"].strip():
-            other = parse_cluster(asked["cluster"], "the cluster file")
-        if asked["order"] in list(Order):
-            other = other.ordered(Order(asked["order"]))
-        more = _read(asked["job"]) if asked["job"].strip() else []
+        if form["cluster"].strip():
+            other = parse_cluster(form["cluster"], "the cluster file")
+        if form["order"] in list(Order):
+            other = other.ordered(Order(form["order"]))
+        more = _read(form["job"]) if form["job"].strip() else []
         return what_if(now_of(state), present, other, more, self._sweeper.to_come(), self._home)
 
     def audit(self, request: Request) -> Response:
         before = request.query_params.get("before", "")
         number = int(before) if before.isdecimal() and len(before) < 19 else None
-        return self._page(request, "audit", **self._asked("/audit", limit=AUDIT_ROWS, before=number), limit=AUDIT_ROWS)
+        return self._page(request, "audit", **self._get("/audit", limit=AUDIT_ROWS, before=number), limit=AUDIT_ROWS)
 
     def _capacities(self) -> dict[str, int]:
         """Memory of each kind of device."""

@@ -38,7 +38,7 @@ class Line(NamedTuple):
 
 
 class Cause(NamedTuple):
-    """One bar of a waterfall."""
+    """A bar of a waterfall."""
 
     name: str
     count_bytes: int
@@ -52,7 +52,7 @@ class Bar:
     from_s: float
     until_s: float
     tone: str
-    words: str  # for the tooltip
+    tooltip: str
     label: str = ""
     early_s: float | None = None  # of the range of its start
     late_s: float | None = None  # of the range of its end
@@ -106,12 +106,12 @@ def lines(
                 '<circle class="dot {}" cx="{}" cy="{}" r="3"><title>{}: {:.4g}{} at step {:.0f}</title></circle>'
             ).format(curve.tone, across.at(step), max(TOP, up.at(value)), curve.name, value, unit, step)
         )
-    said = "; ".join(
+    description = "; ".join(
         f"{curve.name}: {curve.points[0][1]:.4g}{unit} at step {curve.points[0][0]:.0f} to "
         f"{curve.points[-1][1]:.4g}{unit} at step {curve.points[-1][0]:.0f}"
         for curve in curves
     )
-    return _svg(title, said, WIDTH, HEIGHT, drawn)
+    return _svg(title, description, WIDTH, HEIGHT, drawn)
 
 
 def _limit_line(height: float, text: str) -> Markup:
@@ -121,39 +121,45 @@ def _limit_line(height: float, text: str) -> Markup:
     return line + label.format(right, height - 6, text)
 
 
-def frontier(picture: Picture, title: str = "", labelled: str = "attempt ") -> Markup:
+def frontier(picture: Picture, title: str = "", label_prefix: str = "attempt ") -> Markup:
     """Step time against needed bytes, both logarithmic, with the line where the memory ends.
 
-    `labelled` stands before the label of each point.
+    `label_prefix` stands before the label of each point.
     """
     across = _Scale(*picture.span_s, LEFT, WIDTH - RIGHT, is_log=True)
     up = _Scale(*picture.span_bytes, HEIGHT - BOTTOM, TOP, is_log=True)
     seconds = second_ticks(*picture.span_s, 8)
     drawn = [_grid(across, up, seconds, byte_ticks(*picture.span_bytes, 6), "", "step time")]
-    said = f"memory ends: {format_bytes(picture.capacity_bytes)}"
-    drawn.append(_limit_line(up.at(picture.capacity_bytes), said))
+    limit_text = f"memory ends: {format_bytes(picture.capacity_bytes)}"
+    drawn.append(_limit_line(up.at(picture.capacity_bytes), limit_text))
     order = list(Mark)
     for point in sorted(picture.points, key=lambda point: order.index(point.mark)):
         x, y = across.at(point.step_s), up.at(point.needed_bytes)
-        words = f"{point.mark}: {format_seconds(point.step_s)} a step, needs {format_bytes(point.needed_bytes)}"
-        drawn.append(_mark(point.mark, x, y, words))
+        tooltip = f"{point.mark}: {format_seconds(point.step_s)} a step, needs {format_bytes(point.needed_bytes)}"
+        drawn.append(_mark(point.mark, x, y, tooltip))
         if point.label:
             drawn.append(
-                Markup('<text class="label" x="{}" y="{}">{}{}</text>').format(x + 10, y + 4, labelled, point.label)
+                Markup('<text class="label" x="{}" y="{}">{}{}</text>').format(x + 10, y + 4, label_prefix, point.label)
             )
-    counts = ", ".join(f"{count} {mark}" for mark in Mark if (count := sum(one.mark is mark for one in picture.points)))
+    counts = ", ".join(
+        f"{count} {mark}" for mark in Mark if (count := sum(point.mark is mark for point in picture.points))
+    )
     return _svg(
-        title or f"Plans on {picture.device}", f"{counts}; {said}. The table below has each plan.", WIDTH, HEIGHT, drawn
+        title or f"Plans on {picture.device}",
+        f"{counts}; {limit_text}. The table below has each plan.",
+        WIDTH,
+        HEIGHT,
+        drawn,
     )
 
 
-def _mark(mark: Mark, x: float, y: float, words: str) -> Markup:
+def _mark(mark: Mark, x: float, y: float, tooltip: str) -> Markup:
     if mark is Mark.REFUTED:
         shape = Markup('<path class="mark refuted" d="M{} {}l8 8m0 -8l-8 8"><title>{}</title></path>')
-        return shape.format(x - 4, y - 4, words)
+        return shape.format(x - 4, y - 4, tooltip)
     tone, radius = DOTS[mark]
     shape = Markup('<circle class="mark {}" cx="{}" cy="{}" r="{}"><title>{}</title></circle>')
-    return shape.format(tone, x, y, radius, words)
+    return shape.format(tone, x, y, radius, tooltip)
 
 
 def waterfall(
@@ -161,10 +167,10 @@ def waterfall(
 ) -> Markup:
     """Predicted bytes by cause, each bar from where the one before ended, then their sum beside the measured peak."""
     rows: list[tuple[str, int, int, str]] = []
-    at = 0
+    end_bytes = 0
     for cause in causes:
-        rows.append((cause.name, at, at + cause.count_bytes, "cause"))
-        at += cause.count_bytes
+        rows.append((cause.name, end_bytes, end_bytes + cause.count_bytes, "cause"))
+        end_bytes += cause.count_bytes
     rows.append(("predicted peak", 0, predicted_bytes, "predicted"))
     if measured_bytes is not None:
         rows.append(("measured peak", 0, measured_bytes, "measured"))
@@ -188,12 +194,12 @@ def waterfall(
     if capacity_bytes:
         x, bottom = across.at(capacity_bytes), height - BOTTOM + 4
         drawn.append(Markup('<line class="limit" x1="{}" x2="{}" y1="{}" y2="{}"/>').format(x, x, TOP - 6, bottom))
-        words = f"memory ends: {format_bytes(capacity_bytes)}"
+        limit_text = f"memory ends: {format_bytes(capacity_bytes)}"
         drawn.append(
-            Markup('<text class="limit" x="{}" y="{}" text-anchor="end">{}</text>').format(x, bottom + 16, words)
+            Markup('<text class="limit" x="{}" y="{}" text-anchor="end">{}</text>').format(x, bottom + 16, limit_text)
         )
-    said = "; ".join(f"{name} {format_bytes(end - start)}" for name, start, end, _ in rows)
-    return _svg("Bytes by cause", said, WIDTH, height, drawn)
+    description = "; ".join(f"{name} {format_bytes(end - start)}" for name, start, end, _ in rows)
+    return _svg("Bytes by cause", description, WIDTH, height, drawn)
 
 
 def gantt(
@@ -210,11 +216,11 @@ def gantt(
     across = _Scale(from_s, until_s, LABEL_WIDTH, width - RIGHT)
     bottom = height - BOTTOM
     drawn = []
-    for at_s, words in ticks:
+    for at_s, text in ticks:
         x = across.at(at_s)
         drawn.append(Markup('<line class="grid" x1="{}" x2="{}" y1="{}" y2="{}"/>').format(x, x, TOP - 6, bottom))
         drawn.append(
-            Markup('<text class="tick" x="{}" y="{}" text-anchor="middle">{}</text>').format(x, bottom + 18, words)
+            Markup('<text class="tick" x="{}" y="{}" text-anchor="middle">{}</text>').format(x, bottom + 18, text)
         )
     for lane, name in enumerate(lanes):
         y = TOP + lane * (LANE + GAP)
@@ -238,7 +244,7 @@ def _bar(bar: Bar, across: _Scale, from_s: float, until_s: float) -> Markup:
     y = TOP + bar.lane * (LANE + GAP)
     start, end = (across.at(min(until_s, max(from_s, at_s))) for at_s in (bar.from_s, bar.until_s))
     shape = Markup('<rect class="span {}" x="{}" y="{}" width="{}" height="{}" rx="2"><title>{}</title></rect>').format(
-        bar.tone, start, y, max(2.0, round(end - start, 1)), LANE, bar.words
+        bar.tone, start, y, max(2.0, round(end - start, 1)), LANE, bar.tooltip
     )
     if bar.label and end - start > 7 * len(bar.label) + 8:
         shape += Markup('<text class="inside" x="{}" y="{}">{}</text>').format(start + 5, y + 13, bar.label)
@@ -269,19 +275,17 @@ def _grid(
     name: str,
 ) -> Markup:
     drawn = [Markup("")]
-    for value, words in beside:
+    for value, text in beside:
         y = up.at(value)
         drawn.append(Markup('<line class="grid" x1="{}" x2="{}" y1="{}" y2="{}"/>').format(LEFT, WIDTH - RIGHT, y, y))
         drawn.append(
-            Markup('<text class="tick" x="{}" y="{}" text-anchor="end">{}{}</text>').format(
-                LEFT - 8, y + 4, words, unit
-            )
+            Markup('<text class="tick" x="{}" y="{}" text-anchor="end">{}{}</text>').format(LEFT - 8, y + 4, text, unit)
         )
-    for value, words in under:
+    for value, text in under:
         x = across.at(value)
         if x < WIDTH - AXIS_NAME:
             drawn.append(
-                Markup('<text class="tick" x="{}" y="{}" text-anchor="middle">{}</text>').format(x, HEIGHT - 14, words)
+                Markup('<text class="tick" x="{}" y="{}" text-anchor="middle">{}</text>').format(x, HEIGHT - 14, text)
             )
     drawn.append(
         Markup('<text class="axis" x="{}" y="{}" text-anchor="end">{}</text>').format(WIDTH - RIGHT, HEIGHT - 14, name)
@@ -300,16 +304,16 @@ def _ticks(low: float, high: float) -> list[tuple[float, str]]:
 
 
 def _thinned(points: Sequence[tuple[float, float]]) -> Sequence[tuple[float, float]]:
-    """At most DOTS_MAX points: means of equal runs, and the last one as it is."""
+    """Return at most DOTS_MAX points: means of equal runs, and the last point as it is."""
     run = -(-len(points) // DOTS_MAX)
     if run <= 1:
         return points
-    parts = [points[at : at + run] for at in range(0, len(points), run)]
+    parts = [points[start : start + run] for start in range(0, len(points), run)]
     means = [(sum(x for x, _ in part) / len(part), sum(y for _, y in part) / len(part)) for part in parts]
     return [*means[:-1], points[-1]]
 
 
-def _svg(title: str, said: str, width: int, height: int, drawn: Sequence[Markup]) -> Markup:
+def _svg(title: str, description: str, width: int, height: int, drawn: Sequence[Markup]) -> Markup:
     name = re.sub(r"[^a-z0-9]+", "-", title.lower())  # the same on every request, and one on its page
     return Markup(
         '<svg class="chart{}" viewBox="0 0 {} {}" role="img" aria-labelledby="t-{} d-{}"><title id="t-{}">{}</title>'
@@ -323,6 +327,6 @@ def _svg(title: str, said: str, width: int, height: int, drawn: Sequence[Markup]
         name,
         title,
         name,
-        said,
-        Markup("").join(escape(one) for one in drawn),
+        description,
+        Markup("").join(escape(part) for part in drawn),
     )

@@ -15,6 +15,7 @@ from orchestrator.planning.explain import by_moment
 from orchestrator.planning.picture import Mark, Picture, Point
 from orchestrator.scheduling.base.drain import suspensions
 from orchestrator.scheduling.failures.observation import warnings
+from orchestrator.scheduling.options.job_options import steps_left
 from orchestrator.scheduling.reports.explain import explain_attempt, picture_of
 from orchestrator.specs.attempt import Attempt, AttemptStatus, Heartbeat, Placement
 from orchestrator.specs.cluster import DeviceSpec, Node
@@ -54,7 +55,7 @@ class ProgressView(TypedDict):
     """Progress of the live attempt, from its ranks' last heartbeats."""
 
     step: int
-    max_steps: int | None  # None: the script counts its own steps
+    max_steps: int | None  # None: a script without `steps`
     step_s: float | None
     peak_bytes: int
     phase: str
@@ -392,9 +393,11 @@ def _span(low: int, high: int) -> str:
 def _progress(job: Job, beats: Sequence[Heartbeat]) -> ProgressView:
     behind = min(beats, key=lambda beat: beat.step)
     steps = [beat.step_s for beat in beats if beat.step_s]
+    left = steps_left(job, job.last) if job.spec.is_script else None
+    begin = 0 if left is None else (job.spec.optimizer_steps or 0) - left  # a script counts from its checkpoint on
     return ProgressView(
-        step=behind.step,
-        max_steps=None if job.spec.is_script else job.spec.training.max_steps,
+        step=begin + behind.step,
+        max_steps=job.spec.optimizer_steps,
         step_s=max(steps, default=None),
         peak_bytes=max(beat.peak_bytes for beat in beats),
         phase=behind.phase,
