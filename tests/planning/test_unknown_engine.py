@@ -61,7 +61,7 @@ FORMULAS: dict[str, Reader] = {  # which follow from the kind of mechanics, and 
     "trust": trust,
     "accelerate's file": lambda plan: accelerate_config(SCRIPT_JOB.knobs, plan, deepspeed_config_path=None),
     "DeepSpeed's file": lambda plan: deepspeed_config(plan, clip_norm=None),
-    "wrapped model": lambda plan: torch_engine._wrapped(NOTHING, NOTHING, plan, NOTHING, NOTHING, None),
+    "wrapped model": lambda plan: torch_engine._wrap(NOTHING, NOTHING, plan, NOTHING, NOTHING, None),
 }
 STATEMENTS: dict[str, Reader] = {
     "overhead": supposed_overhead_bytes,

@@ -19,7 +19,7 @@ from orchestrator.backends.simulated.traces import read_trace
 from orchestrator.service.server import gate
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.parse import parse_cluster, parse_jobs
-from orchestrator.training.checkpoint.folder import MANIFEST, damage, latest_complete, write_manifest, written
+from orchestrator.training.checkpoint.folder import MANIFEST, damage, file_entry, latest_complete, write_manifest
 from tests.backends.test_traces import DEADLINES, ELASTICFLOW, PHILLY, PLANS
 from tests.service.worlds import World, job_spec
 
@@ -135,7 +135,7 @@ def test_a_malformed_manifest_makes_a_checkpoint_a_damaged_one_and_nothing_worse
         folder = tmp_path / f"step-{step:08d}"
         folder.mkdir()
         (folder / "data").write_bytes(b"1234")
-        write_manifest(folder, {"data": written(4, zlib.crc32(b"1234"))})
+        write_manifest(folder, {"data": file_entry(4, zlib.crc32(b"1234"))})
     newest = tmp_path / "step-00000002"
     whole = (newest / MANIFEST).read_text()
     _, _, entries = whole.partition("\n")
