@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import settings
 
-SHORT = 12
+SHORT = 8
 
 
 def examples(count: int, short: int = SHORT) -> int:

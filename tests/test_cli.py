@@ -380,6 +380,7 @@ def test_run_of_a_bug_exits_1_with_the_traceback_of_the_user(live: SchedulerInde
     assert str(live.home) not in case["text"] or "/home/" not in str(live.home)
 
 
+@pytest.mark.long
 def test_a_killed_service_comes_back_with_its_jobs_and_does_not_end_over_them(live: SchedulerIndex) -> None:
     job_id = live.orc("submit", "long.yaml", "--json").data["ids"][0]
     while "waiting" not in live.orc("logs", job_id).out:  # bounded by the job's own end
@@ -428,6 +429,7 @@ def test_fit_names_the_fewest_cards_with_a_plan_and_each_row_is_what_plan_answer
     assert f"{several['devices']}x" in words
 
 
+@pytest.mark.long
 def test_fit_of_a_model_shows_all_weights_adapters_and_4_bits_and_says_what_it_assumed(index: SchedulerIndex) -> None:
     sizes = {"vocab_size": 32000, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22}
     heads = {"num_attention_heads": 32, "num_key_value_heads": 4}

@@ -123,6 +123,7 @@ def factory(name: str, cache: Path, **more: Any) -> ModelSpec:
     return ModelSpec(factory=f"{AUDIO / name}.py:build", config=config)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", [*CONFIGS, "orpheus", "orpheus-lora"])
 def test_every_family_learns_speech(trainings: Trainings, family: str) -> None:
     found = gang.losses(trainings.alone[family])
@@ -151,6 +152,7 @@ def recipe(name: str, cache: Path, **more: Any) -> Recipe:
     return from_factory(model.factory or "", model.config)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["musicgen", "parler", "latent_unet"])
 def test_weights_are_read_from_this_machines_disk(trainings: Trainings, cache: Path, tmp_path: Path, name: str) -> None:
     del trainings  # it made the cache

@@ -34,7 +34,11 @@ def test_at_least_sixty_trainings_show_everything_that_a_plan_chooses_between() 
     assert 10 <= len(beyond) <= len(every) // 4, "most are to run, some to show whether refusals were right"
 
 
-@pytest.mark.parametrize("one", list(on_cpu()), ids=measure.name_of)
+@pytest.mark.parametrize(
+    "one",
+    [pytest.param(one, marks=[pytest.mark.long] * (number == 0)) for number, one in enumerate(on_cpu())],
+    ids=measure.name_of,
+)
 def test_a_training_is_measured_beside_what_was_predicted(one: Measurement) -> None:
     line = measured(one, DeviceKind.VIRTUAL)
     assert line["outcome"] == (measure.RAN if line["fits"] else measure.RAN_OUT)

@@ -133,6 +133,7 @@ def test_ranks_that_hold_other_experts_need_what_is_predicted_where_as_much_come
     assert max(abs(row.error) for row in found) <= MEAN_ERROR_MAX, table(found)
 
 
+@pytest.mark.long
 @needs_torch_2_12
 def test_routing_costs_a_rank_no_less_than_its_share_of_the_copies_and_no_more_than_all_of_them(tmp_path: Path) -> None:
     """One repeated sentence on routers that nothing has trained: 1.8 to 2 times its share came to one of two ranks."""
@@ -144,6 +145,7 @@ def test_routing_costs_a_rank_no_less_than_its_share_of_the_copies_and_no_more_t
     assert min(row.error for row in least) < -MEAN_ERROR_MAX, "even routing shows nothing"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("ranks", "chosen"), [(2, slice(2, None, 13)), *(pytest.param(each, ALL, marks=LONG) for each in (2, 4))]
 )
@@ -354,6 +356,7 @@ def test_the_model_knows_the_chunks_of_the_loss() -> None:
     assert CHUNK_TOKENS == cross_entropy.CHUNK_TOKENS
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stages", [1, pytest.param(2, marks=LONG)])
 def test_a_pipeline_needs_no_more_memory_for_four_times_the_micro_batches(tmp_path: Path, stages: int) -> None:
     tried = [

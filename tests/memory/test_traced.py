@@ -226,6 +226,7 @@ def frozen_rows(names: tuple[str, ...], tried: Sequence[Plan], folder: Path) -> 
     ]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("plans", [FROZEN_PAIRS[::2], pytest.param(FROZEN_PAIRS[1::2], marks=pytest.mark.long)])
 def test_frozen_parameters_have_no_gradients_states_or_saved_inputs(plans: Sequence[Plan], tmp_path: Path) -> None:
@@ -241,6 +242,7 @@ def test_the_bars_hold_where_a_model_is_frozen_in_part(which: str, tmp_path: Pat
     assert bars_hold(found), table(found)
 
 
+@pytest.mark.long
 def test_zero3_saves_the_inputs_of_frozen_products() -> None:
     training = TrainingSpec(freeze=(Freeze(parameters="*.self_attn.*"),))
     (known,) = traced(LLAMA, (Precision.FP32, False), training=training).values()

@@ -156,7 +156,7 @@ def one_node(device: str, *free_bytes: int) -> tuple[Node, ...]:
 @example(
     one_node("rtx4090-24gb", 25_383_256_719, 2_577_987_010), 2048, 2, 0, True
 )  # one may fit, but not with its margin
-@settings(max_examples=examples(25, 4))
+@settings(max_examples=examples(25, 2))
 def test_what_is_taken_of_unlike_nodes_is_what_trying_every_plan_on_every_kind_finds(
     nodes: tuple[Node, ...], hidden: int, least: int, more: int, low: bool
 ) -> None:

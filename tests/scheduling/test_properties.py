@@ -94,7 +94,7 @@ def test_every_law_holds_where_users_share_too_few_devices(seed: int) -> None:
         assert without_waits(again) == without_waits(transition.state)
 
 
-@settings(UNSHRUNK, max_examples=examples(60, 12))
+@settings(UNSHRUNK, max_examples=examples(60, 5))
 @given(SEEDS)
 def test_every_law_holds_where_people_hold_release_and_limit_jobs(seed: int) -> None:
     """However often the service dies; every event told twice changes nothing the second time."""

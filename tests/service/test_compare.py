@@ -200,6 +200,7 @@ def home(tmp_path: Path) -> Iterator[Path]:
             journal.close()
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_strategies_that_train_that_run_out_and_that_do_not_exist_are_rows_of_one_answer(
     home: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path

@@ -71,6 +71,7 @@ def look(totals: list[Work], batch: int, layers: int, heads: int, width: int, no
     return sum(work.looked for work in totals)
 
 
+@pytest.mark.long
 def test_the_largest_jobs_make_no_decision_look_at_more_than_its_limit(totals: list[Work]) -> None:
     assert 0 < look(totals, 8648640, 720, HEADS_MAX, WIDTH_MAX, 64, 2**22) <= LOOKED_MAX
     assert 0 < look(totals, 720720, LAYERS_MAX, 2**7, 2**8, 1, 8) <= LOOKED_MAX

@@ -149,6 +149,7 @@ def stamps_of(home: Path) -> dict[Path, int]:
     return {file: file.stat().st_mtime_ns for file in (home / "profiles").iterdir()}
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)  # a child process that imports torch
 def test_arithmetic_that_no_plan_has_is_not_traced_until_one_has_it(tmp_path: Path) -> None:
     path, home = own_job(tmp_path, FACTORY.replace("WIDTH", "5")), tmp_path / "home"

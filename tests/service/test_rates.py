@@ -41,6 +41,7 @@ def test_gpus_keep_the_rates_of_their_data_sheet(cache: Path) -> None:
     assert not cache.exists()
 
 
+@pytest.mark.long
 def test_a_machine_is_measured_once_for_all_homes_of_a_user(cache: Path) -> None:
     """A real measurement; its cache file is reused, and rewritten if it cannot be read."""
     declared = read_cluster(None)

@@ -64,6 +64,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         stop(tmp_path / "home", force=True)
 
 
+@pytest.mark.long
 def test_a_service_whose_ray_is_not_there_takes_jobs_and_says_why_they_wait(home: Path) -> None:
     began_s = time.monotonic()
     start(home, None, NO_RAY)

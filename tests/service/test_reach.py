@@ -84,6 +84,7 @@ def reached(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         here.orc("down", "--force")
 
 
+@pytest.mark.long
 def test_a_job_submitted_from_elsewhere_runs_and_belongs_to_the_user_of_the_token(reached: Reached) -> None:
     file = reached.there.folder / "job.yaml"
     file.write_text(JOB.format(python=sys.executable))

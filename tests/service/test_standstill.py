@@ -103,6 +103,7 @@ def test_a_service_whose_decision_does_not_end_is_not_ready_and_says_what_it_doe
         assert controller.health.failures() == []
 
 
+@pytest.mark.long
 def test_sigterm_ends_a_service_within_ten_seconds_though_its_decision_never_ends(hanging: Path) -> None:
     pid = int(service_file(hanging)["pid"])
     answer = until(lambda: (said := readyz(hanging)).status_code == 503 and said, "the service is not ready", 60.0)

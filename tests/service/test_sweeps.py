@@ -161,6 +161,7 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return capsys.readouterr().out
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_every_trial_is_a_job_with_its_values_and_the_best_one_is_shown_everywhere(
     world: World, capsys: pytest.CaptureFixture[str]

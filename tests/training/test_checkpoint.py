@@ -241,6 +241,7 @@ def test_running_out_of_memory_while_loading_is_still_that_error(tmp_path: Path)
         checkpoint.load(tmp_path / "a", {"model.w": target})
 
 
+@pytest.mark.long
 def test_neither_saving_nor_resuming_needs_more_memory_than_training_and_an_engine_leaves_none(tmp_path: Path) -> None:
     plans = [
         Plan(engine=engine, zero_stage=ZeroStage(stage), layout=ParallelLayout(dp=2), micro_batch_size=4)

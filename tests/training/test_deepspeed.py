@@ -255,6 +255,7 @@ def test_a_training_hops_from_ddp_to_every_case_and_back(found: Callable[[str], 
         assert curve == pytest.approx(rest, abs=CASES[name].tolerance, rel=0)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")  # torch says that it saves and loads without a process group
 def test_an_overflowed_step_is_left_out_halves_the_scale_and_goes_on(tmp_path: Path) -> None:
     """From a scale of 2**19 gradients overflow in fp16 at every stage until it has come down."""

@@ -143,6 +143,7 @@ def test_rare_kinds_of_plans_give_the_losses_of_one_process(tmp_path: Path, rank
     check(curves, expected)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", [{"tp": 2}, pytest.param({"tp": 2, "pp": 2}, marks=pytest.mark.long)])
 def test_tokens_that_ranks_cannot_share_evenly_give_the_losses_of_one_process(
     tmp_path: Path, layout: dict[str, int]
@@ -316,6 +317,7 @@ def test_moments_in_8_bits_and_weights_in_bf16_give_the_losses_of_one_process(tm
         assert curves[same] == pytest.approx(curves[each], abs=TOLERANCE[Precision.FP32], rel=0), in_short(each)
 
 
+@pytest.mark.long
 def test_ranks_that_hold_one_weight_in_bf16_round_it_alike(tmp_path: Path) -> None:
     """Data-parallel copies, and an embedding that is the head of the last pipeline stage, too."""
     text = gang.ragged_text(tmp_path)
@@ -416,6 +418,7 @@ def test_a_training_hops_over_the_engines_of_two_ranks_and_its_curve_stays_the_s
     assert chain == pytest.approx(expected, abs=TOLERANCE[Precision.FP32], rel=0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("legs", "tolerance"), [(QUANTISED_CHAIN, 2e-3), pytest.param(ROUNDED_CHAIN, 5e-3, marks=pytest.mark.long)]
 )

@@ -174,6 +174,7 @@ def test_every_legal_kind_of_plan_spreads_experts_alike(ranks: int, tmp_path: Pa
     assert World(tmp_path).differing(LONG[ranks]) == {}
 
 
+@pytest.mark.long
 @needs_torch_2_12
 def test_a_rank_to_which_no_token_comes_trains_as_one_process(tmp_path: Path) -> None:
     """Two tokens of a sample with an expert each: of 32 passes of a layer one of two ranks has none in every eighth."""
@@ -190,6 +191,7 @@ def test_a_rank_to_which_no_token_comes_trains_as_one_process(tmp_path: Path) ->
     assert _distance(two, one) <= FP32_TOLERANCE
 
 
+@pytest.mark.long
 @needs_torch_2_12
 @pytest.mark.parametrize(
     "legs",

@@ -124,6 +124,7 @@ Harmed = tuple[str, Callable[[Path], None], str]
 HARMED: list[Harmed] = [(file, harm, said) for file in FILES for harm, said in DAMAGES]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "cases", [HARMED[::2], pytest.param(HARMED, marks=pytest.mark.long)], ids=["every other", "all"]
 )

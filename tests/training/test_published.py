@@ -62,6 +62,7 @@ def run(folder: Path, program: str, *arguments: str, **env: str) -> subprocess.C
     return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=200)
 
 
+@pytest.mark.long
 def test_without_the_hub_a_model_of_the_table_is_planned_and_another_is_refused_with_what_to_do(tmp_path: Path) -> None:
     planned = run(tmp_path, FIT, "fit", "hf:Qwen/Qwen2.5-0.5B-Instruct", HF_HUB_OFFLINE="1")
     assert planned.returncode == 0, planned.stderr

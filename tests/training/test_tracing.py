@@ -88,8 +88,8 @@ def alternating(seed: int, period: int) -> dict[str, Any]:
     ("model", "segments"),
     [
         pytest.param(ModelSpec(hf=LLAMA), 3, id="transformers", marks=pytest.mark.long),
-        pytest.param(ModelSpec(decoder=DECODER), 3, id="decoder", marks=pytest.mark.long),
-        pytest.param(ModelSpec(hf=GEMMA), 12, id="two kinds in turn"),
+        pytest.param(ModelSpec(decoder=DECODER), 3, id="decoder"),
+        pytest.param(ModelSpec(hf=GEMMA), 12, id="two kinds in turn", marks=pytest.mark.long),
         *(
             pytest.param(ModelSpec(hf=alternating(seed, period)), None, id=f"{period}-{seed}", marks=pytest.mark.long)
             for seed, period in ((1, 3), (2, 3), (3, 4), (4, 6))
@@ -157,6 +157,7 @@ DEEPSEEK |= {"topk_group": 1, "first_k_dense_replace": 1, "num_hidden_layers": 2
 QWEN = {**LLAMA, **EXPERTS, "model_type": "qwen3_moe", "num_experts": 4}
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("config", "depths"),
