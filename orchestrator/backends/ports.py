@@ -23,7 +23,7 @@ Decided = tuple[Event, Sequence[Action]]  # what happened, and what was decided 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Totals:
-    """What a journal counts."""
+    """Counts of a journal."""
 
     ended: Mapping[str, int]  # archived jobs by status
     undelivered: Mapping[str, int]  # records that each tracker has yet to get
@@ -117,7 +117,7 @@ class EventLog(Protocol):
 
 
 class Receiver(Protocol[Sent]):
-    """What gets the rows of an outbox. Its relay calls it, and calls again after an error.
+    """Receives the rows of an outbox. Its relay calls it, and calls again after an error.
 
     Subclass it: `refresh` and `shut_down` need a body only where a receiver has something to do there.
     """
@@ -156,7 +156,7 @@ class Tracker(Receiver[Record], Protocol):
 
 
 def decisions(actions: Sequence[Action]) -> str:
-    """Decisions as text: one line for each attempt to start or to end."""
+    """Return decisions as text: one line for each attempt to start or to end."""
     return "\n".join(_decision(action) for action in actions if isinstance(action, Launch | Stop))
 
 

@@ -44,7 +44,7 @@ def mask(text: bytes, values: Sequence[bytes]) -> bytes:
 
 
 def _secrets(spec: JobSpec, environment: Mapping[str, str]) -> list[tuple[str, str]]:
-    """(value, name) of what the job names, and of every variable of the service or the job that is named like one."""
+    """Return (value, name) of the job's secrets, and of every variable of service or job that is named like one."""
     by_name = [(value, name) for name, value in (*environment.items(), *spec.env) if is_secret(name)]
     named = [(environment.get(name, ""), name) for name in spec.secrets]
     return named + [pair for pair in by_name if len(pair[0]) >= SHORTEST_BY_NAME]

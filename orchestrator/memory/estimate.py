@@ -233,7 +233,7 @@ def _as_run(profile: ModelProfile, *, sharded: bool, zero3: bool) -> ModelProfil
 
 
 def _host_bytes(rank: Rank, plan: Plan) -> int:
-    """Host memory of one rank: what is offloaded, and the copy of what it writes of a checkpoint.
+    """Return the host memory of one rank: what is offloaded, and its copy of what it writes of a checkpoint.
 
     Offloaded are fp32 masters, gradients and optimizer states of its shard, and parameters where they live there,
     frozen ones too. DeepSpeed's own estimate is 16 to 18 bytes per parameter of AdamW x 1.5

@@ -271,7 +271,7 @@ class Launcher:
 
     def _reap(self, rank: Rank) -> None:
         code, ended_ns = rank.process.wait(), time.time_ns()
-        while True:  # on a full disk until there is room: an end that nobody can read has not been told
+        while True:  # on a full disk until there is room: an end that nobody can read is not reported
             try:
                 write_durably(self._folder.exit_code(rank.number), str(code))
                 break

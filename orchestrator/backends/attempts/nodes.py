@@ -39,8 +39,8 @@ class NodeWatch:
     _is_away: bool = True  # the last refresh had no answer
     _busy: dict[tuple[str, int], int] = field(default_factory=dict)  # (node, device) -> attempts on it
     _free: dict[tuple[str, int], int] = field(default_factory=dict)
-    _idle_free: dict[tuple[str, int], int] = field(default_factory=dict)  # the same to the byte, as NVML told it
-    # (node, device) -> when its attempt was last seen to compute there, and when NVML last told
+    _idle_free: dict[tuple[str, int], int] = field(default_factory=dict)  # the same to the byte, as NVML reports it
+    # (node, device) -> when its attempt last computed there, and when NVML last answered
     _use: dict[tuple[str, int], tuple[float, float]] = field(default_factory=dict)
     _probed_at_s: dict[str, float] = field(default_factory=dict)
 

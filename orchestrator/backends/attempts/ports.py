@@ -59,7 +59,7 @@ class LauncherGroup(Protocol):
         """A TCP port on which `node` does not listen."""
 
     def run_before(self, node: str, argv: Sequence[str], env: dict[str, str], workdir: str) -> int:
-        """Run a command on `node` to its end; its exit code."""
+        """Run a command on `node` to its end; return its exit code."""
 
     def start(
         self, ranks: Mapping[str, Sequence[RankStart]], counts: Mapping[str, int], workdir: str, fence: Fence | None
@@ -70,20 +70,20 @@ class LauncherGroup(Protocol):
         """
 
     def poll(self, nodes: Iterable[str], timeout_s: float) -> dict[str, LauncherStatus | None]:
-        """News of these launchers, None for one that is gone; waits at most `timeout_s` for the first."""
+        """Return news of these launchers, None for one that is gone; waits at most `timeout_s` for the first."""
 
     def stop(self, nodes: Iterable[str], grace_s: float) -> None:
-        """SIGTERM to the ranks of these nodes, SIGKILL after `grace_s`; does not wait."""
+        """Send SIGTERM to the ranks of these nodes, SIGKILL after `grace_s`; does not wait."""
 
     def abort(self, nodes: Iterable[str], grace_s: float) -> None:
-        """SIGKILL to the ranks of these nodes after `grace_s`; does not wait."""
+        """Send SIGKILL to the ranks of these nodes after `grace_s`; does not wait."""
 
 
 class Launchers(Protocol):
     """Puts launchers on the nodes of a cluster, where they outlive the service. Every method may raise ClusterAway."""
 
     def place(self, attempt: Attempt, folders: JobFolder, live: Mapping[str, LiveNode]) -> LauncherGroup | str:
-        """Launchers on every node of the placement, holding its devices; or why there are none (then none is left)."""
+        """Return launchers on every node of the placement, which hold its devices; or why there are none."""
 
     def find(self, attempt: Attempt) -> LauncherGroup:
         """The launchers of `attempt` that exist."""

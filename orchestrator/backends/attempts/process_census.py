@@ -43,7 +43,7 @@ class Census:
         self._foreign: set[int] = set()
         self._cpu_s: dict[int, float] = {}  # of those that live
         self._ended_cpu_s = 0.0
-        self._judged: dict[int, bytes] = {}  # command under which a process was seen with the guard, or told of
+        self._judged: dict[int, bytes] = {}  # command of a process that has the guard, or was reported
         self._told = 0
 
     @property

@@ -18,7 +18,7 @@ from orchestrator.specs.run import AttemptFolder
 
 READ_BYTES_MAX = 4 * 2**20  # of a log at a time: what a rank writes in a tick is less
 PACE_STEPS = 10  # before a pace is believed: the first steps compile, warm up and fill caches
-ANOTHER_PACE = 1.1  # times as fast or as slow as known: told, so that ends are expected anew
+ANOTHER_PACE = 1.1  # times as fast or as slow as before: reported, so that ends are expected anew
 PROBE_S_MAX = 600.0  # of a probe that shows no step: a real attempt is waiting
 LINE_BYTES_MAX = 64 * 1024  # of a line that has not ended
 # Of one core, over the limit, before a program without visible steps counts as at work. Training keeps a thread

@@ -108,13 +108,13 @@ class Gang:
 
 @dataclass(slots=True)
 class EndingGang:
-    """What the launchers of a gang were told of its end."""
+    """The end that the launchers of a gang were asked for."""
 
     hung_for_s: float | None = None
     aborted: bool = False
     stopped: bool = False
-    give_up_at_s: float = -math.inf  # where it was told
-    lost_before: frozenset[str] = frozenset()  # nodes that went before any launcher was told
+    give_up_at_s: float = -math.inf  # once aborted or stopped
+    lost_before: frozenset[str] = frozenset()  # nodes that were lost before any launcher was asked to end
 
 
 class AttemptWatch:

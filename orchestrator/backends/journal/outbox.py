@@ -23,7 +23,7 @@ from orchestrator.backends.ports import Body
 
 NOTICES_MAX = 10_000  # that wait; more than these are not kept
 PAGE = 500  # ids in one query
-TOLD_S = 30 * 86_400.0  # how long it is remembered that something was told
+TOLD_S = 30 * 86_400.0  # how long ids of sent notices are stored
 
 _told = sa.Table(
     "told",

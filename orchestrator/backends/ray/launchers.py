@@ -58,7 +58,7 @@ class ActorGroup:
         return int(ray.get(self._actors[node].free_port.remote(), timeout=CALL_TIMEOUT_S))
 
     def run_before(self, node: str, argv: Sequence[str], env: dict[str, str], workdir: str) -> int:
-        """Run a command on `node` to its end; its exit code."""
+        """Run a command on `node` to its end; return its exit code."""
         answer = self._actors[node].run_before.remote(argv, env, workdir)
         return int(ray.get(answer, timeout=BEFORE_TIMEOUT_S + CALL_TIMEOUT_S))
 
@@ -71,7 +71,7 @@ class ActorGroup:
         return statuses
 
     def poll(self, nodes: Iterable[str], timeout_s: float) -> dict[str, LauncherStatus | None]:
-        """News of these launchers, None for one that is gone; waits at most `timeout_s` for the first."""
+        """Return news of these launchers, None for one that is gone; waits at most `timeout_s` for the first."""
         wanted, polled = list(nodes), set(self._pending.values())
         news: dict[str, LauncherStatus | None] = {node: None for node in wanted if node not in self._actors}
         for node in wanted:
@@ -96,13 +96,13 @@ class ActorGroup:
         return news
 
     def stop(self, nodes: Iterable[str], grace_s: float) -> None:
-        """SIGTERM to the ranks of these nodes, SIGKILL after `grace_s`; does not wait."""
+        """Send SIGTERM to the ranks of these nodes, SIGKILL after `grace_s`; does not wait."""
         for node in nodes:
             if node in self._actors:
                 self._actors[node].stop.remote(grace_s)
 
     def abort(self, nodes: Iterable[str], grace_s: float) -> None:
-        """SIGKILL to the ranks of these nodes after `grace_s`; does not wait."""
+        """Send SIGKILL to the ranks of these nodes after `grace_s`; does not wait."""
         for node in nodes:
             if node in self._actors:
                 self._actors[node].abort.remote(grace_s)
@@ -122,7 +122,7 @@ class RayLaunchers:
         return ActorGroup(_actors(attempt))
 
     def place(self, attempt: Attempt, folders: JobFolder, live: Mapping[str, LiveNode]) -> ActorGroup | str:
-        """Launchers on every node of the placement, holding its devices; or why there are none (then none is left)."""
+        """Return launchers on every node of the placement, which hold its devices; or why there are none."""
         bundles = [_bundle(part.devices, live[part.node]) for part in attempt.placement]
         group = placement_group(
             bundles,

@@ -229,7 +229,7 @@ class LinkedGroup:
         return int(self._link.call("free_port", self._attempt, node))
 
     def run_before(self, node: str, argv: Sequence[str], env: dict[str, str], workdir: str) -> int:
-        """Run a command on `node` to its end; its exit code."""
+        """Run a command on `node` to its end; return its exit code."""
         limit_s = BEFORE_TIMEOUT_S + CALL_TIMEOUT_S
         return int(self._link.call("run_before", self._attempt, node, argv, env, workdir, timeout_s=limit_s))
 
@@ -241,16 +241,16 @@ class LinkedGroup:
         return statuses
 
     def poll(self, nodes: Iterable[str], timeout_s: float) -> dict[str, LauncherStatus | None]:
-        """News of these launchers, None for one that is gone; waits at most `timeout_s` for the first."""
+        """Return news of these launchers, None for one that is gone; waits at most `timeout_s` for the first."""
         news: dict[str, LauncherStatus | None] = self._link.call("poll", self._attempt, list(nodes), timeout_s)
         return news
 
     def stop(self, nodes: Iterable[str], grace_s: float) -> None:
-        """SIGTERM to the ranks of these nodes, SIGKILL after `grace_s`; does not wait."""
+        """Send SIGTERM to the ranks of these nodes, SIGKILL after `grace_s`; does not wait."""
         self._link.call("stop", self._attempt, list(nodes), grace_s)
 
     def abort(self, nodes: Iterable[str], grace_s: float) -> None:
-        """SIGKILL to the ranks of these nodes after `grace_s`; does not wait."""
+        """Send SIGKILL to the ranks of these nodes after `grace_s`; does not wait."""
         self._link.call("abort", self._attempt, list(nodes), grace_s)
 
 
@@ -265,7 +265,7 @@ class LinkedLaunchers:
         return LinkedGroup(self._link, attempt, self._link.call("find", attempt))
 
     def place(self, attempt: Attempt, folders: JobFolder, live: Mapping[str, LiveNode]) -> LinkedGroup | str:
-        """Launchers on every node of the placement, holding its devices; or why there are none (then none is left)."""
+        """Return launchers on every node of the placement, which hold its devices; or why there are none."""
         used = {part.node: live[part.node] for part in attempt.placement}
         placed = self._link.call("place", attempt, folders, used)
         return placed if isinstance(placed, str) else LinkedGroup(self._link, attempt, placed)

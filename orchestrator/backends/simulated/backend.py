@@ -94,7 +94,7 @@ class SimulatedBackend:
         self.adopt(action.job, action.attempt)
 
     def adopt(self, job: Job, attempt: Attempt) -> None:
-        """Watch an attempt and tell again all that became of it; start it if it never began."""
+        """Watch an attempt and repeat its events; start it if it never began."""
         self._watched.add(attempt.name)
         process = self._processes.get(attempt.name)
         if process is None and attempt.status is AttemptStatus.ENDED:
@@ -126,7 +126,7 @@ class SimulatedBackend:
         return events
 
     def close(self) -> None:
-        """Forget who listened, with all that was not yet told; running attempts go on."""
+        """Drop listeners and events that were not handed out; running attempts go on."""
         self._watched.clear()
         self._outbox.clear()
         self._told_nodes, self._nodes_changed = None, True
@@ -165,7 +165,7 @@ class SimulatedBackend:
             self._after(starting_s + running_s, partial(self._meet, process, ending, step))
 
     def _fate(self, process: Process) -> tuple[float, FailureKind | None, int]:
-        """Seconds until it starts, how it ends if left alone, and after which step."""
+        """Return the seconds until it starts, how it ends by itself, and after which step."""
         shortest_s, longest_s = self._nature.startup_s
         fits = process.peak_bytes <= process.capacity_bytes
         if shortest_s == longest_s and fits and process.fault is None and not self._hazards:

@@ -87,7 +87,7 @@ class Process:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Symptom:
-    """What an ending does to the rank that met it and to the others: exit codes, last words, a guard's report."""
+    """The traces of an ending on the rank that met it and on the others: exit codes, last words, a guard's report."""
 
     exit_code: int | None
     others: int | None = SIGTERM

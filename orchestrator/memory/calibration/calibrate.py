@@ -127,7 +127,7 @@ class Proven:
 
 
 class StepKind(NamedTuple):
-    """What plans have in common whose steps are off by the same factor."""
+    """The kind of plans whose steps are off by the same factor."""
 
     place: tuple[Engine, Offload, OffloadTarget]  # whose loop it is, and where its state lives
     shared: tuple[type[Mechanics], ZeroStage, bool]  # how ranks share state, and whether in a pipeline
@@ -161,7 +161,7 @@ def step_factor(plan: Plan, *sources: Mapping[StepKind, float]) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """What outcomes say of the predictions for one family on one kind of device."""
+    """The errors of predictions for one family on one kind of device, by its outcomes."""
 
     correction: float = 1.0  # on the activations; never below 1
     belief: Belief | None = None  # of a job that ran out of memory itself: what its activations may be
@@ -172,7 +172,7 @@ class Calibration:
     line: MeasuredLine | None = None  # of a script that was probed
     is_seen: bool = False  # whether anything of the family ran here before, or a probe ran out of memory
     overhead: Overhead = SUPPOSED_OVERHEAD  # of the device, whatever family it was measured with
-    relative_to: OwnSettings | None = None  # the settings of a script that all of this is told by; None: of no script
+    relative_to: OwnSettings | None = None  # settings of the script to which outcomes are relative; None: no script
 
     def errors_of(self, engine: Engine, source: Source) -> Errors:
         """Return the engine's errors for a profile of this source; before any measurement, the supposed ones."""
@@ -356,7 +356,7 @@ def plan_fit_probability(plan: Plan, estimate: MemoryEstimate, calibrated: Calib
 
 
 def _has_unmeasured_cache(estimate: MemoryEstimate) -> bool:
-    """Peaks are measured as allocated bytes: they say nothing about the allocator around them."""
+    """Return whether the allocator reserves more than it allocates: measured peaks are allocated bytes only."""
     return estimate.reserved_bytes > estimate.allocated_bytes
 
 

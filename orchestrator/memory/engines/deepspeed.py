@@ -200,7 +200,7 @@ def _looked_up(profile: ModelProfile, place: int) -> int:
 
 
 def _held_by_views(profile: ModelProfile, passage: Passage, *, leaf_ended: bool) -> int:
-    """Gathered weights that outlive their release, which gives the parameter other memory: a saved view has the old.
+    """Return the elements of gathered weights that outlive their release, since a saved view holds their memory.
 
     (`free_param` in deepspeed/runtime/zero/partition_parameters.py.) They go when their part has gone backward, or the
     leaf in it.
@@ -289,7 +289,7 @@ def _meets(profile: ModelProfile, passage: Passage) -> bool:
 
 
 def _bucket_count(profile: ModelProfile) -> int:
-    """Stage 3 makes its bucket once and keeps it; of recipes that train in turn, each has one."""
+    """Return the number of stage 3's buckets, which it makes once and keeps: one for each recipe in turn."""
     return max(1, len(profile.turns))
 
 

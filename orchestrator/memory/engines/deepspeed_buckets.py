@@ -25,7 +25,7 @@ class Reduction(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Filling:
-    """What is reduced at a time in a backward pass."""
+    """The reductions of a backward pass."""
 
     reduced: Mapping[Part, tuple[Reduction, ...]]
     rest: int  # what is in the bucket when the backward pass is over
@@ -92,7 +92,7 @@ def _in_backward_order(profile: ModelProfile, *, leaves: bool = False) -> Iterat
 
 
 def _leaf_last(segment: Segment) -> tuple[int, ...]:
-    """Gradients of a part in the order in which they are reduced: those of its leaf when all have been made."""
+    """Return a part's gradients in the order of their reduction: those of its leaf once all have been made."""
     made = list(accumulate(segment.gradients))
     count = bisect_left(made, segment.leaf_until) + 1
     before = list(segment.gradients[:count])

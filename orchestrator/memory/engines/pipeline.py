@@ -32,7 +32,7 @@ def ranks(profile: ModelProfile, plan: Plan, *, full_layers: int = 0) -> tuple[R
 
 
 class Filling(NamedTuple):
-    """What the number of micro-batches changes of what is in flight."""
+    """The effect of the number of micro-batches on what is in flight."""
 
     at_a_time: int  # micro-batches that go through one stage of a rank before the next has its turn
     is_one_round: bool  # whether these are all of a step

@@ -167,7 +167,7 @@ class _Routing:
 
 
 def _routed_bytes(profile: ModelProfile, routing: _Routing, h: int, *, autocast: bool) -> int:
-    """Saved of a sample by router and experts.
+    """Return the bytes that router and experts save of a sample.
 
     Of every copy: its input, gathered by expert; both halves of the first product, the activated gate and the gated
     product; what the second product returned, since its weight is multiplied with it; 40 bytes of places and weights.
@@ -186,7 +186,7 @@ def _routed_bytes(profile: ModelProfile, routing: _Routing, h: int, *, autocast:
 
 
 def _shared_bytes(profile: ModelProfile, experts: Experts, h: int, *, autocast: bool) -> int:
-    """Saved of a token by the expert that all share, as by any feed-forward part, and by its gate."""
+    """Return the bytes that the shared expert, a feed-forward part, and its gate save of a token."""
     if not experts.shared_width:
         return 0
     width = 4 if profile.precision is Precision.FP32 else 2
@@ -242,7 +242,7 @@ def _expert_width(profile: ModelProfile, *, autocast: bool) -> int:
 
 
 def _factored_elements(experts: Experts, h: int) -> int:
-    """Rows and columns of all matrices; in the two tensors of experts every one has its own."""
+    """Return the rows and columns of all matrices; each expert of the two tensors has its own."""
     f, shared = experts.width, experts.shared_width
     routed = experts.count * (2 * f + h + h + f) + experts.count + h
     return routed - 3 * h + (3 * (shared + h) + 1 + h if shared else 0)

@@ -116,7 +116,7 @@ def as_transformers(
     expert_parallel: int = 1,
     uneven: float = 1.0,
 ) -> ModelProfile:
-    """Our decoder's profile with what the family has more: biases, norms of heads; adapters beside a frozen base."""
+    """Return our decoder's profile with the family's biases and norms of heads, and adapters beside a frozen base."""
     embedding, layer, head = profile.segments
     config, tp, low = config_of(model), profile.tensor_parallel, profile.precision is not Precision.FP32
     family = ATTENTION.get(config["model_type"], config["model_type"])

@@ -92,7 +92,7 @@ def _cut(x: Tensor, axis: int, group: dist.ProcessGroup) -> Tensor:
 
 
 def _exchange(sent: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Row r is what rank r sent to this one."""
+    """Return the received rows: row r came from rank r."""
     received = torch.empty_like(sent)
     all_to_all(received, sent, group=group)
     return received
