@@ -14,7 +14,7 @@ from datetime import datetime
 from orchestrator.backends.ports import Backend, Decided, EventLog, Submission, decisions
 from orchestrator.scheduling.base.migration import MOVE_GRACE_S
 from orchestrator.scheduling.base.time_limits import with_team_limit
-from orchestrator.scheduling.queue.dependencies import resolved
+from orchestrator.scheduling.queue.dependencies import resolve_dependencies
 from orchestrator.scheduling.scheduler import Scheduler
 from orchestrator.scheduling.transitions import CANCEL_GRACE_S
 from orchestrator.service.server.health import Health
@@ -460,7 +460,7 @@ class Controller:
             if asked.deadline is not None and asked.deadline.due_s(at_s) <= at_s:
                 raise SpecError("the deadline is over", source=asked.name, path="deadline", got=str(asked.deadline))
             limited = with_team_limit(asked, self._state.policy.team_of(asked.user or ""))
-            spec, satisfied = resolved(limited, together, self.job) if asked.depends_on else (limited, ())
+            spec, satisfied = resolve_dependencies(limited, together, self.job) if asked.depends_on else (limited, ())
             job_id = f"{spec.name}-{order}"
             together.setdefault(spec.name, []).append(job_id)
             if spec.trial is not None:
