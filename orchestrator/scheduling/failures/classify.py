@@ -67,13 +67,8 @@ def classify(job: Job, attempt: Attempt, evidence: Evidence, capacity_bytes: int
 
 
 def _classify(job: Job, attempt: Attempt, evidence: Evidence, capacity_bytes: int | None) -> Failure | None:
-    if evidence.no_program:
-        return Failure(kind=FailureKind.USER_ERROR, reason=f"could not be started: {evidence.launch_error}")
-    if evidence.launch_error is not None:
-        return Failure(kind=FailureKind.STARTUP, reason=f"could not be launched: {evidence.launch_error}")
-    lone = lone_ranks(evidence.heartbeats)
-    if lone and not job.cancelling:  # no other plan and no other place would make it right
-        return Failure(kind=FailureKind.USER_ERROR, reason=lone_ranks_in_words(lone))
+    if (failure := _launch_failure(job, evidence)) is not None:
+        return failure
     swallowed = _find_swallowed_oom(job, evidence)
     ran_out = bool(evidence.ooms) or swallowed is not None
     if attempt.probe and evidence.stopped and not ran_out and (not job.cancelling or _has_measured(evidence)):
@@ -91,6 +86,29 @@ def _classify(job: Job, attempt: Attempt, evidence: Evidence, capacity_bytes: in
     if swallowed is not None:
         failure = _oom_failure(attempt, swallowed, _finding_of(evidence, swallowed, command))
         return replace(failure, reason=f"{failure.reason}; {caught_in_words(evidence)}")
+    if (failure := _outside_failure(job, attempt, evidence)) is not None:
+        return failure
+    if evidence.hung_for_s is not None:
+        return _hang_failure(attempt, evidence, command, capacity_bytes)
+    if not evidence.ranks:
+        return Failure(kind=FailureKind.NODE_LOST, reason="nothing is known of its processes")
+    return _check_oom_kills(evidence, _failure_of_ranks(attempt, evidence, command, capacity_bytes))
+
+
+def _launch_failure(job: Job, evidence: Evidence) -> Failure | None:
+    """Return the failure of an attempt that could not start, or whose ranks trained alone; else None."""
+    if evidence.no_program:
+        return Failure(kind=FailureKind.USER_ERROR, reason=f"could not be started: {evidence.launch_error}")
+    if evidence.launch_error is not None:
+        return Failure(kind=FailureKind.STARTUP, reason=f"could not be launched: {evidence.launch_error}")
+    lone = lone_ranks(evidence.heartbeats)
+    if lone and not job.cancelling:  # no other plan and no other place would make it right
+        return Failure(kind=FailureKind.USER_ERROR, reason=lone_ranks_in_words(lone))
+    return None
+
+
+def _outside_failure(job: Job, attempt: Attempt, evidence: Evidence) -> Failure | None:
+    """Return the failure of an attempt that we stopped, or that lost its node; else None."""
     if evidence.stopped and attempt.over_limit:
         return over_limit(job, attempt)
     if evidence.stopped and attempt.moved_for:
@@ -98,11 +116,7 @@ def _classify(job: Job, attempt: Attempt, evidence: Evidence, capacity_bytes: in
     if evidence.nodes_lost:
         lost = ", ".join(evidence.nodes_lost)
         return Failure(kind=FailureKind.NODE_LOST, reason=f"lost contact with {lost} while it ran")
-    if evidence.hung_for_s is not None:
-        return _hang_failure(attempt, evidence, command, capacity_bytes)
-    if not evidence.ranks:
-        return Failure(kind=FailureKind.NODE_LOST, reason="nothing is known of its processes")
-    return _check_oom_kills(evidence, _failure_of_ranks(attempt, evidence, command, capacity_bytes))
+    return None
 
 
 def _find_swallowed_oom(job: Job, evidence: Evidence) -> OomReport | None:

@@ -81,7 +81,7 @@ def quick_forecast(state: State, hurried: Collection[str] = ()) -> Mapping[str, 
 
     Jobs in `hurried` take the option that ends them first, whatever it costs.
     """
-    return _placed(index_of(state), hurried)
+    return _Placing(index_of(state), hurried).place_all()
 
 
 def spread_of(observations: Sequence[Observation], job: Job) -> float:
@@ -100,64 +100,81 @@ def spread_of(observations: Sequence[Observation], job: Job) -> float:
     return sqrt((SUPPOSED_OUTCOMES * SUPPOSED_SPREAD**2 + squares) / (SUPPOSED_OUTCOMES + len(ratios)))
 
 
-def _placed(index: SchedulerIndex, hurried: Collection[str]) -> dict[str, Expected]:
-    """What becomes of the jobs where each takes as long as expected."""
-    state = index.state
-    forecasts: dict[str, Expected] = {}
-    arrays = _Arrays()
-    index.clear_reservations()
-    for job in index.running.values():
-        attempt = job.last
-        end_s = state.at_s
-        if attempt is not None and attempt.ended_at_s is None:
-            end_s, launched_s = index.end_of(job, attempt), attempt.launched_at_s
-            end_s = end_s if end_s > state.at_s else state.at_s + OVERDUE_S
-            index.expect(attempt, end_s)
-            forecasts[job.id] = Expected(start_s=launched_s, end_s=end_s, devices=attempt.plan.world_size)
-        arrays.take(job, end_s)
-    price, queued_max = price_of(index), FORECAST_MAX + len(forecasts)
-    later: list[tuple[float, int, str]] = []  # from when on they can start; their order and ids
+class _Placing:
+    """The forecast where each job takes as long as expected: jobs are placed one after the other."""
 
-    def place(waiting: Waiting, from_s: float, by_s: float) -> None:
+    def __init__(self, index: SchedulerIndex, hurried: Collection[str]) -> None:
+        self._index, self._state, self._hurried = index, index.state, hurried
+        self._forecasts: dict[str, Expected] = {}
+        self._arrays, self._price = _Arrays(), price_of(index)
+        self._later: list[tuple[float, int, str]] = []  # from when on jobs can start; their order and ids
+
+    def place_all(self) -> dict[str, Expected]:
+        """Return the forecasts of running jobs, and of at most FORECAST_MAX waiting ones."""
+        self._index.clear_reservations()
+        self._keep_running()
+        jobs_max = FORECAST_MAX + len(self._forecasts)
+        self._place_waiting(jobs_max)
+        for job_id in [*self._forecasts]:
+            self._queue_followers(job_id)
+        for waiting in self._index.waiting.values():
+            if waiting.job.not_before_s > self._state.at_s:
+                heappush(self._later, (waiting.job.not_before_s, waiting.job.order, waiting.job.id))
+        self._place_later(jobs_max)
+        return self._forecasts
+
+    def _keep_running(self) -> None:
+        at_s = self._state.at_s
+        for job in self._index.running.values():
+            attempt, end_s = job.last, at_s
+            if attempt is not None and attempt.ended_at_s is None:
+                end_s, launched_s = self._index.end_of(job, attempt), attempt.launched_at_s
+                end_s = end_s if end_s > at_s else at_s + OVERDUE_S
+                self._index.expect(attempt, end_s)
+                devices = attempt.plan.world_size
+                self._forecasts[job.id] = Expected(start_s=launched_s, end_s=end_s, devices=devices)
+            self._arrays.take(job, end_s)
+
+    def _place_waiting(self, jobs_max: int) -> None:
+        """Place the waiting jobs in the order of the policy; jobs whose array is full come later."""
+        for waiting, by_s in self._index.policy.in_order():
+            if len(self._forecasts) >= jobs_max:
+                break
+            if waiting.job.id not in self._forecasts:
+                if self._arrays.room_s(waiting.job) > -inf:
+                    heappush(self._later, (self._state.at_s, waiting.job.order, waiting.job.id))
+                else:
+                    self._place(waiting, self._state.at_s, by_s)
+
+    def _place_later(self, jobs_max: int) -> None:
+        """Place the jobs that can start later only, the first to be ready first."""
+        while self._later and len(self._forecasts) < jobs_max:
+            ready_s, _, job_id = heappop(self._later)
+            job = self._state.jobs[job_id]
+            for by_s in (inf,) if job.deadline_s is None else (job.deadline_s, inf):
+                if job_id not in self._forecasts:
+                    waiting = self._index.waiting.get(job_id) or self._index.queue_entry(job)
+                    self._place(waiting, max(ready_s, self._arrays.room_s(job)), by_s)
+            if job_id in self._forecasts:
+                self._queue_followers(job_id)
+
+    def _place(self, waiting: Waiting, from_s: float, by_s: float) -> None:
         job = waiting.job
-        wanted = 0.0 if job.id in hurried else price
-        reservation = expected_reservation(index, waiting, wanted, from_s=from_s, by_s=by_s)
+        price = 0.0 if job.id in self._hurried else self._price
+        reservation = expected_reservation(self._index, waiting, price, from_s=from_s, by_s=by_s)
         if reservation is None:
             return
-        index.reserve((reservation,), backfill=True)
+        self._index.reserve((reservation,), backfill=True)
         devices = sum(len(part.devices) for part in reservation.placement)
-        forecasts[job.id] = Expected(start_s=reservation.start_s, end_s=reservation.end_s, devices=devices)
-        arrays.take(job, reservation.end_s)
+        self._forecasts[job.id] = Expected(start_s=reservation.start_s, end_s=reservation.end_s, devices=devices)
+        self._arrays.take(job, reservation.end_s)
 
-    def follow(job_id: str) -> None:
-        for follower_id in index.followers_of(job_id):
-            job = state.jobs[follower_id]
-            if job.held_by is None and all(other.job in forecasts for other in job.waits_for):
-                ready_s = max(forecasts[other.job].end_s for other in job.waits_for)
-                heappush(later, (ready_s, job.order, job.id))
-
-    for waiting, by_s in index.policy.in_order():
-        if len(forecasts) >= queued_max:
-            break
-        if waiting.job.id not in forecasts:
-            if arrays.room_s(waiting.job) > -inf:
-                heappush(later, (state.at_s, waiting.job.order, waiting.job.id))
-            else:
-                place(waiting, state.at_s, by_s)
-    for job_id in [*forecasts]:
-        follow(job_id)
-    for waiting in index.waiting.values():
-        if waiting.job.not_before_s > state.at_s:
-            heappush(later, (waiting.job.not_before_s, waiting.job.order, waiting.job.id))
-    while later and len(forecasts) < queued_max:
-        ready_s, _, job_id = heappop(later)
-        job = state.jobs[job_id]
-        for by_s in (inf,) if job.deadline_s is None else (job.deadline_s, inf):
-            if job_id not in forecasts:
-                place(index.waiting.get(job_id) or index.queue_entry(job), max(ready_s, arrays.room_s(job)), by_s)
-        if job_id in forecasts:
-            follow(job_id)
-    return forecasts
+    def _queue_followers(self, job_id: str) -> None:
+        for follower_id in self._index.followers_of(job_id):
+            job = self._state.jobs[follower_id]
+            if job.held_by is None and all(other.job in self._forecasts for other in job.waits_for):
+                ready_s = max(self._forecasts[other.job].end_s for other in job.waits_for)
+                heappush(self._later, (ready_s, job.order, job.id))
 
 
 @dataclass(slots=True, kw_only=True)

@@ -83,25 +83,46 @@ class SchedulerIndex:
 
     def update_job(self, before: Job | None, after: Job | None) -> None:
         """Replace one version of a job by another (None: the job was not, or is no more, in the state)."""
-        held_before, held_after = _attempts_of(before), _attempts_of(after)
-        if held_before != held_after or _limit_s(before) != _limit_s(after):
-            for number, attempt in held_before.items():
-                if number not in held_after:
-                    self._vacate(attempt)
-            for number, attempt in held_after.items():
-                previous = held_before.get(number)
-                assert after is not None
-                if previous is None or before is None or _end_facts(before, previous) != _end_facts(after, attempt):
-                    self._occupy(after, attempt)
         job = after or before
         assert job is not None
+        has_other_limit = _limit_s(before) != _limit_s(after)
+        held_before, held_after = _attempts_of(before), _attempts_of(after)
+        if held_before != held_after or has_other_limit:
+            self._hold_devices(before, after, held_before, held_after)
+        runs = bool(held_after)
         for dependency in _dependencies_of(before):
             self._followers.get(dependency.job, set()).discard(job.id)
         for dependency in _dependencies_of(after):
             self._followers.setdefault(dependency.job, set()).add(job.id)
+        self._sort_running(job, runs)
+        self._expiries_s.pop(job.id, None)
+        if after is not None and (expiry_s := expires_s(after)) < inf:
+            self._expiries_s[job.id] = expiry_s
+        if after is None or after.status.ended or has_other_limit:
+            self.options.forget(job.id)
+        if not runs:
+            self._forget_end(job.id)
+        if after is not None and after.asks and (before is None or not before.asks):
+            heappush(self._asking, (after.asks_until_s, after.id))
+        self._requeue(before, after)
+
+    def _hold_devices(
+        self, before: Job | None, after: Job | None, held_before: dict[int, Attempt], held_after: dict[int, Attempt]
+    ) -> None:
+        """Vacate the devices that a job's attempts held, and occupy those that they hold now."""
+        for number, attempt in held_before.items():
+            if number not in held_after:
+                self._vacate(attempt)
+        for number, attempt in held_after.items():
+            previous = held_before.get(number)
+            assert after is not None
+            if previous is None or before is None or _end_facts(before, previous) != _end_facts(after, attempt):
+                self._occupy(after, attempt)
+
+    def _sort_running(self, job: Job, runs: bool) -> None:
+        """Put a job into those tables of running jobs to which it belongs, and drop it from the others."""
         if job.array is not None:
-            self.running_of_array[job.array] += bool(held_after) - (job.id in self.running)
-        runs = bool(held_after)
+            self.running_of_array[job.array] += runs - (job.id in self.running)
         could_move = runs and is_elastic(job)
         for index, belongs in (
             (self.running, runs),
@@ -113,28 +134,15 @@ class SchedulerIndex:
                 index[job.id] = job
             else:
                 index.pop(job.id, None)
-        self._expiries_s.pop(job.id, None)
-        if after is not None and (expiry_s := expires_s(after)) < inf:
-            self._expiries_s[job.id] = expiry_s
-        if after is None or after.status.ended:
-            self.options.forget(job.id)
-        if not held_after:
-            self._forget_end(job.id)
-        if after is not None and after.asks and (before is None or not before.asks):
-            heappush(self._asking, (after.asks_until_s, after.id))
-        waited, waits = (
-            before is not None and _waits_for_devices(before),
-            after is not None and _waits_for_devices(after),
-        )
-        if _limit_s(before) != _limit_s(after):
-            self.options.forget(job.id)
-        if waited and waits and before is not None and after is not None and before.spec is not after.spec:
-            self._leave(job.id)  # it takes another place
-            waited = False
-        if waited and not waits:
-            self._leave(job.id)
-        elif waits:
-            assert after is not None
+
+    def _requeue(self, before: Job | None, after: Job | None) -> None:
+        """Let a job enter or leave the queue, or change its place there."""
+        waited = before is not None and _waits_for_devices(before)
+        waits = after is not None and _waits_for_devices(after)
+        if waited and before is not None and (not waits or after is None or before.spec is not after.spec):
+            self._leave(before.id)
+            waited = False  # a job with another spec takes another place
+        if waits and after is not None:
             self._enter(after, is_new=not waited)
 
     def update_nodes(self, state: State) -> SchedulerIndex:
