@@ -98,7 +98,7 @@ def test_no_reason_of_a_random_night_is_false(night: Callable[[random.Random], S
 def test_no_reason_is_false_in_any_order(order: Order) -> None:
     for night in NIGHTS[1:3]:
         scenario = night(random.Random(f"{night.__name__} 0"))
-        for state, job, reason in waits(replace(scenario, cluster=scenario.cluster.ordered(order))):
+        for state, job, reason in waits(replace(scenario, cluster=scenario.cluster.with_order(order))):
             assert [*falsehoods(state, job, reason)] == [], (state.at_s, job.id, reason)
 
 

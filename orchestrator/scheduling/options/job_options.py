@@ -23,7 +23,7 @@ from orchestrator.scheduling.options.hedge import pick_soonest, restart_s
 from orchestrator.scheduling.options.probe import measured_spec, probe_bytes, probe_of
 from orchestrator.specs.attempt import Attempt, FailureKind
 from orchestrator.specs.choices import Degradation
-from orchestrator.specs.cluster import DeviceKind
+from orchestrator.specs.cluster import DeviceKind, DeviceSpec
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.pins import pins_of
 from orchestrator.specs.job.spec import JobSpec
@@ -105,18 +105,12 @@ def job_options(job: Job, group: Group, calibrated: Calibration, launch_cost_s: 
     if constant is not None and not candidates:
         text = f"no micro-batch is small enough: {format_bytes(constant)} ran out alike under two of them"
         return Infeasible(why=lambda: text)
-    probe, probe_least = probe_of(job, device, calibrated, candidates), None
-    if probe is not None:
-        bound = probe_bytes(probe, job.last)
-        if bound is not None and bound <= device.memory:
-            probe_least = bound  # by what was measured, not by what is assumed of the script
-        elif free_bytes_for(probe, calibrated, {}) > device.memory:
-            probe = None
+    probe, probe_least = _probe_within(device, job, calibrated, candidates)
     candidates = candidates if probe is None else [probe]
     measured = measured_peaks(job, device.name)
     shapes = partial(shape_of, devices_per_node=group.hardware.devices_per_node, nodes=group.hardware.nodes)
 
-    def of(
+    def options_from(
         fitting: Sequence[tuple[Candidate, Shape, int]],
     ) -> JobOptions | Infeasible:  # and the free bytes that a device must have
         seconds = _lengths(job, [candidate for candidate, _, _ in fitting], group, calibrated)
@@ -147,7 +141,7 @@ def job_options(job: Job, group: Group, calibrated: Calibration, launch_cost_s: 
     ]
     fitting = [option for option in fitting if option[0].plan == _plan_of_climb(job)] or fitting
     if fitting:
-        return of(_hedge(job, group, calibrated, fitting, launch_cost_s))
+        return options_from(_hedge(job, group, calibrated, fitting, launch_cost_s))
     why = partial(why_nothing_fits, job.spec, group.hardware, device.memory, calibrated, job.refuted)
     candidate = likeliest(
         ((candidate, device.memory) for candidate in candidates if shapes(candidate.plan)), calibrated
@@ -158,8 +152,21 @@ def job_options(job: Job, group: Group, calibrated: Calibration, launch_cost_s: 
     least = corrected_bytes(
         candidate.estimate, min(correction, calibrated.belief.least) if calibrated.belief else correction
     )
-    likely = of([(candidate, shape, least)])
+    likely = options_from([(candidate, shape, least)])
     return Infeasible(why=why, likeliest=likely) if isinstance(likely, JobOptions) else likely
+
+
+def _probe_within(
+    device: DeviceSpec, job: Job, calibrated: Calibration, candidates: Sequence[Candidate]
+) -> tuple[Candidate | None, int | None]:
+    """Return the probe to run first and the bytes that it needs by an earlier probe; None where either is missing."""
+    probe = probe_of(job, device, calibrated, candidates)
+    bound = None if probe is None else probe_bytes(probe, job.last)
+    if bound is not None and bound <= device.memory:
+        return probe, bound  # by what was measured, not by what is assumed of the script
+    if probe is not None and free_bytes_for(probe, calibrated, {}) > device.memory:
+        return None, None
+    return probe, None
 
 
 def _plan_of_climb(job: Job) -> Plan | None:

@@ -46,8 +46,8 @@ def _in_words(state: State, job: Job) -> str:
         return f"{local_text(expected.end_s, zone)} with {expected.devices} GPU{'s' if expected.devices > 1 else ''}"
 
     earliest = quick_forecast(state, {job.id}).get(job.id)
-    unsaid = [entry.id for entry in state.jobs.values() if not entry.status.ended and steps_left(entry) is None]
-    sentence = f"{'is not expected' if unsaid else 'cannot be done'} by {local_text(job.deadline_s, zone)}"
+    without_length = [entry.id for entry in state.jobs.values() if not entry.status.ended and steps_left(entry) is None]
+    sentence = f"{'is not expected' if without_length else 'cannot be done'} by {local_text(job.deadline_s, zone)}"
     if earliest is None:
         return f"{sentence}: the time of its start is unknown"
     first = max(entry.spec.priority for entry in state.jobs.values()) + 1
@@ -56,7 +56,7 @@ def _in_words(state: State, job: Job) -> str:
     sentence = f"{sentence}: earliest {describe(earliest)}"
     if before_all is not None and before_all.end_s < earliest.end_s:
         sentence = f"{sentence}; {describe(before_all)} if its priority is {first}"
-    return f"{sentence}; {_describe_assumption(unsaid)}" if unsaid else sentence
+    return f"{sentence}; {_describe_assumption(without_length)}" if without_length else sentence
 
 
 def _describe_assumption(ids: list[str]) -> str:

@@ -52,9 +52,9 @@ def empty_nodes(state: State, index: SchedulerIndex) -> tuple[State, tuple[Stop,
     for job in [*index.running.values()] if index.maintained else ():
         left = [part.node for part in job.attempts[-1].placement if part.node in index.maintained]
         if left and can_move(job):
-            gone, stop = request_migration(job, f"stopped for the maintenance of {', '.join(left)}", state.at_s)
-            index.update_job(job, gone)
-            state = with_job(state, gone)
+            leaving, stop = request_migration(job, f"stopped for the maintenance of {', '.join(left)}", state.at_s)
+            index.update_job(job, leaving)
+            state = with_job(state, leaving)
             stops.append(stop)
     return state, tuple(stops)
 
@@ -194,11 +194,11 @@ def _stop_jobs(state: State, index: SchedulerIndex, moves: Sequence[Move]) -> tu
         return replace(state, reevaluate_at_s=reevaluate_at_s), ()
     stops = []
     for move in moves:
-        gone, stop = request_migration(move.job, move.why, state.at_s, move.held_placement)
-        index.update_job(move.job, gone)
+        leaving, stop = request_migration(move.job, move.why, state.at_s, move.held_placement)
+        index.update_job(move.job, leaving)
         if move.held_placement:
-            index.keep(gone)
-        state = with_job(state, gone)
+            index.keep(leaving)
+        state = with_job(state, leaving)
         stops.append(stop)
     return state, tuple(stops)
 
@@ -234,12 +234,12 @@ def _decide_waiting(
             index.clear_reservations()
             index.reserve((*slots.values(), *promised))
         if held_placement := held_placement_of(waiting.job):
-            devices_max, its_price = sum(len(part.devices) for part in held_placement), index.tuning.price_idle
+            devices_max, job_price = sum(len(part.devices) for part in held_placement), index.tuning.price_idle
         else:
-            its_price = price
+            job_price = price
         limited = array_limit_reason(index, waiting.job, of_array)
         outcome = limited or decide(
-            state, index, waiting, its_price, may_reserve=may_reserve, by_s=by_s, devices_max=devices_max
+            state, index, waiting, job_price, may_reserve=may_reserve, by_s=by_s, devices_max=devices_max
         )
         waits_for_devices = limited is None and (outcome is None or isinstance(outcome, Wait))
         if waits_for_devices and not index.policy.may_overtake(waiting):

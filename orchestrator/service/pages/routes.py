@@ -419,7 +419,7 @@ class _Pages:
         if asked["cluster"].strip():
             other = parse_cluster(asked["cluster"], "the cluster file")
         if asked["order"] in list(Order):
-            other = other.ordered(Order(asked["order"]))
+            other = other.with_order(Order(asked["order"]))
         more = _read(asked["job"]) if asked["job"].strip() else []
         return what_if(now_of(state), present, other, more, self._sweeper.to_come(), self._home)
 
