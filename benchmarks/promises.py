@@ -150,4 +150,4 @@ OURS = "ours"
 
 
 def _queues(cluster: ClusterSpec) -> Mapping[str, ClusterSpec]:
-    return {OURS: cluster, **{order.value: cluster.ordered(order) for order in (Order.EASY, Order.SJF)}}
+    return {OURS: cluster, **{order.value: cluster.with_order(order) for order in (Order.EASY, Order.SJF)}}

@@ -117,13 +117,13 @@ def theirs(order: Order, cluster: ClusterSpec) -> Play:
 
     def play(trace: Trace, seed: int) -> Simulated:
         asked = replace(trace, arrivals=tuple(map(as_asked, trace.arrivals)))
-        run = simulate(asked, cluster.ordered(order), seed=seed)
+        run = simulate(asked, cluster.with_order(order), seed=seed)
         devices = sum(node.devices * node.count for node in cluster.nodes)
         outcomes = tuple(
             replace(one, alone_s=cluster.launch_cost + alone_s(arrival, devices))
             for arrival, one in zip(trace.arrivals, run.outcomes, strict=True)
         )
-        return replace(run, report=report_on(trace, cluster.ordered(order), seed, outcomes), outcomes=outcomes)
+        return replace(run, report=report_on(trace, cluster.with_order(order), seed, outcomes), outcomes=outcomes)
 
     return play
 
@@ -151,7 +151,7 @@ def plans_figures(count: int, shown: SideBySide) -> list[Figure]:
     shown.add("base on 8x8", BOUND, [bounds(one, cluster) for one in alike])
     for name, play, completion_s, makespan_s in (
         (OURS, ours(cluster), 1100.0, 61_500.0),
-        ("ours, for the makespan", ours(cluster.aiming(Objective.MAKESPAN)), 1850.0, 58_680.0),
+        ("ours, for the makespan", ours(cluster.with_objective(Objective.MAKESPAN)), 1850.0, 58_680.0),
         ("ours, told lognormal(0.5)", ours(cluster, 0.5), 1800.0, None),
         *((order.value, theirs(order, cluster), None, None) for order in PEERS),
     ):

@@ -57,8 +57,8 @@ def _ends(
     def fullest_bytes(sizes: tuple[int, ...]) -> int:
         return _fullest_bytes(profile, pp, sizes, mode, WHOLE_BYTES if not is_sharded else SHARDED_BYTES)
 
-    wished = (layers + last_s / layer_s) / pp - last_s / layer_s - (per_rank - 1) * layers / stages
-    tried = {max(1, min(even[-1], floor(wished) + more)) for more in (-1, 0, 1)} | {even[-1]}
+    ideal = (layers + last_s / layer_s) / pp - last_s / layer_s - (per_rank - 1) * layers / stages
+    tried = {max(1, min(even[-1], floor(ideal) + more)) for more in (-1, 0, 1)} | {even[-1]}
     cuts = [stage_layers(layers, stages, 0, last) for last in sorted(tried, reverse=True)]
     best = min(cuts, key=slowest_s)
     most_s = slowest_s(best) * (1 + STEP_S)

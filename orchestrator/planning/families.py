@@ -194,22 +194,12 @@ def families_of(
             work.look()
             if pins and not has_pins(strategy, pins):
                 continue
-            pipeline = layout.pp, strategy.pipeline_stages_per_rank
-            if pins and not _can_be_cut(spec, pipeline, pins):
+            if pins and not _can_be_cut(spec, (layout.pp, strategy.pipeline_stages_per_rank), pins):
                 continue
-            adds_up = isinstance(strategy.mechanics, Fsdp2) and strategy.mechanics.once_a_step
-            try:  # which combinations are legal is said once, in specs.engines
-                example = _plan(strategy, variant, max(layout.pp, 2 if adds_up else 1))
-            except IllegalPlan:
+            example = _example(strategy, variant)
+            if example is None or not _can_start(spec, example):
                 continue
-            if not _can_start(spec, example):
-                continue
-            at_work = tuple(cut for cut in cuts if why_pipeline_stalls(*pipeline, cut[1]) is None)
-            if adds_up:
-                at_work = tuple(cut for cut in at_work if cut[1] > 1)
-            on_host = strategy.sharding is Sharding.FSDP and strategy.offload is not Offload.NONE
-            if strategy.optimizer_in_backward or on_host:
-                at_work = tuple(cut for cut in at_work if cut[1] == 1)
+            at_work = _cuts_at_work(cuts, strategy)
             modes = checkpointing_modes(spec, strategy)
             if pinned_mode is not None:
                 modes = tuple(mode for mode in modes if mode is pinned_mode)
@@ -228,6 +218,31 @@ def families_of(
                 ),
                 cuts=at_work,
             )
+
+
+def _example(strategy: Strategy, variant: Variant) -> Plan | None:
+    """Return the plan of the smallest batch that fills the pipeline; None where specs.engines calls it illegal."""
+    try:
+        return _plan(strategy, variant, max(strategy.layout.pp, 2 if _adds_up(strategy) else 1))
+    except IllegalPlan:
+        return None
+
+
+def _adds_up(strategy: Strategy) -> bool:
+    """Return whether gradients of several micro-batches add up before they are reduced."""
+    return isinstance(strategy.mechanics, Fsdp2) and strategy.mechanics.once_a_step
+
+
+def _cuts_at_work(cuts: Sequence[tuple[int, int]], strategy: Strategy) -> tuple[tuple[int, int], ...]:
+    """Return the cuts that keep the strategy's pipeline at work and are legal with it."""
+    pipeline = strategy.layout.pp, strategy.pipeline_stages_per_rank
+    at_work = tuple(cut for cut in cuts if why_pipeline_stalls(*pipeline, cut[1]) is None)
+    if _adds_up(strategy):
+        at_work = tuple(cut for cut in at_work if cut[1] > 1)
+    on_host = strategy.sharding is Sharding.FSDP and strategy.offload is not Offload.NONE
+    if strategy.optimizer_in_backward or on_host:
+        at_work = tuple(cut for cut in at_work if cut[1] == 1)
+    return at_work
 
 
 def _cuts(spec: JobSpec, layout: ParallelLayout, pins: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:

@@ -82,7 +82,7 @@ def accelerate_config(knobs: Knobs, plan: Plan, *, deepspeed_config_path: str | 
     mechanics = plan.mechanics
     if not isinstance(mechanics, Zero):
         config["mixed_precision"] = "no" if plan.precision is Precision.FP32 else plan.precision.value
-    told_by_accelerate = knobs.zero_stage is not None and knobs.zero_stage.accelerate is not None
+    has_accelerate_knob = knobs.zero_stage is not None and knobs.zero_stage.accelerate is not None
     match mechanics:
         case Zero():
             deepspeed = {
@@ -91,7 +91,7 @@ def accelerate_config(knobs: Knobs, plan: Plan, *, deepspeed_config_path: str | 
                 "deepspeed_multinode_launcher": "standard",
             }
             return config | {"distributed_type": "DEEPSPEED", "deepspeed_config": deepspeed}
-        case ScriptFsdp() if told_by_accelerate:
+        case ScriptFsdp() if has_accelerate_knob:
             fsdp = {
                 "fsdp_sharding_strategy": "SHARD_GRAD_OP" if mechanics.keeps_gathered else "FULL_SHARD",
                 "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",

@@ -363,7 +363,7 @@ class _Needs:
         self._spec, self._hardware, self._overhead = spec, hardware, overhead
         self._by_likeness: dict[object, tuple[ModelProfile, DeviceBytes]] = {}
 
-    def of(self, plan: Plan) -> tuple[ModelProfile, DeviceBytes]:
+    def profile_and_bytes(self, plan: Plan) -> tuple[ModelProfile, DeviceBytes]:
         """Return the plan's profile, and the bytes of all plans that are alike."""
         key = sharing_key(plan)
         if key not in self._by_likeness:
@@ -372,10 +372,10 @@ class _Needs:
         return self._by_likeness[key]
 
     def profile(self, plan: Plan) -> ModelProfile:
-        return self.of(plan)[0]
+        return self.profile_and_bytes(plan)[0]
 
     def estimate(self, plan: Plan) -> MemoryEstimate:
-        return self.of(plan)[1].estimate(plan)
+        return self.profile_and_bytes(plan)[1].estimate(plan)
 
 
 class _Between(NamedTuple):
@@ -400,7 +400,7 @@ def _time_family(
     are added to `between`. Each takes at least as long as selective checkpointing. Each needs at least as much as full
     checkpointing, where that is the slower one and needs less at every moment.
     """
-    profile, bytes_of = needs.of(family.example)
+    profile, bytes_of = needs.profile_and_bytes(family.example)
     takes: StepSeconds | None = None
     is_selective = any(mode is ActivationCheckpointing.SELECTIVE for mode, *_ in family.partial)
     is_lightest = is_selective and full_is_lightest(profile)
@@ -447,7 +447,7 @@ def _time_between(between: _Between, needs: _Needs, most_bytes: float, beats: _B
     The more layers are recomputed in full, the longer a step takes, and the less a plan needs at most.
     """
     family = between.family
-    modes, count, (_, bytes_of) = family.partial, family.example.world_size, needs.of(family.example)
+    modes, count, (_, bytes_of) = family.partial, family.example.world_size, needs.profile_and_bytes(family.example)
     rank = trust(family.example).rank
     halves = [(0, len(modes), between.least_s, between.least_bytes)]
     while halves:

@@ -1,1 +1,1 @@
-"""Who runs where and when, and what happens after a failure?"""
+"""The queue: which job runs where and when, and what happens after a failure."""

@@ -47,19 +47,22 @@ class Scheduler:
         return self._index.state
 
     def step(self, event: Event) -> tuple[Action, ...]:
-        """What to do about `event`; `state` is the state after it. Late, repeated and unknown events change nothing."""
-        known = self.state
-        before = replace(known, at_s=event.at_s) if event.at_s > known.at_s else known
-        state, told = apply(before, event)
-        index = self._index = _updated(self._index, before, state, event)
+        """Return what to do about `event`; `state` is the state after it.
+
+        Late, repeated and unknown events change nothing.
+        """
+        current = self.state
+        before = replace(current, at_s=event.at_s) if event.at_s > current.at_s else current
+        state, immediate = apply(before, event)
+        index = self._index = _update_index(self._index, before, state, event)
         state = index.state = _with_demand(before, state, index, event)
         state, expired = end_expired(state, index)
         state, stopped = empty_nodes(state, index)
         state, climbing = climb(state, index, event) if isinstance(event, PaceReported) else (state, ())
         state, given_up = give_up(state, index)
-        actions, news = (*told, *expired, *stopped, *climbing, *given_up), (*told, *given_up)
+        actions, news = (*immediate, *expired, *stopped, *climbing, *given_up), (*immediate, *given_up)
         while True:
-            state, followed = _followed(state, index, news)
+            state, followed = _tell_followers(state, index, news)
             state, news = schedule(state, index)
             actions = (*actions, *followed, *news)
             if not _has_left(news):  # otherwise a job was refused, or asks, for which others may wait
@@ -68,7 +71,7 @@ class Scheduler:
         return actions
 
     def wake_at_s(self) -> float | None:
-        """When to send a TimerFired, if no other event comes first; None: never.
+        """Return when to send a TimerFired, if no other event comes first; None: never.
 
         At that time a back-off ends, a start window opens, a node closes or opens, a time limit is over, or a job's
         headroom is.
@@ -78,7 +81,7 @@ class Scheduler:
         return min((time_s for time_s in times_s if time_s > at_s), default=None)
 
     def expected_ends_s(self) -> dict[str, float]:
-        """When each running attempt is expected to end, by the id of its job; infinity where its nodes are gone."""
+        """Return when each running attempt is expected to end, by id of the job; infinity where its nodes are gone."""
         running = ((job, job.last) for job in self._index.running.values())
         return {
             job.id: self._index.end_of(job, last)
@@ -87,8 +90,8 @@ class Scheduler:
         }
 
 
-def _updated(index: SchedulerIndex, before: State, after: State, event: Event) -> SchedulerIndex:
-    """The index of the state after the event."""
+def _update_index(index: SchedulerIndex, before: State, after: State, event: Event) -> SchedulerIndex:
+    """Return the index of the state after the event."""
     index.state = after
     if after.observations is not before.observations:
         index.observe(after)
@@ -104,13 +107,13 @@ def _updated(index: SchedulerIndex, before: State, after: State, event: Event) -
         case TimerFired():
             pass
         case _:
-            known, now = before.jobs.get(event.job_id), after.jobs.get(event.job_id)
-            if known is not now:
-                index.update_job(known, now)
+            old_job, now = before.jobs.get(event.job_id), after.jobs.get(event.job_id)
+            if old_job is not now:
+                index.update_job(old_job, now)
             # cancelled or held: no job waits for these; or it waits as another one
-            if known is not now and isinstance(event, UpdateRequested):
+            if old_job is not now and isinstance(event, UpdateRequested):
                 index.is_stale = True
-            if any(one.job_id == event.job_id for one in after.reservations):
+            if any(reservation.job_id == event.job_id for reservation in after.reservations):
                 index.is_stale = True
     if after.reevaluate_at_s is not None and after.reevaluate_at_s <= after.at_s:
         index.is_stale = True
@@ -119,7 +122,7 @@ def _updated(index: SchedulerIndex, before: State, after: State, event: Event) -
 
 
 def _with_demand(before: State, state: State, index: SchedulerIndex, event: Event) -> State:
-    """The state that remembers what was submitted."""
+    """Return the state that remembers what was submitted."""
     waiting = index.waiting.get(event.job_id) if isinstance(event, Submitted) else None
     if waiting is None or not index.devices or state.submitted == before.submitted:
         return state
@@ -127,16 +130,16 @@ def _with_demand(before: State, state: State, index: SchedulerIndex, event: Even
     return replace(state, demand=record_demand(state.demand, state.at_s, length_s, device_s))
 
 
-def _followed(state: State, index: SchedulerIndex, actions: Sequence[Action]) -> tuple[State, tuple[Action, ...]]:
-    """The state in which the dependants of jobs that have ended know it, and so do theirs in turn."""
+def _tell_followers(state: State, index: SchedulerIndex, actions: Sequence[Action]) -> tuple[State, tuple[Action, ...]]:
+    """Return the state in which followers of ended jobs no longer wait for them, or have ended in turn."""
     done: list[Action] = []
-    ended = _ended(actions)
-    for one in ended:
-        for job_id in index.followers_of(one.id):
-            known = state.jobs[job_id]
-            job = with_hold_reason(on_dependency_ended(known, one))
+    ended = _ended_jobs(actions)
+    for predecessor in ended:
+        for job_id in index.followers_of(predecessor.id):
+            dependant = state.jobs[job_id]
+            job = with_hold_reason(on_dependency_ended(dependant, predecessor))
             state, archived = archive_if_done(state, job)
-            index.update_job(known, job)
+            index.update_job(dependant, job)
             if job.status.ended:
                 ended.append(job)
                 done += (Record(job=job), *archived)
@@ -149,5 +152,5 @@ def _has_left(actions: Sequence[Action]) -> bool:
     return any(job.status.ended or job.status is JobStatus.QUEUED for job in records)
 
 
-def _ended(actions: Sequence[Action]) -> list[Job]:
+def _ended_jobs(actions: Sequence[Action]) -> list[Job]:
     return [action.job for action in actions if isinstance(action, Record) and action.job.status.ended]

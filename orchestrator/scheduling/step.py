@@ -9,7 +9,7 @@ from orchestrator.specs.state import State
 
 
 def step(state: State, event: Event) -> tuple[State, tuple[Action, ...]]:
-    """The state after `event`, and what to do about it. It costs a look at every job; see Scheduler."""
+    """Return the state after `event`, and what to do about it. It costs a look at every job; see Scheduler."""
     scheduler = Scheduler(state)
     actions = scheduler.step(event)
     return scheduler.state, actions

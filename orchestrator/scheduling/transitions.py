@@ -1,12 +1,12 @@
-"""How each event changes the state, before anything is scheduled."""
+"""The change of the state by each event, before anything is scheduled."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from orchestrator.memory.calibration.calibrate import select_newest
-from orchestrator.scheduling.base.drain import drain_requested
-from orchestrator.scheduling.base.holds import update_requested, with_hold_reason
+from orchestrator.scheduling.base.drain import apply_drain
+from orchestrator.scheduling.base.holds import apply_update, with_hold_reason
 from orchestrator.scheduling.base.job_updates import archive_if_done, with_job
 from orchestrator.scheduling.base.pending import Pending
 from orchestrator.scheduling.base.time_limits import is_over, over_limit
@@ -16,7 +16,7 @@ from orchestrator.scheduling.failures.places import with_places
 from orchestrator.scheduling.failures.verdict import judge, wait_for_space
 from orchestrator.scheduling.options.probe import is_of_batch
 from orchestrator.scheduling.queue.dependencies import with_pending_dependencies
-from orchestrator.scheduling.queue.fair_share import charged
+from orchestrator.scheduling.queue.fair_share import charge_usage
 from orchestrator.specs.actions import Action, Record, Stop
 from orchestrator.specs.attempt import Attempt, AttemptStatus, Evidence, Failure, FailureKind, Verdict
 from orchestrator.specs.events import (
@@ -45,38 +45,38 @@ BACK_OFF_MAX_S = 300.0
 
 
 def apply(state: State, event: Event) -> tuple[State, tuple[Action, ...]]:
-    """The state in which `event` has happened, and what to record or stop at once; nothing is scheduled yet.
+    """Return the state in which `event` has happened, and what to record or stop at once; nothing is scheduled yet.
 
     Late, repeated and unknown events change nothing.
     """
     match event:
         case Submitted():
-            return _submitted(state, event)
+            return _apply_submitted(state, event)
         case CancelRequested():
-            return _cancel_requested(state, event)
+            return _apply_cancel_requested(state, event)
         case RetryRequested():
-            return _retry_requested(state, event), ()
+            return _apply_retry_requested(state, event), ()
         case UpdateRequested():
-            return update_requested(state, event)
+            return apply_update(state, event)
         case DrainRequested():
-            return drain_requested(state, event), ()
+            return apply_drain(state, event), ()
         case NodesSeen():
             return replace(state, nodes=event.nodes, declared=event.declared, policy=event.policy), ()
         case Started():
-            return _started(state, event)
+            return _apply_started(state, event)
         case PaceReported():
-            return _paced(state, event)
+            return _apply_pace(state, event)
         case Finished():
-            return _finished(state, event)
+            return _apply_finished(state, event)
         case Released():
-            return _released(state, event)
+            return _apply_released(state, event)
         case Observed():
             return _with_observations(state, event.observations), ()
         case TimerFired():
             return state, ()
 
 
-def _submitted(state: State, event: Submitted) -> tuple[State, tuple[Action, ...]]:
+def _apply_submitted(state: State, event: Submitted) -> tuple[State, tuple[Action, ...]]:
     if event.order <= state.submitted:
         return state, ()
     job = Job(
@@ -99,11 +99,11 @@ def _submitted(state: State, event: Submitted) -> tuple[State, tuple[Action, ...
     return replace(state, submitted=event.order), (*records, *archived)
 
 
-def _cancel_requested(state: State, event: CancelRequested) -> tuple[State, tuple[Action, ...]]:
+def _apply_cancel_requested(state: State, event: CancelRequested) -> tuple[State, tuple[Action, ...]]:
     job = state.jobs.get(event.job_id)
     if job is None or job.status.ended or job.cancelling:
         return state, ()
-    attempt = _live(job)
+    attempt = _live_attempt(job)
     if attempt is None:
         reason = event.reason or "cancelled before it ran"
         job = replace(job, status=JobStatus.CANCELLED, cancelling=True, reason=reason)
@@ -114,7 +114,7 @@ def _cancel_requested(state: State, event: CancelRequested) -> tuple[State, tupl
     return with_job(state, job), (Stop(job_id=job.id, number=attempt.number, grace_s=CANCEL_GRACE_S),)
 
 
-def _retry_requested(state: State, event: RetryRequested) -> State:
+def _apply_retry_requested(state: State, event: RetryRequested) -> State:
     job = state.jobs.get(event.job_id)
     if job is None or not job.asks or job.status is not JobStatus.QUEUED:
         return state
@@ -122,7 +122,7 @@ def _retry_requested(state: State, event: RetryRequested) -> State:
     return with_job(state, with_hold_reason(allowed))
 
 
-def _started(state: State, event: Started) -> tuple[State, tuple[Action, ...]]:
+def _apply_started(state: State, event: Started) -> tuple[State, tuple[Action, ...]]:
     job, attempt = _find(state, event.job_id, event.number)
     if job is None or attempt is None or attempt.status is not AttemptStatus.LAUNCHING:
         return state, ()
@@ -131,7 +131,7 @@ def _started(state: State, event: Started) -> tuple[State, tuple[Action, ...]]:
     return with_job(state, job), (Record(job=job, attempt=attempt),)
 
 
-def _paced(state: State, event: PaceReported) -> tuple[State, tuple[Action, ...]]:
+def _apply_pace(state: State, event: PaceReported) -> tuple[State, tuple[Action, ...]]:
     job, attempt = _find(state, event.job_id, event.number)
     if job is None or attempt is None or attempt.status is AttemptStatus.ENDED:
         return state, ()
@@ -140,15 +140,15 @@ def _paced(state: State, event: PaceReported) -> tuple[State, tuple[Action, ...]
     return with_job(state, _with_attempt(job, replace(attempt, pace=event.pace))), ()
 
 
-def _released(state: State, event: Released) -> tuple[State, tuple[Action, ...]]:
+def _apply_released(state: State, event: Released) -> tuple[State, tuple[Action, ...]]:
     job, attempt = _find(state, event.job_id, event.number)
     if job is None or attempt is None or attempt.status is not AttemptStatus.ENDED or attempt.released:
         return state, ()
-    state = replace(state, usage=charged(state, job, attempt))
+    state = replace(state, usage=charge_usage(state, job, attempt))
     return archive_if_done(state, _with_attempt(job, replace(attempt, released=True)))
 
 
-def _finished(state: State, event: Finished) -> tuple[State, tuple[Action, ...]]:
+def _apply_finished(state: State, event: Finished) -> tuple[State, tuple[Action, ...]]:
     job, attempt = _find(state, event.job_id, event.number)
     if job is None or attempt is None or attempt.status is AttemptStatus.ENDED:
         return state, ()
@@ -162,7 +162,7 @@ def _finished(state: State, event: Finished) -> tuple[State, tuple[Action, ...]]
     state = with_places(state, job, attempt, failure)
     attempt = replace(attempt, failure=failure)
     job = _with_attempt(job, attempt)
-    job = _succeeded(job, attempt, event.evidence) if failure is None else _failed(job, attempt, failure, event.at_s)
+    job = _succeed(job, attempt, event.evidence) if failure is None else _fail(job, attempt, failure, event.at_s)
     if job.status is JobStatus.QUEUED and is_over(job, event.at_s):
         over = over_limit(job, attempt)
         job = replace(job, status=JobStatus.FAILED, reason=f"{over.kind}: {over.reason}")
@@ -172,14 +172,14 @@ def _finished(state: State, event: Finished) -> tuple[State, tuple[Action, ...]]
     return with_job(state, job), (Record(job=job, attempt=attempt),)
 
 
-def _succeeded(job: Job, attempt: Attempt, evidence: Evidence) -> Job:
+def _succeed(job: Job, attempt: Attempt, evidence: Evidence) -> Job:
     lost = f"; its last start did not take up again {', '.join(evidence.lost)}" if evidence.lost else ""
     doubts = "".join(f"; {warning}" for warning in warnings(attempt))
     return replace(job, status=JobStatus.SUCCEEDED, reason=f"finished{lost}{doubts}")
 
 
-def _failed(job: Job, attempt: Attempt, failure: Failure, at_s: float) -> Job:
-    """The job after a failure: queued again while the failure's own budget lasts, ended otherwise."""
+def _fail(job: Job, attempt: Attempt, failure: Failure, at_s: float) -> Job:
+    """Return the job after a failure: queued again while the failure's own budget lasts, ended otherwise."""
     if job.cancelling or failure.kind is FailureKind.CANCELLED:
         reason = job.cancel_reason or "cancelled while it ran"
         return replace(job, status=JobStatus.CANCELLED, cancelling=True, reason=reason)
@@ -193,30 +193,30 @@ def _failed(job: Job, attempt: Attempt, failure: Failure, at_s: float) -> Job:
     if attempt.probe and (restart is not None or failure.kind is FailureKind.PROBED or is_of_batch(attempt, failure)):
         return replace(job, status=JobStatus.QUEUED, reason=f"probed: {failure.reason}")
     if verdict is not None:
-        return _judged(job, failure, verdict, at_s)
+        return _apply_verdict(job, failure, verdict, at_s)
     if restart is None:
         return replace(job, status=JobStatus.FAILED, reason=f"{failure.kind}: {failure.reason}")
     if restart.refutes_plan and job.spec.degrade.keeps_plan:
         reason = f"{failure.kind}: {failure.reason} (degrade.allow is none: no other plan is tried)"
         return replace(job, status=JobStatus.FAILED, reason=reason)
-    used, allowed = _used(job, restart.budget), getattr(job.spec.retries, restart.budget)
+    used, allowed = _count_used(job, restart.budget), getattr(job.spec.retries, restart.budget)
     if used > allowed:
-        return _used_up(job, failure, restart.budget)
+        return _fail_used_up(job, failure, restart.budget)
     wait_s = 0.0 if restart.at_once else min(BACK_OFF_FIRST_S * 2 ** (used - 1), BACK_OFF_MAX_S)
-    return _restarted(job, failure, at_s + wait_s)
+    return _restart(job, failure, at_s + wait_s)
 
 
-def _judged(job: Job, failure: Failure, verdict: Verdict, at_s: float) -> Job:
-    """The job after an end that nothing explains."""
+def _apply_verdict(job: Job, failure: Failure, verdict: Verdict, at_s: float) -> Job:
+    """Return the job after an end that nothing explains."""
     if verdict.wait_s is None:
         return replace(job, status=JobStatus.FAILED, reason=f"{failure.kind}: {failure.reason}")
-    if verdict.budget and _used(job, verdict.budget) > getattr(job.spec.retries, verdict.budget):
-        return _used_up(job, failure, verdict.budget)
-    return _restarted(job, failure, at_s + verdict.wait_s)
+    if verdict.budget and _count_used(job, verdict.budget) > getattr(job.spec.retries, verdict.budget):
+        return _fail_used_up(job, failure, verdict.budget)
+    return _restart(job, failure, at_s + verdict.wait_s)
 
 
-def _used(job: Job, budget: str) -> int:
-    """How many failures of the job have used that budget, the last one included."""
+def _count_used(job: Job, budget: str) -> int:
+    """Return how many failures of the job have used that budget, the last one included."""
     failures = [attempt.failure for attempt in job.attempts if attempt.failure and not attempt.probe]
     budgets = (
         failure.verdict.budget if failure.verdict else failure.kind.restart.budget if failure.kind.restart else ""
@@ -225,18 +225,18 @@ def _used(job: Job, budget: str) -> int:
     return sum(used == budget for used in budgets)
 
 
-def _used_up(job: Job, failure: Failure, budget: str) -> Job:
+def _fail_used_up(job: Job, failure: Failure, budget: str) -> Job:
     allowed = getattr(job.spec.retries, budget)
     reason = f"{failure.kind}: {failure.reason} (retries.{budget} of {allowed} used up)"
     return replace(job, status=JobStatus.FAILED, reason=reason)
 
 
-def _restarted(job: Job, failure: Failure, not_before_s: float) -> Job:
-    reason = f"restarts after {failure.kind}: {failure.reason}{_repeated(job.attempts[-1])}"
+def _restart(job: Job, failure: Failure, not_before_s: float) -> Job:
+    reason = f"restarts after {failure.kind}: {failure.reason}{_describe_lost_steps(job.attempts[-1])}"
     return replace(job, status=JobStatus.QUEUED, not_before_s=not_before_s, reason=reason)
 
 
-def _repeated(attempt: Attempt) -> str:
+def _describe_lost_steps(attempt: Attempt) -> str:
     """Return what a restart without a checkpoint does again, in words; "" where there is one, or no step was made."""
     evidence = attempt.evidence
     steps = max((beat.steps_done for beat in evidence.heartbeats), default=0) if evidence is not None else 0
@@ -255,7 +255,7 @@ def _find(state: State, job_id: str, number: int) -> tuple[Job | None, Attempt |
     return job, job.attempts[number - 1]
 
 
-def _live(job: Job) -> Attempt | None:
+def _live_attempt(job: Job) -> Attempt | None:
     return job.last if job.last and job.last.status is not AttemptStatus.ENDED else None
 
 

@@ -316,11 +316,11 @@ class ClusterSpec(SpecModel):
             raise ValueError(f"the quotas of all teams together are {quotas} devices: there are {devices}")
         return self
 
-    def aiming(self, objective: Objective) -> ClusterSpec:
+    def with_objective(self, objective: Objective) -> ClusterSpec:
         """Return the cluster with this objective of its queue."""
         return self.model_copy(update={"policy": self.policy.model_copy(update={"objective": objective})})
 
-    def ordered(self, order: Order) -> ClusterSpec:
+    def with_order(self, order: Order) -> ClusterSpec:
         """Return the cluster with this order of its queue; an order that reads no teams and objective drops them."""
         is_read = order is Order.ADAPTIVE
         policy = self.policy.model_copy(update={"order": order}) if is_read else PolicySpec(order=order)

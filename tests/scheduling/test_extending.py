@@ -29,7 +29,7 @@ def test_the_policy_that_the_docs_show_starts_the_shortest_job_first(tmp_path: P
     asked, cluster = read_list(tmp_path / "list.yaml", tmp_path), parse_cluster(CLUSTER, "cluster")
 
     def started(order: Order) -> list[str]:
-        ended = simulate(asked, cluster.ordered(order), seed=0).outcomes
+        ended = simulate(asked, cluster.with_order(order), seed=0).outcomes
         return [one.name for one in sorted(ended, key=lambda one: one.started_at_s or 0.0)]
 
     assert started(Order.EASY) == ["first", "long", "short", "middle"]

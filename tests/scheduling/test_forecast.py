@@ -12,7 +12,7 @@ import pytest
 from benchmarks.scheduler import cluster_of
 from orchestrator.backends.simulated.traces import Arrival, Trace, job_spec_from_trace, misjudge
 from orchestrator.scheduling.policies.registry import index_of
-from orchestrator.scheduling.reports.forecast import SUPPOSED_SPREAD, Play, _longer, forecast, foreseen, spread_of
+from orchestrator.scheduling.reports.forecast import SUPPOSED_SPREAD, Play, _longer, forecast, quick_forecast, spread_of
 from orchestrator.service.commands.simulate import FOREVER_S, NullJournal, Trouble, backend_for, outcomes_of
 from orchestrator.service.server.controller import Controller
 from orchestrator.specs.attempt import Evidence, RankEnd
@@ -77,7 +77,7 @@ def test_who_is_placed_ends_when_decisions_to_come_would_have_it_end() -> None:
             spec = script({2 ** draw.randint(0, 3): draw.uniform(600, 14400)}, priority=draw.randint(0, 1), **hours)
             queue.append(submitted(number, spec, 8 * 3600.0 + 600 * number))
         state, _ = played(*queue)
-        told = foreseen(state)
+        told = quick_forecast(state)
         plays = Play(state, index_of(state), dict.fromkeys(state.jobs, 0.0), 0).until_ended([*told])
         off_h += [abs(told[job_id].end_s - one.end_s) / 3600 for job_id, one in plays.items()]
     assert len(off_h) > 300

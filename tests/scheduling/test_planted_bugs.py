@@ -23,7 +23,7 @@ from orchestrator.scheduling.placement.availability import AvailabilityProfile
 from orchestrator.scheduling.policies.adaptive import AdaptivePolicy
 from orchestrator.scheduling.queue import fair_share as fair
 from orchestrator.scheduling.queue import wait_queue as line
-from orchestrator.scheduling.queue.fair_share import nobodys
+from orchestrator.scheduling.queue.fair_share import equal_place
 from orchestrator.scheduling.scheduler import Scheduler
 from orchestrator.scheduling.scheduling_pass import decide, dispatch
 from orchestrator.scheduling.scheduling_pass import index as index
@@ -81,8 +81,8 @@ def devices_free_before_release(patch: pytest.MonkeyPatch) -> None:
         attempts = () if job is None else job.attempts
         return {one.number: one for one in attempts if one.status is not AttemptStatus.ENDED}
 
-    patch.setattr(index, "_held", live)
-    patch.setattr(index, "_waits", lambda job: job.status is JobStatus.QUEUED)
+    patch.setattr(index, "_attempts_of", live)
+    patch.setattr(index, "_waits_for_devices", lambda job: job.status is JobStatus.QUEUED)
 
 
 def bugs_are_retried(patch: pytest.MonkeyPatch) -> None:
@@ -102,18 +102,18 @@ def only_the_same_plan_refuted(patch: pytest.MonkeyPatch) -> None:
     """Nothing is learnt but that this very plan is bad."""
     patch.setattr(core, "observe", lambda *_: None)
     patch.setattr(job_options, "_smallest_refuted", lambda *_: float("inf"))
-    patch.setattr(job_options, "_hedged", lambda *told: told[3])
+    patch.setattr(job_options, "_hedge", lambda *told: told[3])
 
 
 def budgets_never_end(patch: pytest.MonkeyPatch) -> None:
-    true_failed = core._failed
+    true_failed = core._fail
     endless = Retries(oom=64, node=64, startup=64, hang=64, preemption=64)
 
     def lenient(job: Job, attempt: Attempt, failure: Failure, at_s: float) -> Job:
         rich = replace(job, spec=job.spec.model_copy(update={"retries": endless}))
         return replace(true_failed(rich, attempt, failure, at_s), spec=job.spec)
 
-    patch.setattr(core, "_failed", lenient)
+    patch.setattr(core, "_fail", lenient)
 
 
 def one_budget_for_all(patch: pytest.MonkeyPatch) -> None:
@@ -122,21 +122,21 @@ def one_budget_for_all(patch: pytest.MonkeyPatch) -> None:
 
 
 def releases_unheard(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(core, "_released", lambda state, _event: (state, ()))
+    patch.setattr(core, "_apply_released", lambda state, _event: (state, ()))
 
 
 def cancels_unheard(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(core, "_cancel_requested", lambda state, _event: (state, ()))
+    patch.setattr(core, "_apply_cancel_requested", lambda state, _event: (state, ()))
 
 
 def cancelled_jobs_restart(patch: pytest.MonkeyPatch) -> None:
-    true_failed = core._failed
+    true_failed = core._fail
 
     def stubborn(job: Job, attempt: Attempt, failure: Failure, at_s: float) -> Job:
         lost = replace(failure, kind=FailureKind.PREEMPTED)
         return replace(true_failed(replace(job, cancelling=False), attempt, lost, at_s), cancelling=job.cancelling)
 
-    patch.setattr(core, "_failed", stubborn)
+    patch.setattr(core, "_fail", stubborn)
 
 
 def last_comes_first(patch: pytest.MonkeyPatch) -> None:
@@ -163,7 +163,7 @@ def batch_doubled(patch: pytest.MonkeyPatch) -> None:
 
 
 def late_ends_believed(patch: pytest.MonkeyPatch) -> None:
-    true_finished = core._finished
+    true_finished = core._apply_finished
 
     def again(state: Any, event: Finished) -> Any:
         job, attempt = core._find(state, event.job_id, event.number)
@@ -172,7 +172,7 @@ def late_ends_believed(patch: pytest.MonkeyPatch) -> None:
             event = replace(event, evidence=replace(event.evidence, ranks=()))
         return true_finished(state, event)
 
-    patch.setattr(core, "_finished", again)
+    patch.setattr(core, "_apply_finished", again)
 
 
 def nodes_lost_blamed_on_users(patch: pytest.MonkeyPatch) -> None:
@@ -268,7 +268,7 @@ def arrays_run_all_at_once(patch: pytest.MonkeyPatch) -> None:
 
 
 def turns_ignored(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(SchedulerIndex, "places", lambda _: nobodys)
+    patch.setattr(SchedulerIndex, "places", lambda _: equal_place)
 
 
 def most_used_first(patch: pytest.MonkeyPatch) -> None:
@@ -286,11 +286,11 @@ def guarantees_ignored(patch: pytest.MonkeyPatch) -> None:
 
 
 def nothing_charged(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(core, "charged", lambda state, *_: state.usage)
+    patch.setattr(core, "charge_usage", lambda state, *_: state.usage)
 
 
 def nothing_forgotten(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(fair, "_left", lambda one, *_: one.device_s)
+    patch.setattr(fair, "_decayed_device_s", lambda one, *_: one.device_s)
 
 
 def launch_twice(_before: Any, after: Any, actions: Any) -> Any:
@@ -309,7 +309,7 @@ def untold(_before: Any, after: Any, actions: Any) -> Any:
 
 
 def drains_unheard(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(core, "drain_requested", lambda state, _event: state)
+    patch.setattr(core, "apply_drain", lambda state, _event: state)
 
 
 def drained_nodes_taken(patch: pytest.MonkeyPatch) -> None:
@@ -321,7 +321,7 @@ def maintenance_forgotten_at_launch(patch: pytest.MonkeyPatch) -> None:
 
 
 def nobody_leaves_for_a_maintenance(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(index, "maintained", lambda _state: frozenset())
+    patch.setattr(index, "nodes_in_maintenance", lambda _state: frozenset())
 
 
 def moves_cost_a_retry(patch: pytest.MonkeyPatch) -> None:

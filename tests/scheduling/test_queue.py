@@ -98,7 +98,7 @@ def test_what_is_promised_to_those_whom_nobody_could_pass_changes_no_start(seed:
 def decided_in_order(state: State, event: Event) -> Sequence[Action]:
     """What `step` does where nobody is put off."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(quotas, "must_wait", lambda *_: False)
+        patch.setattr(quotas, "cannot_start", lambda *_: False)
         return step(state, event)[1]
 
 

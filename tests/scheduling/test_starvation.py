@@ -130,7 +130,7 @@ def delayed(trace: Trace, outcomes: tuple[Outcome, ...], objective: Objective = 
 @given(seed=st.integers(0, 2**32))
 @example(seed=215367)  # a job of higher priority has its devices from 02:00 on: job 7 does not end before
 def test_nobody_waits_past_its_limit_for_who_came_later(objective: Objective, seed: int) -> None:
-    trace, cluster = random_stream(random.Random(seed)), cluster_of(1, 4).aiming(objective)
+    trace, cluster = random_stream(random.Random(seed)), cluster_of(1, 4).with_objective(objective)
     assert delayed(trace, simulate(trace, cluster, seed=0).outcomes, objective) == []
 
 

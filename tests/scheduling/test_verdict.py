@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from orchestrator.scheduling.base.drain import suspensions
-from orchestrator.scheduling.failures.places import avoided, with_places
+from orchestrator.scheduling.failures.places import avoided_devices, with_places
 from orchestrator.scheduling.failures.verdict import judge, wait_for_space
 from orchestrator.specs.attempt import Attempt, Ending, Evidence, Extent, Failure, FailureKind, NodeDevices
 from orchestrator.specs.cluster import idle_nodes
@@ -90,7 +90,7 @@ def test_what_a_network_refused_accuses_no_place_and_is_no_bug_however_often_ali
     again = judged(first, ended(REFUSED, 2), others=(elsewhere("x", EARLY, ("a", 0)),))
     assert again.verdict is not None
     assert (again.verdict.row, again.verdict.wait_s) == (11, 1200.0)
-    assert avoided(replace(job(), attempts=(first,)), NODES, 1000.0) == ()
+    assert avoided_devices(replace(job(), attempts=(first,)), NODES, 1000.0) == ()
 
 
 def test_a_bug_within_training_costs_one_more_attempt_at_once() -> None:
@@ -158,7 +158,7 @@ def test_a_log_that_names_broken_hardware_accuses_and_suspends_nothing_alone_nor
     assert [entry.place for entry in suspensions(state_after(first, second))] == ["device 0 of a"]
     virtual = replace(last, evidence=Evidence(virtual=True))
     assert not suspensions(state_after((named("x"), virtual, failure), (named("y"), virtual, failure)))
-    assert avoided(replace(job(), attempts=(replace(last, failure=failure),)), NODES, 1000.0)
+    assert avoided_devices(replace(job(), attempts=(replace(last, failure=failure),)), NODES, 1000.0)
     alone = State(nodes=NODES[:1], at_s=1000.0)
     both = replace(last, placement=(NodeDevices(node="a", devices=(0, 1)),))
     for key in "xy":

@@ -15,7 +15,7 @@ from orchestrator.scheduling.base.held_devices import holders
 from orchestrator.scheduling.base.node_groups import groups_of
 from orchestrator.scheduling.policies.registry import index_of
 from orchestrator.scheduling.reports.waiting import Waits
-from orchestrator.scheduling.scheduling_pass.decide import must_wait
+from orchestrator.scheduling.scheduling_pass.decide import cannot_start
 from orchestrator.specs.clock import local_text
 from orchestrator.specs.events import DrainRequested, Event
 from orchestrator.specs.job_record import Job, JobStatus
@@ -78,7 +78,7 @@ def falsehoods(state: State, job: Job, reason: str) -> Iterator[str]:
             yield f"nothing free is kept for {job_id} from {text}"
     if named and not any(words in reason for words in ("not together", "other processes", "it ended on")):
         index = index_of(unhindered(state))
-        if must_wait(index, index.queue_entry(job)):
+        if cannot_start(index, index.queue_entry(job)):
             yield "it could not start there if nothing were kept or closed"
 
 
@@ -98,7 +98,7 @@ def test_no_reason_of_a_random_night_is_false(night: Callable[[random.Random], S
 def test_no_reason_is_false_in_any_order(order: Order) -> None:
     for night in NIGHTS[1:3]:
         scenario = night(random.Random(f"{night.__name__} 0"))
-        for state, job, reason in waits(replace(scenario, cluster=scenario.cluster.ordered(order))):
+        for state, job, reason in waits(replace(scenario, cluster=scenario.cluster.with_order(order))):
             assert [*falsehoods(state, job, reason)] == [], (state.at_s, job.id, reason)
 
 

@@ -7,7 +7,7 @@ from zoneinfo import ZoneInfo
 
 import pytest
 
-from orchestrator.scheduling.reports.forecast import forecast, foreseen
+from orchestrator.scheduling.reports.forecast import forecast, quick_forecast
 from orchestrator.scheduling.scheduler import Scheduler
 from orchestrator.scheduling.step import step
 from orchestrator.specs.events import Event, TimerFired
@@ -79,7 +79,7 @@ def test_what_is_promised_for_tonight_leaves_the_day_to_others() -> None:
     begins_s = {one.job_id: one.start_s for one in state.reservations}
     assert begins_s["job-1"] == 22 * HOUR_S
     assert begins_s["job-3"] == 14 * HOUR_S
-    told = foreseen(state)
+    told = quick_forecast(state)
     assert [told[f"job-{number}"].start_s / HOUR_S for number in (2, 3, 1)] == [12.0, 14.0, 22.0]
     assert told["job-4"].start_s == 23 * HOUR_S + LAUNCH_S
     assert [*played(*events, *gone(2, 14 * HOUR_S))[1]] == ["job-2", "job-3"]

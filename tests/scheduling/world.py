@@ -249,7 +249,7 @@ STORM = {
 def aimed(scenario: Scenario) -> Scenario:
     """The scenario with an objective: every second one aims at the makespan."""
     objective = random.Random(scenario.seed).choice(tuple(Objective))
-    return replace(scenario, cluster=scenario.cluster.aiming(objective))
+    return replace(scenario, cluster=scenario.cluster.with_objective(objective))
 
 
 def random_scenario(draw: random.Random, jobs: int = 8) -> Scenario:

@@ -130,7 +130,7 @@ def test_a_preempted_job_continues_from_its_checkpoint(monkeypatch: pytest.Monke
     short = Arrival(at_s=1000.0, spec=job("short", 100, {4: 1.0}, **resumed))
     one_node = CLUSTER.model_copy(update={"nodes": (CLUSTER.nodes[0].model_copy(update={"count": 1}),)})
     trace = Trace(name="two", arrivals=(long, short))
-    first, second = simulate(trace, one_node.ordered(Order.TIRESIAS), seed=0).outcomes
+    first, second = simulate(trace, one_node.with_order(Order.TIRESIAS), seed=0).outcomes
     before, after = first.attempts
     assert after.first_step == 1000 - LAUNCH_COST_S
     assert before.ended_at_s == second.attempts[0].launched_at_s == 1000.0

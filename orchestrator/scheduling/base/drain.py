@@ -1,4 +1,4 @@
-"""Which nodes take nothing new, from when to when, and whose maintenance ends what runs on them?"""
+"""Nodes and devices that take nothing new: drained, suspended, or closed for a maintenance."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from orchestrator.specs.suspension import Suspension
 ALWAYS: tuple[Window, ...] = ((-inf, inf),)
 
 
-def drain_requested(state: State, event: DrainRequested) -> State:
-    """The state in which the node takes nothing new, or again what comes: then no suspension of it is left either."""
+def apply_drain(state: State, event: DrainRequested) -> State:
+    """Return the state in which the node is drained or, with `undo`, open again and free of suspensions."""
     others = set(state.drained) - {event.node}
     if not event.undo:
         return replace(state, drained=tuple(sorted({*others, event.node})))
@@ -25,9 +25,9 @@ def drain_requested(state: State, event: DrainRequested) -> State:
 
 
 def closures(state: State) -> dict[str, tuple[Window, ...]]:
-    """When nothing may start on each live node, from now on, first things first; without nodes that are always open.
+    """Return the times at which nothing may start on each live node, in order; without nodes that are always open.
 
-    What is closed already is so since ever. A suspended node is closed until its suspension ends.
+    A time that has begun starts at minus infinity. A suspended node is closed until its suspension ends.
     """
     closed = {}
     suspended = {entry.node: entry.until_s for entry in suspensions(state) if entry.device is None}
@@ -42,7 +42,7 @@ def closures(state: State) -> dict[str, tuple[Window, ...]]:
 
 
 def suspended_devices(state: State) -> dict[tuple[str, int], float]:
-    """Until when nothing may start on each suspended device, by node and index."""
+    """Return until when nothing may start on each suspended device, by node and index."""
     return {(entry.node, entry.device): entry.until_s for entry in suspensions(state) if entry.device is not None}
 
 
@@ -51,19 +51,19 @@ def suspensions(state: State) -> list[Suspension]:
     return [entry for entry in state.suspensions if entry.until_s > state.at_s]
 
 
-def maintained(state: State) -> frozenset[str]:
-    """Live nodes that what runs must leave now."""
+def nodes_in_maintenance(state: State) -> frozenset[str]:
+    """Return the live nodes that every attempt must leave now."""
     return frozenset(
         node.name for node in state.nodes if any(start_s <= state.at_s < end_s for start_s, end_s in _windows(node))
     )
 
 
 def next_change_s(state: State) -> float:
-    """When the next node closes for a maintenance, or a node or device opens after one or after a suspension."""
+    """Return when the next node closes for a maintenance, or the next node or device opens; infinity: never."""
     times_s = [time_s for node in state.nodes for window in _windows(node) for time_s in window]
     return min((s for s in (*times_s, *(entry.until_s for entry in state.suspensions)) if s > state.at_s), default=inf)
 
 
 def _windows(node: Node) -> tuple[Window, ...]:
-    """Its maintenance, with the time that stopping takes before each."""
+    """Return the node's maintenance windows, each with the time before it that stopping takes."""
     return tuple((start_s - MOVE_GRACE_S, end_s) for start_s, end_s in node.maintenance)

@@ -1,4 +1,4 @@
-"""Which devices are held, and by which job?"""
+"""The devices that jobs hold."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Device = tuple[str, int]  # node name, device index
 
 
 def holders(state: State) -> Mapping[Device, str]:
-    """Of every device of an attempt that runs, or whose memory is not reported free again, the id of the job."""
+    """Return the id of the job by device, for every attempt that runs or whose memory is not reported free again."""
     return {
         (part.node, index): job.id
         for job in state.jobs.values()

@@ -11,7 +11,7 @@ from orchestrator.specs.replace import replace
 from orchestrator.specs.state import State
 
 
-def update_requested(state: State, event: UpdateRequested) -> tuple[State, tuple[Stop, ...]]:
+def apply_update(state: State, event: UpdateRequested) -> tuple[State, tuple[Stop, ...]]:
     """Return the state in which the job is as the event says, and the Stop of its attempt where that is held.
 
     A hold gives up the job's `guarantee`: what is held is promised nothing.
@@ -41,7 +41,7 @@ def update_requested(state: State, event: UpdateRequested) -> tuple[State, tuple
 
 
 def with_hold_reason(job: Job) -> Job:
-    """Return the job with who holds it around its other reason, and the command that ends that; else as it is."""
+    """Return the job with its holder and the command that releases it in its reason; a job without a hold as it is."""
     command = _command(job)
     if job.held_by is None or job.reason.endswith(command):
         return job

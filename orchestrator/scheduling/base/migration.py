@@ -1,4 +1,4 @@
-"""Ends that we ask for so that a job goes on elsewhere, later or on other devices, from a checkpoint."""
+"""Moves of running jobs: an attempt is asked to end, and the job goes on elsewhere or later from a checkpoint."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ MOVE_GRACE_S = 120.0
 
 
 def can_move(job: Job) -> bool:
-    """Whether an attempt of the job runs and was not asked to end."""
+    """Return whether an attempt of the job runs and was not asked to end."""
     if job.last is None or job.unreadable:
         return False
     return job.last.status in (AttemptStatus.LAUNCHING, AttemptStatus.RUNNING)
 
 
 def is_elastic(job: Job) -> bool:
-    """Whether a job that runs can be stopped at no loss, and go on with whatever devices it gets then.
+    """Return whether a running job can be stopped at no loss, and go on with whatever devices it gets then.
 
-    Our own engines save when they are asked to end, and load on every layout; a script may say that it does. Who has
-    hours within which it starts, or is guaranteed a speed, is left alone.
+    Our own engines save when they are asked to end, and load on every layout; a script may declare that it does. A job
+    with a start window or a guaranteed speed is left alone.
     """
     spec = job.spec
     saves = not spec.is_script or (spec.knobs.resume_from is not None and spec.resume.on_sigterm)
@@ -32,12 +32,12 @@ def is_elastic(job: Job) -> bool:
 
 
 def may_grow(job: Job) -> bool:
-    """Whether a job that runs may have more devices than it has. Who has a deadline was given as many as that wants."""
+    """Return whether a running job may have more devices. A job with a deadline has as many as that wants."""
     return job.last is not None and job.deadline_s is None and job.last.plan.world_size < job.spec.gpus.max
 
 
 def held_placement_of(job: Job) -> Placement:
-    """Devices that are kept for the job while it moves; none where it ended otherwise."""
+    """Return the devices that are kept for the job while it moves; () where it ended otherwise."""
     attempt = job.last
     if attempt is None or (attempt.failure is not None and attempt.failure.kind is not FailureKind.MOVED):
         return ()

@@ -1,4 +1,4 @@
-"""Which nodes are alike? One frontier serves all of them."""
+"""Groups of equal nodes, which share one frontier."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Group:
 
 
 def groups_of(nodes: Iterable[Node]) -> list[Group]:
-    """Every node in one group, the kind with the fastest devices first."""
+    """Return the nodes in groups of one kind, the kind with the fastest devices first."""
 
     def kind(node: Node) -> tuple[float, int, str]:
         return (-node.device.peak_flops(Precision.FP16), -node.devices, node.device.model_dump_json())

@@ -1,4 +1,4 @@
-"""Pending: why a queued job waits, as one word of a short list. `Job.reason` says the same as a sentence."""
+"""Pending: why a queued job waits, as one word of a short list. `Job.reason` has the sentence."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from orchestrator.specs.job_record import Job
 
 
 class Pending(StrEnum):
-    """Words for what a job waits for, each with the phrase by which its sentence is told from the others."""
+    """Words for what a job waits for, each with the phrase by which its sentence is recognised."""
 
     _value_: str
     phrase: str
@@ -32,11 +32,11 @@ class Pending(StrEnum):
 
 
 def pending(job: Job, at_s: float) -> Pending:
-    """Why a queued job waits."""
+    """Return why a queued job waits."""
     if job.held_by is not None:
         return Pending.HELD
     if job.waits_for:
         return Pending.DEPENDENCY
     if job.not_before_s > at_s:
         return Pending.BACK_OFF
-    return next((one for one in Pending if one.phrase and one.phrase in job.reason), Pending.DEVICES)
+    return next((member for member in Pending if member.phrase and member.phrase in job.reason), Pending.DEVICES)

@@ -1,4 +1,4 @@
-"""How may a plan's ranks lie on equal nodes? Which nodes these are, and when they are free, is asked elsewhere."""
+"""Shapes: how a plan's ranks may lie on equal nodes, whichever these are."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SPREAD_MAX = 2  # times the fewest nodes that hold a gang: over more it would ra
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """So many devices, of which every node gives the same number: the first of `shares` that can be had."""
+    """A number of devices, of which every node gives the same share: the first of `shares` that can be had."""
 
     devices: int
     shares: tuple[int, ...]  # devices of each node, fewest nodes first
@@ -26,7 +26,7 @@ class Shape:
 
 @lru_cache(maxsize=4096)
 def shape_of(plan: Plan, devices_per_node: int, nodes: int) -> Shape | None:
-    """How a plan's ranks may lie on the nodes of a group; None where they cannot.
+    """Return how a plan's ranks may lie on the nodes of a group; None where they cannot.
 
     Ranks form a regular mesh: every node holds equally many. Tensor-parallel ranks stay inside a node, and
     context-parallel ones where it has room, but for those of a script, which cuts its work in a way of its own.

@@ -1,4 +1,4 @@
-"""How long may the attempts of a job run together, and how long have they? `time_limit` of a job file.
+"""Time limits: how long the attempts of a job may run together (`time_limit` of a job file).
 
 Time counts from an attempt's Started to its end. Waiting and launching count nothing.
 """

@@ -1,4 +1,4 @@
-"""What the queue's order, prices and moves are tuned by: one object, each number with what it was swept over.
+"""Tuning of the queue's order, prices and moves: one object, each number with the values that were swept.
 
 Swept on ten shaken inputs of traces/plans/base.csv (8 x 8 devices, 260 s launches; mean completion where jobs can be
 moved, and where none can), and on cluster05 of traces/deadlines on 12 nodes. `python -m benchmarks sweep` plays the
@@ -58,7 +58,7 @@ TUNING = Tuning()  # for the mean completion
 
 
 def tuned_for(objective: Objective) -> Tuning:
-    """The numbers by which the queue aims at this.
+    """Return the numbers by which the queue aims at this objective.
 
     For the makespan a job takes the devices that waste least, as the price of a device-second is high; and the long do
     not wait for the end, as they are due after three times their length.

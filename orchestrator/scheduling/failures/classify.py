@@ -1,4 +1,4 @@
-"""Why did an attempt end? Structured evidence first, counters next, log text last."""
+"""Classifies the end of an attempt: structured evidence first, counters next, log text last."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from orchestrator.scheduling.failures.exit_codes import (
     signal_name,
 )
 from orchestrator.scheduling.failures.meeting import lone_ranks, lone_ranks_in_words
-from orchestrator.scheduling.failures.out_of_memory import caught_in_words, oom_needed_bytes, refuting
+from orchestrator.scheduling.failures.out_of_memory import caught_in_words, find_refuting_report, oom_needed_bytes
 from orchestrator.scheduling.failures.phases import GUARD_PHASES
 from orchestrator.scheduling.failures.signatures import (
     COMPLAINTS,
@@ -55,18 +55,48 @@ NEARLY_FULL = 0.9  # a cuDNN or cuBLAS failure below this share of the device is
 
 
 def classify(job: Job, attempt: Attempt, evidence: Evidence, capacity_bytes: int | None = None) -> Failure | None:
-    """What the evidence means; None where the attempt succeeded.
+    """Return the failure that the evidence shows; None where the attempt succeeded.
 
     `capacity_bytes` is the device's memory, where known: ambiguous texts count as out of memory only near it.
     """
-    failure = _judged(job, attempt, evidence, capacity_bytes)
+    failure = _classify(job, attempt, evidence, capacity_bytes)
     if evidence.virtual and evidence.unwatched and (failure is None or failure.kind in UNTOLD):
         reason = f"it ran past the cap of its virtual device: {evidence.unwatched[0]}; {HOW_TO_BE_WATCHED}"
         return Failure(kind=FailureKind.GUARD_ABSENT, reason=reason, excerpt=_tail("\n".join(evidence.unwatched)))
     return failure
 
 
-def _judged(job: Job, attempt: Attempt, evidence: Evidence, capacity_bytes: int | None) -> Failure | None:
+def _classify(job: Job, attempt: Attempt, evidence: Evidence, capacity_bytes: int | None) -> Failure | None:
+    if (failure := _launch_failure(job, evidence)) is not None:
+        return failure
+    swallowed = _find_swallowed_oom(job, evidence)
+    ran_out = bool(evidence.ooms) or swallowed is not None
+    if attempt.probe and evidence.stopped and not ran_out and (not job.cancelling or _has_measured(evidence)):
+        return _probe_failure(attempt)
+    succeeded = bool(evidence.ranks) and all(end.exit_code == 0 for end in evidence.ranks)
+    is_complete = attempt.probe or not evidence.missing_artifacts  # a probe writes into a folder of its own
+    if swallowed is None and (evidence.finished or (succeeded and is_complete and not evidence.nodes_lost)):
+        return _probe_failure(attempt) if attempt.probe else None
+    if evidence.stopped and job.cancelling:
+        return Failure(kind=FailureKind.CANCELLED, reason="ended because its cancellation was asked for")
+    command = job.spec.command or ()
+    if evidence.ooms:
+        report = next((r for r in evidence.ooms if r.rank == evidence.first_ended_rank), evidence.ooms[0])
+        return _oom_failure(attempt, report, _finding_of(evidence, report, command))
+    if swallowed is not None:
+        failure = _oom_failure(attempt, swallowed, _finding_of(evidence, swallowed, command))
+        return replace(failure, reason=f"{failure.reason}; {caught_in_words(evidence)}")
+    if (failure := _outside_failure(job, attempt, evidence)) is not None:
+        return failure
+    if evidence.hung_for_s is not None:
+        return _hang_failure(attempt, evidence, command, capacity_bytes)
+    if not evidence.ranks:
+        return Failure(kind=FailureKind.NODE_LOST, reason="nothing is known of its processes")
+    return _check_oom_kills(evidence, _failure_of_ranks(attempt, evidence, command, capacity_bytes))
+
+
+def _launch_failure(job: Job, evidence: Evidence) -> Failure | None:
+    """Return the failure of an attempt that could not start, or whose ranks trained alone; else None."""
     if evidence.no_program:
         return Failure(kind=FailureKind.USER_ERROR, reason=f"could not be started: {evidence.launch_error}")
     if evidence.launch_error is not None:
@@ -74,23 +104,11 @@ def _judged(job: Job, attempt: Attempt, evidence: Evidence, capacity_bytes: int 
     lone = lone_ranks(evidence.heartbeats)
     if lone and not job.cancelling:  # no other plan and no other place would make it right
         return Failure(kind=FailureKind.USER_ERROR, reason=lone_ranks_in_words(lone))
-    swallowed = _swallowed(job, evidence)
-    ran_out = bool(evidence.ooms) or swallowed is not None
-    if attempt.probe and evidence.stopped and not ran_out and (not job.cancelling or _has_told(evidence)):
-        return _probed(attempt)
-    succeeded = bool(evidence.ranks) and all(end.exit_code == 0 for end in evidence.ranks)
-    is_complete = attempt.probe or not evidence.missing_artifacts  # a probe writes into a folder of its own
-    if swallowed is None and (evidence.finished or (succeeded and is_complete and not evidence.nodes_lost)):
-        return _probed(attempt) if attempt.probe else None
-    if evidence.stopped and job.cancelling:
-        return Failure(kind=FailureKind.CANCELLED, reason="ended because its cancellation was asked for")
-    command = job.spec.command or ()
-    if evidence.ooms:
-        report = next((r for r in evidence.ooms if r.rank == evidence.first_ended_rank), evidence.ooms[0])
-        return _device_oom(attempt, report, _finding_of(evidence, report, command))
-    if swallowed is not None:
-        failure = _device_oom(attempt, swallowed, _finding_of(evidence, swallowed, command))
-        return replace(failure, reason=f"{failure.reason}; {caught_in_words(evidence)}")
+    return None
+
+
+def _outside_failure(job: Job, attempt: Attempt, evidence: Evidence) -> Failure | None:
+    """Return the failure of an attempt that we stopped, or that lost its node; else None."""
     if evidence.stopped and attempt.over_limit:
         return over_limit(job, attempt)
     if evidence.stopped and attempt.moved_for:
@@ -98,41 +116,37 @@ def _judged(job: Job, attempt: Attempt, evidence: Evidence, capacity_bytes: int 
     if evidence.nodes_lost:
         lost = ", ".join(evidence.nodes_lost)
         return Failure(kind=FailureKind.NODE_LOST, reason=f"lost contact with {lost} while it ran")
-    if evidence.hung_for_s is not None:
-        return _stood_still(attempt, evidence, command, capacity_bytes)
-    if not evidence.ranks:
-        return Failure(kind=FailureKind.NODE_LOST, reason="nothing is known of its processes")
-    return _counted(evidence, _from_ranks(attempt, evidence, command, capacity_bytes))
+    return None
 
 
-def _swallowed(job: Job, evidence: Evidence) -> OomReport | None:
-    """The out-of-memory error that a script caught, and that is the trouble all the same.
+def _find_swallowed_oom(job: Job, evidence: Evidence) -> OomReport | None:
+    """Return the out-of-memory error that a script caught and that counts as its failure; None without one.
 
-    A job may accept what its script catches; not where it stood still after it, or left without what it promised.
+    A job may accept what its script catches, but not where it hung afterwards or left without its artifacts.
     """
-    report, stood_still = refuting(evidence), evidence.hung_for_s is not None
+    report, stood_still = find_refuting_report(evidence), evidence.hung_for_s is not None
     if stood_still or job.spec.on_caught_oom == "recover":
         without_reason = all(end.exit_code == 0 for end in evidence.ranks) and evidence.missing_artifacts
         return report or (evidence.caught[0] if evidence.caught and without_reason else None)
     return None
 
 
-def _has_told(evidence: Evidence) -> bool:
+def _has_measured(evidence: Evidence) -> bool:
     beats = evidence.heartbeats
     return bool(beats) and all(beat.steps_done >= PROBE_STEPS for beat in beats)
 
 
-def _probed(attempt: Attempt) -> Failure:
-    """What it was started for is done."""
+def _probe_failure(attempt: Attempt) -> Failure:
+    """Return the end of a probe that has measured its plan."""
     return Failure(kind=FailureKind.PROBED, reason=f"measured at micro-batch {attempt.plan.micro_batch_size}")
 
 
-def _device_oom(attempt: Attempt, report: OomReport, finding: Finding | None) -> Failure:
-    phase = _phase(report, finding)
-    asked = "an unknown amount" if report.requested_bytes is None else format_bytes(report.requested_bytes)
+def _oom_failure(attempt: Attempt, report: OomReport, finding: Finding | None) -> Failure:
+    phase = _phase_of(report, finding)
+    amount = "an unknown amount" if report.requested_bytes is None else format_bytes(report.requested_bytes)
     facts = (
-        f"rank {report.rank} ran out of device memory after step {report.step} ({_where(report, phase)}): "
-        f"asked for {asked} with {format_bytes(report.live_bytes)} of {format_bytes(report.capacity_bytes)} in use"
+        f"rank {report.rank} ran out of device memory after step {report.step} ({_place_of(report, phase)}): "
+        f"asked for {amount} with {format_bytes(report.live_bytes)} of {format_bytes(report.capacity_bytes)} in use"
     )
     kind = FailureKind.DEVICE_OOM
     if report.foreign_bytes and oom_needed_bytes(report) <= attempt.correction * attempt.estimate.allocated_bytes:
@@ -143,8 +157,8 @@ def _device_oom(attempt: Attempt, report: OomReport, finding: Finding | None) ->
     return Failure(kind=kind, rank=report.rank, phase=phase, reason=facts, excerpt=_tail(report.message))
 
 
-def _phase(report: OomReport, finding: Finding | None) -> Phase | None:
-    """The guard sees optimizers and backward passes; of what runs forward, the traceback or the log knows more."""
+def _phase_of(report: OomReport, finding: Finding | None) -> Phase | None:
+    """Return the phase by the guard, which sees optimizers and backward passes; else by the traceback or the log."""
     if report.phase in GUARD_PHASES:
         return GUARD_PHASES[report.phase]
     if finding is not None and finding.phase is not None:
@@ -152,13 +166,13 @@ def _phase(report: OomReport, finding: Finding | None) -> Phase | None:
     return {"startup": Phase.STARTUP, "forward": Phase.TRAINING}.get(report.phase)
 
 
-def _where(report: OomReport, phase: Phase | None) -> str:
-    """In the guard's word where it says more: forward or backward."""
+def _place_of(report: OomReport, phase: Phase | None) -> str:
+    """Return the phase in words, with the guard's own word where that says more: forward or backward."""
     return report.phase if phase in (None, Phase.TRAINING) and report.phase else phase or "in an unknown phase"
 
 
 def _finding_of(evidence: Evidence, report: OomReport, command: tuple[str, ...]) -> Finding | None:
-    """The line of a log that tells of the same."""
+    """Return the finding in a log for the same out-of-memory error; None without one."""
     for end in evidence.ranks:
         for finding in _findings(end, command)[:1]:
             if finding.cause is Cause.DEVICE_OOM and report.rank in (end.rank, finding.rank):
@@ -166,61 +180,67 @@ def _finding_of(evidence: Evidence, report: OomReport, command: tuple[str, ...])
     return None
 
 
-def _stood_still(attempt: Attempt, evidence: Evidence, command: tuple[str, ...], capacity_bytes: int | None) -> Failure:
-    """It hung, unless a rank had named the cause before and gone on (others then wait for it for ever)."""
+def _hang_failure(
+    attempt: Attempt, evidence: Evidence, command: tuple[str, ...], capacity_bytes: int | None
+) -> Failure:
+    """Return a hang, or the cause that a rank had named before it went on: others then wait for it for ever."""
     still = f"no training step for {format_seconds(evidence.hung_for_s or 0.0)}"
     for end in _suspects(evidence):
         finding = next(iter(_findings(end, command)), None)
         if finding is not None and finding.cause not in (*COMPLAINTS, *SUSPECTS):
-            failure = _from_finding(attempt, evidence, end, finding, capacity_bytes)
+            failure = _failure_of_finding(attempt, evidence, end, finding, capacity_bytes)
             if failure is not None:
                 return replace(failure, reason=f"{failure.reason}; then {still}")
     tail = _suspects(evidence)[0].log_tail if evidence.ranks else ""
     return Failure(kind=FailureKind.HUNG, reason=still, excerpt=_tail(tail))
 
 
-def _from_ranks(attempt: Attempt, evidence: Evidence, command: tuple[str, ...], capacity_bytes: int | None) -> Failure:
-    """The cause that logs and exit codes name; survivors' complaints count only when nothing else is said."""
+def _failure_of_ranks(
+    attempt: Attempt, evidence: Evidence, command: tuple[str, ...], capacity_bytes: int | None
+) -> Failure:
+    """Return the cause that logs and exit codes name; complaints of survivors count only without another cause."""
     suspects = _suspects(evidence)
     complaints: list[tuple[RankEnd, Finding]] = []
     unexplained: Failure | None = None
     for end in suspects:
         if end.exit_code == STALE_EXIT_CODE:
             return Failure(kind=FailureKind.PREEMPTED, rank=end.rank, reason="a newer attempt had taken its place")
-        finding = next(iter(_findings(_in_own_words(evidence, end), command)), None)
+        finding = next(iter(_findings(_with_report(evidence, end), command)), None)
         complains = finding is not None and finding.cause in COMPLAINTS
         if finding is not None and complains:
             complaints.append((end, finding))
         if unexplained is not None:  # another rank may tell why
             explained = finding is not None and finding.cause in EXPLAINING
-            failure = _from_finding(attempt, evidence, end, finding, capacity_bytes) if explained else None
+            failure = _failure_of_finding(attempt, evidence, end, finding, capacity_bytes) if explained else None
             if failure is not None:
                 return failure
             continue
         waited = any(complaint.cause is Cause.TIMEOUT for _, complaint in complaints)
         failure = (
-            (None if complains else _from_finding(attempt, evidence, end, finding, capacity_bytes))
-            or _from_report(attempt, evidence, end, command)
-            or (None if waited else _from_signal(evidence, end))
+            (None if complains else _failure_of_finding(attempt, evidence, end, finding, capacity_bytes))
+            or _failure_of_report(attempt, evidence, end, command)
+            or (None if waited else _failure_of_signal(evidence, end))
         )
         if failure is None and end.exit_code and not complains and not (waited and end.exit_code in ENDED_BY_US):
-            failure = _unexplained(attempt, evidence, end, None, command)
+            failure = _unexplained_failure(attempt, evidence, end, None, command)
         if failure is not None and failure.ending is None:
             return failure
         unexplained = failure
     if unexplained is not None:
         return unexplained
     for end, finding in complaints:
-        failure = None if evidence.host_oom_kills else _from_finding(attempt, evidence, end, finding, capacity_bytes)
+        failure = (
+            None if evidence.host_oom_kills else _failure_of_finding(attempt, evidence, end, finding, capacity_bytes)
+        )
         if failure:
             return failure
     if all(end.exit_code for end in suspects):
         lines = "".join(f": {finding.line[:MESSAGE_CHARACTERS_MAX]}" for _, finding in complaints[:1])
         return Failure(kind=FailureKind.NODE_LOST, reason=f"its ranks only complain about each other{lines}")
-    return _unexplained(attempt, evidence, suspects[0], None, command)
+    return _unexplained_failure(attempt, evidence, suspects[0], None, command)
 
 
-def _counted(evidence: Evidence, failure: Failure) -> Failure:
+def _check_oom_kills(evidence: Evidence, failure: Failure) -> Failure:
     """Return the failure, or host memory where the kernel killed for it and nothing else explains the end.
 
     The counter is the whole node's, so an exception that a mistake in code raises stands.
@@ -234,37 +254,37 @@ def _counted(evidence: Evidence, failure: Failure) -> Failure:
 
 
 def _findings(end: RankEnd, command: tuple[str, ...]) -> tuple[Finding, ...]:
-    """Of the whole log where it was read, else of its end."""
+    """Return the findings of the whole log where it was read, else of its end."""
     return end.findings or read_log(end.log_tail, command)
 
 
-def _in_own_words(evidence: Evidence, end: RankEnd) -> RankEnd:
-    """The end with the exception that the guard reported, where its log names nothing."""
+def _with_report(evidence: Evidence, end: RankEnd) -> RankEnd:
+    """Return the end with the exception that the guard reported, where its log names nothing."""
     report = next((report for report in evidence.errors if report.rank == end.rank), None)
     return end if report is None or end.findings else replace(end, log_tail=report.traceback)
 
 
-def _from_report(attempt: Attempt, evidence: Evidence, end: RankEnd, command: tuple[str, ...]) -> Failure | None:
+def _failure_of_report(attempt: Attempt, evidence: Evidence, end: RankEnd, command: tuple[str, ...]) -> Failure | None:
     """Return the failure of a Python exception that the guard reported; None where it is a survivor's complaint.
 
-    Of this rank, or of those that it started as their launcher: the one that it saw fail first comes first.
+    Ranks that this rank started as their launcher count, too: the one that it saw fail first comes first.
     """
     others = {other.rank for other in evidence.ranks} - {end.rank}
     reports = [report for report in evidence.errors if report.rank not in others]
     for report in sorted(reports, key=lambda report: (report.rank != end.root_rank, report.rank != end.rank)):
         if not read_log(report.traceback):
-            return _unexplained(attempt, evidence, end, report, command)
+            return _unexplained_failure(attempt, evidence, end, report, command)
     return None
 
 
-def _from_finding(
+def _failure_of_finding(
     attempt: Attempt, evidence: Evidence, end: RankEnd, finding: Finding | None, capacity_bytes: int | None
 ) -> Failure | None:
-    kind = None if finding is None else _kind(end, finding, evidence, attempt, capacity_bytes)
+    kind = None if finding is None else _kind_of(end, finding, evidence, attempt, capacity_bytes)
     if finding is None or kind is None:
         return None
     if kind is FailureKind.DEVICE_OOM and finding.oom is not None:
-        return _device_oom(attempt, finding.oom, finding)
+        return _oom_failure(attempt, finding.oom, finding)
     return Failure(
         kind=kind,
         rank=end.rank if finding.rank is None else finding.rank,
@@ -275,14 +295,14 @@ def _from_finding(
     )
 
 
-def _kind(
+def _kind_of(
     end: RankEnd, finding: Finding, evidence: Evidence, attempt: Attempt, capacity_bytes: int | None
 ) -> FailureKind | None:
-    """The kind that the cause names by its own word, but for those that say less or more."""
+    """Return the kind of failure of a cause: the kind of the same word, or what other evidence makes of the cause."""
     peak = max((beat.peak_bytes for beat in evidence.heartbeats), default=attempt.estimate.allocated_bytes)
     nearly_full = capacity_bytes is not None and peak >= NEARLY_FULL * capacity_bytes
     kinds: dict[Cause, FailureKind | None] = {
-        Cause.NOT_OOM: FailureKind.HUNG if _waited_in_vain(end) else FailureKind.USER_ERROR,
+        Cause.NOT_OOM: FailureKind.HUNG if _has_timed_out(end) else FailureKind.USER_ERROR,
         Cause.HANG: FailureKind.HUNG,
         Cause.TIMEOUT: FailureKind.HUNG,
         Cause.DEVICE_OOM: FailureKind.DEVICE_OOM,
@@ -295,12 +315,12 @@ def _kind(
     return kinds[finding.cause] if finding.cause in kinds else FailureKind(finding.cause.value)
 
 
-def _waited_in_vain(end: RankEnd) -> bool:
-    """Whether ranks had lost step with each other: a collective timed out."""
+def _has_timed_out(end: RankEnd) -> bool:
+    """Return whether a collective timed out, since ranks had lost step with each other."""
     return any(finding.cause is Cause.TIMEOUT for finding in end.findings)
 
 
-def _from_signal(evidence: Evidence, end: RankEnd) -> Failure | None:
+def _failure_of_signal(evidence: Evidence, end: RankEnd) -> Failure | None:
     """Return what the signal says that ended the process, or the first rank that its launcher saw fail.
 
     A crash by another signal says nothing of its cause.
@@ -323,7 +343,7 @@ def _from_signal(evidence: Evidence, end: RankEnd) -> Failure | None:
     return Failure(kind=kind, rank=rank, reason=reason, excerpt=_tail(end.log_tail))
 
 
-def _unexplained(
+def _unexplained_failure(
     attempt: Attempt, evidence: Evidence, end: RankEnd, report: ErrorReport | None, command: tuple[str, ...]
 ) -> Failure:
     """Return the failure of an end that nothing explains: its exception or exit code, and what it looked like."""
@@ -360,10 +380,10 @@ def _unexplained(
 
 
 def _suspects(evidence: Evidence) -> list[RankEnd]:
-    """The ranks in the order in which they are asked: the one that ended first, then failures, then the rest.
+    """Return the ranks in the order of suspicion: the one that ended first, then failures, then the rest.
 
-    Signalled ranks stand last among the failures: it is how we end the survivors. Where the kernel killed for memory,
-    the killed one comes before those that we ended.
+    Signalled ranks stand last among the failures, since that is how we end the survivors. Where the kernel killed for
+    memory, the killed one comes before those that we ended.
     """
 
     def doubt(end: RankEnd) -> tuple[bool, bool, bool, bool, int]:

@@ -1,4 +1,4 @@
-"""Which setting answers to an out-of-memory failure? That depends on where the program stood."""
+"""Settings that answer to an out-of-memory failure, by the phase in which the program stood."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ SETTINGS_BUT_BATCHES = tuple(
 
 
 def candidates_for_oom(spec: JobSpec, attempts: Sequence[Attempt], candidates: Iterable[Candidate]) -> list[Candidate]:
-    """The candidates that answer to where `attempts` ran out of device memory.
+    """Return the candidates that answer to where `attempts` ran out of device memory.
 
     In the optimizer step: only plans that hold less there, since no batch is small enough to shrink weights, gradients
-    and optimizer states; unless none does and a batch of more than one sample may have left something behind. In a
+    and optimizer states. All plans where none holds less and a larger batch may have left something behind. In a
     phase with a batch size of its own: every plan, with that batch size lowered. Where the same bytes ran out under two
     micro-batches: only plans that differ by more than their batches.
     """
@@ -43,13 +43,17 @@ def candidates_for_oom(spec: JobSpec, attempts: Sequence[Attempt], candidates: I
         if lighter or any(plan.micro_batch_size == 1 for plan in burst):
             chosen = lighter
     lowered = phase_batch_sizes(spec, attempts)
-    return [replace(one, plan=replace(one.plan, phase_batch_sizes=lowered)) for one in chosen] if lowered else chosen
+    return (
+        [replace(candidate, plan=replace(candidate.plan, phase_batch_sizes=lowered)) for candidate in chosen]
+        if lowered
+        else chosen
+    )
 
 
 def bytes_of_no_batch(attempts: Sequence[Attempt]) -> int | None:
     """Return the bytes that ran out alike under two micro-batches, so that none is small enough; else None.
 
-    Held and requested bytes are equal to the byte: a sample more or less changed nothing of them.
+    Live and requested bytes are equal to the byte: a sample more or less changed nothing of them.
     """
     needs: dict[tuple[object, int, int], int] = {}
     for attempt in attempts:
@@ -69,12 +73,12 @@ def _without_batches(plan: Plan) -> tuple[object, ...]:
 
 
 def bytes_per_parameter(plan: Plan) -> float:
-    """What a device holds of each of the model's parameters in the optimizer step (arXiv:1910.02054, section 5)."""
+    """Return the bytes of a device for each parameter in the optimizer step (arXiv:1910.02054, section 5)."""
     if plan.offload is Offload.PARAMETERS:
         return 0.0
-    stage, shards, held = plan.mechanics.stage, plan.mechanics.shards, float(master_bytes(plan))
-    weights = held / (shards if stage >= ZeroStage.PARAMETERS else 1)
-    gradients = held / (shards if stage >= ZeroStage.GRADIENTS else 1)
+    stage, shards, width = plan.mechanics.stage, plan.mechanics.shards, float(master_bytes(plan))
+    weights = width / (shards if stage >= ZeroStage.PARAMETERS else 1)
+    gradients = width / (shards if stage >= ZeroStage.GRADIENTS else 1)
     states = STATE_BYTES[plan.optimizer] / shards
     if plan.offload is Offload.OPTIMIZER:
         states = 0.0
@@ -84,7 +88,7 @@ def bytes_per_parameter(plan: Plan) -> float:
 
 
 def phase_batch_sizes(spec: JobSpec, attempts: Iterable[Attempt]) -> tuple[tuple[str, int], ...]:
-    """(phase, samples) of the phases with a batch size of their own in which memory ran out: halved each time."""
+    """Return (phase, samples) of the phases with their own batch size in which memory ran out, halved each time."""
     sizes: dict[str, int] = {}
     for attempt in attempts:
         phase = answered_by_phase(spec, attempt)
@@ -94,7 +98,7 @@ def phase_batch_sizes(spec: JobSpec, attempts: Iterable[Attempt]) -> tuple[tuple
 
 
 def answered_by_phase(spec: JobSpec, attempt: Attempt) -> Phase | None:
-    """The phase in which it ran out of device memory, where its own batch size can be lowered: no fault of the plan."""
+    """Return the phase in which an attempt ran out of memory, where its own batch size can be lowered; else None."""
     phase = _ran_out_in(attempt)
     if phase is None or _phase_batch_size(spec, attempt.plan, phase) <= 1:
         return None
@@ -106,9 +110,9 @@ def _ran_out_in(attempt: Attempt) -> Phase | None:
 
 
 def _phase_batch_size(spec: JobSpec, plan: Plan, phase: Phase) -> int:
-    """Samples at a time in this phase; 0 where no knob sets them."""
+    """Return the batch size of this phase; 0 where no knob sets it."""
     knob = spec.knobs.micro_batch_size
-    own = next((one for one in knob.all if one.phase == phase), None) if knob is not None else None
-    if own is None or own.default is None:
+    phase_knob = next((part for part in knob.all if part.phase == phase), None) if knob is not None else None
+    if phase_knob is None or phase_knob.default is None:
         return 0
-    return dict(plan.phase_batch_sizes).get(phase, int(own.default))
+    return dict(plan.phase_batch_sizes).get(phase, int(phase_knob.default))

@@ -1,4 +1,4 @@
-"""What did an end look like that nothing explains, and does it blame the program?
+"""Endings that nothing explains: what they looked like, and whether they blame the program.
 
 An unknown exception blames the program only where its type or its own `raise` statement does: all others may be the
 place's, a service's or chance, and are tried again.

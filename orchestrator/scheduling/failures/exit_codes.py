@@ -1,4 +1,4 @@
-"""Which signal does an exit code tell of, and who sends such signals?"""
+"""Signals behind exit codes, and who sends them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Did the ranks of an attempt meet in the process group that its plan has?"""
+"""Whether the ranks of an attempt met in a process group of the size of their plan."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ ALONE_STEPS = 2  # of a rank: a script may warm up by a step before it joins the
 
 
 def lone_ranks(beats: Sequence[Heartbeat]) -> int:
-    """Count of ranks that trained and can have met no other; 0 where fewer than two did, or any may have met others.
+    """Return the number of ranks that trained alone; 0 where fewer than two did, or any may have met others.
 
     A rank may have met others where it joined a process group, or imported a library that makes one of its own.
     """

@@ -1,4 +1,4 @@
-"""What does the end of an attempt say about its predictions?"""
+"""Observations: what the end of an attempt says about its predictions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from orchestrator.specs.profile import UNTIMED
 
 
 def observe(job: Job, attempt: Attempt, capacity_bytes: int | None) -> Observation | None:
-    """Return what reality answered to the predictions of an ended attempt; None where it came to no training step.
+    """Return what was measured of the predictions of an ended attempt; None where it made no training step.
 
     `capacity_bytes` is the memory of its kind of device, where known.
     """
@@ -72,10 +72,10 @@ def observe_running(job: Job, attempt: Attempt) -> Observation | None:
 
 
 def measured_bytes(attempt: Attempt, capacity_bytes: int | None) -> int | None:
-    """Allocated peak of the worst rank; where it ran out of memory, what it needed at least.
+    """Return the allocated peak of the worst rank; where it ran out of memory, the least that it needed.
 
-    None where nothing was measured, or not by the guard alone, or only what was made to fail, or where memory ran out
-    outside training.
+    None where nothing was measured, some process was unwatched, an error was injected, or memory ran out outside
+    training.
     """
     evidence, failure = attempt.evidence, attempt.failure
     if evidence is None or evidence.unwatched or any(r.injected for r in (*evidence.ooms, *evidence.caught)):
@@ -91,19 +91,19 @@ def measured_bytes(attempt: Attempt, capacity_bytes: int | None) -> int | None:
 
 
 def warnings(attempt: Attempt) -> tuple[str, ...]:
-    """What the record of an ended attempt does not vouch for, a sentence each."""
-    evidence, said = attempt.evidence, []
+    """Return the doubts about the record of an ended attempt, a sentence each."""
+    evidence, sentences = attempt.evidence, []
     if evidence is not None and evidence.unwatched:
-        said.append(f"unwatched: {evidence.unwatched[0]}; nothing was learned from it")
+        sentences.append(f"unwatched: {evidence.unwatched[0]}; nothing was learned from it")
     if evidence is not None and is_truncated(attempt) and not ran_out(attempt):
-        said.append(f"{caught_in_words(evidence)}: what they were in was lost, and its peak is no training's")
+        sentences.append(f"{caught_in_words(evidence)}: what they were in was lost, and its peak is no training's")
     if other_size := other_size_in_words(attempt):
-        said.append(other_size)
-    return tuple(said)
+        sentences.append(other_size)
+    return tuple(sentences)
 
 
 def _worst_report(attempt: Attempt) -> OomReport | None:
-    """That of the rank that needed most; None where none ran out of memory, or none told."""
+    """Return the report of the rank that needed most; None where none ran out of memory, or none reported."""
     if attempt.evidence is None or not ran_out(attempt):
         return None
     return max(oom_reports(attempt.evidence), key=oom_needed_bytes, default=None)
@@ -115,30 +115,30 @@ def _steps_left(job: Job, burst: OomReport) -> int | None:
 
 
 def _overhead_bytes(attempt: Attempt) -> int | None:
-    """What the worst rank held of its device beside what PyTorch's allocator held; None where it was not measured."""
+    """Return the bytes of the worst rank's device beside PyTorch's allocator; None where they were not measured."""
     evidence = attempt.evidence
     if evidence is None or not evidence.free_before_bytes:
         return None
-    held = (
+    overheads = (
         evidence.free_before_bytes[beat.rank] - beat.allocator_room_bytes
         for beat in evidence.heartbeats
         if beat.allocator_room_bytes is not None
     )
-    return max((count for count in held if count > 0), default=None)
+    return max((count for count in overheads if count > 0), default=None)
 
 
 def ran_out(attempt: Attempt) -> bool:
-    """Whether its plan was too much for its devices."""
+    """Return whether the attempt's plan was too much for its devices."""
     return attempt.failure is not None and attempt.failure.kind is FailureKind.DEVICE_OOM
 
 
 def is_truncated(attempt: Attempt) -> bool:
-    """Whether its script caught out-of-memory errors, and died of none: its peak is less than it would have needed."""
+    """Return whether the script caught out-of-memory errors and died of none: its peak is less than its need."""
     return attempt.evidence is not None and bool(attempt.evidence.caught) and not attempt.evidence.ooms
 
 
 def _outgrew(job: Job, attempt: Attempt) -> bool:
-    """Whether an attempt that ended well needed more than it had, by what its script caught: that much at the least."""
+    """Return whether an attempt that ended well needed more than it had, by the errors that its script caught."""
     if attempt.failure is not None or job.spec.on_caught_oom == "accept" or not is_truncated(attempt):
         return False
     assert attempt.evidence is not None, "it has caught something"
@@ -146,13 +146,13 @@ def _outgrew(job: Job, attempt: Attempt) -> bool:
 
 
 def _ran_through(job: Job, attempt: Attempt) -> bool:
-    """Whether it ended the training, and did at least half of it: what went before it may have needed more.
+    """Return whether the attempt ended the training and did at least half of it: earlier steps may have needed more.
 
-    A script counts its steps anew in each attempt, so the furthest step of all attempts is taken for the last.
+    A script counts its steps anew in each attempt, so the furthest step of all attempts stands for the last.
     """
     if attempt.failure is not None or attempt.probe or attempt.evidence is None or is_truncated(attempt):
         return False
-    last_step = max((beat.step for one in (*job.attempts, attempt) for beat in _heartbeats(one)), default=0)
+    last_step = max((beat.step for entry in (*job.attempts, attempt) for beat in _heartbeats(entry)), default=0)
     return any(2 * beat.steps_done >= last_step > 0 for beat in attempt.evidence.heartbeats)
 
 
@@ -161,7 +161,7 @@ def _heartbeats(attempt: Attempt) -> tuple[Heartbeat, ...]:
 
 
 def _burst_bytes(attempt: Attempt, capacity_bytes: int | None) -> int:
-    """Only its log says that it ran out: it needed more than was predicted, and more than the device leaves."""
+    """Return a bound where only the log says that memory ran out: more than predicted, and than the device leaves."""
     estimate = attempt.estimate
     predicted = corrected_allocated_bytes(estimate, attempt.correction)
     around = estimate.device_bytes - estimate.allocated_bytes

@@ -1,4 +1,4 @@
-"""What do the out-of-memory errors of an attempt say, those that ended it and those that its script caught?"""
+"""Out-of-memory errors of an attempt: those that ended it, and those that its script caught."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ LOST_SHARE_MAX = 0.1  # of a rank's steps: a script that skips more than that tr
 
 
 def oom_reports(evidence: Evidence) -> tuple[OomReport, ...]:
-    """Return what ranks that ran out of device memory had and asked for: by the guard, or else by their logs."""
-    told = (finding.oom for end in evidence.ranks for finding in end.findings[:1])
-    return evidence.ooms or evidence.caught or tuple(report for report in told if report is not None)
+    """Return the reports of ranks that ran out of device memory: by the guard, or else by their logs."""
+    log_reports = (finding.oom for end in evidence.ranks for finding in end.findings[:1])
+    return evidence.ooms or evidence.caught or tuple(report for report in log_reports if report is not None)
 
 
 def oom_needed_bytes(report: OomReport) -> int:
@@ -19,11 +19,11 @@ def oom_needed_bytes(report: OomReport) -> int:
     return at_least if report.foreign_bytes else max(at_least, report.capacity_bytes - report.overhead_bytes + 1)
 
 
-def refuting(evidence: Evidence) -> OomReport | None:
-    """The caught error that shows the plan to be too much; None where training went on well after each.
+def find_refuting_report(evidence: Evidence) -> OomReport | None:
+    """Return the caught error that shows the plan to be too much; None where training went on well after each.
 
-    It did not where no step was completed since, or where more than a tenth of the rank's steps was lost: each error
-    counts as a step. Errors before the first step are how a script finds a batch that fits.
+    An error counts where no step was completed since, or where more than a tenth of the rank's steps was lost, each
+    error being a step. Errors before the first step are how a script finds a batch that fits.
     """
     return next((report for report in evidence.caught if _is_refuting(evidence, report)), None)
 
@@ -36,13 +36,13 @@ def _is_refuting(evidence: Evidence, report: OomReport) -> bool:
 
 
 def caught_count(evidence: Evidence) -> int:
-    """Count of errors that the script caught: all that were raised, but for those that ended a rank."""
+    """Return the number of errors that the script caught: all that were raised, but for those that ended a rank."""
     fatal = {report.rank for report in evidence.ooms}
     return sum(report.count - (report.rank in fatal) for report in evidence.caught)
 
 
 def losses(evidence: Evidence) -> tuple[int, int] | None:
-    """(errors, steps completed) of the rank that caught most; None where none caught any."""
+    """Return (errors, steps completed) of the rank that caught most; None where none caught any."""
     worst = max(evidence.caught, key=lambda report: report.count, default=None)
     return None if worst is None else (worst.count, _steps_done(evidence, worst.rank))
 

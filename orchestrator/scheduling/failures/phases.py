@@ -1,4 +1,4 @@
-"""Where did a program stand when it failed? From the frames of its traceback, or from what it said of its progress."""
+"""The phase in which a program failed, from the frames of its traceback or from its log lines."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GUARD_PHASES = {"backward": Phase.TRAINING, "optimizer": Phase.OPTIMIZER}  # "st
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """One entry of a Python traceback."""
+    """An entry of a Python traceback."""
 
     file: str
     function: str
@@ -53,7 +53,7 @@ _SOURCES = (  # statements of a script's own loop
 
 
 def phase_of_frames(frames: Iterable[Frame]) -> Phase | None:
-    """The phase that the innermost telling frame names; None where none tells."""
+    """Return the phase that the innermost known frame names; None without a known frame."""
     for frame in reversed(tuple(frames)):
         for phase, file, function in _FRAMES:
             if function.match(frame.function) and file.search(frame.file):
@@ -65,14 +65,14 @@ def phase_of_frames(frames: Iterable[Frame]) -> Phase | None:
 
 
 class Markers:
-    """Follows a program's own words from phase to phase: the last line that fits a pattern names the phase."""
+    """Follows a program's log from phase to phase: the last line that fits a pattern names the phase."""
 
     def __init__(self, patterns: Mapping[Phase, str]) -> None:
         self._patterns = [(phase, re.compile(pattern)) for phase, pattern in patterns.items()]
         self.phase: Phase | None = Phase.STARTUP if patterns else None
 
     def read(self, line: str) -> None:
-        """Take note of a line."""
+        """Read one line, and change `phase` where it fits a pattern."""
         for phase, pattern in self._patterns:
             if pattern.search(line):
                 self.phase = phase

@@ -1,4 +1,4 @@
-"""Which devices and nodes do unexplained ends accuse, for how long, and what clears them?"""
+"""Devices and nodes that unexplained ends accuse: their suspension, and what clears them."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def suspects(
     if not places:
         others = [end for end in others if at_s - end.at_s <= RECENT_S]
         places = {node for node, _ in devices if any(node in nodes_of(end.placement) for end in others)}
-    if not _left(nodes, places):
+    if not _is_any_left(nodes, places):
         return (), ()
     accusers = {end.job for end in others if places & {*devices_of(end.placement), *nodes_of(end.placement)}}
     return tuple(sorted(places, key=str)), tuple(sorted(accusers))
@@ -77,8 +77,8 @@ def suspects(
 def accusation_of(failure: Failure | None) -> Ending | None:
     """Return the ending by which a failure may accuse its place; None where something else explains it.
 
-    A log that names broken hardware is a word of the program: it accuses, as an unexplained end does, and no more. One
-    job alone suspends nothing.
+    A log that names broken hardware accuses as an unexplained end does, since the program wrote it. One job alone
+    suspends nothing.
     """
     if failure is None or failure.broken is None:
         return None if failure is None else failure.ending
@@ -103,7 +103,7 @@ def is_alike_elsewhere(job: Job, attempt: Attempt, ending: Ending) -> bool:
 def _withdraw(
     ends: tuple[UnexplainedEnd, ...], suspensions: Sequence[Suspension], job: Job
 ) -> tuple[tuple[UnexplainedEnd, ...], tuple[Suspension, ...]]:
-    """Both without what the ends of the job say; a suspension needs two jobs."""
+    """Return ends and suspensions without the ends of the job; a suspension needs two jobs."""
     left = [replace(entry, jobs=tuple(key for key in entry.jobs if key != job.key)) for entry in suspensions]
     return tuple(end for end in ends if end.job != job.key), tuple(
         entry for entry in left if len(entry.jobs) >= JOBS_MIN
@@ -113,9 +113,9 @@ def _withdraw(
 def _suspend(
     state: State, places: Sequence[Device | str], reason: str, at_s: float, jobs: tuple[str, ...]
 ) -> tuple[Suspension, ...]:
-    """The suspensions with these places, each for twice as long as the last time.
+    """Return the suspensions with these places, each for twice as long as the last time.
 
-    None where more than half of the live devices would be suspended: whatever jobs say, others go on.
+    None is added where more than half of the live devices would be suspended.
     """
     closed = {*places, *(key_of(entry) for entry in state.suspensions if entry.until_s > at_s)}
     live = [(node.name, index) for node in state.nodes for index in range(len(node.free_bytes))]
@@ -133,11 +133,11 @@ def _suspend(
     return tuple(entries.values())[-ENDS_MAX:]
 
 
-def avoided(job: Job, nodes: Sequence[Node], at_s: float) -> tuple[set[Device], ...]:
+def avoided_devices(job: Job, nodes: Sequence[Node], at_s: float) -> tuple[set[Device], ...]:
     """Return the devices that the job should not get, the most first: whole nodes, then the devices themselves.
 
-    Those on which it ended for no known reason within a day; all of a node once two of its devices count. None where a
-    network or a service had refused.
+    On these it ended for no known reason within a day. A node counts once two of its devices do. Ends that a network or
+    a service caused do not count.
     """
     if not job.attempts:
         return ()
@@ -173,8 +173,8 @@ def key_of(suspension: Suspension) -> Device | str:
     return suspension.node if suspension.device is None else (suspension.node, suspension.device)
 
 
-def _left(nodes: Sequence[Node], places: Container[Device | str]) -> bool:
-    """Whether a device of the live nodes is none of these places and on none of them."""
+def _is_any_left(nodes: Sequence[Node], places: Container[Device | str]) -> bool:
+    """Return whether any device of the live nodes is outside of these places."""
     return any(
         node.name not in places and (node.name, index) not in places
         for node in nodes

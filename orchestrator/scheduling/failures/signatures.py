@@ -1,4 +1,4 @@
-"""Which sentence in a log tells why a process ended? An ordered catalogue, read over a whole log in bounded memory.
+"""Finds the line of a log that says why a process ended, by an ordered catalogue and in bounded memory.
 
 Texts come from the sources named beside each group; `tests/scheduling/failures/` holds where each was seen. Read only
 after exit codes, reports and counters.
@@ -323,7 +323,7 @@ class LogScan:
         self.root_exit_code: int | None = None
         self._log = log
         self._markers = Markers(markers or {})
-        self._echoes = _words_that_mislead(command)
+        self._echoes = _misleading_arguments(command)
         self._stacks: dict[str, _Stack] = {}
         self._quoting = 0  # stacks whose next line may be quoted source
         self._trouble: dict[Cause, list[Finding]] = {}
@@ -346,24 +346,24 @@ class LogScan:
             self._calm += 1
             return
         prefix = _PREFIX.match(line)
-        said = line[prefix.end() :] if prefix else line
+        text = line[prefix.end() :] if prefix else line
         stack = self._stack(prefix[0] if prefix else "")
-        if self._in_traceback(stack, said):
+        if self._in_traceback(stack, text):
             return
-        self._root_cause(said)
-        said = _without_echoes(said, self._echoes)
-        cause = first_cause(said)
-        if cause is None and (not _EXCEPTION.match(said) or _LAUNCHERS.match(said)):
+        self._root_cause(text)
+        text = _without_echoes(text, self._echoes)
+        cause = first_cause(text)
+        if cause is None and (not _EXCEPTION.match(text) or _LAUNCHERS.match(text)):
             self._calm += 1
             return
         if self._calm > CALM_LINES:
             self._trouble.clear()
         self._calm = 0
-        if cause is not None and len(kept := self._trouble.setdefault(cause, [])) < PER_CAUSE_MAX:
+        if cause is not None and len(findings := self._trouble.setdefault(cause, [])) < PER_CAUSE_MAX:
             rank = next((int(number) for number in prefix.groups() if number), None) if prefix else None
-            kept.append(self._finding(cause, said, rank, offset, stack))
-            self._account = kept
-            self._frames_below = _PINNED_LINES if _is_bare(kept[-1]) else 0
+            findings.append(self._finding(cause, text, rank, offset, stack))
+            self._account = findings
+            self._frames_below = _PINNED_LINES if _is_bare(findings[-1]) else 0
         stack.frames.clear()
         stack.lines.clear()
 
@@ -372,36 +372,40 @@ class LogScan:
         """The finding that counts, then at most FINDINGS_MAX - 1 others as they came; empty where nothing tells."""
         if self._calm > CALM_LINES:
             return ()
-        found = sorted((one for group in self._trouble.values() for one in group), key=lambda one: one.offset)
-        if not found:
+        findings = sorted(
+            (finding for group in self._trouble.values() for finding in group), key=lambda finding: finding.offset
+        )
+        if not findings:
             return ()
-        counts = min(found, key=lambda one: (_doubt(one), self.root_rank not in (None, one.rank), one.offset))
-        others = [replace(one, excerpt="") for one in found if one is not counts]
-        return (counts, *others[: FINDINGS_MAX - 1])
+        decisive = min(
+            findings, key=lambda finding: (_doubt(finding), self.root_rank not in (None, finding.rank), finding.offset)
+        )
+        others = [replace(finding, excerpt="") for finding in findings if finding is not decisive]
+        return (decisive, *others[: FINDINGS_MAX - 1])
 
     def _stack(self, prefix: str) -> _Stack:
         if prefix not in self._stacks and len(self._stacks) >= RANKS_MAX:
             prefix = next(iter(self._stacks))
         return self._stacks.setdefault(prefix, _Stack())
 
-    def _in_traceback(self, stack: _Stack, said: str) -> bool:
-        """Whether the line is a traceback's own: a frame, or source that it quotes (which may mention anything)."""
-        if stack.quoting and _INDENTED.match(said):
-            if not _MARKS.match(said):
-                stack.frames[-1] = replace(stack.frames[-1], source=said.strip())
-                stack.lines.append(said)
+    def _in_traceback(self, stack: _Stack, text: str) -> bool:
+        """Return whether the line belongs to a traceback: a frame, or source in it, which may mention anything."""
+        if stack.quoting and _INDENTED.match(text):
+            if not _MARKS.match(text):
+                stack.frames[-1] = replace(stack.frames[-1], source=text.strip())
+                stack.lines.append(text)
             return True
-        if said.startswith("│"):  # a box of rich's: what is no frame in it is quoted source
-            if boxed := _RICH_FRAME.match(said):
+        if text.startswith("│"):  # a box of rich's: what is no frame in it is quoted source
+            if boxed := _RICH_FRAME.match(text):
                 stack.frames.append(Frame(boxed[1], boxed[2]))
-            stack.lines.append(said)
+            stack.lines.append(text)
             return True
-        frame = _FRAME.match(said)
+        frame = _FRAME.match(text)
         if frame is None and stack.quoting:
             stack.quoting = False
             self._quoting -= 1
         if frame is None:
-            if "Traceback (most recent call last)" in said:
+            if "Traceback (most recent call last)" in text:
                 stack.frames.clear()
                 stack.lines.clear()
             return False
@@ -409,38 +413,38 @@ class LogScan:
             stack.quoting = True
             self._quoting += 1
         stack.frames.append(Frame(frame[1], frame[2] or ""))
-        stack.lines.append(said)
+        stack.lines.append(text)
         return True
 
-    def _finding(self, cause: Cause, said: str, rank: int | None, offset: int, stack: _Stack) -> Finding:
+    def _finding(self, cause: Cause, text: str, rank: int | None, offset: int, stack: _Stack) -> Finding:
         if cause is Cause.DISK_FULL and any(_SEMAPHORES.search(frame.file) for frame in list(stack.frames)[-3:]):
             cause = Cause.SHARED_MEMORY  # named semaphores lie in /dev/shm
         finding = Finding(
             cause=cause,
-            line=said.strip()[:LINE_CHARACTERS_MAX],
+            line=text.strip()[:LINE_CHARACTERS_MAX],
             rank=rank,
             log=self._log,
             offset=offset,
             phase=phase_of_frames(stack.frames) or self._markers.phase,
-            excerpt="\n".join((*stack.lines, said))[-EXCERPT_CHARACTERS_MAX:].strip("\n"),
+            excerpt="\n".join((*stack.lines, text))[-EXCERPT_CHARACTERS_MAX:].strip("\n"),
         )
         if _is_bare(finding) and any(map(_PINNED.search, list(stack.lines)[-_PINNED_LINES:])):
             return replace(finding, cause=Cause.HOST_OOM)  # page-locked memory is the host's
         return finding
 
-    def _root_cause(self, said: str) -> None:
+    def _root_cause(self, text: str) -> None:
         """Take rank and exit code from torchrun's summary, whose own exit code is 1 whatever happened."""
-        if _ROOT_CAUSE in said:
+        if _ROOT_CAUSE in text:
             self._in_root_cause = True
         elif self._in_root_cause:
-            if rank := _ROOT_RANK.match(said):
+            if rank := _ROOT_RANK.match(text):
                 self.root_rank = int(rank[1])
-            elif code := _ROOT_EXIT.match(said):
+            elif code := _ROOT_EXIT.match(text):
                 self.root_exit_code, self._in_root_cause = int(code[1]), False
 
 
 def read_log(text: str, command: Sequence[str] = ()) -> tuple[Finding, ...]:
-    """What a `LogScan` finds in a text."""
+    """Return what a `LogScan` finds in a text."""
     scan = LogScan(command=command)
     offset = 0
     for line in text.splitlines():
@@ -450,7 +454,7 @@ def read_log(text: str, command: Sequence[str] = ()) -> tuple[Finding, ...]:
 
 
 def first_cause(text: str) -> Cause | None:
-    """The cause that the first fitting rule of the catalogue names."""
+    """Return the cause that the first fitting rule of the catalogue names; None without one."""
     for needle, (cause, pattern) in zip(NEEDLES, RULES, strict=True):
         if needle in text and pattern.search(text):
             return cause
@@ -458,18 +462,18 @@ def first_cause(text: str) -> Cause | None:
 
 
 def broken_extent(line: str) -> Extent:
-    """How much of a place a line of hardware calls broken: a driver or a fabric manager serves the whole node."""
+    """Return how much of a place a line about hardware calls broken: a driver serves the whole node."""
     return Extent.NODE if _NODE_WIDE.search(line) else Extent.DEVICE
 
 
 def last_traceback(text: str) -> str:
-    """The last Python traceback of a log, or its last 20 lines where it has none."""
+    """Return the last Python traceback of a log, or its last 20 lines where it has none."""
     start = text.rfind("Traceback (most recent call last)")
     return text[start:].strip() if start >= 0 else "\n".join(text.splitlines()[-20:])
 
 
 def _is_bare(finding: Finding) -> bool:
-    """Whether the runtime itself was out of memory, of a device or of pinned memory: PyTorch's allocator says more."""
+    """Return whether the CUDA runtime, not PyTorch's allocator, was out of device or pinned memory."""
     return finding.cause is Cause.DEVICE_OOM and "Tried to allocate" not in finding.line
 
 
@@ -479,15 +483,15 @@ def _doubt(finding: Finding) -> int:
     return 1 if finding.cause in SUSPECTS else 0
 
 
-def _words_that_mislead(command: Sequence[str]) -> tuple[str, ...]:
-    """Arguments that would be taken for a cause wherever the program or its launcher repeats them."""
-    words = [part for word in command for part in (word, word.partition("=")[2])]
-    return tuple(word for word in words if first_cause(word) or _EXCEPTION.match(word))
+def _misleading_arguments(command: Sequence[str]) -> tuple[str, ...]:
+    """Return the arguments that would be read as a cause wherever the program or its launcher repeats them."""
+    parts = [part for word in command for part in (word, word.partition("=")[2])]
+    return tuple(word for word in parts if first_cause(word) or _EXCEPTION.match(word))
 
 
-def _without_echoes(said: str, words: Sequence[str]) -> str:
-    """The line without a command that a launcher repeats in it, and without arguments that would mislead."""
-    said = _ECHOED_COMMAND.sub("[]", said)
-    for word in words:
-        said = said.replace(word, "")
-    return said
+def _without_echoes(text: str, arguments: Sequence[str]) -> str:
+    """Return the line without a command that a launcher repeats, and without arguments that would mislead."""
+    text = _ECHOED_COMMAND.sub("[]", text)
+    for word in arguments:
+        text = text.replace(word, "")
+    return text

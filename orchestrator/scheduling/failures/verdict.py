@@ -1,7 +1,7 @@
-"""How does a job go on after an end that nothing explains? The first row of a table that fits decides.
+"""Verdicts: how a job goes on after an end that nothing explains. The first row of a table that fits decides.
 
-`docs/reference/failures-and-retries.md` has the table. What the guard, the kernel, NVML or this service know comes
-before it: those failures never come here.
+`docs/reference/failures-and-retries.md` has the table. Failures that the guard, the kernel, NVML or this service
+explain never come here.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def wait_for_space(job: Job, attempt: Attempt, failure: Failure) -> Failure:
     trained for long and kept nothing.
     """
     assert attempt.ended_at_s is not None
-    waits = _of_row(job.attempts[: attempt.number - 1], 13)
+    waits = _attempts_of_row(job.attempts[: attempt.number - 1], 13)
     since_s = next((earlier.ended_at_s for earlier in waits if earlier.ended_at_s is not None), attempt.ended_at_s)
     is_lost = attempt.ended_at_s - attempt.launched_at_s > REPEATED_S and not _saved_step(attempt)
     if is_lost or attempt.ended_at_s - since_s > SERVICE_TOTAL_S:
@@ -77,8 +77,8 @@ def _verdict(
     job: Job, attempt: Attempt, ending: Ending, others: Sequence[UnexplainedEnd], nodes: Sequence[Node]
 ) -> tuple[Verdict, str]:
     """Return the first row that fits. Rows of the job alone come before those that need several jobs to agree."""
-    retries, before = job.spec.retries, _unexplained(job, attempt)
-    if _is_allowed(job, attempt) and len(_of_row(before, 4)) < retries.on_error:
+    retries, before = job.spec.retries, _unexplained_attempts(job, attempt)
+    if _is_allowed(job, attempt) and len(_attempts_of_row(before, 4)) < retries.on_error:
         return ON_ERROR, f"retries.on_error allows {retries.on_error} restarts"
     if ending.is_own and ending.step is None:
         return Verdict(row=10, wait_s=None), "the program's own error, before its first step"
@@ -86,19 +86,23 @@ def _verdict(
     if last is not None and last.failure is not None and last.failure.ending is not None and not ending.may_pass:
         previous = last.failure.ending
         if previous.signature == ending.signature and same_point(previous, ending):
-            return _repeated(attempt, last, ending, nodes)
+            return _judge_repeated(attempt, last, ending, nodes)
     if not ending.is_own:
         places, _ = suspects(job, attempt, others, nodes)
         if places and accuses(ending) and not is_alike_elsewhere(job, attempt, ending):
             return Verdict(row=1, wait_s=0.0, budget="node", elsewhere=True), f"{names_of(places)} is suspect"
         if _is_service(attempt, ending, others):
-            return _outside_service(attempt, before)
-    verdict, reason = _before_training(ending, before) if ending.step is None else _within(job, attempt, ending, before)
+            return _judge_outside_service(attempt, before)
+    verdict, reason = (
+        _judge_before_training(ending, before)
+        if ending.step is None
+        else _judge_in_training(job, attempt, ending, before)
+    )
     is_second = last is not None and not ending.may_pass
     return replace(verdict, elsewhere=is_second), reason
 
 
-def _unexplained(job: Job, attempt: Attempt) -> list[Attempt]:
+def _unexplained_attempts(job: Job, attempt: Attempt) -> list[Attempt]:
     """Return the earlier attempts of the job that ended for no known reason."""
     return [earlier for earlier in job.attempts[: attempt.number - 1] if earlier.failure and earlier.failure.ending]
 
@@ -109,22 +113,22 @@ def _is_allowed(job: Job, attempt: Attempt) -> bool:
     return not codes or (evidence is not None and any(end.exit_code in codes for end in evidence.ranks))
 
 
-def _repeated(attempt: Attempt, last: Attempt, ending: Ending, nodes: Sequence[Node]) -> tuple[Verdict, str]:
-    """Rows 5 to 7: the same end at the same point as last time."""
+def _judge_repeated(attempt: Attempt, last: Attempt, ending: Ending, nodes: Sequence[Node]) -> tuple[Verdict, str]:
+    """Return the verdict of rows 5 to 7: the same end at the same point as last time."""
     point = "before its first step" if ending.step is None else f"after step {ending.step}"
     devices = devices_of(attempt.placement)
     if not devices & devices_of(last.placement):
         places = f"on {names_of(devices_of(last.placement))} and on {names_of(devices)}"
         return Verdict(row=5, wait_s=None), f"the program's own error: twice {point}, {places}"
     others = sum(len(node.free_bytes) for node in nodes) - len(devices)
-    if others >= len(devices) and not ending.is_own and not _of_row([last], 6):
+    if others >= len(devices) and not ending.is_own and not _attempts_of_row([last], 6):
         return Verdict(row=6, wait_s=0.0, budget="unknown", elsewhere=True), f"twice {point}: tried elsewhere"
     reason = f"the program's own error: twice {point}"
     return Verdict(row=7, wait_s=None), reason if ending.is_own else f"{reason}, and no other device could tell"
 
 
 def _is_service(attempt: Attempt, ending: Ending, others: Sequence[UnexplainedEnd]) -> bool:
-    """Row 2: whether so many jobs ended alike on so many nodes within RECENT_S."""
+    """Return whether row 2 holds: enough jobs ended alike on enough nodes within RECENT_S."""
     assert attempt.ended_at_s is not None
     alike = [
         end for end in others if attempt.ended_at_s - end.at_s <= RECENT_S and end.ending.signature == ending.signature
@@ -133,7 +137,7 @@ def _is_service(attempt: Attempt, ending: Ending, others: Sequence[UnexplainedEn
     return len({end.job for end in alike}) + 1 >= JOBS_OF_SERVICE and len(nodes) >= NODES_OF_SERVICE
 
 
-def _outside_service(attempt: Attempt, before: Sequence[Attempt]) -> tuple[Verdict, str]:
+def _judge_outside_service(attempt: Attempt, before: Sequence[Attempt]) -> tuple[Verdict, str]:
     waits = [
         earlier
         for earlier in before
@@ -147,15 +151,15 @@ def _outside_service(attempt: Attempt, before: Sequence[Attempt]) -> tuple[Verdi
     return Verdict(row=2, wait_s=wait_s), f"an outside service failed several jobs alike: waits {wait_s:.0f} s"
 
 
-def _before_training(ending: Ending, before: Sequence[Attempt]) -> tuple[Verdict, str]:
-    """Row 11: no step was made, and nothing blames the program."""
-    count = len(_of_row(before, 11))
+def _judge_before_training(ending: Ending, before: Sequence[Attempt]) -> tuple[Verdict, str]:
+    """Return the verdict of row 11: no step was made, and nothing blames the program."""
+    count = len(_attempts_of_row(before, 11))
     wait_s = _refused_wait_s(before) if ending.may_pass else STARTUP_WAITS_S[min(count, len(STARTUP_WAITS_S) - 1)]
     return Verdict(row=11, wait_s=wait_s, budget="startup"), f"no step was made: again after {wait_s:.0f} s"
 
 
-def _within(job: Job, attempt: Attempt, ending: Ending, before: Sequence[Attempt]) -> tuple[Verdict, str]:
-    """Rows 8 and 9: steps were made, and a checkpoint kept them or not."""
+def _judge_in_training(job: Job, attempt: Attempt, ending: Ending, before: Sequence[Attempt]) -> tuple[Verdict, str]:
+    """Return the verdict of rows 8 and 9: steps were made, and a checkpoint kept them or not."""
     if ending.may_pass:
         wait_s = _refused_wait_s(before)
     else:
@@ -178,7 +182,7 @@ def _refused_wait_s(before: Sequence[Attempt]) -> float:
     return REFUSED_WAITS_S[min(count, len(REFUSED_WAITS_S) - 1)]
 
 
-def _of_row(attempts: Sequence[Attempt], row: int) -> list[Attempt]:
+def _attempts_of_row(attempts: Sequence[Attempt], row: int) -> list[Attempt]:
     """Return the attempts on whose ends that row decided."""
     return [
         attempt

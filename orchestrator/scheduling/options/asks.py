@@ -1,4 +1,4 @@
-"""What may a job that is left without a plan still change? Each is another training, so that only people allow it."""
+"""Changes that a job without a plan may ask for. Each is another training, so that only people allow it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from orchestrator.scheduling.base.node_groups import Group
 from orchestrator.scheduling.failures.observation import ran_out
-from orchestrator.scheduling.options.job_options import JobOptions, job_options, learned
+from orchestrator.scheduling.options.job_options import JobOptions, calibration_for, job_options
 from orchestrator.specs.choices import Degradation
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.spec import JobSpec
@@ -20,7 +20,7 @@ BATCHES_MAX = 6  # halvings of the global batch that are tried where the job fil
 
 
 class Question(NamedTuple):
-    """No plan of the same training is left, and one of another is."""
+    """A question to a person: no plan of the same training is left, but a plan of another is."""
 
     text: str  # with the command that allows it; where it is allowed, what the job goes on with
     allowed: JobSpec | None = None  # what the job's own file allows; None: a person has to
@@ -51,7 +51,7 @@ def question_of(state: State, job: Job, groups: Sequence[Group]) -> Question | N
 def _has_plan(state: State, job: Job, groups: Sequence[Group]) -> bool:
     """Return whether any group may hold the job."""
     for group in groups:
-        options = job_options(job, group, learned(state, job, group.hardware.device.name), 0.0)
+        options = job_options(job, group, calibration_for(state, job, group.hardware.device.name), 0.0)
         if isinstance(options, JobOptions) or options.likeliest is not None:
             return True
     return False

@@ -16,7 +16,7 @@ from orchestrator.scheduling.options.job_options import (
     measured_peaks,
     measured_step_s,
     steps_left,
-    untried,
+    untried_candidates,
 )
 from orchestrator.specs.attempt import AttemptStatus
 from orchestrator.specs.errors import SpecError
@@ -59,7 +59,7 @@ def faster_option(job: Job, group: Group, calibrated: Calibration, launch_cost_s
     if left is None or attempt.step_s <= 0:
         return None
     try:
-        candidates = list(untried(job, group, calibrated))
+        candidates = list(untried_candidates(job, group, calibrated))
     except SpecError:  # the job cannot be planned on these devices any more
         return None
     running = next((candidate for candidate in candidates if candidate.plan == attempt.plan), None)

@@ -1,4 +1,4 @@
-"""Which plan comes first after an out-of-memory failure? The one by which the job is expected to end soonest."""
+"""Picks the plan after an out-of-memory failure: the one by which the job is expected to end soonest."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ GIVEN_UP = 2.0  # times the longest: what it counts where the safest plan runs o
 
 
 def restart_s(job: Job, launch_cost_s: float, seconds: Sequence[float]) -> float:
-    """What one more out-of-memory failure costs: a launch, and its part of what the job loses without retries."""
-    left = job.spec.retries.oom - sum(ran_out(one) and not one.probe for one in job.attempts)
+    """Return the seconds that one more out-of-memory failure costs: a launch, and its share of a lost job."""
+    left = job.spec.retries.oom - sum(ran_out(attempt) and not attempt.probe for attempt in job.attempts)
     return launch_cost_s + min(seconds) / max(1, left + 1)
 
 
-def soonest(plans: Sequence[tuple[float, float]], restart_s: float) -> int:
-    """The place of the plan to begin with, of (seconds to the end, probability that it fits), one at least.
+def pick_soonest(plans: Sequence[tuple[float, float]], restart_s: float) -> int:
+    """Return the index of the plan to begin with, of pairs (seconds to the end, probability that it fits).
 
     One unknown decides for all of them: where a plan runs out of memory, so does each that is less likely to fit. So
     the plans are tried from less to more likely, and the expected end follows from the last one backwards (Bellman
@@ -34,6 +34,6 @@ def soonest(plans: Sequence[tuple[float, float]], restart_s: float) -> int:
     after_s = dict.fromkeys(order, worst_s)  # each place -> what is expected once that plan has run out of memory
     for index in reversed(range(len(order))):
         here, share = order[index], plans[order[index]][1]
-        later = [one for one in order[index + 1 :] if plans[one][1] > share]
-        after_s[here] = min((expected_s(one, share, after_s[one]) for one in later), default=worst_s)
-    return min(order, key=lambda one: (expected_s(one, 0.0, after_s[one]), -plans[one][1]))
+        later = [place for place in order[index + 1 :] if plans[place][1] > share]
+        after_s[here] = min((expected_s(place, share, after_s[place]) for place in later), default=worst_s)
+    return min(order, key=lambda place: (expected_s(place, 0.0, after_s[place]), -plans[place][1]))

@@ -1,4 +1,4 @@
-"""On which numbers of devices can a job run, with which plan, for how long? Its frontier, as a queue reads it."""
+"""Options of a job: numbers of devices with a plan and a length for each, read from its frontier."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from orchestrator.scheduling.base.shape import Shape, shape_of
 from orchestrator.scheduling.base.time_limits import left_s
 from orchestrator.scheduling.failures.degrade import answered_by_phase, bytes_of_no_batch, candidates_for_oom
 from orchestrator.scheduling.failures.observation import is_truncated, ran_out
-from orchestrator.scheduling.options.hedge import restart_s, soonest
+from orchestrator.scheduling.options.hedge import pick_soonest, restart_s
 from orchestrator.scheduling.options.probe import measured_spec, probe_bytes, probe_of
 from orchestrator.specs.attempt import Attempt, FailureKind
 from orchestrator.specs.choices import Degradation
-from orchestrator.specs.cluster import DeviceKind
+from orchestrator.specs.cluster import DeviceKind, DeviceSpec
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.pins import pins_of
 from orchestrator.specs.job.spec import JobSpec
@@ -45,7 +45,7 @@ AS_FAST = 1 + 1e-9  # times the seconds of a request: equal but for rounding
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SizeOption:
-    """One way to run the job."""
+    """A way to run the job: a plan, its devices and its length."""
 
     candidate: Candidate
     shape: Shape
@@ -57,7 +57,7 @@ class SizeOption:
 
     @property
     def choice(self) -> Choice:
-        """What a choice between options looks at."""
+        """The facts on which a choice between options depends."""
         return Choice(self.candidate.plan, self.seconds, self.fill, self.shape.crosses_nodes)
 
     @property
@@ -79,7 +79,7 @@ class JobOptions:
     rule: Rule
 
     def among(self, holds: Callable[[SizeOption], bool]) -> tuple[SizeOption, ...]:
-        """The best of each number of devices among what `holds` says can be had."""
+        """Return the best option of each number of devices among those that `holds`."""
         return best_of_each((entry for entry in self.fitting if holds(entry)), self.rule)
 
 
@@ -92,60 +92,81 @@ class Infeasible:
 
 
 def job_options(job: Job, group: Group, calibrated: Calibration, launch_cost_s: float) -> JobOptions | Infeasible:
-    """The job's untried plans that fit the group's devices when they are empty, or why there are none."""
+    """Return the job's untried plans that fit the group's empty devices, or why there are none."""
     device, job = group.hardware.device, replace(job, spec=measured_spec(job.spec, calibrated))
     if job.spec.gpus.min > group.devices:
         too_few = f"wants {job.spec.gpus.min} devices of one kind: there are {group.devices} {device.name}"
         return Infeasible(why=lambda: too_few)
     try:
-        candidates = list(untried(job, group, calibrated))
+        candidates = list(untried_candidates(job, group, calibrated))
     except SpecError as error:  # the global batch cannot be cut over so many devices
         return Infeasible(why=partial(str, error))
     constant = bytes_of_no_batch(_on_device(job, device.name))
     if constant is not None and not candidates:
         text = f"no micro-batch is small enough: {format_bytes(constant)} ran out alike under two of them"
         return Infeasible(why=lambda: text)
-    probe, probe_least = probe_of(job, device, calibrated, candidates), None
-    if probe is not None:
-        bound = probe_bytes(probe, job.last)
-        if bound is not None and bound <= device.memory:
-            probe_least = bound  # by what was measured, not by what is assumed of the script
-        elif free_bytes_for(probe, calibrated, {}) > device.memory:
-            probe = None
+    probe, probe_least = _probe_within(device, job, calibrated, candidates)
     candidates = candidates if probe is None else [probe]
     measured = measured_peaks(job, device.name)
     shapes = partial(shape_of, devices_per_node=group.hardware.devices_per_node, nodes=group.hardware.nodes)
 
-    def of(
+    def options_from(
         fitting: Sequence[tuple[Candidate, Shape, int]],
     ) -> JobOptions | Infeasible:  # and the free bytes that a device must have
-        seconds = _lengths(job, [one for one, _, _ in fitting], group, calibrated)
+        seconds = _lengths(job, [candidate for candidate, _, _ in fitting], group, calibrated)
         entries: Sequence[SizeOption] = [
-            SizeOption(one, shape, least, launch_cost_s + length_s, probe=probe is not None, fill=least / device.memory)
-            for (one, shape, least), length_s in zip(fitting, seconds, strict=True)
+            SizeOption(
+                candidate, shape, least, launch_cost_s + length_s, probe=probe is not None, fill=least / device.memory
+            )
+            for (candidate, shape, least), length_s in zip(fitting, seconds, strict=True)
         ]
         if job.spec.guarantee is not None and probe is None:
-            entries = as_guaranteed(job, entries, group.devices)
+            entries = pick_guaranteed(job, entries, group.devices)
             if not entries:
                 return Infeasible(why=lambda: _why_not_guaranteed(job.spec, device.name))
         rule = rule_of(job, device.name, calibrated, entries[0].candidate)
         best = best_of_each(entries, rule)
-        most_bytes = max(one.least_bytes for one in best)
+        most_bytes = max(entry.least_bytes for entry in best)
         return JobOptions(fitting=tuple(entries), entries=best, most_bytes=most_bytes, rule=rule)
 
-    needs = [(one, probe_least or free_bytes_for(one, calibrated, measured)) for one in candidates if one.fits_host]
-    fitting = [(one, shape, least) for one, least in needs if least <= device.memory and (shape := shapes(one.plan))]
+    needs = [
+        (candidate, probe_least or free_bytes_for(candidate, calibrated, measured))
+        for candidate in candidates
+        if candidate.fits_host
+    ]
+    fitting = [
+        (candidate, shape, least)
+        for candidate, least in needs
+        if least <= device.memory and (shape := shapes(candidate.plan))
+    ]
     fitting = [option for option in fitting if option[0].plan == _plan_of_climb(job)] or fitting
     if fitting:
-        return of(_hedged(job, group, calibrated, fitting, launch_cost_s))
+        return options_from(_hedge(job, group, calibrated, fitting, launch_cost_s))
     why = partial(why_nothing_fits, job.spec, group.hardware, device.memory, calibrated, job.refuted)
-    one = likeliest(((one, device.memory) for one in candidates if shapes(one.plan)), calibrated)
-    if one is None or (shape := shapes(one.plan)) is None:
+    candidate = likeliest(
+        ((candidate, device.memory) for candidate in candidates if shapes(candidate.plan)), calibrated
+    )
+    if candidate is None or (shape := shapes(candidate.plan)) is None:
         return Infeasible(why=why)
-    correction = calibrated.correction_of(one.plan, one.estimate)
-    least = corrected_bytes(one.estimate, min(correction, calibrated.belief.least) if calibrated.belief else correction)
-    likely = of([(one, shape, least)])
+    correction = calibrated.correction_of(candidate.plan, candidate.estimate)
+    least = corrected_bytes(
+        candidate.estimate, min(correction, calibrated.belief.least) if calibrated.belief else correction
+    )
+    likely = options_from([(candidate, shape, least)])
     return Infeasible(why=why, likeliest=likely) if isinstance(likely, JobOptions) else likely
+
+
+def _probe_within(
+    device: DeviceSpec, job: Job, calibrated: Calibration, candidates: Sequence[Candidate]
+) -> tuple[Candidate | None, int | None]:
+    """Return the probe to run first and the bytes that it needs by an earlier probe; None where either is missing."""
+    probe = probe_of(job, device, calibrated, candidates)
+    bound = None if probe is None else probe_bytes(probe, job.last)
+    if bound is not None and bound <= device.memory:
+        return probe, bound  # by what was measured, not by what is assumed of the script
+    if probe is not None and free_bytes_for(probe, calibrated, {}) > device.memory:
+        return None, None
+    return probe, None
 
 
 def _plan_of_climb(job: Job) -> Plan | None:
@@ -158,26 +179,28 @@ def _plan_of_climb(job: Job) -> Plan | None:
     return climber.climbs_to if climber is job.last else None
 
 
-def as_guaranteed(job: Job, entries: Sequence[SizeOption], devices: int) -> Sequence[SizeOption]:
-    """Those of the entries that are as fast as the job's request, each on the fewest nodes; none: its request is not.
+def pick_guaranteed(job: Job, entries: Sequence[SizeOption], devices: int) -> Sequence[SizeOption]:
+    """Return the entries that are as fast as the job's request, each on the fewest nodes; () where none is.
 
-    `devices` are those of the group. Where they are fewer than were promised, nodes are away: the job waits for them.
-    Where reality has refuted the request since it was promised, the job goes on with no fewer devices, or what is left.
+    The group has `devices` devices. Where they are fewer than promised, nodes are away, and the job waits for them.
+    Where the request turned out to fail since it was promised, the job goes on with no fewer devices, or what is left.
     """
     guarantee = job.spec.guarantee
     assert guarantee is not None, job.id
-    packed = [replace(one, shape=replace(one.shape, shares=one.shape.shares[:1])) for one in entries]
-    asked = [one for one in packed if one.devices == job.spec.guaranteed_gpus]
+    packed = [replace(entry, shape=replace(entry.shape, shares=entry.shape.shares[:1])) for entry in entries]
+    same_size = [entry for entry in packed if entry.devices == job.spec.guaranteed_gpus]
     if guarantee.step is not None:
-        kept = [one for one in packed if one.candidate.step_s <= guarantee.step * AS_FAST]
+        matches = [entry for entry in packed if entry.candidate.step_s <= guarantee.step * AS_FAST]
     else:
-        mildest = [one.seconds for one in asked if one.candidate.degradation == asked[0].candidate.degradation]
-        kept = [one for one in packed if one.seconds <= min(mildest, default=-inf) * AS_FAST]
+        mildest = [
+            entry.seconds for entry in same_size if entry.candidate.degradation == same_size[0].candidate.degradation
+        ]
+        matches = [entry for entry in packed if entry.seconds <= min(mildest, default=-inf) * AS_FAST]
     is_promised = bool(job.attempts) or job.starts_by_s is not None
     are_away = guarantee.step is None and devices < job.spec.guaranteed_gpus
-    if kept or are_away or not is_promised:
-        return kept
-    return [one for one in packed if one.devices >= job.spec.guaranteed_gpus] or packed
+    if matches or are_away or not is_promised:
+        return matches
+    return [entry for entry in packed if entry.devices >= job.spec.guaranteed_gpus] or packed
 
 
 def _why_not_guaranteed(spec: JobSpec, device: str) -> str:
@@ -186,31 +209,32 @@ def _why_not_guaranteed(spec: JobSpec, device: str) -> str:
     return f"cannot be promised the speed of {spec.guaranteed_gpus} {device}: no plan fits on so many"
 
 
-def _hedged(
+def _hedge(
     job: Job,
     group: Group,
     calibrated: Calibration,
     fitting: Sequence[tuple[Candidate, Shape, int]],
     launch_cost_s: float,
 ) -> Sequence[tuple[Candidate, Shape, int]]:
-    """Those at least as likely to fit as the plan by which a job that ran out of memory ends soonest (hedge.py).
+    """Return the options at least as likely to fit as the plan by which the job ends soonest (hedge.py).
 
-    Of the mildest degradation only: a hedge is no reason to leave what the user asked for.
+    Only the mildest degradation counts: a hedge is no reason to leave what the user asked for.
     """
     if calibrated.belief is None or not fitting:
         return fitting
     device = group.hardware.device
     measured = measured_peaks(job, device.name)
-    mildest = [one for one in fitting if one[0].degradation == fitting[0][0].degradation]
+    mildest = [option for option in fitting if option[0].degradation == fitting[0][0].degradation]
     chances = [
-        1.0 if one.plan in measured else fit_probability(one, device.memory, calibrated) for one, _, _ in mildest
+        1.0 if candidate.plan in measured else fit_probability(candidate, device.memory, calibrated)
+        for candidate, _, _ in mildest
     ]
-    seconds = _lengths(job, [one for one, _, _ in mildest], group, calibrated)
+    seconds = _lengths(job, [candidate for candidate, _, _ in mildest], group, calibrated)
     if mildest[0][0].estimate.source in UNTIMED:
         least = min(LIKELY, max(chances))
-        return [one for one, chance in zip(mildest, chances, strict=True) if chance >= least]
-    first = soonest(list(zip(seconds, chances, strict=True)), restart_s(job, launch_cost_s, seconds))
-    return [one for one, chance in zip(mildest, chances, strict=True) if chance >= chances[first]]
+        return [option for option, chance in zip(mildest, chances, strict=True) if chance >= least]
+    first = pick_soonest(list(zip(seconds, chances, strict=True)), restart_s(job, launch_cost_s, seconds))
+    return [option for option, chance in zip(mildest, chances, strict=True) if chance >= chances[first]]
 
 
 def rule_of(job: Job, device: str, calibrated: Calibration, candidate: Candidate) -> Rule:
@@ -219,10 +243,10 @@ def rule_of(job: Job, device: str, calibrated: Calibration, candidate: Candidate
     What is promised a speed or a deadline takes the fastest plan. So does a script whose step times are assumed, or
     given for each number of devices: only the order of its plans is known.
     """
-    spec, last = job.spec, next((one for one in reversed(job.attempts) if not one.probe), None)
+    spec, last = job.spec, next((attempt for attempt in reversed(job.attempts) if not attempt.probe), None)
     is_timed = candidate.estimate.source not in UNTIMED and not spec.speeds
     is_due = spec.deadline is not None or spec.guarantee is not None
-    incumbents = {*measured_step_s(job, device), *(one.plan for one in calibrated.proven)}
+    incumbents = {*measured_step_s(job, device), *(observation.plan for observation in calibrated.proven)}
     return Rule(
         is_fastest=spec.objective == "fastest" or is_due or not is_timed,
         incumbents=frozenset(incumbents - job.refuted),
@@ -253,24 +277,24 @@ def _best(options: Sequence[SizeOption], rule: Rule) -> SizeOption:
     return options[taken] if choices[taken] is fastest else replace(options[taken], fastest=fastest)
 
 
-def learned(state: State, job: Job, device: str) -> Calibration:
-    """What reality has taught of this job's family on this kind of device."""
+def calibration_for(state: State, job: Job, device: str) -> Calibration:
+    """Return the calibration of this job's family on this kind of device, by all observations."""
     return calibration(state.observations, device=device, family=job.spec.family_name, job=job.key)
 
 
 def steps_left(job: Job, before: Attempt | None = None) -> int | None:
-    """Optimizer steps from the newest checkpoint to the end, as seen when `before` was launched; None: unknown."""
+    """Return the optimizer steps from the newest checkpoint before `before` to the end; None: unknown."""
     steps, done = job.spec.optimizer_steps, job.continues_step
     if steps is None:
         return None
-    for one in job.attempts if before is None else job.attempts[: before.number - 1]:
-        if one.evidence is not None:
-            done = max(done, one.evidence.checkpoint_step or 0)
+    for attempt in job.attempts if before is None else job.attempts[: before.number - 1]:
+        if attempt.evidence is not None:
+            done = max(done, attempt.evidence.checkpoint_step or 0)
     return max(0, steps - done)
 
 
 def attempt_seconds(job: Job, attempt: Attempt, group: Group, calibrated: Calibration, launch_cost_s: float) -> float:
-    """How long an attempt is expected to take from its launch to its end."""
+    """Return the seconds that an attempt is expected to take from its launch to its end."""
     left, pace = steps_left(job, attempt), attempt.pace
     if left is not None and pace is not None:
         return pace.at_s - attempt.launched_at_s + max(0, left - pace.steps_done) * pace.step_s
@@ -282,7 +306,7 @@ def attempt_seconds(job: Job, attempt: Attempt, group: Group, calibrated: Calibr
 
 
 def measured_step_s(job: Job, device: str, before: int | None = None) -> dict[Plan, float]:
-    """Measured seconds per step of each plan that earlier attempts of the job ran on this kind of device."""
+    """Return the measured seconds per step of each plan that earlier attempts ran on this kind of device."""
     return {
         attempt.plan: attempt.measured_step_s
         for attempt in job.attempts[: None if before is None else before - 1]
@@ -291,7 +315,7 @@ def measured_step_s(job: Job, device: str, before: int | None = None) -> dict[Pl
 
 
 def _step_factors(job: Job, device: str, before: int | None = None) -> Mapping[StepKind, float]:
-    """Measured / predicted seconds of a step, as the job's own attempts had them."""
+    """Return measured over predicted seconds of a step in the job's own attempts, by kind of step."""
     return {
         step_kind(attempt.plan): attempt.measured_step_s / attempt.step_s
         for attempt in job.attempts[: None if before is None else before - 1]
@@ -300,32 +324,35 @@ def _step_factors(job: Job, device: str, before: int | None = None) -> Mapping[S
 
 
 def measured_peaks(job: Job, device: str) -> dict[Plan, int]:
-    """Allocated peak of each plan that this job has run on this kind of device without running out of its memory."""
+    """Return the allocated peak of each plan that this job has run on this kind of device within its memory."""
     peaks: dict[Plan, int] = {}
     for attempt in job.attempts:
         trained = attempt.evidence is not None and any(beat.steps_done > 0 for beat in attempt.evidence.heartbeats)
-        told = trained and not is_truncated(attempt)
-        if told and attempt.device == device and attempt.plan not in job.refuted:
+        has_peak = trained and not is_truncated(attempt)
+        if has_peak and attempt.device == device and attempt.plan not in job.refuted:
             peaks[attempt.plan] = max(attempt.peak_bytes or 0, peaks.get(attempt.plan, 0))
     return peaks
 
 
 def _lengths(job: Job, candidates: Sequence[Candidate], group: Group, calibrated: Calibration) -> list[float]:
-    """Seconds of training left on each; the steps of a family that was measured are as slow as it was."""
+    """Return the seconds of training left on each candidate, by measured steps of the family where there are any."""
     left = steps_left(job)
     if left is None:
-        return [_unknown_length_s(job, group, one.step_s) for one in candidates]
+        return [_unknown_length_s(job, group, candidate.step_s) for candidate in candidates]
     device = group.hardware.device.name
     measured = measured_step_s(job, device) if job.attempts else {}
     factors = _step_factors(job, device), calibrated.step_factors
-    return [left * (measured.get(one.plan) or one.step_s * step_factor(one.plan, *factors)) for one in candidates]
+    return [
+        left * (measured.get(candidate.plan) or candidate.step_s * step_factor(candidate.plan, *factors))
+        for candidate in candidates
+    ]
 
 
 def _unknown_length_s(job: Job, group: Group, step_s: float) -> float:
-    """Of a job of unknown length, on a plan of this step time: on the slowest plan it takes `unknown_length_s`."""
+    """Return the seconds of a job of unknown length on a plan of this step time; the slowest takes the longest."""
     longest_s = unknown_length_s(job)
     try:
-        slowest_s = max(one.step_s for one in frontier(job.spec, group.hardware).candidates)
+        slowest_s = max(candidate.step_s for candidate in frontier(job.spec, group.hardware).candidates)
     except SpecError:  # what it runs on is no whole group any more
         return longest_s
     return longest_s * min(1.0, step_s / slowest_s)
@@ -337,24 +364,24 @@ def unknown_length_s(job: Job) -> float:
 
 
 def free_bytes_for(candidate: Candidate, calibrated: Calibration, measured: dict[Plan, int]) -> int:
-    """Free bytes that a device must have: by the corrected prediction, or by the peak where the job ran the plan."""
+    """Return the free bytes that a device must have: by the corrected prediction, or by the peak of an earlier run."""
     around = candidate.estimate.device_bytes - candidate.estimate.allocated_bytes
     if candidate.plan in measured:
         return measured[candidate.plan] + around
     refuted = (
-        one.needed_bytes + around
-        for one in calibrated.refuted
-        if one.plan == candidate.plan and one.predicted_bytes <= candidate.estimate.allocated_bytes
+        refutation.needed_bytes + around
+        for refutation in calibrated.refuted
+        if refutation.plan == candidate.plan and refutation.predicted_bytes <= candidate.estimate.allocated_bytes
     )
     return max((needed_bytes(candidate, calibrated), *refuted))
 
 
-def untried(job: Job, group: Group, calibrated: Calibration) -> Iterator[Candidate]:
-    """The job's frontier without what reality refuted: on equal devices only plans below each refuted peak remain.
+def untried_candidates(job: Job, group: Group, calibrated: Calibration) -> Iterator[Candidate]:
+    """Return the job's frontier without refuted plans: on equal devices only plans below each refuted peak remain.
 
-    What is below is judged with what is known by now of the activations. A job that keeps its plan has no other.
+    Plans are compared by the present correction of activations. A job that keeps its plan has no other.
     """
-    spec, trained = job.spec, [one for one in job.attempts if not one.probe]
+    spec, trained = job.spec, [attempt for attempt in job.attempts if not attempt.probe]
     if trained and spec.degrade.keeps_plan:
         spec = spec.model_copy(update={"plan": pins_of(trained[0].plan)})
     candidates = frontier(spec, group.hardware, calibrated.correction, calibrated.overhead).candidates
@@ -379,7 +406,7 @@ def _on_device(job: Job, device: str) -> list[Attempt]:
 
 
 def _smallest_refuted(job: Job, group: Group, kind: FailureKind, bytes_of: Callable[[MemoryEstimate], int]) -> float:
-    """The least predicted bytes that failed in this way on this kind of device; infinite where none did."""
+    """Return the least predicted bytes that failed in this way on this kind of device; infinity where none did."""
     failed = (
         attempt.estimate
         for attempt in job.attempts
@@ -392,6 +419,6 @@ def _smallest_refuted(job: Job, group: Group, kind: FailureKind, bytes_of: Calla
 
 
 def _host_bytes(group: Group, estimate: MemoryEstimate) -> int:
-    """Host memory of one rank; a virtual device's memory is the host's."""
+    """Return the host memory of one rank in bytes; a virtual device's memory is the host's."""
     virtual = group.hardware.device.kind is DeviceKind.VIRTUAL
     return estimate.host_bytes + (estimate.device_bytes if virtual else 0)

@@ -1,4 +1,4 @@
-"""When are how many devices free, and where? Each device's future as attempts, reservations and maintenance fill it."""
+"""The future of each device as attempts, reservations and maintenance fill it: when and where devices are free."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ IDLE = -inf  # the time since which an unheld device is free
 
 @dataclass(slots=True, eq=False)
 class _Times:
-    """When so many devices of each node are free for good: of each node, and first things first."""
+    """Times from which a share of devices of each node is free for good, by node and in order."""
 
     by_node: list[float]
     order: list[tuple[float, int]]
@@ -32,14 +32,14 @@ class _Times:
 
 @dataclass(slots=True, eq=False)
 class _Future:
-    """What promises and maintenance leave of each device of a node."""
+    """The free time of each device of a node beside promises and maintenance."""
 
     free_s: list[float]  # when it is free for good, but for what is promised for later
     next_s: list[float]  # when it is promised next, or closed
 
 
 class _Promise(NamedTuple):
-    """These devices of a node are somebody's from then to then."""
+    """Devices of a node that are promised to a job for a time."""
 
     start_s: float
     end_s: float
@@ -48,7 +48,7 @@ class _Promise(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """From when on so many devices of each of these nodes are free together, for so long."""
+    """A time at which a share of devices is free together on each of these nodes, for so many seconds."""
 
     start_s: float
     seconds: float
@@ -92,7 +92,7 @@ class AvailabilityProfile:
     # what is
 
     def has_room(self, least_bytes: int) -> bool:
-        """Whether every device offers so much to an attempt of ours once the others of ours are gone."""
+        """Return whether every device has so many bytes for an attempt once our other attempts are gone."""
         if least_bytes <= self._least_free_bytes:
             return True
         if self._room_bytes is None:
@@ -104,33 +104,33 @@ class AvailabilityProfile:
         return least_bytes <= self._room_bytes
 
     def room_of(self, number: int, device: int) -> int:
-        """What one device offers: our own attempt leaves nothing behind when it ends."""
+        """Return the bytes that one device offers: an attempt of ours leaves nothing behind when it ends."""
         if self._until_s[number][device] != IDLE:
             return self.group.hardware.device.memory
         return self._free_bytes[number][device]
 
     def free_bytes(self, name: str, device: int) -> int:
-        """What one device has free as last seen."""
+        """Return the free bytes of one device as last reported."""
         return self._free_bytes[self.numbers[name]][device]
 
     # what changes
 
     def update_nodes(self, nodes: Sequence[Node]) -> None:
-        """The same nodes, with other bytes free."""
+        """Take new free bytes of the same nodes."""
         self._free_bytes = [node.free_bytes for node in nodes]
         self._least_free_bytes = min(min(free_bytes) for free_bytes in self._free_bytes)
         self._room_bytes = None
 
     def occupy(self, name: str, devices: Iterable[int], until_s: float) -> None:
-        """These devices are held, by what is expected to end at `until_s`."""
+        """Hold these devices for an attempt that is expected to end at `until_s`."""
         self._set(name, devices, until_s)
 
     def vacate(self, name: str, devices: Iterable[int]) -> None:
-        """These devices are idle."""
+        """Make these devices idle."""
         self._set(name, devices, IDLE)
 
     def free_before(self, name: str, devices: Iterable[int], at_s: float) -> int:
-        """How many of these devices are free for good before then, but for what is promised for later."""
+        """Return how many of these devices are free for good before `at_s`, except for promises for later."""
         number = self.numbers.get(name)
         if number is None:
             return 0
@@ -138,11 +138,11 @@ class AvailabilityProfile:
         return sum([free_s[device] < at_s for device in devices])
 
     def held_until_by(self, name: str, devices: Iterable[int]) -> float:
-        """When the last of these devices is left by what holds it now."""
+        """Return when the present holders have left all of these devices."""
         return max([self._until_s[self.numbers[name]][device] for device in devices])
 
     def reserve(self, name: str, devices: tuple[int, ...], start_s: float, end_s: float, *, is_later: bool) -> None:
-        """Nothing may run on these devices from `start_s` to `end_s` but what they are promised to.
+        """Promise these devices from `start_s` to `end_s`: nothing else may run on them then.
 
         Before a promise for later, others may be promised the same devices.
         """
@@ -152,20 +152,20 @@ class AvailabilityProfile:
         if not self._promised:
             self._unpromised = {share: times.copy() for share, times in self._when.items()}
         future = self._future(number)
-        one = _Promise(start_s, end_s, devices, is_later)
-        self._promised.setdefault(number, []).append(one)
+        promise = _Promise(start_s, end_s, devices, is_later)
+        self._promised.setdefault(number, []).append(promise)
         if is_later:
-            insort(self._later.setdefault(number, []), one)
+            insort(self._later.setdefault(number, []), promise)
         free_s, next_s = future.free_s, future.next_s
         for device in devices:
             if free_s[device] < end_s and not is_later:
                 free_s[device] = end_s
             if next_s[device] > start_s:
                 next_s[device] = start_s
-        self._changed(number)
+        self._mark_changed(number)
 
     def clear_reservations(self) -> None:
-        """All that is reserved is open again."""
+        """Drop all reservations."""
         if not self._promised:
             return
         for number in self._promised:
@@ -179,7 +179,7 @@ class AvailabilityProfile:
         self._changed_since.clear()
 
     def close(self, windows: Mapping[str, tuple[Window, ...]]) -> None:
-        """Nothing may run on these nodes within these times, and on others at any time. Minus infinity: closed now."""
+        """Close these nodes within these times, and open all others. Minus infinity: closed now."""
         before = self._closed
         self._closed = {number: windows[name] for name, number in self.numbers.items() if name in windows}
         for number in {*before, *self._closed}:
@@ -188,16 +188,18 @@ class AvailabilityProfile:
     # what can be
 
     def open_until_s(self, shape: Shape) -> float:
-        """Until when something of this shape could run if it started now; minus infinity: it cannot start."""
+        """Return until when a gang of this shape could run if it started now; minus infinity: it cannot start."""
         if self.idle < shape.devices:
             return -inf
         if shape not in self._open_until_s:
             shares = shape.shares
-            self._open_until_s[shape] = max(self._shares_open_until_s(shape.devices // one, one) for one in shares)
+            self._open_until_s[shape] = max(
+                self._shares_open_until_s(shape.devices // share, share) for share in shares
+            )
         return self._open_until_s[shape]
 
     def place(self, shape: Shape, end_s: float, least_bytes: int) -> Placement | None:
-        """Devices for a start now and until `end_s`, each with `least_bytes` free; None where there are too few.
+        """Return devices for a start now and until `end_s`, each with `least_bytes` free; None where there are too few.
 
         A gang that a node holds goes to the fullest that does; a larger one to as few nodes as possible, and of these
         to as few racks as possible.
@@ -205,7 +207,7 @@ class AvailabilityProfile:
         crowded = not self.has_room(least_bytes)
         for share in shape.shares:
             wanted = shape.devices // share
-            able = self._able(share, end_s, least_bytes if crowded else 0)
+            able = self._able_nodes(share, end_s, least_bytes if crowded else 0)
             chosen = (
                 self._in_fewest_racks([*able], wanted) if wanted > 1 and self._has_racks else [*islice(able, wanted)]
             )
@@ -213,11 +215,13 @@ class AvailabilityProfile:
                 return tuple(NodeDevices(node=self.names[n], devices=devices) for n, devices in sorted(chosen))
         return None
 
-    def place_again(self, held: Placement, shape: Shape, end_s: float, least_bytes: int) -> Placement | None:
-        """Devices as by `place`, were those that one of our attempts holds idle and empty."""
-        until = {part.node: self._until_s[self.numbers[part.node]][:] for part in held}
+    def place_again(
+        self, attempt_placement: Placement, shape: Shape, end_s: float, least_bytes: int
+    ) -> Placement | None:
+        """Return devices as `place` does, as if those of one of our attempts were idle and empty."""
+        until = {part.node: self._until_s[self.numbers[part.node]][:] for part in attempt_placement}
         free_bytes, self._free_bytes = self._free_bytes, [*self._free_bytes]
-        for part in held:
+        for part in attempt_placement:
             number = self.numbers[part.node]
             memory = self.group.hardware.device.memory
             self._free_bytes[number] = tuple(
@@ -226,13 +230,13 @@ class AvailabilityProfile:
             self.vacate(part.node, part.devices)
         placement = self.place(shape, end_s, least_bytes)
         self._free_bytes = free_bytes
-        for part in held:
+        for part in attempt_placement:
             for device in part.devices:
                 self.occupy(part.node, (device,), until[part.node][device])
         return placement
 
     def could_hold(self, shape: Shape, least_bytes: int) -> bool:
-        """Whether there are enough devices with so much memory once our own attempts are gone."""
+        """Return whether enough devices have so much memory once our own attempts are gone."""
         if self.has_room(least_bytes):
             return True
         roomy = [
@@ -242,9 +246,9 @@ class AvailabilityProfile:
         return any(sum(count >= share for count in roomy) >= shape.devices // share for share in shape.shares)
 
     def earliest(self, shape: Shape, from_s: float, seconds: float, least_bytes: int) -> Slot | None:
-        """The first time, not before `from_s`, from which on so many devices are free for so long.
+        """Return the first slot, not before `from_s`, in which so many devices are free for so long; None: never.
 
-        Before a node closes, or is promised for later, where there is time enough, else after it.
+        It ends before a node closes, or is promised for later, where there is time enough, else it begins after that.
         """
         best: Slot | None = None
         for share in shape.shares:
@@ -258,7 +262,7 @@ class AvailabilityProfile:
         return best
 
     def devices_of(self, slot: Slot, least_bytes: int) -> Placement:
-        """Those devices of a slot's nodes that are free first."""
+        """Return the devices of a slot's nodes that are free first."""
         placement = []
         has_room = self.has_room(least_bytes)
         for number in slot.nodes:
@@ -274,7 +278,7 @@ class AvailabilityProfile:
         return tuple(placement)
 
     def closed_before(self, end_s: float) -> list[tuple[str, float, int]]:
-        """Nodes with idle devices that close before then, from when on (minus infinity: now), and how many are idle."""
+        """Return nodes that close before `end_s` with the time (minus infinity: now) and their idle devices."""
         return [
             (self.names[number], windows[0][0], self._idle[number])
             for number, windows in self._closed.items()
@@ -282,7 +286,7 @@ class AvailabilityProfile:
         ]
 
     def held_until_s(self, devices: float) -> float:
-        """From when on at most so many devices are still held, by what holds them now."""
+        """Return from when on the present holders hold at most so many devices."""
         others = len(self._ends_s) - max(0, int(devices))
         return self._ends_s[others - 1] if others > 0 else -inf
 
@@ -310,21 +314,21 @@ class AvailabilityProfile:
         self._forget_future(number)
 
     def _forget_future(self, number: int) -> None:
-        """A node is not what it was, apart from promises."""
+        """Forget a node's future, since something other than a promise has changed it."""
         self._futures.pop(number, None)
         if self._promised:
             self._changed_since.add(number)
         self._open_until_s.clear()
-        self._changed(number)
+        self._mark_changed(number)
 
-    def _changed(self, number: int) -> None:
+    def _mark_changed(self, number: int) -> None:
         if self._idle[number]:
             self._open_until_s.clear()
         for times in self._when.values():
             times.unread.add(number)
 
     def _order_of(self, share: int, least_bytes: int) -> list[tuple[float, int]]:
-        """Since when so many devices of each node are free for good, first things first; without nodes that cannot."""
+        """Return since when a share of devices of each node is free for good, in order; other nodes are left out."""
         if not self.has_room(least_bytes):
             return sorted(
                 (free_s[share - 1], number)
@@ -349,7 +353,7 @@ class AvailabilityProfile:
     def _open_for(
         self, share: int, wanted: int, from_s: float, seconds: float, least_bytes: int
     ) -> Sequence[tuple[float, int]]:
-        """The first so many nodes that have a share free for so long together, each with the time from which on."""
+        """Return the first nodes that have a share free for so long together, each with its time."""
         order = self._order_of(share, least_bytes)
         first = order[:wanted]
         if not self._closed and not self._later:
@@ -373,7 +377,7 @@ class AvailabilityProfile:
         return first
 
     def _opens_s(self, number: int, share: int, start_s: float, seconds: float, least_bytes: int) -> float:
-        """When, from `start_s` on, a node stays open for so long, with so many unreserved devices."""
+        """Return when, from `start_s` on, a node stays open for so long with a share of unreserved devices."""
         while True:  # ends: each turn begins where a closing or a promise ends
             for closes_s, opens_s in self._closed.get(number, ()):
                 if closes_s < start_s + seconds and start_s < opens_s:
@@ -391,7 +395,7 @@ class AvailabilityProfile:
             start_s = opens_s
 
     def _begins_s(self, number: int, device: int, start_s: float, seconds: float) -> float:
-        """When, from `start_s` on, a device is unreserved for so long."""
+        """Return when, from `start_s` on, a device is unreserved for so long."""
         start_s = max(start_s, self._free_from(number)[device])
         for promise in self._later.get(number, ()):
             if device in promise.devices and promise.start_s < start_s + seconds and start_s < promise.end_s:
@@ -406,7 +410,7 @@ class AvailabilityProfile:
         return self.has_room(least_bytes) or self.room_of(number, device) >= least_bytes
 
     def _free_from(self, number: int) -> list[float]:
-        """When each device of a node is free for good."""
+        """Return when each device of a node is free for good."""
         future = self._futures.get(number)
         if future is not None:
             return future.free_s
@@ -430,7 +434,7 @@ class AvailabilityProfile:
         return future
 
     def _shares_open_until_s(self, nodes: int, share: int) -> float:
-        """Until when `share` idle devices of each of so many nodes stay unpromised and open."""
+        """Return until when `share` idle devices of each of so many nodes stay unpromised and open."""
         promised_s, unpromised = [], 0
         for idle in range(share, self.devices_per_node + 1):
             for number in self._by_idle[idle]:
@@ -446,21 +450,21 @@ class AvailabilityProfile:
         missing = nodes - unpromised
         return nlargest(missing, promised_s)[-1] if len(promised_s) >= missing else -inf
 
-    def _able(self, share: int, end_s: float, least_bytes: int) -> Iterator[tuple[int, tuple[int, ...]]]:
-        """Nodes with `share` devices to be had until `end_s`, the fullest first, each with these devices."""
+    def _able_nodes(self, share: int, end_s: float, least_bytes: int) -> Iterator[tuple[int, tuple[int, ...]]]:
+        """Yield nodes with `share` usable devices until `end_s`, the fullest first, each with these devices."""
         for idle in range(share, self.devices_per_node + 1):
             for number in self._by_idle[idle]:
-                devices = self._usable(number, end_s, least_bytes)
+                devices = self._usable_devices(number, end_s, least_bytes)
                 if len(devices) >= share:
                     yield number, devices[:share]
 
     def _in_fewest_racks(
         self, able: Sequence[tuple[int, tuple[int, ...]]], wanted: int
     ) -> list[tuple[int, tuple[int, ...]]]:
-        """So many of these nodes: of the largest racks, and for the rest the smallest that holds it."""
+        """Return so many of these nodes: from the largest racks, and for the rest the smallest rack that holds it."""
         racks: dict[str, list[tuple[int, tuple[int, ...]]]] = {}
-        for one in able:
-            racks.setdefault(self.group.nodes[one[0]].rack, []).append(one)
+        for entry in able:
+            racks.setdefault(self.group.nodes[entry[0]].rack, []).append(entry)
         chosen: list[tuple[int, tuple[int, ...]]] = []
         largest = sorted(racks.values(), key=len)
         while largest and len(chosen) < wanted:
@@ -470,8 +474,8 @@ class AvailabilityProfile:
             chosen += enough[:missing]
         return chosen
 
-    def _usable(self, number: int, end_s: float, least_bytes: int) -> tuple[int, ...]:
-        """Idle devices of a node that are not promised or closed before `end_s`, with so much memory free."""
+    def _usable_devices(self, number: int, end_s: float, least_bytes: int) -> tuple[int, ...]:
+        """Return idle devices of a node that are not promised or closed before `end_s`, with so much memory free."""
         until = self._until_s[number]
         if number not in self._promised and number not in self._closed and not least_bytes:
             return tuple(device for device, until_s in enumerate(until) if until_s == IDLE)

@@ -12,7 +12,7 @@ from math import inf
 from orchestrator.scheduling.base.migration import is_elastic
 from orchestrator.scheduling.options.job_options import JobOptions, SizeOption
 from orchestrator.scheduling.queue.policy import Preemption
-from orchestrator.scheduling.queue.wait_queue import SortKey, Waiting, WaitQueue, merged
+from orchestrator.scheduling.queue.wait_queue import SortKey, Waiting, WaitQueue, merge_lines
 from orchestrator.scheduling.scheduling_pass.guarantees import room_for_promises
 from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
 from orchestrator.scheduling.scheduling_pass.preemption import preempt_for_deadline, preempt_for_waiting, scale_up
@@ -32,7 +32,7 @@ class AdaptivePolicy:
         self._index = index
 
     def rank(self, job: Job) -> float:
-        """The job's aging limit: from then on it goes before every job that was submitted after it.
+        """Return the job's aging limit: from then on it goes before every job that was submitted after it.
 
         A job whose deadline presses from the start goes by that first, and ages from its deadline on. A job with a
         guarantee is due at once.
@@ -45,13 +45,13 @@ class AdaptivePolicy:
         return job.deadline_s + self._index.tuning.aging_late * limit_s
 
     def presses_s(self, job: Job) -> float:
-        """From when on its deadline leaves it little slack; infinity: it has none."""
+        """Return from when on the deadline leaves the job little slack; infinity without a deadline."""
         if job.deadline_s is None:
             return inf
         return job.deadline_s - (1 + self._index.tuning.slack) * self._index.options.size_of(job).duration_s
 
     def in_order(self) -> Iterator[tuple[Waiting, float]]:
-        """Jobs with a guarantee; then by priority, then by the fair tree, then by age, deadline and length.
+        """Yield jobs with a guarantee; then by priority, then by the fair tree, then by age, deadline and length.
 
         Of equal jobs those past their aging limits come first, in the order of submission. Then come those whose
         deadlines press and can be met from now on, the earliest first. Then come the others by their aging limits, but
@@ -64,21 +64,21 @@ class AdaptivePolicy:
         turns = sorted((-priority, place(user), user) for priority, user in index.lines)
         for (priority, _), equals in groupby(turns, key=lambda turn: turn[:2]):
             keys = [(-priority, user) for _, _, user in equals]
-            for _, _, job_id in merged([line.due(at_s) for line in index.lines_of(keys)]):
+            for _, _, job_id in merge_lines([line.due(at_s) for line in index.lines_of(keys)]):
                 yield from self._in_time_first(job_id)
-            for by_s, _, job_id in merged([line.by_deadline(at_s) for line in index.lines_of(keys)]):
+            for by_s, _, job_id in merge_lines([line.by_deadline(at_s) for line in index.lines_of(keys)]):
                 waiting = index.waiting[job_id]
                 if waiting.presses_s <= at_s < waiting.rank and self._could_end_by(waiting, by_s):
                     yield waiting, by_s
-            for _, _, job_id in merged([self._ordered(line) for line in index.lines_of(keys)]):
+            for _, _, job_id in merge_lines([self._ordered(line) for line in index.lines_of(keys)]):
                 yield from self._in_time_first(job_id)
 
     def may_overtake(self, waiting: Waiting) -> bool:  # noqa: ARG002
-        """Always: reservations keep later jobs from delaying it."""
+        """Return True: reservations keep later jobs from delaying it."""
         return True
 
     def leaves_headroom(self, waiting: Waiting, at_s: float) -> bool:
-        """A job that is not due, not put first and cannot be moved leaves devices to shorter ones.
+        """Return whether the job leaves devices to shorter ones: it is not due, not put first and cannot be moved.
 
         Where teams share the cluster, their shares count instead.
         """
@@ -90,7 +90,7 @@ class AdaptivePolicy:
         return not (goes_first or is_elastic(waiting.job))
 
     def widths(self, options: Sequence[SizeOption]) -> Sequence[SizeOption]:
-        """All of them: the price of a device-second chooses."""
+        """Return all options: the price of a device-second chooses."""
         return options
 
     def preempt(
@@ -105,7 +105,7 @@ class AdaptivePolicy:
         return Preemption() if move is None else Preemption([move])
 
     def reevaluate_at_s(self) -> float | None:
-        """When the next deadline of a waiting job presses."""
+        """Return when the next deadline of a waiting job presses; None without one."""
         times_s = [line.presses_at_s(self._index.state.at_s) for line in self._index.lines.values()]
         return min((time_s for time_s in times_s if time_s is not None), default=None)
 
@@ -122,13 +122,13 @@ class AdaptivePolicy:
     def _could_end_by(self, waiting: Waiting, by_s: float) -> bool:
         within_s = by_s - self._index.state.at_s
         return any(
-            one.entries[-1].seconds <= within_s
-            for _, one in self._index.options.options_of(waiting)
-            if isinstance(one, JobOptions)
+            menu.entries[-1].seconds <= within_s
+            for _, menu in self._index.options.options_of(waiting)
+            if isinstance(menu, JobOptions)
         )
 
     def _ordered(self, line: WaitQueue) -> Sequence[SortKey]:
-        """The order within a line; where teams share the cluster, their shares count and not who could end together."""
+        """Return the order within a line: by aging limit on a shared cluster, else with the largest jobs together."""
         state = self._index.state
         if state.policy.is_shared:
             return line.in_order(state.at_s)

@@ -6,6 +6,6 @@ from orchestrator.scheduling.policies.rigid import RigidPolicy
 
 
 class EasyPolicy(RigidPolicy):
-    """In the order of submission; later jobs start early if that does not delay the first that waits."""
+    """Jobs start in the order of submission; later jobs start early if that does not delay the first that waits."""
 
     reservations_max = 1  # aggressive backfill: only the head of the queue has a reservation

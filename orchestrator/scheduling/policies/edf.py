@@ -9,8 +9,8 @@ from orchestrator.specs.job_record import Job
 
 
 class EdfPolicy(EasyPolicy):
-    """By deadline, jobs without one last; nothing is stopped for a deadline."""
+    """Jobs start by deadline, jobs without one last; nothing is stopped for a deadline."""
 
     def rank(self, job: Job) -> float:
-        """The deadline; infinity where the job has none."""
+        """Return the deadline; infinity where the job has none."""
         return inf if job.deadline_s is None else job.deadline_s

@@ -6,4 +6,4 @@ from orchestrator.scheduling.policies.rigid import RigidPolicy
 
 
 class FifoPolicy(RigidPolicy):
-    """Strictly in the order of submission. It needs no length of any job."""
+    """Jobs start strictly in the order of submission. It needs no length of any job."""

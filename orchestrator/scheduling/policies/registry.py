@@ -26,5 +26,5 @@ POLICIES: Mapping[Order, Callable[[SchedulerIndex], QueuePolicy]] = {
 
 
 def index_of(state: State) -> SchedulerIndex:
-    """The index of a state, with the policy that its cluster file names."""
+    """Return the index of a state, with the policy that its cluster file names."""
     return SchedulerIndex(state, lambda index: POLICIES[index.state.policy.order](index))

@@ -8,14 +8,14 @@ from math import inf
 from orchestrator.scheduling.base.start_windows import is_open
 from orchestrator.scheduling.options.job_options import SizeOption
 from orchestrator.scheduling.queue.policy import Preemption
-from orchestrator.scheduling.queue.wait_queue import Waiting, merged
+from orchestrator.scheduling.queue.wait_queue import Waiting, merge_lines
 from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.state import Reservation, State
 
 
 class RigidPolicy:
-    """By rank, then by submission; as wide as `gpus.max` and the job's speed-up allow; nothing is stopped.
+    """Jobs start by rank, then by submission, as wide as `gpus.max` and their speed-up allow; nothing is stopped.
 
     Neither priority nor teams count. A job whose start window is closed is behind all others.
     """
@@ -27,35 +27,35 @@ class RigidPolicy:
         self._index = index
 
     def rank(self, job: Job) -> float:  # noqa: ARG002
-        """0 for every job: the order of submission."""
+        """Return 0 for every job: the order of submission."""
         return 0.0
 
     def presses_s(self, job: Job) -> float:  # noqa: ARG002
-        """Never: a deadline moves no job while it waits."""
+        """Return infinity: a deadline moves no job while it waits."""
         return inf
 
     def in_order(self) -> Iterator[tuple[Waiting, float]]:
-        """By rank, then by submission; jobs within closed start windows come last."""
+        """Yield jobs by rank, then by submission; jobs with closed start windows come last."""
         at_s = self._index.state.at_s
         waiting = self.by_rank()
-        yield from ((one, inf) for one in waiting if is_open(one.job.spec, at_s))
-        yield from ((one, inf) for one in waiting if not is_open(one.job.spec, at_s))
+        yield from ((entry, inf) for entry in waiting if is_open(entry.job.spec, at_s))
+        yield from ((entry, inf) for entry in waiting if not is_open(entry.job.spec, at_s))
 
     def by_rank(self) -> list[Waiting]:
-        """All jobs that wait for devices, by rank, then by submission."""
+        """Return all jobs that wait for devices, by rank, then by submission."""
         queues = [queue.by_rank() for queue in self._index.lines.values()]
-        return [self._index.waiting[job_id] for _, _, job_id in merged(queues)] if queues else []
+        return [self._index.waiting[job_id] for _, _, job_id in merge_lines(queues)] if queues else []
 
     def may_overtake(self, waiting: Waiting) -> bool:  # noqa: ARG002
-        """Later jobs may start beside the jobs with reservations, if there are to be any."""
+        """Return whether the policy makes reservations, beside which later jobs may start."""
         return self.reservations_max > 0
 
     def leaves_headroom(self, waiting: Waiting, at_s: float) -> bool:  # noqa: ARG002
-        """No job does."""
+        """Return False."""
         return False
 
     def widths(self, options: Sequence[SizeOption]) -> Sequence[SizeOption]:
-        """The widest: more devices, up to `gpus.max`, would not make the job faster."""
+        """Return the widest option: more devices, up to `gpus.max`, would not make the job faster."""
         return options[-1:]
 
     def preempt(
@@ -64,9 +64,9 @@ class RigidPolicy:
         waits: Sequence[tuple[Waiting, Reservation]],  # noqa: ARG002
         late: Sequence[tuple[Waiting, float]],  # noqa: ARG002
     ) -> Preemption:
-        """Nothing is stopped."""
+        """Return an empty preemption: nothing is stopped."""
         return Preemption()
 
     def reevaluate_at_s(self) -> float | None:
-        """Never: ranks stay."""
+        """Return None: ranks stay."""
         return None

@@ -7,8 +7,8 @@ from orchestrator.specs.job_record import Job
 
 
 class SjfPolicy(EasyPolicy):
-    """By the seconds that the job needs; long jobs may starve while short ones come."""
+    """Jobs start by the seconds that they need; long jobs may starve while short ones come."""
 
     def rank(self, job: Job) -> float:
-        """Seconds of the job's work that is left, with its launch."""
+        """Return the seconds of work that the job has left, with its launch."""
         return self._index.options.size_of(job).duration_s

@@ -32,15 +32,15 @@ class TiresiasPolicy(RigidPolicy):
     """
 
     def rank(self, job: Job) -> float:
-        """0 in the first queue, 1 once the job's attempts have held DEMOTED_DEVICE_S device-seconds."""
+        """Return 0 in the first queue, 1 once the job's attempts have held DEMOTED_DEVICE_S device-seconds."""
         return float(self._attained_device_s(job) >= DEMOTED_DEVICE_S - ROUNDING_DEVICE_S)
 
     def in_order(self) -> Iterator[tuple[Waiting, float]]:
-        """Those of the waiting jobs that are to run: the first that the devices hold, running jobs included."""
+        """Return the waiting jobs that are to run: the first that the devices hold, running jobs included."""
         return ((waiting, inf) for waiting in self._plan().starts)
 
     def may_overtake(self, waiting: Waiting) -> bool:  # noqa: ARG002
-        """Always: a job that is to run starts as soon as it can be placed."""
+        """Return True: a job that is to run starts as soon as it can be placed."""
         return True
 
     def preempt(
@@ -50,21 +50,21 @@ class TiresiasPolicy(RigidPolicy):
         late: Sequence[tuple[Waiting, float]],  # noqa: ARG002
     ) -> Preemption:
         """Stop the running jobs whose devices go to jobs that wait and are ahead of them."""
-        stops = sorted(self._plan().stops, key=lambda one: one.moving.from_s)
-        ready = [one for one in stops if one.moving.from_s <= state.at_s] or stops[:1]
+        stops = sorted(self._plan().stops, key=lambda stop: stop.moving.from_s)
+        ready = [stop for stop in stops if stop.moving.from_s <= state.at_s] or stops[:1]
         return Preemption(
             [
                 Move(
-                    job=one.moving.job,
-                    from_s=one.moving.from_s,
-                    why=f"stopped to make way for {one.ahead.job.id}: it has attained less service",
+                    job=stop.moving.job,
+                    from_s=stop.moving.from_s,
+                    why=f"stopped to make way for {stop.ahead.job.id}: it has attained less service",
                 )
-                for one in ready
+                for stop in ready
             ]
         )
 
     def reevaluate_at_s(self) -> float | None:
-        """When the next running job enters the second queue, while others wait."""
+        """Return when the next running job enters the second queue; None where nothing waits."""
         if not self._index.waiting:
             return None
         at_s = self._index.state.at_s
@@ -78,43 +78,48 @@ class TiresiasPolicy(RigidPolicy):
     def _attained_device_s(self, job: Job) -> float:
         at_s = self._index.state.at_s
         return sum(
-            one.plan.world_size * ((at_s if one.ended_at_s is None else one.ended_at_s) - one.launched_at_s)
-            for one in job.attempts
+            attempt.plan.world_size
+            * ((at_s if attempt.ended_at_s is None else attempt.ended_at_s) - attempt.launched_at_s)
+            for attempt in job.attempts
         )
 
     def _plan(self) -> _Plan:
-        """Which waiting jobs are to start and which running jobs to stop: greedily by rank, counting open devices."""
+        """Return the waiting jobs to start and the running jobs to stop: greedily by rank, counting open devices."""
         index, at_s = self._index, self._index.state.at_s
         left = {id(pool): self._open_devices(pool) for pool in index.pools}
-        able = {one.job.id: one for one in movable(index, index.elastic, at_s, REST)}
+        able = {moving.job.id: moving for moving in movable(index, index.elastic, at_s, REST)}
         for job in index.running.values():
             pool = index.pool_of(job.attempts[-1])
             if job.id not in able and pool is not None and job.attempts[-1].status in HOLDING:
                 left[id(pool)] -= self._held_open(job.attempts[-1])
         jobs: list[tuple[float, int, Waiting | Moving]] = [
-            *((self.rank(one.job), one.job.order, one) for one in able.values()),
-            *((one.rank, one.job.order, one) for one in self.by_rank() if is_open(one.job.spec, at_s)),
+            *((self.rank(moving.job), moving.job.order, moving) for moving in able.values()),
+            *(
+                (waiting.rank, waiting.job.order, waiting)
+                for waiting in self.by_rank()
+                if is_open(waiting.job.spec, at_s)
+            ),
         ]
         starts, stops = list[Waiting](), list[_Stop]()
         newest: dict[int, Waiting] = {}  # the last job that is to start, by pool
         of_array = Counter[str | None]()
-        for _, _, one in sorted(jobs, key=lambda each: each[:2]):
-            if isinstance(one, Moving):
-                held, ahead = self._held_open(one.attempt), newest.get(id(one.pool))
-                if held > left[id(one.pool)] and ahead is not None:
-                    stops.append(_Stop(one, ahead))
+        for _, _, entry in sorted(jobs, key=lambda turn: turn[:2]):
+            if isinstance(entry, Moving):
+                devices, ahead = self._held_open(entry.attempt), newest.get(id(entry.pool))
+                if devices > left[id(entry.pool)] and ahead is not None:
+                    stops.append(_Stop(entry, ahead))
                 else:
-                    left[id(one.pool)] -= held
+                    left[id(entry.pool)] -= devices
                 continue
-            if array_limit_reason(index, one.job, of_array) is not None:
+            if array_limit_reason(index, entry.job, of_array) is not None:
                 continue
-            for pool, found in index.options.options_of(one):
-                options = options_on(index, pool, found) if isinstance(found, JobOptions) else ()
+            for pool, menu in index.options.options_of(entry):
+                options = options_on(index, pool, menu) if isinstance(menu, JobOptions) else ()
                 if options and options[-1].devices <= left[id(pool)]:
                     left[id(pool)] -= options[-1].devices
-                    of_array[one.job.array] += 1
-                    newest[id(pool)] = one
-                    starts.append(one)
+                    of_array[entry.job.array] += 1
+                    newest[id(pool)] = entry
+                    starts.append(entry)
                     break
         return _Plan(starts, stops)
 
@@ -122,7 +127,7 @@ class TiresiasPolicy(RigidPolicy):
         return sum(node.devices for node in pool.group.nodes if self._is_node_open(node.name))
 
     def _held_open(self, attempt: Attempt) -> int:
-        """Its devices on nodes that take something new now: what a job that is ahead could have of them."""
+        """Return the number of the attempt's devices on nodes that take something new now."""
         return sum(len(part.devices) for part in attempt.placement if self._is_node_open(part.node))
 
     def _is_node_open(self, name: str) -> bool:

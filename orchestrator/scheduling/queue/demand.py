@@ -1,4 +1,4 @@
-"""How many devices do short jobs keep busy? What was submitted in the last hours tells how much room they need."""
+"""Demand of short jobs: the devices that they kept busy in the last hours, and the room that they need."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ NOBODY = (0.0,) * (LENGTHS + 1)
 
 
 def record_demand(demand: Demand | None, at_s: float, length_s: float, device_s: float) -> Demand:
-    """What is remembered once a job of this length and so many device-seconds was submitted."""
+    """Return the demand after the submission of a job of this length and so many device-seconds."""
     if demand is None:
         demand = Demand(since_s=at_s, at_s=at_s, device_s=(0.0,) * LENGTHS)
-    kept = exp((demand.at_s - at_s) / tuning.TUNING.memory_s)
-    device_seconds = [kept * one for one in demand.device_s]
+    share = exp((demand.at_s - at_s) / tuning.TUNING.memory_s)
+    device_seconds = [share * class_s for class_s in demand.device_s]
     device_seconds[min(LENGTHS - 1, frexp(max(1.0, length_s))[1] - 1)] += device_s
     return Demand(since_s=demand.since_s, at_s=at_s, device_s=tuple(device_seconds))
 
 
 def devices_wanted(demand: Demand | None, at_s: float) -> tuple[float, ...]:
-    """Devices that jobs shorter than 1, 2, 4, 8 ... seconds kept busy on average."""
+    """Return the devices that jobs shorter than 1, 2, 4, 8 ... seconds kept busy on average."""
     if demand is None:
         return NOBODY
     counted_s = tuning.TUNING.memory_s * (
         1.0 - exp(-max(tuning.TUNING.least_s, at_s - demand.since_s) / tuning.TUNING.memory_s)
     )
-    kept = exp((demand.at_s - at_s) / tuning.TUNING.memory_s) / counted_s
-    return tuple(accumulate((kept * one for one in demand.device_s), initial=0.0))
+    share = exp((demand.at_s - at_s) / tuning.TUNING.memory_s) / counted_s
+    return tuple(accumulate((share * class_s for class_s in demand.device_s), initial=0.0))
 
 
 def headroom_available_from_s(
     wanted: Sequence[float], pool: AvailabilityProfile, devices: int, seconds: float
 ) -> float:
-    """From when on so many devices can be held for so long with room left for what is much shorter.
+    """Return from when on a job can hold so many devices for so long and leave room for much shorter jobs.
 
-    What is held for as long as such jobs matter leaves as many whole devices as they wanted lately, or is nothing but
-    this.
+    As long as such jobs matter, as many whole devices stay free of long holders as they wanted lately, or nothing but
+    this job holds any.
     """
     shorter_s = tuning.TUNING.short * seconds
     others = wanted[min(LENGTHS, max(0, frexp(shorter_s)[1] - 1))]

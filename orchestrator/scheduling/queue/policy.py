@@ -42,27 +42,27 @@ class QueuePolicy(Protocol):
         """Whether jobs may ask for `guarantee`; otherwise they are refused."""
 
     def rank(self, job: Job) -> float:
-        """Where the job stands: the smallest is first, equal ranks go by submission. It stays while the job waits."""
+        """Return the job's rank: the smallest is first, equal ranks go by submission. It stays while the job waits."""
 
     def presses_s(self, job: Job) -> float:
-        """From when on the job's deadline puts it first; infinity: never."""
+        """Return from when on the job's deadline puts it first; infinity: never."""
 
     def in_order(self) -> Iterator[tuple[Waiting, float]]:
-        """Waiting jobs that may start now, first things first, each with the time to end by (infinity: any time)."""
+        """Yield the waiting jobs that may start now, in order, each with the time to end by (infinity: any time)."""
 
     def may_overtake(self, waiting: Waiting) -> bool:
-        """Whether later jobs may start although this one has to wait for devices."""
+        """Return whether later jobs may start although this one has to wait for devices."""
 
     def leaves_headroom(self, waiting: Waiting, at_s: float) -> bool:
-        """Whether the job, were it to start at that time, leaves devices to shorter jobs first."""
+        """Return whether the job, were it to start at that time, leaves devices to shorter jobs first."""
 
     def widths(self, options: Sequence[SizeOption]) -> Sequence[SizeOption]:
-        """Of a job's options on one kind of device, fewest devices first, those that it may run as."""
+        """Return the options that a job may run as, of all on one kind of device, fewest devices first."""
 
     def preempt(
         self, state: State, waits: Sequence[tuple[Waiting, Reservation]], late: Sequence[tuple[Waiting, float]]
     ) -> Preemption:
-        """What to stop after a pass, for jobs with reservations and jobs that will miss the times to end by."""
+        """Return what to stop after a pass, for jobs with reservations and jobs that will miss the times to end by."""
 
     def reevaluate_at_s(self) -> float | None:
-        """When the order or what is stopped may change although nothing happens; None: never."""
+        """Return when the order or the preemption may change although nothing happens; None: never."""

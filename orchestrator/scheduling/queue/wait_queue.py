@@ -1,4 +1,4 @@
-"""Who waits for devices, in order: jobs of one priority and, where it counts whose turn it is, of one user."""
+"""Jobs that wait for devices, in order: a line for each priority and, on a shared cluster, for each user."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class Waiting:
 
     @property
     def sort_key(self) -> SortKey:
-        """Where it stands among jobs of its priority."""
+        """The job's place among jobs of its priority."""
         return (self.rank, self.job.order, self.job.id)
 
 
 class WaitQueue:
-    """The same jobs by when they are due, by their deadlines, and by their size."""
+    """The jobs of a line, ordered by when they are due, by deadline, and by size."""
 
     def __init__(self) -> None:
         self._standing: list[SortKey] = []
@@ -51,11 +51,11 @@ class WaitQueue:
         return len(self._standing)
 
     def __contains__(self, waiting: Waiting) -> bool:
-        at = bisect_left(self._standing, waiting.sort_key)
-        return at < len(self._standing) and self._standing[at] == waiting.sort_key
+        index = bisect_left(self._standing, waiting.sort_key)
+        return index < len(self._standing) and self._standing[index] == waiting.sort_key
 
     def add(self, waiting: Waiting) -> None:
-        """It waits from now on."""
+        """Add a job that waits."""
         job = waiting.job
         insort(self._standing, waiting.sort_key)
         insort(self._sizes, (waiting.device_s, waiting.sort_key, job.spec.gpus.min))
@@ -65,7 +65,7 @@ class WaitQueue:
             insort(self._presses, (waiting.presses_s, job.order, job.id))
 
     def remove(self, waiting: Waiting) -> None:
-        """It waits no more."""
+        """Remove a job that waits no more."""
         job = waiting.job
         del self._standing[bisect_left(self._standing, waiting.sort_key)]
         del self._sizes[bisect_left(self._sizes, (waiting.device_s, waiting.sort_key, 0))]
@@ -75,37 +75,34 @@ class WaitQueue:
             del self._presses[bisect_left(self._presses, (waiting.presses_s, job.order, job.id))]
 
     def by_deadline(self, at_s: float) -> Sequence[SortKey]:
-        """Those whose deadlines are still to come, the earliest first."""
+        """Return the jobs whose deadlines are still to come, the earliest first."""
         return self._deadlines[bisect_right(self._deadlines, (at_s, 0, "")) :]
 
     def presses_at_s(self, at_s: float) -> float | None:
-        """When the next deadline presses, after `at_s`."""
+        """Return when the next deadline presses, after `at_s`; None without one."""
         index = bisect_right(self._presses, (at_s, LAST, ""))
         return self._presses[index][0] if index < len(self._presses) else None
 
     def by_rank(self) -> Sequence[SortKey]:
-        """All, the smallest rank first."""
+        """Return all jobs, the smallest rank first."""
         return tuple(self._standing)
 
     def due(self, at_s: float) -> Sequence[SortKey]:
-        """Jobs past their aging limits, first come first; jobs with devices kept for them before all."""
+        """Return the jobs past their aging limits, first come first; jobs with devices kept for them before all."""
         due = self._standing[: self._due(at_s)]
         return sorted([(-inf if aging_limit_s == -inf else 0.0, order, job_id) for aging_limit_s, order, job_id in due])
 
     def in_order(self, at_s: float) -> Sequence[SortKey]:
-        """The other jobs, the earliest aging limit first."""
+        """Return the jobs before their aging limits, the earliest limit first."""
         return self._standing[self._due(at_s) :]
 
     def largest_first(self, at_s: float, devices: int, tuning: Tuning) -> Sequence[SortKey]:
-        """The same, but the largest have changed places where they could end together as the last.
-
-        On so many devices.
-        """
+        """Return the jobs of `in_order`, with the largest exchanged where they could end together as the last."""
         if len(self) < 2 or not self._ends_last(devices, tuning):
             return self.in_order(at_s)
         least_device_s = tuning.as_large * self._sizes[-1][0]
-        largest = [one for one in self._sizes[-LARGEST_MAX:] if one[0] >= least_device_s and one[1][0] > at_s]
-        by_size = [sort_key for _, sort_key, _ in sorted(largest, key=lambda one: (-one[0], one[1]))]
+        largest = [entry for entry in self._sizes[-LARGEST_MAX:] if entry[0] >= least_device_s and entry[1][0] > at_s]
+        by_size = [sort_key for _, sort_key, _ in sorted(largest, key=lambda entry: (-entry[0], entry[1]))]
         changed = self._standing[:]
         for sort_key, other in zip(sorted(by_size), by_size, strict=True):
             changed[bisect_left(self._standing, sort_key)] = other
@@ -115,13 +112,13 @@ class WaitQueue:
         return bisect_right(self._standing, (at_s, LAST, ""))
 
     def _ends_last(self, devices: int, tuning: Tuning) -> bool:
-        """Whether the largest may end last, and another of its size could run beside it."""
+        """Return whether the largest job may end last, and another of its size could run beside it."""
         device_s, _, least_devices = self._sizes[-1]
         if self._sizes[-2][0] < tuning.as_large * device_s or 2 * least_devices > devices:
             return False
         return tuning.large * self._total_device_ms <= round(1e3 * device_s)
 
 
-def merged(lines: Sequence[Sequence[SortKey]]) -> Iterable[SortKey]:
-    """Several as one."""
+def merge_lines(lines: Sequence[Sequence[SortKey]]) -> Iterable[SortKey]:
+    """Return the jobs of several lines in one order."""
     return lines[0] if len(lines) == 1 else merge(*lines)

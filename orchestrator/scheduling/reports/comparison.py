@@ -1,4 +1,4 @@
-"""What did each strategy of a comparison cost, and what did it give? A table, a verdict and a picture, from records."""
+"""Comparisons of strategies: a table of cost and result, a verdict and a picture, from records."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from orchestrator.scheduling.reports.comparison_rows import (
     Curve,
     Outcome,
     Row,
-    finished,
+    is_finished,
     largest,
+    merge_repeats,
     row_of,
-    together,
 )
 from orchestrator.specs.choices import AXES
 from orchestrator.specs.job_record import Job
@@ -60,7 +60,7 @@ class Comparison:
 
 
 def compared_ids(job: Job) -> list[str]:
-    """Ids of the jobs of the comparison that the job is of: they were submitted in one transaction."""
+    """Return the ids of all jobs of the job's comparison, which were submitted in one transaction."""
     member = job.spec.member
     assert member is not None, job.id
     first = job.order - member.number
@@ -82,7 +82,7 @@ def comparison(state: State, jobs: Sequence[Job], curves: Mapping[str, Curve]) -
             if curve is not None and curve.losses:
                 firsts.setdefault(repeat, curve.losses)
             distances.append(_distance(firsts.get(repeat, {}), curve))
-        repeated.append(replace(together(group), loss_distance=largest(distances)))
+        repeated.append(replace(merge_repeats(group), loss_distance=largest(distances)))
     rows = _with_distinct_names(repeated)
     name = jobs[0].array or jobs[0].id
     return Comparison(
@@ -96,7 +96,7 @@ def verdict(rows: Sequence[Row]) -> str:
     No difference is claimed within 95 % intervals.
     """
     parts = []
-    timed = sorted((row for row in rows if row.step_s and finished(row)), key=lambda row: row.step_s or 0.0)
+    timed = sorted((row for row in rows if row.step_s and is_finished(row)), key=lambda row: row.step_s or 0.0)
     if len(timed) > 1:
         fastest = timed[0]
         cheapest = min(timed, key=_step_cost)
@@ -106,9 +106,9 @@ def verdict(rows: Sequence[Row]) -> str:
         faster = "about as fast as" if times < ALIKE or overlap else f"{times:.2f}x faster than"
         cost = _step_cost(fastest) / _step_cost(other)
         is_same_cost = max(cost, 1 / cost) < ALIKE or (overlap and fastest.devices == other.devices)
-        at = "" if is_same_cost else f" at {cost:.2g}x the cost"
+        cost_text = "" if is_same_cost else f" at {cost:.2g}x the cost"
         sure = " (95 % intervals overlap)" if overlap else ""
-        parts.append(f"{fastest.strategy} is {faster} {other.strategy}{at}{sure}")
+        parts.append(f"{fastest.strategy} is {faster} {other.strategy}{cost_text}{sure}")
     elif timed:
         parts.append(f"Only {timed[0].strategy} finished")
     parts += _excluded([row for row in rows if row.outcome is Outcome.OUT_OF_MEMORY], "ran out of memory")
@@ -120,10 +120,10 @@ def verdict(rows: Sequence[Row]) -> str:
 
 def _notes(rows: Sequence[Row]) -> Iterator[str]:
     """Yield what differs beside the strategies, and how sure their times are."""
-    timed = [row for row in rows if row.step_s and finished(row)]
+    timed = [row for row in rows if row.step_s and is_finished(row)]
     names = dict.fromkeys(name for row in timed for name in row.settings if name not in (*WAYS, *DERIVED))
     values = {name: list(dict.fromkeys(row.settings.get(name, "-") for row in timed)) for name in names}
-    differing = [f"{name} ({', '.join(told)})" for name, told in values.items() if len(told) > 1]
+    differing = [f"{name} ({', '.join(choices)})" for name, choices in values.items() if len(choices) > 1]
     if differing:
         yield f"They differ in more than their strategies: {'; '.join(differing)}. `--plan` pins a setting of all."
     least = min((row.repeats for row in timed), default=REPEATS_MIN)
@@ -133,14 +133,14 @@ def _notes(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _overlap(row: Row, other: Row) -> bool:
-    """Whether both have intervals that overlap."""
+    """Return whether both rows have intervals that overlap."""
     if row.step_within_s is None or other.step_within_s is None:
         return False
     return row.step_within_s[1] >= other.step_within_s[0] and other.step_within_s[1] >= row.step_within_s[0]
 
 
 def picture_of_rows(rows: Sequence[Row]) -> Picture | None:
-    """Device memory against step time, predicted and measured; labels are the rows' numbers, from 1."""
+    """Return device memory against step time, predicted and measured; labels are the rows' numbers, from 1."""
     first = next((row for row in rows if row.capacity_bytes), None)
     if first is None:
         return None
@@ -165,7 +165,7 @@ def picture_of_rows(rows: Sequence[Row]) -> Picture | None:
 
 
 def _distance(first: Mapping[int, float], curve: Curve | None) -> float | None:
-    """Largest difference of two losses at the same step."""
+    """Return the largest difference of two losses at the same step; None without a common step."""
     shared = [] if curve is None else [step for step in curve.losses if step in first]
     if curve is None or not shared:
         return None
@@ -173,7 +173,7 @@ def _distance(first: Mapping[int, float], curve: Curve | None) -> float | None:
 
 
 def _with_distinct_names(rows: Sequence[Row]) -> list[Row]:
-    """Strategies of one name get the cut of their batch beside it."""
+    """Return the rows, with the cut of the batch beside names that occur twice."""
     counts = Counter(row.strategy for row in rows)
     named = []
     for row in rows:
@@ -183,27 +183,27 @@ def _with_distinct_names(rows: Sequence[Row]) -> list[Row]:
 
 
 def _step_cost(row: Row) -> float:
-    """Device-seconds of a step."""
+    """Return the device-seconds of a step."""
     return (row.step_s or 0.0) * (row.devices or 1)
 
 
 def _measured_device_bytes(row: Row) -> int | None:
-    """The measured peak, and what the device is predicted to hold around it."""
+    """Return the measured peak with what the device is predicted to hold around it; None where either is unknown."""
     if row.peak_bytes is None or row.predicted_device_bytes is None or row.predicted_peak_bytes is None:
         return None
     return row.peak_bytes + row.predicted_device_bytes - row.predicted_peak_bytes
 
 
-def _excluded(rows: Sequence[Row], one: str, several: str = "") -> Iterator[str]:
-    """What memory excludes, each with the bytes that it needs and those that there are."""
+def _excluded(rows: Sequence[Row], singular: str, several: str = "") -> Iterator[str]:
+    """Yield the strategies that memory excludes, each with the bytes that it needs and those that there are."""
     if not rows:
         return
     named = [f"{row.strategy}{_of_capacity(row)}" for row in rows[:NAMED_MAX]]
     rest = f" and {len(rows) - NAMED_MAX} more" if len(rows) > NAMED_MAX else ""
     if len(rows) == 1:
-        yield f"{rows[0].strategy} {one}{_of_capacity(rows[0], ': {} of {}')}"
+        yield f"{rows[0].strategy} {singular}{_of_capacity(rows[0], ': {} of {}')}"
     else:
-        yield f"{', '.join(named)}{rest} {several or one}"
+        yield f"{', '.join(named)}{rest} {several or singular}"
 
 
 def _of_capacity(row: Row, form: str = " ({} of {})") -> str:

@@ -1,4 +1,4 @@
-"""The row of each strategy of a comparison: what was predicted, measured and paid, of one job or of its repeats."""
+"""Rows of a comparison: what was predicted, measured and paid for a strategy, over one job or its repeats."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from orchestrator.planning.frontier import Candidate, fitting, needed_bytes
 from orchestrator.planning.search import frontier
 from orchestrator.scheduling.base.node_groups import Group, groups_of
 from orchestrator.scheduling.failures.observation import ran_out
-from orchestrator.scheduling.options.job_options import learned
+from orchestrator.scheduling.options.job_options import calibration_for
 from orchestrator.scheduling.reports.cost import SECONDS_AN_HOUR
 from orchestrator.specs.cluster import DeviceKind, DeviceSpec
 from orchestrator.specs.errors import SpecError
@@ -49,7 +49,7 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
-    """What the training wrote of its steps."""
+    """Losses and tokens of the steps of a training."""
 
     losses: Mapping[int, float]  # by step
     tokens: tuple[int, ...] = ()  # of each step
@@ -57,7 +57,7 @@ class Curve:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One strategy; None stands for what was neither said nor measured."""
+    """A strategy of a comparison; None stands for what is unknown."""
 
     job_id: str
     strategy: str
@@ -96,7 +96,7 @@ class Row:
 
 
 def curve_of(lines: Iterable[str]) -> Curve:
-    """The curve of a job from the lines of its attempts' metrics.jsonl; broken lines and odd numbers are left out."""
+    """Return the curve of a job from the lines of its attempts' metrics.jsonl, without broken lines and odd numbers."""
     losses: dict[int, float] = {}
     tokens: list[int] = []
     for text in lines:
@@ -115,21 +115,21 @@ def curve_of(lines: Iterable[str]) -> Curve:
 
 def strategy_of(plan: Plan) -> str:
     """Return what a plan shards, recomputes and offloads, and on how many devices: `ZeRO-3 (FSDP2) on 4`."""
-    words = [part for part in in_short(plan).split(" · ")[2:] if not part.startswith("micro ")]
+    parts = [part for part in in_short(plan).split(" · ")[2:] if not part.startswith("micro ")]
     if isinstance(plan.mechanics, Fsdp2):
         name = f"ZeRO-{int(plan.mechanics.stage)} (FSDP2)"
         details = ("reduced once a step", "weights kept gathered")
-        words = [name if word == "FSDP2" else word for word in words if word not in details]
+        parts = [name if word == "FSDP2" else word for word in parts if word not in details]
     if plan.world_size == 1:
-        words = [word for word in words if word != "DDP"] or ["plain"]
-    return f"{' + '.join(words) or 'plain'} on {plan.world_size}"
+        parts = [word for word in parts if word != "DDP"] or ["plain"]
+    return f"{' + '.join(parts) or 'plain'} on {plan.world_size}"
 
 
 def row_of(state: State, job: Job, curve: Curve | None) -> Row:
     """Return the row of one job; of one that never ran, what was predicted of the plan that comes closest."""
     last = job.last
     if last is None:
-        return _planned(state, job)
+        return _predicted_row(state, job)
     estimate = corrected(last.estimate, last.correction)
     predicted_bytes = predicted_peak_bytes(last)
     is_known = predicted_bytes is not None
@@ -138,7 +138,9 @@ def row_of(state: State, job: Job, curve: Curve | None) -> Row:
     losses = dict(curve.losses) if curve is not None else {}
     tokens = median(curve.tokens) if curve is not None and curve.tokens else None
     device_s = sum(
-        one.plan.world_size * (one.ended_at_s - one.launched_at_s) for one in job.attempts if one.ended_at_s is not None
+        attempt.plan.world_size * (attempt.ended_at_s - attempt.launched_at_s)
+        for attempt in job.attempts
+        if attempt.ended_at_s is not None
     )
     price = device.price_per_hour if device is not None else None
     return Row(
@@ -164,7 +166,7 @@ def row_of(state: State, job: Job, curve: Curve | None) -> Row:
         mfu=utilisation(job, last.plan, device, step_s),
         loss=losses[max(losses)] if losses else None,
         loss_distance=None,
-        ooms=sum(ran_out(one) for one in job.attempts),
+        ooms=sum(ran_out(attempt) for attempt in job.attempts),
         restarts=len(job.attempts) - 1,
         device_s=device_s,
         money=None if price is None else price * device_s / SECONDS_AN_HOUR,
@@ -172,14 +174,14 @@ def row_of(state: State, job: Job, curve: Curve | None) -> Row:
     )
 
 
-def _planned(state: State, job: Job) -> Row:
-    found = _closest(state, job)
-    plan = None if found is None else found[1].plan
-    estimate: MemoryEstimate | None = None if found is None else found[1].estimate
+def _predicted_row(state: State, job: Job) -> Row:
+    closest = _closest(state, job)
+    plan = None if closest is None else closest[1].plan
+    estimate: MemoryEstimate | None = None if closest is None else closest[1].estimate
     outcome = _outcome(job)
-    if outcome is Outcome.DOES_NOT_FIT and found is None:
+    if outcome is Outcome.DOES_NOT_FIT and closest is None:
         outcome = Outcome.NO_SUCH_PLAN
-    device = None if found is None else found[0].hardware.device
+    device = None if closest is None else closest[0].hardware.device
     return Row(
         job_id=job.id,
         strategy=in_words(job.spec.plan) if plan is None else strategy_of(plan),
@@ -192,11 +194,11 @@ def _planned(state: State, job: Job) -> Row:
         predicted_peak_bytes=None if estimate is None else estimate.allocated_bytes,
         predicted_reserved_bytes=None if estimate is None else estimate.reserved_bytes,
         predicted_device_bytes=None if estimate is None else estimate.device_bytes,
-        needed_bytes=None if found is None else found[2],
+        needed_bytes=None if closest is None else closest[2],
         host_bytes=None if estimate is None else estimate.host_bytes,
         peak_bytes=None,
         reserved_bytes=None,
-        predicted_step_s=None if found is None or found[1].estimate.source in UNTIMED else found[1].step_s,
+        predicted_step_s=None if closest is None or closest[1].estimate.source in UNTIMED else closest[1].step_s,
         step_s=None,
         samples_per_s=None,
         tokens_per_s=None,
@@ -212,17 +214,19 @@ def _planned(state: State, job: Job) -> Row:
 
 
 def _closest(state: State, job: Job) -> tuple[Group, Candidate, int] | None:
-    """The first plan that fits a kind of device, else the one that needs least, corrected, with its needed bytes."""
+    """Return the first plan that fits a kind of device, else the one that needs least, with its needed bytes."""
     for group in (*groups_of(state.nodes), *groups_of(state.declared)):
-        calibrated = learned(state, job, group.hardware.device.name)
+        calibrated = calibration_for(state, job, group.hardware.device.name)
         try:
-            found = frontier(job.spec, group.hardware, calibrated.correction, calibrated.overhead)
+            candidates = frontier(job.spec, group.hardware, calibrated.correction, calibrated.overhead)
         except SpecError:
             continue
-        one = next(fitting(found, group.hardware.device.memory, calibrated), None) or nearest(found, calibrated)
-        if one is not None:
-            estimate = corrected(one.estimate, calibrated.correction_of(one.plan, one.estimate))
-            return group, replace(one, estimate=estimate), needed_bytes(one, calibrated)
+        candidate = next(fitting(candidates, group.hardware.device.memory, calibrated), None) or nearest(
+            candidates, calibrated
+        )
+        if candidate is not None:
+            estimate = corrected(candidate.estimate, calibrated.correction_of(candidate.plan, candidate.estimate))
+            return group, replace(candidate, estimate=estimate), needed_bytes(candidate, calibrated)
     return None
 
 
@@ -241,7 +245,7 @@ def _outcome(job: Job) -> Outcome:
 
 
 def utilisation(job: Job, plan: Plan, device: DeviceSpec | None, step_s: float | None) -> float | None:
-    """Model FLOPs utilisation (arXiv:2204.02311, appendix B); None where the model's FLOPs are not known."""
+    """Return the model FLOPs utilisation (arXiv:2204.02311, appendix B); None where the FLOPs are not known."""
     profile = profile_of(
         job.spec,
         precision=plan.precision,
@@ -261,10 +265,10 @@ def device_of(state: State, name: str) -> DeviceSpec | None:
     return next((group.hardware.device for group in groups if group.hardware.device.name == name), None)
 
 
-def together(group: Sequence[Row]) -> Row:
-    """Return the row of a strategy from those of its repeats; one that did not finish says how the strategy ended."""
-    timed = [row.step_s for row in group if row.step_s and finished(row)]
-    ended = next((row for row in group if not finished(row)), group[0])
+def merge_repeats(group: Sequence[Row]) -> Row:
+    """Return the row of a strategy from those of its repeats; a repeat that did not finish gives the outcome."""
+    timed = [row.step_s for row in group if row.step_s and is_finished(row)]
+    ended = next((row for row in group if not is_finished(row)), group[0])
     if len(group) == 1:
         return group[0]
     step_s = mean(timed) if timed else None
@@ -306,6 +310,6 @@ def _interval(timed: Sequence[float]) -> tuple[float, float] | None:
     return mean(timed) - half, mean(timed) + half
 
 
-def finished(row: Row) -> bool:
+def is_finished(row: Row) -> bool:
     """Return whether every repeat of a strategy came to its end."""
     return row.outcome is Outcome.FINISHED

@@ -1,4 +1,4 @@
-"""When will each job start and end, as far as can be known now? The queue played on, with nothing more submitted."""
+"""Forecasts of when each job starts and ends: the queue is played on, with nothing more submitted."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from orchestrator.scheduling.options.job_options import steps_left
 from orchestrator.scheduling.policies.registry import index_of
 from orchestrator.scheduling.queue.wait_queue import Waiting
 from orchestrator.scheduling.scheduler import Scheduler
-from orchestrator.scheduling.scheduling_pass.decide import expected, price_of
+from orchestrator.scheduling.scheduling_pass.decide import expected_reservation, price_of
 from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
 from orchestrator.specs.actions import Launch, Stop
 from orchestrator.specs.attempt import Attempt, AttemptStatus, Evidence, RankEnd
@@ -40,9 +40,9 @@ STOPPED = Evidence(stopped=True)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expected:
-    """From when to when a job is expected to run, and on how many devices it starts.
+    """The expected start, end and number of devices of a job.
 
-    It starts and ends within these ranges with a probability of 80 %, if lengths are as wrong as they were seen to be.
+    It starts and ends within these ranges with a probability of 80 %, if lengths are as wrong as they were before.
     The forecast assumes that nothing more is submitted and nothing fails.
     """
 
@@ -54,111 +54,132 @@ class Expected:
 
 
 def forecast(state: State) -> Mapping[str, Expected]:
-    """Of every job that runs, and of those that wait, in the order of the queue, as far as FORECAST_MAX of them.
+    """Return the forecast of every running job and of at most FORECAST_MAX waiting ones, in the order of the queue.
 
-    The first of them are led through the decisions to come, in which they may be moved; the others are only placed.
+    The first of them are played through the decisions to come, in which they may be moved; the others are only placed.
     """
-    found = dict(foreseen(state))
-    near = [*found][: sum(job.status is JobStatus.RUNNING for job in state.jobs.values()) + RANGED_MAX]
-    near += [job.id for job in state.jobs.values() if not (job.status.ended or job.id in found)][:RANGED_MAX]
+    forecasts = dict(quick_forecast(state))
+    near = [*forecasts][: sum(job.status is JobStatus.RUNNING for job in state.jobs.values()) + RANGED_MAX]
+    near += [job.id for job in state.jobs.values() if not (job.status.ended or job.id in forecasts)][:RANGED_MAX]
     spreads = {job.id: spread_of(state.observations, job) for job in state.jobs.values()}
     index = index_of(state)
     plays = [Play(state, index, spreads, sample).until_ended(near) for sample in range(SAMPLES + 1)]
     for job_id in near:
-        seen = [play[job_id] for play in plays if job_id in play]
-        if len(seen) == len(plays):
-            one, *others = seen
-            found[job_id] = replace(
-                one,
+        samples = [play[job_id] for play in plays if job_id in play]
+        if len(samples) == len(plays):
+            base, *others = samples
+            forecasts[job_id] = replace(
+                base,
                 start_range_s=_range([other.start_s for other in others]),
                 end_range_s=_range([other.end_s for other in others]),
             )
-    return found
+    return forecasts
 
 
-def foreseen(state: State, hurried: Collection[str] = ()) -> Mapping[str, Expected]:
-    """The same without ranges and moves, placed one after the other.
+def quick_forecast(state: State, hurried: Collection[str] = ()) -> Mapping[str, Expected]:
+    """Return the forecast without ranges and moves: jobs are placed one after the other.
 
-    Those that are `hurried` take what ends them first, whatever it costs.
+    Jobs in `hurried` take the option that ends them first, whatever it costs.
     """
-    return _placed(index_of(state), hurried)
+    return _Placing(index_of(state), hurried).place_all()
 
 
 def spread_of(observations: Sequence[Observation], job: Job) -> float:
-    """Deviation of the logarithm of true over expected lengths, by the newest measured steps of the job's family.
+    """Return the deviation of the logarithm of true over expected lengths, by the newest steps of the job's family.
 
     The supposed spread counts as SUPPOSED_OUTCOMES of them (Gelman et al. 2013, Bayesian Data Analysis, section 2.6).
     """
     family = job.spec.family_name
-    ratios = [one.step_ratio for one in observations if one.family == family and one.step_ratio][-WINDOW:]
+    ratios = [
+        observation.step_ratio
+        for observation in observations
+        if observation.family == family and observation.step_ratio
+    ][-WINDOW:]
     centre = log(median(ratios)) if ratios else 0.0
     squares = sum((log(ratio) - centre) ** 2 for ratio in ratios)
     return sqrt((SUPPOSED_OUTCOMES * SUPPOSED_SPREAD**2 + squares) / (SUPPOSED_OUTCOMES + len(ratios)))
 
 
-def _placed(index: SchedulerIndex, hurried: Collection[str]) -> dict[str, Expected]:
-    """What becomes of the jobs where each takes as long as expected."""
-    state = index.state
-    found: dict[str, Expected] = {}
-    arrays = _Arrays()
-    index.clear_reservations()
-    for job in index.running.values():
-        attempt = job.last
-        end_s = state.at_s
-        if attempt is not None and attempt.ended_at_s is None:
-            end_s, launched_s = index.end_of(job, attempt), attempt.launched_at_s
-            end_s = end_s if end_s > state.at_s else state.at_s + OVERDUE_S
-            index.expect(attempt, end_s)
-            found[job.id] = Expected(start_s=launched_s, end_s=end_s, devices=attempt.plan.world_size)
-        arrays.take(job, end_s)
-    price, queued_max = price_of(index), FORECAST_MAX + len(found)
-    later: list[tuple[float, int, str]] = []  # from when on they can start; their order and ids
+class _Placing:
+    """The forecast where each job takes as long as expected: jobs are placed one after the other."""
 
-    def place(waiting: Waiting, from_s: float, by_s: float) -> None:
+    def __init__(self, index: SchedulerIndex, hurried: Collection[str]) -> None:
+        self._index, self._state, self._hurried = index, index.state, hurried
+        self._forecasts: dict[str, Expected] = {}
+        self._arrays, self._price = _Arrays(), price_of(index)
+        self._later: list[tuple[float, int, str]] = []  # from when on jobs can start; their order and ids
+
+    def place_all(self) -> dict[str, Expected]:
+        """Return the forecasts of running jobs, and of at most FORECAST_MAX waiting ones."""
+        self._index.clear_reservations()
+        self._keep_running()
+        jobs_max = FORECAST_MAX + len(self._forecasts)
+        self._place_waiting(jobs_max)
+        for job_id in [*self._forecasts]:
+            self._queue_followers(job_id)
+        for waiting in self._index.waiting.values():
+            if waiting.job.not_before_s > self._state.at_s:
+                heappush(self._later, (waiting.job.not_before_s, waiting.job.order, waiting.job.id))
+        self._place_later(jobs_max)
+        return self._forecasts
+
+    def _keep_running(self) -> None:
+        at_s = self._state.at_s
+        for job in self._index.running.values():
+            attempt, end_s = job.last, at_s
+            if attempt is not None and attempt.ended_at_s is None:
+                end_s, launched_s = self._index.end_of(job, attempt), attempt.launched_at_s
+                end_s = end_s if end_s > at_s else at_s + OVERDUE_S
+                self._index.expect(attempt, end_s)
+                devices = attempt.plan.world_size
+                self._forecasts[job.id] = Expected(start_s=launched_s, end_s=end_s, devices=devices)
+            self._arrays.take(job, end_s)
+
+    def _place_waiting(self, jobs_max: int) -> None:
+        """Place the waiting jobs in the order of the policy; jobs whose array is full come later."""
+        for waiting, by_s in self._index.policy.in_order():
+            if len(self._forecasts) >= jobs_max:
+                break
+            if waiting.job.id not in self._forecasts:
+                if self._arrays.room_s(waiting.job) > -inf:
+                    heappush(self._later, (self._state.at_s, waiting.job.order, waiting.job.id))
+                else:
+                    self._place(waiting, self._state.at_s, by_s)
+
+    def _place_later(self, jobs_max: int) -> None:
+        """Place the jobs that can start later only, the first to be ready first."""
+        while self._later and len(self._forecasts) < jobs_max:
+            ready_s, _, job_id = heappop(self._later)
+            job = self._state.jobs[job_id]
+            for by_s in (inf,) if job.deadline_s is None else (job.deadline_s, inf):
+                if job_id not in self._forecasts:
+                    waiting = self._index.waiting.get(job_id) or self._index.queue_entry(job)
+                    self._place(waiting, max(ready_s, self._arrays.room_s(job)), by_s)
+            if job_id in self._forecasts:
+                self._queue_followers(job_id)
+
+    def _place(self, waiting: Waiting, from_s: float, by_s: float) -> None:
         job = waiting.job
-        wanted = 0.0 if job.id in hurried else price
-        reservation = expected(index, waiting, wanted, from_s=from_s, by_s=by_s)
+        price = 0.0 if job.id in self._hurried else self._price
+        reservation = expected_reservation(self._index, waiting, price, from_s=from_s, by_s=by_s)
         if reservation is None:
             return
-        index.reserve((reservation,), backfill=True)
+        self._index.reserve((reservation,), backfill=True)
         devices = sum(len(part.devices) for part in reservation.placement)
-        found[job.id] = Expected(start_s=reservation.start_s, end_s=reservation.end_s, devices=devices)
-        arrays.take(job, reservation.end_s)
+        self._forecasts[job.id] = Expected(start_s=reservation.start_s, end_s=reservation.end_s, devices=devices)
+        self._arrays.take(job, reservation.end_s)
 
-    def follow(job_id: str) -> None:
-        for one in index.followers_of(job_id):
-            job = state.jobs[one]
-            if job.held_by is None and all(other.job in found for other in job.waits_for):
-                ready_s = max(found[other.job].end_s for other in job.waits_for)
-                heappush(later, (ready_s, job.order, job.id))
-
-    for waiting, by_s in index.policy.in_order():
-        if len(found) >= queued_max:
-            break
-        if waiting.job.id not in found:
-            if arrays.room_s(waiting.job) > -inf:
-                heappush(later, (state.at_s, waiting.job.order, waiting.job.id))
-            else:
-                place(waiting, state.at_s, by_s)
-    for job_id in [*found]:
-        follow(job_id)
-    for waiting in index.waiting.values():
-        if waiting.job.not_before_s > state.at_s:
-            heappush(later, (waiting.job.not_before_s, waiting.job.order, waiting.job.id))
-    while later and len(found) < queued_max:
-        ready_s, _, job_id = heappop(later)
-        job = state.jobs[job_id]
-        for by_s in (inf,) if job.deadline_s is None else (job.deadline_s, inf):
-            if job_id not in found:
-                place(index.waiting.get(job_id) or index.queue_entry(job), max(ready_s, arrays.room_s(job)), by_s)
-        if job_id in found:
-            follow(job_id)
-    return found
+    def _queue_followers(self, job_id: str) -> None:
+        for follower_id in self._index.followers_of(job_id):
+            job = self._state.jobs[follower_id]
+            if job.held_by is None and all(other.job in self._forecasts for other in job.waits_for):
+                ready_s = max(self._forecasts[other.job].end_s for other in job.waits_for)
+                heappush(self._later, (ready_s, job.order, job.id))
 
 
 @dataclass(slots=True, kw_only=True)
 class Stint:
-    """One attempt of a play, from its launch to its end; both in seconds since 1970."""
+    """An attempt of a play, from its launch to its end; both in seconds since 1970."""
 
     job: Job
     attempt: Attempt
@@ -168,7 +189,7 @@ class Stint:
 
 
 class Play:
-    """The decisions to come, where each job takes as long as this sample says; sample 0: as long as expected."""
+    """A play of the decisions to come, with the lengths of jobs from one sample; sample 0: as long as expected."""
 
     def __init__(
         self,
@@ -180,7 +201,7 @@ class Play:
         saved: Mapping[str, int | None] = MappingProxyType({}),
         more: Callable[[State], Iterable[Submitted]] = lambda state: (),  # noqa: ARG005
     ) -> None:
-        """`saved` are the steps that jobs have saved which are asked to end; `more` is asked after each event."""
+        """`saved` has the steps that stopped jobs have saved; `more` gives further submissions after each event."""
         self._scheduler, self._spreads, self._sample = Scheduler(state), spreads, sample
         self._saved, self._more, self._going = saved, more, set[str]()
         self.stints: list[Stint] = []
@@ -196,7 +217,7 @@ class Play:
                 self._begin(job, attempt)
 
     def until_ended(self, near: Sequence[str]) -> Mapping[str, Expected]:
-        """What became of these jobs, as far as they ended."""
+        """Return the forecast of those of these jobs that ended."""
         going = self._going = {*near}
         self._submit()
         for job in self._index.running.values():
@@ -221,7 +242,7 @@ class Play:
             elif wake_s is not None:
                 self._tell(TimerFired(at_s=wake_s))
             self._submit()
-        return {job_id: one for job_id in near if (one := self._found.get(job_id)) and one.end_s < inf}
+        return {job_id: outcome for job_id in near if (outcome := self._found.get(job_id)) and outcome.end_s < inf}
 
     @property
     def _state(self) -> State:
@@ -256,7 +277,7 @@ class Play:
             heappush(self._ends, (end_s, job.order, job.id))
 
     def _stop(self, job_id: str) -> None:
-        """Who is asked to end has saved what it has trained so far."""
+        """End a job that is asked to stop; it has saved what it has trained so far."""
         (attempt, end_s), job, at_s = self._running[job_id], self._state.jobs[job_id], self._state.at_s
         saved = self._saved[job_id] if job_id in self._saved else saved_step(self._index, job, attempt, end_s, at_s)
         self._end(attempt, replace(STOPPED, checkpoint_step=saved), at_s)
@@ -279,20 +300,20 @@ def saved_step(index: SchedulerIndex, job: Job, attempt: Attempt, end_s: float, 
 
 
 class _Arrays:
-    """When the running members of each array with `max_concurrent` end."""
+    """The ends of the running members of each array with `max_concurrent`."""
 
     def __init__(self) -> None:
         self._ends_s: dict[str, list[float]] = {}  # of those that run together, the first to end first
 
     def room_s(self, job: Job) -> float:
-        """From when on one more of the job's array may run; minus infinity: from now on."""
+        """Return from when on one more job of the array may run; minus infinity: from now on."""
         if job.array is None or job.spec.member is None:
             return -inf
         ends_s = self._ends_s.get(job.array, [])
         return -inf if len(ends_s) < job.spec.member.max_concurrent else ends_s[0]
 
     def take(self, job: Job, end_s: float) -> None:
-        """The job runs until then, from when there is room on."""
+        """Take a place of the job's array until `end_s`, from when there is room."""
         if job.array is None or job.spec.member is None:
             return
         ends_s = self._ends_s.setdefault(job.array, [])
@@ -302,7 +323,7 @@ class _Arrays:
 
 
 def _share(job: Job, sample: int) -> float:
-    """Which part of all lengths is shorter than the job's in this sample: each part once over the samples.
+    """Return the share of all lengths below the job's in this sample: each share once over the samples.
 
     A Latin hypercube (McKay, Beckman, Conover 1979, Technometrics 21:239) without chance: SAMPLES is a prime, so that
     each line through it is a permutation.
@@ -312,7 +333,7 @@ def _share(job: Job, sample: int) -> float:
 
 
 def _longer(expected_s: float, past_s: float, spread: float, share: float) -> float:
-    """The length that this share of those that take longer than `past_s` do not pass; lengths are lognormal."""
+    """Return the quantile `share` of lognormal lengths, given that the job takes longer than `past_s`."""
     if expected_s <= 0 or not expected_s < float("inf"):
         return expected_s
     before = 0.0 if past_s <= 0 else NORMAL.cdf(log(past_s / expected_s) / spread)

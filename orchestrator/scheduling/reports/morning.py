@@ -1,4 +1,4 @@
-"""The morning report: what became of the jobs of a night, what it cost, and what there is to do now."""
+"""The morning report: how the jobs of a night ended, what they cost, and what there is to do now."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from orchestrator.memory.calibration.calibrate import MARGIN
 from orchestrator.memory.calibration.correction import predicted_peak_bytes
 from orchestrator.scheduling.base.drain import suspensions
 from orchestrator.scheduling.failures.observation import ran_out
-from orchestrator.scheduling.reports.cost import prices, spent
+from orchestrator.scheduling.reports.cost import prices, sum_spent
 from orchestrator.scheduling.reports.deadlines import late
 from orchestrator.scheduling.reports.sweep import SweepReport
 from orchestrator.specs.attempt import Attempt, AttemptStatus, Failure, FailureKind
@@ -23,7 +23,7 @@ NOT_LOST = (FailureKind.PROBED, FailureKind.MOVED, FailureKind.CANCELLED)  # end
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """One job in a sentence."""
+    """A job in a sentence."""
 
     id: str
     name: str
@@ -47,7 +47,7 @@ class Miss:
 
     @property
     def said(self) -> str:
-        """`predicted 61.8 MiB, measured at least 254 MiB (4.12 x)`."""
+        """The miss as text, such as `predicted 61.8 MiB, measured at least 254 MiB (4.12 x)`."""
         least = "at least " if self.ran_out else ""
         predicted, measured = format_bytes(self.predicted_bytes), format_bytes(self.measured_bytes)
         return f"predicted {predicted}, measured {least}{measured} ({self.ratio:.2f} x)"
@@ -104,24 +104,26 @@ class MorningReport:
 
 
 def ended_at_s(job: Job) -> float:
-    """When a job ended: the end of its last attempt; its submission where it never ran."""
-    return max((one.ended_at_s for one in job.attempts if one.ended_at_s is not None), default=job.submitted_at_s)
+    """Return when a job ended: the end of its last attempt; its submission where it never ran."""
+    return max(
+        (attempt.ended_at_s for attempt in job.attempts if attempt.ended_at_s is not None), default=job.submitted_at_s
+    )
 
 
 def morning_report(
     state: State, ended: Iterable[Job], since_s: float, until_s: float, sweeps: Iterable[SweepReport] = ()
 ) -> MorningReport:
-    """The report of a span of time: jobs that ended before it, and sweeps without a trial in it, are left out."""
-    known = {job.id: job for job in (*ended, *state.jobs.values())}
+    """Return the report of a span of time, without jobs that ended before it and sweeps without a trial in it."""
+    by_id = {job.id: job for job in (*ended, *state.jobs.values())}
     jobs = sorted(
-        (job for job in known.values() if not job.status.ended or ended_at_s(job) >= since_s), key=lambda job: job.order
+        (job for job in by_id.values() if not job.status.ended or ended_at_s(job) >= since_s), key=lambda job: job.order
     )
     by_status: dict[JobStatus, list[Job]] = {status: [] for status in JobStatus}
     for job in jobs:
         if not (job.status is JobStatus.REFUSED and job.spec.member is not None and job.spec.member.compared):
             by_status[job.status].append(job)  # a strategy without a plan is what a comparison has found out
     missed = _late(state, jobs)
-    told = {job.id for job in jobs}
+    ids = {job.id for job in jobs}
     recovered = {job.id for job in by_status[JobStatus.SUCCEEDED] if _failures(job)}
     spans = tuple(_spans(jobs, since_s, until_s))
     nodes = {node.name: node.devices for node in state.nodes}
@@ -138,7 +140,7 @@ def morning_report(
         late=missed,
         running=_lines(by_status[JobStatus.RUNNING], _progress),
         waiting=_lines(by_status[JobStatus.QUEUED], _reason),
-        sweeps=tuple(_sweep(one) for one in sweeps if not told.isdisjoint(trial.job for trial in one.trials)),
+        sweeps=tuple(_sweep(sweep) for sweep in sweeps if not ids.isdisjoint(trial.job for trial in sweep.trials)),
         misses=tuple(_misses(jobs, since_s)),
         cost=_cost(state, jobs, spans, since_s, until_s, recovered),
         to_do=tuple(_to_do(state, by_status, missed)),
@@ -163,7 +165,7 @@ def _success(job: Job) -> str:
     if last is None:
         return _reason(job)
     tried = f", attempt {last.number}" if last.number > 1 else ""
-    ran = sum(one.end_or(one.launched_at_s) - one.launched_at_s for one in job.attempts)
+    ran = sum(attempt.end_or(attempt.launched_at_s) - attempt.launched_at_s for attempt in job.attempts)
     return f"{in_short(last.plan)} in {format_seconds(ran)}{tried}"
 
 
@@ -173,45 +175,45 @@ def _progress(job: Job) -> str:
 
 
 def _failures(job: Job) -> list[Attempt]:
-    return [one for one in job.attempts if one.failure is not None and one.failure.kind not in NOT_LOST]
+    return [attempt for attempt in job.attempts if attempt.failure is not None and attempt.failure.kind not in NOT_LOST]
 
 
 def _recovery(job: Job) -> str:
-    """`device_oom: micro_batch_size 8 -> 4`, for each failure with the change that followed it."""
-    said = []
+    """Return each failure with the change that followed it, such as `device_oom: micro_batch_size 8 -> 4`."""
+    sentences = []
     for failed in _failures(job):
-        after = next((one for one in job.attempts if one.number > failed.number), None)
+        after = next((attempt for attempt in job.attempts if attempt.number > failed.number), None)
         change = "" if after is None or not after.change else f": {', '.join(map(str, after.change))}"
         assert failed.failure is not None, failed.name
-        said.append(f"{failed.failure.kind.value}{change}")
-    return "; then ".join(said)
+        sentences.append(f"{failed.failure.kind.value}{change}")
+    return "; then ".join(sentences)
 
 
 def _sweep(sweep: SweepReport) -> Line:
     best = f"best {sweep.best_said}" if sweep.best_said else "no trial succeeded" if sweep.ended else "no best yet"
-    said = "; ".join((sweep.state, best, sweep.cost_said))
-    return Line(id=sweep.id, name=sweep.name, user=sweep.user, said=said)
+    sentence = "; ".join((sweep.state, best, sweep.cost_said))
+    return Line(id=sweep.id, name=sweep.name, user=sweep.user, said=sentence)
 
 
 def _late(state: State, jobs: Iterable[Job]) -> tuple[Line, ...]:
-    """Jobs that ended after their deadlines, and live ones that are expected to miss them."""
-    told = late(state, [job.id for job in jobs if not job.status.ended])
-    found = []
+    """Return the jobs that ended after their deadlines, and live ones that are expected to miss them."""
+    sentences = late(state, [job.id for job in jobs if not job.status.ended])
+    lines = []
     for job in jobs:
-        said = told.get(job.id)
+        sentence = sentences.get(job.id)
         if job.deadline_s is not None and job.status is JobStatus.SUCCEEDED and ended_at_s(job) > job.deadline_s:
-            said = f"ended {format_seconds(ended_at_s(job) - job.deadline_s)} after its deadline"
-        if said is not None:
-            found.append(Line(id=job.id, name=job.spec.name, user=job.user, said=said))
-    return tuple(found)
+            sentence = f"ended {format_seconds(ended_at_s(job) - job.deadline_s)} after its deadline"
+        if sentence is not None:
+            lines.append(Line(id=job.id, name=job.spec.name, user=job.user, said=sentence))
+    return tuple(lines)
 
 
 # ------------------------------------------------------------------------------------------------- measured and spent
 
 
 def _misses(jobs: Iterable[Job], since_s: float) -> Iterator[Miss]:
-    """Predictions that were wrong by more than the margin of `memory.calibration`, the worst first."""
-    found = []
+    """Yield predictions that were wrong by more than the margin of `memory.calibration`, the worst first."""
+    misses = []
     for job in jobs:
         for attempt in job.attempts:
             predicted, measured = predicted_peak_bytes(attempt), attempt.peak_bytes
@@ -225,12 +227,12 @@ def _misses(jobs: Iterable[Job], since_s: float) -> Iterator[Miss]:
                 ran_out=ran_out(attempt),
             )
             if miss.ratio > MARGIN or (miss.ratio < 1 / MARGIN and not miss.ran_out and _has_trained(attempt)):
-                found.append(miss)
-    yield from sorted(found, key=lambda miss: -max(miss.ratio, 1 / max(miss.ratio, 1e-9)))
+                misses.append(miss)
+    yield from sorted(misses, key=lambda miss: -max(miss.ratio, 1 / max(miss.ratio, 1e-9)))
 
 
 def _has_trained(attempt: Attempt) -> bool:
-    """Whether its peak is that of whole steps: an attempt that ended before says less."""
+    """Return whether the attempt's peak is that of whole steps."""
     return attempt.measured_step_s is not None
 
 
@@ -252,19 +254,19 @@ def _cost(
     state: State, jobs: Sequence[Job], spans: Iterable[Span], since_s: float, until_s: float, recovered: Set[str]
 ) -> Cost:
     saved_s = 0.0
-    held = {"trained": 0.0, "lost": 0.0, "probing": 0.0}
+    by_use = {"trained": 0.0, "lost": 0.0, "probing": 0.0}
     for span in spans:
         device_s = len(span.devices) * (span.until_s - span.from_s)
-        held[_use(span.outcome)] += device_s
+        by_use[_use(span.outcome)] += device_s
         saved_s += device_s if span.job in recovered and _use(span.outcome) == "trained" else 0.0
     capacity_s = sum(node.devices for node in state.nodes) * max(0.0, until_s - since_s)
     return Cost(
-        trained_s=held["trained"],
-        lost_s=held["lost"],
-        probing_s=held["probing"],
-        idle_s=max(0.0, capacity_s - sum(held.values())),
+        trained_s=by_use["trained"],
+        lost_s=by_use["lost"],
+        probing_s=by_use["probing"],
+        idle_s=max(0.0, capacity_s - sum(by_use.values())),
         saved_s=saved_s,
-        money=spent(jobs, prices(state), until_s, since_s).money,
+        money=sum_spent(jobs, prices(state), until_s, since_s).money,
     )
 
 
@@ -278,7 +280,7 @@ def _use(outcome: str) -> str:
 
 
 def _to_do(state: State, by_status: Mapping[JobStatus, list[Job]], missed: tuple[Line, ...]) -> Iterator[str]:
-    """What helps, a sentence each, with the command."""
+    """Yield what a person can do, a sentence each, with the command."""
     for job in by_status[JobStatus.FAILED]:
         last = job.last
         yield f"{job.id}: {help_for(last.failure)}: `orc logs {job.id}`" if last else f"{job.id}: `orc show {job.id}`"
@@ -314,7 +316,7 @@ HELP = {  # what a person can do, by the kind of the failure
 
 
 def help_for(failure: Failure | None) -> str:
-    """What a person can do after a failure that ended a job, in a few words."""
+    """Return what a person can do after a failure that ended a job, in a few words."""
     if failure is None:
         return "read its log"
     if failure.broken is not None:
@@ -323,14 +325,14 @@ def help_for(failure: Failure | None) -> str:
 
 
 def summary(report: MorningReport) -> str:
-    """One sentence: `12 of 14 jobs succeeded, 3 of them after a failure; 1 failed, 1 was refused; 2 wait.`"""
+    """Return the report in a sentence: `12 of 14 ended jobs succeeded, 3 of them after a failure; 1 failed.`"""
     ended = len(report.succeeded) + len(report.failed) + len(report.refused) + len(report.cancelled)
     if not ended:
-        said = "no job ended"
+        sentence = "no job ended"
     else:
-        said = f"{len(report.succeeded)} of {ended} ended jobs succeeded"
-        said += f", {len(report.recovered)} of them after a failure" if report.recovered else ""
+        sentence = f"{len(report.succeeded)} of {ended} ended jobs succeeded"
+        sentence += f", {len(report.recovered)} of them after a failure" if report.recovered else ""
     groups = {"failed": report.failed, "refused": report.refused, "cancelled": report.cancelled, "late": report.late}
     groups |= {"running": report.running, "waiting": report.waiting}
     rest = [f"{len(lines)} {word}" for word, lines in groups.items() if lines]
-    return f"{'; '.join([said, ', '.join(rest)]) if rest else said}."
+    return f"{'; '.join([sentence, ', '.join(rest)]) if rest else sentence}."

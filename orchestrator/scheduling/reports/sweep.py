@@ -1,11 +1,11 @@
-"""How far is a sweep, and which trial is the best? From its jobs and the values of their metric."""
+"""Reports of sweeps: progress and the best trial, from the jobs and the values of their metric."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from orchestrator.scheduling.reports.cost import prices, spent
+from orchestrator.scheduling.reports.cost import prices, sum_spent
 from orchestrator.specs.job.sweep import STOPPED_EARLY, Value
 from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.settings import in_short
@@ -14,7 +14,7 @@ from orchestrator.specs.state import State
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialReport:
-    """One trial."""
+    """A trial of a sweep, with its job and its metric."""
 
     number: int
     job: str
@@ -50,23 +50,27 @@ class SweepReport:
 
 
 def is_stopped_early(job: Job) -> bool:
-    """Whether the job was a trial that was stopped since others were better."""
+    """Return whether the job was a trial that was stopped since others were better."""
     return job.status is JobStatus.CANCELLED and job.reason.startswith(STOPPED_EARLY)
 
 
 def sweep_report(
     sweep_id: str, ended: str, jobs: Sequence[Job], values: Mapping[int, float | None], state: State, now_s: float
 ) -> SweepReport:
-    """The sweep of these jobs, at least one; `values` by number of the trial."""
+    """Return the report of the sweep of these jobs, at least one; `values` by number of the trial."""
     first = jobs[0].spec.trial
     assert first is not None, jobs[0].id
     sweep = first.sweep
     trials = tuple(_trial(job, values) for job in jobs)
     sign = 1 if sweep.metric.goal == "minimize" else -1
-    done = [(sign * one.value, one) for one in trials if one.status == JobStatus.SUCCEEDED and one.value is not None]
+    done = [
+        (sign * trial.value, trial)
+        for trial in trials
+        if trial.status == JobStatus.SUCCEEDED and trial.value is not None
+    ]
     best = min(done, key=lambda pair: pair[0])[1] if done else None
     live = sum(not job.status.ended for job in jobs)
-    cost = spent(jobs, prices(state), now_s)
+    cost = sum_spent(jobs, prices(state), now_s)
     return SweepReport(
         id=sweep_id,
         name=jobs[0].spec.family_name,
@@ -95,7 +99,7 @@ def _trial(job: Job, values: Mapping[int, float | None]) -> TrialReport:
         number=trial.number,
         job=job.id,
         parameters=dict(trial.parameters),
-        said=", ".join(f"{name} {_said(value)}" for name, value in trial.parameters),
+        said=", ".join(f"{name} {_value_text(value)}" for name, value in trial.parameters),
         status=STOPPED_EARLY if is_stopped_early(job) else job.status.value,
         reason=job.reason,
         plan="" if job.last is None else in_short(job.last.plan),
@@ -103,15 +107,15 @@ def _trial(job: Job, values: Mapping[int, float | None]) -> TrialReport:
     )
 
 
-def _said(value: Value) -> str:
+def _value_text(value: Value) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def _state(trials: Sequence[TrialReport], live: int, most: int, ended: str) -> str:
-    """`finished: 8 of 8 trials ended, 2 stopped early`."""
-    stopped = sum(one.status == STOPPED_EARLY for one in trials)
-    failed = sum(one.status in (JobStatus.FAILED, JobStatus.REFUSED) for one in trials)
-    words = f"{len(trials) - live} of {most} trials ended"
-    words += f", {stopped} stopped early" if stopped else ""
-    words += f", {failed} failed" if failed else ""
-    return f"{ended}: {words}" if ended else words
+    """Return the progress as text, such as `finished: 8 of 8 trials ended, 2 stopped early`."""
+    stopped = sum(trial.status == STOPPED_EARLY for trial in trials)
+    failed = sum(trial.status in (JobStatus.FAILED, JobStatus.REFUSED) for trial in trials)
+    text = f"{len(trials) - live} of {most} trials ended"
+    text += f", {stopped} stopped early" if stopped else ""
+    text += f", {failed} failed" if failed else ""
+    return f"{ended}: {text}" if ended else text

@@ -1,4 +1,4 @@
-"""Why does a queued job wait, and what would start it sooner? Read from a state, so that no sentence is out of date.
+"""Why a queued job waits, and what would start it sooner. It is read from a state, so that no sentence is out of date.
 
 A job that waits for devices could use free ones unless something excludes them. `Obstacle` lists what can, in the order
 in which it is looked at. The reason names every obstacle up to the first one that leaves too few devices together.
@@ -17,7 +17,7 @@ from orchestrator.scheduling.base.held_devices import holders
 from orchestrator.scheduling.base.pending import Pending
 from orchestrator.scheduling.base.shape import Shape
 from orchestrator.scheduling.base.start_windows import why_closed
-from orchestrator.scheduling.failures.places import avoided, is_sent_elsewhere
+from orchestrator.scheduling.failures.places import avoided_devices, is_sent_elsewhere
 from orchestrator.scheduling.options.job_options import Infeasible, SizeOption
 from orchestrator.scheduling.placement.availability import Slot
 from orchestrator.scheduling.policies.registry import index_of
@@ -26,7 +26,7 @@ from orchestrator.scheduling.scheduling_pass.decide import (
     Offer,
     Wait,
     array_limit_reason,
-    comes_free,
+    can_ever_start,
     offers_of,
     opening_of,
     wait_reason,
@@ -168,11 +168,11 @@ class Waits:
 
     def _hidden(self, waiting: Waiting) -> set[Device]:
         """Return the devices that the job does not get, since it ended there, as long as others can hold it."""
-        places = avoided(waiting.job, self._state.nodes, self._state.at_s)
+        places = avoided_devices(waiting.job, self._state.nodes, self._state.at_s)
         if not places or not is_sent_elsewhere(waiting.job):
             return set()
         with self._index.without(places[-1]):
-            return set(places[-1]) if comes_free(self._index, waiting, 0.0) else set()
+            return set(places[-1]) if can_ever_start(self._index, waiting, 0.0) else set()
 
     def _obstacles(
         self, job: Job, offer: Offer, free: Sequence[Device], hidden: set[Device], lifted: Obstacle | None = None
@@ -413,7 +413,7 @@ def _earliest(offer: Offer, from_s: float) -> Slot | None:
 
 
 def _waits_for_devices(job: Job, state: State) -> bool:
-    """Whether only devices, or others of its array, keep the job from starting."""
+    """Return whether only devices, or others of its array, keep the job from starting."""
     is_ready = job.status is JobStatus.QUEUED and not (job.waits_for or job.asks or job.unreadable)
     is_gone = all(attempt.released for attempt in job.attempts)
     return is_ready and is_gone and job.not_before_s <= state.at_s
@@ -425,7 +425,7 @@ def _are_free(blocked: Blocked) -> str:
 
 
 def _fits(shape: Shape, devices: Iterable[Device]) -> bool:
-    """Whether the devices hold the shape: equally many on each node."""
+    """Return whether the devices hold the shape: equally many on each node."""
     counts = Counter(node for node, _ in devices)
     return any(sum(count >= share for count in counts.values()) >= shape.devices // share for share in shape.shares)
 

@@ -1,4 +1,4 @@
-"""What shall a waiting job do: start now, and as what; wait for devices that are promised to it; or wait unpromised?"""
+"""Decisions on a waiting job: start now with an option, wait with a reservation, or wait without one."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from orchestrator.planning.frontier import Candidate, fit_probability, needed_by
 from orchestrator.scheduling.base.node_groups import groups_of
 from orchestrator.scheduling.base.pending import Pending
 from orchestrator.scheduling.base.start_windows import hours_of, why_closed
-from orchestrator.scheduling.failures.places import Device, avoided, is_sent_elsewhere, names_of
+from orchestrator.scheduling.failures.places import Device, avoided_devices, is_sent_elsewhere, names_of
 from orchestrator.scheduling.options.asks import Question, question_of
 from orchestrator.scheduling.options.job_options import (
     Infeasible,
     JobOptions,
     SizeOption,
+    calibration_for,
     job_options,
-    learned,
     measured_peaks,
 )
 from orchestrator.scheduling.placement.availability import AvailabilityProfile, Slot
@@ -40,7 +40,7 @@ SOON = 1e-6  # of its seconds and its price, against its start: a job with a pro
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartDecision:
-    """Start this plan there, now."""
+    """Start this plan on these devices now."""
 
     candidate: Candidate
     placement: Placement
@@ -64,7 +64,7 @@ Decision = StartDecision | Wait | Infeasible | Question
 
 
 class Offer(NamedTuple):
-    """One way to run, and what it costs to begin with it now."""
+    """A way to run a job, and its cost if it begins now."""
 
     cost_s: float
     pool: AvailabilityProfile
@@ -84,18 +84,18 @@ class _FutureSlot(NamedTuple):
 
 
 def price_of(index: SchedulerIndex) -> float:
-    """What a device-second costs in seconds of completion: the more jobs there are for each device, the more."""
+    """Return the price of a device-second in seconds of completion; it rises with the jobs per device."""
     others = max(0, len(index.waiting) + len(index.running) - 1)
     return index.tuning.price_alone + index.tuning.price * others / max(1, index.devices)
 
 
 def price_of_idle(index: SchedulerIndex) -> float:
-    """The same of devices that no job can use now: only waiting jobs count."""
+    """Return the price of a second of devices that no job can use now: only waiting jobs count."""
     return index.tuning.price_idle + index.tuning.price * len(index.waiting) / max(1, index.devices)
 
 
 def array_limit_reason(index: SchedulerIndex, job: Job, promised: Mapping[str | None, int]) -> Wait | None:
-    """Why a job waits for its array's `max_concurrent`, counting reservations as running; None: it need not."""
+    """Return why a job waits for its array's `max_concurrent`, reservations counting as running; None: it need not."""
     member = job.spec.member
     if (
         job.array is None
@@ -106,11 +106,11 @@ def array_limit_reason(index: SchedulerIndex, job: Job, promised: Mapping[str | 
     return Wait(reason=f"{Pending.ARRAY_LIMIT.phrase} {job.array}: at most {member.max_concurrent} run at once")
 
 
-def must_wait(index: SchedulerIndex, waiting: Waiting) -> bool:
-    """Whether no option of the job can start now, whatever other jobs start or reserve."""
+def cannot_start(index: SchedulerIndex, waiting: Waiting) -> bool:
+    """Return whether no option of the job can start now, whatever other jobs start or reserve."""
     fits = False
-    for pool, one in index.options.options_of(waiting):
-        for entry in options_on(index, pool, one) if isinstance(one, JobOptions) else ():
+    for pool, menu in index.options.options_of(waiting):
+        for entry in options_on(index, pool, menu) if isinstance(menu, JobOptions) else ():
             if _can_start(pool, entry, index.state.at_s):
                 return False
             fits = True
@@ -127,27 +127,27 @@ def decide(
     by_s: float = inf,
     devices_max: int | None = None,
 ) -> Decision | None:
-    """What the job shall do now to end by `by_s`; None: wait as before, or it cannot.
+    """Return what the job shall do now to end by `by_s`; None: wait as before, or it cannot.
 
-    Of all numbers of devices, up to `devices_max`, the one that is best by its end and its price, now or when so many
-    come free. Devices on which the job ended for no known reason come last, and where its verdict says "elsewhere" not
-    at all, as long as others could hold it.
+    The number of devices, up to `devices_max`, is the best by its end and its price, now or when so many come free.
+    Devices on which the job ended for no known reason come last. Where its verdict says "elsewhere", they do not count
+    as long as others could hold it.
     """
     decided = partial(
         _decide, state, index, waiting, price, may_reserve=may_reserve, by_s=by_s, devices_max=devices_max
     )
-    places = avoided(waiting.job, state.nodes, state.at_s)
+    places = avoided_devices(waiting.job, state.nodes, state.at_s)
     for devices in places:
         with index.without(devices):
             outcome = decided()
             if isinstance(outcome, StartDecision):
                 return outcome
-            if devices is places[-1] and is_sent_elsewhere(waiting.job) and comes_free(index, waiting, price):
-                return _elsewhere(outcome, devices)
+            if devices is places[-1] and is_sent_elsewhere(waiting.job) and can_ever_start(index, waiting, price):
+                return _send_elsewhere(outcome, devices)
     return decided()
 
 
-def _elsewhere(
+def _send_elsewhere(
     outcome: Wait | Infeasible | Question | None, devices: set[Device]
 ) -> Wait | Infeasible | Question | None:
     if not isinstance(outcome, Wait):
@@ -155,8 +155,8 @@ def _elsewhere(
     return outcome._replace(reason=f"{outcome.reason} but {names_of(devices)}, where it ended for no known reason")
 
 
-def comes_free(index: SchedulerIndex, waiting: Waiting, price: float) -> bool:
-    """Whether any option of the job can ever start."""
+def can_ever_start(index: SchedulerIndex, waiting: Waiting, price: float) -> bool:
+    """Return whether any option of the job can ever start."""
     offers = offers_of(index, index.options.options_of(waiting), price, waiting.job.spec)
     at_s = index.state.at_s
     entries = [(offer.pool, offer.entry) for offer in offers]
@@ -175,7 +175,7 @@ def _decide(
     by_s: float,
     devices_max: int | None,
 ) -> Decision | None:
-    """What the job shall do on the devices that are not hidden from it."""
+    """Return what the job shall do on the devices that are not hidden from it."""
     menus = index.options.options_of(waiting)
     offers = offers_of(index, menus, price, waiting.job.spec, devices_max)
     if not offers and devices_max is not None:
@@ -183,60 +183,60 @@ def _decide(
     if not offers:
         return _without_offers(state, waiting.job, menus)
     opening = opening_of(index, waiting, offers, state.at_s, by_s)
-    now, later = _best(offers, opening, state.at_s, may_reserve=may_reserve)
+    now, later = _pick_best(offers, opening, state.at_s, may_reserve=may_reserve)
     if later is not None and (now is None or later.cost_s < now.cost_s):
-        return _reserved(waiting.job, later, state.at_s) if may_reserve else None
-    return None if now is None else _chosen(index, waiting.job, now, state.at_s)
+        return _reserve_later(waiting.job, later, state.at_s) if may_reserve else None
+    return None if now is None else _choose_start(index, waiting.job, now, state.at_s)
 
 
-def expected(
+def expected_reservation(
     index: SchedulerIndex, waiting: Waiting, price: float, *, from_s: float, by_s: float
 ) -> Reservation | None:
-    """What the job would run as to end by `by_s`, and from when to when, where it could start from `from_s` on.
+    """Return the devices and times with which the job would end by `by_s`, where it could start from `from_s` on.
 
-    None where it cannot be told, or cannot be.
+    None where that is unknown or impossible.
     """
     offers, now_s = offers_of(index, index.options.options_of(waiting), price, waiting.job.spec), index.state.at_s
     opening = opening_of(index, waiting, offers, from_s, by_s)
     if from_s > now_s:
-        later = _soonest(offers, opening, from_s)
-        return None if later is None else _reserved(waiting.job, later, now_s).reservation
-    now, later = _best(offers, opening, now_s, may_reserve=True)
+        later = _pick_soonest(offers, opening, from_s)
+        return None if later is None else _reserve_later(waiting.job, later, now_s).reservation
+    now, later = _pick_best(offers, opening, now_s, may_reserve=True)
     if now is not None and (later is None or now.cost_s <= later.cost_s):
         end_s = now_s + now.entry.seconds
         placement = now.pool.place(now.entry.shape, end_s, now.entry.least_bytes)
         assert placement is not None, waiting.job.id
         return Reservation(job_id=waiting.job.id, start_s=now_s, end_s=end_s, placement=placement)
-    return None if later is None else _reserved(waiting.job, later, now_s).reservation
+    return None if later is None else _reserve_later(waiting.job, later, now_s).reservation
 
 
 def wait_reason(state: State, index: SchedulerIndex, waiting: Waiting) -> Wait | Infeasible | Question:
-    """Why a job that cannot start now waits, or that it can never start."""
+    """Return why a job that cannot start now waits, or that it can never start."""
     menus = index.options.options_of(waiting)
     offers = [
-        (pool, entry) for pool, one in menus if isinstance(one, JobOptions) for entry in options_on(index, pool, one)
+        (pool, entry) for pool, menu in menus if isinstance(menu, JobOptions) for entry in options_on(index, pool, menu)
     ]
     if not offers:
         return _without_offers(state, waiting.job, menus)
     pool, entry = min(offers, key=lambda offer: offer[1].seconds)
     spec, now_s = waiting.job.spec, state.at_s
-    start_s = hours_of(spec, (one.seconds for _, one in offers), now_s).start_s(now_s, entry.seconds)
-    return Wait(reason=_waits(pool, entry, spec, now_s) if start_s == now_s else why_closed(spec, start_s))
+    start_s = hours_of(spec, (option.seconds for _, option in offers), now_s).start_s(now_s, entry.seconds)
+    return Wait(reason=_why_waits(pool, entry, spec, now_s) if start_s == now_s else why_closed(spec, start_s))
 
 
 def offers_of(
     index: SchedulerIndex, menus: OptionsByProfile, price: float, spec: JobSpec, devices_max: int | None = None
 ) -> list[Offer]:
-    """All that the job could run as, the best first, were it free.
+    """Return all options of the job as offers, the best first, as if their devices were free.
 
     With `devices_max`, devices are kept for the job or owned by its team: any width up to that will do.
     """
     weight = 1.0 if spec.guarantee is None else SOON
     offers = [
         Offer(weight * (entry.seconds + price * entry.device_seconds), pool, entry)
-        for pool, one in menus
-        if isinstance(one, JobOptions)
-        for entry in (options_on(index, pool, one) if devices_max is None else _could_hold(pool, one))
+        for pool, menu in menus
+        if isinstance(menu, JobOptions)
+        for entry in (options_on(index, pool, menu) if devices_max is None else _could_hold(pool, menu))
         if devices_max is None or entry.devices <= devices_max
     ]
     if len(offers) > 1:
@@ -245,9 +245,9 @@ def offers_of(
 
 
 def opening_of(index: SchedulerIndex, waiting: Waiting, offers: Sequence[Offer], now_s: float, by_s: float) -> Opening:
-    """When the job may start: within its hours, and with headroom for shorter ones where the policy wants that."""
+    """Return when the job may start: within its hours, and with headroom for shorter jobs where the policy wants it."""
     spec, wanted = waiting.job.spec, index.wanted(now_s)
-    hours = hours_of(spec, (one.entry.seconds for one in offers), now_s, by_s)
+    hours = hours_of(spec, (offer.entry.seconds for offer in offers), now_s, by_s)
     if spec.start_window is not None or not index.policy.leaves_headroom(waiting, now_s):
         return lambda offer, from_s: hours.start_s(from_s, offer.entry.seconds)
 
@@ -258,30 +258,30 @@ def opening_of(index: SchedulerIndex, waiting: Waiting, offers: Sequence[Offer],
     return with_room
 
 
-def _best(
+def _pick_best(
     offers: Sequence[Offer], opening: Opening, now_s: float, *, may_reserve: bool
 ) -> tuple[Offer | None, _FutureSlot | None]:
-    """The best of what can be had now, and, unless that is the best of all, of what can be had later."""
+    """Return the best offer that can start now, and, unless that is the best of all, the best later slot."""
     now = None
-    for one in offers:
-        if _can_start(one.pool, one.entry, now_s) and opening(one, now_s) == now_s:
-            now = one
+    for offer in offers:
+        if _can_start(offer.pool, offer.entry, now_s) and opening(offer, now_s) == now_s:
+            now = offer
             break
     if not offers or now is offers[0] or not (may_reserve or now is not None):
         return now, None
-    return now, _soonest(offers, opening, now_s)
+    return now, _pick_soonest(offers, opening, now_s)
 
 
-def options_on(index: SchedulerIndex, pool: AvailabilityProfile, one: JobOptions) -> Sequence[SizeOption]:
-    """What the policy lets the job run as there."""
-    return index.policy.widths(_could_hold(pool, one))
+def options_on(index: SchedulerIndex, pool: AvailabilityProfile, menu: JobOptions) -> Sequence[SizeOption]:
+    """Return the options that the policy allows on this pool."""
+    return index.policy.widths(_could_hold(pool, menu))
 
 
-def _could_hold(pool: AvailabilityProfile, one: JobOptions) -> Sequence[SizeOption]:
-    """The options; where others hold memory, what could be had of it."""
-    if pool.has_room(one.most_bytes):
-        return one.entries
-    return one.among(lambda entry: pool.could_hold(entry.shape, entry.least_bytes))
+def _could_hold(pool: AvailabilityProfile, menu: JobOptions) -> Sequence[SizeOption]:
+    """Return the options; where other processes hold memory, those that still fit."""
+    if pool.has_room(menu.most_bytes):
+        return menu.entries
+    return menu.among(lambda entry: pool.could_hold(entry.shape, entry.least_bytes))
 
 
 def _can_start(pool: AvailabilityProfile, entry: SizeOption, now_s: float) -> bool:
@@ -293,11 +293,11 @@ def _can_start(pool: AvailabilityProfile, entry: SizeOption, now_s: float) -> bo
     return pool.has_room(entry.least_bytes) or pool.place(entry.shape, end_s, entry.least_bytes) is not None
 
 
-def _soonest(offers: Sequence[Offer], opening: Opening, from_s: float) -> _FutureSlot | None:
-    """The best of what can be had from then on."""
-    found: _FutureSlot | None = None
+def _pick_soonest(offers: Sequence[Offer], opening: Opening, from_s: float) -> _FutureSlot | None:
+    """Return the best slot from `from_s` on; None without one."""
+    best: _FutureSlot | None = None
     for offer in offers:
-        if found is not None and offer.cost_s >= found.cost_s:
+        if best is not None and offer.cost_s >= best.cost_s:
             continue
         pool, entry = offer.pool, offer.entry
         slot = first = pool.earliest(entry.shape, from_s, entry.seconds, entry.least_bytes)
@@ -305,12 +305,12 @@ def _soonest(offers: Sequence[Offer], opening: Opening, from_s: float) -> _Futur
             slot = pool.earliest(entry.shape, opens_s, entry.seconds, entry.least_bytes) if opens_s < inf else None
         if slot is not None and first is not None:
             cost_s = slot.start_s - from_s + offer.cost_s
-            if cost_s < (inf if found is None else found.cost_s):
-                found = _FutureSlot(cost_s, offer, slot, first.start_s)
-    return found
+            if cost_s < (inf if best is None else best.cost_s):
+                best = _FutureSlot(cost_s, offer, slot, first.start_s)
+    return best
 
 
-def _reserved(job: Job, later: _FutureSlot, now_s: float) -> Wait:
+def _reserve_later(job: Job, later: _FutureSlot, now_s: float) -> Wait:
     pool, entry = later.offer.pool, later.offer.entry
     reservation = Reservation(
         job_id=job.id,
@@ -319,17 +319,17 @@ def _reserved(job: Job, later: _FutureSlot, now_s: float) -> Wait:
         placement=pool.devices_of(later.slot, entry.least_bytes),
     )
     if later.slot.start_s == later.free_s:
-        return Wait(reason=_waits(pool, entry, job.spec, now_s), reservation=reservation)
+        return Wait(reason=_why_waits(pool, entry, job.spec, now_s), reservation=reservation)
     if job.spec.start_window is not None:
         return Wait(reason=why_closed(job.spec, later.slot.start_s), reservation=reservation)
-    reason = f"leaves room for shorter jobs before it takes {_wanted(pool, entry)}"
+    reason = f"leaves room for shorter jobs before it takes {_describe_size(pool, entry)}"
     return Wait(reason=reason, reservation=reservation, reevaluate_at_s=later.slot.start_s)
 
 
-def _waits(pool: AvailabilityProfile, entry: SizeOption, spec: JobSpec, now_s: float) -> str:
-    """Say whether all would be there but for nodes that are closed, or will be before the job could end.
+def _why_waits(pool: AvailabilityProfile, entry: SizeOption, spec: JobSpec, now_s: float) -> str:
+    """Return whether the job waits for devices, or only for nodes that are closed or will close before its end.
 
-    The sentence stays while the state changes. Numbers, names and times are those of `reports/waiting.py`.
+    The sentence stays while the state changes; `reports/waiting.py` has numbers, names and times.
     """
     closed = pool.closed_before(now_s + entry.seconds)
     if not closed or not pool.idle - sum(idle for _, _, idle in closed) < entry.devices <= pool.idle:
@@ -341,12 +341,12 @@ def _waits(pool: AvailabilityProfile, entry: SizeOption, spec: JobSpec, now_s: f
     return f"{Pending.DEVICES.phrase}: {Pending.MAINTENANCE.phrase} {names}{supposed}"
 
 
-def _wanted(pool: AvailabilityProfile, entry: SizeOption) -> str:
+def _describe_size(pool: AvailabilityProfile, entry: SizeOption) -> str:
     return f"{entry.devices} free {pool.group.hardware.device.name}"
 
 
-def _chosen(index: SchedulerIndex, job: Job, offer: Offer, now_s: float) -> StartDecision:
-    """The plan with what is expected of it on the fullest of its devices."""
+def _choose_start(index: SchedulerIndex, job: Job, offer: Offer, now_s: float) -> StartDecision:
+    """Return the start of an offer, with its probability to fit the fullest of its devices."""
     pool, entry = offer.pool, offer.entry
     placement = pool.place(entry.shape, now_s + entry.seconds, entry.least_bytes)
     assert placement is not None, (job.id, entry)
@@ -355,29 +355,29 @@ def _chosen(index: SchedulerIndex, job: Job, offer: Offer, now_s: float) -> Star
     judged = candidate.plan not in measured_peaks(job, device)
     capacity_bytes = min(pool.free_bytes(part.node, device_id) for part in placement for device_id in part.devices)
     correction = calibrated.correction_of(candidate.plan, candidate.estimate)
-    known = judged and is_known(candidate.estimate, correction)
+    has_estimate = judged and is_known(candidate.estimate, correction)
     return StartDecision(
         candidate=candidate,
         placement=placement,
         device=device,
         correction=correction,
         needed_bytes=needed_bytes(candidate, calibrated) if judged else None,
-        fit_probability=fit_probability(candidate, capacity_bytes, calibrated) if known else None,
+        fit_probability=fit_probability(candidate, capacity_bytes, calibrated) if has_estimate else None,
         probe=entry.probe,
         passed_over=None if entry.fastest is None else why_passed_over(entry.choice, entry.fastest),
     )
 
 
 def _without_offers(state: State, job: Job, menus: OptionsByProfile) -> Wait | Infeasible | Question:
-    """Others hold its memory, its nodes are away, or nothing could ever hold it."""
-    for pool, one in menus:
-        if isinstance(one, JobOptions):
+    """Return why a job has no option: other processes hold memory, nodes are away, or nothing could ever hold it."""
+    for pool, menu in menus:
+        if isinstance(menu, JobOptions):
             device = pool.group.hardware.device.name
             return Wait(reason=f"{Pending.FOREIGN_MEMORY.phrase} on {device}")
     never, groups = [], groups_of(state.declared or state.nodes)
     for group in groups:
-        found = job_options(job, group, learned(state, job, group.hardware.device.name), 0.0)
-        if isinstance(found, JobOptions) or found.likeliest is not None:
+        options = job_options(job, group, calibration_for(state, job, group.hardware.device.name), 0.0)
+        if isinstance(options, JobOptions) or options.likeliest is not None:
             return Wait(reason=f"waits for nodes with {group.hardware.device.name} {Pending.NODES_AWAY.phrase}")
-        never.append(found)
-    return question_of(state, job, groups) or Infeasible(why=lambda: "\n".join(one.why() for one in never))
+        never.append(options)
+    return question_of(state, job, groups) or Infeasible(why=lambda: "\n".join(refusal.why() for refusal in never))

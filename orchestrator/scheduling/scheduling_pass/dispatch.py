@@ -1,4 +1,4 @@
-"""Which waiting jobs start now, which get a reservation, and which running jobs are stopped for them?"""
+"""Dispatch: which waiting jobs start now, which get a reservation, and which running jobs are stopped for them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from orchestrator.scheduling.scheduling_pass.decide import (
     price_of,
     wait_reason,
 )
-from orchestrator.scheduling.scheduling_pass.guarantees import answered, kept_slots, may_start_sooner
+from orchestrator.scheduling.scheduling_pass.guarantees import apply_guarantee, find_kept_slots, may_start_sooner
 from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
 from orchestrator.scheduling.scheduling_pass.quotas import QuotaPass
 from orchestrator.specs.actions import Action, Launch, Record, Stop
@@ -52,9 +52,9 @@ def empty_nodes(state: State, index: SchedulerIndex) -> tuple[State, tuple[Stop,
     for job in [*index.running.values()] if index.maintained else ():
         left = [part.node for part in job.attempts[-1].placement if part.node in index.maintained]
         if left and can_move(job):
-            gone, stop = request_migration(job, f"stopped for the maintenance of {', '.join(left)}", state.at_s)
-            index.update_job(job, gone)
-            state = with_job(state, gone)
+            leaving, stop = request_migration(job, f"stopped for the maintenance of {', '.join(left)}", state.at_s)
+            index.update_job(job, leaving)
+            state = with_job(state, leaving)
             stops.append(stop)
     return state, tuple(stops)
 
@@ -130,85 +130,85 @@ def schedule(state: State, index: SchedulerIndex) -> tuple[State, tuple[Action, 
     is_settled, waits, late = False, list[tuple[Waiting, Reservation]](), list[tuple[Waiting, float]]()
     while not is_settled:
         waited = len(index.waiting)
-        state, done, waits, late = _round(state, index, undecided)
+        state, done, waits, late = _decide_waiting(state, index, undecided)
         actions += done
         if index.guaranteed and not index.running and state.reservations:  # for whose end could they wait?
-            state, done, waits, late = _round(replace(state, reservations=()), index, undecided)
+            state, done, waits, late = _decide_waiting(replace(state, reservations=()), index, undecided)
             actions += done
         # until deciding once more would change nothing: who starts changes what is left of its team's quota
         has_quotas = state.policy.has_quotas
         is_settled = not has_quotas or not index.idle or len(index.waiting) == waited
     of_array = Counter[str | None]()
     if any(waiting.job.array is not None for waiting in undecided.values()):
-        of_array.update(state.jobs[one.job_id].array for one in state.reservations)
+        of_array.update(state.jobs[reservation.job_id].array for reservation in state.reservations)
     for waiting in undecided.values():
         outcome = array_limit_reason(index, waiting.job, of_array) or wait_reason(state, index, waiting)
-        state, done = _answered(state, index, waiting, outcome)
+        state, done = _apply_decision(state, index, waiting, outcome)
         actions += done
     index.is_stale = False
     index.arrived = [waiting for waiting in index.arrived if all(waiting is not other for other in arrived)]
-    state, stops = _move(state, index, waits, late)
+    state, stops = _preempt(state, index, waits, late)
     return state, (*actions, *stops)
 
 
 def _refuse(state: State, index: SchedulerIndex) -> tuple[State, tuple[Action, ...]]:
-    """Tell those that came, or came back, and can never start."""
+    """Refuse, or ask for, jobs that came or came back and can never start."""
     actions: list[Action] = []
     for waiting in index.arrived:
         asks = waiting.job.spec.guarantee is not None and waiting.job.starts_by_s is None
         if asks and not index.policy.promises_speed:
-            state, done = _answered(state, index, waiting, NO_PROMISES)
+            state, done = _apply_decision(state, index, waiting, NO_PROMISES)
             actions += done
-        elif not any(isinstance(one, JobOptions) for _, one in index.options.options_of(waiting)):
+        elif not any(isinstance(menu, JobOptions) for _, menu in index.options.options_of(waiting)):
             outcome = wait_reason(state, index, waiting)
             if isinstance(outcome, Infeasible | Question):
-                state, done = _answered(state, index, waiting, outcome)
+                state, done = _apply_decision(state, index, waiting, outcome)
                 actions += done
     if actions:
         index.arrived = [waiting for waiting in index.arrived if index.waiting.get(waiting.job.id) is waiting]
     return state, tuple(actions)
 
 
-def _move(
+def _preempt(
     state: State,
     index: SchedulerIndex,
     waits: Sequence[tuple[Waiting, Reservation]],
     late: Sequence[tuple[Waiting, float]],
 ) -> tuple[State, tuple[Stop, ...]]:
-    """Stop what the policy preempts."""
+    """Stop the running jobs that the policy preempts."""
     moves, slot = index.policy.preempt(state, waits, late)
     if not moves:
         return state, ()
-    stopped, stops = _stopped(state, index, moves)
+    stopped, stops = _stop_jobs(state, index, moves)
     if slot is not None and stops:
-        sooner = [slot if one.job_id == slot.job_id else one for one in stopped.reservations]
+        sooner = [slot if reservation.job_id == slot.job_id else reservation for reservation in stopped.reservations]
         stopped = replace(stopped, reservations=tuple(sooner))
     return stopped, stops
 
 
-def _stopped(state: State, index: SchedulerIndex, moves: Sequence[Move]) -> tuple[State, tuple[Stop, ...]]:
-    """All of them stopped together, or looked at again once all have run for long enough."""
+def _stop_jobs(state: State, index: SchedulerIndex, moves: Sequence[Move]) -> tuple[State, tuple[Stop, ...]]:
+    """Stop all of them together, or look at them again once all have run for long enough."""
     from_s = max(move.from_s for move in moves)
     if from_s > state.at_s:
         reevaluate_at_s = from_s if state.reevaluate_at_s is None else min(state.reevaluate_at_s, from_s)
         return replace(state, reevaluate_at_s=reevaluate_at_s), ()
     stops = []
     for move in moves:
-        gone, stop = request_migration(move.job, move.why, state.at_s, move.held_placement)
-        index.update_job(move.job, gone)
+        leaving, stop = request_migration(move.job, move.why, state.at_s, move.held_placement)
+        index.update_job(move.job, leaving)
         if move.held_placement:
-            index.keep(gone)
-        state = with_job(state, gone)
+            index.keep(leaving)
+        state = with_job(state, leaving)
         stops.append(stop)
     return state, tuple(stops)
 
 
-def _round(
+def _decide_waiting(
     state: State, index: SchedulerIndex, undecided: dict[str, Waiting]
 ) -> tuple[State, tuple[Action, ...], list[tuple[Waiting, Reservation]], list[tuple[Waiting, float]]]:
-    """One look at all who wait; `unheard` loses those who get an answer.
+    """Decide once on all waiting jobs; `undecided` loses those that get a decision.
 
-    Who waits for devices is told as well, and who waits and will miss its deadline, with that.
+    Return also the jobs that wait with a reservation, and the waiting jobs that will miss their deadlines.
     """
     actions: list[Action] = []
     waits: list[tuple[Waiting, Reservation]] = []
@@ -217,7 +217,7 @@ def _round(
         return state, (), waits, late
     promised: list[Reservation] = []
     looks_s: list[float] = []
-    slots = kept_slots(state, index)
+    slots = find_kept_slots(state, index)
     index.clear_reservations()
     index.reserve(slots.values())
     price = price_of(index)
@@ -225,26 +225,26 @@ def _round(
     quota_pass = QuotaPass(index)
     for waiting, by_s, devices_max in quota_pass:
         may_reserve = len(promised) < index.policy.reservations_max
-        own = slots.pop(waiting.job.id, None)
-        if own is not None and not may_start_sooner(index, waiting):
-            promised.append(own)
-            quota_pass.decided(waiting, Wait(reason=waiting.job.reason, reservation=own))
+        slot = slots.pop(waiting.job.id, None)
+        if slot is not None and not may_start_sooner(index, waiting):
+            promised.append(slot)
+            quota_pass.record_decision(waiting, Wait(reason=waiting.job.reason, reservation=slot))
             continue
-        if own is not None:
+        if slot is not None:
             index.clear_reservations()
             index.reserve((*slots.values(), *promised))
         if held_placement := held_placement_of(waiting.job):
-            devices_max, its_price = sum(len(part.devices) for part in held_placement), index.tuning.price_idle
+            devices_max, job_price = sum(len(part.devices) for part in held_placement), index.tuning.price_idle
         else:
-            its_price = price
+            job_price = price
         limited = array_limit_reason(index, waiting.job, of_array)
         outcome = limited or decide(
-            state, index, waiting, its_price, may_reserve=may_reserve, by_s=by_s, devices_max=devices_max
+            state, index, waiting, job_price, may_reserve=may_reserve, by_s=by_s, devices_max=devices_max
         )
         waits_for_devices = limited is None and (outcome is None or isinstance(outcome, Wait))
         if waits_for_devices and not index.policy.may_overtake(waiting):
             break
-        outcome = answered(state, waiting, outcome, own)
+        outcome = apply_guarantee(state, waiting, outcome, slot)
         if outcome is None:
             late += [(waiting, by_s)] if by_s < inf and waiting.presses_s <= state.at_s else []
             continue
@@ -255,20 +255,20 @@ def _round(
             looks_s += [] if outcome.reevaluate_at_s is None else [outcome.reevaluate_at_s]
             if outcome.reevaluate_at_s is None and waiting.job.spec.start_window is None:
                 waits.append((waiting, outcome.reservation))
-        quota_pass.decided(waiting, outcome)
+        quota_pass.record_decision(waiting, outcome)
         undecided.pop(waiting.job.id, None)
-        state, done = _answered(state, index, waiting, outcome)
+        state, done = _apply_decision(state, index, waiting, outcome)
         actions += done
     look_s = index.policy.reevaluate_at_s()
     looks_s += [] if look_s is None else [look_s]
     state = replace(state, reservations=tuple(promised), reevaluate_at_s=min(looks_s, default=None))
-    return state, tuple(actions), waits, [one for one in late if one[0].job.id in index.waiting]
+    return state, tuple(actions), waits, [turn for turn in late if turn[0].job.id in index.waiting]
 
 
-def _answered(
+def _apply_decision(
     state: State, index: SchedulerIndex, waiting: Waiting, outcome: Decision
 ) -> tuple[State, tuple[Action, ...]]:
-    """The state after what was decided of a waiting job."""
+    """Return the state and the actions after a decision on a waiting job."""
     job = waiting.job
     actions: tuple[Action, ...] = ()
     match outcome:
@@ -298,7 +298,7 @@ def _answered(
 
 
 def _begin(state: State, index: SchedulerIndex, job: Job, chosen: StartDecision) -> tuple[Job, Attempt]:
-    before = next((one for one in reversed(job.attempts) if not one.probe), None)
+    before = next((attempt for attempt in reversed(job.attempts) if not attempt.probe), None)
     attempt = Attempt(
         job_id=job.id,
         number=len(job.attempts) + 1,
@@ -330,7 +330,7 @@ def _changes(spec: JobSpec, before: Plan, plan: Plan) -> tuple[Change, ...]:
 
 
 def _relative_to(index: SchedulerIndex, job: Job, chosen: StartDecision) -> OwnSettings | None:
-    """The settings of its script by which the estimate was made; None where the model is known."""
+    """Return the settings of the script on which the estimate rests; None where the model is known."""
     if chosen.candidate.estimate.source not in UNTIMED:
         return None
     return own_settings(measured_spec(job.spec, index.options.calibrated(job, chosen.device)))

@@ -1,4 +1,4 @@
-"""Which speed is a job promised, from when on, and who makes way for it? `guarantee: requested` of a job file.
+"""Guarantees (`guarantee: requested` of a job file): the speed that a job is promised, and who makes way for it.
 
 A guaranteed job never runs slower than its request: so many devices with the requested plan. Guaranteed jobs go before
 all others, in the order of submission, whatever their priority. A job that was due before keeps its place, so that no
@@ -32,8 +32,10 @@ LATE_S = 1.0  # after its start, that a slot is kept: ends are told to the secon
 TRIED_MAX = 3  # reservations, first come first, for which a preemption is looked for
 
 
-def answered(state: State, waiting: Waiting, outcome: Decision | None, slot: Reservation | None) -> Decision | None:
-    """The outcome; a guaranteed job keeps its slot until it can start sooner, and is promised its first, or refused."""
+def apply_guarantee(
+    state: State, waiting: Waiting, outcome: Decision | None, slot: Reservation | None
+) -> Decision | None:
+    """Return the outcome, in which a guaranteed job keeps its slot, is promised its first slot, or is refused."""
     job = waiting.job
     if slot is not None and not isinstance(outcome, StartDecision | Infeasible | Question):
         later = outcome is None or outcome.reservation is None or outcome.reservation.start_s > slot.start_s
@@ -60,32 +62,36 @@ def answered(state: State, waiting: Waiting, outcome: Decision | None, slot: Res
 
 
 def _beyond_quota(state: State, waiting: Waiting) -> str | None:
-    """Why the team may not ask for so many guaranteed devices; None: it may."""
+    """Return why the team may not ask for so many guaranteed devices; None: it may."""
     if not state.policy.has_quotas:
         return None
     team = state.policy.team_of(waiting.job.user)
     promised = sum(
-        one.spec.guaranteed_gpus
-        for one in state.jobs.values()
-        if one.starts_by_s is not None and not one.status.ended and state.policy.team_of(one.user) == team
+        job.spec.guaranteed_gpus
+        for job in state.jobs.values()
+        if job.starts_by_s is not None and not job.status.ended and state.policy.team_of(job.user) == team
     )
     if promised + waiting.job.spec.guaranteed_gpus <= team.quota:
         return None
     return f"{promised} of the {team.quota} devices of team {team.name}'s quota are promised to its other jobs"
 
 
-def kept_slots(state: State, index: SchedulerIndex) -> dict[str, Reservation]:
-    """By job, what guaranteed jobs were promised at earlier decisions, as far as it can still be had.
+def find_kept_slots(state: State, index: SchedulerIndex) -> dict[str, Reservation]:
+    """Return the reservations by job that guaranteed jobs got at earlier decisions and can still have.
 
-    A slot that was given stays: were all looked for anew, who starts sooner elsewhere could delay who comes next. Only
-    a job whose devices are not left in time gets another one, around those of all others.
+    A slot stays: if all were made anew, a job that starts sooner elsewhere could delay the next one. Only a job whose
+    devices do not come free in time gets another slot, around those of all others.
     """
-    slots = [one for one in state.reservations if one.job_id in index.guaranteed]
-    return {one.job_id: one for one in slots if one.start_s + LATE_S >= state.at_s and index.can_have(one, LATE_S)}
+    slots = [reservation for reservation in state.reservations if reservation.job_id in index.guaranteed]
+    return {
+        reservation.job_id: reservation
+        for reservation in slots
+        if reservation.start_s + LATE_S >= state.at_s and index.can_have(reservation, LATE_S)
+    }
 
 
 def may_start_sooner(index: SchedulerIndex, waiting: Waiting) -> bool:
-    """Whether devices enough for what keeps its promise are idle, wherever they are."""
+    """Return whether enough devices for the promised speed are idle, wherever they are."""
     return any(
         pool.idle >= menu.entries[0].devices
         for pool, menu in index.options.options_of(waiting)
@@ -94,20 +100,24 @@ def may_start_sooner(index: SchedulerIndex, waiting: Waiting) -> bool:
 
 
 def room_for_promises(state: State, index: SchedulerIndex) -> Preemption | None:
-    """The preemption that lets the first long-waiting guaranteed job start; None where none would."""
-    found: Preemption | None = None
-    for one in [one for one in state.reservations if one.job_id in index.guaranteed][:TRIED_MAX]:
+    """Return the preemption that lets the first long-waiting guaranteed job start; None where none would."""
+    preemption: Preemption | None = None
+    for reservation in [reservation for reservation in state.reservations if reservation.job_id in index.guaranteed][
+        :TRIED_MAX
+    ]:
         index.clear_reservations()
-        index.reserve([other for other in state.reservations if other is not one])
-        found = found or _room_for(index, index.guaranteed[one.job_id], one.start_s - state.at_s, state.at_s)
+        index.reserve([other for other in state.reservations if other is not reservation])
+        preemption = preemption or _room_for(
+            index, index.guaranteed[reservation.job_id], reservation.start_s - state.at_s, state.at_s
+        )
     if index.guaranteed:
         index.clear_reservations()
         index.reserve(state.reservations)
-    return found
+    return preemption
 
 
 def _room_for(index: SchedulerIndex, waiting: Waiting, waits_s: float, at_s: float) -> Preemption | None:
-    """The fewest later jobs to stop: those first that have run for long enough and would end last.
+    """Return the fewest later jobs to stop: those first that have run for long enough and would end last.
 
     No job is stopped for devices that come free before a stop and another launch would be over.
     """
@@ -116,22 +126,22 @@ def _room_for(index: SchedulerIndex, waiting: Waiting, waits_s: float, at_s: flo
             continue
         entry = menu.entries[0]
         able = [
-            one
-            for one in movable(index, index.last_elastic(), at_s)
-            if one.pool is pool and index.policy.rank(one.job) > waiting.rank
+            moving
+            for moving in movable(index, index.last_elastic(), at_s)
+            if moving.pool is pool and index.policy.rank(moving.job) > waiting.rank
         ]
-        able.sort(key=lambda one: max(at_s, one.from_s))
-        count = next((n for n in range(1, len(able) + 1) if _placed(pool, able[:n], entry, at_s)), 0)
+        able.sort(key=lambda moving: max(at_s, moving.from_s))
+        count = next((n for n in range(1, len(able) + 1) if _place_after(pool, able[:n], entry, at_s)), 0)
         stopped = able[:count]
-        for one in stopped[:-1]:
-            others = [other for other in stopped if other is not one]
-            stopped = others if _placed(pool, others, entry, at_s) else stopped
-        placement = _placed(pool, stopped, entry, at_s) if stopped else None
+        for moving in stopped[:-1]:
+            others = [other for other in stopped if other is not moving]
+            stopped = others if _place_after(pool, others, entry, at_s) else stopped
+        placement = _place_after(pool, stopped, entry, at_s) if stopped else None
         if placement is not None:
             why = f"stopped to make way for {waiting.job.id}: it is guaranteed the speed of its request"
             start_s = at_s + MOVE_GRACE_S
             return Preemption(
-                moves=[Move(job=one.job, from_s=one.from_s, why=why) for one in stopped],
+                moves=[Move(job=moving.job, from_s=moving.from_s, why=why) for moving in stopped],
                 slot=Reservation(
                     job_id=waiting.job.id, start_s=start_s, end_s=start_s + entry.seconds, placement=placement
                 ),
@@ -139,16 +149,18 @@ def _room_for(index: SchedulerIndex, waiting: Waiting, waits_s: float, at_s: flo
     return None
 
 
-def _placed(pool: AvailabilityProfile, stopped: Sequence[Moving], entry: SizeOption, at_s: float) -> Placement | None:
-    """Devices for a start once these have left."""
-    held = _together([one.attempt.placement for one in stopped])
-    return pool.place_again(held, entry.shape, at_s + MOVE_GRACE_S + entry.seconds, entry.least_bytes)
+def _place_after(
+    pool: AvailabilityProfile, stopped: Sequence[Moving], entry: SizeOption, at_s: float
+) -> Placement | None:
+    """Return devices for a start once these jobs have left; None where there are too few."""
+    placement = _merge_placements([moving.attempt.placement for moving in stopped])
+    return pool.place_again(placement, entry.shape, at_s + MOVE_GRACE_S + entry.seconds, entry.least_bytes)
 
 
-def _together(placements: Sequence[Placement]) -> Placement:
-    """Several as one, each node once."""
+def _merge_placements(placements: Sequence[Placement]) -> Placement:
+    """Return several placements as one, each node once."""
     devices: dict[str, tuple[int, ...]] = {}
     for placement in placements:
         for part in placement:
             devices[part.node] = (*devices.get(part.node, ()), *part.devices)
-    return tuple(NodeDevices(node=name, devices=tuple(sorted(each))) for name, each in devices.items())
+    return tuple(NodeDevices(node=name, devices=tuple(sorted(indices))) for name, indices in devices.items())

@@ -1,4 +1,4 @@
-"""What follows from a state, kept up to date with it: free devices, the waiting in their order, what each can run as.
+"""The index of a state, kept up to date with it: free devices, waiting jobs in order, and the options of each.
 
 An index could be made anew from every state; it is carried along because that would cost a look at every job.
 """
@@ -13,7 +13,7 @@ from heapq import heappop, heappush
 from itertools import takewhile
 from math import inf
 
-from orchestrator.scheduling.base.drain import closures, maintained, next_change_s, suspended_devices
+from orchestrator.scheduling.base.drain import closures, next_change_s, nodes_in_maintenance, suspended_devices
 from orchestrator.scheduling.base.migration import held_placement_of, is_elastic, may_grow
 from orchestrator.scheduling.base.node_groups import Group, groups_of
 from orchestrator.scheduling.base.start_windows import opening_s
@@ -22,9 +22,9 @@ from orchestrator.scheduling.base.tuning import tuned_for
 from orchestrator.scheduling.options.job_options import attempt_seconds
 from orchestrator.scheduling.placement.availability import IDLE, AvailabilityProfile
 from orchestrator.scheduling.queue.demand import devices_wanted
-from orchestrator.scheduling.queue.fair_share import Place, fair_tree, nobodys, used_s
+from orchestrator.scheduling.queue.fair_share import Place, equal_place, fair_tree, used_s
 from orchestrator.scheduling.queue.policy import QueuePolicy
-from orchestrator.scheduling.queue.wait_queue import Waiting, WaitQueue, merged
+from orchestrator.scheduling.queue.wait_queue import Waiting, WaitQueue, merge_lines
 from orchestrator.scheduling.scheduling_pass.option_cache import OptionCache
 from orchestrator.specs.attempt import Attempt
 from orchestrator.specs.cluster import Window
@@ -66,7 +66,10 @@ class SchedulerIndex:
         self._openings: list[tuple[float, str]] = []  # of the hours within which jobs may start
         self._expiries_s: dict[str, float] = {}  # when the time limit of each running job that has one is over
         self._wanted: tuple[object, Sequence[float]] = (None, ())  # of what demand and when, and how much
-        self._tree: tuple[object, Callable[[str], Place]] = (None, nobodys)  # of when and what usage, and whose turn
+        self._tree: tuple[object, Callable[[str], Place]] = (
+            None,
+            equal_place,
+        )  # of when and what usage, and whose turn
         self._claiming: dict[str, Job] = {}  # those that devices are kept for while they move
         self.closed: dict[str, tuple[Window, ...]] = {}  # by node
         self._suspended: dict[tuple[str, int], float] = {}  # until when, by node and device
@@ -79,26 +82,47 @@ class SchedulerIndex:
     # what changes
 
     def update_job(self, before: Job | None, after: Job | None) -> None:
-        """A job is no longer what it was (None: it was not, or is not, here)."""
-        held_before, held_after = _held(before), _held(after)
-        if held_before != held_after or _limit_s(before) != _limit_s(after):
-            for number, attempt in held_before.items():
-                if number not in held_after:
-                    self._vacate(attempt)
-            for number, attempt in held_after.items():
-                known = held_before.get(number)
-                assert after is not None
-                if known is None or before is None or _end_facts(before, known) != _end_facts(after, attempt):
-                    self._occupy(after, attempt)
+        """Replace one version of a job by another (None: the job was not, or is no more, in the state)."""
         job = after or before
         assert job is not None
-        for one in _awaited(before):
-            self._followers.get(one.job, set()).discard(job.id)
-        for one in _awaited(after):
-            self._followers.setdefault(one.job, set()).add(job.id)
-        if job.array is not None:
-            self.running_of_array[job.array] += bool(held_after) - (job.id in self.running)
+        has_other_limit = _limit_s(before) != _limit_s(after)
+        held_before, held_after = _attempts_of(before), _attempts_of(after)
+        if held_before != held_after or has_other_limit:
+            self._hold_devices(before, after, held_before, held_after)
         runs = bool(held_after)
+        for dependency in _dependencies_of(before):
+            self._followers.get(dependency.job, set()).discard(job.id)
+        for dependency in _dependencies_of(after):
+            self._followers.setdefault(dependency.job, set()).add(job.id)
+        self._sort_running(job, runs)
+        self._expiries_s.pop(job.id, None)
+        if after is not None and (expiry_s := expires_s(after)) < inf:
+            self._expiries_s[job.id] = expiry_s
+        if after is None or after.status.ended or has_other_limit:
+            self.options.forget(job.id)
+        if not runs:
+            self._forget_end(job.id)
+        if after is not None and after.asks and (before is None or not before.asks):
+            heappush(self._asking, (after.asks_until_s, after.id))
+        self._requeue(before, after)
+
+    def _hold_devices(
+        self, before: Job | None, after: Job | None, held_before: dict[int, Attempt], held_after: dict[int, Attempt]
+    ) -> None:
+        """Vacate the devices that a job's attempts held, and occupy those that they hold now."""
+        for number, attempt in held_before.items():
+            if number not in held_after:
+                self._vacate(attempt)
+        for number, attempt in held_after.items():
+            previous = held_before.get(number)
+            assert after is not None
+            if previous is None or before is None or _end_facts(before, previous) != _end_facts(after, attempt):
+                self._occupy(after, attempt)
+
+    def _sort_running(self, job: Job, runs: bool) -> None:
+        """Put a job into those tables of running jobs to which it belongs, and drop it from the others."""
+        if job.array is not None:
+            self.running_of_array[job.array] += runs - (job.id in self.running)
         could_move = runs and is_elastic(job)
         for index, belongs in (
             (self.running, runs),
@@ -110,35 +134,25 @@ class SchedulerIndex:
                 index[job.id] = job
             else:
                 index.pop(job.id, None)
-        self._expiries_s.pop(job.id, None)
-        if after is not None and (expiry_s := expires_s(after)) < inf:
-            self._expiries_s[job.id] = expiry_s
-        if after is None or after.status.ended:
-            self.options.forget(job.id)
-        if not held_after:
-            self._forget_end(job.id)
-        if after is not None and after.asks and (before is None or not before.asks):
-            heappush(self._asking, (after.asks_until_s, after.id))
-        waited, waits = before is not None and _waits(before), after is not None and _waits(after)
-        if _limit_s(before) != _limit_s(after):
-            self.options.forget(job.id)
-        if waited and waits and before is not None and after is not None and before.spec is not after.spec:
-            self._leave(job.id)  # it takes another place
-            waited = False
-        if waited and not waits:
-            self._leave(job.id)
-        elif waits:
-            assert after is not None
+
+    def _requeue(self, before: Job | None, after: Job | None) -> None:
+        """Let a job enter or leave the queue, or change its place there."""
+        waited = before is not None and _waits_for_devices(before)
+        waits = after is not None and _waits_for_devices(after)
+        if waited and before is not None and (not waits or after is None or before.spec is not after.spec):
+            self._leave(before.id)
+            waited = False  # a job with another spec takes another place
+        if waits and after is not None:
             self._enter(after, is_new=not waited)
 
     def update_nodes(self, state: State) -> SchedulerIndex:
-        """The nodes are others, or others of their bytes are free."""
+        """Return the index for other nodes, or for other free bytes of the same nodes."""
         groups = groups_of(state.nodes)
         if [(group.hardware, _names(group)) for group in groups] != [
             (pool.group.hardware, pool.names) for pool in self.pools
         ] or self._policy_spec != state.policy:
             index = SchedulerIndex(state, self._policy_of)
-            index.arrived = [index.waiting[one.job.id] for one in self.waiting.values()]
+            index.arrived = [index.waiting[waiting.job.id] for waiting in self.waiting.values()]
             index.is_stale = True
             return index
         for pool, group in zip(self.pools, groups, strict=True):
@@ -148,8 +162,8 @@ class SchedulerIndex:
         return self
 
     def close(self, state: State) -> None:
-        """Some nodes and devices may be closed by now, and others open again."""
-        self.maintained = maintained(state)
+        """Close and open nodes and devices as the state has them now."""
+        self.maintained = nodes_in_maintenance(state)
         self._next_change_s = next_change_s(state)
         self._suspend(suspended_devices(state))
         closed = closures(state)
@@ -160,35 +174,35 @@ class SchedulerIndex:
             self.is_stale = True
 
     def observe(self, state: State) -> None:
-        """Reality has said more of some families: when their jobs end is asked anew."""
+        """Take new observations: the ends of running jobs of their families are expected anew."""
         self.state, self.all_wait = state, False
         families = self.options.observe(state.observations)
         for job in self.running.values():
             if job.spec.family_name in families:
-                for attempt in _held(job).values():
+                for attempt in _attempts_of(job).values():
                     self._occupy(job, attempt)
 
     def expect(self, attempt: Attempt, end_s: float) -> None:
-        """What an attempt holds it is expected to hold until then."""
+        """Expect an attempt to hold its devices until `end_s`."""
         for part in attempt.placement:
             pool = self._pool_of.get(part.node)
             if pool is not None:
                 pool.occupy(part.node, part.devices, end_s)
 
     def reserve(self, reservations: Iterable[Reservation], *, backfill: bool = False) -> None:
-        """Nothing may stand in the way of these.
+        """Reserve devices: nothing may stand in the way of these reservations.
 
-        Others may be promised devices that all are idle before; `closely` also those that are while others of them are
-        not: decisions find these when they come free, and have no time to look for them.
+        Others may be promised the same devices before, where all of them are idle then; with `backfill`, where any is.
+        Decisions find single devices when they come free, and have no time to look for them.
         """
-        for one in reservations:
-            is_later = one.start_s > self.state.at_s and self._is_idle_before(one, backfill=backfill)
-            for part in one.placement:
+        for reservation in reservations:
+            is_later = reservation.start_s > self.state.at_s and self._is_idle_before(reservation, backfill=backfill)
+            for part in reservation.placement:
                 if (pool := self._pool_of.get(part.node)) is not None:
-                    pool.reserve(part.node, part.devices, one.start_s, one.end_s, is_later=is_later)
+                    pool.reserve(part.node, part.devices, reservation.start_s, reservation.end_s, is_later=is_later)
 
     def can_have(self, reservation: Reservation, late_s: float) -> bool:
-        """Whether its devices exist, are open, and come free at most `late_s` after its start."""
+        """Return whether the reserved devices exist, are open, and come free at most `late_s` after the start."""
         for part in reservation.placement:
             pool = self._pool_of.get(part.node)
             if pool is None or pool.held_until_by(part.node, part.devices) > reservation.start_s + late_s:
@@ -218,12 +232,12 @@ class SchedulerIndex:
             self.close(self.state)
         while self._ends and self._ends[0][0] <= at_s:
             job = self.running[self._ends[0][1]]
-            for attempt in _held(job).values():
+            for attempt in _attempts_of(job).values():
                 self._occupy(job, attempt)
         while self._asleep and self._asleep[0][0] <= at_s:
             _, job_id = heappop(self._asleep)
             waiting = self.waiting.get(job_id)
-            if waiting is not None and waiting.job.not_before_s <= at_s and not self._stands(waiting):
+            if waiting is not None and waiting.job.not_before_s <= at_s and not self._is_in_line(waiting):
                 self._line_up(waiting)
         while self._openings and self._openings[0][0] <= at_s:
             _, job_id = heappop(self._openings)
@@ -245,19 +259,19 @@ class SchedulerIndex:
         return {user for _, user in self.lines}
 
     def promised_first(self) -> list[Waiting]:
-        """Those that wait with a promised speed, as they came, and who was due before the last of them came."""
+        """Return the jobs that wait with a promised speed, and those due before the last of them came, in order."""
         last_s = max((waiting.rank for waiting in self.guaranteed.values()), default=-inf)
-        standings = merged([line.by_rank() for line in self.lines.values()]) if self.guaranteed else ()
-        return [self.waiting[job_id] for _, _, job_id in takewhile(lambda one: one[0] <= last_s, standings)]
+        standings = merge_lines([line.by_rank() for line in self.lines.values()]) if self.guaranteed else ()
+        return [self.waiting[job_id] for _, _, job_id in takewhile(lambda standing: standing[0] <= last_s, standings)]
 
     def wake_at_s(self, at_s: float) -> float | None:
-        """When the next of those who wait for a time need not any more, or the next node closes or opens."""
+        """Return when the next job stops waiting for a time, or the next node closes or opens; None: never."""
         times_s = [time_s for time_s, job_id in (*self._asleep, *self._openings) if job_id in self.waiting]
         times_s += [*(time_s for time_s, _ in self._asking[:1]), *self._expiries_s.values()]
         return min([time_s for time_s in (*times_s, self._next_change_s) if at_s < time_s < inf], default=None)
 
     def unanswered(self, at_s: float) -> Iterator[str]:
-        """Ids of jobs that asked until then; each is told once."""
+        """Yield the ids of jobs that have asked until `at_s`, each once."""
         while self._asking and self._asking[0][0] <= at_s:
             yield heappop(self._asking)[1]
 
@@ -268,32 +282,32 @@ class SchedulerIndex:
         ]
 
     def last_elastic(self) -> Iterator[str]:
-        """Ids of running jobs that could be moved, the one that is expected to end last first."""
+        """Yield the ids of running jobs that could be moved, the one that is expected to end last first."""
         return (job_id for _, job_id in reversed(self._ends) if job_id in self.elastic)
 
     def followers_of(self, job_id: str) -> list[str]:
-        """Ids of the jobs that wait for the end of this one."""
+        """Return the ids of the jobs that wait for the end of this one."""
         return sorted(self._followers.get(job_id, ()))
 
     def wanted(self, at_s: float) -> Sequence[float]:
-        """Devices that jobs shorter than 1, 2, 4, 8 ... seconds kept busy lately."""
+        """Return the devices that jobs shorter than 1, 2, 4, 8 ... seconds kept busy lately."""
         key = (self.state.demand, at_s)
         if key != self._wanted[0]:
             self._wanted = (key, devices_wanted(*key))
         return self._wanted[1]
 
     def queue_entry(self, job: Job) -> Waiting:
-        """The job as it waits for devices, or would; first of all where devices are kept for it."""
+        """Return the job's entry in the queue, whether it waits or not; first of all where devices are kept for it."""
         rank = -inf if held_placement_of(job) else self.policy.rank(job)
         return Waiting(job, rank, self.options.size_of(job).device_s, self.policy.presses_s(job))
 
     def pool_of(self, attempt: Attempt) -> AvailabilityProfile | None:
-        """Where it runs; None where one of its nodes is gone."""
+        """Return the pool of an attempt; None where one of its nodes is gone."""
         pools = [self._pool_of.get(part.node) for part in attempt.placement]
         return None if None in pools else pools[0]
 
     def end_of(self, job: Job, attempt: Attempt) -> float:
-        """When a running attempt is expected to end; infinity where its nodes are gone, or only an operator ends it."""
+        """Return when a running attempt is expected to end; infinity if nodes are gone or only an operator ends it."""
         pool = self.pool_of(attempt)
         if pool is None or job.unreadable:
             return inf
@@ -311,7 +325,7 @@ class SchedulerIndex:
 
     @contextmanager
     def without(self, devices: Iterable[tuple[str, int]]) -> Iterator[None]:
-        """Within the block these devices never come free."""
+        """Hide devices within the block: they never come free."""
         hidden = [(pool, node, device) for node, device in devices if (pool := self._pool_of.get(node)) is not None]
         until_s = [pool.held_until_by(node, (device,)) for pool, node, device in hidden]
         for pool, node, device in hidden:
@@ -331,7 +345,7 @@ class SchedulerIndex:
         busy = {
             (part.node, device)
             for job in self.running.values()
-            for attempt in _held(job).values()
+            for attempt in _attempts_of(job).values()
             for part in attempt.placement
             for device in part.devices
         }
@@ -342,7 +356,7 @@ class SchedulerIndex:
         self._suspended, self.is_stale = until_s, True
 
     def _is_idle_before(self, reservation: Reservation, *, backfill: bool) -> bool:
-        """Whether all of its devices are, or, asked closely, any."""
+        """Return whether all of the reserved devices are idle before; with `backfill`, whether any is."""
         for part in reservation.placement:
             if (pool := self._pool_of.get(part.node)) is not None:
                 count = pool.free_before(part.node, part.devices, reservation.start_s)
@@ -353,9 +367,9 @@ class SchedulerIndex:
         return not backfill
 
     def _enter(self, job: Job, *, is_new: bool) -> None:
-        known = self.waiting.get(job.id)
-        if known is not None and not is_new:
-            known.job = job
+        entry = self.waiting.get(job.id)
+        if entry is not None and not is_new:
+            entry.job = job
             return
         waiting = self.waiting[job.id] = self.queue_entry(job)
         self._expect_opening(job, self.state.at_s)
@@ -377,27 +391,27 @@ class SchedulerIndex:
     def _leave(self, job_id: str) -> None:
         waiting = self.waiting.pop(job_id)
         self.guaranteed.pop(job_id, None)
-        if self._stands(waiting):
+        if self._is_in_line(waiting):
             key = self._line_of(waiting.job)
             self.lines[key].remove(waiting)
             if not self.lines[key]:
                 del self.lines[key]
 
-    def _stands(self, waiting: Waiting) -> bool:
+    def _is_in_line(self, waiting: Waiting) -> bool:
         line = self.lines.get(self._line_of(waiting.job))
         return line is not None and waiting in line
 
     def lines_of(self, keys: Sequence[tuple[int, str]]) -> list[WaitQueue]:
-        """Those of them that are still there: who starts leaves."""
+        """Return the lines of these keys that still have jobs."""
         return [self.lines[key] for key in keys if key in self.lines]
 
     def _line_of(self, job: Job) -> tuple[int, str]:
         return job.spec.priority, job.user if self._policy_spec.is_shared else ""
 
     def places(self) -> Callable[[str], Place]:
-        """Whose turn it is."""
+        """Return a function from a user to its place in the fair tree."""
         if not self._policy_spec.is_shared:
-            return nobodys
+            return equal_place
         now = (self.state.at_s, self.state.usage)  # who starts now has used nothing, and who ends is in the usage
         if now != self._tree[0]:
             self._tree = (now, fair_tree(self._policy_spec, used_s(self.state, self.running.values())).place)
@@ -429,7 +443,7 @@ OVERDUE = 1.25  # what runs longer than expected is expected to take this much l
 
 
 def later_end_s(launched_s: float, length_s: float, at_s: float) -> float:
-    """The end, after `at_s`, of an attempt that was expected to take `length_s`."""
+    """Return the end, after `at_s`, of an attempt that was expected to take `length_s`."""
     length_s = max(1.0, length_s)
     while launched_s + length_s <= at_s:  # it grows: a hundred turns are nine orders of magnitude
         length_s *= OVERDUE
@@ -446,19 +460,19 @@ def _end_facts(job: Job, attempt: Attempt) -> tuple[object, ...]:
     return attempt.pace, attempt.leaves_by_s, limit_s, attempt.started_at_s if limit_s is not None else None
 
 
-def _held(job: Job | None) -> dict[int, Attempt]:
-    """Attempts whose devices are not reported free again, by number."""
-    return {} if job is None else {one.number: one for one in job.attempts if not one.released}
+def _attempts_of(job: Job | None) -> dict[int, Attempt]:
+    """Return the attempts whose devices are not reported free again, by number."""
+    return {} if job is None else {attempt.number: attempt for attempt in job.attempts if not attempt.released}
 
 
-def _waits(job: Job) -> bool:
-    """For devices; a job that could not be read is never started."""
+def _waits_for_devices(job: Job) -> bool:
+    """Return whether a job waits for devices only; a job that could not be read is never started."""
     may_start = job.status is JobStatus.QUEUED and not (job.waits_for or job.unreadable or job.asks)
     may_start = may_start and job.held_by is None
-    return may_start and all(one.released for one in job.attempts)
+    return may_start and all(attempt.released for attempt in job.attempts)
 
 
-def _awaited(job: Job | None) -> Sequence[Dependency]:
+def _dependencies_of(job: Job | None) -> Sequence[Dependency]:
     return job.waits_for if job is not None and job.status is JobStatus.QUEUED else ()
 
 

@@ -1,4 +1,4 @@
-"""What could each job run as, by what is known today? Remembered until reality says more of its family."""
+"""A cache of each job's options, valid until more is observed of its family."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MENUS_MAX = 4096  # kept of jobs that were never tried: arrays and sweeps share 
 
 
 class Size(NamedTuple):
-    """What a job still needs on the number of devices that is best for it and for the others."""
+    """The remaining need of a job on the number of devices that is best for it and for the others."""
 
     balanced_s: float  # between `duration_s` and `device_s` of the whole cluster: their geometric mean
     duration_s: float  # with its launch
@@ -38,7 +38,7 @@ class Size(NamedTuple):
 
 
 class OptionCache:
-    """Of the jobs of one state, on its pools."""
+    """The options of the jobs of one state on its pools."""
 
     def __init__(self, pools: Sequence[AvailabilityProfile], observations: Sequence[Observation]) -> None:
         self._pools, self._observations = pools, observations
@@ -54,13 +54,13 @@ class OptionCache:
         self._sizes: dict[str, tuple[int | None, Size]] = {}  # of each job, with the steps that it had left
 
     def observe(self, observations: Sequence[Observation]) -> set[str]:
-        """Reality has said more of the families that come back: what their jobs run as is asked anew."""
-        changed = {id(seen): seen for seen in self._observations}
-        for seen in observations:
-            if changed.pop(id(seen), None) is None:
-                changed[id(seen)] = seen
+        """Take new observations, and return the families whose options are to be made anew."""
+        changed = {id(observation): observation for observation in self._observations}
+        for observation in observations:
+            if changed.pop(id(observation), None) is None:
+                changed[id(observation)] = observation
         self._observations = observations
-        families = {seen.family for seen in changed.values()}
+        families = {observation.family for observation in changed.values()}
         for key in [key for key in self._calibrated if key[0] in families]:
             del self._calibrated[key]
         for family in families:
@@ -77,16 +77,16 @@ class OptionCache:
         return {device: overhead_of(self._observations, device) for device in devices}
 
     def _version(self, job: Job) -> int:
-        """Another one as soon as more is known of the job's family or of the devices."""
+        """Return a number that changes as soon as more is known of the job's family or of the devices."""
         return self._versions.get(job.spec.family_name, 0) + self._overheads_version
 
     def forget(self, job_id: str) -> None:
-        """It has ended."""
+        """Forget a job that has ended or changed."""
         self._sizes.pop(job_id, None)
         self._entries.pop(job_id, None)
 
     def calibrated(self, job: Job, device: str) -> Calibration:
-        """What reality has taught of the job's family on this kind of device."""
+        """Return the calibration of the job's family on this kind of device."""
         if not self._observations:
             return UNMEASURED
         family = job.spec.family_name
@@ -98,29 +98,29 @@ class OptionCache:
         return self._calibrated[key]
 
     def options_of(self, waiting: Waiting) -> OptionsByProfile:
-        """What the job could run as on each pool; where nothing surely fits any, what may."""
+        """Return the job's options on each pool; where nothing surely fits any, what may."""
         version = self._version(waiting.job)
         if waiting.version != version:
             waiting.version, waiting.menus = version, self._menus_at(waiting.job, version)
         return waiting.menus
 
     def entries_of(self, job: Job, pool: AvailabilityProfile) -> Sequence[SizeOption]:
-        """What a running job could run as, were it launched anew."""
+        """Return the options of a running job, as if it were launched anew."""
         version = self._version(job)
-        known = self._entries.get(job.id)
-        if known is None or known[:2] != (len(job.attempts), version):
-            found = self._menu(job, pool)
-            entries = found.entries if isinstance(found, JobOptions) else ()
-            known = self._entries[job.id] = (len(job.attempts), version, entries)
-        return known[2]
+        entry = self._entries.get(job.id)
+        if entry is None or entry[:2] != (len(job.attempts), version):
+            menu = self._menu(job, pool)
+            entries = menu.entries if isinstance(menu, JobOptions) else ()
+            entry = self._entries[job.id] = (len(job.attempts), version, entries)
+        return entry[2]
 
     def size_of(self, job: Job) -> Size:
-        """What the job still needs, as predicted before any measurement."""
+        """Return the remaining need of the job, as predicted before any measurement."""
         left = steps_left(job)
-        known = self._sizes.get(job.id)
-        if known is None or known[0] != left:
-            known = self._sizes[job.id] = (left, self._size(job, left))
-        return known[1]
+        entry = self._sizes.get(job.id)
+        if entry is None or entry[0] != left:
+            entry = self._sizes[job.id] = (left, self._size(job, left))
+        return entry[1]
 
     def _menus_at(self, job: Job, version: int) -> OptionsByProfile:
         if job.attempts:
@@ -128,30 +128,30 @@ class OptionCache:
         is_promised = job.starts_by_s is not None
         # what is rehearsed is not probed
         key = (job.spec.family_name, job.spec, job.fault is None, is_promised, job.continues_step)
-        known = self._menus.get(key)
-        if known is None or known[0] != version:
+        entry = self._menus.get(key)
+        if entry is None or entry[0] != version:
             if len(self._menus) >= MENUS_MAX:
                 self._menus.clear()
-            known = self._menus[key] = (version, self._menus_on_all(job))
-        return known[1]
+            entry = self._menus[key] = (version, self._menus_on_all(job))
+        return entry[1]
 
     def _menus_on_all(self, job: Job) -> OptionsByProfile:
         menus = tuple((pool, self._menu(job, pool)) for pool in self._pools)
-        if any(isinstance(one, JobOptions) for _, one in menus):
+        if any(isinstance(menu, JobOptions) for _, menu in menus):
             return menus
-        return tuple((pool, one if isinstance(one, JobOptions) else one.likeliest or one) for pool, one in menus)
+        return tuple((pool, menu if isinstance(menu, JobOptions) else menu.likeliest or menu) for pool, menu in menus)
 
     def _menu(self, job: Job, pool: AvailabilityProfile) -> JobOptions | Infeasible:
         return job_options(job, pool.group, self.calibrated(job, pool.group.hardware.device.name), pool.launch_cost_s)
 
     def _size(self, job: Job, left: int | None) -> Size:
-        found = [
-            (sqrt(one.plan.world_size / self._devices) * seconds, seconds, one.plan.world_size * seconds)
+        sizes = [
+            (sqrt(candidate.plan.world_size / self._devices) * seconds, seconds, candidate.plan.world_size * seconds)
             for pool in self._pools
-            for one in _candidates(job, pool.group)
-            for seconds in [pool.launch_cost_s + (unknown_length_s(job) if left is None else left * one.step_s)]
+            for candidate in _candidates(job, pool.group)
+            for seconds in [pool.launch_cost_s + (unknown_length_s(job) if left is None else left * candidate.step_s)]
         ]
-        return Size(*min(found, default=(0.0, 0.0, 0.0)))
+        return Size(*min(sizes, default=(0.0, 0.0, 0.0)))
 
 
 def _candidates(job: Job, group: Group) -> Sequence[Candidate]:

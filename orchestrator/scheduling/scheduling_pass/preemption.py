@@ -1,4 +1,4 @@
-"""Which running job is stopped: to go on with idle devices, or to make way for jobs that gain more?
+"""Preemption: which running job is stopped to go on with idle devices, or to make way for jobs that gain more.
 
 A preempted job has saved a checkpoint, keeps its place in the queue, and spends none of its restart budgets.
 """
@@ -30,7 +30,7 @@ LATE_MAX = 10  # who waits and would miss its deadline, the earliest first, that
 
 @dataclass(frozen=True, slots=True)
 class Moving:
-    """A running job that could be moved, and what that takes."""
+    """A running job that could be moved, and the cost of that."""
 
     job: Job
     attempt: Attempt
@@ -41,7 +41,7 @@ class Moving:
 
     @property
     def paid_s(self) -> float:
-        """What a move costs: it saves when it is asked to end."""
+        """Seconds that a move costs: another launch, since the job saves when it is asked to end."""
         return self.pool.launch_cost_s
 
     @property
@@ -50,7 +50,7 @@ class Moving:
 
 
 class _PreemptionGain(NamedTuple):
-    """Who takes the place of a running job, and what that is worth."""
+    """The jobs that take the place of a running job, their gain and its cost."""
 
     first: str  # id
     jobs: int
@@ -62,67 +62,71 @@ class _PreemptionGain(NamedTuple):
 
 
 def scale_up(index: SchedulerIndex, at_s: float) -> Move | None:
-    """The job that gains most by idle, unpromised devices: more than twice the cost of its restart."""
+    """Return the move of the job that gains most by idle devices, more than twice its restart; else None."""
     price = price_of_idle(index)
-    found: list[tuple[float, Moving, SizeOption, float]] = []
-    for one in movable(index, index.growing, at_s):
-        if not one.pool.idle or one.left_s <= 2 * one.paid_s:
+    ways: list[tuple[float, Moving, SizeOption, float]] = []
+    for moving in movable(index, index.growing, at_s):
+        if not moving.pool.idle or moving.left_s <= 2 * moving.paid_s:
             continue
-        cost_s = one.left_s * (1 + price * one.devices)
-        for entry in index.options.entries_of(one.job, one.pool):
-            if one.devices < entry.devices <= one.devices + one.pool.idle:
-                seconds = one.paid_s + one.left_s * entry.candidate.step_s / one.attempt.step_s
+        cost_s = moving.left_s * (1 + price * moving.devices)
+        for entry in index.options.entries_of(moving.job, moving.pool):
+            if moving.devices < entry.devices <= moving.devices + moving.pool.idle:
+                seconds = moving.paid_s + moving.left_s * entry.candidate.step_s / moving.attempt.step_s
                 gain_s = cost_s - seconds * (1 + price * entry.devices)
-                if gain_s > one.paid_s:
-                    found.append((gain_s, one, entry, seconds))
-    for _, one, entry, seconds in nlargest(TRIED_MAX, found, key=lambda way: way[0]):
-        held_placement = one.pool.place_again(one.attempt.placement, entry.shape, at_s + seconds, entry.least_bytes)
+                if gain_s > moving.paid_s:
+                    ways.append((gain_s, moving, entry, seconds))
+    for _, moving, entry, seconds in nlargest(TRIED_MAX, ways, key=lambda way: way[0]):
+        held_placement = moving.pool.place_again(
+            moving.attempt.placement, entry.shape, at_s + seconds, entry.least_bytes
+        )
         if held_placement is not None:
-            earlier = format_seconds(one.left_s - seconds)
-            cost = format_seconds(one.paid_s)
+            earlier = format_seconds(moving.left_s - seconds)
+            cost = format_seconds(moving.paid_s)
             why = f"stopped to go on with {entry.devices} devices: ends {earlier} earlier, costs {cost}"
-            return Move(job=one.job, from_s=one.from_s, why=why, held_placement=held_placement)
+            return Move(job=moving.job, from_s=moving.from_s, why=why, held_placement=held_placement)
     return None
 
 
 def preempt_for_deadline(index: SchedulerIndex, late: Sequence[tuple[Waiting, float]], at_s: float) -> Move | None:
-    """Who shall be stopped so that one of those that wait meets its deadline: who can be away for longest.
+    """Return the job to stop so that a waiting one meets its deadline: the one that can be away for longest; or None.
 
-    Only an earlier deadline has one stopped that meets its own, and only if that is met all the same; the earliest
-    deadline alone would lose both in an overload (Liu and Layland 1973, JACM 20:46; Haritsa, Livny and Carey 1991,
-    Earliest Deadline Scheduling for Real-Time Database Systems, RTSS).
+    A job with a deadline is stopped only for an earlier one, and only if it still meets its own. The earliest deadline
+    alone would lose both in an overload (Liu and Layland 1973, JACM 20:46; Haritsa, Livny and Carey 1991, Earliest
+    Deadline Scheduling for Real-Time Database Systems, RTSS).
     """
-    able = sorted(movable(index, index.elastic, at_s), key=lambda one: -one.slack_s) if late else []
+    able = sorted(movable(index, index.elastic, at_s), key=lambda moving: -moving.slack_s) if late else []
     for waiting, by_s in late[:LATE_MAX]:
-        ways = ((one, entry) for one in able if (entry := _in_time(index, one, waiting, by_s, at_s)) is not None)
-        for one, entry in islice(ways, TRIED_MAX):
-            if _could_start(one, entry, at_s):
+        ways = (
+            (moving, entry) for moving in able if (entry := _in_time(index, moving, waiting, by_s, at_s)) is not None
+        )
+        for moving, entry in islice(ways, TRIED_MAX):
+            if _could_start(moving, entry, at_s):
                 why = f"stopped to make way for {waiting.job.id}: it would miss its deadline"
-                return Move(job=one.job, from_s=one.from_s, why=why)
+                return Move(job=moving.job, from_s=moving.from_s, why=why)
     return None
 
 
-def _in_time(index: SchedulerIndex, one: Moving, waiting: Waiting, by_s: float, at_s: float) -> SizeOption | None:
-    """The cheapest that the waiting job could run as in the place of the running one with both in time.
+def _in_time(index: SchedulerIndex, moving: Moving, waiting: Waiting, by_s: float, at_s: float) -> SizeOption | None:
+    """Return the cheapest option of the waiting job in the place of the running one with both in time; None without.
 
     None where the waiting job has a start window: the stopped job would start again, and be stopped again.
     """
     if waiting.job.spec.start_window is not None:
         return None
-    classes = one.job.spec.priority, waiting.job.spec.priority
+    classes = moving.job.spec.priority, waiting.job.spec.priority
     if classes[0] > classes[1] or (classes[0] == classes[1] and index.state.policy.is_shared):
         return None
-    if one.slack_s < inf and one.job.deadline_s is not None and one.job.deadline_s <= by_s:
+    if moving.slack_s < inf and moving.job.deadline_s is not None and moving.job.deadline_s <= by_s:
         return None
-    if classes[0] == classes[1] and index.policy.rank(one.job) <= at_s and one.job.order < waiting.job.order:
+    if classes[0] == classes[1] and index.policy.rank(moving.job) <= at_s and moving.job.order < waiting.job.order:
         return None
-    room, from_s = one.devices + one.pool.idle, max(at_s, one.from_s)
+    room, from_s = moving.devices + moving.pool.idle, max(at_s, moving.from_s)
     able = [
         entry
         for where, menu in index.options.options_of(waiting)
-        if where is one.pool and isinstance(menu, JobOptions)
+        if where is moving.pool and isinstance(menu, JobOptions)
         for entry in menu.entries
-        if entry.devices <= room and from_s + entry.seconds <= by_s and entry.seconds + one.paid_s <= one.slack_s
+        if entry.devices <= room and from_s + entry.seconds <= by_s and entry.seconds + moving.paid_s <= moving.slack_s
     ]
     return min(able, key=lambda entry: entry.device_seconds, default=None)
 
@@ -130,66 +134,66 @@ def _in_time(index: SchedulerIndex, one: Moving, waiting: Waiting, by_s: float, 
 def preempt_for_waiting(
     index: SchedulerIndex, waits: Sequence[tuple[Waiting, Reservation]], at_s: float
 ) -> Move | None:
-    """The job to stop for waiting ones: of those that end last, the first whose loss is less than their gain."""
-    for one in movable(index, islice(index.last_elastic(), TRIED_MAX) if waits else (), at_s):
-        ahead = _ahead_of(index, one, waits)
-        ways = [_way(one, ahead[first:], at_s) for first in range(len(ahead))]
+    """Return the job to stop for waiting ones: of those that end last, the first with a loss below their gain."""
+    for moving in movable(index, islice(index.last_elastic(), TRIED_MAX) if waits else (), at_s):
+        ahead = _ahead_of(index, moving, waits)
+        ways = [_way(moving, ahead[first:], at_s) for first in range(len(ahead))]
         if not any(way.is_worth(index.tuning.worth) for way in ways):
             continue  # a cheap test before a dear one: no order of starts would be worth it
-        starts = (way for way, (_, _, entry) in zip(ways, ahead, strict=True) if _could_start(one, entry, at_s))
+        starts = (way for way, (_, _, entry) in zip(ways, ahead, strict=True) if _could_start(moving, entry, at_s))
         way = next(starts, None)
         if way is not None and way.is_worth(index.tuning.worth):
             others = f" and {way.jobs - 1} more" if way.jobs > 1 else ""
             gain, cost = format_seconds(way.gain_s), format_seconds(way.cost_s)
             why = f"stopped to make way for {way.first}{others}: saves them {gain} of waiting, costs {cost}"
-            return Move(job=one.job, from_s=one.from_s, why=why)
+            return Move(job=moving.job, from_s=moving.from_s, why=why)
     return None
 
 
 def _ahead_of(
-    index: SchedulerIndex, one: Moving, waits: Iterable[tuple[Waiting, Reservation]]
+    index: SchedulerIndex, moving: Moving, waits: Iterable[tuple[Waiting, Reservation]]
 ) -> list[tuple[Waiting, Reservation, SizeOption]]:
-    """The waiting jobs that would go before the running one, each with its size on idle devices and those it leaves.
+    """Return the waiting jobs that would go before the running one, each with its option on idle and left devices.
 
     Jobs of equal priority go before it only if much shorter, and never on a shared cluster: fair share decides there.
     No job goes before one that runs to meet its deadline.
     """
-    if one.slack_s < inf:
+    if moving.slack_s < inf:
         return []
-    room, place = one.devices + one.pool.idle, _place(one.job, index.policy.rank(one.job), index.state.at_s)
-    shorter_s = -inf if index.state.policy.is_shared else index.tuning.shorter * one.left_s
-    found = []
+    room, place = moving.devices + moving.pool.idle, _place(moving.job, index.policy.rank(moving.job), index.state.at_s)
+    shorter_s = -inf if index.state.policy.is_shared else index.tuning.shorter * moving.left_s
+    ahead = []
     for waiting, promised in waits:
         priority = waiting.job.spec.priority
         if _place(waiting.job, waiting.rank, index.state.at_s) >= place:
             continue
-        if priority > one.job.spec.priority or promised.end_s - promised.start_s < shorter_s:
+        if priority > moving.job.spec.priority or promised.end_s - promised.start_s < shorter_s:
             wide = sum(len(part.devices) for part in promised.placement)
-            entry = _entry(index, waiting, one.pool, wide) if wide <= room else None
+            entry = _entry(index, waiting, moving.pool, wide) if wide <= room else None
             if entry is not None:
-                found.append((waiting, promised, entry))
-    return found
+                ahead.append((waiting, promised, entry))
+    return ahead
 
 
 def _place(job: Job, aging_limit_s: float, at_s: float) -> tuple[int, bool, float]:
-    """A job's place in the queue: past its aging limit it stands before every job that came later."""
+    """Return a job's place in the queue: past its aging limit it stands before every job that came later."""
     is_due = aging_limit_s <= at_s
     return -job.spec.priority, not is_due, job.order if is_due else aging_limit_s
 
 
-def _way(one: Moving, ahead: Sequence[tuple[Waiting, Reservation, SizeOption]], at_s: float) -> _PreemptionGain:
-    """Gain and cost if the first of these takes its place, then every other that still finds room."""
-    room, gain_s, away_s, jobs = one.devices + one.pool.idle, 0.0, 0.0, 0
+def _way(moving: Moving, ahead: Sequence[tuple[Waiting, Reservation, SizeOption]], at_s: float) -> _PreemptionGain:
+    """Return gain and cost if the first of these takes the job's place, then every other that still finds room."""
+    room, gain_s, away_s, jobs = moving.devices + moving.pool.idle, 0.0, 0.0, 0
     for waiting, promised, entry in ahead:
         if not room:
             break
         if entry.devices <= room:
             room -= entry.devices
             gain_s += promised.start_s - at_s
-            if waiting.job.spec.priority == one.job.spec.priority:
+            if waiting.job.spec.priority == moving.job.spec.priority:
                 away_s = max(away_s, promised.end_s - promised.start_s)
             jobs += 1
-    return _PreemptionGain(ahead[0][0].job.id, jobs, gain_s, one.paid_s + away_s)
+    return _PreemptionGain(ahead[0][0].job.id, jobs, gain_s, moving.paid_s + away_s)
 
 
 def _entry(index: SchedulerIndex, waiting: Waiting, pool: AvailabilityProfile, devices: int) -> SizeOption | None:
@@ -199,13 +203,13 @@ def _entry(index: SchedulerIndex, waiting: Waiting, pool: AvailabilityProfile, d
     return None
 
 
-def _could_start(one: Moving, entry: SizeOption, at_s: float) -> bool:
+def _could_start(moving: Moving, entry: SizeOption, at_s: float) -> bool:
     end_s = at_s + entry.seconds
-    return one.pool.place_again(one.attempt.placement, entry.shape, end_s, entry.least_bytes) is not None
+    return moving.pool.place_again(moving.attempt.placement, entry.shape, end_s, entry.least_bytes) is not None
 
 
 def movable(index: SchedulerIndex, job_ids: Iterable[str], at_s: float, rest: float | None = None) -> Iterator[Moving]:
-    """Of these running jobs the ones that could be stopped, each with what that takes.
+    """Yield those of these running jobs that could be stopped, each with the cost of that.
 
     Each has to train for `rest` launches first; None: for as many as the tuning says.
     """

@@ -1,4 +1,4 @@
-"""Which devices are a team's own? So many are guaranteed to it, and lent to others while it does not want them."""
+"""Quotas: devices that a team owns, and that are lent to others while it does not want them."""
 
 from __future__ import annotations
 
@@ -7,26 +7,28 @@ from collections.abc import Iterable, Iterator
 from math import inf
 
 from orchestrator.scheduling.queue.wait_queue import Waiting
-from orchestrator.scheduling.scheduling_pass.decide import Decision, StartDecision, Wait, must_wait
+from orchestrator.scheduling.scheduling_pass.decide import Decision, StartDecision, Wait, cannot_start
 from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.policy import PolicySpec
 
 
 def held_by_teams(policy: PolicySpec, running: Iterable[Job]) -> Counter[str]:
-    """Devices that attempts of each team's jobs hold."""
-    held: Counter[str] = Counter()
+    """Return the number of devices that attempts of each team's jobs hold."""
+    devices: Counter[str] = Counter()
     for job in running:
         team = policy.team_of(job.user).name
-        held[team] += sum(len(part.devices) for one in job.attempts if not one.released for part in one.placement)
-    return held
+        devices[team] += sum(
+            len(part.devices) for attempt in job.attempts if not attempt.released for part in attempt.placement
+        )
+    return devices
 
 
 LOOKED_AT_MAX = 10  # waiting jobs, first come first, for which others may be stopped
 
 
 class QuotaPass:
-    """One pass over the waiting jobs: those within their team's quota come first, then all in order.
+    """A pass over the waiting jobs: those within their team's quota come first, then all in order.
 
     Quotas count only while several teams wait: a team alone takes what there is. A reservation counts as held devices,
     so that a team with many jobs does not exceed its quota before others are served. A team that holds nothing comes
@@ -39,18 +41,18 @@ class QuotaPass:
         self._policy = index.state.policy
         self._left: dict[str, int] = {}  # devices that a team may still claim as its own
         self._without: set[str] = set()  # teams that wait and hold nothing
-        self._heard: set[str] = set()  # jobs that have their answer
+        self._decided_ids: set[str] = set()  # jobs that have their answer
         self._promised = index.promised_first()
         if not self._policy.has_quotas:
             return
         teams = set(map(self._team_of, index.users))
         if len(teams) > 1:
-            held = held_by_teams(self._policy, index.running.values())
-            self._without = {team for team in teams if not held[team]}
-            self._left = {team.name: team.quota - held[team.name] for team in self._policy.teams}
+            devices = held_by_teams(self._policy, index.running.values())
+            self._without = {team for team in teams if not devices[team]}
+            self._left = {team.name: team.quota - devices[team.name] for team in self._policy.teams}
 
     def __iter__(self) -> Iterator[tuple[Waiting, float, int | None]]:
-        """Each job to decide upon, its deadline, and the most devices that it may take (None: any number).
+        """Yield each job to decide upon, its deadline, and the most devices that it may take (None: any number).
 
         The pass ends when no device is idle. A job that must wait is decided upon once a later job need not wait, since
         its reservation matters to no other job before. It is decided upon at once where quotas count, since
@@ -66,7 +68,7 @@ class QuotaPass:
             is_plain
             and index.all_wait
             and not index.is_stale
-            and all(must_wait(index, waiting) for waiting in index.arrived)
+            and all(cannot_start(index, waiting) for waiting in index.arrived)
         ):
             return
         index.all_wait = False
@@ -78,36 +80,40 @@ class QuotaPass:
             if not is_looked_at and not idle:
                 return
             ahead.append(turn)
-            if self._left or is_looked_at or not must_wait(self._index, turn[0]):
-                for one in ahead:
-                    if one[0].job.id not in self._heard:
-                        yield one
+            if self._left or is_looked_at or not cannot_start(self._index, turn[0]):
+                for entry in ahead:
+                    if entry[0].job.id not in self._decided_ids:
+                        yield entry
                 ahead.clear()
                 decided = True
                 idle = self._index.idle  # without what was given to them
         index.all_wait = is_plain and not decided
         if self._index.closed and idle:
-            yield from [one for one in ahead[:LOOKED_AT_MAX] if one[0].job.id not in self._heard]
+            yield from [entry for entry in ahead[:LOOKED_AT_MAX] if entry[0].job.id not in self._decided_ids]
 
     def _all(self) -> Iterator[tuple[Waiting, float, int | None]]:
         yield from ((waiting, inf, None) for waiting in self._promised)
-        for waiting, by_s in self._unheard() if self._without else ():
+        for waiting, by_s in self._undecided() if self._without else ():
             if waiting.rank <= self._index.state.at_s and self._team_of(waiting.job.user) in self._without:
                 yield waiting, by_s, None
         if any(left > 0 for left in self._left.values()):
-            for waiting, by_s in self._unheard():
+            for waiting, by_s in self._undecided():
                 left = self._left.get(self._team_of(waiting.job.user), 0)
                 if waiting.job.spec.gpus.min <= left:
                     yield waiting, by_s, left
-        for waiting, by_s in self._unheard():
+        for waiting, by_s in self._undecided():
             yield waiting, by_s, None
 
-    def _unheard(self) -> Iterator[tuple[Waiting, float]]:
-        return ((waiting, by_s) for waiting, by_s in self._index.policy.in_order() if waiting.job.id not in self._heard)
+    def _undecided(self) -> Iterator[tuple[Waiting, float]]:
+        return (
+            (waiting, by_s)
+            for waiting, by_s in self._index.policy.in_order()
+            if waiting.job.id not in self._decided_ids
+        )
 
-    def decided(self, waiting: Waiting, outcome: Decision) -> None:
-        """The job has its answer."""
-        self._heard.add(waiting.job.id)
+    def record_decision(self, waiting: Waiting, outcome: Decision) -> None:
+        """Record that the job has its decision, and what that takes of its team's quota."""
+        self._decided_ids.add(waiting.job.id)
         if not self._left:
             return
         match outcome:

@@ -12,7 +12,7 @@ from orchestrator.backends.simulated.traces import Arrival, Trace
 from orchestrator.scheduling.base.job_updates import with_job
 from orchestrator.scheduling.base.migration import is_elastic, request_migration
 from orchestrator.scheduling.policies.registry import index_of
-from orchestrator.scheduling.queue.dependencies import resolved
+from orchestrator.scheduling.queue.dependencies import resolve_dependencies
 from orchestrator.scheduling.reports.forecast import Play, Stint, saved_step
 from orchestrator.service.commands.simulate import Outcome, Simulated, alone_s, report_on
 from orchestrator.service.server.trials import trials_of
@@ -100,7 +100,7 @@ class FutureSubmissions:
                 raise SpecError("the length of the job is unknown", source=spec.name, path="steps", hint="say `steps`")
             satisfied: tuple[str, ...] = ()
             if spec.depends_on:
-                spec, satisfied = resolved(spec, together, state.jobs.get)
+                spec, satisfied = resolve_dependencies(spec, together, state.jobs.get)
             job_id = f"{spec.name}-{order}"
             together.setdefault(spec.name, []).append(job_id)
             if spec.trial is not None:

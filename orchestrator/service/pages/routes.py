@@ -422,7 +422,7 @@ class _Pages:
         if form["cluster"].strip():
             other = parse_cluster(form["cluster"], "the cluster file")
         if form["order"] in list(Order):
-            other = other.ordered(Order(form["order"]))
+            other = other.with_order(Order(form["order"]))
         more = _read(form["job"]) if form["job"].strip() else []
         return what_if(now_of(state), present, other, more, self._sweeper.to_come(), self._home)
 

@@ -14,7 +14,7 @@ from datetime import datetime
 from orchestrator.backends.ports import Backend, Decided, EventLog, Submission, decisions
 from orchestrator.scheduling.base.migration import MOVE_GRACE_S
 from orchestrator.scheduling.base.time_limits import with_team_limit
-from orchestrator.scheduling.queue.dependencies import resolved
+from orchestrator.scheduling.queue.dependencies import resolve_dependencies
 from orchestrator.scheduling.scheduler import Scheduler
 from orchestrator.scheduling.transitions import CANCEL_GRACE_S
 from orchestrator.service.server.health import Health
@@ -458,13 +458,11 @@ class Controller:
         events = list[Submitted]()
         together: dict[str, list[str]] = {}  # ids by name
         at_s, array = self._clock(), None
-        for order, (request_spec, fault) in enumerate(request.jobs, start=submitted + 1):
-            if request_spec.deadline is not None and request_spec.deadline.due_s(at_s) <= at_s:
-                raise SpecError(
-                    "the deadline is over", source=request_spec.name, path="deadline", got=str(request_spec.deadline)
-                )
-            limited = with_team_limit(request_spec, self._state.policy.team_of(request_spec.user or ""))
-            spec, satisfied = resolved(limited, together, self.job) if request_spec.depends_on else (limited, ())
+        for order, (draft, fault) in enumerate(request.jobs, start=submitted + 1):
+            if draft.deadline is not None and draft.deadline.due_s(at_s) <= at_s:
+                raise SpecError("the deadline is over", source=draft.name, path="deadline", got=str(draft.deadline))
+            limited = with_team_limit(draft, self._state.policy.team_of(draft.user or ""))
+            spec, satisfied = resolve_dependencies(limited, together, self.job) if draft.depends_on else (limited, ())
             job_id = f"{spec.name}-{order}"
             together.setdefault(spec.name, []).append(job_id)
             if spec.trial is not None:
@@ -488,7 +486,7 @@ class Controller:
             )
             if self._journal.as_kept(event) != event:
                 hint = "report this: it is a fault of the service"
-                raise SpecError("the journal would not give back the same job", source=request_spec.name, hint=hint)
+                raise SpecError("the journal would not give back the same job", source=draft.name, hint=hint)
             events.append(event)
         request.ids = [event.job_id for event in events]
         return events

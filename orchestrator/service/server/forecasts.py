@@ -11,7 +11,7 @@ from math import inf
 from typing_extensions import TypedDict
 
 from orchestrator.scheduling.options.job_options import steps_left
-from orchestrator.scheduling.reports.forecast import Expected, forecast, foreseen
+from orchestrator.scheduling.reports.forecast import Expected, forecast, quick_forecast
 from orchestrator.scheduling.reports.waiting import Waits
 from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.replace import replace
@@ -104,7 +104,7 @@ def expected_jobs(state: State, now_s: float, *, ranged: bool = True) -> list[Ex
 
     Without ranges it takes a hundredth of the time.
     """
-    expectations = (forecast if ranged else foreseen)(replace(state, at_s=max(state.at_s, now_s)))
+    expectations = (forecast if ranged else quick_forecast)(replace(state, at_s=max(state.at_s, now_s)))
     jobs = [job for job in state.jobs.values() if not job.status.ended]
     waits = Waits(state)
     rows = [_expected(job, expectations.get(job.id), waits) for job in jobs]

@@ -182,11 +182,11 @@ def _variants(hardware: ClusterSpec, orders: Sequence[Order], objective: Aim | N
     if objective is not None and any(order is not Order.ADAPTIVE for order in orders):
         raise SpecError("only the order adaptive has an objective", path="--objective", allowed="--policy adaptive")
     if objective is None:
-        return {order.value: hardware.ordered(order) for order in orders} or {"": hardware}
+        return {order.value: hardware.with_order(order) for order in orders} or {"": hardware}
     if orders:
-        hardware = hardware.ordered(Order.ADAPTIVE)
+        hardware = hardware.with_order(Order.ADAPTIVE)
     aims = list(Objective) if objective is Aim.BOTH else [Objective(objective.value)]
-    return {aim.value: hardware.aiming(aim) for aim in aims}
+    return {aim.value: hardware.with_objective(aim) for aim in aims}
 
 
 def replay(

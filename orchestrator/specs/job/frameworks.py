@@ -284,14 +284,8 @@ def fill_defaults(data: Mapping[str, Any]) -> dict[str, Any]:
     if defaults is None or not argv or not isinstance(data.get("knobs", {}), Mapping):
         return dict(data)
     additions: dict[str, Any] = {**defaults, "launch": data.get("launch", defaults["launch"])}
-    job_knobs, knobs = data.get("knobs", {}), dict[str, Any]()
-    for name, knob in defaults["knobs"].items():
-        if knob == "derived":
-            knobs |= {} if name in job_knobs else {name: knob}
-        elif name not in job_knobs and (knob.get("accelerate") is None or additions["launch"] == "accelerate"):
-            knobs[name] = knob
-        elif isinstance(job_knobs.get(name), Mapping) and not any(job_knobs[name].get(way) is not None for way in WAYS):
-            knobs[name] = {**knob, **job_knobs[name]}  # the same way, with a default of its own
+    job_knobs = data.get("knobs", {})
+    knobs = _knobs_for(defaults["knobs"], job_knobs, additions["launch"])
     for name in ("micro_batch_size", "gradient_accumulation_steps"):
         if isinstance(knobs.get(name), Mapping):
             knobs[name], argv = _take_default(knobs[name], argv)
@@ -301,13 +295,9 @@ def fill_defaults(data: Mapping[str, Any]) -> dict[str, Any]:
         precision, argv = _take_precision(knobs["precision"], argv)
         additions |= {} if precision is None else {"precision": precision}
         knobs |= {"precision": None} if precision is None else {}
-    flag = CONFIG_FLAG.get(str(data["trainer"]))
-    if flag is not None and "config" not in data:
-        file, argv = take_flag(argv, flag)
-        additions |= {} if file is None else {"config": {"file": file, "flag": flag}}
-    if data["trainer"] in READS_FIRST_FILE and "config" not in data:
-        files = [word for word in argv if word.endswith((".yaml", ".yml")) and not word.startswith(("/", "-"))]
-        additions |= {"config": {"file": files[0]}} if files else {}
+    if "config" not in data:
+        config, argv = _take_config(str(data["trainer"]), argv)
+        additions |= {} if config is None else {"config": config}
     for section in ("resume", "phases"):
         if isinstance(data.get(section, {}), Mapping):
             additions[section] = {**defaults.get(section, {}), **data.get(section, {})}
@@ -315,6 +305,31 @@ def fill_defaults(data: Mapping[str, Any]) -> dict[str, Any]:
         "command": argv,
         "knobs": {**job_knobs, **knobs},
     }
+
+
+def _knobs_for(defaults: Mapping[str, Any], job_knobs: Mapping[str, Any], launch: object) -> dict[str, Any]:
+    """Return the framework's knobs that the job leaves out, or declares without a way to turn them."""
+    knobs: dict[str, Any] = {}
+    for name, knob in defaults.items():
+        if knob == "derived":
+            knobs |= {} if name in job_knobs else {name: knob}
+        elif name not in job_knobs and (knob.get("accelerate") is None or launch == "accelerate"):
+            knobs[name] = knob
+        elif isinstance(job_knobs.get(name), Mapping) and not any(job_knobs[name].get(way) is not None for way in WAYS):
+            knobs[name] = {**knob, **job_knobs[name]}  # the same way, with a default of its own
+    return knobs
+
+
+def _take_config(trainer: str, argv: tuple[str, ...]) -> tuple[dict[str, str] | None, tuple[str, ...]]:
+    """Return the config file that a command names for its trainer, or None, and the command without its flag."""
+    flag = CONFIG_FLAG.get(trainer)
+    if flag is not None:
+        file, argv = take_flag(argv, flag)
+        return None if file is None else {"file": file, "flag": flag}, argv
+    if trainer in READS_FIRST_FILE:
+        files = [word for word in argv if word.endswith((".yaml", ".yml")) and not word.startswith(("/", "-"))]
+        return {"file": files[0]} if files else None, argv
+    return None, argv
 
 
 def _split_command(command: object) -> tuple[str, ...]:

@@ -285,7 +285,22 @@ class JobSpec(SpecModel):
         return fill_defaults(raw) if isinstance(raw, dict) and raw.get("trainer") is not None else raw
 
     @model_validator(mode="after")
-    def _consistent(self) -> JobSpec:
+    def _check(self) -> JobSpec:
+        """Raise ValueError or SpecError at the first contradiction between keys of the job."""
+        self._check_model()
+        self._check_data()
+        self._check_speeds()
+        self._check_trainer()
+        self._check_guarantee()
+        check_script(self.command, self.launch, self.knobs, self.config, self.phases)
+        self._check_degrade()
+        if self.plan:
+            self._check_plan()
+        if self.trial is not None:
+            self._check_metric(self.trial)
+        return self
+
+    def _check_model(self) -> None:
         if (self.command is None) == (self.model is None):
             raise ValueError("a job says either `command` (a script) or `model` (and `data`)")
         if self.command is not None and not self.command:
@@ -301,18 +316,25 @@ class JobSpec(SpecModel):
             raise ValueError("`trains.weights` is fp32 or the job's `precision`")
         if self.trains is not None and self.command is None:
             raise ValueError("`trains` says which model somebody's script trains: it needs a `command`")
-        if self.model is not None:
-            if self.model.decoder is not None and not self.data.text:
-                raise ValueError("a decoder job needs `data.text`: the files it is trained on")
-            if self.model.hf is not None and not self.data.files:
-                raise ValueError("a transformers model needs `data.text`, `data.chat`, `data.tokens` or `data.tensors`")
-        if self.model is not None and (self.steps is not None or self.speeds):
+
+    def _check_data(self) -> None:
+        if self.model is None:
+            return
+        if self.model.decoder is not None and not self.data.text:
+            raise ValueError("a decoder job needs `data.text`: the files it is trained on")
+        if self.model.hf is not None and not self.data.files:
+            raise ValueError("a transformers model needs `data.text`, `data.chat`, `data.tokens` or `data.tensors`")
+        if self.steps is not None or self.speeds:
             raise ValueError("`steps` and `speeds` are a script's: a model says `training.max_steps`, and is costed")
+
+    def _check_speeds(self) -> None:
         counts = [count for count, _ in self.speeds]
         if len(set(counts)) < len(counts) or any(step_s <= 0 for _, step_s in self.speeds):
             raise ValueError("`speeds` names each number of devices once, with more than 0 seconds")
         if counts and not any(self.gpus.min <= count <= self.gpus.max for count in counts):
             raise ValueError(f"`speeds` knows none of {self.gpus.min} to {self.gpus.max} devices, which `gpus` allows")
+
+    def _check_trainer(self) -> None:
         if self.trainer is not None and self.command is None:
             raise ValueError("`trainer` says how somebody's script is driven: it needs a `command`")
         cut = find_cut_option(self.trainer, self.command or ())
@@ -323,8 +345,8 @@ class JobSpec(SpecModel):
                 got=" ".join(cut),
                 hint="leave it out, or say `speeds`: then each number of devices runs as the script cuts it",
             )
-        self._check_guarantee()
-        check_script(self.command, self.launch, self.knobs, self.config, self.phases)
+
+    def _check_degrade(self) -> None:
         if self.degrade.sequence_lengths and self.degrade.limit is not Degradation.SEMANTIC:
             raise ValueError("`degrade.sequence_lengths` changes the training: it needs `degrade.allow: semantic`")
         rule = self.degrade.global_batch_size
@@ -335,11 +357,6 @@ class JobSpec(SpecModel):
                 got=rule.learning_rate,
                 hint="say knobs.learning_rate: {flag: ..., default: NUMBER}, or learning_rate: same",
             )
-        if self.plan:
-            self._check_plan()
-        if self.trial is not None:
-            self._check_metric(self.trial)
-        return self
 
     @property
     def learning_rate(self) -> float | None:

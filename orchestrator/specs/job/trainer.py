@@ -372,19 +372,7 @@ def check_script(
     if launch == "dora" and command and (program_name(command[0]), *command[1:2]) != ("dora", "run"):
         raise SpecError("`launch: dora` starts `dora run`", path="command", got=" ".join(command[:3]))
     for name, knob in knobs.items():
-        if knob.key is not None and config is None:
-            hint = "say `config: {file: config.yaml}`, with `flag` where the script is told its path"
-            raise SpecError("a key of a config file, but no file is told", path=f"knobs.{name}.key", hint=hint)
-        if knob.accelerate is not None and launch != "accelerate":
-            raise SpecError("needs `launch: accelerate`", path=f"knobs.{name}.accelerate", got=launch)
-        if knob.phase is not None and knob.phase not in dict(phases):
-            raise SpecError(
-                "no log line tells this phase",
-                path=f"knobs.{name}.phase",
-                got=knob.phase,
-                allowed=", ".join(dict(phases)) or "the job has no `phases`",
-                hint=f"say `phases: {{{knob.phase}: 'a pattern of the line that begins it'}}`",
-            )
+        _check_knob(name, knob, launch, config, tuple(dict(phases)))
     if knobs.micro_batch_size is not None and knobs.micro_batch_size.phase is not None:
         raise SpecError("the first micro-batch is that of training", path="knobs.micro_batch_size.phase")
     for name, pattern in phases:
@@ -394,6 +382,22 @@ def check_script(
             re.compile(pattern)
         except re.error as error:
             raise SpecError(f"no regular expression of Python's: {error}", path=f"phases.{name}", got=pattern) from None
+
+
+def _check_knob(name: str, knob: Knob, launch: LaunchStyle, config: ConfigFile | None, phases: tuple[str, ...]) -> None:
+    if knob.key is not None and config is None:
+        hint = "say `config: {file: config.yaml}`, with `flag` where the script is told its path"
+        raise SpecError("a key of a config file, but no file is told", path=f"knobs.{name}.key", hint=hint)
+    if knob.accelerate is not None and launch != "accelerate":
+        raise SpecError("needs `launch: accelerate`", path=f"knobs.{name}.accelerate", got=launch)
+    if knob.phase is not None and knob.phase not in phases:
+        raise SpecError(
+            "no log line tells this phase",
+            path=f"knobs.{name}.phase",
+            got=knob.phase,
+            allowed=", ".join(phases) or "the job has no `phases`",
+            hint=f"say `phases: {{{knob.phase}: 'a pattern of the line that begins it'}}`",
+        )
 
 
 def is_python(program: str) -> bool:
