@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-from orchestrator.specs.parse import plain_scalar
+from orchestrator.specs.yaml_text import plain_scalar
 
 WIDTH = 10**6  # no line is folded
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from orchestrator.service.pages.form import OF_KEY, WRITTEN, Key, field_values, sections, write_job_file
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.spec import job_json_schema
-from orchestrator.specs.parse import read_document, read_value
 from orchestrator.specs.written import as_yaml, as_yaml_line
+from orchestrator.specs.yaml_text import read_document, read_value
 
 JOBS = sorted(Path("jobs").rglob("*.yaml"))
 TEXT = """\

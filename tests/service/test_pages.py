@@ -26,9 +26,9 @@ from orchestrator.service.server.gate import PAGES, SIGN_IN, WRONG_TOKENS
 from orchestrator.service.server.intake import read_cluster
 from orchestrator.service.server.sessions import LIFETIME_S, Sessions
 from orchestrator.specs.access import Role
-from orchestrator.specs.parse import read_document
 from orchestrator.specs.run import JobFolder
 from orchestrator.specs.state import State
+from orchestrator.specs.yaml_text import read_document
 from tests.service.services import TOKEN
 from tests.service.test_access import TEAMS
 from tests.service.worlds import JOB, World, job_spec

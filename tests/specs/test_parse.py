@@ -10,7 +10,8 @@ import pytest
 from orchestrator.specs.cluster import ClusterSpec
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.spec import JobSpec
-from orchestrator.specs.parse import DEPTH_MAX, job_from_data, parse_cluster, parse_job, read_document
+from orchestrator.specs.parse import job_from_data, parse_cluster, parse_job
+from orchestrator.specs.yaml_text import DEPTH_MAX, read_document
 
 HEAD = "name: a\nglobal_batch_size: 8\n"
 SCRIPT = f"{HEAD}command: python train.py\n"

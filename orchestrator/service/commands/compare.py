@@ -22,8 +22,9 @@ from orchestrator.specs.job.pins import SHORT, pins_of
 from orchestrator.specs.job.sections import Degrade, Member
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.observation import Observation
-from orchestrator.specs.parse import job_from_data, read_document
+from orchestrator.specs.parse import job_from_data
 from orchestrator.specs.replace import replace
+from orchestrator.specs.yaml_text import read_document
 
 STRATEGIES_MAX = 32  # of one comparison
 STEPS = 30  # of a model, where nobody says

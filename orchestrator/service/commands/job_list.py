@@ -11,9 +11,9 @@ from orchestrator.service.server.trials import trials_of
 from orchestrator.specs.clock import parse_deadline
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.spec import JobSpec
-from orchestrator.specs.parse import read_document
 from orchestrator.specs.replace import replace
 from orchestrator.specs.units import parse_seconds
+from orchestrator.specs.yaml_text import read_document
 
 
 def read_list(path: Path, home: Path) -> Trace:

@@ -9,8 +9,8 @@ from typing import Any
 
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.spec import job_json_schema
-from orchestrator.specs.parse import Path, dotted, read_document, read_value
 from orchestrator.specs.written import as_yaml, as_yaml_line
+from orchestrator.specs.yaml_text import Path, dotted, read_document, read_value
 
 SOURCE = "the job"
 OF_KEY = "key:"  # begins the name of the form's field of a key

@@ -54,7 +54,8 @@ from orchestrator.specs.errors import OrchestratorError, SpecError
 from orchestrator.specs.job.paths import paths_of
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.order import Order
-from orchestrator.specs.parse import parse_cluster, parse_jobs, read_document
+from orchestrator.specs.parse import parse_cluster, parse_jobs
+from orchestrator.specs.yaml_text import read_document
 
 START = f"{PAGES}/overview"
 PAGE_ROLES = {
