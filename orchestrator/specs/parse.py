@@ -8,7 +8,7 @@ import json
 import re
 import textwrap
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import inf, isfinite
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -30,6 +30,7 @@ from orchestrator.specs.job.pins import GIVEN as PLAN_SETTINGS
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job.sweep import TRIALS_AT_ONCE, Sweep, Value, templates
 from orchestrator.specs.plain_text import VALUE_LENGTH_MAX, why_no_text
+from orchestrator.specs.preset_file import with_preset_file
 from orchestrator.specs.replace import replace
 from orchestrator.specs.spec_model import SpecModel
 from orchestrator.specs.synonyms import instead_of
@@ -51,14 +52,18 @@ BITS_SHOWN_MAX = 200
 IN_NO_SCHEMA = get_args(SkipJsonSchema[object])[1]  # marks what is found out, and said in no file
 
 Override = tuple[str, str]  # ("training.max_steps", "20")
+ReadText = Callable[[str], str] | None
 AnyNoun = TypeVar("AnyNoun", bound=BaseModel)
 
 _NAME_RULE = "lower-case letters, digits and . _ -, first a letter or digit, at most 63"
 
 
-def parse_job(text: str, source: str, overrides: Sequence[Override] = ()) -> JobSpec:
-    """Return the job that `text` describes, after `overrides`. Raises one SpecError with every problem in it."""
-    (spec, *others) = parse_jobs(text, source, overrides)
+def parse_job(text: str, source: str, overrides: Sequence[Override] = (), read_text: ReadText = None) -> JobSpec:
+    """Return the job that `text` describes, after `overrides`. Raises one SpecError with every problem in it.
+
+    `read_text` returns the text of a preset that `trainer` names; None: the job came without a file, and has no preset.
+    """
+    (spec, *others) = parse_jobs(text, source, overrides, read_text)
     if others:
         raise SpecError(
             "an array is many jobs", source=source, path="array", got=f"{len(others) + 1} jobs", hint="`orc submit` it"
@@ -69,9 +74,9 @@ def parse_job(text: str, source: str, overrides: Sequence[Override] = ()) -> Job
     return spec
 
 
-def parse_jobs(text: str, source: str, overrides: Sequence[Override] = ()) -> list[JobSpec]:
+def parse_jobs(text: str, source: str, overrides: Sequence[Override] = (), read_text: ReadText = None) -> list[JobSpec]:
     """Return the jobs that `text` describes: one, or those of its `array`. Raises SpecError as `parse_job` does."""
-    document = _override(read_document(text, source), overrides)
+    document = with_preset_file(_override(read_document(text, source), overrides), read_text)
     for name, section in (("member", "array"), ("trial", "sweep")):
         if name in document.data:
             what = f"which job of {'an' if section == 'array' else 'a'} {section} it is, is no setting"

@@ -330,3 +330,14 @@ def test_a_cluster_file_names_trackers_that_there_are(tmp_path: Path) -> None:
     path.write_text(EMBEDDED_CLUSTER + "trackers: []\n")
     with pytest.raises(SpecError, match="trackers"):
         read_cluster(path)
+
+
+def test_a_preset_of_the_user_lies_beside_the_job_file(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("")
+    file = tmp_path / "job.yaml"
+    file.write_text("name: a\nglobal_batch_size: 16\ncommand: python train.py\ntrainer: presets/ours.yaml\n")
+    with pytest.raises(SpecError, match="does not exist"):
+        read_job(file)
+    (tmp_path / "presets").mkdir()
+    (tmp_path / "presets/ours.yaml").write_text("extends: hf\nlaunch: torchrun\n")
+    assert (read_job(file).trainer, read_job(file).launch) == ("hf", "torchrun")

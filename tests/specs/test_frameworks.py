@@ -225,3 +225,43 @@ def test_a_command_that_cuts_its_model_over_ranks_is_refused_unless_it_tells_its
         job(trainer, f"python train.py {words}")
     assert job(trainer, f"python train.py {words}", speeds={"8": "2.1s"}).speeds
     assert job(trainer, f"python train.py {words[:-1]}1").command
+
+
+OURS = "extends: hf\nlaunch: torchrun\nknobs:\n  micro_batch_size: {flag: --samples, default: 4}\n"
+JOB = "name: a\nglobal_batch_size: 16\ncommand: python train.py\ntrainer: ours.yaml\n"
+
+
+def test_a_preset_file_fills_in_what_the_job_leaves_out_and_extends_a_framework() -> None:
+    preset = parse_job(JOB, "job.yaml", read_text=lambda _: OURS)
+    assert (preset.trainer, preset.launch) == ("hf", "torchrun")
+    knob = preset.knobs.micro_batch_size
+    assert knob is not None
+    assert (knob.flag, knob.default) == ("--samples", 4)
+    assert preset.knobs.output_dir == job("hf").knobs.output_dir
+    own = parse_job(
+        JOB + "launch: ranks\nknobs: {micro_batch_size: {flag: --mine}}\n", "job.yaml", read_text=lambda _: OURS
+    )
+    assert own.knobs.micro_batch_size is not None
+    assert (own.launch, own.knobs.micro_batch_size.flag) == ("ranks", "--mine")
+    assert job_from_data(preset.model_dump(mode="json"), "request") == preset
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("extends: hff\n", "extends a framework"),
+        ("knob: {}\n", "unknown key of a preset"),
+        ("- 1\n", "top level"),
+        ("extends: [hf]\n", "extends a framework"),
+    ],
+)
+def test_a_preset_file_that_is_none_is_refused_with_what_may_stand_there(text: str, message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        parse_job(JOB, "job.yaml", read_text=lambda _: text)
+
+
+def test_no_preset_file_is_read_for_a_job_that_came_without_a_file() -> None:
+    with pytest.raises(SpecError, match="where the job file lies"):
+        parse_job(JOB, "a page")
+    with pytest.raises(SpecError):
+        job("/etc/passwd.yaml")

@@ -83,7 +83,7 @@ def read_job(
     `elsewhere`: absolute paths in the file are those of another machine. `scope`: the plans that the job is read for.
     """
     text, source, folder = _load_source(file)
-    spec = parse_job(text, source, overrides)
+    spec = parse_job(text, source, overrides, lambda name: _read_text(folder / name))
     read = _resolve_job(spec, source, folder, home, to_run=to_run, elsewhere=elsewhere, scope=scope)
     return _with_commits([read], folder)[0].spec if to_run else read.spec
 
@@ -91,7 +91,7 @@ def read_job(
 def read_jobs(file: JobSource, overrides: Sequence[Override] = (), home: Path | None = None) -> list[JobSpec]:
     """Return the jobs in a file: one, or the members of its array. Everything else is as in `read_job`."""
     text, source, folder = _load_source(file)
-    specs = parse_jobs(text, source, overrides)
+    specs = parse_jobs(text, source, overrides, lambda name: _read_text(folder / name))
     read = [_resolve_job(spec, source, folder, home, to_run=True, elsewhere=False) for spec in specs]
     return [job.spec for job in _with_commits(read, folder)]
 
@@ -104,7 +104,9 @@ def read_jobs_elsewhere(
     `only_one`: an array is an error.
     """
     text, source, folder = _load_source(file)
-    specs = [parse_job(text, source, overrides)] if only_one else parse_jobs(text, source, overrides)
+    parse = parse_job if only_one else parse_jobs
+    parsed = parse(text, source, overrides, lambda name: _read_text(folder / name))
+    specs = [parsed] if isinstance(parsed, JobSpec) else parsed
     read = [_resolve_job(spec, source, folder, home, to_run=True, elsewhere=True) for spec in specs]
     return _with_commits(read, folder)
 

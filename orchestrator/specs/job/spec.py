@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic import (
     Field,
@@ -147,8 +147,9 @@ class JobSpec(SpecModel):
     )
     trainer: Framework | None = Field(
         default=None,
-        description="Framework whose usual launch, knobs, resume, progress and phases fill in what is left out.",
+        description="Framework, or a preset file of yours, that fills in launch, knobs, resume, progress and phases.",
         examples=["hf"],
+        json_schema_extra={"anyOf": [{"enum": list(get_args(Framework))}, {"pattern": r"\.ya?ml$"}, {"type": "null"}]},
     )
     launch: LaunchStyle = Field(
         default="ranks",

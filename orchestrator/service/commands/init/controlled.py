@@ -14,7 +14,7 @@ from orchestrator.service.commands.init.command_settings import IN_FILE, TYPED, 
 from orchestrator.service.commands.init.meanings import IN_ALL, PRECISIONS, Setting, precision_of, word_of
 from orchestrator.service.commands.init.script_flags import Flag, Script
 from orchestrator.service.commands.init.typed_command import MODULE_OF, TypedCommand
-from orchestrator.specs.job.frameworks import READS_FIRST_FILE, Framework, knobs_of
+from orchestrator.specs.job.frameworks import Framework, knobs_of, load_preset
 
 SEVERAL_RANKS = ("init_process_group", "DistributedDataParallel", "DDP", "Accelerator", "FullyShardedDataParallel")
 WEIGHTS = (".pt", ".pth", ".bin", ".ckpt", ".safetensors", ".pkl", ".h5")  # of a file: no folder of checkpoints
@@ -348,7 +348,7 @@ def _config(
         if isinstance(knob, Mapping)
         for part in (knob, *knob.get("also", ()))
     )
-    if framework in READS_FIRST_FILE:
+    if framework is not None and load_preset(framework).get("config_is_first_file"):
         file = next((file for file in files if file.flag is None and not file.word.endswith(".json")), None)
         return None if file is None else {"file": file.word}
     if framework == "deepspeed" or not keys:

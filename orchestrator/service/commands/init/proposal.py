@@ -15,7 +15,7 @@ from orchestrator.service.commands.init.help_text import with_help
 from orchestrator.service.commands.init.meanings import meaning_of
 from orchestrator.service.commands.init.script_flags import NO_SCRIPT, TRL, Flag, Script, read_script
 from orchestrator.service.commands.init.typed_command import TypedCommand, package_roots, read_command
-from orchestrator.specs.job.frameworks import CONFIG_FLAG, Framework, knobs_of, launch_of
+from orchestrator.specs.job.frameworks import Framework, knobs_of, launch_of, load_preset
 from orchestrator.specs.parse import parse_job
 
 CHECK = "CHECK: "
@@ -61,7 +61,7 @@ def _framework(typed: TypedCommand, script: Script) -> Framework | None:
         return "diffusers"
     if "Accelerator" in script.calls and "--per_device_train_batch_size" in flags:
         return "accelerate"
-    return "deepspeed" if CONFIG_FLAG["deepspeed"] in flags else None
+    return "deepspeed" if load_preset("deepspeed")["config_flag"] in flags else None
 
 
 def _lines(typed: TypedCommand, script: Script, has_run: bool) -> Iterator[str]:
@@ -252,7 +252,7 @@ def _command(framework: Framework | None, folder: Path, needed: list[Flag], *, b
     if framework == "lightning" and bare:
         yield "fit"
     if framework == "deepspeed" and bare:
-        yield from (CONFIG_FLAG["deepspeed"], _deepspeed_file(folder))
+        yield from (load_preset("deepspeed")["config_flag"], _deepspeed_file(folder))
     for flag in needed:
         if flag.kind != "positional":
             yield flag.name

@@ -1,0 +1,41 @@
+"""Presets of trainers that users write: a file with a part of a job file, named by `trainer` of many job files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import get_args
+
+from orchestrator.specs.errors import SpecError, closest
+from orchestrator.specs.job.frameworks import Framework, with_preset
+from orchestrator.specs.replace import replace
+from orchestrator.specs.yaml_text import Document, read_document
+
+SUFFIXES = (".yaml", ".yml")
+KEYS = ("extends", "launch", "precision", "knobs", "config", "resume", "success", "progress", "phases")
+
+
+def with_preset_file(document: Document, read_text: Callable[[str], str] | None) -> Document:
+    """Return the job's document with the keys of the preset file that its `trainer` names; `extends` is its trainer.
+
+    `read_text` returns the text of a file that a job file names; None: the job came without a file. Raises SpecError
+    for a preset that cannot be read or has other keys.
+    """
+    trainer = document.data.get("trainer")
+    if not isinstance(trainer, str) or not trainer.endswith(SUFFIXES):
+        return document
+    if read_text is None:
+        what, hint = "a preset file is read where the job file lies", "`orc submit FILE` does; or write its keys here"
+        raise SpecError(what, source=document.source, path="trainer", got=trainer, hint=hint)
+    text = read_text(trainer)
+    preset = read_document(text, trainer).data
+    for key in preset:
+        if key not in KEYS:
+            nearest = closest(key, KEYS)
+            hint = f"did you mean `{nearest}`?" if nearest else "say it in the job file"
+            raise SpecError("unknown key of a preset", source=trainer, path=key, allowed=", ".join(KEYS), hint=hint)
+    base = preset.pop("extends", None)
+    if base is not None and base not in get_args(Framework):
+        allowed = ", ".join(get_args(Framework))
+        raise SpecError("a preset extends a framework", source=trainer, path="extends", got=base, allowed=allowed)
+    data = {key: value for key, value in document.data.items() if key != "trainer"}
+    return replace(document, data=with_preset({**data, "trainer": base}, preset))
