@@ -144,6 +144,7 @@ def test_adapters_are_a_logged_model_that_a_fresh_process_puts_on_their_base_aga
     assert [path.name for path in weights] == ["adapter_model.safetensors"], "the base is not copied"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("without", ["the base", "peft"])
 def test_adapters_that_nothing_here_can_load_are_artifacts(
     server: MlflowServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, without: str

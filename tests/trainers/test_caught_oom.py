@@ -72,6 +72,7 @@ DEVICES = pytest.mark.parametrize("devices", ["virtual", "none"])
 SHORT = pytest.mark.parametrize("devices", [pytest.param("virtual", marks=pytest.mark.long), "none"])
 
 
+@pytest.mark.long
 @SHORT
 def test_a_script_that_skips_every_batch_has_run_out_of_memory_and_is_recovered(devices: str, tmp_path: Path) -> None:
     """It exits 0 without an optimizer step, on each of two ranks."""

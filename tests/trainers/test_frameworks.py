@@ -15,6 +15,7 @@ from tests.trainers.driver import Drive, cluster, log, story
 SCRIPTS = Path(__file__).parent / "frameworks"
 
 
+@pytest.mark.long
 def test_a_script_like_the_examples_of_diffusers_recovers_and_goes_on_without_a_knob_written(tmp_path: Path) -> None:
     spec = JobSpec.model_validate(
         {

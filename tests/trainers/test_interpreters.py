@@ -62,6 +62,7 @@ def test_the_guard_caps_and_reports_without_pytorch_features_newer_than_2_1(
     assert (said["step"], said["requested_bytes"]) == (3, 256 * 2**20)
 
 
+@pytest.mark.long
 def test_code_in_the_trainers_process_uses_nothing_newer_than_python_3_10_and_pytorch_2_1(
     tmp_path: Path,
 ) -> None:

@@ -93,6 +93,7 @@ for child in children:
 """
 
 
+@pytest.mark.long
 def test_ranks_that_a_script_forks_are_capped_and_reported_and_their_loaders_are_not(tmp_path: Path) -> None:
     """Its process has imported torch and entered the device before it forks; it always exits 0."""
     (tmp_path / "train.py").write_text(FORKS)
@@ -150,6 +151,7 @@ def test_ranks_that_train_without_meeting_are_ended_and_the_reason_says_so(launc
     assert max(beat.steps_done for beat in evidence.heartbeats) < ENDLESS
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("first", [JOINS, pytest.param("import horovod", marks=pytest.mark.long)])
 def test_ranks_that_met_or_may_have_met_are_left_alone(first: str, tmp_path: Path) -> None:
     job = apart(tmp_path, 20, first=first)
@@ -157,6 +159,7 @@ def test_ranks_that_met_or_may_have_met_are_left_alone(first: str, tmp_path: Pat
     assert "process group" not in job.reason
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("gpus", "size"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.long)])
 def test_a_process_group_of_another_size_than_planned_is_told(gpus: int, size: int, tmp_path: Path) -> None:
     """Each rank makes a group by itself, the larger of which has a backend that sends nothing."""

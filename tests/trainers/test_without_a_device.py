@@ -92,6 +92,7 @@ def evidence_of(client: str, tmp_path: Path, **env: str) -> tuple[Evidence, int,
     return first.evidence, first.plan.world_size, f"{job.reason}\n{log(tmp_path / 'home', 1)}"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "client", [pytest.param(name, marks=() if name in SHORT else pytest.mark.long) for name in CLIENTS]
 )
