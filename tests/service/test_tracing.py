@@ -115,7 +115,7 @@ def test_each_span_is_sent_once_and_a_later_service_goes_on_in_the_same_trace(wo
     job_id = world.submit()
     sent = Sent()
     tracing = Tracing(sent, world.controller, world.home, world.controller._clock)
-    tracing.submitted([job_id], 0.0, CLIENT)
+    tracing.add_jobs([job_id], 0.0, CLIENT)
     world.turn_until("running")
     for _ in range(3):
         tracing.look()
@@ -134,8 +134,8 @@ def test_a_client_that_samples_nothing_has_no_spans_and_without_a_client_each_jo
     unsampled, first, second = (world.submit() for _ in range(3))
     sent = Sent()
     tracing = Tracing(sent, world.controller, world.home, world.controller._clock)
-    tracing.submitted([unsampled], 0.0, UNSAMPLED)
-    tracing.submitted([first, second], 0.0, "")
+    tracing.add_jobs([unsampled], 0.0, UNSAMPLED)
+    tracing.add_jobs([first, second], 0.0, "")
     world.turn_until("succeeded", 3)
     tracing.look()
     assert {span.attributes["orc.job_id"] for span in sent} == {first, second}
@@ -192,6 +192,6 @@ def test_no_span_of_a_job_is_sent_before_its_client_is_known(world: World) -> No
     world.turn_until("running")
     tracing.look()  # the thread is faster than the answer of the request
     assert not sent
-    tracing.submitted([job_id], 0.0, CLIENT)
+    tracing.add_jobs([job_id], 0.0, CLIENT)
     tracing.look()
     assert {span.trace_id for span in sent} == {int(CLIENT.split("-")[1], 16)}

@@ -107,7 +107,7 @@ def _add_submission_routes(app: FastAPI, service: Service, uploads: Uploads) -> 
         began_s, key = time.time(), request_key(idempotency_key, sender, request)
         job_id = controller.submit(*requested_job(request, "the submitted job", sender, uploads, service.sweeper), key)
         if service.tracing is not None:
-            service.tracing.submitted([job_id], began_s, traceparent)
+            service.tracing.add_jobs([job_id], began_s, traceparent)
         return {"id": job_id, "late": late(controller.state, [job_id])}
 
     @app.post("/jobs/batch", **answers(BatchAnswer))
@@ -122,7 +122,7 @@ def _add_submission_routes(app: FastAPI, service: Service, uploads: Uploads) -> 
         ]
         ids = controller.submit_all(jobs, key)
         if service.tracing is not None:
-            service.tracing.submitted(ids, began_s, traceparent)
+            service.tracing.add_jobs(ids, began_s, traceparent)
         promises = {job_id: promise for job_id in ids if (promise := promise_view(job_of(service.controller, job_id)))}
         return {"ids": ids, "late": late(controller.state, ids), "promises": promises}
 

@@ -54,7 +54,7 @@ class Tracing:
         self._progress = {job_id: _Progress(parent=self._parent(job_id)) for job_id in controller.state.jobs}
         self._since_s = clock()  # what was over before was sent by the service before
 
-    def submitted(self, job_ids: Sequence[str], began_s: float, traceparent: str) -> None:
+    def add_jobs(self, job_ids: Sequence[str], began_s: float, traceparent: str) -> None:
         """Take up jobs that are in the journal; the client's span is kept in the job's folder for a restart."""
         parent = parent_of(traceparent)
         for job_id in job_ids:
@@ -107,10 +107,10 @@ class Tracing:
             return
         progress.running_s.setdefault(number, self._clock() if attempt.ended_at_s is None else attempt.ended_at_s)
         heartbeats: Sequence[Heartbeat] = beats(self._home, job)
-        stepped = [beat.at_s for beat in heartbeats if beat.steps_done > 0]
-        if stepped:
-            progress.running_s[number] = min(progress.running_s[number], *stepped)
-            progress.first_step_s[number] = max(stepped)
+        step_moments_s = [beat.at_s for beat in heartbeats if beat.steps_done > 0]
+        if step_moments_s:
+            progress.running_s[number] = min(progress.running_s[number], *step_moments_s)
+            progress.first_step_s[number] = max(step_moments_s)
 
     def _parent(self, job_id: str) -> Parent | None:
         try:
@@ -131,18 +131,18 @@ class _Trace:
         key: tuple[str, int],
         begins_s: float,
         ends_s: float,
-        above: tuple[str, int] | None,
+        parent: tuple[str, int] | None,
         attributes: Mapping[str, str | float | None] = MappingProxyType({}),
         error: str = "",
     ) -> Span:
-        """Return a span of this job. `key` is its name and the number of its attempt, `above` the key of its parent."""
+        """Return a span of this job. `key` is its name and attempt number; `parent` is the key of the span above it."""
         client = self._parent.span_id if self._parent else None
         values = {"job_id": self._job_id, "attempt": key[1] or None, **attributes}
         return Span(
             name=key[0],
             trace_id=self._parent.trace_id if self._parent else self._id(("trace", 0), 16),
             span_id=self._id(key, 8),
-            parent_id=client if above is None else self._id(above, 8),
+            parent_id=client if parent is None else self._id(parent, 8),
             begins_s=begins_s,
             ends_s=ends_s,
             attributes={f"orc.{name}": value for name, value in values.items() if value is not None},
