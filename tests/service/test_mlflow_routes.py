@@ -195,7 +195,7 @@ def test_mlflows_own_client_reads_with_a_token_of_ours(site: Site, tmp_path: Pat
 
 def test_neither_token_nor_cookie_reaches_mlflow(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     passed = list[httpx.Headers]()
-    real = mlflow_routes._forwarded
+    real = mlflow_routes._mlflow_request
 
     def forwarded(request: Any) -> httpx.Request:
         passed.append((made := real(request)).headers)
