@@ -201,7 +201,7 @@ def test_neither_token_nor_cookie_reaches_mlflow(site: Site, monkeypatch: pytest
         passed.append((made := real(request)).headers)
         return made
 
-    monkeypatch.setattr(mlflow_routes, "_forwarded", forwarded)
+    monkeypatch.setattr(mlflow_routes, "_mlflow_request", forwarded)
     headers = {"Cookie": "a=b", "Referer": site.url, "Connection": "close, X-One", "X-Forwarded-For": "127.0.0.1"}
     assert site.request("GET", f"{ADDRESS}/version", headers=headers).text.startswith("3.")
     (sent,) = passed
