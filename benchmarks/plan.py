@@ -22,7 +22,7 @@ from typing import Any
 
 from benchmarks.figure import Figure, at_most, informs
 from orchestrator.service.commands.plan import JobPlans, plan_job
-from orchestrator.service.server.profiling import TraceScope, traced
+from orchestrator.service.server.profiling import TraceScope, trace_model
 from orchestrator.specs.choices import Precision
 from orchestrator.specs.cluster import idle_nodes
 from orchestrator.specs.job.model import DataSpec, DecoderSpec, ModelSpec
@@ -137,7 +137,7 @@ def trace(name: str) -> list[tuple[float, float]]:
     with tempfile.TemporaryDirectory() as home:
         for _ in range(2):
             began_s, busy_s = time.perf_counter(), time.process_time() + _children_s()
-            traced(spec, Path(home), "job.yaml", TraceScope())
+            trace_model(spec, Path(home), "job.yaml", TraceScope())
             taken.append((time.perf_counter() - began_s, time.process_time() + _children_s() - busy_s))
     return taken
 

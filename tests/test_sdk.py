@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from orchestrator.sdk import AsyncClient, AsyncJob, Client, Job, JobFailed
-from orchestrator.service.server.daemon import served
+from orchestrator.service.server.daemon import serve_http
 from orchestrator.service.server.lifecycle import write_service_file
 from orchestrator.specs.errors import ServiceError, SpecError
 from orchestrator.specs.run import JobFolder
@@ -51,7 +51,7 @@ def still(tmp_path: Path) -> Iterator[World]:
     (tmp_path / "corpus.txt").write_text("a" * 1000)
     variables = {name: text for name, text in os.environ.items() if name != "ORC_SERVER"}
     with (
-        served(world.app) as port,
+        serve_http(world.app) as port,
         contextlib.chdir(tmp_path),
         mock.patch.dict(os.environ, {**variables, "ORC_HOME": str(tmp_path / "home")}, clear=True),
     ):

@@ -211,7 +211,7 @@ def refused_after_running(patch: pytest.MonkeyPatch) -> None:
 
 
 def nobody_adopted(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(service.Controller, "_take_up", lambda *_: None)
+    patch.setattr(service.Controller, "_adopt", lambda *_: None)
 
 
 def the_tail_forgotten(patch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from orchestrator.backends.journal.journal import Journal
 from orchestrator.service.server.api import create_app
 from orchestrator.service.server.controller import Controller
-from orchestrator.service.server.daemon import served
+from orchestrator.service.server.daemon import serve_http
 from orchestrator.service.server.lifecycle import write_service_file
 from tests.scheduling.world import cluster, device
 from tests.service.folder_world import FolderBackend
@@ -31,7 +31,7 @@ def serve(home: Path) -> None:
         controller = Controller(journal, FolderBackend(home / "world", CLUSTER), time.time)
         token = (home / "token").read_text()
         service = service_of(controller, journal, home, token=token, cluster=CLUSTER.name)
-        with served(create_app(service)) as port:
+        with serve_http(create_app(service)) as port:
             write_service_file(home, port)
             controller.run(threading.Event())
 

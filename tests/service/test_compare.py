@@ -21,7 +21,7 @@ from orchestrator.service.commands.compare import STEPS, choose_strategies, comp
 from orchestrator.service.server.api import create_app
 from orchestrator.service.server.client import Client
 from orchestrator.service.server.controller import Controller
-from orchestrator.service.server.daemon import served
+from orchestrator.service.server.daemon import serve_http
 from orchestrator.service.server.lifecycle import write_service_file
 from orchestrator.service.terminal.comparison_files import WRITERS
 from orchestrator.specs.choices import Micro
@@ -188,7 +188,7 @@ def home(tmp_path: Path) -> Iterator[Path]:
     loop = threading.Thread(target=controller.run, args=(stop,))
     variables = {name: text for name, text in os.environ.items() if name != "ORC_SERVER"}
     variables |= {"ORC_HOME": str(home), "COLUMNS": "80", "OMP_NUM_THREADS": "1"}
-    with served(create_app(service)) as port, contextlib.chdir(tmp_path), mock.patch.dict(os.environ, variables):
+    with serve_http(create_app(service)) as port, contextlib.chdir(tmp_path), mock.patch.dict(os.environ, variables):
         write_service_file(home, port)
         loop.start()
         try:

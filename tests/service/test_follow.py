@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from orchestrator.service.server.client import Client
-from orchestrator.service.server.daemon import served
+from orchestrator.service.server.daemon import serve_http
 from orchestrator.service.server.lifecycle import write_service_file
 from orchestrator.service.terminal import follow
 from orchestrator.service.terminal.follow import follow as follow_job
@@ -38,7 +38,7 @@ def world(tmp_path: Path) -> Iterator[World]:
     folder.path.mkdir(parents=True)
     beat = Heartbeat(rank=0, step=25, steps_done=25, phase="training", peak_bytes=2**20, step_s=2.0, at_s=1.0)
     write_json(folder.heartbeat(0), beat)
-    with served(world.app) as port:
+    with serve_http(world.app) as port:
         (tmp_path / "token").write_text(TOKEN)
         write_service_file(tmp_path, port)
         yield world

@@ -14,7 +14,7 @@ import pytest
 
 from orchestrator.service.server import waits
 from orchestrator.service.server.client import Client
-from orchestrator.service.server.daemon import served
+from orchestrator.service.server.daemon import serve_http
 from orchestrator.service.server.lifecycle import write_service_file
 from orchestrator.service.terminal.follow import log_lines
 from orchestrator.specs.run import JobFolder
@@ -37,7 +37,7 @@ def world(tmp_path: Path) -> Iterator[World]:
 
 def test_no_answer_waits_for_the_acknowledgement_of_its_headers(world: World) -> None:
     took_s = []
-    with served(world.app) as port, httpx.Client(base_url=f"http://127.0.0.1:{port}", headers=HEADERS) as client:
+    with serve_http(world.app) as port, httpx.Client(base_url=f"http://127.0.0.1:{port}", headers=HEADERS) as client:
         for _ in range(40):
             began_s = time.perf_counter()
             client.get("/whoami")
@@ -60,7 +60,7 @@ def test_clients_that_wait_for_a_job_or_a_log_hold_up_nobody(world: World) -> No
             assert client.get(paths[number % 2]).status_code == 200
             return time.monotonic() - began_s
 
-    with served(world.app) as port, ThreadPoolExecutor(WAITING) as pool:
+    with serve_http(world.app) as port, ThreadPoolExecutor(WAITING) as pool:
         waited = [pool.submit(wait, number) for number in range(WAITING)]
         for _ in range(WAITING):
             assert begun.acquire(timeout=BOUND_S)
@@ -79,7 +79,7 @@ def test_a_followed_log_is_whole_and_in_order_and_ends_with_its_attempt(world: W
     file = JobFolder(world.home, job_id).attempt(1).log(0)
     file.parent.mkdir(parents=True)
     read: list[str] = []
-    with served(world.app) as port:
+    with serve_http(world.app) as port:
         write_service_file(world.home, port)
         with closing(Client(world.home)) as client, file.open("w", buffering=1) as log:
             pieces = log_lines(client, job_id, None, 0, to_the_end=True)
@@ -95,7 +95,7 @@ def test_a_followed_log_is_whole_and_in_order_and_ends_with_its_attempt(world: W
 def test_a_change_of_the_state_wakes_who_waits_at_once(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waits, "LOOK_S", 3600.0)  # it looks by itself once an hour
     job_id = world.submit()
-    with served(world.app) as port, ThreadPoolExecutor(1) as pool:
+    with serve_http(world.app) as port, ThreadPoolExecutor(1) as pool:
         url, seen = f"http://127.0.0.1:{port}/jobs/{job_id}", world.controller.version
         waiting = pool.submit(httpx.get, f"{url}?seen={seen}&wait_s=10", headers=HEADERS, timeout=BOUND_S)
         with pytest.raises(TimeoutError):

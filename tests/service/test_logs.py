@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.service.server import logs
-from orchestrator.service.server.daemon import served
+from orchestrator.service.server.daemon import serve_http
 from orchestrator.service.server.logs import CONTINUED, JsonFormatter, TextFormatter
 from tests.service.services import TOKEN
 from tests.service.worlds import World, job_spec
@@ -114,7 +114,7 @@ def test_nothing_that_a_client_sends_makes_a_record_of_its_own(tmp_path: Path, w
 def test_a_header_cannot_be_split(tmp_path: Path) -> None:
     """Over a socket, where no client library looks at what is sent."""
     world = World(tmp_path)
-    with served(world.app) as port:
+    with serve_http(world.app) as port:
         for forged in (b"a\rSet-Cookie: x=1", b"a\x00b", b"a%0d%0aSet-Cookie: x=1", b"a\n Set-Cookie: x=1"):
             with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
                 connection.sendall(

@@ -18,7 +18,7 @@ import pytest
 
 from orchestrator.backends.mlflow.server import ADDRESS, MlflowServer
 from orchestrator.service.server import mlflow_routes
-from orchestrator.service.server.daemon import served
+from orchestrator.service.server.daemon import serve_http
 from orchestrator.service.server.gate import BODY_BYTES_MAX, PAGES, SIGN_IN
 from orchestrator.specs.access import Role
 from tests.backends.test_mlflow_tracker import eventually
@@ -90,7 +90,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
                 client.log_metric(run_id, "loss", step + number, step=step)
             client.log_text(run_id, "words", NAME)
             client.log_text(run_id, HOSTILE, "page.html")
-        url = f"http://127.0.0.1:{stack.enter_context(served(world.app))}"
+        url = f"http://127.0.0.1:{stack.enter_context(serve_http(world.app))}"
         yield Site(world=world, server=server, url=url, experiment=experiment, runs=tuple(runs))
 
 

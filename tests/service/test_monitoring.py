@@ -14,7 +14,7 @@ import httpx
 import pytest
 import yaml
 
-from orchestrator.service.server.daemon import served
+from orchestrator.service.server.daemon import serve_http
 from orchestrator.specs.access import Role
 from orchestrator.specs.attempt import Heartbeat
 from orchestrator.specs.run import JobFolder, write_json
@@ -124,7 +124,7 @@ def prometheus(tmp_path: Path, busy: World) -> Iterator[httpx.Client]:
     (folder / "token").write_text(secret)
     config = yaml.safe_load((MONITORING / "prometheus.yaml").read_text())
     (job,) = config["scrape_configs"]
-    with served(busy.app) as serves:
+    with serve_http(busy.app) as serves:
         job |= {"scheme": "http", "scrape_interval": "1s", "static_configs": [{"targets": [f"127.0.0.1:{serves}"]}]}
         del job["tls_config"]
         config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}

@@ -21,7 +21,7 @@ from orchestrator.service.pages import live
 from orchestrator.service.pages.routes import PAGE_ROLES
 from orchestrator.service.pages.svg import Cause, Line, lines, waterfall
 from orchestrator.service.server import forecasts
-from orchestrator.service.server.daemon import served
+from orchestrator.service.server.daemon import serve_http
 from orchestrator.service.server.gate import PAGES, SIGN_IN, WRONG_TOKENS
 from orchestrator.service.server.intake import read_cluster
 from orchestrator.service.server.sessions import LIFETIME_S, Sessions
@@ -123,7 +123,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
             written = JobFolder(world.home, job_id).attempt(1)
             written.path.mkdir(parents=True)
             written.metrics.write_text("".join(f'{{"step": {n}, "loss": {number / 9 + 9 / n}}}\n' for n in range(1, 9)))
-        port = stack.enter_context(served(world.app))
+        port = stack.enter_context(serve_http(world.app))
         playwright = stack.enter_context(sync_playwright())
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-dev-shm-usage"])
         stack.callback(browser.close)
@@ -468,7 +468,7 @@ def test_sign_in_leads_back_to_pages_of_this_service_alone(world: World) -> None
 
 def test_a_stream_that_resumes_hears_at_once_of_what_it_missed(world: World) -> None:
     headers = {"Authorization": f"Bearer {TOKEN}"}
-    with served(world.app) as port:
+    with serve_http(world.app) as port:
         url = f"http://127.0.0.1:{port}{PAGES}/events"
         world.submit()
         seen = world.controller.wait_for_change(-1, 0.0)
@@ -481,7 +481,7 @@ def test_a_stream_hears_of_a_change_as_it_happens(world: World, monkeypatch: pyt
     monkeypatch.setattr(live, "WAIT_S", 3600.0)  # it looks by itself once an hour
     headers = {"Authorization": f"Bearer {TOKEN}"}
     seen = world.controller.wait_for_change(-1, 0.0)
-    with served(world.app) as port:
+    with serve_http(world.app) as port:
         url = f"http://127.0.0.1:{port}{PAGES}/events?seen={seen}"
         with httpx.stream("GET", url, headers=headers, trust_env=False, timeout=10.0) as stream:
             said = stream.iter_lines()

@@ -25,7 +25,7 @@ from orchestrator.service.server import study as study_module
 from orchestrator.service.server.api import create_app
 from orchestrator.service.server.client import Client
 from orchestrator.service.server.controller import Controller
-from orchestrator.service.server.daemon import served
+from orchestrator.service.server.daemon import serve_http
 from orchestrator.service.server.intake import read_jobs
 from orchestrator.service.server.lifecycle import write_service_file
 from orchestrator.service.server.notifier import DAY_S, Notifier
@@ -92,7 +92,7 @@ class World:
         )
         stop = threading.Event()
         threads = [threading.Thread(target=run, args=(stop,)) for run in (self.controller.run, self.sweeper.run)]
-        port = stack.enter_context(served(create_app(service)))
+        port = stack.enter_context(serve_http(create_app(service)))
         self.url = f"http://127.0.0.1:{port}"
         write_service_file(self.home, port)
         for thread in threads:

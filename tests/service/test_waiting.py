@@ -5,7 +5,7 @@ from __future__ import annotations
 import httpx
 import pytest
 
-from orchestrator.service.server.daemon import served
+from orchestrator.service.server.daemon import serve_http
 from orchestrator.service.server.waiting import waiting_app
 
 
@@ -14,7 +14,7 @@ from orchestrator.service.server.waiting import waiting_app
     [("GET", "/healthz", 200), ("GET", "/readyz", 503), ("GET", "/jobs", 503), ("POST", "/jobs/batch", 503)],
 )
 def test_a_waiting_service_is_alive_and_not_ready(method: str, path: str, status: int) -> None:
-    with served(waiting_app()) as port:
+    with serve_http(waiting_app()) as port:
         answer = httpx.request(method, f"http://127.0.0.1:{port}{path}", trust_env=False)
     assert answer.status_code == status
     assert status == 200 or "standby" in answer.json()["error"]

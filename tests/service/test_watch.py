@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.service.server.daemon import served
+from orchestrator.service.server.daemon import serve_http
 from orchestrator.service.server.lifecycle import write_service_file
 from tests.service.services import TOKEN
 from tests.service.worlds import World
@@ -28,7 +28,7 @@ def home(tmp_path: Path) -> Iterator[tuple[World, Path]]:
     """A service with one job, and the home folder that leads to it."""
     world = World(tmp_path)
     world.submit()
-    with served(world.app) as port:
+    with serve_http(world.app) as port:
         (tmp_path / "token").write_text(TOKEN)
         write_service_file(tmp_path, port)
         yield world, tmp_path

@@ -74,16 +74,16 @@ def back_up(home: Path, archive: Path) -> dict[str, Any]:
             "created_at": datetime.now(UTC).isoformat(timespec="seconds"),
             "files": {name: {"sha256": _digest(path), "bytes": path.stat().st_size} for name, path in files.items()},
         }
-        written = Path(folder) / "archive"
-        descriptor = os.open(written, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        packed_file = Path(folder) / "archive"
+        descriptor = os.open(packed_file, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "wb") as file:
-            with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as packed:
-                packed.writestr(MANIFEST, json.dumps(manifest, indent=2))
+            with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive_file:
+                archive_file.writestr(MANIFEST, json.dumps(manifest, indent=2))
                 for name, path in files.items():
-                    packed.write(path, name)
+                    archive_file.write(path, name)
             file.flush()
             os.fsync(file.fileno())
-        os.link(written, archive)  # whole or not at all; fails where another wrote it meanwhile
+        os.link(packed_file, archive)  # whole or not at all; fails where another wrote it meanwhile
     return manifest
 
 
@@ -97,16 +97,16 @@ def restore(archive: Path, home: Path) -> Restored:
         raise SpecError("the home is not empty", source=str(home), hint="name another with --home, or move this away")
     home.parent.mkdir(parents=True, exist_ok=True)
     with (
-        _open_archive(archive) as packed,
+        _open_archive(archive) as archive_file,
         tempfile.TemporaryDirectory(dir=home.parent, prefix=".orc-restore-") as folder,
     ):
         new_home = Path(folder) / "home"
         new_home.mkdir(mode=0o700)
-        manifest = _manifest(packed, archive)
+        manifest = _manifest(archive_file, archive)
         for name, entry in manifest["files"].items():
-            _unpack(packed, name, entry, new_home / name, archive)
+            _unpack(archive_file, name, entry, new_home / name, archive)
         if schema_of(new_home / JOURNAL) != manifest["schema"]:
-            raise _damaged(archive, "its manifest names another schema than its journal has")
+            raise _damage_error(archive, "its manifest names another schema than its journal has")
         queued, lost = _settle(new_home)
         new_home.replace(home)  # an empty folder may be there
     return Restored(created_at=manifest["created_at"], version=manifest["version"], queued=queued, lost=lost)
@@ -132,17 +132,17 @@ def _settle(home: Path) -> tuple[int, list[str]]:
 @contextmanager
 def _open_archive(archive: Path) -> Iterator[zipfile.ZipFile]:
     try:
-        with zipfile.ZipFile(archive) as packed:
-            yield packed
+        with zipfile.ZipFile(archive) as archive_file:
+            yield archive_file
     except FileNotFoundError:
         raise SpecError("the file does not exist", source=str(archive)) from None
     except (zipfile.BadZipFile, zipfile.LargeZipFile, NotImplementedError, RuntimeError, EOFError) as error:
-        raise _damaged(archive, str(error)) from None
+        raise _damage_error(archive, str(error)) from None
 
 
-def _manifest(packed: zipfile.ZipFile, archive: Path) -> dict[str, Any]:
+def _manifest(archive_file: zipfile.ZipFile, archive: Path) -> dict[str, Any]:
     try:
-        with packed.open(MANIFEST) as file:
+        with archive_file.open(MANIFEST) as file:
             manifest = json.loads(file.read(MANIFEST_BYTES_MAX))
         form, schema, files = manifest["format"], manifest["schema"], manifest["files"]
         sizes = [entry["bytes"] for entry in files.values()]
@@ -152,7 +152,7 @@ def _manifest(packed: zipfile.ZipFile, archive: Path) -> dict[str, Any]:
     except (KeyError, TypeError, ValueError, AttributeError):
         is_ours = False
     if not is_ours:
-        raise _damaged(archive, "it has no manifest of ours")
+        raise _damage_error(archive, "it has no manifest of ours")
     if form != FORMAT or schema > SCHEMA:
         got = f"format {form}, schema {schema}, of version {manifest['version']}"
         allowed = f"format {FORMAT}, schema {SCHEMA} at most"
@@ -160,21 +160,21 @@ def _manifest(packed: zipfile.ZipFile, archive: Path) -> dict[str, Any]:
     return dict(manifest)
 
 
-def _unpack(packed: zipfile.ZipFile, name: str, entry: dict[str, Any], path: Path, archive: Path) -> None:
-    digest, left = hashlib.sha256(), int(entry["bytes"])
+def _unpack(archive_file: zipfile.ZipFile, name: str, entry: dict[str, Any], path: Path, archive: Path) -> None:
+    digest, left_bytes = hashlib.sha256(), int(entry["bytes"])
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
-        with packed.open(name) as source, os.fdopen(descriptor, "wb") as target:
-            while left >= 0 and (chunk := source.read(min(CHUNK_BYTES, left + 1))):
-                left -= len(chunk)
+        with archive_file.open(name) as source, os.fdopen(descriptor, "wb") as target:
+            while left_bytes >= 0 and (chunk := source.read(min(CHUNK_BYTES, left_bytes + 1))):
+                left_bytes -= len(chunk)
                 digest.update(chunk)
                 target.write(chunk)
     except KeyError:
-        raise _damaged(archive, f"{name} is missing") from None
+        raise _damage_error(archive, f"{name} is missing") from None
     except OSError as error:
-        raise _damaged(archive, f"{name}: {error}") from None
-    if left or digest.hexdigest() != entry["sha256"]:
-        raise _damaged(archive, f"{name} is not what the manifest says")
+        raise _damage_error(archive, f"{name}: {error}") from None
+    if left_bytes or digest.hexdigest() != entry["sha256"]:
+        raise _damage_error(archive, f"{name} is not what the manifest says")
 
 
 def _digest(path: Path) -> str:
@@ -182,5 +182,5 @@ def _digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _damaged(archive: Path, why: str) -> SpecError:
+def _damage_error(archive: Path, why: str) -> SpecError:
     return SpecError("not a whole backup", source=str(archive), got=why, hint="take another one")

@@ -60,16 +60,16 @@ def choose_strategies(
         candidates = frontier(spec, group.hardware, calibrated.correction, calibrated.overhead).candidates
         exact = [candidate for candidate in candidates if candidate.degradation is Degradation.EXACT]
         best = [candidate for candidate in exact if not any(_dominates(other, candidate) for other in exact)]
-        wanted = [pins_of(candidate.plan) for candidate in best]
+        pins_of_strategies = [pins_of(candidate.plan) for candidate in best]
     else:
         partial = _all_ways(spec, group) if choice == "all" else _read_strategies(spec, choice)
         ways = list(dict.fromkeys(partial))
         _check_count(len(ways))
         common = _common_micro_batch(spec, ways, group, calibrated) if micro is Micro.COMMON else None
-        wanted = [_complete_pins(spec, pins, common, group, calibrated) for pins in ways]
-    wanted = list(dict.fromkeys(wanted))
-    _check_count(len(wanted))
-    return tuple(wanted)
+        pins_of_strategies = [_complete_pins(spec, pins, common, group, calibrated) for pins in ways]
+    pins_of_strategies = list(dict.fromkeys(pins_of_strategies))
+    _check_count(len(pins_of_strategies))
+    return tuple(pins_of_strategies)
 
 
 def _check_count(count: int) -> None:
@@ -78,14 +78,14 @@ def _check_count(count: int) -> None:
         raise SpecError("too many strategies", path="--strategies", got=count, allowed=f"{STRATEGIES_MAX}", hint=hint)
 
 
-def comparison_jobs(spec: JobSpec, wanted: Sequence[Pins], steps: int | None, repeats: int = 1) -> list[JobSpec]:
+def comparison_jobs(spec: JobSpec, choices: Sequence[Pins], steps: int | None, repeats: int = 1) -> list[JobSpec]:
     """Return one job for each strategy and repeat, one at a time, so that none slows another down. Raises SpecError.
 
     All strategies take turns, so that what changes on the machine meets all of them. They have the job's own data,
     beginning and seed, a model's repeats the next seeds. An out-of-memory failure ends the job: it is a result.
     """
-    if not 1 <= repeats <= REPEATS_MAX or repeats * len(wanted) > JOBS_MAX:
-        most = min(REPEATS_MAX, JOBS_MAX // len(wanted))
+    if not 1 <= repeats <= REPEATS_MAX or repeats * len(choices) > JOBS_MAX:
+        most = min(REPEATS_MAX, JOBS_MAX // len(choices))
         raise SpecError("too many repeats", path="--repeats", got=repeats, allowed=f"1 to {most}")
     if spec.is_script and steps is not None:
         hint = "leave --steps out; shorten the script with its own options, by --set command=..."
@@ -101,7 +101,7 @@ def comparison_jobs(spec: JobSpec, wanted: Sequence[Pins], steps: int | None, re
     if not spec.is_script:
         steps = STEPS if steps is None else steps
         changes["training"] = replace(spec.training, max_steps=steps, checkpoint_every_steps=steps)
-    turns = [(repeat, pins) for repeat in range(repeats) for pins in wanted]
+    turns = [(repeat, pins) for repeat in range(repeats) for pins in choices]
     return [
         spec.model_copy(
             update={
@@ -115,12 +115,13 @@ def comparison_jobs(spec: JobSpec, wanted: Sequence[Pins], steps: int | None, re
     ]
 
 
-def _dominates(mine: Candidate, other: Candidate) -> bool:
+def _dominates(candidate: Candidate, rival: Candidate) -> bool:
     """Return whether a plan is no worse in step time, bytes and devices, and better in one; trust does not count."""
-    costs, theirs = (
-        (candidate.step_s, candidate.estimate.device_bytes, candidate.plan.world_size) for candidate in (mine, other)
+    costs, rival_costs = (
+        (candidate.step_s, candidate.estimate.device_bytes, candidate.plan.world_size)
+        for candidate in (candidate, rival)
     )
-    return costs != theirs and all(a <= b for a, b in zip(costs, theirs, strict=True))
+    return costs != rival_costs and all(a <= b for a, b in zip(costs, rival_costs, strict=True))
 
 
 def _with_seed(training: TrainingSpec, repeat: int) -> TrainingSpec:
@@ -148,10 +149,10 @@ def _fits(spec: JobSpec, pins: Pins, group: Group, calibrated: Calibration) -> b
     """Return whether a plan with these pins fits an empty device."""
     pinned = spec.model_copy(update={"plan": pins})
     try:
-        unbeaten = frontier(pinned, group.hardware, calibrated.correction, calibrated.overhead)
+        candidates = frontier(pinned, group.hardware, calibrated.correction, calibrated.overhead)
     except SpecError:
         return False
-    return next(fitting(unbeaten, group.hardware.device.memory, calibrated), None) is not None
+    return next(fitting(candidates, group.hardware.device.memory, calibrated), None) is not None
 
 
 def _with_micro(pins: Pins, size: int | None) -> Pins:
@@ -176,7 +177,7 @@ def _read_strategies(spec: JobSpec, choice: str) -> Iterator[Pins]:
     if stages is not None:
         rows: Any = [{"zero_stage": stage} for stage in _stages(stages[1])]
     elif Path(choice).is_file():
-        rows = read_document(f"strategies:\n{_indented(Path(choice).read_text())}", choice).data["strategies"]
+        rows = read_document(f"strategies:\n{_indent(Path(choice).read_text())}", choice).data["strategies"]
     else:
         raise SpecError("no way to choose strategies, and no file", path="--strategies", got=choice, allowed=WAYS)
     if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
@@ -196,7 +197,7 @@ def _stages(text: str) -> list[int]:
     return list(dict.fromkeys(stages))
 
 
-def _indented(text: str) -> str:
+def _indent(text: str) -> str:
     return "\n".join(f"  {line}" for line in text.splitlines())
 
 
@@ -204,8 +205,10 @@ def _complete_pins(spec: JobSpec, pins: Pins, micro_batch: int | None, group: Gr
     """Return the fastest plan with the pins that fits, else the one that needs least; the pins where none has them."""
     pinned = spec.model_copy(update={"plan": _with_micro(pins, micro_batch)})
     try:
-        unbeaten = frontier(pinned, group.hardware, calibrated.correction, calibrated.overhead)
+        candidates = frontier(pinned, group.hardware, calibrated.correction, calibrated.overhead)
     except SpecError:
         return pins if micro_batch is None else _complete_pins(spec, pins, None, group, calibrated)
-    candidate = next(fitting(unbeaten, group.hardware.device.memory, calibrated), None) or nearest(unbeaten, calibrated)
+    candidate = next(fitting(candidates, group.hardware.device.memory, calibrated), None) or nearest(
+        candidates, calibrated
+    )
     return pins if candidate is None else pins_of(candidate.plan)

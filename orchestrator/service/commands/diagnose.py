@@ -222,8 +222,8 @@ def _place_of(failure: Failure, ends: Sequence[RankEnd], paths: Sequence[Path]) 
         return findings[0][0], findings[0][1].offset, findings[0][1].line
     by_excerpt = (end.rank for end in ends if failure.excerpt and failure.excerpt in end.log_tail)
     rank = next(by_excerpt, failure.rank if failure.rank is not None and failure.rank < len(ends) else 0)
-    raised = read_exceptions(failure.excerpt)
-    return rank, *_last_line(paths[rank], f"{raised[-1].type}: {raised[-1].message[:60]}" if raised else "")
+    exceptions = read_exceptions(failure.excerpt)
+    return rank, *_last_line(paths[rank], f"{exceptions[-1].type}: {exceptions[-1].message[:60]}" if exceptions else "")
 
 
 def _last_line(path: Path, text: str) -> tuple[int, str]:

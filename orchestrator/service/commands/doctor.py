@@ -70,7 +70,7 @@ def findings(home: Path) -> list[Finding]:
         ("service", lambda: _service(home)),
         ("records", lambda: _records(home)),
     ]
-    return [finding for subject, check in checks if (finding := _checked(subject, check))]
+    return [finding for subject, check in checks if (finding := _run_check(subject, check))]
 
 
 def findings_table(rows: list[Finding]) -> Table:
@@ -83,7 +83,7 @@ def findings_table(rows: list[Finding]) -> Table:
     return table
 
 
-def _checked(subject: str, check: Callable[[], Finding | None]) -> Finding | None:
+def _run_check(subject: str, check: Callable[[], Finding | None]) -> Finding | None:
     try:
         return check()
     except Exception as error:  # a doctor reports what he could not examine

@@ -122,5 +122,5 @@ def _best(spec: JobSpec, hardware: Hardware) -> Candidate | None:
 
 
 def _with_adapters(spec: JobSpec, model: ModelSpec, *, in_4_bits: bool) -> JobSpec:
-    adapted = replace(model, lora=LoraSpec(rank=ADAPTER_RANK, quantise_base=in_4_bits))
-    return spec.model_copy(update={"model": adapted, "traced": ()})
+    with_lora = replace(model, lora=LoraSpec(rank=ADAPTER_RANK, quantise_base=in_4_bits))
+    return spec.model_copy(update={"model": with_lora, "traced": ()})

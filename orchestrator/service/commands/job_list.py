@@ -32,7 +32,7 @@ def read_list(path: Path, home: Path) -> Trace:
         allowed = "begins: 2026-11-23T18:00 (if wanted), jobs: [{at: 10min, file: job.yaml}]"
         raise SpecError("not a list of jobs", source=source, got=", ".join(content), allowed=allowed)
     begins_s = _begin(content["begins"], source) if "begins" in content else None
-    timed: list[tuple[float, JobSpec, str]] = []
+    submissions: list[tuple[float, JobSpec, str]] = []
     for index, entry in enumerate(entries):
         where = f"jobs.{index}"
         if not isinstance(entry, dict) or not {"file"} <= set(entry) <= {"at", "file"}:
@@ -41,10 +41,12 @@ def read_list(path: Path, home: Path) -> Trace:
             at_s = parse_seconds(entry.get("at", "0s"))
         except ValueError as error:
             raise SpecError(str(error), source=source, path=f"{where}.at", got=entry["at"]) from None
-        timed += [(at_s, spec, f"{source}: {where}") for spec in read_jobs(path.parent / str(entry["file"]), (), home)]
-    first_s = min((at_s for at_s, _, _ in timed), default=0.0)
+        submissions += [
+            (at_s, spec, f"{source}: {where}") for spec in read_jobs(path.parent / str(entry["file"]), (), home)
+        ]
+    first_s = min((at_s for at_s, _, _ in submissions), default=0.0)
     arrivals, to_come = list[Arrival](), dict[str, tuple[Arrival, ...]]()
-    for number, (at_s, spec, where) in enumerate(timed):
+    for number, (at_s, spec, where) in enumerate(submissions):
         specs = (spec,) if spec.trial is None else trials_of(spec, f"{spec.name}#{number}", home)
         first, *rest = (_arrival(trial, at_s, first_s, begins_s, where) for trial in specs)
         arrivals.append(first)

@@ -67,13 +67,13 @@ def play_queue(
 def move_state(state: State, cluster: ClusterSpec) -> tuple[State, dict[str, int | None]]:
     """Return the state on another cluster, and the saved steps of running jobs that have to leave their devices."""
     nodes, index = idle_nodes(cluster), index_of(state)
-    there = {(node.name, node.device.name, device) for node in nodes for device in range(node.devices)}
+    devices = {(node.name, node.device.name, device) for node in nodes for device in range(node.devices)}
     names = {node.name: node.device.name for node in state.nodes}
     saved: dict[str, int | None] = {}
     for job in index.running.values():
         attempt = job.attempts[-1]
         used = {(part.node, names.get(part.node), device) for part in attempt.placement for device in part.devices}
-        if used <= there or attempt.status is AttemptStatus.ENDED:
+        if used <= devices or attempt.status is AttemptStatus.ENDED:
             continue
         end_s = index.end_of(job, attempt)
         saved[job.id] = saved_step(index, job, attempt, end_s, state.at_s) if is_elastic(job) else None
@@ -109,7 +109,7 @@ class FutureSubmissions:
                 self._trials[array] = deque(rest)
             elif spec.member is None or spec.member.number == 0 or array is None:
                 array = None if spec.member is None else job_id
-            self._begins.append(self._submitted(spec, order, job_id, array, state.at_s, satisfied))
+            self._begins.append(self._submit(spec, order, job_id, array, state.at_s, satisfied))
 
     def submissions(self, state: State) -> Iterator[Submitted]:
         """Yield what is submitted in this state."""
@@ -126,9 +126,9 @@ class FutureSubmissions:
                 order += 1
                 live[sweep] += 1
                 spec = spec.model_copy(update={"trial": trial.model_copy(update={"of": sweep})})
-                yield self._submitted(spec, order, f"{spec.name}-{order}", sweep, state.at_s)
+                yield self._submit(spec, order, f"{spec.name}-{order}", sweep, state.at_s)
 
-    def _submitted(
+    def _submit(
         self, spec: JobSpec, order: int, job_id: str, array: str | None, at_s: float, satisfied: tuple[str, ...] = ()
     ) -> Submitted:
         deadline_s = spec.deadline.due_s(at_s) if spec.deadline else None

@@ -115,14 +115,14 @@ def plan_job(
             got=spec.gpus.min,
             allowed=f"at most {max(group.devices for group in groups)}",
         )
-    forecasts, refused = [], []
+    forecasts, errors = [], []
     for group in large_enough:
         try:
             forecasts.append(_plan_on_kind(spec, group, observations, trace))
         except SpecError as error:  # this kind of device cannot run the job
-            refused.append(error)
+            errors.append(error)
     if not forecasts:
-        raise refused[0]
+        raise errors[0]
     if not any(forecast.fits_empty for forecast in forecasts):
         forecasts = [replace(forecast, answer=_with_likeliest(forecast)) for forecast in forecasts]
     answers = [forecast.answer for forecast in forecasts]
@@ -336,13 +336,13 @@ def estimate_plan(
     hardware = group.hardware
     calibrated = calibration(observations, device=hardware.device.name, family=spec.family_name)
     profile = profile_for(measured_spec(spec, calibrated), hardware, plan)
-    estimated = estimate(profile, plan, hardware.device, calibrated.overhead)
+    memory = estimate(profile, plan, hardware.device, calibrated.overhead)
     candidate = Candidate(
         plan=plan,
-        estimate=estimated,
+        estimate=memory,
         step_s=step_s(profile, plan, hardware),
         degradation=_degradation(spec, plan),
-        host_bytes=node_host_bytes(plan, estimated, hardware),
+        host_bytes=node_host_bytes(plan, memory, hardware),
         host_memory=hardware.host_memory,
     )
     return _view(candidate, free_bytes, calibrated)
@@ -412,8 +412,8 @@ def _default_engine(spec: JobSpec, layout: ParallelLayout, values: dict[str, Any
 def _accumulation(spec: JobSpec, requested: int | None, micro_batch_size: int, dp: int) -> int:
     """Return accumulation steps from the global batch; a requested value must be equal."""
     at_once = micro_batch_size * dp
-    steps, left = divmod(spec.global_batch_size, at_once)
-    if left or not steps:
+    steps, remainder = divmod(spec.global_batch_size, at_once)
+    if remainder or not steps:
         raise SpecError(
             "micro_batch_size x dp does not divide the global batch",
             source="--set",

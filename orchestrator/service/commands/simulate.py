@@ -246,9 +246,11 @@ def simulate(trace: Trace, cluster: ClusterSpec, *, seed: int, trouble: Trouble 
         turns -= 1
         assert turns > 0, "events beget events"
     arrivals += [replace(trial, at_s=backend.now()) for rest in to_come.values() for trial in rest]  # never submitted
-    played = replace(trace, arrivals=tuple(arrivals))
-    outcomes = outcomes_of(played, cluster, backend.processes)
-    return Simulated(report=report_on(played, cluster, seed, outcomes), outcomes=outcomes, decisions_s=tuple(taken_s))
+    submitted_trace = replace(trace, arrivals=tuple(arrivals))
+    outcomes = outcomes_of(submitted_trace, cluster, backend.processes)
+    return Simulated(
+        report=report_on(submitted_trace, cluster, seed, outcomes), outcomes=outcomes, decisions_s=tuple(taken_s)
+    )
 
 
 def shift_maintenance(cluster: ClusterSpec, begins_s: float | None) -> ClusterSpec:
@@ -284,8 +286,8 @@ def _next_trials(
     """Submit the trials for which their sweeps have room, as a service does; a sweep ends where it may submit none."""
     trials = [job for job in state.jobs.values() if job.spec.trial is not None and not job.status.ended]
     live, waits_for = Counter(job.array for job in trials), {job.array: job.waits_for for job in trials}
-    begun = {arrival.spec.trial.of for arrival in arrivals if arrival.spec.trial is not None}
-    for sweep in [sweep_id for sweep_id in to_come if sweep_id in begun]:
+    begun_sweeps = {arrival.spec.trial.of for arrival in arrivals if arrival.spec.trial is not None}
+    for sweep in [sweep_id for sweep_id in to_come if sweep_id in begun_sweeps]:
         rest = to_come[sweep]
         while rest and (trial := rest[0].spec.trial) is not None and live[sweep] < trial.max_concurrent:
             spec = rest[0].spec.model_copy(update={"depends_on": waits_for.get(sweep, ())})

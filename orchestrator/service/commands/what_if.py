@@ -76,12 +76,12 @@ def what_if(
         late_then=_late(then.outcomes),
         fates=tuple(
             Fate(
-                name=live[index].id if index < len(live) else _name(after),
+                name=live[index].id if index < len(live) else _name(other_outcome),
                 is_submitted=index < len(live),
-                now=before,
-                then=after,
+                now=present_outcome,
+                then=other_outcome,
             )
-            for index, (before, after) in enumerate(zip(befores, then.outcomes, strict=True))
+            for index, (present_outcome, other_outcome) in enumerate(zip(befores, then.outcomes, strict=True))
         ),
         unknown=tuple(job.id for job in live if job.spec.optimizer_steps is None),
     )

@@ -333,10 +333,10 @@ def answers(model: type) -> dict[str, Any]:
 
 def answers_bytes(*headers: str) -> dict[str, Any]:
     """Arguments of a route that answers 200 with bytes and these headers, each a whole number."""
-    described = {name: {"schema": {"type": "integer"}, "required": True} for name in headers}
+    header_schemas = {name: {"schema": {"type": "integer"}, "required": True} for name in headers}
     content = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
     return {
         "response_model": None,
         "response_class": Response,
-        "responses": {200: {"content": content, "headers": described}},
+        "responses": {200: {"content": content, "headers": header_schemas}},
     }

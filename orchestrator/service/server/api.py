@@ -304,8 +304,8 @@ def _add_operator_routes(app: FastAPI, service: Service) -> None:
     @app.post("/purge", **answers(PurgeAnswer))
     def purge(request: PurgeRequest, http_request: Request, sender: Sender) -> Mapping[str, object]:
         """Remove files of ended jobs as `keep` of the cluster file says, or only say what would go."""
-        purged = service.purger.purge(sender, http_request.state.id, is_dry=request.dry_run)
-        return purge_view(purged, is_dry=request.dry_run)
+        result = service.purger.purge(sender, http_request.state.id, is_dry=request.dry_run)
+        return purge_view(result, is_dry=request.dry_run)
 
     @app.post("/shutdown", **answers(ShutdownAnswer))
     def shutdown(request: ShutdownRequest) -> dict[str, Any]:

@@ -66,14 +66,14 @@ def read_from(path: Path, offset: int, hidden: Sequence[bytes]) -> bytes:
     Each byte of a `hidden` value is an asterisk, also where the value begins before the offset or ends later.
     """
     around = max(map(len, hidden), default=0)
-    before = min(offset, around)
+    margin = min(offset, around)
     try:
         with open_left(path) as file:
-            file.seek(offset - before)
-            text = mask(file.read(before + LOG_BYTES_MAX + around), hidden)
+            file.seek(offset - margin)
+            text = mask(file.read(margin + LOG_BYTES_MAX + around), hidden)
     except OSError:
         return b""
-    return text[before : before + LOG_BYTES_MAX]
+    return text[margin : margin + LOG_BYTES_MAX]
 
 
 async def follow_file(

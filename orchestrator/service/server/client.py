@@ -47,15 +47,15 @@ class Client:
         """Connect to the service of a home folder, or to the one of a login."""
         if isinstance(service, Login):
             url, token = service.url, service.token
-            trusted = ssl.create_default_context(cadata=service.certificate)
-            trusted.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # a pinned certificate need not sign itself
+            context = ssl.create_default_context(cadata=service.certificate)
+            context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # a pinned certificate need not sign itself
         else:
-            url, token, trusted = _local_url(service), _token(service), None
+            url, token, context = _local_url(service), _token(service), None
         self._http = httpx.Client(
             base_url=url,
             headers={"Authorization": f"Bearer {token}"},
             timeout=TIMEOUT_S,
-            verify=trusted or True,
+            verify=context or True,
             trust_env=False,  # a proxy would see the token
         )
         self._home = None if isinstance(service, Login) else service  # elsewhere the token says who submits

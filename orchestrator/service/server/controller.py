@@ -322,12 +322,12 @@ class Controller:
             return [job_id]
         if job.array is None:
             raise ServiceError(f"job {job_id} is of no array: cancel it without --array")
-        others = [
+        members = [
             member.id for member in self._state.jobs.values() if member.array == job.array and not member.status.ended
         ]
-        if not others:
+        if not members:
             raise ServiceError(f"all jobs of the array {job.array} have ended already")
-        return others
+        return members
 
     def drain(self, node: str, *, undo: bool) -> None:
         """Drain a node, or undo it. Raises ServiceError if there is no such node."""
@@ -345,9 +345,9 @@ class Controller:
     def observe(self, observations: Sequence[Observation]) -> int:
         """Store outcomes that were measured elsewhere; returns how many were new."""
         with self._changed:
-            before = set(self._state.observations)
+            earlier = set(self._state.observations)
             self._apply([Observed(observations=tuple(observations), at_s=self._clock())])
-            return len(set(self._state.observations) - before)
+            return len(set(self._state.observations) - earlier)
 
     def wait_for_change(self, version: int, timeout_s: float) -> int:
         """Wait until the state's version differs from `version`, at most `timeout_s`; returns it (0: no change yet)."""
@@ -428,8 +428,8 @@ class Controller:
             requests = self._next_requests()
             try:
                 self._apply(self._collect_submissions(requests))
-            except BaseException as refused:  # re-raised in the thread of every submitter of this group
-                error = refused
+            except BaseException as failure:  # re-raised in the thread of every submitter of this group
+                error = failure
         for request in requests:
             request.error, request.is_answered = request.error or error, True
             request.woken.set()
@@ -441,13 +441,13 @@ class Controller:
         events = list[Submitted]()
         for request in requests:
             try:
-                before = submissions.get(request.key.name) if request.key is not None else None
-                if before is not None:
-                    _repeat(request, before)
+                earlier = submissions.get(request.key.name) if request.key is not None else None
+                if earlier is not None:
+                    _repeat(request, earlier)
                     continue
                 events += self._submissions(request, self._state.submitted + len(events))
-            except SpecError as refused:
-                request.error = refused
+            except SpecError as refusal:
+                request.error = refusal
                 continue
             if request.key is not None:
                 submissions[request.key.name] = Submission(digest=request.key.digest, ids=tuple(request.ids))
@@ -507,12 +507,12 @@ class Controller:
             if self._uncertain is not None:
                 raise self._uncertain
             try:
-                decided, decisions_s = self._decide(events)
-                if not decided:
+                decisions_made, decisions_s = self._decide(events)
+                if not decisions_made:
                     return
-                commit = f"commit of {len(decided)} events"
+                commit = f"commit of {len(decisions_made)} events"
                 self._under_way = commit, commit, time.monotonic()
-                self._journal.append(decided)
+                self._journal.append(decisions_made)
                 self._note_storage(None)
             except BaseException as error:
                 if isinstance(error, StorageError):
@@ -525,28 +525,28 @@ class Controller:
                 self._under_way = None
             self._state = state = self._scheduler.state
             self._version += 1
-            for (event, actions), decision_s in zip(decided, decisions_s, strict=True):
+            for (event, actions), decision_s in zip(decisions_made, decisions_s, strict=True):
                 self._tally.add(event, actions, decision_s, state.policy)
                 if log.isEnabledFor(logging.INFO):
                     log.info("event %s", _log_line(event), extra=_log_fields(event))
                 self._pending.extend(action for action in actions if isinstance(action, Launch | Stop))
             self._changed.notify_all()
-            self._unsaved_events += len(decided)
+            self._unsaved_events += len(decisions_made)
             # a snapshot writes one row per changed job, so at most one per event
             if self._unsaved_events >= max(SNAPSHOT_EVENTS, len(state.jobs)):
                 self._save()
 
     def _decide(self, events: Sequence[Event]) -> tuple[list[Decided], list[float]]:
         """Step the scheduler by each event that changes something; return the decisions, and the seconds of each."""
-        decided, decisions_s = list[Decided](), list[float]()
+        decisions_made, decisions_s = list[Decided](), list[float]()
         for event in events:
             if isinstance(event, NodesSeen) and _is_unchanged(self._scheduler.state, event):
                 continue
             began_s = time.perf_counter()
             self._under_way = event.type, _log_line(event), time.monotonic()
-            decided.append((event, self._scheduler.step(event)))
+            decisions_made.append((event, self._scheduler.step(event)))
             decisions_s.append(time.perf_counter() - began_s)
-        return decided, decisions_s
+        return decisions_made, decisions_s
 
     def _save(self) -> None:
         """Write a snapshot. Where that fails, the journal still has all events."""
@@ -619,19 +619,19 @@ class Controller:
 
 def _decide_again(scheduler: Scheduler, tail: Sequence[tuple[Event, str | None]]) -> None:
     """Decide recorded events anew. Raises ServiceError where a decision is another one than was recorded."""
-    for event, decided in tail:
+    for event, recorded_text in tail:
         actions = scheduler.step(event)
-        if decided not in (None, decisions(actions)):
-            raise ServiceError(_DIVERGED.format(event=_log_line(event), then=decided, now=decisions(actions)))
+        if recorded_text not in (None, decisions(actions)):
+            raise ServiceError(_DIVERGED.format(event=_log_line(event), then=recorded_text, now=decisions(actions)))
 
 
-def _repeat(request: _Request, before: Submission) -> None:
+def _repeat(request: _Request, earlier: Submission) -> None:
     """Give a repeated request its earlier ids. Raises SpecError where its key stands for another request."""
     assert request.key is not None
-    if request.key.digest != before.digest:
+    if request.key.digest != earlier.digest:
         hint = "a key names one submission: send another one under a key of its own"
         raise SpecError("another submission came under this key", source="Idempotency-Key", hint=hint)
-    request.ids, request.is_repeated = [*before.ids], True
+    request.ids, request.is_repeated = [*earlier.ids], True
 
 
 def _is_unchanged(state: State, event: NodesSeen) -> bool:

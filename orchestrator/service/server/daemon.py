@@ -232,7 +232,7 @@ def _serve_requests(
     """Answer requests in place of the waiting application, and run the controller until `stop` is set."""
     application = create_app(service)
     waiting.close()
-    with served(application) as port, _served_to_others(application, endpoint):
+    with serve_http(application) as port, _served_to_others(application, endpoint):
         write_service_file(service.home, port)
         is_serving.set()
         gc.collect()
@@ -393,11 +393,11 @@ def _notify(controller: Controller, relays: Sequence[OutboxRelay[Any]], stop: th
 
 
 def _served_to_others(app: FastAPI, endpoint: Endpoint | None) -> AbstractContextManager[int | None]:
-    return nullcontext() if endpoint is None else served(app, endpoint)
+    return nullcontext() if endpoint is None else serve_http(app, endpoint)
 
 
 @contextmanager
-def served(app: FastAPI, endpoint: Endpoint | None = None) -> Iterator[int]:
+def serve_http(app: FastAPI, endpoint: Endpoint | None = None) -> Iterator[int]:
     """The application in a thread of its own: on a free port of the loopback, or under TLS on an endpoint.
 
     Raises ServiceError where the address cannot be bound.

@@ -145,7 +145,7 @@ def _make_certificate(certificate: Path, key: Path, names: set[str]) -> None:
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "orc")])
     now = datetime.now(UTC)
     alternatives = [_alternative(name) for name in sorted({*names, *LOOPBACK, socket.gethostname()})]
-    signed = (
+    signed_certificate = (
         x509.CertificateBuilder()
         .subject_name(subject)
         .issuer_name(subject)
@@ -161,7 +161,7 @@ def _make_certificate(certificate: Path, key: Path, names: set[str]) -> None:
     unencrypted = serialization.NoEncryption()
     key.touch(KEY_MODE)
     key.write_bytes(private.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, unencrypted))
-    certificate.write_bytes(signed.public_bytes(serialization.Encoding.PEM))
+    certificate.write_bytes(signed_certificate.public_bytes(serialization.Encoding.PEM))
     certificate.chmod(PEM_MODE)
 
 

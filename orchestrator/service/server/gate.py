@@ -172,8 +172,8 @@ class Gate:
         """Method and path of the route; None where there is none."""
         application: FastAPI = request.app
         for route in application.routes:
-            matched, _ = route.matches(request.scope)
-            if matched is Match.FULL:
+            match, _ = route.matches(request.scope)
+            if match is Match.FULL:
                 return request.method, getattr(route, "path", "")
         return None
 
@@ -204,13 +204,13 @@ class Gated:
         request.state.id = header_id if REQUEST_ID.fullmatch(header_id) else secrets.token_hex(8)
         REQUEST.set(request.state.id)
         request.state.principal = None
-        refused, is_audited = None, False
+        verdict, is_audited = None, False
         if request.url.path not in OPEN or request.method != "GET":
-            refused, is_audited = await self._gate.verdict(request)
+            verdict, is_audited = await self._gate.verdict(request)
         shown = self._gate.pages is not None and is_page(request.url.path)
         answer = _Answer(self._gate, request, send, is_audited=is_audited, is_page=shown)
         try:
-            await (self._app if refused is None else refused)(scope, receive, answer.send)
+            await (self._app if verdict is None else verdict)(scope, receive, answer.send)
         except Exception:  # a fault of ours, which Starlette answers with 500 behind this gate
             if is_audited:
                 await run_in_threadpool(self._gate.record, request, 500)

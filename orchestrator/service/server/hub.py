@@ -24,7 +24,7 @@ def hub_config(name: str) -> dict[str, Any]:
 
     The use of the table is printed on stderr: a fine-tuning under the same name may have other sizes.
     """
-    config = _downloaded(name)
+    config = _download(name)
     if config:
         return config
     config = published_sizes(name)
@@ -33,7 +33,7 @@ def hub_config(name: str) -> dict[str, Any]:
     return config
 
 
-def _downloaded(name: str) -> dict[str, Any]:
+def _download(name: str) -> dict[str, Any]:
     """Return the configuration from the hub's library, which retries: it runs in a thread for TRY_S at most."""
     answer: list[dict[str, Any]] = []
 

@@ -17,7 +17,7 @@ from orchestrator.memory.profiles import is_known
 from orchestrator.service.server.git import code_source
 from orchestrator.service.server.hub import CONFIG, HINT, hub_config
 from orchestrator.service.server.logins import DEFAULT_HOME
-from orchestrator.service.server.profiling import TraceScope, traced
+from orchestrator.service.server.profiling import TraceScope, trace_model
 from orchestrator.specs.clock import check_zone, parse_deadline, parse_window
 from orchestrator.specs.cluster import ClusterSpec
 from orchestrator.specs.errors import SpecError
@@ -142,34 +142,38 @@ def _resolve_job(
         if getattr(spec, name):
             raise SpecError(f"{what} is no setting", source=source, path=name, hint=hint)
     resolved = _with_absolute_paths(spec, folder)
-    there = {key for key, _ in paths_of(resolved)} & {key for key, path in paths_of(spec) if path.startswith("/")}
+    remote_keys = {key for key, _ in paths_of(resolved)} & {key for key, path in paths_of(spec) if path.startswith("/")}
     if not elsewhere:
-        there.clear()
+        remote_keys.clear()
     missing = [
         problem for problem in _missing_files(resolved, source) if to_run or not problem.path.startswith("data.")
     ]
-    problems = [problem for problem in missing if problem.path not in there or problem.what == NO_CONFIG]
+    problems = [problem for problem in missing if problem.path not in remote_keys or problem.what == NO_CONFIG]
     problems += _duplicate_knobs(resolved, source)
     is_here = to_run or (resolved.workdir is not None and _is_dir(resolved.workdir))
-    if is_here and "workdir" not in there:
+    if is_here and "workdir" not in remote_keys:
         problems += _missing_script(resolved, source, with_programs=to_run and not elsewhere)
     if problems:
         raise join_problems(problems, source)
-    local_keys = frozenset(key for key, _ in paths_of(resolved) if key not in there)
+    local_keys = frozenset(key for key, _ in paths_of(resolved) if key not in remote_keys)
     model = resolved.known_model
     if model is not None and not is_known(resolved):
         if isinstance(model.hf, str) and not model.config:
             path = f"{_model_key(spec)}.hf"
             raise SpecError("the model's sizes are not known", source=source, path=path, got=model.hf, hint=HINT)
         home = home or Path(os.environ.get("ORC_HOME", DEFAULT_HOME))
-        resolved = resolved.model_copy(update={"traced": traced(resolved, home.expanduser(), source, scope(resolved))})
+        resolved = resolved.model_copy(
+            update={"traced": trace_model(resolved, home.expanduser(), source, scope(resolved))}
+        )
     return ReadJob(spec=resolved, local_keys=local_keys)
 
 
 def _with_commits(jobs: Sequence[ReadJob], folder: Path) -> list[ReadJob]:
     """Return the jobs with the commits of their working directories, else of the job file's folder."""
-    there = {job.spec.workdir or str(folder) for job in jobs if job.spec.workdir is None or "workdir" in job.local_keys}
-    commits = {path: code_source(Path(path)) for path in there}
+    folders = {
+        job.spec.workdir or str(folder) for job in jobs if job.spec.workdir is None or "workdir" in job.local_keys
+    }
+    commits = {path: code_source(Path(path)) for path in folders}
     return [
         replace(job, spec=job.spec.model_copy(update={"source": commits.get(job.spec.workdir or str(folder))}))
         for job in jobs
@@ -227,8 +231,8 @@ def _with_absolute_paths(spec: JobSpec, folder: Path) -> JobSpec:
         changed["workdir"] = str(_absolute_path(folder, spec.workdir or "."))
     if spec.resume.before is not None:  # its program may be beside the job's file, but it runs in `workdir`
         # not resolved: a virtual environment's interpreter is a link, and its target has other packages
-        before = [os.path.abspath(folder / word) if _is_file(folder / word) else word for word in spec.resume.before]
-        changed["resume"] = spec.resume.model_copy(update={"before": tuple(before)})
+        command = [os.path.abspath(folder / word) if _is_file(folder / word) else word for word in spec.resume.before]
+        changed["resume"] = spec.resume.model_copy(update={"before": tuple(command)})
     if spec.known_model is not None:
         changed[_model_key(spec)] = _with_absolute_model(spec.known_model, folder)
     return spec.model_copy(update=changed)
@@ -267,8 +271,8 @@ def _with_zone(key: str, value: str) -> str:
 
 def local_zone() -> str:
     """Return the name of this machine's time zone, from TZ or the link /etc/localtime, else UTC."""
-    linked = str(Path("/etc/localtime").resolve()).rpartition("zoneinfo/")[2]
-    for name in (os.environ.get("TZ", "").removeprefix(":"), linked):
+    link_name = str(Path("/etc/localtime").resolve()).rpartition("zoneinfo/")[2]
+    for name in (os.environ.get("TZ", "").removeprefix(":"), link_name):
         with suppress(ValueError):
             return check_zone(name)
     return "UTC"
@@ -362,8 +366,8 @@ def _missing_programs(spec: JobSpec, source: str) -> Iterator[SpecError]:
     for key, program in programs.items():
         problem = None if program in OWN_PYTHON else why_not_started(program, str(spec.workdir), env)
         if problem is not None:
-            what, tried, hint = problem
-            yield SpecError(what, source=source, path=key, got=program, allowed=f"a program; tried {tried}", hint=hint)
+            what, places, hint = problem
+            yield SpecError(what, source=source, path=key, got=program, allowed=f"a program; tried {places}", hint=hint)
 
 
 def _script_of(command: Sequence[str]) -> str | None:

@@ -92,20 +92,20 @@ def _store_settings(
         MLFLOW_FILE: os.environ.get("ORC_MLFLOW"),
         ENDPOINT_FILE: listen,
     }
-    wanted = {name: text for name, text in named.items() if text is not None}
+    files = {name: text for name, text in named.items() if text is not None}
     if cluster is not None:  # a new cluster without an address means the embedded Ray
-        wanted |= {CLUSTER_FILE: cluster.read_text(encoding="utf-8"), "ray_address": ray_address or ""}
+        files |= {CLUSTER_FILE: cluster.read_text(encoding="utf-8"), "ray_address": ray_address or ""}
     up = is_up(home)
     if up or (home / "ray.json").exists():
-        _refuse_other_settings(home, wanted)
+        _refuse_other_settings(home, files)
     if up:
         return None
     notes: tuple[str, ...] = ()
     if cluster is None and ray_address is None:
         spec, notes = find_cluster(home)
         if notes and spec.nodes[0].device.kind is DeviceKind.CUDA:
-            wanted[CLUSTER_FILE] = cluster_text(spec, notes)
-    for name, text in wanted.items():
+            files[CLUSTER_FILE] = cluster_text(spec, notes)
+    for name, text in files.items():
         write_durably(home / name, text, PRIVATE)
     return notes
 
@@ -173,9 +173,9 @@ def _refuse_another_machine(home: Path) -> None:
     """Raise ServiceError where the service of this shared home runs on another machine."""
     from orchestrator.backends.ray import embedded as embedded_ray
 
-    other = embedded_ray.elsewhere(home)
-    if other is not None:
-        raise ServiceError(f"the service of {home} runs on the machine {other}: `orc up` and `orc down` work there")
+    machine = embedded_ray.elsewhere(home)
+    if machine is not None:
+        raise ServiceError(f"the service of {home} runs on the machine {machine}: `orc up` and `orc down` work there")
 
 
 def _services(home: Path) -> list[int]:
@@ -223,9 +223,9 @@ def find_cluster(home: Path) -> tuple[ClusterSpec, tuple[str, ...]]:
     return (machine.cluster if machine.node.device.kind is DeviceKind.CUDA else kept_cluster(home)), machine.notes
 
 
-def _refuse_other_settings(home: Path, wanted: Mapping[str, str]) -> None:
+def _refuse_other_settings(home: Path, files: Mapping[str, str]) -> None:
     """Raise ServiceError if the running service was started with another cluster, Ray address or journal."""
-    for name, text in wanted.items():
+    for name, text in files.items():
         path = home / name
         if (path.read_text(encoding="utf-8") if path.exists() else "") != text:
             raise ServiceError(f"what runs in {home} was started with another {name}: run `orc down` first")

@@ -53,9 +53,9 @@ def check_alike(service: Machine, here: Machine) -> None:
         "home": "mount the service's home here at the same path, and name it: `--home`, ORC_HOME",
     }
     problems = [
-        SpecError("this machine differs from the service's", path=name, got=actual, allowed=wanted, hint=hint)
+        SpecError("this machine differs from the service's", path=name, got=actual, allowed=expected, hint=hint)
         for name, hint in differences.items()
-        if (actual := getattr(here, name)) != (wanted := getattr(service, name))
+        if (actual := getattr(here, name)) != (expected := getattr(service, name))
     ]
     if here.home == service.home and here.home_mark != service.home_mark:
         what = "this folder is not the service's home" if here.home_mark else "the service's home is not here"
@@ -116,7 +116,7 @@ class Members:
                 return
             if name in self._addresses():
                 raise ServiceError(f"node {name} still runs: `orc leave` on that machine stops it")
-            self._store({other: node for other, node in joined.items() if other != name})
+            self._store({member: node for member, node in joined.items() if member != name})
 
     def _as_declared(self, node: NodeSpec) -> NodeSpec:
         """Return the node as the cluster file declares it, if it does. Raises ServiceError if the machine has less."""

@@ -19,14 +19,14 @@ def hide_environment() -> None:
     /proc/PID/environ shows what the kernel was handed at the start. From here on it, the memory and the descriptors
     are closed to other processes of this user but root's, and no core is dumped (prctl(2), PR_SET_DUMPABLE).
     """
-    handed = os.environ.pop(HANDED, None)
-    if handed is None:
+    descriptor_text = os.environ.pop(HANDED, None)
+    if descriptor_text is None:
         descriptor = os.memfd_create("environment", 0)
         with os.fdopen(os.dup(descriptor), "w") as file:
             json.dump(dict(os.environ), file)
         command = [sys.executable, *sys.orig_argv[1:]]
         os.execve(command[0], command, {**inherited(os.environ), HANDED: str(descriptor)})
     ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
-    with os.fdopen(int(handed), "r") as file:
+    with os.fdopen(int(descriptor_text), "r") as file:
         file.seek(0)
         os.environ.update(json.load(file))

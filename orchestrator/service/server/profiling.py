@@ -53,7 +53,7 @@ class TraceScope:
     numeric: bool = True  # plans in lower precision than the job's
 
 
-def traced(spec: JobSpec, home: Path, source: str, scope: TraceScope) -> tuple[TracedProfile, ...]:
+def trace_model(spec: JobSpec, home: Path, source: str, scope: TraceScope) -> tuple[TracedProfile, ...]:
     """Return the profiles of the job's model for the plans of `scope`; from the cache in `home` if present.
 
     Arithmetics in which the model's own code fails are left out. Raises SpecError with the model's own message if it
@@ -94,10 +94,10 @@ def _cached_profiles(
     stored = [_read(file) for file in files]
     missing = [index for index, profiles in enumerate(stored) if profiles is None]
     if missing:
-        combined = {**request, "arithmetics": [way for index in missing for way in requests[index]["arithmetics"]]}
+        joint_request = {**request, "arithmetics": [way for index in missing for way in requests[index]["arithmetics"]]}
         project = spec.workdir if spec.is_script else None
         try:
-            new_profiles = _trace(combined, source, project, matching(os.environ, spec.secrets))
+            new_profiles = _trace(joint_request, source, project, matching(os.environ, spec.secrets))
         except SpecError:
             if not any(profile for profiles in stored for profile in profiles or ()):
                 raise
@@ -196,8 +196,8 @@ def _write(file: Path, profiles: Profiles) -> None:
 def _last_error_line(child: subprocess.CompletedProcess[bytes]) -> str:
     """Return the exception that ended the process, or its last output."""
     lines = [line.strip() for line in child.stderr.decode(errors="replace").splitlines() if line.strip()]
-    raised = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
-    return (raised or lines or [f"exit code {child.returncode}"])[-1]
+    exceptions = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
+    return (exceptions or lines or [f"exit code {child.returncode}"])[-1]
 
 
 @cache

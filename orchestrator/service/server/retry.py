@@ -60,10 +60,10 @@ def retry_spec(job: Job, settings: Sequence[Override], source: str) -> JobSpec:
 def continuation(job: Job, spec: JobSpec, keys: Sequence[str]) -> Begin:
     """Return the checkpoint with which the retry of a job begins, given the keys that have other values."""
     changed = sorted({key.split(".")[0] for key in keys} - UNTRAINED)
-    saved = [
+    saved_steps = [
         attempt.evidence.checkpoint_step or 0 for attempt in job.attempts if attempt.evidence and not attempt.probe
     ]
-    source, step = (job.id, max(saved)) if any(saved) else (job.continues_from, job.continues_step)
+    source, step = (job.id, max(saved_steps)) if any(saved_steps) else (job.continues_from, job.continues_step)
     if job.status is JobStatus.SUCCEEDED:
         why = "it had succeeded"
     elif changed:

@@ -68,9 +68,9 @@ def _roots(job: ReadJob) -> Iterator[Path]:
 
 
 def _list_root(root: Path) -> Listing:
-    ignored, tokens = read_ignore(root) if root.is_dir() else (lambda _: False), logins_file()
+    is_ignored, tokens = read_ignore(root) if root.is_dir() else (lambda _: False), logins_file()
     try:
-        listing = list_files(root, LIMITS, lambda path: ignored(path) or root / path == tokens)
+        listing = list_files(root, LIMITS, lambda path: is_ignored(path) or root / path == tokens)
     except OSError as error:
         raise SpecError(f"cannot be read: {error.strerror}", source=str(error.filename or root)) from None
     if listing.left_out:

@@ -69,19 +69,19 @@ def _point_in_curve(text: str, name: str) -> tuple[int, float] | None:
     return (step, float(value)) if type(step) is int and type(value) in (int, float) else None
 
 
-def _point_in_log(spec: JobSpec, line: str, counted: dict[Path, int], path: Path) -> tuple[int, float] | None:
+def _point_in_log(spec: JobSpec, line: str, counts: dict[Path, int], path: Path) -> tuple[int, float] | None:
     """Return the point of a log's line. The step is the job's `progress` if it has one, else a count of the values."""
     assert spec.trial is not None, spec.name
     pattern = spec.trial.sweep.metric.log
     assert pattern is not None, spec.name
     if spec.progress is not None and (steps := re.findall(spec.progress, line)) and str(steps[-1]).isdecimal():
-        counted[path] = int(steps[-1])
+        counts[path] = int(steps[-1])
     matches = re.findall(pattern, line)
     if not matches:
         return None
     if spec.progress is None:
-        counted[path] = counted.get(path, 0) + 1
+        counts[path] = counts.get(path, 0) + 1
     try:
-        return counted.get(path, 0), float(matches[-1])
+        return counts.get(path, 0), float(matches[-1])
     except ValueError:
         return None

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from orchestrator.backends.journal.sweeps import Sweeps
 from orchestrator.memory.profiles import is_known
-from orchestrator.service.server.profiling import TraceScope, traced
+from orchestrator.service.server.profiling import TraceScope, trace_model
 from orchestrator.service.server.study import Study, require_optuna
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.spec import JobSpec
@@ -23,7 +23,7 @@ def with_costs(spec: JobSpec, home: Path) -> JobSpec:
     bare = spec.model_copy(update={"traced": ()})
     if spec.known_model is None or is_known(bare):
         return spec
-    return spec.model_copy(update={"traced": traced(bare, home, spec.name, TraceScope())})
+    return spec.model_copy(update={"traced": trace_model(bare, home, spec.name, TraceScope())})
 
 
 def trials_of(first: JobSpec, sweep_id: str, home: Path, begun: Sequence[JobSpec] = ()) -> tuple[JobSpec, ...]:

@@ -110,13 +110,13 @@ def _submit(
     service = service_of(home)
     overrides = (*read_overrides(settings or []), *read_pins(pins))
     (spec,) = read_jobs_for(service, [file], overrides, home, only_one=True)
-    wanted = choose_strategies(spec, choice, *hardware_of(service, None), micro)
-    specs = comparison_jobs(spec, wanted, steps, repeats)
+    choices = choose_strategies(spec, choice, *hardware_of(service, None), micro)
+    specs = comparison_jobs(spec, choices, steps, repeats)
     ids, _, _ = client.submit_all([job_spec.model_dump(mode="json") for job_spec in specs])
     length = "" if spec.is_script else f", {specs[0].training.max_steps} steps each"
     times = f", {repeats} times" if repeats > 1 else ""
     print(
-        f"{ids[0]}: {len(wanted)} strategies{length}{times}, one at a time", file=sys.stderr if as_json else sys.stdout
+        f"{ids[0]}: {len(choices)} strategies{length}{times}, one at a time", file=sys.stderr if as_json else sys.stdout
     )
     return list(ids)
 

@@ -55,14 +55,14 @@ def follow(client: Client, job_id: str, console: Console) -> JobView:
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(f"{job_id} is queued", total=None, said="")
         printed: list[str] = []
-        said_at_s = 0.0
+        printed_at_s = 0.0
         for job in _poll_job(client, job_id):
             waiting = [f"{job_id}: queued: {job['reason']}"] if job["status"] == "queued" else []
             for line in (*story(job), *waiting):
                 if line not in printed:
                     printed.append(line)
                     console.print(line, highlight=False, markup=False, soft_wrap=True)
-            said_at_s = _show_progress(job, bar, task, console, said_at_s)
+            printed_at_s = _show_progress(job, bar, task, console, printed_at_s)
     return job
 
 
@@ -135,8 +135,8 @@ def _change(attempt: AttemptView, before: AttemptView | None) -> str:
     step = before["checkpoint_step"] if before else None
     resumed = f"; resumed at step {step}" if step else ""
     failure = before["failure"] if before else None
-    is_said = failure is not None and failure["reason"] == attempt["change_reason"]
-    return f"-> {changes}{resumed}" if is_said else f"-> {changes}{resumed}: {attempt['change_reason']}"
+    is_repeated = failure is not None and failure["reason"] == attempt["change_reason"]
+    return f"-> {changes}{resumed}" if is_repeated else f"-> {changes}{resumed}: {attempt['change_reason']}"
 
 
 def _ending(job: JobView, attempt: AttemptView) -> list[str]:
@@ -156,14 +156,14 @@ def _peaks(attempt: AttemptView) -> str:
     return f": peak {format_bytes(attempt['peak_bytes'])}{beside}"
 
 
-def _show_progress(job: JobView, bar: Progress, task: TaskID, console: Console, said_at_s: float) -> float:
+def _show_progress(job: JobView, bar: Progress, task: TaskID, console: Console, printed_at_s: float) -> float:
     """Bring the bar up to date, or print a line if none was printed lately; returns when the last one was."""
     progress, left = job["progress"], time_left(job["progress"])
     line = " · ".join(filter(None, (f"{left} left" if left else "", progress_line(progress))))
     if console.is_terminal:
         step, total = (progress["step"], progress["max_steps"]) if progress else (0, None)
         bar.update(task, description=f"{job['id']} {job['status']}", completed=step, total=total, said=line)
-    elif line and time.monotonic() - said_at_s > PLAIN_EVERY_S:
+    elif line and time.monotonic() - printed_at_s > PLAIN_EVERY_S:
         console.print(f"{job['id']}: {line}", highlight=False, markup=False, soft_wrap=True)
         return time.monotonic()
-    return said_at_s
+    return printed_at_s

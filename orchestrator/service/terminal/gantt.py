@@ -50,8 +50,8 @@ def figure(title: str, outcomes: Sequence[Outcome], cluster: ClusterSpec) -> Fig
     for node in idle_nodes(cluster):
         for index in range(node.devices):
             lanes[node.name, index] = len(lanes)
-    drawn = Figure(figsize=INCHES, dpi=DOTS_PER_INCH, layout="constrained")
-    axes = drawn.add_subplot()
+    chart = Figure(figsize=INCHES, dpi=DOTS_PER_INCH, layout="constrained")
+    axes = chart.add_subplot()
     bars: dict[tuple[int, bool], list[tuple[float, float, int]]] = {}
     for process, until_s in _ended_attempts(outcomes):
         colour = process.job.order % len(COLOURS)
@@ -73,7 +73,7 @@ def figure(title: str, outcomes: Sequence[Outcome], cluster: ClusterSpec) -> Fig
     firsts = [lane for (_, index), lane in lanes.items() if index == 0]
     axes.set_yticks(firsts[:: -(-len(firsts) // NODES_MAX)])
     axes.set_title(title, loc="left", fontsize=11)
-    return drawn
+    return chart
 
 
 def _ended_attempts(outcomes: Sequence[Outcome]) -> Iterator[tuple[Process, float]]:

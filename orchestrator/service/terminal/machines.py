@@ -68,8 +68,8 @@ def leave(
     except ValueError as error:
         raise SpecError(str(error), source="--timeout", got=timeout) from None
     name = node or node_name()
-    left = leave_service(home.expanduser(), name, timeout_s, force=force)
-    tell({"node": name, "left": left}, as_json, f"{name} has left." if left else f"{name} was not in.")
+    was_in = leave_service(home.expanduser(), name, timeout_s, force=force)
+    tell({"node": name, "left": was_in}, as_json, f"{name} has left." if was_in else f"{name} was not in.")
 
 
 def join_token(

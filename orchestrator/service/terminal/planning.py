@@ -116,10 +116,10 @@ def _tracer(home: Path, source: str, scope: Callable[[JobSpec], TraceScope]) -> 
 
     def trace(spec: JobSpec) -> JobSpec:
         from orchestrator.memory.profiles import is_known
-        from orchestrator.service.server.profiling import traced
+        from orchestrator.service.server.profiling import trace_model
 
         if is_known(spec):
             return spec
-        return spec.model_copy(update={"traced": traced(spec, home.expanduser(), source, scope(spec))})
+        return spec.model_copy(update={"traced": trace_model(spec, home.expanduser(), source, scope(spec))})
 
     return trace

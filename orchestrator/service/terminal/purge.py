@@ -43,8 +43,8 @@ def _tables(answer: dict[str, Any]) -> Group:
         goes.add_row(Text(part), "cannot be removed", "", "", Text(why))
     for reason in answer["stays"]:
         stays.add_row("stays", str(reason["count"]), format_bytes(reason["bytes"]), Text(reason["reason"]))
-    gone = format_bytes(sum(part["bytes"] for part in answer["goes"]))
+    removed_text = format_bytes(sum(part["bytes"] for part in answer["goes"]))
     verb = "would go" if answer["dry_run"] else "go; the service deletes them now"
     more = f", and {answer['more']} parts the next time" if answer["more"] else ""
     beyond = f" It stays {format_bytes(answer['beyond_bytes'])} above its budget." if answer["beyond_bytes"] else ""
-    return Group(goes, stays, f"{gone} of {format_bytes(answer['home_bytes'])} {verb}{more}.{beyond}")
+    return Group(goes, stays, f"{removed_text} of {format_bytes(answer['home_bytes'])} {verb}{more}.{beyond}")

@@ -101,19 +101,19 @@ def simulate(
     if (trace is None) == (queue is None):
         raise SpecError("say what to play", path="TRACE", allowed="a trace, or --queue now")
     hardware = _base_cluster(cluster, queue, home, launch_cost)
-    compared = _variants(hardware, list(dict.fromkeys(policy or ())), objective)
-    if gantt is not None and len(compared) > 1:
+    clusters = _variants(hardware, list(dict.fromkeys(policy or ())), objective)
+    if gantt is not None and len(clusters) > 1:
         raise SpecError("a chart shows one run", path="--gantt", allowed="one --policy, one --objective")
     if trace is None:
         chances = {"--noise": noise, "--oom": oom, "--node-loss": node_loss, "--launch-cost": launch_cost}
-        runs = _live_runs(compared, home, chances, is_live=cluster is None)
+        runs = _live_runs(clusters, home, chances, is_live=cluster is None)
         title = "queue"
     else:
-        played = misjudge(_read_trace(trace, home), noise, seed)
-        trouble, title = Trouble(oom_chance=oom, node_loss_chance=node_loss), played.name
+        played_trace = misjudge(_read_trace(trace, home), noise, seed)
+        trouble, title = Trouble(oom_chance=oom, node_loss_chance=node_loss), played_trace.name
         runs = {
-            name: play(played, shift_maintenance(spec, played.begins_s), seed=seed, trouble=trouble)
-            for name, spec in compared.items()
+            name: play(played_trace, shift_maintenance(spec, played_trace.begins_s), seed=seed, trouble=trouble)
+            for name, spec in clusters.items()
         }
     if len(runs) > 1:
         reports = {name: run.report for name, run in runs.items()}
@@ -121,8 +121,8 @@ def simulate(
         return
     ((name, run),) = runs.items()
     if gantt is not None:
-        drawing.figure(f"{title} on {hardware.name}", run.outcomes, compared[name]).savefig(gantt)
-    _print_run(run, compared[name], as_json=as_json)
+        drawing.figure(f"{title} on {hardware.name}", run.outcomes, clusters[name]).savefig(gantt)
+    _print_run(run, clusters[name], as_json=as_json)
 
 
 def _print_run(run: Simulated, cluster: ClusterSpec, *, as_json: bool) -> None:
@@ -146,7 +146,7 @@ def _read_trace(trace: Path, home: Path) -> Trace:
 
 
 def _live_runs(
-    compared: Mapping[str, ClusterSpec], home: Path, chances: Mapping[str, float | None], *, is_live: bool
+    clusters: Mapping[str, ClusterSpec], home: Path, chances: Mapping[str, float | None], *, is_live: bool
 ) -> dict[str, Simulated]:
     """Return a play of the live queue for each cluster. Raises SpecError for an option that only a trace has."""
     from orchestrator.service.commands.live_queue import now_of, play_queue
@@ -162,7 +162,7 @@ def _live_runs(
         console_on(sys.stderr).print(f"Taken as a day long, since their length is unknown: {', '.join(unknown)}")
     return {
         name: play_queue(now_of(state), cluster, is_live=is_live, to_come=to_come, home=home)
-        for name, cluster in compared.items()
+        for name, cluster in clusters.items()
     }
 
 
@@ -206,6 +206,6 @@ def replay(
     from orchestrator.service.server.lifecycle import journal_url
     from orchestrator.service.terminal.simulation_tables import replay_table
 
-    decided = list(decide_again(read_events(journal or journal_url(home.expanduser()))))
-    tell({"decisions": decided}, as_json, replay_table(decided))
-    raise typer.Exit(not all(decision["same"] for decision in decided))
+    decisions = list(decide_again(read_events(journal or journal_url(home.expanduser()))))
+    tell({"decisions": decisions}, as_json, replay_table(decisions))
+    raise typer.Exit(not all(decision["same"] for decision in decisions))

@@ -49,13 +49,13 @@ def _rows(run: Simulated) -> list[tuple[str, str]]:
         ),
     ]
     if report["guaranteed"]:
-        refused = report["guaranteed"] - report["promised"]
-        promises = f"{report['promises_kept']} of {report['promised']}, {refused} refused"
+        refusals = report["guaranteed"] - report["promised"]
+        promises = f"{report['promises_kept']} of {report['promised']}, {refusals} refused"
         rows.insert(4, ("promises kept", promises))
     if report["deadlines"]:
-        met = f"{report['deadlines_met']} of {report['deadlines']}"
+        deadlines = f"{report['deadlines_met']} of {report['deadlines']}"
         late = f", the others {format_seconds(report['mean_lateness_s'])} late on average"
-        rows.insert(4, ("deadlines met", met + (late if report["mean_lateness_s"] else "")))
+        rows.insert(4, ("deadlines met", deadlines + (late if report["mean_lateness_s"] else "")))
     return rows
 
 
@@ -71,18 +71,20 @@ def runs_table(what: str, runs: Mapping[str, Simulated]) -> Table:
     return table
 
 
-def replay_table(decided: Sequence[Decision]) -> RenderableType:
+def replay_table(decisions: Sequence[Decision]) -> RenderableType:
     """Return past decisions with their reasons; both decisions if this version decides otherwise."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("AT", "AFTER", "DECIDED", "WHY"):
         table.add_column(column, no_wrap=column in ("AT", "AFTER"), overflow="fold")
-    for row in decided:
+    for row in decisions:
         moment = time.strftime("%m-%d %H:%M:%S", time.localtime(row["at_s"]))
         text = Text(row["now"]) if row["same"] else Text(f"then: {row['then']}\nnow: {row['now']}", "red")
         table.add_row(moment, row["event"], text, Text(row["why"]))
-    others = [row for row in decided if not row["same"]]
-    recorded = sum(row["then"] is not None for row in decided)
-    verdict = f"{len(decided)} decisions, {recorded} of them kept: this version decides {len(others)} otherwise."
-    if others:
+    differing = [row for row in decisions if not row["same"]]
+    recorded_count = sum(row["then"] is not None for row in decisions)
+    verdict = (
+        f"{len(decisions)} decisions, {recorded_count} of them kept: this version decides {len(differing)} otherwise."
+    )
+    if differing:
         verdict += " Later ones may differ as a consequence of the first."
     return Group(table, Text(verdict))

@@ -169,9 +169,9 @@ def candidate_panel(candidate: CandidateView) -> RenderableType:
         head.add_row("", "with knobs for micro-batch, accumulation and output folder it would be measured first")
         return head
     factor = candidate["step_factor"]
-    learned = f", x{factor:.2f} as steps were measured" if factor != 1.0 else ""
+    factor_text = f", x{factor:.2f} as steps were measured" if factor != 1.0 else ""
     if _is_timed(candidate["estimate"]):
-        head.add_row("step", f"{format_seconds(candidate['step_s'])} predicted{learned}")
+        head.add_row("step", f"{format_seconds(candidate['step_s'])} predicted{factor_text}")
     head.add_row("memory", _verdict(candidate))
     return Group(head, Text(), bars(candidate["estimate"]))
 
@@ -237,12 +237,12 @@ def moments(estimate: EstimateView, correction: float) -> Table:
         (moment["name"], moment["counted_bytes"], round(correction * moment["activation_bytes"]))
         for moment in estimate["by_moment"]
     ]
-    largest = max((counted + activations for _, counted, activations in rows), default=1) or 1
-    for name, counted, activations in rows:
-        whole = round(MOMENT_BAR_WIDTH * (counted + activations) / largest)
-        solid = round(MOMENT_BAR_WIDTH * counted / largest)
+    largest = max((counted_bytes + activations for _, counted_bytes, activations in rows), default=1) or 1
+    for name, counted_bytes, activations in rows:
+        whole = round(MOMENT_BAR_WIDTH * (counted_bytes + activations) / largest)
+        solid = round(MOMENT_BAR_WIDTH * counted_bytes / largest)
         bar = Text("█" * solid, style="cyan") + Text("▒" * (whole - solid), style="cyan")
-        table.add_row(f"  {name}", format_bytes(counted + activations), bar)
+        table.add_row(f"  {name}", format_bytes(counted_bytes + activations), bar)
     factor = f" x{correction:.2f}" if correction >= 1.01 else ""
     table.add_row("", "", Text(f"█ counted  ▒ activations{factor}", style="dim"))
     return table

@@ -174,12 +174,12 @@ class _Folder:
         with os.fdopen(descriptor, "rb") as file:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 raise OSError(f"{entry.path} is no file any more")
-            left = entry.size
-            while left:
-                chunk = file.read(min(CHUNK_BYTES, left))
+            left_bytes = entry.size
+            while left_bytes:
+                chunk = file.read(min(CHUNK_BYTES, left_bytes))
                 if not chunk:
                     raise OSError(f"{entry.path} has become shorter while it was read")
-                left -= len(chunk)
+                left_bytes -= len(chunk)
                 yield chunk
 
 
@@ -295,8 +295,8 @@ def _stays_inside(path: str, target: str) -> bool:
     """Return whether a link at `path` leads below the root, by the text of its target."""
     if not target or target.startswith("/") or "\0" in target or len(target.encode(errors="replace")) > PATH_BYTES_MAX:
         return False
-    reached = os.path.normpath(os.path.join(os.path.dirname(path), target))
-    return reached != ".." and not reached.startswith("../")
+    destination = os.path.normpath(os.path.join(os.path.dirname(path), target))
+    return destination != ".." and not destination.startswith("../")
 
 
 def _write(source: _Source, entries: Sequence[Entry], root: Path, modified_at_s: float | None) -> None:
@@ -327,13 +327,13 @@ def _write_file(source: _Source, entry: Entry, target: Path) -> None:
     mode = PROGRAM_MODE if entry.kind is Kind.PROGRAM else FILE_MODE
     descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
     with os.fdopen(descriptor, "wb") as file:
-        left = entry.size
-        while left:
-            chunk = source.chunk(min(CHUNK_BYTES, left))
+        left_bytes = entry.size
+        while left_bytes:
+            chunk = source.chunk(min(CHUNK_BYTES, left_bytes))
             if not chunk:
                 raise _bad_archive(f"it ends within {entry.path}")
             file.write(chunk)
-            left -= len(chunk)
+            left_bytes -= len(chunk)
 
 
 def _bad_archive(what: str) -> SpecError:

@@ -27,16 +27,16 @@ def list_output(home: Path, job: Job) -> Listing:
     try:
         if not in_workdir:
             return list_files(folder.output, LIMITS)
-        brought = set(json.loads(folder.uploaded.read_text()))
-        return list_files(folder.workdir, LIMITS, lambda path: _is_no_output(folder.workdir, path, brought))
+        uploaded_paths = set(json.loads(folder.uploaded.read_text()))
+        return list_files(folder.workdir, LIMITS, lambda path: _is_no_output(folder.workdir, path, uploaded_paths))
     except OSError as error:
         removed = removal_words(home, job.id, "workdir" if in_workdir else "output")
         raise ServiceError(f"{job.id} has left no output: {(*removed, error.strerror or str(error))[0]}") from None
 
 
-def _is_no_output(workdir: Path, path: str, brought: set[str]) -> bool:
+def _is_no_output(workdir: Path, path: str, uploaded_paths: set[str]) -> bool:
     """Return whether a path of a working directory is unchanged since its upload, or Python's cache."""
     if path.endswith("/"):
         return path.endswith("__pycache__/")
     file = workdir / path
-    return path in brought and (file.is_symlink() or file.lstat().st_mtime == UPLOADED_AT_S)
+    return path in uploaded_paths and (file.is_symlink() or file.lstat().st_mtime == UPLOADED_AT_S)

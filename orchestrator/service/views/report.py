@@ -88,8 +88,8 @@ def cost_words(view: ReportView) -> str:
     text += "" if cost["money"] is None else f"; cost {cost['money']:.4g}"
     if not cost["saved_s"]:
         return text
-    saved, jobs = _device_time(cost["saved_s"]), len(view["recovered"])
-    return f"{text}; saved: {saved} of {jobs} {'job' if jobs == 1 else 'jobs'} that had failed before"
+    saved_text, jobs = _device_time(cost["saved_s"]), len(view["recovered"])
+    return f"{text}; saved: {saved_text} of {jobs} {'job' if jobs == 1 else 'jobs'} that had failed before"
 
 
 def _device_time(seconds: float) -> str:

@@ -50,10 +50,10 @@ def teams_view(state: State, now_s: float) -> list[TeamView]:
     jobs = [job for job in state.jobs.values() if not job.status.ended]
     tree = fair_tree(policy, used_s(replace(state, at_s=max(state.at_s, now_s)), state.jobs.values()))
     held_devices = held_by_teams(policy, state.jobs.values())
-    teams = {team.name: team for team in policy.teams} | {(other := policy.team_of("")).name: other}
+    teams = {team.name: team for team in policy.teams} | {(default_team := policy.team_of("")).name: default_team}
     users = {*tree.of_users, *(job.user for job in jobs), *(user for team in policy.teams for user in team.users)}
-    wanted = {policy.team_of(user).name for user in (*tree.of_users, *(job.user for job in jobs))}
-    shares, used = sum(teams[name].shares for name in wanted), sum(tree.of_teams.values())
+    active_teams = {policy.team_of(user).name for user in (*tree.of_users, *(job.user for job in jobs))}
+    shares, used = sum(teams[name].shares for name in active_teams), sum(tree.of_teams.values())
     views_of_teams = []
     for name, team in teams.items():
         members = sorted(
@@ -64,7 +64,7 @@ def teams_view(state: State, now_s: float) -> list[TeamView]:
             TeamView(
                 name=name,
                 shares=team.shares,
-                share=team.shares / shares if name in wanted else 0.0,
+                share=team.shares / shares if name in active_teams else 0.0,
                 used_share=tree.of_teams.get(name, 0.0) / used if used else 0.0,
                 used_device_s=tree.of_teams.get(name, 0.0),
                 quota=team.quota,

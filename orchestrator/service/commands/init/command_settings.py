@@ -46,13 +46,13 @@ class Settings:
     """Every setting that was seen, in the order of precedence, and the files that have some."""
 
     argv: tuple[str, ...]  # the program's arguments, in the parser's spelling
-    listed: tuple[Setting, ...]
+    places: tuple[Setting, ...]
     files: tuple[NamedFile, ...]
     notes: tuple[str, ...]
 
     def of(self, meaning: str, *counts: Count) -> list[Setting]:
         """Return the settings of a meaning; with `counts`, only batch sizes that count these samples."""
-        return [place for place in self.listed if place.meaning == meaning and (not counts or place.counts in counts)]
+        return [place for place in self.places if place.meaning == meaning and (not counts or place.counts in counts)]
 
     def first(self, meaning: str, *counts: Count) -> Setting | None:
         """Return the setting that wins; None where there is none, or where places of the same precedence disagree."""
@@ -61,11 +61,11 @@ class Settings:
 
 def winner(places: Sequence[Setting]) -> Setting | None:
     """Return the setting of the least rank with a value; None if several of that rank have different ones."""
-    valued = [place for place in places if place.value is not None]
-    if not valued:
+    places_with_value = [place for place in places if place.value is not None]
+    if not places_with_value:
         return places[0] if places else None
-    rank = min(place.rank for place in valued)
-    best = [place for place in valued if place.rank == rank]
+    rank = min(place.rank for place in places_with_value)
+    best = [place for place in places_with_value if place.rank == rank]
     if rank == TYPED:
         return best[-1]  # the last one wins on a command line
     training = [place for place in best if "train" in place.name.lower()] or best
@@ -98,13 +98,13 @@ def _other_way(knob: Mapping[str, Any], way: str, new: str) -> dict[str, Any]:
 def collect_settings(typed: TypedCommand, script: Script, framework: Framework | None) -> Settings:
     """Return the settings of a typed command, of the files that it names, of its parser, its framework and its code."""
     preset = preset_of(typed, framework)
-    spelled = tuple(_parser_spelling(word, script, preset) for word in typed.command[typed.arguments :])
+    argv = tuple(_parser_spelling(word, script, preset) for word in typed.command[typed.arguments :])
     launcher = [
         replace(place, way="constant", where="the launcher's options")
         for place in _argv_settings(typed.launcher_words, {}, script, {})
         if place.meaning in ("gradient_accumulation_steps", "deepspeed_config", "precision")
     ]
-    files = [*_named_files(spelled, typed.folder), *_named_files(typed.launcher_words, typed.folder, is_launchers=True)]
+    files = [*_named_files(argv, typed.folder), *_named_files(typed.launcher_words, typed.folder, is_launchers=True)]
     nested = [str(value) for file in files if file.is_launchers for value in (file.content or {}).values()]
     files += _named_files(nested, typed.folder, is_launchers=True)  # accelerate's deepspeed_config_file
     notes = [
@@ -118,30 +118,30 @@ def collect_settings(typed: TypedCommand, script: Script, framework: Framework |
         for name, value in typed.env.items()
         if name in variables
     ]
-    listed = [
-        *_argv_settings(spelled, {flag.name: flag for flag in script.flags}, script, preset),
+    places = [
+        *_argv_settings(argv, {flag.name: flag for flag in script.flags}, script, preset),
         *from_env,
         *launcher,
         *(place for file in files for place in _file_settings(file, script, framework, preset)),
-        *_hydra_settings(spelled, script),
+        *_hydra_settings(argv, script),
         *_parser_settings(script, preset),
         *_framework_settings(typed, script, framework, preset, files),
         *script.places,
     ]
     tokens = {word for word, divisor in script.divided.items() if divisor == "tokens"}
-    for place in listed:
+    for place in places:
         if word_of(place.name) in tokens and place.rank <= OF_PARSER:
             notes.append(f"CHECK: {place.place} counts tokens, not samples: it stays as it is")
-    listed = [place for place in listed if word_of(place.name) not in tokens]
-    return Settings(spelled, tuple(_with_counts(listed)), tuple(files), tuple(notes))
+    places = [place for place in places if word_of(place.name) not in tokens]
+    return Settings(argv, tuple(_with_counts(places)), tuple(files), tuple(notes))
 
 
-def _with_counts(listed: Sequence[Setting]) -> Iterator[Setting]:
+def _with_counts(places: Sequence[Setting]) -> Iterator[Setting]:
     """Yield the settings, where a plain batch size beside one of a rank counts the samples of a whole step."""
     has_micro = any(
-        place.meaning == "micro_batch_size" and place.counts == "rank" for place in listed if place.rank < 3
+        place.meaning == "micro_batch_size" and place.counts == "rank" for place in places if place.rank < 3
     )
-    for place in listed:
+    for place in places:
         is_plain = place.meaning == "micro_batch_size" and place.counts == "plain"
         yield replace(place, counts="global") if is_plain and has_micro and place.rank <= OF_PARSER else place
 

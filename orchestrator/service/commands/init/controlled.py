@@ -31,7 +31,7 @@ class Batch:
     """Samples of an optimizer step, with its parts as knobs."""
 
     knobs: Mapping[str, Any]
-    taken: tuple[Setting, ...]  # whose words leave the command
+    controlled: tuple[Setting, ...]  # whose arguments leave the command
     samples: int | None  # of all ranks; None: not known
     origin: str  # of this number, in words
     is_fixed: bool  # on the number of ranks that was typed
@@ -66,13 +66,13 @@ def choose_knobs(typed: TypedCommand, script: Script, framework: Framework | Non
     with_batch = {
         name: {**differing[name], **knob} if knob and name in differing else knob for name, knob in batch.knobs.items()
     }
-    knobs, taken, notes = {**differing, **with_batch}, list(batch.taken), [*settings.notes, *batch.notes]
+    knobs, controlled, notes = {**differing, **with_batch}, list(batch.controlled), [*settings.notes, *batch.notes]
     if ranks_place is not None and preset.get("ranks"):
-        taken.append(ranks_place)
+        controlled.append(ranks_place)
     knobs |= _path_knobs(settings, preset)
     output = _path_place(settings, "output_dir")
     if output is not None and output.rank == TYPED:
-        taken.append(output)
+        controlled.append(output)
         notes.append(f"Taken out of the command, since the job sets it: {output.place}")
     if framework == "litgpt" and typed.command[1] not in LITGPT_RESUMES:
         knobs["resume_from"] = None
@@ -83,18 +83,18 @@ def choose_knobs(typed: TypedCommand, script: Script, framework: Framework | Non
         knobs |= {"activation_checkpointing": None, "optimizer_in_backward": None}
     precision, knob, place = _precision(typed, settings, script, framework, preset)
     knobs |= knob
-    taken += [] if place is None else [place]
+    controlled += [] if place is None else [place]
     config = _config(knobs, batch, settings, framework, script)
     if config is not None and config.get("flag"):
-        taken.append(Setting("config", config["flag"], "flag"))
-    names = {place.name for place in taken}
-    stays = [place for place in settings.listed if place.rank == TYPED and place.name not in names]
+        controlled.append(Setting("config", config["flag"], "flag"))
+    names = {place.name for place in controlled}
+    stays = [place for place in settings.places if place.rank == TYPED and place.name not in names]
     stays = [place for place in stays if place.meaning in STAYS and (framework is None or place.meaning != "precision")]
     if stays:
         notes.append(f"Stays as typed, the same in every plan: {', '.join(place.place for place in stays)}")
-    env = {name: value for name, value in typed.env.items() if name not in {place.name for place in taken}}
+    env = {name: value for name, value in typed.env.items() if name not in {place.name for place in controlled}}
     return BareCommand(
-        command=(*typed.command[: typed.arguments], *_drop_controlled(settings.argv, taken, script)),
+        command=(*typed.command[: typed.arguments], *_drop_controlled(settings.argv, controlled, script)),
         names=frozenset(name for name, *_ in pairs_of(settings.argv, {})),
         knobs=knobs,
         notes=tuple(notes),
@@ -164,13 +164,13 @@ def read_batch(settings: Settings, script: Script, ranks: int, preset: Mapping[s
         micro, total = total, None
     disagree = settings.of("micro_batch_size", "rank", "plain") if micro is None else []
     disagree += settings.of("gradient_accumulation_steps") if steps is None else []
-    counted = script.divided.get(word_of(micro.name)) if micro is not None else None
+    divisor = script.divided.get(word_of(micro.name)) if micro is not None else None
     alone = "DataParallel" in script.calls and not script.calls & set(SEVERAL_RANKS)  # one process on all devices
-    per = "global" if per_step or counted == "global" or alone else "node" if counted == "node" else "rank"
+    per = "global" if per_step or divisor == "global" or alone else "node" if divisor == "node" else "rank"
     steps_in_all = steps is not None and script.divided.get(word_of(steps.name)) == "global"
     derives = preset.get("gradient_accumulation_steps") == "derived"
     derives = derives or (total is not None and total.rank < 3 and micro is not None and steps is None)
-    knobs, taken = dict[str, Any](), list[Setting]()
+    knobs, controlled = dict[str, Any](), list[Setting]()
     number, accumulation = (micro.number if micro is not None else None), (steps.number if steps is not None else None)
     samples = total.number if total is not None else None
     origin = f"its own, {total.place}; the same in every plan" if total is not None else ""
@@ -185,17 +185,17 @@ def read_batch(settings: Settings, script: Script, ranks: int, preset: Mapping[s
     can_cut = can_cut or (micro is not None and steps_in_all and ranks == 1 and _can_vary(micro, settings))
     if can_cut and micro is not None:
         knobs["micro_batch_size"] = _knob(micro, settings, preset.get("micro_batch_size"), per)
-        taken.append(micro)
+        controlled.append(micro)
         if derives and total is not None:
             knobs["gradient_accumulation_steps"] = "derived"
             knobs["global_batch_size"] = _knob(total, settings, preset.get("global_batch_size"))
-            taken.append(total)
+            controlled.append(total)
         elif steps is not None and _can_vary(steps, settings):
             knobs["gradient_accumulation_steps"] = _knob(steps, settings, preset.get("gradient_accumulation_steps"))
-            taken.append(steps)
+            controlled.append(steps)
             if total is not None and _can_vary(total, settings) and total.rank < 3:
                 knobs["global_batch_size"] = _knob(total, settings, None)
-                taken.append(total)
+                controlled.append(total)
     else:
         knobs |= {name: None for name in ("micro_batch_size", "gradient_accumulation_steps") if name in preset}
         knobs |= {"global_batch_size": None} if "global_batch_size" in preset else {}
@@ -205,7 +205,7 @@ def read_batch(settings: Settings, script: Script, ranks: int, preset: Mapping[s
     if disagree:
         notes.append(f"CHECK: these disagree, none is taken: {'; '.join(place.place for place in disagree)}")
     is_fixed = ranks > 1 and (not can_cut or (steps_in_all and total is None))
-    return Batch(knobs, tuple(taken), samples, origin, is_fixed, tuple(notes))
+    return Batch(knobs, tuple(controlled), samples, origin, is_fixed, tuple(notes))
 
 
 def _counts_a_step(total: Setting) -> bool:
@@ -242,14 +242,17 @@ def _knob(place: Setting, settings: Settings, preset: Any, per: str = "rank") ->
         knob["per"] = per
     if place.number is not None:
         knob["default"] = place.number
-    others = [
-        other
-        for other in settings.of(place.meaning)
-        if other.way == "key" and other.number == place.number and other.number and place.way != "key"
-        if (other.counts == "global") == (place.counts == "global") and other.rank == IN_FILE
+    same_keys = [
+        key_place
+        for key_place in settings.of(place.meaning)
+        if key_place.way == "key" and key_place.number == place.number and key_place.number and place.way != "key"
+        if (key_place.counts == "global") == (place.counts == "global") and key_place.rank == IN_FILE
     ]
-    if others:
-        knob["also"] = [*(preset.get("also", ()) if is_presets else ()), *({"key": other.name} for other in others)]
+    if same_keys:
+        knob["also"] = [
+            *(preset.get("also", ()) if is_presets else ()),
+            *({"key": key_place.name} for key_place in same_keys),
+        ]
     return knob or {place.way: place.name}
 
 
@@ -298,15 +301,17 @@ def _precision(
     )
     if framework is not None:
         knob = preset.get("precision") or {}
-        meant = {str(theirs): candidate for candidate, theirs in (knob.get("values") or {}).items()}
-        precision = precision or next((meant[str(place.value)] for place in places if str(place.value) in meant), None)
+        by_label = {str(label): candidate for candidate, label in (knob.get("values") or {}).items()}
+        precision = precision or next(
+            (by_label[str(place.value)] for place in places if str(place.value) in by_label), None
+        )
         if places and knob.get("override") and precision is not None:
             return precision, {}, places[0]
         as_preset = knob == knobs_of(framework).get("precision", {})
         if not as_preset and precision is None:
             return None, {"precision": None}, None
         values = {place.value for place in places if place.rank == TYPED}
-        in_words = values & {"true", precision, *meant} and as_preset and knob.get("flag")
+        in_words = values & {"true", precision, *by_label} and as_preset and knob.get("flag")
         if precision is None and any(place.rank == IN_FILE for place in settings.of("precision")) and knob.get("key"):
             precision = "fp32"
         return (None if in_words else precision), {}, None
@@ -331,8 +336,8 @@ def _word_knob(flag: Flag | None) -> dict[str, Any] | None:
     if flag is None or not flag.choices:
         return None
     labels = {
-        candidate.value: next((word for word in theirs if word in flag.choices), None)
-        for candidate, theirs in PRECISIONS.items()
+        candidate.value: next((word for word in spellings if word in flag.choices), None)
+        for candidate, spellings in PRECISIONS.items()
     }
     return {"flag": flag.name, "values": {candidate: word for candidate, word in labels.items() if word}}
 
@@ -353,8 +358,8 @@ def _config(
         return None if file is None else {"file": file.word}
     if framework == "deepspeed" or not keys:
         return None
-    names = {place.file for place in batch.taken if place.file} or {
-        place.file for place in settings.listed if place.file and place.rank == IN_FILE and place.number
+    names = {place.file for place in batch.controlled if place.file} or {
+        place.file for place in settings.places if place.file and place.rank == IN_FILE and place.number
     }
     file = next((file for file in files if file.word in names), None)
     if file is None:
@@ -363,9 +368,9 @@ def _config(
     return {"file": file.word, "flag": str(file.flag)} if by_flag else {"file": file.word}
 
 
-def _drop_controlled(argv: Sequence[str], taken: Sequence[Setting], script: Script) -> tuple[str, ...]:
+def _drop_controlled(argv: Sequence[str], controlled: Sequence[Setting], script: Script) -> tuple[str, ...]:
     """Return the arguments without those that a job sets."""
-    names = {place.name for place in taken if place.way in ("flag", "override")}
+    names = {place.name for place in controlled if place.way in ("flag", "override")}
     flags = {flag.name: flag for flag in script.flags}
     rest, index = list[str](), 0
     while index < len(argv):

@@ -126,8 +126,8 @@ def meaning_of(name: str) -> tuple[str, Count] | None:
     if word == "enabled" and sections and sections[-1] in ("bf16", "fp16"):
         return "precision", "plain"
     if any(part.startswith("accum") for part in parts):
-        others = {part for part in parts if not part.startswith("accum")}
-        return ("gradient_accumulation_steps", "plain") if others <= ACCUMULATION_WORDS else None
+        other_parts = {part for part in parts if not part.startswith("accum")}
+        return ("gradient_accumulation_steps", "plain") if other_parts <= ACCUMULATION_WORDS else None
     if parts & BATCH and parts <= BATCH_WORDS and not parts <= {"samples", "n", "data", "train", "images", "imgs"}:
         counts: Count = "global" if parts & IN_ALL or word == "ims_per_batch" else "plain"
         return "micro_batch_size", "rank" if parts & PER_RANK else counts
@@ -141,4 +141,4 @@ def precision_of(name: str, value: str | None) -> str | None:
     named = next((precision for precision in ("bf16", "fp16") if precision in name.lower()), None)
     if named is not None and text in ("true", "1", "yes", "full", "", "auto"):
         return named
-    return next((precision.value for precision, theirs in PRECISIONS.items() if text in theirs), None)
+    return next((precision.value for precision, spellings in PRECISIONS.items() if text in spellings), None)

@@ -67,44 +67,44 @@ def _framework(typed: TypedCommand, script: Script) -> Framework | None:
 def _lines(typed: TypedCommand, script: Script, has_run: bool) -> Iterator[str]:
     framework, folder = _framework(typed, script), typed.folder
     differing = _missing_knobs(framework, script) if framework and framework not in INHERITS else {}
-    settled = choose_knobs(typed, script, framework, collect_settings(typed, script, framework))
-    knobs = {**differing, **settled.knobs}
+    bare = choose_knobs(typed, script, framework, collect_settings(typed, script, framework))
+    knobs = {**differing, **bare.knobs}
     names = {name for knob in (*knobs.values(), *_preset(framework).values()) if knob for name in _names(knob)}
     arguments = typed.command[typed.arguments :]
     required = [flag for flag in script.flags if flag.required and flag.name not in names]
     needed = [
-        flag for flag in required if not (arguments and flag.kind == "positional") and flag.name not in settled.names
+        flag for flag in required if not (arguments and flag.kind == "positional") and flag.name not in bare.names
     ]
-    command = [*settled.command, *_command(framework, folder, needed, bare=not arguments)]
+    command = [*bare.command, *_command(framework, folder, needed, bare=not arguments)]
     read = typed.script.name if typed.script is not None else typed.framework or shlex.join(typed.command[:3])
     run = "whose --help was run" if has_run else "which was read, not run"
     yield f"# Proposed from {read}, {run}. Check every CHECK; `orc plan` shows its plans."
-    yield from (f"# {_comment_text(note)}." for note in (*typed.notes, *settled.notes))
+    yield from (f"# {_comment_text(note)}." for note in (*typed.notes, *bare.notes))
     for way in script.unread:
         yield f"# Not read: settings by {way}."
     yield f"name: {_name(folder, typed)}"
     if needed:
-        listed = ", ".join(flag.name for flag in needed)
-        yield f"# {CHECK}required: {listed}; replace by your own values."
+        names_needed = ", ".join(flag.name for flag in needed)
+        yield f"# {CHECK}required: {names_needed}; replace by your own values."
     if framework == "deepspeed" and not arguments:
         yield f"# {CHECK}the DeepSpeed file, relative to workdir; each attempt gets a copy with its batch size."
-    yield f"command: {_quoted(shlex.join(command))}"
-    yield f"workdir: {_quoted(str(folder))}"
-    if settled.env:
-        yield f"env: {_flow({name: str(value) for name, value in settled.env.items()}, texts=True)}"
+    yield f"command: {_quote(shlex.join(command))}"
+    yield f"workdir: {_quote(str(folder))}"
+    if bare.env:
+        yield f"env: {_flow({name: str(value) for name, value in bare.env.items()}, texts=True)}"
     yield from _trainer(script, framework)
-    yield from _devices(typed, script, framework, settled)
-    yield from _batch(settled)
-    if settled.precision is not None:
-        yield f"precision: {settled.precision}"
-    if settled.steps is not None:
-        yield f"steps: {settled.steps.number} # {settled.steps.place}"
-    if settled.config is not None:
-        yield f"config: {_flow(settled.config)} # each attempt gets a copy with its plan"
+    yield from _devices(typed, script, framework, bare)
+    yield from _batch(bare)
+    if bare.precision is not None:
+        yield f"precision: {bare.precision}"
+    if bare.steps is not None:
+        yield f"steps: {bare.steps.number} # {bare.steps.place}"
+    if bare.config is not None:
+        yield f"config: {_flow(bare.config)} # each attempt gets a copy with its plan"
     yield from _knob_lines(knobs, framework)
     if framework == "trl":
         yield "success: {artifacts: ['*.safetensors']} # trl's scripts save it at their end"
-    yield from _unknown(script, knobs, framework, settled)
+    yield from _unknown(script, knobs, framework, bare)
 
 
 def _comment_text(text: str) -> str:
@@ -134,9 +134,9 @@ def _trainer(script: Script, framework: Framework | None) -> Iterator[str]:
     yield f"trainer: {framework} # {why}; sets knobs, launch and resume unless given here"
 
 
-def _devices(typed: TypedCommand, script: Script, framework: Framework | None, settled: BareCommand) -> Iterator[str]:
-    ranks = settled.ranks
-    if ranks is not None and ranks > 1 and settled.is_fixed:
+def _devices(typed: TypedCommand, script: Script, framework: Framework | None, bare: BareCommand) -> Iterator[str]:
+    ranks = bare.ranks
+    if ranks is not None and ranks > 1 and bare.is_fixed:
         yield f"gpus: {ranks} # {CHECK}exactly as many as in its command, where no plan changes it"
     elif ranks is not None:
         yield f"gpus: {{min: 1, max: {ranks}}} # {CHECK}as many as in its command, or fewer"
@@ -158,8 +158,8 @@ def _devices(typed: TypedCommand, script: Script, framework: Framework | None, s
         yield f"launch: self # {CHECK}it starts its ranks itself"
 
 
-def _batch(settled: BareCommand) -> Iterator[str]:
-    batch = settled.batch
+def _batch(bare: BareCommand) -> Iterator[str]:
+    batch = bare.batch
     if batch.samples is not None:
         yield f"global_batch_size: {batch.samples} # {CHECK}{_comment_text(batch.origin)}"
     else:
@@ -192,9 +192,7 @@ def _is_plain(knob: Mapping[str, Any]) -> bool:
     return (meaning_of(str(name)) or ("", "plain"))[1] == "plain"
 
 
-def _unknown(
-    script: Script, knobs: Mapping[str, Any], framework: Framework | None, settled: BareCommand
-) -> Iterator[str]:
+def _unknown(script: Script, knobs: Mapping[str, Any], framework: Framework | None, bare: BareCommand) -> Iterator[str]:
     every = {**_preset(framework), **knobs}
     if every.get("micro_batch_size") is None:
         yield "# Not known: how a plan tells it its batch size. Without that knob no plan changes it."
@@ -205,14 +203,14 @@ def _unknown(
     elif (
         framework in ("hf", "trl")
         and script.flags
-        and not {"resume_from_checkpoint", "get_last_checkpoint"} & _used(script)
+        and not {"resume_from_checkpoint", "get_last_checkpoint"} & _used_names(script)
     ):
         yield f"# {CHECK}nothing in it uses resume_from_checkpoint: a restart would start over."
     if every.get("output_dir") is None:
         yield "# Not known: the folder of its checkpoints. Without knobs.output_dir it is workdir."
-    model = settled.model.value if settled.model is not None else "MODEL"
-    length = settled.length.value if settled.length is not None else "N"
-    if settled.model is None:
+    model = bare.model.value if bare.model is not None else "MODEL"
+    length = bare.length.value if bare.length is not None else "N"
+    if bare.model is None:
         yield "# Not known: its memory; short attempts measure it first. Naming the model makes that unnecessary:"
     else:
         yield f"# Its model is {_comment_text(str(model))}. Short attempts measure its memory; these keys predict it:"
@@ -220,11 +218,11 @@ def _unknown(
     yield f"# trains: {hf}, or a file: trains: {{factory: model.py:build}}."
     if framework not in SAYS_SUCCESS:
         yield "# Not known: the files that it writes on success. success: {artifacts: [model.pt]}"
-    if settled.steps is None:
+    if bare.steps is None:
         yield "# Not known: the number of its optimizer steps. steps: 1000"
 
 
-def _used(script: Script) -> set[str]:
+def _used_names(script: Script) -> set[str]:
     return {name.rpartition(".")[2] for name in (*script.imports, *script.calls, *script.attributes)}
 
 
@@ -279,7 +277,7 @@ def _name(folder: Path, typed: TypedCommand) -> str:
     return re.sub(r"[^a-z0-9._-]+", "-", (typed.name or stem).lower()).strip("-._")[:63] or "job"
 
 
-def _quoted(text: str) -> str:
+def _quote(text: str) -> str:
     """Return the text as a YAML scalar."""
     return text if re.fullmatch(r"[\w./][\w./ =-]*", text) else json.dumps(text, ensure_ascii=False)
 

@@ -104,18 +104,18 @@ def _read(path: Path, roots: Sequence[Path]) -> Script:
     calls = [node for node in nodes if isinstance(node, ast.Call)]
     imports = frozenset(name for tree in trees for name, _ in _imports(tree))
     flags: dict[str, Flag] = {}
-    listed = dict(_list_constants(nodes))
-    pairs = (pair for call in calls for pair in _parser_calls(call, listed, tuple(functions)))
-    parsed = [pair for pair in pairs if pair[1] in FLAT[:3] or pair[0] in classes or pair[0] in functions]
-    parsed += [(name, "wrap") for function in functions.values() for name in _wrapped_classes(function)]
-    parsed += [(name, "add_arguments") for name, node in classes.items() if TAP in map(_last, node.bases)]
+    lists = dict(_list_constants(nodes))
+    pairs = (pair for call in calls for pair in _parser_calls(call, lists, tuple(functions)))
+    parser_pairs = [pair for pair in pairs if pair[1] in FLAT[:3] or pair[0] in classes or pair[0] in functions]
+    parser_pairs += [(name, "wrap") for function in functions.values() for name in _wrapped_classes(function)]
+    parser_pairs += [(name, "add_arguments") for name, node in classes.items() if TAP in map(_last, node.bases)]
     flat = "simple_parsing" in imports
     candidates = [
         *(flag for call in calls for flag in _argparse_flags(call, constants)),
         *(flag for function in functions.values() for flag in _click_flags(function, constants)),
         *(flag for node in _typer_commands(nodes, imports) for flag in _parameter_flags(node, constants)),
     ]
-    for name, parser in parsed:
+    for name, parser in parser_pairs:
         joint = "-" if parser in DASHED else "_"
         candidates += _class_flags(name, classes, constants, flat or parser in FLAT, joint)
         candidates += (
@@ -129,7 +129,7 @@ def _read(path: Path, roots: Sequence[Path]) -> Script:
         imports=imports,
         calls=frozenset(_last(call.func) for call in calls),
         attributes=frozenset(node.attr for node in nodes if isinstance(node, ast.Attribute)),
-        training_arguments=next((base for name, _ in parsed if (base := _arguments_base(name, classes))), None),
+        training_arguments=next((base for name, _ in parser_pairs if (base := _arguments_base(name, classes))), None),
         unread=tuple(_unread_sources(nodes, calls)),
         places=tuple(place for file, tree in beside.items() for place in settings_in(tree, file.name)),
         divided={word: divisor for tree in trees for word, divisor in divided_by_ranks(tree)},
@@ -281,7 +281,7 @@ def _list_constants(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, list[ast.ex
 
 
 def _parser_calls(
-    call: ast.Call, listed: Mapping[str, list[ast.expr]], functions: tuple[str, ...]
+    call: ast.Call, lists: Mapping[str, list[ast.expr]], functions: tuple[str, ...]
 ) -> Iterator[tuple[str, str]]:
     """Yield (class or function, parser) of a call that makes flags of its fields or parameters."""
     parser = _last(call.func)
@@ -292,7 +292,7 @@ def _parser_calls(
         yield from ((name, parser) for name in functions)
     for argument in arguments[:1] if parser in FLAT[:3] else arguments:
         several = (
-            argument.elts if isinstance(argument, ast.Tuple | ast.List) else listed.get(_last(argument), [argument])
+            argument.elts if isinstance(argument, ast.Tuple | ast.List) else lists.get(_last(argument), [argument])
         )
         yield from ((_last(expression), parser) for expression in several)
 
@@ -449,8 +449,8 @@ def _parameter_flags(function: ast.FunctionDef, constants: dict[str, Any], joint
         switch = "bool" in kind or isinstance(default, bool)
         if option:
             name = _longest(flags) if flags else "--" + argument.arg.replace("_", joint)
-            taken: Literal["switch", "boolean"] = "switch" if joint == "-" else "boolean"
-            yield Flag(name=name, kind=taken if switch else "value", default=default, required=required)
+            bool_kind: Literal["switch", "boolean"] = "switch" if joint == "-" else "boolean"
+            yield Flag(name=name, kind=bool_kind if switch else "value", default=default, required=required)
         else:
             yield Flag(name=argument.arg, kind="positional", default=default, required=required)
 
@@ -467,8 +467,8 @@ def _typer_info(node: ast.expr | None) -> ast.Call | None:
 
 
 def _unread_sources(nodes: Iterable[ast.AST], calls: Iterable[ast.Call]) -> Iterator[str]:
-    written = {ast.unparse(call.func) for call in calls}
-    written |= {
+    names = {ast.unparse(call.func) for call in calls}
+    names |= {
         ast.unparse(decorator.func if isinstance(decorator, ast.Call) else decorator)
         for node in nodes
         if isinstance(node, ast.FunctionDef)
@@ -478,6 +478,6 @@ def _unread_sources(nodes: Iterable[ast.AST], calls: Iterable[ast.Call]) -> Iter
         "OmegaConf.load": "OmegaConf: if it reads a file, set `config: {file: ...}` and knobs with `key: ...`",
         "yaml.safe_load": "a YAML file: if it has the batch size, set `config: {file: ...}` and knobs with `key: ...`",
     }
-    yield from (hint for name, hint in hints.items() if name in written)
-    if any(name.endswith("add_subparsers") for name in written):
+    yield from (hint for name, hint in hints.items() if name in names)
+    if any(name.endswith("add_subparsers") for name in names):
         yield "subcommands: `command` must contain the one that trains"

@@ -162,8 +162,10 @@ def _parse_launcher(
     precision = precision if precision in ("fp32", "bf16", "fp16") else ""
     typed = replace(typed, launch=launch, ranks=ranks, precision=precision or None)
     if options.keys() <= PLANNED:
-        listed = f"{MODULE_OF[launch]} {shlex.join(argv[:index])}"
-        return replace(typed, notes=(*typed.notes, f"{launch}'s own options are set by each plan; dropped: {listed}"))
+        options_text = f"{MODULE_OF[launch]} {shlex.join(argv[:index])}"
+        return replace(
+            typed, notes=(*typed.notes, f"{launch}'s own options are set by each plan; dropped: {options_text}")
+        )
     stays = (python[0], "-m", MODULE_OF[launch], *argv[:index])
     start = index + len(program) - (len(typed.command) - typed.arguments)
     note = f"{launch} stays in the command, since no plan sets all of its options: {shlex.join(argv[:index])}"
@@ -212,11 +214,14 @@ def _parse_dora(argv: Sequence[str], folder: Path) -> TypedCommand:
     note = f"{shlex.join(argv[:1])} is found on the PATH when the job starts"
     env = {} if package is None else {"DORA_PACKAGE": package}
     script = _module_file(f"{package}.train", folder, "python") if package else None
-    dropped, end = list[str](), start + 1
+    own_options, end = list[str](), start + 1
     while end < len(argv) and argv[end].startswith("-"):
-        dropped.append(argv[end])
+        own_options.append(argv[end])
         end += 1
-    notes = (note, *((f"dora's own options are set by each plan; dropped: {' '.join(dropped)}",) if dropped else ()))
+    notes = (
+        note,
+        *((f"dora's own options are set by each plan; dropped: {' '.join(own_options)}",) if own_options else ()),
+    )
     return TypedCommand(
         command=("dora", *rest, "run", *argv[end:]),
         arguments=2 + len(rest),

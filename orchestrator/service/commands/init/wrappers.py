@@ -118,8 +118,8 @@ def unwrap(argv: Sequence[str], folder: Path) -> Unwrapped:
     secrets = _drop_unusable(env, notes)
     tasks, devices = slurm_counts(slurm)
     if slurm:
-        listed = ", ".join(f"{name} {value}".strip() for name, value in slurm.items())
-        notes.append(f"CHECK: of the resources, devices and name are in the job, the others are not: {listed}")
+        options_text = ", ".join(f"{name} {value}".strip() for name, value in slurm.items())
+        notes.append(f"CHECK: of the resources, devices and name are in the job, the others are not: {options_text}")
     planned = {name: env.pop(name) for name in PLANNED if name in env}
     notes += [f"Each plan sets this itself: {name}={value}" for name, value in planned.items()]
     visible = [number for number in planned.get("CUDA_VISIBLE_DEVICES", "").split(",") if number.strip()]
@@ -160,7 +160,7 @@ def _ranks_of_prefix(prefix: Sequence[str]) -> int | None:
 
 def _split(key: str, argv: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return a wrapper with its options, and the command after it."""
-    valued, count = WRAPPERS[key]
+    value_options, count = WRAPPERS[key]
     index = len(key.split())
     while index < len(argv) and argv[index].startswith("-"):
         option = argv[index]
@@ -170,7 +170,7 @@ def _split(key: str, argv: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str,
         # srun has a hundred options, most with a value: one that is not listed takes what cannot start a command.
         following = argv[index] if index < len(argv) else "-"
         is_value = key == "srun" and option.startswith("--") and not _is_command(following)
-        if "=" not in option and (option in valued.split() or (is_value and _start(argv[index:]))):
+        if "=" not in option and (option in value_options.split() or (is_value and _start(argv[index:]))):
             index += 1
     index += count
     return argv[:index], argv[index:]
