@@ -19,7 +19,7 @@ from fastapi.testclient import TestClient
 from orchestrator.service.commands.what_if import JOBS_MAX, what_if
 from orchestrator.service.pages import live
 from orchestrator.service.pages.routes import PAGE_ROLES
-from orchestrator.service.pages.svg import Cause, Line, lines, waterfall
+from orchestrator.service.pages.svg import Bar, Cause, Line, gantt, lines, waterfall
 from orchestrator.service.server import forecasts
 from orchestrator.service.server.daemon import served
 from orchestrator.service.server.gate import PAGES, SIGN_IN, WRONG_TOKENS
@@ -499,6 +499,13 @@ def test_a_chart_says_what_it_shows_to_those_who_cannot_see_it() -> None:
     assert "attempt &lt;1&gt;: 4 at step 1 to 3 at step 2" in curve
     bars = waterfall([Cause("weights", 2**20), Cause("gradients", 2**21)], 3 * 2**20, None, None)
     assert "weights 1.00 MiB; gradients 2.00 MiB; predicted peak 3.00 MiB" in bars
+
+
+def test_a_bar_shows_what_others_wrote_as_text() -> None:
+    bar = Bar(lane=0, from_s=0.0, until_s=9.0, tone="good", tooltip=HOSTILE, label="<b>")
+    chart = gantt("Ran", ["a"], [bar], 0.0, 9.0, 9.0, [])
+    assert "&lt;b&gt;" in chart
+    assert "<script" not in chart
 
 
 def test_a_job_shows_the_memory_of_its_steps(site: Site) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from importlib.resources import files
 from typing import Any
 from urllib.parse import parse_qs, quote, urlsplit
@@ -19,6 +19,7 @@ from orchestrator.scheduling.base.held_devices import holders
 from orchestrator.service.commands.live_queue import now_of
 from orchestrator.service.commands.plan import forecast
 from orchestrator.service.commands.what_if import WhatIf, what_if
+from orchestrator.service.pages.archive import Archive
 from orchestrator.service.pages.compare import comparison_data, comparisons
 from orchestrator.service.pages.form import SOURCE, field_values, sections, write_job_file
 from orchestrator.service.pages.frame import HEADERS, compile_all, page, refused
@@ -35,7 +36,7 @@ from orchestrator.service.pages.job import (
     with_fatal_moments,
 )
 from orchestrator.service.pages.live import changes
-from orchestrator.service.pages.night import ENDED_MAX, night_data
+from orchestrator.service.pages.night import night_data
 from orchestrator.service.pages.oidc import SignIn
 from orchestrator.service.pages.overview import overview_data
 from orchestrator.service.pages.queue import Filter, queue_data
@@ -146,7 +147,7 @@ class _Pages:
         self._gate = gate
         self._forecasts, self._reasons = service.forecasts, service.reasons
         self._playing = threading.Lock()
-        self._archive: tuple[Sequence[str], Sequence[Job]] = ([], [])  # key of the newest job, and the jobs
+        self._archive = Archive(controller.ended)
         self._waits = Waits(controller.wait_for_change)
 
     def _get(self, path: str, **parameters: Any) -> Any:
@@ -247,17 +248,11 @@ class _Pages:
 
     # ---------------------------------------------------------------------------------------------------------- pages
 
-    def _archived(self) -> Sequence[Job]:
-        """Return the newest archived jobs, at most ENDED_MAX; they are read anew once another job is archived."""
-        newest = [job.key for job in self._controller.ended(1)]
-        if newest != self._archive[0]:
-            self._archive = newest, self._controller.ended(ENDED_MAX)
-        return self._archive[1]
-
     def overview(self, request: Request) -> Response:
-        archived = self._archived()
         state, expected = self._controller.state, self._forecasts.newest()
-        return self._page(request, "overview", **overview_data(state, archived, self._view, expected, time.time()))
+        return self._page(
+            request, "overview", **overview_data(state, self._archive.newest(), self._view, expected, time.time())
+        )
 
     def queue(self, request: Request) -> Response:
         query = request.query_params
@@ -265,7 +260,7 @@ class _Pages:
         number = query.get("page", "1")
         data = queue_data(
             self._controller.state,
-            self._archived(),
+            self._archive.newest(),
             self._view,
             self._forecasts.newest(),
             criteria,
@@ -334,12 +329,11 @@ class _Pages:
 
     def night(self, request: Request) -> Response:
         hours = request.query_params.get("hours", "")
-        archived = self._archived()
         looked_back = min(float(hours), 24.0 * 366) if hours.isdecimal() and int(hours) else 12.0
         now_s = time.time()
         data = night_data(
             self._controller.state,
-            archived,
+            self._archive.newest(),
             self._forecasts.newest(),
             self._sweeper.reports(),
             looked_back,
@@ -349,7 +343,7 @@ class _Pages:
         return self._page(request, "night", **data)
 
     def comparisons(self, request: Request) -> Response:
-        jobs = (*self._controller.state.jobs.values(), *self._controller.ended(ENDED_MAX))
+        jobs = (*self._controller.state.jobs.values(), *self._archive.newest())
         return self._page(request, "comparisons", comparisons=comparisons(jobs))
 
     def comparison(self, request: Request) -> Response:

@@ -241,20 +241,19 @@ def gantt(
 
 
 def _bar(bar: Bar, across: _Scale, from_s: float, until_s: float) -> Markup:
+    """Return a span. It is an f-string: `Markup.format` took half of the overview's time (720 spans, 2026-11)."""
     y = TOP + bar.lane * (LANE + GAP)
     start, end = (across.at(min(until_s, max(from_s, at_s))) for at_s in (bar.from_s, bar.until_s))
-    shape = Markup('<rect class="span {}" x="{}" y="{}" width="{}" height="{}" rx="2"><title>{}</title></rect>').format(
-        bar.tone, start, y, max(2.0, round(end - start, 1)), LANE, bar.tooltip
-    )
+    width = max(2.0, round(end - start, 1))
+    shape = f'<rect class="span {bar.tone}" x="{start}" y="{y}" width="{width}" height="{LANE}" rx="2">'
+    shape += f"<title>{escape(bar.tooltip)}</title></rect>"
     if bar.label and end - start > 7 * len(bar.label) + 8:
-        shape += Markup('<text class="inside" x="{}" y="{}">{}</text>').format(start + 5, y + 13, bar.label)
+        shape += f'<text class="inside" x="{start + 5}" y="{y + 13}">{escape(bar.label)}</text>'
     if bar.early_s is not None and bar.late_s is not None:
         early, late = (across.at(min(until_s, max(from_s, at_s))) for at_s in (bar.early_s, bar.late_s))
-        middle = y + LANE / 2
-        shape += Markup('<path class="band" d="M{} {}v8M{} {}H{}M{} {}v8"/>').format(
-            early, middle - 4, early, middle, late, late, middle - 4
-        )
-    return shape
+        top, middle = y + LANE / 2 - 4, y + LANE / 2
+        shape += f'<path class="band" d="M{early} {top}v8M{early} {middle}H{late}M{late} {top}v8"/>'
+    return Markup(shape)
 
 
 def meter(title: str, share: float, tone: str) -> Markup:
