@@ -197,6 +197,21 @@ def test_a_jobs_page_holds_it_releases_it_and_submits_it_again_when_it_has_ended
     site.world.controller.drain("virtual", undo=True)
 
 
+def test_an_ended_job_is_retried_with_settings_and_a_wrong_one_is_told(site: Site) -> None:
+    tab = site.signed_in()
+    tab.goto(f"{site.url}{PAGES}/jobs/lm-2")
+    tab.locator("summary", has_text="Retry with other settings").click()
+    tab.fill("#settings", "priorty=3")
+    tab.get_by_role("button", name="Retry with these").click()
+    tab.get_by_text("did you mean 'priority'").or_(tab.get_by_text("priorty")).first.wait_for()
+    tab.fill("#settings", "priority = 3\n\ntraining.max_steps=7\n")
+    tab.get_by_role("button", name="Retry with these").click()
+    tab.wait_for_url("**/ui/queue")
+    newest = max(site.world.controller.state.jobs.values(), key=lambda job: job.order)
+    assert (newest.retry_of, newest.spec.priority, newest.spec.training.max_steps) == ("lm-2", 3, 7)
+    site.world.controller.cancel([newest.id])
+
+
 def test_a_comparison_shows_what_orc_compare_answers(site: Site) -> None:
     answer = site.world.client.get("/jobs/lm-compare-4/comparison").json()
     tab = site.signed_in()

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from orchestrator.service.pages.frame import web_address
 from orchestrator.service.pages.job import CURVE_TONES, Curves, last_curves
 from orchestrator.service.pages.svg import Line, frontier, lines
 from orchestrator.service.views.comparison import ComparisonView, measures, reasons
@@ -56,6 +57,5 @@ def comparison_data(comparison: ComparisonView, home: Path) -> Mapping[str, Any]
         "picture": frontier(picture_from_view(picture), "Memory against step time", "") if picture else "",
         "curves": drawn,
         "losses": lines("Losses", named),
-        # an operator names the tracker; nothing but a web page is linked
-        "mlflow": comparison["mlflow"] if (comparison["mlflow"] or "").startswith(("http://", "https://")) else None,
+        "mlflow": web_address(comparison["mlflow"]),
     }

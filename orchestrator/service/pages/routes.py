@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from importlib.resources import files
 from typing import Any
 from urllib.parse import parse_qs, quote, urlsplit
@@ -15,6 +16,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.routing import Route
 
 from orchestrator.backends.mlflow.server import ADDRESS as MLFLOW
+from orchestrator.backends.mlflow.tracker import job_url
 from orchestrator.scheduling.base.held_devices import holders
 from orchestrator.service.commands.live_queue import now_of
 from orchestrator.service.commands.plan import forecast
@@ -22,8 +24,9 @@ from orchestrator.service.commands.what_if import WhatIf, what_if
 from orchestrator.service.pages.archive import Archive
 from orchestrator.service.pages.compare import comparison_data, comparisons
 from orchestrator.service.pages.form import SOURCE, field_values, sections, write_job_file
-from orchestrator.service.pages.frame import HEADERS, compile_all, page, refused
+from orchestrator.service.pages.frame import HEADERS, compile_all, page, refused, web_address
 from orchestrator.service.pages.job import (
+    artifacts,
     attempt_rows,
     bytes_by_cause,
     charts,
@@ -43,9 +46,10 @@ from orchestrator.service.pages.queue import Filter, queue_data
 from orchestrator.service.server.answers import PlainRoute
 from orchestrator.service.server.attempt_files import view_of
 from orchestrator.service.server.cluster_file import kept_cluster
-from orchestrator.service.server.dependencies import NEVER_SEEN, Pages, Service, job_of
+from orchestrator.service.server.dependencies import NEVER_SEEN, Pages, Service, job_of, seen_from
 from orchestrator.service.server.gate import LINK, OIDC, OIDC_BACK, PAGES, SIGN_IN, STATIC, Gate
 from orchestrator.service.server.intake import read_jobs
+from orchestrator.service.server.links import Links
 from orchestrator.service.server.ownership import may_change
 from orchestrator.service.server.sessions import drop, keep
 from orchestrator.service.server.waits import Waits
@@ -149,6 +153,7 @@ class _Pages:
         self._playing = threading.Lock()
         self._archive = Archive(controller.ended)
         self._waits = Waits(controller.wait_for_change)
+        self._mlflow, self._links = service.trackers.get("mlflow"), Links(partial(job_url, service.home))
 
     def _get(self, path: str, **parameters: Any) -> Any:
         """Return the answer of the API's GET route."""
@@ -286,7 +291,15 @@ class _Pages:
             deadline_s=last.deadline_s if last else None,
             comparison=last.array if last and last.spec.member and last.spec.member.compared else None,
             sweep=last.array if last and last.spec.trial else None,
+            artifacts=artifacts(self._home, job["id"]),
+            mlflow=self._mlflow_page(request, last),
         )
+
+    def _mlflow_page(self, request: Request, job: Job | None) -> str | None:
+        """Return the address of a job's run in MLflow; None while it is looked up, or where there is none."""
+        if self._mlflow is None or job is None or not job.attempts:
+            return None
+        return web_address(seen_from(request, self._links.of(self._mlflow, job.key, 1) or ""))
 
     def plan(self, request: Request) -> Response:
         explanation = self._get("/jobs/{job_id}/explanation", job_id=request.path_params["job_id"])

@@ -14,7 +14,7 @@ from orchestrator.planning.picture import Mark, Picture, byte_ticks, second_tick
 from orchestrator.specs.units import format_bytes, format_seconds
 
 WIDTH, HEIGHT = 640, 260
-LEFT, RIGHT, TOP, BOTTOM = 64, 16, 14, 34
+LEFT, RIGHT, TOP, BOTTOM = 88, 16, 14, 34
 DOTS_MAX = 400  # of a line: more are averaged
 TICKS = 5
 AXIS_NAME = 170  # room for the words under the axis
@@ -256,13 +256,15 @@ def _bar(bar: Bar, across: _Scale, from_s: float, until_s: float) -> Markup:
     return Markup(shape)
 
 
-def meter(title: str, share: float, tone: str) -> Markup:
-    """A bar of which a share is filled."""
+def meter(title: str, share: float, tone: str, limit: float | None = None) -> Markup:
+    """Return a bar of which a share is filled, with a line at the share `limit`."""
     filled = round(100 * min(1.0, max(0.0, share)), 1)
+    line = Markup('<rect class="end" x="{}" width="1" height="6"/>')
+    end = "" if limit is None else line.format(round(99 * limit, 1))
     return Markup(
         '<svg class="meter" viewBox="0 0 100 6" preserveAspectRatio="none" role="img" aria-label="{}">'
-        '<rect class="lane" width="100" height="6" rx="1"/><rect class="bar {}" width="{}" height="6" rx="1"/></svg>'
-    ).format(title, tone, filled)
+        '<rect class="lane" width="100" height="6" rx="1"/><rect class="bar {}" width="{}" height="6" rx="1"/>{}</svg>'
+    ).format(title, tone, filled, end)
 
 
 def _grid(

@@ -24,13 +24,19 @@ function listen(address, version) {
   stream.addEventListener("ended", () => { stream.close(); location.reload(); });
 }
 
+// The lines `key=value` of a form's text, as settings of a retry.
+function typed(form) {
+  const lines = form.querySelector("textarea").value.split("\n").map((line) => line.trim()).filter(Boolean);
+  return Object.fromEntries(lines.map((line) => [line.split("=", 1)[0].trim(), line.split("=").slice(1).join("=").trim()]));
+}
+
 // An action is JSON, as the API takes it, and its values keep their types.
 htmx.defineExtension("json", {
   onEvent: (name, event) => {
     if (name === "htmx:configRequest") event.detail.headers["Content-Type"] = "application/json";
     return true;
   },
-  encodeParameters: (xhr, parameters, element) => element.getAttribute("hx-vals"),
+  encodeParameters: (xhr, parameters, element) => element.getAttribute("hx-vals") || JSON.stringify({ settings: typed(element) }),
 });
 
 document.body.addEventListener("htmx:afterRequest", (event) => {
