@@ -27,7 +27,6 @@ from orchestrator.specs.units import BINARY_UNITS
 
 CURVE_BYTES_MAX = 4 * 2**20  # of the end of an attempt's curves: some 40,000 steps
 FILES_MAX, FILES_READ_MAX = 20, 1000  # names of the output folder that are shown, and among which
-TAIL_BYTES = 32 * 2**10  # of a log
 MEMORY = (FailureKind.DEVICE_OOM, FailureKind.HOST_OOM)
 CURVE_TONES = 6  # colours of curves
 ATTEMPTS_DRAWN = CURVE_TONES  # the newest ones
@@ -206,17 +205,3 @@ def frontier_of(explanation: ExplanationView) -> Markup:
     """The frontier as it is judged now; empty where nothing is known of it."""
     view = explanation["picture"]
     return Markup("") if view is None or not view["points"] else frontier(picture_from_view(view))
-
-
-def log_offset(home: Path, job_id: str, number: int, rank: int) -> int:
-    """Return the offset at which the last TAIL_BYTES of a log begin."""
-    try:
-        return max(0, JobFolder(home, job_id).attempt(number).log(rank).stat().st_size - TAIL_BYTES)
-    except OSError:
-        return 0
-
-
-def tail(text: bytes, offset: int) -> str:
-    """The text of a log from a whole line on."""
-    shown = text.decode(errors="replace")
-    return shown.partition("\n")[2] if offset and "\n" in shown else shown

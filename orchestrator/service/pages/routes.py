@@ -13,6 +13,7 @@ from urllib.parse import parse_qs, quote, urlsplit
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import RedirectResponse, StreamingResponse
 from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import QueryParams
 from starlette.routing import Route
 
 from orchestrator.backends.mlflow.server import ADDRESS as MLFLOW
@@ -33,12 +34,11 @@ from orchestrator.service.pages.job import (
     curves_of,
     facts_of,
     frontier_of,
-    log_offset,
     memory_rows,
-    tail,
     with_fatal_moments,
 )
 from orchestrator.service.pages.live import changes
+from orchestrator.service.pages.log import TEXT_MAX, WINDOW_BYTES, log_bytes, matching_lines, window
 from orchestrator.service.pages.night import night_data
 from orchestrator.service.pages.oidc import SignIn
 from orchestrator.service.pages.overview import overview_data
@@ -262,14 +262,13 @@ class _Pages:
     def queue(self, request: Request) -> Response:
         query = request.query_params
         criteria = Filter(**{name: query.get(name, "") for name in ("status", "user", "team", "why", "name", "array")})
-        number = query.get("page", "1")
         data = queue_data(
             self._controller.state,
             self._archive.newest(),
             self._view,
             self._forecasts.newest(),
             criteria,
-            int(number) if number.isdecimal() else 1,
+            _number(query, "page", 1),
         )
         return self._page(request, "queue", **data)
 
@@ -305,10 +304,8 @@ class _Pages:
         explanation = self._get("/jobs/{job_id}/explanation", job_id=request.path_params["job_id"])
         capacities = self._capacities()
         attempts = explanation["job"]["attempts"]
-        number_text = request.query_params.get("attempt", "")
-        number = (
-            int(number_text) if number_text.isdecimal() and 1 <= int(number_text) <= len(attempts) else len(attempts)
-        )
+        number = _number(request.query_params, "attempt", 0)
+        number = number if 1 <= number <= len(attempts) else len(attempts)
         chosen = attempts[number - 1] if attempts else None
         return self._page(
             request,
@@ -323,17 +320,23 @@ class _Pages:
 
     def log(self, request: Request) -> Response:
         job = self._job(request.path_params["job_id"])
-        attempts = job["attempts"]
-        number, rank = (request.query_params.get(name, "") for name in ("attempt", "rank"))
-        of_attempt = int(number) if number.isdecimal() else len(attempts)
-        of_rank = int(rank) if rank.isdecimal() else 0
-        text, ranks = "", 0
+        query, attempts = request.query_params, job["attempts"]
+        number, rank = _number(query, "attempt", len(attempts)), _number(query, "rank", 0)
+        text, data = query.get("find", "")[:TEXT_MAX], {"text": "", "ranks": 0, "size": 0, "start": 0, "matches": []}
         if attempts:
-            offset = log_offset(self._home, job["id"], of_attempt, of_rank)
             path = "/jobs/{job_id}/attempts/{number}/logs"
-            answer = self._get(path, job_id=job["id"], number=of_attempt, rank=of_rank, offset=offset)
-            text, ranks = tail(answer.body, offset), int(attempts[of_attempt - 1]["settings"]["gpus"])
-        return self._page(request, "log", tab="log", job=job, number=of_attempt, rank=of_rank, ranks=ranks, text=text)
+
+            def read(offset: int) -> bytes:
+                return bytes(self._get(path, job_id=job["id"], number=number, rank=rank, offset=offset).body)
+
+            size = log_bytes(self._home, job["id"], number, rank)
+            start = min(size, _number(query, "from", max(0, size - WINDOW_BYTES)))
+            data |= {"text": window(read, start), "size": size, "start": start}
+            data |= {"ranks": int(attempts[number - 1]["settings"]["gpus"])}
+            data |= {"matches": matching_lines(read, size, text) if text else []}
+        is_still = bool(text or "from" in query)
+        data |= {"find": text, "is_still": is_still, "window": WINDOW_BYTES}
+        return self._page(request, "log", tab="log", job=job, number=number, rank=rank, **data)
 
     def cluster(self, request: Request) -> Response:
         return self._page(
@@ -341,8 +344,7 @@ class _Pages:
         )
 
     def night(self, request: Request) -> Response:
-        hours = request.query_params.get("hours", "")
-        looked_back = min(float(hours), 24.0 * 366) if hours.isdecimal() and int(hours) else 12.0
+        looked_back = min(float(_number(request.query_params, "hours", 0) or 12), 24.0 * 366)
         now_s = time.time()
         data = night_data(
             self._controller.state,
@@ -434,14 +436,19 @@ class _Pages:
         return what_if(now_of(state), present, other, more, self._sweeper.to_come(), self._home)
 
     def audit(self, request: Request) -> Response:
-        before = request.query_params.get("before", "")
-        number = int(before) if before.isdecimal() and len(before) < 19 else None
+        number = _number(request.query_params, "before", 0) or None
         return self._page(request, "audit", **self._get("/audit", limit=AUDIT_ROWS, before=number), limit=AUDIT_ROWS)
 
     def _capacities(self) -> dict[str, int]:
         """Memory of each kind of device."""
         state = self._controller.state
         return {node.device.name: node.device.memory for node in (*state.declared, *state.nodes)}
+
+
+def _number(query: QueryParams, name: str, default: int) -> int:
+    """Return a number of the query, at most 18 digits; the default for anything else."""
+    text = query.get(name, "")
+    return int(text) if text.isdecimal() and len(text) < 19 else default
 
 
 async def _form(request: Request) -> dict[str, str]:
