@@ -314,6 +314,45 @@ def test_a_pasted_job_is_planned_and_then_submitted(site: Site) -> None:
     assert [job.spec.name for job in site.world.controller.state.jobs.values()].count("pasted") == 1
 
 
+def test_an_uploaded_file_and_a_command_begin_a_job(site: Site, tmp_path: Path) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text(JOB.replace("name: lm", "name: uploaded"))
+    tab = site.signed_in()
+    tab.goto(f"{site.url}{PAGES}/submit")
+    tab.set_input_files("#file", file)
+    tab.get_by_text("job.yaml is in the text below.").wait_for()
+    tab.get_by_role("button", name="Show the plan").click()
+    tab.get_by_text("taken", exact=True).wait_for()
+    (tmp_path / "train.py").write_text("import torch\ntorch.zeros(1, requires_grad=True).backward()\n")
+    tab.get_by_label("Begin with a command", exact=True).get_by_role("textbox").first.fill("python train.py")
+    tab.get_by_label("in the folder").fill(str(tmp_path))
+    tab.get_by_role("button", name="Propose a job file").click()
+    tab.get_by_text("global_batch_size").first.wait_for()
+    assert f"workdir: {tmp_path}" in tab.input_value("#text")
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"text": "name: [", "written": ""},
+        {"text": JOB.replace("gpus: 1", "gpus: many"), "written": JOB},
+        {"text": JOB.replace("/proc/version", "words.txt"), "written": JOB},
+        {"text": "", "written": ""},
+        {"command": "ls -l", "folder": "/tmp"},
+        {"command": "python train.py", "folder": "relative"},
+        {"command": "python train.py"},
+        {"command": "python /none/train.py", "folder": "/"},
+    ],
+)
+def test_a_bad_input_is_told_and_stores_nothing(world: World, form: dict[str, str]) -> None:
+    before = set(world.home.rglob("*"))
+    page = world.client.post(f"{PAGES}/submit", data=form).text
+    assert 'role="alert"' in page
+    assert "Submit 1 job" not in page
+    assert set(world.home.rglob("*")) == before
+    assert world.controller.state.submitted == 0
+
+
 def test_fields_of_the_form_write_the_job_file_that_is_planned(site: Site) -> None:
     tab = site.signed_in()
     tab.goto(f"{site.url}{PAGES}/submit")

@@ -24,7 +24,7 @@ from orchestrator.service.commands.plan import forecast
 from orchestrator.service.commands.what_if import WhatIf, what_if
 from orchestrator.service.pages.archive import Archive
 from orchestrator.service.pages.compare import comparison_data, comparisons
-from orchestrator.service.pages.form import SOURCE, field_values, sections, write_job_file
+from orchestrator.service.pages.form import SOURCE, field_values, propose, sections, write_job_file
 from orchestrator.service.pages.frame import HEADERS, compile_all, page, refused, web_address
 from orchestrator.service.pages.job import (
     artifacts,
@@ -389,9 +389,9 @@ class _Pages:
         """The plans that the jobs of a form would get; nothing is submitted."""
         cluster = self._get("/cluster", request=request)
         try:
-            text = write_job_file(form)
+            text = propose(form["command"], form.get("folder", "")) if "command" in form else write_job_file(form)
         except OrchestratorError as refused:  # what was typed stays in its field
-            return self._submit_page(request, form.get("text", ""), form, error=str(refused))
+            return self._submit_page(request, form.get("text", EXAMPLE), form, error=str(refused))
         try:
             specs = _read(text)
             nodes = [node_from_view(node) for node in cluster["nodes"]]

@@ -78,6 +78,16 @@ document.body.addEventListener("htmx:afterSwap", () => {
   if (log) log.scrollTop = kept.end ? log.scrollHeight : kept.down;
 });
 
+// A file of the reader's machine fills the text beside it; the page sends the text.
+const FILE_BYTES_MAX = 2 ** 18;
+document.querySelector("input[data-fills]")?.addEventListener("change", async (event) => {
+  const [file] = event.target.files;
+  if (!file) return;
+  if (file.size > FILE_BYTES_MAX) return say(`${file.name} is no job file: it has more than 256 KiB.`, "bad");
+  document.getElementById(event.target.dataset.fills).value = await file.text();
+  say(`${file.name} is in the text below.`, "good");
+});
+
 // A browser sends no fragment, and those of MLflow's pages name the page: sign in leads back to it.
 const next = document.querySelector("form input[name=next]");
 if (next) next.value += location.hash;
