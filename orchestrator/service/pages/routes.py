@@ -23,6 +23,7 @@ from orchestrator.service.commands.live_queue import now_of
 from orchestrator.service.commands.plan import forecast
 from orchestrator.service.commands.what_if import WhatIf, what_if
 from orchestrator.service.pages.archive import Archive
+from orchestrator.service.pages.cluster import uses
 from orchestrator.service.pages.compare import comparison_data, comparisons
 from orchestrator.service.pages.form import SOURCE, field_values, propose, sections, write_job_file
 from orchestrator.service.pages.frame import HEADERS, compile_all, page, refused, web_address
@@ -339,9 +340,10 @@ class _Pages:
         return self._page(request, "log", tab="log", job=job, number=number, rank=rank, **data)
 
     def cluster(self, request: Request) -> Response:
-        return self._page(
-            request, "cluster", **self._get("/cluster", request=request), holders=holders(self._controller.state)
-        )
+        state, now_s = self._controller.state, time.time()
+        jobs = {job.id: job for job in (*self._archive.newest(), *state.jobs.values())}.values()
+        data = self._get("/cluster", request=request) | {"uses": uses(jobs, self._home, now_s)}
+        return self._page(request, "cluster", **data, holders=holders(state))
 
     def night(self, request: Request) -> Response:
         looked_back = min(float(_number(request.query_params, "hours", 0) or 12), 24.0 * 366)

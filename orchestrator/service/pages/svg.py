@@ -256,6 +256,20 @@ def _bar(bar: Bar, across: _Scale, from_s: float, until_s: float) -> Markup:
     return Markup(shape)
 
 
+def spark(title: str, curves: Sequence[Line], from_s: float, until_s: float) -> Markup:
+    """Return percentages over time as a small chart without axes; it says its newest values as text."""
+    across, up = _Scale(from_s, until_s, 0, 100), _Scale(0, 100, 24, 0)
+    drawn = [Markup('<rect class="lane" width="100" height="24"/>')]
+    for curve in curves:
+        points = " ".join(f"{across.at(at_s)},{up.at(value)}" for at_s, value in _thinned(curve.points))
+        drawn.append(Markup('<polyline class="line {}" points="{}"/>').format(curve.tone, points))
+    text = "; ".join(f"{curve.name}: {curve.points[-1][1]:.0f} %" for curve in curves[-4:])
+    shape = Markup(
+        '<svg class="spark" viewBox="0 0 100 24" preserveAspectRatio="none" role="img" aria-label="{}">{}</svg>'
+    )
+    return shape.format(f"{title}: {text}", Markup("").join(drawn))
+
+
 def meter(title: str, share: float, tone: str, limit: float | None = None) -> Markup:
     """Return a bar of which a share is filled, with a line at the share `limit`."""
     filled = round(100 * min(1.0, max(0.0, share)), 1)
