@@ -18,6 +18,7 @@ from orchestrator.service.pages.job import (
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.parse import parse_job
 from orchestrator.specs.run import JobFolder
+from tests.service.worlds import World
 
 MIB = 2**20
 CURVES = [Curves(number=1, loss=[(1.0, 2.0)], step_s=[(1.0, 0.1)], peak_bytes=[(1.0, 100.0 * MIB), (2.0, 90.0 * MIB)])]
@@ -76,3 +77,11 @@ def test_the_output_is_listed_with_its_newest_files_and_no_link_is_followed(tmp_
 def test_facts_name_variables_and_say_no_value_of_one() -> None:
     spec = parse_job("name: a\ncommand: python a.py\nglobal_batch_size: 8\nworkdir: /srv\nenv: {A: hush}\n", "job.yaml")
     assert facts_of(Job(id="a-1", spec=spec, order=1, submitted_at_s=0.0))["Variables"] == "A"
+
+
+def test_a_running_job_of_ours_says_that_its_curves_are_yet_to_come(world: World) -> None:
+    job_id = world.submit()
+    world.turn_until("running")
+    page = world.client.get(f"/ui/jobs/{job_id}").text
+    assert "No curves yet" in page
+    assert "does not report its steps" not in page

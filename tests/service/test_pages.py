@@ -555,6 +555,12 @@ def test_a_chart_says_what_it_shows_to_those_who_cannot_see_it() -> None:
     assert "weights 1.00 MiB; gradients 2.00 MiB; predicted peak 3.00 MiB" in bars
 
 
+def test_ticks_of_steps_are_integers() -> None:
+    for last in (2, 3, 13, 15, 130):
+        chart = lines("Loss", [Line("one", "series-0", [(1.0, 4.0), (float(last), 3.0)])])
+        assert all(tick.isdecimal() for tick in re.findall(r'text-anchor="middle">([^<]*)<', chart)), last
+
+
 def test_a_bar_shows_what_others_wrote_as_text() -> None:
     bar = Bar(lane=0, from_s=0.0, until_s=9.0, tone="good", tooltip=HOSTILE, label="<b>")
     chart = gantt("Ran", ["a"], [bar], 0.0, 9.0, 9.0, [])

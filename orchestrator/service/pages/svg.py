@@ -95,7 +95,8 @@ def lines(
     room = 0.06 * (high - low) or abs(high) * 0.1 or 1.0
     across = _Scale(min(steps), max(max(steps), min(steps) + 1), LEFT, WIDTH - RIGHT)
     up = _Scale(low if zero else low - room, high + room, HEIGHT - BOTTOM, TOP)
-    drawn = [_grid(across, up, _ticks(across.low, across.high), _ticks(up.low, up.high), unit, "optimizer step")]
+    step_ticks = _ticks(across.low, across.high, is_whole=True)
+    drawn = [_grid(across, up, step_ticks, _ticks(up.low, up.high), unit, "optimizer step")]
     drawn += [] if limit is None else [_limit_line(up.at(limit), f"device ends: {limit:.4g}{unit}")]
     for curve in curves:
         path = " ".join(f"{across.at(step)},{max(TOP, up.at(value))}" for step, value in curve.points)
@@ -308,11 +309,11 @@ def _grid(
     return Markup("").join(drawn)
 
 
-def _ticks(low: float, high: float) -> list[tuple[float, str]]:
-    """Round values in this span, about TICKS of them."""
-    raw = (high - low) / TICKS
+def _ticks(low: float, high: float, *, is_whole: bool = False) -> list[tuple[float, str]]:
+    """Return about TICKS round values in a span, all of them integers where `is_whole`."""
+    raw = max((high - low) / TICKS, 1.0 if is_whole else 0.0)
     power = 10.0 ** math.floor(math.log10(raw))
-    step = next(digit * power for digit in (1, 2, 2.5, 5, 10) if digit * power >= raw)
+    step = next(digit * power for digit in ((1, 2, 5, 10) if is_whole else (1, 2, 2.5, 5, 10)) if digit * power >= raw)
     return [
         (count * step, f"{count * step:.6g}") for count in range(math.ceil(low / step), math.floor(high / step) + 1)
     ]
