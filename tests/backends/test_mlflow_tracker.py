@@ -23,7 +23,7 @@ from orchestrator.backends.mlflow.contact import EXPERIMENT
 from orchestrator.backends.mlflow.content import compare_url, job_content, parse_curves, run_key
 from orchestrator.backends.mlflow.outcomes import read_outcomes
 from orchestrator.backends.mlflow.server import ADDRESS, MlflowServer
-from orchestrator.backends.mlflow.tracker import MlflowTracker, comparison_url
+from orchestrator.backends.mlflow.tracker import MlflowTracker, comparison_url, job_url
 from orchestrator.backends.outbox_relay import OutboxRelay
 from orchestrator.backends.ports import Lookups
 from orchestrator.backends.redaction import hider
@@ -244,6 +244,10 @@ def test_a_job_becomes_a_run_with_one_comparable_child_per_attempt(
     parent, one, two = told["0"], told["1"], told["2"]
     assert [run.info.status for run in (parent, one, two)] == ["FINISHED", "FAILED", "FINISHED"]
     assert {run.data.tags["mlflow.parentRunId"] for run in (one, two)} == {parent.info.run_id}
+    assert (job_url(server.home, ADDRESS, new_job("gpt-1").key, 1) or "").endswith(
+        f"/runs/{parent.info.run_id}?workflowType=machine_learning"
+    )
+    assert job_url(server.home, ADDRESS, "gpt-1@none", 1) is None
     assert parent.data.metrics == {"attempts": 2.0, "total_s": 250.0}
     assert parent.data.params["global_batch_size"] == "8"
     assert parent.data.tags["status"] == "succeeded"

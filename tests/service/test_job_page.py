@@ -6,9 +6,19 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from orchestrator.service.pages.job import Curves, charts, facts_of, with_fatal_moments
+from orchestrator.service.pages.job import (
+    FILES_MAX,
+    Curves,
+    artifacts,
+    charts,
+    facts_of,
+    memory_rows,
+    with_fatal_moments,
+)
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.parse import parse_job
+from orchestrator.specs.run import JobFolder
+from tests.service.worlds import World
 
 MIB = 2**20
 CURVES = [Curves(number=1, loss=[(1.0, 2.0)], step_s=[(1.0, 0.1)], peak_bytes=[(1.0, 100.0 * MIB), (2.0, 90.0 * MIB)])]
@@ -40,3 +50,38 @@ def test_facts_are_the_command_the_folder_and_the_commit_where_they_are_known(tm
     source = SimpleNamespace(commit="0123456789abcdef" * 3, dirty=True)
     saved = Job(id="a-1", spec=spec.model_copy(update={"source": source}), order=1, submitted_at_s=0.0)
     assert facts_of(saved)["Commit"] == "0123456789ab and changes"
+
+
+def test_a_bar_of_memory_has_the_end_of_the_device_and_is_red_where_it_ran_out() -> None:
+    attempt = {"predicted_bytes": 300 * MIB, "device": "d", "outcome": "device_oom", "ended_at_s": 1.0}
+    job: Any = {"attempts": [view("device_oom")["attempts"][0] | attempt], "progress": None}
+    (row,) = memory_rows(job, {"d": 256 * MIB})
+    assert f'class="end" x="{99 * 256 / 300:.1f}"' in row["peak_meter"]
+    assert 'class="bar over"' in row["peak_meter"]
+    assert 'class="end"' not in memory_rows(job, {})[0]["peak_meter"]
+
+
+def test_the_output_is_listed_with_its_newest_files_and_no_link_is_followed(tmp_path: Path) -> None:
+    assert artifacts(tmp_path, "a-1") == []
+    folder = JobFolder(tmp_path, "a-1").output
+    (folder / "checkpoint").mkdir(parents=True)
+    (folder / "link").symlink_to("/etc/passwd")
+    (folder / "model.bin").write_bytes(b"123")
+    shown = dict(artifacts(tmp_path, "a-1"))
+    assert (shown["checkpoint"], shown["model.bin"], shown["link"]) == (None, 3, len("/etc/passwd"))
+    for number in range(2 * FILES_MAX):
+        (folder / f"{number}").touch()
+    assert len(artifacts(tmp_path, "a-1")) == FILES_MAX
+
+
+def test_facts_name_variables_and_say_no_value_of_one() -> None:
+    spec = parse_job("name: a\ncommand: python a.py\nglobal_batch_size: 8\nworkdir: /srv\nenv: {A: hush}\n", "job.yaml")
+    assert facts_of(Job(id="a-1", spec=spec, order=1, submitted_at_s=0.0))["Variables"] == "A"
+
+
+def test_a_running_job_of_ours_says_that_its_curves_are_yet_to_come(world: World) -> None:
+    job_id = world.submit()
+    world.turn_until("running")
+    page = world.client.get(f"/ui/jobs/{job_id}").text
+    assert "No curves yet" in page
+    assert "does not report its steps" not in page

@@ -19,7 +19,7 @@ from fastapi.testclient import TestClient
 from orchestrator.service.commands.what_if import JOBS_MAX, what_if
 from orchestrator.service.pages import live
 from orchestrator.service.pages.routes import PAGE_ROLES
-from orchestrator.service.pages.svg import Cause, Line, lines, waterfall
+from orchestrator.service.pages.svg import Bar, Cause, Line, gantt, lines, waterfall
 from orchestrator.service.server import forecasts
 from orchestrator.service.server.daemon import serve_http
 from orchestrator.service.server.gate import PAGES, SIGN_IN, WRONG_TOKENS
@@ -197,6 +197,21 @@ def test_a_jobs_page_holds_it_releases_it_and_submits_it_again_when_it_has_ended
     site.world.controller.drain("virtual", undo=True)
 
 
+def test_an_ended_job_is_retried_with_settings_and_a_wrong_one_is_told(site: Site) -> None:
+    tab = site.signed_in()
+    tab.goto(f"{site.url}{PAGES}/jobs/lm-2")
+    tab.locator("summary", has_text="Retry with other settings").click()
+    tab.fill("#settings", "priorty=3")
+    tab.get_by_role("button", name="Retry with these").click()
+    tab.get_by_text("did you mean 'priority'").or_(tab.get_by_text("priorty")).first.wait_for()
+    tab.fill("#settings", "priority = 3\n\ntraining.max_steps=7\n")
+    tab.get_by_role("button", name="Retry with these").click()
+    tab.wait_for_url("**/ui/queue")
+    newest = max(site.world.controller.state.jobs.values(), key=lambda job: job.order)
+    assert (newest.retry_of, newest.spec.priority, newest.spec.training.max_steps) == ("lm-2", 3, 7)
+    site.world.controller.cancel([newest.id])
+
+
 def test_a_comparison_shows_what_orc_compare_answers(site: Site) -> None:
     answer = site.world.client.get("/jobs/lm-compare-4/comparison").json()
     tab = site.signed_in()
@@ -297,6 +312,45 @@ def test_a_pasted_job_is_planned_and_then_submitted(site: Site) -> None:
     tab.get_by_role("button", name="Submit 1 job").click()
     tab.get_by_role("link", name="pasted-").wait_for()
     assert [job.spec.name for job in site.world.controller.state.jobs.values()].count("pasted") == 1
+
+
+def test_an_uploaded_file_and_a_command_begin_a_job(site: Site, tmp_path: Path) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text(JOB.replace("name: lm", "name: uploaded"))
+    tab = site.signed_in()
+    tab.goto(f"{site.url}{PAGES}/submit")
+    tab.set_input_files("#file", file)
+    tab.get_by_text("job.yaml is in the text below.").wait_for()
+    tab.get_by_role("button", name="Show the plan").click()
+    tab.get_by_text("taken", exact=True).wait_for()
+    (tmp_path / "train.py").write_text("import torch\ntorch.zeros(1, requires_grad=True).backward()\n")
+    tab.get_by_label("Begin with a command", exact=True).get_by_role("textbox").first.fill("python train.py")
+    tab.get_by_label("in the folder").fill(str(tmp_path))
+    tab.get_by_role("button", name="Propose a job file").click()
+    tab.get_by_text("global_batch_size").first.wait_for()
+    assert f"workdir: {tmp_path}" in tab.input_value("#text")
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"text": "name: [", "written": ""},
+        {"text": JOB.replace("gpus: 1", "gpus: many"), "written": JOB},
+        {"text": JOB.replace("/proc/version", "words.txt"), "written": JOB},
+        {"text": "", "written": ""},
+        {"command": "ls -l", "folder": "/tmp"},
+        {"command": "python train.py", "folder": "relative"},
+        {"command": "python train.py"},
+        {"command": "python /none/train.py", "folder": "/"},
+    ],
+)
+def test_a_bad_input_is_told_and_stores_nothing(world: World, form: dict[str, str]) -> None:
+    before = set(world.home.rglob("*"))
+    page = world.client.post(f"{PAGES}/submit", data=form).text
+    assert 'role="alert"' in page
+    assert "Submit 1 job" not in page
+    assert set(world.home.rglob("*")) == before
+    assert world.controller.state.submitted == 0
 
 
 def test_fields_of_the_form_write_the_job_file_that_is_planned(site: Site) -> None:
@@ -499,6 +553,19 @@ def test_a_chart_says_what_it_shows_to_those_who_cannot_see_it() -> None:
     assert "attempt &lt;1&gt;: 4 at step 1 to 3 at step 2" in curve
     bars = waterfall([Cause("weights", 2**20), Cause("gradients", 2**21)], 3 * 2**20, None, None)
     assert "weights 1.00 MiB; gradients 2.00 MiB; predicted peak 3.00 MiB" in bars
+
+
+def test_ticks_of_steps_are_integers() -> None:
+    for last in (2, 3, 13, 15, 130):
+        chart = lines("Loss", [Line("one", "series-0", [(1.0, 4.0), (float(last), 3.0)])])
+        assert all(tick.isdecimal() for tick in re.findall(r'text-anchor="middle">([^<]*)<', chart)), last
+
+
+def test_a_bar_shows_what_others_wrote_as_text() -> None:
+    bar = Bar(lane=0, from_s=0.0, until_s=9.0, tone="good", tooltip=HOSTILE, label="<b>")
+    chart = gantt("Ran", ["a"], [bar], 0.0, 9.0, 9.0, [])
+    assert "&lt;b&gt;" in chart
+    assert "<script" not in chart
 
 
 def test_a_job_shows_the_memory_of_its_steps(site: Site) -> None:

@@ -189,6 +189,11 @@ def compare_url(address: str, run_ids: tuple[str, ...], experiment_id: str) -> s
     return f"{address.rstrip('/')}/#/compare-runs?{query}"
 
 
+def run_url(address: str, experiment_id: str, run_id: str) -> str:
+    """Return the page of a run on an MLflow server."""
+    return f"{address.rstrip('/')}/#/experiments/{experiment_id}/runs/{run_id}?workflowType=machine_learning"
+
+
 def parse_curves(text: str, elapsed_ms: float) -> tuple[list[tuple[str, float, int, int]], float]:
     """(name, value, milliseconds since the launch, step) of each number in the lines, and the new milliseconds.
 

@@ -21,6 +21,7 @@ from orchestrator.backends.mlflow.content import (
     parse_curves,
     parse_samples,
     run_key,
+    run_url,
 )
 from orchestrator.backends.mlflow.frontier_png import figure
 from orchestrator.backends.mlflow.groups import Groups, compared_runs, member_name, trial_of
@@ -323,6 +324,22 @@ def comparison_url(home: Path, address: str, key: str, jobs: int) -> str | None:
     if not runs or len({run.data.tags.get("orc.job_id") for run in runs}) < jobs:
         return None
     return compare_url(address, tuple(run.info.run_id for run in reversed(runs)), contact.experiment_id)
+
+
+def job_url(home: Path, address: str, key: str, _jobs: int) -> str | None:
+    """Return MLflow's page of a job's run, or of its newest attempt; None while there is none. `key` is `Job.key`."""
+    from mlflow.exceptions import MlflowException
+
+    bound_requests()
+    try:
+        contact = Contact(register_socket(home) if address == ADDRESS else address)
+        runs = contact.client.search_runs(
+            [contact.experiment_id], f"tags.`orc.run` LIKE '{key}/%'", order_by=["attributes.start_time DESC"]
+        )
+    except MlflowException:  # not reached: there is no page either
+        return None
+    job_runs = [run for run in runs if run.data.tags["orc.run"] == f"{key}/0"]
+    return run_url(address, contact.experiment_id, (job_runs or runs)[0].info.run_id) if runs else None
 
 
 def tracker_of(home: Path, lookups: Lookups) -> MlflowTracker:

@@ -6,8 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from orchestrator.service.pages.frame import web_address
 from orchestrator.service.pages.job import CURVE_TONES, Curves, last_curves
-from orchestrator.service.pages.svg import Line, frontier, lines
+from orchestrator.service.pages.svg import Line, frontier, lines, meter
 from orchestrator.service.views.comparison import ComparisonView, measures, reasons
 from orchestrator.service.views.records import picture_from_view
 from orchestrator.specs.job_record import Job
@@ -46,8 +47,17 @@ def comparison_data(comparison: ComparisonView, home: Path) -> Mapping[str, Any]
         Line(f"{number} {strategy}", f"series-{index}", curves.loss)
         for index, (number, strategy, curves) in enumerate(drawn)
     ]
+    peaks = [(row["predicted_peak_bytes"], row["peak_bytes"]) for row in rows]
+    most_bytes = max((count for pair in peaks for count in pair if count), default=1)
     return {
         "comparison": comparison,
+        "peaks": [
+            [
+                meter(tone, count / most_bytes, tone) if count else ""
+                for count, tone in zip(pair, ("predicted", "measured"), strict=True)
+            ]
+            for pair in peaks
+        ],
         "columns": list(columns),
         "cells": [
             ["–" if row[key] is None else formatted(row[key]) for key, formatted in columns.values()] for row in rows
@@ -56,6 +66,5 @@ def comparison_data(comparison: ComparisonView, home: Path) -> Mapping[str, Any]
         "picture": frontier(picture_from_view(picture), "Memory against step time", "") if picture else "",
         "curves": drawn,
         "losses": lines("Losses", named),
-        # an operator names the tracker; nothing but a web page is linked
-        "mlflow": comparison["mlflow"] if (comparison["mlflow"] or "").startswith(("http://", "https://")) else None,
+        "mlflow": web_address(comparison["mlflow"]),
     }

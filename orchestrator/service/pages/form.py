@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path as FilePath
 from typing import Any
 
+from orchestrator.service.commands.init.proposal import proposal
+from orchestrator.service.commands.init.shell_text import split_line
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.spec import job_json_schema
 from orchestrator.specs.written import as_yaml, as_yaml_line
@@ -110,6 +114,17 @@ def _key(path: Path, schema: Schema, nouns: Mapping[str, Schema], *, is_required
         default="" if default in (None, [], {}) else as_yaml_line(default),
         example=as_yaml_line(schema["examples"][0]),
     )
+
+
+def propose(command: str, folder: str) -> str:
+    """Return the job file that `orc init` proposes for a command in a folder of this machine. Runs nothing.
+
+    Raises SpecError.
+    """
+    if not os.path.isabs(folder) or not os.path.isdir(folder):
+        hint = "write an absolute path on the service's machine, or use `orc init` on your own"
+        raise SpecError("no such folder", source=SOURCE, path="folder", got=folder, hint=hint)
+    return proposal(split_line(command), FilePath(folder), {})
 
 
 def field_values(text: str) -> dict[str, str]:

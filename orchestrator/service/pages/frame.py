@@ -118,6 +118,11 @@ def size(count: float | None) -> str:
     return "–" if count is None else format_bytes(count)
 
 
+def web_address(address: str | None) -> str | None:
+    """Return the address where it is one of the web, else None: an operator names the tracker, and pages link it."""
+    return address if (address or "").startswith(("http://", "https://")) else None
+
+
 def commands(text: str) -> Markup:
     """The text with what stands in backticks as code."""
     parts = text.split("`")

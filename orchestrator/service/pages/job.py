@@ -8,7 +8,9 @@ import os
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
+from stat import S_ISDIR
 from typing import Any
 
 from markupsafe import Markup
@@ -24,7 +26,7 @@ from orchestrator.specs.run import JobFolder
 from orchestrator.specs.units import BINARY_UNITS
 
 CURVE_BYTES_MAX = 4 * 2**20  # of the end of an attempt's curves: some 40,000 steps
-TAIL_BYTES = 32 * 2**10  # of a log
+FILES_MAX, FILES_READ_MAX = 20, 1000  # names of the output folder that are shown, and among which
 MEMORY = (FailureKind.DEVICE_OOM, FailureKind.HOST_OOM)
 CURVE_TONES = 6  # colours of curves
 ATTEMPTS_DRAWN = CURVE_TONES  # the newest ones
@@ -111,8 +113,28 @@ def facts_of(job: Job) -> Mapping[str, str]:
     """Return what the job runs, where, and of which commit; without what is not known."""
     spec, source = job.spec, job.spec.source
     commit = f"{source.commit[:12]}{' and changes' if source.dirty else ''}" if source else ""
-    facts = {"Command": shlex.join(spec.command or ()), "Folder": str(spec.workdir or ""), "Commit": commit}
+    facts = {
+        "Command": shlex.join(spec.command or ()),
+        "Folder": str(spec.workdir or ""),
+        "Commit": commit,
+        "Variables": ", ".join((*(name for name, _ in spec.env), *spec.secrets)),  # their values may be secrets
+        "PyTorch": job.last.torch_version if job.last else "",
+    }
     return {name: text for name, text in facts.items() if text}
+
+
+def artifacts(home: Path, job_id: str) -> Sequence[tuple[str, int | None]]:
+    """Return names of the output folder, the newest first and at most FILES_MAX, with the bytes of each file."""
+    try:
+        with os.scandir(JobFolder(home, job_id).output) as entries:
+            stats = [(entry, entry.stat(follow_symlinks=False)) for entry in islice(entries, FILES_READ_MAX)]
+    except OSError:  # nothing was written, or a file was removed just now
+        return []
+    newest = sorted(stats, key=lambda row: -row[1].st_mtime)[:FILES_MAX]
+    return [
+        (os.fsencode(entry.name).decode(errors="replace"), None if S_ISDIR(stat.st_mode) else stat.st_size)
+        for entry, stat in newest
+    ]
 
 
 def charts(curves: Sequence[Curves], capacity_bytes: int | None) -> Mapping[str, Markup]:
@@ -155,9 +177,9 @@ def memory_rows(job: JobView, capacities: Mapping[str, int]) -> Sequence[Mapping
             {
                 "number": attempt["number"],
                 "predicted": attempt["predicted_bytes"],
-                "predicted_meter": _meter("predicted", attempt["predicted_bytes"], most, "predicted"),
+                "predicted_meter": _meter("predicted", attempt["predicted_bytes"], most, "predicted", capacity),
                 "peak": peak,
-                "peak_meter": _meter("measured", peak, most, "over" if is_over else "measured"),
+                "peak_meter": _meter("measured", peak, most, "over" if is_over else "measured", capacity),
                 "capacity": capacity,
                 "outcome": attempt["outcome"],
             }
@@ -165,8 +187,9 @@ def memory_rows(job: JobView, capacities: Mapping[str, int]) -> Sequence[Mapping
     return rows
 
 
-def _meter(name: str, count_bytes: int | None, most_bytes: int, tone: str) -> Markup:
-    return meter(name, count_bytes / most_bytes, tone) if count_bytes else Markup("")
+def _meter(name: str, count_bytes: int | None, most_bytes: int, tone: str, capacity: int | None) -> Markup:
+    limit = capacity / most_bytes if capacity else None
+    return meter(name, count_bytes / most_bytes, tone, limit) if count_bytes else Markup("")
 
 
 def bytes_by_cause(attempt: AttemptView, capacity_bytes: int | None) -> Markup:
@@ -182,17 +205,3 @@ def frontier_of(explanation: ExplanationView) -> Markup:
     """The frontier as it is judged now; empty where nothing is known of it."""
     view = explanation["picture"]
     return Markup("") if view is None or not view["points"] else frontier(picture_from_view(view))
-
-
-def log_offset(home: Path, job_id: str, number: int, rank: int) -> int:
-    """Return the offset at which the last TAIL_BYTES of a log begin."""
-    try:
-        return max(0, JobFolder(home, job_id).attempt(number).log(rank).stat().st_size - TAIL_BYTES)
-    except OSError:
-        return 0
-
-
-def tail(text: bytes, offset: int) -> str:
-    """The text of a log from a whole line on."""
-    shown = text.decode(errors="replace")
-    return shown.partition("\n")[2] if offset and "\n" in shown else shown

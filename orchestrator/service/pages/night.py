@@ -22,7 +22,6 @@ from orchestrator.specs.units import format_seconds
 
 LANES_MAX = 64  # devices with a lane of their own
 COMING_MAX = 30  # queued jobs with one
-ENDED_MAX = 1000  # that a report looks at
 HOURS = (1, 3, 12, 24, 72)  # that a page may look back
 
 

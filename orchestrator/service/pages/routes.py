@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from functools import partial
 from importlib.resources import files
 from typing import Any
 from urllib.parse import parse_qs, quote, urlsplit
@@ -12,39 +13,44 @@ from urllib.parse import parse_qs, quote, urlsplit
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import RedirectResponse, StreamingResponse
 from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import QueryParams
 from starlette.routing import Route
 
 from orchestrator.backends.mlflow.server import ADDRESS as MLFLOW
+from orchestrator.backends.mlflow.tracker import job_url
 from orchestrator.scheduling.base.held_devices import holders
 from orchestrator.service.commands.live_queue import now_of
 from orchestrator.service.commands.plan import forecast
 from orchestrator.service.commands.what_if import WhatIf, what_if
+from orchestrator.service.pages.archive import Archive
+from orchestrator.service.pages.cluster import uses
 from orchestrator.service.pages.compare import comparison_data, comparisons
-from orchestrator.service.pages.form import SOURCE, field_values, sections, write_job_file
-from orchestrator.service.pages.frame import HEADERS, compile_all, page, refused
+from orchestrator.service.pages.form import SOURCE, field_values, propose, sections, write_job_file
+from orchestrator.service.pages.frame import HEADERS, compile_all, page, refused, web_address
 from orchestrator.service.pages.job import (
+    artifacts,
     attempt_rows,
     bytes_by_cause,
     charts,
     curves_of,
     facts_of,
     frontier_of,
-    log_offset,
     memory_rows,
-    tail,
     with_fatal_moments,
 )
 from orchestrator.service.pages.live import changes
-from orchestrator.service.pages.night import ENDED_MAX, night_data
+from orchestrator.service.pages.log import TEXT_MAX, WINDOW_BYTES, log_bytes, matching_lines, window
+from orchestrator.service.pages.night import night_data
 from orchestrator.service.pages.oidc import SignIn
 from orchestrator.service.pages.overview import overview_data
 from orchestrator.service.pages.queue import Filter, queue_data
 from orchestrator.service.server.answers import PlainRoute
 from orchestrator.service.server.attempt_files import view_of
 from orchestrator.service.server.cluster_file import kept_cluster
-from orchestrator.service.server.dependencies import NEVER_SEEN, Pages, Service, job_of
+from orchestrator.service.server.dependencies import NEVER_SEEN, Pages, Service, job_of, seen_from
 from orchestrator.service.server.gate import LINK, OIDC, OIDC_BACK, PAGES, SIGN_IN, STATIC, Gate
 from orchestrator.service.server.intake import read_jobs
+from orchestrator.service.server.links import Links
 from orchestrator.service.server.ownership import may_change
 from orchestrator.service.server.sessions import drop, keep
 from orchestrator.service.server.waits import Waits
@@ -147,8 +153,9 @@ class _Pages:
         self._gate = gate
         self._forecasts, self._reasons = service.forecasts, service.reasons
         self._playing = threading.Lock()
-        self._archive: tuple[Sequence[str], Sequence[Job]] = ([], [])  # key of the newest job, and the jobs
+        self._archive = Archive(controller.ended)
         self._waits = Waits(controller.wait_for_change)
+        self._mlflow, self._links = service.trackers.get("mlflow"), Links(partial(job_url, service.home))
 
     def _get(self, path: str, **parameters: Any) -> Any:
         """Return the answer of the API's GET route."""
@@ -248,29 +255,22 @@ class _Pages:
 
     # ---------------------------------------------------------------------------------------------------------- pages
 
-    def _archived(self) -> Sequence[Job]:
-        """Return the newest archived jobs, at most ENDED_MAX; they are read anew once another job is archived."""
-        newest = [job.key for job in self._controller.ended(1)]
-        if newest != self._archive[0]:
-            self._archive = newest, self._controller.ended(ENDED_MAX)
-        return self._archive[1]
-
     def overview(self, request: Request) -> Response:
-        archived = self._archived()
         state, expected = self._controller.state, self._forecasts.newest()
-        return self._page(request, "overview", **overview_data(state, archived, self._view, expected, time.time()))
+        return self._page(
+            request, "overview", **overview_data(state, self._archive.newest(), self._view, expected, time.time())
+        )
 
     def queue(self, request: Request) -> Response:
         query = request.query_params
         criteria = Filter(**{name: query.get(name, "") for name in ("status", "user", "team", "why", "name", "array")})
-        number = query.get("page", "1")
         data = queue_data(
             self._controller.state,
-            self._archived(),
+            self._archive.newest(),
             self._view,
             self._forecasts.newest(),
             criteria,
-            int(number) if number.isdecimal() else 1,
+            _number(query, "page", 1),
         )
         return self._page(request, "queue", **data)
 
@@ -292,16 +292,22 @@ class _Pages:
             deadline_s=last.deadline_s if last else None,
             comparison=last.array if last and last.spec.member and last.spec.member.compared else None,
             sweep=last.array if last and last.spec.trial else None,
+            artifacts=artifacts(self._home, job["id"]),
+            mlflow=self._mlflow_page(request, last),
         )
+
+    def _mlflow_page(self, request: Request, job: Job | None) -> str | None:
+        """Return the address of a job's run in MLflow; None while it is looked up, or where there is none."""
+        if self._mlflow is None or job is None or not job.attempts:
+            return None
+        return web_address(seen_from(request, self._links.of(self._mlflow, job.key, 1) or ""))
 
     def plan(self, request: Request) -> Response:
         explanation = self._get("/jobs/{job_id}/explanation", job_id=request.path_params["job_id"])
         capacities = self._capacities()
         attempts = explanation["job"]["attempts"]
-        number_text = request.query_params.get("attempt", "")
-        number = (
-            int(number_text) if number_text.isdecimal() and 1 <= int(number_text) <= len(attempts) else len(attempts)
-        )
+        number = _number(request.query_params, "attempt", 0)
+        number = number if 1 <= number <= len(attempts) else len(attempts)
         chosen = attempts[number - 1] if attempts else None
         return self._page(
             request,
@@ -316,31 +322,36 @@ class _Pages:
 
     def log(self, request: Request) -> Response:
         job = self._job(request.path_params["job_id"])
-        attempts = job["attempts"]
-        number, rank = (request.query_params.get(name, "") for name in ("attempt", "rank"))
-        of_attempt = int(number) if number.isdecimal() else len(attempts)
-        of_rank = int(rank) if rank.isdecimal() else 0
-        text, ranks = "", 0
+        query, attempts = request.query_params, job["attempts"]
+        number, rank = _number(query, "attempt", len(attempts)), _number(query, "rank", 0)
+        text, data = query.get("find", "")[:TEXT_MAX], {"text": "", "ranks": 0, "size": 0, "start": 0, "matches": []}
         if attempts:
-            offset = log_offset(self._home, job["id"], of_attempt, of_rank)
             path = "/jobs/{job_id}/attempts/{number}/logs"
-            answer = self._get(path, job_id=job["id"], number=of_attempt, rank=of_rank, offset=offset)
-            text, ranks = tail(answer.body, offset), int(attempts[of_attempt - 1]["settings"]["gpus"])
-        return self._page(request, "log", tab="log", job=job, number=of_attempt, rank=of_rank, ranks=ranks, text=text)
+
+            def read(offset: int) -> bytes:
+                return bytes(self._get(path, job_id=job["id"], number=number, rank=rank, offset=offset).body)
+
+            size = log_bytes(self._home, job["id"], number, rank)
+            start = min(size, _number(query, "from", max(0, size - WINDOW_BYTES)))
+            data |= {"text": window(read, start), "size": size, "start": start}
+            data |= {"ranks": int(attempts[number - 1]["settings"]["gpus"])}
+            data |= {"matches": matching_lines(read, size, text) if text else []}
+        is_still = bool(text or "from" in query)
+        data |= {"find": text, "is_still": is_still, "window": WINDOW_BYTES}
+        return self._page(request, "log", tab="log", job=job, number=number, rank=rank, **data)
 
     def cluster(self, request: Request) -> Response:
-        return self._page(
-            request, "cluster", **self._get("/cluster", request=request), holders=holders(self._controller.state)
-        )
+        state, now_s = self._controller.state, time.time()
+        jobs = {job.id: job for job in (*self._archive.newest(), *state.jobs.values())}.values()
+        data = self._get("/cluster", request=request) | {"uses": uses(jobs, self._home, now_s)}
+        return self._page(request, "cluster", **data, holders=holders(state))
 
     def night(self, request: Request) -> Response:
-        hours = request.query_params.get("hours", "")
-        archived = self._archived()
-        looked_back = min(float(hours), 24.0 * 366) if hours.isdecimal() and int(hours) else 12.0
+        looked_back = min(float(_number(request.query_params, "hours", 0) or 12), 24.0 * 366)
         now_s = time.time()
         data = night_data(
             self._controller.state,
-            archived,
+            self._archive.newest(),
             self._forecasts.newest(),
             self._sweeper.reports(),
             looked_back,
@@ -350,7 +361,7 @@ class _Pages:
         return self._page(request, "night", **data)
 
     def comparisons(self, request: Request) -> Response:
-        jobs = (*self._controller.state.jobs.values(), *self._controller.ended(ENDED_MAX))
+        jobs = (*self._controller.state.jobs.values(), *self._archive.newest())
         return self._page(request, "comparisons", comparisons=comparisons(jobs))
 
     def comparison(self, request: Request) -> Response:
@@ -381,9 +392,9 @@ class _Pages:
         """The plans that the jobs of a form would get; nothing is submitted."""
         cluster = self._get("/cluster", request=request)
         try:
-            text = write_job_file(form)
+            text = propose(form["command"], form.get("folder", "")) if "command" in form else write_job_file(form)
         except OrchestratorError as refused:  # what was typed stays in its field
-            return self._submit_page(request, form.get("text", ""), form, error=str(refused))
+            return self._submit_page(request, form.get("text", EXAMPLE), form, error=str(refused))
         try:
             specs = _read(text)
             nodes = [node_from_view(node) for node in cluster["nodes"]]
@@ -428,14 +439,19 @@ class _Pages:
         return what_if(now_of(state), present, other, more, self._sweeper.to_come(), self._home)
 
     def audit(self, request: Request) -> Response:
-        before = request.query_params.get("before", "")
-        number = int(before) if before.isdecimal() and len(before) < 19 else None
+        number = _number(request.query_params, "before", 0) or None
         return self._page(request, "audit", **self._get("/audit", limit=AUDIT_ROWS, before=number), limit=AUDIT_ROWS)
 
     def _capacities(self) -> dict[str, int]:
         """Memory of each kind of device."""
         state = self._controller.state
         return {node.device.name: node.device.memory for node in (*state.declared, *state.nodes)}
+
+
+def _number(query: QueryParams, name: str, default: int) -> int:
+    """Return a number of the query, at most 18 digits; the default for anything else."""
+    text = query.get(name, "")
+    return int(text) if text.isdecimal() and len(text) < 19 else default
 
 
 async def _form(request: Request) -> dict[str, str]:

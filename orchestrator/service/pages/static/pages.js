@@ -24,13 +24,19 @@ function listen(address, version) {
   stream.addEventListener("ended", () => { stream.close(); location.reload(); });
 }
 
+// The lines `key=value` of a form's text, as settings of a retry.
+function typed(form) {
+  const lines = form.querySelector("textarea").value.split("\n").map((line) => line.trim()).filter(Boolean);
+  return Object.fromEntries(lines.map((line) => [line.split("=", 1)[0].trim(), line.split("=").slice(1).join("=").trim()]));
+}
+
 // An action is JSON, as the API takes it, and its values keep their types.
 htmx.defineExtension("json", {
   onEvent: (name, event) => {
     if (name === "htmx:configRequest") event.detail.headers["Content-Type"] = "application/json";
     return true;
   },
-  encodeParameters: (xhr, parameters, element) => element.getAttribute("hx-vals"),
+  encodeParameters: (xhr, parameters, element) => element.getAttribute("hx-vals") || JSON.stringify({ settings: typed(element) }),
 });
 
 document.body.addEventListener("htmx:afterRequest", (event) => {
@@ -70,6 +76,16 @@ document.body.addEventListener("htmx:afterSwap", () => {
   document.querySelectorAll("#live .wide").forEach((one, index) => { one.scrollLeft = kept.across[index] || 0; });
   const log = document.getElementById("log");
   if (log) log.scrollTop = kept.end ? log.scrollHeight : kept.down;
+});
+
+// A file of the reader's machine fills the text beside it; the page sends the text.
+const FILE_BYTES_MAX = 2 ** 18;
+document.querySelector("input[data-fills]")?.addEventListener("change", async (event) => {
+  const [file] = event.target.files;
+  if (!file) return;
+  if (file.size > FILE_BYTES_MAX) return say(`${file.name} is no job file: it has more than 256 KiB.`, "bad");
+  document.getElementById(event.target.dataset.fills).value = await file.text();
+  say(`${file.name} is in the text below.`, "good");
 });
 
 // A browser sends no fragment, and those of MLflow's pages name the page: sign in leads back to it.

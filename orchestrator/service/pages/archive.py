@@ -1,0 +1,35 @@
+"""The newest archived jobs in memory: reading one takes 0.5 ms of processor time, and pages look at a thousand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from threading import Lock
+
+from orchestrator.specs.job_record import Job
+
+ENDED_MAX = 1000  # archived jobs that a page looks at
+FRESH = 4  # jobs read to see whether any is new; eight times as many with each further look
+
+
+class Archive:
+    """Reads each archived job once. Safe for use by several threads."""
+
+    def __init__(self, ended: Callable[[int, str | None], Sequence[Job]]) -> None:
+        """`ended` is `Controller.ended`."""
+        self._ended, self._lock = ended, Lock()
+        self._jobs: Sequence[Job] = self._ended(ENDED_MAX, None)  # the latest end first
+
+    def newest(self) -> Sequence[Job]:
+        """Return the jobs that were archived last, at most ENDED_MAX, the latest end first."""
+        with self._lock:
+            keys, fresh = {job.key for job in self._jobs}, list[Job]()
+            limit, before = FRESH, None
+            while len(fresh) < ENDED_MAX and (page := self._ended(limit, before)):
+                new = [job for job in page if job.key not in keys]
+                fresh += new
+                if len(new) < len(page):
+                    break
+                limit, before = min(8 * limit, ENDED_MAX - len(fresh)), page[-1].id
+            if fresh:
+                self._jobs = [*fresh, *self._jobs][:ENDED_MAX]
+            return self._jobs

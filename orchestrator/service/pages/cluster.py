@@ -1,0 +1,86 @@
+"""Use of each device in the last hour, from the samples that attempts leave in the home folder."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from orchestrator.backends.attempts.durable import open_left
+from orchestrator.backends.attempts.system_metrics import PREFIX
+from orchestrator.service.pages.svg import Line, spark
+from orchestrator.specs.attempt import Attempt
+from orchestrator.specs.job_record import Job
+from orchestrator.specs.run import JobFolder
+
+LOOK_BACK_S = 3600.0
+FRESH_S = 60.0  # so old a sample counts as the use of now: one comes every 10 s
+ATTEMPTS_MAX = 64  # the newest ones, whose samples are read
+SAMPLES_BYTES, SAMPLES_MAX = 2**20, 90  # of the end of a file of samples; of more, every second or third is drawn
+MEASURES = {  # name of a sample, its word, its unit, and the colour of its curve
+    "memory_usage_percentage": ("memory", " %", "series-0"),
+    "utilization_percentage": ("busy", " %", "series-1"),
+    "power_usage_watts": ("power", " W", ""),
+}
+Device = tuple[str, int]  # node and index
+
+
+def uses(jobs: Iterable[Job], home: Path, now_s: float) -> Mapping[Device, Mapping[str, Any]]:
+    """Return a chart and the newest numbers of each device that an attempt held in the last hour."""
+    from_s = now_s - LOOK_BACK_S
+    attempts = [attempt for job in jobs for attempt in job.attempts if attempt.end_or(now_s) >= from_s]
+    curves: dict[Device, list[Line]] = {}
+    newest: dict[Device, dict[str, str]] = {}
+    for attempt in sorted(attempts, key=lambda attempt: attempt.launched_at_s)[-ATTEMPTS_MAX:]:
+        for device, name, points in _curves(attempt, home, from_s):
+            word, unit, tone = MEASURES[name]
+            if tone:
+                curves.setdefault(device, []).append(Line(f"{word}, {attempt.name}", tone, points))
+            at_s, value = points[-1]
+            if attempt.ended_at_s is None and at_s >= now_s - FRESH_S:
+                newest.setdefault(device, {})[word] = f"{value:.0f}{unit}"
+    return {
+        device: {
+            "chart": spark(f"Use of {device[0]} {device[1]} in the last hour", lines, from_s, now_s),
+            "now": newest.get(device, {}),
+        }
+        for device, lines in curves.items()
+    }
+
+
+def _curves(attempt: Attempt, home: Path, from_s: float) -> Iterator[tuple[Device, str, list[tuple[float, float]]]]:
+    """Yield each measure of each device of the attempt, with its (seconds, value) since `from_s`."""
+    folder = JobFolder(home, attempt.job_id).attempt(attempt.number)
+    for part in attempt.placement:
+        prefix = PREFIX if len(attempt.placement) == 1 else f"{PREFIX}{part.node}/"
+        rows = [row for row in _samples(folder.system(part.node)) if row["at_s"] >= from_s]
+        for index in part.devices:
+            for name in MEASURES:
+                key = f"{prefix}gpu_{index}_{name}"
+                points = [(float(row["at_s"]), float(row[key])) for row in rows if _is_number(row.get(key))]
+                if points:
+                    yield (part.node, index), name, points
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def _samples(path: Path) -> Iterator[Mapping[str, Any]]:
+    try:
+        with open_left(path) as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - SAMPLES_BYTES))
+            lines = file.read(SAMPLES_BYTES).splitlines()
+    except OSError:  # not begun yet, or removed
+        return
+    lines = lines[-int(LOOK_BACK_S / 10) :]
+    for line in lines[:: -(1 + len(lines) // SAMPLES_MAX)][::-1]:  # the last one is among them
+        try:
+            row = json.loads(line)
+        except ValueError:  # the first one may be cut off, the last one half written
+            continue
+        if isinstance(row, dict) and _is_number(row.get("at_s")):
+            yield row

@@ -1,0 +1,50 @@
+"""The page of a log: a window of it, and the lines that have a text."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from orchestrator.specs.run import JobFolder
+
+WINDOW_BYTES = 32 * 2**10  # of a log on a page
+SEARCH_BYTES = 8 * 2**20  # of the end of a log, among which a search looks
+MATCHES_MAX, LINE_MAX = 200, 500  # lines of a search, and bytes of one
+TEXT_MAX = 200  # characters of a searched text
+
+Read = Callable[[int], bytes]  # what a log has from an offset on, as far as one response goes
+
+
+def log_bytes(home: Path, job_id: str, number: int, rank: int) -> int:
+    """Return the size of a rank's log; 0 where it wrote none."""
+    try:
+        return JobFolder(home, job_id).attempt(number).log(rank).stat().st_size
+    except OSError:
+        return 0
+
+
+def window(read: Read, offset: int) -> str:
+    """Return the text of a log from the first line that begins at the offset or later."""
+    if offset == 0:
+        return read(0)[:WINDOW_BYTES].decode(errors="replace")
+    text = read(offset - 1)[: WINDOW_BYTES + 1].decode(errors="replace")  # whether a line begins there, says this byte
+    return text.partition("\n")[2] if "\n" in text else text
+
+
+def matching_lines(read: Read, size: int, text: str) -> Sequence[tuple[int, str]]:
+    """Return offset and text of the last MATCHES_MAX lines that have the text; the case of ASCII letters is ignored.
+
+    The search looks at the last SEARCH_BYTES of a log of `size` bytes.
+    """
+    needle, matches = text.encode().lower(), deque[tuple[int, str]](maxlen=MATCHES_MAX)
+    offset, rest = max(0, size - SEARCH_BYTES), b""
+    while offset < size and (chunk := read(offset)):
+        lines = (rest + chunk).split(b"\n")
+        start, offset = offset - len(rest), offset + len(chunk)
+        rest = lines.pop()[-WINDOW_BYTES:] if offset < size else b""
+        for line in lines if offset < size else [*lines, *[rest]]:
+            if needle in line.lower():
+                matches.append((start, line[:LINE_MAX].decode(errors="replace")))
+            start += len(line) + 1
+    return matches

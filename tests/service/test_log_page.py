@@ -1,0 +1,87 @@
+"""Laws of the log page: a search is bounded and finds whole lines, and its offsets lead to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrator.service.pages.log import MATCHES_MAX, SEARCH_BYTES, WINDOW_BYTES, matching_lines, window
+from orchestrator.specs.run import JobFolder
+from tests.service.worlds import World
+
+
+def reader(log: bytes, chunk_bytes: int) -> Callable[[int], bytes]:
+    return lambda offset: log[offset : offset + chunk_bytes]
+
+
+@given(st.lists(st.text(alphabet="aB x", max_size=9), max_size=40), st.integers(1, 50))
+def test_a_search_finds_every_line_with_the_text_however_the_log_is_read(lines: list[str], chunk_bytes: int) -> None:
+    log = "\n".join(lines).encode()
+    read = reader(log, chunk_bytes)
+    matches = matching_lines(read, len(log), "b")
+    assert [line for _, line in matches] == [line for line in lines if "b" in line.lower()]
+    for offset, line in matches:
+        assert window(reader(log, len(log) + 1), offset).split("\n")[0] == line
+
+
+def test_a_search_reads_a_bounded_part_and_returns_the_last_lines() -> None:
+    log = b"early x\n" + b"y\n" * SEARCH_BYTES + b"late x\n" * 2 * MATCHES_MAX
+    reads: list[int] = []
+
+    def read(offset: int) -> bytes:
+        reads.append(len(log[offset : offset + 2**18]))
+        return log[offset : offset + 2**18]
+
+    assert {line for _, line in matching_lines(read, len(log), "x")} == {"late x"}
+    assert len(matching_lines(read, len(log), "x")) == MATCHES_MAX
+    assert sum(reads) <= 2 * SEARCH_BYTES
+
+
+def test_a_log_of_one_endless_line_is_searched_in_bounded_memory() -> None:
+    log = b"z" * 2**20 + b"needle"
+    assert matching_lines(reader(log, 2**16), len(log), "needle")
+
+
+@pytest.fixture
+def logged(world: World) -> World:
+    """A world with the job lm-1, whose log has 3,000 numbered lines."""
+    world.submit()
+    world.turn_until("running")
+    folder = JobFolder(world.home, "lm-1").attempt(1)
+    folder.path.mkdir(parents=True, exist_ok=True)
+    folder.log(0).write_text("".join(f"line {number} of the log\n" for number in range(3000)))
+    return world
+
+
+def test_a_page_shows_the_end_and_follows_it_and_a_part_stays_as_it_is(logged: World) -> None:
+    page = logged.client.get("/ui/jobs/lm-1/log").text
+    assert "line 2999 of" in page
+    assert "line 3 of" not in page
+    assert "every 2s" in page
+    page = logged.client.get("/ui/jobs/lm-1/log?from=0").text
+    assert "line 3 of" in page
+    assert "line 2999 of" not in page
+    assert "hx-get" not in page
+    assert f"from={WINDOW_BYTES}" in page
+
+
+def test_a_found_line_leads_to_its_place(logged: World) -> None:
+    page = logged.client.get("/ui/jobs/lm-1/log?find=LINE+17+of").text
+    assert "1 line with" in page
+    start = page.partition("from=")[2].partition('"')[0]
+    assert "line 17 of the log\nline 18" in logged.client.get(f"/ui/jobs/lm-1/log?from={start}").text
+
+
+@pytest.mark.parametrize("query", ["attempt=9", "rank=7", "attempt=0"])
+def test_no_such_attempt_or_rank_is_a_page_that_says_so(logged: World, query: str) -> None:
+    answer = logged.client.get(f"/ui/jobs/lm-1/log?{query}")
+    assert answer.status_code == 404
+    assert "there is no" in answer.text
+
+
+@pytest.mark.parametrize("query", ["rank=" + "9" * 5000, "from=" + "9" * 18, "from=x", "attempt=-1"])
+def test_a_number_that_is_none_is_as_if_it_were_left_out(logged: World, query: str) -> None:
+    assert logged.client.get(f"/ui/jobs/lm-1/log?{query}").status_code == 200
