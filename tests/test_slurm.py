@@ -1,0 +1,137 @@
+"""The script of docs/guides/coming-from.md in allocations of a real Slurm: the second ends what the first began."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.service.demo.run import write_files
+from orchestrator.specs.run import JobFolder
+
+ROOT = Path(__file__).parents[1]
+GUIDE = (ROOT / "docs/guides/coming-from.md").read_text()
+SCRIPT = next(block for block in GUIDE.split("```bash\n") if block.startswith("#!")).partition("```")[0]
+DAEMONS = ("slurmctld", "slurmd")
+WAIT_S = 120.0
+
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(not all(map(shutil.which, DAEMONS)), reason="needs slurmctld and slurmd (Debian: slurm-wlm)"),
+    pytest.mark.skipif(os.geteuid() != 0, reason="slurmd needs root"),
+]
+
+
+def configuration(folder: Path) -> str:
+    """Return a slurm.conf of this machine as the only node, without accounts, cgroups or GPUs."""
+    host = socket.gethostname()
+    with socket.socket() as first, socket.socket() as second:
+        for free in (first, second):
+            free.bind(("127.0.0.1", 0))
+        ports = first.getsockname()[1], second.getsockname()[1]
+    return f"""
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/none
+CredType=cred/none
+SlurmctldPort={ports[0]}
+SlurmdPort={ports[1]}
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd.pid
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+MpiDefault=none
+NodeName={host} NodeAddr=127.0.0.1 CPUs={os.cpu_count()} State=UNKNOWN
+PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+Run = Callable[..., str]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    """Return a function that runs a command as a user of this Slurm and of the queue in `home`; it must end well."""
+    (tmp_path / "slurm.conf").write_text(configuration(tmp_path))
+    programs = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    env = {**os.environ, "SLURM_CONF": f"{tmp_path}/slurm.conf", "ORC_HOME": f"{tmp_path}/home", "PATH": programs}
+
+    def run(*words: str) -> str:
+        ended = subprocess.run(words, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=WAIT_S)
+        assert ended.returncode == 0, (words, ended.stdout, ended.stderr)
+        return ended.stdout
+
+    daemons = []
+    try:
+        for name in DAEMONS:
+            (tmp_path / {"slurmctld": "state", "slurmd": "spool"}[name]).mkdir()
+            with (tmp_path / f"{name}.log").open("w") as log:
+                daemons.append(subprocess.Popen([name, "-D"], env=env, stdout=log, stderr=log))
+        yield run
+    finally:
+        subprocess.run(["scancel", "--state=RUNNING"], env=env, capture_output=True)
+        subprocess.run(["orc", "down", "--force"], env=env, capture_output=True)
+        for daemon in reversed(daemons):
+            daemon.terminate()
+            daemon.wait(WAIT_S)
+
+
+def wait_for(what: str, is_so: Callable[[], Any]) -> None:
+    """Wait until it is so; fail with `what` where it never is."""
+    end_s = time.monotonic() + WAIT_S
+    while not is_so():
+        assert time.monotonic() < end_s, what
+        time.sleep(0.5)
+
+
+def test_a_second_allocation_goes_on_with_the_queue_of_the_first(run: Run, tmp_path: Path) -> None:
+    write_files(tmp_path / "demo")
+    (tmp_path / "queue.sbatch").write_text(SCRIPT)
+    job = "fits-1"
+
+    def attempts() -> list[dict[str, Any]]:
+        return list(json.loads(run("orc", "show", job, "--json"))["attempts"])
+
+    def allocate() -> str:
+        options = ("--parsable", "--gres=none", "--time=10", f"--output={tmp_path}/slurm.out")
+        return run("sbatch", *options, "queue.sbatch").strip()
+
+    def is_over(allocation: str) -> bool:
+        return allocation not in run("squeue", "--noheader", "--format=%i").split()
+
+    wait_for("no node", lambda: "idle" in run("sinfo", "--noheader", "--format=%t"))
+    run("orc", "up", "--cluster", str(ROOT / "clusters/two-virtual-devices.yaml"))
+    run("orc", "down")
+
+    first = allocate()
+    wait_for("the first allocation trains", lambda: (tmp_path / "home/service.json").exists())
+    settings = ("--set", "training.max_steps=60", "--set", "training.checkpoint_every_steps=5")
+    run("srun", f"--jobid={first}", "--overlap", "orc", "submit", "demo/fits.yaml", *settings)
+    checkpoints = tmp_path / "home/jobs" / job / "checkpoints"
+    wait_for("a checkpoint", lambda: checkpoints.is_dir() and any(checkpoints.glob("step*")))
+    run("scancel", "--signal=TERM", "--batch", first)
+    wait_for("the end of the first allocation", lambda: is_over(first))
+    assert not (tmp_path / "home/service.json").exists()
+
+    second = allocate()
+    wait_for("the service of the second", lambda: (tmp_path / "home/service.json").exists())
+    wait_for("the end of the job", lambda: attempts()[-1]["outcome"] == "succeeded")
+    metrics = JobFolder(tmp_path / "home", job).attempt(len(attempts())).metrics.read_text()
+    assert json.loads(metrics.splitlines()[0])["step"] > 1
+    run("scancel", "--signal=TERM", "--batch", second)
+    wait_for("the end of the second allocation", lambda: is_over(second))
