@@ -30,8 +30,9 @@ def overview_data(
     bad = [job for job in jobs.values() if job.status in BAD and ended_at_s(job) >= now_s - FAILURES_S]
     groups = fold(sorted(bad, key=ended_at_s, reverse=True), _kind)
     rows, live_groups = Rows(state, view, expected, waiting), fold(job for job in live if not job.asks)
-    running_groups = [group for group in live_groups if is_running(group)]
-    waiting_groups = [group for group in live_groups if not is_running(group)]
+    running_groups, waiting_groups = list[list[Job]](), list[list[Job]]()
+    for group in live_groups:
+        (running_groups if is_running(group) else waiting_groups).append(group)
     strip = [
         job
         for job in jobs.values()
