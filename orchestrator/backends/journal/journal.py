@@ -121,7 +121,7 @@ class Journal:
         """Return a live job, or what stands in for one that cannot be read."""
         job = self.set_aside.read(self._job, _live.name, job_id, body)
         if job is not None:
-            return job  # type: ignore[no-any-return]
+            return job
         reason = next(row.reason for row in self.set_aside.rows() if (row.table, row.row) == (_live.name, job_id))
         named = _events.c.decided.contains(f"launch {job_id}-", autoescape=True)
         released = _events.c.body.contains(f'"job_id":"{job_id}"', autoescape=True)
@@ -275,11 +275,11 @@ class Journal:
         event = self.set_aside.read(self._event, _events.name, number, body)
         if event is None:
             return salvage_submission(body, "its row cannot be read")
-        return event  # type: ignore[no-any-return]
+        return event
 
     def as_kept(self, event: Event) -> Event:
         """Return an event as it will be read from the journal. Raises SpecError where it could not be."""
         try:
-            return self._event.as_kept(event)  # type: ignore[no-any-return]
+            return self._event.as_kept(event)
         except Unreadable as error:
             raise SpecError(f"the journal could not be read with it: {error}", source="the journal") from None

@@ -169,7 +169,7 @@ class _Checksummed(io.RawIOBase):
         self._raw, self.size_bytes, self.crc = raw, 0, 0
 
     def write(self, data: Any) -> int:
-        count: int = self._raw.write(data)  # type: ignore[attr-defined]
+        count: int = self._raw.write(data)
         assert count == memoryview(data).nbytes, count
         self.crc = zlib.crc32(data, self.crc)
         self.size_bytes += count

@@ -44,10 +44,10 @@ class Context:
         again = max(1, self.ranks // k_BKtH.shape[1])
         keys_and_values = (x.repeat_interleave(again, dim=1) if again > 1 else x for x in (k_BKtH, v_BKtH))
         out_BTnH = attention(*(self._to_heads(x).transpose(1, 2) for x in (q_BNtH, *keys_and_values)))
-        return _ToTokens.apply(out_BTnH, self.group)  # type: ignore[no-untyped-call, no-any-return]
+        return _ToTokens.apply(out_BTnH, self.group)  # type: ignore[no-untyped-call]
 
     def _to_heads(self, x_BNtH: Tensor) -> Tensor:
-        return _ToHeads.apply(x_BNtH.transpose(1, 2), self.group)  # type: ignore[no-untyped-call, no-any-return]
+        return _ToHeads.apply(x_BNtH.transpose(1, 2), self.group)  # type: ignore[no-untyped-call]
 
 
 class _ToHeads(torch.autograd.Function):
@@ -59,7 +59,7 @@ class _ToHeads(torch.autograd.Function):
         return _to_heads(x_BtNH, group)
 
     @staticmethod
-    def backward(ctx: Any, grad_BTnH: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad_BTnH: Tensor) -> tuple[Tensor, None]:
         return _to_tokens(grad_BTnH, ctx.group), None
 
 
@@ -72,7 +72,7 @@ class _ToTokens(torch.autograd.Function):
         return _to_tokens(x_BTnH, group)
 
     @staticmethod
-    def backward(ctx: Any, grad_BtNH: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad_BtNH: Tensor) -> tuple[Tensor, None]:
         return _to_heads(grad_BtNH, ctx.group), None
 
 
@@ -88,7 +88,7 @@ def _to_tokens(x_BTnH: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def _cut(x: Tensor, axis: int, group: dist.ProcessGroup) -> Tensor:
     """The axis as two: rank, and what is of that rank."""
-    return x.unflatten(axis, (group.size(), -1))  # type: ignore[no-untyped-call, no-any-return]
+    return x.unflatten(axis, (group.size(), -1))  # type: ignore[no-untyped-call]
 
 
 def _exchange(sent: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -41,7 +41,7 @@ class Dispatch:
     def _answers(self, x_ND: Tensor, token_S: Tensor, routes: _Routes, experts: OwnExperts) -> Tensor:
         """Return the experts' answers to the copies of these tokens; no name here outlives what is computed from it."""
         came_RD = _ToExperts.apply(x_ND[token_S], routes)  # type: ignore[no-untyped-call]
-        return _ToTokens.apply(experts(came_RD, routes.ends_L), routes)  # type: ignore[no-untyped-call, no-any-return]
+        return _ToTokens.apply(experts(came_RD, routes.ends_L), routes)  # type: ignore[no-untyped-call]
 
     def _routes(self, chosen_S: Tensor) -> _Routes:
         """Return the routes of the copies in the order of their experts."""
@@ -89,7 +89,7 @@ class _ToExperts(torch.autograd.Function):
         return routes.to_experts(x_SD)
 
     @staticmethod
-    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None]:
         return ctx.routes.to_tokens(grad_RD), None
 
 
@@ -100,7 +100,7 @@ class _ToTokens(torch.autograd.Function):
         return routes.to_tokens(x_RD)
 
     @staticmethod
-    def backward(ctx: Any, grad_SD: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad_SD: Tensor) -> tuple[Tensor, None]:
         return ctx.routes.to_experts(grad_SD), None
 
 

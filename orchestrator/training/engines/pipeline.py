@@ -219,14 +219,14 @@ class _Stage(PipelineStage):
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         self._seed(fwd_chunk_id)
-        output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)  # type: ignore[no-untyped-call]
+        output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         self._release(self.args_recv_info[fwd_chunk_id])  # `fwd_cache` keeps the input for the backward pass
         return output
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Tensor | None = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
-        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)  # type: ignore[no-untyped-call]
+        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         self._release(self.grad_recv_info[bwd_chunk_id])
         if loss is not None:
             loss.detach_()  # the schedule keeps it, and with it the inputs of recomputed layers
@@ -244,7 +244,7 @@ class _Stage(PipelineStage):
         self._describe(self.args_recv_info, num_microbatches)
 
     def _setup_backward_recv_info(self, num_microbatches: int) -> None:
-        super()._setup_backward_recv_info(1)  # type: ignore[no-untyped-call]
+        super()._setup_backward_recv_info(1)
         self.chunks = num_microbatches
         self._describe(self.grad_recv_info, num_microbatches)
 

@@ -51,13 +51,13 @@ def _recompute(layer: nn.Module, mode: ActivationCheckpointing) -> None:
         settings["context_fn"] = functools.partial(_contexts, mode, norms)
     elif mode is ActivationCheckpointing.SELECTIVE:  # torch.compile supports only this function
         settings["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _keep_what_is_dear)
-    layer.forward = functools.partial(checkpoint, layer.forward, **settings)  # type: ignore[method-assign]
+    layer.forward = functools.partial(checkpoint, layer.forward, **settings)
 
 
 def keep_inputs_on_host(layers: Iterable[nn.Module]) -> None:
     """Let what full checkpointing keeps of every layer, its input, wait in host memory; in place, once compiled."""
     for layer in layers:
-        layer.forward = functools.partial(_with_input_on_host, layer.forward)  # type: ignore[method-assign]
+        layer.forward = functools.partial(_with_input_on_host, layer.forward)
 
 
 def _with_input_on_host(forward: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -121,4 +121,4 @@ def compile_layers(layers: Sequence[nn.Module]) -> None:
         if isinstance(layer.forward, functools.partial) and batch_norms(layer):
             got, hint = "activation checkpointing of layers with BatchNorm", "turn off one of the two"
             raise SpecError("cannot be compiled", path="training.compile", got=got, hint=hint)
-        layer.forward = torch.compile(layer.forward)  # type: ignore[method-assign]
+        layer.forward = torch.compile(layer.forward)

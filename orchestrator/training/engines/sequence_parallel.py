@@ -104,7 +104,7 @@ class _Sum(torch.autograd.Function):
         return tokens._summed(x_BTD)
 
     @staticmethod
-    def backward(ctx: Any, grad_1ND: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad_1ND: Tensor) -> tuple[Tensor, None]:
         return ctx.tokens._whole(grad_1ND), None
 
 
@@ -115,7 +115,7 @@ class _Gather(torch.autograd.Function):
         return tokens._whole(x_1ND)
 
     @staticmethod
-    def backward(ctx: Any, grad_BTD: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad_BTD: Tensor) -> tuple[Tensor, None]:
         return ctx.tokens._summed(grad_BTD), None
 
 
@@ -205,7 +205,7 @@ class _RowSum(torch.autograd.Function):
         return summed_product(x_BTF.flatten(0, 1), weight_DF, tokens.group.group_name).unsqueeze(0)
 
     @staticmethod
-    def backward(ctx: Any, grad_1ND: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_1ND: Tensor) -> tuple[Tensor | None, ...]:
         return ctx.tokens._whole(grad_1ND), None, None, None
 
 

@@ -119,7 +119,7 @@ def tensor_parallel(recipe: Recipe, mesh: DeviceMesh, micro_batch_size: int, len
         if word in PARTIAL or (tokens and name in layers):
             partial.update(path for path in paths.values() if axes[path] is None)
         if word == "embedding" and getattr(module, "padding_idx", None) is not None:
-            module.padding_idx = _own_row(module, mesh)  # type: ignore[assignment]
+            module.padding_idx = _own_row(module, mesh)
         if paths and word != "head":  # a head takes the DTensor itself
             kind = (type(module), word, tuple(module._parameters), is_inside)
             if kind not in changed:
@@ -256,7 +256,7 @@ def _computing_locally(
 
         def rowwise(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
             if tokens is not None:
-                out = row_product(*args, self.weight, tokens)  # type: ignore[call-arg, arg-type]
+                out = row_product(*args, self.weight, tokens)  # type: ignore[call-arg]
             else:
                 out = _SumForward.apply(forward(self, *args, **kwargs), group)  # type: ignore[no-untyped-call]
             bias = self._parameters.get("bias")
@@ -314,7 +314,7 @@ class _SumForward(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(_ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(_ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
 
 
@@ -327,7 +327,7 @@ class _SumBackward(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         total = grad.contiguous().clone()
         dist.all_reduce(total, group=ctx.group)
         return total, None

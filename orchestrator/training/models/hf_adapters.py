@@ -25,7 +25,7 @@ def lora_config(lora: LoraSpec, *, encoder_decoder: bool, base: str | None = Non
     """peft's configuration of the adapters; `base` is the name of their base model."""
     return LoraConfig(
         r=lora.rank,
-        lora_alpha=lora.alpha,  # type: ignore[arg-type]
+        lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
         target_modules=list(lora.target_modules) or ALL_LINEAR,
         task_type="SEQ_2_SEQ_LM" if encoder_decoder else "CAUSAL_LM",
@@ -40,7 +40,7 @@ def adapt(module: PreTrainedModel, lora: LoraSpec) -> PreTrainedModel:
     """
     config = lora_config(lora, encoder_decoder=module.config.is_encoder_decoder)
     try:
-        return inject_adapter_in_model(config, module)  # type: ignore[return-value]
+        return inject_adapter_in_model(config, module)
     except ValueError as error:
         linear = sorted({name.rpartition(".")[2] for name, layer in module.named_modules() if hasattr(layer, "weight")})
         raise SpecError(
@@ -95,7 +95,7 @@ def load_quantised(run: TrainingRun, auto_class: Any) -> PreTrainedModel:
     if not isinstance(hf, str):
         raise SpecError("random weights are not quantised", path="model.hf", got=hf, allowed="a folder or a name")
     low = LOW_PRECISION.get(plan.precision)
-    settings = BitsAndBytesConfig(  # type: ignore[no-untyped-call]
+    settings = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,

@@ -278,7 +278,7 @@ def _tied_head(module: PreTrainedModel) -> str | None:
 
     The families of T5 tie them whatever the configuration says, and part them by what a file of weights holds.
     """
-    head: Any = module.get_output_embeddings()  # type: ignore[no-untyped-call]
+    head: Any = module.get_output_embeddings()
     names = [name for name in module.all_tied_weights_keys if module.get_parameter(name) is head.weight] if head else []
     return next((name for name in names if module.get_submodule(name.rpartition(".")[0]) is head), None)
 

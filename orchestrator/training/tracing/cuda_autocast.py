@@ -81,7 +81,7 @@ def _without_scores(on_cpu: Callable[..., Tensor]) -> Callable[..., Tensor]:
         bias = attn_mask.to(low) if attn_mask is not None else None  # a boolean mask becomes as many numbers
         inputs = query.to(low), key.to(low), value.to(low), bias
         kernel = torch.ops.aten._scaled_dot_product_efficient_attention
-        return kernel(*inputs, True, dropout_p, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
+        return kernel(*inputs, True, dropout_p, is_causal, scale=scale)[0]
 
     return attention
 
@@ -96,8 +96,8 @@ def _dropout(x: Tensor, p: float, train: bool) -> Tensor:
     backward in torch/_decomp/decompositions.py, 2.13.0).
     """
     if train and 0 < p < 1 and x.numel() > 0:
-        return torch.ops.aten.native_dropout(x, p, train)[0]  # type: ignore[no-any-return]
-    return torch.ops.aten.dropout.default._op_dk(_PUT_TOGETHER, x, p, train)  # type: ignore[no-any-return]
+        return torch.ops.aten.native_dropout(x, p, train)[0]
+    return torch.ops.aten.dropout.default._op_dk(_PUT_TOGETHER, x, p, train)
 
 
 def _rms_norm(x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
@@ -106,8 +106,8 @@ def _rms_norm(x: Tensor, shape: list[int], weight: Tensor | None = None, eps: fl
     As `rms_norm_symint` in aten/src/ATen/native/layer_norm.cpp chooses (2.13.0). Seen on an H100 under 2.11.0.
     """
     if weight is not None and weight.dtype is not x.dtype:
-        return torch.ops.aten.rms_norm.default._op_dk(_PUT_TOGETHER, x, shape, weight, eps)  # type: ignore[no-any-return]
-    return _FusedRmsNorm.apply(x, shape, weight)  # type: ignore[no-any-return, no-untyped-call]
+        return torch.ops.aten.rms_norm.default._op_dk(_PUT_TOGETHER, x, shape, weight, eps)
+    return _FusedRmsNorm.apply(x, shape, weight)  # type: ignore[no-untyped-call]
 
 
 class _FusedRmsNorm(torch.autograd.Function):
@@ -120,7 +120,7 @@ class _FusedRmsNorm(torch.autograd.Function):
         return torch.empty_like(x)
 
     @staticmethod
-    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None, Tensor | None]:  # type: ignore[override]
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None, Tensor | None]:
         x, weight, *_rows = ctx.saved_tensors
         return torch.empty_like(x), None, None if weight is None else torch.empty_like(weight)
 
