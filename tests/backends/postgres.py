@@ -23,9 +23,9 @@ PR_SET_PDEATHSIG = 1
 
 def programs() -> Path | None:
     """The folder of initdb and postgres, where this machine has a PostgreSQL."""
-    found = shutil.which("initdb")
+    initdb = shutil.which("initdb")
     versions = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"))
-    return Path(found).resolve().parent if found else versions[-1].parent if versions else None
+    return Path(initdb).resolve().parent if initdb else versions[-1].parent if versions else None
 
 
 def owner() -> str | None:
