@@ -41,7 +41,7 @@ TIMEOUT_S = 600.0
 
 def pack(python: str = MACHINE) -> int:
     """Make both parts of the wheels for a Python and print their sizes; 0 where each fits into a call."""
-    versions = packed()
+    versions = packed_versions()
     wheels = FOLDER / python / "wheels"
     _collect(versions, wheels, python)
     listed, content = FOLDER / python / "packed.json", json.dumps(versions)
@@ -60,13 +60,13 @@ def pack(python: str = MACHINE) -> int:
 
 def versions_of(roots: Iterable[str], leave_out: Collection[str] = ()) -> dict[str, str]:
     """Each distribution that these requirements need, themselves included, with its version in this environment."""
-    versions, waiting, seen = {}, [Requirement(root) for root in roots], set()
+    versions, waiting, visited = {}, [Requirement(root) for root in roots], set()
     while waiting:
         wanted = waiting.pop()
         name = re.sub(r"[-_.]+", "-", wanted.name).lower()
-        if name in leave_out or (name, *sorted(wanted.extras)) in seen:
+        if name in leave_out or (name, *sorted(wanted.extras)) in visited:
             continue
-        seen.add((name, *sorted(wanted.extras)))
+        visited.add((name, *sorted(wanted.extras)))
         distribution = importlib.metadata.distribution(name)
         versions[name] = distribution.version
         for need in map(Requirement, distribution.requires or ()):
@@ -75,7 +75,7 @@ def versions_of(roots: Iterable[str], leave_out: Collection[str] = ()) -> dict[s
     return dict(sorted(versions.items()))
 
 
-def packed() -> dict[str, str]:
+def packed_versions() -> dict[str, str]:
     """What the package needs and THERE has not."""
     versions = versions_of(ROOTS, THERE)
     del versions["orchestrator"]  # it travels as the tree
@@ -96,13 +96,13 @@ def _collect(versions: Mapping[str, str], folder: Path, python: str) -> None:
     lacking = {name: f"{name}=={versions[name]}" for name in versions.keys() - present}
     pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet")
     if plain := [wanted for name, wanted in lacking.items() if name not in SOURCES]:
-        words = ["--no-deps", "--only-binary=:all:", "--python-version", python, "--dest", str(folder)]
-        words += [word for platform in PLATFORMS for word in ("--platform", platform)]
-        subprocess.run([*pip, "download", *words, *plain], check=True, timeout=TIMEOUT_S)
+        options = ["--no-deps", "--only-binary=:all:", "--python-version", python, "--dest", str(folder)]
+        options += [word for platform in PLATFORMS for word in ("--platform", platform)]
+        subprocess.run([*pip, "download", *options, *plain], check=True, timeout=TIMEOUT_S)
     for name in SOURCES & lacking.keys():
-        words = ["--no-deps", "--no-build-isolation", "--wheel-dir", str(folder), lacking[name]]
+        options = ["--no-deps", "--no-build-isolation", "--wheel-dir", str(folder), lacking[name]]
         environment = {**os.environ, "DS_BUILD_OPS": "0"}
-        subprocess.run([*pip, "wheel", *words], check=True, timeout=TIMEOUT_S, env=environment)
+        subprocess.run([*pip, "wheel", *options], check=True, timeout=TIMEOUT_S, env=environment)
 
 
 def _archive(wheels: Path, archive: Path) -> None:

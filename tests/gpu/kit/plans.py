@@ -21,8 +21,8 @@ from orchestrator.specs.job.model import ModelSpec
 from orchestrator.specs.plan import Plan
 from tests.gpu.configurations import H100, H200, MODELS, TINY, Measurement, on_cuda
 from tests.gpu.kit.install import FOLDER
-from tests.gpu.kit.runner import PATIENCE, recorded
-from tests.gpu.measure import device_facts, measured, name_of
+from tests.gpu.kit.runner import PATIENCE, recording
+from tests.gpu.measure import device_facts, measure_training, name_of
 
 TRAINING_S = 35 * PATIENCE  # of one training; what it had done by then is in its line
 COMPILATION_S = 40.0
@@ -86,11 +86,11 @@ def hardware() -> Hardware:
     return Hardware(device=kind, devices_per_node=1, nodes=1, network_bandwidth=1, host_memory=host_bytes())
 
 
-def beside(one: Measurement, device: dict[str, Any]) -> dict[str, Any]:
+def measure_beside(training: Measurement, device: dict[str, Any]) -> dict[str, Any]:
     """What came of a training, with the memory and the step time that the planner predicts on the device found here."""
-    line = measured(one, DeviceKind.CUDA, device, TRAINING_S)
-    line["predicted"]["step_s"] = step_s(one.profile(DeviceKind.CUDA), one.plan, hardware())
-    line["predicted"]["needed_bytes"] = plan_needed_bytes(one.plan, one.predicted(DeviceKind.CUDA), UNMEASURED)
+    line = measure_training(training, DeviceKind.CUDA, device, TRAINING_S)
+    line["predicted"]["step_s"] = step_s(training.profile(DeviceKind.CUDA), training.plan, hardware())
+    line["predicted"]["needed_bytes"] = plan_needed_bytes(training.plan, training.predict(DeviceKind.CUDA), UNMEASURED)
     return line
 
 
@@ -100,7 +100,7 @@ def main(group: str, size_name: str) -> None:
     assert device is not None, "nvidia-smi names no device"
     total_bytes = device["total_bytes"]
     if group == "unmeasured":
-        todo = unmeasured(total_bytes, size)
+        todo = list_unmeasured(total_bytes, size)
     else:
         names = (
             () if size.config is TINY else {line["name"] for line in H200["trainings"] if line["measured"]["step_s"]}
@@ -111,25 +111,29 @@ def main(group: str, size_name: str) -> None:
             if f"{group}: {name}" not in names  # those that no GPU has run yet
         )
     done = MEASURED.read_text().splitlines() if MEASURED.exists() else []
-    for one in todo:
-        if name_of(one) not in done:
-            with recorded(f"{group}: {one.name}") as line:
-                line |= beside(one, device)
+    for training in todo:
+        if name_of(training) not in done:
+            with recording(f"{group}: {training.name}") as line:
+                line |= measure_beside(training, device)
             with MEASURED.open("a") as file:
-                file.write(f"{name_of(one)}\n")
+                file.write(f"{name_of(training)}\n")
     if group == "deepspeed":  # what scripts of other people need for an optimizer on host; our engine keeps torch's
         script = "from deepspeed.ops.op_builder import CPUAdamBuilder; CPUAdamBuilder().load()"
-        with recorded("deepspeed: compile cpu_adam") as line:
+        with recording("deepspeed: compile cpu_adam") as line:
             line["code"] = subprocess.run([sys.executable, "-c", script], timeout=COMPILATION_S, check=False).returncode
 
 
-def unmeasured(total_bytes: int, size: Size) -> Iterator[Measurement]:
-    """Those of `make bench-gpu` that no GPU has run yet."""
-    known = {line["id"] for line in H100["trainings"]}
+def list_unmeasured(total_bytes: int, size: Size) -> Iterator[Measurement]:
+    """Yield the measurements of `make bench-gpu` that no GPU has run yet."""
+    measured_ids = {line["id"] for line in H100["trainings"]}
     if size.config is TINY:
         yield measurement("tiny", PLAIN, size, total_bytes)
     else:
-        yield from (one for one in on_cuda() if one.capacity_bytes <= total_bytes and name_of(one) not in known)
+        yield from (
+            training
+            for training in on_cuda()
+            if training.capacity_bytes <= total_bytes and name_of(training) not in measured_ids
+        )
 
 
 if __name__ == "__main__":
