@@ -87,7 +87,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def trainings(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Trainings:
-    """What ran alone; the others are long."""
+    """Return the trainings, of which those alone have run; the others are long."""
     home = tmp_path_factory.mktemp("home")
     tokens = orpheus.write(home, clips=CLIPS, cache=cache)
     data = DataSpec(tokens=(str(tokens),), sequence_length=gang.SEQUENCE_LENGTH)
@@ -113,7 +113,7 @@ def trainings(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Training
 
 @pytest.fixture(scope="module")
 def shared(trainings: Trainings) -> dict[tuple[str, str], TrainingRun]:
-    """What ran over two ranks."""
+    """Return the runs over two ranks."""
     gang.launch([Part(run=run) for run in trainings.shared.values()])
     return trainings.shared
 

@@ -94,7 +94,7 @@ def until(condition: Callable[[], Found | None], what: str, deadline_s: float = 
 
 @dataclass(slots=True)
 class Reader:
-    """Everything that a backend has told so far."""
+    """The reader of a backend, with all events so far."""
 
     backend: Backend
     received: list[Event] = field(default_factory=list)
@@ -147,7 +147,7 @@ def folder_of(home: Path, launch: Launch) -> AttemptFolder:
 
 
 def first_line(folder: AttemptFolder, rank: int) -> dict[str, object]:
-    """What rank_program.py printed first: pid, environment, working directory."""
+    """Return the first line of rank_program.py: pid, environment, working directory."""
 
     def line() -> dict[str, object] | None:
         try:

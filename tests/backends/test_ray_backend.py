@@ -44,7 +44,7 @@ def group_names() -> set[str]:
 
 
 def free_of(reader: Reader) -> tuple[int, ...]:
-    """What is free on the devices of the node that has an NVML, as last told."""
+    """Return the free bytes on the devices of the node that has an NVML, as last reported."""
     return next(event for event in reversed(reader.received) if isinstance(event, NodesSeen)).nodes[0].free_bytes
 
 

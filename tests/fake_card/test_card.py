@@ -172,7 +172,7 @@ def test_two_ranks_train_alike_over_nccl_by_ddp_and_both_kinds_of_fsdp(tmp_path:
 
 
 def test_the_tests_of_a_gpu_hold_on_the_card(tmp_path: Path) -> None:
-    """All but those that time the device, compile for it or need libraries of NVIDIA's."""
+    """Tests that time the device, compile for it or need libraries of NVIDIA's are left out."""
     tests = [ROOT / "tests/gpu" / name for name in ("test_guard_gpu.py", "test_host_copy_gpu.py", "test_training.py")]
     left_out = "hundredth or compiled or held_in_bf16 or [cpu"  # moments in 8 bits are compiled
     variables = {**os.environ, **environment(tmp_path, [81920]), "OMP_NUM_THREADS": "1"}
@@ -190,7 +190,7 @@ def test_the_tests_of_a_gpu_hold_on_the_card(tmp_path: Path) -> None:
 
 
 def run(folder: Path, script: str, variables: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
-    """How the script ended, with its `assert` statements compiled in whatever PYTHONOPTIMIZE says."""
+    """Return the ended script, with its `assert` statements compiled in whatever PYTHONOPTIMIZE says."""
     (folder / "script.py").write_text(f"HELD = {HELD!r}\n{script}")
     return subprocess.run(
         [sys.executable, *arguments, "script.py"],

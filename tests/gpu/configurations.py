@@ -87,11 +87,11 @@ class Measurement:
         return estimate(self.profile(kind), self.plan, device_of(kind))
 
     def allocator_bytes(self, kind: DeviceKind) -> int:
-        """What PyTorch's allocator may hold, so that the device is as if it had `capacity_bytes`."""
+        """Return the bytes that PyTorch's allocator may hold, as if the device had `capacity_bytes`."""
         return self.capacity_bytes - (supposed_overhead_bytes(self.plan) if kind is DeviceKind.CUDA else 0)
 
     def fits(self, kind: DeviceKind) -> bool:
-        """Whether the planner says so."""
+        """Return whether the planner expects the training to fit."""
         return plan_needed_bytes(self.plan, self.predict(kind), UNMEASURED) <= self.capacity_bytes
 
 

@@ -1,4 +1,4 @@
-"""What runs on a CUDA device runs on the CPU as well, smaller, where it can: so it is known to run before a GPU comes.
+"""Tests of a CUDA device run on the CPU too, smaller, where they can: so they are known to run before a GPU comes.
 
 A bare machine suffices: Python, torch, numpy and pytest.
 """

@@ -70,14 +70,14 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def name_of(training: Measurement) -> str:
-    """What tells it from all others."""
+    """Return the name that tells the training from all others."""
     return (
         f"{training.name} {training.sequence_length} {training.capacity_bytes / 2**30:g} GiB {in_short(training.plan)}"
     )
 
 
 def read(file: Path) -> list[Line]:
-    """What was measured before."""
+    """Return the lines that were measured before."""
     return [json.loads(text) for text in file.read_text().splitlines()] if file.exists() else []
 
 
@@ -195,7 +195,7 @@ def _read_report(path: Path) -> Line:
 
 
 def figures(lines: Sequence[Line]) -> list[Figure]:
-    """How far off the predictions were, and how often what was said to fit did not."""
+    """Return the errors of the predictions, and how often a training that should fit did not."""
     ran = [line for line in lines if line["outcome"] == RAN]
     summary = [informs("trainings that ran", len(ran), "")]
     for what in ("allocated", "reserved", "overhead"):

@@ -1,4 +1,4 @@
-"""What is measured on a GPU runs on a virtual device first."""
+"""Laws of the measurements on a GPU: they run on a virtual device first."""
 
 from __future__ import annotations
 

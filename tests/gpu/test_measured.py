@@ -1,4 +1,4 @@
-"""What was measured on GPUs is what the planner says today. The figures are in `measured/`, so this needs no GPU.
+"""Measurements on GPUs are what the planner says today. The figures are in `measured/`, so this needs no GPU.
 
 `live_bytes` are those of tensors at the peak, added up from PyTorch's record of every allocation; `blocks_bytes` are
 `max_memory_allocated`. Nothing was fitted to them but what each test names.

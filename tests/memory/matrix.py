@@ -269,7 +269,7 @@ def cut_plans(ranks: int) -> list[Plan]:
 
 
 def partial_plans(ranks: int) -> list[Plan]:
-    """Where some first layers of a stage keep their input only: few and most of them, few samples and many."""
+    """Return plans whose first layers of a stage keep their input only: few and most layers, few and many samples."""
     low = Precision.BF16
     of_two = (
         (Engine.TORCH, 0, 8, {"dp": 2}, {"full_checkpointing_layers": 2}),
@@ -293,7 +293,7 @@ def partial_plans(ranks: int) -> list[Plan]:
 
 
 def in_backward_plans(ranks: int, micro_batch_sizes: Sequence[int], precision: Precision) -> list[Plan]:
-    """Where each parameter is updated as soon as its gradient is whole: alone, under FSDP2, in tensor parallel."""
+    """Return plans that update a parameter once its gradient is whole: alone, under FSDP2, in tensor parallel."""
     by_ranks: dict[int, tuple[tuple[int, dict[str, int]], ...]] = {
         1: ((0, {}),),
         2: ((2, {"dp": 2}), (3, {"dp": 2}), (0, {"tp": 2})),
@@ -315,7 +315,7 @@ def in_backward_plans(ranks: int, micro_batch_sizes: Sequence[int], precision: P
 
 
 def adapted_plans() -> list[Plan]:
-    """Where what is gathered, recomputed and returned by adapters shows."""
+    """Return plans that show what adapters gather, recompute and return."""
     none, selective, whole = ActivationCheckpointing
     low = Precision.BF16
     return _legal(
@@ -352,7 +352,7 @@ def mixed_plans(modes: Sequence[ActivationCheckpointing] = tuple(ActivationCheck
 
 
 def expert_plans(ranks: int, modes: Sequence[ActivationCheckpointing], experts: int = 4) -> list[Plan]:
-    """So many experts over all ranks, and over some of them: both stages and precisions, few tokens and many."""
+    """Return plans with experts over all ranks and over some: both stages and precisions, few tokens and many."""
     degrees = (2,) if min(ranks, experts) == 2 else (2, 4)
     return [
         plan(

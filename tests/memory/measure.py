@@ -70,7 +70,7 @@ def measure_peaks(runs: Sequence[Run], folder: Path) -> list[int]:
 
 
 def _leaves_behind(plan: Plan) -> int:
-    """How much of it the runs after it see: its stage 3 puts a linear function of its own in the place of torch's.
+    """Rank the plan by what later runs see of it: DeepSpeed's stage 3 replaces torch's linear function by its own.
 
     (`zero3_linear_wrap` in deepspeed/runtime/zero/linear.py, which saves other tensors.)
     """

@@ -140,9 +140,9 @@ def _traced(name: str) -> dict[tuple[Precision, bool], ModelProfile]:
 
 
 def count_refused(drawn: Sequence[Draw], folder: Path) -> tuple[int, int]:
-    """How many of the plans that would have fitted were refused, and how many would have.
+    """Return how many fitting plans were refused, and how many plans fit.
 
-    What is called fitting runs on devices of its capacity: if it needs more, `measured` fails. What is refused runs
+    A draw that fits runs on a device of its capacity: `measure_peaks` fails if it needs more. What is refused runs
     where there is more, so that its peak says whether it would have fitted.
     """
     runs = [

@@ -129,7 +129,7 @@ def test_adapters_alone_are_trained_beside_a_frozen_base(targets: tuple[str, ...
 def saved_bytes_per_token(
     config: dict[str, Any], lora: LoraSpec | None, precision: str, *, cuda: bool = False
 ) -> float:
-    """What one layer more keeps for its backward pass, as the slope over the tokens of a sample."""
+    """Return the bytes that a further layer keeps for its backward pass, as the slope over a sample's tokens."""
     made = model(config, real=True)
     layers = (adapt(made, lora) if lora else made).model.layers
     dtype, autocast = torch.bfloat16 if precision == "cast" else torch.float32, precision == "autocast"

@@ -1,4 +1,4 @@
-"""What a layer's operators are said to move is what they read and write on meta tensors."""
+"""Laws of moved bytes: the profile's are those that a layer's operators read and write on meta tensors."""
 
 from __future__ import annotations
 

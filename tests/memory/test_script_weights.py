@@ -1,4 +1,4 @@
-"""What a script's trainer and the type of its weights change in the estimate of its plans."""
+"""Laws of scripts: their trainer and the type of their weights change the estimates of their plans."""
 
 from __future__ import annotations
 

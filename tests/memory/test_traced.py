@@ -258,7 +258,7 @@ def test_zero3_saves_the_inputs_of_frozen_products() -> None:
 
 
 def full(folder: Path) -> dict[str, list[Row]]:
-    """All that the long tests measure, by family."""
+    """Return the rows that the long tests measure, by family."""
     rows_by_family = {name: ragged_rows(name, folder) for name in MODELS}
     for name in EXPERTS:
         rows_by_family[name] = rows_by_family.get(name, []) + expert_rows(name, folder)

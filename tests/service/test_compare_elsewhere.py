@@ -41,7 +41,7 @@ STRATEGIES = """\
 
 @pytest.fixture(scope="module")
 def comparison(reached: Reached) -> Any:
-    """What `orc --server URL compare` answers on the other machine."""
+    """Return the answer of `orc --server URL compare` on the other machine."""
     folder = reached.there.folder
     (folder / "corpus.txt").write_text("the quick brown fox " * 2000)
     (folder / "job.yaml").write_text(JOB)

@@ -44,7 +44,7 @@ Find = Callable[..., dict[str, Any]]
 
 @pytest.fixture
 def find(nvml_library: Path, tmp_path: Path) -> Find:  # noqa: F811
-    """What is found on a machine whose NVML has these cards."""
+    """Return a function that detects a machine whose NVML has the cards it is called with."""
     if not any(nvml_library.iterdir()):
         pytest.skip("no C compiler: the fake libnvidia-ml.so.1 cannot be built")
     state = tmp_path / "state"

@@ -47,7 +47,7 @@ while not pathlib.Path(sys.argv[1]).exists() and time.monotonic() < deadline_s:
 
 
 def why_not(*programs: str) -> str | None:
-    """Why this machine mounts nothing for a test; None where it does."""
+    """Return why this machine mounts nothing for a test; None where it mounts."""
     missing = [program for program in programs if shutil.which(program) is None]
     if missing:
         return f"no {missing[0]} on this machine"
@@ -90,7 +90,7 @@ class Night:
         until(self.trains, "the job runs")
 
     def trains(self) -> bool:
-        """Whether the process of the first job runs."""
+        """Return whether the process of the first job runs."""
         attempt = self.home / "jobs" / self.running / "attempts" / "1"
         return subprocess.run(["pgrep", "--full", f"guard.py {attempt}"], capture_output=True).returncode == 0
 
@@ -103,7 +103,7 @@ class Night:
             return client.job(job_id)[0]
 
     def problems(self) -> list[str]:
-        """What is wrong, as anybody may ask; answered in time. A service that takes no jobs is not ready."""
+        """Return the problems that the service answers anybody in time. A service that takes no jobs is not ready."""
         url = f"http://127.0.0.1:{service_file(self.home)['port']}/readyz"
         answer = httpx.get(url, timeout=ANSWER_S, trust_env=False)
         problems: list[str] = answer.json()["problems"]

@@ -1,4 +1,4 @@
-"""What is played of the live queue is what `orc forecast` expects, and another cluster goes on from what was saved."""
+"""Laws of the played live queue: it is what `orc forecast` expects; another cluster goes on from what was saved."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def test_a_text_record_begins_with_its_time_and_no_other_line_can(message: str) 
 
 @pytest.fixture
 def log_stream(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
-    """What a service that logs JSON writes to stderr."""
+    """Yield the stream to which a service that logs JSON writes, in the place of stderr."""
     root, hooks = logging.getLogger(), (sys.excepthook, logs.threading.excepthook)
     before = root.handlers[:], root.level
     stream = io.StringIO()

@@ -62,7 +62,7 @@ class Site:
             return client.request(method, path, headers={**signed, **options.pop("headers", {})}, **options)
 
     def records(self) -> list[object]:
-        """All that a writer could have changed of the first run."""
+        """Return everything of the first run that a writer could have changed."""
         from mlflow import MlflowClient
 
         client = MlflowClient(self.server.uri)

@@ -58,7 +58,7 @@ class Site:
         httpx.post(f"{self.issuer}/next", json=what, trust_env=False).raise_for_status()
 
     def begin(self, came_from: str = "") -> str:
-        """Where the provider sends the browser back to."""
+        """Return the address to which the provider sends the browser back."""
         answer = self.browser.get(f"{OIDC}?next={came_from}")
         assert answer.status_code == 303, answer.text
         there = httpx.get(answer.headers["location"], trust_env=False)

@@ -235,7 +235,7 @@ def propose(case: Case, folder: Path) -> tuple[str, JobSpec]:
 
 
 def first_attempt(spec: JobSpec) -> RenderedCommand:
-    """What the script is told by the plan that has the defaults of all knobs, on all devices."""
+    """Return the command of the plan that has the defaults of all knobs, on all devices."""
     knob, dp = spec.knobs.micro_batch_size, spec.gpus.max
     steps = spec.knobs.gradient_accumulation_steps
     counted = int(knob.default or 1) if knob is not None else max(1, spec.global_batch_size // dp)
@@ -261,7 +261,7 @@ def pairs(arguments: tuple[str, ...] | list[str]) -> Iterator[tuple[str, str]]:
 
 
 def list_lost(case: Case, text: str, spec: JobSpec, folder: Path) -> list[str]:
-    """What was typed, and neither the first attempt nor a comment says."""
+    """Return the typed parts that neither the first attempt nor a comment has."""
     attempt = first_attempt(spec)
     shown = " ".join([*attempt.arguments, *(f"{name}={value}" for name, value in [*spec.env, *attempt.env.items()])])
     missing = [

@@ -40,7 +40,7 @@ class Machine:
     mlflow: str | None = NO_MLFLOW  # None: the service's own, which takes 6 s of processor time to start
 
     def orc(self, *arguments: str, token: str = "", code: int = 0) -> Any:
-        """What a command answered as JSON; where it fails, what it said."""
+        """Return the JSON answer of a command; its stderr where it fails."""
         variables = {
             "XDG_CONFIG_HOME": str(self.folder),
             "ORC_HOME": str(self.folder / "home"),

@@ -40,7 +40,7 @@ def environment(home: Path) -> dict[str, str]:
 
 
 def read_until(terminal: int, wanted: str) -> str:
-    """What the terminal shows until it has shown this text."""
+    """Return the output of the terminal until it has shown this text."""
     shown, end_s = "", time.monotonic() + SEEN_S
     while wanted not in shown:
         ready, _, _ = select.select([terminal], [], [], max(0.0, end_s - time.monotonic()))

@@ -53,7 +53,7 @@ DROPOUT = ModelSpec(decoder=dataclasses.replace(gang.DECODER, dropout=0.1, tie_w
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """What runs on two ranks."""
+    """A case that runs on two ranks."""
 
     engine: Engine
     stage: int

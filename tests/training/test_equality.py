@@ -304,7 +304,7 @@ MORE = InBlocks(
 
 @pytest.mark.parametrize("plans", [FEW, pytest.param(MORE, marks=pytest.mark.long)])
 def test_moments_in_8_bits_and_weights_in_bf16_give_the_losses_of_one_process(tmp_path: Path, plans: InBlocks) -> None:
-    """To rounding where the blocks are those of one process. An update is rounded alike within the backward pass."""
+    """Losses are equal to rounding where blocks are equal. An update is rounded alike within the backward pass."""
     curves = losses(tmp_path, plans.all, training=UNCLIPPED, decoder=BLOCKS)
     in_32_bits, expected, in_bf16 = curves[ONE_PROCESS], curves[EIGHT_BIT(0)], curves[EIGHT_BIT(0, precision=BF16)]
     check({same_plan: curves[same_plan] for same_plan in plans.same}, expected)
@@ -419,7 +419,7 @@ ROUNDED_CHAIN = (
 
 
 def test_a_training_hops_over_the_engines_of_two_ranks_and_its_curve_stays_the_same(tmp_path: Path) -> None:
-    """Also in and out of updates in the backward pass, which cannot clip, and over other layers in its stages."""
+    """Plans also change to and from updates in the backward pass, which cannot clip, and to other layers in stages."""
     chain, expected = hop(tmp_path, SHORT_CHAIN, dataclasses.replace(HOPPING, clip_norm=None))
     assert chain == pytest.approx(expected, abs=TOLERANCE[Precision.FP32], rel=0)
 

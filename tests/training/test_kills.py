@@ -50,7 +50,7 @@ PLANS = (
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Death:
-    """When a rank is killed: after a time or a number of steps, during the write of a checkpoint or not."""
+    """The moment of a kill: after a time or a number of steps, during the write of a checkpoint or not."""
 
     rank: int
     steps: int

@@ -1,4 +1,4 @@
-"""How far a forward pass was when memory ran out: by the modules that ran, by the loss, or unknown."""
+"""Laws of the progress of a forward pass when memory ran out: by the modules that ran, by the loss, or unknown."""
 
 from __future__ import annotations
 

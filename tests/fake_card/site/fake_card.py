@@ -1,4 +1,4 @@
-"""What PyTorch's CPU build lacks of `torch._C` for CUDA, answered by card.cpp: `torch.cuda` itself is the real one.
+"""Add to `torch._C` of PyTorch's CPU build what CUDA needs, answered by card.cpp: `torch.cuda` is the real one.
 
 `install()` only waits for the imports of torch: the first of them costs what it costs without a card.
 """
@@ -107,7 +107,7 @@ def _nothing(*_args, **_kwargs):
 
 
 def _devices(torch, library):
-    """How many cards there are, which one is current, and what each of them is."""
+    """Return the functions that count the cards, choose the current card and describe them."""
 
     def set_device(index):
         if index >= library.card_count():

@@ -25,7 +25,7 @@ STEPS = {
 
 
 def steps(size: str) -> list[runner.Step]:
-    """All of them. The first makes the environment of the others."""
+    """Return all steps. The first makes the environment of the others."""
     return [
         runner.Step(
             name=name,

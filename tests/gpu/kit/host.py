@@ -1,4 +1,4 @@
-"""Where a micro-batch waits for its host: seconds, kernels and operators of short and of full samples, in one process.
+"""Measure how a micro-batch waits for its host: seconds, kernels and operators of short and full samples.
 
 A sample of few tokens leaves the device almost nothing to do: its step time is what Python and launches take.
 

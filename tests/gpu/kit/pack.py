@@ -59,7 +59,7 @@ def pack(python: str = MACHINE) -> int:
 
 
 def versions_of(roots: Iterable[str], leave_out: Collection[str] = ()) -> dict[str, str]:
-    """Each distribution that these requirements need, themselves included, with its version in this environment."""
+    """Return the distributions that these requirements need, themselves included, with their versions here."""
     versions, waiting, visited = {}, [Requirement(root) for root in roots], set()
     while waiting:
         wanted = waiting.pop()
@@ -76,7 +76,7 @@ def versions_of(roots: Iterable[str], leave_out: Collection[str] = ()) -> dict[s
 
 
 def packed_versions() -> dict[str, str]:
-    """What the package needs and THERE has not."""
+    """Return the distributions that the package needs and THERE has not."""
     versions = versions_of(ROOTS, THERE)
     del versions["orchestrator"]  # it travels as the tree
     return versions
@@ -106,7 +106,7 @@ def _collect(versions: Mapping[str, str], folder: Path, python: str) -> None:
 
 
 def _archive(wheels: Path, archive: Path) -> None:
-    """All wheels as one file. Each is stored without compression in it: together they are a fifth smaller so."""
+    """Pack all wheels into a single file, each without compression: together they are a fifth smaller so."""
     with tempfile.TemporaryDirectory() as name, tarfile.open(archive, "w:xz", preset=PRESET) as file:
         for path in sorted(wheels.glob("*.whl")):
             stored = Path(name) / path.name

@@ -31,7 +31,7 @@ MEASURED = FOLDER / "measured.txt"  # names of what another call has done
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """How large the trainings are: those of a rehearsal are as small as they can be."""
+    """The size of the trainings: those of a rehearsal are as small as they can be."""
 
     config: Mapping[str, object]  # of a transformers model
     tokens: int  # of a sample
@@ -81,13 +81,13 @@ def measurement(name: str, plan: Plan, size: Size, total_bytes: int) -> Measurem
 
 @functools.cache
 def hardware() -> Hardware:
-    """What is found here, by one look: each starts and stops NVML, and threads would disturb each other."""
+    """Return the hardware here, detected once: each detection starts and stops NVML, and threads would disturb it."""
     kind = detect_machine("here").node.device
     return Hardware(device=kind, devices_per_node=1, nodes=1, network_bandwidth=1, host_memory=host_bytes())
 
 
 def measure_beside(training: Measurement, device: dict[str, Any]) -> dict[str, Any]:
-    """What came of a training, with the memory and the step time that the planner predicts on the device found here."""
+    """Return the line of a measured training, with the memory and step time that the planner predicts here."""
     line = measure_training(training, DeviceKind.CUDA, device, TRAINING_S)
     line["predicted"]["step_s"] = step_s(training.profile(DeviceKind.CUDA), training.plan, hardware())
     line["predicted"]["needed_bytes"] = plan_needed_bytes(training.plan, training.predict(DeviceKind.CUDA), UNMEASURED)

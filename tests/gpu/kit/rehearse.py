@@ -69,7 +69,7 @@ def main() -> int:
 
 
 def failure(line: Mapping[str, Any]) -> str | None:
-    """What went wrong in a line of results; None where nothing did, or what no stand-in for a card can do."""
+    """Return the failure in a line of results; None for none, or for what no stand-in for a card can do."""
     if line.get("name") in NOT_HERE:
         return None
     if (ended := line.get("ended", "done")) != "done":

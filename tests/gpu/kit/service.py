@@ -34,7 +34,7 @@ EXPERIMENT = "orchestrator"  # of backends/mlflow/tracker.py
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """How large the jobs are. `batch` samples at a time are far more than the device holds."""
+    """The size of the jobs. `batch` samples at a time are far more than the device holds."""
 
     hidden: int
     layers: int
@@ -59,7 +59,7 @@ SIZES = {
 
 
 def orc(*arguments: str) -> str:
-    """What a command prints. Raises RuntimeError with that where it fails."""
+    """Return the output of a command. Raises RuntimeError with the output where the command fails."""
     ended = subprocess.run([*ORC, *arguments], capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False)
     print(ended.stdout, ended.stderr, flush=True)
     if ended.returncode:
@@ -109,7 +109,7 @@ def job_of(size: Size, folder: Path, **fields: Any) -> dict[str, Any]:
 
 
 def report_of(job: Job, timeout_s: float = JOB_TIMEOUT_S) -> dict[str, Any]:
-    """What became of a job: attempt by attempt the plan, predictions and measurements."""
+    """Return the end of a job: attempt by attempt the plan, predictions and measurements."""
     try:
         view = job.wait(timeout_s)
     except TimeoutError:
