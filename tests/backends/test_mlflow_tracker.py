@@ -241,39 +241,37 @@ def test_a_job_becomes_a_run_with_one_comparable_child_per_attempt(
 
     by_number = runs(server, "gpt-1")
     assert set(by_number) == {"0", "1", "2"}
-    parent, child_1, child_2 = by_number["0"], by_number["1"], by_number["2"]
-    assert [run.info.status for run in (parent, child_1, child_2)] == ["FINISHED", "FAILED", "FINISHED"]
-    assert {run.data.tags["mlflow.parentRunId"] for run in (child_1, child_2)} == {parent.info.run_id}
+    parent, oom, rerun = by_number["0"], by_number["1"], by_number["2"]
+    assert [run.info.status for run in (parent, oom, rerun)] == ["FINISHED", "FAILED", "FINISHED"]
+    assert {run.data.tags["mlflow.parentRunId"] for run in (oom, rerun)} == {parent.info.run_id}
     assert parent.data.metrics == {"attempts": 2.0, "total_s": 250.0}
     assert parent.data.params["global_batch_size"] == "8"
     assert parent.data.tags["status"] == "succeeded"
     assert "API_URL" in parent.data.tags["job_spec"]
     assert "micro_batch_size 8 -> 2" in parent.data.tags["mlflow.note.content"]
-    assert child_2.data.params["micro_batch_size"] == "2"
-    assert child_2.data.params["placement"] == "n0: 0"
-    assert child_1.data.tags["outcome"] == "device_oom"
-    assert "gradient_accumulation_steps 1 -> 4 (out of memory in forward)" in child_2.data.tags["change"]
-    assert child_2.data.metrics["predicted_peak_bytes"] == 300 + 1.25 * 700
-    assert child_2.data.metrics["measured_peak_bytes"] == 1600
-    assert child_2.data.metrics["predicted_over_measured"] == 1175 / 1600
-    assert (child_2.data.metrics["predicted_reserved_bytes"], child_2.data.metrics["measured_reserved_bytes"]) == (
+    assert rerun.data.params["micro_batch_size"] == "2"
+    assert rerun.data.params["placement"] == "n0: 0"
+    assert oom.data.tags["outcome"] == "device_oom"
+    assert "gradient_accumulation_steps 1 -> 4 (out of memory in forward)" in rerun.data.tags["change"]
+    assert rerun.data.metrics["predicted_peak_bytes"] == 300 + 1.25 * 700
+    assert rerun.data.metrics["measured_peak_bytes"] == 1600
+    assert rerun.data.metrics["predicted_over_measured"] == 1175 / 1600
+    assert (rerun.data.metrics["predicted_reserved_bytes"], rerun.data.metrics["measured_reserved_bytes"]) == (
         1293,
         1800,
     )
-    assert (child_2.data.metrics["predicted_step_s"], child_2.data.metrics["measured_step_s"]) == (0.5, 0.25)
-    assert curve(server, child_2.info.run_id, "loss") == [(step, 1 / step) for step in range(4, 10)]
-    assert len(curve(server, child_1.info.run_id, "grad_norm")) == 6
+    assert (rerun.data.metrics["predicted_step_s"], rerun.data.metrics["measured_step_s"]) == (0.5, 0.25)
+    assert curve(server, rerun.info.run_id, "loss") == [(step, 1 / step) for step in range(4, 10)]
+    assert len(curve(server, oom.info.run_id, "grad_norm")) == 6
 
-    estimate = json.loads(artifact(server, child_1.info.run_id, "memory_estimate.json", tmp_path))
+    estimate = json.loads(artifact(server, oom.info.run_id, "memory_estimate.json", tmp_path))
     assert estimate["bytes_by_cause"] == {"parameters": 300, "activations": 1.25 * 700}
-    assert "token=[TRACKER_TEST_TOKEN] url=[API_URL]" in artifact(
-        server, child_1.info.run_id, "logs/rank0.txt", tmp_path
-    )
-    assert "Traceback" in artifact(server, child_1.info.run_id, "tracebacks/rank0.txt", tmp_path)
+    assert "token=[TRACKER_TEST_TOKEN] url=[API_URL]" in artifact(server, oom.info.run_id, "logs/rank0.txt", tmp_path)
+    assert "Traceback" in artifact(server, oom.info.run_id, "tracebacks/rank0.txt", tmp_path)
     address = parent.data.tags["mlflow.note.content"].partition("[Compare the attempts](")[2].partition(")")[0]
     assert json.loads(parse_qs(urlsplit(unquote(address)).fragment.partition("?")[2])["runs"][0]) == [
-        child_1.info.run_id,
-        child_2.info.run_id,
+        oom.info.run_id,
+        rerun.info.run_id,
     ]
     _assert_nowhere(server.home / "mlflow", SECRET, VARIABLE, json.dumps(SECRET)[1:-1])
 
@@ -310,12 +308,8 @@ def test_the_data_that_a_job_names_are_inputs_of_its_runs_and_lead_to_the_files(
     def inputs() -> dict[str, list[tuple[str, str, str]]]:
         return {
             number: sorted(
-                (
-                    str(get_source(dataset_input.dataset).to_dict()["uri"]),
-                    dataset_input.tags[0].value,
-                    dataset_input.dataset.digest,
-                )
-                for dataset_input in run.inputs.dataset_inputs  # type: ignore[attr-defined]
+                (str(get_source(entry.dataset).to_dict()["uri"]), entry.tags[0].value, entry.dataset.digest)
+                for entry in run.inputs.dataset_inputs  # type: ignore[attr-defined]
             )
             for number, run in runs(server, "lm-data").items()
         }
@@ -593,11 +587,9 @@ def test_the_strategies_of_a_comparison_are_children_of_one_run_that_ends_with_t
     def strategy(number: int, *attempts: Attempt, **changes: object) -> Job:
         member = Member(number=number, of=3, max_concurrent=1, compared=True)
         spec = SPEC.model_copy(update={"name": "three", "member": member})
-        strategy_job = new_job(f"three-{number + 1}", *attempts)
-        newest[strategy_job.id] = dataclasses.replace(
-            strategy_job, spec=spec, array="three-1", order=number + 1, **changes
-        )
-        return newest[strategy_job.id]
+        trial = new_job(f"three-{number + 1}", *attempts)
+        newest[trial.id] = dataclasses.replace(trial, spec=spec, array="three-1", order=number + 1, **changes)
+        return newest[trial.id]
 
     newest: dict[str, Job] = {}
 

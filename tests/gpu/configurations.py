@@ -189,12 +189,8 @@ def _at(base: Measurement, batches: list[str], kind: DeviceKind) -> Iterator[Mea
         replace(base, plan=replace(base.plan, micro_batch_size=size))
         for size in sorted({*range(1, 33), *range(32, MICRO_BATCH_MAX + 1, 8)})
     ]
-    edge = max((measurement.plan.micro_batch_size for measurement in sized if measurement.fits(kind)), default=None)
-    beyond = (
-        measurement
-        for measurement in sized
-        if measurement.predict(kind).device_bytes > BEYOND * measurement.capacity_bytes
-    )
+    edge = max((case.plan.micro_batch_size for case in sized if case.fits(kind)), default=None)
+    beyond = (case for case in sized if case.predict(kind).device_bytes > BEYOND * case.capacity_bytes)
     for batch in batches:
         if batch == "beyond":
             yield next(beyond)

@@ -50,16 +50,12 @@ def main(arguments: Sequence[str]) -> int:
         print("no CUDA device is here: `nvidia-smi` names none", file=sys.stderr)
         return 2
     end_s = time.monotonic() + options.seconds
-    todo = [
-        training
-        for training in (on_cpu() if options.cpu else on_cuda())
-        if training.capacity_bytes <= device["total_bytes"]
-    ]
+    todo = [case for case in (on_cpu() if options.cpu else on_cuda()) if case.capacity_bytes <= device["total_bytes"]]
     options.file.parent.mkdir(parents=True, exist_ok=True)
     measured_ids = {line["id"] for line in read(options.file)}
-    for training in todo:
-        if name_of(training) not in measured_ids and time.monotonic() < end_s:
-            line = measure_training(training, kind, device)
+    for case in todo:
+        if name_of(case) not in measured_ids and time.monotonic() < end_s:
+            line = measure_training(case, kind, device)
             say(f"{line['id']}: {line['outcome']}")
             if line["outcome"] in OUTCOMES:
                 with options.file.open("a") as file:
@@ -69,11 +65,9 @@ def main(arguments: Sequence[str]) -> int:
     return 0 if len(lines) == len(todo) else 1
 
 
-def name_of(training: Measurement) -> str:
+def name_of(case: Measurement) -> str:
     """Return the name that tells the training from all others."""
-    return (
-        f"{training.name} {training.sequence_length} {training.capacity_bytes / 2**30:g} GiB {in_short(training.plan)}"
-    )
+    return f"{case.name} {case.sequence_length} {case.capacity_bytes / 2**30:g} GiB {in_short(case.plan)}"
 
 
 def read(file: Path) -> list[Line]:
@@ -104,27 +98,25 @@ def _smi(fields: str) -> list[str] | None:
     return [field.strip() for field in ended.stdout.split(",")]
 
 
-def measure_training(
-    training: Measurement, kind: DeviceKind, device: Line, timeout_s: float = TRAINING_TIMEOUT_S
-) -> Line:
+def measure_training(case: Measurement, kind: DeviceKind, device: Line, timeout_s: float = TRAINING_TIMEOUT_S) -> Line:
     """Train it in a process of its own: what was predicted, and what it took, so far where time ran out."""
-    estimate = training.predict(kind)
+    estimate = case.predict(kind)
     free_mib = _smi("memory.free") if kind is DeviceKind.CUDA else None
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        code, message = _train(training, kind, folder, timeout_s)
+        code, message = _train(case, kind, folder, timeout_s)
         beat, oom = (_read_report(folder / f"rank0.{what}.json") for what in ("heartbeat", "oom"))
     room_bytes = beat.get("allocator_room_bytes")
     overhead = None if room_bytes is None or free_mib is None else int(free_mib[0]) * 2**20 - room_bytes
     outcome = {0: RAN, OOM_EXIT_CODE: RAN_OUT}.get(code, message)
     return {
-        "id": name_of(training),
+        "id": name_of(case),
         **device,
-        "plan": in_short(training.plan),
-        "optimizer": training.plan.optimizer,
-        "precision": training.plan.precision,
-        "capacity_bytes": training.capacity_bytes,
-        "fits": training.fits(kind),
+        "plan": in_short(case.plan),
+        "optimizer": case.plan.optimizer,
+        "precision": case.plan.precision,
+        "capacity_bytes": case.capacity_bytes,
+        "fits": case.fits(kind),
         "predicted": {
             "allocated_bytes": estimate.allocated_bytes,
             "reserved_bytes": estimate.reserved_bytes,
@@ -142,38 +134,34 @@ def measure_training(
     }
 
 
-def data_of(training: Measurement, folder: Path) -> DataSpec:
+def data_of(case: Measurement, folder: Path) -> DataSpec:
     """Samples of full length for all its steps. A decoder reads bytes."""
     import numpy as np
 
-    tokens = (
-        97
-        + np.arange(training.plan.global_batch_size * training.steps * training.sequence_length + 1, dtype=np.uint16)
-        % 23
-    )
-    if training.model.decoder is not None:
+    tokens = 97 + np.arange(case.plan.global_batch_size * case.steps * case.sequence_length + 1, dtype=np.uint16) % 23
+    if case.model.decoder is not None:
         tokens.astype(np.uint8).tofile(folder / "text.txt")
-        return DataSpec(text=(str(folder / "text.txt"),), sequence_length=training.sequence_length)
+        return DataSpec(text=(str(folder / "text.txt"),), sequence_length=case.sequence_length)
     np.save(folder / "tokens.npy", tokens)
-    return DataSpec(tokens=(str(folder / "tokens.npy"),), sequence_length=training.sequence_length)
+    return DataSpec(tokens=(str(folder / "tokens.npy"),), sequence_length=case.sequence_length)
 
 
-def _train(training: Measurement, kind: DeviceKind, folder: Path, timeout_s: float) -> tuple[int, str]:
+def _train(case: Measurement, kind: DeviceKind, folder: Path, timeout_s: float) -> tuple[int, str]:
     run = TrainingRun(
-        model=training.model,
-        data=data_of(training, folder),
-        training=training.training,
-        plan=training.plan,
+        model=case.model,
+        data=data_of(case, folder),
+        training=case.training,
+        plan=case.plan,
         job_folder=str(folder),
         attempt_folder=str(folder),
         epoch=1,
         device="cuda" if kind is DeviceKind.CUDA else "cpu",
     )
     write_json(folder / "run.json", run)
-    cap_bytes = training.allocator_bytes(kind) if kind is DeviceKind.VIRTUAL else None
+    cap_bytes = case.allocator_bytes(kind) if kind is DeviceKind.VIRTUAL else None
     settings = GuardSettings(attempt_folder=str(folder), virtual_capacity_bytes=cap_bytes, heartbeat_interval_s=0.1)
     write_json(folder / "guard.json", settings)
-    target = ["-m", "tests.gpu.measured_rank", str(folder), str(training.allocator_bytes(kind))]
+    target = ["-m", "tests.gpu.measured_rank", str(folder), str(case.allocator_bytes(kind))]
     path = os.pathsep.join((str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])))
     environment = {**os.environ, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "PYTHONPATH": path}
     try:

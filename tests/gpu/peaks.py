@@ -51,21 +51,14 @@ def live_at_peak(events: Sequence[Mapping[str, Any]]) -> tuple[int, list[Mapping
 def take_apart(number: int) -> dict[str, Any]:
     """Run a training in this process; return the parts of its peak."""
     peak = H100["peaks"][number]
-    training, device = measured_at(peak), torch.device("cuda", 0)
+    case, device = measured_at(peak), torch.device("cuda", 0)
     torch.cuda.set_device(device)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         store = torch.distributed.FileStore(str(folder / "store"), 1)
         torch.distributed.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1, device_id=device)
         torch.cuda.memory._record_memory_history(context="alloc", stacks="python", max_entries=EVENTS_MAX)
-        run = run_of(
-            folder,
-            device,
-            training.plan,
-            model=training.model,
-            data=data_of(training, folder),
-            training=training.training,
-        )
+        run = run_of(folder, device, case.plan, model=case.model, data=data_of(case, folder), training=case.training)
         train(run, device, replace(build_recipe(run), initialise=lambda _, values: values.zero_()))
     live_bytes, live = live_at_peak(torch.cuda.memory._snapshot()["device_traces"][0])
     by_place: Counter[str] = Counter()

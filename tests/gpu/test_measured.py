@@ -48,14 +48,14 @@ def test_live_allocations_are_those_of_the_highest_sum() -> None:
     assert live_at_peak(events) == (14, [events[1], events[4]])
 
 
-@pytest.mark.parametrize("peak", H100["peaks"], ids=lambda entry: f"{entry['model']} {entry['plan']}")
+@pytest.mark.parametrize("peak", H100["peaks"], ids=lambda row: f"{row['model']} {row['plan']}")
 def test_the_closed_form_is_what_was_live_at_the_peak(peak: dict[str, Any]) -> None:
     """Fitted: that a norm of our decoder keeps no intermediates there, and two workspaces of cuBLAS."""
     predicted = measured_at(peak).predict(DeviceKind.CUDA)
     assert predicted.allocated_bytes == pytest.approx(peak["live_bytes"], rel=LIVE_TOLERANCE)
 
 
-@pytest.mark.parametrize("training", H100["trainings"], ids=lambda entry: entry["id"])
+@pytest.mark.parametrize("training", H100["trainings"], ids=lambda row: row["id"])
 def test_what_was_said_to_fit_ran_within_what_was_reserved_for_it(training: dict[str, Any]) -> None:
     """Fitted: two workspaces of cuBLAS."""
     measurement = TRAININGS[training["id"]]
@@ -69,17 +69,15 @@ def test_what_was_said_to_fit_ran_within_what_was_reserved_for_it(training: dict
 
 def test_a_context_and_a_communicator_of_one_rank_hold_what_is_supposed() -> None:
     """Both constants come from these measurements."""
-    (beside_bytes,) = (
-        entry["beside_allocator_bytes"] for entry in H100["trainings"] if "beside_allocator_bytes" in entry
-    )
+    (beside_bytes,) = (row["beside_allocator_bytes"] for row in H100["trainings"] if "beside_allocator_bytes" in row)
     assert CONTEXT_BYTES + COMMUNICATOR_BYTES[1] == pytest.approx(beside_bytes, rel=0.01)
-    bytes_after = {entry["after"]: entry["bytes"] for entry in H100["beside_allocator"]}
+    bytes_after = {row["after"]: row["bytes"] for row in H100["beside_allocator"]}
     assert bytes_after["nccl group of one, eager"] - bytes_after["cross entropy"] == pytest.approx(
         COMMUNICATOR_BYTES[1], rel=0.01
     )
 
 
-@pytest.mark.parametrize("step", H100["steps"], ids=lambda entry: f"{entry['plan']} {entry['compiled']}")
+@pytest.mark.parametrize("step", H100["steps"], ids=lambda row: f"{row['plan']} {row['compiled']}")
 def test_a_step_takes_as_long_as_predicted(step: dict[str, Any]) -> None:
     """Nothing was fitted, but what the loss and FSDP2 copy was counted after one of these steps was seen by kernels.
 
@@ -105,7 +103,7 @@ ON_HOST, ON_HOST_TOLERANCE = "deepspeed: zero 2, optimizer on host", 0.12
 @pytest.mark.parametrize(
     "training",
     [row for row in H200["trainings"] if not row["name"].startswith("unmeasured")],
-    ids=lambda entry: entry["name"],
+    ids=lambda row: row["name"],
 )
 def test_plans_that_differ_by_one_choice_peak_on_an_h200_as_predicted(training: dict[str, Any]) -> None:
     """Nothing was fitted to these. Their step times are in docs/concepts/memory-model.md."""

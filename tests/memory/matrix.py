@@ -182,14 +182,14 @@ def parallel_plans(
 
 def context_plans(ranks: int, modes: Sequence[ActivationCheckpointing]) -> list[Plan]:
     """Ranks that share each sample's tokens, alone and in products, for few tokens and many."""
-    by_ranks: dict[int, tuple[tuple[int, dict[str, int]], ...]] = {
+    ways: dict[int, tuple[tuple[int, dict[str, int]], ...]] = {
         2: ((0, {"cp": 2}), (2, {"cp": 2}), (3, {"cp": 2})),
         4: ((0, {"cp": 4}), (2, {"dp": 2, "cp": 2}), (3, {"cp": 2, "tp": 2}), (0, {"cp": 2, "pp": 2})),
     }
     return _legal(
         (Engine.TORCH, stage, micro, layout, {"activation_checkpointing": mode, "precision": precision})
         for (stage, layout), precision, micro, mode in product(
-            by_ranks[ranks], (Precision.FP32, Precision.BF16), (1, 4), modes
+            ways[ranks], (Precision.FP32, Precision.BF16), (1, 4), modes
         )
     )
 
@@ -216,7 +216,7 @@ def once_plans(ranks: int) -> list[Plan]:
 
 def on_host_plans(ranks: int) -> list[Plan]:
     """Plans whose layers' inputs wait in host memory, for few samples and many."""
-    by_ranks: dict[int, tuple[tuple[Engine, int, dict[str, int]], ...]] = {
+    ways: dict[int, tuple[tuple[Engine, int, dict[str, int]], ...]] = {
         1: ((Engine.TORCH, 0, {}),),
         2: (
             *((Engine.TORCH, stage, {"dp": 2}) for stage in (0, 2, 3)),
@@ -227,9 +227,7 @@ def on_host_plans(ranks: int) -> list[Plan]:
     fields = {"activation_checkpointing": ActivationCheckpointing.FULL, "activation_offload": True}
     return _legal(
         (engine, stage, micro, layout, fields | {"precision": precision})
-        for (engine, stage, layout), precision, micro in product(
-            by_ranks[ranks], (Precision.FP32, Precision.BF16), (1, 8)
-        )
+        for (engine, stage, layout), precision, micro in product(ways[ranks], (Precision.FP32, Precision.BF16), (1, 8))
     )
 
 
@@ -294,7 +292,7 @@ def partial_plans(ranks: int) -> list[Plan]:
 
 def in_backward_plans(ranks: int, micro_batch_sizes: Sequence[int], precision: Precision) -> list[Plan]:
     """Return plans that update a parameter once its gradient is whole: alone, under FSDP2, in tensor parallel."""
-    by_ranks: dict[int, tuple[tuple[int, dict[str, int]], ...]] = {
+    ways: dict[int, tuple[tuple[int, dict[str, int]], ...]] = {
         1: ((0, {}),),
         2: ((2, {"dp": 2}), (3, {"dp": 2}), (0, {"tp": 2})),
         4: ((2, {"dp": 2, "tp": 2}), (3, {"dp": 2, "tp": 2})),
@@ -310,7 +308,7 @@ def in_backward_plans(ranks: int, micro_batch_sizes: Sequence[int], precision: P
             optimizer_in_backward=True,
             sequence_length=SEQUENCE_LENGTH,
         )
-        for (stage, layout), micro, mode in product(by_ranks[ranks], micro_batch_sizes, ActivationCheckpointing)
+        for (stage, layout), micro, mode in product(ways[ranks], micro_batch_sizes, ActivationCheckpointing)
     ]
 
 
@@ -434,13 +432,11 @@ def predict_bytes(spec: JobSpec, plan: Plan, uneven: float = 1.0) -> int:
 def full(folder: Path) -> dict[str, list[Row]]:
     """The whole matrix, by family: all precisions, every engine, layout, stage, micro-batch and checkpointing."""
     decoders = {"deep decoder": DEEP, "wide decoder": WIDE}
-    rows_by_family: dict[str, list[Row]] = {name: [] for name in decoders}
+    by_family: dict[str, list[Row]] = {name: [] for name in decoders}
     modes = (ActivationCheckpointing.NONE, ActivationCheckpointing.FULL)
     for (name, decoder), engine in product(decoders.items(), STAGES):
         tried = [plan for precision in (Precision.FP32, Precision.BF16) for plan in plans(engine, (1, 4, 8), precision)]
-        rows_by_family[name] += rows(
-            decoder, [*tried, *plans(engine, (4,), Precision.FP16)], folder / f"{name}-{engine}"
-        )
+        by_family[name] += rows(decoder, [*tried, *plans(engine, (4,), Precision.FP16)], folder / f"{name}-{engine}")
     for (name, decoder), ranks in product(decoders.items(), PARALLEL):
         tried = [
             plan
@@ -448,17 +444,17 @@ def full(folder: Path) -> dict[str, list[Row]]:
             for plan in parallel_plans(ranks, (1, 4), precision, modes)
             if plan.layout.pp * plan.pipeline_stages_per_rank <= decoder.num_hidden_layers
         ]
-        rows_by_family[name] += rows(decoder, tried, folder / f"{name}-{ranks}")
+        by_family[name] += rows(decoder, tried, folder / f"{name}-{ranks}")
     more = {"optimizers": optimizer_plans(), "once": once_plans(RANKS), "on host": on_host_plans(RANKS)}
     for name, tried in (more | {"8 bits": eight_bit_plans(RANKS)}).items():
-        rows_by_family["deep decoder"] += rows(DEEP, tried, folder / name)
-    rows_by_family["wide decoder"] += rows(WIDE, context_plans(RANKS, modes), folder / "context")
-    rows_by_family["llama with adapters"] = rows(ADAPTED, adapted_plans(), folder / "adapted")
-    rows_by_family["llama"] = rows(replace(ADAPTED, lora=None), adapted_plans(), folder / "unadapted")
-    rows_by_family["mixtral"] = rows(MIXED, mixed_plans(), folder / "mixed")
+        by_family["deep decoder"] += rows(DEEP, tried, folder / name)
+    by_family["wide decoder"] += rows(WIDE, context_plans(RANKS, modes), folder / "context")
+    by_family["llama with adapters"] = rows(ADAPTED, adapted_plans(), folder / "adapted")
+    by_family["llama"] = rows(replace(ADAPTED, lora=None), adapted_plans(), folder / "unadapted")
+    by_family["mixtral"] = rows(MIXED, mixed_plans(), folder / "mixed")
     dropping = [plan for engine in STAGES for plan in plans(engine, (4,), Precision.FP32)]
-    rows_by_family["decoder with dropout"] = rows(replace(DEEP, dropout=0.1), dropping, folder / "dropout")
-    return rows_by_family
+    by_family["decoder with dropout"] = rows(replace(DEEP, dropout=0.1), dropping, folder / "dropout")
+    return by_family
 
 
 def table(rows: Sequence[Row]) -> str:

@@ -87,10 +87,9 @@ def test_a_share_holds_all_of_every_tensor_that_reaches_into_it(
     if is_known:
         segments = tuple(replace(segment, registered=tuple(sorted(segment.tensors))) for segment in profile.segments)
         profile = replace(profile, segments=segments)
-    sizes, share_elements = in_order(profile), -(-profile.trained_parameters // shares)
+    sizes, share = in_order(profile), -(-profile.trained_parameters // shares)
     owners = [rank for tensor, size in enumerate(sizes) for rank in [tensor] * size]
     loads = [
-        sum(sizes[tensor] for tensor in set(owners[begin : begin + share_elements]))
-        for begin in range(0, len(owners), share_elements)
+        sum(sizes[tensor] for tensor in set(owners[begin : begin + share])) for begin in range(0, len(owners), share)
     ]
     assert largest_share(profile, shares) == max(loads)

@@ -62,12 +62,12 @@ def estimate(counted: int = 60 * MIB, activations: int = 40 * MIB, overhead: int
     )
 
 
-def calibrate(stored: list[Observation], job: str = "") -> Calibration:
+def learn(stored: list[Observation], job: str = "") -> Calibration:
     return calibration(select_newest(stored), device=DEVICE.name, family="lm", job=job)
 
 
 def margin_of(stored: list[Observation]) -> float:
-    return calibrate(stored).errors_of(Engine.TORCH, Source.DECLARED).margin
+    return learn(stored).errors_of(Engine.TORCH, Source.DECLARED).margin
 
 
 def observe(ratios: tuple[float, ...], first: int = 1) -> list[Observation]:
@@ -76,7 +76,7 @@ def observe(ratios: tuple[float, ...], first: int = 1) -> list[Observation]:
     ]
 
 
-def observations_of(rows: list[tuple[float, float, bool, Plan]]) -> list[Observation]:
+def sample(rows: list[tuple[float, float, bool, Plan]]) -> list[Observation]:
     return [
         observation(correction=factor, ratio=ratio, ran_out=ran_out, plan=plan, number=number, at_s=float(number))
         for number, (factor, ratio, ran_out, plan) in enumerate(rows, start=1)
@@ -92,7 +92,7 @@ def test_without_outcomes_the_margin_is_the_documented_one() -> None:
 @given(outcomes)
 @settings(max_examples=examples(60), deadline=None)
 def test_the_margin_is_the_least_that_covers_the_stated_share(rows: list[tuple[float, float, bool, Plan]]) -> None:
-    beliefs = calibrate(observations_of(rows))
+    beliefs = learn(sample(rows))
     for engine in (Engine.TORCH, Engine.DEEPSPEED):
         errors = beliefs.errors_of(engine, Source.DECLARED)
         assert errors.within(errors.margin * (1 + 1e-9)) >= CONFIDENCE
@@ -104,7 +104,7 @@ def test_the_margin_is_the_least_that_covers_the_stated_share(rows: list[tuple[f
 def test_fit_probability_never_rises_with_needed_bytes_nor_falls_with_capacity(
     rows: list[tuple[float, float, bool, Plan]], counted: int, more: int, capacity_bytes: int, room: int
 ) -> None:
-    beliefs = calibrate(observations_of(rows))
+    beliefs = learn(sample(rows))
     for overhead in (1, 2):
         light, heavy = estimate(counted, 1000, overhead), estimate(counted + more, 1000, overhead)
         here = plan_fit_probability(PLAN, light, beliefs, capacity_bytes)
@@ -118,7 +118,7 @@ def test_fit_probability_never_rises_with_needed_bytes_nor_falls_with_capacity(
 def test_plans_called_fitting_fit_with_the_stated_share(
     rows: list[tuple[float, float, bool, Plan]], capacity_bytes: int
 ) -> None:
-    beliefs = calibrate([outcome for outcome in observations_of(rows) if not outcome.ran_out])
+    beliefs = learn([outcome for outcome in sample(rows) if not outcome.ran_out])
     for overhead in (1, 2):
         prediction = estimate(overhead=overhead)
         share = plan_fit_probability(PLAN, prediction, beliefs, capacity_bytes)
@@ -129,7 +129,7 @@ def test_plans_called_fitting_fit_with_the_stated_share(
 @settings(max_examples=examples(60), deadline=None)
 def test_no_outcome_shrinks_an_estimate(rows: list[tuple[float, float, bool, Plan]], activations: int) -> None:
     prediction = estimate(activations=activations)
-    assert corrected_bytes(prediction, calibrate(observations_of(rows)).correction) >= prediction.device_bytes
+    assert corrected_bytes(prediction, learn(sample(rows)).correction) >= prediction.device_bytes
 
 
 @given(outcomes, st.integers(1, 2**36), st.lists(ratios, max_size=WINDOW))
@@ -142,13 +142,11 @@ def test_a_refuted_plan_never_fits_the_capacity_that_it_exceeded(
         job="burst", number=1, at_s=0.0, ran_out=True, plan=PLAN, measured_bytes=burst_bytes + 1, torch_version="2.10"
     )
     after = [observation(ratio=ratio, number=100 + number, at_s=100.0 + number) for number, ratio in enumerate(kinder)]
-    beliefs = calibrate([failed, *observations_of(rows), *after])
+    beliefs = learn([failed, *sample(rows), *after])
     assert plan_fit_probability(PLAN, prediction, beliefs, burst_bytes) == 0.0
     assert beliefs.refutes(PLAN, prediction, burst_bytes)
     lighter = estimate(counted=prediction.allocated_bytes - 40 * MIB - 1)
-    assert not calibrate([failed]).refutes(PLAN, lighter, burst_bytes), (
-        "a smaller model of the family is another matter"
-    )
+    assert not learn([failed]).refutes(PLAN, lighter, burst_bytes), "a smaller model of the family is another matter"
 
 
 @given(outcomes, st.integers(1, 2**31))
@@ -158,7 +156,7 @@ def test_a_plan_that_completed_a_training_fits_the_same_capacity_again(
 ) -> None:
     prediction, plan = estimate(), replace(PLAN, micro_batch_size=4)
     ended = observation(job="ended", number=1, at_s=200.0, plan=plan, measured_bytes=measured_bytes, finished=True)
-    beliefs = calibrate([*observations_of(rows), ended])
+    beliefs = learn([*sample(rows), ended])
     took_bytes = max(measured_bytes, prediction.allocated_bytes)
     needed = plan_needed_bytes(plan, prediction, beliefs)
     assert took_bytes < needed <= 1.001 * MARGIN * took_bytes
@@ -170,9 +168,9 @@ def test_a_plan_that_completed_a_training_fits_the_same_capacity_again(
 
 def test_a_plan_with_a_success_and_an_out_of_memory_failure_is_judged_as_the_others() -> None:
     ended = [observation(correction=20.0, number=number, at_s=float(number), finished=True) for number in (1, 2)]
-    assert plan_needed_bytes(PLAN, estimate(), calibrate(ended)) < 910 * MIB
+    assert plan_needed_bytes(PLAN, estimate(), learn(ended)) < 910 * MIB
     burst = observation(correction=21.0, job="burst", number=1, at_s=0.0, ran_out=True)
-    assert plan_needed_bytes(PLAN, estimate(), calibrate([burst, *ended])) > 910 * MIB
+    assert plan_needed_bytes(PLAN, estimate(), learn([burst, *ended])) > 910 * MIB
 
 
 @given(
@@ -183,19 +181,19 @@ def test_a_plan_with_a_success_and_an_out_of_memory_failure_is_judged_as_the_oth
 )
 @settings(max_examples=examples(60), deadline=None)
 def test_one_outlier_leaves_the_correction_within_the_range_of_the_others(
-    factors: list[float], outlier: float, position: int, data: st.DataObject
+    factors: list[float], outlier: float, place: int, data: st.DataObject
 ) -> None:
-    position = min(position, len(factors))
-    mixed = [*factors[:position], outlier, *factors[position:]]
+    place = min(place, len(factors))
+    mixed = [*factors[:place], outlier, *factors[place:]]
     ran_out = data.draw(st.booleans())
     stored = [
-        observation(correction=factor, number=number, at_s=float(number), ran_out=ran_out and number == position)
+        observation(correction=factor, number=number, at_s=float(number), ran_out=ran_out and number == place)
         for number, factor in enumerate(mixed)
     ]
     expected = [
-        observed_correction(outcome.moments, outcome.measured_bytes) for outcome in stored if outcome.number != position
+        observed_correction(outcome.moments, outcome.measured_bytes) for outcome in stored if outcome.number != place
     ]
-    assert min(expected) <= calibrate(stored).correction <= max(expected)
+    assert min(expected) <= learn(stored).correction <= max(expected)
 
 
 @pytest.mark.parametrize("outlier", [1.2, 20.0, 1e6])
@@ -215,7 +213,7 @@ def test_a_second_outcome_like_it_is_a_pattern() -> None:
 @settings(max_examples=examples(60), deadline=None)
 def test_more_outcomes_of_the_same_spread_never_widen_the_margin(rows: list[tuple[float, float, bool, Plan]]) -> None:
     """Each outcome came twice at least: alone, one might be an outlier."""
-    some, more = calibrate(observations_of(rows * 2)), calibrate(observations_of(rows * 4))
+    some, more = learn(sample(rows * 2)), learn(sample(rows * 4))
     assert more.correction == some.correction
     assert more.errors_of(Engine.TORCH, Source.DECLARED).margin <= some.errors_of(
         Engine.TORCH, Source.DECLARED
@@ -254,7 +252,7 @@ def test_outcomes_below_their_prediction_add_no_risk() -> None:
 
 
 def test_where_the_allocator_is_not_measured_the_margin_never_falls_below_the_documented_one() -> None:
-    precise = calibrate(observe(PRECISE * 3))
+    precise = learn(observe(PRECISE * 3))
     assert precise.errors_of(Engine.TORCH, Source.DECLARED).margin < MARGIN
     prediction = estimate(overhead=2)
     assert plan_needed_bytes(PLAN, prediction, precise) >= MARGIN * prediction.device_bytes
@@ -262,20 +260,20 @@ def test_where_the_allocator_is_not_measured_the_margin_never_falls_below_the_do
 
 def test_engines_share_the_correction_of_activations_but_not_the_precision_of_their_own_terms() -> None:
     stored = [observation(correction=2.0, number=number, at_s=float(number)) for number in range(3)]
-    beliefs = calibrate(stored)
+    beliefs = learn(stored)
     assert beliefs.correction == pytest.approx(2.0)
     assert beliefs.errors_of(Engine.TORCH, Source.DECLARED).margin < MARGIN
     assert beliefs.errors_of(Engine.DEEPSPEED, Source.DECLARED).margin == pytest.approx(MARGIN)
     far = [observation(correction=2.0, ratio=1.5, number=number, at_s=9.0, plan=OTHER_ENGINE) for number in (7, 8)]
-    after = calibrate([*stored, *far])
+    after = learn([*stored, *far])
     assert after.errors_of(Engine.TORCH, Source.DECLARED) == beliefs.errors_of(Engine.TORCH, Source.DECLARED)
     assert after.errors_of(Engine.DEEPSPEED, Source.DECLARED).margin > 1.4
 
 
 def test_the_outcome_that_sets_the_correction_is_no_proof_of_precision() -> None:
-    beliefs = calibrate([observation(correction=4.0, ran_out=True)])
+    beliefs = learn([observation(correction=4.0, ran_out=True)])
     assert (beliefs.correction, beliefs.errors_of(Engine.TORCH, Source.DECLARED)) == (4.0, Errors())
-    beliefs = calibrate([observation(correction=4.0)])
+    beliefs = learn([observation(correction=4.0)])
     assert beliefs.correction == 4.0
     assert beliefs.errors_of(Engine.TORCH, Source.DECLARED).margin == pytest.approx(MARGIN)
 
@@ -296,18 +294,18 @@ def test_a_trace_needs_a_smaller_margin_than_other_profiles_on_virtual_devices_o
 
 def test_an_outcome_more_than_ten_times_off_corrects_other_jobs_by_ten_and_its_own_in_full() -> None:
     (failed,) = stored = [observation(correction=400.0, job="mine", ran_out=True)]
-    assert calibrate(stored).correction == CORRECTION_MAX
-    of_job = calibrate(stored, job="mine")
+    assert learn(stored).correction == CORRECTION_MAX
+    of_job = learn(stored, job="mine")
     assert of_job.belief is not None
     assert of_job.correction > of_job.belief.least == observed_correction(failed.moments, failed.measured_bytes) > 300
-    assert calibrate([*stored, *observe(PRECISE)]).correction < 1.1
+    assert learn([*stored, *observe(PRECISE)]).correction < 1.1
 
 
 def test_a_job_is_held_to_its_own_failure() -> None:
     failed = observation(correction=5.0, job="mine", ran_out=True, at_s=50.0)
     stored = [*observe(PRECISE), failed]
-    assert calibrate(stored).correction < 1.1
-    of_job = calibrate(stored, job="mine")
+    assert learn(stored).correction < 1.1
+    of_job = learn(stored, job="mine")
     assert of_job.belief is not None
     assert of_job.correction > of_job.belief.least == 5.0
 
@@ -316,10 +314,10 @@ def test_outcomes_of_other_devices_families_and_older_torches_do_not_count() -> 
     far = observation(correction=3.0)
     for changed in ({"device": "b"}, {"family": "g"}):
         for other in (far, observation(correction=3.0, ran_out=True), observation(step_ratio=2.0)):
-            assert calibrate([replace(other, **changed)]) == UNMEASURED
+            assert learn([replace(other, **changed)]) == UNMEASURED
     newer = observation(number=2, at_s=2.0, torch_version="2.12")
-    assert calibrate([far, newer]).correction == 1.0
-    assert calibrate([far, replace(newer, torch_version="")]).correction == pytest.approx(3.0)
+    assert learn([far, newer]).correction == 1.0
+    assert learn([far, replace(newer, torch_version="")]).correction == pytest.approx(3.0)
 
 
 def test_steps_are_corrected_by_the_median_of_their_kind() -> None:
@@ -327,12 +325,12 @@ def test_steps_are_corrected_by_the_median_of_their_kind() -> None:
         observation(number=number, at_s=float(number), step_ratio=ratio)
         for number, ratio in enumerate((1.2, 9.0, 1.3, None, 1.1, 1.4))
     ]
-    assert calibrate(taken).step_factors == {step_kind(PLAN): 1.3}
+    assert learn(taken).step_factors == {step_kind(PLAN): 1.3}
 
 
 def test_a_slow_offload_makes_no_other_plan_of_its_engine_look_slow() -> None:
     offloaded = replace(SHARDED, engine=Engine.DEEPSPEED, offload=Offload.OPTIMIZER)
-    factors = calibrate([observation(plan=offloaded, step_ratio=3.0)]).step_factors
+    factors = learn([observation(plan=offloaded, step_ratio=3.0)]).step_factors
     assert step_factor(replace(offloaded, micro_batch_size=2), factors) == 3.0
     assert step_factor(replace(offloaded, offload=Offload.NONE), factors) == 1.0
 
@@ -340,7 +338,7 @@ def test_a_slow_offload_makes_no_other_plan_of_its_engine_look_slow() -> None:
 def test_unmeasured_mechanics_take_the_median_of_those_of_their_engine_and_the_own_ones_come_first() -> None:
     whole, gradients_cut = replace(SHARDED, zero_stage=ZeroStage.NONE), replace(SHARDED, zero_stage=ZeroStage.GRADIENTS)
     measured = ((whole, 1.2), (SHARDED, 1.6), (OTHER_ENGINE, 5.0))
-    family = calibrate(
+    family = learn(
         [observation(plan=plan, step_ratio=ratio, number=number) for number, (plan, ratio) in enumerate(measured)]
     )
     factors = family.step_factors
@@ -356,7 +354,7 @@ def test_unmeasured_mechanics_take_the_median_of_those_of_their_engine_and_the_o
 def test_neither_order_nor_repetition_of_outcomes_matters(
     rows: list[tuple[float, float, bool, Plan]], seed: int
 ) -> None:
-    stored = observations_of(rows * 4)
+    stored = sample(rows * 4)
     newest = select_newest(stored)
     shuffled = random.Random(seed).sample(stored, len(stored))
     assert select_newest([*shuffled, *newest]) == newest

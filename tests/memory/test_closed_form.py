@@ -66,15 +66,13 @@ def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     on_two = plans(Engine.TORCH, (2,), Precision.FP32)[:: 2 if more else 4]
     on_two += parallel_plans(2, (8,), Precision.FP32, (SELECTIVE,))[: 3 if more else 2]
     on_two += plans(Engine.DEEPSPEED, (2,), Precision.FP32, modes=(FULL,))[:: 1 if more else 3]
-    measured_rows = rows(DEEP, on_two, folder / "two")
+    results = rows(DEEP, on_two, folder / "two")
     lone = [plan for plan in plans(Engine.TORCH, (1, 4), Precision.FP32, ranks=1) if not plan.zero_stage]
-    measured_rows += rows(
-        dataclasses.replace(WIDE, tie_word_embeddings=True), lone[:: 2 if more else 6], folder / "lone"
-    )
+    results += rows(dataclasses.replace(WIDE, tie_word_embeddings=True), lone[:: 2 if more else 6], folder / "lone")
     if more:
-        measured_rows += rows(DEEP, parallel_plans(4, (2,), Precision.BF16, (NONE,))[1:6:2], folder / "four")
-        measured_rows += rows(ADAPTED, adapted_plans()[::2], folder / "adapted")
-    return measured_rows
+        results += rows(DEEP, parallel_plans(4, (2,), Precision.BF16, (NONE,))[1:6:2], folder / "four")
+        results += rows(ADAPTED, adapted_plans()[::2], folder / "adapted")
+    return results
 
 
 def _mean_error(rows: Sequence[Row]) -> float:
@@ -91,17 +89,17 @@ def test_the_mean_error_over_engines_stages_micro_batches_and_checkpointing_is_w
 def test_a_pipeline_needs_what_is_predicted_wherever_it_is_cut_and_however_few_its_micro_batches_are(
     tmp_path: Path, ranks: int, chosen: slice
 ) -> None:
-    measured_rows = rows(dataclasses.replace(DEEP, num_hidden_layers=8), cut_plans(ranks)[chosen], tmp_path)
-    assert max(abs(row.error) for row in measured_rows) <= CUT_ERROR_MAX, table(measured_rows)
+    results = rows(dataclasses.replace(DEEP, num_hidden_layers=8), cut_plans(ranks)[chosen], tmp_path)
+    assert max(abs(row.error) for row in results) <= CUT_ERROR_MAX, table(results)
 
 
 @pytest.mark.parametrize(("ranks", "chosen"), [(2, FIRST), *(pytest.param(ranks, ALL, marks=LONG) for ranks in (2, 4))])
 def test_a_plan_whose_first_layers_only_are_recomputed_in_full_needs_what_is_predicted(
     tmp_path: Path, ranks: int, chosen: slice
 ) -> None:
-    measured_rows = rows(DEEP, partial_plans(ranks)[chosen], tmp_path)
-    assert measured_rows
-    assert max(abs(row.error) for row in measured_rows) <= MEAN_ERROR_MAX, table(measured_rows)
+    results = rows(DEEP, partial_plans(ranks)[chosen], tmp_path)
+    assert results
+    assert max(abs(row.error) for row in results) <= MEAN_ERROR_MAX, table(results)
 
 
 @pytest.mark.parametrize(
@@ -112,8 +110,8 @@ def test_ranks_that_share_samples_need_what_is_predicted(
     tmp_path: Path, ranks: int, modes: Sequence[ActivationCheckpointing], chosen: slice
 ) -> None:
     grouped = dataclasses.replace(WIDE, num_key_value_heads=2)  # of four ranks two have each key-value head
-    measured_rows = rows(grouped, context_plans(ranks, modes)[chosen], tmp_path)
-    assert max(abs(row.error) for row in measured_rows) <= MEAN_ERROR_MAX, table(measured_rows)
+    results = rows(grouped, context_plans(ranks, modes)[chosen], tmp_path)
+    assert max(abs(row.error) for row in results) <= MEAN_ERROR_MAX, table(results)
 
 
 @needs_torch_2_12
@@ -128,23 +126,19 @@ def test_ranks_that_hold_other_experts_need_what_is_predicted_where_as_much_come
     tmp_path: Path, ranks: int, models: Sequence[ModelSpec], modes: Sequence[ActivationCheckpointing], chosen: slice
 ) -> None:
     tried = expert_plans(ranks, modes)[chosen]
-    measured_rows = [
-        row for number, decoder in enumerate(models) for row in rows(decoder, tried, tmp_path / str(number))
-    ]
+    results = [row for number, decoder in enumerate(models) for row in rows(decoder, tried, tmp_path / str(number))]
     if ranks > 2:
-        measured_rows += rows(FEW, expert_plans(ranks, modes, experts=2), tmp_path / "few")
-    assert max(abs(row.error) for row in measured_rows) <= MEAN_ERROR_MAX, table(measured_rows)
+        results += rows(FEW, expert_plans(ranks, modes, experts=2), tmp_path / "few")
+    assert max(abs(row.error) for row in results) <= MEAN_ERROR_MAX, table(results)
 
 
 @pytest.mark.long
 @needs_torch_2_12
 def test_routing_costs_a_rank_no_less_than_its_share_of_the_copies_and_no_more_than_all_of_them(tmp_path: Path) -> None:
     """Untrained routers on one repeated sentence send 1.8 to 2 times its share to one of two ranks."""
-    measured_rows = rows(MIXED, [plan for plan in expert_plans(2, (NONE,)) if plan.micro_batch_size > 1][2:3], tmp_path)
-    least = [dataclasses.replace(row, predicted_bytes=predict_bytes(job(MIXED), row.plan)) for row in measured_rows]
-    most = [
-        dataclasses.replace(row, predicted_bytes=predict_bytes(job(MIXED), row.plan, RANKS)) for row in measured_rows
-    ]
+    results = rows(MIXED, [plan for plan in expert_plans(2, (NONE,)) if plan.micro_batch_size > 1][2:3], tmp_path)
+    least = [dataclasses.replace(row, predicted_bytes=predict_bytes(job(MIXED), row.plan)) for row in results]
+    most = [dataclasses.replace(row, predicted_bytes=predict_bytes(job(MIXED), row.plan, RANKS)) for row in results]
     assert all(row.error <= MEAN_ERROR_MAX for row in least), table(least)
     assert all(row.error >= -MEAN_ERROR_MAX for row in most), table(most)
     assert min(row.error for row in least) < -MEAN_ERROR_MAX, "even routing shows nothing"
@@ -155,8 +149,8 @@ def test_routing_costs_a_rank_no_less_than_its_share_of_the_copies_and_no_more_t
     ("ranks", "chosen"), [(2, slice(2, None, 13)), *(pytest.param(ranks, ALL, marks=LONG) for ranks in (2, 4))]
 )
 def test_a_plan_that_reduces_once_a_step_needs_what_is_predicted(tmp_path: Path, ranks: int, chosen: slice) -> None:
-    measured_rows = rows(DEEP, once_plans(ranks)[chosen], tmp_path)
-    assert max(abs(row.error) for row in measured_rows) <= MEAN_ERROR_MAX, table(measured_rows)
+    results = rows(DEEP, once_plans(ranks)[chosen], tmp_path)
+    assert max(abs(row.error) for row in results) <= MEAN_ERROR_MAX, table(results)
 
 
 @pytest.mark.parametrize(
@@ -175,16 +169,16 @@ def test_a_plan_with_moments_in_8_bits_needs_what_is_predicted(
     tmp_path: Path, ranks: int, decoders: Sequence[DecoderSpec], error_max: float, chosen: slice
 ) -> None:
     tried = eight_bit_plans(ranks)[chosen]
-    measured_rows = [row for decoder in decoders for row in rows(decoder, tried, tmp_path / str(decoder.vocab_size))]
-    assert max(abs(row.error) for row in measured_rows) <= error_max, table(measured_rows)
+    results = [row for decoder in decoders for row in rows(decoder, tried, tmp_path / str(decoder.vocab_size))]
+    assert max(abs(row.error) for row in results) <= error_max, table(results)
 
 
 @pytest.mark.parametrize(("ranks", "chosen"), [(1, FIRST), *(pytest.param(ranks, ALL, marks=LONG) for ranks in (1, 2))])
 def test_a_plan_whose_layer_inputs_wait_on_the_host_needs_what_is_predicted(
     tmp_path: Path, ranks: int, chosen: slice
 ) -> None:
-    measured_rows = rows(DEEP, on_host_plans(ranks)[chosen], tmp_path)
-    assert max(abs(row.error) for row in measured_rows) <= MEAN_ERROR_MAX, table(measured_rows)
+    results = rows(DEEP, on_host_plans(ranks)[chosen], tmp_path)
+    assert max(abs(row.error) for row in results) <= MEAN_ERROR_MAX, table(results)
 
 
 @pytest.mark.parametrize(
@@ -199,10 +193,10 @@ def test_a_plan_whose_layer_inputs_wait_on_the_host_needs_what_is_predicted(
 def test_a_plan_that_updates_in_the_backward_pass_needs_what_is_predicted(
     tmp_path: Path, ranks: int, chosen: slice, error_max: float
 ) -> None:
-    measured_rows = rows(DEEP, in_backward_plans(ranks, (2,), Precision.FP32)[chosen], tmp_path / "deep")
+    results = rows(DEEP, in_backward_plans(ranks, (2,), Precision.FP32)[chosen], tmp_path / "deep")
     if ranks == 1:
-        measured_rows += rows(WIDE, in_backward_plans(ranks, (1, 16), Precision.BF16)[chosen], tmp_path / "wide")
-    assert max(abs(row.error) for row in measured_rows) <= error_max, table(measured_rows)
+        results += rows(WIDE, in_backward_plans(ranks, (1, 16), Precision.BF16)[chosen], tmp_path / "wide")
+    assert max(abs(row.error) for row in results) <= error_max, table(results)
 
 
 def test_an_update_in_the_backward_pass_saves_most_of_the_bytes_of_all_gradients(tmp_path: Path) -> None:
@@ -277,7 +271,7 @@ MOMENTS: dict[str, list[tuple[ModelSpec, Plan]]] = {
         for mode, precision in ((NONE, Precision.FP32), (FULL, Precision.BF16))
     ],
     "a shared table's gradient that waits for its other use": [
-        (ModelSpec(hf=SHARED), _several(Engine.DEEPSPEED, 2, NONE, Precision.FP32)),
+        (ModelSpec(hf=SHARED), _several(Engine.DEEPSPEED, 2, NONE, Precision.FP32))
     ],
     "a table that no input's gradient lets go of": [
         (ModelSpec(hf=SHARED), _several(Engine.DEEPSPEED, 3, FULL, Precision.FP32))
@@ -351,8 +345,8 @@ def _plans_of(moment: str, further: bool) -> list[tuple[ModelSpec, Plan]]:
 def test_short_lived_buffers_are_modelled(
     moment: str, further: bool, momentary: Callable[[bool], dict[str, list[Row]]]
 ) -> None:
-    measured_rows = momentary(further)[moment]
-    assert max(abs(row.error) for row in measured_rows) <= MOMENT_ERROR_MAX, table(measured_rows)
+    results = momentary(further)[moment]
+    assert max(abs(row.error) for row in results) <= MOMENT_ERROR_MAX, table(results)
 
 
 def test_the_model_of_deepspeed_knows_the_buckets_that_the_engine_sets() -> None:
@@ -375,15 +369,15 @@ def test_a_pipeline_needs_no_more_memory_for_four_times_the_micro_batches(tmp_pa
         )
         for turns in (4, 16)
     ]
-    measured_rows = rows(DEEP, tried, tmp_path)
-    few, many = measured_rows
-    assert many.measured_bytes <= 1.01 * few.measured_bytes, table(measured_rows)
-    assert _mean_error(measured_rows) <= MEAN_ERROR_MAX, table(measured_rows)
+    results = rows(DEEP, tried, tmp_path)
+    few, many = results
+    assert many.measured_bytes <= 1.01 * few.measured_bytes, table(results)
+    assert _mean_error(results) <= MEAN_ERROR_MAX, table(results)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 def test_the_full_matrix_with_bf16_and_large_vocabularies_holds_the_same_bars(tmp_path: Path) -> None:
-    measured_rows = [row for rows in full(tmp_path).values() for row in rows]
-    assert _mean_error(measured_rows) <= MEAN_ERROR_MAX, table(measured_rows)
-    assert not [row for row in measured_rows if row.measured_bytes > row.predicted_bytes * MARGIN], table(measured_rows)
+    results = [row for rows in full(tmp_path).values() for row in rows]
+    assert _mean_error(results) <= MEAN_ERROR_MAX, table(results)
+    assert not [row for row in results if row.measured_bytes > row.predicted_bytes * MARGIN], table(results)

@@ -121,22 +121,15 @@ def _profile(name: str, plan: Plan) -> ModelProfile:
 
 @cache
 def _traced(name: str) -> dict[tuple[Precision, bool], ModelProfile]:
-    arithmetics = (
+    kinds = (
         Arithmetic(precision=Precision.FP32, autocast=False),
         Arithmetic(precision=Precision.BF16, autocast=True),
         Arithmetic(precision=Precision.BF16, autocast=False),
     )
     request = Request(
-        model=KNOWN[name],
-        training=TrainingSpec(),
-        family=name,
-        sequence_length=SEQUENCE_LENGTH,
-        arithmetics=arithmetics,
+        model=KNOWN[name], training=TrainingSpec(), family=name, sequence_length=SEQUENCE_LENGTH, arithmetics=kinds
     )
-    return {
-        (arithmetic.precision, arithmetic.autocast): profile
-        for arithmetic, profile in zip(arithmetics, profiles(request), strict=True)
-    }
+    return {(kind.precision, kind.autocast): profile for kind, profile in zip(kinds, profiles(request), strict=True)}
 
 
 def count_refused(drawn: Sequence[Draw], folder: Path) -> tuple[int, int]:

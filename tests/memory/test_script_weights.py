@@ -62,10 +62,8 @@ def test_a_fused_loss_is_the_trainers_own() -> None:
     plain, fused = (answer(FULL, line, trains=adapted)["estimate"] for line in ("python train.py", command))
     assert plain["allocated_bytes"] - fused["allocated_bytes"] > 4 * 2048 * 32000
     knobs = {"micro_batch_size": {"flag": "--batch"}, "activation_checkpointing": {"switch": "--checkpointing"}}
-    plain_loops = [
-        answer(FULL, line, trains=adapted, trainer=None, knobs=knobs) for line in ("python train.py", command)
-    ]
-    assert plain_loops[0]["estimate"] == plain_loops[1]["estimate"]
+    loops = [answer(FULL, line, trains=adapted, trainer=None, knobs=knobs) for line in ("python train.py", command)]
+    assert loops[0]["estimate"] == loops[1]["estimate"]
 
 
 def test_transformers_trainer_holds_the_inputs_of_frozen_fsdp_units() -> None:

@@ -53,11 +53,11 @@ def plan(engine: Engine, stage: int, dp: int, micro: int, turns: int, **fields: 
 
 def rows(name: str, tried: Sequence[Plan], folder: Path) -> list[Row]:
     """Every plan of the model, predicted and measured."""
-    profiles_by_kind = trace_profiles(MODELS[name], *dict.fromkeys((plan.precision, autocasts(plan)) for plan in tried))
+    traces = trace_profiles(MODELS[name], *dict.fromkeys((plan.precision, autocasts(plan)) for plan in tried))
     return [
         Row(
             plan=plan,
-            predicted_bytes=estimate(profiles_by_kind[plan.precision, autocasts(plan)], plan, DEVICE).allocated_bytes,
+            predicted_bytes=estimate(traces[plan.precision, autocasts(plan)], plan, DEVICE).allocated_bytes,
             measured_bytes=measured,
         )
         for plan, measured in zip(
@@ -99,15 +99,15 @@ PAIRS = [
 
 @pytest.mark.timeout(600)  # 10 s on an idle core, many times that on a busy one
 def test_a_lone_rank_of_a_net_that_skips_layers_needs_what_its_trace_says(tmp_path: Path) -> None:
-    measured_rows = rows("unet", LONE, tmp_path)
-    assert bars_hold(measured_rows), table(measured_rows)
+    results = rows("unet", LONE, tmp_path)
+    assert bars_hold(results), table(results)
 
 
 @pytest.mark.timeout(600)
 def test_a_lone_rank_reduces_its_gradients_in_one_piece(tmp_path: Path) -> None:
     tried = plan(Engine.DEEPSPEED, 2, 1, 1, 3, activation_checkpointing=SELECTIVE, optimizer=Optimizer.SGD)
-    measured_rows = rows("conv", [tried], tmp_path)
-    assert bars_hold(measured_rows), table(measured_rows)
+    results = rows("conv", [tried], tmp_path)
+    assert bars_hold(results), table(results)
 
 
 def ragged_rows(name: str, folder: Path) -> list[Row]:
@@ -150,8 +150,8 @@ def test_short_lived_buffers_are_modelled(moments: Sequence[str], tmp_path: Path
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", MODELS)
 def test_the_bars_hold_over_ranks_stages_and_ragged_micro_batches(name: str, tmp_path: Path) -> None:
-    measured_rows = ragged_rows(name, tmp_path)
-    assert bars_hold(measured_rows), table(measured_rows)
+    results = ragged_rows(name, tmp_path)
+    assert bars_hold(results), table(results)
 
 
 EXPERTS = {
@@ -174,8 +174,8 @@ EXPERTS = {
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", EXPERTS)
 def test_reductions_while_a_leaf_waits_are_modelled(name: str, tmp_path: Path) -> None:
-    measured_rows = expert_rows(name, tmp_path)
-    assert bars_hold(measured_rows), table(measured_rows)
+    results = expert_rows(name, tmp_path)
+    assert bars_hold(results), table(results)
 
 
 def expert_rows(name: str, folder: Path) -> list[Row]:
@@ -214,14 +214,14 @@ FROZEN_PAIRS = [
 
 def frozen_rows(names: tuple[str, ...], tried: Sequence[Plan], folder: Path) -> list[Row]:
     training = TrainingSpec(freeze=tuple(Freeze(parameters=name) for name in names))
-    profiles_by_kind = trace_profiles(
+    traces = trace_profiles(
         LLAMA, *dict.fromkeys((plan.precision, autocasts(plan)) for plan in tried), training=training
     )
     runs = [Run(model=LLAMA, plan=plan, sequence_length=SEQUENCE_LENGTH, frozen=names) for plan in tried]
     return [
         Row(
             plan=plan,
-            predicted_bytes=estimate(profiles_by_kind[plan.precision, autocasts(plan)], plan, DEVICE).allocated_bytes,
+            predicted_bytes=estimate(traces[plan.precision, autocasts(plan)], plan, DEVICE).allocated_bytes,
             measured_bytes=peak,
         )
         for plan, peak in zip(tried, measure_peaks(runs, folder), strict=True)
@@ -232,16 +232,16 @@ def frozen_rows(names: tuple[str, ...], tried: Sequence[Plan], folder: Path) -> 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("plans", [FROZEN_PAIRS[::2], pytest.param(FROZEN_PAIRS[1::2], marks=pytest.mark.long)])
 def test_frozen_parameters_have_no_gradients_states_or_saved_inputs(plans: Sequence[Plan], tmp_path: Path) -> None:
-    measured_rows = frozen_rows(FROZEN["what comes first"], plans, tmp_path)
-    assert bars_hold(measured_rows), table(measured_rows)
+    results = frozen_rows(FROZEN["what comes first"], plans, tmp_path)
+    assert bars_hold(results), table(results)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("which", FROZEN)
 def test_the_bars_hold_where_a_model_is_frozen_in_part(which: str, tmp_path: Path) -> None:
-    measured_rows = frozen_rows(FROZEN[which], PAIRS, tmp_path)
-    assert bars_hold(measured_rows), table(measured_rows)
+    results = frozen_rows(FROZEN[which], PAIRS, tmp_path)
+    assert bars_hold(results), table(results)
 
 
 @pytest.mark.long

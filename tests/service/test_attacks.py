@@ -58,22 +58,18 @@ def files(*patterns: str) -> list[str]:
 def mutate(draw: random.Random, text: str) -> str:
     """The text after one to three small changes."""
     for _ in range(draw.randint(1, 3)):
-        start, end = sorted(draw.randrange(len(text) + 1) for _ in range(2))
-        end = min(end, start + draw.choice((1, 5, 40)))
+        cut, end = sorted(draw.randrange(len(text) + 1) for _ in range(2))
+        end = min(end, cut + draw.choice((1, 5, 40)))
         nasty = draw.choice(NASTY)
         match draw.randrange(6):
             case 0:
-                text = text[:start] + text[end:]
+                text = text[:cut] + text[end:]
             case 1:
-                text = text[:start] + nasty + text[end:]
+                text = text[:cut] + nasty + text[end:]
             case 2:
-                text = text[:end] + text[start:end] * draw.choice((1, 50)) + text[end:]
+                text = text[:end] + text[cut:end] * draw.choice((1, 50)) + text[end:]
             case 3:
-                text = (
-                    text[:start]
-                    + chr(draw.choice((0, 9, 10, 13, 27, 34, 39, 44, 58, 123, 0x85, 0x2028)))
-                    + text[start:]
-                )
+                text = text[:cut] + chr(draw.choice((0, 9, 10, 13, 27, 34, 39, 44, 58, 123, 0x85, 0x2028))) + text[cut:]
             case 4:  # the value of a line
                 lines = text.split("\n")
                 number = draw.randrange(len(lines))

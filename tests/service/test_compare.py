@@ -71,35 +71,28 @@ STRATEGIES = """\
 """
 
 
-def choose(spec: JobSpec, strategies: str) -> list[dict[str, object]]:
+def pick(spec: JobSpec, strategies: str) -> list[dict[str, object]]:
     return [dict(pins) for pins in choose_strategies(spec, strategies, idle_nodes(CLUSTER), ())]
 
 
 def test_a_stage_is_the_fastest_plan_of_it_and_one_without_a_plan_stays_a_pin() -> None:
-    strategies = choose(decoder_spec(gpus=2), "zero=0..3")
-    assert [strategy["zero_stage"] for strategy in strategies] == [0, 1, 2, 3]
-    assert all(
-        {"engine", "dp", "micro_batch_size", "activation_checkpointing"} <= set(strategy) for strategy in strategies
-    )
-    assert choose(decoder_spec(gpus=1), "zero=0,3")[1] == {"zero_stage": 3}
+    strategies = pick(decoder_spec(gpus=2), "zero=0..3")
+    assert [pins["zero_stage"] for pins in strategies] == [0, 1, 2, 3]
+    assert all({"engine", "dp", "micro_batch_size", "activation_checkpointing"} <= set(pins) for pins in strategies)
+    assert pick(decoder_spec(gpus=1), "zero=0,3")[1] == {"zero_stage": 3}
 
 
 def test_all_ways_differ_in_more_than_the_cut_of_their_batch() -> None:
     cut = ("micro_batch_size", "gradient_accumulation_steps", "activation_checkpointing")
-    strategies = [
-        {key: value for key, value in strategy.items() if key not in cut} for strategy in choose(decoder_spec(), "all")
-    ]
+    strategies = [{key: value for key, value in pins.items() if key not in cut} for pins in pick(decoder_spec(), "all")]
     assert len(strategies) > 5
-    assert all(strategy not in strategies[:number] for number, strategy in enumerate(strategies))
+    assert all(pins not in strategies[:number] for number, pins in enumerate(strategies))
 
 
 def test_the_frontier_is_compared_plan_by_plan_and_pins_narrow_it() -> None:
-    every, narrow = (
-        choose(decoder_spec(), "frontier"),
-        choose(decoder_spec(plan={"dp": 1, "tp": 1}), "frontier"),
-    )
+    every, narrow = (pick(decoder_spec(), "frontier"), pick(decoder_spec(plan={"dp": 1, "tp": 1}), "frontier"))
     assert len(every) > len(narrow) > 0
-    assert all((strategy["dp"], strategy["tp"]) == (1, 1) for strategy in narrow)
+    assert all((pins["dp"], pins["tp"]) == (1, 1) for pins in narrow)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +108,7 @@ def test_what_names_no_strategies_is_refused(strategies: str, message: str, tmp_
     (tmp_path / "empty.yaml").write_text("[]\n")
     (tmp_path / "wrong.yaml").write_text("- {zero: 3}\n")
     with contextlib.chdir(tmp_path), pytest.raises(SpecError, match=message):
-        choose(decoder_spec(), strategies)
+        pick(decoder_spec(), strategies)
 
 
 def test_each_strategy_is_a_short_job_that_keeps_its_plan_and_the_training_of_the_original() -> None:

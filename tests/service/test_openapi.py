@@ -72,10 +72,8 @@ def routes_answered(world: World, role: Role, count: int) -> Counter[tuple[str, 
         @given(case=operation.as_strategy(), is_known=st.booleans())
         def send(case: Any, is_known: bool) -> None:
             if is_known and case.path_parameters:
-                parameters = {"job_id": "lm-1", "number": 1, "node": "virtual", "name": "eve", "sweep_id": "sweep-lm-1"}
-                case.path_parameters.update(
-                    {name: parameters[name] for name in case.path_parameters if name in parameters}
-                )
+                values = {"job_id": "lm-1", "number": 1, "node": "virtual", "name": "eve", "sweep_id": "sweep-lm-1"}
+                case.path_parameters.update({name: values[name] for name in case.path_parameters if name in values})
             if case.query:
                 case.query.pop("wait_s", None)  # which would wait
             if case.path.endswith("/follow"):

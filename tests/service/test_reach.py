@@ -41,15 +41,11 @@ class Machine:
 
     def orc(self, *arguments: str, token: str = "", code: int = 0) -> Any:
         """Return the JSON answer of a command; its stderr where it fails."""
-        variables = {
-            "XDG_CONFIG_HOME": str(self.folder),
-            "ORC_HOME": str(self.folder / "home"),
-            "ORC_SERVER": self.server,
-        }
-        variables["ORC_MLFLOW"] = self.mlflow
+        extra = {"XDG_CONFIG_HOME": str(self.folder), "ORC_HOME": str(self.folder / "home"), "ORC_SERVER": self.server}
+        extra["ORC_MLFLOW"] = self.mlflow
         dropped = {name for name in os.environ if name.startswith("ORC_")}
         inherited = {name: text for name, text in os.environ.items() if name not in dropped}
-        env = {**inherited, **{name: text for name, text in variables.items() if text is not None}}
+        env = {**inherited, **{name: text for name, text in extra.items() if text is not None}}
         ended = run_orc([*arguments, "--json"], env=env, stdin=token)
         assert ended.returncode == code, (arguments, ended.stdout, ended.stderr)
         return ended.stderr if code else json.loads(ended.stdout)

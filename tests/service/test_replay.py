@@ -108,17 +108,8 @@ def test_the_live_queue_is_played_from_now_on_another_cluster(
     output = capsys.readouterr().out
     assert third["id"] in output
     assert supposed not in output
-    command = [
-        "simulate",
-        "--queue",
-        "now",
-        "--home",
-        str(tmp_path),
-        "--json",
-        "--cluster",
-        str(tmp_path / "other.yaml"),
-    ]
-    assert exit_code(lambda: main(command)) == 0
+    argv = ["simulate", "--queue", "now", "--home", str(tmp_path), "--json", "--cluster", str(tmp_path / "other.yaml")]
+    assert exit_code(lambda: main(argv)) == 0
     report = json.loads(capsys.readouterr().out)
     assert (report["trace"], report["finished"]) == ("queue", 3)
     assert report["makespan_s"] == pytest.approx(3610.0)
@@ -127,12 +118,12 @@ def test_the_live_queue_is_played_from_now_on_another_cluster(
     assert supposed in capsys.readouterr().out
     assert exit_code(lambda: main(["forecast", "--home", str(tmp_path)])) != 0
     assert "no service is up" in capsys.readouterr().err
-    assert exit_code(lambda: main(command)) == 0
+    assert exit_code(lambda: main(argv)) == 0
     captured = capsys.readouterr()
     assert f"Taken as a day long, since their length is unknown: {endless}" in captured.err
     assert json.loads(captured.out)["finished"] == 4
-    assert exit_code(lambda: main([*command, "--oom", "0.5"])) == 2, "of a trace alone"
-    assert exit_code(lambda: main([*command, str(tmp_path / "other.yaml")])) == 2, "a trace and the queue"
+    assert exit_code(lambda: main([*argv, "--oom", "0.5"])) == 2, "of a trace alone"
+    assert exit_code(lambda: main([*argv, str(tmp_path / "other.yaml")])) == 2, "a trace and the queue"
     journal.close()
 
 
@@ -144,7 +135,7 @@ def test_what_is_no_journal_is_one_clear_error(tmp_path: Path) -> None:
         list(read_events(str(tmp_path / "text.db")))
 
 
-def exit_code(command: Callable[[], None]) -> object:
+def exit_code(argv: Callable[[], None]) -> object:
     with pytest.raises(SystemExit) as error:
-        command()
+        argv()
     return error.value.code

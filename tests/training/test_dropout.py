@@ -104,7 +104,7 @@ def test_a_trace_as_on_cuda_saves_the_tensors_of_the_fused_kernel(arithmetic: Ar
     model = ModelSpec(factory=f"{__file__}:build", config={})
     on_cpu, on_cuda = trace_profiles(model, as_on(arithmetic, cuda=False), as_on(arithmetic, cuda=True))
     (before,), (after,) = (
-        [segment.saved_bytes for segment in profile.segments if segment.count > 1] for profile in (on_cpu, on_cuda)
+        [part.saved_bytes for part in profile.segments if part.count > 1] for profile in (on_cpu, on_cuda)
     )
     width = 4 if arithmetic.precision is Precision.FP32 else 2
     assert after == autograd_bytes(arithmetic)
@@ -118,9 +118,7 @@ def test_the_closed_form_of_a_decoder_saves_what_its_trace_does(name: str, cuda:
     decoder, how = DecoderSpec(**sizes, num_attention_heads=4, dropout=P), ARITHMETICS[name]
     (trace,) = trace_profiles(ModelSpec(decoder=decoder), as_on(how, cuda=cuda))
     closed_form = decoder_profile(decoder, "model", how.precision, LENGTH, 1, how.autocast, cuda)
-    of_layers = [
-        [segment.saved_bytes for segment in profile.segments if segment.count > 1] for profile in (trace, closed_form)
-    ]
+    of_layers = [[part.saved_bytes for part in profile.segments if part.count > 1] for profile in (trace, closed_form)]
     assert of_layers[0] == of_layers[1]
 
 
@@ -204,9 +202,7 @@ def test_on_cuda_a_gpt2_saves_no_scores_and_one_byte_per_mask_element(name: str)
 
     def spared_bytes(**dropout: float) -> int:
         on_cpu, on_cuda = trace_profiles(ModelSpec(hf=GPT2 | {"embd_pdrop": 0.0} | dropout), *kinds)
-        of_layers = [
-            [segment.saved_bytes for segment in profile.segments if segment.count > 1] for profile in (on_cpu, on_cuda)
-        ]
+        of_layers = [[part.saved_bytes for part in profile.segments if part.count > 1] for profile in (on_cpu, on_cuda)]
         ((before,), (after,)) = of_layers
         return before - after
 

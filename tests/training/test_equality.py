@@ -205,11 +205,7 @@ def test_every_plan_that_the_planner_emits_gives_the_losses_of_one_process(tmp_p
     for precision in (BF16, FP16) if ranks <= 2 else (BF16,):
         emitted += one_of_each_strategy(emitted_plans(ranks, precision))
     for layers, stages in ((4, range(5)), (8, range(5, 9))):
-        chosen = [
-            emitted_plan
-            for emitted_plan in emitted
-            if emitted_plan.layout.pp * emitted_plan.pipeline_stages_per_rank in stages
-        ]
+        chosen = [option for option in emitted if option.layout.pp * option.pipeline_stages_per_rank in stages]
         if chosen:
             decoder = dataclasses.replace(DECODER, num_hidden_layers=layers)
             home, every = tmp_path / f"{layers}-layers", [ONE_PROCESS, *chosen]
@@ -308,19 +304,17 @@ def test_moments_in_8_bits_and_weights_in_bf16_give_the_losses_of_one_process(tm
     curves = losses(tmp_path, plans.all, training=UNCLIPPED, decoder=BLOCKS)
     in_32_bits, expected, in_bf16 = curves[ONE_PROCESS], curves[EIGHT_BIT(0)], curves[EIGHT_BIT(0, precision=BF16)]
     check({same_plan: curves[same_plan] for same_plan in plans.same}, expected)
-    for curve_plan in plans.other:
-        assert curves[curve_plan] == pytest.approx(expected, abs=2e-3, rel=0), in_short(curve_plan)
-    for curve_plan in plans.sharded:  # autocast casts other values than FSDP2 does
-        assert curves[curve_plan] == pytest.approx(in_bf16, abs=5e-3, rel=0), in_short(curve_plan)
+    for case in plans.other:
+        assert curves[case] == pytest.approx(expected, abs=2e-3, rel=0), in_short(case)
+    for case in plans.sharded:  # autocast casts other values than FSDP2 does
+        assert curves[case] == pytest.approx(in_bf16, abs=5e-3, rel=0), in_short(case)
     assert expected == pytest.approx(in_32_bits, abs=5e-3, rel=0)
     assert expected != pytest.approx(in_32_bits, abs=2e-5, rel=0), "nothing was quantised"
-    for curve_plan in plans.rounded:
-        assert curves[curve_plan] == pytest.approx(expected, abs=5e-3, rel=0), in_short(curve_plan)
-        assert curves[curve_plan] != pytest.approx(expected, abs=2e-5, rel=0), "nothing was rounded"
-    for curve_plan, same in zip(plans.at_the_end, plans.within, strict=True):
-        assert curves[same] == pytest.approx(curves[curve_plan], abs=TOLERANCE[Precision.FP32], rel=0), in_short(
-            curve_plan
-        )
+    for case in plans.rounded:
+        assert curves[case] == pytest.approx(expected, abs=5e-3, rel=0), in_short(case)
+        assert curves[case] != pytest.approx(expected, abs=2e-5, rel=0), "nothing was rounded"
+    for case, same in zip(plans.at_the_end, plans.within, strict=True):
+        assert curves[same] == pytest.approx(curves[case], abs=TOLERANCE[Precision.FP32], rel=0), in_short(case)
 
 
 @pytest.mark.long
@@ -501,9 +495,9 @@ def emitted_plans(ranks: int, precision: Precision) -> list[Plan]:
 def one_of_each_strategy(emitted: Iterable[Plan]) -> list[Plan]:
     """Plans that differ in more than micro-batch and recomputation, each with other ones of these than the last."""
     groups: dict[Plan, list[Plan]] = {}
-    for emitted_plan in emitted:
-        share = GLOBAL_BATCH // emitted_plan.layout.dp
-        micro = dataclasses.replace(emitted_plan, micro_batch_size=1, gradient_accumulation_steps=share)
+    for option in emitted:
+        share = GLOBAL_BATCH // option.layout.dp
+        micro = dataclasses.replace(option, micro_batch_size=1, gradient_accumulation_steps=share)
         alike = dataclasses.replace(micro, activation_checkpointing=FULL, full_checkpointing_layers=0)
-        groups.setdefault(alike, []).append(emitted_plan)
+        groups.setdefault(alike, []).append(option)
     return [group[number % len(group)] for number, group in enumerate(groups.values())]

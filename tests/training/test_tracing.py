@@ -215,11 +215,11 @@ def test_products_of_matrices_are_those_of_the_closed_form() -> None:
         trace_model(ModelSpec(decoder=decoder)),
         decoder_profile(decoder, "model", Precision.FP32, 32, 1, False),
     )
-    traced_layer, theirs = (
+    layer, theirs = (
         next(segment for segment in profile.segments if segment.count == 3) for profile in (trace, closed_form)
     )
-    assert sorted(traced_layer.matmuls) == sorted(theirs.matmuls)
-    assert traced_layer.forward_flops == theirs.forward_flops
+    assert sorted(layer.matmuls) == sorted(theirs.matmuls)
+    assert layer.forward_flops == theirs.forward_flops
 
 
 def test_only_the_selected_experts_of_a_token_count_as_computed() -> None:
@@ -331,11 +331,9 @@ def test_a_model_that_takes_real_memory_is_stopped(tmp_path: Path) -> None:
         sequence_length=8,
         arithmetics=(Arithmetic(precision=Precision.FP32, autocast=False),),
     )
-    request_file = tmp_path / "request.json"
-    request_file.write_text(json.dumps(dataclasses.asdict(request)))
-    child = subprocess.run(
-        [sys.executable, "-m", PROGRAM, str(request_file)], capture_output=True, text=True, check=False
-    )
+    path = tmp_path / "request.json"
+    path.write_text(json.dumps(dataclasses.asdict(request)))
+    child = subprocess.run([sys.executable, "-m", PROGRAM, str(path)], capture_output=True, text=True, check=False)
     assert child.returncode not in (0, -signal.SIGKILL)
     assert "allocate" in child.stderr.splitlines()[-1], child.stderr
 

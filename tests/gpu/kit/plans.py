@@ -86,11 +86,11 @@ def hardware() -> Hardware:
     return Hardware(device=kind, devices_per_node=1, nodes=1, network_bandwidth=1, host_memory=host_bytes())
 
 
-def measure_beside(training: Measurement, device: dict[str, Any]) -> dict[str, Any]:
+def measure_beside(case: Measurement, device: dict[str, Any]) -> dict[str, Any]:
     """Return the line of a measured training, with the memory and step time that the planner predicts here."""
-    line = measure_training(training, DeviceKind.CUDA, device, TRAINING_S)
-    line["predicted"]["step_s"] = step_s(training.profile(DeviceKind.CUDA), training.plan, hardware())
-    line["predicted"]["needed_bytes"] = plan_needed_bytes(training.plan, training.predict(DeviceKind.CUDA), UNMEASURED)
+    line = measure_training(case, DeviceKind.CUDA, device, TRAINING_S)
+    line["predicted"]["step_s"] = step_s(case.profile(DeviceKind.CUDA), case.plan, hardware())
+    line["predicted"]["needed_bytes"] = plan_needed_bytes(case.plan, case.predict(DeviceKind.CUDA), UNMEASURED)
     return line
 
 
@@ -111,12 +111,12 @@ def main(group: str, size_name: str) -> None:
             if f"{group}: {name}" not in names  # those that no GPU has run yet
         )
     done = MEASURED.read_text().splitlines() if MEASURED.exists() else []
-    for training in todo:
-        if name_of(training) not in done:
-            with recording(f"{group}: {training.name}") as line:
-                line |= measure_beside(training, device)
+    for case in todo:
+        if name_of(case) not in done:
+            with recording(f"{group}: {case.name}") as line:
+                line |= measure_beside(case, device)
             with MEASURED.open("a") as file:
-                file.write(f"{name_of(training)}\n")
+                file.write(f"{name_of(case)}\n")
     if group == "deepspeed":  # what scripts of other people need for an optimizer on host; our engine keeps torch's
         script = "from deepspeed.ops.op_builder import CPUAdamBuilder; CPUAdamBuilder().load()"
         with recording("deepspeed: compile cpu_adam") as line:
@@ -130,9 +130,7 @@ def list_unmeasured(total_bytes: int, size: Size) -> Iterator[Measurement]:
         yield measurement("tiny", PLAIN, size, total_bytes)
     else:
         yield from (
-            training
-            for training in on_cuda()
-            if training.capacity_bytes <= total_bytes and name_of(training) not in measured_ids
+            case for case in on_cuda() if case.capacity_bytes <= total_bytes and name_of(case) not in measured_ids
         )
 
 

@@ -101,11 +101,11 @@ def main(size_name: str) -> None:
     size, device = SIZES[size_name], device_facts(DeviceKind.CUDA)
     assert device is not None, "nvidia-smi names no device"
     alone = replace(PLAIN, micro_batch_size=1)
-    training = measurement("micro-batch 1", alone, size, device["total_bytes"])
+    case = measurement("micro-batch 1", alone, size, device["total_bytes"])
 
     def record_together(name: str, count: int) -> None:
         with recording(f"sharing: {name}") as line, ThreadPoolExecutor(count) as threads:
-            line["jobs"] = list(threads.map(lambda _: measure_beside(training, device), range(count)))
+            line["jobs"] = list(threads.map(lambda _: measure_beside(case, device), range(count)))
             line["step_s"] = [job["measured"]["step_s"] for job in line["jobs"]]
 
     def record_adapters(name: str, processes: int) -> None:
