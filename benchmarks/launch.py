@@ -71,6 +71,6 @@ def _launch_s(reader: Reader, run: int, mark: Path) -> float:
     launch = launch_of(f"first-step-{run}", spec, (NodeDevices(node="local", devices=tuple(range(RANKS))),))
     began_s = time.time()
     reader.backend.launch(launch)
-    ends = reader.finished(launch).evidence
+    ends = reader.await_end(launch).evidence
     assert [end.exit_code for end in ends.ranks] == [0] * RANKS, ends
     return float(mark.read_text()) - began_s

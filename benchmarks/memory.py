@@ -21,7 +21,7 @@ from orchestrator.specs.plan import Plan
 from tests.memory import matrix, test_traced
 from tests.memory.matrix import Row
 from tests.memory.test_closed_form import MEAN_ERROR_MAX
-from tests.memory.test_fits import DRAWS, PIECES, REFUSED_MAX, piece, refused
+from tests.memory.test_fits import DRAWS, PIECES, REFUSED_MAX, count_refused, piece
 
 
 def figures() -> list[Figure]:
@@ -67,7 +67,7 @@ def _promises(folder: Path) -> list[Figure]:
     for number in range(PIECES):
         say(f"draws {number * DRAWS} to {(number + 1) * DRAWS} of {PIECES * DRAWS}")
         try:
-            in_vain, would_fit = refused(piece(number), folder / str(number))
+            in_vain, would_fit = count_refused(piece(number), folder / str(number))
         except AssertionError as error:
             print(error)
             broken += 1

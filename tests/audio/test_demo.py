@@ -43,16 +43,18 @@ def fit(spec: JobSpec) -> list[Candidate]:
 @pytest.mark.parametrize("name", PROMISES)
 def test_every_job_of_the_demo_is_planned_to_fit(name: str, tmp_path: Path) -> None:
     spec = job(name, tmp_path)
-    assert {one.plan.global_batch_size for one in fit(spec)} == {spec.global_batch_size}
+    assert {candidate.plan.global_batch_size for candidate in fit(spec)} == {spec.global_batch_size}
 
 
 def test_orpheus_is_never_whole_on_a_device(tmp_path: Path) -> None:
-    found = fit(job("orpheus.yaml", tmp_path))
-    assert all(one.plan.zero_stage or one.plan.layout.dp < one.plan.world_size for one in found)
+    candidates = fit(job("orpheus.yaml", tmp_path))
+    assert all(
+        candidate.plan.zero_stage or candidate.plan.layout.dp < candidate.plan.world_size for candidate in candidates
+    )
 
 
 def test_enough_jobs_are_to_recover() -> None:
-    assert sum(kept is recovered for _, kept in PROMISES.values()) >= LEAST_RECOVERIES
+    assert sum(promised is recovered for _, promised in PROMISES.values()) >= LEAST_RECOVERIES
 
 
 @pytest.mark.long

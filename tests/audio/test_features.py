@@ -50,32 +50,32 @@ def test_cached_features_are_mapped_and_not_recomputed(spoken: Speech, monkeypat
     codes = features.codes_of(spoken, scales=(1, 1), words=8)
     monkeypatch.setattr(speech, "clips", lambda _: pytest.fail("spoken again"))
     monkeypatch.setattr(features, "quantised", lambda *_: pytest.fail("quantised again"))
-    found = features.speech_of(clips=CLIPS, cache=spoken.cache)
-    again = features.codes_of(found, scales=(1, 1), words=8)
-    for mapped in (found.sound, found.mels_TM, found.pitch_T, *again.levels):
+    cached = features.speech_of(clips=CLIPS, cache=spoken.cache)
+    again = features.codes_of(cached, scales=(1, 1), words=8)
+    for mapped in (cached.sound, cached.mels_TM, cached.pitch_T, *again.levels):
         assert isinstance(mapped, np.memmap)
-    assert np.array_equal(found.mels_TM, spoken.mels_TM)
+    assert np.array_equal(cached.mels_TM, spoken.mels_TM)
     assert np.array_equal(again.levels, codes.levels)
 
 
 def test_ranks_that_start_together_read_the_files_of_the_first(tmp_path: Path) -> None:
-    def overtaken(into: Path) -> None:
+    def lose_race(into: Path) -> None:
         into.rename(tmp_path / "mine")
         features.once(tmp_path, "kind", {}, lambda first: (first / "who").write_text("first"))
         (tmp_path / "mine").rename(into)
         (into / "who").write_text("second")
 
-    assert (features.once(tmp_path, "kind", {}, overtaken) / "who").read_text() == "first"
+    assert (features.once(tmp_path, "kind", {}, lose_race) / "who").read_text() == "first"
     assert len(list(tmp_path.iterdir())) == 1, "nothing is left behind"
 
 
 def test_each_level_lowers_the_quantisation_error(spoken: Speech) -> None:
     frames = np.asarray(spoken.mels_TM)[: len(spoken.mels_TM) // 4 * 4].astype(np.float64)
-    found = features.quantised(frames, (4, 2, 1), 16)
-    assert [len(frames) // len(level) for level in found] == [4, 2, 1]
+    levels = features.quantised(frames, (4, 2, 1), 16)
+    assert [len(frames) // len(level) for level in levels] == [4, 2, 1]
     left = frames - frames.mean(axis=0)
     errors = [float((left**2).mean())]
-    for scale, numbers in zip((4, 2, 1), found, strict=True):
+    for scale, numbers in zip((4, 2, 1), levels, strict=True):
         means = left.reshape(-1, scale, features.MELS).mean(axis=1)
         centres = np.stack([means[numbers == n].mean(axis=0) if n in numbers else means[0] for n in range(16)])
         left = left - np.repeat(centres[numbers], scale, axis=0)
@@ -90,30 +90,30 @@ def test_the_delay_pattern_is_that_of_transformers() -> None:
     steps, labels = delayed(codes_KT, frames, config.pad_token_id)
     module = MusicgenForCausalLM._from_config(config)
     first = torch.full((codebooks, 1), config.pad_token_id)
-    given = torch.cat((first, torch.from_numpy(codes_KT)), dim=1)
-    _, mask = module.build_delay_pattern_mask(given, config.pad_token_id, max_length=frames + codebooks)
+    inputs = torch.cat((first, torch.from_numpy(codes_KT)), dim=1)
+    _, mask = module.build_delay_pattern_mask(inputs, config.pad_token_id, max_length=frames + codebooks)
     assert np.array_equal(steps, mask[:, :-1].numpy())
     assert np.array_equal(np.where(labels == IGNORED_LABEL, config.pad_token_id, labels), mask[:, 1:].numpy())
 
 
 def test_seven_tokens_of_a_frame_have_ranges_of_their_own(spoken: Speech) -> None:
     codes = features.codes_of(spoken, scales=orpheus.SCALES, words=orpheus.WORDS)
-    found = orpheus.seven_tokens(codes, slice(0, int(codes.ends[0])))
-    assert found.shape == (codes.ends[0], 7)
-    assert ((found - orpheus.FIRST_SOUND) // orpheus.WORDS == np.arange(7)).all()
-    numbers = (found - orpheus.FIRST_SOUND) % orpheus.WORDS
-    assert np.array_equal(numbers[:, [2, 3, 5, 6]].ravel(), codes.levels[2][: 4 * len(found)])
-    assert np.array_equal(numbers[:, [1, 4]].ravel(), codes.levels[1][: 2 * len(found)])
+    tokens = orpheus.seven_tokens(codes, slice(0, int(codes.ends[0])))
+    assert tokens.shape == (codes.ends[0], 7)
+    assert ((tokens - orpheus.FIRST_SOUND) // orpheus.WORDS == np.arange(7)).all()
+    numbers = (tokens - orpheus.FIRST_SOUND) % orpheus.WORDS
+    assert np.array_equal(numbers[:, [2, 3, 5, 6]].ravel(), codes.levels[2][: 4 * len(tokens)])
+    assert np.array_equal(numbers[:, [1, 4]].ravel(), codes.levels[1][: 2 * len(tokens)])
     whole = orpheus.stream(spoken, codes)
     assert (whole == orpheus.SOUND_BEGINS).sum() == CLIPS
     assert whole.max() < orpheus.VOCABULARY
 
 
 def test_mouths_open_as_loud_as_the_sound_is(spoken: Speech) -> None:
-    found = latents_of(spoken, frames=8, resolution=64)
-    loudness = found.sound_VNAM.mean(axis=(2, 3)).ravel()
-    mouths = found.latents_VCNYX[..., 4:7, 2:6].transpose(0, 2, 1, 3, 4).reshape(len(loudness), -1)
-    alike = [abs(np.corrcoef(loudness, each)[0, 1]) for each in mouths.T if each.std() > 1e-3]
+    latents = latents_of(spoken, frames=8, resolution=64)
+    loudness = latents.sound_VNAM.mean(axis=(2, 3)).ravel()
+    mouths = latents.latents_VCNYX[..., 4:7, 2:6].transpose(0, 2, 1, 3, 4).reshape(len(loudness), -1)
+    alike = [abs(np.corrcoef(loudness, mouth)[0, 1]) for mouth in mouths.T if mouth.std() > 1e-3]
     assert max(alike) > 0.7
 
 

@@ -87,7 +87,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def trainings(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Trainings:
-    """What ran alone; the others are long."""
+    """Return the trainings, of which those alone have run; the others are long."""
     home = tmp_path_factory.mktemp("home")
     tokens = orpheus.write(home, clips=CLIPS, cache=cache)
     data = DataSpec(tokens=(str(tokens),), sequence_length=gang.SEQUENCE_LENGTH)
@@ -99,7 +99,7 @@ def trainings(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Training
     def run(family: str, name: str, chosen: Plan) -> TrainingRun:
         return gang.training_run(home, f"{family}-{name}", chosen, (), training=TRAINING, **models[family])
 
-    found = Trainings(
+    trained = Trainings(
         alone={family: run(family, "alone", plan()) for family in models},
         shared={
             (family, name): run(family, name, chosen)
@@ -107,14 +107,14 @@ def trainings(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Training
             for name, chosen in (CUT if family == "orpheus" else SHARED).items()
         },
     )
-    gang.launch([Part(run=each) for each in found.alone.values()])
-    return found
+    gang.launch([Part(run=run) for run in trained.alone.values()])
+    return trained
 
 
 @pytest.fixture(scope="module")
 def shared(trainings: Trainings) -> dict[tuple[str, str], TrainingRun]:
-    """What ran over two ranks."""
-    gang.launch([Part(run=each) for each in trainings.shared.values()])
+    """Return the runs over two ranks."""
+    gang.launch([Part(run=run) for run in trainings.shared.values()])
     return trainings.shared
 
 
@@ -126,9 +126,9 @@ def factory(name: str, cache: Path, **more: Any) -> ModelSpec:
 @pytest.mark.long
 @pytest.mark.parametrize("family", [*CONFIGS, "orpheus", "orpheus-lora"])
 def test_every_family_learns_speech(trainings: Trainings, family: str) -> None:
-    found = gang.losses(trainings.alone[family])
-    assert len(found) == TRAINING.max_steps
-    assert found[TRAINING.max_steps] < (0.999 if family == "orpheus-lora" else 0.98) * found[1]
+    curve = gang.losses(trainings.alone[family])
+    assert len(curve) == TRAINING.max_steps
+    assert curve[TRAINING.max_steps] < (0.999 if family == "orpheus-lora" else 0.98) * curve[1]
 
 
 @pytest.mark.long
@@ -140,9 +140,9 @@ def test_every_layout_gives_the_losses_of_one_process(
     runs = {name: gang.losses(run) for (whose, name), run in shared.items() if whose == family}
     assert runs
     alike = ADVERSARIAL_STEPS_ALIKE if family == "voice_conversion" else TRAINING.max_steps
-    for name, found in runs.items():
-        assert found.keys() == expected.keys()
-        for step, loss in found.items():
+    for name, curve in runs.items():
+        assert curve.keys() == expected.keys()
+        for step, loss in curve.items():
             tolerance = FP32_TOLERANCE if step <= alike else ADVERSARIAL_TOLERANCE
             assert loss == pytest.approx(expected[step], rel=tolerance, abs=tolerance), (name, step)
 

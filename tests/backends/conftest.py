@@ -1,4 +1,4 @@
-"""One embedded Ray cluster, and one PostgreSQL, for all tests of this folder."""
+"""Fixtures of this folder: a single embedded Ray cluster and a single PostgreSQL for all its tests."""
 
 from __future__ import annotations
 

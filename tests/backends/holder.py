@@ -39,10 +39,10 @@ def wait_at(border: str) -> None:
 
 class WaitingGroup(LocalGroup):
     def start(
-        self, ranks: Mapping[str, Sequence[RankStart]], each: Mapping[str, int], workdir: str, fence: Fence | None
+        self, ranks: Mapping[str, Sequence[RankStart]], counts: Mapping[str, int], workdir: str, fence: Fence | None
     ) -> list[LauncherStatus]:
         wait_at("start")
-        statuses = super().start(ranks, each, workdir, fence)
+        statuses = super().start(ranks, counts, workdir, fence)
         say("not started" if all(status["state"] == "idle" for status in statuses) else "started")
         return statuses
 
@@ -59,15 +59,15 @@ class WaitingLaunchers(LocalLaunchers):
 class Telling(Journal):
     """Tells of the first time that it was not sure."""
 
-    told = False
+    has_reported = False
 
     def confirm(self, *, asks: bool = True) -> None:
         try:
             super().confirm(asks=asks)
         except ServiceError:
-            if not self.told:
+            if not self.has_reported:
                 say("refused")
-            self.told = True
+            self.has_reported = True
             raise
 
 

@@ -23,13 +23,13 @@ PR_SET_PDEATHSIG = 1
 
 def programs() -> Path | None:
     """The folder of initdb and postgres, where this machine has a PostgreSQL."""
-    found = shutil.which("initdb")
+    initdb = shutil.which("initdb")
     versions = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"))
-    return Path(found).resolve().parent if found else versions[-1].parent if versions else None
+    return Path(initdb).resolve().parent if initdb else versions[-1].parent if versions else None
 
 
 def owner() -> str | None:
-    """Who runs the server: it refuses to be root. None where there is nobody to be."""
+    """Return the user who runs the server, which refuses root; None where there is no such user."""
     if os.getuid() != 0:
         return pwd.getpwuid(os.getuid()).pw_name
     return "postgres" if any(user.pw_name == "postgres" for user in pwd.getpwall()) else None
@@ -100,7 +100,7 @@ def _die_with_parent() -> None:
 
 
 def _await(server: Server) -> None:
-    """Until it answers: its port is open before its database is."""
+    """Wait until the database answers: its port is open before."""
     import psycopg
 
     deadline_s = time.monotonic() + TIMEOUT_S

@@ -85,54 +85,54 @@ def until(condition: Callable[[], Found | None], what: str, deadline_s: float = 
     """The first true answer of `condition`; fails the test after `deadline_s`."""
     end_s = time.monotonic() + deadline_s
     while time.monotonic() < end_s:
-        found = condition()
-        if found:
-            return found
+        answer = condition()
+        if answer:
+            return answer
         time.sleep(0.02)
     raise AssertionError(f"not within {deadline_s} s: {what}")
 
 
 @dataclass(slots=True)
 class Reader:
-    """Everything that a backend has told so far."""
+    """The reader of a backend, with all events so far."""
 
     backend: Backend
-    seen: list[Event] = field(default_factory=list)
+    received: list[Event] = field(default_factory=list)
 
     def poll(self, timeout_s: float = 0.1) -> None:
-        self.seen += self.backend.events(timeout_s)
+        self.received += self.backend.events(timeout_s)
 
-    def of(self, launch: Launch, kind: type[Found]) -> Found | None:
-        for event in self.seen:
+    def find(self, launch: Launch, kind: type[Found]) -> Found | None:
+        for event in self.received:
             if isinstance(event, kind) and (event.job_id, event.number) == _key(launch):  # type: ignore[attr-defined]
                 return event
         return None
 
     def wait(self, launch: Launch, kind: type[Found], deadline_s: float = DEADLINE_S) -> Found:
-        def found() -> Found | None:
+        def poll_once() -> Found | None:
             self.poll()
-            return self.of(launch, kind)
+            return self.find(launch, kind)
 
-        return until(found, f"{kind.__name__} of {launch.attempt.name}", deadline_s)
+        return until(poll_once, f"{kind.__name__} of {launch.attempt.name}", deadline_s)
 
     def await_nodes(self) -> None:
         """Wait until nodes were told, and forget that there were none before."""
 
-        def told() -> bool:
+        def has_nodes() -> bool:
             self.poll()
-            return any(isinstance(event, NodesSeen) and event.nodes for event in self.seen)
+            return any(isinstance(event, NodesSeen) and event.nodes for event in self.received)
 
-        until(told, "nodes")
-        self.seen = [event for event in self.seen if not isinstance(event, NodesSeen) or event.nodes]
+        until(has_nodes, "nodes")
+        self.received = [event for event in self.received if not isinstance(event, NodesSeen) or event.nodes]
 
     def forget(self, launch: Launch) -> None:
-        """As if nothing had been told of `launch` yet."""
-        self.seen = [event for event in self.seen if getattr(event, "job_id", None) != launch.job.id]
+        """Drop the events of `launch`, as if none had come yet."""
+        self.received = [event for event in self.received if getattr(event, "job_id", None) != launch.job.id]
 
-    def started(self, launch: Launch) -> Started:
+    def await_start(self, launch: Launch) -> Started:
         return self.wait(launch, Started)
 
-    def finished(self, launch: Launch) -> Finished:
+    def await_end(self, launch: Launch) -> Finished:
         """The end, once its devices are released too."""
         self.wait(launch, Released)
         return self.wait(launch, Finished)
@@ -146,8 +146,8 @@ def folder_of(home: Path, launch: Launch) -> AttemptFolder:
     return JobFolder(home, launch.job.id).attempt(launch.attempt.number)
 
 
-def said(folder: AttemptFolder, rank: int) -> dict[str, object]:
-    """What rank_program.py printed first: pid, environment, working directory."""
+def first_line(folder: AttemptFolder, rank: int) -> dict[str, object]:
+    """Return the first line of rank_program.py: pid, environment, working directory."""
 
     def line() -> dict[str, object] | None:
         try:
@@ -159,7 +159,7 @@ def said(folder: AttemptFolder, rank: int) -> dict[str, object]:
 
 
 def alive(pids: Sequence[int]) -> list[int]:
-    """Those of `pids` that run (a zombie does not)."""
+    """Return the `pids` that run (a zombie does not)."""
     running = []
     for pid in pids:
         try:
@@ -173,9 +173,9 @@ def alive(pids: Sequence[int]) -> list[int]:
 
 def descendants_of(folder: AttemptFolder, ranks: Sequence[int]) -> list[int]:
     """Pids of the ranks and of the daemons that they started."""
-    found = []
+    pids = []
     for rank in ranks:
-        first = said(folder, rank)
-        found += [int(str(first["pid"])), *([int(str(first["child"]))] if first.get("child") else [])]
-    assert all(pid != os.getpid() for pid in found)
-    return found
+        first = first_line(folder, rank)
+        pids += [int(str(first["pid"])), *([int(str(first["child"]))] if first.get("child") else [])]
+    assert all(pid != os.getpid() for pid in pids)
+    return pids

@@ -30,8 +30,8 @@ OOM = (
 UNITS = {"B": 1, "bytes": 1, "MiB": 2**20, "GiB": 2**30}
 
 
-def in_bytes(said: str) -> int:
-    amount, unit = said.split()
+def in_bytes(text: str) -> int:
+    amount, unit = text.split()
     return round(float(amount) * UNITS[unit])
 
 
@@ -90,14 +90,16 @@ def test_trap_5_ranks_of_musicgen_that_write_elsewhere_are_heard(tmp_path: Path)
     evidence = left_behind(tmp_path, executor, script_spec(launch="dora", command="dora run -d solver=musicgen"))
     first = evidence.ranks[0].findings[0]
     assert (first.cause, first.rank, first.log) == (Cause.DEVICE_OOM, 3, "worker_3.log")
-    assert not any(one.log.startswith("worker") for one in left_behind(tmp_path / "2", executor).ranks[0].findings)
+    assert not any(rank.log.startswith("worker") for rank in left_behind(tmp_path / "2", executor).ranks[0].findings)
 
 
 @pytest.mark.parametrize(
-    "reported", [one for one in REPORTED if "requested" in one], ids=lambda one: f"{one['from']}-{one['requested']}"
+    "reported",
+    [report for report in REPORTED if "requested" in report],
+    ids=lambda report: f"{report['from']}-{report['requested']}",
 )
 def test_a_message_is_understood_in_bytes(reported: dict[str, Any]) -> None:
-    told = {
+    readers = {
         "requested": oom_report.requested_bytes,
         "capacity": oom_report.capacity_bytes,
         "free": oom_report.free_bytes,
@@ -105,14 +107,14 @@ def test_a_message_is_understood_in_bytes(reported: dict[str, Any]) -> None:
         "unallocated": oom_report.unallocated_bytes,
         "foreign": oom_report.foreign_bytes,
     }
-    for name, read in told.items():
+    for name, read in readers.items():
         if name in reported:
             count = read(reported["text"])
             assert count == pytest.approx(in_bytes(reported[name]), abs=MIB), name
 
 
 def test_a_child_without_a_guard_still_calibrates(tmp_path: Path) -> None:
-    """As the guard would have told it: what the message says becomes the attempt's account."""
+    """The message becomes the attempt's account, as the guard would have reported it."""
     evidence = left_behind(tmp_path, OOM)
     (report,) = oom_reports(evidence)
     assert (report.requested_bytes, report.live_bytes) == (2 * 2**30, 2 * 2**30)

@@ -13,7 +13,7 @@ from orchestrator.backends.journal.journal import Journal
 from orchestrator.backends.outbox_relay import OutboxRelay
 from orchestrator.backends.ports import Lookups, Tracker
 from orchestrator.specs.state import State
-from tests.backends.test_mlflow_tracker import attempt, ended, new_job, say
+from tests.backends.test_mlflow_tracker import attempt, end_attempt, new_job, say
 
 PAGE = Path(__file__).parents[2] / "docs" / "extending" / "tracker.md"
 
@@ -32,7 +32,7 @@ def test_the_tracker_that_the_docs_show_keeps_ended_attempts(journal: Journal, t
     tracker: Tracker = shown["CsvTracker"](tmp_path, Lookups(state=State, job=lambda _: None, sweep=lambda _: None))
     relay = OutboxRelay("csv", tracker, journal.outbox)
     say(journal, new_job("a", attempt("a", 1)))
-    say(journal, new_job("a", ended(attempt("a", 1))))
+    say(journal, new_job("a", end_attempt(attempt("a", 1))))
     relay.start()
     try:
         assert relay.wait_delivered(20), relay.problem

@@ -173,7 +173,7 @@ states = st.builds(
 
 @pytest.fixture(params=["sqlite", "postgresql"])
 def address(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """Of a journal that is not there yet."""
+    """Return the address of a journal that does not exist yet."""
     if request.param == "sqlite":
         return url(tmp_path)
     return request.getfixturevalue("postgres").new_database()
@@ -207,21 +207,21 @@ def test_every_event_record_and_state_comes_back_equal(
     record = Record(job=job, attempt=attempt)
     journal.append([(event, [record])])
     *_, last = journal.events()
-    ((row, kept),) = journal.outbox.pending("mlflow", 10)
+    ((row, stored),) = journal.outbox.pending("mlflow", 10)
     journal.outbox.delivered("mlflow", [row])
     journal.snapshot(state)
 
     assert last == event
-    assert kept == record
+    assert stored == record
     assert journal.load() == (state, ())
-    assert hash(kept.job.spec) == hash(record.job.spec)
+    assert hash(stored.job.spec) == hash(record.job.spec)
 
 
 def test_a_loss_that_is_not_a_number_stays_one(journal: Journal) -> None:
     event = Finished(job_id="a", number=1, at_s=float("nan"), evidence=Evidence())
     journal.append([(event, ())])
-    (kept,) = journal.events()
-    assert kept.at_s != kept.at_s
+    (stored,) = journal.events()
+    assert stored.at_s != stored.at_s
 
 
 def test_load_gives_the_newest_snapshot_and_only_the_events_after_it(journal: Journal) -> None:
@@ -266,7 +266,7 @@ def test_a_snapshot_writes_the_jobs_that_changed_and_forgets_those_that_left(fil
 
 def test_an_ended_job_is_kept_with_its_event_and_found_by_id_and_by_age(journal: Journal) -> None:
     ended = [job(number, status=JobStatus.SUCCEEDED) for number in (3, 1, 2, 5, 4)]
-    journal.append([(TimerFired(at_s=one.order), [Archive(job=one)]) for one in ended])
+    journal.append([(TimerFired(at_s=job.order), [Archive(job=job)]) for job in ended])
     assert journal.job("j-2") == ended[2]
     assert journal.job("j-9") is None
     assert journal.ended(2) == [ended[4], ended[3]]
@@ -369,9 +369,9 @@ def test_threads_append_without_losing_or_mixing(journal: Journal) -> None:
         thread.start()
     for thread in threads:
         thread.join(timeout=30)
-    kept = [event.at_s for event in journal.events()]
-    assert sorted(kept) == [100 * thread + number for thread in range(4) for number in range(20)]
-    assert [record.job.order for _, record in journal.outbox.pending("mlflow", 99)] == kept
+    times = [event.at_s for event in journal.events()]
+    assert sorted(times) == [100 * thread + number for thread in range(4) for number in range(20)]
+    assert [record.job.order for _, record in journal.outbox.pending("mlflow", 99)] == times
 
 
 def test_a_second_opener_is_told_who_has_the_journal(file_journal: Journal) -> None:
@@ -413,7 +413,7 @@ def test_a_postgresql_journal_is_read_while_its_service_has_it_and_never_written
     event = TimerFired(at_s=1.0)
     with closing(Journal(address)) as service:
         service.append([(event, ())])
-        assert [one for one, _ in read_events(address)] == [event]
+        assert [stored for stored, _ in read_events(address)] == [event]
         assert read_state(address).at_s == 1.0
         with closing(Journal(address, reads_only=True)) as reader, pytest.raises(ServiceError, match="read-only"):
             reader.append([(event, ())])
@@ -461,15 +461,15 @@ def test_kill_9_loses_no_answered_append_and_leaves_none_half_written(
         assert writers.stdout.readline() == "-9\n", "the writer had ended by itself"
 
         with closing(Journal(url(tmp_path))) as journal:
-            kept = [event.at_s for event in journal.events()]
+            times = [event.at_s for event in journal.events()]
             orders = [record.job.order for _, record in journal.outbox.pending("mlflow", 100_000)]
             state, tail = journal.load()
-        assert kept == list(range(len(kept)))
-        assert orders == kept, "an event without its outbox row, or the other way round"
-        assert [event.at_s for event, _ in tail] == kept[len(kept) - len(tail) :]
-        assert (state.at_s + 1 if state else 0) == len(kept) - len(tail)
-        assert {int(line) for line in answered.read_text().split()} <= set(kept)
-    assert len(kept) > 15, "the writers were killed before they appended anything worth a test"
+        assert times == list(range(len(times)))
+        assert orders == times, "an event without its outbox row, or the other way round"
+        assert [event.at_s for event, _ in tail] == times[len(times) - len(tail) :]
+        assert (state.at_s + 1 if state else 0) == len(times) - len(tail)
+        assert {int(line) for line in answered.read_text().split()} <= set(times)
+    assert len(times) > 15, "the writers were killed before they appended anything worth a test"
 
 
 def test_a_full_disk_refuses_the_whole_append_and_keeps_what_was_there(

@@ -169,7 +169,7 @@ def test_the_guard_stands_between_interpreter_and_program(command: str, started:
     assert add_guard(tuple(command.split()), "guard.json", PYTHON) == started
 
 
-def launched(
+def request_of(
     launch: str,
     *,
     device: DeviceSpec = GPU,
@@ -177,7 +177,7 @@ def launched(
     config_text: str = "",
     **changes: object,
 ) -> LaunchRequest:
-    """On two nodes of two devices, or one where the launcher knows no other."""
+    """Launch on two nodes of two devices, or on one node where the launcher knows no other."""
     placement = BOTH[:1] if launch in ("self", "dora") else BOTH
     start = launch_of("j", script(launch=launch, command=command, gpus=4, **changes), placement)
     return launch_request(
@@ -189,7 +189,7 @@ PROGRAM = (str(GUARD), str(HOME / "jobs/j/attempts/1/guard.json"), "--", "train.
 
 
 @pytest.mark.parametrize(
-    ("launch", "own"),
+    ("launch", "launcher_arguments"),
     [
         (
             "torchrun",
@@ -203,19 +203,19 @@ PROGRAM = (str(GUARD), str(HOME / "jobs/j/attempts/1/guard.json"), "--", "train.
         ),
     ],
 )
-def test_a_launcher_starts_the_guard_on_every_node_and_meets_on_the_first(launch: str, own: str) -> None:
-    made = launched(launch)
+def test_a_launcher_starts_the_guard_on_every_node_and_meets_on_the_first(launch: str, launcher_arguments: str) -> None:
+    made = request_of(launch)
     starts = [rank for _, ranks in made.ranks for rank in ranks]
     assert [start.rank for start in starts] == [0, 2], "the first rank of each node"
     for number, start in enumerate(starts):
-        assert start.argv == (PYTHON, "-u", *own.format(number).split(), *PROGRAM)
-    told = [dict(start.env) for start in starts]
-    assert not [name for env in told for name in env if name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")]
-    assert {env["CUDA_VISIBLE_DEVICES"] for env in told} == {"0,1"}
+        assert start.argv == (PYTHON, "-u", *launcher_arguments.format(number).split(), *PROGRAM)
+    environments = [dict(start.env) for start in starts]
+    assert not [name for env in environments for name in env if name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")]
+    assert {env["CUDA_VISIBLE_DEVICES"] for env in environments} == {"0,1"}
 
 
 def test_deepspeeds_launcher_is_told_every_node_and_its_devices() -> None:
-    starts = [rank for _, ranks in launched("deepspeed").ranks for rank in ranks]
+    starts = [rank for _, ranks in request_of("deepspeed").ranks for rank in ranks]
     for number, start in enumerate(starts):
         world = next(word for word in start.argv if word.startswith("--world_info="))
         assert json.loads(base64.urlsafe_b64decode(world.partition("=")[2])) == {"n0": [0, 1], "n1": [0, 1]}
@@ -232,7 +232,7 @@ def test_deepspeeds_launcher_is_told_every_node_and_its_devices() -> None:
     ],
 )
 def test_ranks_that_others_spawn_inherit_the_guard(launch: str, command: str, argv: tuple[str, ...]) -> None:
-    made = launched(launch, command=command, env={"PYTHONPATH": "/repo"})
+    made = request_of(launch, command=command, env={"PYTHONPATH": "/repo"})
     ((_, (start,)),) = made.ranks
     env = dict(start.env)
     assert start.argv == argv
@@ -243,23 +243,23 @@ def test_ranks_that_others_spawn_inherit_the_guard(launch: str, command: str, ar
 @pytest.mark.parametrize("flags", ["-I", "-E -B", "-uS"])
 def test_a_python_that_ignores_its_environment_gets_the_guard_by_its_path(flags: str) -> None:
     for launch, program in (("self", "train.py"), ("self", "-m train")):
-        ((_, (start,)),) = launched(launch, command=f"python {flags} {program}").ranks
+        ((_, (start,)),) = request_of(launch, command=f"python {flags} {program}").ranks
         guarded_by = (str(GUARD), str(HOME / "jobs/j/attempts/1/guard.json"), "--")
         assert start.argv == (PYTHON, *flags.split(), *guarded_by, *program.split())
 
 
 def test_a_script_that_opens_its_config_itself_runs_in_a_folder_of_links() -> None:
     knobs = {"micro_batch_size": {"key": "batch_size"}}
-    made = launched("torchrun", workdir="/repo", config={"file": "conf/config.yaml"}, knobs=knobs)
+    made = request_of("torchrun", workdir="/repo", config={"file": "conf/config.yaml"}, knobs=knobs)
     assert (made.workdir, made.linked) == (f"{HOME}/jobs/j/attempts/1/work", ("/repo", "conf/config.yaml"))
     assert dict(made.files)[f"{made.workdir}/conf/config.yaml"] == "batch_size: 1\n"
-    in_json = launched(
+    in_json = request_of(
         "torchrun", workdir="/repo", config={"file": "config.json"}, knobs=knobs, config_text='{"learning_rate": 1e-3}'
     )
     assert json.loads(dict(in_json.files)[f"{in_json.workdir}/config.json"]) == {"learning_rate": 1e-3, "batch_size": 1}
-    told = launched("torchrun", workdir="/repo", config={"file": "conf/config.yaml", "flag": "-c"}, knobs=knobs)
-    assert (told.workdir, told.linked) == ("/repo", None)
-    assert told.ranks[0][1][0].argv[-2:] == ("-c", f"{HOME}/jobs/j/attempts/1/config.yaml")
+    in_yaml = request_of("torchrun", workdir="/repo", config={"file": "conf/config.yaml", "flag": "-c"}, knobs=knobs)
+    assert (in_yaml.workdir, in_yaml.linked) == ("/repo", None)
+    assert in_yaml.ranks[0][1][0].argv[-2:] == ("-c", f"{HOME}/jobs/j/attempts/1/config.yaml")
 
 
 def test_what_goes_before_a_restart_runs_in_the_environment_of_the_script(tmp_path: Path) -> None:

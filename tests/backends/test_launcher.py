@@ -26,7 +26,7 @@ from orchestrator.specs.choices import Engine, Offload, OffloadTarget, ZeroStage
 from orchestrator.specs.job.model import DataSpec, ModelSpec, TrainingSpec
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.run import AttemptFolder, JobFolder, TrainingRun, write_json
-from tests.backends.ray_jobs import PROGRAM, alive, said, until
+from tests.backends.ray_jobs import PROGRAM, alive, first_line, until
 
 
 @pytest.fixture
@@ -44,14 +44,14 @@ def ranks_of(*behaviours: str, **env: str) -> list[tuple[int, tuple[str, ...], d
     return [(rank, argv, {"RANK": str(rank), **env}) for rank in range(len(behaviours))]
 
 
-def ended(launcher: Launcher) -> dict[str, Any]:
+def await_end(launcher: Launcher) -> dict[str, Any]:
     return until(lambda: launcher.status()["state"] == "ended" and launcher.status(), "every rank has ended", 20)
 
 
 def test_exit_codes_and_signals_are_exact_and_on_the_disk(folder: AttemptFolder) -> None:
     launcher = launcher_of(folder)
     launcher.start(ranks_of("exit:0", "exit:5", "signal:11", "signal:9"), "/")
-    status = ended(launcher)
+    status = await_end(launcher)
     assert status["exit_codes"] == {0: 0, 1: 5, 2: -11, 3: -9}
     assert [folder.exit_code(rank).read_text() for rank in range(4)] == ["0", "5", "-11", "-9"]
     assert list(folder.path.glob("*.tmp")) == []
@@ -60,10 +60,10 @@ def test_exit_codes_and_signals_are_exact_and_on_the_disk(folder: AttemptFolder)
 def test_the_first_failing_rank_is_named_and_ends_the_others(folder: AttemptFolder, tmp_path: Path) -> None:
     launcher = launcher_of(folder)
     launcher.start(ranks_of("daemon", "deaf", f"go:{tmp_path / 'go'}"), "/")
-    children = [int(str(said(folder, 0)["child"]))]
+    children = [int(str(first_line(folder, 0)["child"]))]
     os.kill(launcher.status()["pids"][2], signal.SIGKILL)
     began_s = time.monotonic()
-    status = ended(launcher)
+    status = await_end(launcher)
     assert status["first_ended"][0] == 2
     assert status["exit_codes"] == {0: -9, 1: -9, 2: -9}
     assert time.monotonic() - began_s < 5
@@ -76,13 +76,13 @@ def test_a_rank_that_ends_well_leaves_the_others_alone(folder: AttemptFolder, tm
     until(lambda: launcher.status()["exit_codes"][0] == 0, "rank 0 has ended")
     assert not launcher.status()["ending"]
     (tmp_path / "go").touch()
-    assert ended(launcher)["exit_codes"] == {0: 0, 1: 0}
+    assert await_end(launcher)["exit_codes"] == {0: 0, 1: 0}
 
 
 def test_an_oom_report_ends_a_rank_that_does_not_end_itself(folder: AttemptFolder) -> None:
     launcher = launcher_of(folder)
     launcher.start(ranks_of(f"oom:{folder.path}", "wait"), "/")
-    status = ended(launcher)
+    status = await_end(launcher)
     assert status["oom"]
     assert status["exit_codes"] == {0: -9, 1: -9}
 
@@ -92,7 +92,7 @@ def test_starting_again_changes_nothing(folder: AttemptFolder) -> None:
     first = launcher.start(ranks_of("wait"), "/")["pids"]
     assert launcher.start(ranks_of("wait", "wait"), "/")["pids"] == first
     launcher.abort(0)
-    ended(launcher)
+    await_end(launcher)
 
 
 def test_stopped_before_the_start_means_never_started(folder: AttemptFolder) -> None:
@@ -106,10 +106,10 @@ def test_stop_asks_first_and_kills_after_the_grace(folder: AttemptFolder) -> Non
     launcher = launcher_of(folder)
     launcher.start(ranks_of("polite", "deaf", "wait"), "/")
     for rank in range(3):
-        said(folder, rank)
+        first_line(folder, rank)
     began_s = time.monotonic()
     launcher.stop(0.5)
-    assert ended(launcher)["exit_codes"] == {0: 7, 1: -9, 2: -15}
+    assert await_end(launcher)["exit_codes"] == {0: 7, 1: -9, 2: -15}
     assert 0.5 <= time.monotonic() - began_s < 5
 
 
@@ -126,7 +126,7 @@ def test_ranks_end_when_a_newer_attempt_appears(folder: AttemptFolder) -> None:
     launcher.start(ranks_of("deaf"), "/")
     assert read_epoch(folder.path.parents[1] / "epoch") == 0
     write_durably(folder.path.parents[1] / "epoch", "2")
-    assert ended(launcher)["exit_codes"] == {0: -9}
+    assert await_end(launcher)["exit_codes"] == {0: -9}
 
 
 def test_ranks_do_not_inherit_tokens(folder: AttemptFolder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,8 +134,8 @@ def test_ranks_do_not_inherit_tokens(folder: AttemptFolder, monkeypatch: pytest.
         monkeypatch.setenv(name, "hidden")
     launcher = launcher_of(folder)
     launcher.start(ranks_of("exit:0", KEPT="yes"), "/")
-    ended(launcher)
-    env = said(folder, 0)["env"]
+    await_end(launcher)
+    env = first_line(folder, 0)["env"]
     assert isinstance(env, dict)
     assert env["KEPT"] == "yes"
     assert [name for name, value in env.items() if value == "hidden"] == []
@@ -156,13 +156,13 @@ def test_a_long_poll_answers_on_change_and_at_its_timeout(folder: AttemptFolder,
     (tmp_path / "go").touch()
     assert launcher.wait(version, 20)["version"] > version
     assert time.monotonic() - began_s < 10
-    ended(launcher)
+    await_end(launcher)
 
 
 def test_logs_are_read_from_an_offset(folder: AttemptFolder) -> None:
     launcher = launcher_of(folder)
     launcher.start(ranks_of("exit:0"), "/")
-    ended(launcher)
+    await_end(launcher)
     text = folder.log(0).read_bytes()
     assert launcher.read(0, 0, 10) + launcher.read(0, 10) == text
     assert launcher.read(0, len(text)) == b""
@@ -184,7 +184,7 @@ def test_ranks_die_with_their_launcher(folder: AttemptFolder) -> None:
     with subprocess.Popen(arguments, stdout=subprocess.PIPE, cwd=Path(__file__).parents[2]) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"started\n"
-        pids = [int(str(said(folder, rank)["pid"])) for rank in (0, 1)]
+        pids = [int(str(first_line(folder, rank)["pid"])) for rank in (0, 1)]
         assert alive(pids) == pids
         process.kill()
     assert until(lambda: not alive(pids), "ranks are gone", 5)
@@ -192,11 +192,11 @@ def test_ranks_die_with_their_launcher(folder: AttemptFolder) -> None:
 
 def test_attempts_of_one_name_in_two_homes_share_neither_names_nor_marks(tmp_path: Path) -> None:
     """Two services on one machine, or on one Ray, both with a job fits-1: neither takes up or kills the other's."""
-    one, two = tmp_path / "one", tmp_path / "two"
-    marks = {mark_of(JobFolder(home, "fits-1").attempt(1), "local") for home in (one, two)}
+    first_home, two = tmp_path / "one", tmp_path / "two"
+    marks = {mark_of(JobFolder(home, "fits-1").attempt(1), "local") for home in (first_home, two)}
     assert len(marks) == 2
-    assert connection.namespace(one) != connection.namespace(two)
-    assert connection.namespace(one) == connection.namespace(one)
+    assert connection.namespace(first_home) != connection.namespace(two)
+    assert connection.namespace(first_home) == connection.namespace(first_home)
 
 
 def test_kill_marked_ends_the_marked_only(tmp_path: Path) -> None:
@@ -212,7 +212,7 @@ def test_kill_marked_ends_the_marked_only(tmp_path: Path) -> None:
     other.wait(10)
 
 
-def swapped(folder: AttemptFolder, nvme: Path) -> Path:
+def write_swap(folder: AttemptFolder, nvme: Path) -> Path:
     """A file that the attempt of `folder` has swapped to below `nvme`, as a DeepSpeed engine writes it."""
     plan = Plan(
         engine=Engine.DEEPSPEED,
@@ -245,11 +245,11 @@ def test_what_killed_ranks_swapped_to_files_is_removed_and_nothing_else(tmp_path
     first, second, other_home = (
         JobFolder(tmp_path / home, "fits-1").attempt(number) for home, number in (("a", 1), ("a", 2), ("b", 1))
     )
-    mine, newer, foreign = (swapped(folder, tmp_path / "nvme") for folder in (first, second, other_home))
+    mine, newer, foreign = (write_swap(folder, tmp_path / "nvme") for folder in (first, second, other_home))
     launcher = launcher_of(first)
     launcher.start(ranks_of("wait", "wait"), "/")
     os.kill(launcher.status()["pids"][0], signal.SIGKILL)
-    ended(launcher)
+    await_end(launcher)
     assert (mine.exists(), newer.exists(), foreign.exists()) == (False, True, True)
     clean_up("nobody", str(second.path))  # as a node that lives is told when the launcher is gone
     clean_up("nobody", str(second.path))

@@ -81,10 +81,10 @@ def test_an_error_that_ended_a_rank_does_not_count_as_caught(
 def test_a_measured_attempt_is_recorded_with_its_rates_its_device_seconds_and_what_it_was_trained_with() -> None:
     beats = (Heartbeat(rank=0, step=5, steps_done=5, step_s=0.5, peak_bytes=90, phase="forward", at_s=9.0),)
     plan = Plan(engine=Engine.TORCH, micro_batch_size=8, sequence_length=128)
-    one = replace(attempt(), plan=plan, ended_at_s=11.0, evidence=Evidence(heartbeats=beats))
+    measured_attempt = replace(attempt(), plan=plan, ended_at_s=11.0, evidence=Evidence(heartbeats=beats))
     priced = DEVICE.model_copy(update={"price_per_hour": 3.6})
-    content = attempt_content(job(decoder_spec()), one, str, device=priced)
-    held_s = 11.0 - one.launched_at_s
+    content = attempt_content(job(decoder_spec()), measured_attempt, str, device=priced)
+    held_s = 11.0 - measured_attempt.launched_at_s
     assert content.metrics["samples_per_s"] == 16.0
     assert content.metrics["tokens_per_s"] == 2048.0
     assert content.metrics["device_seconds"] == held_s

@@ -22,7 +22,7 @@ from orchestrator.backends.mlflow.log_model import MODEL_TAG, PENDING, base_of, 
 from orchestrator.backends.mlflow.server import MlflowServer
 from orchestrator.specs.job_record import JobStatus
 from orchestrator.specs.run import JobFolder
-from tests.backends.test_mlflow_tracker import attempt, ended, eventually, new_job, runs, say, server, tracking
+from tests.backends.test_mlflow_tracker import attempt, end_attempt, eventually, new_job, runs, say, server, tracking
 from tests.training import tiny_hf
 
 __all__ = ["server"]  # a fixture
@@ -55,7 +55,7 @@ def run_of(server: MlflowServer, job_id: str) -> Any:
     return runs(server, job_id)["0"]
 
 
-def told(server: MlflowServer, job_id: str) -> str:
+def model_tag(server: MlflowServer, job_id: str) -> str:
     run: Any = runs(server, job_id).get("0")
     return "" if run is None else str(run.data.tags.get(MODEL_TAG, ""))
 
@@ -69,20 +69,20 @@ def test_a_transformers_model_is_a_logged_model_that_a_fresh_process_loads_and_a
     tiny_hf.folder(output.parent, "llama").rename(output)  # weights in several files with an index, as ours are
     (output / "checkpoint-5").mkdir()
     (output / "checkpoint-5" / "optimizer.pt").write_bytes(bytes(1000))
-    done = new_job("tuned-1", ended(attempt("tuned-1", 1)), status=JobStatus.SUCCEEDED)
+    done = new_job("tuned-1", end_attempt(attempt("tuned-1", 1)), status=JobStatus.SUCCEEDED)
     with tracking(journal, server) as relay:
         say(journal, done)
         assert relay.wait_delivered(60), relay.problem
-        assert told(server, "tuned-1") == PENDING, "nobody waited for the copy"
+        assert model_tag(server, "tuned-1") == PENDING, "nobody waited for the copy"
     other = dataclasses.replace(done, submitted_at_s=1.0)
     with tracking(journal, server, job={"tuned-1": other}.get):  # another home, which has a job of that name
         pass
     with tracking(journal, server, job={"tuned-1": done}.get):  # a new service, which was told nothing
-        eventually(lambda: told(server, "tuned-1") not in ("", PENDING), 120)
-    model_id = told(server, "tuned-1")
+        eventually(lambda: model_tag(server, "tuned-1") not in ("", PENDING), 120)
+    model_id = model_tag(server, "tuned-1")
     assert model_id.startswith("m-"), model_id
     run = run_of(server, "tuned-1")
-    assert [one.model_id for one in run.outputs.model_outputs] == [model_id]
+    assert [output.model_id for output in run.outputs.model_outputs] == [model_id]
     again = subprocess.run(
         [sys.executable, "-c", AGAIN, str(server.home), f"models:/{model_id}"],
         env={**os.environ, "HF_HUB_OFFLINE": "1"},
@@ -92,7 +92,7 @@ def test_a_transformers_model_is_a_logged_model_that_a_fresh_process_loads_and_a
     )
     assert again.stdout.splitlines() == ["LlamaForCausalLM", "1"], again.stderr[-2000:]
     main(str(server.home), server.uri, run.info.run_id, "tuned-1", str(output))
-    assert told(server, "tuned-1") == model_id, "copied again, it is the same model"
+    assert model_tag(server, "tuned-1") == model_id, "copied again, it is the same model"
 
 
 ADAPTED_AGAIN = """
@@ -130,9 +130,9 @@ def test_adapters_are_a_logged_model_that_a_fresh_process_puts_on_their_base_aga
     made, logits = adapters(output.parent)
     made.rename(output)  # without a tokenizer: that of the base counts
     with tracking(journal, server):
-        say(journal, new_job("lora-1", ended(attempt("lora-1", 1)), status=JobStatus.SUCCEEDED))
-        eventually(lambda: told(server, "lora-1") not in ("", PENDING), 120)
-    model_id = told(server, "lora-1")
+        say(journal, new_job("lora-1", end_attempt(attempt("lora-1", 1)), status=JobStatus.SUCCEEDED))
+        eventually(lambda: model_tag(server, "lora-1") not in ("", PENDING), 120)
+    model_id = model_tag(server, "lora-1")
     assert model_id.startswith("m-"), model_id
     command = [sys.executable, "-c", ADAPTED_AGAIN, str(server.home), f"models:/{model_id}"]
     offline = {**os.environ, "HF_HUB_OFFLINE": "1"}
@@ -161,8 +161,8 @@ def test_adapters_that_nothing_here_can_load_are_artifacts(
     client = MlflowClient(server.uri)
     run = client.create_run(client.create_experiment(f"without {without}"))
     main(str(server.home), server.uri, run.info.run_id, "lora-1", str(made))
-    kept = [one.path for one in client.list_artifacts(run.info.run_id, "output")]
-    assert "output/adapter_model.safetensors" in kept
+    paths = [artifact.path for artifact in client.list_artifacts(run.info.run_id, "output")]
+    assert "output/adapter_model.safetensors" in paths
     assert client.get_run(run.info.run_id).data.tags[MODEL_TAG] == "output/"
 
 
@@ -173,20 +173,20 @@ def test_an_output_that_is_no_transformers_model_is_artifacts_without_a_claim(
 
     (output_of(server, "foreign-1") / "model.pt").write_bytes(b"weights")
     with tracking(journal, server):
-        say(journal, new_job("foreign-1", ended(attempt("foreign-1", 1)), status=JobStatus.SUCCEEDED))
-        eventually(lambda: told(server, "foreign-1") == "output/", 120)
+        say(journal, new_job("foreign-1", end_attempt(attempt("foreign-1", 1)), status=JobStatus.SUCCEEDED))
+        eventually(lambda: model_tag(server, "foreign-1") == "output/", 120)
     client, run = MlflowClient(server.uri), run_of(server, "foreign-1")
-    assert [one.path for one in client.list_artifacts(run.info.run_id, "output")] == ["output/model.pt"]
+    assert [artifact.path for artifact in client.list_artifacts(run.info.run_id, "output")] == ["output/model.pt"]
     assert not client.search_logged_models([run.info.experiment_id], f"source_run_id = '{run.info.run_id}'")
 
 
 def test_jobs_without_an_output_and_failed_ones_have_no_copy(server: MlflowServer, journal: Journal) -> None:
     (output_of(server, "failed-1") / "model.pt").write_bytes(b"half")
     with tracking(journal, server) as relay:
-        say(journal, new_job("failed-1", ended(attempt("failed-1", 1)), status=JobStatus.FAILED))
-        say(journal, new_job("empty-1", ended(attempt("empty-1", 1)), status=JobStatus.SUCCEEDED))
+        say(journal, new_job("failed-1", end_attempt(attempt("failed-1", 1)), status=JobStatus.FAILED))
+        say(journal, new_job("empty-1", end_attempt(attempt("empty-1", 1)), status=JobStatus.SUCCEEDED))
         assert relay.wait_delivered(60), relay.problem
-    assert [told(server, job_id) for job_id in ("failed-1", "empty-1")] == ["", ""]
+    assert [model_tag(server, job_id) for job_id in ("failed-1", "empty-1")] == ["", ""]
 
 
 def test_a_model_without_weights_without_a_tokenizer_or_of_another_kind_is_not_claimed(tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def health(server: MlflowServer) -> int:
 
 
 def as_nobody(act: Callable[[], object]) -> str:
-    """What an act of another user ended with: the name of its error, or its result."""
+    """Return the result of an act of another user, or the name of its error."""
     read, write = os.pipe()
     child = os.fork()
     if child == 0:

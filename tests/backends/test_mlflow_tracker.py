@@ -99,18 +99,18 @@ def attempt(job_id: str, number: int, plan: Plan = BIG, before: Plan | None = No
     )
 
 
-def ended(running: Attempt, kind: FailureKind | None = None) -> Attempt:
-    said = f"Traceback ... token={SECRET} url={VARIABLE}"
+def end_attempt(running: Attempt, kind: FailureKind | None = None) -> Attempt:
+    text = f"Traceback ... token={SECRET} url={VARIABLE}"
     beat = Heartbeat(rank=0, step=3, steps_done=3, step_s=0.25, peak_bytes=1600, phase="forward", at_s=START_S)
     beat = dataclasses.replace(beat, reserved_bytes=1800)
     return dataclasses.replace(
         running,
         status=AttemptStatus.ENDED,
         ended_at_s=running.launched_at_s + 50,
-        failure=Failure(kind=kind, reason=f"ended by {said}", excerpt=said) if kind else None,
+        failure=Failure(kind=kind, reason=f"ended by {text}", excerpt=text) if kind else None,
         evidence=Evidence(
-            ranks=(RankEnd(rank=0, exit_code=77 if kind else 0, log_tail=said),),
-            errors=(ErrorReport(rank=0, step=3, phase="forward", type="E", traceback=said),) if kind else (),
+            ranks=(RankEnd(rank=0, exit_code=77 if kind else 0, log_tail=text),),
+            errors=(ErrorReport(rank=0, step=3, phase="forward", type="E", traceback=text),) if kind else (),
             heartbeats=(beat,),
         ),
     )
@@ -175,8 +175,8 @@ def tracking(
     job: Callable[[str], Job | None] = lambda _: None,
     sweep: Callable[[str], SweepReport | None] = lambda _: None,
 ) -> Iterator[OutboxRelay]:
-    known = Lookups(state=state, job=job, sweep=sweep)
-    relay = OutboxRelay("mlflow", MlflowTracker(server.uri, server.home, known, ADDRESS), journal.outbox)
+    lookups = Lookups(state=state, job=job, sweep=sweep)
+    relay = OutboxRelay("mlflow", MlflowTracker(server.uri, server.home, lookups, ADDRESS), journal.outbox)
     relay.start()
     try:
         yield relay
@@ -194,10 +194,10 @@ def runs(server: MlflowServer, job_id: str) -> dict[str, object]:
 
     client = MlflowClient(server.uri)
     experiment = client.get_experiment_by_name(EXPERIMENT)
-    found = client.search_runs([experiment.experiment_id], f"tags.`orc.job_id` = '{job_id}'") if experiment else []
-    numbers = [run.data.tags["orc.attempt"] for run in found]
+    matches = client.search_runs([experiment.experiment_id], f"tags.`orc.job_id` = '{job_id}'") if experiment else []
+    numbers = [run.data.tags["orc.attempt"] for run in matches]
     assert len(set(numbers)) == len(numbers), f"a run was duplicated: {numbers}"
-    return dict(zip(numbers, found, strict=True))
+    return dict(zip(numbers, matches, strict=True))
 
 
 def curve(server: MlflowServer, run_id: str, name: str) -> list[tuple[int, float]]:
@@ -232,18 +232,18 @@ def test_a_job_becomes_a_run_with_one_comparable_child_per_attempt(
         write_curves(server.home, first, 4, 6)
         eventually(lambda: len(curve(server, live.info.run_id, "loss")) == 6)  # nobody said a word to the tracker
 
-        failed = ended(first, FailureKind.DEVICE_OOM)
+        failed = end_attempt(first, FailureKind.DEVICE_OOM)
         write_curves(server.home, second, 4, 9)
         say(journal, new_job("gpt-1", failed, second))
         reason = f"finished; {SECRET}"
-        say(journal, new_job("gpt-1", failed, ended(second), status=JobStatus.SUCCEEDED, reason=reason))
+        say(journal, new_job("gpt-1", failed, end_attempt(second), status=JobStatus.SUCCEEDED, reason=reason))
         assert tracker.wait_delivered(60)
 
-    told = runs(server, "gpt-1")
-    assert set(told) == {"0", "1", "2"}
-    parent, one, two = told["0"], told["1"], told["2"]
-    assert [run.info.status for run in (parent, one, two)] == ["FINISHED", "FAILED", "FINISHED"]
-    assert {run.data.tags["mlflow.parentRunId"] for run in (one, two)} == {parent.info.run_id}
+    by_number = runs(server, "gpt-1")
+    assert set(by_number) == {"0", "1", "2"}
+    parent, oom, rerun = by_number["0"], by_number["1"], by_number["2"]
+    assert [run.info.status for run in (parent, oom, rerun)] == ["FINISHED", "FAILED", "FINISHED"]
+    assert {run.data.tags["mlflow.parentRunId"] for run in (oom, rerun)} == {parent.info.run_id}
     assert (job_url(server.home, ADDRESS, new_job("gpt-1").key, 1) or "").endswith(
         f"/runs/{parent.info.run_id}?workflowType=machine_learning"
     )
@@ -253,26 +253,29 @@ def test_a_job_becomes_a_run_with_one_comparable_child_per_attempt(
     assert parent.data.tags["status"] == "succeeded"
     assert "API_URL" in parent.data.tags["job_spec"]
     assert "micro_batch_size 8 -> 2" in parent.data.tags["mlflow.note.content"]
-    assert two.data.params["micro_batch_size"] == "2"
-    assert two.data.params["placement"] == "n0: 0"
-    assert one.data.tags["outcome"] == "device_oom"
-    assert "gradient_accumulation_steps 1 -> 4 (out of memory in forward)" in two.data.tags["change"]
-    assert two.data.metrics["predicted_peak_bytes"] == 300 + 1.25 * 700
-    assert two.data.metrics["measured_peak_bytes"] == 1600
-    assert two.data.metrics["predicted_over_measured"] == 1175 / 1600
-    assert (two.data.metrics["predicted_reserved_bytes"], two.data.metrics["measured_reserved_bytes"]) == (1293, 1800)
-    assert (two.data.metrics["predicted_step_s"], two.data.metrics["measured_step_s"]) == (0.5, 0.25)
-    assert curve(server, two.info.run_id, "loss") == [(step, 1 / step) for step in range(4, 10)]
-    assert len(curve(server, one.info.run_id, "grad_norm")) == 6
+    assert rerun.data.params["micro_batch_size"] == "2"
+    assert rerun.data.params["placement"] == "n0: 0"
+    assert oom.data.tags["outcome"] == "device_oom"
+    assert "gradient_accumulation_steps 1 -> 4 (out of memory in forward)" in rerun.data.tags["change"]
+    assert rerun.data.metrics["predicted_peak_bytes"] == 300 + 1.25 * 700
+    assert rerun.data.metrics["measured_peak_bytes"] == 1600
+    assert rerun.data.metrics["predicted_over_measured"] == 1175 / 1600
+    assert (rerun.data.metrics["predicted_reserved_bytes"], rerun.data.metrics["measured_reserved_bytes"]) == (
+        1293,
+        1800,
+    )
+    assert (rerun.data.metrics["predicted_step_s"], rerun.data.metrics["measured_step_s"]) == (0.5, 0.25)
+    assert curve(server, rerun.info.run_id, "loss") == [(step, 1 / step) for step in range(4, 10)]
+    assert len(curve(server, oom.info.run_id, "grad_norm")) == 6
 
-    estimate = json.loads(artifact(server, one.info.run_id, "memory_estimate.json", tmp_path))
+    estimate = json.loads(artifact(server, oom.info.run_id, "memory_estimate.json", tmp_path))
     assert estimate["bytes_by_cause"] == {"parameters": 300, "activations": 1.25 * 700}
-    assert "token=[TRACKER_TEST_TOKEN] url=[API_URL]" in artifact(server, one.info.run_id, "logs/rank0.txt", tmp_path)
-    assert "Traceback" in artifact(server, one.info.run_id, "tracebacks/rank0.txt", tmp_path)
+    assert "token=[TRACKER_TEST_TOKEN] url=[API_URL]" in artifact(server, oom.info.run_id, "logs/rank0.txt", tmp_path)
+    assert "Traceback" in artifact(server, oom.info.run_id, "tracebacks/rank0.txt", tmp_path)
     address = parent.data.tags["mlflow.note.content"].partition("[Compare the attempts](")[2].partition(")")[0]
     assert json.loads(parse_qs(urlsplit(unquote(address)).fragment.partition("?")[2])["runs"][0]) == [
-        one.info.run_id,
-        two.info.run_id,
+        oom.info.run_id,
+        rerun.info.run_id,
     ]
     _assert_nowhere(server.home / "mlflow", SECRET, VARIABLE, json.dumps(SECRET)[1:-1])
 
@@ -280,7 +283,7 @@ def test_a_job_becomes_a_run_with_one_comparable_child_per_attempt(
 def test_samples_of_the_nodes_are_curves_under_mlflows_names_and_sent_again_they_are_the_same(
     server: MlflowServer, journal: Journal
 ) -> None:
-    one = attempt("sampled", 1)
+    sampled = attempt("sampled", 1)
     folder = JobFolder(server.home, "sampled").attempt(1)
     folder.path.mkdir(parents=True)
     for name, used in (("n0", 10.0), ("n1", 20.0)):
@@ -288,11 +291,11 @@ def test_samples_of_the_nodes_are_curves_under_mlflows_names_and_sent_again_they
         folder.system(name).write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"at_s": 1, "sys')
     for _ in range(2):  # a new process each time, which knows no offset
         with tracking(journal, server) as tracker:
-            say(journal, new_job("sampled", dataclasses.replace(one, status=AttemptStatus.RUNNING)))
+            say(journal, new_job("sampled", dataclasses.replace(sampled, status=AttemptStatus.RUNNING)))
             assert tracker.wait_delivered(60)
     run_id = runs(server, "sampled")["1"].info.run_id  # type: ignore[attr-defined]
-    found = {name: curve(server, run_id, f"system/{name}/gpu_0_memory_usage_megabytes") for name in ("n0", "n1")}
-    assert found == {"n0": [(0, 10.0), (1, 11.0), (2, 12.0)], "n1": [(0, 20.0), (1, 21.0), (2, 22.0)]}
+    curves = {name: curve(server, run_id, f"system/{name}/gpu_0_memory_usage_megabytes") for name in ("n0", "n1")}
+    assert curves == {"n0": [(0, 10.0), (1, 11.0), (2, 12.0)], "n1": [(0, 20.0), (1, 21.0), (2, 22.0)]}
 
 
 def test_the_data_that_a_job_names_are_inputs_of_its_runs_and_lead_to_the_files(
@@ -309,8 +312,8 @@ def test_the_data_that_a_job_names_are_inputs_of_its_runs_and_lead_to_the_files(
     def inputs() -> dict[str, list[tuple[str, str, str]]]:
         return {
             number: sorted(
-                (str(get_source(one.dataset).to_dict()["uri"]), one.tags[0].value, one.dataset.digest)
-                for one in run.inputs.dataset_inputs  # type: ignore[attr-defined]
+                (str(get_source(entry.dataset).to_dict()["uri"]), entry.tags[0].value, entry.dataset.digest)
+                for entry in run.inputs.dataset_inputs  # type: ignore[attr-defined]
             )
             for number, run in runs(server, "lm-data").items()
         }
@@ -337,10 +340,10 @@ def test_an_outcome_and_the_picture_of_its_frontier_can_be_had_from_mlflow(
     with tracking(journal, server, lambda: state) as tracker:
         say(journal, state.jobs["lm-1"])
         assert tracker.wait_delivered(60)
-    told = runs(server, "lm-1")
-    picture = artifact_path(server, told["0"].info.run_id, "frontier.png", tmp_path).read_bytes()
+    by_number = runs(server, "lm-1")
+    picture = artifact_path(server, by_number["0"].info.run_id, "frontier.png", tmp_path).read_bytes()
     assert picture.startswith(b"\x89PNG")
-    assert "learned: activations of lm" in artifact(server, told["1"].info.run_id, "explanation.txt", tmp_path)
+    assert "learned: activations of lm" in artifact(server, by_number["1"].info.run_id, "explanation.txt", tmp_path)
     assert state.observations
     assert read_outcomes(server.uri, EXPERIMENT) == state.observations
     with pytest.raises(SpecError, match="no such experiment"):
@@ -360,12 +363,12 @@ def test_outcomes_are_sought_where_an_mlflow_is_and_nothing_is_made_where_none_i
     assert list(tmp_path.iterdir()) == []
 
 
-def _assert_nowhere(folder: Path, *words: str) -> None:
+def _assert_nowhere(folder: Path, *secrets: str) -> None:
     files = [path for path in folder.rglob("*") if path.is_file()]
     assert len(files) > 3
     for path in files:
         data = path.read_bytes()
-        assert not [word for word in words if word.encode() in data], f"a secret is in {path}"
+        assert not [word for word in secrets if word.encode() in data], f"a secret is in {path}"
 
 
 def test_kill_9_of_the_server_and_a_new_tracker_lose_and_repeat_nothing(
@@ -385,11 +388,11 @@ def test_kill_9_of_the_server_and_a_new_tracker_lose_and_repeat_nothing(
         for job_id in jobs:
             said_at_s = time.monotonic()
             say(journal, new_job(job_id, running[job_id]))
-            say(journal, new_job(job_id, ended(running[job_id]), status=JobStatus.SUCCEEDED, reason="finished"))
+            say(journal, new_job(job_id, end_attempt(running[job_id]), status=JobStatus.SUCCEEDED, reason="finished"))
             assert time.monotonic() - said_at_s < 1, "a dead server delayed the journal"
         eventually(lambda: tracker.problem is not None)
-    kept = journal.outbox.pending("mlflow", 1000)
-    assert len(kept) >= 2 * len(jobs), "rows were forgotten that no server took"
+    waiting = journal.outbox.pending("mlflow", 1000)
+    assert len(waiting) >= 2 * len(jobs), "rows were forgotten that no server took"
 
     eventually(server.ensure_running, 120)
     assert not set(before) & set(server.processes())
@@ -399,9 +402,9 @@ def test_kill_9_of_the_server_and_a_new_tracker_lose_and_repeat_nothing(
     with tracking(journal, server) as tracker:
         assert tracker.wait_delivered(60)
     for job_id in jobs:
-        told = runs(server, job_id)
-        assert [told[number].info.status for number in ("0", "1")] == ["FINISHED", "FINISHED"]
-        assert curve(server, told["1"].info.run_id, "loss") == [(step, 1 / step) for step in range(1, 21)]
+        by_number = runs(server, job_id)
+        assert [by_number[number].info.status for number in ("0", "1")] == ["FINISHED", "FINISHED"]
+        assert curve(server, by_number["1"].info.run_id, "loss") == [(step, 1 / step) for step in range(1, 21)]
 
 
 def test_a_creation_that_came_true_after_its_timeout_leaves_no_second_run(
@@ -409,15 +412,15 @@ def test_a_creation_that_came_true_after_its_timeout_leaves_no_second_run(
 ) -> None:
     from mlflow import MlflowClient
 
-    one = attempt("twice", 1)
+    started = attempt("twice", 1)
     with tracking(journal, server) as tracker:
-        say(journal, new_job("twice", one))
+        say(journal, new_job("twice", started))
         assert tracker.wait_delivered(60)
         client = MlflowClient(server.uri)
         experiment = client.get_experiment_by_name(EXPERIMENT).experiment_id
         tags = {"orc.run": run_key(new_job("twice"), 1), "orc.job_id": "twice", "orc.attempt": "1"}
         client.create_run(experiment, tags=tags)
-        say(journal, new_job("twice", ended(one), status=JobStatus.SUCCEEDED))
+        say(journal, new_job("twice", end_attempt(started), status=JobStatus.SUCCEEDED))
         assert tracker.wait_delivered(60)
     assert runs(server, "twice")["1"].info.status == "FINISHED"
 
@@ -429,12 +432,12 @@ def test_a_service_that_was_frozen_amid_a_creation_leaves_no_second_run(
     """Another one took over, and recorded the same attempt, between its look at MLflow and its creation."""
     from mlflow.exceptions import MlflowException
 
-    known = Lookups(state=State, job=lambda _: None, sweep=lambda _: None)
-    old, new = (MlflowTracker(server.uri, server.home, known) for _ in range(2))
+    lookups = Lookups(state=State, job=lambda _: None, sweep=lambda _: None)
+    old, new = (MlflowTracker(server.uri, server.home, lookups) for _ in range(2))
     name = f"frozen-{its_job_ends}".lower()
-    one = attempt(name, 1)
+    started = attempt(name, 1)
     first = new_job(name)
-    later = new_job(name, ended(one), status=JobStatus.SUCCEEDED) if its_job_ends else new_job(name, one)
+    later = new_job(name, end_attempt(started), status=JobStatus.SUCCEEDED) if its_job_ends else new_job(name, started)
     old.send([(1, Record(job=first))])
     create = old._contact.client.create_run
 
@@ -443,15 +446,15 @@ def test_a_service_that_was_frozen_amid_a_creation_leaves_no_second_run(
         return create(*arguments, **named)
 
     old._contact.client.create_run = creates_late
-    old.send([(2, Record(job=new_job(name, one), attempt=one))])
-    kept = runs(server, name)
-    assert set(kept) == {"0", "1"}
-    assert (kept["1"].info.end_time is not None) == its_job_ends, "a record that was whole was given up"
+    old.send([(2, Record(job=new_job(name, started), attempt=started))])
+    by_number = runs(server, name)
+    assert set(by_number) == {"0", "1"}
+    assert (by_number["1"].info.end_time is not None) == its_job_ends, "a record that was whole was given up"
     for tracker in (old, new):  # the one whose run was replaced finds the other
         for _ in range(2):
             with suppress(OSError, MlflowException):  # the relay sends again
-                tracker.send([(3, Record(job=new_job(name, ended(one), status=JobStatus.SUCCEEDED)))])
-    assert runs(server, name)["1"].info.run_id == kept["1"].info.run_id
+                tracker.send([(3, Record(job=new_job(name, end_attempt(started), status=JobStatus.SUCCEEDED)))])
+    assert runs(server, name)["1"].info.run_id == by_number["1"].info.run_id
     assert runs(server, name)["1"].info.status == "FINISHED"
 
 
@@ -500,8 +503,8 @@ def test_a_dead_server_blocks_neither_start_nor_append_nor_stop(
         listener.bind(("127.0.0.1", 0))
         if kind == "never answers":
             listener.listen()
-        known = Lookups(state=State, job=lambda _: None, sweep=lambda _: None)
-        nobody = MlflowTracker(f"http://127.0.0.1:{listener.getsockname()[1]}", tmp_path, known)
+        lookups = Lookups(state=State, job=lambda _: None, sweep=lambda _: None)
+        nobody = MlflowTracker(f"http://127.0.0.1:{listener.getsockname()[1]}", tmp_path, lookups)
         tracker = OutboxRelay("mlflow", nobody, journal.outbox)
         began_s = time.monotonic()
         tracker.start()
@@ -588,37 +591,37 @@ def test_the_strategies_of_a_comparison_are_children_of_one_run_that_ends_with_t
     def strategy(number: int, *attempts: Attempt, **changes: object) -> Job:
         member = Member(number=number, of=3, max_concurrent=1, compared=True)
         spec = SPEC.model_copy(update={"name": "three", "member": member})
-        found = new_job(f"three-{number + 1}", *attempts)
-        newest[found.id] = dataclasses.replace(found, spec=spec, array="three-1", order=number + 1, **changes)
-        return newest[found.id]
+        trial = new_job(f"three-{number + 1}", *attempts)
+        newest[trial.id] = dataclasses.replace(trial, spec=spec, array="three-1", order=number + 1, **changes)
+        return newest[trial.id]
 
     newest: dict[str, Job] = {}
 
-    one, two = attempt("three-1", 1), attempt("three-2", 1, SMALL)
-    write_curves(server.home, one, 1, 3)
+    first, two = attempt("three-1", 1), attempt("three-2", 1, SMALL)
+    write_curves(server.home, first, 1, 3)
     with tracking(journal, server, job=newest.get) as tracker:
-        say(journal, strategy(0, dataclasses.replace(one, status=AttemptStatus.RUNNING)))
-        say(journal, strategy(0, ended(one), status=JobStatus.SUCCEEDED))
-        say(journal, strategy(1, ended(two, FailureKind.DEVICE_OOM), status=JobStatus.FAILED, reason=SECRET))
+        say(journal, strategy(0, dataclasses.replace(first, status=AttemptStatus.RUNNING)))
+        say(journal, strategy(0, end_attempt(first), status=JobStatus.SUCCEEDED))
+        say(journal, strategy(1, end_attempt(two, FailureKind.DEVICE_OOM), status=JobStatus.FAILED, reason=SECRET))
         assert tracker.wait_delivered(60)
         client = MlflowClient(server.uri)
         experiment = client.get_experiment_by_name(EXPERIMENT)
         assert experiment is not None
-        found = client.search_runs([experiment.experiment_id], "tags.`orc.comparison` != ''")
-        (parent_id,) = {run.data.tags["mlflow.parentRunId"] for run in found}
+        trials = client.search_runs([experiment.experiment_id], "tags.`orc.comparison` != ''")
+        (parent_id,) = {run.data.tags["mlflow.parentRunId"] for run in trials}
         assert client.get_run(parent_id).info.status == "RUNNING"
-        key = found[0].data.tags["orc.comparison"]
+        key = trials[0].data.tags["orc.comparison"]
         assert comparison_url(server.home, ADDRESS, key, 3) is None, "a strategy is missing"
     with tracking(journal, server, job=newest.get) as tracker:  # a new service, which was told of none of them
         say(journal, strategy(2, status=JobStatus.REFUSED, reason=f"no plan fits {SECRET}"))
         assert tracker.wait_delivered(60)
-    found = client.search_runs([experiment.experiment_id], f"tags.`orc.comparison` = '{key}'")
-    assert sorted((str(run.info.run_name), run.info.status) for run in found) == [
+    trials = client.search_runs([experiment.experiment_id], f"tags.`orc.comparison` = '{key}'")
+    assert sorted((str(run.info.run_name), run.info.status) for run in trials) == [
         ("plain on 1", "FAILED"),
         ("plain on 1", "FINISHED"),
         ("three-3", "FAILED"),
     ]
-    assert {run.data.params["family"] for run in found} == {"three"}
+    assert {run.data.params["family"] for run in trials} == {"three"}
     parent = client.get_run(parent_id)
     assert (parent.info.status, parent.info.run_name) == ("FINISHED", "three-1")
     assert "mlflow.parentRunId" not in parent.data.tags

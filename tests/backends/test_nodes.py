@@ -35,9 +35,9 @@ def ray_node(node_id: str, *, host: str = "h", alive: bool = True, devices: int 
 
 
 def test_a_node_is_known_by_its_label_else_by_its_host() -> None:
-    found = live_nodes(spec(node_spec("a")), [ray_node("1", host="x", node="a"), ray_node("2", host="y")])
-    assert {name: node.id for name, node in found.items()} == {"a": "1", "y": "2"}
-    assert (found["a"].host_memory_bytes, found["y"].host_memory_bytes) == (2**32, 1024)
+    live = live_nodes(spec(node_spec("a")), [ray_node("1", host="x", node="a"), ray_node("2", host="y")])
+    assert {name: node.id for name, node in live.items()} == {"a": "1", "y": "2"}
+    assert (live["a"].host_memory_bytes, live["y"].host_memory_bytes) == (2**32, 1024)
 
 
 def test_dead_nodes_and_nodes_without_devices_do_not_count() -> None:
@@ -46,8 +46,8 @@ def test_dead_nodes_and_nodes_without_devices_do_not_count() -> None:
 
 
 def test_two_nodes_of_one_host_are_two() -> None:
-    found = live_nodes(spec(node_spec("h")), [ray_node("1234567"), ray_node("7654321")])
-    assert sorted(found) == ["h", "h-765432"]
+    live = live_nodes(spec(node_spec("h")), [ray_node("1234567"), ray_node("7654321")])
+    assert sorted(live) == ["h", "h-765432"]
 
 
 def test_devices_are_known_by_label_then_by_the_file_then_as_the_only_kind() -> None:
@@ -67,7 +67,8 @@ def test_what_was_free_before_an_attempt_is_what_nvml_said_of_its_idle_devices_t
 
     def see(*free: int | None) -> None:
         devices = (
-            NvmlDevice(index=at, free_bytes=one or 0, error=None if one else "lost") for at, one in enumerate(free)
+            NvmlDevice(index=index, free_bytes=free_or_none or 0, error=None if free_or_none else "lost")
+            for index, free_or_none in enumerate(free)
         )
         watch.see(node, NvmlReading(devices=tuple(devices)), 0.0)
 

@@ -34,7 +34,7 @@ from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.notify import NotifySpec
 from orchestrator.specs.parse import parse_cluster
 from orchestrator.specs.replace import replace
-from tests.backends.test_mlflow_tracker import attempt, ended
+from tests.backends.test_mlflow_tracker import attempt, end_attempt
 
 SECRET = "whsec_" + "MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"
 PRIVATE_PATH = "/services/T000/very-private"
@@ -96,14 +96,14 @@ def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outbox_relay, "RETRY_MAX_S", 0.05)
 
 
-def spec_of(*names: str, allow: Sequence[str] = ("localhost",), **said: Any) -> NotifySpec:
-    hooks = [{"name": name, "webhook": f"URL_{name.upper()}", "signed_with": "SECRET", **said} for name in names]
+def spec_of(*names: str, allow: Sequence[str] = ("localhost",), **settings: Any) -> NotifySpec:
+    hooks = [{"name": name, "webhook": f"URL_{name.upper()}", "signed_with": "SECRET", **settings} for name in names]
     return NotifySpec.model_validate({"targets": hooks, "allow_hosts": allow})
 
 
-def hooks_of(urls: dict[str, str], allow: Sequence[str] = ("localhost",), **said: Any) -> dict[str, Target]:
+def hooks_of(urls: dict[str, str], allow: Sequence[str] = ("localhost",), **settings: Any) -> dict[str, Target]:
     environment = {f"URL_{name.upper()}": url for name, url in urls.items()} | {"SECRET": SECRET}
-    return targets_of(spec_of(*urls, allow=allow, **said), "c", environment)
+    return targets_of(spec_of(*urls, allow=allow, **settings), "c", environment)
 
 
 def trial(key: str = "a", at_s: float | None = None) -> Notice:
@@ -129,19 +129,19 @@ def lost_node(budget_is_left: bool) -> tuple[Event, list[Record]]:
     return event, [Record(job=job, attempt=over)]
 
 
-@pytest.mark.parametrize(("is_left", "told"), [(True, ["node_lost"]), (False, ["node_lost", "failed"])])
+@pytest.mark.parametrize(("is_left", "kinds"), [(True, ["node_lost"]), (False, ["node_lost", "failed"])])
 def test_a_lost_node_and_a_final_failure_are_told_and_the_same_decision_gives_the_same_ids(
-    is_left: bool, told: list[str]
+    is_left: bool, kinds: list[str]
 ) -> None:
     decided = [lost_node(is_left)]
     first, again = [*notices_of(decided)], [*notices_of(decided)]
-    assert [one.kind for one in first] == told
-    assert [one.id for one in first] == [one.id for one in again]
-    assert len({one.id for one in first}) == len(told)
+    assert [notice.kind for notice in first] == kinds
+    assert [notice.id for notice in first] == [notice.id for notice in again]
+    assert len({notice.id for notice in first}) == len(kinds)
 
 
 def test_a_success_and_a_restart_are_not_told() -> None:
-    done = Job(id="a", spec=SPEC, order=1, submitted_at_s=0, attempts=(ended(attempt("a", 1)),))
+    done = Job(id="a", spec=SPEC, order=1, submitted_at_s=0, attempts=(end_attempt(attempt("a", 1)),))
     event = Finished(job_id="a", number=1, evidence=Evidence(), at_s=9.0)
     assert [*notices_of([(event, [Record(job=done, attempt=done.last)])])] == []
 
@@ -150,17 +150,17 @@ def test_a_notice_shows_no_value_of_the_jobs_secrets_and_variables(monkeypatch: 
     monkeypatch.setenv("TOKEN", "hush-hush")
     spec = SPEC.model_copy(update={"secrets": ("TOKEN",), "env": (("URL", "my-variable"),)})
     failed = Job(id="a", spec=spec, order=1, submitted_at_s=0, status=JobStatus.FAILED, reason="hush-hush my-variable")
-    (told,) = notices_of([(TimerFired(at_s=1.0), [Record(job=failed)])])
-    assert "hush-hush" not in repr(told)
-    assert "my-variable" not in repr(told)
-    assert "[TOKEN] [URL]" in told.text
+    (notice,) = notices_of([(TimerFired(at_s=1.0), [Record(job=failed)])])
+    assert "hush-hush" not in repr(notice)
+    assert "my-variable" not in repr(notice)
+    assert "[TOKEN] [URL]" in notice.text
 
 
 # ------------------------------------------------------------------------------------------------------ the journal
 
 
 @contextmanager
-def opened(path: Path, *names: str) -> Iterator[Journal]:
+def open_journal(path: Path, *names: str) -> Iterator[Journal]:
     with closing(Journal(f"sqlite:///{path}/journal.db")) as journal:
         journal.outbox.register(["mlflow"])
         journal.notices.register(names)
@@ -169,15 +169,15 @@ def opened(path: Path, *names: str) -> Iterator[Journal]:
 
 def fail(journal: Journal, *job_ids: str) -> None:
     jobs = [
-        Job(id=one, spec=SPEC, order=1, submitted_at_s=0, status=JobStatus.FAILED, reason="user_error")
-        for one in job_ids
+        Job(id=job_id, spec=SPEC, order=1, submitted_at_s=0, status=JobStatus.FAILED, reason="user_error")
+        for job_id in job_ids
     ]
     journal.append([(TimerFired(at_s=time.time()), [Record(job=job) for job in jobs])])
 
 
 @contextmanager
-def relaying(journal: Journal, found: dict[str, Target]) -> Iterator[list[OutboxRelay[Notice]]]:
-    relays = [OutboxRelay(name, target, journal.notices) for name, target in found.items()]
+def relay_notices(journal: Journal, targets: dict[str, Target]) -> Iterator[list[OutboxRelay[Notice]]]:
+    relays = [OutboxRelay(name, target, journal.notices) for name, target in targets.items()]
     for relay in relays:
         relay.start()
     try:
@@ -188,27 +188,27 @@ def relaying(journal: Journal, found: dict[str, Target]) -> Iterator[list[Outbox
 
 
 def test_the_same_thing_is_told_once_also_after_it_was_delivered_and_after_a_restart(tmp_path: Path) -> None:
-    with opened(tmp_path, "a") as journal:
+    with open_journal(tmp_path, "a") as journal:
         fail(journal, "lm-1")
         ((row, _),) = journal.notices.pending("a", 9)
         journal.notices.delivered("a", [row])
         fail(journal, "lm-1")
         assert journal.notices.pending("a", 9) == []
-    with opened(tmp_path, "a") as journal:
+    with open_journal(tmp_path, "a") as journal:
         fail(journal, "lm-1", "lm-2")
-        assert [one.data["job"] for _, one in journal.notices.pending("a", 9)] == ["lm-2"]
+        assert [notice.data["job"] for _, notice in journal.notices.pending("a", 9)] == ["lm-2"]
 
 
 def test_nothing_is_kept_without_a_target_and_only_so_much_with_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(outbox, "NOTICES_MAX", 3)
-    with opened(tmp_path) as journal:
+    with open_journal(tmp_path) as journal:
         fail(journal, "a")
         journal.notices.register(["hook"])
         fail(journal, "b", "c", "d")
         fail(journal, "e")
-        assert [one.data["job"] for _, one in journal.notices.pending("hook", 9)] == ["c", "d", "e"]
+        assert [notice.data["job"] for _, notice in journal.notices.pending("hook", 9)] == ["c", "d", "e"]
         journal.notices.register([])
         journal.notices.register(["hook"])
         assert journal.notices.pending("hook", 9) == []
@@ -217,13 +217,13 @@ def test_nothing_is_kept_without_a_target_and_only_so_much_with_one(
 def test_a_hook_that_was_down_gets_everything_also_after_a_restart_of_the_service_in_between(tmp_path: Path) -> None:
     hook = Hook()
     hook.close()  # its port refuses from now on
-    with opened(tmp_path, "a") as journal:
-        with relaying(journal, hooks_of({"a": hook.url})) as (relay,):
+    with open_journal(tmp_path, "a") as journal:
+        with relay_notices(journal, hooks_of({"a": hook.url})) as (relay,):
             fail(journal, "lm-1", "lm-2")
             until(lambda: relay.problem is not None)
             assert "very-private" not in str(relay.problem)
         assert len(journal.notices.pending("a", 9)) == 2
-    with opened(tmp_path, "a") as journal, relaying(journal, hooks_of({"a": hook.url})) as (relay,):
+    with open_journal(tmp_path, "a") as journal, relay_notices(journal, hooks_of({"a": hook.url})) as (relay,):
         fail(journal, "lm-3")
         until(lambda: relay.problem is not None)
         back = Hook(port=hook.port)
@@ -231,16 +231,16 @@ def test_a_hook_that_was_down_gets_everything_also_after_a_restart_of_the_servic
             assert relay.wait_delivered(PATIENCE_S)
         finally:
             back.close()
-    told = [json.loads(body)["data"]["job"] for _, body in back.got]
-    assert told == ["lm-1", "lm-2", "lm-3"]
+    job_ids = [json.loads(body)["data"]["job"] for _, body in back.got]
+    assert job_ids == ["lm-1", "lm-2", "lm-3"]
     assert len(set(back.ids)) == 3
 
 
 def test_a_notice_that_is_sent_again_has_the_same_id_and_body(tmp_path: Path, hook: Hook) -> None:
     hook.status = 503  # it has the notice, and its answer says that it has not
-    with opened(tmp_path, "a") as journal:
+    with open_journal(tmp_path, "a") as journal:
         fail(journal, "lm-1")
-        with relaying(journal, hooks_of({"a": hook.url})) as (relay,):
+        with relay_notices(journal, hooks_of({"a": hook.url})) as (relay,):
             until(lambda: len(hook.got) >= 2)
             hook.status = 200
             assert relay.wait_delivered(PATIENCE_S)
@@ -250,8 +250,8 @@ def test_a_notice_that_is_sent_again_has_the_same_id_and_body(tmp_path: Path, ho
 
 @pytest.mark.parametrize("url", ["http://localhost:1/", "no url at all", "", "http://10.255.255.1/"])
 def test_a_broken_target_stops_no_other(tmp_path: Path, hook: Hook, url: str) -> None:
-    found = hooks_of({"good": hook.url, "bad": url})
-    with opened(tmp_path, *found) as journal, relaying(journal, found) as (good, bad):
+    targets = hooks_of({"good": hook.url, "bad": url})
+    with open_journal(tmp_path, *targets) as journal, relay_notices(journal, targets) as (good, bad):
         fail(journal, "lm-1", "lm-2")
         assert good.wait_delivered(PATIENCE_S)
         until(lambda: bad.problem is not None)
@@ -276,8 +276,8 @@ def test_a_target_gets_only_the_kinds_that_it_names(hook: Hook) -> None:
 def test_a_webhook_is_one_that_the_standards_own_library_verifies(hook: Hook) -> None:
     hooks_of({"a": hook.url})["a"].deliver([trial()])
     ((headers, body),) = hook.got
-    said = Webhook(SECRET).verify(body, headers)
-    assert (said["type"], said["data"]["job"], said["data"]["cluster"]) == ("orc.failed", "lm-1", "c")
+    payload = Webhook(SECRET).verify(body, headers)
+    assert (payload["type"], payload["data"]["job"], payload["data"]["cluster"]) == ("orc.failed", "lm-1", "c")
     assert hook.paths == [PRIVATE_PATH]
     for planted in (body + b" ", body.replace(b"lm-1", b"lm-2")):
         with pytest.raises(WebhookVerificationError):
@@ -328,8 +328,8 @@ def test_a_public_address_is_allowed(address: str) -> None:
     ],
 )
 def test_a_hook_at_a_private_address_is_denied_and_nothing_connects(hook: Hook, host: str) -> None:
-    said = refusal(f"https://{host}:{hook.port}/very-private")
-    assert "not public" in said or "not known" in said
+    message = refusal(f"https://{host}:{hook.port}/very-private")
+    assert "not public" in message or "not known" in message
     assert hook.got == []
 
 
@@ -348,25 +348,25 @@ def test_a_name_is_resolved_once_and_the_address_that_was_checked_is_the_one_con
     hook: Hook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The name servers of an attacker answer a public address first, and the loopback ever after."""
-    real, asked = socket.getaddrinfo, list[str]()
+    real, hosts = socket.getaddrinfo, list[str]()
 
     def rebinding(host: str, port: int, *rest: Any, **more: Any) -> Any:
         if host != "rebind.example":
             return real(host, port, *rest, **more)
-        asked.append(host)
-        address = "203.0.114.1" if len(asked) == 1 else "127.0.0.1"
+        hosts.append(host)
+        address = "203.0.114.1" if len(hosts) == 1 else "127.0.0.1"
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port))]
 
     monkeypatch.setattr(socket, "getaddrinfo", rebinding)
     monkeypatch.setattr(webhook, "TIMEOUT_S", 0.5)
     refusal(f"https://rebind.example:{hook.port}/very-private")
-    assert asked == ["rebind.example"]
+    assert hosts == ["rebind.example"]
     assert hook.got == []
     assert "not public" in refusal(f"https://rebind.example:{hook.port}/very-private"), "now it is the loopback"
 
 
 def test_a_host_with_one_private_address_among_public_ones_is_denied(monkeypatch: pytest.MonkeyPatch) -> None:
-    both = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (one, 443)) for one in ("1.1.1.1", "10.0.0.1")]
+    both = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 443)) for address in ("1.1.1.1", "10.0.0.1")]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: both)
     with pytest.raises(addresses.Refused):
         addresses.resolve_host("two.example", 443, ())
@@ -376,10 +376,10 @@ def test_a_host_with_one_private_address_among_public_ones_is_denied(monkeypatch
 def test_no_redirect_is_followed(hook: Hook, status: int) -> None:
     sly = Hook(status=status, headers=[("Location", hook.url)])
     try:
-        said = refusal(sly.url, allow=("localhost",))
+        message = refusal(sly.url, allow=("localhost",))
     finally:
         sly.close()
-    assert f"{status}, a redirect" in said
+    assert f"{status}, a redirect" in message
     assert hook.got == []
 
 
@@ -417,18 +417,18 @@ def test_no_url_and_no_secret_is_in_journal_log_or_problem(
     caplog.set_level(logging.DEBUG)
     hook.status = 500
     environment = {"URL_A": hook.url, "SECRET": SECRET}
-    found = targets_of(spec_of("a"), "c", environment)
+    targets = targets_of(spec_of("a"), "c", environment)
     assert environment == {}, "a job would inherit it"
-    with opened(tmp_path, "a") as journal:
+    with open_journal(tmp_path, "a") as journal:
         fail(journal, "lm-1")
-        with relaying(journal, found) as (relay,):
+        with relay_notices(journal, targets) as (relay,):
             until(lambda: relay.problem is not None)
-            said = str(relay.problem)
-    assert "it answered 500" in said
-    kept = b"".join(path.read_bytes() for path in tmp_path.iterdir())
+            problem = str(relay.problem)
+    assert "it answered 500" in problem
+    stored = b"".join(path.read_bytes() for path in tmp_path.iterdir())
     for secret in ("very-private", SECRET, SECRET.removeprefix("whsec_")):
-        assert secret not in said + caplog.text
-        assert secret.encode() not in kept
+        assert secret not in problem + caplog.text
+        assert secret.encode() not in stored
 
 
 @pytest.mark.parametrize("key", ["webhook", "apprise", "signed_with"])
@@ -466,11 +466,11 @@ def test_apprise_delivers_a_mail_and_notices_that_wait_together_share_one(tmp_pa
     smtp.start()
     try:
         url = f"mailto://127.0.0.1:{port}?from=orc@example.org&to=team@example.org&mode=insecure"
-        said = NotifySpec.model_validate({"targets": [{"name": "mail", "apprise": "MAIL"}]})
-        found = targets_of(said, "night", {"MAIL": url})
-        with opened(tmp_path, "mail") as journal:
+        spec = NotifySpec.model_validate({"targets": [{"name": "mail", "apprise": "MAIL"}]})
+        targets = targets_of(spec, "night", {"MAIL": url})
+        with open_journal(tmp_path, "mail") as journal:
             fail(journal, "lm-1", "lm-2", "lm-3")
-            with relaying(journal, found) as (relay,):
+            with relay_notices(journal, targets) as (relay,):
                 assert relay.wait_delivered(PATIENCE_S), relay.problem
     finally:
         smtp.stop()
@@ -487,9 +487,9 @@ def test_an_apprise_target_that_cannot_be_reached_says_so_without_its_url(
     url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
-    said = NotifySpec.model_validate({"targets": [{"name": "mail", "apprise": "MAIL"}]})
+    spec = NotifySpec.model_validate({"targets": [{"name": "mail", "apprise": "MAIL"}]})
     with pytest.raises(ConnectionError) as refused:
-        targets_of(said, "c", {"MAIL": url})["mail"].deliver([trial()])
+        targets_of(spec, "c", {"MAIL": url})["mail"].deliver([trial()])
     assert url not in str(refused.value) + caplog.text
     assert "example.org" not in str(refused.value) + caplog.text
 

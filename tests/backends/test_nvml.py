@@ -112,7 +112,7 @@ def test_a_machine_without_nvml_is_data(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize(
-    ("told", "read", "tells"),
+    ("reported", "read", "tells"),
     [
         (None, 1000 * MIB, 960 * MIB),  # in steps of 64 MiB
         (960 * MIB, 900 * MIB, 960 * MIB),  # jitter is no news
@@ -120,5 +120,5 @@ def test_a_machine_without_nvml_is_data(monkeypatch: pytest.MonkeyPatch) -> None
         (128 * MIB, 0, 0),  # nothing is left: always news
     ],
 )
-def test_small_changes_of_free_memory_are_no_news(told: int | None, read: int, tells: int) -> None:
-    assert nodes.debounced_bytes(told, read) == tells
+def test_small_changes_of_free_memory_are_no_news(reported: int | None, read: int, tells: int) -> None:
+    assert nodes.debounced_bytes(reported, read) == tells

@@ -67,7 +67,7 @@ def say(journal: Journal, *job_ids: str) -> None:
 
 
 @contextmanager
-def relaying(journal: Journal, name: str, tracker: Tracker) -> Iterator[OutboxRelay]:
+def relay_rows(journal: Journal, name: str, tracker: Tracker) -> Iterator[OutboxRelay]:
     relay = OutboxRelay(name, tracker, journal.outbox)
     relay.start()
     try:
@@ -79,7 +79,7 @@ def relaying(journal: Journal, name: str, tracker: Tracker) -> Iterator[OutboxRe
 def test_a_tracker_that_was_away_gets_every_row_once_it_is_back(journal: Journal) -> None:
     say(journal, "a", "bad", "b", "a")
     tracker = Flaky(*(ConnectionError("away") for _ in range(3 * REFUSALS_MAX)))
-    with relaying(journal, "flaky", tracker) as relay:
+    with relay_rows(journal, "flaky", tracker) as relay:
         assert relay.wait_delivered(30)
     assert {number for number, _ in tracker.kept} == {1, 2, 3, 4}
     assert len(tracker.kept) - len(set(tracker.kept)) <= 3 * REFUSALS_MAX, "rows before the cursor were sent again"
@@ -88,7 +88,7 @@ def test_a_tracker_that_was_away_gets_every_row_once_it_is_back(journal: Journal
 def test_rows_that_a_tracker_refuses_are_dropped_and_hold_no_others_up(journal: Journal) -> None:
     say(journal, "bad", "good")
     tracker = Flaky(*(ValueError("no") for _ in range(REFUSALS_MAX)))
-    with relaying(journal, "flaky", tracker) as relay:
+    with relay_rows(journal, "flaky", tracker) as relay:
         assert relay.wait_delivered(30)
         assert [job_id for _, job_id in tracker.kept] == ["good"]
         say(journal, "bad")  # the next one is taken
@@ -99,7 +99,7 @@ def test_rows_that_a_tracker_refuses_are_dropped_and_hold_no_others_up(journal: 
 def test_what_was_sent_before_a_failure_is_not_sent_again(journal: Journal) -> None:
     say(journal, "first", "bad", "last")
     tracker = Flaky(OSError("away"))
-    with relaying(journal, "flaky", tracker) as relay:
+    with relay_rows(journal, "flaky", tracker) as relay:
         assert relay.wait_delivered(30)
     assert tracker.kept == [(1, "first"), (2, "bad"), (3, "last")]
 
@@ -107,7 +107,7 @@ def test_what_was_sent_before_a_failure_is_not_sent_again(journal: Journal) -> N
 def test_a_service_that_may_have_lost_its_journal_sends_nothing_more(
     postgres: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As one that was frozen between two sends: what it has read may be old."""
+    """A service that was frozen between two sends may have read old rows."""
 
     class Frozen(Flaky):
         def send(self, rows: Sequence[OutboxRow]) -> None:
@@ -119,7 +119,7 @@ def test_a_service_that_may_have_lost_its_journal_sends_nothing_more(
         journal.outbox.register(["flaky"])
         say(journal, "first", "second")
         tracker = Frozen()
-        with relaying(journal, "flaky", tracker) as relay:
+        with relay_rows(journal, "flaky", tracker) as relay:
             while relay.problem is None and len(tracker.kept) < 2:
                 relay.notify()
             assert [job_id for _, job_id in tracker.kept] == ["first"]
@@ -133,7 +133,7 @@ def test_a_service_that_may_have_lost_its_journal_sends_nothing_more(
 def test_a_tracker_that_is_away_holds_up_no_other_and_its_rows_wait(journal: Journal, tmp_path: Path) -> None:
     say(journal, "bad", "good")
     away = Flaky(*(OSError("away") for _ in range(100_000)))
-    with relaying(journal, "flaky", away), relaying(journal, "jsonl", JsonLinesTracker(tmp_path, NOTHING)) as lines:
+    with relay_rows(journal, "flaky", away), relay_rows(journal, "jsonl", JsonLinesTracker(tmp_path, NOTHING)) as lines:
         assert away.failed.wait(30)
         assert lines.wait_delivered(30)
     assert len((tmp_path / "records.jsonl").read_text().splitlines()) == 2
@@ -177,11 +177,11 @@ def test_records_are_on_the_disk_before_the_cursor_moves(
     waiting_at_sync: list[int] = []
     fsync = os.fsync
 
-    def synced(descriptor: int) -> None:
+    def record_waiting(descriptor: int) -> None:
         fsync(descriptor)
         waiting_at_sync.append(len(journal.outbox.pending("jsonl", 9)))
 
-    monkeypatch.setattr(os, "fsync", synced)
-    with relaying(journal, "jsonl", JsonLinesTracker(tmp_path, NOTHING)) as relay:
+    monkeypatch.setattr(os, "fsync", record_waiting)
+    with relay_rows(journal, "jsonl", JsonLinesTracker(tmp_path, NOTHING)) as relay:
         assert relay.wait_delivered(30)
     assert waiting_at_sync == [1, 1]  # the file, its folder

@@ -61,19 +61,19 @@ def test_a_leader_that_was_stopped_beyond_its_lease_never_acts_again(database: s
         new = stack.enter_context(leader(database, SECOND))
         taken = acts(new, 5)
         os.kill(old.pid, signal.SIGCONT)
-        rest, said = old.communicate(timeout=30)
+        rest, errors = old.communicate(timeout=30)
         acted += [int(line) for line in rest.split()]
         assert old.returncode == 1
-        assert "taken over by process" in said or "idle-in-transaction" in said
-        assert PASSWORD not in said
+        assert "taken over by process" in errors or "idle-in-transaction" in errors
+        assert PASSWORD not in errors
         taken += acts(new, 5)  # the old one's end did not disturb it
     with closing(Journal(database)) as journal:
-        kept = [int(event.at_s) for event in journal.events()]
-    first_of_new = kept.index(SECOND)
-    assert all(number < SECOND for number in kept[:first_of_new])
-    assert all(number >= SECOND for number in kept[first_of_new:]), "both wrote"
-    assert set(acted) <= set(kept[:first_of_new]), "the old leader acted on what was not kept"
-    assert set(taken) <= set(kept)
+        numbers = [int(event.at_s) for event in journal.events()]
+    first_of_new = numbers.index(SECOND)
+    assert all(number < SECOND for number in numbers[:first_of_new])
+    assert all(number >= SECOND for number in numbers[first_of_new:]), "both wrote"
+    assert set(acted) <= set(numbers[:first_of_new]), "the old leader acted on what was not kept"
+    assert set(taken) <= set(numbers)
 
 
 def test_the_lease_of_a_killed_leader_ends_by_itself(database: str) -> None:
@@ -149,25 +149,25 @@ def test_a_commit_without_an_answer_is_told_as_one_that_may_have_come_true(datab
 @contextmanager
 def silent_at_commit(url: str) -> Iterator[tuple[str, threading.Event]]:
     """The address of a proxy of a database; while it is deaf, it cuts a connection before the answer to a commit."""
-    port, deaf, own = int(url.rpartition(":")[2].partition("/")[0]), threading.Event(), list[socket.socket]()
+    port, deaf, sockets = int(url.rpartition(":")[2].partition("/")[0]), threading.Event(), list[socket.socket]()
 
     def pass_on(source: socket.socket, to: socket.socket, *, is_answer: bool) -> None:
         with suppress(OSError):
-            while said := source.recv(65536):
-                if is_answer and deaf.is_set() and b"COMMIT" in said:
+            while data := source.recv(65536):
+                if is_answer and deaf.is_set() and b"COMMIT" in data:
                     break
-                to.sendall(said)
-        for one in (source, to):
+                to.sendall(data)
+        for end in (source, to):
             with suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)
+                end.shutdown(socket.SHUT_RDWR)
 
     def serve(listener: socket.socket) -> None:
         with suppress(OSError):
             while True:
-                asked, _ = listener.accept()
+                client, _ = listener.accept()
                 served = socket.create_connection(("127.0.0.1", port))
-                own.extend((asked, served))
-                for pair, is_answer in (((asked, served), False), ((served, asked), True)):
+                sockets.extend((client, served))
+                for pair, is_answer in (((client, served), False), ((served, client), True)):
                     threading.Thread(target=pass_on, args=pair, kwargs={"is_answer": is_answer}, daemon=True).start()
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -175,8 +175,8 @@ def silent_at_commit(url: str) -> Iterator[tuple[str, threading.Event]]:
         try:
             yield url.replace(f":{port}/", f":{listener.getsockname()[1]}/"), deaf
         finally:
-            for one in own:
-                one.close()
+            for opened in sockets:
+                opened.close()
 
 
 def test_a_stopped_holder_of_a_file_keeps_it(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def test_a_log_that_talks_beside_a_device_that_has_stopped_computing_is_no_progr
 def test_a_program_that_nobody_sees_train_is_at_work_while_it_takes_processor_time(
     torch_version: str | None, tmp_path: Path
 ) -> None:
-    """Where no guard reported torch: it may train. One that watches it and sees no step is believed."""
+    """A process may train where no guard reported torch. A guard that watches torch and sees no step is believed."""
     folder = AttemptFolder(tmp_path)
     if torch_version is not None:
         beat = Heartbeat(

@@ -28,9 +28,9 @@ from tests.backends.ray_jobs import (
     Reader,
     alive,
     descendants_of,
+    first_line,
     folder_of,
     launch_of,
-    said,
     script,
     until,
 )
@@ -44,8 +44,8 @@ def group_names() -> set[str]:
 
 
 def free_of(reader: Reader) -> tuple[int, ...]:
-    """What is free on the devices of the node that has an NVML, as last told."""
-    return next(event for event in reversed(reader.seen) if isinstance(event, NodesSeen)).nodes[0].free_bytes
+    """Return the free bytes on the devices of the node that has an NVML, as last reported."""
+    return next(event for event in reversed(reader.received) if isinstance(event, NodesSeen)).nodes[0].free_bytes
 
 
 def nothing_is_left(launch: Launch) -> bool:
@@ -55,7 +55,7 @@ def nothing_is_left(launch: Launch) -> bool:
 def test_ends_are_exact_and_nothing_is_left(reader: Reader) -> None:
     launch = launch_of("exact", script("exit:0", "exit:5", "signal:11", "signal:9"), BOTH)
     reader.backend.launch(launch)
-    evidence = reader.finished(launch).evidence
+    evidence = reader.await_end(launch).evidence
     assert [end.exit_code for end in evidence.ranks] == [0, 5, -signal.SIGSEGV, -signal.SIGKILL]
     assert evidence.first_ended_rank in (1, 2, 3)
     assert (evidence.nodes_lost, evidence.launch_error, evidence.stopped) == ((), None, False)
@@ -66,8 +66,8 @@ def test_ends_are_exact_and_nothing_is_left(reader: Reader) -> None:
 def test_every_rank_is_told_its_place_and_no_token(reader: Reader, embedded: Embedded) -> None:
     launch = launch_of("place", script(*["exit:0"] * 4), BOTH)
     reader.backend.launch(launch)
-    reader.finished(launch)
-    firsts = [said(folder_of(embedded.home, launch), rank)["env"] for rank in range(4)]
+    reader.await_end(launch)
+    firsts = [first_line(folder_of(embedded.home, launch), rank)["env"] for rank in range(4)]
     assert [(env["RANK"], env["LOCAL_RANK"], env["WORLD_SIZE"], env["LOCAL_WORLD_SIZE"]) for env in firsts] == [
         ("0", "0", "4", "2"),
         ("1", "1", "4", "2"),
@@ -81,10 +81,10 @@ def test_every_rank_is_told_its_place_and_no_token(reader: Reader, embedded: Emb
 def test_a_killed_launcher_is_a_lost_node_without_orphans(reader: Reader, embedded: Embedded) -> None:
     launch = launch_of("launcherless", script("wait", "daemon", "wait", "wait"), BOTH)
     reader.backend.launch(launch)
-    reader.started(launch)
+    reader.await_start(launch)
     pids = descendants_of(folder_of(embedded.home, launch), [0, 1, 2, 3])
     os.kill(parent_of(pids[0]), signal.SIGKILL)
-    evidence = reader.finished(launch).evidence
+    evidence = reader.await_end(launch).evidence
     assert evidence.nodes_lost == ("n0",)
     assert [end.exit_code for end in evidence.ranks] == [None, None, -signal.SIGKILL, -signal.SIGKILL]
     assert alive(pids) == []
@@ -95,15 +95,15 @@ def test_a_lost_node_is_told_and_leaves_the_cluster(reader: Reader, embedded: Em
     lost = (NodeDevices(node="n1", devices=(0,)), NodeDevices(node="n2", devices=(0,)))
     launch = launch_of("nodeless", script("wait", "wait"), lost)
     reader.backend.launch(launch)
-    reader.started(launch)
+    reader.await_start(launch)
     pids = descendants_of(folder_of(embedded.home, launch), [0, 1])
     os.kill(parent_of(parent_of(pids[1])), signal.SIGKILL)  # rank <- launcher <- raylet
-    evidence = reader.finished(launch).evidence
+    evidence = reader.await_end(launch).evidence
     assert evidence.nodes_lost == ("n2",)
     assert until(lambda: not alive(pids), "no rank outlives its node")
-    seen = [event for event in reader.seen if isinstance(event, NodesSeen)]
-    assert [node.name for node in seen[0].nodes] == ["gpu", "n0", "n1", "n2"]
-    assert [node.name for node in seen[-1].nodes] == ["gpu", "n0", "n1"]
+    node_events = [event for event in reader.received if isinstance(event, NodesSeen)]
+    assert [node.name for node in node_events[0].nodes] == ["gpu", "n0", "n1", "n2"]
+    assert [node.name for node in node_events[-1].nodes] == ["gpu", "n0", "n1"]
 
 
 @pytest.mark.long
@@ -113,25 +113,27 @@ def test_a_node_whose_launcher_wrote_down_that_ray_killed_its_ranks_is_lost_all_
     """Ray kills a worker's children before the worker: its launcher may have the time for their exit codes."""
     launch = launch_of("written-down", script("wait", "wait", "wait", "wait"), BOTH)
     reader.backend.launch(launch)
-    reader.started(launch)
+    reader.await_start(launch)
     folder = folder_of(embedded.home, launch)
     launcher = parent_of(descendants_of(folder, [0, 1, 2, 3])[0])
     os.kill(launcher, signal.SIGSTOP)  # it tells nothing of what follows
     for rank in (0, 1):
         folder.exit_code(rank).write_text(str(-signal.SIGKILL))
     os.kill(launcher, signal.SIGKILL)
-    assert reader.finished(launch).evidence.nodes_lost == ("n0",)
+    assert reader.await_end(launch).evidence.nodes_lost == ("n0",)
 
 
 def test_devices_are_released_when_nvml_says_so(reader: Reader, embedded: Embedded, nvml_library: Path) -> None:
     if not any(nvml_library.iterdir()):
         pytest.skip("no C compiler: the fake libnvidia-ml.so.1 cannot be built")
-    seen = next(event for event in reader.seen + list(reader.backend.events(1)) if isinstance(event, NodesSeen))
-    assert seen.nodes[0].free_bytes == (960 * MIB, 448 * MIB)  # told in steps of 64 MiB
+    node_event = next(
+        event for event in reader.received + list(reader.backend.events(1)) if isinstance(event, NodesSeen)
+    )
+    assert node_event.nodes[0].free_bytes == (960 * MIB, 448 * MIB)  # told in steps of 64 MiB
     launch = launch_of("greedy", script("wait"), (NodeDevices(node="gpu", devices=(0,)),))
     reader.backend.launch(launch)
-    reader.started(launch)
-    assert said(folder_of(embedded.home, launch), 0)["env"]["CUDA_VISIBLE_DEVICES"] == "0"
+    reader.await_start(launch)
+    assert first_line(folder_of(embedded.home, launch), 0)["env"]["CUDA_VISIBLE_DEVICES"] == "0"
     embedded.nvml_state.write_text("ok\n1000 900 0 7:900\n1000 500 0 -\n")
     reader.backend.stop(Stop(job_id="greedy", number=1, grace_s=0.0))
     reader.wait(launch, Finished)
@@ -153,7 +155,7 @@ def test_what_a_device_holds_beside_the_allocator_is_measured_by_nvml_and_the_ra
     spec = script().model_copy(update={"command": ("python", str(program))})
     launch = launch_of("measured", spec, (NodeDevices(node="gpu", devices=(0,)),))
     reader.backend.launch(launch)
-    evidence = reader.finished(launch).evidence
+    evidence = reader.await_end(launch).evidence
     assert [end.exit_code for end in evidence.ranks] == [0], evidence.ranks
     (beat,) = evidence.heartbeats
     assert beat.allocator_room_bytes is not None
@@ -168,8 +170,8 @@ def test_secrets_reach_the_ranks_and_no_file(
     monkeypatch.setenv("TEST_SECRET", secret)
     launch = launch_of("discreet", script("exit:0", secrets=("TEST_SECRET",)))
     reader.backend.launch(launch)
-    reader.finished(launch)
-    assert said(folder_of(embedded.home, launch), 0)["secret_length"] == len(secret)
+    reader.await_end(launch)
+    assert first_line(folder_of(embedded.home, launch), 0)["secret_length"] == len(secret)
     files = [path for path in embedded.home.rglob("*") if path.is_file()]
     assert len(files) > 5
     assert [path for path in files if secret.encode() in path.read_bytes()] == []
@@ -178,12 +180,12 @@ def test_secrets_reach_the_ranks_and_no_file(
 def test_taken_devices_are_a_failed_launch_that_leaves_no_group_waiting(reader: Reader) -> None:
     holder, late = launch_of("holder", script("wait")), launch_of("late", script("exit:0"))
     reader.backend.launch(holder)
-    reader.started(holder)
+    reader.await_start(holder)
     reader.backend.launch(late)
-    assert "not free" in str(reader.finished(late).evidence.launch_error)
+    assert "not free" in str(reader.await_end(late).evidence.launch_error)
     assert group_names() & {"late-1"} == set()
     reader.backend.stop(Stop(job_id="holder", number=1, grace_s=0.0))
-    reader.finished(holder)
+    reader.await_end(holder)
 
 
 SERVICE = """
@@ -195,7 +197,7 @@ home, address, job_id, *behaviours = sys.argv[1:]
 reader = Reader(RayBackend(Path(home), CLUSTER, lambda: address, Alone()))
 launch = launch_of(job_id, script(*behaviours, secrets=("TEST_SECRET",)), BOTH)
 reader.backend.launch(launch)
-reader.started(launch)
+reader.await_start(launch)
 print("started", flush=True)
 time.sleep(300)
 """
@@ -218,16 +220,16 @@ def test_training_outlives_the_service_and_is_taken_up_again(
     go = tmp_path / "go"
     launch = started_by_a_killed_service(embedded, "adopted", f"go:{go}", "exit:0", f"go:{go}", "exit:0")
     folder = folder_of(embedded.home, launch)
-    pids = [int(str(said(folder, rank)["pid"])) for rank in (0, 2)]
+    pids = [int(str(first_line(folder, rank)["pid"])) for rank in (0, 2)]
     reader.backend.adopt(launch.job, launch.attempt)
-    reader.started(launch)
+    reader.await_start(launch)
     reader.backend.adopt(launch.job, launch.attempt)
     assert alive(pids) == pids
     go.touch()
-    evidence = reader.finished(launch).evidence
+    evidence = reader.await_end(launch).evidence
     assert [end.exit_code for end in evidence.ranks] == [0, 0, 0, 0]
     assert [len(folder.log(rank).read_text().splitlines()) for rank in range(4)] == [1, 1, 1, 1]  # none ran twice
-    assert len([event for event in reader.seen if isinstance(event, Finished) and event.job_id == "adopted"]) == 1
+    assert len([event for event in reader.received if isinstance(event, Finished) and event.job_id == "adopted"]) == 1
 
 
 def test_what_ended_while_nobody_watched_is_told_later(reader: Reader, embedded: Embedded) -> None:
@@ -235,7 +237,7 @@ def test_what_ended_while_nobody_watched_is_told_later(reader: Reader, embedded:
     folder = folder_of(embedded.home, launch)
     until(lambda: folder.exit_code(1).exists(), "rank 1 has ended")
     reader.backend.adopt(launch.job, launch.attempt)
-    evidence = reader.finished(launch).evidence
+    evidence = reader.await_end(launch).evidence
     assert [end.exit_code for end in evidence.ranks] == [0, 3, -signal.SIGKILL, 0]
     assert evidence.first_ended_rank == 1
 
@@ -244,12 +246,12 @@ def test_what_ended_while_nobody_watched_is_told_later(reader: Reader, embedded:
 def test_adopting_what_lost_its_launchers_meanwhile_tells_of_lost_nodes(reader: Reader, embedded: Embedded) -> None:
     launch = started_by_a_killed_service(embedded, "bereft", "wait", "wait", "wait", "wait")
     folder = folder_of(embedded.home, launch)
-    pids = [int(str(said(folder, rank)["pid"])) for rank in range(4)]
+    pids = [int(str(first_line(folder, rank)["pid"])) for rank in range(4)]
     for rank in (0, 2):
         os.kill(parent_of(pids[rank]), signal.SIGKILL)
     until(lambda: not alive(pids), "ranks end with their launchers")
     reader.backend.adopt(launch.job, launch.attempt)
-    assert reader.finished(launch).evidence.nodes_lost == ("n0", "n1")
+    assert reader.await_end(launch).evidence.nodes_lost == ("n0", "n1")
     assert until(lambda: nothing_is_left(launch), "placement group removed")
 
 
@@ -269,7 +271,7 @@ def test_the_embedded_cluster_is_private(embedded: Embedded) -> None:
 def test_starting_again_keeps_what_runs_and_brings_lost_nodes_back(reader: Reader, embedded: Embedded) -> None:
     launch = launch_of("undisturbed", script("wait"))
     reader.backend.launch(launch)
-    reader.started(launch)
+    reader.await_start(launch)
     nodes = {name: pid for name, pid, _ in json.loads((embedded.home / "ray.json").read_text())["processes"]}
     if nodes["n2"] in alive(list(nodes.values())):  # another test may have ended it
         os.kill(nodes["n2"], signal.SIGKILL)
@@ -278,14 +280,14 @@ def test_starting_again_keeps_what_runs_and_brings_lost_nodes_back(reader: Reade
     again = {name: pid for name, pid, _ in json.loads((embedded.home / "ray.json").read_text())["processes"]}
     assert {name for name in again if again[name] != nodes[name]} == {"n2"}
     until(lambda: "n2" in names_of_last(reader), "n2 is back")
-    assert reader.of(launch, Finished) is None
+    assert reader.find(launch, Finished) is None
     reader.backend.stop(Stop(job_id="undisturbed", number=1, grace_s=0.0))
-    reader.finished(launch)
+    reader.await_end(launch)
 
 
 def names_of_last(reader: Reader) -> list[str]:
     reader.poll()
-    return [node.name for node in [event for event in reader.seen if isinstance(event, NodesSeen)][-1].nodes]
+    return [node.name for node in [event for event in reader.received if isinstance(event, NodesSeen)][-1].nodes]
 
 
 def test_a_dead_address_is_an_error_in_seconds(tmp_path: Path) -> None:
@@ -321,7 +323,7 @@ def test_torchrun_meets_over_nodes_by_the_placement_and_its_ranks_are_guarded(re
     spec = script(command="python train.py", launch="torchrun", workdir=str(tmp_path))
     launch = launch_of("meeting", spec, placement)
     reader.backend.launch(launch)
-    evidence = reader.finished(launch).evidence
+    evidence = reader.await_end(launch).evidence
     assert [(end.rank, end.exit_code) for end in evidence.ranks] == [(0, 0), (1, 0)], evidence.ranks[0].log_tail
     for rank in (0, 1):
         assert f"rank {rank} met 2 in group {rank}" in evidence.ranks[rank].log_tail

@@ -46,7 +46,7 @@ def test_a_holder_that_was_stopped_before_a_launch_starts_nothing_that_the_next_
                 backend = ProcessBackend(home, CLUSTER, LocalNodes(CLUSTER), LocalLaunchers(), journal)
                 with closing(backend):
                     backend.adopt(LAUNCH.job, LAUNCH.attempt)
-                    assert [end.exit_code for end in Reader(backend).finished(LAUNCH).evidence.ranks] == [0]
+                    assert [end.exit_code for end in Reader(backend).await_end(LAUNCH).evidence.ranks] == [0]
                     old.stdin.write("go on\n")
                     os.kill(old.pid, signal.SIGCONT)
                     assert old.stdout.readline() == f"{came_of_it}\n"

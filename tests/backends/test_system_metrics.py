@@ -24,12 +24,12 @@ BEAT = Heartbeat(rank=0, step=1, steps_done=1, step_s=0.1, peak_bytes=9, phase="
 
 @pytest.fixture
 def folder(tmp_path: Path) -> AttemptFolder:
-    found = AttemptFolder(tmp_path / "attempts" / "1")
-    found.path.mkdir(parents=True)
-    return found
+    attempt_folder = AttemptFolder(tmp_path / "attempts" / "1")
+    attempt_folder.path.mkdir(parents=True)
+    return attempt_folder
 
 
-def sampled(folder: AttemptFolder, node: str) -> list[dict[str, float]]:
+def samples_of(folder: AttemptFolder, node: str) -> list[dict[str, float]]:
     return [json.loads(line) for line in folder.system(node).read_text().splitlines()]
 
 
@@ -59,16 +59,16 @@ def test_devices_are_sampled_under_the_names_and_with_the_numbers_of_mlflows_own
     from mlflow.system_metrics.metrics.cpu_monitor import CPUMonitor
     from mlflow.system_metrics.metrics.gpu_monitor import GPUMonitor
 
-    own, nodes = GPUMonitor(), CPUMonitor()
-    own.collect_metrics()
+    devices, nodes = GPUMonitor(), CPUMonitor()
+    devices.collect_metrics()
     nodes.collect_metrics()
     Sampler(folder, Watched(node="n", devices=(0, 1))).take((0, 1), None)
-    (ours,) = sampled(folder, "n")
-    assert {name.removeprefix("system/") for name in ours} == {*own.aggregate_metrics(), *nodes.metrics, "at_s"}
-    for name, value in own.aggregate_metrics().items():
-        assert ours[f"system/{name}"] == value, name
+    (sample,) = samples_of(folder, "n")
+    assert {name.removeprefix("system/") for name in sample} == {*devices.aggregate_metrics(), *nodes.metrics, "at_s"}
+    for name, value in devices.aggregate_metrics().items():
+        assert sample[f"system/{name}"] == value, name
     used = nodes.aggregate_metrics()["system_memory_usage_percentage"]
-    assert ours["system/system_memory_usage_percentage"] == pytest.approx(used, abs=20)
+    assert sample["system/system_memory_usage_percentage"] == pytest.approx(used, abs=20)
 
 
 @pytest.mark.usefixtures("_two_cards")
@@ -76,7 +76,7 @@ def test_only_devices_of_the_attempt_are_sampled_and_names_of_one_of_several_nod
     folder: AttemptFolder,
 ) -> None:
     Sampler(folder, Watched(node="n1", devices=(1,), is_alone=False)).take((0,), None)
-    (line,) = sampled(folder, "n1")
+    (line,) = samples_of(folder, "n1")
     assert line["system/n1/gpu_1_utilization_percentage"] == 41
     assert not [name for name in line if "gpu_0" in name]
 
@@ -97,7 +97,7 @@ def test_a_virtual_device_has_the_memory_that_its_rank_told_and_nothing_that_nob
             thread.join(0.01)
         ended.set()
         thread.join()
-    line = sampled(folder, "n")[0]
+    line = samples_of(folder, "n")[0]
     assert {name: value for name, value in line.items() if "gpu" in name} == {
         "system/gpu_3_memory_usage_megabytes": 64.0,
         "system/gpu_3_memory_usage_percentage": 25.0,

@@ -109,7 +109,7 @@ def test_deadlines_with_a_table_of_speeds_know_what_every_measured_number_of_dev
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "said"),
+    ("name", "text", "message"),
     [
         ("a.csv", "a,b\n1,2\n", "no known trace has these columns"),
         ("a.csv", PHILLY.replace("66.0", "soon"), "a.csv:2: duration: not a number of seconds"),
@@ -119,21 +119,22 @@ def test_deadlines_with_a_table_of_speeds_know_what_every_measured_number_of_dev
         ("a.csv", PLANS, "no measurements of this application"),
     ],
 )
-def test_a_bad_trace_is_one_clear_error(tmp_path: Path, name: str, text: str, said: str) -> None:
-    with pytest.raises(SpecError, match=re.escape(said)):
+def test_a_bad_trace_is_one_clear_error(tmp_path: Path, name: str, text: str, message: str) -> None:
+    with pytest.raises(SpecError, match=re.escape(message)):
         read(tmp_path / name, text)
 
 
 def test_a_misjudged_trace_is_told_wrongly_and_stays_as_long(tmp_path: Path) -> None:
     row = PHILLY.splitlines()[1]
     true = read(tmp_path / "philly.csv", "\n".join((PHILLY.splitlines()[0], *[row] * 2000)))
-    told = misjudge(true, 0.5, seed=3)
-    factors = [one.spec.speeds[0][1] for one in told.arrivals]
+    misjudged = misjudge(true, 0.5, seed=3)
+    factors = [arrival.spec.speeds[0][1] for arrival in misjudged.arrivals]
     assert all(
-        factor * one.step_factor == pytest.approx(1.0) for factor, one in zip(factors, told.arrivals, strict=True)
+        factor * arrival.step_factor == pytest.approx(1.0)
+        for factor, arrival in zip(factors, misjudged.arrivals, strict=True)
     )
     assert pstdev(map(log, factors)) == pytest.approx(0.5, rel=0.05)
-    assert misjudge(true, 0.5, seed=3) == told != misjudge(true, 0.5, seed=4)
+    assert misjudge(true, 0.5, seed=3) == misjudged != misjudge(true, 0.5, seed=4)
     assert misjudge(true, 0.0, seed=3) == true
 
 
@@ -142,7 +143,7 @@ def test_a_shaken_trace_is_another_day_of_the_same_kind(tmp_path: Path) -> None:
     day = Trace(name="day", arrivals=tuple(_at(job, at_s) for at_s in range(0, 100_000, 500)))
     other = shake(day, 1, arrival_s=60.0, length=0.05)
     assert other == shake(day, 1, arrival_s=60.0, length=0.05) != shake(day, 2, arrival_s=60.0, length=0.05)
-    assert [one.at_s for one in other.arrivals] == sorted(one.at_s for one in other.arrivals)
+    assert [arrival.at_s for arrival in other.arrivals] == sorted(arrival.at_s for arrival in other.arrivals)
     for before, after in zip(day.arrivals, other.arrivals, strict=True):
         assert abs(after.at_s - before.at_s) <= 120.0
         assert 95 <= (after.spec.steps or 0) <= 105
@@ -170,5 +171,5 @@ def test_scaling_is_the_median_of_what_was_measured_in_one_node() -> None:
 def test_the_published_traces_are_read_whole() -> None:
     base = read_trace(SHARED / "plans" / "workloads" / "base.csv")
     assert len(base.arrivals) == 406
-    assert all(one.rigid_devices in dict(one.spec.speeds) for one in base.arrivals)
+    assert all(arrival.rigid_devices in dict(arrival.spec.speeds) for arrival in base.arrivals)
     assert len(read_trace(SHARED / "deadlines" / "cluster01.csv").arrivals) == 1595

@@ -91,7 +91,7 @@ def running(path: Path) -> Iterator[list[str]]:
         ids = [controller.submit(script(name, 1)) for name in ("first", "second", "third")]
         for _ in range(4):
             controller.turn(0.0)
-        assert [controller.state.jobs[one].status for one in ids] == ["running", "running", "queued"]
+        assert [controller.state.jobs[job_id].status for job_id in ids] == ["running", "running", "queued"]
         journal.snapshot(controller.state)
     return ids
 
@@ -130,10 +130,10 @@ def test_an_unknown_key_is_not_lost_unseen() -> None:
 def test_text_that_utf8_cannot_say_is_replaced_before_anything_is_decided_on_it(path: Path) -> None:
     with journal_of(path) as journal:
         event = Submitted(job_id="s-1", order=1, spec=SCRIPT.model_copy(update={"family": "a\ud800b"}), at_s=1.0)
-        kept = journal.as_kept(event)
-        journal.append([(kept, ())])
-        assert list(journal.events()) == [kept]
-        assert kept.spec.family == "a?b"
+        stored = journal.as_kept(event)
+        journal.append([(stored, ())])
+        assert list(journal.events()) == [stored]
+        assert stored.spec.family == "a?b"
 
 
 @pytest.mark.parametrize("body", ["", "{", "[]", "null", "\x00", '{"id": 7}'])

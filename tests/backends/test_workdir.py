@@ -54,10 +54,10 @@ def test_json_stays_json() -> None:
 def test_a_number_of_json_stays_a_number_however_it_is_written() -> None:
     """DeepSpeed's own examples say 1e-3 and 5e8, which YAML 1.1 takes for words."""
     text = '{"optimizer": {"params": {"lr": 1e-3, "eps": 1e-8}}, "bucket": 5e8, "zero": "auto"}'
-    said = json.loads(rewrite_config(text, {"bf16.enabled": "false", "micro": "4", "folder": "[x]"}, is_json=True))
-    assert said.pop("bf16") == {"enabled": False}
-    assert (said.pop("micro"), said.pop("folder")) == (4, "[x]")
-    assert said == json.loads(text)
+    rewritten = json.loads(rewrite_config(text, {"bf16.enabled": "false", "micro": "4", "folder": "[x]"}, is_json=True))
+    assert rewritten.pop("bf16") == {"enabled": False}
+    assert (rewritten.pop("micro"), rewritten.pop("folder")) == (4, "[x]")
+    assert rewritten == json.loads(text)
 
 
 def test_a_key_through_a_value_is_refused() -> None:
@@ -69,14 +69,14 @@ def test_a_key_through_a_value_is_refused() -> None:
 
 
 def test_the_working_directory_is_the_users_but_for_the_one_file(tmp_path: Path) -> None:
-    source, at = tmp_path / "finetune", tmp_path / "attempt" / "work"
+    source, target = tmp_path / "finetune", tmp_path / "attempt" / "work"
     (source / "configs" / "deep").mkdir(parents=True)
     for name in ("train.py", "configs/config.yaml", "configs/other.yaml", "configs/deep/x"):
         (source / name).write_text(name)
-    place = link_all_but(source, "configs/config.yaml", at)
+    place = link_all_but(source, "configs/config.yaml", target)
     place.write_text("ours")
-    assert link_all_but(source, "configs/config.yaml", at) == place == at / "configs" / "config.yaml"
-    assert {entry.name for entry in at.iterdir()} == {"train.py", "configs"}
-    assert (at / "configs/other.yaml").read_text() == "configs/other.yaml"
-    assert (at / "configs/deep/x").read_text() == "configs/deep/x"
+    assert link_all_but(source, "configs/config.yaml", target) == place == target / "configs" / "config.yaml"
+    assert {entry.name for entry in target.iterdir()} == {"train.py", "configs"}
+    assert (target / "configs/other.yaml").read_text() == "configs/other.yaml"
+    assert (target / "configs/deep/x").read_text() == "configs/deep/x"
     assert (source / "configs/config.yaml").read_text() == "configs/config.yaml"

@@ -30,7 +30,7 @@ COMMUNICATOR_BYTES = 400 * MIB  # of each group of several ranks
 
 def environment(folder: Path, mib: Sequence[int], used_mib: int = 0) -> dict[str, str]:
     """The variables of a machine with a card of each of these sizes, of which other processes hold `used_mib`."""
-    libraries, state = _built(), folder / "cards"
+    libraries, state = _build_libraries(), folder / "cards"
     state.write_text("ok\n" + "".join(f"{total} {used_mib} 0 -\n" for total in mib))
     return {
         "NVIDIA_FAKE_CARD": str(libraries / "libcard.so"),
@@ -41,25 +41,25 @@ def environment(folder: Path, mib: Sequence[int], used_mib: int = 0) -> dict[str
 
 
 @functools.cache
-def _built() -> Path:
+def _build_libraries() -> Path:
     """Folder of the two libraries, compiled once for this source and this torch (20 s of a core)."""
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("needs a C++ compiler")
-    told = SOURCE.read_bytes() + NVML.read_bytes() + torch.__version__.encode() + torch.__file__.encode()
-    folder = Path(tempfile.gettempdir()) / f"fake-card-{os.getuid()}-{hashlib.sha256(told).hexdigest()[:16]}"
+    inputs = SOURCE.read_bytes() + NVML.read_bytes() + torch.__version__.encode() + torch.__file__.encode()
+    folder = Path(tempfile.gettempdir()) / f"fake-card-{os.getuid()}-{hashlib.sha256(inputs).hexdigest()[:16]}"
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.stat().st_uid != os.getuid():
         raise PermissionError(f"{folder} belongs to another user")
-    at = Path(torch.__file__).parent
-    include = ("-I", at / "include", "-I", at / "include/torch/csrc/api/include")
-    link = ("-L", at / "lib", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{at / 'lib'}")
+    torch_folder = Path(torch.__file__).parent
+    include = ("-I", torch_folder / "include", "-I", torch_folder / "include/torch/csrc/api/include")
+    link = ("-L", torch_folder / "lib", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{torch_folder / 'lib'}")
     card = (compiler, "-std=c++20", "-O1", "-w", "-DUSE_C10D_GLOO", *include, SOURCE, *link)
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         for name, command in {"libcard.so": card, "libnvidia-ml.so.1": (compiler, "-x", "c", "-w", NVML)}.items():
             if not (folder / name).exists():
-                words = [*map(str, command), "-shared", "-fPIC", "-o", str(folder / f"{name}.part")]
-                subprocess.run(words, check=True, timeout=280)
+                command_line = [*map(str, command), "-shared", "-fPIC", "-o", str(folder / f"{name}.part")]
+                subprocess.run(command_line, check=True, timeout=280)
                 (folder / f"{name}.part").replace(folder / name)
     return folder

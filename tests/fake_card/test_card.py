@@ -159,9 +159,9 @@ print(HELD)
 def test_a_card_counts_caps_computes_and_refuses_as_cards_do(tmp_path: Path) -> None:
     (tmp_path / "site").mkdir()
     (tmp_path / "site/sitecustomize.py").write_text("import os; os.environ['HIDDEN'] = 'sitecustomize of the user'")
-    given = environment(tmp_path, [1296, 1296], used_mib=100)
-    given["PYTHONPATH"] += os.pathsep + str(tmp_path / "site")
-    ended = run(tmp_path, ALONE, given)
+    variables = environment(tmp_path, [1296, 1296], used_mib=100)
+    variables["PYTHONPATH"] += os.pathsep + str(tmp_path / "site")
+    ended = run(tmp_path, ALONE, variables)
     assert (ended.returncode, ended.stdout.count(HELD)) == (0, 1), (ended.stdout + ended.stderr)[-4000:]
 
 
@@ -172,13 +172,13 @@ def test_two_ranks_train_alike_over_nccl_by_ddp_and_both_kinds_of_fsdp(tmp_path:
 
 
 def test_the_tests_of_a_gpu_hold_on_the_card(tmp_path: Path) -> None:
-    """All but those that time the device, compile for it or need libraries of NVIDIA's."""
+    """Tests that time the device, compile for it or need libraries of NVIDIA's are left out."""
     tests = [ROOT / "tests/gpu" / name for name in ("test_guard_gpu.py", "test_host_copy_gpu.py", "test_training.py")]
     left_out = "hundredth or compiled or held_in_bf16 or [cpu"  # moments in 8 bits are compiled
-    given = {**os.environ, **environment(tmp_path, [81920]), "OMP_NUM_THREADS": "1"}
+    variables = {**os.environ, **environment(tmp_path, [81920]), "OMP_NUM_THREADS": "1"}
     ended = subprocess.run(
         [sys.executable, "-m", "pytest", "-m", "not long", "-k", f"not ({left_out})", *map(str, tests)],
-        env=given,
+        env=variables,
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -189,13 +189,13 @@ def test_the_tests_of_a_gpu_hold_on_the_card(tmp_path: Path) -> None:
     assert "skipped" not in ended.stdout, ended.stdout[-300:]
 
 
-def run(folder: Path, script: str, given: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
-    """How the script ended, with its `assert` statements compiled in whatever PYTHONOPTIMIZE says."""
+def run(folder: Path, script: str, variables: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Return the ended script, with its `assert` statements compiled in whatever PYTHONOPTIMIZE says."""
     (folder / "script.py").write_text(f"HELD = {HELD!r}\n{script}")
     return subprocess.run(
-        [sys.executable, *words, "script.py"],
+        [sys.executable, *arguments, "script.py"],
         cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONOPTIMIZE": "", **given},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONOPTIMIZE": "", **variables},
         capture_output=True,
         text=True,
         timeout=240,

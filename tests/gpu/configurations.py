@@ -49,7 +49,7 @@ EIGHT_BIT_FULL = replace(FULL, optimizer=Optimizer.ADAMW_8BIT)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """One training: `steps` steps of a model at a length under a plan, where the device has so many bytes."""
+    """A training: `steps` steps of a model at a length under a plan, on a device with so many bytes."""
 
     name: str
     model: ModelSpec
@@ -63,7 +63,7 @@ class Measurement:
         return TrainingSpec(max_steps=self.steps, optimizer=self.plan.optimizer)
 
     def profile(self, kind: DeviceKind) -> ModelProfile:
-        """Of the planner, before it has learned anything."""
+        """Return the planner's profile, before it has learned anything."""
         job = JobSpec(
             name="measured",
             global_batch_size=self.plan.global_batch_size,
@@ -82,17 +82,17 @@ class Measurement:
         assert profile is not None, "these models have a closed form"
         return profile
 
-    def predicted(self, kind: DeviceKind) -> MemoryEstimate:
-        """Of its memory, likewise."""
+    def predict(self, kind: DeviceKind) -> MemoryEstimate:
+        """Return the planner's estimate of the memory, before it has learned anything."""
         return estimate(self.profile(kind), self.plan, device_of(kind))
 
     def allocator_bytes(self, kind: DeviceKind) -> int:
-        """What PyTorch's allocator may hold, so that the device is as if it had `capacity_bytes`."""
+        """Return the bytes that PyTorch's allocator may hold, as if the device had `capacity_bytes`."""
         return self.capacity_bytes - (supposed_overhead_bytes(self.plan) if kind is DeviceKind.CUDA else 0)
 
     def fits(self, kind: DeviceKind) -> bool:
-        """Whether the planner says so."""
-        return plan_needed_bytes(self.plan, self.predicted(kind), UNMEASURED) <= self.capacity_bytes
+        """Return whether the planner expects the training to fit."""
+        return plan_needed_bytes(self.plan, self.predict(kind), UNMEASURED) <= self.capacity_bytes
 
 
 def measured_at(peak: dict[str, Any]) -> Measurement:
@@ -121,7 +121,7 @@ def device_of(kind: DeviceKind) -> DeviceSpec:
     )
 
 
-def _llama(hidden: int, wide: int, layers: int, heads: int, groups: int, words: int) -> dict[str, object]:
+def _llama(hidden: int, wide: int, layers: int, heads: int, groups: int, vocab_size: int) -> dict[str, object]:
     return {
         "model_type": "llama",
         "hidden_size": hidden,
@@ -129,7 +129,7 @@ def _llama(hidden: int, wide: int, layers: int, heads: int, groups: int, words: 
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": groups,
-        "vocab_size": words,
+        "vocab_size": vocab_size,
     }
 
 
@@ -160,7 +160,7 @@ GRID = (
 
 
 def on_cuda() -> Iterator[Measurement]:
-    """Those of a device with 141 GB; a smaller one runs those that are capped below what it has."""
+    """Yield the measurements of a device with 141 GB; a smaller device runs those that are capped below its bytes."""
     for name, tokens, capacity_bytes, lora, plans, batches in GRID:
         for plan in plans:
             adapted = "" if lora is None else " QLoRA" if lora.quantise_base else " LoRA"
@@ -184,13 +184,13 @@ def on_cpu() -> Iterator[Measurement]:
 
 
 def _at(base: Measurement, batches: list[str], kind: DeviceKind) -> Iterator[Measurement]:
-    """With each of the micro-batches that there are: `half` takes two of them a step, `beyond` ought not to fit."""
+    """Yield the base with each micro-batch: `half` takes two of them a step, `beyond` ought not to fit."""
     sized = [
         replace(base, plan=replace(base.plan, micro_batch_size=size))
         for size in sorted({*range(1, 33), *range(32, MICRO_BATCH_MAX + 1, 8)})
     ]
-    edge = max((one.plan.micro_batch_size for one in sized if one.fits(kind)), default=None)
-    beyond = (one for one in sized if one.predicted(kind).device_bytes > BEYOND * one.capacity_bytes)
+    edge = max((case.plan.micro_batch_size for case in sized if case.fits(kind)), default=None)
+    beyond = (case for case in sized if case.predict(kind).device_bytes > BEYOND * case.capacity_bytes)
     for batch in batches:
         if batch == "beyond":
             yield next(beyond)

@@ -1,4 +1,4 @@
-"""What runs on a CUDA device runs on the CPU as well, smaller, where it can: so it is known to run before a GPU comes.
+"""Tests of a CUDA device run on the CPU too, smaller, where they can: so they are known to run before a GPU comes.
 
 A bare machine suffices: Python, torch, numpy and pytest.
 """
@@ -19,20 +19,20 @@ def device(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[torch.dev
         pytest.skip("needs a CUDA device")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # models this small wait for more
-    found = torch.device("cuda", 0) if request.param == "cuda" else torch.device("cpu")
-    if found.type == "cuda":
-        torch.cuda.set_device(found)
+    device_of_test = torch.device("cuda", 0) if request.param == "cuda" else torch.device("cpu")
+    if device_of_test.type == "cuda":
+        torch.cuda.set_device(device_of_test)
     torch.distributed.init_process_group(
-        "cpu:gloo,cuda:nccl" if found.type == "cuda" else "gloo",
+        "cpu:gloo,cuda:nccl" if device_of_test.type == "cuda" else "gloo",
         store=torch.distributed.FileStore(str(tmp_path / "store"), 1),
         rank=0,
         world_size=1,
-        device_id=found if found.type == "cuda" else None,
+        device_id=device_of_test if device_of_test.type == "cuda" else None,
     )
-    yield found
+    yield device_of_test
     torch.distributed.destroy_process_group()
     torch.set_num_threads(threads)
-    if found.type == "cuda":
+    if device_of_test.type == "cuda":
         torch.cuda.empty_cache()
 
 

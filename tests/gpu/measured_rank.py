@@ -1,4 +1,4 @@
-"""One training that is measured: `python -m tests.gpu.measured_rank FOLDER BYTES`, under the guard.
+"""A training that is measured: `python -m tests.gpu.measured_rank FOLDER BYTES`, under the guard.
 
 Its weights begin as zeros: what they are does not change what memory they need, and drawing 8 billion takes minutes.
 """

@@ -48,25 +48,25 @@ def live_at_peak(events: Sequence[Mapping[str, Any]]) -> tuple[int, list[Mapping
     return peak, list(live.values())
 
 
-def taken_apart(number: int) -> dict[str, Any]:
-    """One training, in this process."""
+def take_apart(number: int) -> dict[str, Any]:
+    """Run a training in this process; return the parts of its peak."""
     peak = H100["peaks"][number]
-    one, device = measured_at(peak), torch.device("cuda", 0)
+    case, device = measured_at(peak), torch.device("cuda", 0)
     torch.cuda.set_device(device)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         store = torch.distributed.FileStore(str(folder / "store"), 1)
         torch.distributed.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1, device_id=device)
         torch.cuda.memory._record_memory_history(context="alloc", stacks="python", max_entries=EVENTS_MAX)
-        run = run_of(folder, device, one.plan, model=one.model, data=data_of(one, folder), training=one.training)
+        run = run_of(folder, device, case.plan, model=case.model, data=data_of(case, folder), training=case.training)
         train(run, device, replace(build_recipe(run), initialise=lambda _, values: values.zero_()))
     live_bytes, live = live_at_peak(torch.cuda.memory._snapshot()["device_traces"][0])
     by_place: Counter[str] = Counter()
     for event in live:
-        frames = [f"{Path(one['filename']).name}:{one['line']}" for one in event.get("frames", ())[:PLACES]]
+        frames = [f"{Path(frame['filename']).name}:{frame['line']}" for frame in event.get("frames", ())[:PLACES]]
         by_place[" < ".join(frames)] += event["size"]
-    told = {"live_bytes": live_bytes, "blocks_bytes": torch.cuda.max_memory_allocated()}
-    return {**peak, **told, "torch": torch.__version__, "largest": by_place.most_common(LARGEST)}
+    totals = {"live_bytes": live_bytes, "blocks_bytes": torch.cuda.max_memory_allocated()}
+    return {**peak, **totals, "torch": torch.__version__, "largest": by_place.most_common(LARGEST)}
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -75,11 +75,11 @@ def main(arguments: Sequence[str]) -> int:
         print("no CUDA device is here", file=sys.stderr)
         return 2
     if arguments[:1] == ["--one"]:
-        print(json.dumps(taken_apart(int(arguments[1]))))
+        print(json.dumps(take_apart(int(arguments[1]))))
         return 0
-    wanted = [int(one) for one in arguments] or range(len(H100["peaks"]))
+    wanted = [int(argument) for argument in arguments] or range(len(H100["peaks"]))
     command = [sys.executable, "-m", "tests.gpu.peaks", "--one"]
-    ends = [subprocess.run([*command, str(one)], timeout=TIMEOUT_S, check=False).returncode for one in wanted]
+    ends = [subprocess.run([*command, str(number)], timeout=TIMEOUT_S, check=False).returncode for number in wanted]
     return max(ends)
 
 

@@ -65,7 +65,7 @@ def plan(micro_batch_size: int = 4, gradient_accumulation_steps: int = 2, **fiel
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Trained:
-    """What a training did."""
+    """The record of a training."""
 
     losses: list[float]
     step_s: list[float]
@@ -75,7 +75,7 @@ class Trained:
 
 
 def train(run: TrainingRun, device: torch.device, recipe: Recipe | None = None) -> Trained:
-    """All steps of a run on one device, of the run's own model where no `recipe` is given."""
+    """Train all steps of a run on a single device, with the run's own model where no `recipe` is given."""
     recipe = recipe or build_recipe(run)
     engine = build_engine(run, recipe, device, None)
     losses, seconds, tokens = [], [], 0

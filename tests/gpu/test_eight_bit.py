@@ -67,13 +67,13 @@ def test_a_compiled_update_holds_no_more_than_is_predicted(cuda: torch.device) -
     weight = torch.nn.Parameter(torch.ones(4096, size // 4096, device=cuda))
     updates = Updates([("weight", weight)], TrainingSpec(optimizer=Optimizer.ADAMW_8BIT), cuda, step=0)
     updates.allocate()
-    held = []
+    peaks_bytes = []
     for step in range(3):
         weight.grad = torch.ones_like(weight)
         updates.prepare(step)
         torch.cuda.reset_peak_memory_stats()
         before_bytes = torch.cuda.memory_allocated()
         updates.update()
-        held.append(torch.cuda.max_memory_allocated() - before_bytes)
-    print(f"bytes of an element: {[one / size for one in held]}")
-    assert held[-1] <= 1.05 * temporaries(EIGHT_BIT, size, cuda=True)
+        peaks_bytes.append(torch.cuda.max_memory_allocated() - before_bytes)
+    print(f"bytes of an element: {[peak_bytes / size for peak_bytes in peaks_bytes]}")
+    assert peaks_bytes[-1] <= 1.05 * temporaries(EIGHT_BIT, size, cuda=True)

@@ -31,9 +31,9 @@ def test_a_copy_has_the_values_of_its_moment_in_pinned_memory_and_takes_no_devic
             copy.take(state)
             weight.fill_(-1.0)  # queued behind the copy
             copy.wait()
-            held = copy.state["model.w"].parts[(0,)]
-            assert held.is_pinned()
-            assert held.eq(turn).all()
+            stored = copy.state["model.w"].parts[(0,)]
+            assert stored.is_pinned()
+            assert stored.eq(turn).all()
         assert torch.cuda.max_memory_allocated() == before
         checkpoint.save(tmp_path / "a", copy.state, Cursor(step=3))
         copy.release()

@@ -36,9 +36,9 @@ open({!r}, "w").write(str(child.pid))
 
 
 def start(folder: Path, *chosen: tuple[str, float, str]) -> subprocess.Popen[bytes]:
-    words = [sys.executable, "-c", RUN, json.dumps(chosen), str(folder / "log.txt")]
+    command = [sys.executable, "-c", RUN, json.dumps(chosen), str(folder / "log.txt")]
     environment = {**os.environ, RESULTS: str(folder / "results.jsonl"), "PYTHONPATH": str(ROOT)}
-    return subprocess.Popen(words, env=environment, cwd=ROOT, stdout=subprocess.DEVNULL, start_new_session=True)
+    return subprocess.Popen(command, env=environment, cwd=ROOT, stdout=subprocess.DEVNULL, start_new_session=True)
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""What is measured on a GPU runs on a virtual device first."""
+"""Laws of the measurements on a GPU: they run on a virtual device first."""
 
 from __future__ import annotations
 
@@ -21,48 +21,48 @@ TOLERANCE_ON_CUDA = 0.1
 
 def test_at_least_sixty_trainings_show_everything_that_a_plan_chooses_between() -> None:
     every = list(on_cuda())
-    assert len({measure.name_of(one) for one in every}) == len(every) >= 60
-    plans = [one.plan for one in every]
+    assert len({measure.name_of(case) for case in every}) == len(every) >= 60
+    plans = [case.plan for case in every]
     assert {plan.precision for plan in plans} == set(Precision)
     assert {plan.activation_checkpointing for plan in plans} == set(ActivationCheckpointing)
     assert {plan.optimizer for plan in plans} == set(Optimizer)
     assert {plan.zero_stage for plan in plans} == {ZeroStage.NONE, ZeroStage.PARAMETERS}
-    assert {one.capacity_bytes // GIB for one in every} == {24, 40, 78, 138}
-    assert {one.name.split()[0] for one in every} == {"0.1B", "0.4B", "1.3B", "3B", "8B"}
-    assert {"3B LoRA", "8B QLoRA"} <= {one.name for one in every}
-    beyond = [one for one in every if not one.fits(DeviceKind.CUDA)]
+    assert {case.capacity_bytes // GIB for case in every} == {24, 40, 78, 138}
+    assert {case.name.split()[0] for case in every} == {"0.1B", "0.4B", "1.3B", "3B", "8B"}
+    assert {"3B LoRA", "8B QLoRA"} <= {case.name for case in every}
+    beyond = [case for case in every if not case.fits(DeviceKind.CUDA)]
     assert 10 <= len(beyond) <= len(every) // 4, "most are to run, some to show whether refusals were right"
 
 
 @pytest.mark.parametrize(
-    "one",
-    [pytest.param(one, marks=[pytest.mark.long] * (number == 0)) for number, one in enumerate(on_cpu())],
+    "case",
+    [pytest.param(case, marks=[pytest.mark.long] * (number == 0)) for number, case in enumerate(on_cpu())],
     ids=measure.name_of,
 )
-def test_a_training_is_measured_beside_what_was_predicted(one: Measurement) -> None:
-    line = measured(one, DeviceKind.VIRTUAL)
+def test_a_training_is_measured_beside_what_was_predicted(case: Measurement) -> None:
+    line = measure_or_skip(case, DeviceKind.VIRTUAL)
     assert line["outcome"] == (measure.RAN if line["fits"] else measure.RAN_OUT)
     if line["fits"]:
         assert line["measured"]["allocated_bytes"] == pytest.approx(line["predicted"]["allocated_bytes"], rel=TOLERANCE)
     else:
-        assert line["asked_bytes"] + line["measured"]["allocated_bytes"] > one.capacity_bytes
+        assert line["asked_bytes"] + line["measured"]["allocated_bytes"] > case.capacity_bytes
 
 
-@pytest.mark.parametrize("one", [one for one in on_cuda() if one.name in ("0.4B", "3B")], ids=measure.name_of)
-def test_the_peak_on_a_cuda_device_is_as_predicted(one: Measurement) -> None:
-    """Those that ran, before any calibration; all of them, and what the device holds beside, `make bench-gpu` tells."""
-    line = measured(one, DeviceKind.CUDA)
+@pytest.mark.parametrize("case", [case for case in on_cuda() if case.name in ("0.4B", "3B")], ids=measure.name_of)
+def test_the_peak_on_a_cuda_device_is_as_predicted(case: Measurement) -> None:
+    """Check some trainings before any calibration; `make bench-gpu` reports all, and what the device holds beside."""
+    line = measure_or_skip(case, DeviceKind.CUDA)
     assert line["outcome"] in measure.OUTCOMES
     if line["outcome"] == measure.RAN:
         predicted_bytes = line["predicted"]["allocated_bytes"]
         assert line["measured"]["allocated_bytes"] == pytest.approx(predicted_bytes, rel=TOLERANCE_ON_CUDA)
 
 
-def measured(one: Measurement, kind: DeviceKind) -> measure.Line:
+def measure_or_skip(case: Measurement, kind: DeviceKind) -> measure.Line:
     facts = measure.device_facts(kind)
-    if facts is None or facts["total_bytes"] < one.capacity_bytes:
+    if facts is None or facts["total_bytes"] < case.capacity_bytes:
         pytest.skip("needs a CUDA device with as much memory")
-    return measure.measured(one, kind, facts)
+    return measure.measure_training(case, kind, facts)
 
 
 def test_what_was_measured_before_is_not_measured_again(
@@ -70,21 +70,21 @@ def test_what_was_measured_before_is_not_measured_again(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     predicted = {f"{what}_bytes": 110 for what in ("allocated", "reserved", "overhead")}
-    told = {"allocated_bytes": 100, "reserved_bytes": 220, "overhead_bytes": None}
+    measurements = {"allocated_bytes": 100, "reserved_bytes": 220, "overhead_bytes": None}
     ends = (measure.RAN, measure.RAN_OUT)
     lines = [
-        {"id": measure.name_of(one), "fits": True, "outcome": end, "predicted": predicted, "measured": told}
-        for one, end in zip(on_cpu(), ends, strict=True)
+        {"id": measure.name_of(case), "fits": True, "outcome": end, "predicted": predicted, "measured": measurements}
+        for case, end in zip(on_cpu(), ends, strict=True)
     ]
     file = tmp_path / "lines.jsonl"
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert measure.main([str(file), "--cpu"]) == 0
     assert measure.read(file) == lines
-    found = {one["figure"]: (one["value"], one["holds"]) for one in json.loads(measure.FIGURES.read_text())}
-    assert found["allocated: mean error"] == (pytest.approx(10.0), True)
-    assert found["reserved: furthest below"] == (pytest.approx(-50.0), True)
-    assert "overhead: mean error" not in found
-    assert found["said to fit, ran out of memory"] == (1, False)
+    figures = {row["figure"]: (row["value"], row["holds"]) for row in json.loads(measure.FIGURES.read_text())}
+    assert figures["allocated: mean error"] == (pytest.approx(10.0), True)
+    assert figures["reserved: furthest below"] == (pytest.approx(-50.0), True)
+    assert "overhead: mean error" not in figures
+    assert figures["said to fit, ran out of memory"] == (1, False)
     assert "NO" in capsys.readouterr().out
     file.write_text(json.dumps(lines[0]) + "\n")
     assert measure.main([str(file), "--cpu", "--seconds", "0"]) == 1, "time ran out"

@@ -1,4 +1,4 @@
-"""What was measured on GPUs is what the planner says today. The figures are in `measured/`, so this needs no GPU.
+"""Measurements on GPUs are what the planner says today. The figures are in `measured/`, so this needs no GPU.
 
 `live_bytes` are those of tensors at the peak, added up from PyTorch's record of every allocation; `blocks_bytes` are
 `max_memory_allocated`. Nothing was fitted to them but what each test names.
@@ -28,7 +28,7 @@ from tests.gpu.runs import BILLION
 from tests.gpu.test_throughput import PLANS
 
 CLUSTER = Path(__file__).parents[2] / "clusters/1x8-h100-80gb.yaml"
-TRAININGS = {name_of(one): one for one in on_cuda()}
+TRAININGS = {name_of(training): training for training in on_cuda()}
 LIVE_TOLERANCE = 0.005
 PEAK_TOLERANCE = 0.008  # 0.2 % for our own engine, 0.73 % for DeepSpeed's ZeRO-2
 STEP_TOLERANCE = 0.12
@@ -48,19 +48,19 @@ def test_live_allocations_are_those_of_the_highest_sum() -> None:
     assert live_at_peak(events) == (14, [events[1], events[4]])
 
 
-@pytest.mark.parametrize("peak", H100["peaks"], ids=lambda one: f"{one['model']} {one['plan']}")
+@pytest.mark.parametrize("peak", H100["peaks"], ids=lambda row: f"{row['model']} {row['plan']}")
 def test_the_closed_form_is_what_was_live_at_the_peak(peak: dict[str, Any]) -> None:
     """Fitted: that a norm of our decoder keeps no intermediates there, and two workspaces of cuBLAS."""
-    predicted = measured_at(peak).predicted(DeviceKind.CUDA)
+    predicted = measured_at(peak).predict(DeviceKind.CUDA)
     assert predicted.allocated_bytes == pytest.approx(peak["live_bytes"], rel=LIVE_TOLERANCE)
 
 
-@pytest.mark.parametrize("training", H100["trainings"], ids=lambda one: one["id"])
+@pytest.mark.parametrize("training", H100["trainings"], ids=lambda row: row["id"])
 def test_what_was_said_to_fit_ran_within_what_was_reserved_for_it(training: dict[str, Any]) -> None:
     """Fitted: two workspaces of cuBLAS."""
-    one = TRAININGS[training["id"]]
-    predicted = one.predicted(DeviceKind.CUDA)
-    assert one.fits(DeviceKind.CUDA) == (training["outcome"] == RAN)
+    measurement = TRAININGS[training["id"]]
+    predicted = measurement.predict(DeviceKind.CUDA)
+    assert measurement.fits(DeviceKind.CUDA) == (training["outcome"] == RAN)
     if training["outcome"] == RAN:
         assert training["reserved_bytes"] <= MARGIN * predicted.reserved_bytes
         assert predicted.reserved_bytes <= 1.1 * training["reserved_bytes"]
@@ -68,21 +68,23 @@ def test_what_was_said_to_fit_ran_within_what_was_reserved_for_it(training: dict
 
 
 def test_a_context_and_a_communicator_of_one_rank_hold_what_is_supposed() -> None:
-    """They are where both constants come from."""
-    (told,) = (one["beside_allocator_bytes"] for one in H100["trainings"] if "beside_allocator_bytes" in one)
-    assert CONTEXT_BYTES + COMMUNICATOR_BYTES[1] == pytest.approx(told, rel=0.01)
-    held = {one["after"]: one["bytes"] for one in H100["beside_allocator"]}
-    assert held["nccl group of one, eager"] - held["cross entropy"] == pytest.approx(COMMUNICATOR_BYTES[1], rel=0.01)
+    """Both constants come from these measurements."""
+    (beside_bytes,) = (row["beside_allocator_bytes"] for row in H100["trainings"] if "beside_allocator_bytes" in row)
+    assert CONTEXT_BYTES + COMMUNICATOR_BYTES[1] == pytest.approx(beside_bytes, rel=0.01)
+    bytes_after = {row["after"]: row["bytes"] for row in H100["beside_allocator"]}
+    assert bytes_after["nccl group of one, eager"] - bytes_after["cross entropy"] == pytest.approx(
+        COMMUNICATOR_BYTES[1], rel=0.01
+    )
 
 
-@pytest.mark.parametrize("step", H100["steps"], ids=lambda one: f"{one['plan']} {one['compiled']}")
+@pytest.mark.parametrize("step", H100["steps"], ids=lambda row: f"{row['plan']} {row['compiled']}")
 def test_a_step_takes_as_long_as_predicted(step: dict[str, Any]) -> None:
     """Nothing was fitted, but what the loss and FSDP2 copy was counted after one of these steps was seen by kernels.
 
     Predictions know no compiler: these models took 7 to 10 % less time with one.
     """
-    (plan,) = (one for one in PLANS.values() if in_short(one) == step["plan"])
-    one = Measurement(
+    (plan,) = (candidate for candidate in PLANS.values() if in_short(candidate) == step["plan"])
+    measurement = Measurement(
         name="decoder",
         model=ModelSpec(decoder=BILLION),
         sequence_length=step["tokens"],
@@ -90,7 +92,7 @@ def test_a_step_takes_as_long_as_predicted(step: dict[str, Any]) -> None:
         capacity_bytes=H100["device"]["total_bytes"],
     )
     here = Hardware(device=read_cluster(CLUSTER).nodes[0].device, devices_per_node=1, nodes=1, network_bandwidth=1)
-    assert step_s(one.profile(DeviceKind.CUDA), plan, here) == pytest.approx(step["step_s"], rel=STEP_TOLERANCE)
+    assert step_s(measurement.profile(DeviceKind.CUDA), plan, here) == pytest.approx(step["step_s"], rel=STEP_TOLERANCE)
 
 
 # DeepSpeed's stage 2 sends gradients to the host while it goes backward; the model holds them on the device until the
@@ -100,14 +102,14 @@ ON_HOST, ON_HOST_TOLERANCE = "deepspeed: zero 2, optimizer on host", 0.12
 
 @pytest.mark.parametrize(
     "training",
-    [one for one in H200["trainings"] if not one["name"].startswith("unmeasured")],
-    ids=lambda one: one["name"],
+    [row for row in H200["trainings"] if not row["name"].startswith("unmeasured")],
+    ids=lambda row: row["name"],
 )
 def test_plans_that_differ_by_one_choice_peak_on_an_h200_as_predicted(training: dict[str, Any]) -> None:
     """Nothing was fitted to these. Their step times are in docs/concepts/memory-model.md."""
     group, _, name = training["name"].partition(": ")
     total_bytes = H200["device"]["total_bytes"]
-    predicted = measurement(name, GROUPS[group][name], SIZES["full"], total_bytes).predicted(DeviceKind.CUDA)
+    predicted = measurement(name, GROUPS[group][name], SIZES["full"], total_bytes).predict(DeviceKind.CUDA)
     measured_bytes = training["measured"]["allocated_bytes"]
     if training["name"] == ON_HOST:
         assert measured_bytes <= predicted.allocated_bytes <= (1 + ON_HOST_TOLERANCE) * measured_bytes

@@ -1,4 +1,4 @@
-"""How fast is a decoder of 1B parameters on this device? Printed as lines of JSON, to be kept as data."""
+"""Throughput of a decoder of 1B parameters on this device, printed as lines of JSON to keep as data."""
 
 from __future__ import annotations
 

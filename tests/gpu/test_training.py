@@ -1,4 +1,4 @@
-"""One device trains the same way in every mode: precisions, sharding, offload, compilation, checkpointing."""
+"""A single device trains the same way in every mode: precisions, sharding, offload, compilation, checkpointing."""
 
 from __future__ import annotations
 

@@ -18,8 +18,8 @@ from orchestrator.training.contract.recipe import Batch, Recipe
 class Frames:
     """Tokens of all codebooks."""
 
-    def __init__(self, samples: int, codebooks: int, frames: int, words: int) -> None:
-        self._samples, self._shape, self._words = samples, (codebooks, frames), words
+    def __init__(self, samples: int, codebooks: int, frames: int, vocab_size: int) -> None:
+        self._samples, self._shape, self._words = samples, (codebooks, frames), vocab_size
 
     def __len__(self) -> int:
         return self._samples
@@ -36,14 +36,14 @@ class Frames:
 class SoundDecoder(nn.Module):
     """Tokens to logits of every codebook, [B, K, T, V]."""
 
-    def __init__(self, codebooks: int, words: int, width: int, layers: int) -> None:
+    def __init__(self, codebooks: int, vocab_size: int, width: int, layers: int) -> None:
         super().__init__()
-        self.embeddings = nn.ModuleList(nn.Embedding(words, width) for _ in range(codebooks))
+        self.embeddings = nn.ModuleList(nn.Embedding(vocab_size, width) for _ in range(codebooks))
         self.layers = nn.ModuleList(
             nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
             for _ in range(layers)
         )
-        self.heads = nn.ModuleList(nn.Linear(width, words, bias=False) for _ in range(codebooks))
+        self.heads = nn.ModuleList(nn.Linear(width, vocab_size, bias=False) for _ in range(codebooks))
 
     def forward(self, tokens_BKT: Tensor) -> Tensor:
         embedded = [embed(tokens_BKT[:, number]) for number, embed in enumerate(self.embeddings)]

@@ -120,7 +120,7 @@ DEVICE = DeviceSpec(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One plan: what was predicted, and what the worst rank really allocated at its peak."""
+    """A plan with its predicted bytes and the bytes that the worst rank allocated at its peak."""
 
     plan: Plan
     predicted_bytes: int
@@ -182,14 +182,14 @@ def parallel_plans(
 
 def context_plans(ranks: int, modes: Sequence[ActivationCheckpointing]) -> list[Plan]:
     """Ranks that share each sample's tokens, alone and in products, for few tokens and many."""
-    said: dict[int, tuple[tuple[int, dict[str, int]], ...]] = {
+    ways: dict[int, tuple[tuple[int, dict[str, int]], ...]] = {
         2: ((0, {"cp": 2}), (2, {"cp": 2}), (3, {"cp": 2})),
         4: ((0, {"cp": 4}), (2, {"dp": 2, "cp": 2}), (3, {"cp": 2, "tp": 2}), (0, {"cp": 2, "pp": 2})),
     }
     return _legal(
         (Engine.TORCH, stage, micro, layout, {"activation_checkpointing": mode, "precision": precision})
         for (stage, layout), precision, micro, mode in product(
-            said[ranks], (Precision.FP32, Precision.BF16), (1, 4), modes
+            ways[ranks], (Precision.FP32, Precision.BF16), (1, 4), modes
         )
     )
 
@@ -216,7 +216,7 @@ def once_plans(ranks: int) -> list[Plan]:
 
 def on_host_plans(ranks: int) -> list[Plan]:
     """Plans whose layers' inputs wait in host memory, for few samples and many."""
-    said: dict[int, tuple[tuple[Engine, int, dict[str, int]], ...]] = {
+    ways: dict[int, tuple[tuple[Engine, int, dict[str, int]], ...]] = {
         1: ((Engine.TORCH, 0, {}),),
         2: (
             *((Engine.TORCH, stage, {"dp": 2}) for stage in (0, 2, 3)),
@@ -227,13 +227,13 @@ def on_host_plans(ranks: int) -> list[Plan]:
     fields = {"activation_checkpointing": ActivationCheckpointing.FULL, "activation_offload": True}
     return _legal(
         (engine, stage, micro, layout, fields | {"precision": precision})
-        for (engine, stage, layout), precision, micro in product(said[ranks], (Precision.FP32, Precision.BF16), (1, 8))
+        for (engine, stage, layout), precision, micro in product(ways[ranks], (Precision.FP32, Precision.BF16), (1, 8))
     )
 
 
 def cut_plans(ranks: int) -> list[Plan]:
     """Pipelines whose ends have other numbers of layers than the stages between, and few micro-batches for them."""
-    kept, low = ActivationCheckpointing.NONE, {"precision": Precision.BF16}
+    none, low = ActivationCheckpointing.NONE, {"precision": Precision.BF16}
     selective = {"activation_checkpointing": ActivationCheckpointing.SELECTIVE}
     full = {"activation_checkpointing": ActivationCheckpointing.FULL}
     of_two = (
@@ -260,14 +260,14 @@ def cut_plans(ranks: int) -> list[Plan]:
             micro_batch_size=micro,
             gradient_accumulation_steps=turns,
             sequence_length=SEQUENCE_LENGTH,
-            **{"activation_checkpointing": kept, **fields},
+            **{"activation_checkpointing": none, **fields},
         )
         for stage, micro, turns, fields in (of_two if ranks == 2 else of_four)
     ]
 
 
 def partial_plans(ranks: int) -> list[Plan]:
-    """Where some first layers of a stage keep their input only: few and most of them, few samples and many."""
+    """Return plans whose first layers of a stage keep their input only: few and most layers, few and many samples."""
     low = Precision.BF16
     of_two = (
         (Engine.TORCH, 0, 8, {"dp": 2}, {"full_checkpointing_layers": 2}),
@@ -291,8 +291,8 @@ def partial_plans(ranks: int) -> list[Plan]:
 
 
 def in_backward_plans(ranks: int, micro_batch_sizes: Sequence[int], precision: Precision) -> list[Plan]:
-    """Where each parameter is updated as soon as its gradient is whole: alone, under FSDP2, in tensor parallel."""
-    said: dict[int, tuple[tuple[int, dict[str, int]], ...]] = {
+    """Return plans that update a parameter once its gradient is whole: alone, under FSDP2, in tensor parallel."""
+    ways: dict[int, tuple[tuple[int, dict[str, int]], ...]] = {
         1: ((0, {}),),
         2: ((2, {"dp": 2}), (3, {"dp": 2}), (0, {"tp": 2})),
         4: ((2, {"dp": 2, "tp": 2}), (3, {"dp": 2, "tp": 2})),
@@ -308,12 +308,12 @@ def in_backward_plans(ranks: int, micro_batch_sizes: Sequence[int], precision: P
             optimizer_in_backward=True,
             sequence_length=SEQUENCE_LENGTH,
         )
-        for (stage, layout), micro, mode in product(said[ranks], micro_batch_sizes, ActivationCheckpointing)
+        for (stage, layout), micro, mode in product(ways[ranks], micro_batch_sizes, ActivationCheckpointing)
     ]
 
 
 def adapted_plans() -> list[Plan]:
-    """Where what is gathered, recomputed and returned by adapters shows."""
+    """Return plans that show what adapters gather, recompute and return."""
     none, selective, whole = ActivationCheckpointing
     low = Precision.BF16
     return _legal(
@@ -331,7 +331,7 @@ def adapted_plans() -> list[Plan]:
 
 
 def mixed_plans(modes: Sequence[ActivationCheckpointing] = tuple(ActivationCheckpointing)) -> list[Plan]:
-    """Of experts: both precisions, few tokens and many, where gradients are whole and where they are cut."""
+    """Return plans of experts: both precisions, few and many tokens, whole gradients and cut ones."""
     low = Precision.BF16
     return _legal(
         (engine, stage, micro, {"dp": RANKS}, {"activation_checkpointing": mode, "precision": precision})
@@ -350,7 +350,7 @@ def mixed_plans(modes: Sequence[ActivationCheckpointing] = tuple(ActivationCheck
 
 
 def expert_plans(ranks: int, modes: Sequence[ActivationCheckpointing], experts: int = 4) -> list[Plan]:
-    """So many experts over all ranks, and over some of them: both stages and precisions, few tokens and many."""
+    """Return plans with experts over all ranks and over some: both stages and precisions, few tokens and many."""
     degrees = (2,) if min(ranks, experts) == 2 else (2, 4)
     return [
         plan(
@@ -389,18 +389,18 @@ def eight_bit_plans(ranks: int) -> list[Plan]:
         (Engine.TORCH, stage, micro, layout, {"activation_checkpointing": mode, "precision": precision})
         for (layout, stage), micro, mode, precision in product(ways, (1, 4), modes, precisions)
     )
-    within = [one for precision in precisions for one in in_backward_plans(ranks, (1, 4), precision)]
-    found = [replace(one, optimizer=Optimizer.ADAMW_8BIT) for one in (*at_the_end, *within)]
-    rounded = [one for one in found if one.precision is Precision.BF16]
-    return [*found, *(replace(one, master_weights=MasterWeights.BF16) for one in rounded)]
+    within = [plan for precision in precisions for plan in in_backward_plans(ranks, (1, 4), precision)]
+    eight_bit = [replace(plan, optimizer=Optimizer.ADAMW_8BIT) for plan in (*at_the_end, *within)]
+    rounded = [plan for plan in eight_bit if plan.precision is Precision.BF16]
+    return [*eight_bit, *(replace(plan, master_weights=MasterWeights.BF16) for plan in rounded)]
 
 
-def _legal(said: Iterable[tuple[Engine, int, int, dict[str, int], dict[str, Any]]]) -> list[Plan]:
-    found = []
-    for engine, stage, micro, layout, fields in said:
+def _legal(settings: Iterable[tuple[Engine, int, int, dict[str, int], dict[str, Any]]]) -> list[Plan]:
+    legal = []
+    for engine, stage, micro, layout, fields in settings:
         with contextlib.suppress(IllegalPlan):
-            found.append(plan(engine, stage, micro, layout=layout, **fields))
-    return found
+            legal.append(plan(engine, stage, micro, layout=layout, **fields))
+    return legal
 
 
 def rows(model: DecoderSpec | ModelSpec, tried: Sequence[Plan], folder: Path) -> list[Row]:
@@ -408,12 +408,12 @@ def rows(model: DecoderSpec | ModelSpec, tried: Sequence[Plan], folder: Path) ->
     model = ModelSpec(decoder=model) if isinstance(model, DecoderSpec) else model
     spec = job(model)
     return [
-        Row(plan=plan, predicted_bytes=predicted(spec, plan), measured_bytes=measured)
+        Row(plan=plan, predicted_bytes=predict_bytes(spec, plan), measured_bytes=measured)
         for plan, measured in zip(tried, peaks(model, SEQUENCE_LENGTH, tried, folder), strict=True)
     ]
 
 
-def predicted(spec: JobSpec, plan: Plan, uneven: float = 1.0) -> int:
+def predict_bytes(spec: JobSpec, plan: Plan, uneven: float = 1.0) -> int:
     """Allocated bytes of the plan, by the closed form."""
     profile = profile_of(
         spec,
@@ -432,36 +432,36 @@ def predicted(spec: JobSpec, plan: Plan, uneven: float = 1.0) -> int:
 def full(folder: Path) -> dict[str, list[Row]]:
     """The whole matrix, by family: all precisions, every engine, layout, stage, micro-batch and checkpointing."""
     decoders = {"deep decoder": DEEP, "wide decoder": WIDE}
-    found: dict[str, list[Row]] = {name: [] for name in decoders}
+    by_family: dict[str, list[Row]] = {name: [] for name in decoders}
     modes = (ActivationCheckpointing.NONE, ActivationCheckpointing.FULL)
     for (name, decoder), engine in product(decoders.items(), STAGES):
-        tried = [each for precision in (Precision.FP32, Precision.BF16) for each in plans(engine, (1, 4, 8), precision)]
-        found[name] += rows(decoder, [*tried, *plans(engine, (4,), Precision.FP16)], folder / f"{name}-{engine}")
+        tried = [plan for precision in (Precision.FP32, Precision.BF16) for plan in plans(engine, (1, 4, 8), precision)]
+        by_family[name] += rows(decoder, [*tried, *plans(engine, (4,), Precision.FP16)], folder / f"{name}-{engine}")
     for (name, decoder), ranks in product(decoders.items(), PARALLEL):
         tried = [
-            each
+            plan
             for precision in (Precision.FP32, Precision.BF16)
-            for each in parallel_plans(ranks, (1, 4), precision, modes)
-            if each.layout.pp * each.pipeline_stages_per_rank <= decoder.num_hidden_layers
+            for plan in parallel_plans(ranks, (1, 4), precision, modes)
+            if plan.layout.pp * plan.pipeline_stages_per_rank <= decoder.num_hidden_layers
         ]
-        found[name] += rows(decoder, tried, folder / f"{name}-{ranks}")
+        by_family[name] += rows(decoder, tried, folder / f"{name}-{ranks}")
     more = {"optimizers": optimizer_plans(), "once": once_plans(RANKS), "on host": on_host_plans(RANKS)}
     for name, tried in (more | {"8 bits": eight_bit_plans(RANKS)}).items():
-        found["deep decoder"] += rows(DEEP, tried, folder / name)
-    found["wide decoder"] += rows(WIDE, context_plans(RANKS, modes), folder / "context")
-    found["llama with adapters"] = rows(ADAPTED, adapted_plans(), folder / "adapted")
-    found["llama"] = rows(replace(ADAPTED, lora=None), adapted_plans(), folder / "unadapted")
-    found["mixtral"] = rows(MIXED, mixed_plans(), folder / "mixed")
-    dropping = [each for engine in STAGES for each in plans(engine, (4,), Precision.FP32)]
-    found["decoder with dropout"] = rows(replace(DEEP, dropout=0.1), dropping, folder / "dropout")
-    return found
+        by_family["deep decoder"] += rows(DEEP, tried, folder / name)
+    by_family["wide decoder"] += rows(WIDE, context_plans(RANKS, modes), folder / "context")
+    by_family["llama with adapters"] = rows(ADAPTED, adapted_plans(), folder / "adapted")
+    by_family["llama"] = rows(replace(ADAPTED, lora=None), adapted_plans(), folder / "unadapted")
+    by_family["mixtral"] = rows(MIXED, mixed_plans(), folder / "mixed")
+    dropping = [plan for engine in STAGES for plan in plans(engine, (4,), Precision.FP32)]
+    by_family["decoder with dropout"] = rows(replace(DEEP, dropout=0.1), dropping, folder / "dropout")
+    return by_family
 
 
-def table(found: Sequence[Row]) -> str:
+def table(rows: Sequence[Row]) -> str:
     """The rows as text, for a failing test and for people."""
     lines = [
         f"{100 * row.error:+5.1f} %: predicted {row.predicted_bytes / 2**20:7.2f} MiB, "
         f"measured {row.measured_bytes / 2**20:7.2f} MiB  {row.plan.engine} {in_short(row.plan)}"
-        for row in found
+        for row in rows
     ]
     return "\n".join(lines)

@@ -40,10 +40,10 @@ class Run:
 
 def peaks(model: ModelSpec, sequence_length: int, plans: Sequence[Plan], folder: Path) -> list[int]:
     """Allocated peak of the worst rank of every plan; all plans have one world size and share one launch."""
-    return measured([Run(model=model, plan=plan, sequence_length=sequence_length) for plan in plans], folder)
+    return measure_peaks([Run(model=model, plan=plan, sequence_length=sequence_length) for plan in plans], folder)
 
 
-def measured(runs: Sequence[Run], folder: Path) -> list[int]:
+def measure_peaks(runs: Sequence[Run], folder: Path) -> list[int]:
     """Allocated peak of the worst rank of every run; all have one world size and share one launch.
 
     Fails where a run needs more than its capacity: what its log ends with says which one.
@@ -53,8 +53,8 @@ def measured(runs: Sequence[Run], folder: Path) -> list[int]:
     (folder / TEXT).write_text("All work and no play makes a dull corpus.\n" * 4000)
     if any(map(_is_encoder_decoder, (run.model for run in runs))):
         _write_pairs(folder)
-    order = sorted(range(len(runs)), key=lambda at: _leaves_behind(runs[at].plan))
-    (folder / "request.json").write_text(json.dumps([dataclasses.asdict(runs[at]) for at in order]))
+    order = sorted(range(len(runs)), key=lambda index: _leaves_behind(runs[index].plan))
+    (folder / "request.json").write_text(json.dumps([dataclasses.asdict(runs[index]) for index in order]))
     ranks = start_ranks("tests.memory.measure", [str(folder)], world_size)
     try:
         codes = _exit_codes(ranks, START_TIMEOUT_S + RUN_TIMEOUT_S * len(runs))
@@ -64,13 +64,13 @@ def measured(runs: Sequence[Run], folder: Path) -> list[int]:
             process.wait()
     logs = [(folder / f"{rank}.log").read_text()[-2000:] for rank, code in enumerate(codes) if code not in (0, None)]
     assert codes == [0] * world_size, "\n".join(logs)
-    found = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world_size)]
-    worst = dict(zip(order, map(max, zip(*found, strict=True)), strict=True))
-    return [worst[at] for at in range(len(runs))]
+    peaks_by_rank = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world_size)]
+    worst = dict(zip(order, map(max, zip(*peaks_by_rank, strict=True)), strict=True))
+    return [worst[index] for index in range(len(runs))]
 
 
 def _leaves_behind(plan: Plan) -> int:
-    """How much of it the runs after it see: its stage 3 puts a linear function of its own in the place of torch's.
+    """Rank the plan by what later runs see of it: DeepSpeed's stage 3 replaces torch's linear function by its own.
 
     (`zero3_linear_wrap` in deepspeed/runtime/zero/linear.py, which saves other tensors.)
     """
@@ -85,8 +85,8 @@ def _write_pairs(folder: Path) -> None:
     """Inputs and targets, of which every other is shorter than a sample, and the tokenizer for them."""
     from tests.training import tiny_hf  # only here: importing transformers takes seconds
 
-    words = (("user", "work " * 100), ("assistant", "play " * 100)), (("user", "work"), ("assistant", "play"))
-    talks = ([{"role": role, "content": content} for role, content in words[number % 2]] for number in range(400))
+    turns = (("user", "work " * 100), ("assistant", "play " * 100)), (("user", "work"), ("assistant", "play"))
+    talks = ([{"role": role, "content": content} for role, content in turns[number % 2]] for number in range(400))
     (folder / PAIRS).write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
     tiny_hf.tokenizer().save_pretrained(folder / TOKENIZER)
 
@@ -99,7 +99,7 @@ def _data(run: Run, folder: Path) -> DataSpec:
 
 
 def _exit_codes(ranks: Sequence[Rank], timeout_s: float) -> list[int | None]:
-    """Those of all ranks; of some, where one has failed and the others wait for it."""
+    """Return the exit codes of all ranks; None for a rank that waits for another which has failed."""
     end_s = time.monotonic() + timeout_s
     while time.monotonic() < end_s:
         codes = [process.poll() for process in ranks]
@@ -119,19 +119,19 @@ def main(folder: Path, rank: int) -> None:
     for standard in (1, 2):
         os.dup2(log, standard)
     dist.init_process_group("gloo")
-    found = []
-    for said in request:
-        run = Run(**{**said, "model": model_from_json(said["model"]), "plan": plan_from_json(said["plan"])})
+    peaks_bytes = []
+    for fields in request:
+        run = Run(**{**fields, "model": model_from_json(fields["model"]), "plan": plan_from_json(fields["plan"])})
         try:
-            found.append(_peak_bytes(run, folder))
+            peaks_bytes.append(_peak_bytes(run, folder))
         except torch.OutOfMemoryError as error:
             print(error, run, flush=True)
             os._exit(OOM_EXIT_CODE)
-    (folder / f"{rank}.json").write_text(json.dumps(found))
+    (folder / f"{rank}.json").write_text(json.dumps(peaks_bytes))
     os._exit(0)  # gloo may abort on its way out
 
 
-def _peak_bytes(asked: Run, folder: Path) -> int:
+def _peak_bytes(request: Run, folder: Path) -> int:
     import torch
     import torch.distributed as dist
 
@@ -139,16 +139,16 @@ def _peak_bytes(asked: Run, folder: Path) -> int:
     from orchestrator.training.data.dataset import global_batch, micro_batches
     from orchestrator.training.guard.virtual_device import VirtualDevice
 
-    plan = asked.plan
+    plan = request.plan
     run = TrainingRun(
-        model=asked.model,
-        data=_data(asked, folder),
+        model=request.model,
+        data=_data(request, folder),
         training=TrainingSpec(
             max_steps=STEPS,
             optimizer=plan.optimizer,
             clip_norm=None if plan.optimizer_in_backward else 1.0,
             batch_norm_samples=plan.micro_batch_size,
-            freeze=tuple(Freeze(parameters=names) for names in asked.frozen),
+            freeze=tuple(Freeze(parameters=names) for names in request.frozen),
         ),
         plan=plan,
         job_folder=str(folder),  # pairs are tokenised once for all runs
@@ -156,7 +156,7 @@ def _peak_bytes(asked: Run, folder: Path) -> int:
         epoch=1,
         device="cpu",
     )
-    with VirtualDevice(asked.capacity_bytes) as device:
+    with VirtualDevice(request.capacity_bytes) as device:
         recipe = build_recipe(run)
         engine = build_engine(run, recipe, torch.device("cpu"), None)
         for step in range(STEPS):

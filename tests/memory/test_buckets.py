@@ -35,9 +35,9 @@ def model(parts: list[tuple[int, list[int]]]) -> ModelProfile:
 
 
 def in_order(profile: ModelProfile) -> list[int]:
-    """Of parameters: as they were registered, else the reverse of the order of gradients."""
+    """Return the sizes of parameters as they were registered, else in the reverse order of gradients."""
     parts = [segment.registered or segment.tensors[::-1] for segment in profile.segments for _ in range(segment.count)]
-    return [each for sizes in parts for each in sizes]
+    return [size for sizes in parts for size in sizes]
 
 
 @given(MODELS, st.integers(1, 200))
@@ -45,27 +45,27 @@ def test_every_gradient_is_reduced_once_and_no_bucket_holds_more_than_it_can(
     parts: list[tuple[int, list[int]]], bucket: int
 ) -> None:
     profile = model(parts)
-    found, largest = filling(profile, bucket), max(in_order(profile))
-    reduced = [one.elements for each in found.reduced.values() for one in each]
-    assert sum(reduced) + found.rest == profile.trained_parameters
-    assert all(0 < elements <= max(bucket, largest) for elements in (*reduced, found.rest))
+    buckets, largest = filling(profile, bucket), max(in_order(profile))
+    reduced = [reduction.elements for reductions in buckets.reduced.values() for reduction in reductions]
+    assert sum(reduced) + buckets.rest == profile.trained_parameters
+    assert all(0 < elements <= max(bucket, largest) for elements in (*reduced, buckets.rest))
     assert bool(reduced) == (profile.trained_parameters > bucket and len(in_order(profile)) > 1)
 
 
 @given(MODELS)
 def test_at_the_start_of_a_backward_pass_nothing_was_reduced(parts: list[tuple[int, list[int]]]) -> None:
     profile = model(parts)
-    found, last = filling(profile, 50), len(profile.segments) - 1
-    assert not found.has_begun((last, 0), 0)
-    first = next(iter(found.reduced), None)
+    buckets, last = filling(profile, 50), len(profile.segments) - 1
+    assert not buckets.has_begun((last, 0), 0)
+    first = next(iter(buckets.reduced), None)
     if first is not None:
-        assert found.has_begun(first, profile.segments[first[0]].trained_parameters)
+        assert buckets.has_begun(first, profile.segments[first[0]].trained_parameters)
 
 
 @given(MODELS)
 def test_only_one_reduction_of_a_backward_pass_is_the_first(parts: list[tuple[int, list[int]]]) -> None:
-    found = [one for each in filling(model(parts), 50).reduced.values() for one in each]
-    assert [one.is_first for one in found] == [number == 0 for number in range(len(found))]
+    reductions = [reduction for group in filling(model(parts), 50).reduced.values() for reduction in group]
+    assert [reduction.is_first for reduction in reductions] == [number == 0 for number in range(len(reductions))]
 
 
 def test_gradients_of_a_leaf_wait_until_all_are_made_and_are_reduced_as_they_were_registered() -> None:
@@ -76,7 +76,7 @@ def test_gradients_of_a_leaf_wait_until_all_are_made_and_are_reduced_as_they_wer
         (0, 1): (Reduction(56, 32, waiting=50), Reduction(56, 30, waiting=20)),
     }
     as_made = filling(profile, 40).reduced[0, 0]
-    assert [(one.gradients, one.waiting) for one in as_made] == [(23, 0)]
+    assert [(reduction.gradients, reduction.waiting) for reduction in as_made] == [(23, 0)]
 
 
 @given(MODELS, st.integers(1, 9), st.booleans())
@@ -87,7 +87,9 @@ def test_a_share_holds_all_of_every_tensor_that_reaches_into_it(
     if is_known:
         segments = tuple(replace(segment, registered=tuple(sorted(segment.tensors))) for segment in profile.segments)
         profile = replace(profile, segments=segments)
-    sizes, each = in_order(profile), -(-profile.trained_parameters // shares)
+    sizes, share = in_order(profile), -(-profile.trained_parameters // shares)
     owners = [rank for tensor, size in enumerate(sizes) for rank in [tensor] * size]
-    held = [sum(sizes[tensor] for tensor in set(owners[begin : begin + each])) for begin in range(0, len(owners), each)]
-    assert largest_share(profile, shares) == max(held)
+    loads = [
+        sum(sizes[tensor] for tensor in set(owners[begin : begin + share])) for begin in range(0, len(owners), share)
+    ]
+    assert largest_share(profile, shares) == max(loads)

@@ -62,22 +62,24 @@ def estimate(counted: int = 60 * MIB, activations: int = 40 * MIB, overhead: int
     )
 
 
-def learned(seen: list[Observation], job: str = "") -> Calibration:
-    return calibration(select_newest(seen), device=DEVICE.name, family="lm", job=job)
+def learn(stored: list[Observation], job: str = "") -> Calibration:
+    return calibration(select_newest(stored), device=DEVICE.name, family="lm", job=job)
 
 
-def margin_of(seen: list[Observation]) -> float:
-    return learned(seen).errors_of(Engine.TORCH, Source.DECLARED).margin
+def margin_of(stored: list[Observation]) -> float:
+    return learn(stored).errors_of(Engine.TORCH, Source.DECLARED).margin
 
 
-def seen_of(ratios: tuple[float, ...], first: int = 1) -> list[Observation]:
-    return [observation(ratio=ratio, number=at, at_s=float(at)) for at, ratio in enumerate(ratios, start=first)]
-
-
-def drawn(rows: list[tuple[float, float, bool, Plan]]) -> list[Observation]:
+def observe(ratios: tuple[float, ...], first: int = 1) -> list[Observation]:
     return [
-        observation(correction=factor, ratio=ratio, ran_out=ran_out, plan=plan, number=at, at_s=float(at))
-        for at, (factor, ratio, ran_out, plan) in enumerate(rows, start=1)
+        observation(ratio=ratio, number=number, at_s=float(number)) for number, ratio in enumerate(ratios, start=first)
+    ]
+
+
+def sample(rows: list[tuple[float, float, bool, Plan]]) -> list[Observation]:
+    return [
+        observation(correction=factor, ratio=ratio, ran_out=ran_out, plan=plan, number=number, at_s=float(number))
+        for number, (factor, ratio, ran_out, plan) in enumerate(rows, start=1)
     ]
 
 
@@ -90,9 +92,9 @@ def test_without_outcomes_the_margin_is_the_documented_one() -> None:
 @given(outcomes)
 @settings(max_examples=examples(60), deadline=None)
 def test_the_margin_is_the_least_that_covers_the_stated_share(rows: list[tuple[float, float, bool, Plan]]) -> None:
-    found = learned(drawn(rows))
+    beliefs = learn(sample(rows))
     for engine in (Engine.TORCH, Engine.DEEPSPEED):
-        errors = found.errors_of(engine, Source.DECLARED)
+        errors = beliefs.errors_of(engine, Source.DECLARED)
         assert errors.within(errors.margin * (1 + 1e-9)) >= CONFIDENCE
         assert errors.within(errors.margin * (1 - 1e-6)) < CONFIDENCE
 
@@ -102,13 +104,13 @@ def test_the_margin_is_the_least_that_covers_the_stated_share(rows: list[tuple[f
 def test_fit_probability_never_rises_with_needed_bytes_nor_falls_with_capacity(
     rows: list[tuple[float, float, bool, Plan]], counted: int, more: int, capacity_bytes: int, room: int
 ) -> None:
-    found = learned(drawn(rows))
+    beliefs = learn(sample(rows))
     for overhead in (1, 2):
         light, heavy = estimate(counted, 1000, overhead), estimate(counted + more, 1000, overhead)
-        here = plan_fit_probability(PLAN, light, found, capacity_bytes)
+        here = plan_fit_probability(PLAN, light, beliefs, capacity_bytes)
         assert 0.0 <= here <= 1.0
-        assert plan_fit_probability(PLAN, heavy, found, capacity_bytes) <= here
-        assert plan_fit_probability(PLAN, light, found, capacity_bytes + room) >= here
+        assert plan_fit_probability(PLAN, heavy, beliefs, capacity_bytes) <= here
+        assert plan_fit_probability(PLAN, light, beliefs, capacity_bytes + room) >= here
 
 
 @given(outcomes, st.integers(1, 2**37))
@@ -116,18 +118,18 @@ def test_fit_probability_never_rises_with_needed_bytes_nor_falls_with_capacity(
 def test_plans_called_fitting_fit_with_the_stated_share(
     rows: list[tuple[float, float, bool, Plan]], capacity_bytes: int
 ) -> None:
-    found = learned([one for one in drawn(rows) if not one.ran_out])
+    beliefs = learn([outcome for outcome in sample(rows) if not outcome.ran_out])
     for overhead in (1, 2):
-        asked = estimate(overhead=overhead)
-        share = plan_fit_probability(PLAN, asked, found, capacity_bytes)
-        assert (share >= CONFIDENCE - 1e-9) == (plan_needed_bytes(PLAN, asked, found) <= capacity_bytes)
+        prediction = estimate(overhead=overhead)
+        share = plan_fit_probability(PLAN, prediction, beliefs, capacity_bytes)
+        assert (share >= CONFIDENCE - 1e-9) == (plan_needed_bytes(PLAN, prediction, beliefs) <= capacity_bytes)
 
 
 @given(outcomes, st.integers(0, 2**36))
 @settings(max_examples=examples(60), deadline=None)
 def test_no_outcome_shrinks_an_estimate(rows: list[tuple[float, float, bool, Plan]], activations: int) -> None:
-    asked = estimate(activations=activations)
-    assert corrected_bytes(asked, learned(drawn(rows)).correction) >= asked.device_bytes
+    prediction = estimate(activations=activations)
+    assert corrected_bytes(prediction, learn(sample(rows)).correction) >= prediction.device_bytes
 
 
 @given(outcomes, st.integers(1, 2**36), st.lists(ratios, max_size=WINDOW))
@@ -135,16 +137,16 @@ def test_no_outcome_shrinks_an_estimate(rows: list[tuple[float, float, bool, Pla
 def test_a_refuted_plan_never_fits_the_capacity_that_it_exceeded(
     rows: list[tuple[float, float, bool, Plan]], burst_bytes: int, kinder: list[float]
 ) -> None:
-    asked = estimate()
+    prediction = estimate()
     failed = observation(
         job="burst", number=1, at_s=0.0, ran_out=True, plan=PLAN, measured_bytes=burst_bytes + 1, torch_version="2.10"
     )
-    after = [observation(ratio=one, number=100 + at, at_s=100.0 + at) for at, one in enumerate(kinder)]
-    found = learned([failed, *drawn(rows), *after])
-    assert plan_fit_probability(PLAN, asked, found, burst_bytes) == 0.0
-    assert found.refutes(PLAN, asked, burst_bytes)
-    lighter = estimate(counted=asked.allocated_bytes - 40 * MIB - 1)
-    assert not learned([failed]).refutes(PLAN, lighter, burst_bytes), "a smaller model of the family is another matter"
+    after = [observation(ratio=ratio, number=100 + number, at_s=100.0 + number) for number, ratio in enumerate(kinder)]
+    beliefs = learn([failed, *sample(rows), *after])
+    assert plan_fit_probability(PLAN, prediction, beliefs, burst_bytes) == 0.0
+    assert beliefs.refutes(PLAN, prediction, burst_bytes)
+    lighter = estimate(counted=prediction.allocated_bytes - 40 * MIB - 1)
+    assert not learn([failed]).refutes(PLAN, lighter, burst_bytes), "a smaller model of the family is another matter"
 
 
 @given(outcomes, st.integers(1, 2**31))
@@ -152,23 +154,23 @@ def test_a_refuted_plan_never_fits_the_capacity_that_it_exceeded(
 def test_a_plan_that_completed_a_training_fits_the_same_capacity_again(
     rows: list[tuple[float, float, bool, Plan]], measured_bytes: int
 ) -> None:
-    asked, plan = estimate(), replace(PLAN, micro_batch_size=4)
+    prediction, plan = estimate(), replace(PLAN, micro_batch_size=4)
     ended = observation(job="ended", number=1, at_s=200.0, plan=plan, measured_bytes=measured_bytes, finished=True)
-    found = learned([*drawn(rows), ended])
-    took_bytes = max(measured_bytes, asked.allocated_bytes)
-    needed = plan_needed_bytes(plan, asked, found)
+    beliefs = learn([*sample(rows), ended])
+    took_bytes = max(measured_bytes, prediction.allocated_bytes)
+    needed = plan_needed_bytes(plan, prediction, beliefs)
     assert took_bytes < needed <= 1.001 * MARGIN * took_bytes
-    assert plan_fit_probability(plan, asked, found, needed) >= CONFIDENCE
-    assert corrected_bytes(asked, found.correction_of(plan, asked)) == pytest.approx(took_bytes, abs=1)
+    assert plan_fit_probability(plan, prediction, beliefs, needed) >= CONFIDENCE
+    assert corrected_bytes(prediction, beliefs.correction_of(plan, prediction)) == pytest.approx(took_bytes, abs=1)
     larger = estimate(activations=41 * MIB)
-    assert found.errors_for(plan, larger) == found.errors_of(plan.engine, larger.source), "another training"
+    assert beliefs.errors_for(plan, larger) == beliefs.errors_of(plan.engine, larger.source), "another training"
 
 
 def test_a_plan_with_a_success_and_an_out_of_memory_failure_is_judged_as_the_others() -> None:
-    ended = [observation(correction=20.0, number=at, at_s=float(at), finished=True) for at in (1, 2)]
-    assert plan_needed_bytes(PLAN, estimate(), learned(ended)) < 910 * MIB
+    ended = [observation(correction=20.0, number=number, at_s=float(number), finished=True) for number in (1, 2)]
+    assert plan_needed_bytes(PLAN, estimate(), learn(ended)) < 910 * MIB
     burst = observation(correction=21.0, job="burst", number=1, at_s=0.0, ran_out=True)
-    assert plan_needed_bytes(PLAN, estimate(), learned([burst, *ended])) > 910 * MIB
+    assert plan_needed_bytes(PLAN, estimate(), learn([burst, *ended])) > 910 * MIB
 
 
 @given(
@@ -179,22 +181,24 @@ def test_a_plan_with_a_success_and_an_out_of_memory_failure_is_judged_as_the_oth
 )
 @settings(max_examples=examples(60), deadline=None)
 def test_one_outlier_leaves_the_correction_within_the_range_of_the_others(
-    factors: list[float], outlier: float, at: int, data: st.DataObject
+    factors: list[float], outlier: float, place: int, data: st.DataObject
 ) -> None:
-    at = min(at, len(factors))
-    mixed = [*factors[:at], outlier, *factors[at:]]
+    place = min(place, len(factors))
+    mixed = [*factors[:place], outlier, *factors[place:]]
     ran_out = data.draw(st.booleans())
-    seen = [
-        observation(correction=factor, number=number, at_s=float(number), ran_out=ran_out and number == at)
+    stored = [
+        observation(correction=factor, number=number, at_s=float(number), ran_out=ran_out and number == place)
         for number, factor in enumerate(mixed)
     ]
-    expected = [observed_correction(one.moments, one.measured_bytes) for one in seen if one.number != at]
-    assert min(expected) <= learned(seen).correction <= max(expected)
+    expected = [
+        observed_correction(outcome.moments, outcome.measured_bytes) for outcome in stored if outcome.number != place
+    ]
+    assert min(expected) <= learn(stored).correction <= max(expected)
 
 
 @pytest.mark.parametrize("outlier", [1.2, 20.0, 1e6])
 def test_one_outlier_among_eight_precise_outcomes_widens_the_margin_to_8_percent_at_most(outlier: float) -> None:
-    precise = seen_of(PRECISE)
+    precise = observe(PRECISE)
     before = margin_of(precise)
     after = margin_of([*precise, observation(ratio=outlier, number=99, at_s=99.0)])
     assert before < after <= 1.08
@@ -202,14 +206,14 @@ def test_one_outlier_among_eight_precise_outcomes_widens_the_margin_to_8_percent
 
 def test_a_second_outcome_like_it_is_a_pattern() -> None:
     twice = [observation(ratio=1.5, number=number, at_s=float(number)) for number in (98, 99)]
-    assert margin_of([*seen_of(PRECISE), *twice]) == pytest.approx(1.5, rel=1e-6)
+    assert margin_of([*observe(PRECISE), *twice]) == pytest.approx(1.5, rel=1e-6)
 
 
 @given(st.lists(st.tuples(corrections, ratios, st.just(False), st.just(PLAN)), min_size=1, max_size=WINDOW // 4))
 @settings(max_examples=examples(60), deadline=None)
 def test_more_outcomes_of_the_same_spread_never_widen_the_margin(rows: list[tuple[float, float, bool, Plan]]) -> None:
     """Each outcome came twice at least: alone, one might be an outlier."""
-    some, more = learned(drawn(rows * 2)), learned(drawn(rows * 4))
+    some, more = learn(sample(rows * 2)), learn(sample(rows * 4))
     assert more.correction == some.correction
     assert more.errors_of(Engine.TORCH, Source.DECLARED).margin <= some.errors_of(
         Engine.TORCH, Source.DECLARED
@@ -219,11 +223,11 @@ def test_more_outcomes_of_the_same_spread_never_widen_the_margin(rows: list[tupl
 @pytest.mark.parametrize("spread", [0.005, 0.0168, 0.1])
 def test_fit_probabilities_are_nearly_the_observed_frequencies(spread: float) -> None:
     """Drawn from a seed: errors that are as precise as supposed, more precise, and far less."""
-    draw, held, families = random.Random(7), 0, 1000
+    draw, fits, families = random.Random(7), 0, 1000
     for _ in range(families):
         errors = Errors(tuple(math.exp(draw.gauss(0.0, spread)) for _ in range(16)))
-        held += math.exp(draw.gauss(0.0, spread)) <= errors.margin
-    assert held / families >= 0.965
+        fits += math.exp(draw.gauss(0.0, spread)) <= errors.margin
+    assert fits / families >= 0.965
 
 
 @pytest.mark.parametrize(("freedom", "quantile"), [(2, 6.965), (3, 4.541), (8, 2.896), (9, 2.821), (40, 2.423)])
@@ -233,104 +237,112 @@ def test_students_quantiles_are_those_of_the_tables(freedom: int, quantile: floa
 
 
 def test_the_margin_falls_with_precise_outcomes_and_rises_with_others() -> None:
-    found = [margin_of(seen_of(PRECISE[:1] * count)) for count in (0, 1, 4, 16, WINDOW)]
-    assert found == sorted(found, reverse=True)
-    assert found[0] == pytest.approx(1.05)
-    assert found[-1] < 1.02
-    scattered = [observation(ratio=one, number=at, moments=()) for at, one in enumerate((0.8, 1.3, 1.1, 0.9))]
+    margins = [margin_of(observe(PRECISE[:1] * count)) for count in (0, 1, 4, 16, WINDOW)]
+    assert margins == sorted(margins, reverse=True)
+    assert margins[0] == pytest.approx(1.05)
+    assert margins[-1] < 1.02
+    scattered = [
+        observation(ratio=ratio, number=number, moments=()) for number, ratio in enumerate((0.8, 1.3, 1.1, 0.9))
+    ]
     assert margin_of(scattered) > 1.3
 
 
 def test_outcomes_below_their_prediction_add_no_risk() -> None:
-    assert margin_of(seen_of((0.4, 0.9, 0.6, 0.99, 0.2))) < MARGIN
+    assert margin_of(observe((0.4, 0.9, 0.6, 0.99, 0.2))) < MARGIN
 
 
 def test_where_the_allocator_is_not_measured_the_margin_never_falls_below_the_documented_one() -> None:
-    precise = learned(seen_of(PRECISE * 3))
+    precise = learn(observe(PRECISE * 3))
     assert precise.errors_of(Engine.TORCH, Source.DECLARED).margin < MARGIN
-    asked = estimate(overhead=2)
-    assert plan_needed_bytes(PLAN, asked, precise) >= MARGIN * asked.device_bytes
+    prediction = estimate(overhead=2)
+    assert plan_needed_bytes(PLAN, prediction, precise) >= MARGIN * prediction.device_bytes
 
 
 def test_engines_share_the_correction_of_activations_but_not_the_precision_of_their_own_terms() -> None:
-    seen = [observation(correction=2.0, number=at, at_s=float(at)) for at in range(3)]
-    found = learned(seen)
-    assert found.correction == pytest.approx(2.0)
-    assert found.errors_of(Engine.TORCH, Source.DECLARED).margin < MARGIN
-    assert found.errors_of(Engine.DEEPSPEED, Source.DECLARED).margin == pytest.approx(MARGIN)
-    far = [observation(correction=2.0, ratio=1.5, number=at, at_s=9.0, plan=OTHER_ENGINE) for at in (7, 8)]
-    after = learned([*seen, *far])
-    assert after.errors_of(Engine.TORCH, Source.DECLARED) == found.errors_of(Engine.TORCH, Source.DECLARED)
+    stored = [observation(correction=2.0, number=number, at_s=float(number)) for number in range(3)]
+    beliefs = learn(stored)
+    assert beliefs.correction == pytest.approx(2.0)
+    assert beliefs.errors_of(Engine.TORCH, Source.DECLARED).margin < MARGIN
+    assert beliefs.errors_of(Engine.DEEPSPEED, Source.DECLARED).margin == pytest.approx(MARGIN)
+    far = [observation(correction=2.0, ratio=1.5, number=number, at_s=9.0, plan=OTHER_ENGINE) for number in (7, 8)]
+    after = learn([*stored, *far])
+    assert after.errors_of(Engine.TORCH, Source.DECLARED) == beliefs.errors_of(Engine.TORCH, Source.DECLARED)
     assert after.errors_of(Engine.DEEPSPEED, Source.DECLARED).margin > 1.4
 
 
 def test_the_outcome_that_sets_the_correction_is_no_proof_of_precision() -> None:
-    found = learned([observation(correction=4.0, ran_out=True)])
-    assert (found.correction, found.errors_of(Engine.TORCH, Source.DECLARED)) == (4.0, Errors())
-    found = learned([observation(correction=4.0)])
-    assert found.correction == 4.0
-    assert found.errors_of(Engine.TORCH, Source.DECLARED).margin == pytest.approx(MARGIN)
+    beliefs = learn([observation(correction=4.0, ran_out=True)])
+    assert (beliefs.correction, beliefs.errors_of(Engine.TORCH, Source.DECLARED)) == (4.0, Errors())
+    beliefs = learn([observation(correction=4.0)])
+    assert beliefs.correction == 4.0
+    assert beliefs.errors_of(Engine.TORCH, Source.DECLARED).margin == pytest.approx(MARGIN)
 
 
 def test_a_trace_needs_a_smaller_margin_than_other_profiles_on_virtual_devices_only() -> None:
     for source in Source:
-        asked = replace(estimate(), source=source)
+        prediction = replace(estimate(), source=source)
         room = MARGINS[source]
-        assert plan_needed_bytes(PLAN, asked, UNMEASURED) == pytest.approx(room * asked.device_bytes)
-        assert plan_fit_probability(PLAN, asked, UNMEASURED, plan_needed_bytes(PLAN, asked, UNMEASURED)) >= CONFIDENCE
+        assert plan_needed_bytes(PLAN, prediction, UNMEASURED) == pytest.approx(room * prediction.device_bytes)
+        assert (
+            plan_fit_probability(PLAN, prediction, UNMEASURED, plan_needed_bytes(PLAN, prediction, UNMEASURED))
+            >= CONFIDENCE
+        )
         allocator = replace(estimate(overhead=2), source=source)
         assert plan_needed_bytes(PLAN, allocator, UNMEASURED) == pytest.approx(MARGIN * allocator.device_bytes)
     assert min(MARGINS.values()) == MARGINS[Source.TRACED] < MARGIN
 
 
 def test_an_outcome_more_than_ten_times_off_corrects_other_jobs_by_ten_and_its_own_in_full() -> None:
-    (failed,) = seen = [observation(correction=400.0, job="mine", ran_out=True)]
-    assert learned(seen).correction == CORRECTION_MAX
-    own = learned(seen, job="mine")
-    assert own.belief is not None
-    assert own.correction > own.belief.least == observed_correction(failed.moments, failed.measured_bytes) > 300
-    assert learned([*seen, *seen_of(PRECISE)]).correction < 1.1
+    (failed,) = stored = [observation(correction=400.0, job="mine", ran_out=True)]
+    assert learn(stored).correction == CORRECTION_MAX
+    of_job = learn(stored, job="mine")
+    assert of_job.belief is not None
+    assert of_job.correction > of_job.belief.least == observed_correction(failed.moments, failed.measured_bytes) > 300
+    assert learn([*stored, *observe(PRECISE)]).correction < 1.1
 
 
 def test_a_job_is_held_to_its_own_failure() -> None:
     failed = observation(correction=5.0, job="mine", ran_out=True, at_s=50.0)
-    seen = [*seen_of(PRECISE), failed]
-    assert learned(seen).correction < 1.1
-    own = learned(seen, job="mine")
-    assert own.belief is not None
-    assert own.correction > own.belief.least == 5.0
+    stored = [*observe(PRECISE), failed]
+    assert learn(stored).correction < 1.1
+    of_job = learn(stored, job="mine")
+    assert of_job.belief is not None
+    assert of_job.correction > of_job.belief.least == 5.0
 
 
 def test_outcomes_of_other_devices_families_and_older_torches_do_not_count() -> None:
     far = observation(correction=3.0)
     for changed in ({"device": "b"}, {"family": "g"}):
         for other in (far, observation(correction=3.0, ran_out=True), observation(step_ratio=2.0)):
-            assert learned([replace(other, **changed)]) == UNMEASURED
+            assert learn([replace(other, **changed)]) == UNMEASURED
     newer = observation(number=2, at_s=2.0, torch_version="2.12")
-    assert learned([far, newer]).correction == 1.0
-    assert learned([far, replace(newer, torch_version="")]).correction == pytest.approx(3.0)
+    assert learn([far, newer]).correction == 1.0
+    assert learn([far, replace(newer, torch_version="")]).correction == pytest.approx(3.0)
 
 
 def test_steps_are_corrected_by_the_median_of_their_kind() -> None:
     taken = [
-        observation(number=at, at_s=float(at), step_ratio=one) for at, one in enumerate((1.2, 9.0, 1.3, None, 1.1, 1.4))
+        observation(number=number, at_s=float(number), step_ratio=ratio)
+        for number, ratio in enumerate((1.2, 9.0, 1.3, None, 1.1, 1.4))
     ]
-    assert learned(taken).step_factors == {step_kind(PLAN): 1.3}
+    assert learn(taken).step_factors == {step_kind(PLAN): 1.3}
 
 
 def test_a_slow_offload_makes_no_other_plan_of_its_engine_look_slow() -> None:
     offloaded = replace(SHARDED, engine=Engine.DEEPSPEED, offload=Offload.OPTIMIZER)
-    factors = learned([observation(plan=offloaded, step_ratio=3.0)]).step_factors
+    factors = learn([observation(plan=offloaded, step_ratio=3.0)]).step_factors
     assert step_factor(replace(offloaded, micro_batch_size=2), factors) == 3.0
     assert step_factor(replace(offloaded, offload=Offload.NONE), factors) == 1.0
 
 
 def test_unmeasured_mechanics_take_the_median_of_those_of_their_engine_and_the_own_ones_come_first() -> None:
-    whole, kept = replace(SHARDED, zero_stage=ZeroStage.NONE), replace(SHARDED, zero_stage=ZeroStage.GRADIENTS)
+    whole, gradients_cut = replace(SHARDED, zero_stage=ZeroStage.NONE), replace(SHARDED, zero_stage=ZeroStage.GRADIENTS)
     measured = ((whole, 1.2), (SHARDED, 1.6), (OTHER_ENGINE, 5.0))
-    family = learned([observation(plan=plan, step_ratio=ratio, number=at) for at, (plan, ratio) in enumerate(measured)])
+    family = learn(
+        [observation(plan=plan, step_ratio=ratio, number=number) for number, (plan, ratio) in enumerate(measured)]
+    )
     factors = family.step_factors
-    assert [step_factor(plan, factors) for plan in (whole, SHARDED, kept)] == [1.2, 1.6, pytest.approx(1.4)]
+    assert [step_factor(plan, factors) for plan in (whole, SHARDED, gradients_cut)] == [1.2, 1.6, pytest.approx(1.4)]
     assert step_factor(SHARDED, {step_kind(whole): 0.9}, factors) == 0.9
     assert step_factor(OTHER_ENGINE, {step_kind(whole): 0.9}, factors) == 5.0
     assert step_factor(OTHER_ENGINE, {step_kind(whole): 0.9}) == 0.9, "no engine is faster for not being measured"
@@ -342,32 +354,37 @@ def test_unmeasured_mechanics_take_the_median_of_those_of_their_engine_and_the_o
 def test_neither_order_nor_repetition_of_outcomes_matters(
     rows: list[tuple[float, float, bool, Plan]], seed: int
 ) -> None:
-    seen = drawn(rows * 4)
-    kept = select_newest(seen)
-    shuffled = random.Random(seed).sample(seen, len(seen))
-    assert select_newest([*shuffled, *kept]) == kept
-    assert select_newest([*select_newest(shuffled[::2]), *shuffled]) == kept
+    stored = sample(rows * 4)
+    newest = select_newest(stored)
+    shuffled = random.Random(seed).sample(stored, len(stored))
+    assert select_newest([*shuffled, *newest]) == newest
+    assert select_newest([*select_newest(shuffled[::2]), *shuffled]) == newest
 
 
 def test_stored_outcomes_are_bounded_by_key_and_every_refuted_plan_stays() -> None:
     early = [
-        observation(number=at, at_s=float(at), ran_out=True, plan=replace(PLAN, gradient_accumulation_steps=1 + at % 3))
-        for at in range(30)
+        observation(
+            number=number,
+            at_s=float(number),
+            ran_out=True,
+            plan=replace(PLAN, gradient_accumulation_steps=1 + number % 3),
+        )
+        for number in range(30)
     ]
-    late = seen_of((1.0,) * 100, first=100)
-    kept = select_newest([*early, *late])
-    assert len(kept) == WINDOW + 3
-    assert kept[-WINDOW:] == tuple(late[-WINDOW:])
-    assert {one.plan for one in kept if one.ran_out} == {one.plan for one in early}
+    late = observe((1.0,) * 100, first=100)
+    newest = select_newest([*early, *late])
+    assert len(newest) == WINDOW + 3
+    assert newest[-WINDOW:] == tuple(late[-WINDOW:])
+    assert {outcome.plan for outcome in newest if outcome.ran_out} == {outcome.plan for outcome in early}
 
 
 @given(st.lists(st.tuples(st.integers(0, 1000), st.integers(0, 1000)), max_size=8), st.floats(1.0, 50.0))
 def test_the_lasting_moments_reach_every_peak(moments: list[tuple[int, int]], factor: float) -> None:
-    def peak(found: tuple[MomentBytes, ...]) -> float:
-        return max((one.counted_bytes + factor * one.activation_bytes for one in found), default=0.0)
+    def peak(moments: tuple[MomentBytes, ...]) -> float:
+        return max((moment.counted_bytes + factor * moment.activation_bytes for moment in moments), default=0.0)
 
     every = tuple(
-        MomentBytes(name=str(at), counted_bytes=counted, activation_bytes=activations)
-        for at, (counted, activations) in enumerate(moments)
+        MomentBytes(name=str(number), counted_bytes=counted, activation_bytes=activations)
+        for number, (counted, activations) in enumerate(moments)
     )
     assert peak(worst_moments(every)) == peak(every)

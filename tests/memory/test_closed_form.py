@@ -43,12 +43,11 @@ from tests.memory.matrix import (
     partial_plans,
     plan,
     plans,
-    predicted,
+    predict_bytes,
     rows,
     table,
 )
-from tests.memory.measure import Run
-from tests.memory.measure import measured as measured_peaks
+from tests.memory.measure import Run, measure_peaks
 from tests.training.gang import needs_torch_2_12
 
 MEAN_ERROR_MAX = 0.02
@@ -67,17 +66,17 @@ def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     on_two = plans(Engine.TORCH, (2,), Precision.FP32)[:: 2 if more else 4]
     on_two += parallel_plans(2, (8,), Precision.FP32, (SELECTIVE,))[: 3 if more else 2]
     on_two += plans(Engine.DEEPSPEED, (2,), Precision.FP32, modes=(FULL,))[:: 1 if more else 3]
-    found = rows(DEEP, on_two, folder / "two")
+    results = rows(DEEP, on_two, folder / "two")
     lone = [plan for plan in plans(Engine.TORCH, (1, 4), Precision.FP32, ranks=1) if not plan.zero_stage]
-    found += rows(dataclasses.replace(WIDE, tie_word_embeddings=True), lone[:: 2 if more else 6], folder / "lone")
+    results += rows(dataclasses.replace(WIDE, tie_word_embeddings=True), lone[:: 2 if more else 6], folder / "lone")
     if more:
-        found += rows(DEEP, parallel_plans(4, (2,), Precision.BF16, (NONE,))[1:6:2], folder / "four")
-        found += rows(ADAPTED, adapted_plans()[::2], folder / "adapted")
-    return found
+        results += rows(DEEP, parallel_plans(4, (2,), Precision.BF16, (NONE,))[1:6:2], folder / "four")
+        results += rows(ADAPTED, adapted_plans()[::2], folder / "adapted")
+    return results
 
 
-def _mean_error(found: Sequence[Row]) -> float:
-    return sum(abs(row.error) for row in found) / len(found)
+def _mean_error(rows: Sequence[Row]) -> float:
+    return sum(abs(row.error) for row in rows) / len(rows)
 
 
 def test_the_mean_error_over_engines_stages_micro_batches_and_checkpointing_is_within_2_percent(
@@ -86,33 +85,33 @@ def test_the_mean_error_over_engines_stages_micro_batches_and_checkpointing_is_w
     assert _mean_error(measured) <= MEAN_ERROR_MAX, table(measured)
 
 
-@pytest.mark.parametrize(("ranks", "chosen"), [(2, FIRST), *(pytest.param(each, ALL, marks=LONG) for each in (2, 4))])
+@pytest.mark.parametrize(("ranks", "chosen"), [(2, FIRST), *(pytest.param(ranks, ALL, marks=LONG) for ranks in (2, 4))])
 def test_a_pipeline_needs_what_is_predicted_wherever_it_is_cut_and_however_few_its_micro_batches_are(
     tmp_path: Path, ranks: int, chosen: slice
 ) -> None:
-    found = rows(dataclasses.replace(DEEP, num_hidden_layers=8), cut_plans(ranks)[chosen], tmp_path)
-    assert max(abs(row.error) for row in found) <= CUT_ERROR_MAX, table(found)
+    results = rows(dataclasses.replace(DEEP, num_hidden_layers=8), cut_plans(ranks)[chosen], tmp_path)
+    assert max(abs(row.error) for row in results) <= CUT_ERROR_MAX, table(results)
 
 
-@pytest.mark.parametrize(("ranks", "chosen"), [(2, FIRST), *(pytest.param(each, ALL, marks=LONG) for each in (2, 4))])
+@pytest.mark.parametrize(("ranks", "chosen"), [(2, FIRST), *(pytest.param(ranks, ALL, marks=LONG) for ranks in (2, 4))])
 def test_a_plan_whose_first_layers_only_are_recomputed_in_full_needs_what_is_predicted(
     tmp_path: Path, ranks: int, chosen: slice
 ) -> None:
-    found = rows(DEEP, partial_plans(ranks)[chosen], tmp_path)
-    assert found
-    assert max(abs(row.error) for row in found) <= MEAN_ERROR_MAX, table(found)
+    results = rows(DEEP, partial_plans(ranks)[chosen], tmp_path)
+    assert results
+    assert max(abs(row.error) for row in results) <= MEAN_ERROR_MAX, table(results)
 
 
 @pytest.mark.parametrize(
     ("ranks", "modes", "chosen"),
-    [(2, (SELECTIVE,), FIRST), *(pytest.param(each, MODES, ALL, marks=LONG) for each in (2, 4))],
+    [(2, (SELECTIVE,), FIRST), *(pytest.param(ranks, MODES, ALL, marks=LONG) for ranks in (2, 4))],
 )
 def test_ranks_that_share_samples_need_what_is_predicted(
     tmp_path: Path, ranks: int, modes: Sequence[ActivationCheckpointing], chosen: slice
 ) -> None:
     grouped = dataclasses.replace(WIDE, num_key_value_heads=2)  # of four ranks two have each key-value head
-    found = rows(grouped, context_plans(ranks, modes)[chosen], tmp_path)
-    assert max(abs(row.error) for row in found) <= MEAN_ERROR_MAX, table(found)
+    results = rows(grouped, context_plans(ranks, modes)[chosen], tmp_path)
+    assert max(abs(row.error) for row in results) <= MEAN_ERROR_MAX, table(results)
 
 
 @needs_torch_2_12
@@ -120,26 +119,26 @@ def test_ranks_that_share_samples_need_what_is_predicted(
     ("ranks", "models", "modes", "chosen"),
     [
         (2, (NARROW,), (SELECTIVE,), FIRST),
-        *(pytest.param(each, (EVEN, NARROW), MODES, ALL, marks=LONG) for each in (2, 4)),
+        *(pytest.param(ranks, (EVEN, NARROW), MODES, ALL, marks=LONG) for ranks in (2, 4)),
     ],
 )
 def test_ranks_that_hold_other_experts_need_what_is_predicted_where_as_much_comes_to_each(
     tmp_path: Path, ranks: int, models: Sequence[ModelSpec], modes: Sequence[ActivationCheckpointing], chosen: slice
 ) -> None:
     tried = expert_plans(ranks, modes)[chosen]
-    found = [row for at, one in enumerate(models) for row in rows(one, tried, tmp_path / str(at))]
+    results = [row for number, decoder in enumerate(models) for row in rows(decoder, tried, tmp_path / str(number))]
     if ranks > 2:
-        found += rows(FEW, expert_plans(ranks, modes, experts=2), tmp_path / "few")
-    assert max(abs(row.error) for row in found) <= MEAN_ERROR_MAX, table(found)
+        results += rows(FEW, expert_plans(ranks, modes, experts=2), tmp_path / "few")
+    assert max(abs(row.error) for row in results) <= MEAN_ERROR_MAX, table(results)
 
 
 @pytest.mark.long
 @needs_torch_2_12
 def test_routing_costs_a_rank_no_less_than_its_share_of_the_copies_and_no_more_than_all_of_them(tmp_path: Path) -> None:
-    """One repeated sentence on routers that nothing has trained: 1.8 to 2 times its share came to one of two ranks."""
-    found = rows(MIXED, [one for one in expert_plans(2, (NONE,)) if one.micro_batch_size > 1][2:3], tmp_path)
-    least = [dataclasses.replace(row, predicted_bytes=predicted(job(MIXED), row.plan)) for row in found]
-    most = [dataclasses.replace(row, predicted_bytes=predicted(job(MIXED), row.plan, RANKS)) for row in found]
+    """Untrained routers on one repeated sentence send 1.8 to 2 times its share to one of two ranks."""
+    results = rows(MIXED, [plan for plan in expert_plans(2, (NONE,)) if plan.micro_batch_size > 1][2:3], tmp_path)
+    least = [dataclasses.replace(row, predicted_bytes=predict_bytes(job(MIXED), row.plan)) for row in results]
+    most = [dataclasses.replace(row, predicted_bytes=predict_bytes(job(MIXED), row.plan, RANKS)) for row in results]
     assert all(row.error <= MEAN_ERROR_MAX for row in least), table(least)
     assert all(row.error >= -MEAN_ERROR_MAX for row in most), table(most)
     assert min(row.error for row in least) < -MEAN_ERROR_MAX, "even routing shows nothing"
@@ -147,11 +146,11 @@ def test_routing_costs_a_rank_no_less_than_its_share_of_the_copies_and_no_more_t
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("ranks", "chosen"), [(2, slice(2, None, 13)), *(pytest.param(each, ALL, marks=LONG) for each in (2, 4))]
+    ("ranks", "chosen"), [(2, slice(2, None, 13)), *(pytest.param(ranks, ALL, marks=LONG) for ranks in (2, 4))]
 )
 def test_a_plan_that_reduces_once_a_step_needs_what_is_predicted(tmp_path: Path, ranks: int, chosen: slice) -> None:
-    found = rows(DEEP, once_plans(ranks)[chosen], tmp_path)
-    assert max(abs(row.error) for row in found) <= MEAN_ERROR_MAX, table(found)
+    results = rows(DEEP, once_plans(ranks)[chosen], tmp_path)
+    assert max(abs(row.error) for row in results) <= MEAN_ERROR_MAX, table(results)
 
 
 @pytest.mark.parametrize(
@@ -170,16 +169,16 @@ def test_a_plan_with_moments_in_8_bits_needs_what_is_predicted(
     tmp_path: Path, ranks: int, decoders: Sequence[DecoderSpec], error_max: float, chosen: slice
 ) -> None:
     tried = eight_bit_plans(ranks)[chosen]
-    found = [row for one in decoders for row in rows(one, tried, tmp_path / str(one.vocab_size))]
-    assert max(abs(row.error) for row in found) <= error_max, table(found)
+    results = [row for decoder in decoders for row in rows(decoder, tried, tmp_path / str(decoder.vocab_size))]
+    assert max(abs(row.error) for row in results) <= error_max, table(results)
 
 
-@pytest.mark.parametrize(("ranks", "chosen"), [(1, FIRST), *(pytest.param(each, ALL, marks=LONG) for each in (1, 2))])
+@pytest.mark.parametrize(("ranks", "chosen"), [(1, FIRST), *(pytest.param(ranks, ALL, marks=LONG) for ranks in (1, 2))])
 def test_a_plan_whose_layer_inputs_wait_on_the_host_needs_what_is_predicted(
     tmp_path: Path, ranks: int, chosen: slice
 ) -> None:
-    found = rows(DEEP, on_host_plans(ranks)[chosen], tmp_path)
-    assert max(abs(row.error) for row in found) <= MEAN_ERROR_MAX, table(found)
+    results = rows(DEEP, on_host_plans(ranks)[chosen], tmp_path)
+    assert max(abs(row.error) for row in results) <= MEAN_ERROR_MAX, table(results)
 
 
 @pytest.mark.parametrize(
@@ -194,10 +193,10 @@ def test_a_plan_whose_layer_inputs_wait_on_the_host_needs_what_is_predicted(
 def test_a_plan_that_updates_in_the_backward_pass_needs_what_is_predicted(
     tmp_path: Path, ranks: int, chosen: slice, error_max: float
 ) -> None:
-    found = rows(DEEP, in_backward_plans(ranks, (2,), Precision.FP32)[chosen], tmp_path / "deep")
+    results = rows(DEEP, in_backward_plans(ranks, (2,), Precision.FP32)[chosen], tmp_path / "deep")
     if ranks == 1:
-        found += rows(WIDE, in_backward_plans(ranks, (1, 16), Precision.BF16)[chosen], tmp_path / "wide")
-    assert max(abs(row.error) for row in found) <= error_max, table(found)
+        results += rows(WIDE, in_backward_plans(ranks, (1, 16), Precision.BF16)[chosen], tmp_path / "wide")
+    assert max(abs(row.error) for row in results) <= error_max, table(results)
 
 
 def test_an_update_in_the_backward_pass_saves_most_of_the_bytes_of_all_gradients(tmp_path: Path) -> None:
@@ -217,8 +216,8 @@ def test_no_plan_called_fitting_needs_more_than_the_capacity(measured: list[Row]
 
 def _once(engine: Engine, stage: int, mode: ActivationCheckpointing, precision: Precision, ranks: int) -> Plan:
     """A plan of one micro-batch a step, so that every gradient is new."""
-    said = plan(engine, stage, 2, layout={"dp": ranks}, activation_checkpointing=mode, precision=precision)
-    return dataclasses.replace(said, gradient_accumulation_steps=1)
+    base = plan(engine, stage, 2, layout={"dp": ranks}, activation_checkpointing=mode, precision=precision)
+    return dataclasses.replace(base, gradient_accumulation_steps=1)
 
 
 def _turns(mode: ActivationCheckpointing, precision: Precision = Precision.BF16) -> Plan:
@@ -250,7 +249,11 @@ MOMENTS: dict[str, list[tuple[ModelSpec, Plan]]] = {
     "one rank without flat buffers": [(WIDER, _once(Engine.TORCH, stage, FULL, Precision.FP32, 1)) for stage in (2, 3)],
     "casts of what adapters are given": [(FEW_WORDS, _turns(mode)) for mode in ActivationCheckpointing],
     **{
-        what: [(model, _turns(mode, each)) for mode in (SELECTIVE, FULL) for each in (Precision.FP32, Precision.BF16)]
+        what: [
+            (model, _turns(mode, precision))
+            for mode in (SELECTIVE, FULL)
+            for precision in (Precision.FP32, Precision.BF16)
+        ]
         for what, model in {
             "what dropout before adapters returns": DROPPED,
             "a gated product that no adapter keeps": ATTENDING,
@@ -268,7 +271,7 @@ MOMENTS: dict[str, list[tuple[ModelSpec, Plan]]] = {
         for mode, precision in ((NONE, Precision.FP32), (FULL, Precision.BF16))
     ],
     "a shared table's gradient that waits for its other use": [
-        (ModelSpec(hf=SHARED), _several(Engine.DEEPSPEED, 2, NONE, Precision.FP32)),
+        (ModelSpec(hf=SHARED), _several(Engine.DEEPSPEED, 2, NONE, Precision.FP32))
     ],
     "a table that no input's gradient lets go of": [
         (ModelSpec(hf=SHARED), _several(Engine.DEEPSPEED, 3, FULL, Precision.FP32))
@@ -313,18 +316,18 @@ def momentary(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], dict
 
 
 def _momentary(tmp_path_factory: pytest.TempPathFactory, further: bool) -> dict[str, list[Row]]:
-    found: dict[str, list[Row]] = {}
+    rows_by_moment: dict[str, list[Row]] = {}
     for ranks in (1, 2, 4):
-        moments = [(name, *each) for name in MOMENTS for each in _plans_of(name, further)]
-        tried = [each for each in moments if each[2].world_size == ranks]
+        moments = [(name, *case) for name in MOMENTS for case in _plans_of(name, further)]
+        tried = [case for case in moments if case[2].world_size == ranks]
         if not tried:
             continue
-        runs = [Run(model=model, plan=one, sequence_length=SEQUENCE_LENGTH) for _, model, one in tried]
-        peaks = measured_peaks(runs, tmp_path_factory.mktemp(f"moments-{ranks}"))
-        for (name, model, one), peak in zip(tried, peaks, strict=True):
-            row = Row(plan=one, predicted_bytes=predicted(job(model), one), measured_bytes=peak)
-            found.setdefault(name, []).append(row)
-    return found
+        runs = [Run(model=model, plan=moment_plan, sequence_length=SEQUENCE_LENGTH) for _, model, moment_plan in tried]
+        peaks = measure_peaks(runs, tmp_path_factory.mktemp(f"moments-{ranks}"))
+        for (name, model, moment_plan), peak in zip(tried, peaks, strict=True):
+            row = Row(plan=moment_plan, predicted_bytes=predict_bytes(job(model), moment_plan), measured_bytes=peak)
+            rows_by_moment.setdefault(name, []).append(row)
+    return rows_by_moment
 
 
 def _plans_of(moment: str, further: bool) -> list[tuple[ModelSpec, Plan]]:
@@ -335,15 +338,15 @@ def _plans_of(moment: str, further: bool) -> list[tuple[ModelSpec, Plan]]:
 @pytest.mark.parametrize(
     ("moment", "further"),
     [
-        *((each, False) for each in SHORT),
-        *(pytest.param(each, True, marks=LONG) for each in MOMENTS if _plans_of(each, True)),
+        *((name, False) for name in SHORT),
+        *(pytest.param(name, True, marks=LONG) for name in MOMENTS if _plans_of(name, True)),
     ],
 )
 def test_short_lived_buffers_are_modelled(
     moment: str, further: bool, momentary: Callable[[bool], dict[str, list[Row]]]
 ) -> None:
-    found = momentary(further)[moment]
-    assert max(abs(row.error) for row in found) <= MOMENT_ERROR_MAX, table(found)
+    results = momentary(further)[moment]
+    assert max(abs(row.error) for row in results) <= MOMENT_ERROR_MAX, table(results)
 
 
 def test_the_model_of_deepspeed_knows_the_buckets_that_the_engine_sets() -> None:
@@ -366,15 +369,15 @@ def test_a_pipeline_needs_no_more_memory_for_four_times_the_micro_batches(tmp_pa
         )
         for turns in (4, 16)
     ]
-    found = rows(DEEP, tried, tmp_path)
-    few, many = found
-    assert many.measured_bytes <= 1.01 * few.measured_bytes, table(found)
-    assert _mean_error(found) <= MEAN_ERROR_MAX, table(found)
+    results = rows(DEEP, tried, tmp_path)
+    few, many = results
+    assert many.measured_bytes <= 1.01 * few.measured_bytes, table(results)
+    assert _mean_error(results) <= MEAN_ERROR_MAX, table(results)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 def test_the_full_matrix_with_bf16_and_large_vocabularies_holds_the_same_bars(tmp_path: Path) -> None:
-    found = [row for rows in full(tmp_path).values() for row in rows]
-    assert _mean_error(found) <= MEAN_ERROR_MAX, table(found)
-    assert not [row for row in found if row.measured_bytes > row.predicted_bytes * MARGIN], table(found)
+    results = [row for rows in full(tmp_path).values() for row in rows]
+    assert _mean_error(results) <= MEAN_ERROR_MAX, table(results)
+    assert not [row for row in results if row.measured_bytes > row.predicted_bytes * MARGIN], table(results)

@@ -22,7 +22,7 @@ from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import ModelProfile
 from orchestrator.training.tracing.trace import Arithmetic, Request, profiles
 from tests.memory.matrix import ADAPTED, DEVICE, SEQUENCE_LENGTH, job
-from tests.memory.measure import Run, measured
+from tests.memory.measure import Run, measure_peaks
 from tests.memory.models import MODELS
 
 KNOWN = {**{name: MODELS[name] for name in ("conv", "unet", "unet3d", "gan", "codebooks", "decoder")}, "lora": ADAPTED}
@@ -51,19 +51,19 @@ def draws(seed: int, count: int, ranks: int, names: Sequence[str]) -> list[Draw]
 
     They are drawn without regard to the plan, on a logarithmic scale, as devices come in sizes.
     """
-    chance, found = random.Random(seed), []
-    while len(found) < count:
-        name = names[len(found) % len(names)]
+    chance, drawn = random.Random(seed), []
+    while len(drawn) < count:
+        name = names[len(drawn) % len(names)]
         plan = _plan(chance, name, ranks)
         if plan is not None:
             least, most = _range(name, ranks)
             capacity = math.exp(chance.uniform(math.log(least / 2), math.log(2 * most)))
-            found.append(Draw(name=name, plan=plan, needed_bytes=_needed(name, plan), capacity_bytes=int(capacity)))
-    return found
+            drawn.append(Draw(name=name, plan=plan, needed_bytes=_needed(name, plan), capacity_bytes=int(capacity)))
+    return drawn
 
 
 def piece(number: int) -> list[Draw]:
-    """Those of PIECES x DRAWS that share a launch: on one, two or four ranks."""
+    """Return the draws of PIECES x DRAWS that share a launch on one, two or four ranks."""
     return draws(number, DRAWS, (1, 2, 2, 4)[number % 4], list(KNOWN))
 
 
@@ -108,34 +108,34 @@ def _needed(name: str, plan: Plan) -> int:
 def _profile(name: str, plan: Plan) -> ModelProfile:
     if name not in CLOSED_FORM:
         return _traced(name)[plan.precision, autocasts(plan)]
-    found = profile_of(
+    profile = profile_of(
         job(KNOWN[name]),
         precision=plan.precision,
         sequence_length=SEQUENCE_LENGTH,
         tensor_parallel=plan.layout.tp,
         autocast=autocasts(plan),
     )
-    assert found is not None
-    return found
+    assert profile is not None
+    return profile
 
 
 @cache
 def _traced(name: str) -> dict[tuple[Precision, bool], ModelProfile]:
-    asked = (
+    kinds = (
         Arithmetic(precision=Precision.FP32, autocast=False),
         Arithmetic(precision=Precision.BF16, autocast=True),
         Arithmetic(precision=Precision.BF16, autocast=False),
     )
     request = Request(
-        model=KNOWN[name], training=TrainingSpec(), family=name, sequence_length=SEQUENCE_LENGTH, arithmetics=asked
+        model=KNOWN[name], training=TrainingSpec(), family=name, sequence_length=SEQUENCE_LENGTH, arithmetics=kinds
     )
-    return {(one.precision, one.autocast): each for one, each in zip(asked, profiles(request), strict=True)}
+    return {(kind.precision, kind.autocast): profile for kind, profile in zip(kinds, profiles(request), strict=True)}
 
 
-def refused(drawn: Sequence[Draw], folder: Path) -> tuple[int, int]:
-    """How many of the plans that would have fitted were refused, and how many would have.
+def count_refused(drawn: Sequence[Draw], folder: Path) -> tuple[int, int]:
+    """Return how many fitting plans were refused, and how many plans fit.
 
-    What is called fitting runs on devices of its capacity: if it needs more, `measured` fails. What is refused runs
+    A draw that fits runs on a device of its capacity: `measure_peaks` fails if it needs more. What is refused runs
     where there is more, so that its peak says whether it would have fitted.
     """
     runs = [
@@ -147,7 +147,7 @@ def refused(drawn: Sequence[Draw], folder: Path) -> tuple[int, int]:
         )
         for draw in drawn
     ]
-    needed = measured(runs, folder)
+    needed = measure_peaks(runs, folder)
     would_fit = [draw for draw, peak in zip(drawn, needed, strict=True) if peak <= draw.capacity_bytes]
     assert all(draw in would_fit for draw in drawn if draw.fits)
     return sum(not draw.fits for draw in would_fit), len(would_fit)
@@ -156,7 +156,7 @@ def refused(drawn: Sequence[Draw], folder: Path) -> tuple[int, int]:
 @pytest.mark.timeout(600)
 def test_on_devices_of_just_the_memory_that_planning_asks_for_no_plan_runs_out_of_it(tmp_path: Path) -> None:
     drawn = [replace(draw, capacity_bytes=draw.needed_bytes) for draw in draws(0, 10, 1, ("conv", "decoder"))]
-    assert refused(drawn, tmp_path) == (0, len(drawn))
+    assert count_refused(drawn, tmp_path) == (0, len(drawn))
 
 
 @pytest.mark.long
@@ -164,6 +164,6 @@ def test_on_devices_of_just_the_memory_that_planning_asks_for_no_plan_runs_out_o
 def test_of_320_draws_no_fitting_plan_runs_out_of_memory_and_5_percent_are_refused_in_vain(tmp_path: Path) -> None:
     refusals = fitting = 0
     for number in range(PIECES):
-        in_vain, would_fit = refused(piece(number), tmp_path / str(number))
+        in_vain, would_fit = count_refused(piece(number), tmp_path / str(number))
         refusals, fitting = refusals + in_vain, fitting + would_fit
     assert refusals <= REFUSED_MAX * fitting, f"{refusals} of {fitting} plans that fit were refused"

@@ -86,17 +86,17 @@ def profile(config: dict[str, Any], lora: LoraSpec | None = None, **changes: Any
         model=ModelSpec(hf=config, lora=lora),
         data=DataSpec(text=("text.txt",), sequence_length=LENGTHS[0]),
     )
-    found = profile_of(spec, **{"precision": Precision.FP32, "sequence_length": None, **changes})
-    assert found is not None
-    return found
+    derived = profile_of(spec, **{"precision": Precision.FP32, "sequence_length": None, **changes})
+    assert derived is not None
+    return derived
 
 
 def model(config: dict[str, Any], *, real: bool) -> Any:
-    said = AutoConfig.for_model(**config)
+    settings = AutoConfig.for_model(**config)
     if real:
-        return AutoModelForCausalLM.from_config(said)
+        return AutoModelForCausalLM.from_config(settings)
     with init_empty_weights():
-        made = AutoModelForCausalLM.from_config(said)
+        made = AutoModelForCausalLM.from_config(settings)
     made.tie_weights()
     return made
 
@@ -104,9 +104,9 @@ def model(config: dict[str, Any], *, real: bool) -> Any:
 @pytest.mark.parametrize("name", (CONFIGS | MIXTURES | SAID_OTHERWISE))
 def test_the_parameters_are_those_of_the_model(name: str) -> None:
     config = (CONFIGS | MIXTURES | SAID_OTHERWISE)[name]
-    made, found = model(config, real=False), profile(config)
-    assert found.parameters == sum(parameter.numel() for parameter in made.parameters())
-    assert sum(found.segments[1].tensors) == found.segments[1].parameters
+    made, derived = model(config, real=False), profile(config)
+    assert derived.parameters == sum(parameter.numel() for parameter in made.parameters())
+    assert sum(derived.segments[1].tensors) == derived.segments[1].parameters
 
 
 @pytest.mark.parametrize("targets", [(), ("q_proj", "down_proj")])
@@ -114,11 +114,11 @@ def test_adapters_alone_are_trained_beside_a_frozen_base(targets: tuple[str, ...
     lora = LoraSpec(rank=4, target_modules=targets)
     with init_empty_weights():
         made = adapt(model(CONFIGS["qwen3"], real=False), lora)
-    found = profile(CONFIGS["qwen3"], lora)
+    derived = profile(CONFIGS["qwen3"], lora)
     trained = sum(parameter.numel() for parameter in made.parameters() if parameter.requires_grad)
     frozen = sum(parameter.numel() for parameter in made.parameters() if not parameter.requires_grad)
-    assert found.trained_parameters == trained
-    assert found.weight_bytes(4) == 4 * (trained + frozen)
+    assert derived.trained_parameters == trained
+    assert derived.weight_bytes(4) == 4 * (trained + frozen)
     low = profile(CONFIGS["qwen3"], lora, precision=Precision.BF16, autocast=True)
     projections = [name for name, _ in made.named_parameters() if name.endswith(("_proj.weight", "base_layer.weight"))]
     matrices = sum(made.get_parameter(name).numel() for name in projections)
@@ -129,7 +129,7 @@ def test_adapters_alone_are_trained_beside_a_frozen_base(targets: tuple[str, ...
 def saved_bytes_per_token(
     config: dict[str, Any], lora: LoraSpec | None, precision: str, *, cuda: bool = False
 ) -> float:
-    """What one layer more keeps for its backward pass, as the slope over the tokens of a sample."""
+    """Return the bytes that a further layer keeps for its backward pass, as the slope over a sample's tokens."""
     made = model(config, real=True)
     layers = (adapt(made, lora) if lora else made).model.layers
     dtype, autocast = torch.bfloat16 if precision == "cast" else torch.float32, precision == "autocast"
@@ -226,8 +226,8 @@ def test_a_recomputed_layer_with_adapters_peaks_where_its_trace_does(arithmetic:
         precision=arithmetic.precision,
         activation_checkpointing=ActivationCheckpointing.FULL,
     )
-    found, expected = (estimate(one, plan, DEVICE).allocated_bytes for one in (closed, traced))
-    assert found == pytest.approx(expected, rel=0.01)
+    actual, expected = (estimate(source, plan, DEVICE).allocated_bytes for source in (closed, traced))
+    assert actual == pytest.approx(expected, rel=0.01)
 
 
 EXPERTS = [
@@ -246,14 +246,14 @@ def test_a_layer_of_experts_saves_what_the_closed_form_says(family: str, precisi
 
 
 def other_values(config: dict[str, Any], setting: str, default: Any) -> list[Any]:
-    said = config.get(setting, default)
-    if isinstance(said, bool):
-        return [not said]
+    current = config.get(setting, default)
+    if isinstance(current, bool):
+        return [not current]
     if setting == "hidden_act":
         return ["relu", "gelu"]
-    if isinstance(said, list):
+    if isinstance(current, list):
         return [[1]]
-    return [2 * said] if isinstance(said, int) else [0.1] if isinstance(said, float) else [2]
+    return [2 * current] if isinstance(current, int) else [0.1] if isinstance(current, float) else [2]
 
 
 @pytest.mark.long
@@ -274,17 +274,17 @@ def test_no_setting_of_a_family_is_overlooked(family: str) -> None:
             except (SpecError, StrictDataclassError, ValueError, TypeError, KeyError):
                 continue  # transformers refuses it, or it says nothing of the model
             if decoder_shape(ModelSpec(hf=changed), LENGTHS[0]) is not None:
-                found = profile(changed)
-                assert found.parameters == sum(each.numel() for each in made.parameters()), setting
+                derived = profile(changed)
+                assert derived.parameters == sum(parameter.numel() for parameter in made.parameters()), setting
                 measured = saved_bytes_per_token(changed, None, "fp32")
-                assert found.segments[1].saved_bytes / LENGTHS[0] == pytest.approx(measured, rel=1e-3), setting
+                assert derived.segments[1].saved_bytes / LENGTHS[0] == pytest.approx(measured, rel=1e-3), setting
 
 
 def test_every_family_with_experts_is_known_by_its_defaults() -> None:
     assert set(MIXTURES) == set(experts.DEFAULTS)
-    for family, said in experts.DEFAULTS.items():
+    for family, defaults in experts.DEFAULTS.items():
         default = AutoConfig.for_model(family)
-        assert {name: getattr(default, name) for name in said} == dict(said)
+        assert {name: getattr(default, name) for name in defaults} == dict(defaults)
 
 
 def test_there_is_no_closed_form_where_it_would_not_hold() -> None:

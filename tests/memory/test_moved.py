@@ -1,4 +1,4 @@
-"""What a layer's operators are said to move is what they read and write on meta tensors."""
+"""Laws of moved bytes: the profile's are those that a layer's operators read and write on meta tensors."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ class Counted(TorchDispatchMode):
         self.moved_bytes = 0
 
     def add(self, *tensors: Any) -> None:
-        large = (one for one in tensors if isinstance(one, Tensor) and one.numel() >= SMALL)
-        self.moved_bytes += sum(one.numel() * one.element_size() for one in large)
+        large = (tensor for tensor in tensors if isinstance(tensor, Tensor) and tensor.numel() >= SMALL)
+        self.moved_bytes += sum(tensor.numel() * tensor.element_size() for tensor in large)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -80,28 +80,28 @@ def norm_of(counted: Counted) -> Callable[..., Tensor]:
 
     class Norm(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, given: Tensor, weight: Tensor) -> Tensor:
-            ctx.save_for_backward(given, weight)
-            counted.add(given, given)
-            return torch.empty_like(given)
+        def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
+            ctx.save_for_backward(hidden, weight)
+            counted.add(hidden, hidden)
+            return torch.empty_like(hidden)
 
         @staticmethod
         def backward(ctx: Any, grad: Tensor) -> Any:
-            given, weight = ctx.saved_tensors
-            counted.add(given, grad, given, grad, given)
-            return torch.empty_like(given), torch.empty_like(weight)
+            hidden, weight = ctx.saved_tensors
+            counted.add(hidden, grad, hidden, grad, hidden)
+            return torch.empty_like(hidden), torch.empty_like(weight)
 
-    return lambda given, _shape, weight, *_eps: Norm.apply(given, weight)
+    return lambda hidden, _shape, weight, *_eps: Norm.apply(hidden, weight)
 
 
-def ours() -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
+def our_layer() -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
     spec = DecoderSpec(**SIZES)
     layer = Layer(spec)
     tables = _rotary_tables(0, TOKENS, spec.head_dim, torch.device("meta"))
     return layer, lambda x: layer(x, *tables)
 
 
-def theirs(family: str) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
+def their_layer(family: str) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
     transformers = pytest.importorskip("transformers")
     written = getattr(transformers.models, family)
     modeling, name = getattr(written, f"modeling_{family}"), family.capitalize()
@@ -120,13 +120,13 @@ def theirs(family: str) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
 @pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16])
 @pytest.mark.parametrize("family", ["ours", "llama", "mistral", "qwen3"])
 def test_operators_move_what_is_said(family: str, precision: Precision, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In bf16 as FSDP2 and DeepSpeed run it: weights and residual stream are bf16, too."""
+    """Weights and residual stream are bf16, too, where FSDP2 and DeepSpeed run in bf16."""
     counted = Counted()
     monkeypatch.setattr(functional, "scaled_dot_product_attention", lambda q, k, v, *_, **__: Attention.apply(q, k, v))
     monkeypatch.setattr(functional, "rms_norm", norm_of(counted))
     dtype = torch.float32 if precision is Precision.FP32 else torch.bfloat16
     with torch.device("meta"):
-        layer, run = ours() if family == "ours" else theirs(family)
+        layer, run = our_layer() if family == "ours" else their_layer(family)
         x = torch.empty(1, TOKENS, SIZES["hidden_size"], dtype=dtype, requires_grad=True)
         layer.to(dtype)
         with counted:
@@ -146,27 +146,27 @@ def test_operators_move_what_is_said(family: str, precision: Precision, monkeypa
     )
     profile = profile_of(job, precision=precision, sequence_length=TOKENS, autocast=False, cuda=True)
     assert profile is not None
-    (said,) = (each for each in profile.segments if each.name == "layer")
-    assert said.forward_moved_bytes == pytest.approx(forward_bytes, rel=TOLERANCE)
-    assert said.backward_moved_bytes == pytest.approx(counted.moved_bytes - forward_bytes, rel=TOLERANCE)
+    (segment,) = (candidate for candidate in profile.segments if candidate.name == "layer")
+    assert segment.forward_moved_bytes == pytest.approx(forward_bytes, rel=TOLERANCE)
+    assert segment.backward_moved_bytes == pytest.approx(counted.moved_bytes - forward_bytes, rel=TOLERANCE)
 
 
 @pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16])
 def test_the_loss_moves_what_is_said_of_a_logit_and_of_a_gradient(
     precision: Precision, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words, hidden = 4096, 16
+    vocab_size, hidden = 4096, 16
     dtype = torch.float32 if precision is Precision.FP32 else torch.bfloat16
 
     def moved_bytes(chunk_tokens: int, *, trains: bool) -> int:
         monkeypatch.setattr(cross_entropy, "CHUNK_TOKENS", chunk_tokens)
         counted = Counted()
-        weight = torch.zeros(words, hidden, dtype=dtype, requires_grad=trains)
+        weight = torch.zeros(vocab_size, hidden, dtype=dtype, requires_grad=trains)
         states = torch.zeros(TOKENS, hidden, dtype=dtype, requires_grad=True)
         with counted:
             cross_entropy.linear_cross_entropy(states, weight, torch.zeros(TOKENS, dtype=torch.long))
         return counted.moved_bytes
 
-    assert moved_bytes(TOKENS, trains=False) == TOKENS * words * LOGIT_TRAFFIC_BYTES[precision]
+    assert moved_bytes(TOKENS, trains=False) == TOKENS * vocab_size * LOGIT_TRAFFIC_BYTES[precision]
     more = moved_bytes(TOKENS // 2, trains=True) - moved_bytes(TOKENS, trains=True)  # one chunk more is added
-    assert more == words * hidden * GRADIENT_TRAFFIC_BYTES[precision]
+    assert more == vocab_size * hidden * GRADIENT_TRAFFIC_BYTES[precision]

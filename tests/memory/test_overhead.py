@@ -27,15 +27,15 @@ PAIR = replace(ALONE, layout=ParallelLayout(dp=2))
 MESH = replace(ALONE, layout=ParallelLayout(dp=4, tp=2), zero_stage=ZeroStage.PARAMETERS)
 
 
-def told(*bytes_of: int, plan: Plan = ALONE, first: int = 1, **changes: object) -> list[Observation]:
+def observe(*bytes_of: int, plan: Plan = ALONE, first: int = 1, **changes: object) -> list[Observation]:
     return [
-        observation(plan=plan, overhead_bytes=count, number=at, at_s=float(at), **changes)
-        for at, count in enumerate(bytes_of, start=first)
+        observation(plan=plan, overhead_bytes=count, number=number, at_s=float(number), **changes)
+        for number, count in enumerate(bytes_of, start=first)
     ]
 
 
-def bytes_after(seen: list[Observation], plan: Plan = ALONE) -> int:
-    return overhead_of(select_newest(seen), DEVICE.name).bytes_of(plan)
+def bytes_after(outcomes: list[Observation], plan: Plan = ALONE) -> int:
+    return overhead_of(select_newest(outcomes), DEVICE.name).bytes_of(plan)
 
 
 def test_before_any_measurement_it_is_a_context_and_a_communicator_of_each_group() -> None:
@@ -47,33 +47,33 @@ def test_before_any_measurement_it_is_a_context_and_a_communicator_of_each_group
 
 @given(st.integers(1, 4 * 2**30))
 def test_measured_overhead_replaces_the_constants_and_is_never_rounded_down(measured_bytes: int) -> None:
-    assert 0 <= bytes_after(told(measured_bytes)) - measured_bytes < STEP_BYTES
+    assert 0 <= bytes_after(observe(measured_bytes)) - measured_bytes < STEP_BYTES
 
 
 def test_unmeasured_plans_take_the_error_of_the_nearest_measured_one() -> None:
-    seen = told(1000 * MIB) + told(1400 * MIB, plan=MESH, first=2)
-    off_by = bytes_after(seen) - CONTEXT_BYTES
-    assert bytes_after(seen, PAIR) == supposed_overhead_bytes(PAIR) + off_by
+    outcomes = observe(1000 * MIB) + observe(1400 * MIB, plan=MESH, first=2)
+    off_by = bytes_after(outcomes) - CONTEXT_BYTES
+    assert bytes_after(outcomes, PAIR) == supposed_overhead_bytes(PAIR) + off_by
     wide = replace(MESH, layout=ParallelLayout(dp=8, tp=4))
-    off_by = bytes_after(seen, MESH) - supposed_overhead_bytes(MESH)
-    assert bytes_after(seen, wide) == supposed_overhead_bytes(wide) + off_by
+    off_by = bytes_after(outcomes, MESH) - supposed_overhead_bytes(MESH)
+    assert bytes_after(outcomes, wide) == supposed_overhead_bytes(wide) + off_by
 
 
 def test_other_programs_that_start_or_end_meanwhile_are_outvoted() -> None:
-    calm = bytes_after(told(640 * MIB, 640 * MIB, 640 * MIB))
-    assert bytes_after(told(640 * MIB, 9000 * MIB, 640 * MIB)) == calm
-    assert bytes_after(told(1, 640 * MIB, 640 * MIB)) == calm
+    calm = bytes_after(observe(640 * MIB, 640 * MIB, 640 * MIB))
+    assert bytes_after(observe(640 * MIB, 9000 * MIB, 640 * MIB)) == calm
+    assert bytes_after(observe(1, 640 * MIB, 640 * MIB)) == calm
 
 
 def test_it_counts_for_all_families_of_one_kind_of_device_under_one_torch() -> None:
-    seen = select_newest(told(640 * MIB, family="vocoder"))
-    assert calibration(seen, device=DEVICE.name, family="lm").overhead.bytes_of(ALONE) == 640 * MIB
-    assert calibration(seen, device="another", family="vocoder").overhead == SUPPOSED_OVERHEAD
-    newer = seen + tuple(told(960 * MIB, first=2, torch_version="2.13.0"))
+    outcomes = select_newest(observe(640 * MIB, family="vocoder"))
+    assert calibration(outcomes, device=DEVICE.name, family="lm").overhead.bytes_of(ALONE) == 640 * MIB
+    assert calibration(outcomes, device="another", family="vocoder").overhead == SUPPOSED_OVERHEAD
+    newer = outcomes + tuple(observe(960 * MIB, first=2, torch_version="2.13.0"))
     assert overhead_of(newer, DEVICE.name).bytes_of(ALONE) == 960 * MIB
 
 
 @pytest.mark.parametrize("count", [0, 1, WINDOW - 1])
 def test_outcomes_without_overhead_change_nothing(count: int) -> None:
-    silent = [observation(number=at, at_s=float(at)) for at in range(2, 2 + count)]
-    assert bytes_after(told(640 * MIB) + silent) == 640 * MIB
+    silent = [observation(number=number, at_s=float(number)) for number in range(2, 2 + count)]
+    assert bytes_after(observe(640 * MIB) + silent) == 640 * MIB

@@ -1,4 +1,4 @@
-"""What a script's trainer and the type of its weights change in the estimate of its plans."""
+"""Laws of scripts: their trainer and the type of their weights change the estimates of their plans."""
 
 from __future__ import annotations
 
@@ -51,19 +51,19 @@ def test_weights_in_bf16_halve_parameters_and_states(plan: dict[str, str]) -> No
 
 def test_deepspeed_keeps_fp32_masters_of_weights_in_bf16() -> None:
     knobs = {"deepspeed_config": {"flag": "--deepspeed"}, "zero_stage": None}
-    said = [answer(FSDP, knobs=knobs, trains={"hf": LLAMA, "weights": word}) for word in ("fp32", "bf16")]
-    wide, narrow = (one["estimate"]["by_cause"]["optimizer states"] for one in said)
+    answers = [answer(FSDP, knobs=knobs, trains={"hf": LLAMA, "weights": word}) for word in ("fp32", "bf16")]
+    wide, narrow = (reply["estimate"]["by_cause"]["optimizer states"] for reply in answers)
     assert wide == narrow
 
 
 def test_a_fused_loss_is_the_trainers_own() -> None:
     command = "python train.py --use_liger_kernel true"
     adapted = {"hf": LLAMA, "lora": {"rank": 8}}
-    plain, fused = (answer(FULL, said, trains=adapted)["estimate"] for said in ("python train.py", command))
+    plain, fused = (answer(FULL, line, trains=adapted)["estimate"] for line in ("python train.py", command))
     assert plain["allocated_bytes"] - fused["allocated_bytes"] > 4 * 2048 * 32000
     knobs = {"micro_batch_size": {"flag": "--batch"}, "activation_checkpointing": {"switch": "--checkpointing"}}
-    own = [answer(FULL, said, trains=adapted, trainer=None, knobs=knobs) for said in ("python train.py", command)]
-    assert own[0]["estimate"] == own[1]["estimate"]
+    loops = [answer(FULL, line, trains=adapted, trainer=None, knobs=knobs) for line in ("python train.py", command)]
+    assert loops[0]["estimate"] == loops[1]["estimate"]
 
 
 def test_transformers_trainer_holds_the_inputs_of_frozen_fsdp_units() -> None:
@@ -74,10 +74,10 @@ def test_transformers_trainer_holds_the_inputs_of_frozen_fsdp_units() -> None:
         "activation_checkpointing": {"switch": "--checkpointing"},
         "zero_stage": {"flag": "--shard"},
     }
-    held = answer(FSDP, trains=trains)["estimate"]["by_cause"]["activations"]
-    own = answer(FSDP, trains=trains, trainer=None, knobs=knobs, launch="torchrun")["estimate"]["by_cause"]
+    trainer_bytes = answer(FSDP, trains=trains)["estimate"]["by_cause"]["activations"]
+    loop_bytes = answer(FSDP, trains=trains, trainer=None, knobs=knobs, launch="torchrun")["estimate"]["by_cause"]
     boundary_bytes = 2 * 2048 * 1024
-    assert held - own["activations"] > 20 * boundary_bytes
+    assert trainer_bytes - loop_bytes["activations"] > 20 * boundary_bytes
 
 
 @pytest.mark.parametrize("weights", ["fp16", "int8"])

@@ -16,7 +16,7 @@ from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import ModelProfile, Source, TracedProfile
 from orchestrator.training.tracing.trace import Arithmetic, Request, profiles
 from tests.memory.matrix import DEVICE, SEQUENCE_LENGTH, Row, job, table
-from tests.memory.measure import Run, measured, peaks
+from tests.memory.measure import Run, measure_peaks, peaks
 from tests.memory.models import DECODER, MODELS, WIDE, WITH_LARGE_TABLES
 
 MEAN_ERROR_MAX, WORST_ERROR_MAX = 0.01, 0.03
@@ -24,17 +24,17 @@ NONE, SELECTIVE, FULL = ActivationCheckpointing
 BF16 = Precision.BF16
 
 
-def traced(
+def trace_profiles(
     model: ModelSpec, *arithmetics: tuple[Precision, bool], training: TrainingSpec | None = None
 ) -> dict[tuple[Precision, bool], ModelProfile]:
     """Profiles by precision and whether autocast computes in it."""
-    asked = tuple(Arithmetic(precision=precision, autocast=autocast) for precision, autocast in arithmetics)
+    kinds = tuple(Arithmetic(precision=precision, autocast=autocast) for precision, autocast in arithmetics)
     request = Request(
         model=model,
         training=training or TrainingSpec(),
         family="model",
         sequence_length=SEQUENCE_LENGTH,
-        arithmetics=asked,
+        arithmetics=kinds,
     )
     return dict(zip(arithmetics, profiles(request), strict=True))
 
@@ -53,21 +53,21 @@ def plan(engine: Engine, stage: int, dp: int, micro: int, turns: int, **fields: 
 
 def rows(name: str, tried: Sequence[Plan], folder: Path) -> list[Row]:
     """Every plan of the model, predicted and measured."""
-    known = traced(MODELS[name], *dict.fromkeys((each.precision, autocasts(each)) for each in tried))
+    traces = trace_profiles(MODELS[name], *dict.fromkeys((plan.precision, autocasts(plan)) for plan in tried))
     return [
         Row(
-            plan=each,
-            predicted_bytes=estimate(known[each.precision, autocasts(each)], each, DEVICE).allocated_bytes,
+            plan=plan,
+            predicted_bytes=estimate(traces[plan.precision, autocasts(plan)], plan, DEVICE).allocated_bytes,
             measured_bytes=measured,
         )
-        for each, measured in zip(
+        for plan, measured in zip(
             tried, peaks(MODELS[name], SEQUENCE_LENGTH, tried, folder / f"{name}-{tried[0].world_size}"), strict=True
         )
     ]
 
 
-def bars_hold(found: Sequence[Row]) -> bool:
-    errors = [abs(row.error) for row in found]
+def bars_hold(rows: Sequence[Row]) -> bool:
+    errors = [abs(row.error) for row in rows]
     return sum(errors) / len(errors) <= MEAN_ERROR_MAX and max(errors) <= WORST_ERROR_MAX
 
 
@@ -99,15 +99,15 @@ PAIRS = [
 
 @pytest.mark.timeout(600)  # 10 s on an idle core, many times that on a busy one
 def test_a_lone_rank_of_a_net_that_skips_layers_needs_what_its_trace_says(tmp_path: Path) -> None:
-    found = rows("unet", LONE, tmp_path)
-    assert bars_hold(found), table(found)
+    results = rows("unet", LONE, tmp_path)
+    assert bars_hold(results), table(results)
 
 
 @pytest.mark.timeout(600)
 def test_a_lone_rank_reduces_its_gradients_in_one_piece(tmp_path: Path) -> None:
     tried = plan(Engine.DEEPSPEED, 2, 1, 1, 3, activation_checkpointing=SELECTIVE, optimizer=Optimizer.SGD)
-    found = rows("conv", [tried], tmp_path)
-    assert bars_hold(found), table(found)
+    results = rows("conv", [tried], tmp_path)
+    assert bars_hold(results), table(results)
 
 
 def ragged_rows(name: str, folder: Path) -> list[Row]:
@@ -138,11 +138,11 @@ SHORT = ("a first reduction that is the last", "a gradient that a reduction stil
 def test_short_lived_buffers_are_modelled(moments: Sequence[str], tmp_path: Path) -> None:
     chosen = {moment: MOMENTS[moment] for moment in moments}
     models = MODELS | WITH_LARGE_TABLES
-    runs = [Run(model=models[name], plan=one, sequence_length=SEQUENCE_LENGTH) for name, one in chosen.values()]
-    peaks = dict(zip(chosen, measured(runs, tmp_path), strict=True))
-    for moment, (name, one) in chosen.items():
-        (known,) = traced(models[name], (one.precision, autocasts(one))).values()
-        predicted = estimate(known, one, DEVICE).allocated_bytes
+    runs = [Run(model=models[name], plan=plan, sequence_length=SEQUENCE_LENGTH) for name, plan in chosen.values()]
+    peaks = dict(zip(chosen, measure_peaks(runs, tmp_path), strict=True))
+    for moment, (name, plan) in chosen.items():
+        (profile,) = trace_profiles(models[name], (plan.precision, autocasts(plan))).values()
+        predicted = estimate(profile, plan, DEVICE).allocated_bytes
         assert predicted == pytest.approx(peaks[moment], rel=MOMENT_ERROR_MAX), moment
 
 
@@ -150,8 +150,8 @@ def test_short_lived_buffers_are_modelled(moments: Sequence[str], tmp_path: Path
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", MODELS)
 def test_the_bars_hold_over_ranks_stages_and_ragged_micro_batches(name: str, tmp_path: Path) -> None:
-    found = ragged_rows(name, tmp_path)
-    assert bars_hold(found), table(found)
+    results = ragged_rows(name, tmp_path)
+    assert bars_hold(results), table(results)
 
 
 EXPERTS = {
@@ -174,17 +174,17 @@ EXPERTS = {
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", EXPERTS)
 def test_reductions_while_a_leaf_waits_are_modelled(name: str, tmp_path: Path) -> None:
-    found = expert_rows(name, tmp_path)
-    assert bars_hold(found), table(found)
+    results = expert_rows(name, tmp_path)
+    assert bars_hold(results), table(results)
 
 
 def expert_rows(name: str, folder: Path) -> list[Row]:
     model, tried = ModelSpec(hf=EXPERTS[name]), [plan(Engine.DEEPSPEED, 3, 2, micro, 1) for micro in (1, 3)]
-    (known,) = traced(model, (Precision.FP32, False)).values()
+    (profile,) = trace_profiles(model, (Precision.FP32, False)).values()
     measured = peaks(model, SEQUENCE_LENGTH, tried, folder / f"experts-{name}")
     return [
-        Row(plan=each, predicted_bytes=estimate(known, each, DEVICE).allocated_bytes, measured_bytes=one)
-        for each, one in zip(tried, measured, strict=True)
+        Row(plan=plan, predicted_bytes=estimate(profile, plan, DEVICE).allocated_bytes, measured_bytes=peak)
+        for plan, peak in zip(tried, measured, strict=True)
     ]
 
 
@@ -213,16 +213,18 @@ FROZEN_PAIRS = [
 
 
 def frozen_rows(names: tuple[str, ...], tried: Sequence[Plan], folder: Path) -> list[Row]:
-    training = TrainingSpec(freeze=tuple(Freeze(parameters=each) for each in names))
-    known = traced(LLAMA, *dict.fromkeys((each.precision, autocasts(each)) for each in tried), training=training)
-    runs = [Run(model=LLAMA, plan=each, sequence_length=SEQUENCE_LENGTH, frozen=names) for each in tried]
+    training = TrainingSpec(freeze=tuple(Freeze(parameters=name) for name in names))
+    traces = trace_profiles(
+        LLAMA, *dict.fromkeys((plan.precision, autocasts(plan)) for plan in tried), training=training
+    )
+    runs = [Run(model=LLAMA, plan=plan, sequence_length=SEQUENCE_LENGTH, frozen=names) for plan in tried]
     return [
         Row(
-            plan=each,
-            predicted_bytes=estimate(known[each.precision, autocasts(each)], each, DEVICE).allocated_bytes,
+            plan=plan,
+            predicted_bytes=estimate(traces[plan.precision, autocasts(plan)], plan, DEVICE).allocated_bytes,
             measured_bytes=peak,
         )
-        for each, peak in zip(tried, measured(runs, folder), strict=True)
+        for plan, peak in zip(tried, measure_peaks(runs, folder), strict=True)
     ]
 
 
@@ -230,24 +232,24 @@ def frozen_rows(names: tuple[str, ...], tried: Sequence[Plan], folder: Path) -> 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("plans", [FROZEN_PAIRS[::2], pytest.param(FROZEN_PAIRS[1::2], marks=pytest.mark.long)])
 def test_frozen_parameters_have_no_gradients_states_or_saved_inputs(plans: Sequence[Plan], tmp_path: Path) -> None:
-    found = frozen_rows(FROZEN["what comes first"], plans, tmp_path)
-    assert bars_hold(found), table(found)
+    results = frozen_rows(FROZEN["what comes first"], plans, tmp_path)
+    assert bars_hold(results), table(results)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("which", FROZEN)
 def test_the_bars_hold_where_a_model_is_frozen_in_part(which: str, tmp_path: Path) -> None:
-    found = frozen_rows(FROZEN[which], PAIRS, tmp_path)
-    assert bars_hold(found), table(found)
+    results = frozen_rows(FROZEN[which], PAIRS, tmp_path)
+    assert bars_hold(results), table(results)
 
 
 @pytest.mark.long
 def test_zero3_saves_the_inputs_of_frozen_products() -> None:
     training = TrainingSpec(freeze=(Freeze(parameters="*.self_attn.*"),))
-    (known,) = traced(LLAMA, (Precision.FP32, False), training=training).values()
+    (profile,) = trace_profiles(LLAMA, (Precision.FP32, False), training=training).values()
     most = {
-        zero3: max(one.sample_bytes for one in known.moments if (one.mode, one.zero3) == (NONE, zero3))
+        zero3: max(moment.sample_bytes for moment in profile.moments if (moment.mode, moment.zero3) == (NONE, zero3))
         for zero3 in (False, True)
     }
     assert isinstance(LLAMA.hf, dict)
@@ -256,13 +258,13 @@ def test_zero3_saves_the_inputs_of_frozen_products() -> None:
 
 
 def full(folder: Path) -> dict[str, list[Row]]:
-    """All that the long tests measure, by family."""
-    found = {name: ragged_rows(name, folder) for name in MODELS}
+    """Return the rows that the long tests measure, by family."""
+    rows_by_family = {name: ragged_rows(name, folder) for name in MODELS}
     for name in EXPERTS:
-        found[name] = found.get(name, []) + expert_rows(name, folder)
+        rows_by_family[name] = rows_by_family.get(name, []) + expert_rows(name, folder)
     for which, names in FROZEN.items():
-        found[f"llama, {which} frozen"] = frozen_rows(names, PAIRS, folder / which)
-    return found
+        rows_by_family[f"llama, {which} frozen"] = frozen_rows(names, PAIRS, folder / which)
+    return rows_by_family
 
 
 def test_a_decoder_that_is_frozen_in_part_is_traced_but_where_ranks_hold_parts_of_it() -> None:
@@ -272,11 +274,11 @@ def test_a_decoder_that_is_frozen_in_part_is_traced_but_where_ranks_hold_parts_o
     assert is_known(spec.model_copy(update={"training": for_some_steps}))
     frozen = spec.model_copy(update={"training": TrainingSpec(freeze=(Freeze(parameters="model.layers.*"),))})
     assert not is_known(frozen)
-    known = profile_of(spec, precision=Precision.FP32, sequence_length=None)
-    assert known is not None
-    less = dataclasses.replace(known, source=Source.TRACED)
-    one = TracedProfile(sequence_length=SEQUENCE_LENGTH, autocast=False, profile=less)
-    frozen = frozen.model_copy(update={"traced": (one,)})
+    closed_form = profile_of(spec, precision=Precision.FP32, sequence_length=None)
+    assert closed_form is not None
+    less = dataclasses.replace(closed_form, source=Source.TRACED)
+    trace = TracedProfile(sequence_length=SEQUENCE_LENGTH, autocast=False, profile=less)
+    frozen = frozen.model_copy(update={"traced": (trace,)})
     assert profile_of(frozen, precision=Precision.FP32, sequence_length=None) == less
     for cut in ({"pipeline_parallel": 2}, {"tensor_parallel": 2}):
         whole = profile_of(frozen, precision=Precision.FP32, sequence_length=None, **cut)
@@ -286,10 +288,10 @@ def test_a_decoder_that_is_frozen_in_part_is_traced_but_where_ranks_hold_parts_o
 
 @pytest.mark.timeout(600)
 def test_the_trace_of_our_decoder_has_the_parameters_and_about_the_peak_of_its_closed_form() -> None:
-    (found,) = traced(ModelSpec(decoder=DECODER), (Precision.FP32, False)).values()
+    (trace,) = trace_profiles(ModelSpec(decoder=DECODER), (Precision.FP32, False)).values()
     closed = profile_of(job(ModelSpec(decoder=DECODER)), precision=Precision.FP32, sequence_length=SEQUENCE_LENGTH)
     assert closed is not None
-    assert found.parameters == closed.parameters
-    for one in (*LONE, *PAIRS):
-        ours, theirs = (estimate(each, one, DEVICE).allocated_bytes for each in (found, closed))
-        assert ours == pytest.approx(theirs, rel=0.05), one
+    assert trace.parameters == closed.parameters
+    for plan in (*LONE, *PAIRS):
+        traced_bytes, theirs = (estimate(profile, plan, DEVICE).allocated_bytes for profile in (trace, closed))
+        assert traced_bytes == pytest.approx(theirs, rel=0.05), plan

@@ -68,8 +68,8 @@ class Balls:
 
     def batch(self, indices: Sequence[int]) -> Batch:
         """Volumes and masks, [B, 1, Z, Y, X] each."""
-        at = torch.linspace(-1, 1, self._size)
-        distance = (at[:, None, None].square() + at[:, None].square() + at.square()).sqrt()
+        axis = torch.linspace(-1, 1, self._size)
+        distance = (axis[:, None, None].square() + axis[:, None].square() + axis.square()).sqrt()
         masks = torch.stack([(distance < 0.2 + 0.1 * (index % 7)).float() for index in indices]).unsqueeze(1)
         return masks + 0.1, masks
 

@@ -59,8 +59,8 @@ class FolderBackend:
         while True:
             self._look()
             if self._outbox or time.time() >= deadline_s:
-                told, self._outbox = self._outbox, []
-                return told
+                events, self._outbox = self._outbox, []
+                return events
             time.sleep(POLL_S)
 
     def close(self) -> None:
@@ -82,8 +82,8 @@ class FolderBackend:
 def _begin(path: Path, job: Job, attempt: Attempt) -> None:
     """Write the file atomically; a second one of that name is an error."""
     now_s = time.time()
-    held = [(part.node, index) for part in attempt.placement for index in part.devices]
-    text = {"order": job.order, "devices": held, "began_s": now_s, "ends_s": now_s + RUNS_S}
+    devices = [(part.node, index) for part in attempt.placement for index in part.devices]
+    text = {"order": job.order, "devices": devices, "began_s": now_s, "ends_s": now_s + RUNS_S}
     draft = path.with_suffix(f".{os.getpid()}")
     draft.write_text(json.dumps(text))
     os.link(draft, path)
@@ -92,9 +92,9 @@ def _begin(path: Path, job: Job, attempt: Attempt) -> None:
 
 def runs(folder: Path) -> list[Run]:
     """Every attempt ever started, in start order."""
-    found = []
+    started = []
     for path in folder.glob("*.json"):
-        said = json.loads(path.read_text())
-        held = tuple((node, index) for node, index in said.pop("devices"))
-        found.append(Run(name=path.stem, devices=held, **said))
-    return sorted(found, key=lambda run: run.began_s)
+        fields = json.loads(path.read_text())
+        devices = tuple((node, index) for node, index in fields.pop("devices"))
+        started.append(Run(name=path.stem, devices=devices, **fields))
+    return sorted(started, key=lambda run: run.began_s)

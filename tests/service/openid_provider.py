@@ -66,20 +66,20 @@ class Provider(BaseHTTPRequestHandler):
             self._json({})
             return
         form = {name: values[0] for name, values in parse_qs(body).items()}
-        asked = self.codes.get(form["code"])
+        login = self.codes.get(form["code"])
         if "codes" not in self.wrong:
             self.codes.pop(form["code"], None)  # each counts once
         basic = base64.b64encode(f"{CLIENT}:{SECRET}".encode()).decode()
         challenge = base64.urlsafe_b64encode(hashlib.sha256(form.get("code_verifier", "").encode()).digest())
         if (
-            asked is None
+            login is None
             or self.headers.get("Authorization") != f"Basic {basic}"
-            or challenge.rstrip(b"=").decode() != asked["code_challenge"]
-            or form["redirect_uri"] != asked["redirect_uri"]
+            or challenge.rstrip(b"=").decode() != login["code_challenge"]
+            or form["redirect_uri"] != login["redirect_uri"]
         ):
             self._json({"error": "invalid_grant"}, 400)
             return
-        self._json({"access_token": "opaque", "token_type": "Bearer", "id_token": self._token(asked["nonce"])})
+        self._json({"access_token": "opaque", "token_type": "Bearer", "id_token": self._token(login["nonce"])})
 
     def _token(self, nonce: str) -> str:
         now_s = int(time.time())
@@ -98,8 +98,8 @@ class Provider(BaseHTTPRequestHandler):
         header = {"alg": "RS256", "kid": "right"}
         match self.wrong.get("signature"):
             case "none":
-                parts = (json.dumps(one).encode() for one in ({"alg": "none"}, claims))
-                return "".join(base64.urlsafe_b64encode(one).rstrip(b"=").decode() + "." for one in parts)
+                parts = (json.dumps(section).encode() for section in ({"alg": "none"}, claims))
+                return "".join(base64.urlsafe_b64encode(part).rstrip(b"=").decode() + "." for part in parts)
             case "another key":
                 return jwt.encode(header, claims, OTHER)
             case "the public key as a secret":
@@ -110,8 +110,8 @@ class Provider(BaseHTTPRequestHandler):
                 return jwt.encode({**header, "kid": "mine", "jwk": inside}, claims, OTHER)
         return jwt.encode(header, claims, KEY)
 
-    def _json(self, said: dict[str, Any], status: int = 200) -> None:
-        body = json.dumps(said).encode()
+    def _json(self, reply: dict[str, Any], status: int = 200) -> None:
+        body = json.dumps(reply).encode()
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))

@@ -82,10 +82,10 @@ def test_another_role_counts_at_once(world: World) -> None:
 
 
 def test_a_token_is_kept_nowhere(world: World, tmp_path: Path) -> None:
-    secret, kept = world.accounts.create_token(_user(world.accounts), None)
+    secret, record = world.accounts.create_token(_user(world.accounts), None)
     assert secret.startswith(PREFIX)
-    assert secret.startswith(kept.shown)
-    assert len(kept.shown) < len(secret) / 3
+    assert secret.startswith(record.shown)
+    assert len(record.shown) < len(secret) / 3
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert files
     assert not any(secret.encode() in path.read_bytes() for path in files)

@@ -83,14 +83,14 @@ def test_requests_without_the_token_are_refused(world: World) -> None:
         for method, path in ROUTES
         for header in WRONG
     }
-    assert {asked: status for asked, status in answers.items() if status not in (401, 429)} == {}
+    assert {request: status for request, status in answers.items() if status not in (401, 429)} == {}
     assert 401 in answers.values()
     assert not world.ended
 
 
 def test_every_route_asks_for_the_token(world: World) -> None:
     paths = {route.path for route in world.client.app.routes}  # type: ignore[attr-defined]
-    known = {path for path in paths if path != "/" and not path.startswith(PAGES)}  # pages: test_pages.py
+    checked = {path for path in paths if path != "/" and not path.startswith(PAGES)}  # pages: test_pages.py
     names = {
         "job_id": "lm-1",
         "sweep_id": "sweep-lm-1",
@@ -101,7 +101,7 @@ def test_every_route_asks_for_the_token(world: World) -> None:
         "table": "jobs",
         "row": 1,
     }
-    filled = {path.format(**names) for path in known} - {"/healthz", "/readyz"}
+    filled = {path.format(**names) for path in checked} - {"/healthz", "/readyz"}
     assert filled == {path for _, path in ROUTES if path != "/nothing"}
 
 
@@ -120,7 +120,7 @@ def test_a_submitted_job_is_in_the_journal_when_the_answer_comes(world: World) -
 
 
 @pytest.mark.parametrize(
-    ("body", "said"),
+    ("body", "message"),
     [
         ({"spec": {"name": "a"}}, "global_batch_size"),
         ({"spec": {"name": "a", "global_batch_size": 1, "command": "x", "gpu": 1}}, "did you mean 'gpus'"),
@@ -129,11 +129,11 @@ def test_a_submitted_job_is_in_the_journal_when_the_answer_comes(world: World) -
         ({"spec": {}, "fault": {"kind": "flood", "rank": 0, "step": 1}}, "malformed"),
     ],
 )
-def test_nothing_is_stored_of_a_refused_job(world: World, body: dict[str, Any], said: str) -> None:
+def test_nothing_is_stored_of_a_refused_job(world: World, body: dict[str, Any], message: str) -> None:
     before = list(world.journal.events())
     answer = world.client.post("/jobs", json=body)
     assert answer.status_code == 422
-    assert said in answer.json()["error"]
+    assert message in answer.json()["error"]
     assert list(world.journal.events()) == before
     assert world.client.get("/jobs").json() == {"jobs": [], "next": None}
 
@@ -147,14 +147,14 @@ def test_ended_jobs_are_listed_newest_first_in_pages(world: World) -> None:
         world.controller.turn(10.0)
     waiting = world.submit()
 
-    def listed(query: str) -> list[str]:
+    def list_ids(query: str) -> list[str]:
         return [job["id"] for job in world.client.get(f"/jobs?{query}").json()["jobs"]]
 
-    assert listed("ended=9") == [*ids, waiting]
+    assert list_ids("ended=9") == [*ids, waiting]
     newest = [job.id for job in world.controller.ended(9)]
     assert sorted(newest) == ids
-    assert listed("ended=2") == [*sorted(newest[:2]), waiting]
-    assert listed(f"ended=2&before={newest[1]}") == sorted(newest[2:4])
+    assert list_ids("ended=2") == [*sorted(newest[:2]), waiting]
+    assert list_ids(f"ended=2&before={newest[1]}") == sorted(newest[2:4])
     assert world.client.get(f"/jobs/{ids[0]}").json()["job"]["status"] == "succeeded"
     assert world.client.get("/jobs?ended=1001").status_code == 422
     assert world.submit() == "lm-7", "an id was given twice"
@@ -236,7 +236,7 @@ def test_a_live_job_with_an_unwatched_process_is_marked(world: World) -> None:
     folder.path.mkdir(parents=True)
     folder.unwatched.write_text("'python -I a.py' has no guard\n'python -I b.py' has no guard\n")
     shown = (world.client.get(f"/jobs/{job_id}").json()["job"], world.client.get("/jobs").json()["jobs"][0])
-    assert all(one["reason"].endswith("; unwatched: 'python -I a.py' has no guard") for one in shown)
+    assert all(row["reason"].endswith("; unwatched: 'python -I a.py' has no guard") for row in shown)
 
 
 def test_a_job_is_shown_with_prediction_and_measurement_side_by_side(world: World) -> None:
@@ -256,19 +256,19 @@ def test_a_job_is_explained_with_its_moments_its_lessons_and_its_frontier(world:
     world.turn_until("succeeded")
     explanation = world.client.get(f"/jobs/{job_id}/explanation").json()
     estimate = explanation["job"]["attempts"][-1]["estimate"]
-    totals = [one["counted_bytes"] + one["activation_bytes"] for one in estimate["by_moment"]]
+    totals = [moment["counted_bytes"] + moment["activation_bytes"] for moment in estimate["by_moment"]]
     assert max(totals) == estimate["allocated_bytes"]
-    (said,) = explanation["lessons"]
-    assert said[0].startswith("predicted: ")
-    assert said[1].startswith("measured: ")
-    marks = [one["mark"] for one in explanation["picture"]["points"]]
+    (lesson,) = explanation["lessons"]
+    assert lesson[0].startswith("predicted: ")
+    assert lesson[1].startswith("measured: ")
+    marks = [point["mark"] for point in explanation["picture"]["points"]]
     assert marks.count("chosen") == 1
     assert explanation["picture"]["capacity_bytes"] == 256 * 2**20
     shown = io.StringIO()
     Console(file=shown, width=80).print(explanation_panel(explanation))
     lines = shown.getvalue().splitlines()
     assert max(map(len, lines)) <= 80
-    for words in (
+    for label in (
         "Attempt 1: ",
         "succeeded",
         "█ counted  ▒ activations",
@@ -276,7 +276,7 @@ def test_a_job_is_explained_with_its_moments_its_lessons_and_its_frontier(world:
         "● chosen",
         "memory ends: 256",
     ):
-        assert any(words in line for line in lines), shown.getvalue()
+        assert any(label in line for line in lines), shown.getvalue()
 
 
 def test_a_waiting_job_is_explained_and_forecast_by_the_state_of_the_moment(world: World) -> None:
@@ -320,8 +320,8 @@ def test_a_submission_returns_its_promise_or_the_reason_of_the_refusal(tmp_path:
     policy = PolicySpec(teams=[{"name": "vision", "quota": 1, "users": ["ada"]}])
     world = World(tmp_path, policy)
     guaranteed = job_spec() | {"guarantee": "requested"}
-    asked = [guaranteed | {"user": "ada"}, guaranteed | {"user": "bob"}, job_spec()]
-    answer = world.client.post("/jobs/batch", json={"jobs": [{"spec": spec} for spec in asked]}).json()
+    specs = [guaranteed | {"user": "ada"}, guaranteed | {"user": "bob"}, job_spec()]
+    answer = world.client.post("/jobs/batch", json={"jobs": [{"spec": spec} for spec in specs]}).json()
     promised, refused = answer["promises"].values()
     assert [*answer["promises"]] == ["lm-1", "lm-2"]
     assert promise_words(promised).startswith("is promised at least the speed of 1 gpu, from ")
@@ -357,11 +357,11 @@ def drawn(table: Any, width: int = 160) -> str:
 
 
 def test_observations_of_another_home_are_stored_once(world: World) -> None:
-    told = {"observations": observations_view([observation(), observation(number=2)])}
-    assert world.client.post("/observations", json=told).json() == {"kept": 2}
-    assert world.client.post("/observations", json=told).json() == {"kept": 0}
-    known = observations_from_view(world.client.get("/cluster").json()["observations"])
-    assert known == world.controller.state.observations
+    body = {"observations": observations_view([observation(), observation(number=2)])}
+    assert world.client.post("/observations", json=body).json() == {"kept": 2}
+    assert world.client.post("/observations", json=body).json() == {"kept": 0}
+    observations = observations_from_view(world.client.get("/cluster").json()["observations"])
+    assert observations == world.controller.state.observations
     bad = world.client.post("/observations", json={"observations": [{"job": 1}]})
     assert bad.status_code == 422
     assert "outcomes: 0.job" in bad.json()["error"]
@@ -369,10 +369,10 @@ def test_observations_of_another_home_are_stored_once(world: World) -> None:
 
 def test_a_long_poll_returns_at_once_on_a_change(world: World) -> None:
     job_id = world.submit()
-    seen = world.client.get(f"/jobs/{job_id}").json()["version"]
+    version = world.client.get(f"/jobs/{job_id}").json()["version"]
     world.turn_until("succeeded")
-    answer = world.client.get(f"/jobs/{job_id}?seen={seen}&wait_s=10").json()
-    assert answer["version"] != seen
+    answer = world.client.get(f"/jobs/{job_id}?seen={version}&wait_s=10").json()
+    assert answer["version"] != version
     assert answer["job"]["status"] == "succeeded"
 
 

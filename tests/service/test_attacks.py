@@ -50,26 +50,26 @@ CSV_FILES = (PHILLY, DEADLINES, PLANS, ELASTICFLOW)
 
 
 def files(*patterns: str) -> list[str]:
-    found = [path.read_text() for pattern in patterns for path in sorted(ROOT.glob(pattern))]
-    assert len(found) > 5
-    return found
+    texts = [path.read_text() for pattern in patterns for path in sorted(ROOT.glob(pattern))]
+    assert len(texts) > 5
+    return texts
 
 
-def mutated(draw: random.Random, text: str) -> str:
+def mutate(draw: random.Random, text: str) -> str:
     """The text after one to three small changes."""
     for _ in range(draw.randint(1, 3)):
-        at, end = sorted(draw.randrange(len(text) + 1) for _ in range(2))
-        end = min(end, at + draw.choice((1, 5, 40)))
+        cut, end = sorted(draw.randrange(len(text) + 1) for _ in range(2))
+        end = min(end, cut + draw.choice((1, 5, 40)))
         nasty = draw.choice(NASTY)
         match draw.randrange(6):
             case 0:
-                text = text[:at] + text[end:]
+                text = text[:cut] + text[end:]
             case 1:
-                text = text[:at] + nasty + text[end:]
+                text = text[:cut] + nasty + text[end:]
             case 2:
-                text = text[:end] + text[at:end] * draw.choice((1, 50)) + text[end:]
+                text = text[:end] + text[cut:end] * draw.choice((1, 50)) + text[end:]
             case 3:
-                text = text[:at] + chr(draw.choice((0, 9, 10, 13, 27, 34, 39, 44, 58, 123, 0x85, 0x2028))) + text[at:]
+                text = text[:cut] + chr(draw.choice((0, 9, 10, 13, 27, 34, 39, 44, 58, 123, 0x85, 0x2028))) + text[cut:]
             case 4:  # the value of a line
                 lines = text.split("\n")
                 number = draw.randrange(len(lines))
@@ -84,21 +84,21 @@ def mutated(draw: random.Random, text: str) -> str:
     return text
 
 
-def malformed(count: int, texts: list[str], read: Callable[[str], object]) -> Iterator[tuple[int, str]]:
+def refuse_mutations(count: int, texts: list[str], read: Callable[[str], object]) -> Iterator[tuple[int, str]]:
     """Changed texts that are refused, each with one clear SpecError; fails on any other exception."""
     number = refused = 0
     while refused < count:
         assert number < 20 * count, "most changes are harmless: the mutator is too tame"
         draw = random.Random(number)
-        text = mutated(draw, draw.choice(texts))
+        text = mutate(draw, draw.choice(texts))
         try:
             read(text)
         except SpecError as error:
             refused += 1
-            said = str(error)
-            assert said.strip(), number
-            assert len(said) < CHARACTERS_MAX, (number, len(said))
-            assert "Traceback" not in said, number
+            message = str(error)
+            assert message.strip(), number
+            assert len(message) < CHARACTERS_MAX, (number, len(message))
+            assert "Traceback" not in message, number
             yield number, text
         except Exception as error:
             raise AssertionError(f"input {number} raised {error!r}:\n{text[:3000]}") from error
@@ -108,13 +108,13 @@ def malformed(count: int, texts: list[str], read: Callable[[str], object]) -> It
 @pytest.mark.parametrize("count", COUNTS)
 def test_a_malformed_job_file_is_one_clear_error(count: int) -> None:
     texts = files("jobs/*/*.yaml")
-    assert sum(1 for _ in malformed(count, texts, lambda text: parse_jobs(text, "job.yaml"))) == count
+    assert sum(1 for _ in refuse_mutations(count, texts, lambda text: parse_jobs(text, "job.yaml"))) == count
 
 
 @pytest.mark.parametrize("count", COUNTS)
 def test_a_malformed_cluster_file_is_one_clear_error(count: int) -> None:
     texts = files("clusters/*.yaml")
-    assert sum(1 for _ in malformed(count, texts, lambda text: parse_cluster(text, "cluster.yaml"))) == count
+    assert sum(1 for _ in refuse_mutations(count, texts, lambda text: parse_cluster(text, "cluster.yaml"))) == count
 
 
 @pytest.mark.parametrize("count", COUNTS)
@@ -125,7 +125,7 @@ def test_a_malformed_trace_is_one_clear_error(count: int, tmp_path: Path) -> Non
         path.write_text(text, encoding="utf-8", errors="surrogatepass")
         return read_trace(path)
 
-    assert sum(1 for _ in malformed(count, list(CSV_FILES), read)) == count
+    assert sum(1 for _ in refuse_mutations(count, list(CSV_FILES), read)) == count
 
 
 @pytest.mark.parametrize("count", COUNTS)
@@ -142,19 +142,19 @@ def test_a_malformed_manifest_makes_a_checkpoint_a_damaged_one_and_nothing_worse
     refused = 0
     for number in range(count):
         draw = random.Random(number)
-        text = mutated(draw, whole)
+        text = mutate(draw, whole)
         if number % 2:
-            text = mutated(draw, entries)
+            text = mutate(draw, entries)
             text = f"{zlib.crc32(text.encode(errors='surrogatepass')):08x}\n{text}"
         (newest / MANIFEST).write_bytes(text.encode(errors="surrogatepass"))
         try:
-            said = damage(newest)
-            found = latest_complete(tmp_path)
+            problems = damage(newest)
+            newest_complete = latest_complete(tmp_path)
         except Exception as error:
             raise AssertionError(f"input {number} raised {error!r}:\n{text[:3000]}") from error
-        refused += bool(said)
-        assert found == (newest if not damage(newest, read=False) else tmp_path / "step-00000001"), number
-        assert all(len(one) < CHARACTERS_MAX for one in said), number
+        refused += bool(problems)
+        assert newest_complete == (newest if not damage(newest, read=False) else tmp_path / "step-00000001"), number
+        assert all(len(problem) < CHARACTERS_MAX for problem in problems), number
     assert refused > 0.8 * count
 
 
@@ -178,7 +178,7 @@ def test_nothing_is_stored_of_a_malformed_request(count: int, tmp_path: Path) ->
     for number in range(count):
         draw = random.Random(number)
         path = draw.choice(paths)
-        body = mutated(draw, whole).encode(errors="surrogatepass")
+        body = mutate(draw, whole).encode(errors="surrogatepass")
         answer = world.client.post(path, content=body, headers={"Content-Type": "application/json"})
         assert answer.status_code in (200, 400, 404, 409, 413, 422), (
             number,
@@ -199,15 +199,15 @@ def test_nothing_is_stored_of_a_malformed_request(count: int, tmp_path: Path) ->
 
 
 def test_a_token_is_compared_in_constant_time_or_by_its_digest() -> None:
-    """By structure, since times are noise: no `==` touches a token or what a client says is one."""
+    """Check the syntax, since times are noise: no `==` touches a token or what a client claims to be one."""
     for module in (gate, accounts):
         tree = ast.parse(Path(str(module.__file__)).read_text())
         for compared in (node for node in ast.walk(tree) if isinstance(node, ast.Compare)):
-            words = ast.unparse(compared)
+            expression = ast.unparse(compared)
             if any(isinstance(operator, ast.Eq | ast.NotEq) for operator in compared.ops):
-                assert "token" not in words.replace("_tokens.c.", ""), words
-                assert "secret" not in words, words
-                assert "given" not in words, words
+                assert "token" not in expression.replace("_tokens.c.", ""), expression
+                assert "secret" not in expression, expression
+                assert "given" not in expression, expression
     calls = [
         ast.unparse(node.func)
         for node in ast.walk(ast.parse(Path(str(gate.__file__)).read_text()))

@@ -80,13 +80,13 @@ def test_a_new_home_has_the_queue_the_accounts_and_the_cluster_file(world: World
 
 
 def test_no_token_is_in_an_archive(world: World, tmp_path: Path) -> None:
-    secret, kept = world.accounts.create_token(_user(world.accounts), None)
+    secret, record = world.accounts.create_token(_user(world.accounts), None)
     (world.home / "token").write_text("home-token-4711")
     back_up(world.home, tmp_path / "a.orc")
     with zipfile.ZipFile(tmp_path / "a.orc") as packed:
         assert set(packed.namelist()) == {MANIFEST, JOURNAL, "cluster.yaml"}
         content = b"".join(packed.read(name) for name in packed.namelist())
-    assert kept.shown.encode() in content, "the token is known"
+    assert record.shown.encode() in content, "the token is known"
     assert secret.encode() not in content
     assert b"home-token-4711" not in content
 
@@ -184,8 +184,8 @@ def test_nothing_is_made_of_an_archive_that_is_changed_or_newer(world: World, tm
     with zipfile.ZipFile(tmp_path / "b.orc", "w") as packed:
         for name, content in {MANIFEST: json.dumps(manifest).encode(), **files}.items():
             packed.writestr(name, content)
-    said = "newer version" if change in (_newer, _newer_format) else "not a whole backup"
-    with pytest.raises(SpecError, match=said):
+    message = "newer version" if change in (_newer, _newer_format) else "not a whole backup"
+    with pytest.raises(SpecError, match=message):
         restore(tmp_path / "b.orc", tmp_path / "new")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.orc", "b.orc", "home"]
 

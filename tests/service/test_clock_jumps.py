@@ -56,7 +56,7 @@ def test_every_job_ends_once_on_devices_of_its_own_however_the_clock_jumps(tmp_p
             if drawn.random() < 0.2:
                 world.offset_s = drawn.choice(JUMPS_S)
             controller.turn(TURN_S)
-            held = [
+            devices = [
                 (part.node, device)
                 for job in controller.state.jobs.values()
                 for attempt in job.attempts
@@ -64,10 +64,10 @@ def test_every_job_ends_once_on_devices_of_its_own_however_the_clock_jumps(tmp_p
                 for part in attempt.placement
                 for device in part.devices
             ]
-            assert len(held) == len(set(held)), "two attempts hold one device"
+            assert len(devices) == len(set(devices)), "two attempts hold one device"
         jobs = [controller.job(job_id) for job_id in submitted]
         assert [job.status for job in jobs] == [JobStatus.SUCCEEDED] * JOBS
         assert len(world.launched) == len(set(world.launched))
         for kind in (Finished, Released):
-            ends = [(one.job_id, one.number) for one in journal.events() if isinstance(one, kind)]
+            ends = [(event.job_id, event.number) for event in journal.events() if isinstance(event, kind)]
             assert sorted(ends) == sorted((job.id, attempt.number) for job in jobs for attempt in job.attempts)

@@ -71,32 +71,32 @@ STRATEGIES = """\
 """
 
 
-def asked(spec: JobSpec, words: str) -> list[dict[str, object]]:
-    return [dict(pins) for pins in choose_strategies(spec, words, idle_nodes(CLUSTER), ())]
+def pick(spec: JobSpec, strategies: str) -> list[dict[str, object]]:
+    return [dict(pins) for pins in choose_strategies(spec, strategies, idle_nodes(CLUSTER), ())]
 
 
 def test_a_stage_is_the_fastest_plan_of_it_and_one_without_a_plan_stays_a_pin() -> None:
-    found = asked(decoder_spec(gpus=2), "zero=0..3")
-    assert [one["zero_stage"] for one in found] == [0, 1, 2, 3]
-    assert all({"engine", "dp", "micro_batch_size", "activation_checkpointing"} <= set(one) for one in found)
-    assert asked(decoder_spec(gpus=1), "zero=0,3")[1] == {"zero_stage": 3}
+    strategies = pick(decoder_spec(gpus=2), "zero=0..3")
+    assert [pins["zero_stage"] for pins in strategies] == [0, 1, 2, 3]
+    assert all({"engine", "dp", "micro_batch_size", "activation_checkpointing"} <= set(pins) for pins in strategies)
+    assert pick(decoder_spec(gpus=1), "zero=0,3")[1] == {"zero_stage": 3}
 
 
 def test_all_ways_differ_in_more_than_the_cut_of_their_batch() -> None:
     cut = ("micro_batch_size", "gradient_accumulation_steps", "activation_checkpointing")
-    found = [{key: value for key, value in one.items() if key not in cut} for one in asked(decoder_spec(), "all")]
-    assert len(found) > 5
-    assert all(one not in found[:number] for number, one in enumerate(found))
+    strategies = [{key: value for key, value in pins.items() if key not in cut} for pins in pick(decoder_spec(), "all")]
+    assert len(strategies) > 5
+    assert all(pins not in strategies[:number] for number, pins in enumerate(strategies))
 
 
 def test_the_frontier_is_compared_plan_by_plan_and_pins_narrow_it() -> None:
-    every, narrow = asked(decoder_spec(), "frontier"), asked(decoder_spec(plan={"dp": 1, "tp": 1}), "frontier")
+    every, narrow = (pick(decoder_spec(), "frontier"), pick(decoder_spec(plan={"dp": 1, "tp": 1}), "frontier"))
     assert len(every) > len(narrow) > 0
-    assert all((one["dp"], one["tp"]) == (1, 1) for one in narrow)
+    assert all((pins["dp"], pins["tp"]) == (1, 1) for pins in narrow)
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("strategies", "message"),
     [
         ("zero=4", "no way to choose strategies"),
         ("nowhere.yaml", "no way to choose strategies"),
@@ -104,21 +104,21 @@ def test_the_frontier_is_compared_plan_by_plan_and_pins_narrow_it() -> None:
         ("wrong.yaml", "unknown setting of a plan"),
     ],
 )
-def test_what_names_no_strategies_is_refused(words: str, said: str, tmp_path: Path) -> None:
+def test_what_names_no_strategies_is_refused(strategies: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "empty.yaml").write_text("[]\n")
     (tmp_path / "wrong.yaml").write_text("- {zero: 3}\n")
-    with contextlib.chdir(tmp_path), pytest.raises(SpecError, match=said):
-        asked(decoder_spec(), words)
+    with contextlib.chdir(tmp_path), pytest.raises(SpecError, match=message):
+        pick(decoder_spec(), strategies)
 
 
 def test_each_strategy_is_a_short_job_that_keeps_its_plan_and_the_training_of_the_original() -> None:
     spec = decoder_spec(degrade={"allow": "numeric"}, deadline="08:00 UTC")
     jobs = comparison_jobs(spec, choose_strategies(spec, "zero=0,3", idle_nodes(CLUSTER), ()), None)
-    assert [one.training.max_steps for one in jobs] == [STEPS, STEPS]
-    assert all(one.degrade.keeps_plan and one.deadline is None for one in jobs)
-    assert {one.family_name for one in jobs} == {spec.family_name}
-    assert {(one.training.seed, one.global_batch_size, one.data) for one in jobs} == {(0, 8, spec.data)}
-    assert [(one.member.number, one.member.of, one.member.max_concurrent) for one in jobs if one.member] == [
+    assert [job.training.max_steps for job in jobs] == [STEPS, STEPS]
+    assert all(job.degrade.keeps_plan and job.deadline is None for job in jobs)
+    assert {job.family_name for job in jobs} == {spec.family_name}
+    assert {(job.training.seed, job.global_batch_size, job.data) for job in jobs} == {(0, 8, spec.data)}
+    assert [(job.member.number, job.member.of, job.member.max_concurrent) for job in jobs if job.member] == [
         (0, 2, 1),
         (1, 2, 1),
     ]
@@ -141,9 +141,9 @@ def test_repeats_take_turns_with_other_seeds_and_there_are_not_too_many() -> Non
     spec = decoder_spec(gpus=2)
     wanted = choose_strategies(spec, "zero=0,3", idle_nodes(CLUSTER), ())
     jobs = comparison_jobs(spec, wanted, None, 3)
-    assert [one.plan for one in jobs] == [*wanted, *wanted, *wanted]
-    assert [one.training.seed for one in jobs] == [0, 0, 1, 1, 2, 2]
-    assert {one.member.of for one in jobs if one.member} == {6}
+    assert [job.plan for job in jobs] == [*wanted, *wanted, *wanted]
+    assert [job.training.seed for job in jobs] == [0, 0, 1, 1, 2, 2]
+    assert {job.member.of for job in jobs if job.member} == {6}
     with pytest.raises(SpecError, match="too many repeats"):
         comparison_jobs(spec, wanted, None, 11)
 
@@ -205,32 +205,32 @@ def home(tmp_path: Path) -> Iterator[Path]:
 def test_strategies_that_train_that_run_out_and_that_do_not_exist_are_rows_of_one_answer(
     home: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    words = ("compare", "job.yaml", "--strategies", "strategies.yaml", "--steps", "6", "--picture", "a.svg", "--json")
+    command = ("compare", "job.yaml", "--strategies", "strategies.yaml", "--steps", "6", "--picture", "a.svg", "--json")
     with pytest.raises(SystemExit) as ended:
-        main(words)
+        main(command)
     assert not ended.value.code
-    told = json.loads(capsys.readouterr().out)
-    trained, burst, absent = told["rows"]
-    assert [row["outcome"] for row in told["rows"]] == ["finished", "out of memory", "no such plan"]
+    comparison = json.loads(capsys.readouterr().out)
+    trained, burst, absent = comparison["rows"]
+    assert [row["outcome"] for row in comparison["rows"]] == ["finished", "out of memory", "no such plan"]
     assert (trained["ooms"], burst["ooms"], burst["restarts"]) == (0, 1, 0), "a plan that ran out is not changed"
     assert "degrade.allow is none" in burst["reason"]
     assert "a pipeline reduces gradients once a step" in absent["reason"]
     assert trained["peak_bytes"] > trained["predicted_peak_bytes"]
     assert trained["tokens_per_s"] == pytest.approx(64 * 128 / trained["step_s"])
     assert trained["money"] == pytest.approx(trained["device_s"] * 3.6 / 3600)
-    assert (trained["loss_distance"], told["complete"]) == (0.0, True)
-    assert told["verdict"].startswith(
+    assert (trained["loss_distance"], comparison["complete"]) == (0.0, True)
+    assert comparison["verdict"].startswith(
         "Only plain on 1 (micro 4x16) finished; plain on 1 (micro 64x1) ran out of memory: "
     )
     assert (tmp_path / "a.svg").read_text().startswith("<?xml")
     with contextlib.closing(Client(home)) as client:
-        assert client.comparison(burst["job_id"]) == {**told, "name": trained["job_id"]}, "it is shown again"
+        assert client.comparison(burst["job_id"]) == {**comparison, "name": trained["job_id"]}, "it is shown again"
         assert client.cluster()["observations"], "what was measured calibrates"
     with pytest.raises(SystemExit):
         main(("compare", burst["job_id"]))
     shown = capsys.readouterr().out
     assert max(map(len, shown.splitlines())) <= 80
-    assert told["verdict"] in " ".join(shown.split())
+    assert comparison["verdict"] in " ".join(shown.split())
 
 
 def test_a_job_of_no_comparison_is_told_so(home: Path) -> None:

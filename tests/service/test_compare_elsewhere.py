@@ -40,26 +40,28 @@ STRATEGIES = """\
 
 
 @pytest.fixture(scope="module")
-def told(reached: Reached) -> Any:
-    """What `orc --server URL compare` answers on the other machine."""
+def comparison(reached: Reached) -> Any:
+    """Return the answer of `orc --server URL compare` on the other machine."""
     folder = reached.there.folder
     (folder / "corpus.txt").write_text("the quick brown fox " * 2000)
     (folder / "job.yaml").write_text(JOB)
     (folder / "strategies.yaml").write_text(STRATEGIES)
-    asked = ("--strategies", str(folder / "strategies.yaml"), "--steps", "4")
-    return reached.there.orc("compare", str(folder / "job.yaml"), *asked)
+    options = ("--strategies", str(folder / "strategies.yaml"), "--steps", "4")
+    return reached.there.orc("compare", str(folder / "job.yaml"), *options)
 
 
-def test_a_comparison_is_asked_for_from_elsewhere(reached: Reached, told: Any) -> None:
-    assert [(row["outcome"], row["loss"] is not None) for row in told["rows"]] == [("finished", True)] * 2
-    assert told["complete"]
-    here = reached.here.orc("compare", told["rows"][1]["job_id"])
-    assert {**here, "mlflow": ""} == {**told, "mlflow": ""}
-    assert told["mlflow"].startswith(f"{reached.url}/mlflow/#/compare-runs?"), "each has its own way to MLflow"
-    assert here["mlflow"].partition("#")[2] == told["mlflow"].partition("#")[2]
+def test_a_comparison_is_asked_for_from_elsewhere(reached: Reached, comparison: Any) -> None:
+    assert [(row["outcome"], row["loss"] is not None) for row in comparison["rows"]] == [("finished", True)] * 2
+    assert comparison["complete"]
+    here = reached.here.orc("compare", comparison["rows"][1]["job_id"])
+    assert {**here, "mlflow": ""} == {**comparison, "mlflow": ""}
+    assert comparison["mlflow"].startswith(f"{reached.url}/mlflow/#/compare-runs?"), "each has its own way to MLflow"
+    assert here["mlflow"].partition("#")[2] == comparison["mlflow"].partition("#")[2]
 
 
-def test_mlflows_client_reads_elsewhere_with_a_token_and_the_services_certificate(reached: Reached, told: Any) -> None:
+def test_mlflows_client_reads_elsewhere_with_a_token_and_the_services_certificate(
+    reached: Reached, comparison: Any
+) -> None:
     home = reached.here.folder / "home"
     endpoint = load_endpoint(home)
     assert endpoint is not None
@@ -71,10 +73,10 @@ def test_mlflows_client_reads_elsewhere_with_a_token_and_the_services_certificat
     ended = subprocess.run(
         [sys.executable, "-c", READS], env={**os.environ, **variables}, capture_output=True, text=True, timeout=240
     )
-    assert {row["job_id"] for row in told["rows"]} <= set(ended.stdout.split()), ended.stderr
+    assert {row["job_id"] for row in comparison["rows"]} <= set(ended.stdout.split()), ended.stderr
 
 
-def test_mlflows_own_page_compares_the_runs_of_a_comparison(reached: Reached, told: Any) -> None:
+def test_mlflows_own_page_compares_the_runs_of_a_comparison(reached: Reached, comparison: Any) -> None:
     if CHROMIUM is None:
         pytest.skip("chromium is missing (Debian: chromium)")
     from playwright.sync_api import sync_playwright
@@ -83,15 +85,15 @@ def test_mlflows_own_page_compares_the_runs_of_a_comparison(reached: Reached, to
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-dev-shm-usage"])
         tab = browser.new_page(viewport={"width": 1400, "height": 1000})
         tab.set_default_timeout(SHOWN_MS)
-        tab.goto(reached.here.orc("compare", told["rows"][0]["job_id"])["mlflow"])
+        tab.goto(reached.here.orc("compare", comparison["rows"][0]["job_id"])["mlflow"])
         tab.fill("#token", (reached.here.folder / "home" / "token").read_text())
         tab.press("#token", "Enter")
         tab.get_by_text("Comparing 2 Runs").first.wait_for()
-        for row in told["rows"]:
+        for row in comparison["rows"]:
             tab.get_by_text(row["job_id"]).first.wait_for()
         tab.get_by_text("measured_peak_bytes", exact=True).first.wait_for()
-        for row in told["rows"]:
+        for row in comparison["rows"]:
             tab.get_by_text(re.compile(rf"^{row['peak_bytes']}(\.0*)?$")).first.wait_for()
         shown = tab.locator("body").inner_text()
         browser.close()
-    assert all(row["job_id"] in shown for row in told["rows"])
+    assert all(row["job_id"] in shown for row in comparison["rows"])

@@ -32,10 +32,10 @@ def here(tmp_path: Path) -> Iterator[Machine]:
 
 def eventually(law: Callable[[], Any], what: str, patience_s: float = PATIENCE_S) -> Any:
     deadline_s = time.monotonic() + patience_s
-    while not (found := law()):
+    while not (result := law()):
         assert time.monotonic() < deadline_s, what
         time.sleep(0.2)
-    return found
+    return result
 
 
 @pytest.mark.long
@@ -46,16 +46,16 @@ def test_a_service_that_was_killed_amid_a_comparison_ends_its_run_with_the_whole
     (here.folder / "corpus.txt").write_text("the quick brown fox " * 2000)
     (here.folder / "job.yaml").write_text(JOB)
     (here.folder / "strategies.yaml").write_text(STRATEGIES)
-    asked = ("--strategies", str(here.folder / "strategies.yaml"), "--steps", "4", "--timeout", "1")
-    here.orc("compare", str(here.folder / "job.yaml"), *asked, code=1)
+    options = ("--strategies", str(here.folder / "strategies.yaml"), "--steps", "4", "--timeout", "1")
+    here.orc("compare", str(here.folder / "job.yaml"), *options, code=1)
 
-    def ended() -> list[str]:
+    def list_succeeded() -> list[str]:
         return [job["id"] for job in here.orc("queue")["jobs"] if job["status"] == "succeeded"]
 
-    (first,) = eventually(ended, "no strategy ends")
+    (first,) = eventually(list_succeeded, "no strategy ends")
     os.kill(service_file(here.folder / "home")["pid"], signal.SIGKILL)
     assert here.orc("up")["started"]
-    eventually(lambda: len(ended()) == 2, "the other strategy does not end")
+    eventually(lambda: len(list_succeeded()) == 2, "the other strategy does not end")
 
     client = MlflowClient(MlflowServer(here.folder / "home").uri)
 

@@ -122,13 +122,13 @@ def test_a_submission_that_is_sent_twice_at_once_is_one_job() -> None:
     both = [
         threading.Thread(target=lambda: answers.append(controller.submit(script("lm"), None, key))) for _ in range(2)
     ]
-    for one in both:
-        one.start()
+    for thread in both:
+        thread.start()
     while len(controller._requests) < len(both):
         time.sleep(0.001)
     journal.gate.set()
-    for one in (first, *both):
-        one.join(60)
+    for thread in (first, *both):
+        thread.join(60)
     assert answers == ["lm-2", "lm-2"]
     assert controller.state.submitted == 2
 
@@ -481,18 +481,18 @@ def test_no_action_is_taken_before_the_commit_of_its_whole_group(journal: Journa
     controller = Controller(journal, backend, backend.now)
     for _ in range(4):
         controller.submit(script("lm", gpus=1))
-    seen: list[tuple[int, int]] = []
+    launches: list[tuple[int, int]] = []
     true_launch = backend.launch
 
     def launch(action: Launch) -> None:
-        seen.append((action.job.order, len(list(journal.events()))))
+        launches.append((action.job.order, len(list(journal.events()))))
         true_launch(action)
 
     backend.launch = launch  # type: ignore[method-assign]
     turn_until(controller, lambda: not controller.state.jobs)
-    kept = [decided or "" for _, decided in journal.history()]
-    for order, count in seen:
-        assert any(f"launch lm-{order}-1 " in one for one in kept[:count]), "launched before it was kept"
+    decisions = [decided or "" for _, decided in journal.history()]
+    for order, count in launches:
+        assert any(f"launch lm-{order}-1 " in decision for decision in decisions[:count]), "launched before it was kept"
 
 
 def test_a_journal_with_decisions_that_this_version_would_not_make_is_refused(journal: Journal) -> None:

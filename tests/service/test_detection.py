@@ -44,12 +44,12 @@ Find = Callable[..., dict[str, Any]]
 
 @pytest.fixture
 def find(nvml_library: Path, tmp_path: Path) -> Find:  # noqa: F811
-    """What is found on a machine whose NVML has these cards."""
+    """Return a function that detects a machine whose NVML has the cards it is called with."""
     if not any(nvml_library.iterdir()):
         pytest.skip("no C compiler: the fake libnvidia-ml.so.1 cannot be built")
     state = tmp_path / "state"
 
-    def found(*cards: str, **variables: str) -> dict[str, Any]:
+    def detect(*cards: str, **variables: str) -> dict[str, Any]:
         state.write_text("".join(f"{line}\n" for line in ("ok", *cards)))
         env = {name: text for name, text in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
         env |= {"LD_LIBRARY_PATH": str(nvml_library), "NVIDIA_FAKE_STATE": str(state), **variables}
@@ -58,7 +58,7 @@ def find(nvml_library: Path, tmp_path: Path) -> Find:  # noqa: F811
         )
         return json.loads(ended.stdout)
 
-    return found
+    return detect
 
 
 def found_cluster(answer: dict[str, Any]) -> ClusterSpec:
@@ -117,8 +117,8 @@ def test_a_card_that_is_cut_by_mig_is_an_error_that_says_how_to_mend_it(find: Fi
 
 
 def test_memory_that_others_hold_and_cards_that_are_lost_are_told(find: Find) -> None:
-    held = H100.replace("0 0 -", "2048 0 41:2048", 1)
-    answer = find(H100, held, "81559 0 1 -")
+    shared_card = H100.replace("0 0 -", "2048 0 41:2048", 1)
+    answer = find(H100, shared_card, "81559 0 1 -")
     assert found_cluster(answer).nodes[0].devices == 3
     assert answer["notes"][1] == "Device 1: 2.00 GiB of 79.65 GiB are held by others (pid 41). Jobs get the rest."
     assert answer["notes"][2].startswith("Device 2 cannot be read (GPU is lost)")
@@ -153,7 +153,7 @@ def test_a_cluster_as_text_is_read_as_the_same_cluster(path: Path) -> None:
 
 
 def test_maintenance_teams_and_trackers_survive_as_text() -> None:
-    said = """\
+    text = """\
 name: c
 launch_cost: 90.5s
 trackers: [jsonl]
@@ -162,7 +162,7 @@ policy: {teams: [{name: vision, quota: 2, users: [ada]}]}
 nodes:
 - {name: n, count: 2, devices: 2, device: l4-24gb, host_memory: 100GiB, rack: r}
 """
-    cluster = parse_cluster(said, "said")
+    cluster = parse_cluster(text, "said")
     assert parse_cluster(cluster_text(cluster), "text") == cluster
 
 

@@ -60,7 +60,7 @@ def test_says_to_mend_the_program_only_where_the_program_is_wrong(tmp_path: Path
     for text in ("KeyError: 'labels'", "RuntimeError: odd", WATCHDOG, OOM, "No CUDA GPUs are available"):
         diagnosis = diagnose([write(tmp_path / "log", text)], None, 0)
         advice[diagnosis.kind] = diagnosis.you_can
-    assert {kind for kind, words in advice.items() if "mend the program" in words} == {"user_error"}
+    assert {kind for kind, text in advice.items() if "mend the program" in text} == {"user_error"}
     assert len(advice) == len(set(advice.values())) == 5
 
 

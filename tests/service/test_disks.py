@@ -47,31 +47,31 @@ while not pathlib.Path(sys.argv[1]).exists() and time.monotonic() < deadline_s:
 
 
 def why_not(*programs: str) -> str | None:
-    """Why this machine mounts nothing for a test; None where it does."""
+    """Return why this machine mounts nothing for a test; None where it mounts."""
     missing = [program for program in programs if shutil.which(program) is None]
     if missing:
         return f"no {missing[0]} on this machine"
     return None if os.geteuid() == 0 else "mounts need root"
 
 
-def run(*words: str) -> str:
-    return subprocess.run(words, check=True, capture_output=True, text=True, timeout=60).stdout
+def run(*command: str) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
 
 
 @contextmanager
-def mounted(at: Path, *words: str) -> Iterator[None]:
+def mount(folder: Path, *options: str) -> Iterator[None]:
     """A file system at a folder; skips the test where mounting is not permitted."""
-    at.mkdir()
-    if subprocess.run(["mount", *words, str(at)], capture_output=True).returncode != 0:
+    folder.mkdir()
+    if subprocess.run(["mount", *options, str(folder)], capture_output=True).returncode != 0:
         pytest.skip("mounts are not permitted")
     try:
         yield
     finally:
         try:
-            if (at / "service.json").exists():
-                stop(at, force=True)
+            if (folder / "service.json").exists():
+                stop(folder, force=True)
         finally:
-            subprocess.run(["umount", "--lazy", str(at)], check=False)
+            subprocess.run(["umount", "--lazy", str(folder)], check=False)
 
 
 class Night:
@@ -90,7 +90,7 @@ class Night:
         until(self.trains, "the job runs")
 
     def trains(self) -> bool:
-        """Whether the process of the first job runs."""
+        """Return whether the process of the first job runs."""
         attempt = self.home / "jobs" / self.running / "attempts" / "1"
         return subprocess.run(["pgrep", "--full", f"guard.py {attempt}"], capture_output=True).returncode == 0
 
@@ -103,12 +103,14 @@ class Night:
             return client.job(job_id)[0]
 
     def problems(self) -> list[str]:
-        """What is wrong, as anybody may ask; answered in time. A service that takes no jobs is not ready."""
+        """Return the problems that the service answers anybody in time. A service that takes no jobs is not ready."""
         url = f"http://127.0.0.1:{service_file(self.home)['port']}/readyz"
         answer = httpx.get(url, timeout=ANSWER_S, trust_env=False)
-        found: list[str] = answer.json()["problems"]
-        assert (answer.status_code == 503) == any("home folder" in one or "cannot be written" in one for one in found)
-        return found
+        problems: list[str] = answer.json()["problems"]
+        assert (answer.status_code == 503) == any(
+            "home folder" in problem or "cannot be written" in problem for problem in problems
+        )
+        return problems
 
     def ends_well(self, *job_ids: str, attempts_max: int = 1) -> None:
         """Every job ends well and is kept once, and the service has gone on."""
@@ -119,7 +121,7 @@ class Night:
         assert len(self.job(self.running)["attempts"]) <= attempts_max
         stop(self.home, force=True)
         with closing(Journal(journal_url(self.home))) as journal:
-            ends = [(one.job_id, one.number) for one in journal.events() if isinstance(one, Finished)]
+            ends = [(event.job_id, event.number) for event in journal.events() if isinstance(event, Finished)]
         assert len(ends) == len(set(ends))
         assert set(job_ids) <= {job_id for job_id, _ in ends}
 
@@ -134,7 +136,7 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.skipif(why_not("mount") is not None, reason=str(why_not("mount")))
 def test_a_full_home_is_told_and_what_ended_meanwhile_is_kept_once_there_is_room(tmp_path: Path) -> None:
     home = tmp_path / "home"
-    with mounted(home, "-t", "tmpfs", "-o", f"size={SIZE}", "tmpfs"):
+    with mount(home, "-t", "tmpfs", "-o", f"size={SIZE}", "tmpfs"):
         night = Night(home, tmp_path / "go")
         used = run("df", "--block-size=1", "--output=used", str(home)).split()[-1]
         run("mount", "-o", f"remount,size={used}", str(home))
@@ -153,8 +155,8 @@ def test_a_full_home_is_told_and_what_ended_meanwhile_is_kept_once_there_is_room
         assert night.job(night.running)["status"] == "running"
         run("mount", "-o", f"remount,size={SIZE}", str(home))
         night.ends_well(*taken)
-        said = (home / "service.log").read_text()
-        assert said.count("cannot be written") <= 8, "told when it began, and not at each try"
+        log = (home / "service.log").read_text()
+        assert log.count("cannot be written") <= 8, "told when it began, and not at each try"
 
 
 @pytest.mark.long
@@ -164,12 +166,12 @@ def test_a_disk_that_stands_still_is_told_and_everything_goes_on_with_it(tmp_pat
     image, home = tmp_path / "image", tmp_path / "home"
     run("truncate", "-s", SIZE, str(image))
     run("mkfs.ext4", "-q", "-F", str(image))
-    with mounted(home, "-o", "loop", str(image)):
+    with mount(home, "-o", "loop", str(image)):
         night = Night(home, tmp_path / "go")
         run("fsfreeze", "--freeze", str(home))
         try:
-            said = until(night.problems, "the service says so", SAID_S)
-            assert any("has taken no write for" in problem for problem in said)
+            problems = until(night.problems, "the service says so", SAID_S)
+            assert any("has taken no write for" in problem for problem in problems)
             night.go.touch()
         finally:
             run("fsfreeze", "--unfreeze", str(home))
@@ -180,11 +182,11 @@ def test_a_disk_that_stands_still_is_told_and_everything_goes_on_with_it(tmp_pat
 @pytest.mark.usefixtures("elsewhere")
 @pytest.mark.skipif(why_not("mkfs.ext4", "e2fsck") is not None, reason=str(why_not("mkfs.ext4", "e2fsck")))
 def test_a_home_that_became_read_only_is_told_and_a_repair_is_all_that_it_takes(tmp_path: Path) -> None:
-    """As ext4 does after an error of the disk: it takes writes again only once it was unmounted and checked."""
+    """Remount as ext4 does after a disk error: writes work again only after an unmount and a check."""
     image, home = tmp_path / "image", tmp_path / "home"
     run("truncate", "-s", SIZE, str(image))
     run("mkfs.ext4", "-q", "-F", str(image))
-    with mounted(home, "-o", "loop,errors=remount-ro", str(image)):
+    with mount(home, "-o", "loop,errors=remount-ro", str(image)):
         device = Path(run("findmnt", "--noheadings", "--output", "SOURCE", str(home)).strip()).name
         trigger = Path(f"/sys/fs/ext4/{device}/trigger_fs_error")
         if not trigger.exists():

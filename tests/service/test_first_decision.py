@@ -132,12 +132,12 @@ def test_a_published_configuration_with_absurd_numbers_is_refused_at_once() -> N
 
 def test_a_shape_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     with closing(FirstDecisions()) as first:
-        asked: list[JobSpec] = []
+        specs: list[JobSpec] = []
         ask = first._reply_to
-        monkeypatch.setattr(first, "_reply_to", lambda state, spec: asked.append(spec) or ask(state, spec))
+        monkeypatch.setattr(first, "_reply_to", lambda state, spec: specs.append(spec) or ask(state, spec))
         for rate in (1e-3, 1e-4):  # what no plan depends on is no other shape
             first.check(state(1), decoder(gpus=1, training={"learning_rate": rate}, name=f"lr{rate:g}"))
-        assert len(asked) == 1
+        assert len(specs) == 1
         first.check(state(1), decoder(gpus=2))
         first.check(state(2), decoder(gpus=2))  # other devices: other plans
-        assert len(asked) == 3
+        assert len(specs) == 3

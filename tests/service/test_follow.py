@@ -46,7 +46,7 @@ def world(tmp_path: Path) -> Iterator[World]:
 
 
 def shown(world: World, wanted: str, *, is_terminal: bool) -> str:
-    """What is printed until the job, which is cancelled once `wanted` was seen, has ended."""
+    """Return the output until the end of the job, which is cancelled once `wanted` was printed."""
     printed = io.StringIO()
     console = Console(file=printed, force_terminal=is_terminal, width=100)
     with closing(Client(world.home)) as client:

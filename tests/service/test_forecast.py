@@ -31,40 +31,44 @@ def test_every_offered_plan_can_be_given_by_its_settings(model: dict[str, Any], 
     offered = list(plans(spec, machine(nvme_folder="/nvme")))
     assert len(offered) > 1000
     for plan in offered:
-        said = {name: text for name, text in settings(plan).items() if name not in FOLLOWS}
-        assert said.keys() <= set(GIVEN)
-        assert parse_plan(spec, tuple(said.items())) == plan
+        pins = {name: text for name, text in settings(plan).items() if name not in FOLLOWS}
+        assert pins.keys() <= set(GIVEN)
+        assert parse_plan(spec, tuple(pins.items())) == plan
 
 
 @pytest.mark.parametrize(
-    ("model", "ep", "words"),
+    ("model", "ep", "message"),
     [(DECODER, 2, "no experts of this model are known"), (MIXTURE, 4, "4 does not divide its 6 experts")],
 )
-def test_a_given_plan_spreads_only_experts_that_ranks_can_share(model: dict[str, Any], ep: int, words: str) -> None:
-    said = (("dp", "4"), ("zero_stage", "3"), ("ep", str(ep)))
-    with pytest.raises(SpecError, match=words):
-        estimate_plan(job(model), said, [node(devices=4)])
+def test_a_given_plan_spreads_only_experts_that_ranks_can_share(model: dict[str, Any], ep: int, message: str) -> None:
+    pins = (("dp", "4"), ("zero_stage", "3"), ("ep", str(ep)))
+    with pytest.raises(SpecError, match=message):
+        estimate_plan(job(model), pins, [node(devices=4)])
 
 
 @pytest.mark.parametrize("model", [DECODER, MIXTURE])
 def test_the_engine_is_derived_if_only_one_can_run_a_plan(model: dict[str, Any]) -> None:
     spec, engines = job(model), dict[Plan, list[Engine]]()
     for plan in plans(spec, machine(nvme_folder="/nvme")):
-        said = {name: text for name, text in settings(plan).items() if name not in FOLLOWS | {"engine"}}
-        engines.setdefault(parse_plan(spec, tuple(said.items())), []).append(plan.engine)
-    for found, able in engines.items():
-        assert found.engine in able
+        pins = {name: text for name, text in settings(plan).items() if name not in FOLLOWS | {"engine"}}
+        engines.setdefault(parse_plan(spec, tuple(pins.items())), []).append(plan.engine)
+    for engine, able in engines.items():
+        assert engine.engine in able
 
 
 def test_a_forecast_says_where_plans_of_another_kind_are_too_near_to_tell_and_proposes_to_compare() -> None:
-    told = plan_job(job(gpus={"min": 2, "max": 2}), [node(devices=2)])
-    assert told["chosen"] is not None
-    taken = told["frontier"][told["chosen"]]
-    near = [one for one in told["frontier"] if one["rejected"] is None and one["step_s"] <= 1.16 * taken["step_s"]]
-    kinds = {tuple(one["settings"][name] for name in ("engine", "dp", "tp", "pp", "zero_stage")) for one in near}
+    forecast = plan_job(job(gpus={"min": 2, "max": 2}), [node(devices=2)])
+    assert forecast["chosen"] is not None
+    taken = forecast["frontier"][forecast["chosen"]]
+    near = [
+        point
+        for point in forecast["frontier"]
+        if point["rejected"] is None and point["step_s"] <= 1.16 * taken["step_s"]
+    ]
+    kinds = {tuple(point["settings"][name] for name in ("engine", "dp", "tp", "pp", "zero_stage")) for point in near}
     assert len(kinds) > 1
-    assert told["unsure"] is not None
-    assert "orc compare" in told["unsure"]
+    assert forecast["unsure"] is not None
+    assert "orc compare" in forecast["unsure"]
     alone = plan_job(
         job(gpus={"min": 2, "max": 2}, plan={"dp": 2, "zero_stage": 3, "engine": "torch"}), [node(devices=2)]
     )
@@ -79,7 +83,7 @@ def test_measured_steps_scale_the_forecast_of_their_engine_alone() -> None:
     ]
     plain, learned = plan_job(spec, nodes), plan_job(spec, nodes, taken)
     factors = {Engine.TORCH.value: 1.45, Engine.DEEPSPEED.value: 1.0}
-    assert {one["settings"]["engine"] for one in plain["frontier"]} <= set(factors)
+    assert {point["settings"]["engine"] for point in plain["frontier"]} <= set(factors)
     for before, after in zip(plain["frontier"], learned["frontier"], strict=True):
         assert after["step_factor"] == pytest.approx(factors[before["settings"]["engine"]])
         assert after["step_s"] == pytest.approx(before["step_s"] * after["step_factor"])
@@ -89,9 +93,9 @@ def test_a_forecast_gives_fit_probabilities_and_never_takes_a_refuted_plan() -> 
     spec, nodes = decoder_spec(), [node()]
     plain = plan_job(spec, nodes)
     assert plain["chosen"] is not None
-    for one in plain["frontier"]:
-        assert (one["rejected"] is None) == (one["fit_probability"] >= CONFIDENCE)
-    first = next(one for one in frontier(spec, groups_of(nodes)[0].hardware).candidates)
+    for point in plain["frontier"]:
+        assert (point["rejected"] is None) == (point["fit_probability"] >= CONFIDENCE)
+    first = next(candidate for candidate in frontier(spec, groups_of(nodes)[0].hardware).candidates)
     failed = observation(
         plan=first.plan,
         moments=(),

@@ -27,7 +27,7 @@ training: {max_steps: 3}
 
 
 def _posted(text: str, **changes: str) -> dict[str, str]:
-    """What a browser sends of the page of that text, after a user changed these fields."""
+    """Return the fields that a browser sends from the page of that text, after a user changed these."""
     return (
         {"text": text, WRITTEN: text} | field_values(text) | {OF_KEY + name: typed for name, typed in changes.items()}
     )

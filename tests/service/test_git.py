@@ -65,9 +65,9 @@ def test_what_is_no_work_tree_or_has_no_commit_has_no_source(tmp_path: Path, mon
 
 def test_a_branch_is_none_where_none_is_checked_out(project: Path) -> None:
     git(project, "checkout", "--detach")
-    found = code_source(project)
-    assert found is not None
-    assert found.branch == ""
+    source = code_source(project)
+    assert source is not None
+    assert source.branch == ""
 
 
 def test_a_file_does_not_say_its_commit(project: Path) -> None:

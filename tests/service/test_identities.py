@@ -81,10 +81,10 @@ def folder() -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
-def submit(home: Path, folder: Path, user: str, python: str, script: str, *words: str) -> str:
+def submit(home: Path, folder: Path, user: str, python: str, script: str, *arguments: str) -> str:
     program, file = folder / f"{user}.py", folder / f"{user}.yaml"
     program.write_text(script)
-    file.write_text(JOB.format(python=python, script=program, go=" ".join(words)) + "retries: {startup: 0}\n")
+    file.write_text(JOB.format(python=python, script=program, go=" ".join(arguments)) + "retries: {startup: 0}\n")
     spec = {**read_job(file).model_dump(mode="json"), "user": user, "name": user}
     with closing(Client(home)) as client:
         return client.submit(spec)
@@ -119,15 +119,15 @@ def test_ranks_of_two_users_reach_neither_each_other_nor_the_home(
     ada = submit(home, folder, "ada", python, SCRIPT, str(go))
     pid = until(lambda: rank_of(home, ada), "ada's rank", END_S)
     assert os.stat(f"/proc/{pid}").st_uid == ADA
-    own = home / "jobs" / "bob-2" / "attempts" / "1"
-    bob = submit(home, folder, "bob", python, SPY, str(home), str(home / "jobs" / ada), str(own), str(pid))
+    attempt_folder = home / "jobs" / "bob-2" / "attempts" / "1"
+    bob = submit(home, folder, "bob", python, SPY, str(home), str(home / "jobs" / ada), str(attempt_folder), str(pid))
     until(lambda: show(home, bob)["status"] in ("succeeded", "failed"), "the end of bob's", END_S)
-    log = (own / "rank0.log").read_text()
+    log = (attempt_folder / "rank0.log").read_text()
     assert "may " in log, log
     may = json.loads(log.partition("may ")[2])
     assert may == {"done": [], "uid": [BOB] * 3, "gid": [BOB + 1] * 3, "groups": []}
     assert show(home, bob)["status"] == "succeeded"
-    assert (own / "rank0.heartbeat.json").stat().st_uid == BOB, "its guard has worked"
+    assert (attempt_folder / "rank0.heartbeat.json").stat().st_uid == BOB, "its guard has worked"
     with closing(Client(home)) as client, pytest.raises(ServiceError, match="there is no rank 1"):
         client.log(bob, 1, 1, 0)
     prepare(home)  # as every `orc up` does
@@ -141,8 +141,8 @@ def test_ranks_of_two_users_reach_neither_each_other_nor_the_home(
 @pytest.mark.long
 def test_a_service_for_other_machines_asks_before_jobs_of_a_second_user_run_as_its_own(tmp_path: Path) -> None:
     here, listen = Machine(folder=tmp_path), f"127.0.0.1:{free_port()}"
-    words = ("up", "--listen", listen, "--ray", "127.0.0.1:1")
-    here.orc(*words)
+    command = ("up", "--listen", listen, "--ray", "127.0.0.1:1")
+    here.orc(*command)
     try:
         for name, role in ((user_name(), "admin"), ("eve", "viewer")):
             here.orc("user", "set", name, "--role", role)
@@ -151,10 +151,10 @@ def test_a_service_for_other_machines_asks_before_jobs_of_a_second_user_run_as_i
         assert "`orc up --listen HOST:PORT --trust-users`" in refused
         assert len(refused.splitlines()) == 1
         here.orc("down")
-        here.orc(*words, "--trust-users")
+        here.orc(*command, "--trust-users")
         here.orc("user", "set", "ada", "--role", "member")
         here.orc("down")
-        assert "jobs of ada would run as" in here.orc(*words, code=1)
+        assert "jobs of ada would run as" in here.orc(*command, code=1)
     finally:
         here.orc("down", "--force", code=0 if (tmp_path / "home" / "service.json").exists() else 1)
 

@@ -69,7 +69,7 @@ def test_a_model_folder_is_found_from_the_job_file_and_its_configuration_read(tm
 
 
 @pytest.mark.parametrize(
-    ("text", "config", "said"),
+    ("text", "config", "messages"),
     [
         (HF, None, ["model.hf", "no config.json"]),
         (HF, "no JSON", ["model.hf", "no config.json"]),
@@ -80,7 +80,7 @@ def test_a_model_folder_is_found_from_the_job_file_and_its_configuration_read(tm
     ],
 )
 def test_a_transformers_model_that_cannot_be_planned_is_refused(
-    tmp_path: Path, text: str, config: str | None, said: list[str]
+    tmp_path: Path, text: str, config: str | None, messages: list[str]
 ) -> None:
     path = job_file(tmp_path, text)
     (tmp_path / "jobs" / "model").mkdir()
@@ -88,16 +88,16 @@ def test_a_transformers_model_that_cannot_be_planned_is_refused(
         (tmp_path / "jobs" / "model" / "config.json").write_text(config)
     with pytest.raises(SpecError) as caught:
         read_job(path, home=tmp_path / "home")
-    assert [words for words in said if words not in str(caught.value)] == [], str(caught.value)
+    assert [message for message in messages if message not in str(caught.value)] == [], str(caught.value)
 
 
 def test_a_declared_profile_lets_any_family_be_planned(tmp_path: Path) -> None:
     profile = "profile: {parameters: 1000, activations_per_sample: 1MiB}\n"
     text = HF.replace("hf: model", "hf: {model_type: gpt2}").replace("./model", "x/y") + profile
     spec = read_job(job_file(tmp_path, text))
-    known = profile_of(spec, precision=spec.precision, sequence_length=None)
-    assert known is not None
-    assert (known.source, known.parameters) == (Source.DECLARED, 1000)
+    declared_profile = profile_of(spec, precision=spec.precision, sequence_length=None)
+    assert declared_profile is not None
+    assert (declared_profile.source, declared_profile.parameters) == (Source.DECLARED, 1000)
 
 
 FACTORY = """\
@@ -132,9 +132,9 @@ def own_job(folder: Path, code: str, text: str = OWN) -> Path:
 def test_a_model_without_a_profile_is_traced_once(tmp_path: Path, home: Path) -> None:
     path = own_job(tmp_path, FACTORY.replace("WIDTH", "5"))
     spec = read_job(path, home=home)
-    known = profile_of(spec, precision=spec.precision, sequence_length=None)
-    assert known is not None
-    assert (known.source, known.parameters) == (Source.TRACED, 5 * 3 + 3)
+    profile = profile_of(spec, precision=spec.precision, sequence_length=None)
+    assert profile is not None
+    assert (profile.source, profile.parameters) == (Source.TRACED, 5 * 3 + 3)
     assert profile_of(spec, precision=Precision.BF16, sequence_length=None, autocast=True) is not None
     stamps = stamps_of(home)
     assert read_job(path, home=home) == spec
@@ -153,12 +153,12 @@ def stamps_of(home: Path) -> dict[Path, int]:
 @pytest.mark.timeout(300)  # a child process that imports torch
 def test_arithmetic_that_no_plan_has_is_not_traced_until_one_has_it(tmp_path: Path) -> None:
     path, home = own_job(tmp_path, FACTORY.replace("WIDTH", "5")), tmp_path / "home"
-    own = read_job(path, home=home, scope=lambda _: TraceScope(cuda=(True,), numeric=False))
-    assert [(entry.profile.precision, entry.autocast) for entry in own.traced] == [(Precision.FP32, False)]
+    spec = read_job(path, home=home, scope=lambda _: TraceScope(cuda=(True,), numeric=False))
+    assert [(entry.profile.precision, entry.autocast) for entry in spec.traced] == [(Precision.FP32, False)]
     stamps = stamps_of(home)
     every = read_job(path, home=home, scope=lambda _: TraceScope(cuda=(True,)))
     assert {entry.profile.precision for entry in every.traced} == {Precision.FP32, Precision.BF16}
-    assert every.traced[0] == own.traced[0]
+    assert every.traced[0] == spec.traced[0]
     assert stamps.items() < stamps_of(home).items(), "what was traced before is not traced again"
 
 
@@ -180,8 +180,8 @@ def test_a_model_that_cannot_be_traced_is_refused_with_its_own_error(tmp_path: P
     code = FACTORY.replace("WIDTH", "5").replace("module(*batch).sum()", "1 / 0")
     with pytest.raises(SpecError) as caught:
         read_job(own_job(tmp_path, code), home=tmp_path / "home")
-    said = str(caught.value)
-    assert [words for words in ("job.yaml", "ZeroDivisionError", "give its costs") if words not in said] == [], said
+    message = str(caught.value)
+    assert [part for part in ("job.yaml", "ZeroDivisionError", "give its costs") if part not in message] == [], message
 
 
 @pytest.mark.timeout(300)  # a child process that imports torch
@@ -194,14 +194,14 @@ def test_the_model_that_a_script_trains_is_traced_and_may_import_from_its_projec
     text = "trains: {factory: own.py:build, config: {outputs: 3}}\ncommand: python train.py\nworkdir: ../project\n"
     path = own_job(tmp_path, "from sizes import WIDTH\n" + FACTORY, f"name: own\nglobal_batch_size: 8\n{text}")
     spec = read_job(path, home=tmp_path / "home")
-    known = profile_of(spec, precision=spec.precision, sequence_length=None)
-    assert known is not None
-    assert (known.source, known.parameters) == (Source.TRACED, 5 * 3 + 3)
+    profile = profile_of(spec, precision=spec.precision, sequence_length=None)
+    assert profile is not None
+    assert (profile.source, profile.parameters) == (Source.TRACED, 5 * 3 + 3)
     assert job_from_data(json.loads(spec.model_dump_json()), "the journal") == spec
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("trains: {factory: own.py:build}\nmodel: {factory: own.py:build}\n", "`trains` says which model"),
         ("trains: {hf: a, factory: own.py:build}\ncommand: ./train.sh\n", "`trains` says exactly one"),
@@ -209,10 +209,10 @@ def test_the_model_that_a_script_trains_is_traced_and_may_import_from_its_projec
         ("trains: {hf: ./none}\ncommand: python train.py\n", "trains.hf"),
     ],
 )
-def test_a_mistake_in_what_a_script_trains_is_one_clear_error(tmp_path: Path, text: str, said: str) -> None:
+def test_a_mistake_in_what_a_script_trains_is_one_clear_error(tmp_path: Path, text: str, message: str) -> None:
     path = own_job(tmp_path, FACTORY, f"name: own\nglobal_batch_size: 8\n{text}")
     (tmp_path / "jobs" / "train.py").touch()
-    with pytest.raises(SpecError, match=said):
+    with pytest.raises(SpecError, match=message):
         read_job(path, home=tmp_path / "home")
 
 
@@ -249,7 +249,7 @@ def test_a_script_runs_in_the_folder_of_its_job_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "parts"),
     [
         (MODEL.replace("corpus", "corpse"), ["data.text[0]", "jobs/corpse.txt", "does not exist"]),
         (SCRIPT.replace("train.py", "trane.py"), ["command", "trane.py", "relative to `workdir`"]),
@@ -277,13 +277,13 @@ def test_a_script_runs_in_the_folder_of_its_job_file(tmp_path: Path) -> None:
     ],
     ids=["data", "script", "program", "workdir", "factory", "factory form", "flag twice", "flag= twice", "env twice"],
 )
-def test_files_that_a_job_names_must_exist_and_knobs_be_set_once(tmp_path: Path, text: str, said: list[str]) -> None:
+def test_files_that_a_job_names_must_exist_and_knobs_be_set_once(tmp_path: Path, text: str, parts: list[str]) -> None:
     path = job_file(tmp_path, text)
     with pytest.raises(SpecError) as caught:
         read_job(path)
     message = str(caught.value)
     assert message.startswith(str(path))
-    assert [words for words in said if words not in message] == [], message
+    assert [part for part in parts if part not in message] == [], message
 
 
 def test_a_plan_needs_no_data(tmp_path: Path) -> None:
@@ -307,15 +307,15 @@ def test_the_embedded_cluster_is_the_one_among_the_cluster_files() -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "said"),
+    ("field", "message"),
     [
         ("measured", "{fixed_bytes: 1, sample_bytes: 1, is_of_one_rank: true}"),
         ("relative_to", "{micro_batch_size: 1, sequence_length: 1, precision: fp32}"),
     ],
 )
-def test_a_file_that_sets_learned_fields_is_refused(tmp_path: Path, field: str, said: str) -> None:
+def test_a_file_that_sets_learned_fields_is_refused(tmp_path: Path, field: str, message: str) -> None:
     path = tmp_path / "job.yaml"
-    path.write_text(f"name: a\nglobal_batch_size: 1\ncommand: python train.py\n{field}: {said}\n")
+    path.write_text(f"name: a\nglobal_batch_size: 1\ncommand: python train.py\n{field}: {message}\n")
     with pytest.raises(SpecError, match=f"(?s){field}.*is no setting"):
         read_job(path)
 

@@ -27,20 +27,20 @@ def night(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def listed(folder: Path, text: str) -> Path:
+def write(folder: Path, text: str) -> Path:
     (folder / "night.yaml").write_text(text)
     return folder / "night.yaml"
 
 
 def test_arrays_dependencies_hours_and_deadlines_of_a_list_are_played(night: Path) -> None:
-    """It begins at 18:00 in Berlin, the first job comes at 19:00; each has an hour of work."""
+    """The list begins at 18:00 in Berlin, the first job comes at 19:00; each job has an hour of work."""
     text = (
         "begins: 2026-07-01T18:00 Europe/Berlin\n"
         "jobs: [{at: 1h, file: prepare.yaml}, {at: 1h, file: sweep.yaml}, {at: 1h, file: late.yaml},"
         " {at: 2h, file: due.yaml}]\n"
     )
-    run = simulate(read_list(listed(night, text), night), cluster_of(1, 0.0, 4), seed=0)
-    starts_h = [(one.name, (one.started_at_s or 0.0) / HOUR_S) for one in run.outcomes]
+    run = simulate(read_list(write(night, text), night), cluster_of(1, 0.0, 4), seed=0)
+    starts_h = [(outcome.name, (outcome.started_at_s or 0.0) / HOUR_S) for outcome in run.outcomes]
     assert starts_h == [("prepare", 0.0), ("sweep", 1.0), ("sweep", 1.0), ("late", 3.0), ("due", 1.0)]
     assert (run.report["deadlines"], run.report["deadlines_met"]) == (1, 1)
     assert run.report["mean_lateness_s"] == 0.0
@@ -50,10 +50,10 @@ def test_a_maintenance_counts_from_the_begin_of_a_list_and_is_refused_where_jobs
     """The list begins at 18:00. The nodes are away from 18:30 to 20:00, before the hour of work would end."""
     away = Maintenance.model_validate({"start": "2026-07-01T18:30:00+02:00", "end": "2026-07-01T20:00:00+02:00"})
     cluster = cluster_of(1, 0.0, 4).model_copy(update={"maintenance": (away,)})
-    dated = read_list(listed(night, "begins: 2026-07-01T18:00 Europe/Berlin\njobs: [{file: prepare.yaml}]\n"), night)
+    dated = read_list(write(night, "begins: 2026-07-01T18:00 Europe/Berlin\njobs: [{file: prepare.yaml}]\n"), night)
     (outcome,) = simulate(dated, shift_maintenance(cluster, dated.begins_s), seed=0).outcomes
     assert outcome.started_at_s == 2 * HOUR_S
-    undated = read_list(listed(night, "jobs: [{file: prepare.yaml}]\n"), night)
+    undated = read_list(write(night, "jobs: [{file: prepare.yaml}]\n"), night)
     with pytest.raises(SpecError, match="maintenance: the jobs have no date"):
         shift_maintenance(cluster, undated.begins_s)
 
@@ -64,9 +64,9 @@ def test_a_sweep_of_a_list_is_played_with_all_its_trials_so_many_at_once(night: 
     text = JOB.replace("x.py", "x.py --lr {{lr}}") + "sweep: {{method: grid, metric: {{name: loss, log: 'loss=(.)'}}, "
     text += "parameters: {{lr: {{values: [1, 2, 3, 4, 5]}}}}, max_trials: 4}}\nmax_concurrent: {at_once}\n"
     (night / "tune.yaml").write_text(text.format(name="tune", at_once=at_once))
-    run = simulate(read_list(listed(night, "jobs: [{file: tune.yaml}]\n"), night), cluster_of(1, 0.0, 4), seed=0)
-    assert [one.trial for one in run.outcomes] == [("tune#0", number) for number in range(4)]
-    starts_h = [(one.started_at_s or 0.0) / HOUR_S for one in run.outcomes]
+    run = simulate(read_list(write(night, "jobs: [{file: tune.yaml}]\n"), night), cluster_of(1, 0.0, 4), seed=0)
+    assert [outcome.trial for outcome in run.outcomes] == [("tune#0", number) for number in range(4)]
+    starts_h = [(outcome.started_at_s or 0.0) / HOUR_S for outcome in run.outcomes]
     assert starts_h == [number // at_once for number in range(4)]
     assert (run.report["jobs"], run.report["finished"]) == (4, 4)
 
@@ -76,12 +76,12 @@ def test_trials_of_a_sweep_that_is_stuck_count_as_not_finished(night: Path) -> N
     text = JOB.replace("x.py", "x.py --lr {{lr}}").replace("gpus: 1", "gpus: 8").replace("{{1: 10s}}", "{{8: 10s}}")
     (night / "tune.yaml").write_text((text + sweep + "max_concurrent: 1\n").format(name="tune"))
     text = "jobs: [{file: tune.yaml}, {file: prepare.yaml}]\n"
-    report = simulate(read_list(listed(night, text), night), cluster_of(1, 0.0, 4), seed=0).report
+    report = simulate(read_list(write(night, text), night), cluster_of(1, 0.0, 4), seed=0).report
     assert (report["jobs"], report["finished"]) == (3, 1)
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("jobs: []\n", "not a list of jobs"),
         ("when: 1\njobs: [{file: prepare.yaml}]\n", "not a list of jobs"),
@@ -93,6 +93,6 @@ def test_trials_of_a_sweep_that_is_stuck_count_as_not_finished(night: Path) -> N
         ("jobs: [{file: nobody.yaml}]\n", "nobody.yaml: the file does not exist"),
     ],
 )
-def test_a_bad_list_is_one_clear_error(night: Path, text: str, said: str) -> None:
-    with pytest.raises(SpecError, match=re.escape(said)):
-        read_list(listed(night, text), night)
+def test_a_bad_list_is_one_clear_error(night: Path, text: str, message: str) -> None:
+    with pytest.raises(SpecError, match=re.escape(message)):
+        read_list(write(night, text), night)

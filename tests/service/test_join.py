@@ -81,10 +81,10 @@ class Pair:
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[Pair]:
-    with hosts(["h1", "h2"]) as found:
-        head, other = found["h1"], found["h2"]
+    with hosts(["h1", "h2"]) as machines:
+        head, other = machines["h1"], machines["h2"]
         home = head.shared / "home"
-        for host in found.values():
+        for host in machines.values():
             host.env |= {"ORC_HOME": str(home), "OMP_NUM_THREADS": "1", "ORC_MLFLOW": "http://127.0.0.1:1"}
         up = head.orc("up", "--listen", f"{head.address}:{PORT}")
         assert up["join"]["service"] == f"{head.address}:{PORT}"
@@ -103,8 +103,8 @@ def test_a_machine_joins_trains_with_the_head_over_their_addresses_and_leaves(pa
     job = pair.ended(pair.submit("gang", TRAIN, 4))
     assert job["status"] == "succeeded", job
     log = "".join(path.read_text() for path in pair.home.glob(f"jobs/{job['id']}/attempts/1/rank*.log"))
-    said = sorted(line.split()[3:] for line in log.splitlines() if line.startswith("rank"))
-    assert said == [["h1", "of", "4"]] * 2 + [["h2", "of", "4"]] * 2
+    ranks = sorted(line.split()[3:] for line in log.splitlines() if line.startswith("rank"))
+    assert ranks == [["h1", "of", "4"]] * 2 + [["h2", "of", "4"]] * 2
 
     shown = pair.head.orc("cluster", "show")["cluster"]
     assert [node["name"] for node in shown["nodes"]] == ["virtual", "h2"]
@@ -123,8 +123,8 @@ def test_a_machine_leaves_only_when_its_jobs_have_ended_and_force_moves_them(pai
     pair.other.orc("join", pair.service)
     job_id = pair.submit("waits", WAITS, 4)
     until(lambda: pair.nodes()["h2"]["jobs"] == [job_id], "the job on both hosts")
-    said = pair.other.orc("leave", "--timeout", "1s", code=1)
-    assert f"runs {job_id} after 1 s" in said
+    error = pair.other.orc("leave", "--timeout", "1s", code=1)
+    assert f"runs {job_id} after 1 s" in error
     assert pair.nodes()["h2"]["drained"]
     (pair.home.parent / "go").touch()
     assert pair.ended(job_id)["status"] == "succeeded"
@@ -158,13 +158,13 @@ def test_what_differs_is_said_with_both_values_and_nothing_is_left(pair: Pair) -
     elsewhere = str(pair.home.parent / "empty")
     token = (pair.home / "join_token").read_text()
     secret = {"ORC_JOIN_TOKEN": token, "ORC_HOME": elsewhere}
-    said = pair.other.orc("join", pair.service, code=2, env=secret)
-    assert elsewhere in said
-    assert str(pair.home) in said
-    assert "--home" in said
+    error = pair.other.orc("join", pair.service, code=2, env=secret)
+    assert elsewhere in error
+    assert str(pair.home) in error
+    assert "--home" in error
     assert not (pair.home.parent / "empty").exists()
-    said = pair.other.orc("join", pair.service, code=2, env={"ORC_HOME": elsewhere})
-    assert "no token for joining" in said
+    error = pair.other.orc("join", pair.service, code=2, env={"ORC_HOME": elsewhere})
+    assert "no token for joining" in error
     wrong = {"ORC_JOIN_TOKEN": f"orcj_{'x' * 43}{token[token.index('.') :]}"}
     assert "wrong token" in pair.other.orc("join", pair.service, code=1, env=wrong)
     other = {"ORC_JOIN_TOKEN": f"{token.partition('.')[0]}.{'0' * 64}"}
@@ -174,8 +174,8 @@ def test_what_differs_is_said_with_both_values_and_nothing_is_left(pair: Pair) -
 
 
 def test_the_service_of_a_shared_home_is_left_alone_by_other_machines(pair: Pair) -> None:
-    for words in (("up",), ("down",), ("down", "--force")):
-        assert f"runs on the machine {pair.head.address}" in pair.other.orc(*words, code=1)
+    for command in (("up",), ("down",), ("down", "--force")):
+        assert f"runs on the machine {pair.head.address}" in pair.other.orc(*command, code=1)
     assert pair.head.orc("up")["started"] is False
 
 

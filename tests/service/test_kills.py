@@ -54,9 +54,9 @@ class Mortal:
         """Serve until every client has its last answer, and every job has ended."""
         pid = self._begin()
         self._full.set()
-        for one in clients:
-            one.join(60)
-            assert not one.is_alive(), "a submission is without an answer"
+        for waiter in clients:
+            waiter.join(60)
+            assert not waiter.is_alive(), "a submission is without an answer"
         client, deadline_s = Client(self.home), time.monotonic() + PATIENCE_S
         while any(job["status"] in ("queued", "running") for job in client.jobs(ended=0)):
             assert time.monotonic() < deadline_s, client.jobs(ended=0)
@@ -145,8 +145,8 @@ def test_kills_under_load_lose_nothing_start_nothing_twice_and_keep_the_order(
     assert [run.order for run in began] == sorted(run.order for run in began), "equal jobs start in their order"
     by_device: dict[tuple[str, int], list[tuple[float, float]]] = {}
     for run in began:
-        for held in run.devices:
-            by_device.setdefault(held, []).append((run.began_s, run.ends_s))
-    for held, spans in by_device.items():
+        for device in run.devices:
+            by_device.setdefault(device, []).append((run.began_s, run.ends_s))
+    for device, spans in by_device.items():
         overlaps = [pair for pair in itertools.pairwise(spans) if pair[1][0] < pair[0][1]]
-        assert not overlaps, f"two attempts on {held} at once"
+        assert not overlaps, f"two attempts on {device} at once"

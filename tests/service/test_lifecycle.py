@@ -72,8 +72,8 @@ def test_a_service_whose_home_is_removed_ends_with_its_ray_and_mlflow_and_leaves
 def test_a_service_that_cannot_read_its_journal_leaves_neither_ray_nor_mlflow_running(tmp_path: Path) -> None:
     with closing(Journal(journal_url(tmp_path))):
         pass
-    with closing(sqlite3.connect(tmp_path / "journal.sqlite")) as kept, kept:
-        kept.execute("INSERT INTO snapshots (id, body) VALUES (1, '{\"policy\": 3}')")
+    with closing(sqlite3.connect(tmp_path / "journal.sqlite")) as database, database:
+        database.execute("INSERT INTO snapshots (id, body) VALUES (1, '{\"policy\": 3}')")
     with pytest.raises(ServiceError, match="ended at once"):
         start(tmp_path, None, None)
     ray = embedded_ray.read_state(tmp_path)
@@ -91,9 +91,9 @@ def test_up_in_the_foreground_is_the_service_itself_and_starts_no_mlflow_where_o
     until(lambda: is_up(home), "the service", GONE_S)
     assert service_file(home)["pid"] == process.pid
     process.terminate()
-    _, said = process.communicate(timeout=GONE_S)
+    _, output = process.communicate(timeout=GONE_S)
     assert process.returncode == 0
-    assert f"Ray cannot be reached: nothing answers at {NO_RAY}" in said
+    assert f"Ray cannot be reached: nothing answers at {NO_RAY}" in output
     assert not (home / "service.log").exists()
     assert MlflowServer(home).processes() == ()
     assert not (home / "mlflow").exists()
@@ -118,16 +118,16 @@ def test_a_service_listens_where_it_was_told_to_though_another_one_of_its_home_h
 ) -> None:
     home, variables = tmp_path / "home", {**os.environ, "ORC_MLFLOW": "http://127.0.0.1:1"}
     prepare(home)
-    own, other = (make_endpoint(home, f"127.0.0.1:{free_port()}", None, None, ()) for _ in range(2))
+    first, other = (make_endpoint(home, f"127.0.0.1:{free_port()}", None, None, ()) for _ in range(2))
     command = [sys.executable, "-m", "orchestrator.cli", "up", "--foreground", "--home", str(home), "--ray", NO_RAY]
-    command += ["--listen", f"{own.host}:{own.port}"]
+    command += ["--listen", f"{first.host}:{first.port}"]
     with running(command, variables) as process:
         until(lambda: is_up(home), "the service", GONE_S)
         became = Path(f"/proc/{process.pid}/cmdline").read_text().rstrip("\0").split("\0")
     (home / FILE).write_text(format_endpoint(other))
     with running(became, variables):
         until(lambda: is_up(home), "the service that started a moment later", GONE_S)
-        assert embedded_ray.accepts(f"{own.host}:{own.port}", 5.0)
+        assert embedded_ray.accepts(f"{first.host}:{first.port}", 5.0)
         assert not embedded_ray.accepts(f"{other.host}:{other.port}", 5.0)
 
 
@@ -141,7 +141,8 @@ def running(command: Sequence[str], variables: Mapping[str, str]) -> Iterator[su
 
 
 @pytest.mark.parametrize(
-    "typo", ["head:ray", *(pytest.param(each, marks=pytest.mark.long) for each in ("head", "head:", ":6379", "auto"))]
+    "typo",
+    ["head:ray", *(pytest.param(address, marks=pytest.mark.long) for address in ("head", "head:", ":6379", "auto"))],
 )
 def test_an_address_of_ray_that_is_none_is_refused_before_anything_starts(typo: str, tmp_path: Path) -> None:
     home = tmp_path / "home"

@@ -10,12 +10,12 @@ from orchestrator.service.server.links import Links
 
 
 def test_nobody_waits_for_a_link_and_it_is_looked_up_once_at_a_time() -> None:
-    may, asked = threading.Event(), list[str]()
+    may, keys = threading.Event(), list[str]()
 
     def look(_: str, key: str, __: int) -> str | None:
-        asked.append(key)
+        keys.append(key)
         assert may.wait(60.0)
-        return None if len(asked) == 1 else f"http://mlflow/{key}"
+        return None if len(keys) == 1 else f"http://mlflow/{key}"
 
     links = Links(look)
     began_s = time.perf_counter()
@@ -26,7 +26,7 @@ def test_nobody_waits_for_a_link_and_it_is_looked_up_once_at_a_time() -> None:
     while links.of("http://mlflow", "a", 2) != "http://mlflow/a":  # there was no page at first: it is sought again
         assert time.monotonic() < deadline_s
         time.sleep(0.01)
-    assert asked == ["a", "a"]
+    assert keys == ["a", "a"]
 
 
 def test_a_look_that_fails_is_repeated() -> None:

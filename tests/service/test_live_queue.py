@@ -1,4 +1,4 @@
-"""What is played of the live queue is what `orc forecast` expects, and another cluster goes on from what was saved."""
+"""Laws of the played live queue: it is what `orc forecast` expects; another cluster goes on from what was saved."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def moments(night: Callable[[random.Random], Scenario], seed: int) -> Iterator[t
 
 @pytest.mark.parametrize("night", NIGHTS)
 def test_the_live_queue_is_played_as_it_is_forecast_to_the_second(night: Callable[[random.Random], Scenario]) -> None:
-    """With the progress, drains, maintenance, use and age of the state, in which jobs run, wait and were stopped."""
+    """The states have progress, drains, maintenance, use and age; their jobs run, wait or were stopped."""
     compared = 0
     for seed in range(2):
         for state, spec in moments(night, seed):

@@ -48,8 +48,8 @@ def test_no_answer_waits_for_the_acknowledgement_of_its_headers(world: World) ->
 def test_clients_that_wait_for_a_job_or_a_log_hold_up_nobody(world: World) -> None:
     job_id = world.submit()
     world.turn_until("running")
-    seen = world.controller.version
-    paths = [f"/jobs/{job_id}?seen={seen}&wait_s=10", f"/jobs/{job_id}/attempts/1/logs/follow?wait_s=10"]
+    version = world.controller.version
+    paths = [f"/jobs/{job_id}?seen={version}&wait_s=10", f"/jobs/{job_id}/attempts/1/logs/follow?wait_s=10"]
     begun = threading.Semaphore(0)
 
     def wait(number: int) -> float:
@@ -67,9 +67,9 @@ def test_clients_that_wait_for_a_job_or_a_log_hold_up_nobody(world: World) -> No
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", headers=HEADERS, timeout=BOUND_S) as client:
             for _ in range(WAITING):
                 client.get("/whoami")
-        assert not [one for one in waited if one.done()], "somebody was waited for"
+        assert not [future for future in waited if future.done()], "somebody was waited for"
         world.turn_until("succeeded")
-        took_s = [one.result(BOUND_S) for one in waited]
+        took_s = [future.result(BOUND_S) for future in waited]
     assert max(took_s) < 10.0, "the end of the job woke nobody"
 
 
@@ -96,9 +96,9 @@ def test_a_change_of_the_state_wakes_who_waits_at_once(world: World, monkeypatch
     monkeypatch.setattr(waits, "LOOK_S", 3600.0)  # it looks by itself once an hour
     job_id = world.submit()
     with serve_http(world.app) as port, ThreadPoolExecutor(1) as pool:
-        url, seen = f"http://127.0.0.1:{port}/jobs/{job_id}", world.controller.version
-        waiting = pool.submit(httpx.get, f"{url}?seen={seen}&wait_s=10", headers=HEADERS, timeout=BOUND_S)
+        url, version = f"http://127.0.0.1:{port}/jobs/{job_id}", world.controller.version
+        waiting = pool.submit(httpx.get, f"{url}?seen={version}&wait_s=10", headers=HEADERS, timeout=BOUND_S)
         with pytest.raises(TimeoutError):
             waiting.result(0.5)
         world.submit()
-        assert waiting.result(BOUND_S).json()["version"] == seen + 1
+        assert waiting.result(BOUND_S).json()["version"] == version + 1

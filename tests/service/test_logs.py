@@ -40,9 +40,9 @@ def test_a_json_record_is_one_line_that_says_what_was_meant(message: str, job: s
     line = JsonFormatter().format(record(message, job=job, attempt=2, request=request))
     assert len(line.splitlines()) == 1
     assert line.isascii()
-    said = json.loads(line)
-    assert (said["message"], said["job"], said["attempt"], said["request"]) == (message, job, 2, request)
-    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", said["time"])
+    entry = json.loads(line)
+    assert (entry["message"], entry["job"], entry["attempt"], entry["request"]) == (message, job, 2, request)
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", entry["time"])
 
 
 @given(message=texts)
@@ -54,8 +54,8 @@ def test_a_text_record_begins_with_its_time_and_no_other_line_can(message: str) 
 
 
 @pytest.fixture
-def written(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
-    """What a service that logs JSON writes to stderr."""
+def log_stream(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
+    """Yield the stream to which a service that logs JSON writes, in the place of stderr."""
     root, hooks = logging.getLogger(), (sys.excepthook, logs.threading.excepthook)
     before = root.handlers[:], root.level
     stream = io.StringIO()
@@ -71,26 +71,26 @@ def lines(stream: io.StringIO) -> list[dict[str, Any]]:
     return [json.loads(line) for line in stream.getvalue().splitlines()]
 
 
-def test_a_jobs_life_is_told_with_job_attempt_and_request(tmp_path: Path, written: io.StringIO) -> None:
+def test_a_jobs_life_is_told_with_job_attempt_and_request(tmp_path: Path, log_stream: io.StringIO) -> None:
     world = World(tmp_path)
     job_id = world.client.post("/jobs", json={"spec": job_spec()}, headers={"X-Request-Id": "night-7"}).json()["id"]
     world.turn_until("succeeded")
     world.journal.close()
-    said = lines(written)
-    by_message = {one["message"]: one for one in said}
+    records = lines(log_stream)
+    by_message = {record["message"]: record for record in records}
     assert by_message[f"submitted jobs=1 first={job_id} last={job_id}"]["request"] == "night-7"
-    (launched,) = [one for one in said if one["message"].startswith("action launch")]
+    (launched,) = [record for record in records if record["message"].startswith("action launch")]
     assert (launched["job"], launched["attempt"], "request" in launched) == (job_id, 1, False)
     assert by_message[f"event finished job={job_id} attempt=1"]["attempt"] == 1
-    (asked,) = [one for one in said if one["message"].startswith("request ")]
-    assert asked["request"] == "night-7"
+    (request,) = [record for record in records if record["message"].startswith("request ")]
+    assert request["request"] == "night-7"
 
 
-def test_nothing_that_a_client_sends_makes_a_record_of_its_own(tmp_path: Path, written: io.StringIO) -> None:
+def test_nothing_that_a_client_sends_makes_a_record_of_its_own(tmp_path: Path, log_stream: io.StringIO) -> None:
     world = World(tmp_path)
-    before = len(lines(written))
+    before = len(lines(log_stream))
     headers = {"User-Agent": FORGED.encode(), "X-Request-Id": FORGED.encode(), "Referer": FORGED.encode()}
-    asked = 0
+    requests = 0
     for method, path, body in (
         ("POST", "/jobs", {"spec": job_spec() | {"name": FORGED}}),
         ("POST", "/jobs", {"spec": job_spec() | {"user": FORGED}}),
@@ -103,16 +103,16 @@ def test_nothing_that_a_client_sends_makes_a_record_of_its_own(tmp_path: Path, w
         answer = world.client.request(method, path, json=body, headers=headers)
         assert 400 <= answer.status_code < 500, (path, answer.text)
         assert re.fullmatch(r"[0-9a-f]{16}", answer.headers["x-request-id"])
-        asked += 1
-    said = lines(written)[before:]
-    told = [one for one in said if one["logger"] == "orchestrator.service.server.gate"]
-    assert len(told) == asked
-    assert not [one for one in said if one["level"] == "critical" or "\n" in one["message"]]
+        requests += 1
+    records = lines(log_stream)[before:]
+    refusals = [record for record in records if record["logger"] == "orchestrator.service.server.gate"]
+    assert len(refusals) == requests
+    assert not [record for record in records if record["level"] == "critical" or "\n" in record["message"]]
     world.journal.close()
 
 
 def test_a_header_cannot_be_split(tmp_path: Path) -> None:
-    """Over a socket, where no client library looks at what is sent."""
+    """The header is sent over a socket, where no client library checks it."""
     world = World(tmp_path)
     with serve_http(world.app) as port:
         for forged in (b"a\rSet-Cookie: x=1", b"a\x00b", b"a%0d%0aSet-Cookie: x=1", b"a\n Set-Cookie: x=1"):
@@ -132,9 +132,9 @@ def test_what_nobody_catches_is_one_record_too() -> None:
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert ended.returncode == 1
     (line,) = ended.stderr.splitlines()
-    said = json.loads(line)
-    assert (said["level"], said["message"]) == ("critical", "uncaught ValueError")
-    assert said["exception"].endswith("ValueError: a\nb")
+    record = json.loads(line)
+    assert (record["level"], record["message"]) == ("critical", "uncaught ValueError")
+    assert record["exception"].endswith("ValueError: a\nb")
 
 
 def test_an_unknown_format_is_refused(tmp_path: Path) -> None:

@@ -34,12 +34,12 @@ class Joined:
     def __init__(self, home: Path, cluster: ClusterSpec | None = None, ray_address: str = "10.0.0.1:6379") -> None:
         self.live: dict[str, str] = {}
         self.told: list[ClusterSpec] = []
-        own = cluster or read_cluster(None)
-        self.members = Members(home, own, lambda: ray_address, lambda: self.live, self.told.append)
+        spec = cluster or read_cluster(None)
+        self.members = Members(home, spec, lambda: ray_address, lambda: self.live, self.told.append)
 
 
 def names(cluster: ClusterSpec) -> list[str]:
-    return [name for one in cluster.nodes for name in one.names]
+    return [name for node_spec in cluster.nodes for name in node_spec.names]
 
 
 def test_a_member_is_declared_at_once_and_after_a_restart_until_it_leaves(tmp_path: Path) -> None:
@@ -74,8 +74,8 @@ def test_a_node_that_the_file_names_is_as_the_file_says_and_must_have_that(tmp_p
     joined = Joined(tmp_path, parse_cluster(TWO, "two"))
     with pytest.raises(ServiceError, match=r"says that n1 has 8 x h100-80gb; the machine has 2 x virtual-256MiB"):
         joined.members.add(node("n1"), "10.0.0.2")
-    said = parse_cluster(TWO, "two").nodes[0].model_copy(update={"name": "n1", "count": 1})
-    joined.members.add(said, "10.0.0.2")
+    node_spec = parse_cluster(TWO, "two").nodes[0].model_copy(update={"name": "n1", "count": 1})
+    joined.members.add(node_spec, "10.0.0.2")
     assert names(joined.told[-1]) == ["n0", "n1"]
 
 

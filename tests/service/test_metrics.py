@@ -55,34 +55,34 @@ OF_RUNNING = {
 
 def samples(text: str) -> Samples:
     """Every sample by name and labels; a second one of the same name and labels fails."""
-    found: Samples = {}
+    values: Samples = {}
     for family in text_string_to_metric_families(text):
-        for one in family.samples:
-            key = (one.name, tuple(sorted(one.labels.items())))
-            assert key not in found, key
-            found[key] = one.value
-    return found
+        for sample in family.samples:
+            key = (sample.name, tuple(sorted(sample.labels.items())))
+            assert key not in values, key
+            values[key] = sample.value
+    return values
 
 
-def scraped(world: World) -> Samples:
+def scrape(world: World) -> Samples:
     answer = world.by(Role.VIEWER).get("/metrics")
     assert answer.status_code == 200, answer.text
     assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
     return samples(answer.text)
 
 
-def value(found: Samples, name: str, **labels: str) -> float:
-    return found[(name, tuple(sorted(labels.items())))]
+def value(values: Samples, name: str, **labels: str) -> float:
+    return values[(name, tuple(sorted(labels.items())))]
 
 
 def test_the_metrics_agree_with_the_state_through_a_jobs_life(world: World) -> None:
-    before = scraped(world)
+    before = scrape(world)
     assert {name for name, _ in before} >= NAMES
     assert value(before, "orc_devices", node="virtual", state="free") == 2
     assert not OF_RUNNING & {name for name, _ in before}
     ids = [world.submit() for _ in range(3)]
     world.turn_until("running", 2)
-    running = scraped(world)
+    running = scrape(world)
     assert value(running, "orc_jobs", status="running") == 2
     assert value(running, "orc_jobs", status="queued") == 1
     assert value(running, "orc_pending_jobs", reason="devices") == 1
@@ -94,7 +94,7 @@ def test_the_metrics_agree_with_the_state_through_a_jobs_life(world: World) -> N
     assert expected_s > world.controller.figures().at_s
     used_s = value(running, "orc_team_usage_device_seconds_total", team="others")
     world.turn_until("succeeded", 3)
-    after = scraped(world)
+    after = scrape(world)
     assert value(after, "orc_jobs", status="succeeded") == 3
     assert value(after, "orc_attempts_ended_total", outcome="succeeded") == 3
     assert value(after, "orc_attempts_ended_total", outcome="device_oom") == 0
@@ -110,11 +110,11 @@ def test_the_reports_of_the_ranks_are_shown_for_running_jobs_alone(world: World)
     folder.path.mkdir(parents=True)
     beat = Heartbeat(rank=0, step=3, steps_done=3, step_s=0.25, peak_bytes=7777, phase="training", at_s=12.0)
     write_json(folder.heartbeat(0), beat)
-    found = scraped(world)
-    assert {name for name, _ in found} >= OF_RUNNING
-    assert value(found, "orc_memory_peak_bytes", job_id=job_id) == 7777
-    assert value(found, "orc_step_seconds", job_id=job_id) == 0.25
-    assert value(found, "orc_job_heartbeat_timestamp_seconds", job_id=job_id) == 12
+    values = scrape(world)
+    assert {name for name, _ in values} >= OF_RUNNING
+    assert value(values, "orc_memory_peak_bytes", job_id=job_id) == 7777
+    assert value(values, "orc_step_seconds", job_id=job_id) == 0.25
+    assert value(values, "orc_job_heartbeat_timestamp_seconds", job_id=job_id) == 12
 
 
 def test_ended_jobs_are_counted_across_restarts_and_once(tmp_path: Path) -> None:
@@ -136,9 +136,9 @@ def test_a_service_that_lost_its_journal_says_so_and_nothing_else(world: World) 
         raise ServiceError("taken over")
 
     metrics = Metrics(world.controller.figures, lost, lambda _: [])
-    found = samples(metrics.text().decode())
-    assert value(found, "orc_journal_lease_held") == 0
-    assert {name for name, _ in found if name.startswith("orc_")} == {"orc_journal_lease_held", "orc_build_info"}
+    values = samples(metrics.text().decode())
+    assert value(values, "orc_journal_lease_held") == 0
+    assert {name for name, _ in values if name.startswith("orc_")} == {"orc_journal_lease_held", "orc_build_info"}
 
 
 def test_teams_are_labels_and_users_are_not(tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ def test_teams_are_labels_and_users_are_not(tmp_path: Path) -> None:
     for user in ("ada", "eve\n1", "mallory"):
         world.client.post("/jobs", json={"spec": job_spec() | {"user": user}})
     world.turn_until("succeeded", 2)
-    teams = {dict(labels)["team"] for name, labels in scraped(world) if name == "orc_team_usage_device_seconds_total"}
+    teams = {dict(labels)["team"] for name, labels in scrape(world) if name == "orc_team_usage_device_seconds_total"}
     assert teams == {"vision", "others"}
     world.journal.close()
 
@@ -173,9 +173,9 @@ def test_every_reason_to_wait_has_a_word_of_the_fixed_set(tmp_path: Path) -> Non
     assert pending(controller.state.jobs[drained], now_s) == "drain"
     unseen = Job(id="a-1", spec=script("a"), order=1, submitted_at_s=0, reason="waiting for the cluster to be seen")
     assert pending(unseen, now_s) == "cluster_unseen"
-    found = scraped(world)
-    assert {dict(labels)["reason"] for name, labels in found if name == "orc_pending_jobs"} == set(Pending)
-    assert value(found, "orc_pending_jobs", reason="drain") >= 1
+    values = scrape(world)
+    assert {dict(labels)["reason"] for name, labels in values if name == "orc_pending_jobs"} == set(Pending)
+    assert value(values, "orc_pending_jobs", reason="drain") >= 1
     world.journal.close()
 
 
@@ -202,21 +202,21 @@ def test_a_scrape_of_a_full_service_is_cheap(tmp_path: Path) -> None:
             began_s = time.process_time()
             text = metrics.text().decode()
             took_s.append(time.process_time() - began_s)
-        found = samples(text)
-    assert value(found, "orc_jobs", status="succeeded") == ENDED
-    assert value(found, "orc_jobs", status="queued") + value(found, "orc_jobs", status="running") == QUEUED
+        values = samples(text)
+    assert value(values, "orc_jobs", status="succeeded") == ENDED
+    assert value(values, "orc_jobs", status="queued") + value(values, "orc_jobs", status="running") == QUEUED
     assert JobStatus.RUNNING in {job.status for job in controller.state.jobs.values()}
-    print("scrapes in ms:", [round(1e3 * one, 1) for one in took_s])
+    print("scrapes in ms:", [round(1e3 * seconds, 1) for seconds in took_s])
     assert min(took_s) < SCRAPE_S, took_s
 
 
 def test_notices_that_wait_are_counted_by_target_with_the_age_of_the_oldest(world: World) -> None:
     def waiting() -> dict[str, tuple[float, float | None]]:
-        found = scraped(world)
-        names = {dict(labels)["target"] for name, labels in found if name == "orc_notify_pending_notices"}
+        values = scrape(world)
+        names = {dict(labels)["target"] for name, labels in values if name == "orc_notify_pending_notices"}
         oldest = "orc_notify_oldest_timestamp_seconds", "orc_notify_pending_notices"
-        key = {one: (("target", one),) for one in names}
-        return {one: (found[oldest[1], key[one]], found.get((oldest[0], key[one]))) for one in names}
+        key = {target: (("target", target),) for target in names}
+        return {target: (values[oldest[1], key[target]], values.get((oldest[0], key[target]))) for target in names}
 
     notices = world.journal.notices
     assert waiting() == {}

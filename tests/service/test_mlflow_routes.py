@@ -56,13 +56,13 @@ class Site:
         self.world.accounts.set_user(role.value, role)
         return self.world.accounts.create_token(role.value, 3600.0)[0]
 
-    def request(self, method: str, path: str, token: str = TOKEN, **given: Any) -> httpx.Response:
+    def request(self, method: str, path: str, token: str = TOKEN, **options: Any) -> httpx.Response:
         signed = {"Authorization": f"Bearer {token}"} if token else {}
         with httpx.Client(base_url=self.url, trust_env=False, timeout=60.0) as client:
-            return client.request(method, path, headers={**signed, **given.pop("headers", {})}, **given)
+            return client.request(method, path, headers={**signed, **options.pop("headers", {})}, **options)
 
     def records(self) -> list[object]:
-        """All that a writer could have changed of the first run."""
+        """Return everything of the first run that a writer could have changed."""
         from mlflow import MlflowClient
 
         client = MlflowClient(self.server.uri)
@@ -197,11 +197,11 @@ def test_neither_token_nor_cookie_reaches_mlflow(site: Site, monkeypatch: pytest
     passed = list[httpx.Headers]()
     real = mlflow_routes._mlflow_request
 
-    def forwarded(request: Any) -> httpx.Request:
+    def record_request(request: Any) -> httpx.Request:
         passed.append((made := real(request)).headers)
         return made
 
-    monkeypatch.setattr(mlflow_routes, "_mlflow_request", forwarded)
+    monkeypatch.setattr(mlflow_routes, "_mlflow_request", record_request)
     headers = {"Cookie": "a=b", "Referer": site.url, "Connection": "close, X-One", "X-Forwarded-For": "127.0.0.1"}
     assert site.request("GET", f"{ADDRESS}/version", headers=headers).text.startswith("3.")
     (sent,) = passed

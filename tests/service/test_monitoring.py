@@ -38,11 +38,11 @@ def rules() -> dict[str, Any]:
 def expressions() -> list[str]:
     """Every expression of the dashboard, as Grafana sends it."""
     panels = json.loads((MONITORING / "dashboard.json").read_text())["panels"]
-    found = [target["expr"] for panel in panels for target in panel["targets"]]
+    queries = [target["expr"] for panel in panels for target in panel["targets"]]
     for name, window in WINDOWS.items():
-        found = [one.replace(name, window) for one in found]
-    assert len(found) > 20
-    return found
+        queries = [query.replace(name, window) for query in queries]
+    assert len(queries) > 20
+    return queries
 
 
 def promtool(*arguments: str | Path) -> tuple[int, str]:
@@ -53,10 +53,10 @@ def promtool(*arguments: str | Path) -> tuple[int, str]:
 
 @tools
 def test_promtool_finds_no_fault_in_rules_and_configuration() -> None:
-    code, said = promtool("check", "rules", MONITORING / "rules.yaml")
-    assert code == 0, said
-    code, said = promtool("check", "config", "--syntax-only", MONITORING / "prometheus.yaml")
-    assert code == 0, said
+    code, output = promtool("check", "rules", MONITORING / "rules.yaml")
+    assert code == 0, output
+    code, output = promtool("check", "config", "--syntax-only", MONITORING / "prometheus.yaml")
+    assert code == 0, output
 
 
 @tools
@@ -69,8 +69,8 @@ def test_alerts_fire_when_they_should_and_never_before(tmp_path: Path, planted: 
             assert planted[0] in text
             text = text.replace(*planted)
         (tmp_path / name).write_text(text)
-    code, said = promtool("test", "rules", tmp_path / "rules_test.yaml")
-    assert (code == 0) == (planted is None), said
+    code, output = promtool("test", "rules", tmp_path / "rules_test.yaml")
+    assert (code == 0) == (planted is None), output
 
 
 def test_the_operators_rules_are_those_of_the_file() -> None:
@@ -80,14 +80,14 @@ def test_the_operators_rules_are_those_of_the_file() -> None:
 
 @tools
 def test_every_expression_of_the_dashboard_is_one_that_prometheus_parses(tmp_path: Path) -> None:
-    def checked(found: list[str]) -> tuple[int, str]:
-        recorded = [{"record": f"r:{number}", "expr": one} for number, one in enumerate(found)]
+    def check_rules(queries: list[str]) -> tuple[int, str]:
+        recorded = [{"record": f"r:{number}", "expr": query} for number, query in enumerate(queries)]
         (tmp_path / "rules.yaml").write_text(yaml.safe_dump({"groups": [{"name": "g", "rules": recorded}]}))
         return promtool("check", "rules", tmp_path / "rules.yaml")
 
-    code, said = checked(expressions())
-    assert code == 0, said
-    assert checked([*expressions(), "sum by (node (orc_devices)"])[0] != 0, "a planted fault is not found"
+    code, output = check_rules(expressions())
+    assert code == 0, output
+    assert check_rules([*expressions(), "sum by (node (orc_devices)"])[0] != 0, "a planted fault is not found"
 
 
 @pytest.fixture
@@ -156,20 +156,22 @@ def prometheus(tmp_path: Path, busy: World) -> Iterator[httpx.Client]:
 def test_a_prometheus_answers_every_query_of_the_dashboard_from_a_real_service(
     busy: World, prometheus: httpx.Client
 ) -> None:
-    left = {one for one in expressions() if "orc_notify_" not in one}  # there are no targets here: test_metrics.py has
+    left = {
+        query for query in expressions() if "orc_notify_" not in query
+    }  # there are no targets here: test_metrics.py has
     deadline_s = time.monotonic() + PATIENCE_S
     while left and time.monotonic() < deadline_s:
-        left -= {one for one in left if answered(prometheus, one)}
+        left -= {query for query in left if query_prometheus(prometheus, query)}
         time.sleep(0.5)
     assert not left, (left, busy.client.get("/metrics").text)
     loaded = prometheus.get("/api/v1/rules").json()["data"]["groups"]
     assert {rule["health"] for group in loaded for rule in group["rules"]} <= {"ok", "unknown"}
-    shown = answered(prometheus, "count by (__name__) ({__name__=~'orc_.*'})")
+    shown = query_prometheus(prometheus, "count by (__name__) ({__name__=~'orc_.*'})")
     exposed = {name for name, _ in samples(busy.client.get("/metrics").text) if name.startswith("orc_")}
-    assert {one["metric"]["__name__"] for one in shown} == exposed
+    assert {series["metric"]["__name__"] for series in shown} == exposed
 
 
-def answered(prometheus: httpx.Client, expression: str) -> list[dict[str, Any]]:
+def query_prometheus(prometheus: httpx.Client, expression: str) -> list[dict[str, Any]]:
     try:
         answer = prometheus.get("/api/v1/query", params={"query": expression})
     except httpx.TransportError:  # it starts

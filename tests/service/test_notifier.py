@@ -51,9 +51,9 @@ def hook() -> Iterator[Hook]:
 class Watched:
     """A notifier over a simulated cluster, at a time of the day that the test sets."""
 
-    def __init__(self, home: Path, now_s: float, **said: Any) -> None:
+    def __init__(self, home: Path, now_s: float, **settings: Any) -> None:
         self.now_s = now_s
-        self.spec = NotifySpec.model_validate(NOTIFY | said)
+        self.spec = NotifySpec.model_validate(NOTIFY | settings)
         self.journal = Journal(f"sqlite:///{home / 'journal.sqlite'}")
         self.journal.outbox.register(["mlflow"])
         self.journal.notices.register(["hook"])
@@ -63,31 +63,31 @@ class Watched:
         targets = targets_of(self.spec, "c", {})
         self.notifier = Notifier(self.spec, targets, self.journal.notices, self.controller, lambda: self.now_s, list)
 
-    def told(self) -> list[tuple[str, str]]:
+    def pending_notices(self) -> list[tuple[str, str]]:
         self.notifier.look()
-        return [(one.kind, one.title) for _, one in self.journal.notices.pending("hook", 99)]
+        return [(notice.kind, notice.title) for _, notice in self.journal.notices.pending("hook", 99)]
 
-    def told_at(self, now_s: float) -> list[str]:
+    def pending_kinds_at(self, now_s: float) -> list[str]:
         self.now_s = now_s
-        return [kind for kind, _ in self.told()]
+        return [kind for kind, _ in self.pending_notices()]
 
 
 def test_the_report_comes_at_its_hour_once_a_day_and_not_before_the_first_one(tmp_path: Path) -> None:
     with closing((watched := Watched(tmp_path, SEVEN_S + 3 * 3600)).journal):
-        assert watched.told() == [], "the hour before the first start"
-        assert watched.told_at(SEVEN_S + DAY_S - 1) == []
-        assert watched.told_at(SEVEN_S + DAY_S) == ["report"]
-        assert watched.told_at(SEVEN_S + DAY_S + 60) == ["report"], "it was told twice"
-        assert watched.told_at(SEVEN_S + 2 * DAY_S + 5) == ["report"] * 2
+        assert watched.pending_notices() == [], "the hour before the first start"
+        assert watched.pending_kinds_at(SEVEN_S + DAY_S - 1) == []
+        assert watched.pending_kinds_at(SEVEN_S + DAY_S) == ["report"]
+        assert watched.pending_kinds_at(SEVEN_S + DAY_S + 60) == ["report"], "it was told twice"
+        assert watched.pending_kinds_at(SEVEN_S + 2 * DAY_S + 5) == ["report"] * 2
 
 
 def test_a_report_that_was_due_while_the_service_was_down_comes_when_it_is_up_again(tmp_path: Path) -> None:
     with closing((watched := Watched(tmp_path, SEVEN_S + 60)).journal):
-        assert watched.told() == []
+        assert watched.pending_notices() == []
     with closing((watched := Watched(tmp_path, SEVEN_S + DAY_S + 1800)).journal):
-        assert [kind for kind, _ in watched.told()] == ["report"]
+        assert [kind for kind, _ in watched.pending_notices()] == ["report"]
     with closing((watched := Watched(tmp_path, SEVEN_S + DAY_S + 3600)).journal):
-        assert [kind for kind, _ in watched.told()] == ["report"], "told again after a restart"
+        assert [kind for kind, _ in watched.pending_notices()] == ["report"], "told again after a restart"
 
 
 @pytest.mark.parametrize("zone", ["Europe/Berlin", "America/New_York", "UTC", "Asia/Kathmandu"])
@@ -105,15 +105,15 @@ def test_a_job_that_will_miss_its_deadline_is_told_once_and_one_that_will_not_is
             text = f"{JOB}training: {{max_steps: {steps}}}\ndeadline: '{deadline}'\n"
             watched.controller.submit(parse_job(text, "job.yaml"))
         watched.controller.turn(0.0)
-        assert watched.told() == [("late", "lm-1 will be late")]
-        assert watched.told() == [("late", "lm-1 will be late")], "told twice"
+        assert watched.pending_notices() == [("late", "lm-1 will be late")]
+        assert watched.pending_notices() == [("late", "lm-1 will be late")], "told twice"
 
 
 def test_rows_that_cannot_be_read_are_told_once(tmp_path: Path) -> None:
     with closing((watched := Watched(tmp_path, SEVEN_S)).journal):
         watched.journal.set_aside.put("jobs", 1, "{", "no JSON")
-        told = [("unreadable", "The journal has unreadable rows")]
-        assert [watched.told(), watched.told()] == [told, told]
+        expected = [("unreadable", "The journal has unreadable rows")]
+        assert [watched.pending_notices(), watched.pending_notices()] == [expected, expected]
 
 
 def test_a_target_is_tried_by_an_operator_and_its_problem_is_told_without_its_url(tmp_path: Path, hook: Hook) -> None:
@@ -138,7 +138,7 @@ def test_a_test_is_another_notice_each_time_and_waits_in_no_queue() -> None:
     assert first.id != second.id
 
 
-def tried(home: Path, capsys: pytest.CaptureFixture[str]) -> tuple[object, str]:
+def send_test_notice(home: Path, capsys: pytest.CaptureFixture[str]) -> tuple[object, str]:
     """Exit code and output of `orc notify test`."""
     capsys.readouterr()
     with pytest.raises(SystemExit) as ended:
@@ -152,8 +152,8 @@ def test_a_job_that_fails_while_the_hook_is_down_is_told_after_a_restart_of_the_
 ) -> None:
     hook.close()  # its port refuses from now on
     home, cluster = tmp_path / "home", tmp_path / "cluster.yaml"
-    said = yaml.safe_load((ROOT / "clusters" / "two-virtual-devices.yaml").read_text())
-    cluster.write_text(yaml.safe_dump(said | {"trackers": ["jsonl"], "notify": NOTIFY}))
+    cluster_spec = yaml.safe_load((ROOT / "clusters" / "two-virtual-devices.yaml").read_text())
+    cluster.write_text(yaml.safe_dump(cluster_spec | {"trackers": ["jsonl"], "notify": NOTIFY}))
     monkeypatch.setenv("ORC_URL", hook.url)
     monkeypatch.setenv("ORC_SECRET", SECRET)
     script = tmp_path / "train.py"
@@ -166,23 +166,23 @@ def test_a_job_that_fails_while_the_hook_is_down_is_told_after_a_restart_of_the_
         with closing(Client(home)) as client:
             bug = client.submit(job.model_copy(update={"workdir": str(tmp_path)}).model_dump(mode="json"), None)
             until(lambda: client.job(bug)[0]["status"] == "failed", "the job's end", 60)
-        assert tried(home, capsys) == (1, "hook: Connection refused\n")
+        assert send_test_notice(home, capsys) == (1, "hook: Connection refused\n")
         pid = int(service_file(home)["pid"])
         os.kill(pid, signal.SIGTERM)
         until(lambda: not process_is_alive(pid), "the service's end", 60)
         back = Hook(port=hook.port)
         start(home, None, None)
         until(lambda: back.got, "the notice", 60)
-        assert tried(home, capsys) == (0, "hook: delivered\n")
+        assert send_test_notice(home, capsys) == (0, "hook: delivered\n")
         back.close()
     finally:
         stop(home, force=True)
     (_, body), *_ = back.got
-    told = json.loads(body)
-    assert (told["type"], told["data"]["job"], told["data"]["status"]) == ("orc.failed", bug, "failed")
-    assert "ZeroDivisionError" in told["data"]["reason"], told
+    notice = json.loads(body)
+    assert (notice["type"], notice["data"]["job"], notice["data"]["status"]) == ("orc.failed", bug, "failed")
+    assert "ZeroDivisionError" in notice["data"]["reason"], notice
     for path in home.rglob("*"):
         if path.is_file():
-            kept = path.read_bytes()
-            assert PRIVATE_PATH.encode() not in kept, path
-            assert SECRET.encode() not in kept, path
+            content = path.read_bytes()
+            assert PRIVATE_PATH.encode() not in content, path
+            assert SECRET.encode() not in content, path

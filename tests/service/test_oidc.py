@@ -44,8 +44,8 @@ class Site:
 
     def __init__(self, home: Path, issuer: str, **settings: Any) -> None:
         self.issuer = issuer
-        given = {"roles_claim": "groups", "roles": {"gpu-users": "member"}, "user_claim": "email", **settings}
-        self.spec = OidcSpec(issuer=issuer, client_id=CLIENT, client_secret="ORC_OIDC_SECRET", **given)
+        fields = {"roles_claim": "groups", "roles": {"gpu-users": "member"}, "user_claim": "email", **settings}
+        self.spec = OidcSpec(issuer=issuer, client_id=CLIENT, client_secret="ORC_OIDC_SECRET", **fields)
         self.environment = {"ORC_OIDC_SECRET": SECRET}
         self.world = World(home, provider=provider_of(self.spec, self.environment))
         self.browser = self.new_browser()
@@ -58,7 +58,7 @@ class Site:
         httpx.post(f"{self.issuer}/next", json=what, trust_env=False).raise_for_status()
 
     def begin(self, came_from: str = "") -> str:
-        """Where the provider sends the browser back to."""
+        """Return the address to which the provider sends the browser back."""
         answer = self.browser.get(f"{OIDC}?next={came_from}")
         assert answer.status_code == 303, answer.text
         there = httpx.get(answer.headers["location"], trust_env=False)
@@ -95,12 +95,12 @@ def test_a_session_ends_at_its_time_at_logout_at_revocation_and_with_its_user(si
     for end in ("time", "logout", "revocation", "user"):
         site.sign_in()
         assert site.is_signed_in()
-        kept = dict(site.browser.cookies)
+        cookies = dict(site.browser.cookies)
         if end == "time":
             site.world.now_s += site.spec.session + 1
         elif end == "logout":
             assert site.browser.post(f"{PAGES}/logout", headers=SAME_SITE).status_code == 303
-            site.browser.cookies.update(kept)  # a stolen cookie ends, too
+            site.browser.cookies.update(cookies)  # a stolen cookie ends, too
         elif end == "revocation":
             site.world.accounts.revoke_token(site.world.accounts.tokens()[-1].id)
         else:
@@ -141,7 +141,7 @@ def test_whoever_the_token_does_not_prove_is_refused_and_nothing_is_kept(site: S
     site.wrong(FORGED[name])
     answer = site.sign_in()
     assert answer.status_code == 403
-    assert not [one for one in answer.headers.get_list("set-cookie") if one.startswith("orc-8000")]
+    assert not [cookie for cookie in answer.headers.get_list("set-cookie") if cookie.startswith("orc-8000")]
     assert not site.is_signed_in()
     assert not site.world.accounts.users()
     assert not site.world.accounts.tokens()
@@ -184,8 +184,8 @@ def test_a_state_counts_once_in_the_browser_that_asked_and_for_ten_minutes(
 def test_a_code_that_was_stolen_is_of_no_use_without_the_browsers_verifier(site: Site) -> None:
     stolen = parse_qs(urlsplit(site.begin()).query)["code"][0]
     site.browser.cookies.clear()
-    own = parse_qs(urlsplit(site.begin()).query)
-    answer = site.browser.get(f"{OIDC_BACK}?code={stolen}&state={own['state'][0]}")
+    login = parse_qs(urlsplit(site.begin()).query)
+    answer = site.browser.get(f"{OIDC_BACK}?code={stolen}&state={login['state'][0]}")
     assert answer.status_code == 403
     assert not site.is_signed_in()
 
@@ -219,8 +219,8 @@ def test_no_secret_no_code_and_no_token_is_in_journal_log_or_answer(
     site.wrong(FORGED["another audience"])
     refused = site.sign_in()
     assert not site.environment, "a job would inherit it"
-    said = (site.world.home / "journal.sqlite").read_bytes() + (site.world.home / "journal.sqlite-wal").read_bytes()
-    for text in (said.decode(errors="replace"), caplog.text, answer.text, refused.text):
+    stored = (site.world.home / "journal.sqlite").read_bytes() + (site.world.home / "journal.sqlite-wal").read_bytes()
+    for text in (stored.decode(errors="replace"), caplog.text, answer.text, refused.text):
         for secret in (SECRET, code, "eyJ"):
             assert secret not in text
     assert "signed in" in caplog.text
@@ -234,12 +234,12 @@ def test_guesses_are_counted(site: Site) -> None:
 
 def test_a_provider_in_the_clear_and_a_secret_in_place_of_its_name_are_refused() -> None:
     cluster = "name: n\nnodes: [{name: n, devices: 1, host_memory: 1GiB, device: h100-80gb}]\noidc: {%s}"
-    for said, what in (
+    for settings, what in (
         ("issuer: 'http://login.example.org', client_id: orc, user_claim: sub", "begins with https"),
         ("issuer: 'https://a.example', client_id: orc, user_claim: sub, client_secret: hunter2", "named, not written"),
     ):
         with pytest.raises(SpecError, match=what) as refused:
-            parse_cluster(cluster % said, "cluster.yaml")
+            parse_cluster(cluster % settings, "cluster.yaml")
         assert "hunter2" not in str(refused.value)
     spec = OidcSpec(issuer="https://a.example", client_id="orc", user_claim="sub", client_secret="ORC_S")
     with pytest.raises(SpecError, match="variable is missing"):

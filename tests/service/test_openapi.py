@@ -54,7 +54,7 @@ def test_every_route_is_described_with_its_answers(world: World) -> None:
     for path, methods in described.items():
         for method, route in methods.items():
             content = route["responses"]["200"]["content"]
-            assert all(one["schema"] not in ({}, {"type": "object"}) for one in content.values()), (method, path)
+            assert all(media["schema"] not in ({}, {"type": "object"}) for media in content.values()), (method, path)
             assert {"401", "403", "422"} <= set(route["responses"]), (method, path)
 
 
@@ -65,15 +65,15 @@ def routes_answered(world: World, role: Role, count: int) -> Counter[tuple[str, 
     token = {"Authorization": client.headers["Authorization"]}
     schema = schemathesis.openapi.from_asgi("/openapi.json", world.app, headers={**token, "Host": "127.0.0.1"})
     checks = CHECKS.get_by_names(CHECKED)
-    for found in schema.get_all_operations():
-        operation = found.ok()
+    for result in schema.get_all_operations():
+        operation = result.ok()
 
         @settings(max_examples=count, deadline=None, database=None, suppress_health_check=list(HealthCheck))
         @given(case=operation.as_strategy(), is_known=st.booleans())
         def send(case: Any, is_known: bool) -> None:
             if is_known and case.path_parameters:
-                known = {"job_id": "lm-1", "number": 1, "node": "virtual", "name": "eve", "sweep_id": "sweep-lm-1"}
-                case.path_parameters.update({one: known[one] for one in case.path_parameters if one in known})
+                values = {"job_id": "lm-1", "number": 1, "node": "virtual", "name": "eve", "sweep_id": "sweep-lm-1"}
+                case.path_parameters.update({name: values[name] for name in case.path_parameters if name in values})
             if case.query:
                 case.query.pop("wait_s", None)  # which would wait
             if case.path.endswith("/follow"):

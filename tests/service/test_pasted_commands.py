@@ -221,11 +221,11 @@ CASES = {
 
 def words_of(typed: str) -> list[str]:
     """The words of a command line; of one that was typed as one text, those within."""
-    words = shlex.split(typed)
-    return shlex.split(words[0]) if len(words) == 1 else words
+    arguments = shlex.split(typed)
+    return shlex.split(arguments[0]) if len(arguments) == 1 else arguments
 
 
-def proposed(case: Case, folder: Path) -> tuple[str, JobSpec]:
+def propose(case: Case, folder: Path) -> tuple[str, JobSpec]:
     for name, content in case.files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(content)
@@ -235,7 +235,7 @@ def proposed(case: Case, folder: Path) -> tuple[str, JobSpec]:
 
 
 def first_attempt(spec: JobSpec) -> RenderedCommand:
-    """What the script is told by the plan that has the defaults of all knobs, on all devices."""
+    """Return the command of the plan that has the defaults of all knobs, on all devices."""
     knob, dp = spec.knobs.micro_batch_size, spec.gpus.max
     steps = spec.knobs.gradient_accumulation_steps
     counted = int(knob.default or 1) if knob is not None else max(1, spec.global_batch_size // dp)
@@ -251,24 +251,24 @@ def first_attempt(spec: JobSpec) -> RenderedCommand:
     )  # fmt: skip
 
 
-def pairs(words: tuple[str, ...] | list[str]) -> Iterator[tuple[str, str]]:
+def pairs(arguments: tuple[str, ...] | list[str]) -> Iterator[tuple[str, str]]:
     """(name, value) of each flag and each key=value; a bare flag is true."""
-    for word, following in itertools.zip_longest(words, words[1:], fillvalue="-"):
+    for word, following in itertools.zip_longest(arguments, arguments[1:], fillvalue="-"):
         if "=" in word:
             yield word.partition("=")[0].lstrip("-+").replace("-", "_"), word.partition("=")[2].lower()
         elif word.startswith("-"):
             yield word.lstrip("-").replace("-", "_"), "true" if following.startswith("-") else following.lower()
 
 
-def lost(case: Case, text: str, spec: JobSpec, folder: Path) -> list[str]:
-    """What was typed, and neither the first attempt nor a comment says."""
+def list_lost(case: Case, text: str, spec: JobSpec, folder: Path) -> list[str]:
+    """Return the typed parts that neither the first attempt nor a comment has."""
     attempt = first_attempt(spec)
-    words = " ".join([*attempt.arguments, *(f"{name}={value}" for name, value in [*spec.env, *attempt.env.items()])])
+    shown = " ".join([*attempt.arguments, *(f"{name}={value}" for name, value in [*spec.env, *attempt.env.items()])])
     missing = [
         part
         for word in words_of(case.typed)
         for part in re.split(r"[=\s]", word)
-        if part and part not in words and part not in text and not re.fullmatch(r"\d?>.*|&|\||log.*|tee|x123|-\w", part)
+        if part and part not in shown and part not in text and not re.fullmatch(r"\d?>.*|&|\||log.*|tee|x123|-\w", part)
     ]
     rendered = dict(pairs(attempt.arguments)) | {name.lower(): value for name, value in attempt.env.items()}
     values = set(rendered.values())
@@ -280,7 +280,7 @@ def lost(case: Case, text: str, spec: JobSpec, folder: Path) -> list[str]:
         meaning = (meaning_of(name) or ("",))[0]
         if meaning == "output_dir" or value == "x123" or (spec.config is not None and value == spec.config.file):
             continue
-        if rendered.get(name, value if value in values or name in words or name in text else None) != value:
+        if rendered.get(name, value if value in values or name in shown or name in text else None) != value:
             missing.append(f"{name}: {value}, not {rendered.get(name)}")
     parts = [part for word in words_of(case.typed) for part in word.split("=")]
     files = [part for part in parts if part.endswith((".yaml", ".yml", ".json", ".toml"))]
@@ -302,13 +302,13 @@ def lost(case: Case, text: str, spec: JobSpec, folder: Path) -> list[str]:
 def verdict(case: Case, folder: Path) -> str:
     """`right`, or why not: refused, misleading (a wrong number, or something lost), without batch size, incomplete."""
     try:
-        text, spec = proposed(case, folder)
+        text, spec = propose(case, folder)
     except SpecError as error:
         return f"refused: {error}"
     says = "\nglobal_batch_size:" in text
     if says and spec.global_batch_size != case.batch:
         return f"misleading: global batch {spec.global_batch_size}, not {case.batch}"
-    if missing := lost(case, text, spec, folder):
+    if missing := list_lost(case, text, spec, folder):
         return f"misleading: lost {missing}"
     if not says and case.batch is not None:
         return "without batch size"
@@ -318,8 +318,8 @@ def verdict(case: Case, folder: Path) -> str:
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_pasted_command_becomes_its_job_which_can_be_planned(tmp_path: Path, name: str) -> None:
-    assert verdict(CASES[name], tmp_path) == "right", proposed(CASES[name], tmp_path)[0]
-    spec = proposed(CASES[name], tmp_path)[1]
+    assert verdict(CASES[name], tmp_path) == "right", propose(CASES[name], tmp_path)[0]
+    spec = propose(CASES[name], tmp_path)[1]
     assert plan_job(spec, idle_nodes(read_cluster(EIGHT)), ())["chosen"] is not None
 
 
@@ -390,5 +390,5 @@ def test_no_draw_of_wrapper_launcher_parser_and_settings_loses_what_was_typed(tm
         assert verdict(case, tmp_path / f"t{index}") == "right", (
             kind,
             case.typed,
-            proposed(case, tmp_path / f"t{index}")[0],
+            propose(case, tmp_path / f"t{index}")[0],
         )

@@ -25,7 +25,7 @@ def program(path: Path, text: str, mode: int = 0o755) -> Path:
     return path
 
 
-def prepared(folder: Path) -> None:
+def write_programs(folder: Path) -> None:
     """Programs that start, and programs that fail to."""
     program(folder / "bin/works", f"#!{sys.executable}\n")
     program(folder / "bin/by-env", "#!/usr/bin/env -S python3 -u\n")
@@ -37,7 +37,7 @@ def prepared(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("command", "said"),
+    ("command", "parts"),
     [
         ("no-such-program train", ["no program 'no-such-program' on the PATH", "/usr/bin", "env: {PATH"]),
         ("bin/nothing", ["the program does not exist", "bin/nothing", "starts at `workdir`"]),
@@ -52,28 +52,28 @@ def prepared(folder: Path) -> None:
     ],
 )
 def test_a_program_that_cannot_start_is_refused_with_the_path_tried(
-    command: str, said: list[str], tmp_path: Path
+    command: str, parts: list[str], tmp_path: Path
 ) -> None:
-    prepared(tmp_path)
+    write_programs(tmp_path)
     program(tmp_path / "train.py", "", 0o644)
     (tmp_path / "job.yaml").write_text(JOB.format(command=command))
     with pytest.raises(SpecError) as caught:
         read_job(tmp_path / "job.yaml")
     message = str(caught.value)
     assert message.startswith(f"{tmp_path}/job.yaml: command: ")
-    assert [words for words in said if words not in message] == [], message
+    assert [part for part in parts if part not in message] == [], message
 
 
 @pytest.mark.parametrize("command", ["bin/works", "bin/by-env", "sleep 0", "/bin/sh -c true", "works"])
 def test_a_program_that_starts_is_taken(command: str, tmp_path: Path) -> None:
-    prepared(tmp_path)
+    write_programs(tmp_path)
     path = f"env: {{PATH: '{tmp_path}/bin:/usr/bin:/bin:{Path(sys.executable).parent}'}}\n"
     (tmp_path / "job.yaml").write_text(JOB.format(command=command) + path)
     assert read_job(tmp_path / "job.yaml").command is not None
 
 
 @pytest.mark.parametrize(
-    ("command", "workdir", "said"),
+    ("command", "workdir", "message"),
     [
         ("no-such-program", ".", "no program 'no-such-program' on the PATH: tried "),
         ("true", "gone", "the folder does not exist: tried "),
@@ -82,25 +82,25 @@ def test_a_program_that_starts_is_taken(command: str, tmp_path: Path) -> None:
     ],
 )
 def test_a_program_missing_on_the_node_fails_once_with_the_path_tried(
-    command: str, workdir: str, said: str, tmp_path: Path
+    command: str, workdir: str, message: str, tmp_path: Path
 ) -> None:
-    prepared(tmp_path)
+    write_programs(tmp_path)
     said_of = {"name": "job", "global_batch_size": 1, "launch": "self", "command": command, "gpus": 1}
     spec = JobSpec.model_validate(said_of | {"workdir": str(tmp_path / workdir)})
     job = Drive(tmp_path / "home", cluster("64MiB")).run(spec)
     assert job.status is JobStatus.FAILED
     assert story(job) == ["user_error"]
-    assert said in job.reason
+    assert message in job.reason
     assert "; " in job.reason, "what to write instead"
 
 
 def test_a_full_process_table_is_no_missing_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is temporary, so a retry may help: fork's EAGAIN."""
+    """The error of fork is EAGAIN, which is temporary, so a retry may help."""
 
-    def refused(*_: object, **__: object) -> None:
+    def refuse_fork(*_: object, **__: object) -> None:
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
-    monkeypatch.setattr("orchestrator.backends.attempts.launcher.subprocess.Popen", refused)
+    monkeypatch.setattr("orchestrator.backends.attempts.launcher.subprocess.Popen", refuse_fork)
     launcher = Launcher(str(tmp_path / "1"), str(tmp_path / "epoch"), 1, "mark", Watched(node="n", devices=(0,)))
     status = launcher.start([(0, ("/bin/true",), {})], "/")
     assert (status["state"], status["no_program"]) == ("ended", False)

@@ -98,7 +98,7 @@ mp.spawn(print)
 """
 
 
-def proposed(folder: Path, source: str) -> tuple[str, JobSpec]:
+def propose(folder: Path, source: str) -> tuple[str, JobSpec]:
     script, file = folder / "my_train.py", folder / "job.yaml"
     script.write_text(source)
     text = proposal([str(script)], folder, {})
@@ -108,11 +108,11 @@ def proposed(folder: Path, source: str) -> tuple[str, JobSpec]:
 
 def test_flags_of_argparse_are_read_and_never_run_in_the_modules_beside_it_too(tmp_path: Path) -> None:
     (tmp_path / "options.py").write_text(OPTIONS)
-    _, spec = proposed(tmp_path, ARGPARSE)
+    _, spec = propose(tmp_path, ARGPARSE)
     assert spec.command == ("python", "my_train.py", "--data", "DATA")
     assert spec.global_batch_size == 64, "its own batch of 32, accumulated twice"
-    said = {name: (knob.flag or knob.switch, knob.default) for name, knob in spec.knobs.items()}
-    assert said == {
+    defaults = {name: (knob.flag or knob.switch, knob.default) for name, knob in spec.knobs.items()}
+    assert defaults == {
         "micro_batch_size": ("--batch-size", 32),
         "gradient_accumulation_steps": ("--grad-accum", 2),
         "activation_checkpointing": ("--gradient-checkpointing", None),
@@ -127,7 +127,7 @@ def test_flags_of_argparse_are_read_and_never_run_in_the_modules_beside_it_too(t
 
 
 def test_flags_of_typer_are_read_from_parameters(tmp_path: Path) -> None:
-    _, spec = proposed(tmp_path, TYPER)
+    _, spec = propose(tmp_path, TYPER)
     assert spec.command == ("python", "my_train.py", "DATA")
     assert [(name, knob.flag or knob.switch, knob.default) for name, knob in spec.knobs.items()] == [
         ("micro_batch_size", "--bs", 4),
@@ -139,23 +139,23 @@ def test_flags_of_typer_are_read_from_parameters(tmp_path: Path) -> None:
 
 
 def test_transformers_trainer_is_recognised_by_what_its_parser_is_given(tmp_path: Path) -> None:
-    text, spec = proposed(tmp_path, HF)
+    text, spec = propose(tmp_path, HF)
     assert spec.trainer == "hf"
     assert spec.command == ("python", "my_train.py", "--model_name", "MODEL_NAME")
     assert "nothing in it uses resume_from_checkpoint" not in text
-    without, _ = proposed(tmp_path, HF.replace("resume_from_checkpoint=training.resume_from_checkpoint", ""))
+    without, _ = propose(tmp_path, HF.replace("resume_from_checkpoint=training.resume_from_checkpoint", ""))
     assert "nothing in it uses resume_from_checkpoint" in without
 
 
 def test_a_script_of_trl_is_one_of_transformers_whose_precision_is_trls(tmp_path: Path) -> None:
-    text, spec = proposed(tmp_path, SFT)
+    text, spec = propose(tmp_path, SFT)
     assert "it parses SFTConfig" in text
     assert (spec.trainer, spec.precision) == ("trl", Precision.BF16)
-    assert proposed(tmp_path, HF)[1].precision is Precision.FP32
+    assert propose(tmp_path, HF)[1].precision is Precision.FP32
 
 
 def test_a_scripts_differences_from_its_framework_are_written(tmp_path: Path) -> None:
-    _, spec = proposed(tmp_path, DIFFUSERS)
+    _, spec = propose(tmp_path, DIFFUSERS)
     assert spec.trainer == "diffusers"
     assert spec.knobs.micro_batch_size is not None
     assert (spec.knobs.micro_batch_size.flag, spec.knobs.micro_batch_size.default) == ("--train_batch_size", 4)
@@ -164,14 +164,14 @@ def test_a_scripts_differences_from_its_framework_are_written(tmp_path: Path) ->
 
 def test_the_file_of_deepspeed_is_found_beside_its_script(tmp_path: Path) -> None:
     (tmp_path / "zero2.json").write_text('{"zero_optimization": {"stage": 2}}')
-    _, spec = proposed(tmp_path, DEEPSPEED)
+    _, spec = propose(tmp_path, DEEPSPEED)
     assert (spec.trainer, spec.launch) == ("deepspeed", "deepspeed")
     assert spec.config is not None
     assert (spec.config.file, spec.config.flag) == ("zero2.json", "--deepspeed_config")
 
 
 @pytest.mark.parametrize(
-    ("source", "said"),
+    ("source", "message"),
     [
         (HYDRA, "Not known: how a plan tells it its batch size"),
         (HYDRA, "CHECK: nothing says the samples per optimizer step"),
@@ -179,8 +179,8 @@ def test_the_file_of_deepspeed_is_found_beside_its_script(tmp_path: Path) -> Non
         (LIGHTNING, "trainer: lightning"),
     ],
 )
-def test_unknown_settings_are_named(tmp_path: Path, source: str, said: str) -> None:
-    assert said in proposed(tmp_path, source)[0]
+def test_unknown_settings_are_named(tmp_path: Path, source: str, message: str) -> None:
+    assert message in propose(tmp_path, source)[0]
 
 
 @pytest.mark.parametrize("content", [b"#!/bin/sh\necho $1\n", b"\xff\xfe\x00"])
@@ -201,9 +201,9 @@ def test_the_hubs_token_is_proposed_where_the_shell_has_one_and_hinted_at_where_
 ) -> None:
     (tmp_path / "train.py").write_text(HF)
     (tmp_path / "plain.py").write_text(ARGPARSE)
-    words = [str(tmp_path / "train.py")]
-    with_token = proposal(words, tmp_path, {"HF_TOKEN": "hf_planted"})
+    command = [str(tmp_path / "train.py")]
+    with_token = proposal(command, tmp_path, {"HF_TOKEN": "hf_planted"})
     assert "\nsecrets: [HF_TOKEN] #" in with_token
     assert "hf_planted" not in with_token
-    assert "\n# secrets: [HF_TOKEN] #" in proposal(words, tmp_path, {})
+    assert "\n# secrets: [HF_TOKEN] #" in proposal(command, tmp_path, {})
     assert "secrets" not in proposal([str(tmp_path / "plain.py")], tmp_path, {})

@@ -69,7 +69,7 @@ def test_a_cache_that_cannot_be_written_costs_a_measurement_and_nothing_else(cac
 
 
 def test_a_user_without_a_home_directory_is_planned_with_measured_rates(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a container that gives any user id: nothing is cached, and nothing fails."""
+    """A container may give any user id: nothing is cached, and nothing fails."""
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.delenv("HOME", raising=False)
     monkeypatch.setattr("os.getuid", lambda: 4_000_000)

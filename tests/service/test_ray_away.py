@@ -80,8 +80,8 @@ def test_a_service_whose_ray_is_not_there_takes_jobs_and_says_why_they_wait(home
     assert [problem.startswith(AWAY) for problem in problems] == [True]
     with closing(Client(home)) as client:
         assert client.cluster()["problems"] == problems
-    said = (home / "service.log").read_text()
-    assert said.count("Ray cannot be reached") == 1, "once, and not once for each try"
+    log = (home / "service.log").read_text()
+    assert log.count("Ray cannot be reached") == 1, "once, and not once for each try"
     print(f"up after {up_s:.1f} s, answered after {1000 * took_s:.0f} ms")
 
 
@@ -91,7 +91,11 @@ def test_ray_is_lost_and_comes_back_under_a_service_that_goes_on(home: Path) -> 
     pid = int(service_file(home)["pid"])
     go = home / "go"
     before, _ = submit(home, go)
-    until(lambda: [one["outcome"] for one in job_of(home, before)["attempts"]] == ["running"], "the job runs", BACK_S)
+    until(
+        lambda: [attempt["outcome"] for attempt in job_of(home, before)["attempts"]] == ["running"],
+        "the job runs",
+        BACK_S,
+    )
     head = _server_of(home)
     os.kill(head, signal.SIGSTOP)  # it is away, and nothing takes its place
     try:
@@ -105,7 +109,7 @@ def test_ray_is_lost_and_comes_back_under_a_service_that_goes_on(home: Path) -> 
     until(lambda: job_of(home, job_id)["status"] == "succeeded", "the job ran", BACK_S)
     go.touch()
     until(lambda: job_of(home, before)["status"] == "succeeded", "the job that ran before", BACK_S)
-    assert [one["number"] for one in job_of(home, before)["attempts"]] == [1], "it ran on"
+    assert [attempt["number"] for attempt in job_of(home, before)["attempts"]] == [1], "it ran on"
 
     os.kill(_server_of(home), signal.SIGKILL)
     job_id, took_s = submit(home, home)
@@ -116,7 +120,7 @@ def test_ray_is_lost_and_comes_back_under_a_service_that_goes_on(home: Path) -> 
     assert int(service_file(home)["pid"]) == pid, "the service was not started again"
     stop(home, force=True)
     with closing(Journal(journal_url(home))) as journal:
-        ends = [(one.job_id, one.number) for one in journal.events() if isinstance(one, Finished)]
+        ends = [(event.job_id, event.number) for event in journal.events() if isinstance(event, Finished)]
     assert len(ends) == len(set(ends))
 
 

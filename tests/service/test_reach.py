@@ -40,12 +40,12 @@ class Machine:
     mlflow: str | None = NO_MLFLOW  # None: the service's own, which takes 6 s of processor time to start
 
     def orc(self, *arguments: str, token: str = "", code: int = 0) -> Any:
-        """What a command answered as JSON; where it fails, what it said."""
-        said = {"XDG_CONFIG_HOME": str(self.folder), "ORC_HOME": str(self.folder / "home"), "ORC_SERVER": self.server}
-        said["ORC_MLFLOW"] = self.mlflow
+        """Return the JSON answer of a command; its stderr where it fails."""
+        extra = {"XDG_CONFIG_HOME": str(self.folder), "ORC_HOME": str(self.folder / "home"), "ORC_SERVER": self.server}
+        extra["ORC_MLFLOW"] = self.mlflow
         dropped = {name for name in os.environ if name.startswith("ORC_")}
-        kept = {name: text for name, text in os.environ.items() if name not in dropped}
-        env = {**kept, **{name: text for name, text in said.items() if text is not None}}
+        inherited = {name: text for name, text in os.environ.items() if name not in dropped}
+        env = {**inherited, **{name: text for name, text in extra.items() if text is not None}}
         ended = run_orc([*arguments, "--json"], env=env, stdin=token)
         assert ended.returncode == code, (arguments, ended.stdout, ended.stderr)
         return ended.stderr if code else json.loads(ended.stdout)
@@ -124,8 +124,8 @@ def test_a_job_whose_files_are_elsewhere_runs_there_and_its_output_is_fetched(re
     assert "exists already" in reached.there.orc("get", job_id, "--to", str(to), code=2)
     assert not (project / "out").exists()
     uploads = list((reached.here.folder / "home" / "uploads").iterdir())
-    assert {"train.py", "helper.py"} in [{path.name for path in (one / "files").iterdir()} for one in uploads]
-    assert not [path for one in uploads for path in one.rglob("logins.json")], "a token was uploaded"
+    assert {"train.py", "helper.py"} in [{path.name for path in (upload / "files").iterdir()} for upload in uploads]
+    assert not [path for upload in uploads for path in upload.rglob("logins.json")], "a token was uploaded"
     assert reached.there.orc("run", str(file))["status"] == "succeeded"
     assert len(list((reached.here.folder / "home" / "uploads").iterdir())) == len(uploads), "it was there"
 
@@ -144,23 +144,23 @@ def test_a_path_of_the_service_need_not_exist_elsewhere_and_is_looked_for_there(
     file.write_text(MODEL)
     planned = reached.there.orc("plan", str(file))
     assert planned["chosen"] is not None
-    said = reached.there.orc("submit", str(file), code=2)
-    assert "data.chat[0]: the file does not exist" in said
-    assert "data.tokenizer: the folder does not exist" in said
+    error = reached.there.orc("submit", str(file), code=2)
+    assert "data.chat[0]: the file does not exist" in error
+    assert "data.tokenizer: the folder does not exist" in error
 
 
 def test_a_login_is_readable_by_its_user_alone_and_holds_for_its_url_alone(reached: Reached) -> None:
-    kept = reached.there.folder / "orc" / "logins.json"
-    assert kept.stat().st_mode & 0o077 == 0
-    assert set(json.loads(kept.read_text())) == {reached.url}
+    file = reached.there.folder / "orc" / "logins.json"
+    assert file.stat().st_mode & 0o077 == 0
+    assert set(json.loads(file.read_text())) == {reached.url}
     other = Machine(folder=reached.there.folder, server="https://127.0.0.1:1")
     assert "no login is kept" in other.orc("queue", code=1)
 
 
 def test_another_certificate_than_the_pinned_one_is_refused(reached: Reached, tmp_path: Path) -> None:
     wrong = f"sha256:{'0' * 64}"
-    said = Machine(folder=tmp_path).orc("login", reached.url, "--fingerprint", wrong, token="orc_x", code=1)
-    assert reached.fingerprint in said
+    error = Machine(folder=tmp_path).orc("login", reached.url, "--fingerprint", wrong, token="orc_x", code=1)
+    assert reached.fingerprint in error
     assert not (tmp_path / "orc").exists()
     unpinned = Machine(folder=tmp_path).orc("login", reached.url, token="orc_x", code=1)
     assert "does not answer" in unpinned, "a certificate that nobody vouches for is not trusted"
@@ -168,8 +168,8 @@ def test_another_certificate_than_the_pinned_one_is_refused(reached: Reached, tm
 
 def test_what_is_no_token_is_refused_and_not_kept(reached: Reached, tmp_path: Path) -> None:
     stranger = Machine(folder=tmp_path)
-    said = stranger.orc("login", reached.url, "--fingerprint", reached.fingerprint, token="orc_wrong", code=1)
-    assert "wrong token" in said
+    error = stranger.orc("login", reached.url, "--fingerprint", reached.fingerprint, token="orc_wrong", code=1)
+    assert "wrong token" in error
     assert not (tmp_path / "orc").exists()
 
 

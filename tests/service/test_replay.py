@@ -48,11 +48,11 @@ def night(tmp_path: Path) -> tuple[Path, Journal]:
 def test_every_decision_is_replayed_while_the_service_is_up(night: tuple[Path, Journal]) -> None:
     path, journal = night
     decided = list(replay(read_events(str(path))))
-    launches = [line for one in decided for line in one["now"].splitlines() if line.startswith("launch ")]
+    launches = [line for decision in decided for line in decision["now"].splitlines() if line.startswith("launch ")]
     attempts = sum(len(job.attempts) for job in journal.ended(100))
     assert len(launches) == attempts > 5
-    assert all(one["same"] for one in decided)
-    assert all(one["why"] for one in decided)
+    assert all(decision["same"] for decision in decided)
+    assert all(decision["why"] for decision in decided)
     journal.close()
 
 
@@ -60,27 +60,27 @@ def test_a_decision_that_this_version_makes_otherwise_is_reported(
     night: tuple[Path, Journal], capsys: pytest.CaptureFixture[str]
 ) -> None:
     path, journal = night
-    told = [
+    history = [
         (event, decided.replace(" on ", " elsewhere ") if decided else decided) for event, decided in journal.history()
     ]
     journal.close()
-    others = [one for one in replay(told) if not one["same"]]
+    others = [decision for decision in replay(history) if not decision["same"]]
     assert others
-    assert all("elsewhere" in (one["then"] or "") and "elsewhere" not in one["now"] for one in others)
-    assert ended(lambda: main(["replay", str(path), "--json"])) == 0
-    assert all(one["same"] for one in json.loads(capsys.readouterr().out)["decisions"])
-    assert ended(lambda: main(["replay", "--home", str(path.parent)])) == 0
+    assert all("elsewhere" in (decision["then"] or "") and "elsewhere" not in decision["now"] for decision in others)
+    assert exit_code(lambda: main(["replay", str(path), "--json"])) == 0
+    assert all(decision["same"] for decision in json.loads(capsys.readouterr().out)["decisions"])
+    assert exit_code(lambda: main(["replay", "--home", str(path.parent)])) == 0
     assert "decides 0 otherwise" in capsys.readouterr().out
 
 
 def test_a_stopped_job_gets_the_reason() -> None:
     events = (seen(maintained("a", (1000.0, 2000.0))), submitted(1, script({1: 500.0})), TimerFired(at_s=900.0))
-    *_, asked = replay((event, None) for event in events)
-    assert asked["now"].startswith("stop job-1"), asked
-    assert asked["why"] == "job-1: stopped for the maintenance of a"
+    *_, decision = replay((event, None) for event in events)
+    assert decision["now"].startswith("stop job-1"), decision
+    assert decision["why"] == "job-1: stopped for the maintenance of a"
     events = (seen(node("a")), submitted(1, script({1: 500.0})), CancelRequested(job_id="job-1", at_s=2.0))
-    *_, asked = replay((event, None) for event in events)
-    assert asked["why"] == "job-1: is being cancelled"
+    *_, decision = replay((event, None) for event in events)
+    assert decision["why"] == "job-1: is being cancelled"
 
 
 def test_the_live_queue_is_played_from_now_on_another_cluster(
@@ -105,25 +105,25 @@ def test_the_live_queue_is_played_from_now_on_another_cluster(
     assert first["end_s"] <= second["start_s"] < second["end_s"] <= third["start_s"], "one device, one after the other"
     supposed = "does not say `steps`: a day is taken"
     Console().print(expected_table([first, second, third]))
-    told = capsys.readouterr().out
-    assert third["id"] in told
-    assert supposed not in told
-    asked = ["simulate", "--queue", "now", "--home", str(tmp_path), "--json", "--cluster", str(tmp_path / "other.yaml")]
-    assert ended(lambda: main(asked)) == 0
+    output = capsys.readouterr().out
+    assert third["id"] in output
+    assert supposed not in output
+    argv = ["simulate", "--queue", "now", "--home", str(tmp_path), "--json", "--cluster", str(tmp_path / "other.yaml")]
+    assert exit_code(lambda: main(argv)) == 0
     report = json.loads(capsys.readouterr().out)
     assert (report["trace"], report["finished"]) == ("queue", 3)
     assert report["makespan_s"] == pytest.approx(3610.0)
     endless = controller.submit(spec.model_copy(update={"name": "endless", "steps": None, "speeds": ()}))
     Console().print(expected_table(expected_jobs(controller.state, 60.0)))
     assert supposed in capsys.readouterr().out
-    assert ended(lambda: main(["forecast", "--home", str(tmp_path)])) != 0
+    assert exit_code(lambda: main(["forecast", "--home", str(tmp_path)])) != 0
     assert "no service is up" in capsys.readouterr().err
-    assert ended(lambda: main(asked)) == 0
-    said = capsys.readouterr()
-    assert f"Taken as a day long, since their length is unknown: {endless}" in said.err
-    assert json.loads(said.out)["finished"] == 4
-    assert ended(lambda: main([*asked, "--oom", "0.5"])) == 2, "of a trace alone"
-    assert ended(lambda: main([*asked, str(tmp_path / "other.yaml")])) == 2, "a trace and the queue"
+    assert exit_code(lambda: main(argv)) == 0
+    captured = capsys.readouterr()
+    assert f"Taken as a day long, since their length is unknown: {endless}" in captured.err
+    assert json.loads(captured.out)["finished"] == 4
+    assert exit_code(lambda: main([*argv, "--oom", "0.5"])) == 2, "of a trace alone"
+    assert exit_code(lambda: main([*argv, str(tmp_path / "other.yaml")])) == 2, "a trace and the queue"
     journal.close()
 
 
@@ -135,7 +135,7 @@ def test_what_is_no_journal_is_one_clear_error(tmp_path: Path) -> None:
         list(read_events(str(tmp_path / "text.db")))
 
 
-def ended(command: Callable[[], None]) -> object:
+def exit_code(argv: Callable[[], None]) -> object:
     with pytest.raises(SystemExit) as error:
-        command()
+        argv()
     return error.value.code

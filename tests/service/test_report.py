@@ -27,8 +27,8 @@ def view(world: World) -> ReportView:
     world.turn_until("succeeded")
     answer = world.by(Role.VIEWER).get("/report?since_s=0")
     assert answer.status_code == 200, answer.text
-    found: ReportView = answer.json()
-    return found
+    report: ReportView = answer.json()
+    return report
 
 
 @pytest.mark.parametrize(

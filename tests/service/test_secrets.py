@@ -41,13 +41,13 @@ LEAKS = "raise ValueError(os.environ['PLANTED'])"
 
 def processes() -> dict[str, bytes]:
     """Command lines of all processes by id."""
-    found = {}
+    command_lines = {}
     for process in Path("/proc").glob("[0-9]*"):
         try:
-            found[process.name] = (process / "cmdline").read_bytes()
+            command_lines[process.name] = (process / "cmdline").read_bytes()
         except OSError:
             continue
-    return found
+    return command_lines
 
 
 OF_THE_SHELL = {"HF_TOKEN": "planted-of-the-hub-4712", "AWS_SECRET_ACCESS_KEY": "planted-of-the-cloud-4713"}
@@ -142,7 +142,7 @@ def test_a_process_that_hides_its_environment_is_closed_to_others_of_its_user() 
 def test_a_child_of_the_service_never_inherits_its_environment_unasked() -> None:
     """What the service keeps in memory would be its child's: each starts with an environment of its own."""
     package = Path(orchestrator.__file__).parent
-    found = [
+    calls = [
         f"{file.relative_to(package)}:{call.lineno}"
         for folder in ("backends", "service/server")
         for file in (package / folder).rglob("*.py")
@@ -150,7 +150,7 @@ def test_a_child_of_the_service_never_inherits_its_environment_unasked() -> None
         if isinstance(call, ast.Call) and ast.unparse(call.func) in ("subprocess.Popen", "subprocess.run")
         if not any(word.arg == "env" for word in call.keywords)
     ]
-    assert [where.partition(":")[0] for where in found] == ["service/server/lifecycle.py"], (
+    assert [where.partition(":")[0] for where in calls] == ["service/server/lifecycle.py"], (
         "the service itself, of a user"
     )
 
@@ -206,10 +206,10 @@ def test_a_secret_is_in_no_journal_log_record_answer_or_command_line(
         token = here.orc("token", "create", "ada")["secret"]
         home = here.folder / "home"
         planted = [OF_A_JOB, token, (home / "token").read_text()]
-        kept, leaked = here.orc("submit", str(here.folder / "keeps.yaml"), str(here.folder / "leaks.yaml"))["ids"]
-        log = home / "jobs" / kept / "attempts" / "1" / "rank0.log"
+        keeper, leaked = here.orc("submit", str(here.folder / "keeps.yaml"), str(here.folder / "leaks.yaml"))["ids"]
+        log = home / "jobs" / keeper / "attempts" / "1" / "rank0.log"
         for _ in range(60):
-            answers = [here.orc("show", job_id) for job_id in (kept, leaked)]
+            answers = [here.orc("show", job_id) for job_id in (keeper, leaked)]
             if answers[1]["status"] == "failed" and log.exists() and HAS_IT in log.read_text():
                 break
         else:
@@ -221,8 +221,8 @@ def test_a_secret_is_in_no_journal_log_record_answer_or_command_line(
         go.touch()
     finally:
         here.orc("down", "--force")
-    own = home / "jobs" / leaked / "attempts" / "1"
-    files = [path for path in home.rglob("*") if path.is_file() and own not in path.parents]
+    attempt_folder = home / "jobs" / leaked / "attempts" / "1"
+    files = [path for path in home.rglob("*") if path.is_file() and attempt_folder not in path.parents]
     files.remove(home / "token")
     assert {"journal.sqlite", "service.log"} <= {path.name for path in files}
     for secret in planted:

@@ -40,9 +40,9 @@ CLUSTER = ClusterSpec(
 STORM = Trouble(oom_chance=0.3, node_loss_chance=0.3)
 
 
-def job(name: str, steps: int, speeds: dict[int, float], **said: object) -> JobSpec:
-    told = {str(count): f"{each}s" for count, each in speeds.items()}
-    return JobSpec(name=name, command="python x.py", global_batch_size=4, steps=steps, speeds=told, **said)
+def job(name: str, steps: int, speeds: dict[int, float], **fields: object) -> JobSpec:
+    declared = {str(count): f"{step_s}s" for count, step_s in speeds.items()}
+    return JobSpec(name=name, command="python x.py", global_batch_size=4, steps=steps, speeds=declared, **fields)
 
 
 def day(seed: int, jobs: int = 40) -> Trace:
@@ -54,50 +54,52 @@ def day(seed: int, jobs: int = 40) -> Trace:
         speeds = {count: alone_s / count**0.8 for count in (1, 2, 4) if count <= draw.choice((1, 2, 4, 4))}
         spec = job(f"job{index}", draw.randint(10, 2000), speeds)
         arrivals.append(Arrival(at_s=index * draw.uniform(0, 200), spec=spec, rigid_devices=max(speeds)))
-    arrivals.sort(key=lambda one: one.at_s)
+    arrivals.sort(key=lambda arrival: arrival.at_s)
     first_s = arrivals[0].at_s
-    return Trace(name=f"day{seed}", arrivals=tuple(replace(one, at_s=one.at_s - first_s) for one in arrivals))
+    return Trace(
+        name=f"day{seed}", arrivals=tuple(replace(arrival, at_s=arrival.at_s - first_s) for arrival in arrivals)
+    )
 
 
 def attempts(outcomes: Iterable[Outcome]) -> list[Process]:
-    return [process for one in outcomes for process in one.attempts]
+    return [process for outcome in outcomes for process in outcome.attempts]
 
 
 def breaches(trace: Trace, outcomes: tuple[Outcome, ...]) -> list[str]:
     """Violations of the world's laws by a run."""
-    found = []
-    held: dict[tuple[str, int], list[tuple[float, float, str]]] = {}
-    for arrival, one in zip(trace.arrivals, outcomes, strict=True):
+    violations = []
+    spans_by_device: dict[tuple[str, int], list[tuple[float, float, str]]] = {}
+    for arrival, outcome in zip(trace.arrivals, outcomes, strict=True):
         done = 0
-        for process in one.attempts:
+        for process in outcome.attempts:
             name = process.attempt.name
             assert process.ended_at_s is not None
             if process.launched_at_s < arrival.at_s:
-                found.append(f"{name} ran before it was submitted")
+                violations.append(f"{name} ran before it was submitted")
             if process.first_step != done:
-                found.append(f"{name} began at step {process.first_step}, its checkpoint is at {done}")
+                violations.append(f"{name} began at step {process.first_step}, its checkpoint is at {done}")
             if process.evidence is not None:
                 done = max(done, process.evidence.checkpoint_step or 0)
             for device in process.devices:
-                held.setdefault(device, []).append((process.launched_at_s, process.ended_at_s, name))
+                spans_by_device.setdefault(device, []).append((process.launched_at_s, process.ended_at_s, name))
             if process.started_at_s is not None:
                 launch_s, ran_s = (
                     process.started_at_s - process.launched_at_s,
                     process.ended_at_s - process.started_at_s,
                 )
                 if launch_s != pytest.approx(CLUSTER.launch_cost):
-                    found.append(f"{name} was launched in {launch_s} s")
+                    violations.append(f"{name} was launched in {launch_s} s")
                 needed_s = (process.last_step - process.first_step) * process.step_s
                 if process.ending is None and ran_s != pytest.approx(needed_s, abs=1e-3):
-                    found.append(f"{name} trained {ran_s} s instead of {needed_s} s")
-    for device, spans in held.items():
+                    violations.append(f"{name} trained {ran_s} s instead of {needed_s} s")
+    for device, spans in spans_by_device.items():
         spans.sort()
-        found += [
+        violations += [
             f"{device} is held by {before[2]} and {after[2]}"
             for before, after in pairwise(spans)
             if after[0] < before[1] - 1e-6
         ]
-    return found
+    return violations
 
 
 @pytest.mark.parametrize("trouble", [Trouble(), STORM], ids=["calm", "storm"])
@@ -117,9 +119,9 @@ def test_the_laws_of_the_world_hold_under_every_policy_that_the_benchmark_compar
     trace = day(7)
     outcomes = scheduler.theirs(order, CLUSTER)(trace, 7).outcomes
     assert breaches(trace, outcomes) == []
-    assert all(one.ended_at_s is not None for one in outcomes)
+    assert all(outcome.ended_at_s is not None for outcome in outcomes)
     widths = [process.attempt.plan.world_size for process in attempts(outcomes)]
-    assert order is Order.TIRESIAS or widths == [one.rigid_devices for one in trace.arrivals]
+    assert order is Order.TIRESIAS or widths == [arrival.rigid_devices for arrival in trace.arrivals]
 
 
 def test_a_preempted_job_continues_from_its_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,10 +141,10 @@ def test_a_preempted_job_continues_from_its_checkpoint(monkeypatch: pytest.Monke
 
 def test_wrong_estimates_change_predictions_and_not_the_simulated_times() -> None:
     trace = Trace(name="one", arrivals=(Arrival(at_s=0.0, spec=job("a", 1000, {1: 2.0})),))
-    told = misjudge(trace, 0.5, seed=1)
-    assert told.arrivals[0].spec.speeds != trace.arrivals[0].spec.speeds
-    for one in (trace, told):
-        (outcome,) = simulate(one, CLUSTER, seed=0).outcomes
+    misjudged = misjudge(trace, 0.5, seed=1)
+    assert misjudged.arrivals[0].spec.speeds != trace.arrivals[0].spec.speeds
+    for night in (trace, misjudged):
+        (outcome,) = simulate(night, CLUSTER, seed=0).outcomes
         assert outcome.completion_s == pytest.approx(2000 + LAUNCH_COST_S)
         assert outcome.slowdown == pytest.approx(1.0)
 
@@ -190,12 +192,12 @@ def test_the_report_counts_what_happened() -> None:
 
 
 def test_the_report_counts_promises_that_are_kept_broken_and_refused() -> None:
-    """One runs as fast as declared, one half as fast, and the third one's request is impossible."""
-    asked = {"guarantee": "requested"}
+    """The first job runs as fast as declared, the second half as fast; the request of the third is impossible."""
+    fields = {"guarantee": "requested"}
     arrivals = (
-        Arrival(at_s=0.0, spec=job("kept", 10, {4: 1.0}, **asked)),
-        Arrival(at_s=0.0, spec=job("slow", 10, {4: 1.0}, **asked), shapes=(((4,), 2.0),)),
-        Arrival(at_s=0.0, spec=job("wide", 10, {1: 9.0}, gpus={"min": 1, "max": 4}, **asked)),
+        Arrival(at_s=0.0, spec=job("kept", 10, {4: 1.0}, **fields)),
+        Arrival(at_s=0.0, spec=job("slow", 10, {4: 1.0}, **fields), shapes=(((4,), 2.0),)),
+        Arrival(at_s=0.0, spec=job("wide", 10, {1: 9.0}, gpus={"min": 1, "max": 4}, **fields)),
         Arrival(at_s=0.0, spec=job("other", 10, {1: 1.0})),
     )
     run = simulate(Trace(name="four", arrivals=arrivals), CLUSTER, seed=0)
@@ -206,11 +208,11 @@ def test_the_report_counts_promises_that_are_kept_broken_and_refused() -> None:
 
 
 def test_the_same_seed_gives_the_same_bytes_and_another_seed_another_night() -> None:
-    def told(run: Simulated) -> str:
+    def serialize(run: Simulated) -> str:
         return json.dumps([run.report, [(p.attempt.name, p.launched_at_s, p.devices) for p in attempts(run.outcomes)]])
 
     def play(seed: int) -> str:
-        return told(simulate(misjudge(day(5), 0.5, seed), CLUSTER, seed=seed, trouble=STORM))
+        return serialize(simulate(misjudge(day(5), 0.5, seed), CLUSTER, seed=seed, trouble=STORM))
 
     assert play(1) == play(1) != play(2)
 
@@ -239,11 +241,11 @@ def test_the_command_plays_a_list_of_job_files(tmp_path: Path, capsys: pytest.Ca
     (tmp_path / "cluster.yaml").write_text(
         "name: two\nnodes: [{name: n, devices: 2, device: a100-80gb, host_memory: 64GiB}]\n"
     )
-    asked = ["simulate", str(tmp_path / "night.yaml"), "--cluster", str(tmp_path / "cluster.yaml"), "--seed", "3"]
+    command = ["simulate", str(tmp_path / "night.yaml"), "--cluster", str(tmp_path / "cluster.yaml"), "--seed", "3"]
     answers = []
     for _ in range(2):
         with pytest.raises(SystemExit) as ended:
-            main([*asked, "--launch-cost", "10", "--json", "--gantt", str(tmp_path / "gantt.png")])
+            main([*command, "--launch-cost", "10", "--json", "--gantt", str(tmp_path / "gantt.png")])
         assert ended.value.code == 0
         answers.append(capsys.readouterr().out)
     assert answers[0] == answers[1]
@@ -251,11 +253,11 @@ def test_the_command_plays_a_list_of_job_files(tmp_path: Path, capsys: pytest.Ca
     assert (report["trace"], report["cluster"], report["seed"], report["finished"]) == ("night", "two", 3, 2)
     assert (tmp_path / "gantt.png").exists()
     with pytest.raises(SystemExit) as ended:
-        main(asked)
+        main(command)
     assert ended.value.code == 0
-    said = capsys.readouterr().out
-    assert "2 of 2" in said
-    assert "decisions" in said
+    output = capsys.readouterr().out
+    assert "2 of 2" in output
+    assert "decisions" in output
 
 
 def simulated_by_command(folder: Path, *arguments: str) -> int | str | None:
@@ -278,8 +280,8 @@ def test_the_command_plays_the_objective_of_the_file_or_another_or_both(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     reports = []
-    for asked in ((), ("--objective", "completion"), ("--objective", "makespan")):
-        assert simulated_by_command(tmp_path, "--json", *asked) == 0
+    for options in ((), ("--objective", "completion"), ("--objective", "makespan")):
+        assert simulated_by_command(tmp_path, "--json", *options) == 0
         reports.append(json.loads(capsys.readouterr().out))
     assert [report["objective"] for report in reports] == ["makespan", "completion", "makespan"]
     assert simulated_by_command(tmp_path, "--json", "--objective", "both") == 0
@@ -296,7 +298,7 @@ def test_the_command_plays_another_policy_and_compares_several(
     """Six jobs of 200 s on one device or 120 s on two: FIFO takes both for each."""
     assert simulated_by_command(tmp_path, "--json", "--policy", "adaptive", "--policy", "fifo") == 0
     reports = json.loads(capsys.readouterr().out)
-    assert [(name, one["policy"], one["objective"]) for name, one in reports.items()] == [
+    assert [(name, report["policy"], report["objective"]) for name, report in reports.items()] == [
         ("adaptive", "adaptive", "makespan"),
         ("fifo", "fifo", "completion"),
     ]
@@ -323,16 +325,16 @@ def test_a_chart_of_both_objectives_is_refused(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_a_live_queue_is_played_with_what_it_waits_for_its_hours_and_its_deadlines() -> None:
-    """At noon: a running job, one that depends on it, one for the evening, and one with a deadline."""
+    """The queue at noon has a running job, a job that depends on it, an evening job and a job with a deadline."""
     noon_s = 1782907200.0  # Wednesday, 1 July 2026, 12:00 UTC
-    asked = [
+    specs = [
         job("first", 3600, {1: 1.0}),
         job("second", 60, {1: 1.0}, depends_on="first"),
         job("evening", 60, {1: 1.0}, start_window="22:00-23:00 Europe/Berlin wed"),
         job("due", 60, {1: 1.0}, deadline="14:30 Europe/Berlin"),
     ]
     state, _ = step(State(), NodesSeen(nodes=idle_nodes(CLUSTER), at_s=noon_s))
-    for order, spec in enumerate(asked, 1):
+    for order, spec in enumerate(specs, 1):
         spec = JobSpec.model_validate(spec.model_dump() | ({"depends_on": "first-1"} if spec.depends_on else {}))
         event = Submitted(job_id=f"{spec.name}-{order}", order=order, spec=spec, at_s=noon_s)
         state, _ = step(state, event)

@@ -95,8 +95,8 @@ def test_a_service_whose_decision_does_not_end_is_not_ready_and_says_what_it_doe
         controller = Controller(journal, FolderBackend(tmp_path, CLUSTER), time.time, Gated)
         submitter = threading.Thread(target=controller.submit, args=[script("lm", gpus=1)])
         submitter.start()
-        said = until(controller.health.failures, "the standstill is told")
-        assert said[0].startswith("no decision has ended for 0 s: submitted, since ")
+        problems = until(controller.health.failures, "the standstill is told")
+        assert problems[0].startswith("no decision has ended for 0 s: submitted, since ")
         assert "job=lm-1" in str(controller.standstill(names_job=True))
         Gated.opened.set()
         submitter.join()
@@ -106,7 +106,7 @@ def test_a_service_whose_decision_does_not_end_is_not_ready_and_says_what_it_doe
 @pytest.mark.long
 def test_sigterm_ends_a_service_within_ten_seconds_though_its_decision_never_ends(hanging: Path) -> None:
     pid = int(service_file(hanging)["pid"])
-    answer = until(lambda: (said := readyz(hanging)).status_code == 503 and said, "the service is not ready", 60.0)
+    answer = until(lambda: (reply := readyz(hanging)).status_code == 503 and reply, "the service is not ready", 60.0)
     assert ": submitted, since " in answer.json()["error"]
     log = hanging / "service.log"
     until(lambda: ": submitted job=waits-1, since " in log.read_text(), "its operator reads which job")

@@ -29,15 +29,15 @@ def test_the_demos_sweep_outlives_its_service_and_is_one_run_of_its_trials_in_ml
     assert here.orc("up")["started"]
 
     def over() -> Any:
-        found = here.orc("show", sweep_id)
-        return found if found["ended"] and not found["live"] else None
+        sweep = here.orc("show", sweep_id)
+        return sweep if sweep["ended"] and not sweep["live"] else None
 
-    found = eventually(over, "the sweep does not end", 400.0)
-    assert found["ended"] == "finished"
-    assert [one["number"] for one in found["trials"]] == list(range(6))
-    assert {one["status"] for one in found["trials"]} <= {"succeeded", "stopped early"}
-    values = [one["value"] for one in found["trials"] if one["status"] == "succeeded"]
-    assert found["trials"][found["best"]]["value"] == min(values)
+    sweep = eventually(over, "the sweep does not end", 400.0)
+    assert sweep["ended"] == "finished"
+    assert [trial["number"] for trial in sweep["trials"]] == list(range(6))
+    assert {trial["status"] for trial in sweep["trials"]} <= {"succeeded", "stopped early"}
+    values = [trial["value"] for trial in sweep["trials"] if trial["status"] == "succeeded"]
+    assert sweep["trials"][sweep["best"]]["value"] == min(values)
 
     client = MlflowClient(MlflowServer(here.folder / "home").uri)
 
@@ -51,10 +51,12 @@ def test_the_demos_sweep_outlives_its_service_and_is_one_run_of_its_trials_in_ml
     assert run.data.tags["mlflow.note.content"].count("| tune-") == 6
     assert "mlflow.parentRunId" not in run.data.tags
     children = client.search_runs([run.info.experiment_id], f"tags.`mlflow.parentRunId` = '{run.info.run_id}'")
-    assert sorted(child.data.tags["orc.job_id"] for child in children) == sorted(one["job"] for one in found["trials"])
+    assert sorted(child.data.tags["orc.job_id"] for child in children) == sorted(
+        trial["job"] for trial in sweep["trials"]
+    )
     peaks: dict[str, float] = {}
     for child in children:
-        trial = next(one for one in found["trials"] if one["job"] == child.data.tags["orc.job_id"])
+        trial = next(candidate for candidate in sweep["trials"] if candidate["job"] == child.data.tags["orc.job_id"])
         assert {name: child.data.params[name] for name in ("lr", "width")} == {
             name: str(value) for name, value in trial["parameters"].items()
         }

@@ -122,9 +122,9 @@ class World:
         """Seconds of devices that the attempts of a trial held."""
         job = self.controller.job(trial["job"])
         assert job is not None
-        return sum((one.ended_at_s or 0.0) - one.launched_at_s for one in job.attempts)
+        return sum((attempt.ended_at_s or 0.0) - attempt.launched_at_s for attempt in job.attempts)
 
-    def notified(self) -> str:
+    def report_text(self) -> str:
         """The report that a service sends at an hour which is due now."""
         hook = {"name": "hook", "webhook": "ORC_URL", "signed_with": "ORC_SECRET"}
         spec = NotifySpec.model_validate({"targets": [hook], "report_at": "00:00"})
@@ -132,14 +132,14 @@ class World:
         notices.register(["hook"])
         for at_s in (now_s - 2 * DAY_S, now_s):  # the first hour counts as told
             Notifier(spec, {}, notices, self.controller, lambda at_s=at_s: at_s, self.sweeper.reports).look()
-        return str([one.text for _, one in notices.pending("hook", 9)][-1])
+        return str([notice.text for _, notice in notices.pending("hook", 9)][-1])
 
     def until(self, sweep_id: str, law: Callable[[Any], object]) -> Any:
         deadline_s = time.monotonic() + PATIENCE_S
-        while not law(found := self.sweep(sweep_id)):
-            assert time.monotonic() < deadline_s, found
+        while not law(sweep := self.sweep(sweep_id)):
+            assert time.monotonic() < deadline_s, sweep
             time.sleep(0.1)
-        return found
+        return sweep
 
 
 @pytest.fixture
@@ -155,7 +155,7 @@ def world(tmp_path: Path) -> Iterator[World]:
             world.end()
 
 
-def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+def run_command(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     with contextlib.suppress(SystemExit):
         main(arguments)
     return capsys.readouterr().out
@@ -166,17 +166,17 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 def test_every_trial_is_a_job_with_its_values_and_the_best_one_is_shown_everywhere(
     world: World, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    sweep_id = said(capsys, "submit", "job.yaml").strip()
+    sweep_id = run_command(capsys, "submit", "job.yaml").strip()
     assert sweep_id == "sweep-tune-1"
-    over = world.until(sweep_id, lambda found: found["ended"] and not found["live"])
+    over = world.until(sweep_id, lambda sweep: sweep["ended"] and not sweep["live"])
     assert over["ended"] == "finished"
-    assert [(one["parameters"]["lr"], one["status"], one["value"]) for one in over["trials"]] == [
+    assert [(trial["parameters"]["lr"], trial["status"], trial["value"]) for trial in over["trials"]] == [
         (rate, "succeeded", pytest.approx(rate + 0.05)) for rate in (4, 2, 3, 1)
     ]
     assert over["best"] == 3
     best = f"loss 1.05 by {over['trials'][3]['job']}: lr 1"
     for command in (("show", sweep_id), ("queue",), ("report",)):
-        shown = said(capsys, *command)
+        shown = run_command(capsys, *command)
         assert best in " ".join(shown.split()), command
         assert max(map(len, shown.splitlines())) <= 80 or command == ("report",), command
     for path in ("/sweeps", f"/sweeps/{sweep_id}"):
@@ -184,10 +184,10 @@ def test_every_trial_is_a_job_with_its_values_and_the_best_one_is_shown_everywhe
     assert f'href="/ui/sweeps/{sweep_id}"' in world.page(f"/jobs/{over['trials'][1]['job']}")
     line = f"4 of 4 trials ended; best {best}; "
     for form in ("text", "markdown", "html"):
-        assert line in " ".join(said(capsys, "report", "--format", form).split()), form
+        assert line in " ".join(run_command(capsys, "report", "--format", form).split()), form
     assert line in world.page("/night?hours=1")
-    assert line in world.notified()
-    assert json.loads(said(capsys, "report", "--json"))["sweeps"][0]["id"] == sweep_id
+    assert line in world.report_text()
+    assert json.loads(run_command(capsys, "report", "--json"))["sweeps"][0]["id"] == sweep_id
     assert over["device_s"] == pytest.approx(sum(map(world.held_s, over["trials"])))
     log = JobFolder(world.home, over["trials"][0]["job"]).attempt(1).log(0).read_text()
     assert "step 20 loss=4.05" in log
@@ -201,13 +201,13 @@ def test_at_most_so_many_trials_are_live_and_the_cancelled_sweep_has_no_more(
 ) -> None:
     (world.folder / "slow").touch()
     sweep_id = world.submit()
-    seen = world.until(sweep_id, lambda found: len(found["trials"]) == 2)
-    assert seen["live"] == 2
-    told = json.loads(said(capsys, "cancel", sweep_id, "--json"))
-    assert told["cancelled"] == [one["job"] for one in seen["trials"]]
-    over = world.until(sweep_id, lambda found: not found["live"])
+    sweep_view = world.until(sweep_id, lambda sweep: len(sweep["trials"]) == 2)
+    assert sweep_view["live"] == 2
+    reply = json.loads(run_command(capsys, "cancel", sweep_id, "--json"))
+    assert reply["cancelled"] == [trial["job"] for trial in sweep_view["trials"]]
+    over = world.until(sweep_id, lambda sweep: not sweep["live"])
     assert (over["ended"], len(over["trials"]), over["best"]) == ("cancelled", 2, None)
-    assert {one["status"] for one in over["trials"]} == {"cancelled"}
+    assert {trial["status"] for trial in over["trials"]} == {"cancelled"}
 
 
 @pytest.mark.timeout(300)
@@ -216,17 +216,17 @@ def test_a_sweep_that_runs_is_played_with_the_trials_that_it_has_still_to_submit
 ) -> None:
     (world.folder / "slow").touch()
     sweep_id = world.submit()
-    world.until(sweep_id, lambda found: len(found["trials"]) == 2)
-    played = json.loads(said(capsys, "simulate", "--queue", "now", "--json"))
+    world.until(sweep_id, lambda sweep: len(sweep["trials"]) == 2)
+    played = json.loads(run_command(capsys, "simulate", "--queue", "now", "--json"))
     assert (played["jobs"], played["finished"]) == (4, 4)
     (world.folder / "more.yaml").write_text(SCRIPT.replace("name: tune", "name: more"))
     form = {"job": (world.folder / "more.yaml").read_text() + f"workdir: {world.folder}\n"}
     answer = httpx.post(f"{world.url}/ui/what-if", data=form, headers={"Authorization": f"Bearer {TOKEN}"})
     shown = html.unescape(answer.text)
-    asked = httpx.post(
+    page = httpx.post(
         f"{world.url}/ui/submit", data={"text": form["job"]}, headers={"Authorization": f"Bearer {TOKEN}"}
     )
-    assert "Submit the sweep of 4 trials" in asked.text
+    assert "Submit the sweep of 4 trials" in page.text
     assert "4 of 4" in shown, "as it is"
     assert "8 of 8" in shown, "with the other sweep"
     for name in [*(f"tune, trial {number}" for number in (2, 3)), *(f"more, trial {number}" for number in range(4))]:
@@ -243,8 +243,8 @@ def test_a_trial_that_is_worse_than_the_others_at_the_same_step_is_stopped_with_
     (world.folder / "job.yaml").write_text(text)
     (world.folder / "slow").touch()
     sweep_id = world.submit()
-    over = world.until(sweep_id, lambda found: found["ended"] and not found["live"])
-    assert [one["status"] for one in over["trials"]] == ["succeeded", "stopped early", "succeeded"]
+    over = world.until(sweep_id, lambda sweep: sweep["ended"] and not sweep["live"])
+    assert [trial["status"] for trial in over["trials"]] == ["succeeded", "stopped early", "succeeded"]
     assert over["trials"][1]["reason"].startswith("stopped early at step ")
     assert over["best"] == 2
     job = world.controller.job(over["trials"][1]["job"])
@@ -259,12 +259,12 @@ def test_a_trial_that_is_worse_than_the_others_at_the_same_step_is_stopped_with_
 @pytest.mark.timeout(300)
 def test_a_service_that_begins_again_amid_a_sweep_goes_on_with_the_same_trials(world: World) -> None:
     sweep_id = world.submit()
-    world.until(sweep_id, lambda found: any(one["status"] == "succeeded" for one in found["trials"]))
+    world.until(sweep_id, lambda sweep: any(trial["status"] == "succeeded" for trial in sweep["trials"]))
     world.end()
     world.begin()
-    over = world.until(sweep_id, lambda found: found["ended"] and not found["live"])
-    assert [one["parameters"]["lr"] for one in over["trials"]] == [4, 2, 3, 1]
-    assert [one["number"] for one in over["trials"]] == [0, 1, 2, 3]
+    over = world.until(sweep_id, lambda sweep: sweep["ended"] and not sweep["live"])
+    assert [trial["parameters"]["lr"] for trial in over["trials"]] == [4, 2, 3, 1]
+    assert [trial["number"] for trial in over["trials"]] == [0, 1, 2, 3]
     assert over["best"] == 3
 
 
@@ -273,7 +273,7 @@ def test_a_service_that_begins_again_amid_a_sweep_goes_on_with_the_same_trials(w
 def test_a_program_with_a_bug_ends_the_sweep_after_its_first_trials(world: World) -> None:
     (world.folder / "broken").touch()
     (world.folder / "job.yaml").write_text(SCRIPT.replace("[4, 2, 3, 1]", str([*range(20)])))
-    over = world.until(world.submit(), lambda found: found["ended"])
+    over = world.until(world.submit(), lambda sweep: sweep["ended"])
     assert over["ended"] in [f"its first {count} trials failed" for count in (FAILURES_MAX, FAILURES_MAX + 1)]
     assert len(over["trials"]) <= FAILURES_MAX + 2, "at most two were live meanwhile"
 
@@ -300,15 +300,15 @@ def test_a_client_submits_no_trial_of_a_sweep_that_exists(world: World) -> None:
 @pytest.mark.timeout(300)
 def test_a_trial_that_diverges_has_no_value_whatever_it_had_before(world: World) -> None:
     (world.folder / "train.py").write_text(TRAIN + "if rate < 3:\n    print('loss=nan')\n")
-    over = world.until(world.submit(), lambda found: found["ended"] and not found["live"])
-    assert [one["value"] is None for one in over["trials"]] == [False, True, False, True]
+    over = world.until(world.submit(), lambda sweep: sweep["ended"] and not sweep["live"])
+    assert [trial["value"] is None for trial in over["trials"]] == [False, True, False, True]
     assert over["best"] == 2
 
 
 def test_a_search_that_fails_ends_its_sweep_and_no_other(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     (world.folder / "slow").touch()
     bad = world.submit()
-    world.until(bad, lambda found: len(found["trials"]) == 2)
+    world.until(bad, lambda sweep: len(sweep["trials"]) == 2)
     good = world.submit()
     report = world.sweeper._advance
 
@@ -318,20 +318,20 @@ def test_a_search_that_fails_ends_its_sweep_and_no_other(world: World, monkeypat
         report(sweep_id)
 
     monkeypatch.setattr(world.sweeper, "_advance", advance)
-    over = world.until(bad, lambda found: found["ended"])
+    over = world.until(bad, lambda sweep: sweep["ended"])
     assert over["ended"] == "its search failed: ZeroDivisionError: a bug"
     assert world.sweep(good)["ended"] == ""
     with contextlib.closing(Client(world.home)) as client:
         client.cancel([good], whole_arrays=False)
 
 
-def sweep_said(**said: Any) -> Sweep:
+def make_sweep(**fields: Any) -> Sweep:
     parameters = {
         "lr": {"min": 1e-5, "max": 1e-2, "distribution": "log_uniform_values"},
         "width": {"min": 8, "max": 64},
         "act": {"values": ["relu", "gelu"]},
     }
-    return Sweep.model_validate({"method": "bayes", "parameters": parameters, "max_trials": 30, **said})
+    return Sweep.model_validate({"method": "bayes", "parameters": parameters, "max_trials": 30, **fields})
 
 
 @pytest.mark.parametrize("method", ["random", "bayes"])
@@ -339,39 +339,39 @@ def test_a_study_that_is_made_anew_from_its_trials_asks_for_the_same_ones(method
     def value(parameters: dict[str, Any]) -> float:
         return abs(float(parameters["lr"]) - 1e-3) + int(parameters["width"])
 
-    whole, asked = Study("s", sweep_said(method=method), 10), list[dict[str, Any]]()
+    whole, proposals = Study("s", make_sweep(method=method), 10), list[dict[str, Any]]()
     for number in range(15):
-        asked.append(whole.ask())
-        whole.tell(number, value(asked[-1]))
+        proposals.append(whole.ask())
+        whole.tell(number, value(proposals[-1]))
     for split in (1, 12):
-        again = Study("s", sweep_said(method=method), 10)
+        again = Study("s", make_sweep(method=method), 10)
         for number in range(split):
-            again.ask(asked[number])
-            again.tell(number, value(asked[number]))
+            again.ask(proposals[number])
+            again.tell(number, value(proposals[number]))
         for number in range(split, 15):
-            assert again.ask() == asked[number], (split, number)
-            again.tell(number, value(asked[number]))
-    for one in asked:
-        assert 1e-5 <= one["lr"] <= 1e-2
-        assert type(one["width"]) is int
-        assert one["act"] in ("relu", "gelu")
+            assert again.ask() == proposals[number], (split, number)
+            again.tell(number, value(proposals[number]))
+    for proposal in proposals:
+        assert 1e-5 <= proposal["lr"] <= 1e-2
+        assert type(proposal["width"]) is int
+        assert proposal["act"] in ("relu", "gelu")
 
 
 def test_bayes_comes_closer_than_chance() -> None:
     def best(method: str) -> float:
-        study = Study("s", sweep_said(method=method, max_trials=60), None)
-        found = []
+        study = Study("s", make_sweep(method=method, max_trials=60), None)
+        losses = []
         for number in range(60):
             parameters = study.ask()
-            found.append((float(parameters["lr"]) - 4e-3) ** 2 * 1e4 + (int(parameters["width"]) - 40) ** 2)
-            study.tell(number, found[-1])
-        return sum(found[30:])
+            losses.append((float(parameters["lr"]) - 4e-3) ** 2 * 1e4 + (int(parameters["width"]) - 40) ** 2)
+            study.tell(number, losses[-1])
+        return sum(losses[30:])
 
     assert best("bayes") < best("random")
 
 
 def test_no_trial_is_stopped_at_its_last_step() -> None:
-    study = Study("s", sweep_said(early_terminate={"type": "median", "startup_trials": 1}), 10)
+    study = Study("s", make_sweep(early_terminate={"type": "median", "startup_trials": 1}), 10)
     stopped = []
     for number in range(3):
         study.ask()
@@ -382,7 +382,7 @@ def test_no_trial_is_stopped_at_its_last_step() -> None:
 
 def test_hyperband_stops_the_worse_and_never_all() -> None:
     early = {"type": "hyperband", "min_iter": 1, "eta": 3}
-    study = Study("s", sweep_said(early_terminate=early), 27)
+    study = Study("s", make_sweep(early_terminate=early), 27)
     whole = []
     for number in range(20):
         study.ask()
@@ -394,7 +394,7 @@ def test_hyperband_stops_the_worse_and_never_all() -> None:
 
 
 def test_values_that_are_no_numbers_are_failures_and_steps_between_are_not_compared() -> None:
-    study = Study("s", sweep_said(early_terminate={"type": "median"}), 1000)
+    study = Study("s", make_sweep(early_terminate={"type": "median"}), 1000)
     study.ask()
     assert not study.report(0, 1, 5.0)
     study.tell(0, float("nan"))

@@ -88,7 +88,7 @@ def test_too_much_is_refused_with_what_takes_most_and_how_to_leave_it_out(projec
     (project / "runs" / "weights.bin").write_bytes(b"w" * 20_000)
     with pytest.raises(SpecError) as caught:
         list_files(project, LIMITS)
-    assert [words for words in ("too much", "runs", ".orcignore", "50 entries") if words not in str(caught.value)] == []
+    assert [part for part in ("too much", "runs", ".orcignore", "50 entries") if part not in str(caught.value)] == []
 
 
 def test_a_link_that_leaves_the_folder_is_not_followed(project: Path, tmp_path: Path) -> None:
@@ -148,8 +148,8 @@ BAD = {
 @pytest.mark.parametrize("name", BAD)
 def test_a_bad_archive_is_refused_and_leaves_nothing(name: str, tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
-    said = "archive: no size" if name in ("negative", "a fraction", "truth") else "archive: "
-    with pytest.raises(SpecError, match=said):
+    message = "archive: no size" if name in ("negative", "a fraction", "truth") else "archive: "
+    with pytest.raises(SpecError, match=message):
         unpack(reader(BAD[name]), tmp_path / "in" / "copy", LIMITS)
     assert tree(tmp_path) == {"in": None}
 
@@ -159,11 +159,11 @@ def test_a_bad_archive_is_refused_and_leaves_nothing(name: str, tmp_path: Path) 
     | st.lists(st.tuples(st.text(), st.text(), st.integers(), st.text())).map(lambda r: archive(*r))
 )
 def test_any_bytes_are_an_archive_or_one_clear_error(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
-    at = tmp_path_factory.mktemp("any") / "copy"
+    target = tmp_path_factory.mktemp("any") / "copy"
     try:
-        unpack(reader(data), at, LIMITS)
+        unpack(reader(data), target, LIMITS)
     except SpecError:
-        assert list(at.parent.iterdir()) == []
+        assert list(target.parent.iterdir()) == []
 
 
 # -------------------------------------------------------------------------------------------------------- the service
@@ -176,13 +176,13 @@ class Clock:
         return self.now_s
 
 
-def packed(folder: Path) -> tuple[str, bytes]:
+def pack_folder(folder: Path) -> tuple[str, bytes]:
     listing = list_files(folder, LIMITS)
     return listing.digest(), gzip.compress(b"".join(listing.stream()))
 
 
-def stored(uploads: Uploads, folder: Path) -> str:
-    digest, data = packed(folder)
+def store_upload(uploads: Uploads, folder: Path) -> str:
+    digest, data = pack_folder(folder)
     with uploads.receiving() as file:
         file.write_bytes(data)
         uploads.store(digest, file)
@@ -194,16 +194,16 @@ def test_an_upload_is_kept_while_a_live_job_names_it_and_goes_when_it_was_long_u
 ) -> None:
     used, clock = set[str](), Clock()
     uploads = Uploads(tmp_path / "home", lambda: used, clock)
-    first = stored(uploads, project)
+    first = store_upload(uploads, project)
     used.add(first)
     clock.now_s += store.KEPT_S + 1
     (project / "a").write_text("2")
-    second = stored(uploads, project)
+    second = store_upload(uploads, project)
     assert uploads.missing([first, second, "0" * 64]) == ["0" * 64]
     used.clear()
     clock.now_s += store.KEPT_S + 1
     (project / "a").write_text("3")
-    third = stored(uploads, project)
+    third = store_upload(uploads, project)
     assert uploads.missing([first, second, third]) == [first, second]
 
 
@@ -212,12 +212,12 @@ def test_uploads_have_a_bound_together(tmp_path: Path, project: Path, monkeypatc
     clock, used = Clock(), set[str]()
     uploads = Uploads(tmp_path / "home", lambda: used, clock)
     (project / "big").write_bytes(b"b" * 600)
-    first = stored(uploads, project)
+    first = store_upload(uploads, project)
     (project / "big").write_bytes(b"c" * 600)
     with pytest.raises(ServiceError, match="uploads that jobs use"):
-        stored(uploads, project)  # the first was asked for a moment ago
+        store_upload(uploads, project)  # the first was asked for a moment ago
     clock.now_s += store.GRACE_S + 1
-    second = stored(uploads, project)
+    second = store_upload(uploads, project)
     assert uploads.missing([first, second]) == [first]
     assert not [path for path in (tmp_path / "home" / "uploads").iterdir() if path.name.startswith(".")]
 
@@ -247,8 +247,8 @@ def world(tmp_path: Path) -> Iterator[World]:
 
 def test_an_upload_has_the_digest_that_it_says(world: World, project: Path) -> None:
     ada = world.by(Role.MEMBER)
-    digest, data = packed(project)
-    for path, body, said in (
+    digest, data = pack_folder(project)
+    for path, body, message in (
         ("0" * 64, data, "not what its name says"),
         ("..%2f..%2fx", data, ""),
         ("ABC", data, "not a SHA-256"),
@@ -257,7 +257,7 @@ def test_an_upload_has_the_digest_that_it_says(world: World, project: Path) -> N
     ):
         answer = ada.put(f"/uploads/{path}", content=body)
         assert answer.status_code in (404, 422), answer.text
-        assert said in answer.text
+        assert message in answer.text
     assert ada.post("/uploads/missing", json={"digests": [digest]}).json() == {"missing": [digest]}
     assert ada.put(f"/uploads/{digest}", content=data).status_code == 200
     assert ada.put(f"/uploads/{digest}", content=data).status_code == 200
@@ -271,7 +271,7 @@ def script(workdir: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("workdir", "said"),
+    ("workdir", "message"),
     [
         ("upload:" + "0" * 64, "no such upload"),
         ("upload:x", "not a SHA-256"),
@@ -281,12 +281,12 @@ def script(workdir: str) -> dict[str, Any]:
         ("/no/such/folder", "the folder does not exist"),
     ],
 )
-def test_a_job_that_names_what_is_not_there_is_refused(world: World, project: Path, workdir: str, said: str) -> None:
+def test_a_job_that_names_what_is_not_there_is_refused(world: World, project: Path, workdir: str, message: str) -> None:
     ada = world.by(Role.MEMBER)
-    digest, data = packed(project)
+    digest, data = pack_folder(project)
     assert ada.put(f"/uploads/{digest}", content=data).status_code == 200
     answer = ada.post("/jobs", json={"spec": script(workdir.format(digest))})
-    assert (answer.status_code, said in answer.text) == (422, True), answer.text
+    assert (answer.status_code, message in answer.text) == (422, True), answer.text
     assert world.controller.state.jobs == {}
 
 
@@ -373,14 +373,14 @@ def test_of_an_uploaded_working_directory_only_what_the_job_wrote_is_fetched(
     from orchestrator.backends.attempts.workdir import copy_upload, with_own_workdir
 
     ada = world.by(Role.MEMBER)
-    digest, data = packed(project)
+    digest, data = pack_folder(project)
     ada.put(f"/uploads/{digest}", content=data)
     job_id = ada.post("/jobs", json={"spec": script(f"upload:{digest}")}).json()["id"]
     job, folder = world.controller.state.jobs[job_id], JobFolder(world.home, job_id)
     folder.path.mkdir(parents=True)
     copy_upload(job, world.home)
-    own = with_own_workdir(job, world.home).spec.workdir
-    assert own == str(folder.workdir)
+    workdir = with_own_workdir(job, world.home).spec.workdir
+    assert workdir == str(folder.workdir)
     (folder.workdir / "src" / "model.pt").write_text("weights")
     (folder.workdir / "go.sh").write_text("changed")
     shutil.copy2(folder.workdir / "train.py", folder.workdir / "runs" / "copy.py")  # with the time of the upload

@@ -52,7 +52,7 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def proposed(folder: Path, typed: str) -> tuple[str, JobSpec]:
+def propose(folder: Path, typed: str) -> tuple[str, JobSpec]:
     text = proposal(typed.split(), folder, {})
     return text, parse_job(text if "\nglobal_batch_size:" in text else f"{text}global_batch_size: 8\n", "proposal")
 
@@ -83,26 +83,26 @@ def test_a_typed_command_becomes_a_job_that_keeps_it(
     environment: Path, line: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (environment / "env/bin/python").symlink_to(sys.executable)
-    own = environment / "env/bin/python"
-    line = line.format(bin=own.parent, python=own.with_name("python3.11"), own=own)
+    interpreter = environment / "env/bin/python"
+    line = line.format(bin=interpreter.parent, python=interpreter.with_name("python3.11"), own=interpreter)
     typed, command, expected = re.split(r" => | \| ", line)
     monkeypatch.chdir(environment)
-    text, spec = proposed(environment, typed)
+    text, spec = propose(environment, typed)
     assert spec.command == tuple(command.split()), text
     knob, has_batch = spec.knobs.micro_batch_size, "\nglobal_batch_size:" in text
-    seen = (spec.trainer, spec.launch, knob and knob.default, has_batch and spec.global_batch_size, spec.gpus.max)
-    assert [str(value or "-") for value in seen] == expected.split(), text
+    summary = (spec.trainer, spec.launch, knob and knob.default, has_batch and spec.global_batch_size, spec.gpus.max)
+    assert [str(value or "-") for value in summary] == expected.split(), text
     assert spec.workdir == str(environment)
     assert not (environment / "it-was-run").exists()
 
 
 def test_the_origin_of_the_interpreter_is_noted(environment: Path) -> None:
-    text, _ = proposed(environment, "trl sft --model_name_or_path m")
+    text, _ = propose(environment, "trl sft --model_name_or_path m")
     assert f"# {environment}/env/bin/python3.11 is the interpreter of trl, not orc's own." in text
 
 
 def test_a_yaml_driven_trainer_has_its_file_copied_with_each_plan(environment: Path) -> None:
-    _, spec = proposed(environment, "llamafactory-cli train train.yaml")
+    _, spec = propose(environment, "llamafactory-cli train train.yaml")
     assert spec.config is not None
     assert (spec.config.file, spec.config.flag, spec.precision) == ("train.yaml", None, Precision.BF16)
     keys = {name: knob.key for name, knob in spec.knobs.items()}
@@ -113,10 +113,10 @@ def test_a_yaml_driven_trainer_has_its_file_copied_with_each_plan(environment: P
 
 
 def test_litgpt_divides_its_global_batch_itself_and_only_some_of_it_resumes(environment: Path) -> None:
-    _, spec = proposed(environment, "litgpt finetune_full ckpt")
+    _, spec = propose(environment, "litgpt finetune_full ckpt")
     assert spec.knobs.derives_accumulation
     assert spec.knobs.resume_from == Knob(flag="--resume")
-    assert proposed(environment, "litgpt finetune_lora ckpt")[1].knobs.resume_from is None
+    assert propose(environment, "litgpt finetune_lora ckpt")[1].knobs.resume_from is None
 
 
 @pytest.mark.parametrize(
@@ -124,5 +124,5 @@ def test_litgpt_divides_its_global_batch_itself_and_only_some_of_it_resumes(envi
 )
 def test_a_command_that_starts_no_training_is_refused(environment: Path, typed: str) -> None:
     with pytest.raises(SpecError) as refused:
-        proposed(environment, typed)
+        propose(environment, typed)
     assert "allowed" in str(refused.value)

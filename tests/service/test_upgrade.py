@@ -74,10 +74,10 @@ class Home:
         self.folder, self.path = folder, folder / "home"
 
     def orc(self, code: Path, *arguments: str) -> Any:
-        kept = {name: text for name, text in os.environ.items() if not name.startswith("ORC_")}
+        inherited = {name: text for name, text in os.environ.items() if not name.startswith("ORC_")}
         ended = subprocess.run(
             [sys.executable, "-m", "orchestrator.cli", *arguments, "--json"],
-            env={**kept, "ORC_HOME": str(self.path), "PYTHONPATH": str(code)},
+            env={**inherited, "ORC_HOME": str(self.path), "PYTHONPATH": str(code)},
             cwd=self.folder,
             capture_output=True,
             text=True,
@@ -94,7 +94,7 @@ class Home:
         return str(job_id)
 
     def stop_service(self) -> None:
-        """As a supervisor does, with SIGTERM; jobs go on."""
+        """Stop the service with SIGTERM, as a supervisor does; jobs go on."""
         pid = int(service_file(self.path)["pid"])
         os.kill(pid, signal.SIGTERM)
         until_s = time.monotonic() + PATIENCE_S
@@ -148,6 +148,6 @@ def test_a_job_runs_through_an_upgrade_once_and_what_waits_behind_it_runs_after(
 def statuses(home: Path, job_id: str) -> list[str]:
     """Return the statuses of the runs that MLflow has of a job's attempts."""
     client = MlflowClient(MlflowServer(home).uri)
-    experiments = [one.experiment_id for one in client.search_experiments()]
+    experiments = [experiment.experiment_id for experiment in client.search_experiments()]
     runs = client.search_runs(experiments, f"tags.`orc.job_id` = '{job_id}' and tags.`orc.attempt` != '0'")
     return [run.info.status for run in runs]

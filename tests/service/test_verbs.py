@@ -124,7 +124,7 @@ def test_an_ended_job_is_submitted_again_as_a_new_one_with_its_settings(still: W
         assert still.controller.state.submitted == 2
 
 
-def saved(spec: JobSpec, status: JobStatus = JobStatus.FAILED) -> Job:
+def ended_job(spec: JobSpec, status: JobStatus = JobStatus.FAILED) -> Job:
     """An ended job whose attempt left a checkpoint."""
     ended = replace(attempt(), evidence=Evidence(checkpoint_step=4))
     return Job(id="lm-1", spec=spec, order=1, submitted_at_s=0.0, status=status, attempts=(ended,))
@@ -132,10 +132,10 @@ def saved(spec: JobSpec, status: JobStatus = JobStatus.FAILED) -> Job:
 
 def test_a_retry_continues_where_the_training_is_the_same_and_else_says_why_it_starts_over() -> None:
     spec = decoder_spec()
-    job, script = saved(spec), saved(script_spec())
+    job, script = ended_job(spec), ended_job(script_spec())
     assert continuation(job, spec, ["time_limit", "gpus"])[:2] == ("lm-1", 4)
     assert continuation(job, spec, ["training.learning_rate"]).why == "starts over: `training` changes the training"
-    assert continuation(saved(spec, JobStatus.SUCCEEDED), spec, []).why == "starts over: it had succeeded"
+    assert continuation(ended_job(spec, JobStatus.SUCCEEDED), spec, []).why == "starts over: it had succeeded"
     assert continuation(replace(job, attempts=()), spec, []) == (None, 0, "starts over: nothing was saved")
     unsaved = replace(job, attempts=(), continues_from="lm-0", continues_step=3)
     assert continuation(unsaved, spec, [])[:2] == ("lm-0", 3)
@@ -152,7 +152,7 @@ def test_a_retry_begins_with_the_files_of_the_newest_checkpoint_and_leaves_them_
         written = checkpoint_folder.file_entry(1, zlib.crc32(str(step).encode()))
         checkpoint_folder.write_manifest(unfinished, {"part": written})
         unfinished.rename(checkpoint_folder.complete_path(old.checkpoints, step))
-    job = replace(saved(decoder_spec()), id="lm-2", continues_from="lm-1")
+    job = replace(ended_job(decoder_spec()), id="lm-2", continues_from="lm-1")
     for _ in range(2):  # a launch that is repeated changes nothing
         take_over_checkpoint(job, tmp_path)
         newest = checkpoint_folder.latest_complete(new.checkpoints)
@@ -163,25 +163,25 @@ def test_a_retry_begins_with_the_files_of_the_newest_checkpoint_and_leaves_them_
 
 
 def test_many_jobs_are_cancelled_by_a_filter_that_somebody_confirms(still: World) -> None:  # noqa: F811
-    def orc(*words: str) -> tuple[int, str]:
-        done = run_orc(words, env=dict(os.environ))
+    def orc(*arguments: str) -> tuple[int, str]:
+        done = run_orc(arguments, env=dict(os.environ))
         return done.returncode, done.stdout + done.stderr
 
     still.controller.drain("virtual", undo=False)
     with Client(still.home) as client:
         ids = [client.submit("job.yaml", user=user).id for user in ("ada", "bob", "ada")]
-    code, words = orc("cancel", "--user", "ada")
-    assert (code, "--yes" in words, ids[0] in words) == (2, True, True)
+    code, output = orc("cancel", "--user", "ada")
+    assert (code, "--yes" in output, ids[0] in output) == (2, True, True)
     assert orc("cancel", "--status", "failed", "--yes")[0] == 2
     assert orc("cancel")[0] == orc("cancel", ids[0], "--all")[0] == 2
-    code, words = orc("cancel", "--user", "ada", "--yes", "--json")
-    assert (code, json.loads(words)["cancelled"]) == (0, [ids[0], ids[2]])
-    code, words = orc("queue", "--user", "ada", "--status", "cancelled", "--sort", "priority", "--json")
-    assert [job["id"] for job in json.loads(words)["jobs"]] == [ids[0], ids[2]]
+    code, output = orc("cancel", "--user", "ada", "--yes", "--json")
+    assert (code, json.loads(output)["cancelled"]) == (0, [ids[0], ids[2]])
+    code, output = orc("queue", "--user", "ada", "--status", "cancelled", "--sort", "priority", "--json")
+    assert [job["id"] for job in json.loads(output)["jobs"]] == [ids[0], ids[2]]
     assert orc("queue", "--status", "idle")[0] == 2
     assert set(STATUSES) == {status.value for status in JobStatus}
     assert orc("hold", ids[1]) == (0, f"{ids[1]}: held.\n")
     assert orc("update", ids[1], "priority=7", "time_limit=2h") == (0, f"{ids[1]}: updated.\n")
     assert orc("release", ids[1])[0] == 0
-    code, words = orc("retry", ids[0], "--set", "priority=low")
-    assert (code, words) == (0, f"lm-4 retries {ids[0]}: starts over: nothing was saved.\n")
+    code, output = orc("retry", ids[0], "--set", "priority=low")
+    assert (code, output) == (0, f"lm-4 retries {ids[0]}: starts over: nothing was saved.\n")

@@ -40,7 +40,7 @@ def environment(home: Path) -> dict[str, str]:
 
 
 def read_until(terminal: int, wanted: str) -> str:
-    """What the terminal shows until it has shown this text."""
+    """Return the output of the terminal until it has shown this text."""
     shown, end_s = "", time.monotonic() + SEEN_S
     while wanted not in shown:
         ready, _, _ = select.select([terminal], [], [], max(0.0, end_s - time.monotonic()))
@@ -84,11 +84,11 @@ def test_a_file_gets_the_queue_once_within_80_columns(home: tuple[World, Path]) 
     assert max(map(len, ended.stdout.splitlines())) <= 80
 
 
-def completed(home: Path, typed: str) -> list[str]:
+def complete(home: Path, typed: str) -> list[str]:
     """The words that bash is offered for a command line."""
-    asked = {"_ORC_COMPLETE": "complete_bash", "COMP_WORDS": typed, "COMP_CWORD": str(len(typed.split(" ")) - 1)}
+    variables = {"_ORC_COMPLETE": "complete_bash", "COMP_WORDS": typed, "COMP_CWORD": str(len(typed.split(" ")) - 1)}
     program = [sys.executable, "-c", "from orchestrator.cli import app; app(prog_name='orc')"]
-    env = environment(home) | asked
+    env = environment(home) | variables
     return subprocess.run(program, env=env, capture_output=True, text=True, timeout=SEEN_S, check=False).stdout.split()
 
 
@@ -97,7 +97,7 @@ def test_the_shell_completes_job_ids_and_offers_none_without_a_service(
 ) -> None:
     world, folder = home
     world.submit()
-    assert completed(folder, "orc show l") == ["lm-1", "lm-2"]
-    assert completed(folder, "orc cancel lm-2") == ["lm-2"]
-    assert completed(folder, "orc show x") == []
-    assert completed(tmp_path_factory.mktemp("empty"), "orc show l") == []
+    assert complete(folder, "orc show l") == ["lm-1", "lm-2"]
+    assert complete(folder, "orc cancel lm-2") == ["lm-2"]
+    assert complete(folder, "orc show x") == []
+    assert complete(tmp_path_factory.mktemp("empty"), "orc show l") == []

@@ -1,4 +1,4 @@
-"""One rank that says how alike its weights and those of its peers are: `python -m tests.training.copies RUN_JSON...`.
+"""A rank that compares its weights with those of its peers: `python -m tests.training.copies RUN_JSON...`.
 
 It fails where two ranks hold parts of one name and shape that are said to be copies, with other values.
 """
@@ -25,7 +25,7 @@ STEPS = 3
 def main(runs: list[TrainingRun]) -> None:
     dist.init_process_group("gloo", timeout=COLLECTIVE_TIMEOUT)
     for run in runs:
-        mine = _held(run)
+        mine = _held_values(run)
         everyone: list[dict[str, list[float]]] = [{} for _ in range(dist.get_world_size())]
         dist.all_gather_object(everyone, mine)
         shared = [name for name in everyone[0] if name in everyone[1]]
@@ -35,7 +35,7 @@ def main(runs: list[TrainingRun]) -> None:
     os._exit(0)  # gloo may abort on its way out
 
 
-def _held(run: TrainingRun) -> dict[str, list[float]]:
+def _held_values(run: TrainingRun) -> dict[str, list[float]]:
     """The values of what a rank holds after some steps, by name and offset."""
     recipe = build_recipe(run)
     engine = build_engine(run, recipe, torch.device("cpu"), None)
@@ -47,10 +47,10 @@ def _held(run: TrainingRun) -> dict[str, list[float]]:
         )
         engine.step(step, (recipe.dataset.batch(indices) for indices in shares), tokens=100)
     return {
-        f"{name} at {at}": part.float().flatten().tolist()
+        f"{name} at {offsets}": part.float().flatten().tolist()
         for name, value in engine.state().items()
         if name.startswith("model.")
-        for at, part in chunks_of(value).parts.items()
+        for offsets, part in chunks_of(value).parts.items()
     }
 
 

@@ -73,14 +73,14 @@ def losses(
     home.mkdir(exist_ok=True)
     text = gang.ragged_text(home)
     runs = {
-        each: decoder_run(home, f"plan-{n}", each, text, decoder=decoder, training=training)
-        for n, each in enumerate(chosen)
+        chosen_plan: decoder_run(home, f"plan-{n}", chosen_plan, text, decoder=decoder, training=training)
+        for n, chosen_plan in enumerate(chosen)
     }
-    for ranks in sorted({each.world_size for each in chosen}):
-        parts = [Part(run=run) for each, run in runs.items() if each.world_size == ranks]
+    for ranks in sorted({chosen_plan.world_size for chosen_plan in chosen}):
+        parts = [Part(run=run) for run_plan, run in runs.items() if run_plan.world_size == ranks]
         for start in range(0, len(parts), LAUNCHED_TOGETHER):
             gang.launch(parts[start : start + LAUNCHED_TOGETHER], timeout_s)
-    return {each: gang.losses(run) for each, run in runs.items()}
+    return {run_plan: gang.losses(run) for run_plan, run in runs.items()}
 
 
 def hop(
@@ -116,12 +116,12 @@ def hop(
 def check(curves: dict[Plan, dict[int, float]], expected: dict[int, float]) -> None:
     """Every curve is the expected one, within the tolerance of its precision; all that are not are named."""
     off = {}
-    for each, curve in curves.items():
-        assert curve.keys() == expected.keys(), in_short(each)
+    for curve_plan, curve in curves.items():
+        assert curve.keys() == expected.keys(), in_short(curve_plan)
         distance = max(abs(curve[step] - expected[step]) for step in expected)
-        quantised = QUANTISED if each.optimizer is Optimizer.ADAMW_8BIT else 0.0
-        if not distance <= max(TOLERANCE[each.precision], quantised):
-            off[f"{each.engine} {in_short(each)}"] = distance
+        quantised = QUANTISED if curve_plan.optimizer is Optimizer.ADAMW_8BIT else 0.0
+        if not distance <= max(TOLERANCE[curve_plan.precision], quantised):
+            off[f"{curve_plan.engine} {in_short(curve_plan)}"] = distance
     assert not off, "\n".join(f"{distance:.1e} {name}" for name, distance in off.items())
 
 
@@ -145,7 +145,7 @@ def decoder_run(
         "sequence_length": sequence_length,
         "seed": seed,
     }
-    ours = ModelSpec(factory=f"{Path(__file__).with_name('seeded_decoder.py')}:build", config=config)
-    run = dataclasses.replace(run, model=model(run, seed) if model else ours)
+    seeded_model = ModelSpec(factory=f"{Path(__file__).with_name('seeded_decoder.py')}:build", config=config)
+    run = dataclasses.replace(run, model=model(run, seed) if model else seeded_model)
     write_json(AttemptFolder(run.attempt_folder).run, run)
     return run

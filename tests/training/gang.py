@@ -79,7 +79,7 @@ def training_run(home: Path, job: str, plan: Plan, text: tuple[str, ...], **chan
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """One run of a gang, which may start from another job's checkpoint."""
+    """A run of a gang, which may start from another job's checkpoint."""
 
     run: TrainingRun
     start_from: Path | None = None
@@ -89,8 +89,8 @@ def launch(parts: list[Part], timeout_s: float = LAUNCH_TIMEOUT_S) -> None:
     """Run the parts one after another in one process group. Raises where a rank fails."""
     world_sizes = {part.run.plan.world_size for part in parts}
     assert len(world_sizes) == 1, world_sizes
-    words = [f"{AttemptFolder(part.run.attempt_folder).run}={part.start_from or ''}" for part in parts]
-    ranks = start_ranks("tests.training.gang", words, world_sizes.pop())
+    arguments = [f"{AttemptFolder(part.run.attempt_folder).run}={part.start_from or ''}" for part in parts]
+    ranks = start_ranks("tests.training.gang", arguments, world_sizes.pop())
     codes = finish(ranks, timeout_s)
     assert not any(codes), f"exit codes {codes}"
 
@@ -126,8 +126,8 @@ def torch_plan(micro_batch_size: int = GLOBAL_BATCH, **fields: Any) -> Plan:
     return Plan(engine=Engine.TORCH, micro_batch_size=micro_batch_size, **fields)
 
 
-def _work(words: list[str]) -> None:
-    """One rank of `launch`."""
+def _work(arguments: list[str]) -> None:
+    """Run a rank of `launch`."""
     import torch
     import torch.distributed as dist
 
@@ -136,7 +136,7 @@ def _work(words: list[str]) -> None:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo", timeout=COLLECTIVE_TIMEOUT)
     ranks = loop.Ranks(rank=rank, local_rank=rank, world_size=world_size, device=torch.device("cpu"))
-    for word in words:
+    for word in arguments:
         path, _, start_from = word.partition("=")
         run = training_run_from_json(json.loads(Path(path).read_text()))
         if start_from and rank == 0:
@@ -150,7 +150,7 @@ def _work(words: list[str]) -> None:
 
 
 def _main(path: str) -> None:
-    """One rank of `spawn`."""
+    """Run a rank of `spawn`."""
     from orchestrator.training import main
 
     try:

@@ -54,9 +54,9 @@ def shrunk(config: PreTrainedConfig, rows: Sequence[tuple[tuple[str, ...], int]]
     values = config.to_dict()
     layers = {value for name, value in values.items() if "layers" in name and type(value) is int}
     for name, value in values.items():
-        held = getattr(config, name, None)
-        if isinstance(held, PreTrainedConfig):
-            small[name] = {"model_type": held.model_type, **shrunk(held, rows)}
+        part = getattr(config, name, None)
+        if isinstance(part, PreTrainedConfig):
+            small[name] = {"model_type": part.model_type, **shrunk(part, rows)}
         elif name not in taken:
             continue
         elif name.endswith(("token_id", "token_index")) and type(value) is int and value >= VOCABULARY:
@@ -72,21 +72,21 @@ def shrunk(config: PreTrainedConfig, rows: Sequence[tuple[tuple[str, ...], int]]
         elif name in ("rope_parameters", "rope_scaling") and type(value) is dict and "mrope_section" in value:
             small[name] = {**value, "mrope_section": [2, 3, 3]}
         elif type(value) is int and value > 1 and not any(word in name for word in KERNELS):
-            size = next((size for words, size in rows if any(word in name for word in words)), value)
+            size = next((size for parts, size in rows if any(word in name for word in parts)), value)
             small[name] = min(size, value)
     return small
 
 
 def heads() -> list[tuple[str, str]]:
     """Return (model type, class) of every head with a loss in the auto mappings, in their order by name."""
-    found = set()
+    pairs = set()
     for name in dir(modeling_auto):
         if name.startswith("MODEL_") and name.endswith("_MAPPING_NAMES"):
             for model_type, classes in getattr(modeling_auto, name).items():
-                for each in (classes,) if isinstance(classes, str) else classes:
-                    if model_type in CONFIG_MAPPING and has_loss(getattr(transformers, each, None)):
-                        found.add((model_type, each))
-    return sorted(found)
+                for class_name in (classes,) if isinstance(classes, str) else classes:
+                    if model_type in CONFIG_MAPPING and has_loss(getattr(transformers, class_name, None)):
+                        pairs.add((model_type, class_name))
+    return sorted(pairs)
 
 
 def settings_of(model_type: str, head: str) -> dict[str, Any] | None:
@@ -97,15 +97,15 @@ def settings_of(model_type: str, head: str) -> dict[str, Any] | None:
     for rows in (SIZES, (*SIZES[:1], *SIZES[2:]), SIZES[:1] + LAYER_ROWS, LAYER_ROWS):
         try:
             default = CONFIG_MAPPING[model_type]()
-            said = {"model_type": model_type, "architectures": [head], **shrunk(default, rows)}
+            settings = {"model_type": model_type, "architectures": [head], **shrunk(default, rows)}
             with torch.device("meta"):
-                module = getattr(transformers, head)(type(default).from_dict(dict(said)))
+                module = getattr(transformers, head)(type(default).from_dict(dict(settings)))
         except ImportError:
             return None
         except Exception:
             continue
-        if sum(each.numel() for each in module.parameters()) <= PARAMETERS_MAX:
-            return said
+        if sum(parameter.numel() for parameter in module.parameters()) <= PARAMETERS_MAX:
+            return settings
     return None
 
 
@@ -114,6 +114,6 @@ def drawn(seed: int) -> Iterator[tuple[str, dict[str, Any]]]:
     every = heads()
     random.Random(seed).shuffle(every)
     for model_type, head in every:
-        said = settings_of(model_type, head)
-        if said is not None:
-            yield head, said
+        settings = settings_of(model_type, head)
+        if settings is not None:
+            yield head, settings

@@ -1,4 +1,4 @@
-"""One rank that measures where each plan's memory peaks: `python -m tests.training.peaks FOLDER RUN_JSON...`."""
+"""A rank that measures where each plan's memory peaks: `python -m tests.training.peaks FOLDER RUN_JSON...`."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ UNLIMITED_BYTES = 2**40
 
 def main(folder: Path, runs: list[TrainingRun]) -> None:
     dist.init_process_group("gloo", timeout=COLLECTIVE_TIMEOUT)
-    found = []
+    peaks = []
     for number, run in enumerate(runs):
         saved = Saved(path=folder / f"checkpoint-{number}", cursor=Cursor(step=STEPS))
-        found.append(_fresh(run, saved) | _resumed(run, saved))
-    (folder / f"peaks-{os.environ['RANK']}.json").write_text(json.dumps(found))
+        peaks.append(_fresh(run, saved) | _resumed(run, saved))
+    (folder / f"peaks-{os.environ['RANK']}.json").write_text(json.dumps(peaks))
     os._exit(0)  # gloo may abort on its way out
 
 

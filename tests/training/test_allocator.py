@@ -25,12 +25,12 @@ UNET = {"width": 64, "levels": 3, "samples": 50, "size": 64}
 
 
 @pytest.mark.parametrize(
-    ("asked", "reserved"),
+    ("requested", "reserved"),
     [(1, 2), (MIB, 2), (MIB + 1, 20), (10 * MIB - 512, 20), (10 * MIB, 10), (11 * MIB + 1, 12)],
 )
-def test_a_segment_is_as_large_as_pytorch_makes_it(asked: int, reserved: int) -> None:
+def test_a_segment_is_as_large_as_pytorch_makes_it(requested: int, reserved: int) -> None:
     allocator = CachingAllocator()
-    allocator.take(asked)
+    allocator.take(requested)
     assert allocator.reserved_bytes == reserved * MIB
 
 
@@ -55,23 +55,23 @@ def test_whole_segments_that_are_free_go_back_before_anything_fails() -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_no_byte_is_in_two_blocks_and_none_is_lost(seed: int) -> None:
     chance, capacity = random.Random(seed), 400 * MIB
-    allocator, held = CachingAllocator(capacity), list[tuple[Block, int]]()
+    allocator, live = CachingAllocator(capacity), list[tuple[Block, int]]()
     for _ in range(600):
-        if held and chance.random() < 0.5:
-            allocator.give(held.pop(chance.randrange(len(held)))[0])
+        if live and chance.random() < 0.5:
+            allocator.give(live.pop(chance.randrange(len(live)))[0])
         else:
             size = round(2 ** chance.uniform(0, 25))
             try:
-                held.append((allocator.take(size), size))
+                live.append((allocator.take(size), size))
             except Exhausted:
-                allocator.give(held.pop()[0])
+                allocator.give(live.pop()[0])
         assert allocator.reserved_bytes <= capacity
         ends = 0
-        for block in sorted((block for block, _ in held), key=lambda one: one.address):
+        for block in sorted((block for block, _ in live), key=lambda live_block: live_block.address):
             assert block.address >= ends
             ends = block.address + block.size
-        assert all(block.size >= size for block, size in held)
-    for block, _ in held:
+        assert all(block.size >= size for block, size in live)
+    for block, _ in live:
         allocator.give(block)
     free = [block for *_, block in allocator._small + allocator._large]
     assert sum(block.size for block in free) == allocator.reserved_bytes
@@ -80,14 +80,14 @@ def test_no_byte_is_in_two_blocks_and_none_is_lost(seed: int) -> None:
 
 def ledger(*requests: int) -> Ledger:
     """Positive: MiB to allocate, numbered from 1 on; negative: the number of the block to free."""
-    found = Ledger()
-    found.begin()
+    recorder = Ledger()
+    recorder.begin()
     for request in requests:
         if request > 0:
-            found.take(request * MIB)
+            recorder.take(request * MIB)
         else:
-            found.give(-request - 1)
-    return found
+            recorder.give(-request - 1)
+    return recorder
 
 
 def test_blocks_of_one_size_are_used_again_without_loss() -> None:
@@ -124,7 +124,7 @@ def test_the_fragmentation_factor_suffices_and_half_a_percent_less_does_not() ->
 
 @pytest.fixture(scope="module")
 def unet() -> _Traced:
-    """Its convolutions widen as pictures shrink, so block sizes vary."""
+    """Trace a U-Net, whose convolutions widen as pictures shrink, so block sizes vary."""
     request = Request(
         model=ModelSpec(factory=f"{EXAMPLES / 'diffusion_unet.py'}:build", config=UNET),
         training=TrainingSpec(max_steps=1),
@@ -138,12 +138,12 @@ def unet() -> _Traced:
 
 def test_an_extrapolated_step_makes_the_requests_of_a_recorded_one(unet: _Traced) -> None:
     (_, few), (_, many), (_, eight) = (unet._step(samples, [], sharded=False) for samples in (*SAMPLES, 8))
-    found = on_lines(few, many, SAMPLES)[8]
-    assert found.sizes == eight.sizes
-    assert found.requests == eight.requests
+    extrapolated = on_lines(few, many, SAMPLES)[8]
+    assert extrapolated.sizes == eight.sizes
+    assert extrapolated.requests == eight.requests
 
 
 def test_a_trace_has_the_fragmentation_of_the_models_own_steps(unet: _Traced) -> None:
-    told = dict(unet.profile(None, 0).fragmentation)
-    assert set(told) == set(ActivationCheckpointing)
-    assert max(told.values()) > 1.08, "more than transformers do, of which all layers are alike"
+    ratios = dict(unet.profile(None, 0).fragmentation)
+    assert set(ratios) == set(ActivationCheckpointing)
+    assert max(ratios.values()) > 1.08, "more than transformers do, of which all layers are alike"

@@ -49,11 +49,11 @@ def test_rectangles_hold_the_run_in_order_and_are_few(run: tuple[tuple[int, ...]
     shape, start, stop = run
     numbers = torch.arange(math.prod(shape)).view(shape)
     parts = list(rectangles(shape, start, stop))
-    held = [
+    pieces = [
         numbers[tuple(slice(o, o + s) for o, s in zip(part.offsets, part.sizes, strict=True))].flatten()
         for part in parts
     ]
-    assert torch.cat(held).tolist() == list(range(start, stop)) if held else start == stop
+    assert torch.cat(pieces).tolist() == list(range(start, stop)) if pieces else start == stop
     assert len(parts) <= 2 * len(shape) - 1
 
 
@@ -81,12 +81,12 @@ def test_whole_and_fragmented_states_load_either_way(
 def test_a_checkpoint_has_the_fp32_values_of_weights_that_are_held_in_bf16(tmp_path: Path) -> None:
     weight = torch.randn(3, 5, generator=torch.Generator().manual_seed(0)).bfloat16()
     checkpoint.save(tmp_path, {"x": checkpoint.saved_weight(weight)}, Cursor())
-    found, again = torch.zeros(3, 5), torch.zeros(3, 5, dtype=torch.bfloat16)
-    checkpoint.load(tmp_path, {"x": found})
+    loaded, again = torch.zeros(3, 5), torch.zeros(3, 5, dtype=torch.bfloat16)
+    checkpoint.load(tmp_path, {"x": loaded})
     checkpoint.load(tmp_path, {"x": checkpoint.saved_weight(again)})
     stored = FileSystemReader(tmp_path).read_metadata().state_dict_metadata["x"]
     assert stored.properties.dtype is torch.float32  # type: ignore[union-attr]
-    assert found.equal(weight.float())
+    assert loaded.equal(weight.float())
     assert again.equal(weight)
 
 
@@ -94,16 +94,16 @@ def test_a_checkpoint_has_the_fp32_values_of_weights_that_are_held_in_bf16(tmp_p
 def test_a_checkpoint_has_the_fp32_values_of_what_is_held_in_8_bits(tmp_path: Path) -> None:
     values = torch.randn(32, 128, generator=torch.Generator().manual_seed(0))
 
-    def held() -> Narrow:
+    def zero_state() -> Narrow:
         return Narrow({(0, 0): OptimState8bit.zeros(values.shape)}, values.shape)
 
     def found_in(folder: Path) -> torch.Tensor:
-        found = torch.full(values.shape, -1.0)
-        checkpoint.load(folder, {"x": found})
-        return found
+        loaded = torch.full(values.shape, -1.0)
+        checkpoint.load(folder, {"x": loaded})
+        return loaded
 
     checkpoint.save(tmp_path / "plain", {"x": values}, Cursor())
-    of_plain, again = held(), held()
+    of_plain, again = zero_state(), zero_state()
     checkpoint.load(tmp_path / "plain", {"x": of_plain})
     checkpoint.save(tmp_path / "quantised", {"x": of_plain}, Cursor())
     in_8_bits = found_in(tmp_path / "quantised")
@@ -115,30 +115,30 @@ def test_a_checkpoint_has_the_fp32_values_of_what_is_held_in_8_bits(tmp_path: Pa
 
 @settings(deadline=None)
 @given(st.lists(st.dictionaries(st.integers(0, 9), st.just(0), max_size=8).map(sorted), min_size=1, max_size=5))
-def test_every_part_is_written_once_by_a_holder_and_replicated_parts_are_balanced(held: list[list[int]]) -> None:
-    everyone = [[(f"n{part}", (part,), 1 + part) for part in parts] for parts in held]
-    found = shares(everyone)
-    written = [part for share in found for part in share]
+def test_every_part_is_written_once_by_a_holder_and_replicated_parts_are_balanced(holdings: list[list[int]]) -> None:
+    everyone = [[(f"n{part}", (part,), 1 + part) for part in parts] for parts in holdings]
+    all_shares = shares(everyone)
+    written = [part for share in all_shares for part in share]
     assert sorted(written) == sorted({part for parts in everyone for part in parts})
-    assert all(set(share) <= set(parts) for share, parts in zip(found, everyone, strict=True))
+    assert all(set(share) <= set(parts) for share, parts in zip(all_shares, everyone, strict=True))
     loads = [sum(size for *_, size in share) for share in shares([everyone[0]] * len(everyone))]
     assert max(loads) - min(loads) <= max((size for *_, size in everyone[0]), default=0)
 
 
 @pytest.mark.filterwarnings("ignore")  # torch says that it saves without a process group
 @pytest.mark.parametrize(
-    ("state", "said"),
+    ("state", "message"),
     [
         ({"model.other": torch.zeros(3)}, r"the checkpoint has no model.other"),
         ({"model.w": torch.zeros(3), "optim.state.w.exp_avg": torch.zeros(3)}, r"has no optim.state.w.exp_avg"),
         ({"model.w": torch.zeros(4)}, r"another shape\n  given:   \(3,\)\n  allowed: \(4,\)"),
     ],
 )
-def test_a_checkpoint_of_another_model_is_one_clear_error(tmp_path: Path, state: dict[str, Any], said: str) -> None:
+def test_a_checkpoint_of_another_model_is_one_clear_error(tmp_path: Path, state: dict[str, Any], message: str) -> None:
     checkpoint.save(tmp_path / "a", {"model.w": torch.ones(3)}, Cursor())
     with pytest.raises(SpecError) as error:
         checkpoint.load(tmp_path / "a", state)
-    assert re.search(said, str(error.value))
+    assert re.search(message, str(error.value))
     assert str(tmp_path / "a") in str(error.value)
     assert "to do:" in str(error.value)
 
@@ -252,9 +252,9 @@ def test_neither_saving_nor_resuming_needs_more_memory_than_training_and_an_engi
     paths = [str(AttemptFolder(run.attempt_folder).run) for run in runs]
     assert gang.finish(start_ranks("tests.training.peaks", [str(tmp_path), *paths], 2)) == [0, 0]
     for rank in range(2):
-        for plan, found in zip(plans, json.loads((tmp_path / f"peaks-{rank}.json").read_text()), strict=True):
-            assert max(found["build"], found["save"], found["resume"]) <= found["train"], (rank, plan, found)
-            assert found["left"] < found["train"] / 20, (rank, plan, found)
+        for plan, peaks in zip(plans, json.loads((tmp_path / f"peaks-{rank}.json").read_text()), strict=True):
+            assert max(peaks["build"], peaks["save"], peaks["resume"]) <= peaks["train"], (rank, plan, peaks)
+            assert peaks["left"] < peaks["train"] / 20, (rank, plan, peaks)
 
 
 def _written(checkpoints: Path, *, epoch: int, step: int) -> Path:

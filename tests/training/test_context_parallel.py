@@ -51,13 +51,13 @@ def test_a_layer_has_its_ranks_tokens_and_sends_for_attention_alone(
     assert recipe.context_parallel
     recipe.context_parallel(context)
     materialise(recipe.module, recipe.module, recipe, torch.device("cpu"))
-    seen = []
+    lengths = []
     for layer in recipe.layers:
-        layer.register_forward_hook(lambda _module, inputs, _out: seen.append(inputs[0].shape))
+        layer.register_forward_hook(lambda _module, inputs, _out: lengths.append(inputs[0].shape))
     tokens = torch.zeros(2, gang.SEQUENCE_LENGTH, dtype=torch.int64)
     with _Messages() as forward:
         hidden = recipe.module.hidden(context.own(tokens))  # type: ignore[operator]
-    assert set(seen) == {(2, gang.SEQUENCE_LENGTH // 4, DECODER.hidden_size)}
+    assert set(lengths) == {(2, gang.SEQUENCE_LENGTH // 4, DECODER.hidden_size)}
     layers = DECODER.num_hidden_layers
     assert forward.count == {"alltoall_base_": 4 * layers}
     with _Messages() as backward:
@@ -68,7 +68,7 @@ def test_a_layer_has_its_ranks_tokens_and_sends_for_attention_alone(
 
 @pytest.mark.usefixtures("four_ranks")
 @pytest.mark.parametrize(
-    ("layout", "length", "changes", "words"),
+    ("layout", "length", "changes", "message"),
     [
         ({"cp": 4}, 32, {"context_parallel": None}, "cannot share a context"),
         ({"cp": 4}, 30, {}, "no divisor of sequence_length = 30"),
@@ -77,13 +77,13 @@ def test_a_layer_has_its_ranks_tokens_and_sends_for_attention_alone(
     ],
 )
 def test_a_model_that_ranks_cannot_share_is_refused(
-    tmp_path: Path, layout: dict[str, int], length: int, changes: dict[str, Any], words: str
+    tmp_path: Path, layout: dict[str, int], length: int, changes: dict[str, Any], message: str
 ) -> None:
     recipe = decoder_recipe(DECODER, TextDataset(gang.ragged_text(tmp_path), length), seed=0)
     chosen = Plan(
         engine=Engine.TORCH, layout=ParallelLayout(**layout), zero_stage=ZeroStage.PARAMETERS, micro_batch_size=8
     )
-    with pytest.raises(SpecError, match=words):
+    with pytest.raises(SpecError, match=message):
         TorchEngine(dataclasses.replace(recipe, **changes), chosen, gang.TRAINING, torch.device("cpu"), None)
 
 

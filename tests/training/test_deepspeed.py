@@ -53,7 +53,7 @@ DROPOUT = ModelSpec(decoder=dataclasses.replace(gang.DECODER, dropout=0.1, tie_w
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """What runs on two ranks."""
+    """A case that runs on two ranks."""
 
     engine: Engine
     stage: int
@@ -157,8 +157,8 @@ def _saved(home: Path, job: str, case: Case) -> Path:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Found]:
-    """What ran with a case: the few cases, or all others."""
+def runs_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Found]:
+    """Return the runs of a case: the few cases are run together, and so are all others."""
 
     @functools.cache
     def run(few: bool) -> Found:
@@ -199,13 +199,13 @@ def _plans() -> Iterator[Plan]:
             yield Plan(engine=DEEPSPEED, layout=ParallelLayout(dp=2), zero_stage=stage, micro_batch_size=3, **fields)
 
 
-def _in_common(one: dict[str, Any], other: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+def _in_common(left: dict[str, Any], other: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
     """The keys that both files have."""
-    for key in one.keys() & other.keys():
-        if isinstance(one[key], dict):
-            yield from _in_common(one[key], other[key])
+    for key in left.keys() & other.keys():
+        if isinstance(left[key], dict):
+            yield from _in_common(left[key], other[key])
         else:
-            yield key, one[key], other[key]
+            yield key, left[key], other[key]
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -213,20 +213,20 @@ def test_a_scripts_deepspeed_file_agrees_with_our_engines(device: str) -> None:
     plans = list(_plans())
     assert len(plans) > 40
     for plan in plans:
-        ours = settings(plan, gang.TRAINING, torch.device(device))
+        config = settings(plan, gang.TRAINING, torch.device(device))
         theirs = deepspeed_config(plan, clip_norm=gang.TRAINING.clip_norm, virtual=device == "cpu")
         if plan.zero_stage is ZeroStage.NONE:
-            assert ours.pop("gradient_clipping") == 0.0  # there the engine clips by itself, to tell the norm
-        common = list(_in_common(ours, theirs))
+            assert config.pop("gradient_clipping") == 0.0  # there the engine clips by itself, to tell the norm
+        common = list(_in_common(config, theirs))
         assert len(common) >= 9
         assert [(key, mine) for key, mine, _ in common] == [(key, its) for key, _, its in common], plan
 
 
 def test_a_script_scales_its_losses_as_our_engines_do() -> None:
     plan = Plan(engine=Engine.SCRIPT, micro_batch_size=1, zero_stage=ZeroStage(2), precision=Precision.FP16)
-    told = deepspeed_config(plan, clip_norm=1.0)["fp16"]
-    assert 2.0 ** told["initial_scale_power"] == loss_scale.INITIAL
-    assert told["loss_scale_window"] == loss_scale.GROWTH_INTERVAL
+    scaling = deepspeed_config(plan, clip_norm=1.0)["fp16"]
+    assert 2.0 ** scaling["initial_scale_power"] == loss_scale.INITIAL
+    assert scaling["loss_scale_window"] == loss_scale.GROWTH_INTERVAL
 
 
 def _curve(runs: list[TrainingRun]) -> dict[int, float]:
@@ -239,16 +239,16 @@ of_every_case = pytest.mark.parametrize(
 
 
 @of_every_case
-def test_every_case_trains_as_plain_ddp_does(found: Callable[[str], Found], name: str) -> None:
-    expected = _curve(found(name).references[_reference(name)])
+def test_every_case_trains_as_plain_ddp_does(runs_of: Callable[[str], Found], name: str) -> None:
+    expected = _curve(runs_of(name).references[_reference(name)])
     assert len(expected) == SHORT.max_steps
-    assert _curve(found(name).fresh[name]) == pytest.approx(expected, abs=CASES[name].tolerance, rel=0)
+    assert _curve(runs_of(name).fresh[name]) == pytest.approx(expected, abs=CASES[name].tolerance, rel=0)
 
 
 @of_every_case
-def test_a_training_hops_from_ddp_to_every_case_and_back(found: Callable[[str], Found], name: str) -> None:
-    expected = _curve(found(name).references[_reference(name)])
-    for runs in (found(name).resumed[name], found(name).back[name]):
+def test_a_training_hops_from_ddp_to_every_case_and_back(runs_of: Callable[[str], Found], name: str) -> None:
+    expected = _curve(runs_of(name).references[_reference(name)])
+    for runs in (runs_of(name).resumed[name], runs_of(name).back[name]):
         curve = _curve(runs)
         assert SHORT.max_steps in curve
         rest = {step: expected[step] for step in curve}
@@ -258,7 +258,7 @@ def test_a_training_hops_from_ddp_to_every_case_and_back(found: Callable[[str], 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore")  # torch says that it saves and loads without a process group
 def test_an_overflowed_step_is_left_out_halves_the_scale_and_goes_on(tmp_path: Path) -> None:
-    """From a scale of 2**19 gradients overflow in fp16 at every stage until it has come down."""
+    """Gradients overflow in fp16 at every stage until the scale has come down from 2**19."""
     text = gang.ragged_text(tmp_path)
     start = _with_scale(tmp_path, 2.0**19)
     training = dataclasses.replace(WARM_UP, max_steps=8, checkpoint_every_steps=8)
@@ -273,11 +273,11 @@ def test_an_overflowed_step_is_left_out_halves_the_scale_and_goes_on(tmp_path: P
         left_out = sum(not math.isfinite(norm) for norm in norms)
         assert 1 <= left_out < len(norms) == training.max_steps - 1
         saved = JobFolder(tmp_path, str(number)).checkpoints / f"step-{training.max_steps:08d}"
-        found = {loss_scale.STATE: torch.zeros(2), STEPS: torch.zeros(1)}
-        checkpoint.load(saved, found)
+        state = {loss_scale.STATE: torch.zeros(2), STEPS: torch.zeros(1)}
+        checkpoint.load(saved, state)
         made = len(norms) - left_out
-        assert found[loss_scale.STATE].tolist() == [2.0 ** (19 - left_out), made]
-        assert found[STEPS].tolist() == [1 + made]
+        assert state[loss_scale.STATE].tolist() == [2.0 ** (19 - left_out), made]
+        assert state[STEPS].tolist() == [1 + made]
 
 
 def _with_scale(home: Path, scale: float) -> Path:
@@ -286,8 +286,10 @@ def _with_scale(home: Path, scale: float) -> Path:
     first = Case(engine=DEEPSPEED, stage=1, training=training, fields=FP16)
     gang.launch([Part(run=_legs(home, gang.ragged_text(home), "first", first)[0])])
     old = JobFolder(home, "first").checkpoints / "step-00000001"
-    known = FileSystemReader(old).read_metadata().state_dict_metadata
-    state = {name: torch.empty(entry.size) for name, entry in known.items() if isinstance(entry, TensorStorageMetadata)}
+    metadata = FileSystemReader(old).read_metadata().state_dict_metadata
+    state = {
+        name: torch.empty(entry.size) for name, entry in metadata.items() if isinstance(entry, TensorStorageMetadata)
+    }
     checkpoint.load(old, state)
     assert state[loss_scale.STATE].tolist() == [loss_scale.INITIAL, 1.0]
     state[loss_scale.STATE][0] = scale
@@ -302,17 +304,17 @@ def _in_files(home: Path, job: str, **changes: Any) -> TrainingRun:
 
 
 def test_offload_to_files_needs_an_existing_folder(tmp_path: Path) -> None:
-    for folder, said in ((None, "needs a folder"), (str(tmp_path / "nvme"), "needs a writable folder")):
-        with pytest.raises(SpecError, match=said):
+    for folder, message in ((None, "needs a folder"), (str(tmp_path / "nvme"), "needs a writable folder")):
+        with pytest.raises(SpecError, match=message):
             deepspeed_nvme.swap_folder(_in_files(tmp_path, "a", nvme_folder=folder))
 
 
 def test_a_missing_requirement_of_offload_to_files_is_named_with_its_remedy(tmp_path: Path) -> None:
-    said = deepspeed_nvme.nvme_problem(tmp_path)
-    assert said is not None
-    if "is not compiled" not in said:
-        pytest.skip(said)
-    assert f"TORCH_EXTENSIONS_DIR={tmp_path} {sys.executable} -m {deepspeed_nvme.__name__}" in said
+    problem = deepspeed_nvme.nvme_problem(tmp_path)
+    assert problem is not None
+    if "is not compiled" not in problem:
+        pytest.skip(problem)
+    assert f"TORCH_EXTENSIONS_DIR={tmp_path} {sys.executable} -m {deepspeed_nvme.__name__}" in problem
 
 
 def test_older_attempts_leave_no_swap_files_behind(tmp_path: Path) -> None:

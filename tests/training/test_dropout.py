@@ -55,27 +55,27 @@ def build(_config: dict[str, Any]) -> Recipe:
     return Recipe(module=module, loss_sum=lambda it, rows: it(*rows).sum(), dataset=Rows(), layers=blocks)
 
 
-def traced(model: ModelSpec, *arithmetics: Arithmetic) -> list[ModelProfile]:
-    said: dict[str, Any] = {"training": TrainingSpec(), "family": "model", "sequence_length": LENGTH}
-    return profiles(Request(model=model, arithmetics=arithmetics, **said))
+def trace_profiles(model: ModelSpec, *arithmetics: Arithmetic) -> list[ModelProfile]:
+    fields: dict[str, Any] = {"training": TrainingSpec(), "family": "model", "sequence_length": LENGTH}
+    return profiles(Request(model=model, arithmetics=arithmetics, **fields))
 
 
 def as_on(arithmetic: Arithmetic, *, cuda: bool) -> Arithmetic:
     return Arithmetic(precision=arithmetic.precision, autocast=arithmetic.autocast, cuda=cuda)
 
 
-def kept(made: Callable[[], Any], *, but: tuple[Tensor, ...] = ()) -> list[Tensor]:
+def saved_tensors_of(made: Callable[[], Any], *, but: tuple[Tensor, ...] = ()) -> list[Tensor]:
     """Bytes that autograd saves for the backward pass of the result, each storage once."""
-    found: dict[int, Tensor] = {}
+    saved_tensors: dict[int, Tensor] = {}
 
     def saved(tensor: Tensor) -> Tensor:
-        found.setdefault(tensor.untyped_storage()._cdata, tensor)
+        saved_tensors.setdefault(tensor.untyped_storage()._cdata, tensor)
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(saved, lambda tensor: tensor):
         made()
     outside = {tensor.untyped_storage()._cdata for tensor in but}
-    return [tensor for storage, tensor in found.items() if storage not in outside]
+    return [tensor for storage, tensor in saved_tensors.items() if storage not in outside]
 
 
 def size(tensors: list[Tensor]) -> int:
@@ -83,27 +83,29 @@ def size(tensors: list[Tensor]) -> int:
 
 
 def autograd_bytes(arithmetic: Arithmetic) -> int:
-    """Of one more row in a block whose dropout is torch.native_dropout, called by name."""
+    """Return the bytes of a further row in a block that calls torch.native_dropout by name."""
     dtype = torch.bfloat16 if arithmetic.precision is Precision.BF16 and not arithmetic.autocast else torch.float32
-    first, _, last = one = block().to(dtype)
+    first, _, last = module = block().to(dtype)
 
-    def of(rows: int) -> int:
-        given = torch.ones(rows, WIDTH, dtype=torch.bfloat16 if arithmetic.autocast else dtype, requires_grad=True)
+    def bytes_of(rows: int) -> int:
+        inputs = torch.ones(rows, WIDTH, dtype=torch.bfloat16 if arithmetic.autocast else dtype, requires_grad=True)
 
         def forward() -> Tensor:
             with torch.autocast("cpu", torch.bfloat16, enabled=arithmetic.autocast):
-                return last(torch.native_dropout(first(given), P, True)[0])  # type: ignore[no-any-return]
+                return last(torch.native_dropout(first(inputs), P, True)[0])  # type: ignore[no-any-return]
 
-        return size(kept(forward, but=tuple(one.parameters())))
+        return size(saved_tensors_of(forward, but=tuple(module.parameters())))
 
-    return of(5) - of(4)
+    return bytes_of(5) - bytes_of(4)
 
 
 @pytest.mark.parametrize("arithmetic", ARITHMETICS.values(), ids=ARITHMETICS)
 def test_a_trace_as_on_cuda_saves_the_tensors_of_the_fused_kernel(arithmetic: Arithmetic) -> None:
     model = ModelSpec(factory=f"{__file__}:build", config={})
-    on_cpu, on_cuda = traced(model, as_on(arithmetic, cuda=False), as_on(arithmetic, cuda=True))
-    (before,), (after,) = ([one.saved_bytes for one in each.segments if one.count > 1] for each in (on_cpu, on_cuda))
+    on_cpu, on_cuda = trace_profiles(model, as_on(arithmetic, cuda=False), as_on(arithmetic, cuda=True))
+    (before,), (after,) = (
+        [part.saved_bytes for part in profile.segments if part.count > 1] for profile in (on_cpu, on_cuda)
+    )
     width = 4 if arithmetic.precision is Precision.FP32 else 2
     assert after == autograd_bytes(arithmetic)
     assert before - after == (width - 1) * 2 * WIDTH, "a byte an element where a factor was"
@@ -114,9 +116,9 @@ def test_a_trace_as_on_cuda_saves_the_tensors_of_the_fused_kernel(arithmetic: Ar
 def test_the_closed_form_of_a_decoder_saves_what_its_trace_does(name: str, cuda: bool) -> None:
     sizes = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3}
     decoder, how = DecoderSpec(**sizes, num_attention_heads=4, dropout=P), ARITHMETICS[name]
-    (found,) = traced(ModelSpec(decoder=decoder), as_on(how, cuda=cuda))
-    known = decoder_profile(decoder, "model", how.precision, LENGTH, 1, how.autocast, cuda)
-    of_layers = [[one.saved_bytes for one in each.segments if one.count > 1] for each in (found, known)]
+    (trace,) = trace_profiles(ModelSpec(decoder=decoder), as_on(how, cuda=cuda))
+    closed_form = decoder_profile(decoder, "model", how.precision, LENGTH, 1, how.autocast, cuda)
+    of_layers = [[part.saved_bytes for part in profile.segments if part.count > 1] for profile in (trace, closed_form)]
     assert of_layers[0] == of_layers[1]
 
 
@@ -134,9 +136,9 @@ def ledger(*, cuda: bool) -> Ledger:
 
 def test_dropout_allocates_result_mask_and_gradient_only() -> None:
     on_cpu, on_cuda = ledger(cuda=False), ledger(cuda=True)
-    given, *made = [each for each in on_cuda.sizes if each > 8]
-    assert (given, made) == (4096, [4096, 1024, 4096])
-    assert [each for each in on_cpu.sizes if each > 8] == [4096] * 4
+    first, *made = [size for size in on_cuda.sizes if size > 8]
+    assert (first, made) == (4096, [4096, 1024, 4096])
+    assert [size for size in on_cpu.sizes if size > 8] == [4096] * 4
     assert on_cpu.peak_bytes - on_cuda.peak_bytes == 3072
     mask, gradient = on_cuda.sizes.index(1024), len(on_cuda.sizes) - 1
     assert on_cuda.requests.index(gradient) < on_cuda.requests.index(-mask - 1), "it is read where the gradient is made"
@@ -158,10 +160,10 @@ NOT_FUSED: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("kind", NOT_FUSED)
 def test_dropout_without_a_cuda_kernel_saves_the_same_on_cpu_and_cuda(kind: str) -> None:
-    given = torch.ones(3, 5, 7, requires_grad=True)
+    inputs = torch.ones(3, 5, 7, requires_grad=True)
 
     def saved() -> list[tuple[torch.dtype, torch.Size]]:
-        return [(each.dtype, each.shape) for each in kept(lambda: NOT_FUSED[kind](given))]
+        return [(tensor.dtype, tensor.shape) for tensor in saved_tensors_of(lambda: NOT_FUSED[kind](inputs))]
 
     on_cpu = saved()
     with as_on_cuda():
@@ -170,24 +172,24 @@ def test_dropout_without_a_cuda_kernel_saves_the_same_on_cpu_and_cuda(kind: str)
 
 
 def test_outside_the_context_dropout_is_the_cpus() -> None:
-    given = torch.ones(64, requires_grad=True)
+    inputs = torch.ones(64, requires_grad=True)
     with as_on_cuda():
-        inside = functional.dropout(given, P)
+        inside = functional.dropout(inputs, P)
     assert inside.grad_fn is not None
     assert inside.grad_fn.name() == "NativeDropoutBackward0"
-    assert [each.dtype for each in kept(lambda: functional.dropout(given, P))] == [torch.float32]
+    assert [tensor.dtype for tensor in saved_tensors_of(lambda: functional.dropout(inputs, P))] == [torch.float32]
 
 
 def test_attention_saves_seeds_in_fused_kernels_and_byte_masks_beside_scores() -> None:
     shape, scores = (2, 3, LENGTH, 8), torch.Size((2, 3, LENGTH, LENGTH))
     with FakeTensorMode(), as_on_cuda():
         q, k, v = (torch.ones(shape, requires_grad=True) for _ in range(3))
-        kernel = kept(lambda: functional.scaled_dot_product_attention(q, k, v, dropout_p=P), but=(q, k, v))
-        matrices = kept(lambda: torch.ops.aten._scaled_dot_product_attention_math(q, k, v, dropout_p=P)[0])
-    out, log_sum_exp, seed, offset = sorted(kernel, key=lambda each: -each.numel())
+        kernel = saved_tensors_of(lambda: functional.scaled_dot_product_attention(q, k, v, dropout_p=P), but=(q, k, v))
+        matrices = saved_tensors_of(lambda: torch.ops.aten._scaled_dot_product_attention_math(q, k, v, dropout_p=P)[0])
+    out, log_sum_exp, seed, offset = sorted(kernel, key=lambda tensor: -tensor.numel())
     assert (out.shape, log_sum_exp.shape) == (shape, shape[:-1])
-    assert [(each.dtype, each.numel()) for each in (seed, offset)] == [(torch.int64, 1)] * 2
-    whole = [each.dtype for each in matrices if each.numel() == scores.numel()]
+    assert [(tensor.dtype, tensor.numel()) for tensor in (seed, offset)] == [(torch.int64, 1)] * 2
+    whole = [tensor.dtype for tensor in matrices if tensor.numel() == scores.numel()]
     assert sorted(whole, key=str) == [torch.bool, torch.float32, torch.float32], "mask, softmax, what was not dropped"
 
 
@@ -198,15 +200,15 @@ def test_on_cuda_a_gpt2_saves_no_scores_and_one_byte_per_mask_element(name: str)
     """Residuals are dropped twice in a layer. Without dropout of its scores its attention is the same on both."""
     kinds = [as_on(ARITHMETICS[name], cuda=cuda) for cuda in (False, True)]
 
-    def spared(**dropout: float) -> int:
-        on_cpu, on_cuda = traced(ModelSpec(hf=GPT2 | {"embd_pdrop": 0.0} | dropout), *kinds)
-        of_layers = [[one.saved_bytes for one in each.segments if one.count > 1] for each in (on_cpu, on_cuda)]
+    def spared_bytes(**dropout: float) -> int:
+        on_cpu, on_cuda = trace_profiles(ModelSpec(hf=GPT2 | {"embd_pdrop": 0.0} | dropout), *kinds)
+        of_layers = [[part.saved_bytes for part in profile.segments if part.count > 1] for profile in (on_cpu, on_cuda)]
         ((before,), (after,)) = of_layers
         return before - after
 
     masks = LENGTH * 2 * GPT2["n_embd"] * ((4 if name == "fp32" else 2) - 1)
-    assert spared(resid_pdrop=0.0, attn_pdrop=0.0) == 0
-    assert spared(resid_pdrop=P, attn_pdrop=0.0) == masks
-    scores = spared(resid_pdrop=0.0, attn_pdrop=P)
+    assert spared_bytes(resid_pdrop=0.0, attn_pdrop=0.0) == 0
+    assert spared_bytes(resid_pdrop=P, attn_pdrop=0.0) == masks
+    scores = spared_bytes(resid_pdrop=0.0, attn_pdrop=P)
     assert scores >= LENGTH * GPT2["n_head"] * LENGTH * 3 * 4 - 4 * LENGTH * GPT2["n_head"]
-    assert spared(resid_pdrop=P, attn_pdrop=P) == scores + masks
+    assert spared_bytes(resid_pdrop=P, attn_pdrop=P) == scores + masks

@@ -150,14 +150,14 @@ def test_tokens_that_ranks_cannot_share_evenly_give_the_losses_of_one_process(
 ) -> None:
     text, odd = gang.ragged_text(tmp_path), SEQUENCE_LENGTH - 1
     runs = [
-        decoder_run(tmp_path, name, dataclasses.replace(each, sequence_length=odd), text, sequence_length=odd)
-        for name, each in (("one", plan(TORCH, 0, cuts=8)), ("several", plan(TORCH, 0, cuts=8, **layout)))
+        decoder_run(tmp_path, name, dataclasses.replace(case, sequence_length=odd), text, sequence_length=odd)
+        for name, case in (("one", plan(TORCH, 0, cuts=8)), ("several", plan(TORCH, 0, cuts=8, **layout)))
     ]
     for run in runs:
         gang.launch([gang.Part(run=run)])
-    one, several = map(gang.losses, runs)
-    assert len(one) == SHORT.max_steps
-    assert several == pytest.approx(one, abs=TOLERANCE[Precision.FP32], rel=0)
+    single, several = map(gang.losses, runs)
+    assert len(single) == SHORT.max_steps
+    assert several == pytest.approx(single, abs=TOLERANCE[Precision.FP32], rel=0)
 
 
 @pytest.mark.long
@@ -205,7 +205,7 @@ def test_every_plan_that_the_planner_emits_gives_the_losses_of_one_process(tmp_p
     for precision in (BF16, FP16) if ranks <= 2 else (BF16,):
         emitted += one_of_each_strategy(emitted_plans(ranks, precision))
     for layers, stages in ((4, range(5)), (8, range(5, 9))):
-        chosen = [each for each in emitted if each.layout.pp * each.pipeline_stages_per_rank in stages]
+        chosen = [option for option in emitted if option.layout.pp * option.pipeline_stages_per_rank in stages]
         if chosen:
             decoder = dataclasses.replace(DECODER, num_hidden_layers=layers)
             home, every = tmp_path / f"{layers}-layers", [ONE_PROCESS, *chosen]
@@ -262,7 +262,7 @@ class InBlocks:
 
     @property
     def within(self) -> list[Plan]:
-        return [dataclasses.replace(each, optimizer_in_backward=True) for each in self.at_the_end]
+        return [dataclasses.replace(late_plan, optimizer_in_backward=True) for late_plan in self.at_the_end]
 
     @property
     def all(self) -> list[Plan]:
@@ -300,21 +300,21 @@ MORE = InBlocks(
 
 @pytest.mark.parametrize("plans", [FEW, pytest.param(MORE, marks=pytest.mark.long)])
 def test_moments_in_8_bits_and_weights_in_bf16_give_the_losses_of_one_process(tmp_path: Path, plans: InBlocks) -> None:
-    """To rounding where the blocks are those of one process. An update is rounded alike within the backward pass."""
+    """Losses are equal to rounding where blocks are equal. An update is rounded alike within the backward pass."""
     curves = losses(tmp_path, plans.all, training=UNCLIPPED, decoder=BLOCKS)
     in_32_bits, expected, in_bf16 = curves[ONE_PROCESS], curves[EIGHT_BIT(0)], curves[EIGHT_BIT(0, precision=BF16)]
-    check({each: curves[each] for each in plans.same}, expected)
-    for each in plans.other:
-        assert curves[each] == pytest.approx(expected, abs=2e-3, rel=0), in_short(each)
-    for each in plans.sharded:  # autocast casts other values than FSDP2 does
-        assert curves[each] == pytest.approx(in_bf16, abs=5e-3, rel=0), in_short(each)
+    check({same_plan: curves[same_plan] for same_plan in plans.same}, expected)
+    for case in plans.other:
+        assert curves[case] == pytest.approx(expected, abs=2e-3, rel=0), in_short(case)
+    for case in plans.sharded:  # autocast casts other values than FSDP2 does
+        assert curves[case] == pytest.approx(in_bf16, abs=5e-3, rel=0), in_short(case)
     assert expected == pytest.approx(in_32_bits, abs=5e-3, rel=0)
     assert expected != pytest.approx(in_32_bits, abs=2e-5, rel=0), "nothing was quantised"
-    for each in plans.rounded:
-        assert curves[each] == pytest.approx(expected, abs=5e-3, rel=0), in_short(each)
-        assert curves[each] != pytest.approx(expected, abs=2e-5, rel=0), "nothing was rounded"
-    for each, same in zip(plans.at_the_end, plans.within, strict=True):
-        assert curves[same] == pytest.approx(curves[each], abs=TOLERANCE[Precision.FP32], rel=0), in_short(each)
+    for case in plans.rounded:
+        assert curves[case] == pytest.approx(expected, abs=5e-3, rel=0), in_short(case)
+        assert curves[case] != pytest.approx(expected, abs=2e-5, rel=0), "nothing was rounded"
+    for case, same in zip(plans.at_the_end, plans.within, strict=True):
+        assert curves[same] == pytest.approx(curves[case], abs=TOLERANCE[Precision.FP32], rel=0), in_short(case)
 
 
 @pytest.mark.long
@@ -322,8 +322,8 @@ def test_ranks_that_hold_one_weight_in_bf16_round_it_alike(tmp_path: Path) -> No
     """Data-parallel copies, and an embedding that is the head of the last pipeline stage, too."""
     text = gang.ragged_text(tmp_path)
     paths = []
-    for number, each in enumerate((ROUNDED(0, dp=2, cuts=2), ROUNDED(0, pp=2, cuts=4), ROUNDED(0, tp=2))):
-        run = decoder_run(tmp_path, f"copies-{number}", each, text, decoder=BLOCKS, training=UNCLIPPED)
+    for number, copied_plan in enumerate((ROUNDED(0, dp=2, cuts=2), ROUNDED(0, pp=2, cuts=4), ROUNDED(0, tp=2))):
+        run = decoder_run(tmp_path, f"copies-{number}", copied_plan, text, decoder=BLOCKS, training=UNCLIPPED)
         paths.append(str(AttemptFolder(run.attempt_folder).run))
     assert gang.finish(start_ranks("tests.training.copies", paths, 2)) == [0, 0]
 
@@ -346,7 +346,7 @@ def test_dropout_is_the_same_wherever_the_micro_batch_has_the_same_size(
     dropping: tuple[Plan, ...], tmp_path: Path
 ) -> None:
     reference = plan(TORCH, 0, cuts=4)
-    assert {each.micro_batch_size for each in (reference, *dropping)} == {2}
+    assert {dropped_plan.micro_batch_size for dropped_plan in (reference, *dropping)} == {2}
     decoder = dataclasses.replace(SHALLOW, dropout=0.2)
     curves = losses(tmp_path, [reference, *dropping, ONE_PROCESS], decoder=decoder)
     expected = curves.pop(reference)
@@ -413,7 +413,7 @@ ROUNDED_CHAIN = (
 
 
 def test_a_training_hops_over_the_engines_of_two_ranks_and_its_curve_stays_the_same(tmp_path: Path) -> None:
-    """Also in and out of updates in the backward pass, which cannot clip, and over other layers in its stages."""
+    """Plans also change to and from updates in the backward pass, which cannot clip, and to other layers in stages."""
     chain, expected = hop(tmp_path, SHORT_CHAIN, dataclasses.replace(HOPPING, clip_norm=None))
     assert chain == pytest.approx(expected, abs=TOLERANCE[Precision.FP32], rel=0)
 
@@ -485,19 +485,19 @@ def emitted_plans(ranks: int, precision: Precision) -> list[Plan]:
         data=DataSpec(text=("text.txt",), sequence_length=SEQUENCE_LENGTH),
         training=TRAINING,
     )
-    found: dict[Plan, None] = {}
+    emitted: dict[Plan, None] = {}
     for nodes in (1, 2) if ranks > 1 else (1,):
         hardware = Hardware(device=device, devices_per_node=ranks // nodes, nodes=nodes, network_bandwidth=10**9)
-        found |= dict.fromkeys(plans(spec, hardware))
-    return list(found)
+        emitted |= dict.fromkeys(plans(spec, hardware))
+    return list(emitted)
 
 
 def one_of_each_strategy(emitted: Iterable[Plan]) -> list[Plan]:
     """Plans that differ in more than micro-batch and recomputation, each with other ones of these than the last."""
     groups: dict[Plan, list[Plan]] = {}
-    for each in emitted:
-        share = GLOBAL_BATCH // each.layout.dp
-        micro = dataclasses.replace(each, micro_batch_size=1, gradient_accumulation_steps=share)
+    for option in emitted:
+        share = GLOBAL_BATCH // option.layout.dp
+        micro = dataclasses.replace(option, micro_batch_size=1, gradient_accumulation_steps=share)
         alike = dataclasses.replace(micro, activation_checkpointing=FULL, full_checkpointing_layers=0)
-        groups.setdefault(alike, []).append(each)
+        groups.setdefault(alike, []).append(option)
     return [group[number % len(group)] for number, group in enumerate(groups.values())]

@@ -128,7 +128,7 @@ class World:
 
     @property
     def text_dataset(self) -> TextDataset:
-        """One that no tokenizer has to prepare."""
+        """Return a dataset that no tokenizer has to prepare."""
         return TextDataset(self._text, gang.SEQUENCE_LENGTH)
 
     def run(self, job: str, family: str, chosen: Plan) -> TrainingRun:
@@ -154,10 +154,10 @@ def _tolerance(run: TrainingRun) -> float:
 
 def _distance(run: TrainingRun, reference: TrainingRun) -> float:
     """The largest difference of their losses and, relative, of their gradients' norms."""
-    found, expected = gang.metrics(run), gang.metrics(reference)
-    assert len(found) == len(expected) == TRAINING.max_steps
-    of_norms = (abs(one["grad_norm"] / other["grad_norm"] - 1) for one, other in zip(found, expected, strict=True))
-    off = max(abs(one["loss"] - other["loss"]) for one, other in zip(found, expected, strict=True))
+    steps, expected = gang.metrics(run), gang.metrics(reference)
+    assert len(steps) == len(expected) == TRAINING.max_steps
+    of_norms = (abs(step["grad_norm"] / other["grad_norm"] - 1) for step, other in zip(steps, expected, strict=True))
+    off = max(abs(step["loss"] - other["loss"]) for step, other in zip(steps, expected, strict=True))
     return max(off, max(of_norms) / 10 if run.plan.precision is Precision.FP32 else 0.0)  # relative ones are larger
 
 
@@ -181,14 +181,14 @@ def test_a_rank_to_which_no_token_comes_trains_as_one_process(tmp_path: Path) ->
     world = World(tmp_path)
     model = ModelSpec(hf={"model_type": "mixtral", **MIXTURES["mixtral"], "num_experts_per_tok": 1})
     short = dataclasses.replace(world.data, sequence_length=2)
-    one, two = (
+    single, two = (
         dataclasses.replace(world.run(name, "mixtral", dataclasses.replace(chosen, sequence_length=2)), model=model)
         for name, chosen in (("one", plan(micro=8)), ("two", plan(dp=2, ep=2, micro=1)))
     )
-    for run in (one, two):
+    for run in (single, two):
         write_json(AttemptFolder(run.attempt_folder).run, dataclasses.replace(run, data=short))
         gang.launch([Part(run=run)])
-    assert _distance(two, one) <= FP32_TOLERANCE
+    assert _distance(two, single) <= FP32_TOLERANCE
 
 
 @pytest.mark.long
@@ -247,20 +247,20 @@ def test_a_rank_starts_with_the_values_that_one_process_gives_its_experts(tmp_pa
 
 @pytest.mark.usefixtures("four_ranks")
 @pytest.mark.parametrize(
-    ("family", "degree", "words"),
+    ("family", "degree", "message"),
     [
         ("llama", 2, "this model has no experts to spread"),
         ("mixtral", 4, "no divisor of its 6 experts"),
     ],
 )
 def test_a_model_whose_experts_cannot_be_spread_is_refused(
-    tmp_path: Path, family: str, degree: int, words: str
+    tmp_path: Path, family: str, degree: int, message: str
 ) -> None:
     sizes = {**tiny_hf.LLAMA_LIKE, **({"num_local_experts": 6} if family == "mixtral" else {})}
     world = World(tmp_path)
     run = world.run("one", "mixtral", plan(dp=4, ep=degree))
     run = dataclasses.replace(run, model=ModelSpec(hf={"model_type": family, **sizes}))
-    with pytest.raises(SpecError, match=words):
+    with pytest.raises(SpecError, match=message):
         TorchEngine(hf_recipe(run, world.text_dataset), run.plan, run.training, torch.device("cpu"), None)
 
 
@@ -282,7 +282,7 @@ def test_an_adapted_model_keeps_its_experts_together(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "message"),
     [
         ({"zero_stage": ZeroStage.NONE}, "FSDP2's: engine=torch with zero_stage 2 or 3"),
         ({"engine": Engine.DEEPSPEED}, "FSDP2's: engine=torch"),
@@ -297,8 +297,8 @@ def test_an_adapted_model_keeps_its_experts_together(tmp_path: Path) -> None:
         ({"optimizer_in_backward": True, "gradient_accumulation_steps": 1}, "optimizer_in_backward=false"),
     ],
 )
-def test_a_plan_spreads_experts_over_fsdp2s_ranks_only(changes: dict[str, Any], words: str) -> None:
-    with pytest.raises(IllegalPlan, match=words):
+def test_a_plan_spreads_experts_over_fsdp2s_ranks_only(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(IllegalPlan, match=message):
         dataclasses.replace(plan(dp=4, ep=2, micro=1), **changes)
 
 

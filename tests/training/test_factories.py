@@ -90,7 +90,7 @@ class Trainings:
 def trainings(tmp_path_factory: pytest.TempPathFactory) -> Trainings:
     home = tmp_path_factory.mktemp("home")
     batch_norm = {"example": "conv_classifier", "norm": "batch"}
-    found = Trainings(
+    trained = Trainings(
         reference={example: _run(home, f"{example}-one", plan(dp=1), example=example) for example in CONFIGS},
         runs={(example, name): _run(home, f"{example} {name}", PLANS[name], example=example) for example, name in FEW},
         normalised_reference=_run(home, "norm-one", plan(dp=1), batch_norm_samples=2, **batch_norm),
@@ -99,9 +99,9 @@ def trainings(tmp_path_factory: pytest.TempPathFactory) -> Trainings:
             for number, (name, (chosen, synced)) in enumerate(NORMALISED.items())
         },
     )
-    gang.launch([Part(run=run) for run in (*found.reference.values(), found.normalised_reference)])
-    gang.launch([Part(run=run) for run in (*found.runs.values(), *found.normalised.values())])
-    return found
+    gang.launch([Part(run=run) for run in (*trained.reference.values(), trained.normalised_reference)])
+    gang.launch([Part(run=run) for run in (*trained.runs.values(), *trained.normalised.values())])
+    return trained
 
 
 def _run(
@@ -131,23 +131,23 @@ def test_every_example_trains_under_every_other_plan_alike(trainings: Trainings,
 
 
 @pytest.mark.parametrize(
-    "example", [pytest.param(each, marks=() if each == "vocoder_gan" else pytest.mark.long) for each in CONFIGS]
+    "example", [pytest.param(name, marks=() if name == "vocoder_gan" else pytest.mark.long) for name in CONFIGS]
 )
 def test_every_example_may_hop_over_all_engines(trainings: Trainings, example: str, tmp_path: Path) -> None:
     """Each leg begins from other weights, which the checkpoint replaces: of both networks, in the GAN's case."""
     legs = [_run(tmp_path, "chain", hop, example=example, seed=leg, max_steps=leg + 1) for leg, hop in enumerate(CHAIN)]
     gang.launch([Part(run=run) for run in legs])
-    found = {step: loss for run in legs for step, loss in gang.losses(run).items()}
-    assert len(found) == len(CHAIN)
-    assert found == _losses(trainings.reference[example])
+    curve = {step: loss for run in legs for step, loss in gang.losses(run).items()}
+    assert len(curve) == len(CHAIN)
+    assert curve == _losses(trainings.reference[example])
 
 
 @pytest.mark.parametrize("example", CONFIGS)
 def test_every_example_learns(trainings: Trainings, example: str) -> None:
     """Otherwise equal curves would prove little."""
-    found = gang.losses(trainings.reference[example])
-    assert len(found) == TRAINING.max_steps
-    assert found[TRAINING.max_steps] < 0.97 * found[1]
+    curve = gang.losses(trainings.reference[example])
+    assert len(curve) == TRAINING.max_steps
+    assert curve[TRAINING.max_steps] < 0.97 * curve[1]
 
 
 @pytest.mark.parametrize("name", NORMALISED)
@@ -157,19 +157,19 @@ def test_batch_norm_over_equally_many_samples_trains_as_in_one_process(trainings
 
 @pytest.mark.parametrize("name", NORMALISED)
 def test_running_statistics_are_those_of_one_process(trainings: Trainings, name: str) -> None:
-    found, expected = _statistics(trainings.normalised[name]), _statistics(trainings.normalised_reference)
-    assert set(found) == set(expected)
-    for statistic, values in found.items():
+    statistics, expected = _statistics(trainings.normalised[name]), _statistics(trainings.normalised_reference)
+    assert set(statistics) == set(expected)
+    for statistic, values in statistics.items():
         assert values.tolist() == pytest.approx(expected[statistic].tolist(), abs=STATISTICS_TOLERANCE), statistic
 
 
 def _statistics(run: TrainingRun) -> dict[str, torch.Tensor]:
     """The buffers in a run's last checkpoint."""
     recipe = from_factory(run.model.factory or "", run.model.config)
-    found = dict(checkpoint.model_state(recipe.module, frozenset()))
+    tensors = dict(checkpoint.model_state(recipe.module, frozenset()))
     home, job = Path(run.job_folder).parents[1], Path(run.job_folder).name
-    checkpoint.load(JobFolder(home, job).checkpoints / f"step-{run.training.max_steps:08d}", found)
-    return found
+    checkpoint.load(JobFolder(home, job).checkpoints / f"step-{run.training.max_steps:08d}", tensors)
+    return tensors
 
 
 def test_a_batch_norm_model_is_refused_until_the_job_says_how_many_samples_it_normalises_over() -> None:
@@ -186,7 +186,7 @@ def test_the_global_batch_at_once_on_one_rank_normalises_over_all_of_it() -> Non
 
 
 @pytest.mark.parametrize(
-    ("chosen", "training", "said"),
+    ("chosen", "training", "message"),
     [
         (plan(micro=4), {"batch_norm_samples": 2}, "micro_batch_size = 4 samples together"),
         (plan(micro=2), {"batch_norm_samples": 2, "sync_batch_norm": True}, "micro_batch_size x dp = 4"),
@@ -194,14 +194,14 @@ def test_the_global_batch_at_once_on_one_rank_normalises_over_all_of_it() -> Non
     ],
 )
 def test_a_plan_that_normalises_over_another_number_of_samples_is_refused(
-    chosen: Plan, training: dict[str, Any], said: str
+    chosen: Plan, training: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(SpecError, match=said):
+    with pytest.raises(SpecError, match=message):
         _engine_of(_batch_norm_recipe(), chosen, **training)
 
 
 def test_batch_norm_in_evaluation_mode_needs_no_setting() -> None:
-    """It then uses no batch statistics."""
+    """Batch norm in evaluation mode uses no batch statistics."""
     module = nn.BatchNorm2d(3)
     assert batch_norms(module) == [module]
     assert batch_norms(module.eval()) == []
@@ -236,40 +236,40 @@ def _gan(**first: Any) -> tuple[Recipe, ...]:
 def test_in_a_recipes_turn_the_others_are_frozen() -> None:
     """Each engine leaves the other recipes' frozen parameters unchanged and without gradients."""
     recipes = _gan()
-    recipe, seen = dataclasses.replace(recipes[0], then=recipes[1:]), []
+    recipe, turns = dataclasses.replace(recipes[0], then=recipes[1:]), []
 
     class Watching:
-        def __init__(self, own: Recipe) -> None:
-            self._own = own
+        def __init__(self, recipe: Recipe) -> None:
+            self._own = recipe
 
         def step(self, step: int, micro_batches: Any, tokens: int) -> StepResult:
             for batch in micro_batches:
                 self._own.loss_sum(self._own.module, batch).backward()
-            trained = [each.name for each in recipes if all(p.requires_grad for p in each.module.parameters())]
+            trained = [part.name for part in recipes if all(p.requires_grad for p in part.module.parameters())]
             with_gradients = [
-                each.name for each in recipes if any(p.grad is not None for p in each.module.parameters())
+                part.name for part in recipes if any(p.grad is not None for p in part.module.parameters())
             ]
-            seen.append((step, tokens, trained, with_gradients))
+            turns.append((step, tokens, trained, with_gradients))
             self._own.module.zero_grad()
             return StepResult(loss=2.0, grad_norm=3.0 if self._own.name == "generator" else 4.0)
 
         def state(self) -> Any:
             return {self._own.name: 0}
 
-    engine = AlternatingEngine(recipe, plan(dp=1), gang.TRAINING, lambda own, _training: Watching(own))
+    engine = AlternatingEngine(recipe, plan(dp=1), gang.TRAINING, lambda turn_recipe, _training: Watching(turn_recipe))
     result = engine.step(7, iter([recipe.dataset.batch([0, 1])]), 2)
-    assert seen == [(7, 2, [name], [name]) for name in ("discriminator", "generator")]
+    assert turns == [(7, 2, [name], [name]) for name in ("discriminator", "generator")]
     assert result == StepResult(loss=4.0, grad_norm=5.0)
     assert engine.state() == {"discriminator": 0, "generator": 0}
-    assert all(p.requires_grad for each in recipes for p in each.module.parameters())
+    assert all(p.requires_grad for turn_recipe in recipes for p in turn_recipe.module.parameters())
 
 
 def test_every_recipe_has_its_own_learning_rate_and_frozen_parameters() -> None:
     recipes = _gan()
     recipe, built = dataclasses.replace(recipes[0], then=recipes[1:]), {}
 
-    def build(own: Recipe, training: TrainingSpec) -> Any:
-        built[own.name] = training
+    def build(turn_recipe: Recipe, training: TrainingSpec) -> Any:
+        built[turn_recipe.name] = training
 
     job = dataclasses.replace(gang.TRAINING, freeze=(Freeze(parameters="generator.first.*", until_step=3),))
     AlternatingEngine(recipe, plan(dp=1), job, build)
@@ -296,7 +296,7 @@ def test_several_recipes_are_never_updated_in_the_backward_pass() -> None:
 
 
 @pytest.mark.parametrize(
-    ("returned", "said"),
+    ("returned", "message"),
     [
         ("[]", "must return a Recipe"),
         ("[discriminator, 3]", "must return a Recipe"),
@@ -307,12 +307,12 @@ def test_several_recipes_are_never_updated_in_the_backward_pass() -> None:
         ("[discriminator, replace(generator, tensor_parallel={'first': 'colwise'})]", "data parallel only"),
     ],
 )
-def test_recipes_that_cannot_train_in_turn_are_refused(tmp_path: Path, returned: str, said: str) -> None:
+def test_recipes_that_cannot_train_in_turn_are_refused(tmp_path: Path, returned: str, message: str) -> None:
     source = (EXAMPLES / "vocoder_gan.py").read_text()
     path = tmp_path / "model.py"
     path.write_text(
         f"{source}\n\ndef several(config):\n    from dataclasses import replace\n"
         f"    discriminator, generator = build(config)\n    return {returned}\n"
     )
-    with pytest.raises(SpecError, match=said):
+    with pytest.raises(SpecError, match=message):
         from_factory(f"{path}:several", CONFIGS["vocoder_gan"])

@@ -1,4 +1,4 @@
-"""Beside a base of four bits the frozen tables are held in two bytes, and the model computes what it did."""
+"""Frozen tables beside a base of four bits are held in two bytes, and the model's results stay the same."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def published_model(*, tied: bool) -> Any:
     return model
 
 
-def trained(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def logits_and_gradient(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the logits, and the gradient of the trained layer."""
     with torch.autocast("cpu", torch.bfloat16):
         logits = model(input_ids=torch.arange(1, 17)[None], use_cache=False).logits
@@ -44,14 +44,14 @@ def trained(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("tied", [True, False])
 def test_tables_in_two_bytes_change_neither_logits_nor_gradients(tied: bool) -> None:
     model = published_model(tied=tied)
-    held = copy.deepcopy(model)
-    hold_tables_in(held, torch.bfloat16)
-    tables = [layer for layer in held.modules() if isinstance(layer, nn.Embedding) or layer is held.lm_head]
+    narrowed = copy.deepcopy(model)
+    hold_tables_in(narrowed, torch.bfloat16)
+    tables = [layer for layer in narrowed.modules() if isinstance(layer, nn.Embedding) or layer is narrowed.lm_head]
     assert {layer.weight.dtype for layer in tables} == {torch.bfloat16}
-    assert (held.lm_head.weight is held.model.embed_tokens.weight) == tied
-    assert {norm.weight.dtype for name, norm in held.named_modules() if name.endswith("norm")} == {torch.float32}
-    for expected, found in zip(trained(model), trained(held), strict=True):
-        assert torch.equal(expected, found)
+    assert (narrowed.lm_head.weight is narrowed.model.embed_tokens.weight) == tied
+    assert {norm.weight.dtype for name, norm in narrowed.named_modules() if name.endswith("norm")} == {torch.float32}
+    for expected, actual in zip(logits_and_gradient(model), logits_and_gradient(narrowed), strict=True):
+        assert torch.equal(expected, actual)
 
 
 def test_a_table_that_is_trained_keeps_its_precision() -> None:

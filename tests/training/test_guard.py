@@ -452,18 +452,18 @@ def gang(folder: Path, *target: str, **settings: Any) -> tuple[End, End]:
         port = probe.getsockname()[1]
     env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
     ranks = [start(folder, *target, rank=rank, env={**env, "LOCAL_RANK": str(rank)}, **settings) for rank in (0, 1)]
-    one = end(ranks[1], folder)
-    return end(ranks[0], folder), one
+    rank_1 = end(ranks[1], folder)
+    return end(ranks[0], folder), rank_1
 
 
 def test_one_rank_of_two_runs_out_of_memory_and_ends_at_once(tmp_path: Path) -> None:
-    zero, one = gang(tmp_path, script(tmp_path, TRAIN), virtual_capacity_bytes=100 * MIB)
-    assert one.exit_code == OOM_EXIT_CODE, one.out
-    report = one.read("oom", rank=1)
+    rank_0, rank_1 = gang(tmp_path, script(tmp_path, TRAIN), virtual_capacity_bytes=100 * MIB)
+    assert rank_1.exit_code == OOM_EXIT_CODE, rank_1.out
+    report = rank_1.read("oom", rank=1)
     assert (report["requested_bytes"], report["step"], report["phase"]) == (256 * MIB, 3, "forward")
-    assert zero.exit_code == 1  # gloo: the peer went away
-    assert zero.has("error", rank=0)
-    assert not zero.has("oom", rank=0)
+    assert rank_0.exit_code == 1  # gloo: the peer went away
+    assert rank_0.has("error", rank=0)
+    assert not rank_0.has("oom", rank=0)
 
 
 @pytest.mark.long

@@ -26,9 +26,9 @@ FP32 = Arithmetic(precision=Precision.FP32, autocast=False)
 NONE = ActivationCheckpointing.NONE
 
 
-def request(said: dict[str, Any], **changes: Any) -> Request:
-    asked = Request(
-        model=ModelSpec(hf=said),
+def request(config: dict[str, Any], **changes: Any) -> Request:
+    plain = Request(
+        model=ModelSpec(hf=config),
         training=TrainingSpec(),
         family="head",
         sequence_length=32,
@@ -36,19 +36,21 @@ def request(said: dict[str, Any], **changes: Any) -> Request:
         modes=(NONE,),
         any_samples=True,
     )
-    return dataclasses.replace(asked, **changes)
+    return dataclasses.replace(plain, **changes)
 
 
-def trains(said: dict[str, Any], home: Path) -> None:
+def trains(config: dict[str, Any], home: Path) -> None:
     """Train two steps by the torch engine, on the batch that the head takes. Raises where it does not."""
-    recipe = build(request(said), FP32, transformers.CONFIG_MAPPING[said["model_type"]].from_dict(dict(said)))
+    recipe = build(request(config), FP32, transformers.CONFIG_MAPPING[config["model_type"]].from_dict(dict(config)))
     data = DataSpec(sequence_length=32)
     if isinstance(recipe.dataset, OwnBatch):
-        head: Any = getattr(transformers, said["architectures"][0])
+        head: Any = getattr(transformers, config["architectures"][0])
         recipe.dataset.fit(2, head._from_config(recipe.module.config, dtype=torch.float32).train())
         data = DataSpec(tensors=(str(home / "samples.safetensors"),))
-        save_file({name: each.clone().contiguous() for name, each in recipe.dataset.named(2).items()}, data.tensors[0])
-    run = gang.training_run(home, "head", gang.torch_plan(2), (), model=ModelSpec(hf=said), data=data)
+        save_file(
+            {name: tensor.clone().contiguous() for name, tensor in recipe.dataset.named(2).items()}, data.tensors[0]
+        )
+    run = gang.training_run(home, "head", gang.torch_plan(2), (), model=ModelSpec(hf=config), data=data)
     recipe = build_recipe(run) if data.tensors else recipe
     engine = build_engine(run, recipe, torch.device("cpu"), None)
     for step in range(2):
@@ -70,11 +72,11 @@ def test_drawn_heads_plan_and_train_two_steps_or_are_refused_with_the_factory_to
     tmp_path: Path, count: int
 ) -> None:
     failures, refused = {}, 0
-    for number, (head, said) in zip(range(count), drawn(SEED), strict=False):
+    for number, (head, config) in zip(range(count), drawn(SEED), strict=False):
         home = tmp_path / str(number)
         home.mkdir()
         try:
-            assert profiles(request(said))[0] is not None
+            assert profiles(request(config))[0] is not None
         except SpecError as error:
             failures |= {} if "factory" in error.hint else {head: f"refused without a way on: {error}"}
             refused += 1
@@ -83,7 +85,7 @@ def test_drawn_heads_plan_and_train_two_steps_or_are_refused_with_the_factory_to
             failures[head] = f"no plan: {type(error).__name__}: {error}"
             continue
         try:
-            trains(said, home)
+            trains(config, home)
         except Exception as error:
             failures[head] = f"planned, but did not train: {type(error).__name__}: {error}"
     bar = BAR * count if count == HEADS_LONG else 1  # one head says little

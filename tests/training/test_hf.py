@@ -59,7 +59,7 @@ TP = gang.torch_plan(layout=ParallelLayout(tp=2))
 PP = gang.torch_plan(gang.GLOBAL_BATCH // 4, layout=ParallelLayout(pp=2), gradient_accumulation_steps=4)
 
 
-def combined(pp: int, tp: int, dp: int, cp: int = 1, **fields: Any) -> Plan:
+def combine(pp: int, tp: int, dp: int, cp: int = 1, **fields: Any) -> Plan:
     accumulation = 4 if pp > 1 else 1
     layout = ParallelLayout(pp=pp, tp=tp, dp=dp, cp=cp)
     micro = gang.GLOBAL_BATCH // dp // accumulation
@@ -67,12 +67,12 @@ def combined(pp: int, tp: int, dp: int, cp: int = 1, **fields: Any) -> Plan:
 
 
 ON_FOUR_RANKS = {
-    "tp x fsdp2": combined(1, 2, 2, zero_stage=ZeroStage.PARAMETERS),
-    "pp x tp": combined(2, 2, 1),
-    "pp x fsdp2": combined(2, 1, 2, zero_stage=ZeroStage.GRADIENTS),
-    "pp x ddp": combined(2, 1, 2),
-    "cp x pp": combined(2, 1, 1, 2, sequence_length=gang.SEQUENCE_LENGTH),
-    "cp": combined(
+    "tp x fsdp2": combine(1, 2, 2, zero_stage=ZeroStage.PARAMETERS),
+    "pp x tp": combine(2, 2, 1),
+    "pp x fsdp2": combine(2, 1, 2, zero_stage=ZeroStage.GRADIENTS),
+    "pp x ddp": combine(2, 1, 2),
+    "cp x pp": combine(2, 1, 1, 2, sequence_length=gang.SEQUENCE_LENGTH),
+    "cp": combine(
         *(1, 1, 1, 4),
         zero_stage=ZeroStage.PARAMETERS,
         activation_checkpointing=ActivationCheckpointing.SELECTIVE,
@@ -117,17 +117,20 @@ def own_loss_sum(model: Any, batch: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     "family",
-    [pytest.param(each, marks=() if each in (*TRAINED, "mixtral") else pytest.mark.long) for each in tiny_hf.FAMILIES],
+    [
+        pytest.param(family, marks=() if family in (*TRAINED, "mixtral") else pytest.mark.long)
+        for family in tiny_hf.FAMILIES
+    ],
 )
 def test_our_loss_and_gradients_are_those_of_transformers(tmp_path: Path, family: str) -> None:
     run = World(tmp_path).run("job", family, gang.torch_plan())
     recipe, theirs = real(build_recipe(run)), tiny_hf.model(family).train()
     assert len(recipe.layers) == (4 if theirs.config.is_encoder_decoder else 2)
     batch = recipe.dataset.batch(range(4))
-    ours = recipe.loss_sum(recipe.module, batch)
+    loss = recipe.loss_sum(recipe.module, batch)
     expected = own_loss_sum(theirs, batch)
-    assert ours.item() == pytest.approx(expected.item(), rel=1e-6)
-    ours.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    loss.backward()
     expected.backward()
     gradients = {name: parameter.grad for name, parameter in recipe.module.named_parameters()}
     for name, parameter in theirs.named_parameters():
@@ -152,12 +155,12 @@ def test_random_weights_have_the_familys_own_distribution_and_follow_from_name_a
     theirs = dict(tiny_hf.model(family).named_parameters())
     for name, parameter in recipe.module.named_parameters():
         assert torch.equal(parameter, equal[name]), name
-        own = theirs[name]
-        if own.numel() >= 1000:
+        weight = theirs[name]
+        if weight.numel() >= 1000:
             assert not torch.equal(parameter, differs[name]), name
-            assert parameter.std().item() == pytest.approx(own.std().item(), rel=0.1), name
-        elif own.dim() == 1:
-            assert torch.equal(parameter, own), name
+            assert parameter.std().item() == pytest.approx(weight.std().item(), rel=0.1), name
+        elif weight.dim() == 1:
+            assert torch.equal(parameter, weight), name
 
 
 def by_hand(run: TrainingRun, family: str) -> tuple[dict[int, float], Any]:
@@ -168,7 +171,7 @@ def by_hand(run: TrainingRun, family: str) -> tuple[dict[int, float], Any]:
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=training.learning_rate, betas=betas, weight_decay=training.weight_decay
     )
-    found = {}
+    losses = {}
     for step in range(STEPS):
         samples = global_batch(step * gang.GLOBAL_BATCH, gang.GLOBAL_BATCH, len(dataset), training.seed)
         batch = dataset.batch(samples)
@@ -177,8 +180,8 @@ def by_hand(run: TrainingRun, family: str) -> tuple[dict[int, float], Any]:
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), training.clip_norm)
         optimizer.step()
-        found[step + 1] = loss.item()
-    return found, model
+        losses[step + 1] = loss.item()
+    return losses, model
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,7 +189,7 @@ class Curves:
     """Loss by step of what was trained, by name."""
 
     home: Path
-    one: dict[str, dict[int, float]]
+    single: dict[str, dict[int, float]]
     two: dict[str, dict[int, float]]
     hand: dict[str, tuple[dict[int, float], Any]]
     runs: dict[str, TrainingRun]
@@ -195,10 +198,10 @@ class Curves:
 @pytest.fixture(scope="module")
 def curves(tmp_path_factory: pytest.TempPathFactory) -> Curves:
     world = World(tmp_path_factory.mktemp("home"))
-    one = {family: world.run(f"one-{family}", family, gang.torch_plan()) for family in TRAINED}
-    one["lora"] = world.run("one-lora", "llama", gang.torch_plan(), LORA)
-    one["lora one step more"] = world.run("one-lora", "llama", gang.torch_plan(), LORA, training=LONGER)
-    one["mixtral"] = world.run("one-mixtral", "mixtral", gang.torch_plan(), training=FROZEN)
+    single = {family: world.run(f"one-{family}", family, gang.torch_plan()) for family in TRAINED}
+    single["lora"] = world.run("one-lora", "llama", gang.torch_plan(), LORA)
+    single["lora one step more"] = world.run("one-lora", "llama", gang.torch_plan(), LORA, training=LONGER)
+    single["mixtral"] = world.run("one-mixtral", "mixtral", gang.torch_plan(), training=FROZEN)
     two = {"llama zero 3": world.run("two", "llama", ON_TWO_RANKS["zero 3"])}
     two["t5 fsdp2"] = world.run("two-t5", "t5", ON_TWO_RANKS["fsdp2"])
     two |= {f"{family} tp": world.run(f"tp-{family}", family, TP) for family in TENSOR_PARALLEL}
@@ -209,22 +212,22 @@ def curves(tmp_path_factory: pytest.TempPathFactory) -> Curves:
         world.run("hops", "llama", ON_TWO_RANKS[name], LORA, training=dataclasses.replace(TRAINING, max_steps=n))
         for n, name in enumerate(HOPS, start=1)
     ]
-    gang.launch([gang.Part(run=run) for run in one.values()])
+    gang.launch([gang.Part(run=run) for run in single.values()])
     gang.launch([gang.Part(run=run) for run in [*two.values(), *hops]])
     return Curves(
         home=world.home,
-        one={name: gang.losses(run) for name, run in one.items()},
+        single={name: gang.losses(run) for name, run in single.items()},
         two={name: gang.losses(run) for name, run in two.items()}
         | {"lora hops": {step: loss for run in hops for step, loss in gang.losses(run).items()}},
-        hand={family: by_hand(one[family], family) for family in TRAINED},
-        runs={**one, **two},
+        hand={family: by_hand(single[family], family) for family in TRAINED},
+        runs={**single, **two},
     )
 
 
 @pytest.mark.parametrize("family", TRAINED)
 def test_one_process_trains_as_a_loop_written_by_hand(curves: Curves, family: str) -> None:
-    assert curves.one[family] == pytest.approx(curves.hand[family][0], abs=TOLERANCE, rel=0)
-    assert len(curves.one[family]) == STEPS
+    assert curves.single[family] == pytest.approx(curves.hand[family][0], abs=TOLERANCE, rel=0)
+    assert len(curves.single[family]) == STEPS
 
 
 @pytest.mark.parametrize(
@@ -236,11 +239,11 @@ def test_one_process_trains_as_a_loop_written_by_hand(curves: Curves, family: st
     ],
 )
 def test_every_layout_trains_as_one_process(curves: Curves, name: str) -> None:
-    assert curves.two[name] == pytest.approx(curves.one[name.split()[0]], abs=TOLERANCE, rel=0)
+    assert curves.two[name] == pytest.approx(curves.single[name.split()[0]], abs=TOLERANCE, rel=0)
 
 
 def test_adapters_learn_and_their_checkpoint_holds_nothing_else(curves: Curves) -> None:
-    assert curves.one["lora"][STEPS] < curves.one["lora"][1] - 0.01
+    assert curves.single["lora"][STEPS] < curves.single["lora"][1] - 0.01
     for job in ("one-lora", *(f"lora {name}" for name in ADAPTED)):
         saved = JobFolder(curves.home, job).checkpoints / f"step-{STEPS:08d}"
         names = FileSystemReader(saved).read_metadata().state_dict_metadata
@@ -255,9 +258,9 @@ def test_the_output_is_the_trained_model_as_transformers_reads_it(curves: Curves
     export(curves.runs[name])
     output = Path(curves.runs[name].job_folder) / "output"
     auto = AutoModelForSeq2SeqLM if family == "t5" else AutoModelForCausalLM
-    found, report = auto.from_pretrained(output, output_loading_info=True)
+    model, report = auto.from_pretrained(output, output_loading_info=True)
     assert not any(report.values()), report
-    trained = dict(found.named_parameters())
+    trained = dict(model.named_parameters())
     for key, parameter in curves.hand[family][1].named_parameters():
         torch.testing.assert_close(trained[key], parameter, rtol=0, atol=1e-4)
         if parameter.dim() > 1:
@@ -270,22 +273,22 @@ def test_the_output_of_adapters_is_what_peft_reads(curves: Curves) -> None:
     export(run)
     export(run)  # a restarted last attempt: what stands there stays
     base = AutoModelForCausalLM.from_pretrained(str(run.model.hf)).train()
-    found = PeftModel.from_pretrained(base, Path(run.job_folder) / "output")
+    model = PeftModel.from_pretrained(base, Path(run.job_folder) / "output")
     dataset = build_recipe(run).dataset
     order = global_batch(STEPS * gang.GLOBAL_BATCH, gang.GLOBAL_BATCH, len(dataset), run.training.seed)
     batch = dataset.batch(order)
-    loss = own_loss_sum(found, batch) / (batch[1] != IGNORED_LABEL).sum()
-    assert loss.item() == pytest.approx(curves.one["lora one step more"][STEPS + 1], abs=TOLERANCE)
+    loss = own_loss_sum(model, batch) / (batch[1] != IGNORED_LABEL).sum()
+    assert loss.item() == pytest.approx(curves.single["lora one step more"][STEPS + 1], abs=TOLERANCE)
 
 
 def test_frozen_weights_and_converted_files_come_out_whole(curves: Curves) -> None:
     run = curves.runs["mixtral"]
     export(run)
-    found = dict(AutoModelForCausalLM.from_pretrained(Path(run.job_folder) / "output").named_parameters())
+    weights = dict(AutoModelForCausalLM.from_pretrained(Path(run.job_folder) / "output").named_parameters())
     start = dict(tiny_hf.model("mixtral").named_parameters())
-    unchanged = [name for name, parameter in found.items() if torch.equal(parameter, start[name])]
+    unchanged = [name for name, parameter in weights.items() if torch.equal(parameter, start[name])]
     assert unchanged == ["model.embed_tokens.weight"]
-    assert set(found) == set(start)
+    assert set(weights) == set(start)
 
 
 def test_a_base_in_low_precision_gives_the_losses_of_one_in_fp32(tmp_path: Path) -> None:
@@ -311,15 +314,15 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_adapters_that_cannot_be_trained_are_refused_with_what_is_allowed(tmp_path: Path, name: str) -> None:
-    changes, said = REFUSED[name]
+    changes, message = REFUSED[name]
     fields: dict[str, Any] = {"plan": gang.torch_plan(), "lora": LORA} | changes
     run = World(tmp_path).run("job", "llama", fields["plan"], fields["lora"])
-    with pytest.raises(SpecError, match=said):
+    with pytest.raises(SpecError, match=message):
         build_recipe(run)
 
 
 @pytest.mark.parametrize(
-    ("hf", "said"),
+    ("hf", "message"),
     [
         ("/nowhere/at/all", "no such transformers model"),
         ({"model_type": "lama"}, "no such family"),
@@ -327,9 +330,9 @@ def test_adapters_that_cannot_be_trained_are_refused_with_what_is_allowed(tmp_pa
         ({"model_type": "vit"}, "no language model"),
     ],
 )
-def test_a_model_that_cannot_be_built_is_an_error_at_once(tmp_path: Path, hf: Any, said: str) -> None:
+def test_a_model_that_cannot_be_built_is_an_error_at_once(tmp_path: Path, hf: Any, message: str) -> None:
     run = World(tmp_path).run("job", "llama", gang.torch_plan(), model=ModelSpec(hf=hf))
-    with pytest.raises(SpecError, match=said):
+    with pytest.raises(SpecError, match=message):
         build_recipe(run)
 
 
@@ -357,11 +360,11 @@ def test_the_closed_form_and_the_engines_cut_the_same_families() -> None:
 def test_every_combination_trains_as_one_process(tmp_path: Path, family: str) -> None:
     world = World(tmp_path)
     tiny_hf.folder(tmp_path, family, num_hidden_layers=4)
-    one = world.run("one", family, gang.torch_plan())
+    single = world.run("one", family, gang.torch_plan())
     plans = {**ON_TWO_RANKS, **ON_FOUR_RANKS, "tp": TP, "pp": PP}
     plans["interleaved"] = dataclasses.replace(PP, pipeline_stages_per_rank=2)
     several = {name: world.run(name, family, chosen) for name, chosen in plans.items()}
-    for ranks, runs in ((1, [one]), (2, several.values()), (4, several.values())):
+    for ranks, runs in ((1, [single]), (2, several.values()), (4, several.values())):
         gang.launch([gang.Part(run=run) for run in runs if run.plan.world_size == ranks])
     for name, run in several.items():
-        assert gang.losses(run) == pytest.approx(gang.losses(one), abs=TOLERANCE, rel=0), name
+        assert gang.losses(run) == pytest.approx(gang.losses(single), abs=TOLERANCE, rel=0), name

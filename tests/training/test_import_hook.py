@@ -21,15 +21,15 @@ SLOW = "import time\nready = False\ntime.sleep(0.05)\nready = True\n"
 
 
 @pytest.fixture
-def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[types.ModuleType]]:
+def hook_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[types.ModuleType]]:
     """The modules with which the hook was called, for a module `engine` on the path."""
     (tmp_path / "engine.py").write_text("ready = True\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
-    found: list[types.ModuleType] = []
-    guard._when_imported("engine", found.append)
-    yield found
+    modules: list[types.ModuleType] = []
+    guard._when_imported("engine", modules.append)
+    yield modules
     sys.modules.pop("engine", None)
 
 
@@ -42,7 +42,7 @@ def by_import_module() -> Any:
 
 
 def after_looking_it_up() -> Any:
-    """As transformers does while it is imported (utils/import_utils.py)."""
+    """Import as transformers does while it is imported (utils/import_utils.py)."""
     for _ in range(3):
         assert importlib.util.find_spec("engine") is not None
     return importlib.import_module("engine")
@@ -108,58 +108,60 @@ WAYS = [
 
 
 @pytest.mark.parametrize("way", WAYS, ids=[way.__name__ for way in WAYS])
-def test_the_hook_is_called_once_with_the_executed_module(way: Callable[[], Any], told: list[types.ModuleType]) -> None:
+def test_the_hook_is_called_once_with_the_executed_module(
+    way: Callable[[], Any], hook_modules: list[types.ModuleType]
+) -> None:
     assert way().ready
-    assert [module.ready for module in told] == [True]
+    assert [module.ready for module in hook_modules] == [True]
     assert not any(isinstance(finder, guard._ImportHook) for finder in sys.meta_path)
 
 
-def test_a_lazy_module_triggers_the_hook_when_it_is_used(told: list[types.ModuleType]) -> None:
+def test_a_lazy_module_triggers_the_hook_when_it_is_used(hook_modules: list[types.ModuleType]) -> None:
     module = lazily()
-    assert told == []
+    assert hook_modules == []
     assert module.ready
-    assert len(told) == 1
+    assert len(hook_modules) == 1
 
 
-def test_a_lookup_alone_does_not_trigger_the_hook(told: list[types.ModuleType]) -> None:
+def test_a_lookup_alone_does_not_trigger_the_hook(hook_modules: list[types.ModuleType]) -> None:
     importlib.util.find_spec("engine")
-    assert told == []
+    assert hook_modules == []
 
 
 def test_a_failed_import_does_not_trigger_the_hook_and_the_next_one_does(
-    told: list[types.ModuleType], tmp_path: Path
+    hook_modules: list[types.ModuleType], tmp_path: Path
 ) -> None:
     (tmp_path / "engine.py").write_text("raise ImportError('no library')\n")
     with pytest.raises(ImportError, match="no library"):
         importlib.import_module("engine")
-    assert told == []
+    assert hook_modules == []
     (tmp_path / "engine.py").write_text("ready = True  # the library is there now\n")
     importlib.invalidate_caches()
     assert importlib.import_module("engine").ready
-    assert len(told) == 1
+    assert len(hook_modules) == 1
 
 
-def test_a_missing_module_stays_missing(told: list[types.ModuleType], tmp_path: Path) -> None:
+def test_a_missing_module_stays_missing(hook_modules: list[types.ModuleType], tmp_path: Path) -> None:
     (tmp_path / "engine.py").unlink()
     importlib.invalidate_caches()
     assert importlib.util.find_spec("engine") is None
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("engine")
-    assert told == []
+    assert hook_modules == []
 
 
-def test_concurrent_imports_trigger_the_hook_once(told: list[types.ModuleType], tmp_path: Path) -> None:
+def test_concurrent_imports_trigger_the_hook_once(hook_modules: list[types.ModuleType], tmp_path: Path) -> None:
     (tmp_path / "engine.py").write_text(SLOW)
     threads = [threading.Thread(target=by_import_module) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert [module.ready for module in told] == [True]
+    assert [module.ready for module in hook_modules] == [True]
 
 
-def test_the_program_sees_the_same_loader_and_source_as_without_the_hook(told: list[types.ModuleType]) -> None:
+def test_the_program_sees_the_same_loader_and_source_as_without_the_hook(hook_modules: list[types.ModuleType]) -> None:
     module = by_import_module()
     assert type(module.__spec__.loader) is importlib.machinery.SourceFileLoader
     assert module.__spec__.loader.get_source("engine") == "ready = True\n"
-    assert told
+    assert hook_modules

@@ -50,7 +50,7 @@ PLANS = (
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Death:
-    """When a rank is killed: after a time or a number of steps, during the write of a checkpoint or not."""
+    """The moment of a kill: after a time or a number of steps, during the write of a checkpoint or not."""
 
     rank: int
     steps: int
@@ -61,7 +61,7 @@ class Death:
 def deaths(seed: int, count: int) -> list[tuple[Plan, Death]]:
     """Every second kill hits the write of a checkpoint; of the rest, one in three hits the start."""
     drawn = random.Random(seed)
-    found = []
+    drawn_deaths = []
     for number in range(count):
         writing, at_start = number % 2 == 0, number % 6 == 5
         death = Death(
@@ -70,8 +70,8 @@ def deaths(seed: int, count: int) -> list[tuple[Plan, Death]]:
             while_writing=writing,
             delay_s=drawn.uniform(0, STARTUP_S if at_start else 0.02),
         )
-        found.append((drawn.choice(PLANS), death))
-    return found
+        drawn_deaths.append((drawn.choice(PLANS), death))
+    return drawn_deaths
 
 
 @pytest.mark.parametrize(
@@ -87,10 +87,10 @@ def test_killed_ranks_lose_no_step_beyond_the_last_checkpoint_and_change_no_loss
         if not waiting:
             break
         plan, death = waiting[0]
-        said = f"seed {SEED}, life {life}, job {job}: {death} under {plan}"
+        label = f"seed {SEED}, life {life}, job {job}: {death} under {plan}"
         run = gang.training_run(tmp_path, f"job{job}", plan, text, training=TRAINING)
-        found, was_writing = _live(run, death, expected, said)
-        if found:
+        finished, was_writing = _live(run, death, expected, label)
+        if finished:
             job, waiting[0] = job + 1, (plan, dataclasses.replace(death, delay_s=death.delay_s / 2))
         else:
             waiting.pop(0)
@@ -121,7 +121,7 @@ DAMAGES: tuple[tuple[Callable[[Path], None], str], ...] = (
     (Path.unlink, "it is missing"),
 )
 Harmed = tuple[str, Callable[[Path], None], str]
-HARMED: list[Harmed] = [(file, harm, said) for file in FILES for harm, said in DAMAGES]
+HARMED: list[Harmed] = [(file, harm, message) for file in FILES for harm, message in DAMAGES]
 
 
 @pytest.mark.long
@@ -147,17 +147,20 @@ def test_a_damaged_checkpoint_is_named_and_quarantined_and_the_one_before_is_use
     capfd.readouterr()
     gang.launch([gang.Part(run=run) for run in (whole, lost, *runs)])
     errors, expected = capfd.readouterr().err, gang.losses(whole)
-    for run, (file, _, said) in zip(runs, cases, strict=True):
+    for run, (file, _, message) in zip(runs, cases, strict=True):
         assert gang.losses(run) == pytest.approx({s: expected[s] for s in range(5, 9)}, abs=TOLERANCE, rel=0), file
         path = _checkpoints(run) / "step-00000006"
-        assert re.search(rf"{re.escape(str(path))} is damaged.*\n  {re.escape(file)}: .*({said})", errors), (file, said)
+        assert re.search(rf"{re.escape(str(path))} is damaged.*\n  {re.escape(file)}: .*({message})", errors), (
+            file,
+            message,
+        )
         assert (_checkpoints(run) / "damaged-step-00000006").is_dir()
     assert gang.losses(lost) == pytest.approx(expected, abs=TOLERANCE, rel=0)
     assert "no intact checkpoint is left: training starts from the beginning" in errors
 
 
-def _live(run: TrainingRun, death: Death, expected: dict[int, float], said: str) -> tuple[bool, bool]:
-    """One attempt, which must keep the laws; returns whether it finished, and whether it died writing a checkpoint."""
+def _live(run: TrainingRun, death: Death, expected: dict[int, float], label: str) -> tuple[bool, bool]:
+    """Run an attempt, which must keep the laws; return whether it finished and whether it died writing a checkpoint."""
     began_at = _newest_step(run)
     ranks = gang.spawn(run)
     try:
@@ -166,20 +169,20 @@ def _live(run: TrainingRun, death: Death, expected: dict[int, float], said: str)
         codes = gang.finish(ranks, DEADLINE_S)  # survivors get SIGKILL, as from a launcher
     if was_writing is not None:
         codes = [code for rank, code in enumerate(codes) if rank == death.rank or code != PEER_LOST]
-    _check_life(run, codes, expected, began_at, said)
+    _check_life(run, codes, expected, began_at, label)
     return was_writing is None, bool(was_writing)
 
 
-def _check_life(run: TrainingRun, codes: list[int], expected: dict[int, float], began_at: int, said: str) -> None:
-    found = gang.losses(run)
-    if found:
-        assert min(found) == began_at + 1, said
-        assert max(found) <= _newest_step(run) + 2 * TRAINING.checkpoint_every_steps, said  # one save is in flight
-        assert found == pytest.approx({step: expected[step] for step in found}, abs=TOLERANCE, rel=0), said
-    assert set(codes) <= {0, -signal.SIGKILL}, f"{said}: {codes}"
+def _check_life(run: TrainingRun, codes: list[int], expected: dict[int, float], began_at: int, label: str) -> None:
+    curve = gang.losses(run)
+    if curve:
+        assert min(curve) == began_at + 1, label
+        assert max(curve) <= _newest_step(run) + 2 * TRAINING.checkpoint_every_steps, label  # one save is in flight
+        assert curve == pytest.approx({step: expected[step] for step in curve}, abs=TOLERANCE, rel=0), label
+    assert set(codes) <= {0, -signal.SIGKILL}, f"{label}: {codes}"
     for path in checkpoint_folder.list_published(_checkpoints(run)):
-        assert checkpoint_folder.damage(path) == [], said
-    assert not list(_checkpoints(run).glob("damaged-*")), said
+        assert checkpoint_folder.damage(path) == [], label
+    assert not list(_checkpoints(run).glob("damaged-*")), label
 
 
 def _kill(run: TrainingRun, ranks: list[Rank], death: Death) -> bool | None:

@@ -143,8 +143,8 @@ def test_frozen_parameters_stay_until_their_step_and_a_restart_in_any_phase_chan
 
 def _weights(folder: Path) -> dict[str, torch.Tensor]:
     """Every weight in a checkpoint, by name."""
-    known = FileSystemReader(folder).read_metadata().state_dict_metadata
-    weights = {name: torch.empty(known[name].size) for name in known if name.startswith("model.")}
+    metadata = FileSystemReader(folder).read_metadata().state_dict_metadata
+    weights = {name: torch.empty(metadata[name].size) for name in metadata if name.startswith("model.")}
     checkpoint.load(folder, weights)
     return weights
 

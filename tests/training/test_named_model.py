@@ -81,7 +81,7 @@ def model_of(config: PreTrainedConfig) -> PreTrainedModel | None:
     return module
 
 
-def saved(module: PreTrainedModel, folder: Path) -> PreTrainedModel:
+def save(module: PreTrainedModel, folder: Path) -> PreTrainedModel:
     """Save the model; return what transformers reads from there."""
     module.save_pretrained(folder)
     auto: Any = AutoModelForSeq2SeqLM if module.config.is_encoder_decoder else AutoModelForCausalLM
@@ -99,7 +99,7 @@ def drawn_models(home: Path, count: int) -> Iterator[tuple[Path, PreTrainedModel
             if family in ENCODERS:
                 config.is_decoder = True
             module = model_of(config)
-            theirs = None if module is None else saved(module, home / family)
+            theirs = None if module is None else save(module, home / family)
         except Exception:
             continue
         if theirs is not None:
@@ -109,27 +109,27 @@ def drawn_models(home: Path, count: int) -> Iterator[tuple[Path, PreTrainedModel
             return
 
 
-def filled(folder: Path) -> nn.Module:
+def load_ours(folder: Path) -> nn.Module:
     """Return our model of a folder, with its values."""
     plan = gang.torch_plan(layout=ParallelLayout())
     built = build(gang.training_run(folder, "named", plan, (), model=ModelSpec(hf=str(folder))))
-    own: dict[int, nn.Parameter] = {}
+    parameters: dict[int, nn.Parameter] = {}
     for name, parameter in list(built.module.named_parameters(remove_duplicate=False)):
-        if id(parameter) not in own:
-            own[id(parameter)] = nn.Parameter(torch.empty(parameter.shape))
-            built.initialise(name, own[id(parameter)].data)
+        if id(parameter) not in parameters:
+            parameters[id(parameter)] = nn.Parameter(torch.empty(parameter.shape))
+            built.initialise(name, parameters[id(parameter)].data)
         path, _, leaf = name.rpartition(".")
-        built.module.get_submodule(path)._parameters[leaf] = own[id(parameter)]
+        built.module.get_submodule(path)._parameters[leaf] = parameters[id(parameter)]
     return built.module.eval()
 
 
 def differences(folder: Path, theirs: PreTrainedModel) -> str:
     """Return in what our model of a folder differs from transformers' own; "" where in nothing."""
-    family, ours = theirs.config.model_type, filled(folder)
-    expected, found = dict(theirs.named_parameters()), dict(ours.named_parameters())
-    if expected.keys() != found.keys():
-        return f"{family}: parameters {sorted(expected.keys() ^ found.keys())[:4]}"
-    values = [name for name, parameter in expected.items() if not torch.equal(parameter, found[name])]
+    family, module = theirs.config.model_type, load_ours(folder)
+    expected, filled_weights = dict(theirs.named_parameters()), dict(module.named_parameters())
+    if expected.keys() != filled_weights.keys():
+        return f"{family}: parameters {sorted(expected.keys() ^ filled_weights.keys())[:4]}"
+    values = [name for name, parameter in expected.items() if not torch.equal(parameter, filled_weights[name])]
     if values:
         return f"{family}: values of {values[:4]}"
     tokens = torch.arange(1, 9)[None]
@@ -141,7 +141,7 @@ def differences(folder: Path, theirs: PreTrainedModel) -> str:
     except (RuntimeError, ValueError):  # sizes with which the family itself cannot run
         return ""
     with torch.no_grad():
-        apart = float((ours(**inputs).logits - logits).abs().max())
+        apart = float((module(**inputs).logits - logits).abs().max())
     return f"{family}: logits {apart}" if apart > 1e-5 else ""
 
 
@@ -156,8 +156,8 @@ def test_a_model_has_the_head_that_its_folder_holds(tmp_path: Path, family: str,
     if own_head and family != "llama":
         _, head = untie(module, "lm_head.weight")
         nn.init.normal_(head, std=0.05)
-    assert differences(tmp_path, saved(module, tmp_path)) == ""
-    assert ("lm_head.weight" in dict(filled(tmp_path).named_parameters())) == own_head
+    assert differences(tmp_path, save(module, tmp_path)) == ""
+    assert ("lm_head.weight" in dict(load_ours(tmp_path).named_parameters())) == own_head
 
 
 @pytest.mark.parametrize("count", [CASES, pytest.param(CASES_LONG, marks=pytest.mark.long)])
@@ -191,10 +191,10 @@ def test_an_encoder_is_no_causal_model_unless_its_configuration_makes_it_one(fam
 def test_an_encoder_that_names_its_causal_head_sees_no_later_tokens(tmp_path: Path, family: str) -> None:
     config = tiny_config(family)
     head: Any = AutoModelForCausalLM._model_mapping[type(config)]
-    said = {"model_type": family, "architectures": [head.__name__]}
-    said |= {name: size for name, size in SIZES.items() if name in {*config.to_dict(), *config.attribute_map}}
+    settings = {"model_type": family, "architectures": [head.__name__]}
+    settings |= {name: size for name, size in SIZES.items() if name in {*config.to_dict(), *config.attribute_map}}
     plan = gang.torch_plan(layout=ParallelLayout())
-    built = build(gang.training_run(tmp_path, "head", plan, (), model=ModelSpec(hf=said)))
+    built = build(gang.training_run(tmp_path, "head", plan, (), model=ModelSpec(hf=settings)))
     assert not built.own_loss
     module = head._from_config(built.module.config).eval()
     with torch.no_grad():

@@ -78,12 +78,12 @@ def _materialise(stages: tuple[Recipe, ...]) -> None:
 
 @pytest.mark.parametrize("per_rank", [1, 2])
 def test_the_ranks_of_a_pipeline_share_the_parameters_out_and_make_no_others(tmp_path: Path, per_rank: int) -> None:
-    """With the values and names of one process; tied ends exist on both stages."""
+    """Values and names are those of a single process; tied ends exist on both stages."""
     whole = _recipe(tmp_path, FOUR_LAYERS)
     materialise(whole.module, whole.module, whole, torch.device("cpu"))
     expected = dict(whole.module.named_parameters())
     chosen = plan(pp=2, micro=1, pipeline_stages_per_rank=per_rank)
-    found: dict[str, int] = dict.fromkeys(expected, 0)
+    owners: dict[str, int] = dict.fromkeys(expected, 0)
     for rank in range(2):
         recipe = _recipe(tmp_path, FOUR_LAYERS)
         share = pipeline.cut(recipe, chosen, rank)
@@ -91,11 +91,13 @@ def test_the_ranks_of_a_pipeline_share_the_parameters_out_and_make_no_others(tmp
         _materialise(share.stages)
         for name, parameter in recipe.module.named_parameters():
             assert torch.equal(parameter, expected[share.names[name]]), name
-            found[share.names[name]] += 1
+            owners[share.names[name]] += 1
         assert share.shared == ("embed_tokens.weight",)
         for stage in share.stages:
-            assert {id(each) for each in stage.module.parameters()} <= {id(each) for each in recipe.module.parameters()}
-    assert found == {name: 2 if name == "embed_tokens.weight" else 1 for name in expected}
+            assert {id(tensor) for tensor in stage.module.parameters()} <= {
+                id(tensor) for tensor in recipe.module.parameters()
+            }
+    assert owners == {name: 2 if name == "embed_tokens.weight" else 1 for name in expected}
 
 
 @pytest.mark.parametrize(
@@ -104,8 +106,8 @@ def test_the_ranks_of_a_pipeline_share_the_parameters_out_and_make_no_others(tmp
 def test_the_ends_of_a_pipeline_have_as_many_layers_as_its_plan_says(
     tmp_path: Path, ends: tuple[int, int], per_rank: int, expected: tuple[int, int]
 ) -> None:
-    said = dict(zip(("first_stage_layers", "last_stage_layers"), ends, strict=True))
-    chosen, seven = plan(pp=2, micro=1, pipeline_stages_per_rank=per_rank, **said), {"num_hidden_layers": 7}
+    settings = dict(zip(("first_stage_layers", "last_stage_layers"), ends, strict=True))
+    chosen, seven = plan(pp=2, micro=1, pipeline_stages_per_rank=per_rank, **settings), {"num_hidden_layers": 7}
     shares = [pipeline.cut(_recipe(tmp_path, dataclasses.replace(DECODER, **seven)), chosen, rank) for rank in range(2)]
     assert tuple(sum(len(stage.layers) for stage in share.stages) for share in shares) == expected
 
@@ -133,8 +135,8 @@ def test_stages_one_after_another_give_the_loss_of_the_whole_model(tmp_path: Pat
     assert ends
     for index in range(4):
         x = ends.hidden(stages[index].module, x)
-    found = ends.loss_sum(stages[3].module, x, batch[1]).item()
-    assert found == pytest.approx(whole.loss_sum(whole.module, batch).item())
+    loss = ends.loss_sum(stages[3].module, x, batch[1]).item()
+    assert loss == pytest.approx(whole.loss_sum(whole.module, batch).item())
 
 
 def _without_stages(recipe: Recipe) -> Recipe:
@@ -153,7 +155,7 @@ def _with_a_weight_shared_by_two_layers(recipe: Recipe) -> Recipe:
 
 
 @pytest.mark.parametrize(
-    ("change", "pp", "words"),
+    ("change", "pp", "message"),
     [
         (_without_stages, 2, "no pipeline stages"),
         (_with_a_parameter_of_no_stage, 2, "no pipeline stage"),
@@ -161,9 +163,9 @@ def _with_a_weight_shared_by_two_layers(recipe: Recipe) -> Recipe:
         (lambda recipe: recipe, 8, "needs a layer"),
     ],
 )
-def test_a_model_that_cannot_be_cut_into_stages_is_refused(tmp_path: Path, change: Any, pp: int, words: str) -> None:
+def test_a_model_that_cannot_be_cut_into_stages_is_refused(tmp_path: Path, change: Any, pp: int, message: str) -> None:
     spec = dataclasses.replace(FOUR_LAYERS, tie_word_embeddings=False)
-    with pytest.raises(SpecError, match=words):
+    with pytest.raises(SpecError, match=message):
         pipeline.cut(change(_recipe(tmp_path, spec)), plan(pp=pp, micro=1), 1)
 
 
@@ -207,10 +209,10 @@ def test_every_parameter_is_a_dtensor_with_this_ranks_part_of_the_whole_values(t
     for recipe, place in ((whole, None), (cut, placed.place)):
         materialise(recipe.module, recipe.module, recipe, torch.device("cpu"), place)
     expected = dict(whole.module.named_parameters())
-    found = dict(cut.module.named_parameters())
-    assert found.keys() == expected.keys()
+    parameters = dict(cut.module.named_parameters())
+    assert parameters.keys() == expected.keys()
     assert cut.module.lm_head.weight is cut.module.embed_tokens._parameters["weight"]  # type: ignore[union-attr]
-    for name, parameter in found.items():
+    for name, parameter in parameters.items():
         assert isinstance(parameter, DTensor)
         axis = placed.axes[name]
         part = expected[name] if axis is None else expected[name].chunk(4, dim=axis)[1]
@@ -226,7 +228,7 @@ def _plan_of(recipe: Recipe, **entries: str) -> Recipe:
 
 @pytest.mark.usefixtures("four_ranks")
 @pytest.mark.parametrize(
-    ("spec", "change", "words"),
+    ("spec", "change", "message"),
     [
         ({}, lambda recipe: dataclasses.replace(recipe, tensor_parallel={}), "no tensor-parallel plan"),
         ({}, lambda recipe: recipe, "num_key_value_heads = 2"),
@@ -239,10 +241,10 @@ def _plan_of(recipe: Recipe, **entries: str) -> Recipe:
     ],
 )
 def test_a_model_that_cannot_be_cut_over_tensor_parallel_ranks_is_refused(
-    tmp_path: Path, spec: dict[str, int], change: Any, words: str
+    tmp_path: Path, spec: dict[str, int], change: Any, message: str
 ) -> None:
     recipe = change(_recipe(tmp_path, dataclasses.replace(DECODER, **spec)))  # type: ignore[arg-type]
-    with pytest.raises(SpecError, match=words):
+    with pytest.raises(SpecError, match=message):
         tensor_parallel(
             recipe, init_device_mesh("cpu", (4,), mesh_dim_names=("tp",)), MICRO_BATCH, gang.SEQUENCE_LENGTH
         )

@@ -1,4 +1,4 @@
-"""How far a forward pass was when memory ran out: by the modules that ran, by the loss, or unknown."""
+"""Laws of the progress of a forward pass when memory ran out: by the modules that ran, by the loss, or unknown."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ class ContrastiveLoss(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, noted: int | None, own: Callable[[Tensor], Any] | None) -> None:
+    def __init__(self, noted: int | None, hook: Callable[[Tensor], Any] | None) -> None:
         super().__init__()
         self.layers = nn.ModuleList(Leaf(number == noted) for number in range(4))
-        self.own = own
+        self.hook = hook
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             x = layer(x)
-        if self.own is not None:
-            self.own(x)
+        if self.hook is not None:
+            self.hook(x)
         return x
 
 
@@ -60,7 +60,7 @@ def own_code(_: Tensor) -> None:
 
 
 @pytest.mark.parametrize(
-    ("noted", "own", "fraction"),
+    ("noted", "hook", "fraction"),
     [
         (0, None, 0.0),
         (3, None, 0.75),
@@ -77,8 +77,8 @@ def own_code(_: Tensor) -> None:
     ],
 )
 def test_progress_counts_modules_and_is_unknown_where_none_tells(
-    noted: int | None, own: Callable[[Tensor], Any] | None, fraction: float | None
+    noted: int | None, hook: Callable[[Tensor], Any] | None, fraction: float | None
 ) -> None:
     fractions.clear()
-    Model(noted, own)(torch.zeros(1))
+    Model(noted, hook)(torch.zeros(1))
     assert fractions == [fraction]

@@ -68,13 +68,13 @@ def test_a_layer_sees_its_ranks_tokens_and_all_reduces_nothing(tmp_path: Path, m
     )
     materialise(recipe.module, recipe.module, recipe, torch.device("cpu"), cut.place)
     cut.spread(recipe.layers)
-    seen = []
+    shapes = []
     for layer in recipe.layers:
-        layer.input_layernorm.register_forward_hook(lambda _module, inputs, _out: seen.append(inputs[0].shape))
+        layer.input_layernorm.register_forward_hook(lambda _module, inputs, _out: shapes.append(inputs[0].shape))
     with _Messages() as forward:
         hidden = recipe.module.hidden(torch.zeros(SAMPLES, gang.SEQUENCE_LENGTH, dtype=torch.int64))
-    own = (1, SAMPLES * gang.SEQUENCE_LENGTH // RANKS, DECODER.hidden_size)
-    assert {*seen, hidden.shape} == {own}
+    share = (1, SAMPLES * gang.SEQUENCE_LENGTH // RANKS, DECODER.hidden_size)
+    assert {*shapes, hidden.shape} == {share}
     with _Messages() as backward:
         hidden.sum().backward()
     layers = DECODER.num_hidden_layers

@@ -17,21 +17,21 @@ from tests.memory.matrix import MIXED, job
 
 def events(*lived: tuple[int, int]) -> list[Event]:
     """Events from (live bytes, existing gradients)."""
-    return [Event(live_bytes, own, 0, 0, 0) for live_bytes, own in lived]
+    return [Event(live_bytes, gradients, 0, 0, 0) for live_bytes, gradients in lived]
 
 
 def test_if_the_micro_batch_changes_the_operations_moments_of_equal_gradients_are_matched() -> None:
-    one = events((0, 0), (100, 1), (90, 1), (50, 3))
+    single = events((0, 0), (100, 1), (90, 1), (50, 3))
     two = events((0, 0), (200, 1), (190, 2), (100, 3))
     steps = Steps(
         mode=ActivationCheckpointing.NONE,
         sharded=False,
         zero3=False,
         samples=(1, 2),
-        phases=([Phase(0, 0, True, one)], [Phase(0, 0, True, two)]),
+        phases=([Phase(0, 0, True, single)], [Phase(0, 0, True, two)]),
     )
-    found = timeline([Place(name="layer", is_layer=True, parameters=3)], [steps])
-    lines = {moment.own: (moment.fixed_bytes, moment.sample_bytes) for each in found.stretches for moment in each}
+    line = timeline([Place(name="layer", is_layer=True, parameters=3)], [steps])
+    lines = {moment.own: (moment.fixed_bytes, moment.sample_bytes) for stretch in line.stretches for moment in stretch}
     assert lines == {0: (0, 0), 1: (0, 100), 3: (0, 50)}
 
 
@@ -55,8 +55,8 @@ def test_a_trace_knows_the_weights_of_experts_whose_views_are_saved(
     mixtures: tuple[ModelProfile, ModelProfile],
 ) -> None:
     down, router = 6 * 192 * 128, 6 * 128
-    assert [each.segments[1].viewed for each in mixtures] == [3 * down] * 2
-    assert [each.segments[1].side_by_side for each in mixtures] == [3 * down + router] * 2
+    assert [profile.segments[1].viewed for profile in mixtures] == [3 * down] * 2
+    assert [profile.segments[1].side_by_side for profile in mixtures] == [3 * down + router] * 2
 
 
 def test_a_trace_knows_the_leaf_whose_gradients_wait_for_each_other(
@@ -69,7 +69,7 @@ def test_a_trace_knows_the_leaf_whose_gradients_wait_for_each_other(
 
 
 def test_experts_are_products_of_their_rows_as_in_closed_form(mixtures: tuple[ModelProfile, ModelProfile]) -> None:
-    traced, closed = (each.segments[1] for each in mixtures)
+    traced, closed = (profile.segments[1] for profile in mixtures)
     assert traced.forward_flops == closed.forward_flops
     assert sorted(traced.matmuls) == sorted(closed.matmuls)
 
@@ -77,7 +77,7 @@ def test_experts_are_products_of_their_rows_as_in_closed_form(mixtures: tuple[Mo
 def test_gradients_made_in_the_forward_pass_are_not_its_products(
     mixtures: tuple[ModelProfile, ModelProfile],
 ) -> None:
-    heads = [each.segments[-1] for each in mixtures]
+    heads = [profile.segments[-1] for profile in mixtures]
     assert [head.matmuls for head in heads] == [((16, 128, 512),)] * 2
     assert [head.forward_flops for head in heads] == [2 * 16 * 128 * 512] * 2
 

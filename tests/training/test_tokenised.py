@@ -68,7 +68,9 @@ def test_text_in_several_pieces_is_the_text(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr("orchestrator.training.data.tokenised.PIECE_CHARACTERS", 50)
     pieces = dataset(tmp_path, texts(tmp_path, tiny_hf.text(40)), job="pieces")
     assert len(whole) == len(pieces) > 3
-    decoded = [tiny_hf.tokenizer().decode(each.batch(range(len(each)))[0].flatten()) for each in (whole, pieces)]
+    decoded = [
+        tiny_hf.tokenizer().decode(samples.batch(range(len(samples)))[0].flatten()) for samples in (whole, pieces)
+    ]
     assert [text.rstrip("<s>") for text in decoded] == [tiny_hf.text(40)] * 2  # padded by token 0, <s>
 
 
@@ -78,9 +80,9 @@ def test_only_assistant_messages_are_labels(tmp_path: Path, template: str | None
     samples = dataset(tmp_path, data, template=template)
     _, labels = samples.batch(range(len(samples)))
     learnt = tiny_hf.tokenizer().decode(labels[labels != IGNORED_LABEL])
-    said = [text.strip() for talk in tiny_hf.TALKS for role, text in talk if role == "assistant"]
+    answers = [text.strip() for talk in tiny_hf.TALKS for role, text in talk if role == "assistant"]
     marks = {CHATML: "<|im_end|>\n"}.get(template or "", "</s>")
-    assert [text.removeprefix("</think>").strip() for text in learnt.split(marks)] == [*said, ""]
+    assert [text.removeprefix("</think>").strip() for text in learnt.split(marks)] == [*answers, ""]
     assert [samples.token_count(n) for n in range(len(samples))] == (labels != IGNORED_LABEL).sum(1).tolist()
 
 
@@ -121,7 +123,7 @@ def test_a_job_is_tokenised_once_and_goes_on_with_the_same_tokens(tmp_path: Path
     Path(data.text[0]).write_text("changed since")
     again = dataset(tmp_path, data).batch([0, 1, 2])
     assert stored.stat().st_mtime_ns == written
-    assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
+    assert all(torch.equal(batch, other) for batch, other in zip(first, again, strict=True))
 
 
 def test_a_failed_tokenisation_leaves_no_files(tmp_path: Path) -> None:
@@ -137,13 +139,13 @@ def test_a_failed_tokenisation_leaves_no_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dp", [1, 2, 4])
 def test_the_order_of_samples_is_that_of_one_process_and_goes_on_after_a_restart(tmp_path: Path, dp: int) -> None:
     samples = dataset(tmp_path, texts(tmp_path, tiny_hf.text()))
-    seen = []
+    batches = []
     for step in range(3):  # a restarted process knows only the step
         order = global_batch(step * 8, 8, len(samples), seed=3)
         shares = [micro_batches(order, rank, 8 // dp // 2, 2) if dp < 8 else [] for rank in range(dp)]
-        seen += [samples.batch(batch)[0] for share in shares for batch in share]
+        batches += [samples.batch(batch)[0] for share in shares for batch in share]
     whole = [samples.batch(global_batch(step * 8, 8, len(samples), seed=3))[0] for step in range(3)]
-    assert torch.equal(torch.cat(seen), torch.cat(whole))
+    assert torch.equal(torch.cat(batches), torch.cat(whole))
 
 
 @given(
@@ -173,12 +175,12 @@ BAD_LINES = {
 
 @pytest.mark.parametrize("name", BAD_LINES)
 def test_a_line_that_is_no_conversation_is_named(tmp_path: Path, name: str) -> None:
-    line, said = BAD_LINES[name]
+    line, message = BAD_LINES[name]
     good = json.dumps({"messages": [{"role": "assistant", "content": "a"}]})
     (tmp_path / "bad.jsonl").write_bytes(f"{good}\n{line}\n".encode().replace(b"\\xff", b"\xff"))
     with pytest.raises(SpecError) as caught:
         dataset(tmp_path, DataSpec(chat=(str(tmp_path / "bad.jsonl"),), sequence_length=LENGTH))
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_files_that_cannot_be_used_are_named(tmp_path: Path) -> None:
@@ -198,10 +200,10 @@ def test_files_that_cannot_be_used_are_named(tmp_path: Path) -> None:
         "the model does not know": DataSpec(tokens=(str(tmp_path / "large.npy"),)),
         "no tokenizer": DataSpec(text=(str(tmp_path / "latin"),), tokenizer="/nowhere"),
     }
-    for number, (said, data) in enumerate(cases.items()):
+    for number, (message, data) in enumerate(cases.items()):
         with pytest.raises(SpecError) as caught:
             dataset(tmp_path, data, job=f"job-{number}")
-        assert said in str(caught.value)
+        assert message in str(caught.value)
 
 
 def test_an_encoder_decoder_takes_conversations_only(tmp_path: Path) -> None:

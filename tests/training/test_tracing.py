@@ -51,8 +51,8 @@ GPT2: dict[str, Any] = {"model_type": "gpt2", "vocab_size": 512, "n_embd": 64, "
 NONE = ActivationCheckpointing.NONE
 
 
-def traced(model: ModelSpec, training: TrainingSpec | None = None) -> ModelProfile:
-    (found,) = profiles(
+def trace_model(model: ModelSpec, training: TrainingSpec | None = None) -> ModelProfile:
+    (profile,) = profiles(
         Request(
             model=model,
             training=training or TrainingSpec(),
@@ -61,7 +61,7 @@ def traced(model: ModelSpec, training: TrainingSpec | None = None) -> ModelProfi
             arithmetics=(Arithmetic(precision=Precision.FP32, autocast=False),),
         )
     )
-    return found
+    return profile
 
 
 GEMMA: dict[str, Any] = {**LLAMA, "model_type": "gemma2", "head_dim": 16, "sliding_window": 16, "num_hidden_layers": 10}
@@ -74,7 +74,7 @@ def alternating(seed: int, period: int) -> dict[str, Any]:
     pattern = [SLIDING, FULL, *draw.choices((SLIDING, FULL), k=period - 2)]
     draw.shuffle(pattern)
     layers = 3 * period + 2 + draw.randint(period + 1, 2 * period)
-    kinds = [pattern[at % period] for at in range(layers)]
+    kinds = [pattern[index % period] for index in range(layers)]
     return GEMMA | {
         "model_type": "qwen3",
         "use_sliding_window": True,
@@ -102,16 +102,16 @@ def test_a_profile_extrapolated_from_a_few_layers_is_that_of_all_layers(
     depths: list[int] = []
     build = tracing.build
 
-    def counted(request: Request, arithmetic: Arithmetic, config: Any) -> Recipe:
+    def count_builds(request: Request, arithmetic: Arithmetic, config: Any) -> Recipe:
         depths.append(config.num_hidden_layers)
         return build(request, arithmetic, config)
 
-    monkeypatch.setattr(tracing, "build", counted)
-    stretched = traced(model)
+    monkeypatch.setattr(tracing, "build", count_builds)
+    stretched = trace_model(model)
     layers, few = depths
     assert few < layers
     monkeypatch.setattr(tracing, "cut", None)
-    whole = traced(model)
+    whole = trace_model(model)
     assert depths == [layers, few, layers]
     assert replace(stretched, fragmentation=()) == replace(whole, fragmentation=()), "that is of the layers it had"
     assert stretched.fragmentation
@@ -132,7 +132,7 @@ def test_every_layer_is_of_the_kind_of_the_one_that_represents_it(
     pattern = data.draw(st.lists(st.integers(0, 2), min_size=period, max_size=period))
     head = data.draw(st.lists(st.integers(0, 2), min_size=lead, max_size=lead))
     length = lead + 3 * period + 2 + more
-    kinds = head + [pattern[at % period] for at in range(length - lead)]
+    kinds = head + [pattern[index % period] for index in range(length - lead)]
     stack = stack_of(kinds, length)
     if stack is None:
         assert length <= lead + 4 * period + 2
@@ -141,7 +141,7 @@ def test_every_layer_is_of_the_kind_of_the_one_that_represents_it(
     head_layers = stack.lead + 2 * stack.period
     added = length - stack.depth
     few = kinds[: stack.depth]
-    again = [few[head_layers - stack.period + at % stack.period] for at in range(added)]
+    again = [few[head_layers - stack.period + index % stack.period] for index in range(added)]
     assert few[:head_layers] + again + few[head_layers:] == kinds
 
 
@@ -169,19 +169,19 @@ QWEN = {**LLAMA, **EXPERTS, "model_type": "qwen3_moe", "num_experts": 4}
 def test_dense_layers_do_not_represent_layers_with_experts(
     monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], depths: list[int]
 ) -> None:
-    seen: list[int] = []
+    built_depths: list[int] = []
     build = tracing.build
 
-    def counted(request: Request, arithmetic: Arithmetic, config: Any) -> Recipe:
-        seen.append(config.num_hidden_layers)
+    def count_builds(request: Request, arithmetic: Arithmetic, config: Any) -> Recipe:
+        built_depths.append(config.num_hidden_layers)
         return build(request, arithmetic, config)
 
-    monkeypatch.setattr(tracing, "build", counted)
-    found = traced(ModelSpec(hf=config))
-    assert seen == depths
+    monkeypatch.setattr(tracing, "build", count_builds)
+    profile = trace_model(ModelSpec(hf=config))
+    assert built_depths == depths
     with torch.device("meta"):
         whole = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
-    assert found.parameters == sum(parameter.numel() for parameter in whole.parameters())
+    assert profile.parameters == sum(parameter.numel() for parameter in whole.parameters())
 
 
 def test_the_largest_parameters_never_have_memory() -> None:
@@ -193,12 +193,14 @@ def test_the_largest_parameters_never_have_memory() -> None:
 
 def test_recipes_in_turn_hold_the_gradients_of_one_at_a_time_except_under_fsdp2() -> None:
     config = {"width": 16, "frames": 16, "samples": 8, "discriminator_learning_rate": 1e-3}
-    found = traced(ModelSpec(factory=f"{EXAMPLES}/vocoder_gan.py:build", config=config))
-    discriminator, generator = found.turns
-    assert found.trained_parameters == found.parameters == discriminator + generator
+    profile = trace_model(ModelSpec(factory=f"{EXAMPLES}/vocoder_gan.py:build", config=config))
+    discriminator, generator = profile.turns
+    assert profile.trained_parameters == profile.parameters == discriminator + generator
 
     def made(turn: int, *, sharded: bool) -> int:
-        return max(one.own + one.done for one in found.moments if (one.turn, one.sharded) == (turn, sharded))
+        return max(
+            moment.own + moment.done for moment in profile.moments if (moment.turn, moment.sharded) == (turn, sharded)
+        )
 
     assert 0 < made(0, sharded=False) <= discriminator
     assert 0 < made(1, sharded=False) <= generator
@@ -209,24 +211,29 @@ def test_products_of_matrices_are_those_of_the_closed_form() -> None:
     decoder = DecoderSpec(
         vocab_size=256, hidden_size=64, intermediate_size=192, num_hidden_layers=3, num_attention_heads=4
     )
-    found, known = traced(ModelSpec(decoder=decoder)), decoder_profile(decoder, "model", Precision.FP32, 32, 1, False)
-    ours, theirs = (next(each for each in one.segments if each.count == 3) for one in (found, known))
-    assert sorted(ours.matmuls) == sorted(theirs.matmuls)
-    assert ours.forward_flops == theirs.forward_flops
+    trace, closed_form = (
+        trace_model(ModelSpec(decoder=decoder)),
+        decoder_profile(decoder, "model", Precision.FP32, 32, 1, False),
+    )
+    layer, theirs = (
+        next(segment for segment in profile.segments if segment.count == 3) for profile in (trace, closed_form)
+    )
+    assert sorted(layer.matmuls) == sorted(theirs.matmuls)
+    assert layer.forward_flops == theirs.forward_flops
 
 
 def test_only_the_selected_experts_of_a_token_count_as_computed() -> None:
-    def known(**changed: int) -> float:
+    def flops_of(**changed: int) -> float:
         model = ModelSpec(hf=QWEN | {"num_hidden_layers": 2} | changed)
         spec = JobSpec(name="job", global_batch_size=4, model=model, data=DataSpec(text=("text",), sequence_length=32))
-        found = profile_of(spec, precision=Precision.FP32, sequence_length=None)
-        assert found is not None
-        return found.forward_flops
+        profile = profile_of(spec, precision=Precision.FP32, sequence_length=None)
+        assert profile is not None
+        return profile.forward_flops
 
-    assert traced(ModelSpec(hf=QWEN | {"num_hidden_layers": 2})).forward_flops == known()
+    assert trace_model(ModelSpec(hf=QWEN | {"num_hidden_layers": 2})).forward_flops == flops_of()
     hidden, router = QWEN["hidden_size"], 2.0 * 2 * 32 * QWEN["hidden_size"]
-    assert known(num_experts=8) - known() == 4 * router
-    assert known(num_experts_per_tok=3) - known() == 2 * 2.0 * 32 * 3 * hidden * QWEN["moe_intermediate_size"]
+    assert flops_of(num_experts=8) - flops_of() == 4 * router
+    assert flops_of(num_experts_per_tok=3) - flops_of() == 2 * 2.0 * 32 * 3 * hidden * QWEN["moe_intermediate_size"]
 
 
 def test_a_convolution_is_the_product_of_patches_and_filters() -> None:
@@ -234,24 +241,24 @@ def test_a_convolution_is_the_product_of_patches_and_filters() -> None:
         factory=f"{EXAMPLES}/vocoder_gan.py:build",
         config={"width": 16, "frames": 16, "samples": 8, "discriminator_learning_rate": 1e-3},
     )
-    for segment in traced(model).segments:
+    for segment in trace_model(model).segments:
         products = sum(2.0 * rows * inner * columns for rows, inner, columns in segment.matmuls)
         assert products == segment.forward_flops, segment.name
 
 
 def test_autocast_as_on_cuda_casts_exactly_cudas_operations_to_fp32() -> None:
-    given, weight = torch.ones(2, 8, 4, dtype=torch.bfloat16), torch.ones(8)
+    hidden, weight = torch.ones(2, 8, 4, dtype=torch.bfloat16), torch.ones(8)
 
     def widths() -> dict[str, torch.dtype]:
         with torch.autocast("cpu", torch.bfloat16):
             made = {
-                "norm": functional.group_norm(given, 4, weight, weight),
-                "softmax": functional.softmax(given, -1),
-                "said": functional.softmax(given, -1, dtype=torch.bfloat16),
-                "sum": given.sum(),
-                "enlarged": functional.interpolate(given, scale_factor=2.0),
-                "product": given @ given.mT,
-                "activation": functional.silu(given),
+                "norm": functional.group_norm(hidden, 4, weight, weight),
+                "softmax": functional.softmax(hidden, -1),
+                "said": functional.softmax(hidden, -1, dtype=torch.bfloat16),
+                "sum": hidden.sum(),
+                "enlarged": functional.interpolate(hidden, scale_factor=2.0),
+                "product": hidden @ hidden.mT,
+                "activation": functional.silu(hidden),
             }
         return {name: tensor.dtype for name, tensor in made.items()}
 
@@ -267,19 +274,19 @@ def test_autocast_as_on_cuda_casts_exactly_cudas_operations_to_fp32() -> None:
 @pytest.mark.parametrize("config", [pytest.param(DEEPSEEK, marks=pytest.mark.long), GPT2])
 def test_attention_saves_no_scores_on_cuda_where_it_does_on_a_cpu(config: dict[str, Any]) -> None:
     kinds = tuple(Arithmetic(precision=Precision.BF16, autocast=False, cuda=cuda) for cuda in (False, True))
-    said: dict[str, Any] = {"training": TrainingSpec(), "family": "model", "sequence_length": 64}
-    on_cpu, on_cuda = profiles(Request(model=ModelSpec(hf=config), arithmetics=kinds, **said))
+    fields: dict[str, Any] = {"training": TrainingSpec(), "family": "model", "sequence_length": 64}
+    on_cpu, on_cuda = profiles(Request(model=ModelSpec(hf=config), arithmetics=kinds, **fields))
     assert (on_cpu.attention, on_cuda.attention) == (MATRICES, "memory-efficient")
     scores_bytes = 2 * config.get("num_attention_heads", 4) * 64**2
-    for one, other in zip(on_cpu.segments[1:-1], on_cuda.segments[1:-1], strict=True):
-        assert one.saved_bytes > other.saved_bytes + scores_bytes
+    for on_host, other in zip(on_cpu.segments[1:-1], on_cuda.segments[1:-1], strict=True):
+        assert on_host.saved_bytes > other.saved_bytes + scores_bytes
 
 
 def test_attention_that_is_alike_on_both_is_traced_once() -> None:
     kinds = tuple(Arithmetic(precision=Precision.BF16, autocast=False, cuda=cuda) for cuda in (False, True))
-    said: dict[str, Any] = {"training": TrainingSpec(), "family": "model", "sequence_length": 32}
+    fields: dict[str, Any] = {"training": TrainingSpec(), "family": "model", "sequence_length": 32}
     model = ModelSpec(hf=LLAMA | {"num_hidden_layers": 2})
-    on_cpu, on_cuda = profiles(Request(model=model, arithmetics=kinds, **said))
+    on_cpu, on_cuda = profiles(Request(model=model, arithmetics=kinds, **fields))
     assert on_cuda is on_cpu
 
 
@@ -287,31 +294,31 @@ def test_attention_that_is_alike_on_both_is_traced_once() -> None:
 def test_a_base_in_four_bits_is_traced_as_the_closed_form_has_it() -> None:
     model = ModelSpec(hf=LLAMA | {"num_hidden_layers": 2}, lora=LoraSpec(rank=4, quantise_base=True))
     kind = Arithmetic(precision=Precision.BF16, autocast=True)
-    said: dict[str, Any] = {"training": TrainingSpec(), "family": "model", "sequence_length": 32}
-    (found,) = profiles(Request(model=model, arithmetics=(kind,), **said))
+    fields: dict[str, Any] = {"training": TrainingSpec(), "family": "model", "sequence_length": 32}
+    (trace,) = profiles(Request(model=model, arithmetics=(kind,), **fields))
     spec = JobSpec(name="job", global_batch_size=4, model=model, data=DataSpec(text=("text",), sequence_length=32))
-    known = profile_of(spec, precision=Precision.BF16, sequence_length=None, autocast=True)
-    assert known is not None
-    assert (found.source, known.source) == (Source.TRACED, Source.CLOSED_FORM)
-    assert found.trained_parameters == known.trained_parameters
-    assert found.weight_bytes(4) == pytest.approx(known.weight_bytes(4), rel=1e-4)
+    closed_form = profile_of(spec, precision=Precision.BF16, sequence_length=None, autocast=True)
+    assert closed_form is not None
+    assert (trace.source, closed_form.source) == (Source.TRACED, Source.CLOSED_FORM)
+    assert trace.trained_parameters == closed_form.trained_parameters
+    assert trace.weight_bytes(4) == pytest.approx(closed_form.weight_bytes(4), rel=1e-4)
     assert NF4_BYTES == hf_profiles.NF4_BYTES
 
 
 def test_frozen_parameters_have_no_gradients() -> None:
     config = {"width": 8, "depth": 2, "size": 8, "samples": 8}
     model = ModelSpec(factory=f"{EXAMPLES}/conv_classifier.py:build", config=config)
-    whole, part = traced(model), traced(model, TrainingSpec(freeze=(Freeze(parameters="blocks.0.*"),)))
+    whole, part = trace_model(model), trace_model(model, TrainingSpec(freeze=(Freeze(parameters="blocks.0.*"),)))
     layer = next(segment.parameters for segment in whole.segments if segment.count == 2)
     assert part.parameters == whole.parameters
     assert part.trained_parameters == whole.trained_parameters - layer
-    assert max(one.own + one.done for one in part.moments) <= part.trained_parameters
+    assert max(moment.own + moment.done for moment in part.moments) <= part.trained_parameters
 
 
 @pytest.mark.parametrize(("tied", "last"), [(True, 64), (False, 512 * 64)], ids=("a norm", "the head"))
 def test_fsdp2_does_not_reduce_the_first_embedding_last(tied: bool, last: int) -> None:
     config = LLAMA | {"num_hidden_layers": 2, "tie_word_embeddings": tied}
-    assert traced(ModelSpec(hf=config)).segments[-1].last_gradient == last
+    assert trace_model(ModelSpec(hf=config)).segments[-1].last_gradient == last
 
 
 def test_a_model_that_takes_real_memory_is_stopped(tmp_path: Path) -> None:
@@ -324,28 +331,33 @@ def test_a_model_that_takes_real_memory_is_stopped(tmp_path: Path) -> None:
         sequence_length=8,
         arithmetics=(Arithmetic(precision=Precision.FP32, autocast=False),),
     )
-    asked = tmp_path / "request.json"
-    asked.write_text(json.dumps(dataclasses.asdict(request)))
-    child = subprocess.run([sys.executable, "-m", PROGRAM, str(asked)], capture_output=True, text=True, check=False)
+    path = tmp_path / "request.json"
+    path.write_text(json.dumps(dataclasses.asdict(request)))
+    child = subprocess.run([sys.executable, "-m", PROGRAM, str(path)], capture_output=True, text=True, check=False)
     assert child.returncode not in (0, -signal.SIGKILL)
     assert "allocate" in child.stderr.splitlines()[-1], child.stderr
 
 
 @pytest.mark.parametrize("bent", ["forward", "backward", "held"])
 def test_layers_that_do_not_grow_linearly_are_not_extrapolated(bent: str) -> None:
-    def recorded(layers: int, bend: int) -> Steps:
+    def record_steps(layers: int, bend: int) -> Steps:
         """Layers that save 8 bytes of each sample, and one that saves more."""
 
         def phases(samples: int) -> list[Phase]:
-            forward = [8 * samples * at + (bend if bent == "forward" and at == 2 else 0) for at in range(layers)]
-            backward = [8 * samples * at + (bend if bent == "backward" and at == 2 else 0) for at in range(layers)]
-            done = [layers - 1 - at for at in range(layers)]
-            return [Phase(at, 0, False, [Event(forward[at], 0, 0, 0, 0)]) for at in range(layers)] + [
-                Phase(at, 0, True, [Event(backward[at], 0, done[at], 0, done[at])]) for at in reversed(range(layers))
+            forward = [
+                8 * samples * index + (bend if bent == "forward" and index == 2 else 0) for index in range(layers)
+            ]
+            backward = [
+                8 * samples * index + (bend if bent == "backward" and index == 2 else 0) for index in range(layers)
+            ]
+            done = [layers - 1 - index for index in range(layers)]
+            return [Phase(index, 0, False, [Event(forward[index], 0, 0, 0, 0)]) for index in range(layers)] + [
+                Phase(index, 0, True, [Event(backward[index], 0, done[index], 0, done[index])])
+                for index in reversed(range(layers))
             ]
 
-        held = tuple(
-            {at: 8 * samples + (bend if bent == "held" and at == 2 else 0) for at in range(layers)}
+        held_bytes = tuple(
+            {index: 8 * samples + (bend if bent == "held" and index == 2 else 0) for index in range(layers)}
             for samples in (2, 3)
         )
         return Steps(
@@ -354,12 +366,12 @@ def test_layers_that_do_not_grow_linearly_are_not_extrapolated(bent: str) -> Non
             zero3=False,
             samples=(2, 3),
             phases=(phases(2), phases(3)),
-            bytes_by_place=(held[0], held[1]),
+            bytes_by_place=(held_bytes[0], held_bytes[1]),
         )
 
     def grown(depth: int, bend: int = 0) -> Timeline:
-        places = [Place(name=f"layers.{at}", is_layer=True, parameters=1) for at in range(depth)]
-        return timeline(places, [recorded(depth, bend)], Stack(lead=0, period=1, length=9), depth)
+        places = [Place(name=f"layers.{index}", is_layer=True, parameters=1) for index in range(depth)]
+        return timeline(places, [record_steps(depth, bend)], Stack(lead=0, period=1, length=9), depth)
 
     assert grown(5) == grown(9)
     with pytest.raises(Unlike):

@@ -96,10 +96,10 @@ def test_the_chunked_loss_and_its_gradients_are_those_of_the_whole(tokens: int, 
     expected = functional.cross_entropy(hidden @ weight.T, labels, ignore_index=-100, reduction="sum")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cross_entropy, "CHUNK_TOKENS", chunk)
-        found = linear_cross_entropy(hidden, weight, labels)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        loss = linear_cross_entropy(hidden, weight, labels)
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
     wanted = torch.autograd.grad(expected * 0.3, (hidden, weight))
-    torch.testing.assert_close(torch.autograd.grad(found * 0.3, (hidden, weight)), wanted, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(torch.autograd.grad(loss * 0.3, (hidden, weight)), wanted, rtol=1e-5, atol=1e-6)
 
 
 def test_a_frozen_head_costs_no_gradient() -> None:
@@ -113,8 +113,8 @@ def test_a_frozen_head_costs_no_gradient() -> None:
 def test_an_update_equals_plain_torch_with_states_that_begin_on_their_own(optimizer: Optimizer) -> None:
     """States of zeros before the first update must be what torch makes in it; clipping must be torch's."""
     training = TrainingSpec(optimizer=optimizer, learning_rate=0.1, clip_norm=0.5, schedule=Schedule.LINEAR)
-    ours, plain = _twins()
-    updates = Updates(ours.named_parameters(), training, CPU, step=0)
+    tuned, plain = _twins()
+    updates = Updates(tuned.named_parameters(), training, CPU, step=0)
     updates.allocate()
     reference = {
         Optimizer.ADAMW: lambda p: torch.optim.AdamW(p, lr=0.1, betas=(0.9, 0.95), weight_decay=0.1),
@@ -123,19 +123,19 @@ def test_an_update_equals_plain_torch_with_states_that_begin_on_their_own(optimi
     }[optimizer](plain.parameters())
     falling = torch.optim.lr_scheduler.LambdaLR(reference, lambda step: 1 - step / training.max_steps)
     for step in range(4):
-        for module in (ours, plain):
+        for module in (tuned, plain):
             (module(torch.ones(3, 4)) ** 2).sum().backward()
-        norm = gradient_norm(ours.parameters()).item()
+        norm = gradient_norm(tuned.parameters()).item()
         assert norm == pytest.approx(torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5).item())
-        scale_gradients(ours.parameters(), clip_factor(norm, 0.5))
+        scale_gradients(tuned.parameters(), clip_factor(norm, 0.5))
         updates.prepare(step)
         updates.optimizer.step()
         updates.count()
         reference.step()
         falling.step()
-        for module in (ours, plain):
+        for module in (tuned, plain):
             module.zero_grad()
-    torch.testing.assert_close(dict(ours.named_parameters()), dict(plain.named_parameters()), rtol=0, atol=1e-7)
+    torch.testing.assert_close(dict(tuned.named_parameters()), dict(plain.named_parameters()), rtol=0, atol=1e-7)
 
 
 def test_what_is_predicted_to_be_quantised_is_what_is() -> None:
@@ -211,7 +211,7 @@ class _Samples:
 
 @pytest.mark.parametrize("mode", ActivationCheckpointing)
 def test_masks_follow_from_step_and_micro_batch_under_any_recomputation(mode: ActivationCheckpointing) -> None:
-    found = {}
+    gradients = {}
     for name, prelude in (("alone", 0), ("after others", 3)):
         torch.manual_seed(0)
         layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)) for _ in range(2))
@@ -224,8 +224,8 @@ def test_masks_follow_from_step_and_micro_batch_under_any_recomputation(mode: Ac
         x = torch.ones(2, 8, requires_grad=True)
         randomness.begin(step=4, micro_batch=1)
         module(x).square().sum().backward()
-        found[name] = x.grad
+        gradients[name] = x.grad
         randomness.begin(step=4, micro_batch=2)
         other = torch.autograd.grad(module(x).square().sum(), x)[0]
-        assert not torch.equal(other, found[name])
-    assert torch.equal(found["alone"], found["after others"])
+        assert not torch.equal(other, gradients[name])
+    assert torch.equal(gradients["alone"], gradients["after others"])

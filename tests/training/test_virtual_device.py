@@ -113,16 +113,16 @@ def test_storages_from_elsewhere_count_as_parameters_and_as_views() -> None:
 
 def test_exceeding_the_capacity_raises_the_error_of_torch_and_leaves_nothing_behind() -> None:
     with VirtualDevice(MIB) as device:
-        kept = torch.zeros(128 * KIB)
+        tensor = torch.zeros(128 * KIB)
         with pytest.raises(torch.OutOfMemoryError) as caught:
             torch.zeros(256 * KIB)
-        assert device.live_bytes == kept.nbytes  # while the traceback is alive
+        assert device.live_bytes == tensor.nbytes  # while the traceback is alive
         message = str(caught.value)
         assert oom_report.requested_bytes(message) == MIB
         assert oom_report.capacity_bytes(message) == MIB
         assert oom_report.out_of_memory(caught.value) is caught.value
         rest = torch.zeros(128 * KIB)  # and going on works, up to the last byte
-        assert device.live_bytes == device.peak_bytes == kept.nbytes + rest.nbytes == MIB
+        assert device.live_bytes == device.peak_bytes == tensor.nbytes + rest.nbytes == MIB
 
 
 @pytest.mark.parametrize("capacity_bytes", [96 * KIB, MIB], ids=["full", "roomy"])
@@ -142,8 +142,8 @@ def _peak_beside_a_thread(capacity_bytes: int) -> int:
     finished = threading.Lock()
     finished.acquire()
     with VirtualDevice(capacity_bytes) as device:
-        held = [torch.zeros(16 * KIB)]
-        thread = threading.Thread(target=lambda: finished.acquire() and held.clear())
+        tensors = [torch.zeros(16 * KIB)]
+        thread = threading.Thread(target=lambda: finished.acquire() and tensors.clear())
         thread.start()
         finished.release()
         torch.zeros(16 * KIB)
@@ -154,11 +154,11 @@ def _peak_beside_a_thread(capacity_bytes: int) -> int:
 
 def test_recent_peak_starts_again_from_what_is_live() -> None:
     with VirtualDevice(MIB) as device:
-        kept = torch.zeros(KIB)
+        tensor = torch.zeros(KIB)
         torch.zeros(4 * KIB)
         assert device.recent_peak_bytes == 20 * KIB
         device.reset_recent_peak()
-        assert device.recent_peak_bytes == kept.nbytes
+        assert device.recent_peak_bytes == tensor.nbytes
         torch.zeros(KIB)
     assert (device.recent_peak_bytes, device.peak_bytes) == (8 * KIB, 20 * KIB)
 
@@ -218,12 +218,12 @@ def _rank(folder: str) -> None:
 
 def _settled(device: VirtualDevice) -> int:
     """Live bytes once they are stable: gloo's thread may briefly hold the last collective's buffer."""
-    seen, deadline_s = device.live_bytes, time.monotonic() + SETTLE_S
+    live_bytes, deadline_s = device.live_bytes, time.monotonic() + SETTLE_S
     while time.monotonic() < deadline_s:
         time.sleep(0.02)
-        if device.live_bytes < seen:
-            seen, deadline_s = device.live_bytes, time.monotonic() + SETTLE_S
-    return seen
+        if device.live_bytes < live_bytes:
+            live_bytes, deadline_s = device.live_bytes, time.monotonic() + SETTLE_S
+    return live_bytes
 
 
 def _replicated(model: nn.Module) -> nn.Module:

@@ -121,8 +121,8 @@ def tokenizer(template: str | None = None) -> PreTrainedTokenizerFast:
 
 def text(lines: int = 60) -> str:
     """Distinct lines of words."""
-    words = ("alpha", "beta", "gamma", "delta", "two", "four", "cat", "hello", "bye")
-    return "\n".join(" ".join(words[(n * n + k) % 9] for k in range(1 + n % 7)) for n in range(lines)) + "\n"
+    vocabulary = ("alpha", "beta", "gamma", "delta", "two", "four", "cat", "hello", "bye")
+    return "\n".join(" ".join(vocabulary[(n * n + k) % 9] for k in range(1 + n % 7)) for n in range(lines)) + "\n"
 
 
 def chat_file(path: Path, copies: int = 8) -> Path:

@@ -414,7 +414,7 @@ def _earliest(offer: Offer, from_s: float) -> Slot | None:
 
 def _waits_for_devices(job: Job, state: State) -> bool:
     """Return whether only devices, or others of its array, keep the job from starting."""
-    is_ready = job.status is JobStatus.QUEUED and not (job.waits_for or job.asks or job.unreadable)
+    is_ready = job.status is JobStatus.QUEUED and not (job.waits_for or job.asks or job.unreadable or job.held_by)
     is_gone = all(attempt.released for attempt in job.attempts)
     return is_ready and is_gone and job.not_before_s <= state.at_s
 

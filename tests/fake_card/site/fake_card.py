@@ -1,4 +1,4 @@
-"""What PyTorch's CPU build lacks of `torch._C` for CUDA, answered by card.cpp: `torch.cuda` itself is the real one.
+"""Add to `torch._C` of PyTorch's CPU build what CUDA needs, answered by card.cpp: `torch.cuda` is the real one.
 
 `install()` only waits for the imports of torch: the first of them costs what it costs without a card.
 """
@@ -95,10 +95,10 @@ def _before_cuda():
     import torch
 
     library = _Runtime.library
-    given = {**_devices(torch, library), **_memory(library), **_streams(torch, library)}
+    functions = {**_devices(torch, library), **_memory(library), **_streams(torch, library)}
     marks = ("rangePushA", "rangePop", "rangeStartA", "rangeEnd", "markA")  # of NVTX: DeepSpeed makes them
     torch._C._nvtx = types.SimpleNamespace(**dict.fromkeys(marks, lambda *_: 0))
-    for name, value in given.items():
+    for name, value in functions.items():
         setattr(torch._C, name, value if isinstance(value, type | bool) else _plain(value))
 
 
@@ -107,7 +107,7 @@ def _nothing(*_args, **_kwargs):
 
 
 def _devices(torch, library):
-    """How many cards there are, which one is current, and what each of them is."""
+    """Return the functions that count the cards, choose the current card and describe them."""
 
     def set_device(index):
         if index >= library.card_count():
@@ -142,7 +142,7 @@ def _devices(torch, library):
         "_cuda_setDevice": set_device,
         "_cuda_exchangeDevice": exchange,
         "_cuda_maybeExchangeDevice": exchange,
-        "_cuda_canDeviceAccessPeer": lambda one, other: one != other,
+        "_cuda_canDeviceAccessPeer": lambda device, other: device != other,
         "_cuda_getArchFlags": lambda: "sm_90",
         "_nccl_version": lambda: 2 << 32 | 27 << 16 | 5,
         "_nccl_version_suffix": lambda: b"",
@@ -172,15 +172,15 @@ def _memory(library):
 
 def _memory_stats(index):
     """The nested form that torch.cuda.memory_stats flattens."""
-    told = _stats(index)
+    counters = _stats(index)
 
     def stat(current, peak, allocated=0, freed=0):
-        one = {"current": current, "peak": peak, "allocated": allocated, "freed": freed}
-        return {"all": one, "small_pool": dict.fromkeys(one, 0), "large_pool": one}
+        pool = {"current": current, "peak": peak, "allocated": allocated, "freed": freed}
+        return {"all": pool, "small_pool": dict.fromkeys(pool, 0), "large_pool": pool}
 
-    allocated = stat(told["allocated"], told["allocated_peak"])
-    reserved = stat(told["reserved"], told["reserved_peak"])
-    blocks = stat(told["allocations"] - told["frees"], 0, told["allocations"], told["frees"])
+    allocated = stat(counters["allocated"], counters["allocated_peak"])
+    reserved = stat(counters["reserved"], counters["reserved_peak"])
+    blocks = stat(counters["allocations"] - counters["frees"], 0, counters["allocations"], counters["frees"])
     return {
         "allocated_bytes": allocated,
         "requested_bytes": allocated,
@@ -193,8 +193,8 @@ def _memory_stats(index):
         "inactive_split": stat(0, 0),
         "oversize_allocations": stat(0, 0)["all"],
         "oversize_segments": stat(0, 0)["all"],
-        "num_alloc_retries": told["retries"],
-        "num_ooms": told["ooms"],
+        "num_alloc_retries": counters["retries"],
+        "num_ooms": counters["ooms"],
         "num_sync_all_streams": 0,
         "num_device_alloc": 0,
         "num_device_free": 0,
@@ -223,8 +223,8 @@ def _streams(torch, library):
 
 def _after_cuda(cuda):
     def mem_get_info(index):
-        told = _stats(index)
-        return told["free"], told["total"]
+        counters = _stats(index)
+        return counters["free"], counters["total"]
 
     library = _Runtime.library
     cuda._cudart = types.SimpleNamespace(
@@ -355,11 +355,11 @@ def _before_nccl():
 
     class ProcessGroupNCCL(metaclass=Kind):
         def __new__(cls, store, rank, size, options=None):
-            told = c10d.ProcessGroupGloo._Options()
-            told._devices = [c10d.ProcessGroupGloo.create_default_device()]
-            told._timeout = options._timeout if options else datetime.timedelta(minutes=10)
+            gloo_options = c10d.ProcessGroupGloo._Options()
+            gloo_options._devices = [c10d.ProcessGroupGloo.create_default_device()]
+            gloo_options._timeout = options._timeout if options else datetime.timedelta(minutes=10)
             group = c10d.ProcessGroup(store, rank, size)
-            gloo = c10d.ProcessGroupGloo(store, rank, size, told)
+            gloo = c10d.ProcessGroupGloo(store, rank, size, gloo_options)
             group._register_backend(torch.device("cpu"), c10d.ProcessGroup.BackendType.GLOO, gloo)
             torch.ops.fake_card.answer_nccl(group.boxed())
             return group._get_backend(torch.device("cuda"))

@@ -12,8 +12,8 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 
 
 def _run_hidden() -> None:
-    seen = [os.path.abspath(entry) for entry in sys.path]
-    later = sys.path[seen.index(HERE) + 1 :] if HERE in seen else []
+    folders = [os.path.abspath(entry) for entry in sys.path]
+    later = sys.path[folders.index(HERE) + 1 :] if HERE in folders else []
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", later)
     if spec is not None and spec.loader is not None:
         spec.loader.exec_module(importlib.util.module_from_spec(spec))

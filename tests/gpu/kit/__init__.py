@@ -1,1 +1,1 @@
-"""What a few minutes on a machine with a GPU must show, packed and rehearsed: README.md has the two commands."""
+"""The kit of checks for a few minutes on a machine with a GPU, packed and rehearsed: README.md has both commands."""

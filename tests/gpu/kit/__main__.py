@@ -25,7 +25,7 @@ STEPS = {
 
 
 def steps(size: str) -> list[runner.Step]:
-    """All of them. The first makes the environment of the others."""
+    """Return all steps. The first makes the environment of the others."""
     return [
         runner.Step(
             name=name,
@@ -33,10 +33,10 @@ def steps(size: str) -> list[runner.Step]:
             command=(
                 sys.executable if name == "install" else str(install.PYTHON),
                 "-m",
-                *f"tests.gpu.kit.{words} {size}".split(),
+                *f"tests.gpu.kit.{arguments} {size}".split(),
             ),
         )
-        for name, (words, limit_s) in STEPS.items()
+        for name, (arguments, limit_s) in STEPS.items()
     ]
 
 
@@ -47,16 +47,16 @@ def main() -> int:
     parser.add_argument("steps", nargs="*", help="only these; default: all")
     parser.add_argument("--tiny", action="store_true", help="models of a rehearsal")
     parser.add_argument("--python", default="3.12", help="Python whose wheels are packed")
-    given = parser.parse_args()
-    if given.what == "pack":
+    options = parser.parse_args()
+    if options.what == "pack":
         from tests.gpu.kit.pack import pack
 
-        return pack(given.python)
+        return pack(options.python)
     out = Path(os.environ.get("OUT") or install.FOLDER / "out").resolve()
     out.mkdir(parents=True, exist_ok=True)
     os.environ |= {runner.RESULTS: str(out / "results.jsonl"), "KIT_LOGS": str(out)}
     runner.record({"name": "machine", "python": platform.python_version(), "date": time.strftime("%Y-%m-%d")})
-    chosen = [one for one in steps("tiny" if given.tiny else "full") if one.name in (given.steps or STEPS)]
+    chosen = [step for step in steps("tiny" if options.tiny else "full") if step.name in (options.steps or STEPS)]
     runner.run(chosen, out / "log.txt")
     return 0
 

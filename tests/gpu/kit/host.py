@@ -1,4 +1,4 @@
-"""Where a micro-batch waits for its host: seconds, kernels and operators of short and of full samples, in one process.
+"""Measure how a micro-batch waits for its host: seconds, kernels and operators of short and full samples.
 
 A sample of few tokens leaves the device almost nothing to do: its step time is what Python and launches take.
 
@@ -28,7 +28,7 @@ from orchestrator.specs.run import TrainingRun
 from orchestrator.training.build import build_recipe
 from tests.gpu.configurations import TINY, Measurement
 from tests.gpu.kit.plans import FULL, PLAIN, SHARDED, SIZES, Size
-from tests.gpu.kit.runner import recorded
+from tests.gpu.kit.runner import recording
 from tests.gpu.measure import data_of
 from tests.gpu.runs import BILLION, SMALL, take_step, train
 
@@ -104,12 +104,12 @@ def main(size: Size) -> None:
     torch.distributed.init_process_group(
         "cpu:gloo,cuda:nccl", store=torch.distributed.HashStore(), rank=0, world_size=1
     )
-    with recorded("host: launch of one kernel") as line:
+    with recording("host: launch of one kernel") as line:
         line["launch_s"] = launch_s()
     for model_name, model in models.items():
         for plan_name, plan in HOST_PLANS.items():
             for tokens in (SHORT_TOKENS, size.tokens):
-                with recorded(f"host: {model_name}, {plan_name}, {tokens} tokens") as line:
+                with recording(f"host: {model_name}, {plan_name}, {tokens} tokens") as line:
                     line |= measured_step(model, plan, tokens, is_profiled=not is_tiny)
                     torch.cuda.empty_cache()
                     more = replace(plan, gradient_accumulation_steps=ACCUMULATED)

@@ -56,14 +56,16 @@ def main() -> None:
     _call(sys.executable, "-m", "venv", "--clear", "--without-pip", str(VENV))
     # `--system-site-packages` shows those of the system, not of an environment that this Python may be of.
     there = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
-    (own,) = VENV.glob("lib/python*/site-packages")
-    (own / "there.pth").write_text("".join(f"import site; site.addsitedir({path!r})\n" for path in there))
+    (site_packages,) = VENV.glob("lib/python*/site-packages")
+    (site_packages / "there.pth").write_text("".join(f"import site; site.addsitedir({path!r})\n" for path in there))
     pip = (sys.executable, "-m", "pip", "--python", str(PYTHON), "install", "--no-index", "--no-deps", "--quiet")
     # In one command: several would overwrite what packages of one namespace share.
     _call(*pip, "--no-compile", *map(str, wheels.glob("*.whl")))
     _call(*pip, "--no-build-isolation", "--editable", str(ROOT))
     ready.touch()
-    subprocess.run([str(PYTHON), "-m", "compileall", "-q", "-j", "0", str(own)], timeout=TIMEOUT_S, check=False)
+    subprocess.run(
+        [str(PYTHON), "-m", "compileall", "-q", "-j", "0", str(site_packages)], timeout=TIMEOUT_S, check=False
+    )
 
 
 def _call(*command: str) -> None:

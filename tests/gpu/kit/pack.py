@@ -41,7 +41,7 @@ TIMEOUT_S = 600.0
 
 def pack(python: str = MACHINE) -> int:
     """Make both parts of the wheels for a Python and print their sizes; 0 where each fits into a call."""
-    versions = packed()
+    versions = packed_versions()
     wheels = FOLDER / python / "wheels"
     _collect(versions, wheels, python)
     listed, content = FOLDER / python / "packed.json", json.dumps(versions)
@@ -59,14 +59,14 @@ def pack(python: str = MACHINE) -> int:
 
 
 def versions_of(roots: Iterable[str], leave_out: Collection[str] = ()) -> dict[str, str]:
-    """Each distribution that these requirements need, themselves included, with its version in this environment."""
-    versions, waiting, seen = {}, [Requirement(root) for root in roots], set()
+    """Return the distributions that these requirements need, themselves included, with their versions here."""
+    versions, waiting, visited = {}, [Requirement(root) for root in roots], set()
     while waiting:
         wanted = waiting.pop()
         name = re.sub(r"[-_.]+", "-", wanted.name).lower()
-        if name in leave_out or (name, *sorted(wanted.extras)) in seen:
+        if name in leave_out or (name, *sorted(wanted.extras)) in visited:
             continue
-        seen.add((name, *sorted(wanted.extras)))
+        visited.add((name, *sorted(wanted.extras)))
         distribution = importlib.metadata.distribution(name)
         versions[name] = distribution.version
         for need in map(Requirement, distribution.requires or ()):
@@ -75,8 +75,8 @@ def versions_of(roots: Iterable[str], leave_out: Collection[str] = ()) -> dict[s
     return dict(sorted(versions.items()))
 
 
-def packed() -> dict[str, str]:
-    """What the package needs and THERE has not."""
+def packed_versions() -> dict[str, str]:
+    """Return the distributions that the package needs and THERE has not."""
     versions = versions_of(ROOTS, THERE)
     del versions["orchestrator"]  # it travels as the tree
     return versions
@@ -96,17 +96,17 @@ def _collect(versions: Mapping[str, str], folder: Path, python: str) -> None:
     lacking = {name: f"{name}=={versions[name]}" for name in versions.keys() - present}
     pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet")
     if plain := [wanted for name, wanted in lacking.items() if name not in SOURCES]:
-        words = ["--no-deps", "--only-binary=:all:", "--python-version", python, "--dest", str(folder)]
-        words += [word for platform in PLATFORMS for word in ("--platform", platform)]
-        subprocess.run([*pip, "download", *words, *plain], check=True, timeout=TIMEOUT_S)
+        options = ["--no-deps", "--only-binary=:all:", "--python-version", python, "--dest", str(folder)]
+        options += [word for platform in PLATFORMS for word in ("--platform", platform)]
+        subprocess.run([*pip, "download", *options, *plain], check=True, timeout=TIMEOUT_S)
     for name in SOURCES & lacking.keys():
-        words = ["--no-deps", "--no-build-isolation", "--wheel-dir", str(folder), lacking[name]]
+        options = ["--no-deps", "--no-build-isolation", "--wheel-dir", str(folder), lacking[name]]
         environment = {**os.environ, "DS_BUILD_OPS": "0"}
-        subprocess.run([*pip, "wheel", *words], check=True, timeout=TIMEOUT_S, env=environment)
+        subprocess.run([*pip, "wheel", *options], check=True, timeout=TIMEOUT_S, env=environment)
 
 
 def _archive(wheels: Path, archive: Path) -> None:
-    """All wheels as one file. Each is stored without compression in it: together they are a fifth smaller so."""
+    """Pack all wheels into a single file, each without compression: together they are a fifth smaller so."""
     with tempfile.TemporaryDirectory() as name, tarfile.open(archive, "w:xz", preset=PRESET) as file:
         for path in sorted(wheels.glob("*.whl")):
             stored = Path(name) / path.name

@@ -21,8 +21,8 @@ from orchestrator.specs.job.model import ModelSpec
 from orchestrator.specs.plan import Plan
 from tests.gpu.configurations import H100, H200, MODELS, TINY, Measurement, on_cuda
 from tests.gpu.kit.install import FOLDER
-from tests.gpu.kit.runner import PATIENCE, recorded
-from tests.gpu.measure import device_facts, measured, name_of
+from tests.gpu.kit.runner import PATIENCE, recording
+from tests.gpu.measure import device_facts, measure_training, name_of
 
 TRAINING_S = 35 * PATIENCE  # of one training; what it had done by then is in its line
 COMPILATION_S = 40.0
@@ -31,7 +31,7 @@ MEASURED = FOLDER / "measured.txt"  # names of what another call has done
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """How large the trainings are: those of a rehearsal are as small as they can be."""
+    """The size of the trainings: those of a rehearsal are as small as they can be."""
 
     config: Mapping[str, object]  # of a transformers model
     tokens: int  # of a sample
@@ -81,16 +81,16 @@ def measurement(name: str, plan: Plan, size: Size, total_bytes: int) -> Measurem
 
 @functools.cache
 def hardware() -> Hardware:
-    """What is found here, by one look: each starts and stops NVML, and threads would disturb each other."""
+    """Return the hardware here, detected once: each detection starts and stops NVML, and threads would disturb it."""
     kind = detect_machine("here").node.device
     return Hardware(device=kind, devices_per_node=1, nodes=1, network_bandwidth=1, host_memory=host_bytes())
 
 
-def beside(one: Measurement, device: dict[str, Any]) -> dict[str, Any]:
-    """What came of a training, with the memory and the step time that the planner predicts on the device found here."""
-    line = measured(one, DeviceKind.CUDA, device, TRAINING_S)
-    line["predicted"]["step_s"] = step_s(one.profile(DeviceKind.CUDA), one.plan, hardware())
-    line["predicted"]["needed_bytes"] = plan_needed_bytes(one.plan, one.predicted(DeviceKind.CUDA), UNMEASURED)
+def measure_beside(case: Measurement, device: dict[str, Any]) -> dict[str, Any]:
+    """Return the line of a measured training, with the memory and step time that the planner predicts here."""
+    line = measure_training(case, DeviceKind.CUDA, device, TRAINING_S)
+    line["predicted"]["step_s"] = step_s(case.profile(DeviceKind.CUDA), case.plan, hardware())
+    line["predicted"]["needed_bytes"] = plan_needed_bytes(case.plan, case.predict(DeviceKind.CUDA), UNMEASURED)
     return line
 
 
@@ -100,7 +100,7 @@ def main(group: str, size_name: str) -> None:
     assert device is not None, "nvidia-smi names no device"
     total_bytes = device["total_bytes"]
     if group == "unmeasured":
-        todo = unmeasured(total_bytes, size)
+        todo = list_unmeasured(total_bytes, size)
     else:
         names = (
             () if size.config is TINY else {line["name"] for line in H200["trainings"] if line["measured"]["step_s"]}
@@ -111,25 +111,27 @@ def main(group: str, size_name: str) -> None:
             if f"{group}: {name}" not in names  # those that no GPU has run yet
         )
     done = MEASURED.read_text().splitlines() if MEASURED.exists() else []
-    for one in todo:
-        if name_of(one) not in done:
-            with recorded(f"{group}: {one.name}") as line:
-                line |= beside(one, device)
+    for case in todo:
+        if name_of(case) not in done:
+            with recording(f"{group}: {case.name}") as line:
+                line |= measure_beside(case, device)
             with MEASURED.open("a") as file:
-                file.write(f"{name_of(one)}\n")
+                file.write(f"{name_of(case)}\n")
     if group == "deepspeed":  # what scripts of other people need for an optimizer on host; our engine keeps torch's
         script = "from deepspeed.ops.op_builder import CPUAdamBuilder; CPUAdamBuilder().load()"
-        with recorded("deepspeed: compile cpu_adam") as line:
+        with recording("deepspeed: compile cpu_adam") as line:
             line["code"] = subprocess.run([sys.executable, "-c", script], timeout=COMPILATION_S, check=False).returncode
 
 
-def unmeasured(total_bytes: int, size: Size) -> Iterator[Measurement]:
-    """Those of `make bench-gpu` that no GPU has run yet."""
-    known = {line["id"] for line in H100["trainings"]}
+def list_unmeasured(total_bytes: int, size: Size) -> Iterator[Measurement]:
+    """Yield the measurements of `make bench-gpu` that no GPU has run yet."""
+    measured_ids = {line["id"] for line in H100["trainings"]}
     if size.config is TINY:
         yield measurement("tiny", PLAIN, size, total_bytes)
     else:
-        yield from (one for one in on_cuda() if one.capacity_bytes <= total_bytes and name_of(one) not in known)
+        yield from (
+            case for case in on_cuda() if case.capacity_bytes <= total_bytes and name_of(case) not in measured_ids
+        )
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from typing import Any
 
 from tests.fake_card import environment
 from tests.gpu.kit.install import FOLDER, ROOT, VENV
-from tests.gpu.kit.pack import THERE, pack, packed, versions_of
+from tests.gpu.kit.pack import THERE, pack, packed_versions, versions_of
 from tests.gpu.measure import RAN
 
 CARD_MIB = 2048  # a context takes 752, and the planner supposes 564 for a communicator
@@ -46,13 +46,13 @@ def main() -> int:
     if code := pack(python):
         return code
     machine = _machine(folder / "machine")
-    given = environment(folder, [CARD_MIB])
-    state = Path(given["NVIDIA_FAKE_STATE"])
+    variables = environment(folder, [CARD_MIB])
+    state = Path(variables["NVIDIA_FAKE_STATE"])
     state.write_text(state.read_text().rstrip("\n") + SHOWN + "\n")
     smi = folder / "bin" / "nvidia-smi"
     smi.write_text(SMI)
     smi.chmod(0o755)
-    given |= {
+    variables |= {
         "KIT_PATIENCE": "6",
         "OUT": str(folder / "out"),
         "OMP_NUM_THREADS": "1",
@@ -61,7 +61,7 @@ def main() -> int:
     kit = [str(machine), "-m", "tests.gpu.kit", "run", *sys.argv[1:], "--tiny"]
     inside = ["sh", "-c", 'ip link set lo up && exec "$@"', "sh", *kit]
     command = ["unshare", *([] if os.getuid() == 0 else ["--map-root-user"]), "--net", *inside]
-    subprocess.run(command, cwd=ROOT, env={**os.environ, **given}, timeout=LIMIT_S, check=True)
+    subprocess.run(command, cwd=ROOT, env={**os.environ, **variables}, timeout=LIMIT_S, check=True)
     lines = [json.loads(line) for line in (folder / "out" / "results.jsonl").read_text().splitlines()]
     wrong = {line.get("name") or line["step"]: why for line in lines if (why := failure(line))}
     print(f"{len(lines)} lines, as they should not be: {json.dumps(wrong, indent=1)}")
@@ -69,7 +69,7 @@ def main() -> int:
 
 
 def failure(line: Mapping[str, Any]) -> str | None:
-    """What went wrong in a line of results; None where nothing did, or what no stand-in for a card can do."""
+    """Return the failure in a line of results; None for none, or for what no stand-in for a card can do."""
     if line.get("name") in NOT_HERE:
         return None
     if (ended := line.get("ended", "done")) != "done":
@@ -88,12 +88,12 @@ def failure(line: Mapping[str, Any]) -> str | None:
 def _machine(folder: Path) -> Path:
     """The Python of an environment with what is there beside a GPU, and nothing else."""
     subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True, timeout=120)
-    (own,) = folder.glob("lib/python*/site-packages")
-    for name in versions_of(THERE - {"triton"}).keys() - packed().keys():
+    (site_packages,) = folder.glob("lib/python*/site-packages")
+    for name in versions_of(THERE - {"triton"}).keys() - packed_versions().keys():
         distribution = importlib.metadata.distribution(name)
         tops = {Path(str(file)).parts[0] for file in distribution.files or ()} - {"..", "__pycache__"}
         for top in tops:
-            (own / top).symlink_to(Path(str(distribution.locate_file(top))))
+            (site_packages / top).symlink_to(Path(str(distribution.locate_file(top))))
     return folder / "bin" / "python"
 
 

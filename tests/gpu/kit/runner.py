@@ -49,7 +49,7 @@ def record(line: Mapping[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def recorded(name: str, **fields: Any) -> Iterator[dict[str, Any]]:
+def recording(name: str, **fields: Any) -> Iterator[dict[str, Any]]:
     """A line of what the block puts into it, and of the time that it took; an exception is a field of the line."""
     line: dict[str, Any] = {"name": name, **fields}
     began_s = time.monotonic()

@@ -22,7 +22,7 @@ from typing import Any
 
 from orchestrator.sdk import Client, Job
 from orchestrator.service.server.client import Client as Connection
-from tests.gpu.kit.runner import PATIENCE, TAIL, recorded
+from tests.gpu.kit.runner import PATIENCE, TAIL, recording
 
 ORC = (sys.executable, "-m", "orchestrator.cli")
 HERE = Path(__file__).parent
@@ -34,7 +34,7 @@ EXPERIMENT = "orchestrator"  # of backends/mlflow/tracker.py
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """How large the jobs are. `batch` samples at a time are far more than the device holds."""
+    """The size of the jobs. `batch` samples at a time are far more than the device holds."""
 
     hidden: int
     layers: int
@@ -42,28 +42,28 @@ class Size:
     tokens: int  # of a sample
     batch: int
     lie: str  # of a sample's activations
-    words: str  # of transformers' script, likewise
+    options: str  # of transformers' script, likewise
     mib: int  # of a sample of the script that swallows errors
 
 
 SIZES = {
     "full": Size(
         hidden=768, layers=12, vocabulary=32000, tokens=4096, batch=96, lie="20MiB",
-        words="--per_device_train_batch_size 12288 --samples 12288 --block_size 512", mib=4096,
+        options="--per_device_train_batch_size 12288 --samples 12288 --block_size 512", mib=4096,
     ),
     "tiny": Size(
         hidden=64, layers=4, vocabulary=256, tokens=256, batch=192, lie="100KiB",
-        words="--per_device_train_batch_size 640 --samples 640 --block_size 128", mib=32,
+        options="--per_device_train_batch_size 640 --samples 640 --block_size 128", mib=32,
     ),
 }  # fmt: skip
 
 
-def orc(*words: str) -> str:
-    """What a command prints. Raises RuntimeError with that where it fails."""
-    ended = subprocess.run([*ORC, *words], capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False)
+def orc(*arguments: str) -> str:
+    """Return the output of a command. Raises RuntimeError with the output where the command fails."""
+    ended = subprocess.run([*ORC, *arguments], capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False)
     print(ended.stdout, ended.stderr, flush=True)
     if ended.returncode:
-        raise RuntimeError(f"orc {words[0]} exits with {ended.returncode}: {(ended.stdout + ended.stderr)[-TAIL:]}")
+        raise RuntimeError(f"orc {arguments[0]} exits with {ended.returncode}: {(ended.stdout + ended.stderr)[-TAIL:]}")
     return ended.stdout
 
 
@@ -73,14 +73,14 @@ def service() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="kit-") as name:
         home = Path(name) / "home"
         os.environ["ORC_HOME"] = str(home)
-        with recorded("orc up") as line:
+        with recording("orc up") as line:
             line["output"] = orc("up")[-TAIL:]
         try:
             yield home
         finally:
             with contextlib.suppress(OSError):
                 shutil.copy(home / "service.log", os.environ["KIT_LOGS"])
-            with recorded("orc down"):
+            with recording("orc down"):
                 orc("down", "--force")
 
 
@@ -108,37 +108,37 @@ def job_of(size: Size, folder: Path, **fields: Any) -> dict[str, Any]:
     }
 
 
-def ended(job: Job, timeout_s: float = JOB_TIMEOUT_S) -> dict[str, Any]:
-    """What became of a job: attempt by attempt the plan, predictions and measurements."""
+def report_of(job: Job, timeout_s: float = JOB_TIMEOUT_S) -> dict[str, Any]:
+    """Return the end of a job: attempt by attempt the plan, predictions and measurements."""
     try:
         view = job.wait(timeout_s)
     except TimeoutError:
         view = job.info()
     fields = ("outcome", "plan", "predicted_bytes", "needed_bytes", "peak_bytes", "predicted_step_s", "step_s")
     attempts = [
-        {**{name: one[name] for name in fields}, "why": (one["failure"] or {}).get("reason")}  # type: ignore[literal-required]
-        for one in view["attempts"]
+        {**{name: attempt[name] for name in fields}, "why": (attempt["failure"] or {}).get("reason")}  # type: ignore[literal-required]
+        for attempt in view["attempts"]
     ]
     with contextlib.suppress(Exception):
         print(job.logs()[-4000:], flush=True)
     return {"status": view["status"], "reason": view["reason"], "attempts": attempts}
 
 
-def ours(size: Size) -> None:
+def record_ours(size: Size) -> None:
     """Doctor, up, what it found beside nvidia-smi; a job that fits, one that runs out; the records by REST."""
-    with recorded("nvidia-smi") as line:
+    with recording("nvidia-smi") as line:
         query = "--query-gpu=name,memory.total,memory.free,driver_version,compute_mode,mig.mode.current"
-        words = ["nvidia-smi", query, "--format=csv,noheader"]
-        line["output"] = subprocess.run(words, capture_output=True, text=True, timeout=30, check=True).stdout.strip()
-    with recorded("orc doctor") as line:
+        command = ["nvidia-smi", query, "--format=csv,noheader"]
+        line["output"] = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.strip()
+    with recording("orc doctor") as line:
         line["output"] = orc("doctor")
     with service() as home, Client(home) as client:
-        with recorded("orc cluster show") as line:
+        with recording("orc cluster show") as line:
             line["output"] = orc("cluster", "show")
             line["nodes"] = Connection(home).cluster()["nodes"]
-        with recorded("job that fits") as line:
-            line |= ended(client.submit(job_of(size, home.parent)))
-        with recorded("job whose profile lies") as line:
+        with recording("job that fits") as line:
+            line |= report_of(client.submit(job_of(size, home.parent)))
+        with recording("job whose profile lies") as line:
             profile = {
                 "parameters": 12 * size.layers * size.hidden**2,
                 "layers": size.layers,
@@ -148,8 +148,8 @@ def ours(size: Size) -> None:
             }
             lying = job_of(size, home.parent, name="lies", global_batch_size=size.batch, profile=profile)
             lying["training"]["max_steps"] = 4
-            line |= ended(client.submit(lying), LYING_TIMEOUT_S)
-        with recorded("records of MLflow by REST") as line:
+            line |= report_of(client.submit(lying), LYING_TIMEOUT_S)
+        with recording("records of MLflow by REST") as line:
             line["runs"] = records(home)
 
 
@@ -173,20 +173,20 @@ def records(home: Path) -> list[dict[str, Any]]:
     return states
 
 
-def strangers(size: Size) -> None:
+def record_strangers(size: Size) -> None:
     """Scripts of other people's that run out, one that says nothing of it, and a service that is killed."""
     script = {"gpus": 1, "probe": "never", "workdir": str(HERE.parents[1] / "trainers" / "frameworks"), "trainer": "hf"}
-    batch = int(size.words.split()[1])
+    batch = int(size.options.split()[1])
     with service() as home, Client(home) as client:
-        with recorded("a script swallows its errors") as line:
+        with recording("a script swallows its errors") as line:
             knobs = {
                 "micro_batch_size": {"flag": "--batch-size", "default": 64},
                 "gradient_accumulation_steps": {"flag": "--accumulate", "default": 1},
             }
-            words = ["python", "swallows.py", "--mib", str(size.mib)]
-            job = {"name": "swallows", "command": words, "workdir": str(HERE), "gpus": 1, "probe": "never"}
-            line |= ended(client.submit({**job, "global_batch_size": 64, "knobs": knobs}))
-        with recorded("kill -9 of the service") as line:
+            program = ["python", "swallows.py", "--mib", str(size.mib)]
+            job = {"name": "swallows", "command": program, "workdir": str(HERE), "gpus": 1, "probe": "never"}
+            line |= report_of(client.submit({**job, "global_batch_size": 64, "knobs": knobs}))
+        with recording("kill -9 of the service") as line:
             job = job_of(size, home.parent, name="survives", training={"max_steps": 300})
             survivor = client.submit(job)
             begun_by_s = time.monotonic() + COMMAND_TIMEOUT_S
@@ -196,11 +196,11 @@ def strangers(size: Size) -> None:
             os.kill(json.loads((home / "service.json").read_text())["pid"], signal.SIGKILL)
             orc("up")
             with Client(home) as again:
-                line |= ended(again.job(survivor.id))
-        with recorded("transformers' Trainer runs out") as line, Client(home) as again:
-            command = f"python hf.py --max_steps 1 --report_to none {size.words}"
-            line |= ended(again.submit({"name": "hf", "command": command, "global_batch_size": batch, **script}))
+                line |= report_of(again.job(survivor.id))
+        with recording("transformers' Trainer runs out") as line, Client(home) as again:
+            command = f"python hf.py --max_steps 1 --report_to none {size.options}"
+            line |= report_of(again.submit({"name": "hf", "command": command, "global_batch_size": batch, **script}))
 
 
 if __name__ == "__main__":
-    {"ours": ours, "strangers": strangers}[sys.argv[1]](SIZES[sys.argv[2]])
+    {"ours": record_ours, "strangers": record_strangers}[sys.argv[1]](SIZES[sys.argv[2]])

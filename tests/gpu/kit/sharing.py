@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from orchestrator.specs.cluster import DeviceKind
-from tests.gpu.kit.plans import PLAIN, SIZES, Size, beside, measurement
-from tests.gpu.kit.runner import PATIENCE, recorded
+from tests.gpu.kit.plans import PLAIN, SIZES, Size, measure_beside, measurement
+from tests.gpu.kit.runner import PATIENCE, recording
 from tests.gpu.measure import device_facts
 
 ADAPTERS, RANK = 4, 16
@@ -79,7 +79,7 @@ def adapters_in(processes: int, size_name: str) -> list[dict[str, float]]:
     """ADAPTERS adapters, in so many processes at a time; what each of them prints."""
     command = [sys.executable, "-m", "tests.gpu.kit.sharing", size_name, str(ADAPTERS // processes)]
     running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(processes)]
-    printed = [one.communicate(timeout=ADAPTERS_TIMEOUT_S)[0] for one in running]
+    printed = [process.communicate(timeout=ADAPTERS_TIMEOUT_S)[0] for process in running]
     return [json.loads(text.splitlines()[-1]) for text in printed]
 
 
@@ -101,22 +101,22 @@ def main(size_name: str) -> None:
     size, device = SIZES[size_name], device_facts(DeviceKind.CUDA)
     assert device is not None, "nvidia-smi names no device"
     alone = replace(PLAIN, micro_batch_size=1)
-    one = measurement("micro-batch 1", alone, size, device["total_bytes"])
+    case = measurement("micro-batch 1", alone, size, device["total_bytes"])
 
     def record_together(name: str, count: int) -> None:
-        with recorded(f"sharing: {name}") as line, ThreadPoolExecutor(count) as threads:
-            line["jobs"] = list(threads.map(lambda _: beside(one, device), range(count)))
+        with recording(f"sharing: {name}") as line, ThreadPoolExecutor(count) as threads:
+            line["jobs"] = list(threads.map(lambda _: measure_beside(case, device), range(count)))
             line["step_s"] = [job["measured"]["step_s"] for job in line["jobs"]]
 
     def record_adapters(name: str, processes: int) -> None:
-        with recorded(f"sharing: {ADAPTERS} adapters in {name}") as line:
+        with recording(f"sharing: {ADAPTERS} adapters in {name}") as line:
             line["processes"] = adapters_in(processes, size_name)
-            line["tokens_per_s"] = sum(one["tokens_per_s"] for one in line["processes"])
+            line["tokens_per_s"] = sum(process["tokens_per_s"] for process in line["processes"])
 
     record_adapters("one process", 1)
     record_adapters("four processes", ADAPTERS)
     record_together("one job alone", 1)
-    with recorded("sharing: MPS"), mps():
+    with recording("sharing: MPS"), mps():
         record_together("two jobs under MPS", 2)
     record_together("two jobs by time-slicing", 2)
 
