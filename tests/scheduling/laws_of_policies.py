@@ -36,7 +36,7 @@ def in_order_of(key: Key) -> Law:
 
 
 def only_the_first_is_promised(key: Key) -> Law:
-    """At most one reservation exists: that of the first job that waits for existing devices."""
+    """The first job that waits for existing devices has the only reservation, if there is any."""
 
     def law(t: Transition) -> Iterator[str]:
         if len(t.after.reservations) > 1:
