@@ -40,7 +40,7 @@ class CommandServer:
         assert self._process.stdout.readline() == b"ready\n"
 
     def can_run(self, env: Mapping[str, str]) -> bool:
-        """Whether a fork can have these variables."""
+        """Return whether a fork can have these variables."""
         return _read_at_start(env) == _read_at_start(self._env)
 
     def run(

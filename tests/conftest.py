@@ -1,4 +1,4 @@
-"""What every test starts from: the same seeds, and the same cases of every property on every machine."""
+"""Seeds and cases of properties are the same for every test on every machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many cases of a property a run draws."""
+"""The number of cases of a property that a run draws."""
 
 from __future__ import annotations
 

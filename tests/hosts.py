@@ -56,7 +56,7 @@ class Host:
     env: dict[str, str] = field(default_factory=dict)
     server: CommandServer | None = None  # of its commands, once there was one
 
-    def command(self, *words: str) -> list[str]:
+    def command(self, *arguments: str) -> list[str]:
         """The words as a command that runs on this host."""
         return [
             "nsenter",
@@ -67,35 +67,35 @@ class Host:
             "--pid",
             "--net",
             "--",
-            *words,
+            *arguments,
         ]
 
     def run(
-        self, *words: str, code: int | None = 0, stdin: str = "", env: Mapping[str, str] | None = None
+        self, *arguments: str, code: int | None = 0, stdin: str = "", env: Mapping[str, str] | None = None
     ) -> subprocess.CompletedProcess[str]:
         """Run a program to its end. Fails the test where it ends with another exit code; None: with any."""
         ended = subprocess.run(
-            self.command(*words),
+            self.command(*arguments),
             env={**_clean(), **self.env, **(env or {})},
             input=stdin,
             capture_output=True,
             text=True,
             timeout=COMMAND_S,
         )
-        assert code is None or ended.returncode == code, (self.name, words, ended.stdout, ended.stderr)
+        assert code is None or ended.returncode == code, (self.name, arguments, ended.stdout, ended.stderr)
         return ended
 
-    def orc(self, *words: str, code: int = 0, env: Mapping[str, str] | None = None) -> Any:
-        """What a command answered as JSON; where it fails, what it said."""
+    def orc(self, *arguments: str, code: int = 0, env: Mapping[str, str] | None = None) -> Any:
+        """Return a command's JSON answer, or its output where it fails."""
         if self.server is None:
             path = Path(tempfile.mkdtemp(dir=self.shared)) / "socket"
             self.server = CommandServer(path, self.command(), {**_clean(), **self.env})
         variables = {**_clean(), **self.env, **(env or {})}
         if not self.server.can_run(variables):
-            ended = self.run(sys.executable, "-m", "orchestrator.cli", *words, "--json", code=code, env=env)
+            ended = self.run(sys.executable, "-m", "orchestrator.cli", *arguments, "--json", code=code, env=env)
             return ended.stderr if code else json.loads(ended.stdout)
-        ended = self.server.run([*words, "--json"], env=variables)
-        assert ended.returncode == code, (self.name, words, ended.stdout, ended.stderr)
+        ended = self.server.run([*arguments, "--json"], env=variables)
+        assert ended.returncode == code, (self.name, arguments, ended.stdout, ended.stderr)
         return ended.stderr if code else json.loads(ended.stdout)
 
     def cut(self) -> None:
@@ -135,7 +135,7 @@ def hosts(names: Sequence[str], *, own_disk: bool = False) -> Iterator[dict[str,
     mark = f"{os.getpid() % 10000}x{next(_numbers)}"  # names of interfaces end at 15 characters
     net = f"10.{77 + os.getpid() % 100}.{next(_numbers) % 250}"
     bridge, shared = f"orcb{mark}", Path(tempfile.mkdtemp(prefix="orc-shared-", dir="/var/tmp"))
-    found: dict[str, Host] = {}
+    by_name: dict[str, Host] = {}
     try:
         if own_disk:
             _mount_disk(shared)
@@ -145,12 +145,12 @@ def hosts(names: Sequence[str], *, own_disk: bool = False) -> Iterator[dict[str,
         addresses = {name: f"{net}.{number}" for number, name in enumerate(names, 1)}
         for number, name in enumerate(names, 1):
             others = (f"{address} {other}\n" for other, address in addresses.items() if other != name)
-            own = f"127.0.0.1 localhost\n127.0.1.1 {name}\n"  # as Debian has it
-            (shared / f"{name}.hosts").write_text(own + "".join(others))
-            found[name] = _host(name, addresses[name], bridge, f"orc{mark}h{number}", shared)
-        yield found
+            loopback = f"127.0.0.1 localhost\n127.0.1.1 {name}\n"  # as Debian has it
+            (shared / f"{name}.hosts").write_text(loopback + "".join(others))
+            by_name[name] = _host(name, addresses[name], bridge, f"orc{mark}h{number}", shared)
+        yield by_name
     finally:
-        for host in found.values():
+        for host in by_name.values():
             host.kill()
             _ip("netns", "del", host.interface, check=False)
             _ip("link", "del", host.interface, check=False)
@@ -161,21 +161,21 @@ def hosts(names: Sequence[str], *, own_disk: bool = False) -> Iterator[dict[str,
         shutil.rmtree(shared, ignore_errors=True)
 
 
-def _mount_disk(at: Path) -> None:
-    """An empty file system at a folder, in a file beside it."""
-    file = str(at.with_suffix(".disk"))
-    for words in (
+def _mount_disk(folder: Path) -> None:
+    """Mount an empty file system at a folder, from a file beside it."""
+    file = str(folder.with_suffix(".disk"))
+    for command in (
         ("truncate", "--size", DISK, file),
         ("mkfs.ext4", "-q", file),
-        ("mount", "-o", "loop", file, str(at)),
+        ("mount", "-o", "loop", file, str(folder)),
     ):
-        tried = subprocess.run(words, capture_output=True, text=True)
+        tried = subprocess.run(command, capture_output=True, text=True)
         if tried.returncode != 0:
             pytest.skip(f"no disk of its own: {tried.stderr.strip()}")
 
 
 def _host(name: str, address: str, bridge: str, interface: str, shared: Path) -> Host:
-    """One host; its network namespace has the name of its interface."""
+    """Start a host; its network namespace has the name of its interface."""
     _ip("netns", "add", interface)
     _ip("link", "add", interface, "type", "veth", "peer", "name", "e0", "netns", interface)
     _ip("link", "set", interface, "master", bridge, "up")
@@ -194,8 +194,8 @@ def _host(name: str, address: str, bridge: str, interface: str, shared: Path) ->
         f"exec {sys.executable} -c '{INIT}'"
     )
     spaces = ("unshare", "--mount", "--propagation=private", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc")
-    words = ["ip", "netns", "exec", interface, *spaces, "sh", "-c", script]
-    init = subprocess.Popen(words, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    command = ["ip", "netns", "exec", interface, *spaces, "sh", "-c", script]
+    init = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     for _ in range(int(READY_S / 0.05)):
         if ready.exists():
             return Host(name, address, interface, shared, init)
@@ -206,7 +206,7 @@ def _host(name: str, address: str, bridge: str, interface: str, shared: Path) ->
 
 
 def first_child(pid: int) -> int:
-    """What `unshare` or `nsenter` of this id started in a PID namespace, by its id here."""
+    """Return the id, here, of the process that `unshare` or `nsenter` of this id started in a PID namespace."""
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     if not children:
         raise ProcessLookupError(pid)
@@ -217,5 +217,5 @@ def _clean() -> dict[str, str]:
     return {name: text for name, text in os.environ.items() if not name.startswith(("ORC_", "RAY_", "XDG_"))}
 
 
-def _ip(*words: str, check: bool = True) -> None:
-    subprocess.run(["ip", *words], check=check, capture_output=True)
+def _ip(*arguments: str, check: bool = True) -> None:
+    subprocess.run(["ip", *arguments], check=check, capture_output=True)

@@ -64,15 +64,15 @@ class LocalGroup:
         return self._launchers[node].run_before(argv, env, workdir)
 
     def start(
-        self, ranks: Mapping[str, Sequence[RankStart]], each: Mapping[str, int], workdir: str, fence: Fence | None
+        self, ranks: Mapping[str, Sequence[RankStart]], counts: Mapping[str, int], workdir: str, fence: Fence | None
     ) -> list[LauncherStatus]:
-        return [self._launchers[node].start(ranks[node], workdir, each[node], fence) for node in ranks]
+        return [self._launchers[node].start(ranks[node], workdir, counts[node], fence) for node in ranks]
 
     def poll(self, nodes: Iterable[str], timeout_s: float) -> dict[str, LauncherStatus | None]:
-        asked = list(nodes)
+        names = list(nodes)
         news: dict[str, LauncherStatus | None] = {}
-        for node in asked:
-            status = self._launchers[node].wait(self._versions.get(node, 0), timeout_s / len(asked))
+        for node in names:
+            status = self._launchers[node].wait(self._versions.get(node, 0), timeout_s / len(names))
             news[node], self._versions[node] = status, status["version"]
         return news
 

@@ -37,17 +37,17 @@ OF_ALL = {
 
 
 class Rank:
-    """One rank's process, with the manners of a Popen."""
+    """The process of a rank, with the interface of a Popen."""
 
     def __init__(self, process: BaseProcess) -> None:
         self._process = process
 
     def poll(self) -> int | None:
-        """Its exit code, or minus the signal that ended it; None while it runs."""
+        """Return the exit code, or minus the signal that ended the process; None while it runs."""
         return self._process.exitcode
 
     def wait(self, timeout_s: float | None = None) -> int:
-        """Its exit code as soon as it has one. Raises TimeoutExpired."""
+        """Wait for the exit code and return it; raise TimeoutExpired."""
         self._process.join(timeout_s)
         code = self.poll()
         if code is None:
@@ -66,7 +66,7 @@ class Rank:
         self.send_signal(signal.SIGKILL)
 
 
-def start_ranks(module: str, words: Sequence[str], world_size: int) -> list[Rank]:
+def start_ranks(module: str, arguments: Sequence[str], world_size: int) -> list[Rank]:
     """`python -m module words...` on every rank of a new group; they write where this process writes now."""
     context = _server()
     with socket.socket() as probe:
@@ -76,7 +76,7 @@ def start_ranks(module: str, words: Sequence[str], world_size: int) -> list[Rank
     processes = [
         context.Process(
             target=_be,
-            args=(module, words, {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}, _Outputs()),
+            args=(module, arguments, {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}, _Outputs()),
             name=f"rank {rank} of {module}",
             daemon=True,
         )
@@ -114,10 +114,10 @@ def _server() -> multiprocessing.context.ForkServerContext:
     return context
 
 
-def _be(module: str, words: Sequence[str], environment: Mapping[str, str], outputs: _Outputs) -> None:
+def _be(module: str, arguments: Sequence[str], environment: Mapping[str, str], outputs: _Outputs) -> None:
     outputs.take()
     os.environ.clear()
     os.environ.update(environment)
-    sys.argv = [module, *words]
+    sys.argv = [module, *arguments]
     gc.freeze()  # what the server has imported is looked through in no collection
     runpy.run_module(module, run_name="__main__", alter_sys=True)

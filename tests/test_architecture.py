@@ -103,11 +103,11 @@ EXCEPTIONS = {  # file -> modules that it alone may import
 
 
 def findings(path: str, source: str) -> list[str]:
-    """Each import or call in the module at `path` (relative to the repository) that breaks a rule."""
+    """Return each import or call in the module at `path` (relative to the repository) that breaks a rule."""
     parts = Path(path).parts
     package = parts[1] if len(parts) > 2 else None
     tree = ast.parse(source)
-    breaches = [said for name, line in imports(tree, path) for said in _import_findings(path, package, name, line)]
+    breaches = [breach for name, line in imports(tree, path) for breach in _import_findings(path, package, name, line)]
     if path not in COPY_NOUNS:
         breaches += [f"{path}:{line} copies a noun by dataclasses.replace" for line in _copies(tree)]
     if package in PURE:
@@ -116,7 +116,7 @@ def findings(path: str, source: str) -> list[str]:
             for call in ast.walk(tree)
             if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in IMPURE_CALLS
         ]
-        breaches += [f"{path}:{line} {said}" for said, line in _kept_findings(path, tree)]
+        breaches += [f"{path}:{line} {breach}" for breach, line in _kept_findings(path, tree)]
     return breaches
 
 
@@ -130,7 +130,7 @@ def _copies(tree: ast.Module) -> Iterator[int]:
 
 
 def _kept_findings(path: str, tree: ast.Module) -> Iterator[tuple[str, int]]:
-    """What a pure module could keep between two calls: an object that may change, a name that is set, a cache."""
+    """Yield state that a pure module could keep between calls: a mutable object, a name that is set, a cache."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Global):
             yield "sets a global name", node.lineno
@@ -158,7 +158,7 @@ def _is_constant(name: str) -> bool:
 
 
 def _changed(node: ast.AST) -> Iterator[str]:
-    """Names of objects that a statement or call changes in place."""
+    """Yield the names of objects that a statement or call changes in place."""
     changed: list[ast.expr] = []
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in MUTATORS:
         changed = [node.func.value]
@@ -166,19 +166,19 @@ def _changed(node: ast.AST) -> Iterator[str]:
         changed = [target.value for target in node.targets if isinstance(target, ast.Subscript)]
     elif isinstance(node, ast.AugAssign):
         changed = [node.target.value if isinstance(node.target, ast.Subscript) else node.target]
-    for one in changed:
-        while isinstance(one, ast.Subscript):  # a row of a table
-            one = one.value
-        yield getattr(one, "attr", getattr(one, "id", ""))
+    for target in changed:
+        while isinstance(target, ast.Subscript):  # a row of a table
+            target = target.value
+        yield getattr(target, "attr", getattr(target, "id", ""))
 
 
 def _unbounded(node: ast.AST, path: str) -> Iterator[str]:
-    """The function's name where it has a cache that may grow for ever."""
+    """Yield the function's name where it has a cache that may grow for ever."""
     if not isinstance(node, ast.FunctionDef) or node.name in UNBOUNDED_CACHES.get(path, ()):
         return
-    for one in node.decorator_list:
-        keywords = one.keywords if isinstance(one, ast.Call) else []
-        called = one.func if isinstance(one, ast.Call) else one
+    for decorator in node.decorator_list:
+        keywords = decorator.keywords if isinstance(decorator, ast.Call) else []
+        called = decorator.func if isinstance(decorator, ast.Call) else decorator
         is_endless = any(isinstance(word.value, ast.Constant) and word.value.value is None for word in keywords)
         if getattr(called, "attr", getattr(called, "id", "")) == ("lru_cache" if is_endless else "cache"):
             yield node.name
@@ -188,31 +188,31 @@ def _import_findings(path: str, package: str | None, name: str, line: int) -> It
     top = name.split(".")[0]
     if top in EXCEPTIONS.get(path, ()):
         return
-    said = f"{path}:{line} imports {name}"
+    prefix = f"{path}:{line} imports {name}"
     if top == "orchestrator":
-        yield from _own_findings(path, package, name, said)
+        yield from _own_findings(path, package, name, prefix)
     elif top in sys.stdlib_module_names:
         if package in PURE and top not in PURE_STANDARD_LIBRARY:
-            yield f"{said}: {package} is pure"
+            yield f"{prefix}: {package} is pure"
     elif path in STANDARD_LIBRARY_ONLY:
-        yield f"{said}: standard library only"
+        yield f"{prefix}: standard library only"
     elif package in FOREIGN_IMPORTS and top not in FOREIGN_IMPORTS[package]:
-        yield f"{said}: {package} may not"
+        yield f"{prefix}: {package} may not"
     elif top in ONE_ROOM_ONLY and not path.startswith(f"{ONE_ROOM_ONLY[top]}/"):
-        yield f"{said}: only {ONE_ROOM_ONLY[top]} may"
+        yield f"{prefix}: only {ONE_ROOM_ONLY[top]} may"
 
 
-def _own_findings(path: str, package: str | None, name: str, said: str) -> Iterator[str]:
+def _own_findings(path: str, package: str | None, name: str, prefix: str) -> Iterator[str]:
     imported = ".".join(name.split(".")[1:2])
     if path in STANDARD_LIBRARY_ONLY and module_path(name) not in STANDARD_LIBRARY_ONLY:
-        yield f"{said}: standard library only"
+        yield f"{prefix}: standard library only"
     if package == "training" and imported == "specs" and module_path(name) not in STANDARD_LIBRARY_ONLY:
-        yield f"{said}: training reads only what needs the standard library alone"
+        yield f"{prefix}: training reads only what needs the standard library alone"
     if package is not None and imported not in (package, *OWN_IMPORTS[package]):
-        yield f"{said}: {package} stands above it"
+        yield f"{prefix}: {package} stands above it"
     for room, allowed in BEHIND_A_SEAM.items():
         if f"{module_path(name)}/".startswith(f"{room}/") and not path.startswith(f"{room}/") and path not in allowed:
-            yield f"{said}: backends/ports.py stands between"
+            yield f"{prefix}: backends/ports.py stands between"
 
 
 @cache
@@ -245,17 +245,17 @@ def modules() -> list[str]:
 
 
 def test_every_module_keeps_the_rules() -> None:
-    found = [said for path in modules() for said in findings(path, (ROOT / path).read_text())]
-    assert found == []
+    breaches = [breach for path in modules() for breach in findings(path, (ROOT / path).read_text())]
+    assert breaches == []
 
 
 @cache
 def import_graph() -> dict[str, set[str]]:
     """The modules that each module imports, for types too; packages themselves are left out."""
-    known = {path for path in modules() if not path.endswith("__init__.py")}
-    trees = {path: ast.parse((ROOT / path).read_text()) for path in known}
+    paths = {path for path in modules() if not path.endswith("__init__.py")}
+    trees = {path: ast.parse((ROOT / path).read_text()) for path in paths}
     return {
-        path: {module_path(name) for name, _ in imports(tree, path)} & known - {path} for path, tree in trees.items()
+        path: {module_path(name) for name, _ in imports(tree, path)} & paths - {path} for path, tree in trees.items()
     }
 
 
@@ -269,13 +269,13 @@ def circle(graph: Mapping[str, Iterable[str]]) -> list[str]:
 
 
 def folder_graph(graph: Mapping[str, Iterable[str]], package: str) -> dict[str, set[str]]:
-    """What the folders and files directly in a package import of each other."""
-    found: dict[str, set[str]] = {}
+    """Return the imports among the folders and files directly in a package."""
+    rooms_of: dict[str, set[str]] = {}
     for path, imported in graph.items():
-        rooms = [Path(one).parts[2] for one in (path, *imported) if Path(one).parts[1] == package]
+        rooms = [Path(module).parts[2] for module in (path, *imported) if Path(module).parts[1] == package]
         if Path(path).parts[1] == package:
-            found.setdefault(rooms[0], set()).update(room for room in rooms[1:] if room != rooms[0])
-    return found
+            rooms_of.setdefault(rooms[0], set()).update(room for room in rooms[1:] if room != rooms[0])
+    return rooms_of
 
 
 def test_no_import_goes_in_a_circle() -> None:
@@ -401,8 +401,8 @@ PLANTED = {
 
 @pytest.mark.parametrize("name", PLANTED)
 def test_planted_breaches_are_found(name: str) -> None:
-    path, source, said = PLANTED[name]
-    assert any(said in finding for finding in findings(f"orchestrator/{path}", source))
+    path, source, breach = PLANTED[name]
+    assert any(breach in finding for finding in findings(f"orchestrator/{path}", source))
 
 
 ALLOWED = {

@@ -53,9 +53,9 @@ def fit(name: str, cluster: str) -> list[Candidate]:
     ],
 )
 def test_a_plan_is_found_for_each_on_the_hardware_of_its_users(name: str, cluster: str) -> None:
-    spec, found = job(name), fit(name, cluster)
-    assert found
-    assert {one.plan.global_batch_size for one in found} == {spec.global_batch_size}
+    spec, candidates = job(name), fit(name, cluster)
+    assert candidates
+    assert {candidate.plan.global_batch_size for candidate in candidates} == {spec.global_batch_size}
     assert job_from_data(spec.model_dump(mode="json"), "request") == spec, "as it goes to the service"
 
 
@@ -77,9 +77,9 @@ def test_progress_is_counted_in_the_lines_that_the_trainer_prints(name: str, lin
 
 
 def test_rvcs_last_words_are_known() -> None:
-    said = job("rvc/rvc_v2_48k.yaml").success.log
-    assert said is not None
-    assert re.search(said, "INFO:voice:Saving final checkpoint: Success")
+    log = job("rvc/rvc_v2_48k.yaml").success.log
+    assert log is not None
+    assert re.search(log, "INFO:voice:Saving final checkpoint: Success")
 
 
 def test_what_is_to_run_needs_its_project(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -98,19 +98,21 @@ def test_orpheus_runs_out_in_the_optimizer_at_batch_1_and_fits_fully_sharded_ove
     assert alike in list(plans(spec, where))
     needed = estimate(profile_for(spec, where, alike), alike, where.device)
     assert needed.device_bytes > where.device.memory
-    (in_step,) = [one for one in needed.moments if one.name == "optimizer step"]
+    (in_step,) = [moment for moment in needed.moments if moment.name == "optimizer step"]
     assert in_step.activation_bytes == 0
     assert in_step.counted_bytes > 60 * GB
-    found = fit(ORPHEUS, "1x4-a100-80gb")
-    assert all(one.plan.zero_stage for one in found), "on one device the same batch does not fit either"
-    over_four = {one.plan.offload: one for one in found if one.plan.layout.dp == 4}
+    candidates = fit(ORPHEUS, "1x4-a100-80gb")
+    assert all(candidate.plan.zero_stage for candidate in candidates), (
+        "on one device the same batch does not fit either"
+    )
+    over_four = {candidate.plan.offload: candidate for candidate in candidates if candidate.plan.layout.dp == 4}
     assert set(over_four) == {Offload.NONE, Offload.PARAMETERS}, "accelerate's FSDP may keep its state on the host"
-    assert {one.plan.zero_stage for one in over_four.values()} == {ZeroStage.PARAMETERS}
+    assert {candidate.plan.zero_stage for candidate in over_four.values()} == {ZeroStage.PARAMETERS}
     on_device, on_host = (over_four[offload].estimate.device_bytes for offload in (Offload.NONE, Offload.PARAMETERS))
     assert on_host < 30 * GB <= on_device <= 40 * GB
 
 
 def test_musicgen_needs_its_checkpointing_on_24_gb() -> None:
-    assert {one.plan.activation_checkpointing for one in fit("musicgen/musicgen_small.yaml", "1x2-rtx4090-24gb")} == {
-        ActivationCheckpointing.FULL
-    }
+    assert {
+        candidate.plan.activation_checkpointing for candidate in fit("musicgen/musicgen_small.yaml", "1x2-rtx4090-24gb")
+    } == {ActivationCheckpointing.FULL}

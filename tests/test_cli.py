@@ -59,7 +59,7 @@ SCRIPT = "name: {name}\ngpus: 1\nglobal_batch_size: 1\ncommand: python {name}.py
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What one command said, and how it ended."""
+    """The output and exit code of a command."""
 
     code: int
     out: str
@@ -148,14 +148,14 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize(("arguments", "said"), REFUSED.values(), ids=REFUSED.keys())
+@pytest.mark.parametrize(("arguments", "phrases"), REFUSED.values(), ids=REFUSED.keys())
 def test_bad_input_is_one_error_with_exit_code_2_and_leaves_nothing_behind(
-    index: SchedulerIndex, arguments: list[str], said: list[str]
+    index: SchedulerIndex, arguments: list[str], phrases: list[str]
 ) -> None:
     index.write("typo.yaml", DECODER.replace("gpus:", "prioriti: 1\ngpus:"))
     answer = index.ask(*arguments)
     assert (answer.code, answer.out) == (2, ""), answer
-    assert [words for words in said if words not in answer.err] == [], answer.err
+    assert [phrase for phrase in phrases if phrase not in answer.err] == [], answer.err
     assert "Traceback" not in answer.err
     assert not index.home.exists()
 
@@ -177,10 +177,10 @@ def test_plan_shows_the_choice_the_frontier_the_limit_and_the_reasons(index: Sch
     index.write("wide.yaml", DECODER.replace("16", "512").replace("hidden_size: 128", "hidden_size: 512"))
     answer = index.ask("plan", "wide.yaml")
     assert answer.code == 0, answer
-    for words in ("→", "memory ends here: 256.00 MiB", "predicted", "activations", "█", "Why the faster plans were"):
-        assert words in answer.out, answer.out
-    for words in ("fits with > 99.9 %", "Bytes by moment", "● chosen", "· too big", "memory ends: 256.00 MiB"):
-        assert words in answer.out, answer.out
+    for phrase in ("→", "memory ends here: 256.00 MiB", "predicted", "activations", "█", "Why the faster plans were"):
+        assert phrase in answer.out, answer.out
+    for phrase in ("fits with > 99.9 %", "Bytes by moment", "● chosen", "· too big", "memory ends: 256.00 MiB"):
+        assert phrase in answer.out, answer.out
 
 
 def test_plan_of_a_script_of_unknown_memory_says_what_is_measured_before_it_trains(index: SchedulerIndex) -> None:
@@ -191,8 +191,8 @@ def test_plan_of_a_script_of_unknown_memory_says_what_is_measured_before_it_trai
     index.write("foreign.yaml", SCRIPT.format(name="foreign").replace("size: 1", "size: 8") + knobs)
     answer = index.ask("plan", "foreign.yaml")
     assert answer.code == 0, answer
-    for words in ("two short attempts", "1 gpu · dp1 · micro 1x8, ended after 2 optimizer steps", "`probe: never`"):
-        assert words in answer.out, answer.out
+    for phrase in ("two short attempts", "1 gpu · dp1 · micro 1x8, ended after 2 optimizer steps", "`probe: never`"):
+        assert phrase in answer.out, answer.out
     assert "→" not in answer.out, "nobody knows yet"
     unprobed = index.ask("plan", "foreign.yaml", "--set", "probe=never").out
     assert "the script's own micro-batch is assumed to fill a device" in unprobed
@@ -204,8 +204,10 @@ def test_plan_as_json_holds_the_chosen_plan_and_why_faster_ones_were_rejected(in
     data = index.ask("plan", "wide.yaml", "--json").data
     faster, chosen = data["frontier"][: data["chosen"]], data["frontier"][data["chosen"]]
     assert faster
-    assert all(one["rejected"] and one["needed_bytes"] > one["capacity_bytes"] for one in faster)
-    assert all(one["fit_probability"] < 0.99 <= chosen["fit_probability"] for one in faster)
+    assert all(
+        candidate["rejected"] and candidate["needed_bytes"] > candidate["capacity_bytes"] for candidate in faster
+    )
+    assert all(candidate["fit_probability"] < 0.99 <= chosen["fit_probability"] for candidate in faster)
     assert chosen["rejected"] is None
     assert chosen["needed_bytes"] <= chosen["capacity_bytes"] == 256 * 2**20
 
@@ -214,7 +216,7 @@ def test_a_job_that_nothing_fits_gets_the_breakdown_and_what_would_make_it_fit(i
     index.write("huge.yaml", LLAMA_70B.replace("64, max: 512", "1, max: 2"))
     answer = index.ask("plan", "huge.yaml")
     assert answer.code == 1
-    assert [words for words in ("no plan fits", "closest", "would fit") if words not in answer.out] == [], answer.out
+    assert [phrase for phrase in ("no plan fits", "closest", "would fit") if phrase not in answer.out] == [], answer.out
 
 
 def test_estimate_derives_accumulation_from_the_global_batch(index: SchedulerIndex) -> None:
@@ -282,10 +284,10 @@ def test_schema_prints_json_schema(index: SchedulerIndex, noun: str) -> None:
 
 def test_doctor_answers_without_a_service_and_without_a_gpu(index: SchedulerIndex) -> None:
     answer = index.ask("doctor", "--json")
-    found = {finding["subject"]: finding for finding in answer.data["findings"]}
-    assert {"nvml", "cuda", "ray", "mlflow", "disk", "shm", "service", "torch", "python", "home"} <= set(found)
-    assert answer.code == any(finding["verdict"] == "bad" for finding in found.values())
-    assert all(finding["to_do"] for finding in found.values() if finding["verdict"] != "ok")
+    findings = {finding["subject"]: finding for finding in answer.data["findings"]}
+    assert {"nvml", "cuda", "ray", "mlflow", "disk", "shm", "service", "torch", "python", "home"} <= set(findings)
+    assert answer.code == any(finding["verdict"] == "bad" for finding in findings.values())
+    assert all(finding["to_do"] for finding in findings.values() if finding["verdict"] != "ok")
 
 
 @pytest.mark.parametrize("folder", ["", "missing", None])
@@ -296,10 +298,10 @@ def test_doctor_speaks_of_nvme_only_where_a_device_may_offload_to_it(index: Sche
     cluster = {"name": "c", "nodes": [{"name": "n", "devices": 1, "device": device, "host_memory": "8GiB"}]}
     lifecycle.prepare(index.home)
     (index.home / "cluster.yaml").write_text(json.dumps(cluster))
-    found = [one for one in index.ask("doctor", "--json").data["findings"] if one["subject"] == "nvme"]
-    text = " ".join(one["found"] + one["to_do"] for one in found)
+    findings = [finding for finding in index.ask("doctor", "--json").data["findings"] if finding["subject"] == "nvme"]
+    text = " ".join(finding["found"] + finding["to_do"] for finding in findings)
     if folder is None:
-        assert found == []
+        assert findings == []
     elif folder == "missing":
         assert f"{index.folder / folder} cannot be written to" in text
     else:  # the folder is there: tools are missing, or what has to be compiled, into the home's own extensions
@@ -425,8 +427,8 @@ def test_fit_names_the_fewest_cards_with_a_plan_and_each_row_is_what_plan_answer
         pinned = ("--gpu", f"{count}x{several['device']}", "--set", f"gpus={count}")
         answer = index.ask("plan", "lm.yaml", *heavy, *pinned, "--json")
         assert answer.code == code, answer.err
-    words = index.ask("fit", "lm.yaml", *heavy).out
-    assert f"{several['devices']}x" in words
+    output = index.ask("fit", "lm.yaml", *heavy).out
+    assert f"{several['devices']}x" in output
 
 
 @pytest.mark.long
@@ -441,8 +443,8 @@ def test_fit_of_a_model_shows_all_weights_adapters_and_4_bits_and_says_what_it_a
     least = {(row["device"], row["way"]): row["needed_bytes"] for row in rows if row["devices"] == 1}
     card = "rtx3070-8gb"
     assert least[card, "adapters"] < least[card, "full"] <= 7.78 * 2**30
-    words = index.ask("fit", f"hf:{folder}", "--set", "data.sequence_length=512").out
-    assert "512 tokens a sample" in words
-    assert "assumed" in words
-    assert "the card lacks; `--set precision=fp16`: rtx2080ti-11gb" in words
-    assert max(len(line.rstrip()) for line in words.splitlines() if "GiB" in line) <= 80
+    output = index.ask("fit", f"hf:{folder}", "--set", "data.sequence_length=512").out
+    assert "512 tokens a sample" in output
+    assert "assumed" in output
+    assert "the card lacks; `--set precision=fp16`: rtx2080ti-11gb" in output
+    assert max(len(line.rstrip()) for line in output.splitlines() if "GiB" in line) <= 80

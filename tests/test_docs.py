@@ -68,13 +68,13 @@ class Shown:
     """A command line that a page shows; `prompted` where it says so with `$ `."""
 
     where: str
-    words: tuple[str, ...]
+    command: tuple[str, ...]
     into: str | None  # the file after `>`
     prompted: bool
 
     @property
     def text(self) -> str:
-        return shlex.join(self.words) + (f" > {self.into}" if self.into else "")
+        return shlex.join(self.command) + (f" > {self.into}" if self.into else "")
 
 
 def blocks_of(page: Path) -> list[Block]:
@@ -103,8 +103,8 @@ def prose_of(page: Path) -> str:
 
 def slug(heading: str) -> str:
     """The anchor of a heading, as GitHub and mkdocs agree on it where there is nothing but words in it."""
-    words = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).replace("`", "").strip().lower()
-    return re.sub(r"[^\w\- ]", "", words).replace(" ", "-")
+    text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).replace("`", "").strip().lower()
+    return re.sub(r"[^\w\- ]", "", text).replace(" ", "-")
 
 
 def anchors_of(page: Path) -> set[str]:
@@ -136,7 +136,7 @@ def test_every_link_leads_to_a_file_and_a_heading(page: Path) -> None:
 def test_a_dead_link_and_a_dead_anchor_are_found() -> None:
     page = ROOT / "docs/reference/cli.md"
     planted = "[a](cli.md) [b](gone.md) [c](cli.md#orc-up) [d](#orc-upp) [e](https://pytorch.org)"
-    assert [found.partition(":")[0] for found in dead_links(page, planted)] == ["gone.md", "#orc-upp"]
+    assert [link.partition(":")[0] for link in dead_links(page, planted)] == ["gone.md", "#orc-upp"]
 
 
 # ------------------------------------------------------------------------------------------------------- yaml blocks
@@ -173,8 +173,8 @@ def _with_what_is_missing(text: str, data: Mapping[str, Any]) -> str:
     of_a_model = bool({"training", "data"} & set(data)) and "command" not in data
     base: dict[str, Any] = dict(FRAGMENT_OF_A_JOB)
     if "model" not in data and "command" not in data:
-        words = " ".join(f"{{{name}}}" for name in (data["array"] if isinstance(data.get("array"), dict) else ()))
-        base |= {"model": {"factory": "model.py:build"}} if of_a_model else {"command": f"python train.py {words}"}
+        fields = " ".join(f"{{{name}}}" for name in (data["array"] if isinstance(data.get("array"), dict) else ()))
+        base |= {"model": {"factory": "model.py:build"}} if of_a_model else {"command": f"python train.py {fields}"}
     if "guarantee" in data:
         base |= {"steps": 1000, "gpus": {"min": 1, "max": 8}}
     base = {name: value for name, value in base.items() if name not in data}
@@ -219,12 +219,12 @@ def commands_of(where: str, line: str, *, prompted: bool) -> Iterator[Shown]:
             parts.append([])
         else:
             parts[-1].append(word)
-    for words in filter(None, parts):
-        into = words[words.index(">") + 1] if ">" in words else None
-        words = words[: words.index(">")] if into else words
-        if words[0].rpartition("/")[2] == "orc":
-            words[0] = "orc"
-        yield Shown(where=where, words=tuple(words), into=into, prompted=prompted)
+    for command in filter(None, parts):
+        into = command[command.index(">") + 1] if ">" in command else None
+        command = command[: command.index(">")] if into else command
+        if command[0].rpartition("/")[2] == "orc":
+            command[0] = "orc"
+        yield Shown(where=where, command=tuple(command), into=into, prompted=prompted)
 
 
 IN_BLOCKS = [shown for block in BLOCKS for shown in shown_in(block)]
@@ -242,13 +242,15 @@ IN_PROSE = [
 whole_command = functools.cache(lambda: typer.main.get_command(app))  # making it takes 0.1 s
 
 
-def why_unknown(words: tuple[str, ...]) -> str | None:
-    """Why the CLI does not take this command line; None where it does. What it leaves out may be missing."""
+def why_unknown(command_line: tuple[str, ...]) -> str | None:
+    """Return why the CLI refuses a command line, or None. Arguments may be missing."""
     command = whole_command()
-    name, arguments = "", list(words[1:])
+    name, arguments = "", list(command_line[1:])
     while isinstance(command, TyperGroup) and arguments:
         if arguments[0].startswith("-"):
-            taken = {word: 1 if one.is_flag else 2 for one in command.params for word in one.opts} | {"--help": 1}
+            taken = {word: 1 if option.is_flag else 2 for option in command.params for word in option.opts} | {
+                "--help": 1
+            }
             if arguments[0] not in taken:
                 return f"orc has no option {arguments[0]}"
             del arguments[: taken[arguments[0]]]
@@ -272,8 +274,8 @@ def why_unknown(words: tuple[str, ...]) -> str | None:
 
 def test_every_command_line_that_is_shown_is_one_of_the_cli() -> None:
     assert len(IN_BLOCKS) + len(IN_PROSE) > 20
-    ours = [shown for shown in (*IN_BLOCKS, *IN_PROSE) if shown.words[0] == "orc" and len(shown.words) > 1]
-    wrong = [f"{shown.where}: {reason}" for shown in ours if (reason := why_unknown(shown.words))]
+    orc_commands = [shown for shown in (*IN_BLOCKS, *IN_PROSE) if shown.command[0] == "orc" and len(shown.command) > 1]
+    wrong = [f"{shown.where}: {reason}" for shown in orc_commands if (reason := why_unknown(shown.command))]
     assert not wrong, "\n".join(wrong)
 
 
@@ -305,10 +307,10 @@ class Reader:
     def variables(self) -> dict[str, str]:
         return {"ORC_HOME": str(self.home), "COLUMNS": "200", "OMP_NUM_THREADS": "1"}
 
-    def spawn(self, *words: str) -> Answer:
+    def spawn(self, *arguments: str) -> Answer:
         """Run a program in a process of its own."""
         ended = subprocess.run(
-            words,
+            arguments,
             cwd=self.folder,
             env={**os.environ, **self.variables},
             capture_output=True,
@@ -363,12 +365,12 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
 
 
 def is_parsed_only(shown: Shown) -> bool:
-    """Whether it names a thing that no test has: another cluster, a file of the reader's."""
-    return not shown.prompted or any(map(PLACEHOLDER.fullmatch, shown.words)) or "--ray" in shown.words
+    """Return whether a command names a thing that no test has: another cluster, a file of the reader's."""
+    return not shown.prompted or any(map(PLACEHOLDER.fullmatch, shown.command)) or "--ray" in shown.command
 
 
 def is_of_a_reader(shown: Shown) -> bool:
-    return shown.words[0] in ("orc", "python") or shown.words[0].endswith("/python")
+    return shown.command[0] in ("orc", "python") or shown.command[0].endswith("/python")
 
 
 def distinct(every: list[Shown]) -> list[Shown]:
@@ -377,31 +379,31 @@ def distinct(every: list[Shown]) -> list[Shown]:
 
 TRAINS = ("run", "rehearse", "compare")
 TO_RUN = distinct([shown for shown in IN_BLOCKS if is_of_a_reader(shown) and not is_parsed_only(shown)])
-TRAINING = [shown for shown in TO_RUN if shown.words[:1] == ("orc",) and shown.words[1] in TRAINS]
+TRAINING = [shown for shown in TO_RUN if shown.command[:1] == ("orc",) and shown.command[1] in TRAINS]
 
 
 def perform(reader: Reader, shown: Shown, *, trains: bool) -> Answer:
-    program, *arguments = shown.words
+    program, *arguments = shown.command
     if program != "orc":
         return reader.spawn(sys.executable, *arguments)
     if arguments[0] in TRAINS and not trains:
-        told = re.sub(r" --(fail|rank|step|strategies|steps|picture) \S+", "", shlex.join(arguments[1:]))
-        return reader.submitted_and_cancelled(tuple(shlex.split(told)))
+        line = re.sub(r" --(fail|rank|step|strategies|steps|picture) \S+", "", shlex.join(arguments[1:]))
+        return reader.submitted_and_cancelled(tuple(shlex.split(line)))
     if arguments[0] in ("up", "down", *TRAINS):
         return reader.spawn(*ORC, *arguments)
     return reader.ask(*arguments)
 
 
 def failures_of(reader: Reader, every: Sequence[Shown], *, trains: Sequence[Shown]) -> list[str]:
-    """Run the commands in the order of the pages, and train with some; `orc down` is what the fixture ends with."""
+    """Run the commands in the order of the pages, and train with some; the fixture runs `orc down`."""
     wrong = []
     for shown in every:
-        if shown.words[:2] == ("orc", "down"):
+        if shown.command[:2] == ("orc", "down"):
             continue
         answer = perform(reader, shown, trains=shown in trains)
         if shown.into is not None:
             (reader.folder / shown.into).write_text(answer.out)
-        if answer.code and shown.words[1] not in ANY_EXIT:
+        if answer.code and shown.command[1] not in ANY_EXIT:
             wrong.append(
                 f"{shown.where}: {shown.text}\n  exit code {answer.code}: {answer.err[-800:] or answer.out[-800:]}"
             )
@@ -411,10 +413,10 @@ def failures_of(reader: Reader, every: Sequence[Shown], *, trains: Sequence[Show
 @pytest.mark.long
 @pytest.mark.timeout(400)
 def test_every_command_that_the_docs_show_runs(reader: Reader, capsys: pytest.CaptureFixture[str]) -> None:
-    """What would train is submitted and cancelled, and `make test-long` trains it."""
+    """Commands that train are submitted and cancelled, and `make test-long` trains them."""
     assert len(TO_RUN) > 20
     assert failures_of(reader, TO_RUN, trains=()) == []
-    unrun = [shown for shown in IN_BLOCKS if shown.words[0] == "orc" and is_parsed_only(shown)]
+    unrun = [shown for shown in IN_BLOCKS if shown.command[0] == "orc" and is_parsed_only(shown)]
     with capsys.disabled():
         for shown in distinct(unrun):
             print(f"\nparsed, not run: {shown.where}: {shown.text}", end="")
@@ -423,7 +425,7 @@ def test_every_command_that_the_docs_show_runs(reader: Reader, capsys: pytest.Ca
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_every_training_that_the_docs_show_ends_well(reader: Reader) -> None:
-    prepared = [shown for shown in TO_RUN if shown in TRAINING or shown.words[0] != "orc"]
+    prepared = [shown for shown in TO_RUN if shown in TRAINING or shown.command[0] != "orc"]
     assert len(TRAINING) > 1
     assert failures_of(reader, prepared, trains=TRAINING) == []
 
@@ -436,8 +438,10 @@ def test_every_command_and_option_has_a_help_text_of_short_sentences() -> None:
     for name, function in generate.commands(app):
         texts[name] = (function.__doc__ or "").partition("\n")[0]
         texts |= {f"{name} {option}": info.help or "" for option, _, info, _ in generate.parameters(function)}
-    sentences = [(where, one) for where, text in texts.items() for one in re.split(r"(?<=\.) ", text)]
-    assert [(where, one) for where, one in sentences if not one.endswith(".") or len(one.split()) >= 25] == []
+    sentences = [(where, sentence) for where, text in texts.items() for sentence in re.split(r"(?<=\.) ", text)]
+    assert [
+        (where, sentence) for where, sentence in sentences if not sentence.endswith(".") or len(sentence.split()) >= 25
+    ] == []
 
 
 @pytest.mark.parametrize("path", generate.pages(), ids=lambda path: path.name)
@@ -452,9 +456,11 @@ def test_each_failure_kind_has_a_row_with_its_budget() -> None:
     for kind in FailureKind:
         budget = kind.restart and kind.restart.budget
         assert f"`{kind}`" in rows, f"{kind} has no row"
-        said = rows[f"`{kind}`"][3]
+        budget_text = rows[f"`{kind}`"][3]
         assert (
-            said.startswith("none") if budget is None else said == f"`retries.{budget}` ({getattr(defaults, budget)})"
+            budget_text.startswith("none")
+            if budget is None
+            else budget_text == f"`retries.{budget}` ({getattr(defaults, budget)})"
         )
 
 
@@ -510,7 +516,11 @@ def test_every_test_that_the_page_of_security_names_is_there() -> None:
 def test_the_support_matrix_has_the_versions_of_the_package() -> None:
     text = (ROOT / "docs/reference/support-matrix.md").read_text()
     wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    named = {one[: match.start()]: one[match.start() :] for one in wanted if (match := re.search("[><=!]", one))}
+    named = {
+        requirement[: match.start()]: requirement[match.start() :]
+        for requirement in wanted
+        if (match := re.search("[><=!]", requirement))
+    }
     for package in ("ray", "torch", "deepspeed", "mlflow"):
         assert f"| {package} | `{named[package]}` |" in text
 

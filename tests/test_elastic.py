@@ -60,7 +60,7 @@ class Night:
         return self.job(job_id)
 
     def losses(self, job_id: str, number: int) -> dict[int, float]:
-        """By optimizer step, of one attempt."""
+        """Return the losses of an attempt by optimizer step."""
         metrics = self.home / "jobs" / job_id / "attempts" / str(number) / "metrics.jsonl"
         lines = map(json.loads, metrics.read_text().splitlines() if metrics.exists() else ())
         return {line["step"]: line["loss"] for line in lines}
@@ -86,11 +86,11 @@ def test_a_job_that_grows_and_makes_way_trains_as_if_nobody_had_moved_it(night: 
     short = night.submit("short", "1", 5)
     assert night.ends(short)["status"] == "succeeded"
     job = night.ends(moving)
-    *moves, end = [one["outcome"] for one in job["attempts"]]
+    *moves, end = [attempt["outcome"] for attempt in job["attempts"]]
     assert (job["status"], set(moves), end) == ("succeeded", {"moved"}, "succeeded")
-    why = [one["change_reason"] for one in job["attempts"]]
+    why = [attempt["change_reason"] for attempt in job["attempts"]]
     assert "go on with 2 devices" in why[1], why
-    assert any(f"make way for {short}" in one for one in why[2:]), why
+    assert any(f"make way for {short}" in reason for reason in why[2:]), why
 
     curves = [night.losses(moving, number) for number in range(1, len(why) + 1)]
     assert [step for curve in curves for step in curve] == list(range(1, STEPS + 1)), "lost, or made twice"

@@ -18,7 +18,7 @@ NUMBERS = {"int", "float"}
 
 
 def is_optional_number(annotation: ast.expr | None) -> bool:
-    """Whether an annotation is a number or None, such as `float | None`."""
+    """Return whether an annotation is a number or None, such as `float | None`."""
     parts = set(ast.unparse(annotation).split(" | ")) if annotation is not None else set()
     return "None" in parts and len(parts) > 1 and parts <= NUMBERS | {"None"}
 
@@ -45,11 +45,11 @@ def findings(path: str, source: str, optional: set[str]) -> list[str]:
     breaches = set[str]()
     tree = ast.parse(source)
     for scope in (tree, *_outermost(tree)):
-        known = set() if scope is tree else {*_variables(scope, optional)}
+        names = set() if scope is tree else {*_variables(scope, optional)}
         for node in ast.walk(scope):
             if isinstance(node, ast.BoolOp) and isinstance(node.op, ast.Or):
                 pairs = zip(node.values, node.values[1:], strict=False)
-                numbers = [left for left, right in pairs if _is_optional(left, known, optional) and not _is_zero(right)]
+                numbers = [left for left, right in pairs if _is_optional(left, names, optional) and not _is_zero(right)]
                 breaches |= {f"{path}:{node.lineno} {ast.unparse(number)} or ...: 0 counts" for number in numbers}
     return sorted(breaches)
 
@@ -83,23 +83,23 @@ def _variables(scope: ast.AST, optional: set[str]) -> Iterator[str]:
             pairs = [(target, value)]
             if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
                 pairs = [*zip(target.elts, value.elts, strict=False)]
-            for one, given in pairs:
-                if isinstance(one, ast.Name) and _is_optional(given, set(), optional):
-                    yield one.id
+            for part, source in pairs:
+                if isinstance(part, ast.Name) and _is_optional(source, set(), optional):
+                    yield part.id
         elif isinstance(node, ast.NamedExpr) and _is_optional(node.value, set(), optional):
             yield node.target.id
 
 
-def _is_optional(value: ast.expr, known: set[str], optional: set[str]) -> bool:
+def _is_optional(value: ast.expr, names: set[str], optional: set[str]) -> bool:
     match value:
         case ast.Name(id=name):
-            return name in known
+            return name in names
         case ast.Attribute(attr=name) | ast.Subscript(slice=ast.Constant(value=str(name))):
             return name in optional
         case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name)):
             return f"{name}()" in optional
         case ast.NamedExpr(value=inner):
-            return _is_optional(inner, known, optional)
+            return _is_optional(inner, names, optional)
     return False
 
 

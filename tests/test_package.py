@@ -52,12 +52,12 @@ class Installed:
         return self.folder / "home"
 
     def run(self, program: str, *arguments: str) -> str:
-        """What a program of the environment printed; it must end well."""
-        kept = {name: text for name, text in os.environ.items() if not name.startswith(("ORC_", "PYTHON", "VIRTUAL_"))}
+        """Run a program of the environment; return its output and fail on a non-zero exit."""
+        env = {name: text for name, text in os.environ.items() if not name.startswith(("ORC_", "PYTHON", "VIRTUAL_"))}
         ended = subprocess.run(
             [str(self.folder / ENVIRONMENT / "bin" / program), *arguments],
             cwd=self.folder,
-            env={**kept, "ORC_HOME": str(self.home), "COLUMNS": "200", "OMP_NUM_THREADS": "1"},
+            env={**env, "ORC_HOME": str(self.home), "COLUMNS": "200", "OMP_NUM_THREADS": "1"},
             capture_output=True,
             text=True,
             timeout=COMMAND_S,
@@ -66,7 +66,7 @@ class Installed:
         return ended.stdout
 
     def orc(self, *arguments: str) -> Any:
-        """What a command answered as JSON."""
+        """Return a command's JSON answer."""
         return json.loads(self.run("orc", *arguments, "--json"))
 
 
@@ -112,10 +112,10 @@ def test_every_file_of_the_package_is_in_the_wheel_and_no_other(wheel: Path) -> 
 
 
 def test_what_is_installed_is_found_in_its_environment_and_the_repository_nowhere(installed: Installed) -> None:
-    asked = "import orchestrator; from importlib.util import find_spec; print(orchestrator.__file__, find_spec('jobs'))"
-    at = site_packages(installed.folder / ENVIRONMENT) / "orchestrator" / "__init__.py"
-    assert installed.run("python", "-c", asked).split() == [str(at), "None"]
-    assert ROOT not in at.parents
+    code = "import orchestrator; from importlib.util import find_spec; print(orchestrator.__file__, find_spec('jobs'))"
+    path = site_packages(installed.folder / ENVIRONMENT) / "orchestrator" / "__init__.py"
+    assert installed.run("python", "-c", code).split() == [str(path), "None"]
+    assert ROOT not in path.parents
 
 
 def test_the_version_is_that_of_pyproject(installed: Installed) -> None:
@@ -124,8 +124,8 @@ def test_the_version_is_that_of_pyproject(installed: Installed) -> None:
 
 def test_a_simulation_names_no_commit_of_a_repository_that_the_environment_lies_in(installed: Installed) -> None:
     author = ("-c", "user.name=a", "-c", "user.email=a@b")
-    for words in (["init"], [*author, "commit", "--allow-empty", "--message", "theirs"]):
-        subprocess.run(["git", *words], cwd=installed.folder, check=True, capture_output=True, timeout=60)
+    for command in (["init"], [*author, "commit", "--allow-empty", "--message", "theirs"]):
+        subprocess.run(["git", *command], cwd=installed.folder, check=True, capture_output=True, timeout=60)
     (installed.folder / "one.yaml").write_text(ONE_JOB)
     (installed.folder / "list.yaml").write_text("jobs: [{file: one.yaml}]\n")
     assert installed.orc("simulate", "list.yaml")["commit"] == ""
@@ -164,6 +164,6 @@ def recorded(uri: str, signed: dict[str, str]) -> set[str]:
     experiment = HTTP.get(f"{api}/experiments/get-by-name", params={"experiment_name": "orchestrator"}, headers=signed)
     if experiment.is_error:
         return set()
-    asked = {"experiment_ids": [experiment.json()["experiment"]["experiment_id"]], "max_results": 100}
-    runs = HTTP.post(f"{api}/runs/search", json=asked, headers=signed).json().get("runs", [])
+    query = {"experiment_ids": [experiment.json()["experiment"]["experiment_id"]], "max_results": 100}
+    runs = HTTP.post(f"{api}/runs/search", json=query, headers=signed).json().get("runs", [])
     return {run["info"]["run_name"] for run in runs if "end_time" in run["info"]}

@@ -102,9 +102,9 @@ def test_bad_input_is_one_spec_error_and_nothing_is_submitted(client: Client, wo
 def test_an_array_has_a_job_for_each_row_of_values(client: Client, world: World) -> None:
     jobs = client.map_array(_with_placeholders(), seed=[5, 6], rate=[0.1, 0.2])
     assert [job.result(60)["name"] for job in jobs] == ["lm-5", "lm-6"]
-    found = [world.controller.job(job.id) for job in jobs]
-    assert [one.spec.training.learning_rate for one in found if one] == [0.1, 0.2]
-    assert len({one.array for one in found if one}) == 1
+    records = [world.controller.job(job.id) for job in jobs]
+    assert [record.spec.training.learning_rate for record in records if record] == [0.1, 0.2]
+    assert len({record.array for record in records if record}) == 1
 
 
 def test_a_batch_is_submitted_together_at_its_end_and_not_at_all_after_an_exception(
@@ -167,13 +167,13 @@ def test_output_is_fetched_whole_and_one_that_is_cut_off_is_an_error(still: Worl
 
 
 def test_the_twin_has_every_method_and_does_the_same(world: World) -> None:
-    for twin, one in ((AsyncClient, Client), (AsyncJob, Job)):
-        public = {name for name in vars(one) if not name.startswith("_")} - {"follow"}
+    for twin, original in ((AsyncClient, Client), (AsyncJob, Job)):
+        public = {name for name in vars(original) if not name.startswith("_")} - {"follow"}
         assert public <= set(vars(twin))
         for name in public:
-            if callable(getattr(one, name)) and name != "batch":
+            if callable(getattr(original, name)) and name != "batch":
                 assert (
-                    inspect.signature(getattr(one, name)).parameters.keys()
+                    inspect.signature(getattr(original, name)).parameters.keys()
                     == inspect.signature(getattr(twin, name)).parameters.keys()
                 )
 

@@ -36,7 +36,7 @@ Job = dict[str, Any]
 
 
 def until(holds: Callable[[], Any], what: str, patience_s: float = PATIENCE_S) -> Any:
-    """What `holds()` answers as soon as it is truthy; fails after `patience_s`."""
+    """Return the first truthy value of `holds()`; fail after `patience_s`."""
     deadline_s = time.monotonic() + patience_s
     while time.monotonic() < deadline_s:
         answer = holds()
@@ -117,7 +117,7 @@ def orchestra() -> Iterator[Orchestra]:
 
 
 def every_step_once(orchestra: Orchestra, job: Job) -> bool:
-    """Each attempt goes on from a checkpoint of the one before, and the last reaches the end."""
+    """Assert that each attempt resumes from a checkpoint of the one before, and the last reaches the end."""
     numbers = range(1, len(job["attempts"]) + 1)
     runs = [orchestra.steps(job["id"], number) for number in numbers]
     contiguous = all(run == list(range(run[0], run[0] + len(run))) for run in runs if run)
@@ -203,21 +203,22 @@ def test_no_record_is_missing_after_the_tracking_server_was_killed(orchestra: Or
 
     def complete() -> bool:
         try:
-            found = recorded()
+            record = recorded()
         except MlflowException:  # the server is coming back
             return False
-        return found == {name: ENDINGS.get(outcome, "FAILED") for name, outcome in wanted.items()}
+        return record == {name: ENDINGS.get(outcome, "FAILED") for name, outcome in wanted.items()}
 
     until(complete, f"the record of {wanted}")
     until(lambda: written(orchestra.home) == wanted, f"the lines of {wanted}")
 
 
 def written(home: Path) -> dict[str, str]:
-    """Outcome of every ended attempt in the JSON lines; fails where two lines with one id differ."""
+    """Return the outcome of every ended attempt in the JSON lines; fail where two lines with one id differ."""
     lines = [json.loads(line) for line in (home / "records.jsonl").read_text().splitlines()]
     by_id = {line["id"]: line for line in lines}
     assert all(line == by_id[line["id"]] for line in lines)
     ended = [line["attempt"] for line in by_id.values() if line["attempt"] and line["attempt"]["status"] == "ended"]
     return {
-        f"{one['job_id']}-{one['number']}": one["failure"]["kind"] if one["failure"] else "succeeded" for one in ended
+        f"{attempt['job_id']}-{attempt['number']}": attempt["failure"]["kind"] if attempt["failure"] else "succeeded"
+        for attempt in ended
     }

@@ -1,4 +1,4 @@
-"""What the benchmark of comparisons says of ranks is what it says."""
+"""Laws of the ranks in the benchmark of comparisons."""
 
 from __future__ import annotations
 
@@ -18,4 +18,4 @@ def test_the_rank_correlation_is_spearmans() -> None:
 
 def test_twelve_strategies_differ() -> None:
     assert len({tuple(pins.items()) for pins in TWELVE}) == 12
-    assert all(one in TWELVE for one in FOUR)
+    assert all(strategy in TWELVE for strategy in FOUR)

@@ -1,4 +1,4 @@
-"""What of published step times no model can know."""
+"""The part of published step times that no model can predict."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def test_other_layouts_and_slower_plans_contradict_nothing() -> None:
 
 
 def test_who_knows_the_layouts_still_errs_where_their_micro_batches_differ() -> None:
-    """Of every plan 1 s was predicted: of the first layout's half too little, of the others a quarter."""
+    """The prediction is 1 s for each plan: half too little for the first layout, a quarter for the other."""
     group = [row(1, 4, 1.0), row(2, 2, 3.0), row(1, 4, 4.0, tp=2)]
-    assert [one.ratio for one in knowing_layouts(group)] == [1.5, 0.5, 1.0]
+    assert [row.ratio for row in knowing_layouts(group)] == [1.5, 0.5, 1.0]
 
 
 def test_steps_that_were_added_up_are_on_a_line_and_those_that_were_timed_are_not() -> None:

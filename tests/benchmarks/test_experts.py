@@ -25,16 +25,16 @@ def test_seconds_follow_from_the_published_teraflops_by_the_papers_count() -> No
 
 def test_the_chosen_plan_is_as_fast_as_the_published_one_that_fits() -> None:
     row = next(row for row in read_rows() if row.name == "sc21-7.5b")
-    found = answered(row)
-    assert not found.is_refused
-    assert found.ratio is not None
-    assert found.ratio <= 1
+    answer = answered(row)
+    assert not answer.is_refused
+    assert answer.ratio is not None
+    assert answer.ratio <= 1
 
 
-@pytest.mark.parametrize(("key", "said"), [("plan", {}), ("colour", "red")])
-def test_a_row_without_a_plan_or_with_an_unknown_key_is_refused(key: str, said: object, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("key", "content"), [("plan", {}), ("colour", "red")])
+def test_a_row_without_a_plan_or_with_an_unknown_key_is_refused(key: str, content: object, tmp_path: Path) -> None:
     data = yaml.safe_load(FILE.read_text())
-    data["sources"][0]["rows"][0][key] = said
+    data["sources"][0]["rows"][0][key] = content
     file = tmp_path / "experts.yaml"
     file.write_text(yaml.safe_dump(data))
     with pytest.raises(ValueError, match=r"sc21-1\.7b"):

@@ -1,4 +1,4 @@
-"""What the benchmark of fairness measures is what it says: a small flood, in seconds."""
+"""Laws of the benchmark of fairness, on a small flood in seconds."""
 
 from __future__ import annotations
 
@@ -17,4 +17,4 @@ def test_the_promise_holds_beside_a_flood_and_first_come_first_served_breaks_it(
     fifo = fairness.waits(trace, fairness.ours(trace, fairness.FIFO, 0))
     assert len(fair) == len(fifo) == 8
     assert fairness.worst(fair) <= 1.0 < fairness.worst(fifo)
-    assert {one.promise_s for one in fair} == {fairness.LAUNCH_S + fairness.LONGEST_S}
+    assert {wait.promise_s for wait in fair} == {fairness.LAUNCH_S + fairness.LONGEST_S}

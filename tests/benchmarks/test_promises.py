@@ -1,4 +1,4 @@
-"""What the benchmark says of promises and submitted plans is what happened: small worlds, in seconds."""
+"""Laws of the benchmark of promises and submitted plans, on small worlds in seconds."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def folder(tmp_path: Path) -> Path:
 
 def test_as_many_jobs_as_asked_are_guaranteed_what_they_were_submitted_with(folder: Path) -> None:
     trace = read_trace(folder / "base.csv")
-    requests = [one.spec.guarantee for one in promises.guaranteed(trace, 2, seed=1).arrivals]
-    assert sum(one is not None for one in requests) == 2
+    requests = [arrival.spec.guarantee for arrival in promises.guaranteed(trace, 2, seed=1).arrivals]
+    assert sum(request is not None for request in requests) == 2
     (all_of_a, *_) = promises.guaranteed(trace, 3, seed=1).arrivals
     assert all_of_a.spec.guarantee is not None
     assert (all_of_a.spec.guaranteed_gpus, all_of_a.spec.guarantee.step) == (2, 0.15)
@@ -50,11 +50,11 @@ def test_the_share_of_promises_is_that_of_the_run_and_says_whose_trace_it_is(
         (folder / "mt.csv").write_text("\n".join([COLUMNS, JOBS[0], JOBS[1][:-1] + "1", JOBS[2]]))
     shown = SideBySide()
     rows = promises.promise_figures(folder, cluster_of(1, 10.0), lambda trace: [trace], shown)
-    said = {one["figure"]: one for one in rows}
-    (kept,) = [one for name, one in said.items() if name.endswith("share of promises kept") and one["bar"]]
-    assert (kept["value"], kept["holds"]) == (1.0, True)
-    assert kept["figure"].startswith("mt: " if is_here else "mt, of base.csv with 2 guaranteed jobs as mt.csv is not")
-    (lost,) = [one for name, one in said.items() if name.endswith("jobs not finished and not refused")]
+    by_figure = {row["figure"]: row for row in rows}
+    (share,) = [row for name, row in by_figure.items() if name.endswith("share of promises kept") and row["bar"]]
+    assert (share["value"], share["holds"]) == (1.0, True)
+    assert share["figure"].startswith("mt: " if is_here else "mt, of base.csv with 2 guaranteed jobs as mt.csv is not")
+    (lost,) = [row for name, row in by_figure.items() if name.endswith("jobs not finished and not refused")]
     assert lost["holds"]
-    as_submitted = [one["value"] for name, one in said.items() if "as submitted, ours: mean" in name]
+    as_submitted = [row["value"] for name, row in by_figure.items() if "as submitted, ours: mean" in name]
     assert as_submitted[0] > as_submitted[1], "base's plans are slower than bp's"

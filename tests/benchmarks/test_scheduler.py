@@ -1,4 +1,4 @@
-"""What the benchmark of the scheduler measures is what it says: small worlds, in seconds."""
+"""Laws of the benchmark of the scheduler, on small worlds in seconds."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from orchestrator.specs.order import Order
 ONE_NODE = scheduler.cluster_of(1, 10.0)
 
 
-def arrival(at_s: float, steps: int, speeds: dict[int, float], **said: object) -> Arrival:
-    return Arrival(at_s=at_s, spec=job_spec_from_trace("job", speeds, steps), **said)
+def arrival(at_s: float, steps: int, speeds: dict[int, float], **fields: object) -> Arrival:
+    return Arrival(at_s=at_s, spec=job_spec_from_trace("job", speeds, steps), **fields)
 
 
 def test_other_policies_get_what_users_asked_for_and_adaptive_may_choose() -> None:
@@ -27,8 +27,8 @@ def test_other_policies_get_what_users_asked_for_and_adaptive_may_choose() -> No
     trace = Trace(name="night", arrivals=jobs)
     for play, width in ((scheduler.ours(ONE_NODE), 1), (scheduler.theirs(Order.EASY, ONE_NODE), 8)):
         outcomes = play(trace, 0).outcomes
-        assert {process.attempt.plan.world_size for one in outcomes for process in one.attempts} == {width}
-        assert {one.alone_s for one in outcomes} == {10.0 + 90.0}, "alone is the best number of devices for all"
+        assert {process.attempt.plan.world_size for outcome in outcomes for process in outcome.attempts} == {width}
+        assert {outcome.alone_s for outcome in outcomes} == {10.0 + 90.0}, "alone is the best number of devices for all"
     rigid = Trace(name="night", arrivals=tuple(map(scheduler.as_asked, jobs)))
     (first, *_) = scheduler.ours(ONE_NODE)(rigid, 0).outcomes
     assert first.attempts[0].attempt.plan.world_size == 8
@@ -44,9 +44,9 @@ def test_backfill_takes_what_the_head_cannot_use_and_never_delays_it() -> None:
             arrival(3.0, 50, {4: 1.0}, rigid_devices=4),  # ends before
         ),
     )
-    started = [one.started_at_s for one in scheduler.theirs(Order.EASY, ONE_NODE)(trace, 0).outcomes]
+    started = [outcome.started_at_s for outcome in scheduler.theirs(Order.EASY, ONE_NODE)(trace, 0).outcomes]
     assert started == [0.0, 110.0, 220.0, 3.0]
-    in_order = [one.started_at_s for one in scheduler.theirs(Order.FIFO, ONE_NODE)(trace, 0).outcomes]
+    in_order = [outcome.started_at_s for outcome in scheduler.theirs(Order.FIFO, ONE_NODE)(trace, 0).outcomes]
     assert in_order == [0.0, 110.0, 220.0, 220.0]
 
 
@@ -68,17 +68,17 @@ def test_side_by_side_has_every_measure_of_every_queue() -> None:
     trace = Trace(name="night", arrivals=(arrival(0.0, 100, {8: 1.0}, rigid_devices=8, deadline_s=200.0),) * 2)
     for name, play in (("ours", scheduler.ours(ONE_NODE)), ("fifo", scheduler.theirs(Order.FIFO, ONE_NODE))):
         shown.add("one node", name, scheduler.over([trace, trace], play))
-    found = {one["figure"]: one["value"] for one in shown.figures()}
-    assert found["one node, fifo: makespan (220 to 220)"] == 220.0
-    assert found["one node, ours: deadlines met (0.5 to 0.5)"] == 0.5
-    assert len(found) == 2 * len(UNITS)
+    values = {figure["figure"]: figure["value"] for figure in shown.figures()}
+    assert values["one node, fifo: makespan (220 to 220)"] == 220.0
+    assert values["one node, ours: deadlines met (0.5 to 0.5)"] == 0.5
+    assert len(values) == 2 * len(UNITS)
     assert shown.table().row_count == 2
 
 
 def test_a_bound_stands_beside_the_queues_in_what_it_bounds() -> None:
     shown = SideBySide()
     shown.add("one node", "bound", [{"makespan": 10.0}, {"makespan": 12.0}])
-    assert [one["figure"] for one in shown.figures()] == ["one node, bound: makespan (10 to 12)"]
+    assert [figure["figure"] for figure in shown.figures()] == ["one node, bound: makespan (10 to 12)"]
     console = Console(width=170, record=True, file=StringIO())
     console.print(shown.table())
     assert console.export_text().split("\n")[2].split()[:3] == ["one", "node", "bound"]
@@ -105,6 +105,8 @@ def test_the_bound_without_gaps_does_the_shortest_rest_first() -> None:
 
 def test_decisions_are_timed_while_the_queue_stays_as_deep(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decisions, "RUNNING", 20)
-    found = {one["figure"]: one for one in decisions.decision_figures(scheduler.cluster_of(256, 30.0), (10, 20), 40)}
-    assert found["2,048 GPUs, 10 pending: decision p50"]["value"] > 0
-    assert "growth of the mean decision from 10 to 20 pending" in found
+    by_figure = {
+        figure["figure"]: figure for figure in decisions.decision_figures(scheduler.cluster_of(256, 30.0), (10, 20), 40)
+    }
+    assert by_figure["2,048 GPUs, 10 pending: decision p50"]["value"] > 0
+    assert "growth of the mean decision from 10 to 20 pending" in by_figure

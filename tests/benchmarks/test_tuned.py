@@ -40,7 +40,7 @@ def test_seconds_follow_from_each_published_rate() -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "said", "unknown"),
+    ("key", "content", "unknown"),
     [
         ("colour", "red", "colour"),
         ("half", "third", "third"),
@@ -50,9 +50,9 @@ def test_seconds_follow_from_each_published_rate() -> None:
         ("cluster", "a100", "a100"),
     ],
 )
-def test_an_unknown_word_or_another_half_is_an_error(key: str, said: object, unknown: str, tmp_path: Path) -> None:
+def test_an_unknown_word_or_another_half_is_an_error(key: str, content: object, unknown: str, tmp_path: Path) -> None:
     data = yaml.safe_load(FILE.read_text())
-    data["sources"][0]["rows"][0][key] = said
+    data["sources"][0]["rows"][0][key] = content
     (tmp_path / "tuned.yaml").write_text(yaml.safe_dump(data))
     with pytest.raises(ValueError, match=unknown):
         read_rows(tmp_path / "tuned.yaml")
@@ -69,16 +69,16 @@ def test_an_unknown_key_beside_the_rows_is_an_error(where: str, tmp_path: Path) 
 
 def test_a_row_is_answered_as_orc_estimate_does_and_its_error_is_of_what_was_measured() -> None:
     row = next(row for row in read_rows() if row.name == "flagperf-7b-a100-40gb")
-    found = Answered(row, row.answer())
-    assert found.view["settings"]["tp"] == "4"
-    assert found.error == pytest.approx(found.view["step_s"] / 11.43 - 1, abs=1e-3)
+    answer = Answered(row, row.answer())
+    assert answer.view["settings"]["tp"] == "4"
+    assert answer.error == pytest.approx(answer.view["step_s"] / 11.43 - 1, abs=1e-3)
 
 
 def test_only_the_second_half_has_a_bar() -> None:
     row = next(row for row in read_rows() if row.name == "flagperf-7b-a100-40gb")
-    found = Answered(row, row.answer())
-    found = found._replace(view={**found.view, "step_s": row.measured_s / 2})
-    first, second = (half_figures(half, [found]) for half in HALVES)
+    answer = Answered(row, row.answer())
+    answer = answer._replace(view={**answer.view, "step_s": row.measured_s / 2})
+    first, second = (half_figures(half, [answer]) for half in HALVES)
     assert [figure for figure in first if figure["bar"]] == []
     (with_bar,) = (figure for figure in second if figure["bar"])
     assert with_bar["value"] == pytest.approx(50)
@@ -87,9 +87,9 @@ def test_only_the_second_half_has_a_bar() -> None:
 
 def test_a_source_of_few_rows_has_no_order() -> None:
     row = next(row for row in read_rows() if row.name == "flagperf-7b-a100-40gb")
-    found = Answered(row, row.answer())
+    answer = Answered(row, row.answer())
     other_order = [
-        Answered(row._replace(measured_s=6.0 - step_s), {**found.view, "step_s": step_s})
+        Answered(row._replace(measured_s=6.0 - step_s), {**answer.view, "step_s": step_s})
         for step_s in (1.0, 2.0, 3.0, 4.0, 5.0)
     ]
     assert [figure for figure in source_figures("s", other_order[:4]) if figure["bar"]] == []

@@ -91,7 +91,7 @@ Diary = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class ChosenFault:
-    """One fault of a schedule."""
+    """A fault of a schedule."""
 
     kind: str
     gap_s: float  # before it
@@ -103,14 +103,14 @@ class ChosenFault:
 
 
 def schedule(seed: int, faults: int) -> list[ChosenFault]:
-    """The faults that a seed draws; fewer faults are the first ones of more."""
+    """Return the faults that a seed draws; fewer faults are the first ones of more."""
     drawn = random.Random(seed)
-    found = []
+    chosen_faults = []
     for _ in range(faults):
         kind = drawn.choice(list(KINDS))
         gap_s, lasts_s, draw = drawn.uniform(*GAP_S), KINDS[kind] * drawn.uniform(0.1, 1.0), drawn.random()
-        found.append(ChosenFault(kind, gap_s, lasts_s, draw))
-    return found
+        chosen_faults.append(ChosenFault(kind, gap_s, lasts_s, draw))
+    return chosen_faults
 
 
 @dataclass(slots=True)
@@ -118,7 +118,7 @@ class Night:
     """A cluster under faults, and what its clients were told."""
 
     cluster: Cluster
-    asked: int = 0  # submissions
+    submissions: int = 0
     answered: list[str] = field(default_factory=list)
     unanswered: int = 0  # submissions that no service took, however often asked
     waits_s: list[float] = field(default_factory=list)  # until each of the others was answered
@@ -172,11 +172,11 @@ class Night:
 
     def submit(self, seed: int) -> None:
         """Submit a job, under one key to whichever service answers, for as long as a failover may take."""
-        spec, began_s, key = _spec(self.cluster, seed), time.monotonic(), f"chaos-{self.asked}"
-        self.asked += 1
+        spec, began_s, key = _spec(self.cluster, seed), time.monotonic(), f"chaos-{self.submissions}"
+        self.submissions += 1
         while time.monotonic() < began_s + ASKED_S:
             with contextlib.suppress(AssertionError):  # no service yet
-                self.answered.append(self.cluster.asked(lambda client: client.submit(spec, key=key), "an answer", 2.0))
+                self.answered.append(self.cluster.ask(lambda client: client.submit(spec, key=key), "an answer", 2.0))
                 self.waits_s.append(time.monotonic() - began_s)
                 return
             self.cluster.supervise()
@@ -207,17 +207,17 @@ def _pid(made: Cluster, part: str) -> int | None:
 
 
 def _cut_link(made: Cluster, fault: ChosenFault, holder: str) -> Callable[[], None]:
-    """Lose what one host sends to another, or what both send; how that is undone."""
+    """Drop packets from one host to another, or both ways; return the function that undoes it."""
     verb, _, what = fault.kind.partition(" ")
     if what.endswith("PostgreSQL"):
         ways = [(holder, made.database)]
     elif what.endswith("the head"):
         ways = [(str(fault.one_of(NODES)), made.hosts["head"].address)]
     else:
-        one, other = fault.one_of(list(itertools.permutations(made.hosts, 2)))
-        ways = [(one, made.hosts[other].address)]
+        first, other = fault.one_of(list(itertools.permutations(made.hosts, 2)))
+        ways = [(first, made.hosts[other].address)]
         if verb == "cut":
-            ways.append((other, made.hosts[one].address))
+            ways.append((other, made.hosts[first].address))
     for node, to in ways:
         made.cut(node, to)
 
@@ -249,24 +249,24 @@ def _thaw(made: Cluster, pid: int) -> None:
 
 
 def undisturbed(folder: Path, seed: int) -> dict[int, float]:
-    """Loss by step of a run of its own that nothing disturbs."""
-    words = [sys.executable, str(TRAINER), "--seed", str(seed), "--steps", str(STEPS), "--step-s", "0"]
-    subprocess.run([*words, "--output", str(folder)], check=True, capture_output=True, timeout=120)
+    """Return the loss by step of an undisturbed run."""
+    command = [sys.executable, str(TRAINER), "--seed", str(seed), "--steps", str(STEPS), "--step-s", "0"]
+    subprocess.run([*command, "--output", str(folder)], check=True, capture_output=True, timeout=120)
     return {line["step"]: line["loss"] for line in read_diary(folder)}
 
 
 def read_diary(output: Path) -> Diary:
-    """One line per step that any attempt took; a line that a kill cut off is none."""
+    """Return a line per step of any attempt, without lines that a kill cut off."""
     path = output / "diary.jsonl"
-    found = []
+    lines = []
     for line in path.read_text().splitlines() if path.exists() else []:
         with contextlib.suppress(ValueError):
-            found.append(json.loads(line))
-    return found
+            lines.append(json.loads(line))
+    return lines
 
 
 def changed_curves(diaries: Mapping[str, Diary], wanted: Mapping[str, Mapping[int, float]]) -> list[str]:
-    """Jobs whose curve has another loss at a step than an undisturbed run, or lacks a step."""
+    """Return jobs whose curve lacks a step or differs in a loss from an undisturbed run."""
     return [
         job_id
         for job_id, diary in diaries.items()
@@ -276,20 +276,20 @@ def changed_curves(diaries: Mapping[str, Diary], wanted: Mapping[str, Mapping[in
 
 
 def overlaps(spans: Sequence[tuple[tuple[str, int], str, float, float]]) -> list[str]:
-    """Pairs of attempts on one device at once, of spans (device, attempt, from, to)."""
-    found = []
+    """Return pairs of attempts that overlap on a device, from spans (device, attempt, from, to)."""
+    pairs = []
     for device, of_device in itertools.groupby(sorted(spans), key=lambda span: span[0]):
         newest: tuple[str, float] | None = None
         for _, name, began_s, ended_s in sorted(of_device, key=lambda span: span[2]):
             if newest is not None and began_s < newest[1] and name != newest[0]:
-                found.append(f"{newest[0]} and {name} on {device[0]}:{device[1]}")
+                pairs.append(f"{newest[0]} and {name} on {device[0]}:{device[1]}")
             newest = (name, ended_s) if newest is None or ended_s > newest[1] else newest
-    return found
+    return pairs
 
 
 def journalled_spans(jobs: Sequence[Job], events: Sequence[Event]) -> list[tuple[tuple[str, int], str, float, float]]:
-    """From launch to release of each attempt's devices, as the journal has it."""
-    released = {(one.job_id, one.number): one.at_s for one in events if isinstance(one, Released)}
+    """Return the spans from launch to release of each attempt's devices, by the journal."""
+    released = {(event.job_id, event.number): event.at_s for event in events if isinstance(event, Released)}
     return [
         ((part.node, index), attempt.name, attempt.launched_at_s, released.get((job.id, attempt.number), float("inf")))
         for job in jobs
@@ -300,37 +300,39 @@ def journalled_spans(jobs: Sequence[Job], events: Sequence[Event]) -> list[tuple
 
 
 def real_spans(jobs: Sequence[Job], diaries: Mapping[str, Diary]) -> list[tuple[tuple[str, int], str, float, float]]:
-    """From the first to the last step of each attempt, as its processes wrote it."""
-    found = []
+    """Return the spans from the first to the last step of each attempt, by its processes."""
+    spans = []
     for job in jobs:
         for attempt in job.attempts:
             times = [line["at_s"] for line in diaries[job.id] if line["attempt"] == attempt.number]
             for part in attempt.placement if times else ():
-                found += [((part.node, index), attempt.name, min(times), max(times)) for index in part.devices]
-    return found
+                spans += [((part.node, index), attempt.name, min(times), max(times)) for index in part.devices]
+    return spans
 
 
 def not_recorded_once(attempts: Iterable[str], runs: Iterable[tuple[str, bool]]) -> list[str]:
-    """Attempts without exactly one run, or with one that has not ended, of runs (attempt, whether it has ended)."""
-    once, found = Counter((name, True) for name in attempts), Counter(runs)
-    return sorted({name for name, _ in (once - found) + (found - once)})
+    """Return attempts without exactly one ended run, from runs (attempt, whether it has ended)."""
+    once, run_counts = Counter((name, True) for name in attempts), Counter(runs)
+    return sorted({name for name, _ in (once - run_counts) + (run_counts - once)})
 
 
 def records(made: Cluster) -> list[tuple[str, bool]]:
-    """The MLflow runs of attempts: the attempt's name, and whether the run has ended."""
+    """Return the MLflow runs of attempts: the attempt's name, and whether the run has ended."""
     from mlflow import MlflowClient
 
     client = MlflowClient(made.mlflow)
-    experiments = [one.experiment_id for one in client.search_experiments() if one.name != "Default"]
-    found: list[tuple[str, bool]] = []
+    experiments = [
+        experiment.experiment_id for experiment in client.search_experiments() if experiment.name != "Default"
+    ]
+    runs: list[tuple[str, bool]] = []
     token = None
     while True:
         page = client.search_runs(experiments, max_results=1000, page_token=token)
         children = [run for run in page if "mlflow.parentRunId" in run.data.tags]
-        found += [(str(run.info.run_name), run.info.status != "RUNNING") for run in children]
+        runs += [(str(run.info.run_name), run.info.status != "RUNNING") for run in children]
         token = page.token
         if not token:
-            return found
+            return runs
 
 
 # ---------------------------------------------------------------------------------------------------------------- run
@@ -361,27 +363,27 @@ def run(seed: int, faults: int, jobs: int, limit_s: float) -> list[Figure]:
 
 
 def _settled(made: Cluster, patience_s: float) -> tuple[list[Job], list[Event]]:
-    """Ended jobs and events once every job has ended and given back its devices, or `patience_s` have passed.
+    """Return ended jobs and events once all jobs have ended and released their devices, or after `patience_s`.
 
     Only the journal tells: to a service a job has ended as soon as it succeeded, however long its devices take.
     """
-    found: tuple[list[Job], list[Event]] = ([], [])
+    result: tuple[list[Job], list[Event]] = ([], [])
 
     def all_ended() -> bool:
         made.supervise()
         with contextlib.suppress(ServiceError, SQLAlchemyError), closing(Journal(made.dsn, reads_only=True)) as journal:
-            found[0][:], found[1][:] = journal.ended(1_000_000), journal.events()
-            kept = {event.job_id for event in found[1] if isinstance(event, Submitted)}
-            return kept == {job.id for job in found[0]}
+            result[0][:], result[1][:] = journal.ended(1_000_000), journal.events()
+            submitted_ids = {event.job_id for event in result[1] if isinstance(event, Submitted)}
+            return submitted_ids == {job.id for job in result[0]}
         return False
 
     with contextlib.suppress(AssertionError):
         until(all_ended, "the end of all jobs", patience_s, 1.0)
-    return found
+    return result
 
 
 def _undelivered(made: Cluster, patience_s: float) -> int:
-    """How many records MLflow lacks, once it lacks none or `patience_s` have passed."""
+    """Return the number of records that MLflow lacks, once it is 0 or `patience_s` have passed."""
     behind = "SELECT count(*) FROM outbox WHERE id > (SELECT last_row FROM trackers WHERE name = 'mlflow')"
     waiting = [-1]
 
@@ -398,7 +400,7 @@ def _undelivered(made: Cluster, patience_s: float) -> int:
 
 def _figures(night: Night, ended: Sequence[Job], events: Sequence[Event], disturbed_s: float) -> list[Figure]:
     made = night.cluster
-    kept = {event.job_id for event in events if isinstance(event, Submitted)}
+    submitted_ids = {event.job_id for event in events if isinstance(event, Submitted)}
     seeds = {job.id: int(job.spec.command[job.spec.command.index("--seed") + 1]) for job in ended}
     curves = {seed: undisturbed(made.folder / f"undisturbed{seed}", seed) for seed in set(seeds.values())}
     diaries = {job.id: read_diary(JobFolder(made.home, job.id).output) for job in ended}
@@ -416,10 +418,12 @@ def _figures(night: Night, ended: Sequence[Job], events: Sequence[Event], distur
 
     until(answers, "MLflow's answer")
     broken = {
-        "jobs that were answered for and are not in the journal": sorted(set(night.answered) - kept),
-        "submissions that became two jobs": sorted(kept)[night.asked :],
-        "submissions that were answered with one job": sorted((Counter(night.answered) - Counter(kept)).elements()),
-        "jobs that have not ended": sorted(kept - {job.id for job in ended}),
+        "jobs that were answered for and are not in the journal": sorted(set(night.answered) - submitted_ids),
+        "submissions that became two jobs": sorted(submitted_ids)[night.submissions :],
+        "submissions that were answered with one job": sorted(
+            (Counter(night.answered) - Counter(submitted_ids)).elements()
+        ),
+        "jobs that have not ended": sorted(submitted_ids - {job.id for job in ended}),
         "jobs that ended otherwise than expected": [
             f"{job.id}: {job.status}, {job.reason}" for job in ended if job.status is not JobStatus.SUCCEEDED
         ],
@@ -453,13 +457,13 @@ def main() -> int:
     parser.add_argument("--faults", type=int, required=True)
     parser.add_argument("--jobs", type=int, required=True)
     parser.add_argument("--limit-s", type=float, required=True)
-    said = parser.parse_args()
+    options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that hosts are removed
-    figures = run(said.seed, said.faults, said.jobs, said.limit_s)
+    figures = run(options.seed, options.faults, options.jobs, options.limit_s)
     FOLDER.mkdir(exist_ok=True)
     (FOLDER / "chaos.json").write_text(json.dumps(figures, indent=1))
-    counted = f"{figures[0]['value']:g} of {said.faults} faults"
-    Console().print(table(f"chaos, seed {said.seed}, {counted}, {said.jobs} jobs", figures))
+    counted = f"{figures[0]['value']:g} of {options.faults} faults"
+    Console().print(table(f"chaos, seed {options.seed}, {counted}, {options.jobs} jobs", figures))
     return 0 if all(figure["holds"] for figure in figures) else 1
 
 

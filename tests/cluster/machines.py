@@ -66,7 +66,7 @@ Found = TypeVar("Found")
 
 
 def until(holds: Callable[[], Found | None], what: str, patience_s: float = PATIENCE_S, every_s: float = 0.2) -> Found:
-    """What `holds()` answers as soon as it is truthy; fails after `patience_s`."""
+    """Return the first truthy value of `holds()`; fail after `patience_s`."""
     deadline_s = time.monotonic() + patience_s
     while time.monotonic() < deadline_s:
         answer = holds()
@@ -82,7 +82,7 @@ class Part:
 
     name: str
     host: Host
-    words: Sequence[str]
+    command: Sequence[str]
     log: Path
     env: dict[str, str] = field(default_factory=dict)
     process: subprocess.Popen[bytes] | None = None
@@ -90,8 +90,8 @@ class Part:
     def start(self) -> None:
         env = {"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/"), **self.host.env, **self.env}
         with self.log.open("ab") as log:
-            words = self.host.command(*self.words)
-            self.process = subprocess.Popen(words, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            command = self.host.command(*self.command)
+            self.process = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
 
     @property
     def runs(self) -> bool:
@@ -99,7 +99,7 @@ class Part:
 
     @property
     def pid(self) -> int:
-        """By its id here. Raises ProcessLookupError where it has ended."""
+        """Return the process id on this machine; raise ProcessLookupError where the process has ended."""
         if self.process is None or self.process.poll() is not None:
             raise ProcessLookupError(self.name)
         try:
@@ -133,7 +133,7 @@ class Part:
 
 @dataclass(slots=True)
 class Cluster:
-    """Everything that runs, by its name."""
+    """All hosts and processes by name."""
 
     hosts: dict[str, Host]
     home: Path
@@ -153,7 +153,7 @@ class Cluster:
     @property
     def dsn(self) -> str:
         """The journal's address: the primary's and the standby's, whichever can be written to."""
-        both = "&".join(f"host={one}:{DATABASE_PORT}" for one in self.addresses.values())
+        both = "&".join(f"host={address}:{DATABASE_PORT}" for address in self.addresses.values())
         return f"postgresql+psycopg://orc:{postgres.PASSWORD}@/postgres?{both}&target_session_attrs=read-write"
 
     @property
@@ -173,7 +173,7 @@ class Cluster:
         return next(ready, None)
 
     def status(self, node: str, path: str, timeout_s: float = 2.0) -> int | None:
-        """How the service of a node answers; None where it does not."""
+        """Return the status code of a node's service, or None without an answer."""
         import ssl
 
         trusted = ssl.create_default_context(cafile=str(self.folder / "orc.pem"))
@@ -182,15 +182,15 @@ class Cluster:
         except httpx.HTTPError:
             return None
 
-    def asked(self, ask: Callable[[Client], Found], what: str, patience_s: float = PATIENCE_S) -> Found:
-        """The first answer of any service that gives one."""
+    def ask(self, request: Callable[[Client], Found], what: str, patience_s: float = PATIENCE_S) -> Found:
+        """Return the first answer of any service."""
         answers: list[Found] = []
 
         def holds() -> bool:
             for node in ("n0", "n1"):
                 try:
                     with closing(self.client(node)) as client:
-                        answers.append(ask(client))
+                        answers.append(request(client))
                         return True
                 except (ServiceError, httpx.HTTPError):
                     continue
@@ -199,12 +199,12 @@ class Cluster:
         until(holds, what, patience_s)
         return answers[0]
 
-    def ended(self, job_id: str, patience_s: float = PATIENCE_S) -> Any:
-        """The job once it has ended."""
+    def await_end(self, job_id: str, patience_s: float = PATIENCE_S) -> Any:
+        """Return the job once it has ended."""
 
         def job() -> Any:
-            found = self.asked(lambda client: client.job(job_id)[0], f"news of {job_id}")
-            return found if found["status"] not in ("queued", "running") else None
+            record = self.ask(lambda client: client.job(job_id)[0], f"news of {job_id}")
+            return record if record["status"] not in ("queued", "running") else None
 
         return until(job, f"the end of {job_id}", patience_s, 0.5)
 
@@ -289,36 +289,40 @@ class Cluster:
         start, end = (datetime.fromtimestamp(at_s, UTC).isoformat() for at_s in (start_s, end_s))
         planned = MAINTENANCE.format(start=start, end=end, node=node)
         (self.folder / "cluster.yaml").write_text(CLUSTER_TEXT + planned)
-        for one in ("n0", "n1"):
-            self.parts[f"service-{one}"].kill()
-            self.parts[f"service-{one}"].start()
+        for server in ("n0", "n1"):
+            self.parts[f"service-{server}"].kill()
+            self.parts[f"service-{server}"].start()
 
     def peers(self, pid: int) -> set[tuple[str, int, str, int]]:
-        """The TCP connections of a process: its address and port, and those of the other end."""
+        """Return the TCP connections of a process: local address and port, then those of the other end."""
         sockets = set()
         for descriptor in Path(f"/proc/{pid}/fd").iterdir():
             with contextlib.suppress(OSError):
                 sockets.add(os.readlink(descriptor).removeprefix("socket:[").rstrip("]"))
         lines = [line.split() for table in ("tcp", "tcp6") for line in _lines(Path(f"/proc/{pid}/net/{table}"))[1:]]
-        return {(*_end(one[1]), *_end(one[2])) for one in lines if one[3] == ESTABLISHED and one[9] in sockets}
+        return {
+            (*_end(fields[1]), *_end(fields[2]))
+            for fields in lines
+            if fields[3] == ESTABLISHED and fields[9] in sockets
+        }
 
     def ranks(self) -> list[int]:
-        """Process ids of the ranks that run on any host."""
-        found = []
+        """Return the process ids of the ranks on all hosts."""
+        pids = []
         for pid in _processes():
             with contextlib.suppress(OSError):
                 command = Path(f"/proc/{pid}/cmdline").read_bytes()
                 if b"guard.py" in command and str(self.home).encode() in command:
-                    found.append(pid)
-        return sorted(found)
+                    pids.append(pid)
+        return sorted(pids)
 
     def launchers(self) -> list[int]:
-        """Process ids of the launchers."""
-        found = set()
+        """Return the process ids of the launchers."""
+        pids = set()
         for pid in self.ranks():
             with contextlib.suppress(OSError):
-                found.add(int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]))
-        return sorted(found)
+                pids.add(int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]))
+        return sorted(pids)
 
     def raylet(self, node: str) -> int | None:
         """Process id of a node's raylet."""
@@ -344,14 +348,14 @@ def cluster(*, standby_database: bool = True, own_disk: bool = False) -> Iterato
     """
     if postgres.programs() is None or postgres.owner() != "postgres":
         pytest.skip("no PostgreSQL on this machine")
-    with hosts(["head", *NODES], own_disk=own_disk) as found:
-        head = found["head"]
+    with hosts(["head", *NODES], own_disk=own_disk) as machines:
+        head = machines["head"]
         database = f"{head.address.rpartition('.')[0]}.100"
-        addresses = {"head": database, "n2": found["n2"].address}
-        made = Cluster(hosts=found, home=head.shared / "home", addresses=addresses)
+        addresses = {"head": database, "n2": machines["n2"].address}
+        made = Cluster(hosts=machines, home=head.shared / "home", addresses=addresses)
         prepare(made.home)
         token = secrets.token_hex(32)
-        for host in found.values():
+        for host in machines.values():
             host.run("ip", "route", "add", "default", "dev", "e0")
             host.env |= {"ORC_HOME": str(made.home), "OMP_NUM_THREADS": "1", **RAY_ENV}
             host.env |= {
@@ -377,10 +381,10 @@ def cluster(*, standby_database: bool = True, own_disk: bool = False) -> Iterato
 
 def _certificate(made: Cluster) -> None:
     names = ",".join(f"IP:{host.address}" for host in made.hosts.values())
-    words = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-    words += ["-days", "2", "-subj", "/CN=orc", "-addext", f"subjectAltName={names}"]
-    words += ["-out", str(made.folder / "orc.pem"), "-keyout", str(made.folder / "orc.key")]
-    subprocess.run(words, check=True, capture_output=True)
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    command += ["-days", "2", "-subj", "/CN=orc", "-addext", f"subjectAltName={names}"]
+    command += ["-out", str(made.folder / "orc.pem"), "-keyout", str(made.folder / "orc.key")]
+    subprocess.run(command, check=True, capture_output=True)
 
 
 def _databases(made: Cluster, *, with_standby: bool) -> None:
@@ -401,20 +405,20 @@ def _databases(made: Cluster, *, with_standby: bool) -> None:
         made.attach_standby()
 
 
-def _as_postgres(program: str, *words: str) -> list[str]:
+def _as_postgres(program: str, *arguments: str) -> list[str]:
     """A program of PostgreSQL, or of the system, run by the user who may."""
     folder, user = postgres.programs(), pwd.getpwnam("postgres")
     assert folder is not None
     path = str(folder / program) if (folder / program).exists() else program
-    return ["setpriv", f"--reuid={user.pw_uid}", f"--regid={user.pw_gid}", "--clear-groups", path, *words]
+    return ["setpriv", f"--reuid={user.pw_uid}", f"--regid={user.pw_gid}", "--clear-groups", path, *arguments]
 
 
 def _server() -> list[str]:
-    words = _as_postgres("postgres", "-D", "/tmp/pg/data", "-c", "unix_socket_directories=/tmp/pg")
+    command = _as_postgres("postgres", "-D", "/tmp/pg/data", "-c", "unix_socket_directories=/tmp/pg")
     settings = ["listen_addresses=*", f"port={DATABASE_PORT}"]
     # a link that was cut is seen before a lease ends
     settings += ["wal_sender_timeout=5s", "wal_receiver_timeout=5s", "wal_receiver_status_interval=1s"]
-    return [*words, *(word for setting in settings for word in ("-c", setting))]
+    return [*command, *(word for setting in settings for word in ("-c", setting))]
 
 
 def _answers(made: Cluster, address: str) -> bool:
@@ -431,10 +435,10 @@ def _ray(made: Cluster) -> None:
             ["--head", f"--port={RAY_PORT}", "--include-dashboard=false"] if name == "head" else [f"--address={head}"]
         )
         devices = "{}" if name == "head" else '{"gpu0": 1, "gpu1": 1}'
-        words = [sys.executable, "-m", "orchestrator.backends.ray.address", host.address, "start", *where, "--block"]
-        words += [f"--node-ip-address={host.address}", f"--temp-dir=/tmp/ray-{name}", "--num-cpus=1", "--num-gpus=0"]
-        words += [f"--resources={devices}", f"--labels=orc-node={name}", f"--object-store-memory={80 * 2**20}"]
-        _add(made, f"ray-{name}", name, [*words, "--disable-usage-stats", "--include-log-monitor=false"])
+        command = [sys.executable, "-m", "orchestrator.backends.ray.address", host.address, "start", *where, "--block"]
+        command += [f"--node-ip-address={host.address}", f"--temp-dir=/tmp/ray-{name}", "--num-cpus=1", "--num-gpus=0"]
+        command += [f"--resources={devices}", f"--labels=orc-node={name}", f"--object-store-memory={80 * 2**20}"]
+        _add(made, f"ray-{name}", name, [*command, "--disable-usage-stats", "--include-log-monitor=false"])
         if name == "head":
             until(lambda: "Ray runtime started" in made.parts["ray-head"].tail(), "Ray's head")
     for name in NODES:
@@ -442,7 +446,7 @@ def _ray(made: Cluster) -> None:
 
 
 def _mlflow(made: Cluster) -> None:
-    words = [
+    command = [
         sys.executable,
         "-m",
         "mlflow",
@@ -454,17 +458,17 @@ def _mlflow(made: Cluster) -> None:
         "--workers",
         "1",
     ]
-    words += ["--backend-store-uri", "sqlite:////tmp/mlflow.db", "--artifacts-destination", "/tmp/mlflow-artifacts"]
-    words += ["--allowed-hosts", "*"]
+    command += ["--backend-store-uri", "sqlite:////tmp/mlflow.db", "--artifacts-destination", "/tmp/mlflow-artifacts"]
+    command += ["--allowed-hosts", "*"]
     env = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
-    _add(made, "mlflow", "head", words, env)
+    _add(made, "mlflow", "head", command, env)
 
 
 def _services(made: Cluster) -> None:
     (made.folder / "cluster.yaml").write_text(CLUSTER_TEXT)
     env = {"ORC_JOURNAL": made.dsn, "ORC_MLFLOW": made.mlflow}
     allowed = [word for node in ("n0", "n1") for word in ("--allowed-host", made.hosts[node].address)]
-    words = [
+    command = [
         sys.executable,
         "-m",
         "orchestrator.cli",
@@ -474,16 +478,16 @@ def _services(made: Cluster) -> None:
         f"0.0.0.0:{SERVICE_PORT}",
         *allowed,
     ]
-    words += ["--cluster", str(made.folder / "cluster.yaml"), "--ray", f"{made.hosts['head'].address}:{RAY_PORT}"]
-    words += ["--tls-cert", str(made.folder / "orc.pem"), "--tls-key", str(made.folder / "orc.key")]
-    _add(made, "service-n0", "n0", words, env)
+    command += ["--cluster", str(made.folder / "cluster.yaml"), "--ray", f"{made.hosts['head'].address}:{RAY_PORT}"]
+    command += ["--tls-cert", str(made.folder / "orc.pem"), "--tls-key", str(made.folder / "orc.key")]
+    _add(made, "service-n0", "n0", command, env)
     until(lambda: made.serving() == "n0" or not made.parts["service-n0"].runs, "the service")
     assert made.parts["service-n0"].runs, made.parts["service-n0"].tail()
-    _add(made, "service-n1", "n1", words, env)
+    _add(made, "service-n1", "n1", command, env)
 
 
-def _add(made: Cluster, name: str, host: str, words: Sequence[str], env: dict[str, str] | None = None) -> None:
-    part = Part(name, made.hosts[host], words, made.folder / f"{name}.log", env or {})
+def _add(made: Cluster, name: str, host: str, command: Sequence[str], env: dict[str, str] | None = None) -> None:
+    part = Part(name, made.hosts[host], command, made.folder / f"{name}.log", env or {})
     made.parts[name] = part
     part.start()
 

@@ -1,4 +1,4 @@
-"""What judges a night of faults is judged: schedules repeat, and each law finds its planted breach."""
+"""Checks of the judge of nights of faults: schedules repeat, and each law finds its planted breach."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def submit(cluster: Cluster, text: str, name: str) -> str:
     file = cluster.folder / f"{name}.yaml"
     file.write_text(text)
     spec = read_job(file).model_dump(mode="json")
-    return cluster.asked(lambda client: client.submit(spec), f"the submission of {name}")
+    return cluster.ask(lambda client: client.submit(spec), f"the submission of {name}")
 
 
 def decoder(cluster: Cluster, name: str, gpus: int, steps: int = STEPS) -> str:
@@ -75,19 +75,19 @@ def decoder(cluster: Cluster, name: str, gpus: int, steps: int = STEPS) -> str:
 
 
 def losses(cluster: Cluster, job_id: str) -> dict[int, float]:
-    """Loss by optimizer step, over all attempts; a step that was repeated has to give the same loss."""
-    found: dict[int, float] = {}
+    """Return the loss by optimizer step over all attempts; a repeated step must give the same loss."""
+    by_step: dict[int, float] = {}
     for path in sorted((cluster.home / "jobs" / job_id / "attempts").glob("*/metrics.jsonl")):
         for line in path.read_text().splitlines():
-            told = json.loads(line)
-            assert told["loss"] == pytest.approx(found.get(told["step"], told["loss"]), rel=1e-3)
-            found[told["step"]] = told["loss"]
-    return found
+            row = json.loads(line)
+            assert row["loss"] == pytest.approx(by_step.get(row["step"], row["loss"]), rel=1e-3)
+            by_step[row["step"]] = row["loss"]
+    return by_step
 
 
 def nodes_of(job: Mapping[str, Any]) -> list[set[str]]:
-    """The nodes of each attempt."""
-    return [set(re.findall(r"n\d", one["placement"])) for one in job["attempts"]]
+    """Return the nodes of each attempt."""
+    return [set(re.findall(r"n\d", attempt["placement"])) for attempt in job["attempts"]]
 
 
 def saves(cluster: Cluster, job_id: str) -> None:
@@ -95,18 +95,18 @@ def saves(cluster: Cluster, job_id: str) -> None:
     until(lambda: checkpoint_folder.latest_complete(folder), f"a checkpoint of {job_id}")
 
 
-def logged_s(cluster: Cluster, node: str, words: str) -> float:
-    """The time of the newest line of a node's service with these words."""
+def logged_s(cluster: Cluster, node: str, text: str) -> float:
+    """Return the time of the newest log line of a node's service that contains `text`."""
     lines = cluster.parts[f"service-{node}"].log.read_text().splitlines()
-    newest = next(line for line in reversed(lines) if words in line)
+    newest = next(line for line in reversed(lines) if text in line)
     return datetime.strptime(newest[:23], "%Y-%m-%d %H:%M:%S,%f").timestamp()
 
 
 def actions(cluster: Cluster, node: str) -> list[tuple[float, str]]:
-    """When a node's service launched or stopped what."""
+    """Return the times and lines of launches and stops by a node's service."""
     lines = cluster.parts[f"service-{node}"].log.read_text().splitlines()
-    said = [line for line in lines if " action " in line]
-    return [(datetime.strptime(line[:23], "%Y-%m-%d %H:%M:%S,%f").timestamp(), line) for line in said]
+    action_lines = [line for line in lines if " action " in line]
+    return [(datetime.strptime(line[:23], "%Y-%m-%d %H:%M:%S,%f").timestamp(), line) for line in action_lines]
 
 
 def only_after_a_loss(job: Mapping[str, Any]) -> None:
@@ -128,7 +128,7 @@ def roles(cluster: Cluster) -> tuple[str, str]:
 def test_a_gang_over_two_hosts_trains_as_one_host_does(hosts_of_our_own: Cluster) -> None:
     cluster = hosts_of_our_own
     wide, narrow = decoder(cluster, "wide", 4), decoder(cluster, "narrow", 2)
-    jobs = [cluster.ended(wide), cluster.ended(narrow)]
+    jobs = [cluster.await_end(wide), cluster.await_end(narrow)]
     assert [job["status"] for job in jobs] == ["succeeded"] * 2, jobs
     assert [len(nodes_of(job)[0]) for job in jobs] == [2, 1]
     assert list(losses(cluster, wide)) == list(range(1, STEPS + 1))
@@ -138,28 +138,30 @@ def test_a_gang_over_two_hosts_trains_as_one_host_does(hosts_of_our_own: Cluster
 def test_a_gang_of_two_hosts_stays_in_one_rack_and_its_ranks_talk_by_the_hosts_addresses(
     hosts_of_our_own: Cluster,
 ) -> None:
-    """By name and by load n0 and n1 would do as well, but they stand in two racks."""
+    """Nodes n0 and n1 would suit by name and load, but they stand in two racks."""
     cluster = hosts_of_our_own
     job_id = decoder(cluster, "racked", 4, steps=300)
     saves(cluster, job_id)  # every rank has spoken to every other by then
     ranks = [(pid, cluster.peers(pid)) for pid in cluster.ranks()]
     addresses = {name: host.address for name, host in cluster.hosts.items()}
-    job = cluster.ended(job_id)
+    job = cluster.await_end(job_id)
     assert job["status"] == "succeeded", job
     assert all(nodes == {"n1", "n2"} for nodes in nodes_of(job)), job
-    ends = [(own, other) for _, found in ranks for own, _, other, _ in found]
+    ends = [(local, other) for _, connections in ranks for local, _, other, _ in connections]
     assert len(ranks) == 4
     assert not [pair for pair in ends if pair[0].startswith("127.") or pair[1].startswith("127.")], "by the loopback"
     assert {other for _, other in ends} == {addresses["n1"], addresses["n2"]}
-    for _, found in ranks:
-        assert {other for _, _, other, _ in found} == {addresses["n1"], addresses["n2"]}, "not with every other rank"
+    for _, connections in ranks:
+        assert {other for _, _, other, _ in connections} == {addresses["n1"], addresses["n2"]}, (
+            "not with every other rank"
+        )
 
 
 def test_out_of_memory_on_the_device_of_a_host_is_recovered_from(hosts_of_our_own: Cluster) -> None:
     cluster = hosts_of_our_own
     script = Path(__file__).parents[2] / "jobs" / "demo" / "train_bytes.py"
     text = FOREIGN.format(python=sys.executable, script=script, folder=cluster.folder)
-    job = cluster.ended(submit(cluster, text, "foreign"))
+    job = cluster.await_end(submit(cluster, text, "foreign"))
     assert job["status"] == "succeeded", job
     outcomes = [attempt["outcome"] for attempt in job["attempts"]]
     assert outcomes[0] == "device_oom"
@@ -169,12 +171,12 @@ def test_out_of_memory_on_the_device_of_a_host_is_recovered_from(hosts_of_our_ow
 def test_a_drained_host_takes_nothing_new(hosts_of_our_own: Cluster) -> None:
     cluster = hosts_of_our_own
     for node in ("n0", "n1"):
-        cluster.asked(lambda client, node=node: client.drain(node, undo=False), f"the drain of {node}")
+        cluster.ask(lambda client, node=node: client.drain(node, undo=False), f"the drain of {node}")
     try:
-        job = cluster.ended(decoder(cluster, "away", 2))
+        job = cluster.await_end(decoder(cluster, "away", 2))
     finally:
         for node in ("n0", "n1"):
-            cluster.asked(lambda client, node=node: client.drain(node, undo=True), f"the end of the drain of {node}")
+            cluster.ask(lambda client, node=node: client.drain(node, undo=True), f"the end of the drain of {node}")
     assert job["status"] == "succeeded"
     assert nodes_of(job) == [{"n2"}]
 
@@ -182,15 +184,15 @@ def test_a_drained_host_takes_nothing_new(hosts_of_our_own: Cluster) -> None:
 def test_a_host_that_is_cut_off_is_lost_and_its_job_goes_on_elsewhere(hosts_of_our_own: Cluster) -> None:
     cluster = hosts_of_our_own
     for node in ("n0", "n1"):
-        cluster.asked(lambda client, node=node: client.drain(node, undo=False), f"the drain of {node}")
+        cluster.ask(lambda client, node=node: client.drain(node, undo=False), f"the drain of {node}")
     job_id = decoder(cluster, "moves", 2, steps=MOVED_STEPS)
     saves(cluster, job_id)
     for node in ("n0", "n1"):
-        cluster.asked(lambda client, node=node: client.drain(node, undo=True), f"the end of the drain of {node}")
+        cluster.ask(lambda client, node=node: client.drain(node, undo=True), f"the end of the drain of {node}")
     cluster.set_synchronous("")  # the standby database is cut off, too: nothing could be committed
     cluster.hosts["n2"].cut()
     try:
-        job = cluster.ended(job_id)
+        job = cluster.await_end(job_id)
     finally:
         cluster.hosts["n2"].heal()
     assert job["status"] == "succeeded", job
@@ -202,14 +204,14 @@ def test_a_host_that_is_cut_off_is_lost_and_its_job_goes_on_elsewhere(hosts_of_o
     assert json.loads(second[0])["step"] > 4, "from its checkpoint"
     cluster.parts["ray-n2"].kill()
     cluster.parts["ray-n2"].start()
-    until(lambda: "n2" in cluster.asked(lambda client: [one["name"] for one in client.cluster()["nodes"]], "n2"), "n2")
+    until(lambda: "n2" in cluster.ask(lambda client: [node["name"] for node in client.cluster()["nodes"]], "n2"), "n2")
     cluster.await_replication()
 
 
 def test_a_host_is_left_before_its_maintenance_and_taken_again_after_it(hosts_of_our_own: Cluster) -> None:
     cluster = hosts_of_our_own
     for node in ("n0", "n1"):
-        cluster.asked(lambda client, node=node: client.drain(node, undo=False), f"the drain of {node}")
+        cluster.ask(lambda client, node=node: client.drain(node, undo=False), f"the drain of {node}")
     try:
         leaves = decoder(cluster, "leaves", 2, steps=MOVED_STEPS)
         saves(cluster, leaves)
@@ -217,15 +219,17 @@ def test_a_host_is_left_before_its_maintenance_and_taken_again_after_it(hosts_of
         end_s = start_s + MAINTAINED_S
         cluster.maintain("n2", start_s, end_s)
         waits = decoder(cluster, "waits", 2)  # no other host takes anything
-        jobs = [cluster.ended(leaves), cluster.ended(waits)]
+        jobs = [cluster.await_end(leaves), cluster.await_end(waits)]
     finally:
         for node in ("n0", "n1"):
-            cluster.asked(lambda client, node=node: client.drain(node, undo=True), f"the end of the drain of {node}")
+            cluster.ask(lambda client, node=node: client.drain(node, undo=True), f"the end of the drain of {node}")
     assert [job["status"] for job in jobs] == ["succeeded"] * 2, jobs
     first, *later = jobs[0]["attempts"]
     assert (first["outcome"], nodes_of(jobs[0])[0]) == ("moved", {"n2"}), jobs[0]
     assert first["ended_at_s"] < start_s, "it ran into the maintenance"
-    assert all(one["launched_at_s"] >= end_s for one in (*later, *jobs[1]["attempts"])), "one began in the maintenance"
+    assert all(attempt["launched_at_s"] >= end_s for attempt in (*later, *jobs[1]["attempts"])), (
+        "one began in the maintenance"
+    )
     assert list(losses(cluster, leaves)) == list(range(1, MOVED_STEPS + 1))
 
 
@@ -243,8 +247,8 @@ def test_a_standby_takes_over_from_a_killed_service_and_its_jobs_run_on(hosts_of
     owned_s, serving_s = (logged_s(cluster, other, what) - killed_s for what in ("is owned by this", "serving home="))
     print(f"failover: lease {owned_s:.1f} s, serving {serving_s:.1f} s, next decision {decided_s:.1f} s")
     assert cluster.serving() == other
-    for one in (job_id, next_id):
-        job = cluster.ended(one)
+    for running_id in (job_id, next_id):
+        job = cluster.await_end(running_id)
         assert (job["status"], len(job["attempts"])) == ("succeeded", 1), job
     assert decided_s <= FAILOVER_S
 
@@ -260,7 +264,7 @@ def test_a_holder_that_is_cut_off_from_the_journal_acts_no_more(hosts_of_our_own
         until(lambda: cluster.serving() == other, "the other service")
         print(f"the other service decides after {time.time() - cut_s:.1f} s")
         next_id = decoder(cluster, "behind", 2)
-        jobs = [cluster.ended(job_id), cluster.ended(next_id)]
+        jobs = [cluster.await_end(job_id), cluster.await_end(next_id)]
         until(lambda: not cluster.parts[f"service-{holder}"].runs, "the end of the holder that was cut off")
         print(f"the holder that was cut off has ended after {time.time() - cut_s:.1f} s")
     finally:
@@ -278,7 +282,7 @@ def test_a_holder_that_is_cut_off_from_the_journal_acts_no_more(hosts_of_our_own
 def test_the_queue_goes_on_when_the_primary_database_is_lost_and_nothing_is_missing(hosts_of_our_own: Cluster) -> None:
     cluster = hosts_of_our_own
     before = [decoder(cluster, f"kept{number}", 2) for number in range(2)]
-    known = len(cluster.events())
+    count = len(cluster.events())
     cluster.promote()
 
     def goes_on() -> bool:
@@ -288,8 +292,8 @@ def test_the_queue_goes_on_when_the_primary_database_is_lost_and_nothing_is_miss
     until(goes_on, "a service on the other database")
     after = decoder(cluster, "after", 2)
     for job_id in (*before, after):
-        assert cluster.ended(job_id)["status"] == "succeeded"
-    assert len(cluster.events()) > known
+        assert cluster.await_end(job_id)["status"] == "succeeded"
+    assert len(cluster.events()) > count
     ended = [(event.job_id, event.number) for event in cluster.events() if isinstance(event, Finished)]
     assert len(ended) == len(set(ended))
 
@@ -301,12 +305,14 @@ def test_no_job_of_all_has_two_records_or_none(hosts_of_our_own: Cluster) -> Non
     cluster = hosts_of_our_own
 
     def told() -> tuple[list[str], list[str]]:
-        jobs = cluster.asked(lambda client: client.jobs(1000), "the jobs")
-        wanted = [f"{job['id']}-{one['number']}" for job in jobs for one in job["attempts"]]
+        jobs = cluster.ask(lambda client: client.jobs(1000), "the jobs")
+        wanted = [f"{job['id']}-{attempt['number']}" for job in jobs for attempt in job["attempts"]]
         client = MlflowClient(cluster.mlflow)
-        experiments = [one.experiment_id for one in client.search_experiments() if one.name != "Default"]
+        experiments = [
+            experiment.experiment_id for experiment in client.search_experiments() if experiment.name != "Default"
+        ]
         runs = client.search_runs(experiments, "attributes.status != 'RUNNING'", max_results=1000)
-        return sorted(wanted), sorted(one.info.run_name for one in runs if "mlflow.parentRunId" in one.data.tags)
+        return sorted(wanted), sorted(run.info.run_name for run in runs if "mlflow.parentRunId" in run.data.tags)
 
     until(lambda: (both := told())[0] == both[1], f"one record per attempt {told()}")
     with closing(cluster.client(cluster.serving() or "n0")) as client:

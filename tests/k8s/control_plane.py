@@ -29,7 +29,7 @@ NAMESPACE = "orc"
 
 
 class Refused(Exception):
-    """What the server answered instead."""
+    """The server's error in place of an answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,37 +43,37 @@ class ControlPlane:
         cache = self.kubeconfig.with_name("cache")
         return [kubectl(), "--kubeconfig", str(self.kubeconfig), "--cache-dir", str(cache)]
 
-    def run(self, *arguments: str, given: str | None = None) -> str:
-        """What kubectl printed. Raises Refused with what it said."""
+    def run(self, *arguments: str, stdin: str | None = None) -> str:
+        """Return kubectl's output; raise Refused with its errors."""
         ended = subprocess.run(
-            [*self._command, *arguments], input=given, capture_output=True, text=True, timeout=COMMAND_S, check=False
+            [*self._command, *arguments], input=stdin, capture_output=True, text=True, timeout=COMMAND_S, check=False
         )
         if ended.returncode != 0:
             raise Refused(f"{ended.stderr}{ended.stdout}")
         return ended.stdout
 
     def apply(self, manifests: Sequence[Manifest], *arguments: str) -> list[str]:
-        """What the server took, a line each; server-side, as the guide says."""
-        return self.run("apply", "--server-side", *arguments, "-f", "-", given=as_text(manifests)).splitlines()
+        """Apply server-side, as the guide does; return a line per accepted object."""
+        return self.run("apply", "--server-side", *arguments, "-f", "-", stdin=as_text(manifests)).splitlines()
 
     def get(self, kind: str, name: str) -> Manifest:
-        """One object of the namespace."""
+        """Return an object of the namespace."""
         return dict(json.loads(self.run("get", kind, name, "-n", NAMESPACE, "-o", "json")))
 
     def all(self, kind: str, *arguments: str) -> list[Manifest]:
-        """All objects of a kind in the namespace."""
+        """Return the objects of a kind in the namespace."""
         return list(json.loads(self.run("get", kind, "-n", NAMESPACE, "-o", "json", *arguments))["items"])
 
     def may(self, user: str, verb: str, resource: str) -> bool:
-        """Whether RBAC lets `user` do that in the namespace."""
+        """Return whether RBAC allows `user` the verb in the namespace."""
         kind, _, part = resource.partition("/")
         command = [*self._command, "auth", "can-i", verb, kind, "-n", NAMESPACE, "--as", user, f"--subresource={part}"]
-        said = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_S, check=False)
-        assert said.stdout.strip() in ("yes", "no"), said
-        return said.stdout.strip() == "yes"
+        process = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_S, check=False)
+        assert process.stdout.strip() in ("yes", "no"), process
+        return process.stdout.strip() == "yes"
 
     def knows_ray(self) -> bool:
-        """Whether the server's list of kinds, which kubectl goes by, has RayClusters."""
+        """Return whether the server's list of kinds, which kubectl reads, has RayClusters."""
         try:
             kinds = self.run("api-resources", "--api-group=ray.io", "--cached=false", "-o", "name")
         except Refused:  # it has the group, and not yet what is in it
@@ -84,7 +84,7 @@ class ControlPlane:
         """Write the status of an object, as a kubelet does; `path` is the object's below the API."""
         old = json.loads(self.run("get", "--raw", path))
         del old["metadata"]["resourceVersion"]  # the last writer wins: controllers write beside us
-        self.run("replace", "--raw", f"{path}/status", "-f", "-", given=json.dumps({**old, "status": status}))
+        self.run("replace", "--raw", f"{path}/status", "-f", "-", stdin=json.dumps({**old, "status": status}))
 
     def add_node(self, name: str, capacity: Manifest) -> None:
         """A node that takes pods and has no kubelet: it stands for 40 s, then counts as lost."""
@@ -121,7 +121,7 @@ class ControlPlane:
             )
 
     def make_ray_pods(self) -> None:
-        """What KubeRay's operator would do now."""
+        """Create the pods that KubeRay's operator would create."""
         self.apply(objects_of(self.get("raycluster", "orc-ray")))
 
 
@@ -136,7 +136,7 @@ def as_text(manifests: Sequence[Manifest]) -> str:
 def for_this_server(manifests: Sequence[Manifest], folder: Path) -> list[Manifest]:
     """The same as Kubernetes 1.20 takes it; kinds whose definitions are not at hand are left out."""
     file = folder / "manifests.yaml"
-    file.write_text(as_text([one for one in manifests if one["kind"] not in OPERATED]))
+    file.write_text(as_text([manifest for manifest in manifests if manifest["kind"] not in OPERATED]))
     return list(yaml.load_all(_older(file), Loader=LOADER))
 
 
@@ -147,7 +147,7 @@ def _older(*files: Path) -> str:
 
 @contextmanager
 def control_plane(folder: Path) -> Iterator[ControlPlane]:
-    """One that knows RayClusters, until the end of the block; the test is skipped where a part is absent."""
+    """Yield a control plane that knows RayClusters; skip the test where a part is absent."""
     for program in NEEDED:
         if shutil.which(program) is None:
             pytest.skip(f"{program} is missing (Debian: etcd-server, openssl, curl, xz-utils)")
@@ -157,7 +157,7 @@ def control_plane(folder: Path) -> Iterator[ControlPlane]:
         up = subprocess.run([str(script), "up", str(folder)], capture_output=True, text=True, timeout=UP_S, check=False)
         assert up.returncode == 0, up.stderr
         plane = ControlPlane(kubeconfig=Path(up.stdout.strip()))
-        plane.run("apply", "--server-side", "-f", "-", given=_older(definitions))
+        plane.run("apply", "--server-side", "-f", "-", stdin=_older(definitions))
         eventually("the server knows RayClusters", plane.knows_ray)
         yield plane
     finally:

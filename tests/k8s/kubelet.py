@@ -77,10 +77,10 @@ class Kubelet:
         self.hosts.write_text("\n".join(lines) + "\n")
 
     def reserve(self, name: str, *names: str) -> str:
-        """The address that the pod of this name will have, known to all under `names`."""
+        """Return the future address of the pod of this name, which resolves under `names` too."""
         address = f"{NET}.{10 + len(self.names)}"
-        for known in (name, *names):
-            self.names[known] = address
+        for alias in (name, *names):
+            self.names[alias] = address
         self.write_hosts()
         return address
 
@@ -92,8 +92,8 @@ class Kubelet:
         folder.mkdir(parents=True)
         namespace = f"orct{len(self.pods)}"
         veth = f"orctv{len(self.pods)}"
-        one = RunningPod(name=name, namespace=namespace, address=address, folder=folder, manifest=pod)
-        self.pods[name] = one
+        running = RunningPod(name=name, namespace=namespace, address=address, folder=folder, manifest=pod)
+        self.pods[name] = running
         _run("ip", "netns", "add", namespace)
         _run("ip", "link", "add", veth, "type", "veth", "peer", "name", "eth0", "netns", namespace)
         _run("ip", "link", "set", veth, "master", BRIDGE, "up")
@@ -102,37 +102,37 @@ class Kubelet:
         _run("ip", "-n", namespace, "link", "set", "eth0", "up")
         _run("ip", "-n", namespace, "route", "add", "default", "via", f"{NET}.1")
         for container in pod["spec"].get("initContainers", ()):
-            self._start(one, container).wait(SEEN_S * 3)
+            self._start(running, container).wait(SEEN_S * 3)
         for container in pod["spec"]["containers"]:
-            one.processes[container["name"]] = self._start(one, container)
-        return one
+            running.processes[container["name"]] = self._start(running, container)
+        return running
 
-    def _start(self, one: RunningPod, container: Manifest) -> subprocess.Popen[bytes]:
+    def _start(self, pod: RunningPod, container: Manifest) -> subprocess.Popen[bytes]:
         command = [*container["command"], *container.get("args", ())]
-        script = "\n".join(self._mounts(one, container))
+        script = "\n".join(self._mounts(pod, container))
         inside = (
-            f"set -e\n{script}\nhostname {one.name}\ncd {container.get('workingDir', '/')}\n"
-            f"exec {shlex.join(_confined(one, container))} {shlex.join(command)}"
+            f"set -e\n{script}\nhostname {pod.name}\ncd {container.get('workingDir', '/')}\n"
+            f"exec {shlex.join(_confined(pod, container))} {shlex.join(command)}"
         )
-        with one.log(container["name"]).open("ab") as log:
+        with pod.log(container["name"]).open("ab") as log:
             return subprocess.Popen(
-                ["ip", "netns", "exec", one.namespace, "unshare", "--mount", "--uts", "bash", "-c", inside],
-                env=self._environment(one, container),
+                ["ip", "netns", "exec", pod.namespace, "unshare", "--mount", "--uts", "bash", "-c", inside],
+                env=self._environment(pod, container),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
             )
 
-    def _mounts(self, one: RunningPod, container: Manifest) -> Iterator[str]:
-        volumes = {volume["name"]: volume for volume in one.manifest["spec"]["volumes"]}
+    def _mounts(self, pod: RunningPod, container: Manifest) -> Iterator[str]:
+        volumes = {volume["name"]: volume for volume in pod.manifest["spec"]["volumes"]}
         yield from _covered(self.hosts)
-        yield f"echo {one.address} {one.name} >> /etc/hosts"
+        yield f"echo {pod.address} {pod.name} >> /etc/hosts"
         last = ("/dev/shm", "/tmp")  # what is mounted elsewhere comes from below them
         order = {path: number for number, path in enumerate(last, 1)}
-        mounts = sorted(container.get("volumeMounts", ()), key=lambda one: order.get(one["mountPath"], 0))
+        mounts = sorted(container.get("volumeMounts", ()), key=lambda mount: order.get(mount["mountPath"], 0))
         for mount in mounts:
-            source = self._source(one, volumes[mount["name"]])
+            source = self._source(pod, volumes[mount["name"]])
             if "subPath" in mount:
                 source /= mount["subPath"]
             target = mount["mountPath"]
@@ -143,13 +143,13 @@ class Kubelet:
         assert container["securityContext"]["readOnlyRootFilesystem"], container["name"]
         yield "\n".join(f"mount -o remount,bind,ro /{place}" for place in (*COVERED, ""))
 
-    def _source(self, one: RunningPod, volume: Manifest) -> Path:
-        """The folder behind a volume, filled where an object of the API fills it."""
-        folder = one.folder / "volumes" / volume["name"]
+    def _source(self, pod: RunningPod, volume: Manifest) -> Path:
+        """Return the folder behind a volume, with the files of its Secret or ConfigMap."""
+        folder = pod.folder / "volumes" / volume["name"]
         if "persistentVolumeClaim" in volume:
             folder = self.folder / "claims" / volume["persistentVolumeClaim"]["claimName"]
         folder.mkdir(parents=True, exist_ok=True)
-        group = one.manifest["spec"]["securityContext"]["fsGroup"]
+        group = pod.manifest["spec"]["securityContext"]["fsGroup"]
         os.chown(folder, 0, group)
         folder.chmod(0o2777 if "emptyDir" in volume else 0o2775)
         kind = "secret" if "secret" in volume else "configMap"
@@ -163,16 +163,16 @@ class Kubelet:
                 file.chmod(wanted.get("defaultMode", 0o644))
         return folder
 
-    def _environment(self, one: RunningPod, container: Manifest) -> dict[str, str]:
-        """What the image and the manifest say, and nothing of ours."""
+    def _environment(self, pod: RunningPod, container: Manifest) -> dict[str, str]:
+        """Return the environment of image and manifest, without that of the test."""
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         env = {"PATH": path, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         env["GRPC_DNS_RESOLVER"] = "native"  # gRPC's own asks a DNS server for what the file of host names lacks
         for variable in container.get("env", ()):
-            env[variable["name"]] = self._value(one, variable)
+            env[variable["name"]] = self._value(pod, variable)
         return env
 
-    def _value(self, one: RunningPod, variable: Manifest) -> str:
+    def _value(self, pod: RunningPod, variable: Manifest) -> str:
         source = variable.get("valueFrom")
         if source is None:
             return str(variable.get("value", ""))
@@ -181,56 +181,56 @@ class Kubelet:
             data = self.plane.get("secret", wanted["name"])["data"]
             return base64.b64decode(data[wanted["key"]]).decode()
         field_path = source["fieldRef"]["fieldPath"]
-        metadata, spec = one.manifest["metadata"], one.manifest["spec"]
-        known = {
+        metadata, spec = pod.manifest["metadata"], pod.manifest["spec"]
+        fields = {
             "metadata.name": metadata["name"],
             "metadata.namespace": metadata["namespace"],
             "spec.nodeName": spec["nodeName"],
         }
         labels = {f"metadata.labels['{name}']": text for name, text in metadata["labels"].items()}
-        return str({**known, **labels}[field_path])
+        return str({**fields, **labels}[field_path])
 
     # ------------------------------------------------------------------------------------------------------- probes
 
-    def passes(self, one: RunningPod, container: Manifest, kind: str) -> bool:
-        """Whether a probe of the container succeeds now. Host is the address; a kubelet checks no certificate."""
+    def passes(self, pod: RunningPod, container: Manifest, kind: str) -> bool:
+        """Return whether a probe of the container succeeds. Host is the address; a kubelet checks no certificate."""
         probe = container[kind]["httpGet"]
         ports = {port["name"]: port["containerPort"] for port in container.get("ports", ())}
         port = ports.get(probe["port"], probe["port"])
         try:
             if probe.get("scheme") == "HTTPS":
                 context = ssl._create_unverified_context()
-                connection: Any = http.client.HTTPSConnection(one.address, port, timeout=PROBE_S, context=context)
+                connection: Any = http.client.HTTPSConnection(pod.address, port, timeout=PROBE_S, context=context)
             else:
-                connection = http.client.HTTPConnection(one.address, port, timeout=PROBE_S)
+                connection = http.client.HTTPConnection(pod.address, port, timeout=PROBE_S)
             connection.request("GET", probe["path"])
             return 200 <= int(connection.getresponse().status) < 400
         except OSError:
             return False
 
     def fails_liveness(self) -> list[str]:
-        """The containers that a kubelet would end now."""
+        """Return the containers that a kubelet would end now."""
         return [
-            f"{one.name}/{container['name']}"
-            for one in self.pods.values()
-            for container in one.manifest["spec"]["containers"]
-            if "livenessProbe" in container and not self.passes(one, container, "livenessProbe")
+            f"{pod.name}/{container['name']}"
+            for pod in self.pods.values()
+            for container in pod.manifest["spec"]["containers"]
+            if "livenessProbe" in container and not self.passes(pod, container, "livenessProbe")
         ]
 
-    def report(self, one: RunningPod) -> bool:
-        """Write the pod's status, as its probes say it; whether it is ready."""
+    def report(self, pod: RunningPod) -> bool:
+        """Write the pod's status by its probes; return whether it is ready."""
         statuses = []
-        for container in one.manifest["spec"]["containers"]:
-            alive = one.processes[container["name"]].poll() is None
+        for container in pod.manifest["spec"]["containers"]:
+            alive = pod.processes[container["name"]].poll() is None
             probes = [kind for kind in ("startupProbe", "readinessProbe") if kind in container]
-            ready = alive and all(self.passes(one, container, kind) for kind in probes)
-            state = {"running": {}} if alive else {"terminated": {"exitCode": one.processes[container["name"]].poll()}}
+            ready = alive and all(self.passes(pod, container, kind) for kind in probes)
+            state = {"running": {}} if alive else {"terminated": {"exitCode": pod.processes[container["name"]].poll()}}
             statuses.append(
                 {
                     "name": container["name"],
                     "image": container["image"],
                     "imageID": "",
-                    "restartCount": one.restarts[container["name"]],
+                    "restartCount": pod.restarts[container["name"]],
                     "ready": ready,
                     "state": state,
                 }
@@ -239,26 +239,26 @@ class Kubelet:
         conditions = [{"type": "Ready", "status": str(ready)}]
         status = {
             "phase": "Running",
-            "podIP": one.address,
+            "podIP": pod.address,
             "conditions": conditions,
             "containerStatuses": statuses,
         }
-        self.plane.set_status(f"/api/v1/namespaces/{NAMESPACE}/pods/{one.name}", status)
+        self.plane.set_status(f"/api/v1/namespaces/{NAMESPACE}/pods/{pod.name}", status)
         return ready
 
-    def restart_ended(self, one: RunningPod) -> None:
-        """Start containers again that ended, as restartPolicy Always says."""
-        for container in one.manifest["spec"]["containers"]:
-            if one.processes[container["name"]].poll() is not None:
-                one.restarts[container["name"]] += 1
-                one.processes[container["name"]] = self._start(one, container)
+    def restart_ended(self, pod: RunningPod) -> None:
+        """Restart containers that ended, as restartPolicy Always requires."""
+        for container in pod.manifest["spec"]["containers"]:
+            if pod.processes[container["name"]].poll() is not None:
+                pod.restarts[container["name"]] += 1
+                pod.processes[container["name"]] = self._start(pod, container)
 
-    def execute(self, one: RunningPod, container: Manifest, *command: str) -> str:
-        """What a command printed that `kubectl exec` would run; it must end well."""
-        pid = str(one.processes[container["name"]].pid)
+    def execute(self, pod: RunningPod, container: Manifest, *command: str) -> str:
+        """Run a command as `kubectl exec` would; return its output and fail on a non-zero exit."""
+        pid = str(pod.processes[container["name"]].pid)
         ended = subprocess.run(
-            ["nsenter", "--target", pid, "--mount", "--uts", "--net", *_confined(one, container), *command],
-            env=self._environment(one, container),
+            ["nsenter", "--target", pid, "--mount", "--uts", "--net", *_confined(pod, container), *command],
+            env=self._environment(pod, container),
             capture_output=True,
             text=True,
             timeout=SEEN_S,
@@ -281,37 +281,37 @@ class Kubelet:
         )
 
     def stop(self) -> None:
-        """End every process of every pod, and take away what was made on this machine."""
-        for number, one in enumerate(self.pods.values()):
-            inside = subprocess.run(["ip", "netns", "pids", one.namespace], capture_output=True, text=True, check=False)
+        """End every process of every pod, and remove its namespace and link."""
+        for number, pod in enumerate(self.pods.values()):
+            inside = subprocess.run(["ip", "netns", "pids", pod.namespace], capture_output=True, text=True, check=False)
             for pid in inside.stdout.split():
                 with suppress(ProcessLookupError):
                     os.kill(int(pid), signal.SIGKILL)
-            for process in one.processes.values():
+            for process in pod.processes.values():
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(GRACE_S)
-            subprocess.run(["ip", "netns", "del", one.namespace], capture_output=True, check=False)
+            subprocess.run(["ip", "netns", "del", pod.namespace], capture_output=True, check=False)
             subprocess.run(["ip", "link", "del", f"orctv{number}"], capture_output=True, check=False)
 
 
 def _covered(hosts: Path) -> Iterator[str]:
-    """Commands that let a process write its own version of some folders, and give it the host names."""
+    """Yield commands that give a process its own copy of some folders, and the host names."""
     yield f"mkdir -p {UPPER} && mount -t tmpfs none {UPPER}"
     for number, place in enumerate(COVERED):
-        at = f"{UPPER}/{number}"
-        yield f"mkdir -p {at}/u {at}/w"
-        yield f"mount -t overlay o -o lowerdir=/{place},upperdir={at}/u,workdir={at}/w /{place}"
+        folder = f"{UPPER}/{number}"
+        yield f"mkdir -p {folder}/u {folder}/w"
+        yield f"mount -t overlay o -o lowerdir=/{place},upperdir={folder}/u,workdir={folder}/w /{place}"
     yield f"cat {hosts} > /etc/hosts && rm -f /etc/resolv.conf && echo {RESOLVER} > /etc/resolv.conf"
     yield "chmod a+x /root"  # the Python of this machine may be there
 
 
-def _confined(one: RunningPod, container: Manifest) -> list[str]:
-    """The words that run a program as the manifest's securityContext says."""
-    who, rights = one.manifest["spec"]["securityContext"], container["securityContext"]
+def _confined(pod: RunningPod, container: Manifest) -> list[str]:
+    """Return the command that runs a program under the manifest's securityContext."""
+    who, rights = pod.manifest["spec"]["securityContext"], container["securityContext"]
     assert rights["capabilities"] == {"drop": ["ALL"]}, rights
     assert rights["allowPrivilegeEscalation"] is False, rights
-    words = ["setpriv", f"--reuid={who['runAsUser']}", f"--regid={who['runAsGroup']}", f"--groups={who['fsGroup']}"]
-    return [*words, "--bounding-set=-all", "--inh-caps=-all", "--no-new-privs"]
+    command = ["setpriv", f"--reuid={who['runAsUser']}", f"--regid={who['runAsGroup']}", f"--groups={who['fsGroup']}"]
+    return [*command, "--bounding-set=-all", "--inh-caps=-all", "--no-new-privs"]
 
 
 def _alias(pod: Manifest) -> str:
@@ -320,7 +320,7 @@ def _alias(pod: Manifest) -> str:
 
 @contextmanager
 def kubelet(plane: ControlPlane, folder: Path) -> Iterator[Kubelet]:
-    """One, with a bridge between its pods; the test is skipped where this machine cannot."""
+    """Yield a kubelet with a bridge between its pods; skip the test where the machine does not permit it."""
     for program in PROGRAMS:
         if shutil.which(program) is None:
             pytest.skip(f"{program} is missing (Debian: iproute2, util-linux, mount)")
@@ -329,11 +329,11 @@ def kubelet(plane: ControlPlane, folder: Path) -> Iterator[Kubelet]:
     made = subprocess.run(["ip", "link", "add", BRIDGE, "type", "bridge"], capture_output=True, text=True, check=False)
     if made.returncode != 0:
         pytest.skip(f"no bridge can be made here: {made.stderr.strip()}")
-    one = Kubelet(plane=plane, folder=folder)
+    node = Kubelet(plane=plane, folder=folder)
     try:
         _run("ip", "addr", "add", f"{NET}.1/24", "dev", BRIDGE)
         _run("ip", "link", "set", BRIDGE, "up")
-        yield one
+        yield node
     finally:
-        one.stop()
+        node.stop()
         subprocess.run(["ip", "link", "del", BRIDGE], capture_output=True, check=False)

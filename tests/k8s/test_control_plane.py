@@ -1,4 +1,4 @@
-"""What a real API server, scheduler and controllers make of the overlays. There is no kubelet: nothing runs."""
+"""Overlays on a real API server, scheduler and controllers. There is no kubelet: nothing runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.k8s.control_plane import (
     for_this_server,
     install,
 )
-from tests.k8s.manifests import K8S, OVERLAYS, manifests_of, the
+from tests.k8s.manifests import K8S, OVERLAYS, find_manifest, manifests_of
 
 pytestmark = pytest.mark.long
 NODES = tuple(f"gpu{number}" for number in range(4))
@@ -74,9 +74,9 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installed]:
         plane.add_node("control", SMALL)
         for name in NODES:
             plane.add_node(name, BIG)
-        one = Installed(plane=plane, folder=folder)
-        eventually("seven pods are bound", lambda: len(one.placed()) == 7)
-        yield one
+        installation = Installed(plane=plane, folder=folder)
+        eventually("seven pods are bound", lambda: len(installation.placed()) == 7)
+        yield installation
 
 
 def test_every_pod_is_admitted_and_each_worker_has_a_whole_node_of_its_own(installed: Installed) -> None:
@@ -96,7 +96,7 @@ def test_a_fifth_worker_waits_for_a_fifth_node(installed: Installed) -> None:
 
     def why() -> str:
         conditions = installed.plane.get("pod", "fifth").get("status", {}).get("conditions", ())
-        return next((one["message"] for one in conditions if one["type"] == "PodScheduled"), "")
+        return next((condition["message"] for condition in conditions if condition["type"] == "PodScheduled"), "")
 
     try:
         assert "Insufficient nvidia.com/gpu" in eventually("the scheduler says why it waits", why)
@@ -105,7 +105,7 @@ def test_a_fifth_worker_waits_for_a_fifth_node(installed: Installed) -> None:
 
 
 def test_the_ray_cluster_is_stored_as_it_was_written(installed: Installed) -> None:
-    written = the(manifests_of("gpu-nodes"), "RayCluster", "orc-ray")
+    written = find_manifest(manifests_of("gpu-nodes"), "RayCluster", "orc-ray")
     stored = installed.plane.get("raycluster", "orc-ray")["spec"]
     for group in stored["workerGroupSpecs"]:
         assert (group.pop("numOfHosts"), group.pop("priority")) == (1, 0)  # what the definition adds
@@ -115,14 +115,16 @@ def test_the_ray_cluster_is_stored_as_it_was_written(installed: Installed) -> No
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_every_overlay_is_taken_by_the_server(installed: Installed, overlay: str, tmp_path: Path) -> None:
     manifests = for_this_server(manifests_of(overlay), tmp_path)
-    changed = [one for one in manifests if one["kind"] != "PersistentVolumeClaim"]  # a claim cannot be changed
+    changed = [
+        manifest for manifest in manifests if manifest["kind"] != "PersistentVolumeClaim"
+    ]  # a claim cannot be changed
     taken = installed.plane.apply(changed, "--dry-run=server", "--force-conflicts")
     assert len(taken) == len(changed) > 10
     assert all(line.endswith("serverside-applied (server dry run)") for line in taken), taken
 
 
 def test_the_server_refuses_a_wrong_type_in_a_ray_cluster(installed: Installed, tmp_path: Path) -> None:
-    wrong = the(for_this_server(manifests_of("gpu-nodes"), tmp_path), "RayCluster", "orc-ray")
+    wrong = find_manifest(for_this_server(manifests_of("gpu-nodes"), tmp_path), "RayCluster", "orc-ray")
     wrong["spec"]["workerGroupSpecs"][0]["replicas"] = "four"
     with pytest.raises(Refused, match="replicas"):
         installed.plane.apply([wrong], "--dry-run=server")
@@ -141,7 +143,7 @@ def test_the_services_account_is_answered_403(installed: Installed) -> None:
 @pytest.fixture
 def bound(installed: Installed) -> Installed:
     command = ["create", "rolebinding", "ada", "--role=orc-operator", f"--user={OPERATOR}", "-n", NAMESPACE]
-    if not any(one["metadata"]["name"] == "ada" for one in installed.plane.all("rolebinding")):
+    if not any(binding["metadata"]["name"] == "ada" for binding in installed.plane.all("rolebinding")):
         installed.plane.run(*command)
     eventually("the binding counts", lambda: installed.plane.may(OPERATOR, "get", "pods"))
     return installed
@@ -168,7 +170,7 @@ def test_the_head_and_the_workers_of_ray_cannot_be_evicted(installed: Installed,
     ready = {"type": "Ready", "status": "True"}  # as a kubelet says it; a pending pod may always be evicted
     installed.plane.set_status(path, {"phase": "Running", "conditions": [ready]})
     with pytest.raises(Refused, match="disruption budget"):
-        installed.plane.run("create", "--raw", f"{path}/eviction", "-f", "-", given=json.dumps(_eviction(pod)))
+        installed.plane.run("create", "--raw", f"{path}/eviction", "-f", "-", stdin=json.dumps(_eviction(pod)))
     assert pod in installed.placed()
 
 
@@ -199,7 +201,7 @@ def test_a_changed_cluster_file_reaches_the_service_in_a_new_pod(installed: Inst
     assert "launch_cost: 90s" in installed.plane.get("configmap", after)["data"]["cluster.yaml"]
 
     def leaving() -> list[str]:
-        return [one["metadata"]["name"] for one in installed.plane.all("pods") if before in _configs(one)]
+        return [pod["metadata"]["name"] for pod in installed.plane.all("pods") if before in _configs(pod)]
 
     (old,) = eventually("the old pod is told to end", lambda: [*leaving()])
     assert not any(after in _configs(pod) for pod in installed.pods()), "the old pod is not gone yet"

@@ -1,4 +1,4 @@
-"""From `kubectl apply` to a job that runs out of memory, recovers and stands in MLflow; submitted from outside.
+"""The way from `kubectl apply` to an external job that runs out of memory, recovers and stands in MLflow.
 
 A real control plane, a stand-in for KubeRay's operator and one for the kubelet, which runs each pod's own commands.
 """
@@ -56,14 +56,14 @@ class Running:
 def logs(kubelet: Kubelet) -> str:
     """The end of every container's log."""
     return "\n".join(
-        f"--- {one.name}/{path.stem}\n{path.read_text(errors='replace')[-1500:]}"
-        for one in kubelet.pods.values()
-        for path in sorted(one.folder.glob("*.log"))
+        f"--- {pod.name}/{path.stem}\n{path.read_text(errors='replace')[-1500:]}"
+        for pod in kubelet.pods.values()
+        for path in sorted(pod.folder.glob("*.log"))
     )
 
 
 def make_secrets(plane: ControlPlane, folder: Path) -> Path:
-    """As the guide makes them; answers with the certificate."""
+    """Make the secrets as the guide does; return the certificate."""
     key, certificate = folder / "key.pem", folder / "orc.pem"
     command = [
         "openssl",
@@ -102,9 +102,9 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         started: dict[str, RunningPod] = {}
 
         def all_ready() -> bool:
-            for one in started.values():
-                node.restart_ended(one)
-            ready = [node.report(one) for one in started.values()]  # each reports, whatever the others say
+            for pod in started.values():
+                node.restart_ended(pod)
+            ready = [node.report(pod) for pod in started.values()]  # each reports, whatever the others say
             return all(ready)
 
         try:
@@ -116,17 +116,17 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 
 def bound_pods(plane: ControlPlane) -> dict[str, Manifest] | None:
-    found = {
+    pods = {
         pod["metadata"]["labels"]["app.kubernetes.io/name"]: pod
         for pod in plane.all("pods")
         if "nodeName" in pod["spec"]
     }
-    return found if len(found) == len(NAMES) else None
+    return pods if len(pods) == len(NAMES) else None
 
 
 def test_a_job_from_outside_runs_out_of_memory_recovers_and_stands_in_mlflow(running: Running) -> None:
     service = running.pods["orc"]
-    (container,) = [one for one in service.manifest["spec"]["containers"] if one["name"] == "orc"]
+    (container,) = [container for container in service.manifest["spec"]["containers"] if container["name"] == "orc"]
     running.kubelet.execute(service, container, "orc", "user", "set", "ada", "--role", "member")
     token = running.kubelet.execute(service, container, "orc", "token", "create", "ada")
     demo = running.folder / "demo"  # no pod sees it: the client uploads what the job needs
@@ -148,13 +148,17 @@ def test_a_job_from_outside_runs_out_of_memory_recovers_and_stands_in_mlflow(run
 
 
 def recorded(running: Running, job_id: str) -> list[str]:
-    """Statuses of the job's attempts, by MLflow."""
+    """Return the statuses of the job's attempts in MLflow."""
     address = f"http://{running.pods['mlflow'].address}:5000/api/2.0/mlflow"
-    found = _ask(f"{address}/experiments/get-by-name?experiment_name=orchestrator")
+    experiment = _ask(f"{address}/experiments/get-by-name?experiment_name=orchestrator")
     where = f"tags.`orc.job_id` = '{job_id}' and tags.`orc.attempt` != '0'"
-    asked = {"experiment_ids": [found["experiment"]["experiment_id"]], "filter": where, "order_by": ["start_time ASC"]}
-    runs = _ask(f"{address}/runs/search", asked).get("runs", [])
-    return [one["info"]["status"] for one in runs]
+    query = {
+        "experiment_ids": [experiment["experiment"]["experiment_id"]],
+        "filter": where,
+        "order_by": ["start_time ASC"],
+    }
+    runs = _ask(f"{address}/runs/search", query).get("runs", [])
+    return [run["info"]["status"] for run in runs]
 
 
 def _ask(url: str, body: Any = None) -> dict[str, Any]:

@@ -35,6 +35,7 @@ from tests.k8s.manifests import (
     Template,
     command_of,
     environment,
+    find_manifest,
     generated_ray_start,
     manifests_of,
     of_kind,
@@ -42,7 +43,6 @@ from tests.k8s.manifests import (
     shared,
     templates,
     text_of,
-    the,
 )
 
 RELEASE = "1.37"
@@ -80,13 +80,13 @@ def test_every_overlay_of_the_guide_is_there() -> None:
 @each_overlay
 def test_every_object_is_valid_by_kubernetes_own_schema_and_has_no_unknown_key(overlay: str) -> None:
     checked = pytest.importorskip("kubernetes_validate")
-    ours = [one for one in manifests_of(overlay) if one["kind"] not in CUSTOM]
-    assert {"Deployment", "NetworkPolicy", "Namespace", "Service"} <= {one["kind"] for one in ours}
-    assert [refused for one in ours if (refused := why_refused(checked, one))] == []
+    manifests = [manifest for manifest in manifests_of(overlay) if manifest["kind"] not in CUSTOM]
+    assert {"Deployment", "NetworkPolicy", "Namespace", "Service"} <= {manifest["kind"] for manifest in manifests}
+    assert [refused for manifest in manifests if (refused := why_refused(checked, manifest))] == []
 
 
 def why_refused(checked: Any, manifest: Manifest) -> str | None:
-    """What Kubernetes' own schema finds wrong with it."""
+    """Return the error of Kubernetes' own schema for a manifest, or None."""
     try:
         checked.validate(manifest, RELEASE, strict=True)
     except checked.ValidationError as error:
@@ -96,15 +96,15 @@ def why_refused(checked: Any, manifest: Manifest) -> str | None:
 
 def test_a_misspelt_key_of_a_deployment_is_found() -> None:
     checked = pytest.importorskip("kubernetes_validate")
-    one = copy.deepcopy(the(manifests_of("single-node"), "Deployment", "orc"))
-    one["spec"]["template"]["spec"]["containers"][0]["volumeMount"] = []
-    assert "volumeMount" in str(why_refused(checked, one))
+    deployment = copy.deepcopy(find_manifest(manifests_of("single-node"), "Deployment", "orc"))
+    deployment["spec"]["template"]["spec"]["containers"][0]["volumeMount"] = []
+    assert "volumeMount" in str(why_refused(checked, deployment))
 
 
 def closed(schema: Any) -> Any:
-    """A structural schema that refuses keys which it does not name: a server drops them in silence."""
+    """Return the structural schema with unknown keys refused: a server drops them in silence."""
     if isinstance(schema, list):
-        return [closed(one) for one in schema]
+        return [closed(part) for part in schema]
     if not isinstance(schema, dict):
         return schema
     if schema.get("x-kubernetes-int-or-string"):
@@ -118,7 +118,9 @@ def closed(schema: Any) -> Any:
 
 def ray_schema() -> Any:
     definition = yaml.load(shared("crds/ray.io_rayclusters.yaml").read_text(), Loader=LOADER)
-    (schema,) = [one["schema"]["openAPIV3Schema"] for one in definition["spec"]["versions"] if one["name"] == "v1"]
+    (schema,) = [
+        version["schema"]["openAPIV3Schema"] for version in definition["spec"]["versions"] if version["name"] == "v1"
+    ]
     schema = closed(schema)
     schema["properties"]["metadata"] = {"type": "object"}
     return schema
@@ -127,28 +129,30 @@ def ray_schema() -> Any:
 @each_overlay
 def test_the_ray_cluster_is_valid_by_kuberays_definition_and_has_no_unknown_key(overlay: str) -> None:
     jsonschema = pytest.importorskip("jsonschema")
-    found = of_kind(manifests_of(overlay), "RayCluster")
-    assert len(found) == 1
+    clusters = of_kind(manifests_of(overlay), "RayCluster")
+    assert len(clusters) == 1
     assert [
-        error.message for one in found for error in jsonschema.Draft202012Validator(ray_schema()).iter_errors(one)
+        error.message
+        for cluster in clusters
+        for error in jsonschema.Draft202012Validator(ray_schema()).iter_errors(cluster)
     ] == []
 
 
 def test_a_misspelt_key_of_a_ray_cluster_is_found() -> None:
     jsonschema = pytest.importorskip("jsonschema")
-    one = the(manifests_of("gpu-nodes"), "RayCluster", "orc-ray")
-    one["spec"]["workerGroupSpecs"][0]["template"]["spec"]["containers"][0]["volumeMount"] = []
+    cluster = find_manifest(manifests_of("gpu-nodes"), "RayCluster", "orc-ray")
+    cluster["spec"]["workerGroupSpecs"][0]["template"]["spec"]["containers"][0]["volumeMount"] = []
     with pytest.raises(jsonschema.ValidationError):
-        jsonschema.validate(one, ray_schema())
+        jsonschema.validate(cluster, ray_schema())
 
 
 @each_overlay
 def test_what_kuberays_operator_refuses_beyond_its_schema_is_not_said(overlay: str) -> None:
-    spec = the(manifests_of(overlay), "RayCluster", "orc-ray")["spec"]
+    spec = find_manifest(manifests_of(overlay), "RayCluster", "orc-ray")["spec"]
     for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"]):
-        said = set(group["rayStartParams"])
-        assert "labels" not in said
-        assert not ("resources" in group and said & {"num-cpus", "num-gpus", "memory", "resources"})
+        parameters = set(group["rayStartParams"])
+        assert "labels" not in parameters
+        assert not ("resources" in group and parameters & {"num-cpus", "num-gpus", "memory", "resources"})
     assert all({"replicas", "minReplicas", "maxReplicas"} <= set(group) for group in spec["workerGroupSpecs"])
 
 
@@ -156,7 +160,7 @@ def test_what_kuberays_operator_refuses_beyond_its_schema_is_not_said(overlay: s
 
 
 def unrestricted(template: Template) -> Iterator[str]:
-    """What breaks the pod security standard `restricted`, or our own stricter rule of a read-only root."""
+    """Yield breaches of the pod security standard `restricted` and of our stricter read-only root."""
     spec = template.spec
     pod = spec.get("securityContext", {})
     if not pod.get("runAsNonRoot") or not pod.get("runAsUser"):
@@ -172,14 +176,14 @@ def unrestricted(template: Template) -> Iterator[str]:
         if not set(volume) - {"name"} <= allowed:
             yield f"volume {volume['name']}"
     for container in template.containers:
-        own = container.get("securityContext", {})
-        if own.get("allowPrivilegeEscalation") is not False or own.get("privileged"):
+        context = container.get("securityContext", {})
+        if context.get("allowPrivilegeEscalation") is not False or context.get("privileged"):
             yield "escalation"
-        if own.get("capabilities") != {"drop": ["ALL"]}:
+        if context.get("capabilities") != {"drop": ["ALL"]}:
             yield "capabilities"
-        if own.get("readOnlyRootFilesystem") is not True:
+        if context.get("readOnlyRootFilesystem") is not True:
             yield "a root file system that is written to"
-        if own.get("runAsUser") == 0 or own.get("runAsNonRoot") is False:
+        if context.get("runAsUser") == 0 or context.get("runAsNonRoot") is False:
             yield "a container as root"
         if any("hostPort" in port for port in container.get("ports", ())):
             yield "a port of the host"
@@ -190,7 +194,7 @@ def test_every_pod_is_restricted_and_so_is_the_namespace(overlay: str) -> None:
     manifests = manifests_of(overlay)
     for template in templates(manifests):
         assert list(unrestricted(template)) == [], template.owner
-    labels = the(manifests, "Namespace", NAMESPACE)["metadata"]["labels"]
+    labels = find_manifest(manifests, "Namespace", NAMESPACE)["metadata"]["labels"]
     assert labels["pod-security.kubernetes.io/enforce"] == "restricted"
 
 
@@ -210,12 +214,12 @@ LOOSENED: dict[str, Callable[[Manifest], Any]] = {
 }
 
 
-@pytest.mark.parametrize("found", LOOSENED)
-def test_each_loosening_of_a_pod_is_found(found: str) -> None:
+@pytest.mark.parametrize("loosening", LOOSENED)
+def test_each_loosening_of_a_pod_is_found(loosening: str) -> None:
     (template, *_) = templates(manifests_of("dev-virtual-devices"))
     body = copy.deepcopy(template.body)
-    LOOSENED[found](body["spec"])
-    assert list(unrestricted(Template(owner=template.owner, body=body))) == [found]
+    LOOSENED[loosening](body["spec"])
+    assert list(unrestricted(Template(owner=template.owner, body=body))) == [loosening]
 
 
 @each_overlay
@@ -234,7 +238,7 @@ def test_no_manifest_has_a_secret_in_it(overlay: str) -> None:
 def test_nothing_of_ours_may_ask_the_kubernetes_api(overlay: str) -> None:
     manifests = manifests_of(overlay)
     assert of_kind(manifests, "ClusterRole", "ClusterRoleBinding", "RoleBinding") == []
-    assert the(manifests, "ServiceAccount", "orc")["automountServiceAccountToken"] is False
+    assert find_manifest(manifests, "ServiceAccount", "orc")["automountServiceAccountToken"] is False
 
 
 # ---------------------------------------------------------------------------------------------------------- commands
@@ -272,15 +276,15 @@ def test_every_command_is_one_that_its_program_takes(overlay: str) -> None:
 
 
 def test_a_flag_that_orc_does_not_have_is_found() -> None:
-    (container,) = [one for one in service("dev-virtual-devices").containers if one["name"] == "orc"]
+    (container,) = [container for container in service("dev-virtual-devices").containers if container["name"] == "orc"]
     container["args"] = [*container["args"], "--replicas=2"]
     with pytest.raises(Exception, match="No such option"):
         parse(container)
 
 
 def service(overlay: str) -> Template:
-    (found,) = [one for one in templates(manifests_of(overlay)) if one.owner == "orc"]
-    return found
+    (template,) = [template for template in templates(manifests_of(overlay)) if template.owner == "orc"]
+    return template
 
 
 @pytest.mark.parametrize("kind", ["head", "worker"])
@@ -288,14 +292,14 @@ def service(overlay: str) -> Template:
 def test_rays_containers_run_what_the_operator_generated_with_its_quotes(
     overlay: str, kind: str, tmp_path: Path
 ) -> None:
-    spec = the(manifests_of(overlay), "RayCluster", "orc-ray")
+    spec = find_manifest(manifests_of(overlay), "RayCluster", "orc-ray")
     assert spec["metadata"]["annotations"]["ray.io/overwrite-container-cmd"] == "true"
     group = spec["spec"]["headGroupSpec"] if kind == "head" else spec["spec"]["workerGroupSpecs"][0]
     container = group["template"]["spec"]["containers"][0]
-    given = generated_ray_start(kind, group["rayStartParams"], group.get("resources", {}))
+    command = generated_ray_start(kind, group["rayStartParams"], group.get("resources", {}))
     (tmp_path / "ray").write_text('#!/bin/bash\nprintf "%s\\n" "$@"\n')
     (tmp_path / "ray").chmod(0o755)
-    env = {"PATH": f"{tmp_path}:{os.defpath}", "KUBERAY_GEN_RAY_START_CMD": given, "NODE_NAME": "node-7"}
+    env = {"PATH": f"{tmp_path}:{os.defpath}", "KUBERAY_GEN_RAY_START_CMD": command, "NODE_NAME": "node-7"}
     ran = subprocess.run(command_of(container), env=env, capture_output=True, text=True, timeout=20, check=True)
     from ray.scripts.scripts import start
 
@@ -315,26 +319,28 @@ def test_every_part_of_ray_runs_by_the_rules_of_the_embedded_one(overlay: str) -
     for template in templates(manifests_of(overlay)):
         for container in template.containers:
             if shell(container) or container["command"][0] == "ray":
-                said = {name: one.get("value") for name, one in environment(container).items()}
-                assert said.items() >= RAY_ENV.items(), container["name"]
+                values = {name: variable.get("value") for name, variable in environment(container).items()}
+                assert values.items() >= RAY_ENV.items(), container["name"]
 
 
 # ---------------------------------------------------------------------------------------- what the service is told
 
 
 def cluster_of(overlay: str) -> tuple[Manifest, ClusterSpec]:
-    (config,) = [one for one in of_kind(manifests_of(overlay), "ConfigMap") if "cluster.yaml" in one["data"]]
+    (config,) = [
+        manifest for manifest in of_kind(manifests_of(overlay), "ConfigMap") if "cluster.yaml" in manifest["data"]
+    ]
     return config, parse_cluster(config["data"]["cluster.yaml"], overlay)
 
 
 @each_overlay
 def test_the_cluster_file_describes_the_workers_that_the_ray_cluster_starts(overlay: str) -> None:
     _, cluster = cluster_of(overlay)
-    (group,) = the(manifests_of(overlay), "RayCluster", "orc-ray")["spec"]["workerGroupSpecs"]
+    (group,) = find_manifest(manifests_of(overlay), "RayCluster", "orc-ray")["spec"]["workerGroupSpecs"]
     assert len([name for node in cluster.nodes for name in node.names]) == group["replicas"]
     assert group["minReplicas"] == group["maxReplicas"] == group["replicas"]
     devices = [name for name in group["resources"] if name.startswith("gpu")]
-    (limits,) = [one["resources"]["limits"] for one in group["template"]["spec"]["containers"]]
+    (limits,) = [container["resources"]["limits"] for container in group["template"]["spec"]["containers"]]
     for node in cluster.nodes:
         assert sorted(devices) == sorted(f"gpu{index}" for index in range(node.devices))
         on_gpus = node.device.kind is DeviceKind.CUDA
@@ -365,30 +371,30 @@ def test_a_worker_is_named_for_its_kubernetes_node_unless_there_is_one_alone(ove
 @each_overlay
 def test_the_service_is_told_names_and_ports_that_are_there(overlay: str) -> None:
     manifests = manifests_of(overlay)
-    (container,) = [one for one in service(overlay).containers if one["name"] == "orc"]
-    told, env = parse(container), environment(container)
-    ray = the(manifests, "RayCluster", "orc-ray")["metadata"]["name"]
-    assert told["ray"] == f"{ray}-head-svc:6379"
-    (raylet,) = [one for one in service(overlay).containers if one["name"] == "raylet"]
-    assert f"--address={told['ray']}" in raylet["args"]
-    mlflow = the(manifests, "Service", "mlflow")
+    (container,) = [container for container in service(overlay).containers if container["name"] == "orc"]
+    options, env = parse(container), environment(container)
+    ray = find_manifest(manifests, "RayCluster", "orc-ray")["metadata"]["name"]
+    assert options["ray"] == f"{ray}-head-svc:6379"
+    (raylet,) = [container for container in service(overlay).containers if container["name"] == "raylet"]
+    assert f"--address={options['ray']}" in raylet["args"]
+    mlflow = find_manifest(manifests, "Service", "mlflow")
     assert env["ORC_MLFLOW"]["value"] == f"http://mlflow:{mlflow['spec']['ports'][0]['port']}"
     names = {"orc", f"orc.{NAMESPACE}", f"orc.{NAMESPACE}.svc", f"orc.{NAMESPACE}.svc.cluster.local"}
-    assert set(told["allowed_hosts"]) == names
-    assert parse_listen(told["listen"])[1] == container["ports"][0]["containerPort"]
-    assert told["foreground"]
+    assert set(options["allowed_hosts"]) == names
+    assert parse_listen(options["listen"])[1] == container["ports"][0]["containerPort"]
+    assert options["foreground"]
     mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
-    assert {str(told["tls_cert"]), str(told["tls_key"])} <= mounts
-    assert str(told["cluster"].parent) in mounts
+    assert {str(options["tls_cert"]), str(options["tls_key"])} <= mounts
+    assert str(options["cluster"].parent) in mounts
 
 
 @each_overlay
 def test_probes_ask_what_the_service_answers_anyone(overlay: str) -> None:
-    (container,) = [one for one in service(overlay).containers if one["name"] == "orc"]
+    (container,) = [container for container in service(overlay).containers if container["name"] == "orc"]
     for name in ("startupProbe", "livenessProbe", "readinessProbe"):
-        asked = container[name]["httpGet"]
-        assert asked["path"] in OPEN
-        assert asked["scheme"] == "HTTPS"
+        probe = container[name]["httpGet"]
+        assert probe["path"] in OPEN
+        assert probe["scheme"] == "HTTPS"
 
 
 @each_overlay
@@ -405,17 +411,19 @@ def test_the_home_folder_has_one_path_and_one_user_and_one_image_serves_all(over
     ((user, group),) = users
     assert f"--uid {user} " in (K8S / "image/Dockerfile").read_text()
     assert f"USER {user}:{group}" in (K8S / "image/Dockerfile").read_text()
-    (container,) = [one for one in service(overlay).containers if one["name"] == "orc"]
+    (container,) = [container for container in service(overlay).containers if container["name"] == "orc"]
     assert environment(container)["ORC_HOME"]["value"].startswith(f"{HOME}/")  # made, and so owned, by the service
 
 
 @each_overlay
 def test_a_single_writer_is_never_two_and_has_time_to_end(overlay: str) -> None:
     deployments = of_kind(manifests_of(overlay), "Deployment")
-    assert all(one["spec"]["strategy"] == {"type": "Recreate"} for one in deployments)
+    assert all(deployment["spec"]["strategy"] == {"type": "Recreate"} for deployment in deployments)
     on_files = "sqlite" in text_of(overlay)
-    for one in deployments:
-        assert one["spec"]["replicas"] == (2 if overlay == "ha" and one["metadata"]["name"] == "orc" else 1)
+    for deployment in deployments:
+        assert deployment["spec"]["replicas"] == (
+            2 if overlay == "ha" and deployment["metadata"]["name"] == "orc" else 1
+        )
     assert on_files != (overlay in ("ha", "external-postgres"))
     assert service(overlay).spec["terminationGracePeriodSeconds"] >= 120
 
@@ -426,17 +434,17 @@ def test_a_single_writer_is_never_two_and_has_time_to_end(overlay: str) -> None:
 @each_overlay
 def test_every_name_that_a_pod_mentions_is_there(overlay: str) -> None:
     manifests = manifests_of(overlay)
-    known = {(one["kind"], one["metadata"]["name"]) for one in manifests}
+    names = {(manifest["kind"], manifest["metadata"]["name"]) for manifest in manifests}
     for template in templates(manifests):
         spec = template.spec
-        assert ("ServiceAccount", spec["serviceAccountName"]) in known
-        assert ("PriorityClass", spec["priorityClassName"]) in known
+        assert ("ServiceAccount", spec["serviceAccountName"]) in names
+        assert ("PriorityClass", spec["priorityClassName"]) in names
         volumes = {volume["name"]: volume for volume in spec["volumes"]}
         for volume in volumes.values():
             if "persistentVolumeClaim" in volume:
-                assert ("PersistentVolumeClaim", volume["persistentVolumeClaim"]["claimName"]) in known
+                assert ("PersistentVolumeClaim", volume["persistentVolumeClaim"]["claimName"]) in names
             if "configMap" in volume:
-                assert ("ConfigMap", volume["configMap"]["name"]) in known
+                assert ("ConfigMap", volume["configMap"]["name"]) in names
             if "secret" in volume:
                 assert volume["secret"]["secretName"] in SECRETS
         mounted = {mount["name"] for container in template.containers for mount in container["volumeMounts"]}
@@ -456,30 +464,30 @@ def test_every_claim_is_used(overlay: str) -> None:
         for volume in template.spec["volumes"]
         if "persistentVolumeClaim" in volume
     }
-    assert used == {one["metadata"]["name"] for one in of_kind(manifests, "PersistentVolumeClaim")}
+    assert used == {claim["metadata"]["name"] for claim in of_kind(manifests, "PersistentVolumeClaim")}
 
 
 @each_overlay
 def test_every_object_is_of_the_namespace_or_of_the_cluster(overlay: str) -> None:
-    for one in manifests_of(overlay):
-        of_the_cluster = one["kind"] in ("Namespace", "PriorityClass")
-        assert one["metadata"].get("namespace") == (None if of_the_cluster else NAMESPACE), one["metadata"]
+    for manifest in manifests_of(overlay):
+        of_the_cluster = manifest["kind"] in ("Namespace", "PriorityClass")
+        assert manifest["metadata"].get("namespace") == (None if of_the_cluster else NAMESPACE), manifest["metadata"]
 
 
 @each_overlay
 def test_every_selector_selects_a_pod(overlay: str) -> None:
     manifests = manifests_of(overlay)
     pods = [template.labels for template in templates(manifests)]
-    for one in manifests:
+    for manifest in manifests:
         selector = {
             "Service": lambda spec: {"matchLabels": spec["selector"]},
             "PodDisruptionBudget": lambda spec: spec["selector"],
             "NetworkPolicy": lambda spec: spec["podSelector"],
             "PodMonitor": lambda spec: spec["selector"],
             "Deployment": lambda spec: spec["selector"],
-        }.get(one["kind"])
+        }.get(manifest["kind"])
         if selector is not None:
-            assert any(selects(selector(one["spec"]), labels) for labels in pods), one["metadata"]["name"]
+            assert any(selects(selector(manifest["spec"]), labels) for labels in pods), manifest["metadata"]["name"]
 
 
 def listened(template: Template) -> set[int]:
@@ -488,11 +496,18 @@ def listened(template: Template) -> set[int]:
 
 def test_prometheus_is_led_to_the_services_port_for_metrics() -> None:
     manifests = manifests_of("monitoring")
-    monitor = the(manifests, "ServiceMonitor", "orc")["spec"]
-    chosen = [one for one in of_kind(manifests, "Service") if selects(monitor["selector"], one["metadata"]["labels"])]
+    monitor = find_manifest(manifests, "ServiceMonitor", "orc")["spec"]
+    chosen = [
+        service
+        for service in of_kind(manifests, "Service")
+        if selects(monitor["selector"], service["metadata"]["labels"])
+    ]
     (endpoint,) = monitor["endpoints"]
     named = [
-        one["metadata"]["name"] for one in chosen for port in one["spec"]["ports"] if port["name"] == endpoint["port"]
+        service["metadata"]["name"]
+        for service in chosen
+        for port in service["spec"]["ports"]
+        if port["name"] == endpoint["port"]
     ]
     assert named == ["orc"]
     assert Role.VIEWER is ROLES["GET", endpoint["path"]]
@@ -501,10 +516,12 @@ def test_prometheus_is_led_to_the_services_port_for_metrics() -> None:
 @each_overlay
 def test_every_port_of_a_service_is_one_that_its_pods_name(overlay: str) -> None:
     manifests = manifests_of(overlay)
-    for one in of_kind(manifests, "Service"):
-        chosen = [pod for pod in templates(manifests) if selects({"matchLabels": one["spec"]["selector"]}, pod.labels)]
+    for service in of_kind(manifests, "Service"):
+        chosen = [
+            pod for pod in templates(manifests) if selects({"matchLabels": service["spec"]["selector"]}, pod.labels)
+        ]
         names = {port["name"] for pod in chosen for container in pod.containers for port in container.get("ports", ())}
-        assert {port["targetPort"] for port in one["spec"]["ports"]} <= names
+        assert {port["targetPort"] for port in service["spec"]["ports"]} <= names
 
 
 @each_overlay
@@ -530,14 +547,14 @@ def test_every_port_that_a_network_policy_opens_is_one_that_somebody_listens_on(
 
 
 def reaches(manifests: list[Manifest], source: Template, target: Template, port: int) -> bool:
-    """Whether both sides' policies let `source` reach `target`: each pod is denied what no policy allows."""
+    """Return whether both sides' policies let `source` reach `target`: a pod is denied what no policy allows."""
 
     def allowed(pod: Template, side: str, key: str, other: Template) -> bool:
         for policy in of_kind(manifests, "NetworkPolicy"):
             if not selects(policy["spec"]["podSelector"], pod.labels):
                 continue
             for rule in policy["spec"].get(side, ()):
-                ports = [one["port"] for one in rule.get("ports", ())]
+                ports = [port["port"] for port in rule.get("ports", ())]
                 peers = rule.get(key)
                 is_peer = peers is None or any(
                     set(peer) == {"podSelector"} and selects(peer["podSelector"], other.labels) for peer in peers
@@ -553,7 +570,7 @@ def reaches(manifests: list[Manifest], source: Template, target: Template, port:
 def test_parts_reach_what_they_need_and_nothing_else(overlay: str) -> None:
     manifests = manifests_of(overlay)
     pods = {template.owner: template for template in templates(manifests)}
-    deny = the(manifests, "NetworkPolicy", "default-deny")["spec"]
+    deny = find_manifest(manifests, "NetworkPolicy", "default-deny")["spec"]
     assert deny == {"podSelector": {}, "policyTypes": ["Ingress", "Egress"]}
     needed = {("orc", "mlflow", 5000)} | {
         (source, target, port)
@@ -572,23 +589,25 @@ def test_parts_reach_what_they_need_and_nothing_else(overlay: str) -> None:
 
 @each_overlay
 def test_the_service_alone_gets_the_variables_that_a_cluster_file_names(overlay: str) -> None:
-    given = {
+    sources = {
         (template.owner, container["name"]): container["envFrom"]
         for template in templates(manifests_of(overlay))
         for container in template.containers
         if "envFrom" in container
     }
-    assert given == {("orc", "orc"): [{"secretRef": {"name": "orc-environment", "optional": True}}]}
+    assert sources == {("orc", "orc"): [{"secretRef": {"name": "orc-environment", "optional": True}}]}
 
 
 def test_notices_leave_for_public_addresses_and_by_the_service_alone() -> None:
-    policy = the(manifests_of("monitoring"), "NetworkPolicy", "notify")["spec"]
+    policy = find_manifest(manifests_of("monitoring"), "NetworkPolicy", "notify")["spec"]
     assert policy["podSelector"] == {"matchLabels": {"app.kubernetes.io/name": "orc"}}
     ((block,),) = ([peer["ipBlock"] for peer in rule["to"]] for rule in policy["egress"])
-    denied = [ipaddress.ip_network(one) for one in block["except"]]
+    denied = [ipaddress.ip_network(network) for network in block["except"]]
     for address in ("10.0.0.1", "172.20.0.1", "192.168.1.1", "169.254.169.254", "127.0.0.1", "100.64.0.1"):
         assert any(ipaddress.ip_address(address) in network for network in denied), address
-    assert "notify" not in {one["metadata"]["name"] for one in of_kind(manifests_of("gpu-nodes"), "NetworkPolicy")}
+    assert "notify" not in {
+        policy["metadata"]["name"] for policy in of_kind(manifests_of("gpu-nodes"), "NetworkPolicy")
+    }
 
 
 # ------------------------------------------------------------------------------------------------------------- image
@@ -598,15 +617,16 @@ def test_the_image_pins_what_the_project_allows() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     wanted = [
-        Requirement(text) for text in (*project["dependencies"], *(one for name in EXTRAS for one in extras[name]))
+        Requirement(text)
+        for text in (*project["dependencies"], *(requirement for name in EXTRAS for requirement in extras[name]))
     ]
     lines = (K8S / "image/constraints.txt").read_text().splitlines()
     pinned = dict(line.split("==") for line in lines if not line.startswith("#"))
-    assert {one.name.lower() for one in wanted} == {name.lower() for name in pinned}
-    for one in wanted:
-        (version,) = [pinned[name] for name in pinned if name.lower() == one.name.lower()]
-        assert one.specifier.contains(version), one
-    ray = the(manifests_of("gpu-nodes"), "RayCluster", "orc-ray")["spec"]["rayVersion"]
+    assert {requirement.name.lower() for requirement in wanted} == {name.lower() for name in pinned}
+    for requirement in wanted:
+        (version,) = [pinned[name] for name in pinned if name.lower() == requirement.name.lower()]
+        assert requirement.specifier.contains(version), requirement
+    ray = find_manifest(manifests_of("gpu-nodes"), "RayCluster", "orc-ray")["spec"]["rayVersion"]
     assert pinned["ray"] == ray
 
 
@@ -624,9 +644,9 @@ def test_the_guide_names_every_overlay_and_makes_every_secret_with_its_keys() ->
     assert set(re.findall(r"^\| `([a-z-]+)` \| ", guide, re.M)) >= set(OVERLAYS)
     for name, keys in SECRETS.items():
         (made,) = re.findall(rf"create secret (\S+) {name} ((?:.*\\\n)*.*)", guide)
-        kind, said = made
-        given = {"tls.crt", "tls.key"} if kind == "tls" else set(re.findall(r"--from-literal=(\w+)=", said))
-        assert given == keys
+        kind, options = made
+        secret_keys = {"tls.crt", "tls.key"} if kind == "tls" else set(re.findall(r"--from-literal=(\w+)=", options))
+        assert secret_keys == keys
 
 
 def test_every_command_of_orc_in_the_guide_is_one_that_orc_takes() -> None:
@@ -634,13 +654,13 @@ def test_every_command_of_orc_in_the_guide_is_one_that_orc_takes() -> None:
     lines = re.findall(r"^(?:kubectl .* -- )?(orc .*?)(?:  +#.*)?$", guide, re.M)
     assert len(lines) >= 6
     for line in lines:
-        assert takes(line.split()), line
+        assert is_understood(line.split()), line
 
 
-def takes(words: list[str]) -> bool:
-    """Whether `orc` understands a command line, down to the command in its group."""
+def is_understood(arguments: list[str]) -> bool:
+    """Return whether `orc` parses a command line, down to the command in its group."""
     command: Any = typer.main.get_command(app)
-    context, name, rest = None, words[0], words[1:]
+    context, name, rest = None, arguments[0], arguments[1:]
     while hasattr(command, "commands"):
         context = command.make_context(name, list(rest), parent=context)
         name, command, rest = command.resolve_command(context, [*context._protected_args, *context.args])

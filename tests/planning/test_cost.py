@@ -42,7 +42,7 @@ def machine(network: int = 200 * 10**9, nodes: int = 4, **changes: Any) -> Hardw
 
 
 def job(sizes: dict[str, int] = SMALL, **changes: Any) -> JobSpec:
-    said = {
+    fields = {
         "name": "job",
         "gpus": {"min": 1, "max": 32},
         "global_batch_size": 32,
@@ -50,18 +50,18 @@ def job(sizes: dict[str, int] = SMALL, **changes: Any) -> JobSpec:
         "model": {"decoder": sizes},
         "data": {"text": ["text"], "sequence_length": 2048},
     }
-    return JobSpec.model_validate(said | changes)
+    return JobSpec.model_validate(fields | changes)
 
 
 def plan(dp: int = 1, tp: int = 1, pp: int = 1, micro: int = 1, steps: int = 8, **fields: Any) -> Plan:
-    said: dict[str, Any] = {"engine": Engine.TORCH, "precision": Precision.BF16, "sequence_length": 2048}
+    defaults: dict[str, Any] = {"engine": Engine.TORCH, "precision": Precision.BF16, "sequence_length": 2048}
     layout = ParallelLayout(dp=dp, tp=tp, pp=pp)
-    return Plan(layout=layout, micro_batch_size=micro, gradient_accumulation_steps=steps, **(said | fields))
+    return Plan(layout=layout, micro_batch_size=micro, gradient_accumulation_steps=steps, **(defaults | fields))
 
 
-def seconds(one: Plan, here: Hardware | None = None, spec: JobSpec | None = None) -> float:
+def seconds(candidate: Plan, here: Hardware | None = None, spec: JobSpec | None = None) -> float:
     here = here or machine()
-    return step_s(profile_for(spec or job(), here, one), one, here)
+    return step_s(profile_for(spec or job(), here, candidate), candidate, here)
 
 
 PLANS = [
@@ -74,21 +74,21 @@ PLANS = [
 ]
 
 
-@pytest.mark.parametrize("one", PLANS, ids=in_short)
+@pytest.mark.parametrize("candidate", PLANS, ids=in_short)
 @pytest.mark.parametrize(
     "rate", ["fp16_tflops", "bf16_tflops", "measured_tflops", "memory_bandwidth", "link_bandwidth", "host_bandwidth"]
 )
-def test_a_better_device_is_never_slower(one: Plan, rate: str) -> None:
+def test_a_better_device_is_never_slower(candidate: Plan, rate: str) -> None:
     now = getattr(device(), rate)
     better = f"{2 * now}B/s" if rate.endswith("bandwidth") else 2 * now
     changed: dict[str, Any] = {rate: better}
-    assert seconds(one, machine(**changed)) <= seconds(one)
+    assert seconds(candidate, machine(**changed)) <= seconds(candidate)
 
 
-@pytest.mark.parametrize("one", PLANS, ids=in_short)
-def test_a_faster_network_is_never_slower_and_matters_only_beyond_a_node(one: Plan) -> None:
-    slow, fast = seconds(one, machine(network=10**9)), seconds(one, machine(network=10**11))
-    assert (fast < slow) if one.world_size > 8 else (fast == slow)
+@pytest.mark.parametrize("candidate", PLANS, ids=in_short)
+def test_a_faster_network_is_never_slower_and_matters_only_beyond_a_node(candidate: Plan) -> None:
+    slow, fast = seconds(candidate, machine(network=10**9)), seconds(candidate, machine(network=10**11))
+    assert (fast < slow) if candidate.world_size > 8 else (fast == slow)
 
 
 def test_a_newer_device_runs_the_same_plan_faster() -> None:
@@ -105,7 +105,7 @@ def test_time_is_a_constant_and_a_part_for_every_layer() -> None:
 
 
 def test_a_product_has_a_rate_for_its_shape() -> None:
-    """The best near what was measured; one that fills no wave, or a last wave hardly, below it."""
+    """The best shape is near the measured rate; shapes that leave a wave mostly empty are below it."""
 
     def share(rows: int, inner: int, columns: int) -> float:
         taken_s = matmul_s(rows, inner, columns, *product_rates(device(), Precision.BF16))
@@ -124,12 +124,12 @@ def test_a_product_has_a_rate_for_its_shape() -> None:
 def test_no_product_beats_the_device_and_a_larger_one_never_ends_earlier(
     shape: tuple[int, int, int], name: str, precision: Precision, tiled: bool
 ) -> None:
-    one, (rows, inner, columns) = device(name, **({} if tiled else {"multiprocessors": None})), shape
-    rates = product_rates(one, precision)
+    card, (rows, inner, columns) = device(name, **({} if tiled else {"multiprocessors": None})), shape
+    rates = product_rates(card, precision)
     taken_s = matmul_s(rows, inner, columns, *rates)
     width = 4 if precision is Precision.FP32 else 2
-    assert taken_s >= 2 * rows * inner * columns / product_flops(one, precision)
-    assert taken_s >= width * (rows * inner + inner * columns + rows * columns) / one.memory_bandwidth
+    assert taken_s >= 2 * rows * inner * columns / product_flops(card, precision)
+    assert taken_s >= width * (rows * inner + inner * columns + rows * columns) / card.memory_bandwidth
     assert matmul_s(2 * rows, inner, columns, *rates) >= taken_s
 
 
@@ -150,17 +150,19 @@ def test_small_micro_batches_wait_for_their_launches() -> None:
 
 def test_where_launches_block_every_plan_takes_longer_and_small_micro_batches_lose_most() -> None:
     blocking = replace(machine(), launches_block=True)
-    for one in PLANS:
-        assert seconds(one, blocking) > seconds(one)
+    for candidate in PLANS:
+        assert seconds(candidate, blocking) > seconds(candidate)
     small, large = plan(micro=1, steps=16), plan(micro=16, steps=1)
     assert seconds(small, blocking) - seconds(small) > 2 * (seconds(large, blocking) - seconds(large))
 
 
 def test_where_launches_block_no_message_hides_behind_computation() -> None:
     blocking, slow = (replace(machine(network=network), launches_block=True) for network in (2 * 10**12, 10**10))
-    one = plan(dp=16, steps=2, zero_stage=ZeroStage.PARAMETERS)
-    exposed_s = seconds(one, slow) - seconds(one, blocking)
-    assert exposed_s > 1.1 * (seconds(one, machine(network=10**10)) - seconds(one, machine(network=2 * 10**12)))
+    candidate = plan(dp=16, steps=2, zero_stage=ZeroStage.PARAMETERS)
+    exposed_s = seconds(candidate, slow) - seconds(candidate, blocking)
+    assert exposed_s > 1.1 * (
+        seconds(candidate, machine(network=10**10)) - seconds(candidate, machine(network=2 * 10**12))
+    )
 
 
 def test_a_layer_that_waits_for_its_launches_waits_longer_where_ranks_share_it() -> None:
@@ -178,7 +180,7 @@ def test_a_pipeline_is_idle_less_the_more_micro_batches_and_the_more_stages_a_ra
     large = job(LARGE)
 
     def idle(steps: int, per_rank: int = 1) -> float:
-        """Of a step with four stages, above a quarter of the step with one."""
+        """Return the seconds of a step with four stages above a quarter of the step with one."""
         piped = seconds(plan(pp=4, steps=steps, pipeline_stages_per_rank=per_rank), spec=large)
         return piped / (seconds(plan(steps=steps), spec=large) / 4) - 1
 
@@ -188,7 +190,7 @@ def test_a_pipeline_is_idle_less_the_more_micro_batches_and_the_more_stages_a_ra
 
 
 def test_cutting_more_never_communicates_less() -> None:
-    """Over links so slow that nothing else counts."""
+    """Links are so slow that nothing else counts."""
     slow = machine(link_bandwidth="1MB/s")
     for engine in (Engine.TORCH, Engine.DEEPSPEED):
         stages = [stage for stage in ZeroStage if stage > 1]
@@ -247,7 +249,7 @@ def test_a_cut_layer_waits_for_four_messages_and_either_end_of_the_model_for_one
 def test_every_plan_takes_some_time_and_deepspeed_more_than_torch_where_both_would_do() -> None:
     here = machine(nodes=1)
     stage_3: dict[str, Any] = {"zero_stage": ZeroStage.PARAMETERS, "steps": 4}
-    assert all(seconds(one, here) > 0 for one in plans(job(gpus={"min": 1, "max": 8}), here))
+    assert all(seconds(candidate, here) > 0 for candidate in plans(job(gpus={"min": 1, "max": 8}), here))
     assert seconds(plan(dp=8, **stage_3), here) < seconds(plan(dp=8, engine=Engine.DEEPSPEED, **stage_3), here)
 
 

@@ -45,13 +45,13 @@ def plan(pp: int, per_rank: int = 1, mode: ActivationCheckpointing = NONE, **fie
     )
 
 
-def cut(spec: JobSpec, one: Plan) -> Plan:
-    first, last = ends_of(profile_for(spec, machine(), one), one, machine())
-    return replace(one, first_stage_layers=first, last_stage_layers=last)
+def cut_pipeline(spec: JobSpec, candidate: Plan) -> Plan:
+    first, last = ends_of(profile_for(spec, machine(), candidate), candidate, machine())
+    return replace(candidate, first_stage_layers=first, last_stage_layers=last)
 
 
-def seconds(spec: JobSpec, one: Plan) -> float:
-    return step_s(profile_for(spec, machine(), one), one, machine())
+def seconds(spec: JobSpec, candidate: Plan) -> float:
+    return step_s(profile_for(spec, machine(), candidate), candidate, machine())
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_no_other_numbers_of_layers_at_the_ends_make_a_step_faster(
     spec = job(LLAMA | {"num_hidden_layers": layers, "vocab_size": vocabulary})
     for mode in (NONE, FULL):
         even = plan(pp, per_rank, mode)
-        chosen = cut(spec, even)
+        chosen = cut_pipeline(spec, even)
         for first, last in product(range(layers), range(layers)):
             sizes = stage_layers(layers, pp * per_rank, first, last)
             if min(sizes) > 0 and sum(sizes) == layers:
@@ -75,29 +75,30 @@ def test_no_other_numbers_of_layers_at_the_ends_make_a_step_faster(
 def test_llama_3_405b_loses_a_layer_of_the_first_and_of_the_last_of_16_stages_as_its_authors_cut_it() -> None:
     """Grattafiori et al. 2024, arXiv:2407.21783, section 3.3.2."""
     for mode in ActivationCheckpointing:
-        chosen = cut(job(LLAMA_405B), plan(16, mode=mode))
+        chosen = cut_pipeline(job(LLAMA_405B), plan(16, mode=mode))
         assert (chosen.first_stage_layers, chosen.last_stage_layers) == (7, 7)
 
 
 def test_of_cuts_that_are_equally_fast_the_fullest_rank_needs_the_least() -> None:
     """80 layers on 16 stages: the last loses one to the head, the first one since the most is in flight there."""
     spec = job(LLAMA_405B | {"num_hidden_layers": 80, "vocab_size": 256000})
-    chosen = cut(spec, plan(16, mode=SELECTIVE))
+    chosen = cut_pipeline(spec, plan(16, mode=SELECTIVE))
     heavy = replace(chosen, first_stage_layers=0)
     assert seconds(spec, chosen) <= EQUAL * seconds(spec, heavy)
     needed = [
-        estimate(profile_for(spec, machine(), one), one, machine().device).allocated_bytes for one in (chosen, heavy)
+        estimate(profile_for(spec, machine(), candidate), candidate, machine().device).allocated_bytes
+        for candidate in (chosen, heavy)
     ]
     assert needed[0] < 0.95 * needed[1]
 
 
 def test_every_plan_with_a_pipeline_is_cut_so_unless_the_job_says_where() -> None:
     spec = job(LLAMA | {"num_hidden_layers": 30}, gpus=8)
-    found = [one for one in plans(spec, machine()) if one.layout.pp == 4]
-    assert {(one.first_stage_layers, one.last_stage_layers) for one in found if one.pipeline_stages_per_rank == 1} == {
-        (8, 6)
-    }
+    pipelined = [plan for plan in plans(spec, machine()) if plan.layout.pp == 4]
+    assert {
+        (plan.first_stage_layers, plan.last_stage_layers) for plan in pipelined if plan.pipeline_stages_per_rank == 1
+    } == {(8, 6)}
     pinned = spec.model_copy(update={"plan": (("last_stage_layers", 4), ("pp", 4))})
-    assert {(one.first_stage_layers, one.last_stage_layers) for one in plans(pinned, machine())} == {(0, 4)}
+    assert {(plan.first_stage_layers, plan.last_stage_layers) for plan in plans(pinned, machine())} == {(0, 4)}
     impossible = spec.model_copy(update={"plan": (("last_stage_layers", 28), ("pp", 4))})
     assert not list(plans(impossible, machine()))

@@ -57,14 +57,14 @@ def decoder_job(**changed: object) -> JobSpec:
     decoder = DecoderSpec(
         vocab_size=512, hidden_size=256, intermediate_size=768, num_hidden_layers=4, num_attention_heads=4
     )
-    said = {
+    fields = {
         "name": "job",
         "gpus": {"min": 1, "max": 8},
         "global_batch_size": 16,
         "model": ModelSpec(decoder=decoder),
         "data": DataSpec(text=("text",), sequence_length=128),
     }
-    return JobSpec.model_validate(said | changed)
+    return JobSpec.model_validate(fields | changed)
 
 
 jobs = st.builds(
@@ -163,7 +163,10 @@ def test_estimates_are_positive_and_grow_with_the_micro_batch(spec: JobSpec, mac
         )
         families.setdefault(key, []).append(_candidate(spec, machine, plan))
     for family in families.values():
-        peaks = [one.estimate.allocated_bytes for one in sorted(family, key=lambda one: one.plan.micro_batch_size)]
+        peaks = [
+            candidate.estimate.allocated_bytes
+            for candidate in sorted(family, key=lambda candidate: candidate.plan.micro_batch_size)
+        ]
         assert peaks[0] > 0
         assert peaks == sorted(peaks)
 
@@ -184,14 +187,14 @@ def test_a_correction_leaves_what_was_counted_alone() -> None:
 
 
 def test_a_plan_fits_unless_it_has_a_reason_against_it() -> None:
-    found = frontier(decoder_job(), hardware(DeviceKind.VIRTUAL, memory="256MiB"))
+    front = frontier(decoder_job(), hardware(DeviceKind.VIRTUAL, memory="256MiB"))
     learned = Calibration(correction=1.2)
-    capacity = needed_bytes(found.candidates[len(found.candidates) // 2], learned)
-    refuted = frozenset({found.candidates[-1].plan})
-    accepted = [c for c in found.candidates if why_rejected(c, capacity, learned, refuted) is None]
-    assert accepted == list(fitting(found, capacity, learned, refuted))
-    assert 0 < len(accepted) < len(found.candidates)
-    assert why_rejected(found.candidates[-1], capacity, learned, refuted) == "ran out of memory before"
+    capacity = needed_bytes(front.candidates[len(front.candidates) // 2], learned)
+    refuted = frozenset({front.candidates[-1].plan})
+    accepted = [c for c in front.candidates if why_rejected(c, capacity, learned, refuted) is None]
+    assert accepted == list(fitting(front, capacity, learned, refuted))
+    assert 0 < len(accepted) < len(front.candidates)
+    assert why_rejected(front.candidates[-1], capacity, learned, refuted) == "ran out of memory before"
 
 
 def test_torch_is_preferred_where_both_engines_would_do() -> None:
@@ -208,7 +211,7 @@ def test_a_batch_that_no_allowed_number_of_devices_divides_is_refused_with_a_way
 
 
 def test_the_frontier_of_a_deep_model_steps_from_selective_to_full_checkpointing_layer_by_layer() -> None:
-    """A plan that ran out of memory so has a lighter one beside it: more of its layers keep their input only."""
+    """A plan that ran out of memory has a lighter neighbour, whose layers more often keep only their input."""
     names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
     heads = ("num_attention_heads", "num_key_value_heads")
     spec = decoder_job(
@@ -219,7 +222,7 @@ def test_the_frontier_of_a_deep_model_steps_from_selective_to_full_checkpointing
         precision="bf16",
     )
     fabric = replace(hardware(per_node=8, nodes=64), network_bandwidth=400_000_000_000)
-    found = frontier(spec, fabric).candidates
+    candidates = frontier(spec, fabric).candidates
     alike = Plan(
         engine=Engine.TORCH,
         layout=ParallelLayout(dp=512),
@@ -228,13 +231,13 @@ def test_the_frontier_of_a_deep_model_steps_from_selective_to_full_checkpointing
         precision=Precision.BF16,
         sequence_length=8192,
     )
-    steps = [one for one in found if replace(one.plan, **WITHOUT_CHECKPOINTING) == alike]
-    steps = [one for one in steps if not one.plan.activation_offload]
-    chain = [(one.plan.activation_checkpointing, one.plan.full_checkpointing_layers) for one in steps]
+    steps = [candidate for candidate in candidates if replace(candidate.plan, **WITHOUT_CHECKPOINTING) == alike]
+    steps = [candidate for candidate in steps if not candidate.plan.activation_offload]
+    chain = [(candidate.plan.activation_checkpointing, candidate.plan.full_checkpointing_layers) for candidate in steps]
     selective = ActivationCheckpointing.SELECTIVE
     assert chain[-8:] == [*((selective, layers) for layers in range(10, 80, 10)), (ActivationCheckpointing.FULL, 0)]
-    assert [one.estimate.device_bytes for one in steps] == sorted(
-        (one.estimate.device_bytes for one in steps), reverse=True
+    assert [candidate.estimate.device_bytes for candidate in steps] == sorted(
+        (candidate.estimate.device_bytes for candidate in steps), reverse=True
     )
 
 
@@ -257,7 +260,7 @@ SIZES = {  # vocabulary, hidden, feed-forward, layers, heads, key-value heads
 def test_large_searches_call_a_bounded_number_of_functions(model: str, gpus: int, batch: int, calls: int) -> None:
     """Thousands of calls, and no seconds, which differ between machines: `make bench` measures them.
 
-    With room for a few in a hundred: hashes of what is hashed by its address collide by chance, and `__eq__` is called;
+    The bound has room for a few per cent: hashes by address collide by chance, and `__eq__` is called;
     and the profiler counts the making of one kind of named tuple only, since all have one label.
     """
     names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
@@ -271,6 +274,6 @@ def test_large_searches_call_a_bounded_number_of_functions(model: str, gpus: int
     )
     machine = hardware(per_node=8, nodes=gpus // 8)
     with Profile() as recorded:
-        found = frontier(spec, machine)
+        front = frontier(spec, machine)
     assert Stats(recorded).total_calls < 1000 * calls
-    assert any(fits(candidate, machine.device.memory, UNMEASURED) for candidate in found.candidates)
+    assert any(fits(candidate, machine.device.memory, UNMEASURED) for candidate in front.candidates)

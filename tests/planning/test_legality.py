@@ -1,4 +1,4 @@
-"""A rule of legality is said once, in specs.engines: what searches, copies and degrades obeys a new one at once."""
+"""A rule of legality stands once, in specs.engines: search, copies and degradation obey a new one at once."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, is_illegal: Callable[[Plan], bool]) -
 
 
 def forget() -> None:
-    """Let the frontiers go that other rules gave."""
+    """Clear the frontiers that other rules made."""
     search._cached_frontier.cache_clear()
     search._frontier_at_speeds.cache_clear()
 

@@ -26,14 +26,14 @@ OF_A_COMPARISON = (Mark.TOO_BIG, Mark.REFUTED, Mark.PREDICTED, Mark.MEASURED)
 
 
 def points(marks: tuple[Mark, ...]) -> st.SearchStrategy[tuple[Point, ...]]:
-    one = st.builds(
+    point = st.builds(
         Point,
         step_s=st.floats(1e-4, 1e4),
         needed_bytes=st.integers(1, 2**42),
         mark=st.sampled_from(marks),
         label=st.sampled_from(("", "1", "1,2")),
     )
-    return st.lists(one, min_size=1, max_size=60).map(tuple)
+    return st.lists(point, min_size=1, max_size=60).map(tuple)
 
 
 pictures = st.builds(
@@ -74,7 +74,7 @@ def test_ticks_are_few_within_the_picture_ascending_and_distinct(picture: Pictur
         assert 1 <= len(ticks) <= most
         values, labels = zip(*ticks, strict=True)
         assert all(low * 0.999 <= value <= high * 1.001 for value in values)
-        assert all(one < other for one, other in itertools.pairwise(values))
+        assert all(first < other for first, other in itertools.pairwise(values))
         assert len(set(labels)) == len(labels)
 
 

@@ -30,9 +30,9 @@ MODEL = "name: a\nglobal_batch_size: 8\nmodel: {hf: ./model}\ndata: {text: [corp
 SCRIPT = "name: a\nglobal_batch_size: 8\ncommand: python train.py\n"
 
 
-def has(plan: Plan, pins: tuple[tuple[str, Any], ...]) -> bool:
-    said = dict(pins)
-    return has_pins(plan, said) and has_pins(plan.layout, said)
+def has_settings(plan: Plan, pins: tuple[tuple[str, Any], ...]) -> bool:
+    pin_values = dict(pins)
+    return has_pins(plan, pin_values) and has_pins(plan.layout, pin_values)
 
 
 @settings(max_examples=examples(30), deadline=None)
@@ -43,19 +43,22 @@ def test_a_pinned_job_has_every_plan_that_agrees_and_no_other(work: dict[str, An
     whole = dict(pins_of(data.draw(st.sampled_from(every))))
     names = data.draw(st.sets(st.sampled_from(sorted(whole.keys() - set(ENDS))), min_size=1))  # these: test_ends.py
     pins = tuple((name, whole[name]) for name in whole if name in names)
-    found = list(plans(spec.model_copy(update={"plan": pins}), ONE_NODE))
-    agreeing = [plan for plan in every if has(plan, pins)]
+    legal_plans = list(plans(spec.model_copy(update={"plan": pins}), ONE_NODE))
+    agreeing = [plan for plan in every if has_settings(plan, pins)]
     if "full_checkpointing_layers" in names:  # the planner tries some numbers of layers in some strategies alone
-        assert all(has(plan, pins) for plan in found)
-        assert {*agreeing} <= {*found}
+        assert all(has_settings(plan, pins) for plan in legal_plans)
+        assert {*agreeing} <= {*legal_plans}
     else:
-        assert found == agreeing
-    assert all(has(one.plan, pins) for one in frontier(spec.model_copy(update={"plan": pins}), ONE_NODE).candidates)
+        assert legal_plans == agreeing
+    assert all(
+        has_settings(candidate.plan, pins)
+        for candidate in frontier(spec.model_copy(update={"plan": pins}), ONE_NODE).candidates
+    )
 
 
 def test_a_plan_that_others_beat_is_found_where_it_is_pinned() -> None:
     spec = job(DECODER, 8, (1, 3), "exact")
-    best = {one.plan for one in frontier(spec, ONE_NODE).candidates}
+    best = {candidate.plan for candidate in frontier(spec, ONE_NODE).candidates}
     beaten = [plan for plan in plans(spec, ONE_NODE) if plan not in best]
     assert len(beaten) > 100
     for plan in beaten[::37]:
@@ -68,9 +71,9 @@ def test_any_number_of_layers_that_are_recomputed_in_full_can_be_pinned() -> Non
     tried = {plan.full_checkpointing_layers for plan in plans(spec, ONE_NODE) if plan.layout.pp == 1}
     assert tried == {0, 2, 3, 4}
     pins = (("pp", 1), ("full_checkpointing_layers", 1))
-    found = frontier(spec.model_copy(update={"plan": pins}), ONE_NODE).candidates
-    assert {one.plan.full_checkpointing_layers for one in found} == {1}
-    assert {one.plan.activation_checkpointing for one in found} == {ActivationCheckpointing.SELECTIVE}
+    candidates = frontier(spec.model_copy(update={"plan": pins}), ONE_NODE).candidates
+    assert {candidate.plan.full_checkpointing_layers for candidate in candidates} == {1}
+    assert {candidate.plan.activation_checkpointing for candidate in candidates} == {ActivationCheckpointing.SELECTIVE}
 
 
 def test_what_a_file_pins_is_read_back_as_it_was_said() -> None:
@@ -104,10 +107,10 @@ def test_a_pin_that_no_plan_can_have_is_refused_where_it_is_said(text: str, path
 
 
 def test_a_script_takes_the_pins_that_its_knobs_can_carry_out() -> None:
-    said = {"zero_stage": 3, "offload": "optimizer", "micro_batch": 2, "activation_checkpointing": "full"}
-    spec = job({"command": "python train.py", "knobs": KNOBS}, 8, (2, 0), "exact", plan=said)
-    found = {one.plan for one in frontier(spec, ONE_NODE).candidates}
-    assert [has(plan, spec.plan) for plan in found] == [True]
+    fields = {"zero_stage": 3, "offload": "optimizer", "micro_batch": 2, "activation_checkpointing": "full"}
+    spec = job({"command": "python train.py", "knobs": KNOBS}, 8, (2, 0), "exact", plan=fields)
+    legal_plans = {candidate.plan for candidate in frontier(spec, ONE_NODE).candidates}
+    assert [has_settings(plan, spec.plan) for plan in legal_plans] == [True]
 
 
 def test_a_pin_without_a_plan_names_the_values_that_there_are() -> None:
@@ -131,7 +134,7 @@ def test_a_pinned_plan_that_does_not_fit_is_refused_with_its_bytes_and_what_fits
     spec = job(
         DECODER, 8, (1, 0), "exact", plan={"zero_stage": 0, "micro_batch": 8, "activation_checkpointing": "none"}
     )
-    needed = min(needed_bytes(one, UNMEASURED) for one in frontier(spec, ONE_NODE).candidates)
+    needed = min(needed_bytes(candidate, UNMEASURED) for candidate in frontier(spec, ONE_NODE).candidates)
     first, closest, *rest = why_nothing_fits(spec, ONE_NODE, needed - 1, UNMEASURED).splitlines()
     pins = "zero_stage=0, micro_batch_size=8, activation_checkpointing=none"
     assert first == f"no plan with {pins} fits {format_bytes(needed - 1)} of device"

@@ -1,4 +1,4 @@
-"""How foreign scripts are planned and driven, and how a plan is explained."""
+"""Plans, commands and explanations for foreign scripts."""
 
 from __future__ import annotations
 
@@ -61,8 +61,14 @@ def machine(kind: DeviceKind = DeviceKind.VIRTUAL, memory: str = "256MiB") -> Ha
 
 
 def script(**changed: object) -> JobSpec:
-    said = {"name": "job", "gpus": 2, "global_batch_size": 32, "command": "python train.py --batch 64", "knobs": KNOBS}
-    return JobSpec.model_validate(said | changed)
+    fields = {
+        "name": "job",
+        "gpus": 2,
+        "global_batch_size": 32,
+        "command": "python train.py --batch 64",
+        "knobs": KNOBS,
+    }
+    return JobSpec.model_validate(fields | changed)
 
 
 def decoder_job(hidden_size: int = 256, **changed: object) -> JobSpec:
@@ -74,8 +80,8 @@ def decoder_job(hidden_size: int = 256, **changed: object) -> JobSpec:
         num_attention_heads=8,
     )
     data = DataSpec(text=("text",), sequence_length=128)
-    said = {"name": "job", "gpus": 2, "global_batch_size": 16, "model": ModelSpec(decoder=decoder), "data": data}
-    return JobSpec.model_validate(said | changed)
+    fields = {"name": "job", "gpus": 2, "global_batch_size": 16, "model": ModelSpec(decoder=decoder), "data": data}
+    return JobSpec.model_validate(fields | changed)
 
 
 def fast_first(spec: JobSpec, hardware: Hardware) -> list[Candidate]:
@@ -99,14 +105,14 @@ def test_an_unknown_script_starts_as_it_would_alone_on_cuda_too() -> None:
 
 def test_only_declared_knobs_are_turned() -> None:
     bare = script(knobs={"micro_batch_size": {"flag": "--batch"}}, global_batch_size=32)
-    found = {candidate.plan for candidate in frontier(bare, machine()).candidates}
-    assert {(plan.micro_batch_size, plan.gradient_accumulation_steps) for plan in found} == {(16, 1)}
-    assert {plan.activation_checkpointing for plan in found} == {ActivationCheckpointing.NONE}
-    assert {plan.zero_stage for plan in found} == {ZeroStage.NONE}
+    legal_plans = {candidate.plan for candidate in frontier(bare, machine()).candidates}
+    assert {(plan.micro_batch_size, plan.gradient_accumulation_steps) for plan in legal_plans} == {(16, 1)}
+    assert {plan.activation_checkpointing for plan in legal_plans} == {ActivationCheckpointing.NONE}
+    assert {plan.zero_stage for plan in legal_plans} == {ZeroStage.NONE}
 
 
 def test_a_script_that_derives_accumulation_gets_only_its_micro_batch() -> None:
-    """As litgpt is: it divides its global batch by ranks and micro-batch."""
+    """The script is like litgpt, which divides its global batch by ranks and micro-batch."""
     knobs = {
         "micro_batch_size": {"flag": "--train.micro_batch_size", "default": 16},
         "global_batch_size": {"flag": "--train.global_batch_size"},
@@ -114,11 +120,11 @@ def test_a_script_that_derives_accumulation_gets_only_its_micro_batch() -> None:
     }
     spec = script(knobs=knobs)
     cut = {(plan.micro_batch_size, plan.gradient_accumulation_steps) for plan in plans(spec, machine())}
-    assert cut == {(one, 16 // one) for one in (1, 2, 4, 8, 16)}
+    assert cut == {(micro_batch, 16 // micro_batch) for micro_batch in (1, 2, 4, 8, 16)}
     four = next(plan for plan in plans(spec, machine()) if plan.micro_batch_size == 4 and plan.world_size == 2)
-    told = script_command(spec, four, output_dir="/out", resume_from=None, deepspeed_config_path=None)
-    assert told.arguments[4:] == ("--train.micro_batch_size", "4", "--train.global_batch_size", "32")
-    assert told.env == {}
+    command = script_command(spec, four, output_dir="/out", resume_from=None, deepspeed_config_path=None)
+    assert command.arguments[4:] == ("--train.micro_batch_size", "4", "--train.global_batch_size", "32")
+    assert command.env == {}
 
 
 def test_accumulation_is_derived_from_a_micro_batch_that_the_script_can_take() -> None:
@@ -181,14 +187,14 @@ def test_a_switch_is_absent_where_nothing_is_recomputed() -> None:
 @pytest.mark.parametrize("precision", Precision)
 def test_a_switch_selects_every_precision_but_fp32(precision: Precision) -> None:
     spec = script(knobs=KNOBS | {"precision": {"switch": "--mixed"}}, precision=precision)
-    for one in plans(spec, machine()):
-        arguments, *_ = script_command(spec, one, output_dir="o", resume_from=None, deepspeed_config_path=None)
-        assert one.precision is precision
+    for plan in plans(spec, machine()):
+        arguments, *_ = script_command(spec, plan, output_dir="o", resume_from=None, deepspeed_config_path=None)
+        assert plan.precision is precision
         assert ("--mixed" in arguments) is (precision is not Precision.FP32)
 
 
 @pytest.mark.parametrize(
-    ("knob", "said"),
+    ("knob", "modes"),
     [
         ({"switch": "--checkpoint"}, {"none", "full"}),
         ({"flag": "--recompute"}, {"none", "full"}),
@@ -196,10 +202,10 @@ def test_a_switch_selects_every_precision_but_fp32(precision: Precision) -> None
     ],
 )
 def test_a_script_recomputes_selectively_only_if_its_knob_has_a_value_for_it(
-    knob: dict[str, object], said: set[str]
+    knob: dict[str, object], modes: set[str]
 ) -> None:
     spec = script(knobs=KNOBS | {"activation_checkpointing": knob})
-    assert {one.activation_checkpointing.value for one in plans(spec, machine())} == said
+    assert {plan.activation_checkpointing.value for plan in plans(spec, machine())} == modes
 
 
 @pytest.mark.parametrize(
@@ -227,17 +233,17 @@ MUSICGEN = {  # facebookresearch/audiocraft: a global batch, shards of its own, 
 }
 
 
-def words(spec: JobSpec, plan: Plan, **told: Any) -> tuple[str, ...]:
-    """What follows the user's own words."""
-    given = {"output_dir": "o", "resume_from": None, "deepspeed_config_path": None} | told
+def plan_arguments(spec: JobSpec, plan: Plan, **changes: Any) -> tuple[str, ...]:
+    """Return the arguments that follow the user's own command."""
+    settings = {"output_dir": "o", "resume_from": None, "deepspeed_config_path": None} | changes
     assert spec.command is not None
-    return script_command(spec, plan, **given).arguments[len(spec.command) :]
+    return script_command(spec, plan, **settings).arguments[len(spec.command) :]
 
 
 def test_a_switch_goes_together_with_another_and_a_global_batch_counts_all_ranks() -> None:
     spec = script(knobs=MUSICGEN, command="dora run solver=x", launch="dora")
-    found = {plan.zero_stage: words(spec, plan) for plan in plans(spec, machine()) if plan.layout.dp == 2}
-    assert found == {
+    commands = {plan.zero_stage: plan_arguments(spec, plan) for plan in plans(spec, machine()) if plan.layout.dp == 2}
+    assert commands == {
         ZeroStage.NONE: ("dataset.batch_size=32", "fsdp.use=false", "autocast=true"),
         ZeroStage.GRADIENTS: (
             *("dataset.batch_size=32", "fsdp.use=true"),
@@ -263,9 +269,9 @@ def test_one_setting_drives_several_knobs_and_a_phase_has_a_batch_of_its_own() -
     spec = script(knobs={"micro_batch_size": knob}, phases={"encoding": "Encode", "evaluation": "Eval"})
     plan = Plan(engine=Engine.SCRIPT, layout=ParallelLayout(dp=2), micro_batch_size=4)
     train = ("--train-batch", "4", "--collate-batch", "4")
-    assert words(spec, plan) == (*train, "--codec-batch", "8", "--eval-batch", "16")
+    assert plan_arguments(spec, plan) == (*train, "--codec-batch", "8", "--eval-batch", "16")
     lowered = replace(plan, phase_batch_sizes=(("encoding", 2),))
-    assert words(spec, lowered) == (*train, "--codec-batch", "2", "--eval-batch", "16")
+    assert plan_arguments(spec, lowered) == (*train, "--codec-batch", "2", "--eval-batch", "16")
     assert [str(change) for change in changes(plan, lowered)] == ["encoding_batch_size - -> 2"]
 
 
@@ -277,7 +283,7 @@ def test_a_script_that_multiplies_its_batch_by_its_ranks_gets_the_share() -> Non
     spec = script(knobs=knobs, launch="self", global_batch_size=8)
     (plan,) = plans(spec, machine())
     assert (plan.micro_batch_size, plan.layout.dp) == (4, 2)
-    assert words(spec, plan, devices=(1, 3)) == ("-bs", "2", "-g", "1-3")
+    assert plan_arguments(spec, plan, devices=(1, 3)) == ("-bs", "2", "-g", "1-3")
     with pytest.raises(SpecError):
         frontier(script(knobs=knobs, launch="self", global_batch_size=6), machine())
 
@@ -292,22 +298,22 @@ def test_a_script_that_spawns_its_ranks_stays_on_one_node() -> None:
 def test_a_batch_per_node_counts_the_nodes_ranks() -> None:
     spec = script(knobs={"micro_batch_size": {"flag": "-b", "per": "node"}, "ranks": {"flag": "-n", "per": "node"}})
     plan = Plan(engine=Engine.SCRIPT, layout=ParallelLayout(dp=4), micro_batch_size=3)
-    assert words(spec, plan, devices=(0, 1)) == ("-b", "6", "-n", "2")
+    assert plan_arguments(spec, plan, devices=(0, 1)) == ("-b", "6", "-n", "2")
 
 
 def test_keys_of_a_config_file_are_distinguished_from_words_of_the_command() -> None:
     knobs = {"micro_batch_size": {"key": "data.batch_size"}, "output_dir": {"key": "data.out"}}
     spec = script(knobs=knobs, config={"file": "unet.yaml", "flag": "--config"})
     plan = Plan(engine=Engine.SCRIPT, layout=ParallelLayout(dp=2), micro_batch_size=16)
-    told = script_command(
+    command = script_command(
         spec, plan, output_dir="/out", resume_from=None, deepspeed_config_path=None, config_path="/attempt/unet.yaml"
     )
-    assert told.keys == {"data.batch_size": "16", "data.out": "/out"}
-    assert told.arguments[-2:] == ("--config", "/attempt/unet.yaml")
+    assert command.keys == {"data.batch_size": "16", "data.out": "/out"}
+    assert command.arguments[-2:] == ("--config", "/attempt/unet.yaml")
 
 
 @pytest.mark.parametrize(
-    ("way", "stage", "kind", "said"),
+    ("way", "stage", "kind", "expected"),
     [
         ("fsdp", ZeroStage.NONE, "MULTI_GPU", "bf16"),
         ("fsdp", ZeroStage.PARAMETERS, "FSDP", "FULL_SHARD"),
@@ -315,14 +321,14 @@ def test_keys_of_a_config_file_are_distinguished_from_words_of_the_command() -> 
         ("deepspeed", ZeroStage.OPTIMIZER, "DEEPSPEED", "/attempt/deepspeed.json"),
     ],
 )
-def test_accelerates_file_has_the_plans_sharding(way: str, stage: ZeroStage, kind: str, said: str) -> None:
+def test_accelerates_file_has_the_plans_sharding(way: str, stage: ZeroStage, kind: str, expected: str) -> None:
     knobs = {"micro_batch_size": {"flag": "-b"}, "zero_stage": {"accelerate": way}}
     spec = script(knobs=knobs, launch="accelerate", precision="bf16")
     plan = next(plan for plan in plans(spec, machine()) if plan.zero_stage is stage)
-    assert words(spec, plan) == ("-b", "16"), "nothing of it stands on the command line"
+    assert plan_arguments(spec, plan) == ("-b", "16"), "nothing of it stands on the command line"
     config = accelerate_config(spec.knobs, plan, deepspeed_config_path="/attempt/deepspeed.json")
     assert config["distributed_type"] == kind
-    assert said in str(config)
+    assert expected in str(config)
 
 
 @pytest.mark.parametrize(("way", "offloads"), [({"accelerate": "fsdp"}, True), ({"flag": "-z"}, False)])
@@ -351,26 +357,28 @@ def test_what_fsdp_keeps_on_the_host_is_counted_there() -> None:
         offload: frontier(spec.model_copy(update={"plan": (*spec.plan, ("offload", offload))}), cuda).candidates
         for offload in (Offload.NONE, Offload.PARAMETERS)
     }
-    here, there = (min(one.estimate.device_bytes for one in of_pin[offload]) for offload in of_pin)
+    here, there = (min(candidate.estimate.device_bytes for candidate in of_pin[offload]) for offload in of_pin)
     assert there < here - 4_000_000_000, "16 bytes of a parameter over at most four devices"
-    assert min(one.estimate.host_bytes for one in of_pin[Offload.PARAMETERS]) > 4_000_000_000
+    assert min(candidate.estimate.host_bytes for candidate in of_pin[Offload.PARAMETERS]) > 4_000_000_000
 
 
 def test_what_is_sharded_by_fsdp_is_counted_as_fsdp() -> None:
     profile = {"parameters": 100_000_000, "layers": 10, "activations_per_sample": "4MiB"}
-    told = {"micro_batch_size": {"flag": "-b"}, "zero_stage": {"flag": "-z"}}
-    spec = script(knobs=told, profile=profile, precision="bf16")
-    sharded = [one for one in frontier(spec, machine(memory="24GiB")).candidates if one.plan.zero_stage]
-    assert {one.plan.sharding for one in sharded} == {Sharding.FSDP}
-    causes = {cause for one in sharded for cause, _ in one.estimate.by_cause}
+    knobs = {"micro_batch_size": {"flag": "-b"}, "zero_stage": {"flag": "-z"}}
+    spec = script(knobs=knobs, profile=profile, precision="bf16")
+    sharded = [
+        candidate for candidate in frontier(spec, machine(memory="24GiB")).candidates if candidate.plan.zero_stage
+    ]
+    assert {candidate.plan.sharding for candidate in sharded} == {Sharding.FSDP}
+    causes = {cause for candidate in sharded for cause, _ in candidate.estimate.by_cause}
     assert "master weights" not in causes, "FSDP's parameters are its fp32 masters"
 
 
 @pytest.mark.parametrize("optimizer", ["adafactor", "adamw_8bit"])
 def test_no_zero_stage_is_offered_to_a_script_whose_optimizer_needs_whole_tensors(optimizer: str) -> None:
     knobs = KNOBS | {"deepspeed_config": {"flag": "--deepspeed"}}
-    found = list(plans(script(knobs=knobs, training={"optimizer": optimizer}), machine(DeviceKind.CUDA)))
-    assert {one.zero_stage for one in found} == {ZeroStage.NONE}
+    legal_plans = list(plans(script(knobs=knobs, training={"optimizer": optimizer}), machine(DeviceKind.CUDA)))
+    assert {plan.zero_stage for plan in legal_plans} == {ZeroStage.NONE}
 
 
 @pytest.mark.parametrize(
@@ -416,35 +424,35 @@ def test_bytes_by_cause_add_up_to_what_the_device_must_hold_as_corrected(correct
         counted = [count for cause, count in estimate.by_cause if cause != "activations"]
         assert (estimate.moment, sum(counted)) in {
             (candidate.estimate.moment, sum(c for cause, c in candidate.estimate.by_cause if cause != "activations")),
-            *((one.name, one.counted_bytes) for one in candidate.estimate.moments),
+            *((moment.name, moment.counted_bytes) for moment in candidate.estimate.moments),
         }
 
 
 def test_the_nearest_plan_needs_the_least() -> None:
-    found = frontier(decoder_job(), machine())
-    closest = nearest(found, UNMEASURED)
+    front = frontier(decoder_job(), machine())
+    closest = nearest(front, UNMEASURED)
     assert closest is not None
-    assert closest.estimate.device_bytes == min(c.estimate.device_bytes for c in found.candidates)
-    assert nearest(found, UNMEASURED, frozenset(c.plan for c in found.candidates)) is None
+    assert closest.estimate.device_bytes == min(c.estimate.device_bytes for c in front.candidates)
+    assert nearest(front, UNMEASURED, frozenset(c.plan for c in front.candidates)) is None
 
 
 def test_a_script_that_names_the_model_it_trains_is_costed_by_it_with_a_loss_that_holds_all_logits() -> None:
-    own = decoder_job()
-    named = script(trains=own.model, data={"sequence_length": 128})
-    ours = profile_of(own, precision=Precision.FP32, sequence_length=None)
+    decoder_spec = decoder_job()
+    named = script(trains=decoder_spec.model, data={"sequence_length": 128})
+    decoder_profile = profile_of(decoder_spec, precision=Precision.FP32, sequence_length=None)
     theirs = profile_of(named, precision=Precision.FP32, sequence_length=None)
-    assert ours is not None
+    assert decoder_profile is not None
     assert theirs is not None
-    assert theirs.parameters == ours.parameters
-    assert theirs.segments[:-1] == ours.segments[:-1]
-    more = theirs.segments[-1], ours.segments[-1]
-    (held, chunked), logits = [one.saved_bytes + one.transient_bytes for one in more], 128 * 512
-    assert held - chunked == 12 * logits, "fp32 logits, their log-softmax and their gradient"
+    assert theirs.parameters == decoder_profile.parameters
+    assert theirs.segments[:-1] == decoder_profile.segments[:-1]
+    more = theirs.segments[-1], decoder_profile.segments[-1]
+    (unchunked, chunked), logits = [segment.saved_bytes + segment.transient_bytes for segment in more], 128 * 512
+    assert unchunked - chunked == 12 * logits, "fp32 logits, their log-softmax and their gradient"
     shorter = profile_of(named, precision=Precision.FP32, sequence_length=64)
     assert shorter is not None
     assert shorter.segments[-1].saved_bytes < theirs.segments[-1].saved_bytes
-    found = frontier(script(trains=own.model, data={"sequence_length": 128}), machine()).candidates
-    assert {one.estimate.source for one in found} == {Source.CLOSED_FORM}
+    candidates = frontier(script(trains=decoder_spec.model, data={"sequence_length": 128}), machine()).candidates
+    assert {candidate.estimate.source for candidate in candidates} == {Source.CLOSED_FORM}
 
 
 def test_a_declared_profile_wins_over_the_closed_form() -> None:
@@ -475,16 +483,17 @@ MEGATRON = {
 def test_the_more_first_layers_a_script_recomputes_the_slower_it_is_and_the_less_it_needs() -> None:
     spec = job_from_data({"name": "job", "gpus": 1, "global_batch_size": 16, **MEGATRON}, "job")
     here = machine(DeviceKind.CUDA, "80GiB")
-    whole = [one for one in plans(spec, here) if one.micro_batch_size == 16]
-    steps = [(one.activation_checkpointing.value, one.full_checkpointing_layers) for one in whole]
+    whole = [plan for plan in plans(spec, here) if plan.micro_batch_size == 16]
+    steps = [(plan.activation_checkpointing.value, plan.full_checkpointing_layers) for plan in whole]
     assert sorted(steps) == [("full", 0), ("none", 0), ("none", 2), ("none", 4), ("none", 6)]
     partial = sorted(
-        (one for one in whole if one.activation_checkpointing is NONE), key=lambda one: one.full_checkpointing_layers
+        (plan for plan in whole if plan.activation_checkpointing is NONE),
+        key=lambda plan: plan.full_checkpointing_layers,
     )
-    full = next(one for one in whole if one.activation_checkpointing is not NONE)
+    full = next(plan for plan in whole if plan.activation_checkpointing is not NONE)
     profile = profile_for(spec, here, full)
-    times = [step_s(profile, one, here) for one in (*partial, full)]
-    needs = [estimate(profile, one, here.device).allocated_bytes for one in (*partial, full)]
+    times = [step_s(profile, plan, here) for plan in (*partial, full)]
+    needs = [estimate(profile, plan, here.device).allocated_bytes for plan in (*partial, full)]
     assert times == sorted(times)
     assert needs == sorted(needs, reverse=True)
     saved = [first - second for first, second in pairwise(needs[:4])]
@@ -497,7 +506,7 @@ def test_a_script_without_a_knob_recomputes_all_layers_or_none() -> None:
     spec = job_from_data({"name": "job", "gpus": 1, "global_batch_size": 16, **MEGATRON}, "job")
     knobs = spec.knobs.model_copy(update={"full_checkpointing_layers": None})
     bare = spec.model_copy(update={"knobs": knobs})
-    assert {one.full_checkpointing_layers for one in plans(bare, machine())} == {0}
+    assert {plan.full_checkpointing_layers for plan in plans(bare, machine())} == {0}
     with pytest.raises(SpecError, match="no knob of the script takes this"):
         job_from_data(
             {**MEGATRON, "name": "job", "global_batch_size": 16, "trainer": "hf"}
@@ -507,6 +516,6 @@ def test_a_script_without_a_knob_recomputes_all_layers_or_none() -> None:
 
 
 def test_a_script_that_always_shards_has_no_plan_that_holds_all_on_several_ranks() -> None:
-    said = {"name": "job", "gpus": 2, "global_batch_size": 16, **MEGATRON, "trainer": "torchtitan"}
-    found = list(plans(job_from_data(said, "job"), machine(DeviceKind.CUDA, "80GiB")))
-    assert {one.zero_stage for one in found} == {ZeroStage.GRADIENTS, ZeroStage.PARAMETERS}
+    fields = {"name": "job", "gpus": 2, "global_batch_size": 16, **MEGATRON, "trainer": "torchtitan"}
+    legal_plans = list(plans(job_from_data(fields, "job"), machine(DeviceKind.CUDA, "80GiB")))
+    assert {plan.zero_stage for plan in legal_plans} == {ZeroStage.GRADIENTS, ZeroStage.PARAMETERS}

@@ -60,18 +60,18 @@ WORK: tuple[dict[str, Any], ...] = (
 
 
 def job(work: dict[str, Any], batch: int, gpus: tuple[int, int], allow: str, **more: Any) -> JobSpec:
-    said = {
+    fields = {
         "name": "job",
         "gpus": {"min": gpus[0], "max": sum(gpus)},
         "global_batch_size": batch,
         "degrade": {"allow": allow, "sequence_lengths": (64,) if allow == "semantic" else ()},
     }
     data = {} if "command" in work else {"data": {"text": ["text"], "sequence_length": LENGTH}}
-    return JobSpec.model_validate(said | data | work | more)
+    return JobSpec.model_validate(fields | data | work | more)
 
 
 def machine(kind: DeviceKind, per_node: int, nodes: int, memory: str, nvme: bool) -> Hardware:
-    said = {
+    fields = {
         "name": "device",
         "kind": kind,
         "memory": memory,
@@ -81,7 +81,7 @@ def machine(kind: DeviceKind, per_node: int, nodes: int, memory: str, nvme: bool
         "link_bandwidth": "450GB/s",
         "nvme_folder": "/nvme" if nvme else None,
     }
-    device = DeviceSpec.model_validate(said)
+    device = DeviceSpec.model_validate(fields)
     return Hardware(device=device, devices_per_node=per_node, nodes=nodes, network_bandwidth=50_000_000_000)
 
 
@@ -124,18 +124,18 @@ def test_the_frontier_is_every_plan_within_reach_that_no_other_legal_plan_beats(
 ) -> None:
     try:
         tried = list(plans(spec, here))
-        found = frontier(spec, here, overhead=overhead).candidates
+        candidates = frontier(spec, here, overhead=overhead).candidates
     except SpecError:
         return
     assert len(set(tried)) == len(tried)
-    assert [replace(one) for one in tried] == tried  # made again as the first of their family was: all are legal
-    costs = [cost(spec, here, one, overhead) for one in tried]
-    kept = [one for one in unbeaten(costs) if one[2] <= REACH * here.device.memory]
-    classes = {one[0] for one in kept}
-    expected = kept + [one for one in unbeaten(costs) if one[0] not in classes]
-    told = [as_cost(one) for one in found]
-    assert told == sorted(expected)
-    assert [cost(spec, here, one.plan, overhead) for one in found] == told
+    assert [replace(plan) for plan in tried] == tried  # made again as the first of their family was: all are legal
+    costs = [cost(spec, here, plan, overhead) for plan in tried]
+    near_costs = [cost_row for cost_row in unbeaten(costs) if cost_row[2] <= REACH * here.device.memory]
+    classes = {cost_row[0] for cost_row in near_costs}
+    expected = near_costs + [cost_row for cost_row in unbeaten(costs) if cost_row[0] not in classes]
+    frontier_costs = [as_cost(candidate) for candidate in candidates]
+    assert frontier_costs == sorted(expected)
+    assert [cost(spec, here, candidate.plan, overhead) for candidate in candidates] == frontier_costs
 
 
 @given(jobs, machines, st.sampled_from((64 * 2**20, 512 * 2**20, 3 * 2**30)))
@@ -148,16 +148,16 @@ def test_where_host_memory_is_short_the_frontier_has_every_plan_with_enough_that
     here = replace(here, host_memory=host_memory)
     try:
         tried = list(plans(spec, here))
-        found = frontier(spec, here).candidates
+        candidates = frontier(spec, here).candidates
     except SpecError:
         return
-    with_host = [one for one in tried if node_host_bytes(one, _estimate(spec, here, one), here) <= host_memory]
-    costs = [cost(spec, here, one) for one in with_host]
-    kept = [one for one in unbeaten(costs) if one[2] <= REACH * here.device.memory]
-    classes = {one[0] for one in kept}
-    expected = kept + [one for one in unbeaten(costs) if one[0] not in classes]
-    told = [as_cost(one) for one in found if one.fits_host]
-    assert told == sorted(expected)
+    with_host = [plan for plan in tried if node_host_bytes(plan, _estimate(spec, here, plan), here) <= host_memory]
+    costs = [cost(spec, here, plan) for plan in with_host]
+    near_costs = [cost_row for cost_row in unbeaten(costs) if cost_row[2] <= REACH * here.device.memory]
+    classes = {cost_row[0] for cost_row in near_costs}
+    expected = near_costs + [cost_row for cost_row in unbeaten(costs) if cost_row[0] not in classes]
+    frontier_costs = [as_cost(candidate) for candidate in candidates if candidate.fits_host]
+    assert frontier_costs == sorted(expected)
 
 
 def _estimate(spec: JobSpec, here: Hardware, plan: Plan) -> MemoryEstimate:
@@ -172,19 +172,19 @@ def test_under_any_correction_no_plan_as_fast_needs_a_step_less_than_the_frontie
 ) -> None:
     try:
         tried = list(plans(spec, here))
-        found = frontier(spec, here, correction).candidates
+        candidates = frontier(spec, here, correction).candidates
     except SpecError:
         return
     step = 2 ** (1 / CORRECTION_STEPS)
-    kept = [
+    bounds = [
         (
-            one.degradation,
-            one.plan.world_size,
-            one.step_s,
-            corrected_bytes(one.estimate, correction),
-            trust(one.plan).rank,
+            candidate.degradation,
+            candidate.plan.world_size,
+            candidate.step_s,
+            corrected_bytes(candidate.estimate, correction),
+            trust(candidate.plan).rank,
         )
-        for one in found
+        for candidate in candidates
     ]
     for plan in tried:
         kind, seconds, _, devices, rank = cost(spec, here, plan)
@@ -192,12 +192,12 @@ def test_under_any_correction_no_plan_as_fast_needs_a_step_less_than_the_frontie
         if corrected_bytes(estimated, step * correction) <= REACH * here.device.memory:
             needed = corrected_bytes(estimated, correction)
             assert any(
-                one[0] == kind
-                and one[1] <= devices
-                and one[2] <= seconds
-                and one[3] <= step * needed + 1
-                and one[4] <= rank
-                for one in kept
+                bound[0] == kind
+                and bound[1] <= devices
+                and bound[2] <= seconds
+                and bound[3] <= step * needed + 1
+                and bound[4] <= rank
+                for bound in bounds
             ), plan
 
 
@@ -207,14 +207,14 @@ def test_a_job_whose_launches_block_has_a_frontier_of_slower_plans() -> None:
         frontier(job(WORK[0], 8, (1, 1), "exact", env=env), here).candidates
         for env in ({}, {"CUDA_LAUNCH_BLOCKING": "1"})
     )
-    assert min(one.step_s for one in blocking) > min(one.step_s for one in plain)
+    assert min(candidate.step_s for candidate in blocking) > min(candidate.step_s for candidate in plain)
 
 
 def cost(spec: JobSpec, here: Hardware, plan: Plan, overhead: Overhead = SUPPOSED_OVERHEAD) -> Cost:
-    """By the formulas, plan by plan, without anything of the search."""
+    """Return the cost of a plan by the formulas, without the search."""
     profile = profile_for(spec, here, plan)
-    asked = spec.data.sequence_length if spec.model is not None else LENGTH
-    semantic = plan.sequence_length != asked
+    sequence_length = spec.data.sequence_length if spec.model is not None else LENGTH
+    semantic = plan.sequence_length != sequence_length
     numeric = (plan.precision, plan.optimizer) != (spec.precision, spec.training.optimizer)
     degradation = Degradation.SEMANTIC if semantic else Degradation.NUMERIC if numeric else Degradation.EXACT
     needed = estimate(profile, plan, here.device, overhead).device_bytes
@@ -229,9 +229,9 @@ def as_cost(candidate: Candidate) -> Cost:
 
 
 def unbeaten(costs: Iterable[Cost]) -> list[Cost]:
-    """As a frontier is defined: every pair compared."""
+    """Return the costs that no other beats: the definition of a frontier, with every pair compared."""
     every = set(costs)
-    return [one for one in every if not any(beats(other, one) for other in every)]
+    return [cost_row for cost_row in every if not any(beats(other, cost_row) for other in every)]
 
 
 def beats(mine: Cost, theirs: Cost) -> bool:
@@ -242,14 +242,14 @@ def beats(mine: Cost, theirs: Cost) -> bool:
 @example(job(WORK[9], 8, (1, 3), "exact"), machine(DeviceKind.CUDA, 2, 2, "2GiB", nvme=False))  # views of experts
 @settings(max_examples=examples(15, 4), deadline=None)
 def test_no_estimate_is_below_the_lower_bound_of_the_search(spec: JobSpec, here: Hardware) -> None:
-    asked: dict[object, DeviceBytes] = {}
+    shared_bytes: dict[object, DeviceBytes] = {}
     try:
         tried = list(plans(spec, here))
     except SpecError:
         return
     for plan in tried:
         profile = replace(profile_for(spec, here, plan), fragmentation=FRAGMENTED)
-        shared = asked.setdefault(sharing_key(plan), DeviceBytes(profile, plan, here.device))
+        shared = shared_bytes.setdefault(sharing_key(plan), DeviceBytes(profile, plan, here.device))
         needed = estimate(profile, plan, here.device)
         assert shared.estimate(plan) == needed, plan
         assert shared.without_activations(plan) <= shared.at_least(plan) <= needed.device_bytes, plan
@@ -273,6 +273,9 @@ def test_the_frontier_keeps_exactly_the_undominated_costs(
     every = [
         (Degradation.EXACT, float(seconds), needed, gpus + 1, float(rank)) for gpus, seconds, needed, _, rank in drawn
     ]
-    found = pareto(timed, needs.__getitem__, most_bytes)
-    kept = [(Degradation.EXACT, one.step_s, one.needed_bytes, one.plan.world_size, one.rank) for one in found]
-    assert kept == sorted(one for one in unbeaten(every) if one[2] <= most_bytes)
+    front = pareto(timed, needs.__getitem__, most_bytes)
+    costs = [
+        (Degradation.EXACT, candidate.step_s, candidate.needed_bytes, candidate.plan.world_size, candidate.rank)
+        for candidate in front
+    ]
+    assert costs == sorted(cost_row for cost_row in unbeaten(every) if cost_row[2] <= most_bytes)

@@ -1,4 +1,4 @@
-"""Laws of a plan's settings: each one that is declared has its bytes or seconds, reaches what runs, and has a class."""
+"""Laws of a plan's settings: a declared setting changes bytes or seconds, reaches the run, and has a class."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ RUNS_A_PLAN = (*(PACKAGE / "training").rglob("*.py"), PACKAGE / "planning" / "re
 
 
 def others(setting: Setting, plan: Plan) -> Iterator[Plan]:
-    """Legal plans that differ from this one in the setting alone."""
+    """Return legal plans that differ from `plan` in the setting alone."""
     value = getattr(plan, setting.name)
     choices: tuple[Any, ...] = tuple(setting.choices.values())
     if setting.kind is ParallelLayout:
@@ -63,7 +63,7 @@ def others(setting: Setting, plan: Plan) -> Iterator[Plan]:
                 continue
 
 
-@pytest.mark.parametrize("setting", SETTINGS, ids=lambda one: one.name)
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)
 def test_every_declared_setting_of_training_has_a_memory_or_a_cost_term(setting: Setting) -> None:
     spec = job(MODELS.get(setting.name, DECODER))
     is_known = any(
@@ -84,13 +84,15 @@ def test_every_declared_setting_is_read_by_what_runs_a_plan() -> None:
     read = {node.attr for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     if "mechanics" in read:
         read |= set(PlanFields.mechanics.fget.__code__.co_names)
-    assert {one.name for one in SETTINGS} - read == set()
+    assert {setting.name for setting in SETTINGS} - read == set()
 
 
 @pytest.mark.parametrize("allow", ["exact", "numeric", "semantic"])
 def test_the_class_of_a_candidate_is_that_of_the_settings_in_which_it_differs(allow: str) -> None:
     degrade = {"allow": allow, "sequence_lengths": (64,) if allow == "semantic" else ()}
     spec = job(degrade=degrade, precision=Precision.FP32)
-    found = frontier(spec, MACHINE).candidates
-    assert {one.degradation for one in found} == set(range(Degradation[allow.upper()] + 1))
-    assert all(one.degradation == degradation(requested_settings(spec), one.plan) for one in found)
+    candidates = frontier(spec, MACHINE).candidates
+    assert {candidate.degradation for candidate in candidates} == set(range(Degradation[allow.upper()] + 1))
+    assert all(
+        candidate.degradation == degradation(requested_settings(spec), candidate.plan) for candidate in candidates
+    )

@@ -1,4 +1,4 @@
-"""Which strategies a job is offered, what they cost, and why there may be none."""
+"""Strategies for a job, their costs, and the reasons for an empty offer."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ CLOSED = {"parameters": 10**8, "layers": 6, "activations_per_sample": "64MiB"}
 
 
 def machine(kind: DeviceKind = DeviceKind.CUDA, nodes: int = 2, **device: Any) -> Hardware:
-    said = {
+    fields = {
         "name": "device",
         "kind": kind,
         "memory": "80GiB",
@@ -63,24 +63,24 @@ def machine(kind: DeviceKind = DeviceKind.CUDA, nodes: int = 2, **device: Any) -
     }
     network = 50_000_000_000
     return Hardware(
-        device=DeviceSpec.model_validate(said | device), devices_per_node=8, nodes=nodes, network_bandwidth=network
+        device=DeviceSpec.model_validate(fields | device), devices_per_node=8, nodes=nodes, network_bandwidth=network
     )
 
 
 def job(model: dict[str, Any] = DECODER, **changes: Any) -> JobSpec:
-    said = {
+    fields = {
         "name": "job",
         "gpus": {"min": 1, "max": 16},
         "global_batch_size": 32,
         "model": model,
         "data": {"text": ["text"], "sequence_length": 128},
     }
-    return JobSpec.model_validate(said | changes)
+    return JobSpec.model_validate(fields | changes)
 
 
 def plan(**fields: Any) -> Plan:
-    said = {"engine": Engine.TORCH, "micro_batch_size": 1, "gradient_accumulation_steps": 8, "sequence_length": 128}
-    return Plan(**(said | fields))
+    defaults = {"engine": Engine.TORCH, "micro_batch_size": 1, "gradient_accumulation_steps": 8, "sequence_length": 128}
+    return Plan(**(defaults | fields))
 
 
 def test_tensor_parallel_divides_what_it_cuts_and_stays_inside_a_node() -> None:
@@ -90,9 +90,9 @@ def test_tensor_parallel_divides_what_it_cuts_and_stays_inside_a_node() -> None:
 
 
 def _sharing(tokens: int, **changes: Any) -> set[tuple[int, int]]:
-    """Degrees (cp, tp) of the layouts of a job with such samples."""
-    found = layouts(job(data={"text": ["text"], "sequence_length": tokens}, **changes), machine(), Work())
-    return {(one.cp, one.tp) for one in found}
+    """Return the degrees (cp, tp) of the layouts of a job with samples of so many tokens."""
+    layout_list = layouts(job(data={"text": ["text"], "sequence_length": tokens}, **changes), machine(), Work())
+    return {(layout.cp, layout.tp) for layout in layout_list}
 
 
 def test_a_sample_is_shared_where_every_rank_has_many_tokens_and_heads_of_it() -> None:
@@ -105,9 +105,9 @@ def test_a_sample_is_shared_where_every_rank_has_many_tokens_and_heads_of_it() -
 
 def test_whole_samples_are_never_shared_where_each_rank_could_have_its_own() -> None:
     shared = [
-        one for one in plans(job(data={"text": ["text"], "sequence_length": 16384}), machine()) if one.layout.cp > 1
+        plan for plan in plans(job(data={"text": ["text"], "sequence_length": 16384}), machine()) if plan.layout.cp > 1
     ]
-    assert {one.micro_batch_size for one in shared} == {1}  # a batch of 32 on up to 16 devices
+    assert {plan.micro_batch_size for plan in shared} == {1}  # a batch of 32 on up to 16 devices
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
@@ -115,7 +115,7 @@ def test_whole_samples_are_never_shared_where_each_rank_could_have_its_own() -> 
 def test_samples_of_their_own_cost_ranks_no_more_than_as_many_shared_ones(
     stage: int, mode: ActivationCheckpointing
 ) -> None:
-    """What the planner leaves out."""
+    """The planner leaves these plans out."""
     long, here = job(data={"text": ["text"], "sequence_length": 16384}), machine()
 
     def costs(micro: int, **layout: int) -> tuple[float, int]:
@@ -129,9 +129,9 @@ def test_samples_of_their_own_cost_ranks_no_more_than_as_many_shared_ones(
         profile = profile_for(long, here, chosen)
         return step_s(profile, chosen, here), estimate(profile, chosen, here.device).device_bytes
 
-    own, shared = costs(1, dp=4), costs(2, dp=2, cp=2)
-    assert own[0] <= shared[0]
-    assert own[1] <= shared[1]
+    replicated, shared = costs(1, dp=4), costs(2, dp=2, cp=2)
+    assert replicated[0] <= shared[0]
+    assert replicated[1] <= shared[1]
 
 
 def test_a_sample_that_no_rank_holds_alone_is_shared() -> None:
@@ -152,10 +152,10 @@ def test_layer_inputs_wait_on_the_host_where_nothing_else_fits_and_they_fill_muc
     data = {"text": ["text"], "sequence_length": 2**20}
     long = job({"decoder": SIZES | sizes | heads}, gpus=8, global_batch_size=1, precision="bf16", data=data)
     here = machine(nodes=1, memory="68GiB")
-    offloads = {one.activation_offload for one in plans(long, here)}
+    offloads = {plan.activation_offload for plan in plans(long, here)}
     assert offloads == {False, True}
-    assert not any(one.activation_offload for one in plans(job(), here))
-    assert not any(one.activation_offload for one in plans(long, machine(DeviceKind.VIRTUAL, nodes=1)))
+    assert not any(plan.activation_offload for plan in plans(job(), here))
+    assert not any(plan.activation_offload for plan in plans(long, machine(DeviceKind.VIRTUAL, nodes=1)))
     best = next(fitting(frontier(long, here), here.device.memory, UNMEASURED))
     assert best.plan.activation_offload
     without = long.model_copy(update={"plan": (("activation_offload", False),)})
@@ -168,8 +168,8 @@ def test_layer_inputs_on_the_host_take_their_bytes_from_the_device_and_time_from
     def costs(**fields: Any) -> tuple[float, int, int]:
         chosen = plan(activation_checkpointing=ActivationCheckpointing.FULL, sequence_length=16384, **fields)
         profile = profile_for(long, here, chosen)
-        found = estimate(profile, chosen, here.device)
-        return step_s(profile, chosen, here), found.allocated_bytes, found.host_bytes
+        needs = estimate(profile, chosen, here.device)
+        return step_s(profile, chosen, here), needs.allocated_bytes, needs.host_bytes
 
     on_device, on_host = costs(), costs(activation_offload=True)
     inputs_bytes = 6 * 16384 * SIZES["hidden_size"] * 4
@@ -187,35 +187,41 @@ def test_a_transformers_model_of_known_shape_is_cut_as_a_decoder_is_and_one_with
 
 def test_a_factory_is_cut_as_its_profile_says() -> None:
     factory = {"factory": "model.py:make"}
-    assert {(one.tp, one.pp) for one in layouts(job(factory, profile=CLOSED), machine(), Work())} == {(1, 1)}
+    assert {(layout.tp, layout.pp) for layout in layouts(job(factory, profile=CLOSED), machine(), Work())} == {(1, 1)}
     opened = CLOSED | {"tensor_parallel": (2,), "pipeline": True}
-    found = layouts(job(factory, profile=opened), machine(), Work())
-    assert {one.tp for one in found} == {1, 2}
-    assert {one.pp for one in found} == {1, 2, 3, 4, 6}
+    layout_list = layouts(job(factory, profile=opened), machine(), Work())
+    assert {layout.tp for layout in layout_list} == {1, 2}
+    assert {layout.pp for layout in layout_list} == {1, 2, 3, 4, 6}
 
 
 def test_twelve_devices_are_all_used_where_twelve_does_not_divide_the_layers() -> None:
     seven = {**DECODER, "decoder": {**DECODER["decoder"], "num_hidden_layers": 7}}
-    found = layouts(job(seven, gpus=12), replace(machine(), devices_per_node=12, nodes=1), Work())
-    assert {one.pp for one in found} == {3, 6}  # 12 devices, a batch of 32 and 7 layers
+    layout_list = layouts(job(seven, gpus=12), replace(machine(), devices_per_node=12, nodes=1), Work())
+    assert {layout.pp for layout in layout_list} == {3, 6}  # 12 devices, a batch of 32 and 7 layers
 
 
 def test_every_rank_of_a_pipeline_has_a_layer_and_enough_micro_batches() -> None:
-    piped = [one for one in plans(job(), machine()) if one.layout.pp > 1]
-    assert {one.pipeline_stages_per_rank for one in piped} == {1, 2}
-    for one in piped:
-        stages = one.layout.pp * one.pipeline_stages_per_rank
-        sizes = stage_layers(SIZES["num_hidden_layers"], stages, one.first_stage_layers, one.last_stage_layers)
+    piped = [plan for plan in plans(job(), machine()) if plan.layout.pp > 1]
+    assert {plan.pipeline_stages_per_rank for plan in piped} == {1, 2}
+    for candidate in piped:
+        stages = candidate.layout.pp * candidate.pipeline_stages_per_rank
+        sizes = stage_layers(
+            SIZES["num_hidden_layers"], stages, candidate.first_stage_layers, candidate.last_stage_layers
+        )
         assert min(sizes) > 0
-        assert one.gradient_accumulation_steps >= one.layout.pp
-    assert any(one.gradient_accumulation_steps < one.layout.pp * one.pipeline_stages_per_rank for one in piped), (
+        assert candidate.gradient_accumulation_steps >= candidate.layout.pp
+    assert any(plan.gradient_accumulation_steps < plan.layout.pp * plan.pipeline_stages_per_rank for plan in piped), (
         "interleaved stages go on with as many micro-batches as ranks"
     )
 
 
 def test_hybrid_sharding_repeats_shards_over_groups_of_whole_nodes() -> None:
-    found = plans(job(global_batch_size=64, gpus={"min": 1, "max": 32}), machine(nodes=4))
-    hybrid = {(one.layout.dp, one.layout.tp, one.layout.pp, one.dp_replicate) for one in found if one.dp_replicate > 1}
+    legal_plans = plans(job(global_batch_size=64, gpus={"min": 1, "max": 32}), machine(nodes=4))
+    hybrid = {
+        (plan.layout.dp, plan.layout.tp, plan.layout.pp, plan.dp_replicate)
+        for plan in legal_plans
+        if plan.dp_replicate > 1
+    }
     flat = {(dp, tp, copies) for dp, tp, pp, copies in hybrid if pp == 1}
     assert flat == {
         (16, 1, 2),
@@ -245,14 +251,14 @@ MIXTURE = {
 
 
 def test_experts_are_spread_over_fsdp2s_ranks_where_each_gets_as_many_and_nowhere_else() -> None:
-    found = [one for one in plans(job(MIXTURE), machine()) if one.expert_parallel > 1]
-    assert {one.zero_stage for one in found} == {ZeroStage.GRADIENTS, ZeroStage.PARAMETERS}
+    mixtures = [plan for plan in plans(job(MIXTURE), machine()) if plan.expert_parallel > 1]
+    assert {plan.zero_stage for plan in mixtures} == {ZeroStage.GRADIENTS, ZeroStage.PARAMETERS}
     # 3 experts on a rank leave 2 ranks with the same ones halves of each
-    assert {(one.layout.dp, one.expert_parallel) for one in found} == {(2, 2), (4, 2), (8, 2), (16, 2)}
-    assert not any(one.expert_parallel > 1 for one in plans(job(), machine()))
-    assert not any(one.expert_parallel > 1 for one in plans(job(MIXTURE | {"lora": {"rank": 4}}), machine()))
+    assert {(plan.layout.dp, plan.expert_parallel) for plan in mixtures} == {(2, 2), (4, 2), (8, 2), (16, 2)}
+    assert not any(plan.expert_parallel > 1 for plan in plans(job(), machine()))
+    assert not any(plan.expert_parallel > 1 for plan in plans(job(MIXTURE | {"lora": {"rank": 4}}), machine()))
     uneven = {"hf": MIXTURE["hf"] | {"num_local_experts": 2, "intermediate_size": 97, "hidden_size": 40}}
-    assert {one.layout.dp for one in plans(job(uneven), machine()) if one.expert_parallel > 1} == {2, 4}
+    assert {plan.layout.dp for plan in plans(job(uneven), machine()) if plan.expert_parallel > 1} == {2, 4}
 
 
 def test_ranks_that_hold_other_experts_gather_less_and_are_given_room_for_uneven_routing() -> None:
@@ -292,12 +298,14 @@ def test_what_host_memory_cannot_hold_is_offloaded_to_files(host: str, target: O
 def test_a_plan_without_its_host_memory_is_refused_by_what_a_node_needs_and_has() -> None:
     here = replace(machine(nodes=1, memory="24GiB"), host_memory=parse_bytes("128GiB"))
     spec = job({"decoder": SEVEN_B}, gpus=1, global_batch_size=8, precision="bf16")
-    found = frontier(spec, here).candidates
-    said = [why_rejected(one, here.device.memory, UNMEASURED) for one in found]
-    assert None not in said
-    short = [one.host_bytes for one, why in zip(found, said, strict=True) if why and "host memory" in why]
+    candidates = frontier(spec, here).candidates
+    reasons = [why_rejected(candidate, here.device.memory, UNMEASURED) for candidate in candidates]
+    assert None not in reasons
+    short = [
+        candidate.host_bytes for candidate, why in zip(candidates, reasons, strict=True) if why and "host memory" in why
+    ]
     least = format_bytes(min(short))
-    assert f"needs {least} of host memory on a node that has 128.00 GiB" in said
+    assert f"needs {least} of host memory on a node that has 128.00 GiB" in reasons
     pinned = spec.model_copy(update={"plan": (("offload", Offload.PARAMETERS), ("offload_target", OffloadTarget.CPU))})
     why = why_nothing_fits(pinned, here, here.device.memory, UNMEASURED).splitlines()
     assert why[0].endswith("fits 24.00 GiB of device and its node")
@@ -319,34 +327,36 @@ def test_a_frozen_base_on_the_host_takes_its_weights_alone() -> None:
 
 def test_ranks_of_a_node_need_their_host_memory_together() -> None:
     spec = job({"decoder": SEVEN_B}, gpus=16, global_batch_size=16, precision="bf16")
-    found = frontier(spec, machine(nodes=2)).candidates
-    assert {one.host_bytes for one in found} == {8 * one.estimate.host_bytes for one in found}
+    candidates = frontier(spec, machine(nodes=2)).candidates
+    assert {candidate.host_bytes for candidate in candidates} == {
+        8 * candidate.estimate.host_bytes for candidate in candidates
+    }
 
 
 def test_a_virtual_device_is_offered_no_offload_and_nvme_needs_a_folder() -> None:
-    assert {one.offload for one in plans(job(), machine(DeviceKind.VIRTUAL))} == {Offload.NONE}
-    targets = {one.offload_target for one in plans(job(), machine())}
-    with_folder = {one.offload_target for one in plans(job(), machine(nvme_folder="/nvme"))}
+    assert {plan.offload for plan in plans(job(), machine(DeviceKind.VIRTUAL))} == {Offload.NONE}
+    targets = {plan.offload_target for plan in plans(job(), machine())}
+    with_folder = {plan.offload_target for plan in plans(job(), machine(nvme_folder="/nvme"))}
     assert targets == {OffloadTarget.CPU}
     assert with_folder == set(OffloadTarget)
 
 
 @pytest.mark.parametrize("optimizer", Optimizer)
 def test_the_optimizer_is_never_switched(optimizer: Optimizer) -> None:
-    found = list(plans(job(training={"optimizer": optimizer}), machine()))
-    assert found
-    assert {one.optimizer for one in found} == {optimizer}
+    legal_plans = list(plans(job(training={"optimizer": optimizer}), machine()))
+    assert legal_plans
+    assert {plan.optimizer for plan in legal_plans} == {optimizer}
 
 
 @pytest.mark.parametrize("precision", Precision)
 def test_only_fp32_is_ever_lowered(precision: Precision) -> None:
-    found = {one.precision for one in plans(job(precision=precision, degrade={"allow": "numeric"}), machine())}
-    assert found == ({Precision.FP32, Precision.BF16} if precision is Precision.FP32 else {precision})
+    precisions = {plan.precision for plan in plans(job(precision=precision, degrade={"allow": "numeric"}), machine())}
+    assert precisions == ({Precision.FP32, Precision.BF16} if precision is Precision.FP32 else {precision})
 
 
 def test_a_device_without_bf16_is_offered_fp16_instead_and_refuses_jobs_that_say_bf16() -> None:
     older = machine(bf16_tflops=None, fp16_tflops=112)
-    lowered = {one.precision for one in plans(job(degrade={"allow": "numeric"}), older)}
+    lowered = {plan.precision for plan in plans(job(degrade={"allow": "numeric"}), older)}
     assert lowered == {Precision.FP32, Precision.FP16}
     with pytest.raises(SpecError, match="has no bf16") as refused:
         frontier(job(precision="bf16"), older)
@@ -357,59 +367,61 @@ def test_a_base_of_four_bits_is_refused_on_virtual_devices() -> None:
     spec = job(LLAMA | {"lora": {"quantise_base": True}})
     with pytest.raises(SpecError, match="CUDA"):
         frontier(spec, machine(DeviceKind.VIRTUAL))
-    assert {(one.engine, one.zero_stage) for one in plans(spec, machine())} == {(Engine.TORCH, ZeroStage.NONE)}
+    assert {(plan.engine, plan.zero_stage) for plan in plans(spec, machine())} == {(Engine.TORCH, ZeroStage.NONE)}
 
 
 def test_moments_in_8_bits_are_offered_as_a_numeric_change_on_every_layout_of_the_torch_engine() -> None:
     allowed = job(degrade={"allow": "numeric"})
     for hardware in (machine(), machine(DeviceKind.VIRTUAL)):
-        assert {one.optimizer for one in plans(job(), hardware)} == {Optimizer.ADAMW}
-        found = list(plans(allowed, hardware))
-        assert {one.optimizer for one in found} == {Optimizer.ADAMW, Optimizer.ADAMW_8BIT}
-        in_8_bits = [one for one in found if one.optimizer is Optimizer.ADAMW_8BIT and not is_rounded(one)]
-        of_torch = [one for one in found if one.engine is Engine.TORCH and one.offload is Offload.NONE]
-        in_32_bits = {one for one in of_torch if one.optimizer is Optimizer.ADAMW}
-        assert {replace(one, optimizer=Optimizer.ADAMW) for one in in_8_bits} == in_32_bits
-    asked = job(training={"optimizer": "adamw_8bit"})
-    assert {one.optimizer for one in plans(asked, machine())} == {Optimizer.ADAMW_8BIT}
+        assert {plan.optimizer for plan in plans(job(), hardware)} == {Optimizer.ADAMW}
+        legal_plans = list(plans(allowed, hardware))
+        assert {plan.optimizer for plan in legal_plans} == {Optimizer.ADAMW, Optimizer.ADAMW_8BIT}
+        in_8_bits = [plan for plan in legal_plans if plan.optimizer is Optimizer.ADAMW_8BIT and not is_rounded(plan)]
+        of_torch = [plan for plan in legal_plans if plan.engine is Engine.TORCH and plan.offload is Offload.NONE]
+        in_32_bits = {plan for plan in of_torch if plan.optimizer is Optimizer.ADAMW}
+        assert {replace(plan, optimizer=Optimizer.ADAMW) for plan in in_8_bits} == in_32_bits
+    eight_bit = job(training={"optimizer": "adamw_8bit"})
+    assert {plan.optimizer for plan in plans(eight_bit, machine())} == {Optimizer.ADAMW_8BIT}
     chosen = job(training={"optimizer": "sgd"}, degrade={"allow": "numeric"})
-    assert {one.optimizer for one in plans(chosen, machine())} == {Optimizer.SGD}, "another rule is another training"
+    assert {plan.optimizer for plan in plans(chosen, machine())} == {Optimizer.SGD}, "another rule is another training"
 
 
 def test_master_weights_in_bf16_are_offered_beside_8_bit_moments_as_a_numeric_change() -> None:
     allowed = job(degrade={"allow": "numeric"})
-    found = list(plans(allowed, machine()))
-    rounded = {one for one in found if is_rounded(one)}
-    beside = {one for one in found if (one.optimizer, one.precision) == (Optimizer.ADAMW_8BIT, Precision.BF16)}
-    assert {replace(one, master_weights=MasterWeights.FP32) for one in rounded} == beside - rounded
+    legal_plans = list(plans(allowed, machine()))
+    rounded = {plan for plan in legal_plans if is_rounded(plan)}
+    beside = {
+        plan for plan in legal_plans if (plan.optimizer, plan.precision) == (Optimizer.ADAMW_8BIT, Precision.BF16)
+    }
+    assert {replace(plan, master_weights=MasterWeights.FP32) for plan in rounded} == beside - rounded
     assert not any(map(is_rounded, plans(job(), machine())))
     adapted = job(LLAMA | {"lora": {}}, degrade={"allow": "numeric"})
     assert not any(map(is_rounded, plans(adapted, machine()))), "what is trained is little"
 
 
 def test_a_pin_of_master_weights_in_bf16_asks_for_them() -> None:
-    asked = {"precision": "bf16", "training": {"optimizer": "adamw_8bit"}}
-    pinned = job(**asked, plan={"master_weights": "bf16"}, degrade={"allow": "none"})
-    found = list(plans(pinned, machine()))
-    assert found
-    assert all(map(is_rounded, found))
+    fields = {"precision": "bf16", "training": {"optimizer": "adamw_8bit"}}
+    pinned = job(**fields, plan={"master_weights": "bf16"}, degrade={"allow": "none"})
+    legal_plans = list(plans(pinned, machine()))
+    assert legal_plans
+    assert all(map(is_rounded, legal_plans))
     with pytest.raises(SpecError) as refused:
         frontier(job(plan={"master_weights": "bf16"}), machine())
     assert refused.value.path == "plan.master_weights"
     assert "precision=bf16" in refused.value.hint
 
 
-def is_rounded(one: Plan) -> bool:
-    return one.master_weights is MasterWeights.BF16
+def is_rounded(candidate: Plan) -> bool:
+    return candidate.master_weights is MasterWeights.BF16
 
 
 @pytest.mark.parametrize("together", [False, True])
 def test_batch_norm_keeps_its_samples_in_every_plan(together: bool) -> None:
     training = {"batch_norm_samples": 8, "sync_batch_norm": together}
     spec = job({"factory": "model.py:make"}, profile=CLOSED, training=training)
-    found = list(plans(spec, machine()))
-    assert {one.layout.dp for one in found} > {1, 2}
-    assert {one.micro_batch_size * (one.layout.dp if together else 1) for one in found} == {8}
+    legal_plans = list(plans(spec, machine()))
+    assert {plan.layout.dp for plan in legal_plans} > {1, 2}
+    assert {plan.micro_batch_size * (plan.layout.dp if together else 1) for plan in legal_plans} == {8}
     with pytest.raises(SpecError) as refused:
         frontier(job({"factory": "model.py:make"}, profile=CLOSED, training={"batch_norm_samples": 7}), machine())
     assert refused.value.path == "training.batch_norm_samples"
@@ -420,8 +432,10 @@ def test_batch_norm_without_a_number_of_samples_has_only_plans_that_take_the_glo
     profile = replace(profile_for(job(), machine(), whole), has_batch_norm=True)
     traced = TracedProfile(sequence_length=128, autocast=False, profile=profile)
     spec = job({"factory": "vocoder.py:build"}).model_copy(update={"traced": (traced,)})
-    found = {(one.world_size, one.gradient_accumulation_steps, one.micro_batch_size) for one in plans(spec, machine())}
-    assert found == {(1, 1, spec.global_batch_size)}
+    cuts = {
+        (plan.world_size, plan.gradient_accumulation_steps, plan.micro_batch_size) for plan in plans(spec, machine())
+    }
+    assert cuts == {(1, 1, spec.global_batch_size)}
     with pytest.raises(SpecError) as refused:
         frontier(spec.model_copy(update={"gpus": GpuRange(min=2, max=2)}), machine())
     assert refused.value.path == "training.batch_norm_samples"
@@ -430,14 +444,14 @@ def test_batch_norm_without_a_number_of_samples_has_only_plans_that_take_the_glo
 def test_selective_checkpointing_is_offered_where_its_memory_is_known() -> None:
     factory = {"factory": "model.py:make"}
     none, selective, full = ActivationCheckpointing
-    known = CLOSED | {"selective_per_sample": "32MiB"}
-    assert {one.activation_checkpointing for one in plans(job(factory, profile=CLOSED), machine())} == {none, full}
-    assert selective in {one.activation_checkpointing for one in plans(job(factory, profile=known), machine())}
+    profile = CLOSED | {"selective_per_sample": "32MiB"}
+    assert {plan.activation_checkpointing for plan in plans(job(factory, profile=CLOSED), machine())} == {none, full}
+    assert selective in {plan.activation_checkpointing for plan in plans(job(factory, profile=profile), machine())}
 
 
-def peak(one: Plan, spec: JobSpec | None = None) -> int:
+def peak(candidate: Plan, spec: JobSpec | None = None) -> int:
     here = machine(DeviceKind.VIRTUAL)
-    return estimate(profile_for(spec or job(), here, one), one, here.device).allocated_bytes
+    return estimate(profile_for(spec or job(), here, candidate), candidate, here.device).allocated_bytes
 
 
 def test_more_recomputation_and_more_cutting_never_need_more_memory() -> None:
@@ -465,13 +479,13 @@ def test_idle_time_of_a_pipeline_falls_with_more_micro_batches_and_more_stages_a
     )
 
     def seconds(micro: int, stages_per_rank: int) -> float:
-        one = plan(
+        candidate = plan(
             micro_batch_size=micro,
             gradient_accumulation_steps=16 // micro,
             layout=ParallelLayout(pp=2),
             pipeline_stages_per_rank=stages_per_rank,
         )
-        return step_s(profile_for(large, here, one), one, here)
+        return step_s(profile_for(large, here, candidate), candidate, here)
 
     assert seconds(2, 1) < seconds(4, 1) < seconds(8, 1)
     assert seconds(4, 2) < seconds(4, 1)
@@ -482,7 +496,7 @@ def test_hybrid_sharding_is_faster_than_sharding_over_a_slow_network() -> None:
     here = replace(machine(), network_bandwidth=1_000_000_000)
     over_all = plan(layout=ParallelLayout(dp=16), zero_stage=ZeroStage.PARAMETERS, gradient_accumulation_steps=2)
     hybrid = replace(over_all, dp_replicate=2)
-    seconds = [step_s(profile_for(large, here, one), one, here) for one in (hybrid, over_all)]
+    seconds = [step_s(profile_for(large, here, plan), plan, here) for plan in (hybrid, over_all)]
     assert seconds[0] < seconds[1]
 
 
@@ -507,9 +521,9 @@ def test_selective_checkpointing_under_zero_3_of_deepspeed_is_for_recipes_that_d
     traced = TracedProfile(sequence_length=128, autocast=False, profile=profile)
     model = job({"factory": "vocoder.py:build"}).model_copy(update={"traced": (traced,)})
     selective = {
-        (one.engine, one.zero_stage)
-        for one in plans(model, machine())
-        if one.activation_checkpointing is ActivationCheckpointing.SELECTIVE
+        (plan.engine, plan.zero_stage)
+        for plan in plans(model, machine())
+        if plan.activation_checkpointing is ActivationCheckpointing.SELECTIVE
     }
     assert ((Engine.DEEPSPEED, ZeroStage.PARAMETERS) in selective) == (not turns)
     assert {(Engine.DEEPSPEED, ZeroStage.GRADIENTS), (Engine.TORCH, ZeroStage.PARAMETERS)} <= selective
@@ -519,28 +533,28 @@ UNCLIPPED = {"training": {"clip_norm": None}}
 
 
 def test_updates_in_the_backward_pass_are_offered_where_no_other_gradient_is_waited_for() -> None:
-    inside = [one for one in plans(job(**UNCLIPPED), machine()) if one.optimizer_in_backward]
-    assert {one.engine for one in inside} == {Engine.TORCH}
-    assert {one.gradient_accumulation_steps for one in inside} == {1}
-    assert {one.layout.pp for one in inside} == {1}
-    assert not [one for one in inside if one.layout.dp > 1 and not one.zero_stage]
-    kinds = {(one.layout.dp > 1, one.layout.tp > 1, int(one.zero_stage)) for one in inside}
+    inside = [plan for plan in plans(job(**UNCLIPPED), machine()) if plan.optimizer_in_backward]
+    assert {plan.engine for plan in inside} == {Engine.TORCH}
+    assert {plan.gradient_accumulation_steps for plan in inside} == {1}
+    assert {plan.layout.pp for plan in inside} == {1}
+    assert not [plan for plan in inside if plan.layout.dp > 1 and not plan.zero_stage]
+    kinds = {(plan.layout.dp > 1, plan.layout.tp > 1, int(plan.zero_stage)) for plan in inside}
     assert kinds == {(False, False, 0), (False, True, 0)} | {
         (True, cut, stage) for cut in (False, True) for stage in (2, 3)
     }
 
 
 def test_a_job_that_clips_has_no_updates_in_the_backward_pass_and_one_that_pins_them_is_told_why() -> None:
-    assert not [one for one in plans(job(), machine()) if one.optimizer_in_backward]
+    assert not [plan for plan in plans(job(), machine()) if plan.optimizer_in_backward]
     with pytest.raises(ValueError, match=r"clips by the norm of all gradients[^}]*clip_norm: null"):
         job(plan={"optimizer_in_backward": True})
 
 
 def test_an_update_in_the_backward_pass_is_on_the_frontier_slower_and_needs_less() -> None:
-    found = frontier(job(gpus=1, global_batch_size=2, **UNCLIPPED), machine()).candidates
-    known = {one.plan: one for one in found}
-    inside = [one for one in found if one.plan.optimizer_in_backward]
-    pairs = [(known.get(replace(one.plan, optimizer_in_backward=False)), one) for one in inside]
+    candidates = frontier(job(gpus=1, global_batch_size=2, **UNCLIPPED), machine()).candidates
+    by_plan = {candidate.plan: candidate for candidate in candidates}
+    inside = [candidate for candidate in candidates if candidate.plan.optimizer_in_backward]
+    pairs = [(by_plan.get(replace(candidate.plan, optimizer_in_backward=False)), candidate) for candidate in inside]
     both = [(plain, less) for plain, less in pairs if plain is not None]
     assert both
     for plain, less in both:

@@ -128,12 +128,12 @@ def test_across_nodes_only_plans_of_the_fastest_ones_kind_are_near(drawn: list[C
 @given(st.lists(st.floats(1.0, 100.0), min_size=1, max_size=6))
 def test_more_devices_are_kept_where_they_gain_more_than_half_of_the_error(seconds: list[float]) -> None:
     widths = [
-        Choice(Plan(engine=Engine.TORCH, layout=ParallelLayout(dp=2**index), micro_batch_size=1), each)
-        for index, each in enumerate(seconds)
+        Choice(Plan(engine=Engine.TORCH, layout=ParallelLayout(dp=2**index), micro_batch_size=1), choice_s)
+        for index, choice_s in enumerate(seconds)
     ]
-    kept = Rule().widths(widths)
-    assert kept[0] == 0
-    for narrow, wide in pairwise(kept):
+    indices = Rule().widths(widths)
+    assert indices[0] == 0
+    for narrow, wide in pairwise(indices):
         spread = ratio_spread(widths[wide].plan, widths[narrow].plan)
         assert widths[wide].seconds * math.exp(spread / 2) < widths[narrow].seconds
 

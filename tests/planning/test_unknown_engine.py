@@ -1,4 +1,4 @@
-"""An engine, or a way to share state, that nobody has described is refused by everything that reads plans."""
+"""Every reader of plans refuses an engine, or a way to share state, that is not described."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class Silent:
 
 @pytest.fixture
 def plan(monkeypatch: pytest.MonkeyPatch) -> Plan:
-    """A plan of an invented engine, which `Engine` lists."""
+    """Return a plan of an invented engine, which `Engine` lists."""
     engine = str.__new__(Engine, "invented")
     engine._name_, engine._value_ = "INVENTED", "invented"
     monkeypatch.setitem(Engine._member_map_, "INVENTED", engine)

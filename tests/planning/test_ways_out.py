@@ -1,4 +1,4 @@
-"""What a refusal offers really fits: each way is given to the job again, as a person would type it."""
+"""Offers of a refusal fit: each way is given to the job again, as a person would type it."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def cards(text: str) -> Hardware:
 
 
 def fits(spec: JobSpec, hardware: Hardware) -> bool:
-    found = frontier(spec, hardware, within_reach=True)
-    return next(fitting(found, hardware.device.memory, UNMEASURED), None) is not None
+    front = frontier(spec, hardware, within_reach=True)
+    return next(fitting(front, hardware.device.memory, UNMEASURED), None) is not None
 
 
 def retyped(file: Path, way: WayOut) -> JobSpec:
-    """The job with the way's options, as the command line reads them."""
+    """Return the job with the way's options, as the command line reads them."""
     settings = [word for word in shlex.split(way.options) if word != "--set"]
     return read_job(file, read_overrides(settings), to_run=False)
 
@@ -54,9 +54,9 @@ def test_each_project_has_a_way_out_on_its_users_cards_that_fits_as_it_is_offere
     file, hardware = JOBS / name, cards(card)
     spec = read_job(file, to_run=False)
     assert not fits(spec, hardware)
-    found = ways_out(Unfit(spec, hardware, hardware.device.memory, UNMEASURED))
-    assert found
-    for way in found:
+    ways = ways_out(Unfit(spec, hardware, hardware.device.memory, UNMEASURED))
+    assert ways
+    for way in ways:
         if not way.settings:  # other devices
             assert way.plan is not None
             assert way.needed_bytes > hardware.device.memory or "host memory" in way.label
@@ -77,10 +77,10 @@ def test_every_way_of_a_decoder_fits_and_says_its_class() -> None:
     spec, hardware = decoder_job(hidden_size=768), machine()
     capacity = min(needed_bytes(c, UNMEASURED) for c in frontier(spec, hardware).candidates) - 2**20
     assert not list(fitting(frontier(spec, hardware), capacity, UNMEASURED))
-    found = ways_out(Unfit(spec, hardware, capacity, UNMEASURED))
-    assert any(way.label.startswith("4 devices instead of 2") for way in found)
-    assert any(way.label.startswith("devices with at least") for way in found)
-    for way in found:
+    ways = ways_out(Unfit(spec, hardware, capacity, UNMEASURED))
+    assert any(way.label.startswith("4 devices instead of 2") for way in ways)
+    assert any(way.label.startswith("devices with at least") for way in ways)
+    for way in ways:
         assert way.sentence.count("--set") == len(way.settings)
         assert ("semantic" in way.sentence) == (way.degradation is Degradation.SEMANTIC)
 
@@ -88,8 +88,8 @@ def test_every_way_of_a_decoder_fits_and_says_its_class() -> None:
 def test_two_changes_are_offered_together_only_where_no_one_is_enough() -> None:
     spec, hardware = read_job(JOBS / "musicgen/musicgen_small.yaml", to_run=False), cards("rtx3080")
     case = Unfit(spec, hardware, hardware.device.memory, UNMEASURED)
-    one, *_ = ways_out(case)
-    assert dict(one.settings) == {"global_batch_size": "8"}
+    way, *_ = ways_out(case)
+    assert dict(way.settings) == {"global_batch_size": "8"}
     assert all(len(way.settings) <= 1 for way in ways_out(case))
 
 

@@ -16,5 +16,5 @@ STRANGERS = _SHARED / "strangers" / "logs.yaml"  # ends of programs of others, w
 
 
 def names() -> list[str]:
-    """Of the reported failures, each once."""
-    return [f"{number}-{one['from'].partition(',')[0]}" for number, one in enumerate(REPORTED)]
+    """Return a distinct name for each reported failure."""
+    return [f"{number}-{report['from'].partition(',')[0]}" for number, report in enumerate(REPORTED)]

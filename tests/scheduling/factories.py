@@ -40,19 +40,19 @@ def decoder_spec(**changes: object) -> JobSpec:
     decoder = DecoderSpec(
         vocab_size=256, hidden_size=256, intermediate_size=768, num_hidden_layers=4, num_attention_heads=4
     )
-    said: dict[str, object] = {
+    fields: dict[str, object] = {
         "name": "lm",
         "gpus": {"min": 1, "max": 2},
         "global_batch_size": 8,
         "model": ModelSpec(decoder=decoder),
         "data": DataSpec(text=("corpus.txt",)),
     }
-    return JobSpec(**{**said, **changes})  # type: ignore[arg-type]
+    return JobSpec(**{**fields, **changes})  # type: ignore[arg-type]
 
 
 def script_spec(**changes: object) -> JobSpec:
-    said: dict[str, object] = {"name": "script", "global_batch_size": 32, "command": "python train.py --epochs 3"}
-    return JobSpec(**{**said, **changes})  # type: ignore[arg-type]
+    fields: dict[str, object] = {"name": "script", "global_batch_size": 32, "command": "python train.py --epochs 3"}
+    return JobSpec(**{**fields, **changes})  # type: ignore[arg-type]
 
 
 def job(spec: JobSpec | None = None, job_id: str = "lm-1", order: int = 1) -> Job:
@@ -86,7 +86,7 @@ def attempt(number: int = 1, job_id: str = "lm-1", allocated_bytes: int = 100 * 
 def observation(correction: float = 1.0, ratio: float = 1.0, **changes: object) -> Observation:
     """60 MiB counted, 40 MiB activations: these were `correction` times as large, and then all of it `ratio` times."""
     moment = MomentBytes(name="backward", counted_bytes=60 * MIB, activation_bytes=40 * MIB)
-    said: dict[str, object] = {
+    fields: dict[str, object] = {
         "job": "elsewhere-1@0.0",
         "number": 1,
         "device": DEVICE.name,
@@ -100,4 +100,4 @@ def observation(correction: float = 1.0, ratio: float = 1.0, **changes: object) 
         "step_ratio": None,
         "at_s": 1.0,
     }
-    return Observation(**{**said, **changes})  # type: ignore[arg-type]
+    return Observation(**{**fields, **changes})  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""What must hold of every history of the core: `violations` names each breach in a sentence."""
+"""Laws of every history of the core: `violations` names each breach in a sentence."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ GENERAL_LAWS = (*laws_of_attempts.LAWS, *laws_of_moves.LAWS, *laws_of_turns.LAWS
 def violations(
     transitions: Sequence[Transition], processes: Mapping[str, Process] | None = None, *, complete: bool = False
 ) -> list[str]:
-    """Each breach of a law, once.
+    """Return each breach of a law once.
 
-    `processes` is what the simulated world saw; `complete` says that the history was played to its end.
+    `processes` are those of the simulated world; `complete` says that the history was played to its end.
     """
-    found = [
-        f"{said} (event {index}: {transition.event.type})"
+    breaches = [
+        f"{breach} (event {index}: {transition.event.type})"
         for index, transition in enumerate(transitions)
         for law in (*GENERAL_LAWS, *laws_of_policies.LAWS[transition.after.policy.order])
-        for said in law(transition)
+        for breach in law(transition)
     ]
     launches = Counter(action.attempt.name for t in transitions for action in t.actions if isinstance(action, Launch))
-    found += [f"{name} was launched {count} times" for name, count in launches.items() if count > 1]
+    breaches += [f"{name} was launched {count} times" for name, count in launches.items() if count > 1]
     if transitions:
         last = transitions[-1].after
-        found += [said for job in last.jobs.values() for said in _budgets(job)]
-        found += _usage(transitions)
-        found += _unfinished(last) if complete else []
-        found += _world(last, processes or {})
-    return list(dict.fromkeys(found))
+        breaches += [breach for job in last.jobs.values() for breach in _budgets(job)]
+        breaches += _usage(transitions)
+        breaches += _unfinished(last) if complete else []
+        breaches += _world(last, processes or {})
+    return list(dict.fromkeys(breaches))
 
 
 def _budgets(job: Job) -> Iterator[str]:
@@ -67,14 +67,14 @@ def _usage(transitions: Sequence[Transition]) -> Iterator[str]:
             if attempt.released and span[3] is None:
                 span[3] = t.after.at_s
     now_s, life_s = transitions[-1].after.at_s, policy.half_life / log(2)
-    held: Counter[str] = Counter()
+    device_s: Counter[str] = Counter()
     for user, count, from_s, to_s in spans.values():
         ages_s = now_s - (now_s if to_s is None else to_s), now_s - from_s
-        held[user] += count * life_s * (exp(-ages_s[0] / life_s) - exp(-ages_s[1] / life_s))
+        device_s[user] += count * life_s * (exp(-ages_s[0] / life_s) - exp(-ages_s[1] / life_s))
     used = used_s(transitions[-1].state, transitions[-1].state.jobs.values())
-    for user in {*held, *used}:
-        if abs(held[user] - used.get(user, 0.0)) > 1e-6 * held[user] + FORGOTTEN_DEVICE_S * len(spans):
-            yield f"{user or 'nobody'} is said to have used {used.get(user)} device-seconds, and held {held[user]}"
+    for user in {*device_s, *used}:
+        if abs(device_s[user] - used.get(user, 0.0)) > 1e-6 * device_s[user] + FORGOTTEN_DEVICE_S * len(spans):
+            yield f"{user or 'nobody'} is said to have used {used.get(user)} device-seconds, and held {device_s[user]}"
 
 
 def _unfinished(state: State) -> Iterator[str]:

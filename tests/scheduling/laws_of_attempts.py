@@ -66,7 +66,8 @@ def _ran_before(job: Job, attempt: Attempt) -> bool:
 def _is_last_resort(job: Job, attempt: Attempt) -> bool:
     """A job that ran out of memory tries what may fit, however unlikely, before it is given up."""
     burst = any(
-        one.failure and one.failure.kind is FailureKind.DEVICE_OOM for one in job.attempts[: attempt.number - 1]
+        earlier.failure and earlier.failure.kind is FailureKind.DEVICE_OOM
+        for earlier in job.attempts[: attempt.number - 1]
     )
     return burst and (attempt.fit_probability or 0.0) > 0.0
 
@@ -83,17 +84,17 @@ def _launches(t: Transition) -> Iterator[str]:
     for launch in of(Launch, t.actions):
         attempt, job = launch.attempt, t.after.jobs[launch.job.id]
         launched.add(attempt.name)
-        held = devices(attempt)
+        gang = devices(attempt)
         if attempt.plan.global_batch_size != job.spec.global_batch_size:
             yield f"{attempt.name} trains with batch {attempt.plan.global_batch_size}, not {job.spec.global_batch_size}"
-        if len(set(held)) != attempt.plan.world_size or len(held) != attempt.plan.world_size:
-            yield f"{attempt.name} has {len(set(held))} devices for {attempt.plan.world_size} ranks"
-        if any(name not in nodes or not 0 <= index < nodes[name].devices for name, index in held):
+        if len(set(gang)) != attempt.plan.world_size or len(gang) != attempt.plan.world_size:
+            yield f"{attempt.name} has {len(set(gang))} devices for {attempt.plan.world_size} ranks"
+        if any(name not in nodes or not 0 <= index < nodes[name].devices for name, index in gang):
             yield f"{attempt.name} is placed on devices that are not there"
         elif not (
             _ran_before(job, attempt) or _is_last_resort(job, attempt) or _is_bounded(attempt)
         ) and corrected_bytes(attempt.estimate, attempt.correction) > min(
-            nodes[name].device.memory for name, _ in held
+            nodes[name].device.memory for name, _ in gang
         ):
             yield f"{attempt.name} is predicted not to fit its devices"
         if not job.spec.gpus.min <= attempt.plan.world_size <= job.spec.gpus.max:
@@ -101,8 +102,8 @@ def _launches(t: Transition) -> Iterator[str]:
         if job.last != attempt or attempt.number != len(job.attempts):
             yield f"{attempt.name} is launched but is not its job's newest attempt"
     for attempt in attempts(t.after):
-        known = t.before.jobs.get(attempt.job_id)
-        if (known is None or len(known.attempts) < attempt.number) and attempt.name not in launched:
+        job_before = t.before.jobs.get(attempt.job_id)
+        if (job_before is None or len(job_before.attempts) < attempt.number) and attempt.name not in launched:
             yield f"{attempt.name} began without a launch"
 
 
@@ -121,9 +122,9 @@ def _refuted_stay_refuted(t: Transition) -> Iterator[str]:
             if kind in OUT_OF_MEMORY and earlier.plan == launch.attempt.plan:
                 yield f"{launch.attempt.name} repeats the plan that ran out of memory in {earlier.name}"
             if kind is FailureKind.DEVICE_OOM and earlier.device == launch.attempt.device:
-                known = calibration_for(t.after, launch.job, earlier.device).correction
+                correction = calibration_for(t.after, launch.job, earlier.device).correction
                 needed = corrected_bytes(launch.attempt.estimate, launch.attempt.correction)
-                if needed >= corrected_bytes(earlier.estimate, known):
+                if needed >= corrected_bytes(earlier.estimate, correction):
                     yield f"{launch.attempt.name} needs no less memory than {earlier.name}, which had too little"
 
 
@@ -177,15 +178,19 @@ def _everything_is_recorded(t: Transition) -> Iterator[str]:
         is_new = before is None or before.status is not job.status
         if is_new and (job.attempts or job.status.ended) and (job.id, job.status) not in recorded:
             yield f"{job.id} became {job.status} and no record says so"
-    known = {attempt.name: attempt for attempt in attempts(t.before)}
+    attempts_before = {attempt.name: attempt for attempt in attempts(t.before)}
     for attempt in attempts(t.after):
-        news = attempt.evidence is not None and attempt.name in known and known[attempt.name].evidence is None
+        news = (
+            attempt.evidence is not None
+            and attempt.name in attempts_before
+            and attempts_before[attempt.name].evidence is None
+        )
         if news and attempt.name not in ended:
             yield f"{attempt.name} ended and no record says so"
 
 
 def _budgets_are_used(t: Transition) -> Iterator[str]:
-    """Nobody is given up at the end of an attempt while the budget of that failure lasts."""
+    """No job is given up after a failure while the budget of that failure lasts."""
     for job in t.after.jobs.values():
         before = t.before.jobs.get(job.id)
         if before and before.status is JobStatus.RUNNING and job.status is JobStatus.FAILED:
@@ -226,22 +231,32 @@ def _waking_ends(t: Transition) -> Iterator[str]:
 
 
 def _probes(t: Transition) -> Iterator[str]:
-    """At most two probes, first of all, for a job of unknown memory need; they make no progress."""
+    """A job of unknown memory need starts with at most two probes, which make no progress."""
     for launch in of(Launch, t.actions):
         before = launch.job.attempts[: launch.attempt.number - 1]
         if not launch.attempt.probe:
             continue
         spec = launch.job.spec
-        if len(before) >= 2 or not all(one.probe for one in before):
+        if len(before) >= 2 or not all(earlier.probe for earlier in before):
             yield f"{launch.attempt.name} probes what has been tried {len(before)} times"
         if not spec.is_script or spec.profile is not None or spec.probe == "never":
             yield f"{launch.attempt.name} probes what is known, or not to be probed"
         micro = launch.attempt.plan.micro_batch_size
-        if any(one.plan.micro_batch_size >= micro for one in before):
+        if any(earlier.plan.micro_batch_size >= micro for earlier in before):
             yield f"{launch.attempt.name} probes micro-batch {micro} after one that was no smaller"
-        known = [seen for seen in t.before.observations if seen.family == spec.family_name and not seen.probe]
-        told = (None, launch.attempt.relative_to)  # outcomes relative to other settings of the script do not count
-        if any(seen.device == launch.attempt.device and seen.relative_to in told for seen in known):
+        observations = [
+            observation
+            for observation in t.before.observations
+            if observation.family == spec.family_name and not observation.probe
+        ]
+        own_settings = (
+            None,
+            launch.attempt.relative_to,
+        )  # outcomes relative to other settings of the script do not count
+        if any(
+            observation.device == launch.attempt.device and observation.relative_to in own_settings
+            for observation in observations
+        ):
             yield f"{launch.attempt.name} probes although its family has run here"
     for attempt in attempts(t.after):
         if attempt.probe and attempt.evidence is not None and attempt.evidence.checkpoint_step:
@@ -249,13 +264,17 @@ def _probes(t: Transition) -> Iterator[str]:
 
 
 def _a_held_job_never_starts(t: Transition) -> Iterator[str]:
-    """Nor is it promised devices, and it leaves those that it has."""
-    held = {job.id for job in t.after.jobs.values() if job.held_by is not None}
+    """A held job is promised no devices and leaves those that it has."""
+    held_ids = {job.id for job in t.after.jobs.values() if job.held_by is not None}
     yield from (
-        f"{launch.attempt.name} is launched and held" for launch in of(Launch, t.actions) if launch.job.id in held
+        f"{launch.attempt.name} is launched and held" for launch in of(Launch, t.actions) if launch.job.id in held_ids
     )
-    yield from (f"{one.job_id} is held and promised devices" for one in t.after.reservations if one.job_id in held)
-    for job in (t.after.jobs[job_id] for job_id in held):
+    yield from (
+        f"{reservation.job_id} is held and promised devices"
+        for reservation in t.after.reservations
+        if reservation.job_id in held_ids
+    )
+    for job in (t.after.jobs[job_id] for job_id in held_ids):
         if job.last and job.last.status in (AttemptStatus.LAUNCHING, AttemptStatus.RUNNING):
             yield f"{job.last.name} is held and not asked to end"
 

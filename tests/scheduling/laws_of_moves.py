@@ -23,7 +23,7 @@ REST = tuning.TUNING.rest  # as it is, whatever a planted bug makes of it
 
 
 def _nobody_is_stopped_in_vain(t: Transition) -> Iterator[str]:
-    """Who is stopped is cancelled, held, over its time limit, or moved for a reason that is true."""
+    """A stopped job is cancelled, held, over its time limit, or moved for a reason that is true."""
     for stop in of(Stop, t.actions):
         job = t.after.jobs[stop.job_id]
         assert job.last is not None, job.id
@@ -36,7 +36,7 @@ def _nobody_is_stopped_in_vain(t: Transition) -> Iterator[str]:
 
 
 def _not_worth_it(t: Transition, job: Job, attempt: Attempt) -> Iterator[str]:
-    """Who is moved saves when it is told to end, has run for a while, and grows, or makes way for one ahead of it."""
+    """A moved job saves on request, has run for a while, and grows or makes way for a job ahead of it."""
     spec, why = job.spec, attempt.moved_for
     saves = not spec.is_script or (spec.knobs.resume_from and spec.resume.on_sigterm)
     if not saves or spec.optimizer_steps is None or spec.start_window:
@@ -49,7 +49,7 @@ def _not_worth_it(t: Transition, job: Job, attempt: Attempt) -> Iterator[str]:
     if why.startswith("stopped to go on with"):
         if not len(devices(attempt)) < len(claimed) <= spec.gpus.max:
             yield f"{attempt.name} of {len(devices(attempt))} devices is to grow to {len(claimed)}"
-        others = {one for other in attempts(t.after) if not other.released for one in devices(other)}
+        others = {device for other in attempts(t.after) if not other.released for device in devices(other)}
         if taken := claimed & others - set(devices(attempt)):
             yield f"{attempt.name} is to grow onto {sorted(taken)}, which others hold"
         if drained := {node for node, _ in claimed} & {*t.after.drained}:
@@ -69,7 +69,7 @@ def _not_worth_it(t: Transition, job: Job, attempt: Attempt) -> Iterator[str]:
 
 
 def _deadline_lost(t: Transition, job: Job, attempt: Attempt) -> Iterator[str]:
-    """Who was to meet its deadline makes way only for an earlier one, with time left to meet its own after that."""
+    """A job that meets its deadline makes way only for an earlier one, and still meets its own after that."""
     index, at_s = index_of(t.after), t.after.at_s
     end_s = index.end_of(job, replace(attempt, leaves_by_s=None))
     if job.deadline_s is None or end_s > job.deadline_s:
@@ -78,8 +78,8 @@ def _deadline_lost(t: Transition, job: Job, attempt: Attempt) -> Iterator[str]:
     if other is None or other.deadline_s is None or other.deadline_s >= job.deadline_s:
         yield f"{attempt.name} is moved for no earlier deadline although it would meet its own"
         return
-    menus = [one for _, one in index.options.options_of(index.queue_entry(other)) if isinstance(one, JobOptions)]
-    shortest_s = min(entry.seconds for one in menus for entry in one.entries)
+    menus = [menu for _, menu in index.options.options_of(index.queue_entry(other)) if isinstance(menu, JobOptions)]
+    shortest_s = min(entry.seconds for menu in menus for entry in menu.entries)
     launch_s = max(node.launch_cost_s for node in t.after.nodes if node.name in nodes_of(attempt))
     if at_s + shortest_s > other.deadline_s + 1e-6:
         yield f"{attempt.name} makes way for {other.id}, which is late all the same"
@@ -88,7 +88,7 @@ def _deadline_lost(t: Transition, job: Job, attempt: Attempt) -> Iterator[str]:
 
 
 def _claims_are_kept(t: Transition) -> Iterator[str]:
-    """Nobody starts on what is kept for one that moves."""
+    """No job starts on devices that are kept for a job that moves."""
     held_placement = {
         (part.node, index): job.id
         for job in t.after.jobs.values()
@@ -105,7 +105,7 @@ def _claims_are_kept(t: Transition) -> Iterator[str]:
 
 
 def _growth_delays_no_promise(t: Transition) -> Iterator[str]:
-    """Who goes on with more devices is expected to have left by then what another was promised before."""
+    """A job that grows is expected to leave promised devices before their reservations begin."""
     grown = [(t.after.jobs[stop.job_id], t.after.jobs[stop.job_id].attempts[-1]) for stop in of(Stop, t.actions)]
     for job, attempt in ((job, attempt) for job, attempt in grown if attempt.held_placement and not job.cancelling):
         index = index_of(t.after)
@@ -118,12 +118,13 @@ def _growth_delays_no_promise(t: Transition) -> Iterator[str]:
         entries = [entry for entry in index.options.entries_of(job, pool) if entry.devices == len(claimed)]
         slower = min(entry.candidate.step_s for entry in entries) / attempt.step_s
         end_s = t.after.at_s + pool.launch_cost_s + left_s * slower
-        for one in t.after.reservations:
+        for reservation in t.after.reservations:
             if (
-                claimed & {(part.node, i) for part in one.placement for i in part.devices}
-                and end_s > one.start_s + 1e-6
+                claimed & {(part.node, i) for part in reservation.placement for i in part.devices}
+                and end_s > reservation.start_s + 1e-6
             ):
-                yield f"{attempt.name} grows until {end_s} onto what {one.job_id} was promised from {one.start_s} on"
+                start_s, owner = reservation.start_s, reservation.job_id
+                yield f"{attempt.name} grows until {end_s} onto what {owner} was promised from {start_s} on"
 
 
 def _drained_nodes_get_nothing(t: Transition) -> Iterator[str]:
@@ -143,7 +144,7 @@ def _suspended_places_get_nothing(t: Transition) -> Iterator[str]:
 
 
 def _nothing_runs_in_a_maintenance(t: Transition) -> Iterator[str]:
-    """Nobody starts what is not expected to end before it, and who is there when it begins is told to go."""
+    """No job starts that is expected to run into a maintenance, and a job that still runs then is stopped."""
     nodes = {node.name: node for node in t.after.nodes}
     launches = [launch.attempt for launch in of(Launch, t.actions)]
     if any(node.maintenance for node in t.after.nodes) and launches:
@@ -162,7 +163,7 @@ def _nothing_runs_in_a_maintenance(t: Transition) -> Iterator[str]:
 
 
 def leaves(node: Node, at_s: float) -> bool:
-    """Whether what runs on a node has to go: it gets MOVE_GRACE_S to do so before the maintenance begins."""
+    """Return whether jobs must leave a node: they get MOVE_GRACE_S before the maintenance begins."""
     return any(start_s - MOVE_GRACE_S <= at_s < end_s for start_s, end_s in node.maintenance)
 
 
@@ -171,7 +172,7 @@ def _moves_cost_nothing(t: Transition) -> Iterator[str]:
     if not isinstance(t.event, Finished) or t.event.job_id not in t.before.jobs:
         return
     before, job = t.before.jobs[t.event.job_id], t.after.jobs[t.event.job_id]
-    attempt = next((one for one in before.attempts if one.number == t.event.number), None)
+    attempt = next((earlier for earlier in before.attempts if earlier.number == t.event.number), None)
     if attempt is None or attempt.status is AttemptStatus.ENDED or not attempt.moved_for or before.cancelling:
         return
     failure, evidence = job.attempts[attempt.number - 1].failure, t.event.evidence
@@ -180,10 +181,10 @@ def _moves_cost_nothing(t: Transition) -> Iterator[str]:
     if is_moved and (evidence.checkpoint_step or 0) < reached:
         yield f"{attempt.name} was moved at step {reached} and goes on from {evidence.checkpoint_step}"
     kinds = (FailureKind.MOVED, FailureKind.TIME_LIMIT if attempt.over_limit else FailureKind.MOVED)
-    own = (
+    is_own_end = (
         failure is None or attempt.probe or failure.kind in kinds or evidence.ooms or evidence.launch_error is not None
     )
-    if evidence.stopped and not own and failure is not None:
+    if evidence.stopped and not is_own_end and failure is not None:
         yield f"{attempt.name} was moved and is taken for {failure.kind}"
 
 

@@ -36,17 +36,17 @@ def in_order_of(key: Key) -> Law:
 
 
 def only_the_first_is_promised(key: Key) -> Law:
-    """At most one reservation: that of the first job that waits for devices which are there."""
+    """The first job that waits for existing devices has the only reservation, if there is any."""
 
     def law(t: Transition) -> Iterator[str]:
         if len(t.after.reservations) > 1:
             yield f"{len(t.after.reservations)} jobs have reservations"
         launched = {launch.job.id for launch in of(Launch, t.actions)}
-        for one in t.after.reservations if launched else ():
-            head = t.after.jobs[one.job_id]
+        for reservation in t.after.reservations if launched else ():
+            head = t.after.jobs[reservation.job_id]
             for other in _eligible(t.after):
                 if _could_run(t.after, other) and _place(key, other, t.after) < _place(key, head, t.after):
-                    yield f"{one.job_id} has a reservation and {other.id}, which is first, has none"
+                    yield f"{reservation.job_id} has a reservation and {other.id}, which is first, has none"
 
     return law
 
@@ -71,7 +71,7 @@ def only_more_service_is_preempted(t: Transition) -> Iterator[str]:
 
 
 def least_service_first(t: Transition) -> Iterator[str]:
-    """Of jobs that take as many devices of the only kind there is, the one with less attained service starts first."""
+    """The job with less attained service starts first, among jobs of equal width on one kind of device."""
     if len({node.device.name for node in t.after.nodes}) != 1:
         return
     for launch in of(Launch, t.actions):
@@ -97,8 +97,9 @@ def length(job: Job, state: State) -> float:
 def attained(job: Job, state: State) -> float:
     """The queue of the job: 0, or 1 with DEMOTED_DEVICE_S of service."""
     served = (
-        one.plan.world_size * ((state.at_s if one.ended_at_s is None else one.ended_at_s) - one.launched_at_s)
-        for one in job.attempts
+        attempt.plan.world_size
+        * ((state.at_s if attempt.ended_at_s is None else attempt.ended_at_s) - attempt.launched_at_s)
+        for attempt in job.attempts
     )
     return float(sum(served) >= tiresias.DEMOTED_DEVICE_S - tiresias.ROUNDING_DEVICE_S)
 
@@ -110,7 +111,7 @@ def _place(key: Key, job: Job, state: State) -> tuple[float, int]:
 def _eligible(state: State) -> list[Job]:
     """Queued jobs that wait for devices only: no dependency, back-off, closed window or full array holds them."""
     index, at_s = index_of(state), state.at_s
-    promised = Counter(state.jobs[one.job_id].array for one in state.reservations)
+    promised = Counter(state.jobs[reservation.job_id].array for reservation in state.reservations)
     return [
         waiting.job
         for waiting in index.waiting.values()
@@ -128,7 +129,7 @@ def _widths(state: State, job: Job) -> list[int]:
 
 
 def _could_run(state: State, job: Job) -> bool:
-    """Whether nodes are there, and open for ever, that could hold the job as wide as it asks to be."""
+    """Return whether present nodes, open for ever, could hold the job at the width that it requests."""
     index = index_of(state)
     return any(
         pool.could_hold(menu.entries[-1].shape, menu.entries[-1].least_bytes)

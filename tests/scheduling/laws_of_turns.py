@@ -48,44 +48,44 @@ def _order(t: Transition) -> Iterator[str]:
 
 
 def _is_ready(t: Transition, job: Job) -> bool:
-    """Whether nothing but devices keeps the job from a start."""
+    """Return whether only devices keep the job from a start."""
     waits = job.status is JobStatus.QUEUED and job.not_before_s <= t.after.at_s
     return waits and not job.waits_for and job.held_by is None
 
 
 def _prefers_another_kind(t: Transition, other: Job, launch: Launch) -> bool:
-    """Whether a job that waits is promised devices of another kind than the launched one has."""
+    """Return whether a waiting job is promised devices of another kind than the launched one has."""
     kinds = {node.name: node.device.name for node in t.after.nodes}
-    promised = [one.placement[0].node for one in t.after.reservations if one.job_id == other.id]
+    promised = [reservation.placement[0].node for reservation in t.after.reservations if reservation.job_id == other.id]
     return any(kinds.get(node) != launch.attempt.device for node in promised)
 
 
 def _within_guarantees(t: Transition) -> list[bool]:
-    """Of each launch, whether its team held no more than its quota then."""
-    return [held <= quota for _, held, quota in _claims(t)]
+    """Return for each launch whether its team then held no more than its quota."""
+    return [count <= quota for _, count, quota in _claims(t)]
 
 
 def _claims(t: Transition) -> Iterator[tuple[Launch, int, int]]:
-    """Each launch with what its team holds from then on, and the team's quota; the earlier are launched."""
+    """Yield each launch, the devices of its team after it and all earlier launches, and the team's quota."""
     policy = t.after.policy
-    held = _held_by_teams(t)
+    team_devices = _held_by_teams(t)
     for launch in of(Launch, t.actions):
         team = policy.team_of(launch.job.user) if policy.is_shared else None
         if team is None:
             yield launch, 0, -1
         else:
-            held[team.name] += launch.attempt.plan.world_size
-            yield launch, held[team.name], team.quota
+            team_devices[team.name] += launch.attempt.plan.world_size
+            yield launch, team_devices[team.name], team.quota
 
 
 def _held_by_teams(t: Transition) -> Counter[str]:
-    """Devices of each team before anything was launched."""
-    held: Counter[str] = Counter()
+    """Return the devices of each team before the launches of the step."""
+    team_devices: Counter[str] = Counter()
     launched = {launch.attempt.name for launch in of(Launch, t.actions)}
     for attempt in attempts(t.after):
         if t.after.policy.is_shared and not attempt.released and attempt.name not in launched:
-            held[t.after.policy.team_of(t.after.jobs[attempt.job_id].user).name] += len(devices(attempt))
-    return held
+            team_devices[t.after.policy.team_of(t.after.jobs[attempt.job_id].user).name] += len(devices(attempt))
+    return team_devices
 
 
 def _nobody_borrows_what_its_owner_waits_for(t: Transition) -> Iterator[str]:
@@ -97,27 +97,32 @@ def _nobody_borrows_what_its_owner_waits_for(t: Transition) -> Iterator[str]:
     if not policy.is_shared:
         return
     promised: Counter[str] = Counter()
-    for one in t.after.reservations:
-        promised[policy.team_of(t.after.jobs[one.job_id].user).name] += sum(len(part.devices) for part in one.placement)
-    own = {one.job_id: sum(len(part.devices) for part in one.placement) for one in t.after.reservations}
-    held = _held_by_teams(t)
+    for reservation in t.after.reservations:
+        promised[policy.team_of(t.after.jobs[reservation.job_id].user).name] += sum(
+            len(part.devices) for part in reservation.placement
+        )
+    promised_devices = {
+        reservation.job_id: sum(len(part.devices) for part in reservation.placement)
+        for reservation in t.after.reservations
+    }
+    team_devices = _held_by_teams(t)
     for launch, after, quota in _claims(t):
         width, team = launch.attempt.plan.world_size, policy.team_of(launch.job.user)
         for other in t.after.jobs.values():
             owner = policy.team_of(other.user)
-            claimed = held[owner.name] + promised[owner.name] - own.get(other.id, 0) + width
+            claimed = team_devices[owner.name] + promised[owner.name] - promised_devices.get(other.id, 0) + width
             ready = _is_ready(t, other)
             fresh = not other.attempts and launch.attempt.number == 1
             alike = _shape(other) == _shape(launch.job) and other.spec.gpus.min == other.spec.gpus.max
             borrows = owner != team and after > quota and claimed <= owner.quota
             borrows = borrows and launch.job.spec.guarantee is None
-            if borrows and ready and fresh and alike and not (held[team.name] == 0 and _is_overdue(t, launch)):
+            if borrows and ready and fresh and alike and not (team_devices[team.name] == 0 and _is_overdue(t, launch)):
                 yield f"{launch.job.id} borrows what is {owner.name}'s own while {other.id} waits"
-        held[team.name] = after
+        team_devices[team.name] = after
 
 
 def _is_overdue(t: Transition, launch: Launch) -> bool:
-    """Whether a job is due: where quotas are, it comes before them once its team holds nothing."""
+    """Return whether a job is due: a due job passes the quotas once its team holds nothing."""
     has_quotas = t.after.policy.has_quotas
     return has_quotas and index_of(t.after).queue_entry(launch.job).rank <= t.after.at_s
 
@@ -131,8 +136,12 @@ def _turns(state: State) -> Callable[[Job], tuple[float, ...]]:
 
 
 def _no_reservation_is_delayed(t: Transition) -> Iterator[str]:
-    """What starts on devices that are promised to another is expected to have left them by then."""
-    promised = [one for one in t.after.reservations if t.after.jobs[one.job_id].status is JobStatus.QUEUED]
+    """A job that starts on promised devices is expected to leave them before the reservation begins."""
+    promised = [
+        reservation
+        for reservation in t.after.reservations
+        if t.after.jobs[reservation.job_id].status is JobStatus.QUEUED
+    ]
     if len(promised) < len(t.after.reservations):
         yield "devices are promised to a job that does not wait"
     launches = list(of(Launch, t.actions))
@@ -141,10 +150,13 @@ def _no_reservation_is_delayed(t: Transition) -> Iterator[str]:
     index = index_of(t.after)
     for launch in launches:
         end_s = index.end_of(t.after.jobs[launch.job.id], launch.attempt)
-        for one in promised:
-            shared = set(devices(launch.attempt)) & {(part.node, i) for part in one.placement for i in part.devices}
-            if shared and end_s > one.start_s + 1e-6:
-                yield f"{launch.attempt.name} holds devices until {end_s} that {one.job_id} has from {one.start_s} on"
+        for reservation in promised:
+            shared = set(devices(launch.attempt)) & {
+                (part.node, i) for part in reservation.placement for i in part.devices
+            }
+            if shared and end_s > reservation.start_s + 1e-6:
+                start_s, owner = reservation.start_s, reservation.job_id
+                yield f"{launch.attempt.name} holds devices until {end_s} that {owner} has from {start_s} on"
 
 
 def _the_due_are_delayed_by_nobody_who_came_later(t: Transition) -> Iterator[str]:
@@ -155,13 +167,13 @@ def _the_due_are_delayed_by_nobody_who_came_later(t: Transition) -> Iterator[str
     launches = list(of(Launch, t.actions))
     if not launches or (t.after.policy.has_quotas):
         return
-    undone = [replace(one.job, status=JobStatus.QUEUED, attempts=one.job.attempts[:-1]) for one in launches]
+    undone = [replace(launch.job, status=JobStatus.QUEUED, attempts=launch.job.attempts[:-1]) for launch in launches]
     jobs = {**t.after.jobs, **{job.id: job for job in undone}}
     index, idle = (
         index_of(t.after),
         index_of(replace(t.after, jobs=jobs, reservations=())),
     )  # `idle`: before they started
-    promised = {one.job_id for one in t.after.reservations}
+    promised = {reservation.job_id for reservation in t.after.reservations}
     ahead = {waiting.job.id for waiting in idle.promised_first()}  # due before a guaranteed job came, or guaranteed
     of_array = Counter(t.after.jobs[job_id].array for job_id in promised)
     for waiting in index.waiting.values():
@@ -178,7 +190,7 @@ def _the_due_are_delayed_by_nobody_who_came_later(t: Transition) -> Iterator[str
 
 
 def _could_be_held(index: SchedulerIndex, waiting: Waiting) -> bool:
-    """Whether it is known when enough devices come free for it: of a drained node that is not."""
+    """Return whether the time at which enough devices come free is known; for a drained node it is not."""
     return any(
         pool.could_hold(entry.shape, entry.least_bytes)
         and pool.earliest(entry.shape, index.state.at_s, entry.seconds, entry.least_bytes) is not None
@@ -189,30 +201,37 @@ def _could_be_held(index: SchedulerIndex, waiting: Waiting) -> bool:
 
 def _nothing_is_promised_twice(t: Transition) -> Iterator[str]:
     """No device is promised to two at the same time."""
-    for one, other in combinations(t.after.reservations, 2):
-        overlap_s = min(one.end_s, other.end_s) - max(one.start_s, other.start_s)
-        both, its = ({(part.node, i) for part in each.placement for i in part.devices} for each in (one, other))
+    for first, other in combinations(t.after.reservations, 2):
+        overlap_s = min(first.end_s, other.end_s) - max(first.start_s, other.start_s)
+        both, its = (
+            {(part.node, i) for part in reservation.placement for i in part.devices} for reservation in (first, other)
+        )
         if overlap_s > 1e-6 and both & its:
-            yield f"{one.job_id} and {other.job_id} are promised the same devices for {overlap_s} s"
+            yield f"{first.job_id} and {other.job_id} are promised the same devices for {overlap_s} s"
 
 
 def _dependants_wait(t: Transition) -> Iterator[str]:
-    """Nobody begins before what it comes after has ended as it wants, nor waits for what has ended otherwise."""
+    """No job begins before its dependencies end as required, or waits for one that ended otherwise."""
     for launch in of(Launch, t.actions):
-        for one in launch.job.spec.depends_on:
-            other = t.after.jobs.get(one.job)
+        for dependency in launch.job.spec.depends_on:
+            other = t.after.jobs.get(dependency.job)
             status = other.status if other else None
-            if status is not JobStatus.SUCCEEDED and (one.when == "success" or (status and not status.ended)):
-                yield f"{launch.job.id} begins before {one.job}, after which it comes, has ended: it is {status}"
+            if status is not JobStatus.SUCCEEDED and (dependency.when == "success" or (status and not status.ended)):
+                yield f"{launch.job.id} begins before {dependency.job}, after which it comes, has ended: it is {status}"
     for job in t.after.jobs.values():
-        for one in job.spec.depends_on if job.status is JobStatus.QUEUED else ():
-            other = t.after.jobs.get(one.job)
-            if one.when == "success" and other and other.status.ended and other.status is not JobStatus.SUCCEEDED:
-                yield f"{job.id} waits for {one.job}, which is {other.status}"
+        for dependency in job.spec.depends_on if job.status is JobStatus.QUEUED else ():
+            other = t.after.jobs.get(dependency.job)
+            if (
+                dependency.when == "success"
+                and other
+                and other.status.ended
+                and other.status is not JobStatus.SUCCEEDED
+            ):
+                yield f"{job.id} waits for {dependency.job}, which is {other.status}"
 
 
 def _arrays_are_bounded(t: Transition) -> Iterator[str]:
-    """Of an array never more run at once than it says."""
+    """No array runs more members at once than it allows."""
     running = Counter(job.array for job in t.after.jobs.values() if job.array and job.status is JobStatus.RUNNING)
     for job in t.after.jobs.values():
         most = job.spec.member.max_concurrent if job.spec.member else None
@@ -221,7 +240,7 @@ def _arrays_are_bounded(t: Transition) -> Iterator[str]:
 
 
 def _windows_are_kept(t: Transition) -> Iterator[str]:
-    """What says hours starts when the clocks of its zone show them, and is expected to end within them if it can."""
+    """A job with hours starts within them by the clocks of its zone, and ends within them if it can."""
     launches = [launch for launch in of(Launch, t.actions) if launch.job.spec.start_window is not None]
     if not launches:
         return
@@ -253,7 +272,7 @@ def _shows(window: Window, local: datetime) -> bool:
 
 
 def _shape(job: Job) -> object:
-    """What makes two jobs equal for placement: all but name, priority, user and what comes after a start."""
+    """Return what makes two jobs equal for placement: all but name, priority, user and what follows a start."""
     return job.spec.model_copy(update={"priority": 0, "user": None, "retries": Retries()}), job.deadline_s
 
 

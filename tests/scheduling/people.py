@@ -41,7 +41,7 @@ def interrupted(scenario: Scenario) -> Scenario:
 
 
 def changed(job_id: str, verb: str) -> Callable[[Controller], object]:
-    """What a verb, or an update of UPDATES, does with a job unless it has ended, or ran for longer."""
+    """Return the change that a verb or an update of UPDATES makes to a job that has not ended or run for longer."""
 
     def change(controller: Controller) -> None:
         wanted = update([UPDATES[verb]], controller.state.policy) if verb in UPDATES else VERBS[verb]("ada")

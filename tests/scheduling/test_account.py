@@ -1,4 +1,4 @@
-"""What is told of a job afterwards: prediction, measurement, the wrong term, what it changed."""
+"""The account of a finished job: prediction, measurement, the wrong term and its consequences."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ def test_plans_that_do_not_answer_to_the_optimizer_step_are_said_not_to() -> Non
     state, _ = run(NODES, submitted(spec), finished(evidence), released())
     job = only_job(state)
     assert job.attempts[1].plan.zero_stage > job.attempts[0].plan.zero_stage
-    (following,) = (said for said in explain_attempt(state, job, job.attempts[0]) if said.startswith("next: "))
+    (following,) = (
+        sentence for sentence in explain_attempt(state, job, job.attempts[0]) if sentence.startswith("next: ")
+    )
     assert "faster no lighter in the optimizer step, where it ran out" in following
     assert "too big" not in following
 
@@ -43,22 +45,23 @@ def test_plans_that_do_not_answer_to_the_optimizer_step_are_said_not_to() -> Non
 def test_the_wrong_term_is_named_by_as_much_as_it_was_wrong() -> None:
     state, _ = run(NODES, submitted(), finished(oom()), released())
     job = only_job(state)
-    (seen,) = state.observations
+    (observation,) = state.observations
     wrong = explain_attempt(state, job, job.attempts[0])[2]
-    factor = observed_correction(seen.moments, seen.measured_bytes)
+    factor = observed_correction(observation.moments, observation.measured_bytes)
     (moment,) = (
-        one
-        for one in seen.moments
-        if abs(one.counted_bytes + factor * one.activation_bytes - seen.measured_bytes) <= one.activation_bytes * 1e-6
+        moment
+        for moment in observation.moments
+        if abs(moment.counted_bytes + factor * moment.activation_bytes - observation.measured_bytes)
+        <= moment.activation_bytes * 1e-6
     )
     assert moment.name in wrong
     assert f"x{factor:.2f}" in wrong
 
 
 def test_a_prediction_that_held_says_no_more_than_that() -> None:
-    said = told_of_peak(-MIB)
-    assert [sentence.partition(":")[0] for sentence in said] == ["predicted", "measured"]
-    assert "0.99 x the prediction" in said[1]
+    sentences = explain_peak(-MIB)
+    assert [sentence.partition(":")[0] for sentence in sentences] == ["predicted", "measured"]
+    assert "0.99 x the prediction" in sentences[1]
 
 
 def test_an_unknown_script_is_not_said_to_have_been_predicted() -> None:
@@ -95,22 +98,22 @@ def test_a_job_without_nodes_has_no_picture() -> None:
 
 def test_a_measured_peak_above_the_prediction_is_a_lesson_although_it_fitted() -> None:
     for more_bytes, judged in ((MIB, "within the margin"), (30 * MIB, "wrong")):
-        said = [sentence.partition(":")[0] for sentence in told_of_peak(more_bytes)]
-        assert said == ["predicted", "measured", judged, "learned"]
+        labels = [sentence.partition(":")[0] for sentence in explain_peak(more_bytes)]
+        assert labels == ["predicted", "measured", judged, "learned"]
 
 
 def test_what_was_not_wrong_is_not_called_wrong() -> None:
     for more_bytes in (-MIB, 0, 1, 1024):
-        assert len(told_of_peak(more_bytes)) == 2
+        assert len(explain_peak(more_bytes)) == 2
 
 
 def test_activations_more_than_ten_times_as_large_as_predicted_are_called_an_outlier() -> None:
-    assert "outlier" in told_of_peak(1000 * MIB)[2]
-    assert "outlier" not in told_of_peak(30 * MIB)[2]
+    assert "outlier" in explain_peak(1000 * MIB)[2]
+    assert "outlier" not in explain_peak(30 * MIB)[2]
 
 
-def told_of_peak(more_bytes: int) -> tuple[str, ...]:
-    """The lessons of an attempt that succeeded with this much more than predicted."""
+def explain_peak(more_bytes: int) -> tuple[str, ...]:
+    """Return the lessons of an attempt that succeeded with `more_bytes` more than predicted."""
     state, _ = run(NODES, submitted())
     peak_bytes = only_job(state).attempts[0].estimate.allocated_bytes + more_bytes
     beat = Heartbeat(rank=0, step=9, steps_done=9, step_s=0.1, peak_bytes=peak_bytes, phase="forward", at_s=9.0)

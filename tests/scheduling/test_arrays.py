@@ -46,8 +46,8 @@ def test_what_an_array_may_not_use_is_for_others() -> None:
 def test_a_forecast_lets_the_next_of_an_array_begin_when_one_has_ended() -> None:
     """Launch and training take 130 s; two of five may run at once, though four could."""
     state, _ = played(seen(node(devices=4)), *submissions(5, 2))
-    told = forecast(state)
-    assert [told[f"job-{number}"].start_s for number in range(1, 6)] == [1.0, 1.0, 131.0, 131.0, 261.0]
+    forecasts = forecast(state)
+    assert [forecasts[f"job-{number}"].start_s for number in range(1, 6)] == [1.0, 1.0, 131.0, 131.0, 261.0]
 
 
 def test_two_arrays_of_one_submission_are_two() -> None:
@@ -75,5 +75,9 @@ def test_jobs_and_whole_arrays_are_cancelled_together_or_not_at_all() -> None:
     assert not any(job.status.ended for job in service.state.jobs.values())
     assert service.cancel([second]) == [second]
     assert service.cancel([second], whole_arrays=True) == [first, third], "what has ended is left alone"
-    asked = [one for one in (first, second, third, alone) if (job := service.job(one)).cancelling or job.status.ended]
-    assert asked == [first, second, third]
+    cancelled_ids = [
+        job_id
+        for job_id in (first, second, third, alone)
+        if (job := service.job(job_id)).cancelling or job.status.ended
+    ]
+    assert cancelled_ids == [first, second, third]

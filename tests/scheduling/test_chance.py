@@ -1,4 +1,4 @@
-"""Where nothing surely fits, what may fit is tried: a launch costs less than a job that is refused in vain."""
+"""Plans that may fit are tried where none surely fits: a launch costs less than a needless refusal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What evidence means: one row per way in which an attempt can end."""
+"""The meaning of evidence: one row per way in which an attempt can end."""
 
 from __future__ import annotations
 
@@ -253,8 +253,8 @@ def test_out_of_memory_says_rank_step_phase_and_bytes() -> None:
 def test_a_guard_that_was_not_there_names_the_process_and_what_to_do() -> None:
     failure = classify(job(), attempt(), Evidence(ranks=ends(0), unwatched=UNSEEN, virtual=True))
     assert failure is not None
-    for words in ("python -I inner.py", "PYTHONPATH and ORC_GUARD", "-I, -E and -S"):
-        assert words in failure.reason
+    for phrase in ("python -I inner.py", "PYTHONPATH and ORC_GUARD", "-I, -E and -S"):
+        assert phrase in failure.reason
 
 
 def test_a_job_accepts_what_its_script_catches_unless_it_stands_still_after_it() -> None:
@@ -267,7 +267,7 @@ def test_a_job_accepts_what_its_script_catches_unless_it_stands_still_after_it()
 
 
 def test_what_context_and_communicators_hold_is_no_part_of_what_a_tensor_would_have_needed() -> None:
-    """Of a device of 80 GiB whose context holds 1 GiB, tensors have 79."""
+    """Tensors have 79 GiB of a device of 80 GiB whose context holds 1 GiB."""
     report = replace(OOM, live_bytes=70 << 30, requested_bytes=2 << 30, capacity_bytes=80 << 30)
     assert oom_needed_bytes(report) == (80 << 30) + 1, "where nothing is known of the context"
     assert oom_needed_bytes(replace(report, overhead_bytes=1 << 30)) == (79 << 30) + 1

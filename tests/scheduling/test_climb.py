@@ -41,7 +41,7 @@ LONG = JobSpec.model_validate(
 
 @dataclass
 class Play:
-    """One job, played event by event; each attempt fails where its activations, TRUE times as large, do not fit."""
+    """A job, played event by event; an attempt fails where its activations, TRUE times as large, do not fit."""
 
     spec: JobSpec = LONG
     scheduler: Scheduler = field(default_factory=lambda: Scheduler(State(nodes=NODES)))

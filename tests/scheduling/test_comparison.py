@@ -25,10 +25,12 @@ ON_ONE = Plan(engine=Engine.TORCH, micro_batch_size=8)
 ON_TWO = Plan(engine=Engine.DEEPSPEED, layout=ParallelLayout(dp=2), zero_stage=ZeroStage.GRADIENTS, micro_batch_size=4)
 
 
-def ran(number: int, plan: Plan, step_s: float, kind: FailureKind | None = None, peak_bytes: int = 90 * MIB) -> Job:
+def measured_job(
+    number: int, plan: Plan, step_s: float, kind: FailureKind | None = None, peak_bytes: int = 90 * MIB
+) -> Job:
     """A job of one attempt of 10 seconds."""
     beats = (Heartbeat(rank=0, step=5, steps_done=5, step_s=step_s, peak_bytes=peak_bytes, phase="forward", at_s=9.0),)
-    one = replace(
+    ended_attempt = replace(
         attempt(job_id=f"lm-{number}"),
         plan=plan,
         status=AttemptStatus.ENDED,
@@ -37,13 +39,13 @@ def ran(number: int, plan: Plan, step_s: float, kind: FailureKind | None = None,
         failure=None if kind is None else Failure(kind=kind, reason="it failed"),
     )
     status = JobStatus.SUCCEEDED if kind is None else JobStatus.FAILED
-    return replace(compared(number), attempts=(one,), status=status)
+    return replace(compared(number), attempts=(ended_attempt,), status=status)
 
 
 def compared(number: int, **changes: object) -> Job:
     member = Member(number=number - 1, of=2, max_concurrent=1, compared=True)
-    found = job(decoder_spec(member=member, **changes), f"lm-{number}", number)
-    return replace(found, array="lm-1")
+    member_job = job(decoder_spec(member=member, **changes), f"lm-{number}", number)
+    return replace(member_job, array="lm-1")
 
 
 def refused(number: int, pins: dict[str, object], **changes: object) -> Job:
@@ -56,7 +58,7 @@ def of(*jobs: Job, curves: dict[str, Curve] | None = None) -> Comparison:
 
 def test_a_row_has_what_was_predicted_and_measured_and_what_it_cost() -> None:
     curve = Curve(losses={1: 3.0, 2: 2.5}, tokens=(512, 512))
-    (row,) = of(ran(1, ON_TWO, 0.5), curves={"lm-1": curve}).rows
+    (row,) = of(measured_job(1, ON_TWO, 0.5), curves={"lm-1": curve}).rows
     assert (row.predicted_peak_bytes, row.peak_bytes, row.predicted_step_s, row.step_s) == (
         100 * MIB,
         90 * MIB,
@@ -70,40 +72,42 @@ def test_a_row_has_what_was_predicted_and_measured_and_what_it_cost() -> None:
 
 
 def test_twice_as_fast_is_twice_the_utilisation_and_a_second_device_is_half() -> None:
-    slow, fast, wide = of(ran(1, ON_ONE, 0.4), ran(2, ON_ONE, 0.2), ran(3, ON_TWO, 0.2)).rows
+    slow, fast, wide = of(measured_job(1, ON_ONE, 0.4), measured_job(2, ON_ONE, 0.2), measured_job(3, ON_TWO, 0.2)).rows
     assert slow.mfu is not None
     assert fast.mfu == pytest.approx(2 * slow.mfu)
     assert wide.mfu == pytest.approx(slow.mfu)
 
 
 def test_the_verdict_compares_the_fastest_with_the_cheapest() -> None:
-    told = of(ran(1, ON_ONE, 0.6), ran(2, ON_TWO, 0.4)).verdict
-    assert told == "ZeRO-2 on 2 is 1.50x faster than plain on 1 at 1.3x the cost."
+    verdict = of(measured_job(1, ON_ONE, 0.6), measured_job(2, ON_TWO, 0.4)).verdict
+    assert verdict == "ZeRO-2 on 2 is 1.50x faster than plain on 1 at 1.3x the cost."
 
 
 def test_step_times_that_differ_by_little_are_called_the_same() -> None:
-    told = of(ran(1, ON_TWO, 0.402), ran(2, replace(ON_TWO, zero_stage=ZeroStage.OPTIMIZER), 0.4)).verdict
-    assert told == "ZeRO-1 on 2 is about as fast as ZeRO-2 on 2."
+    verdict = of(
+        measured_job(1, ON_TWO, 0.402), measured_job(2, replace(ON_TWO, zero_stage=ZeroStage.OPTIMIZER), 0.4)
+    ).verdict
+    assert verdict == "ZeRO-1 on 2 is about as fast as ZeRO-2 on 2."
 
 
 def test_what_memory_excludes_is_a_row_and_told_with_its_bytes() -> None:
     big = {"micro_batch": 8, "activation_checkpointing": "none", "zero_stage": 0, "tp": 2, "pp": 1}
-    found = of(
-        ran(1, ON_ONE, 0.6),
-        ran(2, ON_TWO, 0.4, FailureKind.DEVICE_OOM, 256 * MIB),
+    result = of(
+        measured_job(1, ON_ONE, 0.6),
+        measured_job(2, ON_TWO, 0.4, FailureKind.DEVICE_OOM, 256 * MIB),
         refused(3, big, global_batch_size=8, data={"text": ["corpus.txt"], "sequence_length": 8192}),
         refused(4, {"engine": "torch", "zero_stage": 1, "pp": 2}),
     )
-    assert [row.outcome for row in found.rows] == [
+    assert [row.outcome for row in result.rows] == [
         Outcome.FINISHED,
         Outcome.OUT_OF_MEMORY,
         Outcome.DOES_NOT_FIT,
         Outcome.NO_SUCH_PLAN,
     ]
-    assert [row.ooms for row in found.rows] == [0, 1, 0, 0]
-    assert found.rows[2].needed_bytes is not None
-    assert found.rows[2].needed_bytes > 256 * MIB
-    only, ran_out, not_there = found.verdict.split("; ")
+    assert [row.ooms for row in result.rows] == [0, 1, 0, 0]
+    assert result.rows[2].needed_bytes is not None
+    assert result.rows[2].needed_bytes > 256 * MIB
+    only, ran_out, not_there = result.verdict.split("; ")
     assert only == "Only plain on 1 finished"
     assert ran_out == "ZeRO-2 on 2 ran out of memory: 256.00 MiB of 256.00 MiB"
     assert not_there.startswith("tp2 on 2 does not fit: ")
@@ -116,15 +120,15 @@ def test_the_distance_is_the_largest_between_curves_at_the_same_step() -> None:
         "lm-2": Curve(losses={1: 3.0, 2: 2.25}),
         "lm-3": Curve(losses={}),
     }
-    found = of(ran(1, ON_ONE, 0.6), ran(2, ON_TWO, 0.4), ran(3, ON_TWO, 0.4), curves=curves)
-    assert [row.loss_distance for row in found.rows] == [0.0, 0.25, None]
+    result = of(measured_job(1, ON_ONE, 0.6), measured_job(2, ON_TWO, 0.4), measured_job(3, ON_TWO, 0.4), curves=curves)
+    assert [row.loss_distance for row in result.rows] == [0.0, 0.25, None]
 
 
 def test_a_picture_has_each_strategy_predicted_and_where_it_finished_measured() -> None:
-    picture = of(ran(1, ON_ONE, 0.6), ran(2, ON_TWO, 0.4, FailureKind.DEVICE_OOM)).picture
+    picture = of(measured_job(1, ON_ONE, 0.6), measured_job(2, ON_TWO, 0.4, FailureKind.DEVICE_OOM)).picture
     assert picture is not None
     assert picture.capacity_bytes == 256 * MIB
-    assert [(one.mark, one.step_s, one.label) for one in picture.points] == [
+    assert [(point.mark, point.step_s, point.label) for point in picture.points] == [
         (Mark.PREDICTED, 0.1, ""),
         (Mark.MEASURED, 0.6, "1"),
         (Mark.PREDICTED, 0.1, ""),
@@ -133,8 +137,8 @@ def test_a_picture_has_each_strategy_predicted_and_where_it_finished_measured() 
 
 
 def test_a_comparison_is_complete_when_every_job_has_ended() -> None:
-    assert of(ran(1, ON_ONE, 0.6), ran(2, ON_TWO, 0.4)).is_complete
-    waiting = of(ran(1, ON_ONE, 0.6), compared(2))
+    assert of(measured_job(1, ON_ONE, 0.6), measured_job(2, ON_TWO, 0.4)).is_complete
+    waiting = of(measured_job(1, ON_ONE, 0.6), compared(2))
     assert not waiting.is_complete
     assert waiting.verdict.endswith("1 of 2 have not ended.")
 
@@ -156,8 +160,11 @@ def test_a_strategy_is_named_by_what_it_shards_and_its_devices(plan: Plan, name:
 
 
 def test_strategies_of_one_name_are_told_apart_by_the_cut_of_their_batch() -> None:
-    found = of(ran(1, ON_ONE, 0.6), ran(2, replace(ON_ONE, micro_batch_size=4, gradient_accumulation_steps=2), 0.7))
-    assert [row.strategy for row in found.rows] == ["plain on 1 (micro 8x1)", "plain on 1 (micro 4x2)"]
+    result = of(
+        measured_job(1, ON_ONE, 0.6),
+        measured_job(2, replace(ON_ONE, micro_batch_size=4, gradient_accumulation_steps=2), 0.7),
+    )
+    assert [row.strategy for row in result.rows] == ["plain on 1 (micro 8x1)", "plain on 1 (micro 4x2)"]
 
 
 def test_a_curve_survives_broken_lines() -> None:
@@ -170,17 +177,17 @@ def test_of_many_strategies_that_do_not_fit_three_are_named() -> None:
     jobs = [
         refused(n, {"tp": 2, "micro_batch": 8 * n, "pp": 1}, global_batch_size=8 * n, data=long) for n in (1, 2, 3, 4)
     ]
-    told = of(*jobs).verdict
-    assert told.count(" of 256.00 MiB)") == 3
-    assert told.endswith(" and 1 more do not fit.")
+    verdict = of(*jobs).verdict
+    assert verdict.count(" of 256.00 MiB)") == 3
+    assert verdict.endswith(" and 1 more do not fit.")
 
 
 def repeated(number: int, plan: Plan, *steps_s: float) -> list[Job]:
     """Return jobs of one strategy, which have the same pins."""
     pins = {"micro_batch_size": plan.micro_batch_size, "dp": plan.layout.dp}
     spec = decoder_spec(plan=pins)
-    jobs = [ran(number + 10 * repeat, plan, step_s) for repeat, step_s in enumerate(steps_s)]
-    return [replace(one, spec=one.spec.model_copy(update={"plan": spec.plan})) for one in jobs]
+    jobs = [measured_job(number + 10 * repeat, plan, step_s) for repeat, step_s in enumerate(steps_s)]
+    return [replace(job, spec=job.spec.model_copy(update={"plan": spec.plan})) for job in jobs]
 
 
 def test_repeats_of_a_strategy_are_one_row_with_the_interval_of_their_mean() -> None:
@@ -199,12 +206,12 @@ def test_no_difference_is_claimed_within_intervals_and_one_beyond_them_is() -> N
 
 
 def test_below_three_repeats_a_warning_says_so() -> None:
-    once = of(ran(1, ON_ONE, 0.6), ran(2, ON_TWO, 0.4))
+    once = of(measured_job(1, ON_ONE, 0.6), measured_job(2, ON_TWO, 0.4))
     assert any("Measured once" in note for note in once.notes)
 
 
 def test_what_differs_beside_the_strategies_is_said() -> None:
-    notes = of(ran(1, ON_ONE, 0.6), ran(2, ON_TWO, 0.4)).notes
+    notes = of(measured_job(1, ON_ONE, 0.6), measured_job(2, ON_TWO, 0.4)).notes
     assert any("micro_batch_size (8, 4)" in note for note in notes)
-    alike = of(ran(1, replace(ON_ONE, micro_batch_size=4), 0.6), ran(2, ON_TWO, 0.4)).notes
+    alike = of(measured_job(1, replace(ON_ONE, micro_batch_size=4), 0.6), measured_job(2, ON_TWO, 0.4)).notes
     assert not any("micro_batch_size" in note for note in alike)

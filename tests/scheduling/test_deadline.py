@@ -19,8 +19,8 @@ from tests.scheduling.test_elastic import elastic
 from tests.scheduling.test_queue import LAUNCH_S, gone, played, script, seen, submitted
 
 
-def due(at_s: float, seconds: dict[int, float], **said: object) -> JobSpec:
-    return script(seconds, deadline=str(deadline_at(at_s)), **said)
+def due(at_s: float, seconds: dict[int, float], **fields: object) -> JobSpec:
+    return script(seconds, deadline=str(deadline_at(at_s)), **fields)
 
 
 def folded(*events: Event) -> State:
@@ -81,9 +81,9 @@ def test_what_will_be_late_is_said_with_what_is_possible() -> None:
         submitted(2, script({2: 3600.0}), 2.0),
         submitted(3, due(6000.0, {1: 7200.0, 2: 5400.0}), 3.0),
     )
-    said = late(state, ["job-1", "job-2", "job-3"])
-    assert list(said) == ["job-3"]
-    assert said["job-3"] == (
+    messages = late(state, ["job-1", "job-2", "job-3"])
+    assert list(messages) == ["job-3"]
+    assert messages["job-3"] == (
         "cannot be done by Thu 01:40 UTC: earliest Thu 03:31 UTC with 2 GPUs; Thu 02:31 UTC with 2 GPUs if its "
         "priority is 1"
     )
@@ -95,9 +95,9 @@ def test_nothing_is_called_impossible_because_of_a_length_that_nobody_said() -> 
         submitted(1, JobSpec.model_validate({"name": "unsaid", "command": ["train"], "global_batch_size": 8})),
         submitted(2, due(6000.0, {1: 3600.0}), 2.0),
     )
-    said = late(state, ["job-2"])["job-2"]
-    assert said.startswith("is not expected by Thu 01:40 UTC: earliest Fri ")
-    assert said.endswith("; a day is taken for what does not say `steps`: job-1")
+    message = late(state, ["job-2"])["job-2"]
+    assert message.startswith("is not expected by Thu 01:40 UTC: earliest Fri ")
+    assert message.endswith("; a day is taken for what does not say `steps`: job-1")
 
 
 def test_who_is_done_before_the_night_is_not_called_late() -> None:
@@ -110,16 +110,16 @@ def test_who_is_done_before_the_night_is_not_called_late() -> None:
         submitted(3, due(22 * hour_s, {1: 3 * hour_s}), 3.0),
         submitted(4, due(24 * hour_s, {1: 4.5 * hour_s}), 4.0),
     )
-    told = late(state, ["job-3", "job-4"])
-    assert list(told) == ["job-4"]
-    assert "earliest Fri 03:31 UTC" in told["job-4"]
+    messages = late(state, ["job-3", "job-4"])
+    assert list(messages) == ["job-4"]
+    assert "earliest Fri 03:31 UTC" in messages["job-4"]
 
 
 @pytest.mark.parametrize(("needs_s", "is_late"), [(6000.0, False), (7900.0, True)])
 def test_who_has_others_stopped_for_it_is_not_called_late(needs_s: float, is_late: bool) -> None:
-    """Its one device is held by a job that can be away, once it has run for a while; or that would be late by it.
+    """The holder of the only device can move once it has run for a while, or would be late by the move.
 
-    One job is stopped for one, not for two.
+    Only one job is stopped, and for one job only.
     """
     runs = elastic({1: needs_s}, deadline=str(deadline_at(8000.0)))
     comes = due(2000.0, {1: 1200.0})

@@ -1,4 +1,4 @@
-"""What a restart changes depends on where memory ran out."""
+"""The changes of a restart depend on where memory ran out."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ MENU = [candidate(plan) for plan in (DDP, CHECKPOINTED, SHARDED, OFFLOADED, EIGH
 
 
 def test_trap_16_in_the_optimizer_step_only_sharding_offload_and_8_bit_help() -> None:
-    left = [one.plan for one in candidates_for_oom(script_spec(), [burst(DDP, Phase.OPTIMIZER)], MENU)]
+    left = [candidate.plan for candidate in candidates_for_oom(script_spec(), [burst(DDP, Phase.OPTIMIZER)], MENU)]
     assert left == [SHARDED, OFFLOADED, EIGHT_BIT]
 
 
@@ -107,8 +107,10 @@ def test_trap_15_out_of_memory_in_encoding_lowers_the_encoders_batch_and_nothing
     assert phase_batch_sizes(PARLER, [once]) == (("encoding", 4),)
     assert phase_batch_sizes(PARLER, [once, again]) == (("encoding", 2),)
     answer = candidates_for_oom(PARLER, [once], MENU)
-    assert [replace(one.plan, phase_batch_sizes=()) for one in answer] == [one.plan for one in MENU]
-    assert {one.plan.phase_batch_sizes for one in answer} == {(("encoding", 4),)}
+    assert [replace(candidate.plan, phase_batch_sizes=()) for candidate in answer] == [
+        candidate.plan for candidate in MENU
+    ]
+    assert {candidate.plan.phase_batch_sizes for candidate in answer} == {(("encoding", 4),)}
 
 
 def test_trap_15_a_phase_at_batch_1_is_the_plans_affair_again() -> None:
@@ -119,7 +121,7 @@ def test_trap_15_a_phase_at_batch_1_is_the_plans_affair_again() -> None:
 
 
 @pytest.mark.parametrize(
-    ("plan", "held"),
+    ("plan", "expected_bytes"),
     [
         (DDP, 16.0),
         (replace(DDP, zero_stage=ZeroStage.OPTIMIZER), 10.0),
@@ -138,12 +140,12 @@ def test_trap_15_a_phase_at_batch_1_is_the_plans_affair_again() -> None:
         ),
     ],
 )
-def test_what_a_device_holds_of_a_parameter(plan: Plan, held: float) -> None:
-    assert bytes_per_parameter(plan) == held
+def test_what_a_device_holds_of_a_parameter(plan: Plan, expected_bytes: float) -> None:
+    assert bytes_per_parameter(plan) == expected_bytes
 
 
 def restarted(spec: JobSpec, phase: Phase) -> tuple[Plan, Plan | None]:
-    """The plan of the first attempt, which ran out of device memory in `phase`, and that of the second, if any."""
+    """Return the plan of an attempt that ran out of device memory in `phase`, and the next plan, if any."""
     finding = Finding(cause=Cause.DEVICE_OOM, line="CUDA out of memory", phase=phase)
     evidence = Evidence(ranks=(RankEnd(rank=0, exit_code=1, findings=(finding,)),))
     events: tuple[Event, ...] = (
@@ -176,12 +178,12 @@ def test_trap_16_a_restart_after_the_optimizer_step_shards() -> None:
         "activations_per_sample": "20MiB",
         "checkpointed_per_sample": "5MiB",
     }
-    said: dict[str, object] = {"gpus": 2, "global_batch_size": 2, "profile": profile}
-    sharded = script_spec(**said, knobs={**knobs, "zero_stage": {"switch": "--fsdp"}})
+    fields: dict[str, object] = {"gpus": 2, "global_batch_size": 2, "profile": profile}
+    sharded = script_spec(**fields, knobs={**knobs, "zero_stage": {"switch": "--fsdp"}})
     first, second = restarted(sharded, Phase.OPTIMIZER)
     assert second is not None
     assert second.zero_stage > first.zero_stage
-    first, second = restarted(script_spec(**said, knobs=knobs), Phase.TRAINING)
+    first, second = restarted(script_spec(**fields, knobs=knobs), Phase.TRAINING)
     assert second == replace(first, activation_checkpointing=ActivationCheckpointing.FULL)
 
 
@@ -209,9 +211,9 @@ def test_trap_3_where_others_hold_the_memory_the_same_plan_runs_elsewhere() -> N
     )
     end = RankEnd(rank=0, exit_code=1, findings=(Finding(cause=Cause.DEVICE_OOM, line="out of memory", oom=report),))
     tell(Finished(job_id="script-1", number=1, evidence=Evidence(ranks=(end,)), at_s=2.0))
-    seen = tuple(node(name, 1, free_bytes=(26 if name == there else 256) * MIB) for name in ("n0", "n1"))
+    nodes = tuple(node(name, 1, free_bytes=(26 if name == there else 256) * MIB) for name in ("n0", "n1"))
     tell(Released(job_id="script-1", number=1, at_s=3.0))
-    tell(NodesSeen(nodes=seen, at_s=1000.0))  # a back-off is over
+    tell(NodesSeen(nodes=nodes, at_s=1000.0))  # a back-off is over
     first, second = launched
     assert first.plan == second.plan, "nothing is degraded"
     assert second.placement[0].node != there

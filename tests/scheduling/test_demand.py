@@ -20,11 +20,11 @@ NODES = seen(node("a", devices=4), node("b", devices=4))
 def shorts(first: int, count: int, at_s: float) -> list[Event]:
     """Short jobs that came and went, one at a time: together they kept four devices busy."""
     spec = script({4: SHORT_S})
-    told: list[Event] = []
+    events: list[Event] = []
     for number in range(first, first + count):
-        told += [submitted(number, spec, at_s), *gone(number, at_s + SHORT_S)]
+        events += [submitted(number, spec, at_s), *gone(number, at_s + SHORT_S)]
         at_s += SHORT_S
-    return told
+    return events
 
 
 def test_what_is_remembered_is_the_mean_and_fades() -> None:
@@ -67,7 +67,7 @@ def test_where_nothing_short_comes_no_device_stays_idle() -> None:
 
 
 def test_what_shorter_jobs_could_not_keep_busy_is_not_left_to_them() -> None:
-    """One job of a few minutes in the last hours wants no device for itself: on two devices two long jobs run."""
+    """A single short job in the last hours reserves no device: two long jobs run on two devices."""
     short, long = script({1: 600.0}), script({1: 100 * LONG_S})
     _, launched = played(
         seen(node("a", devices=2)),
@@ -83,7 +83,7 @@ def test_room_is_left_no_longer_than_it_matters() -> None:
     """A tenth of its length before the other ends, it starts, though nothing happens then: `step` is woken."""
     long = script({4: LONG_S})
     state, _ = played(NODES, *shorts(1, 10, 10.0), submitted(11, long, 10_020.0), submitted(12, long, 10_021.0))
-    while "job-12" in {one.job_id for one in state.reservations}:
+    while "job-12" in {reservation.job_id for reservation in state.reservations}:
         at_s = Scheduler(state).wake_at_s()
         assert at_s is not None
         assert at_s > state.at_s

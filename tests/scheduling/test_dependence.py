@@ -1,4 +1,4 @@
-"""Who comes after whom: nobody begins too early, nobody waits in vain, and what is impossible is refused at once."""
+"""Dependent jobs never begin too early or wait in vain, and impossible dependencies are refused at once."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from tests.scheduling.world import CALM, CLUSTERS, MemoryJournal, Scenario, back
 FAILURE = Evidence(ranks=(RankEnd(rank=0, exit_code=1, log_tail="NameError: name 'x' is not defined"),))
 
 
-def after(*ids: str, when: str = "success", **said: object) -> JobSpec:
-    return script({1: 10.0}, depends_on=[{"job": one, "when": when} for one in ids], **said)
+def after(*ids: str, when: str = "success", **fields: object) -> JobSpec:
+    return script({1: 10.0}, depends_on=[{"job": job_id, "when": when} for job_id in ids], **fields)
 
 
 def failed(number: int, at_s: float) -> Event:
     return Finished(job_id=f"job-{number}", number=1, evidence=FAILURE, at_s=at_s)
 
 
-def ended(*events: Event) -> dict[str, tuple[JobStatus, str]]:
-    """How each job that was archived ended, and why. No law may be broken on the way."""
+def find_ends(*events: Event) -> dict[str, tuple[JobStatus, str]]:
+    """Return the status and reason of each archived job; fail where a law is broken."""
     transitions = history(events)
     assert violations(transitions) == []
     archived = [action.job for t in transitions for action in t.actions if isinstance(action, Archive)]
@@ -55,7 +55,7 @@ def test_a_job_starts_when_the_last_of_those_before_it_has_succeeded() -> None:
 
 
 def test_a_failure_ends_all_who_come_after_it_and_nobody_else() -> None:
-    found = ended(
+    ends = find_ends(
         seen(node(devices=4)),
         submitted(1, script({1: 10.0})),
         submitted(2, after("job-1")),
@@ -63,7 +63,7 @@ def test_a_failure_ends_all_who_come_after_it_and_nobody_else() -> None:
         submitted(4, after("job-3", when="always")),
         failed(1, 50.0),
     )
-    assert found == {
+    assert ends == {
         "job-2": (JobStatus.CANCELLED, "was to run after job-1, which failed"),
         "job-3": (JobStatus.CANCELLED, "was to run after job-2, which was cancelled"),
     }
@@ -83,8 +83,8 @@ def test_whoever_comes_after_a_job_always_starts_however_it_ended(event: Event) 
 
 
 def test_a_refusal_is_heard_in_the_same_step() -> None:
-    """Two that come after what never fits: the one that wants success ends, the other starts, at the same event."""
-    found = {}
+    """Two jobs depend on a refused one: at one event the one that needs success ends and the other starts."""
+    by_job = {}
     state = State()
     events = [
         submitted(1, too_large("huge")),
@@ -94,14 +94,14 @@ def test_a_refusal_is_heard_in_the_same_step() -> None:
     ]
     for event in events:
         state, actions = step(state, event)
-        found = {action.job.id: action for action in actions if isinstance(action, Archive | Launch)}
-    assert isinstance(found["job-3"], Launch)
-    assert found["job-2"].job.reason == "was to run after job-1, which was refused"
-    assert found["job-1"].job.status is JobStatus.REFUSED
+        by_job = {action.job.id: action for action in actions if isinstance(action, Archive | Launch)}
+    assert isinstance(by_job["job-3"], Launch)
+    assert by_job["job-2"].job.reason == "was to run after job-1, which was refused"
+    assert by_job["job-1"].job.status is JobStatus.REFUSED
 
 
 def test_whom_a_refusal_lets_in_takes_its_turn_among_all() -> None:
-    """Who is refused is told before anybody starts: one of a higher class comes after it, and still goes first."""
+    """Refusals come before starts: a dependant of a higher class still goes first."""
     _, launches = played(
         submitted(1, script({1: 10.0})),
         submitted(2, too_large("huge")),
@@ -137,7 +137,7 @@ def test_what_is_submitted_together_may_be_named() -> None:
         "prepare-2",
         "train-3",
     ]
-    assert [one.job for one in service.state.jobs["train-3"].waits_for] == ["prepare-1", "prepare-2"]
+    assert [dependency.job for dependency in service.state.jobs["train-3"].waits_for] == ["prepare-1", "prepare-2"]
 
 
 def test_who_comes_after_no_job_is_refused_and_nothing_of_its_submission_is_kept() -> None:
@@ -158,6 +158,6 @@ def test_who_comes_after_an_ended_job_starts_at_once_or_is_refused() -> None:
     done = service.submit(world.script("done"))
     while not service.job(done).status.ended:
         service.turn(10.0)
-    for one in ({"job": done}, {"job": "huge-1", "when": "always"}):
-        job_id = service.submit(world.script("next", depends_on=[one]))
+    for dependency in ({"job": done}, {"job": "huge-1", "when": "always"}):
+        job_id = service.submit(world.script("next", depends_on=[dependency]))
         assert service.state.jobs[job_id].status is JobStatus.RUNNING

@@ -99,13 +99,13 @@ def test_a_gang_of_two_nodes_starts_when_both_are_open_long_enough() -> None:
     a, b = maintained("a", (200.0, 1000.0)), maintained("b", (1300.0, 2000.0))
     state, launches = played(seen(a, b), submitted(1, script({2: 500.0})), submitted(2, script({2: 120.0}), 2.0))
     assert launches == {}
-    told = forecast(state)
-    assert told["job-1"].start_s == 2000.0
-    assert told["job-2"].start_s == 1000.0, "the short one fits between"
+    forecasts = forecast(state)
+    assert forecasts["job-1"].start_s == 2000.0
+    assert forecasts["job-2"].start_s == 1000.0, "the short one fits between"
 
 
 def test_what_still_runs_when_a_maintenance_begins_is_stopped_before_and_goes_on_at_no_cost() -> None:
-    """It was expected to end in time, and did not. With no retry of any kind left it goes on from its checkpoint."""
+    """The job was expected to end in time. Without any retry left it goes on from its checkpoint."""
     begins_s = 1000.0
     late = script({1: 500.0}, retries=dict.fromkeys(("oom", "node", "startup", "hang", "preemption"), 0))
     events: list[Event] = [

@@ -1,4 +1,4 @@
-"""Who is moved while it runs: seldom, at no loss, and only where that pays."""
+"""Moves of running jobs are rare, lose nothing and pay."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ LONG = {1: 10_000.0}
 GROWS = {1: 5000.0, 2: 3500.0}
 
 
-def elastic(seconds: dict[int, float], **said: object) -> JobSpec:
-    """One that saves when it is told to end, and goes on from there on any number of devices."""
+def elastic(seconds: dict[int, float], **fields: object) -> JobSpec:
+    """Return a job that saves on request and resumes on any number of devices."""
     resumes = {"knobs": {"resume_from": {"flag": "--resume"}}, "resume": {"on_sigterm": True}}
-    return script(seconds, **{"retries": NO_RETRIES} | resumes | said)
+    return script(seconds, **{"retries": NO_RETRIES} | resumes | fields)
 
 
 def left(number: int, at_s: float, at_step: int | None = None, attempt: int = 1) -> tuple[Event, ...]:
@@ -59,7 +59,7 @@ def moving(state: State) -> dict[str, str]:
 
 
 def beside_another(spec: JobSpec, *nodes: Node) -> list[Event]:
-    """It starts on one device as job-2, and after 700 seconds there are two."""
+    """Return the state in which the job started on one device as job-2, and a second came after 700 seconds."""
     return [seen(*nodes), submitted(1, script({1: 600.0})), submitted(2, spec), *gone(1, 700.0)]
 
 
@@ -167,12 +167,12 @@ def test_where_a_cluster_is_shared_nobody_makes_way_for_the_short_jobs_of_others
     assert moving(state) == {}
 
 
-def hurried(by_s: float, seconds: dict[int, float], **said: object) -> JobSpec:
-    return elastic(seconds, deadline=str(deadline_at(by_s)), **said)
+def hurried(by_s: float, seconds: dict[int, float], **fields: object) -> JobSpec:
+    return elastic(seconds, deadline=str(deadline_at(by_s)), **fields)
 
 
 def test_a_job_that_can_wait_makes_way_for_an_earlier_deadline_and_meets_its_own() -> None:
-    """Both fit before the later deadline, and only one way round before the earlier."""
+    """Both jobs fit before the later deadline, but only in one order before the earlier."""
     events = [
         seen(node(devices=1)),
         submitted(1, hurried(8000.0, {1: 6000.0})),
@@ -223,9 +223,9 @@ def test_a_stream_of_short_jobs_neither_moves_a_long_one_often_nor_for_ever() ->
         for event in coming:
             state, actions = step(state, event)
             starts += [
-                one.attempt.launched_at_s
-                for one in actions
-                if isinstance(one, Launch) and one.job.spec.knobs.resume_from
+                action.attempt.launched_at_s
+                for action in actions
+                if isinstance(action, Launch) and action.job.spec.knobs.resume_from
             ]
         at_s, coming = at_s + 50.0, []
         for job in state.jobs.values():

@@ -1,4 +1,4 @@
-"""What the fair tree promises: who used less comes first, half is forgotten in a half-life, and nobody starves."""
+"""Promises of the fair tree: less usage comes first, half is forgotten per half-life, and no job starves."""
 
 from __future__ import annotations
 
@@ -87,19 +87,19 @@ def test_users_in_the_same_place_take_turns_as_their_jobs_are_due() -> None:
 
 
 def night(policy: PolicySpec, *jobs: tuple[float, str, int], devices: int = 4) -> list[float]:
-    """When each of (submitted at, user, seconds) started, on its one device."""
+    """Return the starts in seconds of jobs (submitted at, user, seconds) on one device."""
     arrivals = tuple(
         Arrival(at_s=at_s, spec=job_spec_from_trace("job", {1: 1.0}, steps).model_copy(update={"user": user}))
         for at_s, user, steps in jobs
     )
     hardware = cluster_of(1, 10.0, devices).model_copy(update={"policy": policy})
     outcomes = simulate(Trace(name="night", arrivals=arrivals), hardware, seed=0).outcomes
-    assert all(one.ended_at_s is not None and one.started_at_s is not None for one in outcomes)
-    return [one.started_at_s or 0.0 for one in outcomes]
+    assert all(outcome.ended_at_s is not None and outcome.started_at_s is not None for outcome in outcomes)
+    return [outcome.started_at_s or 0.0 for outcome in outcomes]
 
 
 def test_two_who_both_want_everything_get_it_by_their_shares() -> None:
-    """As long as both have jobs of ten minutes left, two of three that start are the larger team's."""
+    """While both have jobs of ten minutes left, two of three starts are the larger team's."""
     jobs = [(0.0, user, 590) for user in ("ada", "cyd") for _ in range(300)]
     started = night(POLICY, *jobs)
     until_s = min(max(started[:300]), max(started[300:]))
@@ -129,6 +129,6 @@ def test_what_the_state_keeps_of_usage_ends() -> None:
     later: list[Event] = [submitted(2, script({1: 100.0}, user="bob"), 30 * DAY_S), *gone(2, 30 * DAY_S + 100)]
     for event in later:
         state, _ = step(state, event)
-    assert [one.user for one in state.usage] == ["bob"]
+    assert [usage.user for usage in state.usage] == ["bob"]
     assert used_s(replace(state, policy=UNSHARED), ()) == {}
     assert State().usage == ()

@@ -44,29 +44,29 @@ def test_eight_of_ten_jobs_start_and_end_within_what_was_told_of_them(kind: Call
         backend = backend_for(trace.arrivals, cluster, seed=seed, trouble=Trouble())
         controller = Controller(NullJournal(), backend, backend.now)
         controller.turn(0.0)
-        controller.submit_all([(one.spec, None) for one in trace.arrivals])
+        controller.submit_all([(arrival.spec, None) for arrival in trace.arrivals])
         expected, begun_s = forecast(controller.state), backend.now()
         ids = list(controller.state.jobs)
         while controller.state.jobs:
             controller.turn(FOREVER_S)
         for job_id, outcome in zip(ids, outcomes_of(trace, cluster, backend.processes), strict=True):
-            one = expected[job_id]
-            assert one.start_range_s is not None
-            assert one.end_range_s is not None
+            prediction = expected[job_id]
+            assert prediction.start_range_s is not None
+            assert prediction.end_range_s is not None
             assert outcome.started_at_s is not None
             assert outcome.ended_at_s is not None
-            ends.append(one.end_range_s[0] <= outcome.ended_at_s <= one.end_range_s[1])
-            if one.start_s > begun_s:
-                starts.append(one.start_range_s[0] <= outcome.started_at_s <= one.start_range_s[1])
+            ends.append(prediction.end_range_s[0] <= outcome.ended_at_s <= prediction.end_range_s[1])
+            if prediction.start_s > begun_s:
+                starts.append(prediction.start_range_s[0] <= outcome.started_at_s <= prediction.start_range_s[1])
     assert len(starts) > 200
     assert 0.7 <= fmean(starts) <= 0.9
     assert 0.7 <= fmean(ends) <= 0.9
 
 
 def test_who_is_placed_ends_when_decisions_to_come_would_have_it_end() -> None:
-    """Placed one after the other, as `orc submit` does for a deadline: gangs and priorities, some bound to their hours.
+    """Jobs are placed one after the other, as `orc submit` does: gangs and priorities, some bound to their hours.
 
-    Not all: who leaves room for shorter jobs, or is passed by those who end in time, is placed without that.
+    Exceptions are jobs that leave room for shorter ones, or that are passed by jobs which end in time.
     """
     off_h = []
     for seed in range(20):
@@ -77,28 +77,28 @@ def test_who_is_placed_ends_when_decisions_to_come_would_have_it_end() -> None:
             spec = script({2 ** draw.randint(0, 3): draw.uniform(600, 14400)}, priority=draw.randint(0, 1), **hours)
             queue.append(submitted(number, spec, 8 * 3600.0 + 600 * number))
         state, _ = played(*queue)
-        told = quick_forecast(state)
-        plays = Play(state, index_of(state), dict.fromkeys(state.jobs, 0.0), 0).until_ended([*told])
-        off_h += [abs(told[job_id].end_s - one.end_s) / 3600 for job_id, one in plays.items()]
+        forecasts = quick_forecast(state)
+        plays = Play(state, index_of(state), dict.fromkeys(state.jobs, 0.0), 0).until_ended([*forecasts])
+        off_h += [abs(forecasts[job_id].end_s - play.end_s) / 3600 for job_id, play in plays.items()]
     assert len(off_h) > 300
-    assert fmean(one < 1.0 for one in off_h) > 0.9, sorted(off_h)[-50:]
+    assert fmean(error_h < 1.0 for error_h in off_h) > 0.9, sorted(off_h)[-50:]
 
 
 def test_what_comes_after_others_is_expected_when_the_last_of_them_has_ended() -> None:
-    """And what comes after that in turn; a job of nobody's end is expected beside them."""
+    """The forecast follows the chain; an independent job is expected beside it."""
     chain = [script({1: 100.0}), script({1: 300.0}), script({1: 50.0}, depends_on=["job-1", "job-2"])]
     chain += [script({2: 80.0}, depends_on=["job-3"]), script({1: 20.0})]
     events: list[Event] = [seen(node(devices=4)), *(submitted(i, spec, 0.0) for i, spec in enumerate(chain, 1))]
     state, _ = played(*events)
-    told = forecast(state)
-    assert [told[f"job-{number}"].start_s for number in range(1, 6)] == [0.0, 0.0, 330.0, 410.0, 0.0]
+    forecasts = forecast(state)
+    assert [forecasts[f"job-{number}"].start_s for number in range(1, 6)] == [0.0, 0.0, 330.0, 410.0, 0.0]
     for number, at_s in ((5, 50.0), (1, 130.0), (2, 330.0), (3, 410.0)):
         events += gone(number, at_s)
     _, launches = played(*events)
     assert {job_id: attempt.launched_at_s for job_id, attempt in launches.items()} == {
-        job_id: expected.start_s for job_id, expected in told.items()
+        job_id: expected.start_s for job_id, expected in forecasts.items()
     }
-    later_range = told["job-4"].start_range_s
+    later_range = forecasts["job-4"].start_range_s
     assert later_range is not None
     assert later_range[0] < 410.0 < later_range[1]
 
@@ -116,7 +116,7 @@ def test_who_pauses_after_a_failure_is_expected_when_the_pause_is_over() -> None
 
 
 def test_of_what_runs_where_nobody_looks_no_end_is_expected() -> None:
-    """Its node is gone; another job waits for the night."""
+    """The node of one job is gone; another job waits for the night."""
     night = script({1: 20.0}, start_window="22:00-06:00")
     state, _ = played(
         seen(node("a", devices=1), node("b", devices=1)),
@@ -124,10 +124,10 @@ def test_of_what_runs_where_nobody_looks_no_end_is_expected() -> None:
         NodesSeen(nodes=(node("b", devices=1),), at_s=10.0),
         submitted(2, night, 11.0),
     )
-    told = forecast(state)
+    forecasts = forecast(state)
     assert state.jobs["job-1"].attempts[0].placement[0].node == "a"
-    assert (told["job-1"].end_s, told["job-1"].end_range_s) == (inf, None)
-    assert told["job-2"].start_range_s == (state.at_s, state.at_s)
+    assert (forecasts["job-1"].end_s, forecasts["job-1"].end_range_s) == (inf, None)
+    assert forecasts["job-2"].start_range_s == (state.at_s, state.at_s)
 
 
 def test_measured_steps_of_the_family_set_the_range() -> None:
@@ -140,12 +140,12 @@ def test_measured_steps_of_the_family_set_the_range() -> None:
 
 
 def test_what_runs_is_expected_to_end_later_than_now() -> None:
-    """It took twice what was expected, and goes on."""
+    """The job took twice its expected time and goes on."""
     state, _ = played(seen(node(devices=2)), submitted(1, script({2: 100.0})))
     late, _ = played(
         seen(node(devices=2)), submitted(1, script({2: 100.0})), Started(job_id="job-1", number=1, at_s=250.0)
     )
-    early_range, late_range = (forecast(one)["job-1"].end_range_s for one in (state, late))
+    early_range, late_range = (forecast(snapshot)["job-1"].end_range_s for snapshot in (state, late))
     assert early_range is not None
     assert late_range is not None
     assert early_range[0] < forecast(state)["job-1"].end_s < early_range[1]

@@ -21,8 +21,8 @@ def test_an_out_of_memory_error_is_a_lower_bound() -> None:
 
 def test_the_share_of_the_forward_pass_that_was_done_tells_the_rest() -> None:
     for done in (0.1, 0.25, 0.5, 0.9):
-        told = belief([replace(BURST, phase="forward", pass_done=done)], [], [])
-        assert told.quantile(0.5) == pytest.approx(4.0 / done, rel=0.25)
+        posterior = belief([replace(BURST, phase="forward", pass_done=done)], [], [])
+        assert posterior.quantile(0.5) == pytest.approx(4.0 / done, rel=0.25)
 
 
 def test_a_backward_pass_is_past_the_peak_of_its_forward_pass() -> None:
@@ -33,7 +33,7 @@ def test_what_the_job_or_its_family_measured_narrows_what_is_believed() -> None:
     trained = observation(correction=6.0, job="mine")
     assert belief([BURST], [trained], []).quantile(0.9) < 1.4 * 6.0
     spread = [belief([BURST], [], others) for others in ([], [replace(trained, job="other")])]
-    near = [one.within(7.5) - one.within(5.0) for one in spread]
+    near = [distribution.within(7.5) - distribution.within(5.0) for distribution in spread]
     assert near[1] > 1.5 * near[0]
 
 

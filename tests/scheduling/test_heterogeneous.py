@@ -49,7 +49,7 @@ def mixed(text: str = MIXED) -> tuple[Node, ...]:
 def decoder(hidden: int, gpus: object, precision: str = "bf16") -> JobSpec:
     """24 layers: 1.3 billion parameters at a hidden size of 2,048."""
     sizes = {"hidden_size": hidden, "intermediate_size": 3 * hidden, "num_hidden_layers": 24}
-    said = {
+    fields = {
         "name": "lm",
         "gpus": gpus,
         "global_batch_size": 16,
@@ -57,7 +57,7 @@ def decoder(hidden: int, gpus: object, precision: str = "bf16") -> JobSpec:
         "model": {"decoder": {"vocab_size": 32000, "num_attention_heads": 16, **sizes}},
         "data": {"text": ["text"], "sequence_length": 2048},
     }
-    return JobSpec.model_validate(said)
+    return JobSpec.model_validate(fields)
 
 
 def started(spec: JobSpec, nodes: tuple[Node, ...]) -> Attempt:
@@ -80,19 +80,19 @@ def test_every_kind_of_device_has_a_frontier_of_its_own() -> None:
         (2, "rtx4090-24gb"),
     ]
     for group, most in ((large, 8), (small, 2)):
-        found = frontier(spec, group.hardware).candidates
-        assert max(one.plan.world_size for one in found) == most
-        assert any(needed_bytes(one, UNMEASURED) <= group.hardware.device.memory for one in found)
+        candidates = frontier(spec, group.hardware).candidates
+        assert max(candidate.plan.world_size for candidate in candidates) == most
+        assert any(needed_bytes(candidate, UNMEASURED) <= group.hardware.device.memory for candidate in candidates)
 
 
 def test_a_job_takes_the_kind_that_is_free_with_a_plan_made_for_it() -> None:
     spec = decoder(2048, {"min": 1, "max": 8})
     assert started(spec, mixed()).device == "a100-80gb"
     busy = with_free(mixed(), "large", (1,) * 8)
-    found = started(spec, busy)
-    assert (found.device, found.plan.world_size) == ("rtx4090-24gb", 2)
-    assert found.needed_bytes is not None
-    assert found.needed_bytes <= 24 * GIB
+    launched = started(spec, busy)
+    assert (launched.device, launched.plan.world_size) == ("rtx4090-24gb", 2)
+    assert launched.needed_bytes is not None
+    assert launched.needed_bytes <= 24 * GIB
 
 
 def test_what_the_small_kind_can_never_hold_goes_to_the_large_one_or_nowhere() -> None:
@@ -105,24 +105,24 @@ def test_what_the_small_kind_can_never_hold_goes_to_the_large_one_or_nowhere() -
 
 @pytest.mark.parametrize("gpus", [1, {"min": 1, "max": 8}])
 def test_a_device_with_little_free_memory_is_not_counted_as_whole(gpus: object) -> None:
-    """Six of the eight are nearly full: what is placed fits what is free on each of its devices."""
+    """Six of eight devices are nearly full: a placed plan fits the free memory of each of its devices."""
     nodes = with_free(mixed(), "large", (1, 1, 1, 60, 1, 1, 30, 1))
     nodes = tuple(node for node in nodes if node.name == "large")
-    found = started(decoder(2048, gpus), nodes)
-    needed = found.needed_bytes
+    launched = started(decoder(2048, gpus), nodes)
+    needed = launched.needed_bytes
     assert needed is not None
-    (part,) = found.placement
+    (part,) = launched.placement
     assert set(part.devices) <= {3, 6}
     assert all(nodes[0].free_bytes[index] >= needed for index in part.devices)
 
 
 def test_a_forecast_counts_the_free_memory_of_as_many_devices_as_a_plan_takes() -> None:
     nodes = with_free(mixed(), "large", (1, 1, 1, 60, 1, 1, 30, 1))
-    told = plan_job(decoder(2048, {"min": 1, "max": 8}), tuple(node for node in nodes if node.name == "large"))
-    capacities = {int(view["settings"]["gpus"]): view["capacity_bytes"] // GIB for view in told["frontier"]}
+    decision = plan_job(decoder(2048, {"min": 1, "max": 8}), tuple(node for node in nodes if node.name == "large"))
+    capacities = {int(view["settings"]["gpus"]): view["capacity_bytes"] // GIB for view in decision["frontier"]}
     assert {capacities[1], capacities[2], capacities[8]} == {60, 30, 1}
-    assert told["chosen"] is not None
-    assert int(told["frontier"][told["chosen"]]["settings"]["gpus"]) <= 2
+    assert decision["chosen"] is not None
+    assert int(decision["frontier"][decision["chosen"]]["settings"]["gpus"]) <= 2
 
 
 def test_a_kind_that_cannot_run_a_job_does_not_hide_the_kinds_that_can() -> None:
@@ -142,7 +142,7 @@ def unlike_nodes(draw: st.DrawFn) -> tuple[Node, ...]:
     ]
     nodes = mixed("name: mixed\nnodes:\n" + "\n".join(lines))
     share = st.floats(0.05, 1.0)
-    return tuple(replace(node, free_bytes=tuple(int(draw(share) * one) for one in node.free_bytes)) for node in nodes)
+    return tuple(replace(node, free_bytes=tuple(int(draw(share) * free) for free in node.free_bytes)) for node in nodes)
 
 
 def one_node(device: str, *free_bytes: int) -> tuple[Node, ...]:
@@ -164,22 +164,26 @@ def test_what_is_taken_of_unlike_nodes_is_what_trying_every_plan_on_every_kind_f
     spec = decoder(hidden, {"min": least, "max": least + more}, "bf16" if low else "fp32")
     spec = spec.model_copy(update={"objective": "fastest"})
     try:
-        told = plan_job(spec, nodes)
+        decision = plan_job(spec, nodes)
     except SpecError:
         assert all(group.devices < least or not tried(spec, group) for group in groups_of(nodes))
         return
     by_kind = [(group.hardware.device.name, tried(spec, group)) for group in groups_of(nodes)]
-    taken = None if told["chosen"] is None else told["frontier"][told["chosen"]]
-    fitting = [(kind, min(found)) for kind, tries in by_kind if (found := [one.step_s for one in tries if one.fits])]
-    likely = [(kind, max(tries, key=lambda one: one.probability)) for kind, tries in by_kind if tries]
-    likely = [(kind, one) for kind, one in likely if one.probability >= EVEN and one.holds]
-    assert (told["nothing_fits"] is None) == bool(fitting)
+    taken = None if decision["chosen"] is None else decision["frontier"][decision["chosen"]]
+    fitting = [
+        (kind, min(times_s))
+        for kind, tries in by_kind
+        if (times_s := [candidate.step_s for candidate in tries if candidate.fits])
+    ]
+    likely = [(kind, max(tries, key=lambda candidate: candidate.probability)) for kind, tries in by_kind if tries]
+    likely = [(kind, candidate) for kind, candidate in likely if candidate.probability >= EVEN and candidate.holds]
+    assert (decision["nothing_fits"] is None) == bool(fitting)
     if fitting:
         assert taken is not None
-        assert (told["device"], taken["step_s"]) == fitting[0]
-    elif likely and not any(one.fits_empty for _, tries in by_kind for one in tries):
+        assert (decision["device"], taken["step_s"]) == fitting[0]
+    elif likely and not any(candidate.fits_empty for _, tries in by_kind for candidate in tries):
         assert taken is not None
-        assert (told["device"], taken["step_s"]) == (likely[0][0], likely[0][1].step_s)
+        assert (decision["device"], taken["step_s"]) == (likely[0][0], likely[0][1].step_s)
     else:
         assert taken is None
 
@@ -187,10 +191,10 @@ def test_what_is_taken_of_unlike_nodes_is_what_trying_every_plan_on_every_kind_f
 def test_a_job_that_an_empty_device_holds_waits_for_its_memory_and_is_told_so() -> None:
     """2.49 GiB are needed of 2.40 GiB, of which the margin is 0.12 GiB: it may fit, but others will go."""
     spec, nodes = decoder(2048, 2), one_node("rtx4090-24gb", 25_383_256_719, 2_577_987_010)
-    told = plan_job(spec, nodes)
-    assert told["chosen"] is None
-    assert told["nothing_fits"] is not None
-    assert told["nothing_fits"].startswith("no plan fits 2.40 GiB")
+    decision = plan_job(spec, nodes)
+    assert decision["chosen"] is None
+    assert decision["nothing_fits"] is not None
+    assert decision["nothing_fits"].startswith("no plan fits 2.40 GiB")
     state, actions = step(State(nodes=nodes), Submitted(job_id="lm-1", order=1, spec=spec, at_s=0.0))
     assert not any(isinstance(action, Launch) for action in actions)
     assert state.jobs["lm-1"].reason == "waits for memory that other processes hold on rtx4090-24gb"
@@ -198,7 +202,7 @@ def test_a_job_that_an_empty_device_holds_waits_for_its_memory_and_is_told_so() 
 
 
 class Tried(NamedTuple):
-    """One legal plan on the emptiest devices of a kind."""
+    """A legal plan on the emptiest devices of a kind."""
 
     step_s: float
     probability: float  # that it runs on an empty device
@@ -208,20 +212,20 @@ class Tried(NamedTuple):
 
 
 def tried(spec: JobSpec, group: Group) -> list[Tried]:
-    """Every legal plan of the job on this kind of device."""
+    """Return every legal plan of the job on one kind of device."""
     device = group.hardware.device
     free_bytes = sorted((free for node in group.nodes for free in node.free_bytes), reverse=True)
     try:
         legal = list(plans(spec, group.hardware)) if group.devices >= spec.gpus.min else []
     except SpecError:
         return []
-    found = []
+    rows = []
     for plan in legal:
         profile, capacity_bytes = profile_for(spec, group.hardware, plan), free_bytes[plan.world_size - 1]
         needs = estimate(profile, plan, device)
         needed = calibration.plan_needed_bytes(plan, needs, UNMEASURED)
         has_host = node_host_bytes(plan, needs, group.hardware) <= group.hardware.host_memory
-        found.append(
+        rows.append(
             Tried(
                 step_s=step_s(profile, plan, group.hardware),
                 probability=has_host * calibration.plan_fit_probability(plan, needs, UNMEASURED, device.memory),
@@ -230,7 +234,7 @@ def tried(spec: JobSpec, group: Group) -> list[Tried]:
                 holds=has_host and needs.device_bytes <= capacity_bytes,
             )
         )
-    return found
+    return rows
 
 
 def test_whoever_waits_for_a_faster_device_lets_its_equal_begin_on_a_slower_one() -> None:
@@ -241,4 +245,6 @@ def test_whoever_waits_for_a_faster_device_lets_its_equal_begin_on_a_slower_one(
     first, equal = (world.decoder("lm", gpus=1, training={"max_steps": steps}) for steps in (100, 200))
     state, launches = played(seen(*nodes), submitted(1, first), *(submitted(number, equal) for number in (2, 3)))
     assert {job: attempt.placement[0].node for job, attempt in launches.items()} == {"job-1": "fast", "job-3": "slow"}
-    assert [(one.job_id, one.placement[0].node) for one in state.reservations] == [("job-2", "fast")]
+    assert [(reservation.job_id, reservation.placement[0].node) for reservation in state.reservations] == [
+        ("job-2", "fast")
+    ]

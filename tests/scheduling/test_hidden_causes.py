@@ -28,7 +28,7 @@ HEALTHY_SUSPENDED_MAX = 0.01  # in a night
 
 @dataclass(frozen=True)
 class Causes:
-    """What is wrong in a night; `bugs` and `leaks` by the position of a job, in steps."""
+    """The hidden causes of a night; `bugs` and `leaks` map the position of a job to steps."""
 
     bugs: dict[int, int]
     leaks: dict[int, int]
@@ -41,7 +41,7 @@ class Causes:
 
 @dataclass
 class Tally:
-    """What many nights came to."""
+    """The totals of many nights."""
 
     savable: int = 0
     saved: int = 0
@@ -197,7 +197,7 @@ def count_night(state: State, backend: HiddenCauses, seed: int, tally: Tally) ->
 
 
 def bug_attempts(job: Job, backend: HiddenCauses) -> int:
-    """How many attempts of a job its bug ended."""
+    """Return the number of attempts of a job that its bug ended."""
     return sum(backend.fate_of(backend.processes[attempt.name])[0] == "bug" for attempt in job.attempts)
 
 

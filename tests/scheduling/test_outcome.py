@@ -1,4 +1,4 @@
-"""What the end of an attempt teaches of its predictions."""
+"""The lessons from the end of an attempt for its predictions."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ TOLD = OomReport(
 )
 
 
-def ended(phase: Phase | None, told: OomReport | None = TOLD) -> Attempt:
-    finding = Finding(cause=Cause.DEVICE_OOM, line="CUDA out of memory", phase=phase, oom=told)
+def ended_attempt(phase: Phase | None, report: OomReport | None = TOLD) -> Attempt:
+    finding = Finding(cause=Cause.DEVICE_OOM, line="CUDA out of memory", phase=phase, oom=report)
     return replace(
         attempt(),
         ended_at_s=9.0,
@@ -44,17 +44,17 @@ def ended(phase: Phase | None, told: OomReport | None = TOLD) -> Attempt:
 
 
 def test_a_message_without_a_guards_report_is_an_observation() -> None:
-    seen = observe(job(script_spec()), ended(Phase.TRAINING), 256 * MIB)
-    assert seen is not None
-    assert (seen.measured_bytes, seen.ran_out) == (290 * MIB, True)
+    observation = observe(job(script_spec()), ended_attempt(Phase.TRAINING), 256 * MIB)
+    assert observation is not None
+    assert (observation.measured_bytes, observation.ran_out) == (290 * MIB, True)
 
 
 def test_a_message_without_numbers_is_more_than_the_device_leaves() -> None:
-    assert measured_bytes(ended(Phase.TRAINING, told=None), 256 * MIB) == 256 * MIB + 1
+    assert measured_bytes(ended_attempt(Phase.TRAINING, report=None), 256 * MIB) == 256 * MIB + 1
 
 
 def test_what_a_device_holds_beside_the_allocator_is_that_of_the_worst_rank_that_tells() -> None:
-    for free_before, rooms, told in (
+    for free_before, rooms, expected_bytes in (
         ((900 * MIB, 950 * MIB), (400 * MIB, 300 * MIB), 650 * MIB),
         ((900 * MIB, 950 * MIB), (400 * MIB, None), 500 * MIB),
         ((900 * MIB, 950 * MIB), (901 * MIB, None), None),  # others went away meanwhile
@@ -63,22 +63,22 @@ def test_what_a_device_holds_beside_the_allocator_is_that_of_the_worst_rank_that
     ):
         beats = tuple(replace(BEAT, rank=rank, allocator_room_bytes=room) for rank, room in enumerate(rooms))
         evidence = Evidence(ranks=(), heartbeats=beats, free_before_bytes=free_before)
-        seen = observe(job(), replace(attempt(), ended_at_s=9.0, evidence=evidence), 256 * MIB)
-        assert seen is not None
-        assert seen.overhead_bytes == told
+        observation = observe(job(), replace(attempt(), ended_at_s=9.0, evidence=evidence), 256 * MIB)
+        assert observation is not None
+        assert observation.overhead_bytes == expected_bytes
 
 
 @pytest.mark.parametrize("phase", [Phase.ENCODING, Phase.EVALUATION])
 def test_trap_15_what_evaluation_needs_teaches_nothing_of_training(phase: Phase) -> None:
-    assert observe(job(script_spec()), ended(phase), 256 * MIB) is None
+    assert observe(job(script_spec()), ended_attempt(phase), 256 * MIB) is None
 
 
 @pytest.mark.parametrize(("steps_done", "is_proof"), [(5, True), (3, True), (2, False)])
 def test_an_end_is_proof_for_a_plan_that_did_at_least_half_of_the_training(steps_done: int, is_proof: bool) -> None:
     evidence = Evidence(ranks=(RankEnd(rank=0, exit_code=0),), heartbeats=(replace(BEAT, steps_done=steps_done),))
-    seen = observe(job(), replace(attempt(), ended_at_s=9.0, evidence=evidence), 256 * MIB)
-    assert seen is not None
-    assert seen.finished is is_proof
+    observation = observe(job(), replace(attempt(), ended_at_s=9.0, evidence=evidence), 256 * MIB)
+    assert observation is not None
+    assert observation.finished is is_proof
     broken = replace(
         attempt(), ended_at_s=9.0, evidence=evidence, failure=Failure(kind=FailureKind.NODE_LOST, reason="")
     )
@@ -88,21 +88,21 @@ def test_an_end_is_proof_for_a_plan_that_did_at_least_half_of_the_training(steps
 
 
 def test_a_script_that_went_on_is_no_proof_by_the_few_steps_it_had_left() -> None:
-    """It counts them anew: all twenty steps of its last attempt may come after five hundred of another."""
-    before = replace(ended(Phase.TRAINING), evidence=Evidence(ranks=(), heartbeats=(replace(BEAT, step=500),)))
+    """The script counts steps anew: the twenty of its last attempt may follow five hundred of another."""
+    before = replace(ended_attempt(Phase.TRAINING), evidence=Evidence(ranks=(), heartbeats=(replace(BEAT, step=500),)))
     asking = replace(job(script_spec()), attempts=(before,))
     for steps, is_proof in ((20, False), (400, True)):
         evidence = Evidence(ranks=(), heartbeats=(replace(BEAT, step=steps, steps_done=steps),))
-        seen = observe(asking, replace(attempt(number=2), ended_at_s=9.0, evidence=evidence), 256 * MIB)
-        assert seen is not None
-        assert seen.finished is is_proof
+        observation = observe(asking, replace(attempt(number=2), ended_at_s=9.0, evidence=evidence), 256 * MIB)
+        assert observation is not None
+        assert observation.finished is is_proof
 
 
 def test_nothing_is_learned_from_an_attempt_that_nobody_watched_and_its_record_says_so() -> None:
-    watched = replace(ended(None), failure=None, evidence=Evidence(heartbeats=(BEAT,)))
-    seen = observe(job(script_spec()), watched, 256 * MIB)
-    assert seen is not None
-    assert (seen.finished, watched.peak_bytes, warnings(watched)) == (True, 90 * MIB, ())
+    watched = replace(ended_attempt(None), failure=None, evidence=Evidence(heartbeats=(BEAT,)))
+    observation = observe(job(script_spec()), watched, 256 * MIB)
+    assert observation is not None
+    assert (observation.finished, watched.peak_bytes, warnings(watched)) == (True, 90 * MIB, ())
     unseen = replace(watched, evidence=Evidence(heartbeats=(BEAT,), unwatched=("'python -I inner.py' has no guard",)))
     assert observe(job(script_spec()), unseen, 256 * MIB) is None
     assert unseen.peak_bytes is None
@@ -117,16 +117,18 @@ def test_a_truncated_peak_is_a_lower_bound_and_never_that_of_an_ended_training(
     accepts: str, foreign_bytes: int, learned: int | None
 ) -> None:
     evidence = Evidence(heartbeats=(BEAT,), caught=(replace(TOLD, foreign_bytes=foreign_bytes),))
-    lossy = replace(ended(None), failure=None, evidence=evidence)
-    seen = observe(job(script_spec(on_caught_oom=accepts)), lossy, 256 * MIB)
-    assert (seen and seen.measured_bytes) == learned
-    if seen is not None:
-        assert (seen.ran_out, seen.finished) == (True, False)
+    lossy = replace(ended_attempt(None), failure=None, evidence=evidence)
+    observation = observe(job(script_spec(on_caught_oom=accepts)), lossy, 256 * MIB)
+    assert (observation and observation.measured_bytes) == learned
+    if observation is not None:
+        assert (observation.ran_out, observation.finished) == (True, False)
     (warning,) = warnings(lossy)
     assert "the script caught 1 out-of-memory error and completed 5 steps" in warning
 
 
 def test_an_attempt_that_ended_otherwise_after_a_caught_error_teaches_nothing() -> None:
     evidence = Evidence(heartbeats=(BEAT,), caught=(TOLD,))
-    bug = replace(ended(None), evidence=evidence, failure=Failure(kind=FailureKind.USER_ERROR, reason="KeyError"))
+    bug = replace(
+        ended_attempt(None), evidence=evidence, failure=Failure(kind=FailureKind.USER_ERROR, reason="KeyError")
+    )
     assert observe(job(script_spec()), bug, 256 * MIB) is None

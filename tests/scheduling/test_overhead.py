@@ -1,4 +1,4 @@
-"""What attempts measured of a device beside the allocator, as the queue takes it up."""
+"""Measured device memory beside the allocator, as the queue uses it."""
 
 from __future__ import annotations
 
@@ -64,17 +64,19 @@ def test_what_pytorch_held_stands_beside_what_was_predicted() -> None:
     evidence = replace(SUCCESS, heartbeats=(replace(SUCCESS.heartbeats[0], reserved_bytes=4 * GIB),))
     state, _ = run(*BEGUN, finished(evidence), released())
     predicted = format_bytes(first_attempt().estimate.reserved_bytes)
-    said = explain_attempt(state, only_job(state), only_job(state).attempts[0])[1]
-    assert said.endswith(f"; PyTorch held up to 4.00 GiB, {predicted} predicted as the least that it needs")
+    sentence = explain_attempt(state, only_job(state), only_job(state).attempts[0])[1]
+    assert sentence.endswith(f"; PyTorch held up to 4.00 GiB, {predicted} predicted as the least that it needs")
 
 
 def test_it_is_told_what_was_measured_beside_what_was_predicted_and_learned() -> None:
     state, _ = run(*BEGUN, finished(measured(3 * GIB)), released())
     predicted = format_bytes(overhead_bytes(first_attempt()))
-    (said,) = (
-        one for one in explain_attempt(state, only_job(state), only_job(state).attempts[0]) if "communicators" in one
+    (sentence,) = (
+        sentence
+        for sentence in explain_attempt(state, only_job(state), only_job(state).attempts[0])
+        if "communicators" in sentence
     )
-    assert said == (
+    assert sentence == (
         f"measured: 3.00 GiB of context and communicators, {predicted} predicted; "
         f"learned: {predicted} -> 3.00 GiB on rtx4090-24gb"
     )

@@ -1,4 +1,4 @@
-"""What a running attempt was seen to take counts, before what is known of its family and what was predicted."""
+"""The observed pace of a running attempt counts before that of its family and the prediction."""
 
 from __future__ import annotations
 
@@ -67,15 +67,15 @@ def test_what_should_have_ended_is_expected_to_take_longer_and_longer() -> None:
 
 
 def test_a_pace_is_told_once_it_differs(tmp_path: Path) -> None:
-    """Of the slowest rank, and of no rank's first steps."""
+    """The pace is that of the slowest rank, without any rank's first steps."""
     folder = AttemptFolder(tmp_path)
     progress = Progress(script_spec(), folder, 2, (0, 1), tmp_path)
 
     def beat(rank: int, steps_done: int, step_s: float) -> None:
-        said = {"rank": rank, "step": steps_done, "steps_done": steps_done, "step_s": step_s}
-        said |= {"peak_bytes": 0, "phase": "training", "at_s": 1.0}
+        fields = {"rank": rank, "step": steps_done, "steps_done": steps_done, "step_s": step_s}
+        fields |= {"peak_bytes": 0, "phase": "training", "at_s": 1.0}
         folder.heartbeat(rank).parent.mkdir(exist_ok=True)
-        folder.heartbeat(rank).write_text(json.dumps(said))
+        folder.heartbeat(rank).write_text(json.dumps(fields))
 
     for steps_done, step_s, expected in ((2, 9.0, None), (PACE_STEPS, 1.05, None), (PACE_STEPS, 1.5, 1.5)):
         beat(0, steps_done, 1.0)

@@ -1,4 +1,4 @@
-"""Each word for what a job waits for is met: here in seeded nights, the others where their sentences are tested."""
+"""Seeded nights meet the reasons for which jobs wait; tests of the sentences meet the others."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_every_word_for_what_a_job_waits_for_is_met_in_some_night() -> None:
         for night in NIGHTS:
             journal, scenario = MemoryJournal(), night(random.Random(f"{night.__name__} {seed}"))
             play(scenario, journal, backend_of(scenario))
-            for t in history(journal.kept):
+            for t in history(journal.events):
                 queued = (job for job in t.after.jobs.values() if job.status is JobStatus.QUEUED)
                 met |= {pending(job, t.after.at_s) for job in queued}
     assert met >= set(Pending) - ELSEWHERE

@@ -1,4 +1,4 @@
-"""Where a program stood: by the frames of real tracebacks, else by its own words."""
+"""The phase of a program, from the frames of real tracebacks or from its own output."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from orchestrator.specs.attempt import Phase
 from tests.scheduling.corpus import REPORTED
 
 OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
-TRACED = [one for one in REPORTED if "phase" in one]
+TRACED = [report for report in REPORTED if "phase" in report]
 PARLER = {  # huggingface/parler-tts training/run_parler_tts_training.py
     Phase.ENCODING: r"\*\*\* Encode target audio with encodec",
     Phase.TRAINING: r"\*\*\*\*\* Running training",
@@ -20,7 +20,7 @@ PARLER = {  # huggingface/parler-tts training/run_parler_tts_training.py
 }
 
 
-@pytest.mark.parametrize("reported", TRACED, ids=[one["from"] for one in TRACED])
+@pytest.mark.parametrize("reported", TRACED, ids=[report["from"] for report in TRACED])
 def test_tells_the_phase_of_a_reported_traceback(reported: dict[str, Any]) -> None:
     text = reported["text"]
     if reported["cause"] == "user_error":  # reported without its last line
@@ -57,13 +57,13 @@ def test_the_innermost_telling_frame_decides(frames: list[tuple[str, str]], phas
 
 
 def test_a_programs_own_words_tell_its_phase() -> None:
-    words = ["loading", "*** Encode target audio with encodec ***", "***** Running training *****", "Evaluating - x"]
-    told, silent = Markers(PARLER), Markers({})
+    lines = ["loading", "*** Encode target audio with encodec ***", "***** Running training *****", "Evaluating - x"]
+    markers, silent = Markers(PARLER), Markers({})
     phases = []
-    for line in words:
-        told.read(line)
+    for line in lines:
+        markers.read(line)
         silent.read(line)
-        phases.append(told.phase)
+        phases.append(markers.phase)
     assert phases == [Phase.STARTUP, Phase.ENCODING, Phase.TRAINING, Phase.EVALUATION]
     assert silent.phase is None
 

@@ -1,4 +1,4 @@
-"""What stays of a plan after a failure: what `plan:` pins, and under `degrade: {allow: none}` all of it."""
+"""Failures keep the settings that `plan:` pins, and all settings under `degrade: {allow: none}`."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def test_after_an_out_of_memory_failure_the_pinned_settings_stay_and_others_degr
     job, (first, second) = played(decoder_spec(plan=pins), BURST)
     assert first != second
     for plan in (first, second):
-        said = {"dp": plan.layout.dp, "engine": plan.engine.value, "zero_stage": plan.zero_stage}
-        assert said | pins == said
+        fields = {"dp": plan.layout.dp, "engine": plan.engine.value, "zero_stage": plan.zero_stage}
+        assert fields | pins == fields
     assert job.status is JobStatus.RUNNING
 
 

@@ -1,4 +1,4 @@
-"""Each planted bug is found by the checker that finds nothing in the real core."""
+"""The checker that finds nothing in the real core finds each planted bug."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def devices_never_busy(patch: pytest.MonkeyPatch) -> None:
 def devices_free_before_release(patch: pytest.MonkeyPatch) -> None:
     def live(job: Any) -> Any:
         attempts = () if job is None else job.attempts
-        return {one.number: one for one in attempts if one.status is not AttemptStatus.ENDED}
+        return {attempt.number: attempt for attempt in attempts if attempt.status is not AttemptStatus.ENDED}
 
     patch.setattr(index, "_attempts_of", live)
     patch.setattr(index, "_waits_for_devices", lambda job: job.status is JobStatus.QUEUED)
@@ -102,7 +102,7 @@ def only_the_same_plan_refuted(patch: pytest.MonkeyPatch) -> None:
     """Nothing is learnt but that this very plan is bad."""
     patch.setattr(core, "observe", lambda *_: None)
     patch.setattr(job_options, "_smallest_refuted", lambda *_: float("inf"))
-    patch.setattr(job_options, "_hedge", lambda *told: told[3])
+    patch.setattr(job_options, "_hedge", lambda *arguments: arguments[3])
 
 
 def budgets_never_end(patch: pytest.MonkeyPatch) -> None:
@@ -147,8 +147,8 @@ def last_comes_first(patch: pytest.MonkeyPatch) -> None:
 
 def priority_ignored(patch: pytest.MonkeyPatch) -> None:
     true_order = AdaptivePolicy.in_order
-    everybody = lambda self: [one for one in true_order(self) if one[1] == inf]  # noqa: E731
-    patch.setattr(AdaptivePolicy, "in_order", lambda self: sorted(everybody(self), key=lambda one: one[0].sort_key))
+    everybody = lambda self: [entry for entry in true_order(self) if entry[1] == inf]  # noqa: E731
+    patch.setattr(AdaptivePolicy, "in_order", lambda self: sorted(everybody(self), key=lambda entry: entry[0].sort_key))
 
 
 def batch_doubled(patch: pytest.MonkeyPatch) -> None:
@@ -250,7 +250,7 @@ def windows_never_close(patch: pytest.MonkeyPatch) -> None:
 
 
 def nights_promised_twice(patch: pytest.MonkeyPatch) -> None:
-    """What is promised for later is open to all who come after it."""
+    """Plant: reservations for later are open to all later jobs."""
     patch.setattr(
         AvailabilityProfile,
         "_begins_s",
@@ -259,7 +259,7 @@ def nights_promised_twice(patch: pytest.MonkeyPatch) -> None:
 
 
 def ends_unforeseen(patch: pytest.MonkeyPatch) -> None:
-    """What starts within its hours may end whenever it likes."""
+    """Plant: a job that starts within its hours may end at any time."""
     patch.setattr(decide, "hours_of", lambda spec, *_: windows.Hours(spec.start_window))
 
 
@@ -290,7 +290,7 @@ def nothing_charged(patch: pytest.MonkeyPatch) -> None:
 
 
 def nothing_forgotten(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(fair, "_decayed_device_s", lambda one, *_: one.device_s)
+    patch.setattr(fair, "_decayed_device_s", lambda usage, *_: usage.device_s)
 
 
 def launch_twice(_before: Any, after: Any, actions: Any) -> Any:
@@ -298,10 +298,10 @@ def launch_twice(_before: Any, after: Any, actions: Any) -> Any:
 
 
 def launch_untold(before: Any, after: Any, actions: Any) -> Any:
-    """What was launched is not remembered, for one event."""
+    """Plant: launches are forgotten for one event."""
     launched = {action.job.id: before.jobs.get(action.job.id) for action in actions if isinstance(action, Launch)}
-    kept = {job_id: job for job_id, job in launched.items() if job is not None}
-    return replace(after, jobs={**after.jobs, **kept}), actions
+    jobs = {job_id: job for job_id, job in launched.items() if job is not None}
+    return replace(after, jobs={**after.jobs, **jobs}), actions
 
 
 def untold(_before: Any, after: Any, actions: Any) -> Any:
@@ -347,17 +347,19 @@ def growth_unforeseen(patch: pytest.MonkeyPatch) -> None:
 
 
 def slack_of(seconds: float) -> Plant:
-    """Who runs can be away for so long, whatever its deadline."""
+    """Plant: running jobs have this slack, whatever their deadlines."""
 
     def plant(patch: pytest.MonkeyPatch) -> None:
         movable = elastic.movable
-        patch.setattr(elastic, "movable", lambda *asked: [replace(one, slack_s=seconds) for one in movable(*asked)])
+        patch.setattr(
+            elastic, "movable", lambda *arguments: [replace(move, slack_s=seconds) for move in movable(*arguments)]
+        )
 
     return plant
 
 
 def claims_forgotten(patch: pytest.MonkeyPatch) -> None:
-    """What is kept for a job that moves is promised to nobody."""
+    """Plant: devices that are kept for a moving job are promised to no job."""
     patch.setattr(SchedulerIndex, "keep", lambda *_: None)
 
 
@@ -446,7 +448,7 @@ ALL = {bug: (*planted, night) for bugs, night in KINDS for bug, planted in bugs.
 
 @pytest.fixture
 def tells(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int], bool]:
-    """Whether the night of a seed shows the bug, which stays planted."""
+    """Return whether the night of a seed shows the bug, which stays planted."""
     planted = set[str]()
 
     def shows(bug: str, seed: int) -> bool:
@@ -456,7 +458,7 @@ def tells(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int], bool]:
         if bug not in planted:
             plant(monkeypatch)
             planted.add(bug)
-        return any(sentence in violation for violation in found_in(night(seed)))
+        return any(sentence in violation for violation in find_breaches(night(seed)))
 
     return shows
 
@@ -482,20 +484,20 @@ class Watched(service.Controller):
 
     def __init__(self, journal: Any, *others: Any) -> None:
         super().__init__(journal, *others, scheduler=transition.Scheduler)
-        if 0 < len(journal.kept) <= FOLDED_MAX and history(journal.kept)[-1].state != self.state:
+        if 0 < len(journal.events) <= FOLDED_MAX and history(journal.events)[-1].state != self.state:
             self.forgotten.append("the service shows what the journal does not hold")
 
 
-def found_in(scenario: Scenario) -> list[str]:
+def find_breaches(scenario: Scenario) -> list[str]:
     """Violations in a night in which the service dies at times, and which a bug may keep from ending."""
     journal, backend = MemoryJournal(kill_after=set(range(7, 200, 20))), backend_of(scenario)
     Watched.forgotten.clear()
     with suppress(AssertionError, ServiceError), pytest.MonkeyPatch.context() as patch:
         patch.setattr(world, "Controller", Watched)
         play(scenario, journal, backend)
-    return Watched.forgotten + violations(history(journal.kept), backend.processes, complete=True)
+    return Watched.forgotten + violations(history(journal.events), backend.processes, complete=True)
 
 
 @pytest.mark.parametrize("seeds", [range(3), pytest.param(range(3, SEEDS // 2), marks=pytest.mark.long)], ids=repr)
 def test_the_checker_says_nothing_about_the_real_core(seeds: range) -> None:
-    assert [violation for seed in seeds for violation in found_in(stormy(seed))] == []
+    assert [violation for seed in seeds for violation in find_breaches(stormy(seed))] == []

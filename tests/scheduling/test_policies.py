@@ -32,10 +32,10 @@ def jobs_are_demoted_within_a_night(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiresias, "DEMOTED_DEVICE_S", DEMOTED_DEVICE_S)
 
 
-def found_in(scenario: Scenario) -> list[str]:
+def find_breaches(scenario: Scenario) -> list[str]:
     journal, backend = MemoryJournal(), backend_of(scenario)
     play(scenario, journal, backend)
-    return violations(history(journal.kept), backend.processes, complete=True)
+    return violations(history(journal.events), backend.processes, complete=True)
 
 
 def under(order: Order, scenario: Scenario) -> Scenario:
@@ -44,10 +44,10 @@ def under(order: Order, scenario: Scenario) -> Scenario:
 
 
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(2, 8))])
-@pytest.mark.parametrize("order", [one for one in Order if one is not Order.ADAPTIVE])
+@pytest.mark.parametrize("order", [order for order in Order if order is not Order.ADAPTIVE])
 def test_the_general_laws_and_its_own_hold_under_every_policy(order: Order, seed: int) -> None:
     for night in NIGHTS:
-        assert found_in(under(order, night(random.Random(f"{night.__name__} {seed}")))) == []
+        assert find_breaches(under(order, night(random.Random(f"{night.__name__} {seed}")))) == []
 
 
 def overtaking_is_allowed(patch: pytest.MonkeyPatch) -> None:
@@ -104,7 +104,7 @@ PLANTED = {
 def test_a_planted_bug_of_a_policy_breaks_its_law(
     plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    order, told = PLANTED[plant]
+    order, breach = PLANTED[plant]
     plant(monkeypatch)
     nights = (night(random.Random(f"{night.__name__} {seed}")) for seed in range(8) for night in NIGHTS)
-    assert any(told in one for night in nights for one in found_in(under(order, night)))
+    assert any(breach in sentence for night in nights for sentence in find_breaches(under(order, night)))

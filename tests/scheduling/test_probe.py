@@ -49,14 +49,14 @@ DECODER = {
 }
 
 
-def unknown(name: str = "unknown", **said: object) -> JobSpec:
+def unknown(name: str = "unknown", **fields: object) -> JobSpec:
     return JobSpec.model_validate(
-        {"name": name, "command": "python train.py", "global_batch_size": 64, "knobs": KNOBS, **said}
+        {"name": name, "command": "python train.py", "global_batch_size": 64, "knobs": KNOBS, **fields}
     )
 
 
 class Night:
-    """One device of 512 MiB, on which a script needs `fixed` + `sample` MiB for each of its micro-batch."""
+    """A device of 512 MiB, on which a script needs `fixed` MiB and `sample` MiB per sample of its micro-batch."""
 
     def __init__(self, fixed: int = 40, sample: int = 12, *, is_carried: bool = True) -> None:
         """`is_carried`: one Scheduler decides all night, else one is made for each event."""
@@ -84,10 +84,10 @@ class Night:
         return self.at_s
 
     def end(self, evidence: Evidence | None = None) -> Attempt:
-        """The newest attempt, ended as the world would, or as `evidence` says."""
+        """End the newest attempt by `evidence`, or as the world would, and return it."""
         attempt = self.launched[-1]
-        told = evidence or self.truth(attempt)
-        self.tell(Finished(job_id=attempt.job_id, number=attempt.number, evidence=told, at_s=self.tick()))
+        ending = evidence or self.truth(attempt)
+        self.tell(Finished(job_id=attempt.job_id, number=attempt.number, evidence=ending, at_s=self.tick()))
         self.tell(Released(job_id=attempt.job_id, number=attempt.number, at_s=self.tick()))
         return attempt
 
@@ -115,10 +115,14 @@ def test_two_probes_tell_the_largest_micro_batch_that_fits_and_the_first_real_at
     night.submit(unknown())
     probes = [night.end(), night.end()]
     real = night.launched[-1]
-    assert [(one.probe, one.plan.micro_batch_size) for one in (*probes, real)] == [(True, 1), (True, 8), (False, 32)]
+    assert [(launch.probe, launch.plan.micro_batch_size) for launch in (*probes, real)] == [
+        (True, 1),
+        (True, 8),
+        (False, 32),
+    ]
     assert real.estimate.source is Source.PROBED
     assert real.estimate.allocated_bytes == (40 + 12 * 32) * MIB
-    assert {one.plan.global_batch_size for one in night.launched} == {64}
+    assert {launch.plan.global_batch_size for launch in night.launched} == {64}
     night.end()
     assert len(night.launched) == 3
 
@@ -162,7 +166,11 @@ def test_where_the_second_probe_runs_out_of_memory_the_first_one_is_what_runs() 
     night.submit(unknown())
     night.end()
     night.end()
-    assert [(one.probe, one.plan.micro_batch_size) for one in night.launched] == [(True, 1), (True, 2), (False, 1)]
+    assert [(launch.probe, launch.plan.micro_batch_size) for launch in night.launched] == [
+        (True, 1),
+        (True, 2),
+        (False, 1),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -181,11 +189,11 @@ def test_whatever_else_becomes_of_a_probe_uses_up_no_budget_and_the_job_begins_a
     night.submit(unknown(retries=budgets))
     night.end(end)
     assert night.job().status is JobStatus.RUNNING
-    assert [(one.probe, one.plan.micro_batch_size) for one in night.launched] == [(True, 1), (False, 64)]
+    assert [(launch.probe, launch.plan.micro_batch_size) for launch in night.launched] == [(True, 1), (False, 64)]
 
 
 @pytest.mark.parametrize(
-    "said",
+    "fields",
     [
         {"probe": "never"},
         {"profile": {"parameters": 1000, "activations_per_sample": "1MiB"}},
@@ -205,9 +213,9 @@ def test_whatever_else_becomes_of_a_probe_uses_up_no_budget_and_the_job_begins_a
         "two micro-batches",
     ],
 )
-def test_a_job_that_is_known_or_cannot_be_measured_is_not_probed(said: dict[str, object]) -> None:
+def test_a_job_that_is_known_or_cannot_be_measured_is_not_probed(fields: dict[str, object]) -> None:
     night = Night()
-    night.submit(unknown(**said))
+    night.submit(unknown(**fields))
     assert not night.launched[-1].probe
 
 
@@ -248,15 +256,15 @@ def test_a_telling_repeated_begins_no_probe() -> None:
 
 
 def test_an_index_made_anew_decides_the_same() -> None:
-    told = []
+    decisions = []
     for is_carried in (True, False):
         night = Night(is_carried=is_carried)
         night.submit(unknown())
         night.submit(unknown("other"))
         for _ in range(6):
             night.end()
-        told.append([(one.name, one.probe, one.plan) for one in night.launched])
-    assert told[0] == told[1]
+        decisions.append([(launch.name, launch.probe, launch.plan) for launch in night.launched])
+    assert decisions[0] == decisions[1]
 
 
 def test_what_was_probed_is_a_line_and_is_still_known_after_many_outcomes() -> None:
@@ -264,25 +272,28 @@ def test_what_was_probed_is_a_line_and_is_still_known_after_many_outcomes() -> N
     night.submit(unknown())
     night.end()
     night.end()
-    seen = night.state.observations
-    later = [replace(seen[0], probe=False, job=f"later-{n}", at_s=1e6 + n) for n in range(100)]
-    kept = select_newest((*seen, *later))
-    known = calibration(kept, device="small", family="unknown")
-    assert known.line == MeasuredLine(fixed_bytes=30 * MIB, sample_bytes=7 * MIB, is_of_one_rank=True)
+    observations = night.state.observations
+    later = [replace(observations[0], probe=False, job=f"later-{n}", at_s=1e6 + n) for n in range(100)]
+    newest = select_newest((*observations, *later))
+    factors = calibration(newest, device="small", family="unknown")
+    assert factors.line == MeasuredLine(fixed_bytes=30 * MIB, sample_bytes=7 * MIB, is_of_one_rank=True)
 
 
 def test_what_one_rank_was_measured_to_hold_gets_the_buckets_of_ddp_on_several() -> None:
     line = MeasuredLine(fixed_bytes=80 * MIB, sample_bytes=MIB, is_of_one_rank=True)
     spec, two = unknown(gpus={"min": 1, "max": 2}), groups_of(idle_nodes(CLUSTERS[1]))[0].hardware
     for measured, added in ((line, 20 * MIB), (replace(line, is_of_one_rank=False), 0)):
-        known = frontier(spec.model_copy(update={"measured": measured}), two).candidates
-        fixed = {one.plan.layout.dp: one.estimate.allocated_bytes - one.plan.micro_batch_size * MIB for one in known}
+        candidates = frontier(spec.model_copy(update={"measured": measured}), two).candidates
+        fixed = {
+            candidate.plan.layout.dp: candidate.estimate.allocated_bytes - candidate.plan.micro_batch_size * MIB
+            for candidate in candidates
+        }
         assert fixed == {1: 80 * MIB, 2: 80 * MIB + added}
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_a_script_whose_own_settings_fit_is_never_refused(seed: int) -> None:
-    """Over mixtures of its default micro-batch, accumulation, global batch and need."""
+    """The law holds for mixtures of the default micro-batch, accumulation, global batch and need."""
     draw = random.Random(seed)
     for _ in range(5):
         micro, accumulation = draw.choice((1, 2, 3, 4, 6, 8, 16, 32, 64)), draw.choice((1, 1, 2, 3, 4, 6))

@@ -38,17 +38,17 @@ def random_promises(draw: random.Random) -> Scenario:
     policy = policy.model_copy(update={"objective": tide.cluster.policy.objective})
 
     def one(spec: JobSpec) -> JobSpec:
-        said: dict[str, object] = {"user": draw.choice(USERS)}
+        fields: dict[str, object] = {"user": draw.choice(USERS)}
         if draw.random() < 0.5:
-            said["guarantee"] = Guarantee(gpus=draw.choice((1, 1, 2, 4)))
-        return spec.model_copy(update=said)
+            fields["guarantee"] = Guarantee(gpus=draw.choice((1, 1, 2, 4)))
+        return spec.model_copy(update=fields)
 
     jobs = tuple((at_s, one(spec), fault) for at_s, spec, fault in tide.jobs)
     return replace(tide, cluster=tide.cluster.model_copy(update={"policy": policy}), jobs=jobs)
 
 
 def broken_promises(transitions: Sequence[Transition]) -> Iterator[str]:
-    """Launches slower than the request, promises that are taken back, and stops of who is promised a speed."""
+    """Yield launches slower than the request, withdrawn promises, and stops of jobs with a promised speed."""
     for t in transitions:
         for launch in of(Launch, t.actions):
             spec = launch.job.spec
@@ -63,18 +63,22 @@ def broken_promises(transitions: Sequence[Transition]) -> Iterator[str]:
             if job.spec.guarantee is not None and why and "maintenance" not in why:
                 yield f"{stop.name} is promised a speed and {why}"
         for job in t.after.jobs.values():
-            known = t.before.jobs.get(job.id)
-            if known is not None and known.starts_by_s is not None and known.starts_by_s != job.starts_by_s:
-                yield f"{job.id} was promised {known.starts_by_s}, and is now promised {job.starts_by_s}"
-            was_promised = known is not None and known.starts_by_s is not None
+            job_before = t.before.jobs.get(job.id)
+            if (
+                job_before is not None
+                and job_before.starts_by_s is not None
+                and job_before.starts_by_s != job.starts_by_s
+            ):
+                yield f"{job.id} was promised {job_before.starts_by_s}, and is now promised {job.starts_by_s}"
+            was_promised = job_before is not None and job_before.starts_by_s is not None
             if was_promised and job.status is JobStatus.REFUSED and not job.reason.startswith(NOTHING_FITS):
                 yield f"{job.id} is refused after it was promised its start: {job.reason}"
 
 
 def broken_in_world(seed: int) -> list[str]:
-    """Laws and promises that a world of this seed breaks."""
+    """Return the laws and promises that the world of a seed breaks."""
     journal = MemoryJournal()
-    return [*played(random_promises(random.Random(seed)), journal), *broken_promises(history(journal.kept))]
+    return [*played(random_promises(random.Random(seed)), journal), *broken_promises(history(journal.events))]
 
 
 @settings(UNSHRUNK, max_examples=examples(60, 4))
@@ -104,12 +108,12 @@ def random_night(draw: random.Random) -> tuple[Trace, ClusterSpec]:
         seconds = draw.choice((100.0, 1000.0, 5000.0)) * draw.uniform(0.5, 1.5)
         counts = [count for count in (1, 2, 4, 8) if count <= devices]
         spec = job_spec_from_trace("job", {count: seconds / 10 * (width / count) ** 0.7 for count in counts}, 10)
-        said: dict[str, object] = {"priority": draw.choice((0, 0, 0, 5))}
+        fields: dict[str, object] = {"priority": draw.choice((0, 0, 0, 5))}
         if draw.random() < 0.5:
-            said["guarantee"] = Guarantee(gpus=width)
+            fields["guarantee"] = Guarantee(gpus=width)
         if draw.random() < 0.3:
-            said["resume"] = spec.resume.model_copy(update={"on_sigterm": False})
-        arrivals.append(Arrival(at_s=at_s, spec=spec.model_copy(update=said), rigid_devices=width))
+            fields["resume"] = spec.resume.model_copy(update={"on_sigterm": False})
+        arrivals.append(Arrival(at_s=at_s, spec=spec.model_copy(update=fields), rigid_devices=width))
         at_s += draw.expovariate(load * devices / ((LAUNCH_S + seconds) * width))
     return trace_of("night", arrivals), cluster_of(nodes, LAUNCH_S, per_node)
 
@@ -123,11 +127,15 @@ def outcomes_of(seed: int) -> tuple[Outcome, ...]:
 @given(SEEDS)
 def test_where_lengths_are_told_truly_every_promise_is_kept_and_everybody_else_ends(seed: int) -> None:
     outcomes = outcomes_of(seed)
-    promised = [one for one in outcomes if one.starts_by_s is not None]
-    assert [one for one in promised if not one.keeps_promise] == []
-    late = [one for one in promised if one.starts_by_s and one.started_at_s and _waited(one) > ROUNDING_S]
+    promised = [outcome for outcome in outcomes if outcome.starts_by_s is not None]
+    assert [outcome for outcome in promised if not outcome.keeps_promise] == []
+    late = [
+        outcome
+        for outcome in promised
+        if outcome.starts_by_s and outcome.started_at_s and _waited(outcome) > ROUNDING_S
+    ]
     assert late == [], "nobody needs the quarter that is added to a wait"
-    assert [one.name for one in outcomes if one.ended_at_s is None and not one.guaranteed] == []
+    assert [outcome.name for outcome in outcomes if outcome.ended_at_s is None and not outcome.guaranteed] == []
 
 
 @settings(UNSHRUNK, max_examples=examples(40, 6))
@@ -135,28 +143,32 @@ def test_where_lengths_are_told_truly_every_promise_is_kept_and_everybody_else_e
 def test_where_lengths_are_told_wrongly_everybody_ends_who_is_not_refused(seed: int) -> None:
     trace, cluster = random_night(random.Random(seed))
     outcomes = simulate(misjudge(trace, 0.7, seed), cluster, seed=seed).outcomes
-    assert [one for one in outcomes if one.ended_at_s is None and one.attempts] == []
-    assert [one for one in outcomes if one.ended_at_s is None and not one.guaranteed] == []
+    assert [outcome for outcome in outcomes if outcome.ended_at_s is None and outcome.attempts] == []
+    assert [outcome for outcome in outcomes if outcome.ended_at_s is None and not outcome.guaranteed] == []
 
 
-def _waited(one: Outcome) -> float:
-    """Seconds until its start, less those until its reservation as it was promised."""
-    assert one.starts_by_s is not None
-    assert one.started_at_s is not None
-    return one.started_at_s - one.submitted_at_s - (one.starts_by_s - one.submitted_at_s) / OVERDUE
+def _waited(outcome: Outcome) -> float:
+    """Return the seconds from the submission to the start, less those to the promised reservation."""
+    assert outcome.starts_by_s is not None
+    assert outcome.started_at_s is not None
+    return outcome.started_at_s - outcome.submitted_at_s - (outcome.starts_by_s - outcome.submitted_at_s) / OVERDUE
 
 
 def test_promises_are_given_and_refused_in_these_nights() -> None:
-    """Otherwise the law above would hold of nothing."""
-    outcomes = [one for seed in range(10) for one in outcomes_of(seed)]
-    asked = [one for one in outcomes if one.guaranteed]
-    waited = [one for one in asked if one.starts_by_s is not None and one.starts_by_s > one.submitted_at_s]
-    moved = [one for one in outcomes if not one.guaranteed and len(one.attempts) > 1]
-    assert min(len(asked), len(waited), len(moved)) > 10
+    """The law above must not hold vacuously."""
+    outcomes = [outcome for seed in range(10) for outcome in outcomes_of(seed)]
+    guaranteed = [outcome for outcome in outcomes if outcome.guaranteed]
+    waited = [
+        outcome
+        for outcome in guaranteed
+        if outcome.starts_by_s is not None and outcome.starts_by_s > outcome.submitted_at_s
+    ]
+    moved = [outcome for outcome in outcomes if not outcome.guaranteed and len(outcome.attempts) > 1]
+    assert min(len(guaranteed), len(waited), len(moved)) > 10
 
 
 def test_a_stream_of_promises_starves_nobody() -> None:
-    """One job of all four devices, against guaranteed ones that ask for 1.5 times as many, for half a day."""
+    """A job of all four devices competes with guaranteed jobs that need 1.5 times as many, for half a day."""
     draw = random.Random(1)
     wide = Arrival(at_s=HOUR_S, spec=job_spec_from_trace("wide", {4: 60.0}, 10))
     stream, at_s = [wide], 0.0
@@ -165,8 +177,14 @@ def test_a_stream_of_promises_starves_nobody() -> None:
         stream.append(Arrival(at_s=at_s, spec=spec.model_copy(update={"guarantee": Guarantee()})))
         at_s += draw.expovariate(1.5 * 4 / (LAUNCH_S + 600.0))
     outcomes = simulate(trace_of("stream", stream), cluster_of(1, LAUNCH_S, 4), seed=1).outcomes
-    (its,) = [one for one in outcomes if one.name == "wide"]
+    (its,) = [outcome for outcome in outcomes if outcome.name == "wide"]
     assert its.started_at_s is not None
     limit_s = its.submitted_at_s + tuning.TUNING.aging_factor * (LAUNCH_S + 600.0)
-    ahead = [one for one in outcomes if one.name == "short" and one.submitted_at_s <= limit_s and one.ended_at_s]
-    assert its.started_at_s <= max(one.ended_at_s for one in ahead if one.ended_at_s), "only who came before that"
+    ahead = [
+        outcome
+        for outcome in outcomes
+        if outcome.name == "short" and outcome.submitted_at_s <= limit_s and outcome.ended_at_s
+    ]
+    assert its.started_at_s <= max(outcome.ended_at_s for outcome in ahead if outcome.ended_at_s), (
+        "only who came before that"
+    )

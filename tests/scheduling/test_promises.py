@@ -29,11 +29,11 @@ speeds: {1: 100s, 2: 60s, 4: 40s}
 """
 
 
-def guaranteed(seconds: dict[int, float], request: object = "requested", **said: object) -> JobSpec:
-    return script(seconds, guarantee=request, **said)
+def guaranteed(seconds: dict[int, float], request: object = "requested", **fields: object) -> JobSpec:
+    return script(seconds, guarantee=request, **fields)
 
 
-def told(events: list[Event]) -> State:
+def run_events(events: list[Event]) -> State:
     return played(*events)[0]
 
 
@@ -53,7 +53,7 @@ def test_fewer_devices_may_do_where_the_requested_plan_is_slow() -> None:
 
 
 def test_it_is_promised_the_start_of_its_reservation_and_keeps_it_whoever_comes() -> None:
-    """Its two devices are held by one that cannot be moved, until 1 + 30 + 600 s."""
+    """A job that cannot be moved holds the two devices until 1 + 30 + 600 s."""
     later = [submitted(3, script({1: 10.0}, priority=100), 3.0), submitted(4, script({2: 10.0}, priority=100), 3.0)]
     events = [
         seen(node(devices=2)),
@@ -61,7 +61,7 @@ def test_it_is_promised_the_start_of_its_reservation_and_keeps_it_whoever_comes(
         submitted(2, guaranteed({2: 300.0}), 2.0),
         *later,
     ]
-    state = told(events)
+    state = run_events(events)
     assert state.jobs["job-2"].starts_by_s == pytest.approx(2.0 + OVERDUE * (1.0 + LAUNCH_S + 600.0 - 2.0))
     _, launches = played(*events, *gone(1, 631.0))
     assert [*launches] == ["job-1", "job-2"]
@@ -88,11 +88,11 @@ def test_it_waits_for_the_nodes_of_its_request_while_they_are_away() -> None:
 def test_several_make_way_for_it_together_once_each_has_run_for_long_enough() -> None:
     both = [submitted(number, elastic(LONG)) for number in (1, 2)]
     wide = guaranteed({2: 300.0})
-    state = told([seen(node(devices=2)), *both, submitted(3, wide, 100.0)])
+    state = run_events([seen(node(devices=2)), *both, submitted(3, wide, 100.0)])
     assert moving(state) == {}
     assert state.reevaluate_at_s == RESTED_S
     events = [seen(node(devices=2)), *both, submitted(3, wide, 500.0)]
-    state = told(events)
+    state = run_events(events)
     assert moving(state) == dict.fromkeys(("job-1", "job-2"), "stopped to make way for job-3")
     state, launches = played(*events, *left(1, 510.0, 1), *left(2, 520.0, 1))
     assert launches["job-3"].launched_at_s == 520.0
@@ -100,22 +100,24 @@ def test_several_make_way_for_it_together_once_each_has_run_for_long_enough() ->
 
 def test_nobody_more_is_stopped_than_it_needs_nor_for_what_comes_free_soon() -> None:
     both = [submitted(number, elastic(LONG)) for number in (1, 2)]
-    assert len(moving(told([seen(node(devices=2)), *both, submitted(3, guaranteed({1: 300.0}), 500.0)]))) == 1
+    assert len(moving(run_events([seen(node(devices=2)), *both, submitted(3, guaranteed({1: 300.0}), 500.0)]))) == 1
     soon = [submitted(1, script({1: 550.0})), submitted(2, elastic(LONG)), submitted(3, guaranteed({1: 300.0}), 500.0)]
-    assert moving(told([seen(node(devices=2)), *soon])) == {}
+    assert moving(run_events([seen(node(devices=2)), *soon])) == {}
 
 
 def test_nobody_is_stopped_who_is_guaranteed_a_speed_or_was_due_before() -> None:
-    one = node(devices=1)
-    held = submitted(1, guaranteed(LONG, knobs={"resume_from": {"flag": "-r"}}, resume={"on_sigterm": True}))
-    assert moving(told([seen(one), held, submitted(2, guaranteed({1: 10.0}), 5000.0)])) == {}
+    single = node(devices=1)
+    submission = submitted(1, guaranteed(LONG, knobs={"resume_from": {"flag": "-r"}}, resume={"on_sigterm": True}))
+    assert moving(run_events([seen(single), submission, submitted(2, guaranteed({1: 10.0}), 5000.0)])) == {}
     aging_limit_s = 1.0 + tuning.TUNING.aging_factor * (LAUNCH_S + 600.0)
     overdue = [
         submitted(1, script({1: aging_limit_s})),
         submitted(2, elastic({1: 600.0}), 1.0),
         *gone(1, aging_limit_s),
     ]
-    assert moving(told([seen(one), *overdue, submitted(3, guaranteed({1: 10.0}), aging_limit_s + 200.0)])) == {}
+    assert (
+        moving(run_events([seen(single), *overdue, submitted(3, guaranteed({1: 10.0}), aging_limit_s + 200.0)])) == {}
+    )
 
 
 def test_who_was_due_before_it_came_goes_first_whatever_the_priority() -> None:
@@ -128,7 +130,7 @@ def test_who_was_due_before_it_came_goes_first_whatever_the_priority() -> None:
 
 def refusals(events: list[Event]) -> dict[str, str]:
     """Why each job is refused that is."""
-    return {job.id: job.reason for job in told(events).jobs.values() if job.status is JobStatus.REFUSED}
+    return {job.id: job.reason for job in run_events(events).jobs.values() if job.status is JobStatus.REFUSED}
 
 
 @pytest.mark.parametrize(
@@ -148,8 +150,8 @@ def test_a_start_later_than_a_day_is_no_promise_and_others_are_not_held_up_by_it
         submitted(1, script({1: START_WITHIN_S})),
         submitted(2, guaranteed({1: 10.0}), 2.0),
     ]
-    said = refusals(events)
-    assert said["job-2"].startswith("cannot be promised the speed of 1 device: could start only in 24.0 h; without")
+    reasons = refusals(events)
+    assert reasons["job-2"].startswith("cannot be promised the speed of 1 device: could start only in 24.0 h; without")
 
 
 def test_a_team_is_promised_no_more_than_its_quota() -> None:
@@ -158,11 +160,11 @@ def test_a_team_is_promised_no_more_than_its_quota() -> None:
     events: list[Event] = [NodesSeen(nodes=nodes, declared=nodes, policy=policy, at_s=0.0)]
     users = enumerate(("ada", "bob", "ada", "dan"), 1)
     events += [submitted(number, guaranteed({1: 500.0}, user=user)) for number, user in users]
-    said = refusals(events)
-    assert [*said] == ["job-3", "job-4"]
-    assert "2 of the 2 devices of team vision's quota are promised to its other jobs" in said["job-3"]
-    assert "0 of the 0 devices of team others's quota" in said["job-4"]
-    assert [*refusals([*events, *gone(1, 531.0), submitted(5, guaranteed({1: 1.0}, user="bob"), 532.0)])] == [*said]
+    reasons = refusals(events)
+    assert [*reasons] == ["job-3", "job-4"]
+    assert "2 of the 2 devices of team vision's quota are promised to its other jobs" in reasons["job-3"]
+    assert "0 of the 0 devices of team others's quota" in reasons["job-4"]
+    assert [*refusals([*events, *gone(1, 531.0), submitted(5, guaranteed({1: 1.0}, user="bob"), 532.0)])] == [*reasons]
 
 
 @pytest.mark.parametrize(

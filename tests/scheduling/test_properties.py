@@ -69,7 +69,7 @@ def played(scenario: Scenario, journal: MemoryJournal) -> list[str]:
     """Violations in a scenario that was played to its end."""
     backend = backend_of(scenario)
     state = play(scenario, journal, backend)
-    transitions = history(journal.kept)
+    transitions = history(journal.events)
     assert transitions[-1].after == state, "the journal does not lead to the state that was shown"
     assert len(state.jobs) == len(scenario.jobs)
     return violations(transitions, backend.processes, complete=True)
@@ -85,10 +85,10 @@ def test_every_law_holds_in_every_world(seed: int) -> None:
 @settings(UNSHRUNK, max_examples=examples(25, 6))
 @given(SEEDS)
 def test_every_law_holds_where_users_share_too_few_devices(seed: int) -> None:
-    """And an event told twice changes nothing the second time: whose turn it is follows from the time alone."""
+    """A repeated event changes nothing: the turn of each user follows from the time alone."""
     journal = MemoryJournal()
     assert played(random_crowd(random.Random(seed)), journal) == []
-    for transition in history(journal.kept):
+    for transition in history(journal.events):
         again, actions = step(transition.state, transition.event)
         assert actions == ()
         assert without_waits(again) == without_waits(transition.state)
@@ -102,7 +102,7 @@ def test_every_law_holds_where_people_hold_release_and_limit_jobs(seed: int) -> 
     scenario = interrupted(random_scenario(draw, jobs=draw.randint(1, 12)))
     journal = MemoryJournal(kill_after={draw.randrange(200) for _ in range(draw.choice((0, 5)))})
     assert played(scenario, journal) == []
-    for transition in history(journal.kept):
+    for transition in history(journal.events):
         again, actions = step(transition.state, transition.event)
         assert actions == ()
         assert without_waits(again) == without_waits(transition.state)
@@ -138,21 +138,21 @@ def test_every_law_holds_wherever_the_service_dies(seed: int, jobs: int) -> None
     scenario = replace(random_scenario(random.Random(seed), jobs=jobs), cluster=CLUSTERS[2], hazards=STORM, drains=())
     whole = MemoryJournal()
     assert played(scenario, whole) == []
-    for boundary in range(len(whole.kept)):
+    for boundary in range(len(whole.events)):
         for journal in (MemoryJournal(kill_before={boundary}), MemoryJournal(kill_after={boundary})):
             assert played(scenario, journal) == [], boundary
-    launches = sum(len(job.attempts) for job in history(whole.kept)[-1].after.jobs.values())
+    launches = sum(len(job.attempts) for job in history(whole.events)[-1].after.jobs.values())
     for boundary in range(launches):
         journal, backend = MemoryJournal(), backend_of(scenario)
         backend.kill_at_launches = {boundary}
         play(scenario, journal, backend)
         assert backend.launches > boundary, "the service did not die"
-        assert violations(history(journal.kept), backend.processes, complete=True) == [], boundary
+        assert violations(history(journal.events), backend.processes, complete=True) == [], boundary
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_every_law_holds_on_the_real_journal(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With snapshots often, and a new service on the reopened file after every 15 turns."""
+    """Snapshots are frequent, and a new service reopens the file after every 15 turns."""
     monkeypatch.setattr(service, "SNAPSHOT_EVENTS", 7)
     scenario = replace(random_scenario(random.Random(seed), jobs=6), cancels=())
     backend, url = backend_of(scenario), f"sqlite:///{tmp_path}/journal.db"
@@ -180,7 +180,7 @@ def test_every_law_holds_on_the_real_journal(seed: int, tmp_path: Path, monkeypa
 
 @pytest.mark.parametrize("seeds", [NIGHTS_OF_EVERY_FAILURE, pytest.param(range(300), marks=pytest.mark.long)])
 def test_every_failure_and_every_ending_occurs(seeds: Sequence[int]) -> None:
-    """Otherwise the laws above would hold of failures that never happen."""
+    """The laws above must not hold of failures that never happen."""
     failures: Counter[FailureKind] = Counter()
     endings: Counter[JobStatus] = Counter()
     repeated, every_ending = 0, {status for status in JobStatus if status.ended}
@@ -192,7 +192,7 @@ def test_every_failure_and_every_ending_occurs(seeds: Sequence[int]) -> None:
         for job in play(scenario, journal, backend_of(scenario)).jobs.values():
             endings[job.status] += 1
             failures.update(attempt.failure.kind for attempt in job.attempts if attempt.failure)
-        ends = Counter((event.job_id, event.number) for event in journal.kept if isinstance(event, Finished))
+        ends = Counter((event.job_id, event.number) for event in journal.events if isinstance(event, Finished))
         repeated += sum(count > 1 for count in ends.values())
     assert set(failures) == every_failure
     assert set(endings) == every_ending
@@ -204,7 +204,7 @@ def test_the_same_seed_gives_the_same_night() -> None:
     for _ in range(2):
         journal, scenario = MemoryJournal(), random_scenario(random.Random(7))
         play(scenario, journal, backend_of(scenario))
-        nights.append((journal.kept, journal.records))
+        nights.append((journal.events, journal.records))
     assert nights[0] == nights[1]
 
 
@@ -216,7 +216,7 @@ def test_a_rehearsed_failure_happens_once_and_is_survived(kind: FaultKind) -> No
     )
     journal = MemoryJournal()
     assert played(scenario, journal) == []
-    (job,) = history(journal.kept)[-1].after.jobs.values()
+    (job,) = history(journal.events)[-1].after.jobs.values()
     assert job.status is JobStatus.SUCCEEDED
     assert [attempt.failure is None for attempt in job.attempts] == [False, True]
 
@@ -226,7 +226,7 @@ def archived(transitions: Sequence[Transition]) -> list[Job]:
 
 
 def random_evidence(draw: random.Random, state: State, job_id: str, number: int) -> Evidence:
-    """What a random ending leaves of this attempt, or nearly nothing where there is no such attempt."""
+    """Return the evidence of a random ending; it is nearly empty where there is no such attempt."""
     job = state.jobs.get(job_id)
     if job is None or not 1 <= number <= len(job.attempts):
         return Evidence(stopped=draw.random() < 0.3, launch_error=draw.choice((None, "no answer")))
@@ -288,12 +288,12 @@ def random_event(draw: random.Random, state: State, *, with_updates: bool = Fals
         return Submitted(job_id=f"job-{order}", order=order, spec=spec, at_s=at_s)
     if kind is NodesSeen:
         nodes = idle_nodes(maintained(draw, draw.choice(CLUSTERS[2:])))
-        seen = tuple(
+        nodes_seen = tuple(
             replace(node, free_bytes=tuple(round(free * draw.choice((1, 1, 0.3))) for free in node.free_bytes))
             for node in nodes
             if draw.random() < 0.8
         )
-        return NodesSeen(nodes=seen, policy=draw.choice((UNSHARED, SHARED, OWNED)), at_s=at_s)
+        return NodesSeen(nodes=nodes_seen, policy=draw.choice((UNSHARED, SHARED, OWNED)), at_s=at_s)
     if kind is Finished:
         return Finished(job_id=job_id, number=number, evidence=random_evidence(draw, state, job_id, number), at_s=at_s)
     if kind is TimerFired:
@@ -323,10 +323,10 @@ def test_any_sequence_of_events_keeps_the_laws(seed: int) -> None:
 @given(SEEDS)
 @example(883791)
 def test_an_event_told_twice_changes_nothing_the_second_time(seed: int) -> None:
-    """But, perhaps, what a job waits for: its devices are promised anew, now that others have begun."""
+    """Only the reason for which a job waits may change: reservations are made anew after launches."""
     journal, scenario = MemoryJournal(), random_scenario(random.Random(seed))
     play(scenario, journal, backend_of(scenario))
-    for transition in history(journal.kept):
+    for transition in history(journal.events):
         again, actions = step(transition.state, transition.event)
         assert actions == ()
         assert without_waits(again) == without_waits(transition.state)

@@ -33,11 +33,11 @@ LAUNCH_S = 30.0
 SEEDS = st.integers(0, 2**32)
 
 
-def script(seconds: dict[int, float], **said: object) -> JobSpec:
+def script(seconds: dict[int, float], **fields: object) -> JobSpec:
     """A script that needs so many seconds of training on so many devices."""
-    speeds = {str(count): f"{each / 10}s" for count, each in seconds.items()}
+    speeds = {str(count): f"{length_s / 10}s" for count, length_s in seconds.items()}
     spec = {"name": "job", "command": "python train.py", "global_batch_size": 8, "steps": 10, "speeds": speeds}
-    return JobSpec.model_validate(spec | said)
+    return JobSpec.model_validate(spec | fields)
 
 
 def seen(*nodes: Node) -> NodesSeen:
@@ -96,7 +96,7 @@ def test_what_is_promised_to_those_whom_nobody_could_pass_changes_no_start(seed:
 
 
 def decided_in_order(state: State, event: Event) -> Sequence[Action]:
-    """What `step` does where nobody is put off."""
+    """Return the decisions of `step` where no job is put off."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(quotas, "cannot_start", lambda *_: False)
         return step(state, event)[1]
@@ -107,7 +107,7 @@ def launches_in(actions: Sequence[Action]) -> list[Launch]:
 
 
 def test_nothing_is_promised_while_no_node_is_there() -> None:
-    """Nor to a job that is cancelled meanwhile; who still waits is promised devices again when the node is back."""
+    """A cancelled job gets no promise either; waiting jobs are promised devices again when the node is back."""
     here = node(devices=1)
     nightly = script({1: 1000.0}, start_window="22:00-08:00 UTC")
     events = [
@@ -118,7 +118,9 @@ def test_nothing_is_promised_while_no_node_is_there() -> None:
         CancelRequested(job_id="job-1", at_s=43_203.0),
         NodesSeen(nodes=(here,), declared=(here,), at_s=43_204.0),
     ]
-    promised = [[one.job_id for one in played(*events[:count])[0].reservations] for count in (3, 4, 5, 6)]
+    promised = [
+        [reservation.job_id for reservation in played(*events[:count])[0].reservations] for count in (3, 4, 5, 6)
+    ]
     assert promised == [["job-1", "job-2"], [], [], ["job-2"]]
 
 
@@ -223,22 +225,22 @@ def test_the_more_jobs_there_are_the_fewer_devices_each_takes(others: int, devic
 
 
 def test_a_forecast_says_what_then_happens() -> None:
-    """With exact durations and nobody else, every job starts when it was told at its submission, on so many devices."""
+    """Every job starts when and as wide as forecast at its submission, if durations are exact and no job follows."""
     jobs = [script({2: 50.0}), script({2: 80.0}), script({1: 30.0}), script({1: 300.0})]
     events: list[Event] = [seen(node(devices=2)), *(submitted(i, spec, 0.0) for i, spec in enumerate(jobs, 1))]
     state, launches = played(*events)
-    told = forecast(state)
-    assert set(told) == {"job-1", "job-2", "job-3", "job-4"}
+    forecasts = forecast(state)
+    assert set(forecasts) == {"job-1", "job-2", "job-3", "job-4"}
     for _ in range(len(jobs)):
         running = {j.id: j for j in state.jobs.values() if j.last is not None and j.last.ended_at_s is None}
         if not running:
             break
-        first = min(running, key=lambda job_id: told[job_id].end_s)
-        for event in gone(int(first.split("-")[1]), told[first].end_s):
+        first = min(running, key=lambda job_id: forecasts[job_id].end_s)
+        for event in gone(int(first.split("-")[1]), forecasts[first].end_s):
             state, actions = step(state, event)
             launches |= {action.job.id: action.attempt for action in actions if isinstance(action, Launch)}
     assert {job_id: attempt.launched_at_s for job_id, attempt in launches.items()} == {
-        job_id: expected.start_s for job_id, expected in told.items()
+        job_id: expected.start_s for job_id, expected in forecasts.items()
     }
 
 
@@ -253,7 +255,7 @@ def test_without_a_price_the_first_job_would_take_everything(monkeypatch: pytest
 
 @pytest.mark.parametrize(("objective", "devices"), [("completion", 2), ("makespan", 1)])
 def test_for_the_makespan_a_job_takes_the_devices_that_waste_least(objective: str, devices: int) -> None:
-    """Of four devices, where another job runs on two of them."""
+    """Another job runs on two of the four devices."""
     here, half_as_long = (node(devices=4),), script({1: 1000.0, 2: 600.0})
     aiming = NodesSeen(nodes=here, declared=here, policy=PolicySpec(objective=objective), at_s=0.0)
     _, launches = played(aiming, submitted(1, script({2: 1000.0})), submitted(2, half_as_long))
@@ -278,4 +280,4 @@ def test_a_gang_is_promised_whole(monkeypatch: pytest.MonkeyPatch) -> None:
         submitted(2, script({2: 100.0})),
         submitted(3, script({1: 4000.0}), 2.0),
     ]
-    assert any("holds devices until" in said for said in violations(history(events)))
+    assert any("holds devices until" in breach for breach in violations(history(events)))

@@ -1,4 +1,4 @@
-"""What quotas promise: a team's own devices come to it first as they come free, and are lent while it wants none."""
+"""Promises of quotas: free devices of a team come to it first, and are lent while it needs none."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ def test_what_comes_free_goes_to_the_team_whose_it_is_before_priority_and_turn()
 
 
 def test_a_gang_within_the_guarantee_is_promised_its_devices_and_only_short_jobs_pass_it() -> None:
-    """Both devices of a node are lent; the owner's gang of two is promised them, so that the next long job waits."""
+    """The owner's gang of two is promised two lent devices, so that the next long job waits."""
     lent = [submitted(1, script({1: 100.0}, user="cyd"), 1.0), submitted(2, script({1: 1000.0}, user="cyd"), 1.0)]
     gang = submitted(3, script({2: 100.0}, user="ada"), 2.0)
     long = submitted(4, script({1: 5000.0}, user="cyd", priority="high"), 3.0)
     short = submitted(5, script({1: 100.0}, user="cyd"), 3.0)
     state, launches = played(seen(2), *lent, gang, long, short, *gone(1, 131.0))
     assert sorted(launches) == ["job-1", "job-2", "job-5"]
-    assert next(one.job_id for one in state.reservations) == "job-3"
+    assert next(reservation.job_id for reservation in state.reservations) == "job-3"
     _, launches = played(seen(2), *lent, gang, long, short, *gone(1, 131.0), *gone(5, 261.0), *gone(2, 1031.0))
     assert "job-3" in launches
 
@@ -67,7 +67,7 @@ def test_where_every_device_is_somebodys_own_a_team_without_one_gets_a_device_on
     state, started_s = State(), dict[str, float]()
     for event in events:
         state, actions = step(state, event)
-        started_s |= {one.job.id: one.attempt.launched_at_s for one in actions if isinstance(one, Launch)}
+        started_s |= {action.job.id: action.attempt.launched_at_s for action in actions if isinstance(action, Launch)}
     aging_limit_s = 2.0 + tuning.TUNING.aging_factor * 0.5 * 230.0  # one of four devices: the root of a quarter
     while not {"job-61", "job-62"} <= set(started_s):
         running = [job for job in state.jobs.values() if job.attempts]
@@ -76,7 +76,9 @@ def test_where_every_device_is_somebodys_own_a_team_without_one_gets_a_device_on
         for event in gone(first.order, end_s):
             events.append(event)
             state, actions = step(state, event)
-            started_s |= {one.job.id: one.attempt.launched_at_s for one in actions if isinstance(one, Launch)}
+            started_s |= {
+                action.job.id: action.attempt.launched_at_s for action in actions if isinstance(action, Launch)
+            }
     assert violations(history(events)) == []
     assert aging_limit_s <= started_s["job-61"] <= aging_limit_s + 130.0
     assert started_s["job-62"] == started_s["job-61"] + 230.0

@@ -37,7 +37,7 @@ def launched(actions: tuple[Action, ...]) -> Attempt | None:
 
 
 def ran_out(attempt: Attempt, true: float) -> Evidence | None:
-    """What the ranks tell where activations are `true` times what was predicted; None where all goes well."""
+    """Return the ranks' report where activations are `true` times the prediction, or None for a success."""
     memory = NODES[0].device.memory
     if corrected_bytes(attempt.estimate, true) <= memory:
         return None

@@ -18,25 +18,25 @@ from tests.scheduling.test_probe import Night, unknown
 LENGTHS = {"allow": "semantic", "sequence_lengths": [128, 256]}
 
 
-def script(micro: int | None, length: int = 512, precision: str = "fp32", **said: object) -> JobSpec:
-    """Of unknown memory, with these settings of its own; a micro-batch of None is said nowhere."""
+def script(micro: int | None, length: int = 512, precision: str = "fp32", **fields: object) -> JobSpec:
+    """Return a job of unknown memory need with its own settings; a micro-batch of None is not declared."""
     knobs = {
         "micro_batch_size": {"flag": "--batch"} | ({} if micro is None else {"default": micro}),
         "gradient_accumulation_steps": {"flag": "--accumulate", "default": 1},
         "sequence_length": {"flag": "--length", "default": length},
         "precision": {"flag": "--precision", "default": precision},
     }
-    said = {"probe": "never", "degrade": LENGTHS, "precision": precision, "knobs": knobs} | said
-    return unknown("unknown", **said)
+    fields = {"probe": "never", "degrade": LENGTHS, "precision": precision, "knobs": knobs} | fields
+    return unknown("unknown", **fields)
 
 
 def planned_bytes(spec: JobSpec, night: Night) -> dict[Plan, int]:
-    """What is predicted of each plan with what the night has taught, as corrected for it."""
+    """Return the predicted bytes of each plan, corrected by what the night has taught."""
     (group,) = groups_of(night.state.nodes)
     hardware = group.hardware
     calibrated = calibration(night.state.observations, device=hardware.device.name, family=spec.family_name)
-    found = frontier(measured_spec(spec, calibrated), hardware, calibrated.correction, calibrated.overhead)
-    return {one.plan: one.estimate.allocated_bytes for one in found.candidates}
+    front = frontier(measured_spec(spec, calibrated), hardware, calibrated.correction, calibrated.overhead)
+    return {candidate.plan: candidate.estimate.allocated_bytes for candidate in front.candidates}
 
 
 def taught(spec: JobSpec) -> Night:
@@ -56,9 +56,11 @@ def test_bytes_of_a_plan_are_the_same_whatever_a_later_job_names_as_its_own_sett
     night = taught(first)
     expected = planned_bytes(first, night)
     for later in (script(4), script(16), script(64), script(None), script(16, length=256), script(8, precision="bf16")):
-        found = planned_bytes(later, night)
-        both = expected.keys() & found.keys()
-        assert {plan: found[plan] for plan in both} == pytest.approx({plan: expected[plan] for plan in both}, abs=64)
+        plan_bytes = planned_bytes(later, night)
+        both = expected.keys() & plan_bytes.keys()
+        assert {plan: plan_bytes[plan] for plan in both} == pytest.approx(
+            {plan: expected[plan] for plan in both}, abs=64
+        )
         assert both, "a law of no plan would hold of anything"
 
 
@@ -85,12 +87,12 @@ def test_a_job_with_a_larger_default_tries_it_where_nothing_was_learned_from_the
 def test_an_attempt_tells_the_settings_that_its_estimate_is_relative_to() -> None:
     night = taught(script(64))
     night.submit(script(8))
-    own = OwnSettings(micro_batch_size=64, sequence_length=512, precision=Precision.FP32)
-    assert {one.relative_to for one in night.launched} == {own}
+    own_settings = OwnSettings(micro_batch_size=64, sequence_length=512, precision=Precision.FP32)
+    assert {launch.relative_to for launch in night.launched} == {own_settings}
 
 
 def test_a_job_that_says_what_it_costs_is_relative_to_nothing() -> None:
     night = Night()
     night.submit(script(8, profile={"parameters": 1000, "activations_per_sample": "1MiB"}))
-    assert [one.relative_to for one in night.launched] == [None]
-    assert {one.status for one in night.state.jobs.values()} == {JobStatus.RUNNING}
+    assert [launch.relative_to for launch in night.launched] == [None]
+    assert {job.status for job in night.state.jobs.values()} == {JobStatus.RUNNING}

@@ -29,61 +29,63 @@ PINNING = '  File "deepspeed/runtime/zero/stage3.py", line 1, in _create_fp32_pa
 WATCHDOG = "[rank1]:[E] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=1580, OpType=ALLREDUCE"
 
 
-def scan(lines: Iterable[str], **said: Any) -> LogScan:
-    read = LogScan(**said)
+def scan(lines: Iterable[str], **fields: Any) -> LogScan:
+    read = LogScan(**fields)
     for offset, line in enumerate(lines):
         read.feed(line, offset)
     return read
 
 
-def found(text: str) -> Finding | None:
+def find_cause(text: str) -> Finding | None:
     return next(iter(read_log(text)), None)
 
 
 @pytest.mark.parametrize("reported", REPORTED, ids=names())
 def test_names_the_cause_of_a_reported_failure(reported: dict[str, Any]) -> None:
-    finding = found(reported["text"])
+    finding = find_cause(reported["text"])
     assert (finding.cause.value if finding else "user_error") == reported["cause"]
     if finding and "rank" in reported:
         assert finding.rank == reported["rank"]
 
 
-@pytest.mark.parametrize("reported", [one for one in REPORTED if "root_rank" in one], ids=lambda one: one["from"])
+@pytest.mark.parametrize(
+    "reported", [report for report in REPORTED if "root_rank" in report], ids=lambda report: report["from"]
+)
 def test_takes_rank_and_exit_code_from_torchruns_summary(reported: dict[str, Any]) -> None:
     read = scan(reported["text"].splitlines())
     assert (read.root_rank, read.root_exit_code) == (reported["root_rank"], reported["root_exit_code"])
 
 
-@pytest.mark.parametrize("ordinary", ORDINARY, ids=lambda one: one["text"][:60])
+@pytest.mark.parametrize("ordinary", ORDINARY, ids=lambda report: report["text"][:60])
 def test_ordinary_lines_name_nothing(ordinary: dict[str, str]) -> None:
-    assert found(ordinary["text"]) is None
+    assert find_cause(ordinary["text"]) is None
 
 
 def test_ordinary_lines_before_a_bug_name_nothing() -> None:
-    assert found("\n".join(one["text"] for one in ORDINARY) + "\nKeyError: 'labels'") is None
+    assert find_cause("\n".join(report["text"] for report in ORDINARY) + "\nKeyError: 'labels'") is None
 
 
 def test_the_corpus_is_large_and_cites_its_sources() -> None:
-    assert sum("#" in one["from"] for one in REPORTED) >= 60
+    assert sum("#" in report["from"] for report in REPORTED) >= 60
     assert len(ORDINARY) >= 40
-    assert {one["cause"] for one in REPORTED} == {"user_error", *Cause}
+    assert {report["cause"] for report in REPORTED} == {"user_error", *Cause}
 
 
 def test_every_rule_was_seen_at_work() -> None:
-    lines = [line for one in REPORTED for line in one["text"].splitlines()]
+    lines = [line for report in REPORTED for line in report["text"].splitlines()]
     unseen = {pattern.pattern for _, pattern in RULES if not any(pattern.search(line) for line in lines)}
     assert not unseen
 
 
 def test_no_line_with_a_cause_is_dismissed_unread() -> None:
-    lines = [line for one in REPORTED for line in one["text"].splitlines()]
+    lines = [line for report in REPORTED for line in report["text"].splitlines()]
     for needle, (_, rule) in zip(NEEDLES, RULES, strict=True):
         assert any(telling in needle for telling in TELLING), needle
         assert all(needle in line and is_telling(line) for line in lines if rule.search(line)), needle
 
 
 def test_no_rule_takes_long_for_any_line_that_is_read() -> None:
-    """Each is tried on lines that begin its match over and over: none may grow with the square of the line."""
+    """Each rule reads lines that begin its match repeatedly: no time may grow with the square of the line."""
     length = 8 * LINE_BYTES_MAX
     began_s = time.process_time()
     for needle, (_, rule) in zip(NEEDLES, RULES, strict=True):
@@ -102,7 +104,7 @@ def test_no_rule_takes_long_for_any_line_that_is_read() -> None:
     ],
 )
 def test_pinned_memory_is_the_hosts_and_pytorchs_allocator_is_the_devices(text: str, cause: Cause) -> None:
-    finding = found(text)
+    finding = find_cause(text)
     assert finding is not None
     assert finding.cause is cause
 
@@ -126,7 +128,7 @@ def test_names_the_cause_of_every_real_log() -> None:
     wrong = []
     for path in sorted(REAL_LOGS.glob("*.log")):
         expected = path.name.split("--")[0]
-        finding = found(path.read_text(errors="replace"))
+        finding = find_cause(path.read_text(errors="replace"))
         named = finding.cause.value if finding else "user_error"
         if named != expected:
             wrong.append(f"{path.name}: {named} ({finding.line if finding else ''})")
@@ -175,7 +177,10 @@ def test_ranks_that_write_into_one_log_keep_their_tracebacks_apart() -> None:
         f"[rank1]: {OOM}",
         f"[rank0]: {OOM}",
     ]
-    assert {one.rank: one.phase for one in scan(lines).findings} == {0: Phase.OPTIMIZER, 1: Phase.EVALUATION}
+    assert {finding.rank: finding.phase for finding in scan(lines).findings} == {
+        0: Phase.OPTIMIZER,
+        1: Phase.EVALUATION,
+    }
 
 
 def test_memory_stays_bounded_however_many_complain() -> None:
@@ -192,17 +197,17 @@ def test_source_quoted_by_a_traceback_names_nothing() -> None:
            ^^^^^^^^^^^^^^^^^^^^^^^^^^^
 KeyError: 'labels'
 """
-    assert found(log) is None
+    assert find_cause(log) is None
 
 
 def test_source_quoted_in_a_box_names_nothing() -> None:
     boxed = "│ ❱ 290 │   │   raise MemoryError: no   # OutOfMemoryError: CUDA out of memory. Tried to allocate  │"
-    assert found(f"{boxed}\nKeyError: 'labels'") is None
+    assert find_cause(f"{boxed}\nKeyError: 'labels'") is None
 
 
 def test_shows_the_traceback_of_the_cause() -> None:
     log = f'Traceback (most recent call last):\n  File "train.py", line 3, in f\n    x = y @ z\n{OOM}\nKeyError: 1'
-    finding = found(log)
+    finding = find_cause(log)
     assert finding is not None
     assert finding.excerpt == f'  File "train.py", line 3, in f\n    x = y @ z\n{OOM}'
 

@@ -1,4 +1,4 @@
-"""What a script tells of its length and its speeds becomes its frontier."""
+"""The declared length and speeds of a script become its frontier."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ NODES = Hardware(device=A100, devices_per_node=8, nodes=8, network_bandwidth=25 
 SPEEDS = {"1": "2.1s", "5": "1.2s", "40": "0.7s"}
 
 
-def measured(**said: object) -> JobSpec:
+def measured(**fields: object) -> JobSpec:
     return JobSpec.model_validate(
-        {"name": "job", "command": "python train.py", "global_batch_size": 32, "speeds": SPEEDS, **said}
+        {"name": "job", "command": "python train.py", "global_batch_size": 32, "speeds": SPEEDS, **fields}
     )
 
 
 def times(spec: JobSpec) -> dict[int, float]:
-    return {one.plan.world_size: one.step_s for one in frontier(spec, NODES).candidates}
+    return {candidate.plan.world_size: candidate.step_s for candidate in frontier(spec, NODES).candidates}
 
 
 def test_each_number_of_devices_whose_speed_is_told_is_a_candidate_that_fits() -> None:
     """Also those that do not divide the global batch, and those that the cost model would not believe in."""
     assert times(measured()) == {40: 0.7, 5: 1.2, 1: 2.1}
-    for one in frontier(measured(), NODES).candidates:
-        assert one.plan.global_batch_size == 32
-        assert fits(one, A100.memory, UNMEASURED)
+    for candidate in frontier(measured(), NODES).candidates:
+        assert candidate.plan.global_batch_size == 32
+        assert fits(candidate, A100.memory, UNMEASURED)
 
 
 def test_the_range_of_devices_follows_from_the_speeds_unless_it_is_said() -> None:
@@ -55,11 +55,11 @@ def test_the_fastest_plan_of_each_number_is_as_fast_as_told_and_the_others_slowe
         "gradient_accumulation_steps": {"flag": "--accumulate"},
         "activation_checkpointing": {"switch": "--checkpoint"},
     }
-    found = frontier(measured(knobs=knobs, speeds={"1": "2s", "4": "1s"}), NODES).candidates
+    candidates = frontier(measured(knobs=knobs, speeds={"1": "2s", "4": "1s"}), NODES).candidates
     for count, fastest_s in ((1, 2.0), (4, 1.0)):
-        told = [one.step_s for one in found if one.plan.world_size == count]
-        assert min(told) == fastest_s
-        assert len(set(told)) > 1
+        times_s = [candidate.step_s for candidate in candidates if candidate.plan.world_size == count]
+        assert min(times_s) == fastest_s
+        assert len(set(times_s)) > 1
 
 
 def test_a_job_with_speeds_reads_back_as_it_was_written() -> None:
@@ -69,13 +69,13 @@ def test_a_job_with_speeds_reads_back_as_it_was_written() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "problem"),
+    ("fields", "problem"),
     [
         ({"gpus": 2}, "knows none of 2 to 2"),
         ({"speeds": {"1": "0s"}}, "more than 0 seconds"),
         ({"speeds": {"no": "1s"}}, "int"),
     ],
 )
-def test_speeds_that_say_nothing_are_refused(said: dict[str, object], problem: str) -> None:
+def test_speeds_that_say_nothing_are_refused(fields: dict[str, object], problem: str) -> None:
     with pytest.raises(ValidationError, match=problem):
-        measured(**said)
+        measured(**fields)

@@ -31,7 +31,7 @@ def cluster_of(nodes: int, devices: int) -> ClusterSpec:
 
 
 def stream(nodes: int, length_s: int, until_s: float, *, with_deadlines: bool) -> Outcome:
-    """What becomes of one job of all devices, from 1 h on, while short ones of one device keep 90 % busy."""
+    """Return the outcome of a job of all devices, submitted at 1 h, while short jobs keep 90 % of them busy."""
     draw = random.Random("stream")
     wide = Arrival(at_s=HOUR_S, spec=job_spec_from_trace("wide", {8 * nodes: 1.0}, length_s))
     arrivals, at_s = [wide], 0.0
@@ -39,19 +39,19 @@ def stream(nodes: int, length_s: int, until_s: float, *, with_deadlines: bool) -
         deadline_s = at_s + MONTH_S if with_deadlines else None
         arrivals.append(Arrival(at_s=at_s, spec=job_spec_from_trace("short", {1: 1.0}, SHORT_S), deadline_s=deadline_s))
         at_s += draw.expovariate(0.9 * 8 * nodes / SHORT_S)
-    arrivals.sort(key=lambda one: one.at_s)
+    arrivals.sort(key=lambda arrival: arrival.at_s)
     outcomes = simulate(Trace(name="stream", arrivals=tuple(arrivals)), cluster_of(nodes, 8), seed=0).outcomes
     return outcomes[arrivals.index(wide)]
 
 
 def waits_of_the_wide(nodes: int, length_s: int, until_s: float) -> list[float]:
-    """Without, and with, deadlines of the short ones that are a month away."""
-    found = []
+    """Return the wide job's waits in seconds, without and with deadlines of the short jobs a month away."""
+    waits_s = []
     for with_deadlines in (False, True):
-        one = stream(nodes, length_s, until_s, with_deadlines=with_deadlines)
-        assert one.started_at_s is not None
-        found.append(one.started_at_s - one.submitted_at_s)
-    return found
+        outcome = stream(nodes, length_s, until_s, with_deadlines=with_deadlines)
+        assert outcome.started_at_s is not None
+        waits_s.append(outcome.started_at_s - outcome.submitted_at_s)
+    return waits_s
 
 
 @pytest.mark.parametrize(
@@ -88,41 +88,48 @@ def random_stream(draw: random.Random) -> Trace:
         slack = draw.choice((None, 1.2, 4.0, 1e4))
         deadline_s = None if slack is None else at_s + LAUNCH_S + slack * alone_s
         arrivals.append(Arrival(at_s=at_s, spec=spec, deadline_s=deadline_s))
-    return Trace(name="stream", arrivals=tuple(replace(one, at_s=one.at_s - arrivals[0].at_s) for one in arrivals))
+    return Trace(
+        name="stream", arrivals=tuple(replace(arrival, at_s=arrival.at_s - arrivals[0].at_s) for arrival in arrivals)
+    )
 
 
 def delayed(trace: Trace, outcomes: tuple[Outcome, ...], objective: Objective = Objective.COMPLETION) -> list[str]:
-    """Jobs that wait past their aging limits for longer than all earlier jobs and all of higher priority could take.
+    """Return a sentence for each job that waits past its aging limit for longer than all jobs ahead could take.
 
-    Whatever runs then may end first. A job with hours is bound by them. Where an earlier or higher one has hours, its
-    devices are reserved from their opening: a job that would not end before waits for them, at most its own length.
+    Jobs ahead are earlier or of higher priority; those that run then may end first. A job with hours is bound
+    by them. Devices for a job ahead with hours are reserved from their opening: a job that would not end before waits
+    for them, at most its own length.
     """
-    found, numbers = [], tuning.tuned_for(objective)
-    for number, (given_, one) in enumerate(zip(trace.arrivals, outcomes, strict=True)):
-        assert one.started_at_s is not None
-        assert one.ended_at_s is not None
-        spec = given_.spec
+    sentences, numbers = [], tuning.tuned_for(objective)
+    for number, (arrival, outcome) in enumerate(zip(trace.arrivals, outcomes, strict=True)):
+        assert outcome.started_at_s is not None
+        assert outcome.ended_at_s is not None
+        spec = arrival.spec
         if spec.start_window is not None:
             continue
         longest_s = LAUNCH_S + 100 * max(step_s for _, step_s in spec.speeds)
-        aging_limit_s = one.submitted_at_s + numbers.aging_factor * longest_s
-        if one.deadline_s is not None and one.deadline_s - one.submitted_at_s <= (1 + numbers.slack) * longest_s:
-            aging_limit_s = one.deadline_s + numbers.aging_late * numbers.aging_factor * longest_s
+        aging_limit_s = outcome.submitted_at_s + numbers.aging_factor * longest_s
+        if (
+            outcome.deadline_s is not None
+            and outcome.deadline_s - outcome.submitted_at_s <= (1 + numbers.slack) * longest_s
+        ):
+            aging_limit_s = outcome.deadline_s + numbers.aging_late * numbers.aging_factor * longest_s
         before = [
-            (process, its.spec)
-            for other, (its, outcome) in enumerate(zip(trace.arrivals, outcomes, strict=True))
-            for process in outcome.attempts
+            (process, rival.spec)
+            for other, (rival, result) in enumerate(zip(trace.arrivals, outcomes, strict=True))
+            for process in result.attempts
             if other != number and (process.ended_at_s or 0.0) > aging_limit_s
-            if other < number or its.spec.priority > spec.priority or process.launched_at_s <= aging_limit_s
+            if other < number or rival.spec.priority > spec.priority or process.launched_at_s <= aging_limit_s
         ]
         others_s = sum((process.ended_at_s or 0.0) - max(aging_limit_s, process.launched_at_s) for process, _ in before)
-        opening_s = [process.launched_at_s - aging_limit_s for process, its in before if its.start_window is not None]
+        opening_s = [
+            process.launched_at_s - aging_limit_s for process, rival in before if rival.start_window is not None
+        ]
         others_s += sum(min(longest_s, max(0.0, kept_s)) for kept_s in opening_s)
-        if one.started_at_s > aging_limit_s + others_s + 1.0:
-            found.append(
-                f"job {number} starts {one.started_at_s - aging_limit_s - others_s:.0f} s after all who may go before"
-            )
-    return found
+        if outcome.started_at_s > aging_limit_s + others_s + 1.0:
+            late_s = outcome.started_at_s - aging_limit_s - others_s
+            sentences.append(f"job {number} starts {late_s:.0f} s after all who may go before")
+    return sentences
 
 
 @pytest.mark.parametrize("objective", Objective)
@@ -144,7 +151,7 @@ def test_a_deadline_that_leaves_time_goes_first_only_once_it_presses() -> None:
             Arrival(at_s=2.0, spec=job_spec_from_trace("due", {1: 1.0}, 100), deadline_s=60.0 + lengths * length_s),
         )
         outcomes = simulate(Trace(name="two", arrivals=jobs), cluster_of(1, 1), seed=0).outcomes
-        starts_s = [one.started_at_s or 0.0 for one in outcomes]
+        starts_s = [outcome.started_at_s or 0.0 for outcome in outcomes]
         assert min((1, 2), key=lambda number: starts_s[number]) == first
 
 

@@ -1,4 +1,4 @@
-"""One decision at a time: what each event makes of a job, and what is done about it."""
+"""Single decisions: the effect of each event on a job, and the actions that follow."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_a_gang_that_only_the_whole_cluster_holds_waits_for_absent_nodes() -> No
 
 
 def test_a_plan_that_ran_is_judged_by_its_own_peak() -> None:
-    """What other jobs of the family teach later does not take a running plan from a job that was preempted."""
+    """Later lessons of the family do not take a running plan from a preempted job."""
     state, actions = run(NODES, submitted())
     first = launches(actions)[0]
     preempted = replace(SUCCESS, ranks=(RankEnd(rank=0, exit_code=-15),))
@@ -222,11 +222,11 @@ def test_a_lost_node_restarts_the_same_plan_after_a_pause() -> None:
 
 
 def test_a_restart_says_what_is_done_again_where_nothing_was_saved() -> None:
-    for saved, words in ((None, "; no checkpoint: 9 steps are done again"), (5, "")):
+    for saved, ending in ((None, "; no checkpoint: 9 steps are done again"), (5, "")):
         evidence = replace(SUCCESS, ranks=(), nodes_lost=("local",), checkpoint_step=saved)
         state, _ = run(NODES, submitted(), finished(evidence))
-        assert only_job(state).reason.partition("local")[2].endswith(words), only_job(state).reason
-        assert ("done again" in only_job(state).reason) == bool(words)
+        assert only_job(state).reason.partition("local")[2].endswith(ending), only_job(state).reason
+        assert ("done again" in only_job(state).reason) == bool(ending)
 
 
 def test_a_lost_node_does_not_use_up_the_budget_for_memory() -> None:
@@ -281,7 +281,7 @@ def test_a_job_that_recovered_begins_the_next_night_with_the_plan_that_ended_it(
 
 
 def test_a_smaller_batch_is_tried_where_weights_alone_were_predicted_to_be_the_peak() -> None:
-    """As predicted no batch is too large, since the optimizer step needs more than any: what ran out says otherwise."""
+    """The prediction has the optimizer step need more than any batch; the failure proves it wrong."""
     knobs = {
         "micro_batch_size": {"flag": "--batch-size", "default": 8},
         "gradient_accumulation_steps": {"flag": "--accumulate", "default": 1},
@@ -303,9 +303,9 @@ def test_a_job_that_ran_out_is_held_to_what_it_needed_itself() -> None:
 
 
 def test_outcomes_are_taken_in_once_however_often_they_are_told() -> None:
-    told = Observed(observations=(observation(), observation(number=2, at_s=2.0)), at_s=3.0)
-    state, actions = run(told)
-    again, _ = run(told, replace(told, observations=told.observations[::-1]), state=state)
+    event = Observed(observations=(observation(), observation(number=2, at_s=2.0)), at_s=3.0)
+    state, actions = run(event)
+    again, _ = run(event, replace(event, observations=event.observations[::-1]), state=state)
     assert len(state.observations) == 2
     assert (again.observations, actions) == (state.observations, [])
 
@@ -349,10 +349,10 @@ def test_priority_goes_before_submission() -> None:
 
 
 def test_no_job_behind_takes_the_devices_that_one_ahead_waits_for() -> None:
-    one = submitted(decoder_spec(gpus=1), job_id="one-1")
+    narrow = submitted(decoder_spec(gpus=1), job_id="one-1")
     gang = submitted(decoder_spec(gpus=2), job_id="gang-2")
     later = submitted(decoder_spec(gpus=1, training={"max_steps": 2000}), job_id="later-3")
-    state, actions = run(NODES, one, gang, later)
+    state, actions = run(NODES, narrow, gang, later)
     assert launches(actions) == []
     assert "2 free" in Waits(state).why(state.jobs["gang-2"])
     state, actions = run(finished(SUCCESS, job_id="one-1"), released(job_id="one-1"), state=state)

@@ -1,4 +1,4 @@
-"""What this service does after ends of programs that nobody here wrote: what an operator would want it to do."""
+"""The service reacts to the ends of foreign programs as an operator would want it to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each way in which a foreign trainer misleads about its end, and what is made of it all the same.
+"""Ways in which a foreign trainer misleads about its end, and the correct verdict on each.
 
 The numbers are those of the five seed trainers' known traps: RVC, torchrun and accelerate, MusicGen, LatentSync,
 Parler-TTS and Orpheus-TTS.
@@ -40,8 +40,8 @@ def read(text: str, *, command: tuple[str, ...] = (), markers: dict[Phase, str] 
     return scan
 
 
-def end_of(text: str, exit_code: int | None = 1, rank: int = 0, **said: object) -> RankEnd:
-    scan = read(text, **said)  # type: ignore[arg-type]
+def end_of(text: str, exit_code: int | None = 1, rank: int = 0, **fields: object) -> RankEnd:
+    scan = read(text, **fields)  # type: ignore[arg-type]
     return RankEnd(
         rank=rank,
         exit_code=exit_code,
@@ -52,8 +52,8 @@ def end_of(text: str, exit_code: int | None = 1, rank: int = 0, **said: object) 
     )
 
 
-def judged(*ends: RankEnd, job_: Job | None = None, attempt_: Attempt | None = None, **said: object) -> Failure:
-    evidence = Evidence(ranks=ends, **said)  # type: ignore[arg-type]
+def judged(*ends: RankEnd, job_: Job | None = None, attempt_: Attempt | None = None, **fields: object) -> Failure:
+    evidence = Evidence(ranks=ends, **fields)  # type: ignore[arg-type]
     failure = classify(job_ or job(script_spec()), attempt_ or attempt(), evidence, capacity_bytes=24 * GIB)
     assert failure is not None
     return failure
@@ -91,16 +91,16 @@ def test_trap_2_a_crash_under_torchrun_names_rank_and_signal() -> None:
 def test_trap_2_accelerate_repeats_the_whole_command() -> None:
     echo = ECHO.format(note=NOTE, end="returned non-zero exit status 1")
     command = ("train.py", "--note", NOTE)
-    told = job(script_spec(command=command))
+    script_job = job(script_spec(command=command))
     for log in (f"KeyError: 'labels'\n{echo}", f"note={NOTE} 1 GiB\nKeyError: 'labels'"):
-        assert judged(end_of(log, command=command), job_=told).kind is FailureKind.USER_ERROR
+        assert judged(end_of(log, command=command), job_=script_job).kind is FailureKind.USER_ERROR
     killed = ECHO.format(note=NOTE, end="died with <Signals.SIGKILL: 9>")
-    assert judged(end_of(killed, command=command), job_=told, host_oom_kills=1).kind is FailureKind.HOST_OOM
+    assert judged(end_of(killed, command=command), job_=script_job, host_oom_kills=1).kind is FailureKind.HOST_OOM
 
 
 def test_trap_2_deepspeed_repeats_arguments_that_no_job_file_has() -> None:
-    words = ["/usr/bin/python3", "-u", "train.py", "--local_rank=0", f"--note={NOTE} 1 GiB", "MemoryError: x"]
-    echo = f"[2023-04-14 13:11:27,885] [ERROR] [launch.py:434:sigkill_handler] {words} exits with return code ="
+    arguments = ["/usr/bin/python3", "-u", "train.py", "--local_rank=0", f"--note={NOTE} 1 GiB", "MemoryError: x"]
+    echo = f"[2023-04-14 13:11:27,885] [ERROR] [launch.py:434:sigkill_handler] {arguments} exits with return code ="
     assert judged(end_of(f"{echo} 1")).kind is FailureKind.STARTUP
     assert judged(end_of(f"{echo} -9"), host_oom_kills=1).kind is FailureKind.HOST_OOM
     assert judged(end_of(f"{echo} -9")).kind is FailureKind.PREEMPTED
@@ -159,36 +159,36 @@ def test_trap_6_a_hang_long_after_a_batch_was_skipped_is_a_hang() -> None:
 
 
 @pytest.mark.parametrize(
-    "said",
+    "message",
     [
         "ValueError: Output directory (../out) already exists and is not empty. Use --overwrite_output_dir",  # 7
         "_pickle.UnpicklingError: Weights only load failed.",  # 12
     ],
 )
-def test_traps_7_and_12_a_restart_that_its_script_refuses_is_no_memory_failure(said: str) -> None:
-    assert judged(end_of(said)).kind in (FailureKind.USER_ERROR, FailureKind.STARTUP)
+def test_traps_7_and_12_a_restart_that_its_script_refuses_is_no_memory_failure(message: str) -> None:
+    assert judged(end_of(message)).kind in (FailureKind.USER_ERROR, FailureKind.STARTUP)
 
 
 @pytest.mark.parametrize(
-    ("words", "phase"),
+    ("lines", "phase"),
     [
         (["*** Encode target audio with encodec ***"], Phase.ENCODING),
         (["*** Encode target audio with encodec ***", "***** Running training *****"], Phase.TRAINING),
         (["***** Running training *****", "Evaluating - Inference ...: 10%"], Phase.EVALUATION),
     ],
 )
-def test_trap_15_parler_runs_out_in_three_phases(words: list[str], phase: Phase) -> None:
+def test_trap_15_parler_runs_out_in_three_phases(lines: list[str], phase: Phase) -> None:
     markers = {
         Phase.ENCODING: r"\*\*\* Encode target audio",
         Phase.TRAINING: "Running training",
         Phase.EVALUATION: "Evaluating - ",
     }
-    failure = judged(end_of("\n".join((*words, OOM)), markers=markers))
+    failure = judged(end_of("\n".join((*lines, OOM)), markers=markers))
     assert (failure.kind, failure.phase) == (FailureKind.DEVICE_OOM, phase)
 
 
 def test_trap_15_the_guard_sees_no_training_in_an_encoding_phase() -> None:
-    """Its word for what comes before the first step is start-up; the program's own word is better."""
+    """The guard calls all before the first step start-up; the program's own marker is better."""
     end = end_of(f"*** Encode target audio\n{OOM}", markers={Phase.ENCODING: "Encode target audio"})
     report = replace(crowded(), phase="startup", foreign_bytes=0)
     assert judged(end, ooms=(report,)).phase is Phase.ENCODING

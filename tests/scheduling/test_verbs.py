@@ -25,7 +25,7 @@ from orchestrator.specs.policy import UNSHARED, PolicySpec, TeamSpec
 from orchestrator.specs.state import State
 from tests.scheduling.factories import node
 from tests.scheduling.people import interrupted
-from tests.scheduling.test_planted_bugs import found_in
+from tests.scheduling.test_planted_bugs import find_breaches
 from tests.scheduling.test_queue import gone, played, script, seen, submitted
 from tests.scheduling.transition import history, of
 from tests.scheduling.world import MemoryJournal, backend_of, play, random_scenario
@@ -176,13 +176,13 @@ def test_what_cannot_be_done_with_a_job_is_one_error_that_says_what_can() -> Non
 
 
 def test_nights_in_which_people_step_in_have_every_kind_of_that() -> None:
-    """Otherwise the laws of tests/scheduling/test_properties.py would hold of what never happens."""
+    """The laws of tests/scheduling/test_properties.py must not hold of what never happens."""
     kinds, resumed = set[FailureKind](), 0
     for seed in range(8):
         journal, scenario = MemoryJournal(), interrupted(random_scenario(random.Random(seed)))
         for job in play(scenario, journal, backend_of(scenario)).jobs.values():
             kinds |= {attempt.failure.kind for attempt in job.attempts if attempt.failure}
-            resumed += any(one.moved_for.startswith("suspended") for one in job.attempts[:-1])
+            resumed += any(attempt.moved_for.startswith("suspended") for attempt in job.attempts[:-1])
     assert {FailureKind.TIME_LIMIT, FailureKind.MOVED} <= kinds
     assert resumed > 1
 
@@ -217,7 +217,7 @@ def test_a_planted_bug_is_found_in_a_night_in_which_people_step_in(
     plant: Callable[[pytest.MonkeyPatch], None], sentence: str, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plant(monkeypatch)
-    assert any(sentence in violation for violation in found_in(interrupted(random_scenario(random.Random(seed)))))
+    assert any(sentence in violation for violation in find_breaches(interrupted(random_scenario(random.Random(seed)))))
 
 
 def test_a_retry_that_continues_is_expected_to_do_only_what_is_left() -> None:

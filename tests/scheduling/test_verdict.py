@@ -24,7 +24,9 @@ EARLY = replace(STRANGE, step=None, elapsed_s=9.0)
 REFUSED = replace(EARLY, signature="ConnectionError", may_pass=True)
 
 
-def ended(ending: Ending, number: int = 1, place: tuple[str, int] = ("a", 0), saved: int | None = None) -> Attempt:
+def ended_attempt(
+    ending: Ending, number: int = 1, place: tuple[str, int] = ("a", 0), saved: int | None = None
+) -> Attempt:
     failure = Failure(kind=FailureKind.UNKNOWN, reason="it ended", ending=ending)
     return replace(
         attempt(),
@@ -55,24 +57,30 @@ def elsewhere(key: str, ending: Ending, place: tuple[str, int]) -> UnexplainedEn
     )
 
 
-FIRST = with_verdict(ended(STRANGE))
-SAME_DEVICE = ended(STRANGE, 2)
+FIRST = with_verdict(ended_attempt(STRANGE))
+SAME_DEVICE = ended_attempt(STRANGE, 2)
 ROWS = {
-    "1: another job ended on the device": (1, judged(ended(STRANGE), others=(elsewhere("x", EARLY, ("a", 0)),))),
-    "1: another job ended on the node just now": (1, judged(ended(STRANGE), others=(elsewhere("x", EARLY, ("a", 1)),))),
+    "1: another job ended on the device": (
+        1,
+        judged(ended_attempt(STRANGE), others=(elsewhere("x", EARLY, ("a", 0)),)),
+    ),
+    "1: another job ended on the node just now": (
+        1,
+        judged(ended_attempt(STRANGE), others=(elsewhere("x", EARLY, ("a", 1)),)),
+    ),
     "2: three jobs alike on two nodes": (
         2,
-        judged(ended(REFUSED), others=(elsewhere("x", REFUSED, ("b", 0)), elsewhere("y", REFUSED, ("a", 1)))),
+        judged(ended_attempt(REFUSED), others=(elsewhere("x", REFUSED, ("b", 0)), elsewhere("y", REFUSED, ("a", 1)))),
     ),
-    "4: the user's word": (4, judged(ended(OWN), spec=job(script_spec(retries={"on_error": 1})))),
-    "5: twice alike on two devices": (5, judged(FIRST, ended(STRANGE, 2, ("b", 1)))),
+    "4: the user's word": (4, judged(ended_attempt(OWN), spec=job(script_spec(retries={"on_error": 1})))),
+    "5: twice alike on two devices": (5, judged(FIRST, ended_attempt(STRANGE, 2, ("b", 1)))),
     "6: twice alike on one device": (6, judged(FIRST, SAME_DEVICE)),
-    "7: and on it again": (7, judged(FIRST, with_verdict(SAME_DEVICE, FIRST), ended(STRANGE, 3))),
-    "7: twice the program's own on one device": (7, judged(with_verdict(ended(OWN)), ended(OWN, 2))),
-    "8: a checkpoint kept the steps": (8, judged(ended(STRANGE, saved=30))),
-    "9: nothing kept them": (9, judged(ended(STRANGE))),
-    "10: the program's own, at the start": (10, judged(ended(replace(OWN, step=None)))),
-    "11: no step was made": (11, judged(ended(EARLY))),
+    "7: and on it again": (7, judged(FIRST, with_verdict(SAME_DEVICE, FIRST), ended_attempt(STRANGE, 3))),
+    "7: twice the program's own on one device": (7, judged(with_verdict(ended_attempt(OWN)), ended_attempt(OWN, 2))),
+    "8: a checkpoint kept the steps": (8, judged(ended_attempt(STRANGE, saved=30))),
+    "9: nothing kept them": (9, judged(ended_attempt(STRANGE))),
+    "10: the program's own, at the start": (10, judged(ended_attempt(replace(OWN, step=None)))),
+    "11: no step was made": (11, judged(ended_attempt(EARLY))),
 }
 
 
@@ -86,21 +94,21 @@ def test_the_first_row_that_fits_decides_and_the_reason_says_why(row: int, failu
 
 
 def test_what_a_network_refused_accuses_no_place_and_is_no_bug_however_often_alike() -> None:
-    first = with_verdict(ended(REFUSED))
-    again = judged(first, ended(REFUSED, 2), others=(elsewhere("x", EARLY, ("a", 0)),))
+    first = with_verdict(ended_attempt(REFUSED))
+    again = judged(first, ended_attempt(REFUSED, 2), others=(elsewhere("x", EARLY, ("a", 0)),))
     assert again.verdict is not None
     assert (again.verdict.row, again.verdict.wait_s) == (11, 1200.0)
     assert avoided_devices(replace(job(), attempts=(first,)), NODES, 1000.0) == ()
 
 
 def test_a_bug_within_training_costs_one_more_attempt_at_once() -> None:
-    failure = judged(ended(OWN))
+    failure = judged(ended_attempt(OWN))
     assert failure.verdict is not None
     assert failure.verdict.wait_s == 2.0
 
 
 def test_an_attempt_that_gains_ten_minutes_uses_no_budget() -> None:
-    short, long = (judged(ended(replace(STRANGE, elapsed_s=s), saved=30)).verdict for s in (599.0, 600.0))
+    short, long = (judged(ended_attempt(replace(STRANGE, elapsed_s=s), saved=30)).verdict for s in (599.0, 600.0))
     assert short is not None
     assert long is not None
     assert (short.budget, long.budget) == ("unknown", "")
@@ -108,7 +116,7 @@ def test_an_attempt_that_gains_ten_minutes_uses_no_budget() -> None:
 
 def test_exit_codes_limit_what_on_error_allows() -> None:
     spec = job(script_spec(retries={"on_error": 1, "exit_codes": [75]}))
-    failure = judged(ended(replace(OWN, step=None)), spec=spec)
+    failure = judged(ended_attempt(replace(OWN, step=None)), spec=spec)
     assert failure.verdict is not None
     assert failure.verdict.row == 10, "the attempt has no exit code"
 
@@ -125,20 +133,20 @@ def named(key: str) -> Job:
 
 
 def test_a_device_is_suspended_by_two_jobs_and_trusted_after_a_success() -> None:
-    one, other = ended(STRANGE), ended(EARLY, 2)
+    first, other = ended_attempt(STRANGE), ended_attempt(EARLY, 2)
     suspect = judged(other, others=(elsewhere(named("x").key, STRANGE, ("a", 0)),))
-    steps = [(named("x"), one, judged(one)), (named("y"), other, suspect)]
+    steps = [(named("x"), first, judged(first)), (named("y"), other, suspect)]
     suspended = state_after(*steps)
     assert [(entry.place, entry.until_s) for entry in suspensions(suspended)] == [("device 0 of a", 3800.0)]
     assert not suspensions(state_after(*steps, (named("z"), replace(other, failure=None), None)))
 
 
 def test_a_job_that_ends_alike_elsewhere_takes_back_what_it_accused() -> None:
-    one, other, again = ended(STRANGE), ended(EARLY, 2), ended(EARLY, 3, ("b", 0))
+    first, other, again = ended_attempt(STRANGE), ended_attempt(EARLY, 2), ended_attempt(EARLY, 3, ("b", 0))
     suspect = judged(other, others=(elsewhere(named("x").key, STRANGE, ("a", 0)),))
     accuser = replace(named("y"), attempts=(replace(other, number=1, failure=suspect),))
     cleared = state_after(
-        (named("x"), one, judged(one)),
+        (named("x"), first, judged(first)),
         (named("y"), other, suspect),
         (
             accuser,
@@ -151,7 +159,7 @@ def test_a_job_that_ends_alike_elsewhere_takes_back_what_it_accused() -> None:
 
 def test_a_log_that_names_broken_hardware_accuses_and_suspends_nothing_alone_nor_ever_the_last_place() -> None:
     failure = Failure(kind=FailureKind.NODE_LOST, reason="ECC", rank=0, broken=Extent.DEVICE)
-    last = ended(STRANGE)
+    last = ended_attempt(STRANGE)
     first, second = (named("x"), last, failure), (named("y"), last, failure)
     assert not suspensions(state_after(first)), "any script can print it"
     assert not suspensions(state_after(first, first)), "however often"
@@ -169,7 +177,7 @@ def test_a_log_that_names_broken_hardware_accuses_and_suspends_nothing_alone_nor
 def test_a_sweep_whose_trials_all_end_alike_suspends_nothing_and_no_crowd_suspends_more_than_half() -> None:
     failure = Failure(kind=FailureKind.NODE_LOST, reason="ECC", broken=Extent.DEVICE)
     state = State(nodes=NODES, at_s=1000.0)
-    everywhere = [ended(STRANGE, place=place) for place in (("a", 0), ("a", 1), ("b", 0), ("b", 1))]
+    everywhere = [ended_attempt(STRANGE, place=place) for place in (("a", 0), ("a", 1), ("b", 0), ("b", 1))]
     for number, last in enumerate((*everywhere, *everywhere)):
         state = with_places(state, replace(named("trial"), id=f"trial-{number}"), last, failure)
     assert not state.suspensions

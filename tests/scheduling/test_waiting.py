@@ -39,7 +39,7 @@ def waits(scenario: Scenario) -> Iterator[tuple[State, Job, str]]:
     """Every job that waits for devices after any event of a night, with its reason."""
     journal = MemoryJournal()
     play(scenario, journal, backend_of(scenario))
-    for state in (transition.state for transition in history(journal.kept)):
+    for state in (transition.state for transition in history(journal.events)):
         reasons = Waits(state)
         for job in state.jobs.values():
             is_ready = job.status is JobStatus.QUEUED and not job.waits_for and job.not_before_s <= state.at_s
@@ -49,9 +49,9 @@ def waits(scenario: Scenario) -> Iterator[tuple[State, Job, str]]:
 
 def free_of(state: State) -> Counter[str]:
     """Free devices of the group that has most of them, by the name of the device."""
-    held, free = holders(state), Counter[str]()
+    places, free = holders(state), Counter[str]()
     for group in groups_of(state.nodes):
-        count = sum((node.name, index) not in held for node in group.nodes for index in range(node.devices))
+        count = sum((node.name, index) not in places for node in group.nodes for index in range(node.devices))
         name = group.hardware.device.name
         free[name] = max(free[name], count)
     return free
@@ -72,11 +72,13 @@ def falsehoods(state: State, job: Job, reason: str) -> Iterator[str]:
     if named and free[named[2]] != int(named[1]):
         yield f"{free[named[2]]} are free"
     for job_id, text in KEPT.findall(reason):
-        promised = [one for one in state.reservations if one.job_id == job_id]
-        idle = {(part.node, index) for one in promised for part in one.placement for index in part.devices}
+        promised = [reservation for reservation in state.reservations if reservation.job_id == job_id]
+        idle = {
+            (part.node, index) for reservation in promised for part in reservation.placement for index in part.devices
+        }
         if not idle - {*holders(state)} or local_text(promised[0].start_s, "UTC") != text:
             yield f"nothing free is kept for {job_id} from {text}"
-    if named and not any(words in reason for words in ("not together", "other processes", "it ended on")):
+    if named and not any(phrase in reason for phrase in ("not together", "other processes", "it ended on")):
         index = index_of(unhindered(state))
         if cannot_start(index, index.queue_entry(job)):
             yield "it could not start there if nothing were kept or closed"

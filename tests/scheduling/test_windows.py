@@ -54,7 +54,7 @@ def test_any_event_after_the_opening_starts_it() -> None:
 
 @pytest.mark.parametrize(("hours", "begins"), [(1.0, 6.0), (3.0, 22.0), (12.0, 6.0)], ids=["fits", "next", "longer"])
 def test_it_ends_within_its_hours_if_it_can(hours: float, begins: float) -> None:
-    """At six: one hour fits, three wait for the evening, and twelve, which no night holds, start at once."""
+    """A job of one hour fits at six, one of three waits, and one of twelve, which no night holds, starts."""
     _, launches = played(
         seen(node()), submitted(1, nightly({1: hours * HOUR_S}), 6 * HOUR_S), TimerFired(at_s=22 * HOUR_S)
     )
@@ -62,7 +62,7 @@ def test_it_ends_within_its_hours_if_it_can(hours: float, begins: float) -> None
 
 
 def test_what_is_promised_for_tonight_leaves_the_day_to_others() -> None:
-    """Both devices are the night's from 22:00 on: a gang of three hours comes before, one of five and a half after it.
+    """Both devices belong to the night from 22:00 on: a gang of 3 h comes before it, one of 5.5 h after it.
 
     Without a promise the one from 14:00 on would wait for the night to end, and short jobs would keep it waiting.
     """
@@ -76,12 +76,12 @@ def test_what_is_promised_for_tonight_leaves_the_day_to_others() -> None:
     ]
     state, launches = played(*events)
     assert [*launches] == ["job-2"]
-    begins_s = {one.job_id: one.start_s for one in state.reservations}
+    begins_s = {reservation.job_id: reservation.start_s for reservation in state.reservations}
     assert begins_s["job-1"] == 22 * HOUR_S
     assert begins_s["job-3"] == 14 * HOUR_S
-    told = quick_forecast(state)
-    assert [told[f"job-{number}"].start_s / HOUR_S for number in (2, 3, 1)] == [12.0, 14.0, 22.0]
-    assert told["job-4"].start_s == 23 * HOUR_S + LAUNCH_S
+    forecasts = quick_forecast(state)
+    assert [forecasts[f"job-{number}"].start_s / HOUR_S for number in (2, 3, 1)] == [12.0, 14.0, 22.0]
+    assert forecasts["job-4"].start_s == 23 * HOUR_S + LAUNCH_S
     assert [*played(*events, *gone(2, 14 * HOUR_S))[1]] == ["job-2", "job-3"]
 
 
@@ -92,13 +92,13 @@ def test_two_nights_on_the_same_devices_follow_one_another() -> None:
         submitted(1, nightly({1: 2 * HOUR_S}), 12 * HOUR_S),
         submitted(2, nightly({1: HOUR_S}), 12 * HOUR_S),
     )
-    spans = sorted((one.start_s, one.end_s) for one in state.reservations)
+    spans = sorted((reservation.start_s, reservation.end_s) for reservation in state.reservations)
     assert spans[0][0] == 22 * HOUR_S
     assert spans[1][0] == spans[0][1]
 
 
 def test_it_starts_now_where_no_later_hours_are_as_long_as_these_were() -> None:
-    """On the day whose clocks leave out the closed hour, two days are one span: what is left of it holds no 24.5 h."""
+    """Two days are one span where clocks skip the closed hour, and its rest holds no 24.5 h."""
     at_s = datetime(2026, 3, 8, 1, 1, tzinfo=ZoneInfo("America/New_York")).timestamp()
     spec = nightly({1: 24.5 * HOUR_S}, "02:50-02:10 America/New_York")
     _, launches = played(seen(node()), submitted(1, spec, at_s), TimerFired(at_s=at_s + 2 * HOUR_S))
@@ -126,7 +126,7 @@ def test_by_day_the_devices_are_for_others_who_leave_them_by_the_evening() -> No
         submitted(2, script({1: 5 * HOUR_S}), 13 * HOUR_S),
     )
     assert set(launches) == {"job-2"}
-    assert [(one.job_id, one.start_s) for one in state.reservations] == [("job-1", 22 * HOUR_S)]
+    assert [(reservation.job_id, reservation.start_s) for reservation in state.reservations] == [("job-1", 22 * HOUR_S)]
     _, launches = played(
         seen(node(devices=1)),
         submitted(1, nightly({1: HOUR_S}), 12 * HOUR_S),
@@ -143,7 +143,7 @@ def test_a_forecast_knows_the_hours() -> None:
 
 @pytest.mark.parametrize(("day", "late"), [("2026-03-28", 9), ("2026-10-24", 11)], ids=["forward", "back"])
 def test_clocks_that_change_make_a_night_shorter_or_longer(day: str, late: int) -> None:
-    """What needs ten hours and a half starts only in the long night; nine hours less a little in both."""
+    """A job of ten and a half hours starts only in the long night; one of just under nine in both."""
     ten = datetime.fromisoformat(f"{day}T22:00").replace(tzinfo=ZoneInfo("Europe/Berlin")).timestamp()
     begun = []
     for hours in (8.9, 9.9, 10.9):

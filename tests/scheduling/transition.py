@@ -1,4 +1,4 @@
-"""What the Scheduler made of one event, and of a whole history of them."""
+"""Decisions of the Scheduler on one event, and on a whole history of events."""
 
 from __future__ import annotations
 

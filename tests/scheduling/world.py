@@ -39,7 +39,7 @@ class Killed(BaseException):
 class MemoryJournal:
     """The controller's journal in memory; `kill_before` and `kill_after` name events around which the service dies."""
 
-    kept: list[Event] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
     decided: list[str] = field(default_factory=list)
     records: list[Record] = field(default_factory=list)
     archived: dict[str, Job] = field(default_factory=dict)  # in the order of their ends
@@ -49,19 +49,19 @@ class MemoryJournal:
 
     def load(self) -> tuple[State | None, Sequence[tuple[Event, str | None]]]:
         state, count = self.newest or (None, 0)
-        return state, list(zip(self.kept, self.decided, strict=True))[count:]
+        return state, list(zip(self.events, self.decided, strict=True))[count:]
 
     def confirm(self, *, asks: bool = True) -> None:
         pass
 
     def append(self, decided: Sequence[tuple[Event, Sequence[Action]]]) -> None:
-        rows = range(len(self.kept), len(self.kept) + len(decided))
+        rows = range(len(self.events), len(self.events) + len(decided))
         if killed := self.kill_before.intersection(rows):
             self.kill_before -= killed
             raise Killed
         for event, actions in decided:
-            assert len(self.kept) < EVENTS_MAX, "events beget events"
-            self.kept.append(event)
+            assert len(self.events) < EVENTS_MAX, "events beget events"
+            self.events.append(event)
             self.decided.append(decisions(actions))
             self.records += [action for action in actions if isinstance(action, Record)]
             for action in actions:
@@ -72,7 +72,7 @@ class MemoryJournal:
 
     def submitted(self, keys: Sequence[str]) -> Mapping[str, Submission]:
         ids: dict[RequestKey, tuple[str, ...]] = {}
-        for event in self.kept:
+        for event in self.events:
             if isinstance(event, Submitted) and event.request is not None and event.request.name in keys:
                 ids[event.request] = (*ids.get(event.request, ()), event.job_id)
         return {key.name: Submission(digest=key.digest, ids=jobs) for key, jobs in ids.items()}
@@ -97,10 +97,10 @@ class MemoryJournal:
         return Totals(ended=Counter(job.status.value for job in self.archived.values()), undelivered={})
 
     def began_at_s(self) -> float | None:
-        return self.kept[0].at_s if self.kept else None
+        return self.events[0].at_s if self.events else None
 
     def snapshot(self, state: State) -> None:
-        self.newest = (state, len(self.kept))
+        self.newest = (state, len(self.events))
 
 
 def device(name: str, memory: str, kind: str = "virtual") -> DeviceSpec:
@@ -257,8 +257,8 @@ def random_scenario(draw: random.Random, jobs: int = 8) -> Scenario:
     chosen = draw.choice(CLUSTERS)
     most = max(node.devices * node.count for node in chosen.nodes)
     submissions = sorted(draw.uniform(0, HOUR_S) if draw.random() < 0.7 else 0.0 for _ in range(jobs))
-    asked = [(at_s, random_job(draw, most), random_fault(draw)) for at_s in submissions]
-    sharing = random.Random(repr(asked))
+    arrivals = [(at_s, random_job(draw, most), random_fault(draw)) for at_s in submissions]
+    sharing = random.Random(repr(arrivals))
     scenario = Scenario(
         cluster=chosen.model_copy(update={"policy": sharing.choice((UNSHARED, UNSHARED, SHARED, OWNED))}),
         jobs=tuple(
@@ -269,7 +269,7 @@ def random_scenario(draw: random.Random, jobs: int = 8) -> Scenario:
                 ),
                 fault,
             )
-            for index, (at_s, spec, fault) in enumerate(asked)
+            for index, (at_s, spec, fault) in enumerate(arrivals)
         ),
         cancels=tuple(
             (at_s + draw.uniform(0, 600), index) for index, at_s in enumerate(submissions) if draw.random() < 0.15
@@ -291,33 +291,33 @@ DEADLINES = ("01:00", "02:30", "02:45", "12:00")
 
 
 def timed(scenario: Scenario, draw: random.Random) -> Scenario:
-    """The same, on another night; some of its jobs come after others, and some start within certain hours only."""
+    """Return the scenario on another night; some jobs depend on others, and some start within hours only."""
     zone = draw.choice(list(NIGHTS))
     jobs: list[tuple[float, JobSpec, Fault | None]] = []
     for at_s, spec, fault in scenario.jobs:
-        said: dict[str, object] = {}
+        fields: dict[str, object] = {}
         if jobs and draw.random() < 0.25:
             number = draw.randint(1, len(jobs))
-            said["depends_on"] = (
+            fields["depends_on"] = (
                 {"job": f"{jobs[number - 1][1].name}-{number}", "when": draw.choice(("success", "always"))},
             )
         if draw.random() < 0.25:
-            said["start_window"] = f"{draw.choice(HOURS)} {zone}"
+            fields["start_window"] = f"{draw.choice(HOURS)} {zone}"
         if draw.random() < 0.25:
-            said["deadline"] = f"{draw.choice(DEADLINES)} {zone}"
-        jobs.append((at_s, JobSpec.model_validate(spec.model_dump() | said), fault))
+            fields["deadline"] = f"{draw.choice(DEADLINES)} {zone}"
+        jobs.append((at_s, JobSpec.model_validate(spec.model_dump() | fields), fault))
     if len(jobs) > 1 and draw.random() < 0.3:  # some that follow each other are an array
         first, at_most = draw.randrange(len(jobs) - 1), draw.randint(1, 2)
-        of = draw.randint(2, min(4, len(jobs) - first))
+        count = draw.randint(2, min(4, len(jobs) - first))
         at_s, spec, _ = jobs[first]
-        for number in range(of):
-            member = Member(number=number, of=of, max_concurrent=at_most)
+        for number in range(count):
+            member = Member(number=number, of=count, max_concurrent=at_most)
             jobs[first + number] = (at_s, spec.model_copy(update={"member": member}), jobs[first + number][2])
     return replace(scenario, jobs=tuple(jobs), begin_s=draw.choice(NIGHTS[zone]))
 
 
 def maintained(draw: random.Random, chosen: ClusterSpec, begin_s: float = 0.0) -> ClusterSpec:
-    """Every second cluster, with nodes or all of it taken away for a while."""
+    """Return the cluster, every second time with a maintenance of some nodes or of all."""
     names = [name for node in chosen.nodes for name in node.names]
     windows = []
     for _ in range(draw.choice((0, 0, 1, 3))):
@@ -337,13 +337,13 @@ def moment(at_s: float) -> datetime:
 
 
 def random_drains(draw: random.Random, chosen: ClusterSpec) -> tuple[tuple[float, str, bool], ...]:
-    """Some nodes, each for a while."""
+    """Return drains of some nodes, each for a while."""
     names = [name for node in chosen.nodes for name in node.names]
-    found = []
+    drains = []
     for name in draw.sample(names, draw.choice((0, 0, 1, len(names)))):
         at_s = draw.uniform(0.0, HOUR_S)
-        found += [(at_s, name, False), (at_s + draw.uniform(0.0, HOUR_S), name, True)]
-    return tuple(found)
+        drains += [(at_s, name, False), (at_s + draw.uniform(0.0, HOUR_S), name, True)]
+    return tuple(drains)
 
 
 def random_job(draw: random.Random, devices: int) -> JobSpec:
@@ -380,25 +380,25 @@ def random_tide(draw: random.Random) -> Scenario:
     """Long jobs that can be moved, and waves of short ones, some of a higher class, on few devices."""
     resumes = {"knobs": {"resume_from": {"flag": "--resume"}}, "resume": {"on_sigterm": True}}
 
-    def told(name: str, seconds: float, **said: object) -> JobSpec:
+    def make_job(name: str, seconds: float, **fields: object) -> JobSpec:
         speeds = {count: f"{seconds / 100 / count**0.7:.6f}s" for count in (1, 2, 4)}
         return JobSpec(
-            **{"name": name, "command": "python train.py", "global_batch_size": 8, "steps": 100} | said, speeds=speeds
+            **{"name": name, "command": "python train.py", "global_batch_size": 8, "steps": 100} | fields, speeds=speeds
         )
 
-    asked = [(0.0, told("long", draw.uniform(2000, 20_000), **(resumes if draw.random() < 0.8 else {})), None)]
+    jobs = [(0.0, make_job("long", draw.uniform(2000, 20_000), **(resumes if draw.random() < 0.8 else {})), None)]
     for _ in range(draw.randint(1, 3)):
         wave_s = draw.uniform(0, 2 * HOUR_S)
         for _ in range(draw.randint(1, 5)):
-            spec = told(
+            spec = make_job(
                 "short", draw.uniform(50, 1500), priority=draw.choice((0, 0, 0, 5)), **draw.choice((resumes, {}))
             )
-            asked.append((wave_s + draw.uniform(0, 300), spec, None))
-    asked += [(draw.uniform(0, HOUR_S), told("long", draw.uniform(2000, 20_000), **resumes), None)]
+            jobs.append((wave_s + draw.uniform(0, 300), spec, None))
+    jobs += [(draw.uniform(0, HOUR_S), make_job("long", draw.uniform(2000, 20_000), **resumes), None)]
     chosen = draw.choice(CLUSTERS[1:3])
     scenario = Scenario(
         cluster=maintained(draw, chosen),
-        jobs=tuple(sorted(asked, key=lambda one: one[0])),
+        jobs=tuple(sorted(jobs, key=lambda job: job[0])),
         cancels=(),
         drains=random_drains(draw, chosen),
         hazards=draw.choice((CALM, CALM, STORM)),
@@ -480,11 +480,11 @@ def run_errand(controller: Controller, scenario: Scenario, kind: int, index: int
     _, spec, _ = scenario.jobs[index]
     job_id = f"{spec.name}-{index + 1}"
     if kind == 0 and controller.state.submitted <= index:
-        asked = [job[1:] for job in scenario.jobs[index : index + (spec.member.of if spec.member else 1)]]
+        submissions = [job[1:] for job in scenario.jobs[index : index + (spec.member.of if spec.member else 1)]]
         try:
-            assert controller.submit_all(asked)[0] == job_id
+            assert controller.submit_all(submissions)[0] == job_id
         except SpecError:  # what it comes after has failed by now
-            alone = [(one.model_copy(update={"depends_on": ()}), fault) for one, fault in asked]
+            alone = [(spec.model_copy(update={"depends_on": ()}), fault) for spec, fault in submissions]
             assert controller.submit_all(alone)[0] == job_id
     elif kind == 1 and index < controller.state.submitted and not controller.job(job_id).status.ended:
         controller.cancel([job_id])

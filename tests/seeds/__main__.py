@@ -23,8 +23,8 @@ def main(names: list[str]) -> None:
     rows = []
     print("| " + " | ".join(HEAD) + " |\n" + "|---" * len(HEAD) + "|")
     for project in PROJECTS:
-        for given in project.CASES:
-            case = Case(**given)
+        for fields in project.CASES:
+            case = Case(**fields)
             if not set(names) <= {project.__name__.rpartition(".")[2], case.where}:
                 continue
             with tempfile.TemporaryDirectory(prefix="seed-") as folder:

@@ -20,7 +20,7 @@ SIZES = {
         "checkpointed_per_sample": "10MiB",
     },
 }
-CASES = ({"where": "fake card", "mib": (2500, 2500), "words": {}, "sizes": SIZES},)
+CASES = ({"where": "fake card", "mib": (2500, 2500), "options": {}, "sizes": SIZES},)
 
 
 def make(folder: Path, checkout: Path) -> None:

@@ -34,7 +34,7 @@ SIZES = {
         "checkpointed_per_sample": "256KiB",
     },
 }
-CASES = ({"where": "fake card", "mib": (1520, 1520), "words": WORDS, "sizes": SIZES},)
+CASES = ({"where": "fake card", "mib": (1520, 1520), "options": WORDS, "sizes": SIZES},)
 
 
 def make(cache: Path, codec: Path) -> None:

@@ -28,7 +28,7 @@ SIZES = {
     },
 }
 # accelerate's FSDP needs a GPU: "There are currently no available devices found"
-CASES = ({"where": "fake card", "mib": (1960, 1960), "words": {}, "sizes": SIZES},)
+CASES = ({"where": "fake card", "mib": (1960, 1960), "options": {}, "sizes": SIZES},)
 
 
 def make(folder: Path, checkout: Path) -> None:

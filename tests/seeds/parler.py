@@ -45,8 +45,8 @@ SIZES = {
     },
 }
 CASES = (
-    {"where": "virtual", "mib": (120,), "words": WORDS, "sizes": SIZES},
-    {"where": "fake card", "mib": (1000,), "words": WORDS, "sizes": SIZES},
+    {"where": "virtual", "mib": (120,), "options": WORDS, "sizes": SIZES},
+    {"where": "fake card", "mib": (1000,), "options": WORDS, "sizes": SIZES},
 )
 
 
@@ -59,8 +59,8 @@ def make(folder: Path) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import EncodecFeatureExtractor, PreTrainedTokenizerFast, T5Config
 
-    words = ["<pad>", "</s>", "<unk>", *"abcdefghijklmnopqrstuvwxyz "]
-    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
+    tokens = ["<pad>", "</s>", "<unk>", *"abcdefghijklmnopqrstuvwxyz "]
+    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(tokens)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     kinds = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
     codec = DACConfig(num_codebooks=4, codebook_size=64, latent_dim=64, frame_rate=RATE // 512, sampling_rate=RATE)

@@ -56,18 +56,18 @@ class Missing(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One run of a project: where, on devices of what size, with which edits."""
+    """A run of a project: its place, device sizes and edits."""
 
     where: str  # "virtual" or "fake card"
     mib: tuple[int, ...]  # of each device
-    words: Mapping[str, str]  # (option of the command: its new value; {...} are filled)
+    options: Mapping[str, str]  # (option of the command: its new value; {...} are filled)
     sizes: Mapping[str, Any]  # (dotted key of the job file: new value)
     fails_at: int = 0  # step before which `orc rehearse` raises an out-of-memory error in rank 0; 0: none is rehearsed
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """What one run came to."""
+    """The result of a run."""
 
     project: str
     commit: str
@@ -102,9 +102,9 @@ def interpreter(project: ModuleType) -> Path:
 
 def commit(project: ModuleType) -> str:
     """The commit that the job file names."""
-    found = re.search(r" at ([0-9a-f]{7}) ", (JOBS / project.JOB).read_text())
-    assert found is not None, project.JOB
-    return found[1]
+    match = re.search(r" at ([0-9a-f]{7}) ", (JOBS / project.JOB).read_text())
+    assert match is not None, project.JOB
+    return match[1]
 
 
 def edited(project: ModuleType, case: Case, paths: Mapping[str, str], env: Mapping[str, str]) -> JobSpec:
@@ -119,7 +119,7 @@ def edited(project: ModuleType, case: Case, paths: Mapping[str, str], env: Mappi
             place = place.setdefault(name, {})
         place[last] = value
     command = [paths["python"] if word == "python" else word for word in data["command"].split()]
-    for option, value in case.words.items():
+    for option, value in case.options.items():
         if option.endswith("="):  # key=value of Hydra, whose last wins
             command.append(option + value.format(**paths))
         else:
@@ -167,14 +167,14 @@ def run(project: ModuleType, case: Case, folder: Path) -> tuple[Row, Job]:
     spec = edited(project, case, paths, {**offline, **env})
     drive = Drive(home, nodes, ROW_TIMEOUT_S)
     job = drive.run(spec, Fault(kind=FaultKind.OOM, rank=0, step=case.fails_at) if case.fails_at else None)
-    known = Lookups(state=lambda: drive.state, job=lambda _: job, sweep=lambda _: None)
+    lookups = Lookups(state=lambda: drive.state, job=lambda _: job, sweep=lambda _: None)
     uri = f"sqlite:///{folder}/mlflow.db"
     MlflowClient(uri).create_experiment(EXPERIMENT, artifact_location=str(folder / "artifacts"))
-    return _row(project, case, job, home, MlflowTracker(uri, home, known), uri, time.monotonic() - began_s), job
+    return _row(project, case, job, home, MlflowTracker(uri, home, lookups), uri, time.monotonic() - began_s), job
 
 
 def _row(project: ModuleType, case: Case, job: Job, home: Path, tracker: MlflowTracker, uri: str, wall_s: float) -> Row:
-    steps = [_started_at(project, log(home, one.number)) for one in job.attempts[1:]]
+    steps = [_started_at(project, log(home, attempt.number)) for attempt in job.attempts[1:]]
     sizes = sorted(set(case.mib))
     return Row(
         project=project.CHECKOUT,
@@ -191,13 +191,13 @@ def _row(project: ModuleType, case: Case, job: Job, home: Path, tracker: MlflowT
 
 
 def _started_at(project: ModuleType, text: str) -> str:
-    found = re.search(project.RESUMED, text)
-    return found[1] if found else ""
+    match = re.search(project.RESUMED, text)
+    return match[1] if match else ""
 
 
 def _attempt(job: Job, index: int) -> str:
-    one = job.attempts[index]
-    plan, evidence = one.plan, one.evidence
+    attempt = job.attempts[index]
+    plan, evidence = attempt.plan, attempt.evidence
     settings = f"{plan.world_size} rank{'s' * (plan.world_size > 1)}, {plan.micro_batch_size} x "
     settings += f"{plan.gradient_accumulation_steps}"
     if plan.activation_checkpointing.value != "none":
@@ -207,7 +207,7 @@ def _attempt(job: Job, index: int) -> str:
     settings += "".join(f", {phase} {size}" for phase, size in plan.phase_batch_sizes)
     done = max((beat.steps_done or 0 for beat in evidence.heartbeats), default=0) if evidence else 0
     peak = max((beat.peak_bytes or 0 for beat in evidence.heartbeats), default=0) >> 20 if evidence else 0
-    end = f"{one.failure.kind} in {one.failure.phase or '?'}" if one.failure else "finished"
+    end = f"{attempt.failure.kind} in {attempt.failure.phase or '?'}" if attempt.failure else "finished"
     return f"{settings}: {end}, {done} steps, {peak} MiB"
 
 
@@ -215,9 +215,9 @@ def _tracked(job: Job, tracker: MlflowTracker, uri: str) -> str:
     """The runs of the job that MLflow holds: how many, and each attempt's outcome there."""
     tracker.send([(1, Record(job=job, attempt=job.last))])
     client = MlflowClient(uri)
-    ids = [one.experiment_id for one in client.search_experiments()]
+    ids = [experiment.experiment_id for experiment in client.search_experiments()]
     runs = client.search_runs(ids, f"tags.`orc.job_id` = '{job.id}'")
-    numbers = sorted((int(one.data.tags["orc.attempt"]), one.info.status) for one in runs)
+    numbers = sorted((int(run.data.tags["orc.attempt"]), run.info.status) for run in runs)
     return ", ".join(
         f"{number}: {status.lower()}" if number else f"job: {status.lower()}" for number, status in numbers
     )

@@ -16,8 +16,8 @@ SMALL |= {"upsample_initial_channel": 64}
 WORDS = {"-te": "2", "-se": "1", "-pg": "{made}/G.pth", "-pd": "{made}/D.pth"}
 SIZES = {"profile": {"parameters": 72_000_000, "activations_per_sample": "120MiB"}}
 CASES = (
-    {"where": "virtual", "mib": (2300, 2300), "words": WORDS, "sizes": {**SIZES, "env.SEED_COUNTS": "1"}},
-    {"where": "fake card", "mib": (3800, 3800), "words": {**WORDS, "-te": "12"}, "sizes": SIZES, "fails_at": 2},
+    {"where": "virtual", "mib": (2300, 2300), "options": WORDS, "sizes": {**SIZES, "env.SEED_COUNTS": "1"}},
+    {"where": "fake card", "mib": (3800, 3800), "options": {**WORDS, "-te": "12"}, "sizes": SIZES, "fails_at": 2},
 )
 
 

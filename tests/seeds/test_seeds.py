@@ -11,7 +11,7 @@ from orchestrator.specs.job_record import JobStatus
 from tests.seeds import latentsync
 from tests.seeds.runs import PROJECTS, Case, Missing, edited, run
 
-CASES = [(project, Case(**given)) for project in PROJECTS for given in project.CASES]
+CASES = [(project, Case(**fields)) for project in PROJECTS for fields in project.CASES]
 NAMES = [f"{project.CHECKOUT}-{case.where}" for project, case in CASES]
 
 
@@ -19,7 +19,7 @@ NAMES = [f"{project.CHECKOUT}-{case.where}" for project, case in CASES]
 def test_a_job_file_changes_in_paths_and_sizes_alone(project: ModuleType, case: Case, tmp_path: Path) -> None:
     paths = {"python": "/a/bin/python", "made": "/made", "checkout": str(tmp_path / project.CHECKOUT)}
     spec = edited(project, case, paths, {})
-    plain = edited(project, Case(where=case.where, mib=case.mib, words={}, sizes={}), paths, {})
+    plain = edited(project, Case(where=case.where, mib=case.mib, options={}, sizes={}), paths, {})
     for name in ("launch", "precision", "success", "progress", "phases", "training", "retries", "degrade", "config"):
         assert getattr(spec, name, None) == getattr(plain, name, None), name
     for (name, knob), (_, before) in zip(spec.knobs.items(), plain.knobs.items(), strict=True):

@@ -248,7 +248,7 @@ def test_node_reports_without_a_change_are_not_stored() -> None:
     controller = Controller(journal, backend, backend.now)
     for _ in range(5):
         controller.turn(1.0)
-    assert len(journal.kept) == 1
+    assert len(journal.events) == 1
 
 
 def test_cancelling_names_what_cannot_be_cancelled(journal: Journal) -> None:
@@ -530,7 +530,7 @@ def test_the_log_says_each_event_and_action_once_and_no_secret(caplog: pytest.Lo
     controller.submit(script("lm", env={"TOKEN": "hush"}))
     turn_until(controller, lambda: settled(controller.state))
     lines = [record.getMessage() for record in caplog.records]
-    assert len([line for line in lines if line.startswith("event ")]) == len(journal.kept)
+    assert len([line for line in lines if line.startswith("event ")]) == len(journal.events)
     assert "action launch job=lm-1 attempt=1 on=local:0" in lines
     assert "event finished job=lm-1 attempt=1" in lines
     assert not any("hush" in line for line in lines)

@@ -25,7 +25,7 @@ def moments(night: Callable[[random.Random], Scenario], seed: int) -> Iterator[t
     """Every fifth state of a night that has nodes and live jobs."""
     scenario, journal = night(random.Random(f"{night.__name__} {seed}")), MemoryJournal()
     play(scenario, journal, backend_of(scenario))
-    for transition in history(journal.kept)[::5]:
+    for transition in history(journal.events)[::5]:
         state = transition.state
         if state.nodes and any(not job.status.ended for job in state.jobs.values()):
             yield state, scenario.cluster.model_copy(update={"policy": state.policy})

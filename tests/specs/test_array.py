@@ -49,7 +49,7 @@ def test_an_array_is_refused_where_one_job_is_expected() -> None:
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "said"),
+    ("old", "new", "message"),
     [
         ("seed: [0, 1, 2]", "seed: 3", "not the values of an array"),
         ("seed: [0, 1, 2]", "seed: []", "not the values of an array"),
@@ -61,6 +61,6 @@ def test_an_array_is_refused_where_one_job_is_expected() -> None:
         ("max_concurrent: 4", "member: {number: 0, of: 1, max_concurrent: 1}", "is no setting"),
     ],
 )
-def test_a_mistake_is_one_clear_error(old: str, new: str, said: str) -> None:
-    with pytest.raises(SpecError, match=said):
+def test_a_mistake_is_one_clear_error(old: str, new: str, message: str) -> None:
+    with pytest.raises(SpecError, match=message):
         parse_jobs(SWEEP.replace(old, new), "sweep.yaml")

@@ -42,7 +42,7 @@ QUICK = settings(max_examples=examples(300))
 
 
 def shows(window: Window, at_s: float) -> bool:
-    """Whether a clock on the wall shows a time of the window, counted from the day on which it began."""
+    """Return whether a wall clock shows a time of the window, counted from the day on which it began."""
     local = datetime.fromtimestamp(at_s, ZoneInfo(window.zone or "UTC"))
     shown = local.hour * 60 + local.minute
     length = (window.closes_min - window.opens_min) % 1440 or 1440
@@ -75,7 +75,7 @@ def test_nothing_of_it_is_missed_between_now_and_the_next_opening(window: Window
 @QUICK
 @given(WINDOWS, st.integers(-3, 3), st.integers(0, 2 * 86400))
 def test_hours_counted_from_a_moment_are_the_same_hours(window: Window, days: int, later_s: int) -> None:
-    """But where clocks change: in July none of these does, and Cairo, New York and Lord Howe are as good as any."""
+    """The law needs clocks that do not change: in July those of Cairo, New York and Lord Howe do not."""
     begin_s = CHANGES[-1].timestamp() + days * 86400
     assert window.counted_from(begin_s).holds(later_s) == window.holds(begin_s + later_s)
 
@@ -90,7 +90,7 @@ def test_a_window_survives_the_round_trip_through_its_text(window: Window) -> No
     ("day", "hours"), [("2026-03-28", 9), ("2026-10-24", 11), ("2026-07-01", 10)], ids=["forward", "back", "summer"]
 )
 def test_a_night_is_as_long_as_it_is(day: str, hours: int) -> None:
-    """From ten to eight: nine hours when clocks are put forward, eleven when they are put back."""
+    """A night from ten to eight has nine hours when clocks go forward, and eleven when they go back."""
     evening = datetime.fromisoformat(f"{day}T20:00").replace(tzinfo=ZoneInfo("Europe/Berlin")).timestamp()
     opens_s, closes_s = parse_window("22:00-08:00 Europe/Berlin").span(evening)
     assert (opens_s, closes_s) == (evening + 2 * 3600, evening + (2 + hours) * 3600)
@@ -110,7 +110,7 @@ def test_a_weekend_is_one_span() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("22:00", "22:00-08:00"),
         (22, "22:00-08:00"),
@@ -123,8 +123,8 @@ def test_a_weekend_is_one_span() -> None:
         ("00:00-24:00 mon-sun", "is all day"),
     ],
 )
-def test_a_mistake_is_one_clear_error(text: object, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_a_mistake_is_one_clear_error(text: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         parse_window(text)
 
 
@@ -148,7 +148,7 @@ def test_a_deadline_survives_the_round_trip_through_its_text(microseconds: int) 
 
 
 @pytest.mark.parametrize(
-    ("text", "at"),
+    ("text", "due"),
     [
         ("08:00 Europe/Berlin", "2026-07-02T06:00+00:00"),
         ("23:30 Europe/Berlin", "2026-07-01T21:30+00:00"),
@@ -157,13 +157,13 @@ def test_a_deadline_survives_the_round_trip_through_its_text(microseconds: int) 
         ("2026-11-23T08:00", "2026-11-23T08:00+00:00"),
     ],
 )
-def test_a_deadline_has_several_forms(text: str, at: str) -> None:
+def test_a_deadline_has_several_forms(text: str, due: str) -> None:
     noon = datetime(2026, 7, 1, 12, tzinfo=UTC).timestamp()
-    assert parse_deadline(text).due_s(noon) == datetime.fromisoformat(at).timestamp()
+    assert parse_deadline(text).due_s(noon) == datetime.fromisoformat(due).timestamp()
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         (8, "2026-11-23T08:00"),
         ("tomorrow", "2026-11-23T08:00"),
@@ -172,8 +172,8 @@ def test_a_deadline_has_several_forms(text: str, at: str) -> None:
         ("2026-11-23T08:00+01:00 Europe/Berlin", "expected a deadline"),
     ],
 )
-def test_a_mistaken_deadline_is_one_clear_error(text: object, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_a_mistaken_deadline_is_one_clear_error(text: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         parse_deadline(text)
 
 

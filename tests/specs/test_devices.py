@@ -26,41 +26,43 @@ def device(name: str) -> DeviceSpec:
 
 @pytest.mark.parametrize("name", DEVICES)
 def test_every_device_is_complete_and_physically_plausible(name: str) -> None:
-    one = device(name)
-    assert one.name == name
-    assert one.kind is DeviceKind.CUDA
-    assert one.multiprocessors is not None
+    card = device(name)
+    assert card.name == name
+    assert card.kind is DeviceKind.CUDA
+    assert card.multiprocessors is not None
     on_the_card = int(name.rsplit("-", 1)[1].removesuffix("gb")) * 2**30
-    assert 0.90 * on_the_card < one.memory < on_the_card
-    fp16, fp32 = one.peak_flops(Precision.FP16), one.peak_flops(Precision.FP32)
+    assert 0.90 * on_the_card < card.memory < on_the_card
+    fp16, fp32 = card.peak_flops(Precision.FP16), card.peak_flops(Precision.FP32)
     assert 1.9 * fp32 < fp16 < 60 * fp32
-    assert one.host_bandwidth <= one.memory_bandwidth
-    assert one.link_bandwidth <= one.memory_bandwidth / 4
-    assert 0.4 * fp16 < 1e12 * (one.measured_tflops or one.fp16_tflops or 0) < 1.15 * fp16
+    assert card.host_bandwidth <= card.memory_bandwidth
+    assert card.link_bandwidth <= card.memory_bandwidth / 4
+    assert 0.4 * fp16 < 1e12 * (card.measured_tflops or card.fp16_tflops or 0) < 1.15 * fp16
 
 
 def test_newer_devices_of_a_line_are_faster() -> None:
     line = [device(name) for name in ("v100-32gb", "a100-80gb", "h100-80gb", "b200-180gb")]
     for rate in ("memory_bandwidth", "link_bandwidth", "fp16_tflops", "fp32_tflops", "multiprocessors"):
-        values = [getattr(one, rate) for one in line]
+        values = [getattr(card, rate) for card in line]
         assert values == sorted(values), rate
     cards = [device(name) for name in ("rtx3090-24gb", "rtx4090-24gb", "rtx5090-32gb")]
-    assert [one.fp16_tflops for one in cards] == sorted(one.fp16_tflops or 0 for one in cards)
+    assert [card.fp16_tflops for card in cards] == sorted(card.fp16_tflops or 0 for card in cards)
 
 
 @pytest.mark.parametrize("name", ["t4-16gb", "v100-16gb", "v100-32gb", "rtx2080ti-11gb"])
 def test_a_device_before_ampere_has_no_bf16_and_computes_it_in_fp32(name: str) -> None:
-    one = device(name)
-    assert not one.has(Precision.BF16)
-    assert one.has(Precision.FP16)
-    assert one.peak_flops(Precision.BF16) == one.peak_flops(Precision.FP32)
+    card = device(name)
+    assert not card.has(Precision.BF16)
+    assert card.has(Precision.FP16)
+    assert card.peak_flops(Precision.BF16) == card.peak_flops(Precision.FP32)
     assert all(device(other).has(Precision.BF16) for other in DEVICES if not other.startswith(("t4", "v100", "rtx20")))
 
 
 def test_a_cluster_file_may_name_a_device_or_describe_it() -> None:
     named = parse_cluster(CLUSTER.format(device="a100-80gb"), "lab.yaml").nodes[0].device
-    told = "{" + ", ".join(f"{key}: {value}" for key, value in DEVICES["a100-80gb"].items()) + ", name: a100-80gb}"
-    assert parse_cluster(CLUSTER.format(device=told), "lab.yaml").nodes[0].device == named
+    description = (
+        "{" + ", ".join(f"{key}: {value}" for key, value in DEVICES["a100-80gb"].items()) + ", name: a100-80gb}"
+    )
+    assert parse_cluster(CLUSTER.format(device=description), "lab.yaml").nodes[0].device == named
 
 
 def test_an_unknown_name_is_refused_with_all_that_are_known_and_the_nearest() -> None:
@@ -73,9 +75,9 @@ def test_an_unknown_name_is_refused_with_all_that_are_known_and_the_nearest() ->
 
 
 def test_a_described_device_has_16_bit_arithmetic() -> None:
-    words = {key: value for key, value in DEVICES["t4-16gb"].items() if key != "fp16_tflops"}
+    fields = {key: value for key, value in DEVICES["t4-16gb"].items() if key != "fp16_tflops"}
     with pytest.raises(ValueError, match="one of bf16_tflops and fp16_tflops"):
-        DeviceSpec.model_validate({"name": "t4"} | words)
+        DeviceSpec.model_validate({"name": "t4"} | fields)
 
 
 def test_a_cluster_without_nodes_is_refused() -> None:
@@ -84,8 +86,8 @@ def test_a_cluster_without_nodes_is_refused() -> None:
 
 
 def test_the_schema_takes_names_of_the_catalogue_and_descriptions() -> None:
-    said = cluster_json_schema()["$defs"]["NodeSpec"]["properties"]["device"]["anyOf"]
-    assert [said[0]["enum"], said[1]] == [list(DEVICES), {"$ref": "#/$defs/DeviceSpec"}]
+    alternatives = cluster_json_schema()["$defs"]["NodeSpec"]["properties"]["device"]["anyOf"]
+    assert [alternatives[0]["enum"], alternatives[1]] == [list(DEVICES), {"$ref": "#/$defs/DeviceSpec"}]
 
 
 @pytest.mark.parametrize(

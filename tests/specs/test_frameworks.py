@@ -19,11 +19,11 @@ FRAMEWORKS = get_args(Framework)
 
 
 def job(trainer: str, command: str = "python train.py", **changes: Any) -> JobSpec:
-    said = {"name": "a", "global_batch_size": 16, "trainer": trainer, "command": command, **changes}
-    return job_from_data(said, "job")
+    fields = {"name": "a", "global_batch_size": 16, "trainer": trainer, "command": command, **changes}
+    return job_from_data(fields, "job")
 
 
-def told(spec: JobSpec, **changes: Any) -> tuple[str, ...]:
+def render_arguments(spec: JobSpec, **changes: Any) -> tuple[str, ...]:
     plan = Plan(
         **{
             "engine": Engine.SCRIPT,
@@ -35,10 +35,10 @@ def told(spec: JobSpec, **changes: Any) -> tuple[str, ...]:
             **changes,
         }
     )
-    said = script_command(
+    command = script_command(
         spec, plan, output_dir="OUT", resume_from="CKPT", deepspeed_config_path=None, config_path="CONFIG", devices=(0,)
     )
-    return (*said.arguments[2:], *(f"{key}={word}" for key, word in said.keys.items()))
+    return (*command.arguments[2:], *(f"{key}={word}" for key, word in command.keys.items()))
 
 
 @pytest.mark.parametrize("trainer", FRAMEWORKS)
@@ -52,11 +52,13 @@ def test_a_job_that_names_its_trainer_survives_the_way_to_the_service(trainer: s
 def test_megatron_recomputes_all_layers_the_first_of_a_stage_or_none() -> None:
     spec = job("megatron", "python pretrain_gpt.py --bf16")
     none, full = ActivationCheckpointing.NONE, ActivationCheckpointing.FULL
-    told_of = {
-        (mode, layers): " ".join(told(spec, activation_checkpointing=mode, full_checkpointing_layers=layers)[5:-2])
+    arguments_of = {
+        (mode, layers): " ".join(
+            render_arguments(spec, activation_checkpointing=mode, full_checkpointing_layers=layers)[5:-2]
+        )
         for mode, layers in ((none, 0), (none, 3), (full, 0))
     }
-    assert told_of == {
+    assert arguments_of == {
         (none, 0): "",
         (none, 3): "--recompute-granularity full --recompute-method block --recompute-num-layers 3",
         (full, 0): "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
@@ -65,14 +67,14 @@ def test_megatron_recomputes_all_layers_the_first_of_a_stage_or_none() -> None:
 
 def test_torchtitan_shards_wherever_there_are_several_ranks() -> None:
     spec = job("torchtitan", "python -m torchtitan.train")
-    alone = told(spec, layout=ParallelLayout(), gradient_accumulation_steps=8)
+    alone = render_arguments(spec, layout=ParallelLayout(), gradient_accumulation_steps=8)
     assert not [word for word in alone if "fsdp" in word]
     shards = {"zero_stage": ZeroStage.GRADIENTS, "sharding": Sharding.FSDP}
-    assert "--parallelism.fsdp_reshard_after_forward never" in " ".join(told(spec, **shards))
+    assert "--parallelism.fsdp_reshard_after_forward never" in " ".join(render_arguments(spec, **shards))
 
 
 @pytest.mark.parametrize(
-    ("trainer", "command", "words"),
+    ("trainer", "command", "flags"),
     [
         (
             "hf",
@@ -123,8 +125,8 @@ def test_torchtitan_shards_wherever_there_are_several_ranks() -> None:
         ),
     ],
 )
-def test_a_plan_is_rendered_in_the_flags_of_the_framework(trainer: str, command: str, words: str) -> None:
-    assert told(job(trainer, command)) == tuple(words.split())
+def test_a_plan_is_rendered_in_the_flags_of_the_framework(trainer: str, command: str, flags: str) -> None:
+    assert render_arguments(job(trainer, command)) == tuple(flags.split())
 
 
 def test_values_of_the_command_are_the_defaults_of_knobs() -> None:
@@ -137,7 +139,7 @@ def test_values_of_the_command_are_the_defaults_of_knobs() -> None:
     assert micro is not None
     assert accumulation is not None
     assert (micro.default, accumulation.default) == (4, 2)
-    assert told(spec)[-8:-4] == ("--bf16", "false", "--fp16", "true")
+    assert render_arguments(spec)[-8:-4] == ("--bf16", "false", "--fp16", "true")
 
 
 def test_settings_of_the_job_override_its_trainer() -> None:
@@ -167,7 +169,7 @@ def test_a_default_of_its_own_leaves_a_knob_as_it_is() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "phrases"),
     [
         ("command: python t.py\ntrainer: hff\n", ["job.yaml:4: trainer", "'hff'", "did you mean 'hf'?"]),
         ("command: accelerate launch t.py\ntrainer: hf\n", ["command", "leave out accelerate's own words"]),
@@ -177,10 +179,10 @@ def test_a_default_of_its_own_leaves_a_knob_as_it_is() -> None:
         ("command: python t.py\ntrainer: hf\nresume: {checkpoint: a}\n", ["job.yaml:5: resume.checkpoint"]),
     ],
 )
-def test_a_mistake_beside_a_trainer_is_one_error_with_its_place(text: str, said: list[str]) -> None:
+def test_a_mistake_beside_a_trainer_is_one_error_with_its_place(text: str, phrases: list[str]) -> None:
     with pytest.raises(SpecError) as refused:
         parse_job(f"name: a\nglobal_batch_size: 8\n{text}", "job.yaml")
-    for part in said:
+    for part in phrases:
         assert part in str(refused.value)
 
 
@@ -195,23 +197,23 @@ def test_the_guide_says_of_each_trainer_what_it_is_told() -> None:
     page = (Path(__file__).parents[2] / "docs" / "guides" / "frameworks.md").read_text()
     rows = (line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| `"))
     table = {cells[0].strip("`"): cells[1:] for cells in rows if cells[0].strip("`") in FRAMEWORKS}
-    assert table == {trainer: _told(knobs_of(trainer)) for trainer in FRAMEWORKS}
+    assert table == {trainer: _table_cells(knobs_of(trainer)) for trainer in FRAMEWORKS}
 
 
-def _told(knobs: dict[str, Any]) -> list[str]:
-    """The cells of a trainer in the guide's table."""
+def _table_cells(knobs: dict[str, Any]) -> list[str]:
+    """Return the cells of a trainer in the guide's table."""
     recomputes = knobs.get("activation_checkpointing")
-    words = (
+    modes = (
         []
         if recomputes is None
         else ["all layers", *(["selective"] if "selective" in recomputes.get("values", ()) else [])]
     )
     others = ("full_checkpointing_layers", "zero_stage", "optimizer_in_backward")
-    return [", ".join(words) or "-", *(f"`{name}`" if name in knobs else "-" for name in others)]
+    return [", ".join(modes) or "-", *(f"`{name}`" if name in knobs else "-" for name in others)]
 
 
 @pytest.mark.parametrize(
-    ("trainer", "words"),
+    ("trainer", "option"),
     [
         ("megatron", "--tensor-model-parallel-size 2"),
         ("megatron", "--context-parallel-size=4"),
@@ -219,12 +221,12 @@ def _told(knobs: dict[str, Any]) -> list[str]:
     ],
 )
 def test_a_command_that_cuts_its_model_over_ranks_is_refused_unless_it_tells_its_speeds(
-    trainer: str, words: str
+    trainer: str, option: str
 ) -> None:
     with pytest.raises(SpecError, match="plans of a script are data parallel only"):
-        job(trainer, f"python train.py {words}")
-    assert job(trainer, f"python train.py {words}", speeds={"8": "2.1s"}).speeds
-    assert job(trainer, f"python train.py {words[:-1]}1").command
+        job(trainer, f"python train.py {option}")
+    assert job(trainer, f"python train.py {option}", speeds={"8": "2.1s"}).speeds
+    assert job(trainer, f"python train.py {option[:-1]}1").command
 
 
 OURS = "extends: hf\nlaunch: torchrun\nknobs:\n  micro_batch_size: {flag: --samples, default: 4}\n"

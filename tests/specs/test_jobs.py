@@ -17,29 +17,29 @@ class Job:
 
 def test_it_is_a_dict_in_order_of_submission_and_no_version_ever_changes() -> None:
     draw = random.Random(0)
-    known: dict[str, Job] = {}
+    mirror: dict[str, Job] = {}
     jobs, versions = Jobs(), []
     for order in range(1, 6 * CHUNK):
-        known[f"job-{order}"] = Job(f"job-{order}", order)
-        jobs = jobs.with_job(known[f"job-{order}"])
+        mirror[f"job-{order}"] = Job(f"job-{order}", order)
+        jobs = jobs.with_job(mirror[f"job-{order}"])
         for _ in range(draw.choice((0, 0, 1, 3))):
-            victim = draw.choice(list(known))
+            victim = draw.choice(list(mirror))
             if draw.random() < 0.5:
-                del known[victim]
+                del mirror[victim]
                 jobs = jobs.without(victim)
             else:
-                known[victim] = Job(victim, known[victim].order, reason=str(draw.random()))
-                jobs = jobs.with_job(known[victim])
-            if not known:
+                mirror[victim] = Job(victim, mirror[victim].order, reason=str(draw.random()))
+                jobs = jobs.with_job(mirror[victim])
+            if not mirror:
                 break
-        versions.append((jobs, dict(known)))
+        versions.append((jobs, dict(mirror)))
     for version, expected in versions:
         assert list(version.items()) == list(expected.items())
         assert list(version.values()) == list(expected.values())
         assert (list(version), len(version)) == (list(expected), len(expected))
         assert all(version[job_id] is job for job_id, job in expected.items())
     assert "job-0" not in jobs
-    assert jobs == Jobs(known.values()) == known
+    assert jobs == Jobs(mirror.values()) == mirror
 
 
 def test_exactly_the_jobs_that_changed_between_two_versions_are_named() -> None:

@@ -122,17 +122,17 @@ REFUSED: dict[str, tuple[str, list[str]]] = {
 }
 
 
-@pytest.mark.parametrize(("text", "said"), REFUSED.values(), ids=REFUSED.keys())
-def test_a_bad_job_is_refused_in_one_error_that_says_where_and_what(text: str, said: list[str]) -> None:
+@pytest.mark.parametrize(("text", "phrases"), REFUSED.values(), ids=REFUSED.keys())
+def test_a_bad_job_is_refused_in_one_error_that_says_where_and_what(text: str, phrases: list[str]) -> None:
     with pytest.raises(SpecError) as caught:
         parse_job(text, "job.yaml")
     message = str(caught.value)
     assert message.startswith("job.yaml")
-    assert [words for words in said if words not in message] == [], message
+    assert [phrase for phrase in phrases if phrase not in message] == [], message
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "said"),
+    ("before", "after", "phrases"),
     [
         ("80GiB", "80G", ["c.yaml:3: nodes[0].device.memory", "did you mean 80GiB?"]),
         ("9GB/s", "9Gbit", ["nodes[0].device.link_bandwidth", "GB/s"]),
@@ -141,10 +141,10 @@ def test_a_bad_job_is_refused_in_one_error_that_says_where_and_what(text: str, s
         (NODE, f"{NODE}, count: 0", ["nodes[0].count", "greater than or equal to 1"]),
     ],
 )
-def test_a_bad_cluster_is_refused_in_one_error(before: str, after: str, said: list[str]) -> None:
+def test_a_bad_cluster_is_refused_in_one_error(before: str, after: str, phrases: list[str]) -> None:
     with pytest.raises(SpecError) as caught:
         parse_cluster(CLUSTER.replace(before, after), "c.yaml")
-    assert [words for words in said if words not in str(caught.value)] == [], str(caught.value)
+    assert [phrase for phrase in phrases if phrase not in str(caught.value)] == [], str(caught.value)
 
 
 @pytest.mark.parametrize("key", ["colour", "trace", "measure", "segments"])
@@ -208,7 +208,7 @@ def test_a_maintenance_is_read_in_any_offset_from_utc() -> None:
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "said"),
+    ("before", "after", "phrases"),
     [
         ("22:00+01:00", "22:00", ["c.yaml:5: maintenance[0].start", "timezone"]),
         ("2026-12-24T22:00+01:00", "20261224", ["maintenance[0].start", "a date and a time with an offset is wanted"]),
@@ -216,10 +216,10 @@ def test_a_maintenance_is_read_in_any_offset_from_utc() -> None:
         ("[n]", "[n0]", ["c.yaml:4: maintenance: the cluster has no such node", "did you mean 'n'?"]),
     ],
 )
-def test_a_bad_maintenance_is_refused_in_one_error(before: str, after: str, said: list[str]) -> None:
+def test_a_bad_maintenance_is_refused_in_one_error(before: str, after: str, phrases: list[str]) -> None:
     with pytest.raises(SpecError) as raised:
         parse_cluster(MAINTENANCE.replace(before, after), "c.yaml")
-    for part in said:
+    for part in phrases:
         assert part in str(raised.value)
 
 

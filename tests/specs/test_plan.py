@@ -122,7 +122,7 @@ def test_illegal_combinations_cannot_be_constructed_and_give_the_reason(fields: 
 def legal_plans(ranks: int) -> list[Plan]:
     """Every combination of settings on that many ranks that can be constructed."""
     degrees = [n for n in range(1, ranks + 1) if ranks % n == 0]
-    found = []
+    legal = []
     for engine, dp, tp, copies, stages, zero, offload, target, precision, optimizer in itertools.product(
         (TORCH, DEEPSPEED), degrees, degrees, (1, 2), (1, 2), ZeroStage, Offload, OffloadTarget, Precision, Optimizer
     ):
@@ -144,8 +144,8 @@ def legal_plans(ranks: int) -> list[Plan]:
             )
         except IllegalPlan:
             continue
-        found.append(plan)
-    return found
+        legal.append(plan)
+    return legal
 
 
 def test_every_plan_survives_its_file_and_reads_as_itself() -> None:
@@ -155,4 +155,4 @@ def test_every_plan_survives_its_file_and_reads_as_itself() -> None:
         assert plan_from_json(json.loads(json.dumps(dataclasses.asdict(plan)))) == plan
     assert len({in_short(plan) for plan in plans if plan.engine is TORCH}) == sum(p.engine is TORCH for p in plans)
     assert len({tuple(settings(plan).items()) for plan in plans}) == len(plans)
-    assert all(changes(one, other) for one, other in itertools.pairwise(plans))
+    assert all(changes(first, other) for first, other in itertools.pairwise(plans))

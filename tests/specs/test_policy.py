@@ -37,12 +37,12 @@ def test_a_cluster_is_shared_where_teams_are_named() -> None:
 
 def test_the_queue_aims_at_the_mean_completion_unless_the_file_says_the_makespan() -> None:
     assert parse_cluster(EMBEDDED_CLUSTER + POLICY, "c.yaml").policy.objective is Objective.COMPLETION
-    said = parse_cluster(EMBEDDED_CLUSTER + POLICY + "  objective: makespan\n", "c.yaml").policy
-    assert said.objective is Objective.MAKESPAN
+    policy = parse_cluster(EMBEDDED_CLUSTER + POLICY + "  objective: makespan\n", "c.yaml").policy
+    assert policy.objective is Objective.MAKESPAN
     with pytest.raises(SpecError) as refused:
         parse_cluster(EMBEDDED_CLUSTER + "\npolicy: {objective: makespam}\n", "c.yaml")
-    for told in ("policy.objective", "'completion' or 'makespan'", "did you mean 'makespan'?"):
-        assert told in str(refused.value)
+    for phrase in ("policy.objective", "'completion' or 'makespan'", "did you mean 'makespan'?"):
+        assert phrase in str(refused.value)
 
 
 def test_a_half_life_without_teams_is_refused() -> None:
@@ -51,7 +51,7 @@ def test_a_half_life_without_teams_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("    - {name: speech, users: [ada]}\n", "user 'ada' is said twice"),
         ("    - {name: vision}\n", "team 'vision' is said twice"),
@@ -60,14 +60,14 @@ def test_a_half_life_without_teams_is_refused() -> None:
         ("    - {name: speech, users: ['a b']}\n", "users"),
     ],
 )
-def test_a_mistake_in_a_policy_is_one_clear_error(text: str, said: str) -> None:
+def test_a_mistake_in_a_policy_is_one_clear_error(text: str, message: str) -> None:
     with pytest.raises(SpecError, match=r"c\.yaml") as refused:
         parse_cluster(EMBEDDED_CLUSTER + POLICY + text, "c.yaml")
-    assert said in str(refused.value)
+    assert message in str(refused.value)
 
 
-@pytest.mark.parametrize(("said", "priority"), [("high", 100), ("normal", 0), ("low", -100), (7, 7), ("7", 7)])
-def test_priority_is_a_class_or_a_number(said: object, priority: int) -> None:
-    spec = JobSpec.model_validate({"name": "j", "command": "x", "global_batch_size": 1, "priority": said})
+@pytest.mark.parametrize(("level", "priority"), [("high", 100), ("normal", 0), ("low", -100), (7, 7), ("7", 7)])
+def test_priority_is_a_class_or_a_number(level: object, priority: int) -> None:
+    spec = JobSpec.model_validate({"name": "j", "command": "x", "global_batch_size": 1, "priority": level})
     assert spec.priority == priority
     assert JobSpec.model_validate(spec.model_dump(mode="json")) == spec

@@ -67,16 +67,16 @@ def resolved(schema: dict[str, Any], key: dict[str, Any]) -> Iterator[dict[str, 
 
 
 def keys(
-    schema: dict[str, Any], section: dict[str, Any], path: Path, seen: set[str]
+    schema: dict[str, Any], section: dict[str, Any], path: Path, titles: set[str]
 ) -> Iterator[tuple[Path, dict[str, Any]]]:
     """Every key of a file with the first path at which it can stand: a section is entered once."""
     for name, key in section["properties"].items():
         yield (*path, name), key
     for name, key in section["properties"].items():
         for inner in resolved(schema, key):
-            if inner["title"] not in seen:
-                seen.add(inner["title"])
-                yield from keys(schema, inner, (*path, name), seen)
+            if inner["title"] not in titles:
+                titles.add(inner["title"])
+                yield from keys(schema, inner, (*path, name), titles)
 
 
 EVERY = {noun: list(keys(schema, schema, (), set())) for noun, schema in SCHEMAS.items()}
@@ -126,7 +126,7 @@ def nested(schema: dict[str, Any], path: Path, value: object) -> dict[str, Any]:
             place[name] = value
             break
         key = section["properties"][name]
-        section = next(one for one in resolved(schema, key) if path[depth + 1] in one["properties"])
+        section = next(branch for branch in resolved(schema, key) if path[depth + 1] in branch["properties"])
         is_list = key.get("type") == "array" or name == "depends_on"
         inner: dict[str, Any] = {}
         place[name] = [inner] if is_list else inner
@@ -136,11 +136,11 @@ def nested(schema: dict[str, Any], path: Path, value: object) -> dict[str, Any]:
 
 def document_with(noun: str, path: Path, value: object) -> dict[str, Any]:
     """A file that says the value at this path, with what the parser asks for beside it."""
-    dotted, said = ".".join(path), nested(SCHEMAS[noun], path, value)
+    dotted, document = ".".join(path), nested(SCHEMAS[noun], path, value)
     if noun == "cluster":
         base: dict[str, Any] = deepcopy(CLUSTER)
     elif dotted == "model.weights":  # a key of models that scripts train
-        base, said = deepcopy(SCRIPT), {"trains": {"hf": "./model", **said["model"]}}
+        base, document = deepcopy(SCRIPT), {"trains": {"hf": "./model", **document["model"]}}
     else:
         base = deepcopy(MODEL if path[0] in OF_A_MODEL else SCRIPT)
     if path in (("model",), ("model", "factory")) or path[:2] == ("model", "decoder"):
@@ -148,13 +148,13 @@ def document_with(noun: str, path: Path, value: object) -> dict[str, Any]:
     if path[0] == "data" and len(path) == 2:
         base["data"] = {} if path[1] in ("text", "chat", "tokens", "tensors") else {"text": ["corpus.txt"]}
     if dotted.startswith("knobs.micro_batch_size."):
-        said = {"knobs": knob_with(path[-1], value)}
+        document = {"knobs": knob_with(path[-1], value)}
     if dotted.startswith("nodes.device."):
         base["nodes"][0]["device"] = {}
     for where, beside in BESIDE.items():
         if dotted == where or dotted.startswith(where.removesuffix("*") if where.endswith("*") else where + "."):
             base = merged(base, deepcopy(beside))
-    return merged(base, said)
+    return merged(base, document)
 
 
 def knob_with(name: str, value: object) -> dict[str, Any]:

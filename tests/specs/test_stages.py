@@ -23,11 +23,11 @@ def test_every_layer_lies_in_one_stage_and_stages_between_the_ends_differ_by_one
             layer_ranges(layers, stages, first, last)
         return
     ranges = layer_ranges(layers, stages, first, last)
-    assert [layer for each in ranges for layer in each] == list(range(layers))
+    assert [layer for stage in ranges for layer in stage] == list(range(layers))
     assert tuple(map(len, ranges)) == sizes
 
 
 def test_the_ends_have_as_many_layers_as_is_said() -> None:
-    """Of Llama 3 405B, as its authors cut it (Grattafiori et al. 2024, arXiv:2407.21783, section 3.3.2)."""
+    """The case is Llama 3 405B, as its authors cut it (Grattafiori et al. 2024, arXiv:2407.21783, section 3.3.2)."""
     assert stage_layers(126, 16, 7, 7) == (7, *[8] * 14, 7)
     assert stage_layers(80, 16, 0, 4) == (*[5] * 14, 6, 4)

@@ -70,8 +70,8 @@ def test_a_grid_is_every_combination_in_the_order_of_an_array() -> None:
     text = SCRIPT.replace("{lr: {values: [0.1, 0.2]}}", "{lr: {values: [0.1, 0.2]}, seed: {values: [0, 1, 2]}}")
     sweep = first(text.replace("--tag", "--seed {seed} --tag")).trial.sweep  # type: ignore[union-attr]
     assert sweep.trials == 6
-    found = [sweep.combination(number) for number in range(6)]
-    assert found == [{"lr": lr, "seed": seed} for lr in (0.1, 0.2) for seed in (0, 1, 2)]
+    combinations = [sweep.combination(number) for number in range(6)]
+    assert combinations == [{"lr": lr, "seed": seed} for lr in (0.1, 0.2) for seed in (0, 1, 2)]
 
 
 def changed(text: str, *pairs: tuple[str, str]) -> str:
@@ -103,10 +103,10 @@ WRONG: dict[str, tuple[str, tuple[str, str], str]] = {
 
 @pytest.mark.parametrize("wrong", WRONG)
 def test_what_is_wrong_is_said_at_once(wrong: str) -> None:
-    text, change, said = WRONG[wrong]
+    text, change, message = WRONG[wrong]
     with pytest.raises(SpecError) as refused:
         parse_jobs(changed(text, change), "sweep.yaml")
-    assert said in str(refused.value)
+    assert message in str(refused.value)
 
 
 def test_a_sweep_is_no_single_job() -> None:

@@ -21,11 +21,11 @@ def refusal(text: str) -> SpecError:
 
 
 def test_each_key_of_another_tool_is_none_of_ours_and_leads_to_one() -> None:
-    for key, words in JOB_KEYS.items():
+    for key, hint in JOB_KEYS.items():
         assert key not in JobSpec.model_fields, key
-        written = re.findall(r"`(\w+):", words)
-        assert set(written) <= set(JobSpec.model_fields), (key, words)
-        assert written or words.startswith(("nothing: ", "the Python environment")), (key, words)
+        written = re.findall(r"`(\w+):", hint)
+        assert set(written) <= set(JobSpec.model_fields), (key, hint)
+        assert written or hint.startswith(("nothing: ", "the Python environment")), (key, hint)
 
 
 @pytest.mark.parametrize("key", ["timeout", "Nproc-Per-Node", "accelerators"])

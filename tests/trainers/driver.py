@@ -49,18 +49,18 @@ def device(memory: str) -> DeviceSpec:
 
 
 def cluster(memory: str, devices: int = 2) -> ClusterSpec:
-    """One node."""
+    """Return a cluster of one node."""
     node = NodeSpec(name="local", devices=devices, device=device(memory), host_memory="4GiB")  # type: ignore[arg-type]
     return ClusterSpec(name="local", nodes=(node,))
 
 
 def card_cluster(cards: dict[str, str]) -> ClusterSpec:
-    """One node with the cards that NVML reports under these variables; to all code they are real devices."""
+    """Return a node with the cards that NVML reports under these variables; to all code they are real devices."""
     asks = "from orchestrator.backends.devices import nvml; print(*(one.total_bytes for one in nvml.devices().devices))"
-    said = subprocess.run([sys.executable, "-c", asks], env={**os.environ, **cards}, capture_output=True, check=True)
-    memory = [int(each) for each in said.stdout.split()]
-    one = device("1GiB").model_copy(update={"name": "card", "kind": DeviceKind.CUDA, "memory": memory[0]})
-    node = NodeSpec(name="local", devices=len(memory), device=one, host_memory="4GiB")  # type: ignore[arg-type]
+    process = subprocess.run([sys.executable, "-c", asks], env={**os.environ, **cards}, capture_output=True, check=True)
+    memory = [int(size) for size in process.stdout.split()]
+    card = device("1GiB").model_copy(update={"name": "card", "kind": DeviceKind.CUDA, "memory": memory[0]})
+    node = NodeSpec(name="local", devices=len(memory), device=card, host_memory="4GiB")  # type: ignore[arg-type]
     return ClusterSpec(name="local", nodes=(node,))
 
 
@@ -110,15 +110,15 @@ class Drive:
 
 
 def attempt(job: Job, planned: Attempt, home: Path, nodes: ClusterSpec, limit_s: float = ATTEMPT_TIMEOUT_S) -> Evidence:
-    """One attempt on one node, driven by the production's AttemptWatch; raises Overrun."""
-    told: list[Event] = []
+    """Drive an attempt on one node by the production's AttemptWatch; raise Overrun."""
+    events: list[Event] = []
     world = World(
         home=home,
         python=sys.executable,
         nodes=NodeWatch(nodes, LocalNodes(nodes)),
         launchers=LocalLaunchers(),
         clock=time.time,
-        emit=told.append,
+        emit=events.append,
         closing=threading.Event(),
         ownership=Alone(),
         fence=None,
@@ -133,21 +133,21 @@ def attempt(job: Job, planned: Attempt, home: Path, nodes: ClusterSpec, limit_s:
         thread.join()
         log_path = JobFolder(home, job.id).attempt(planned.number).log(0)
         raise Overrun(f"attempt {planned.number} did not end: {log_path.read_text()[-2000:]}")
-    (finished,) = (event for event in told if isinstance(event, Finished))
+    (finished,) = (event for event in events if isinstance(event, Finished))
     return finished.evidence
 
 
-def checkout(name: str, at: Path) -> Path:
-    """A fresh copy of one of the trainers here, like a user's clone."""
-    shutil.copytree(SCRIPTS / name, at)
-    return at
+def checkout(name: str, folder: Path) -> Path:
+    """Return a fresh copy of a trainer, like a user's clone."""
+    shutil.copytree(SCRIPTS / name, folder)
+    return folder
 
 
 def log(home: Path, number: int, rank: int = 0) -> str:
-    """The output of an attempt's process."""
+    """Return the output of an attempt's process."""
     return JobFolder(home, "job").attempt(number).log(rank).read_text()
 
 
 def story(job: Job) -> list[str]:
-    """The outcome of every attempt, for assertions and their messages."""
-    return [str(one.failure.kind) if one.failure else "finished" for one in job.attempts]
+    """Return the outcome of every attempt, for assertions and their messages."""
+    return [str(attempt.failure.kind) if attempt.failure else "finished" for attempt in job.attempts]

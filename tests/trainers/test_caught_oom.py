@@ -49,11 +49,11 @@ print("trained" if done == args.steps else f"{{{{done}}}} steps", "by batches of
 """
 
 
-def driven(tmp_path: Path, devices: str, *words: str, ranks: int = 1, **changes: object) -> Job:
+def run_skips(tmp_path: Path, devices: str, *arguments: str, ranks: int = 1, **changes: object) -> Job:
     (tmp_path / "skips.py").write_text(SKIPS.format(virtual=devices == "virtual"))
-    said = {
+    fields = {
         "name": "skips",
-        "command": ["python", "skips.py", *words],
+        "command": ["python", "skips.py", *arguments],
         "workdir": str(tmp_path),
         "gpus": ranks,
         "global_batch_size": 64 * ranks,
@@ -65,7 +65,7 @@ def driven(tmp_path: Path, devices: str, *words: str, ranks: int = 1, **changes:
         **changes,
     }
     nodes = cluster("48MiB") if devices == "virtual" else on(devices)
-    return Drive(tmp_path / "home", nodes).run(JobSpec.model_validate(said))
+    return Drive(tmp_path / "home", nodes).run(JobSpec.model_validate(fields))
 
 
 DEVICES = pytest.mark.parametrize("devices", ["virtual", "none"])
@@ -75,8 +75,8 @@ SHORT = pytest.mark.parametrize("devices", [pytest.param("virtual", marks=pytest
 @pytest.mark.long
 @SHORT
 def test_a_script_that_skips_every_batch_has_run_out_of_memory_and_is_recovered(devices: str, tmp_path: Path) -> None:
-    """It exits 0 without an optimizer step, on each of two ranks."""
-    job = driven(tmp_path, devices, "--steps", "3", ranks=2)
+    """The script exits 0 without an optimizer step, on each of two ranks."""
+    job = run_skips(tmp_path, devices, "--steps", "3", ranks=2)
     assert job.status is JobStatus.SUCCEEDED, job.reason
     assert story(job)[0] == "device_oom"
     assert story(job)[-1] == "finished"
@@ -91,7 +91,7 @@ def test_a_script_that_skips_every_batch_has_run_out_of_memory_and_is_recovered(
 
 @SHORT
 def test_a_script_that_loses_one_step_of_fifty_ends_well_with_a_warning(devices: str, tmp_path: Path) -> None:
-    job = driven(tmp_path, devices, "--long-at", "20")
+    job = run_skips(tmp_path, devices, "--long-at", "20")
     assert story(job) == ["finished"]
     assert job.status is JobStatus.SUCCEEDED
     assert "the script caught 1 out-of-memory error and completed 49 steps" in job.reason
@@ -104,13 +104,13 @@ def test_losing_more_than_a_tenth_of_the_steps_fails_and_so_does_losing_the_last
     long_at: str, outcome: str, devices: str, tmp_path: Path
 ) -> None:
     steps = "5" if long_at == "4" else "10"
-    job = driven(tmp_path, devices, "--long-at", long_at, "--steps", steps, retries={"oom": 0})
+    job = run_skips(tmp_path, devices, "--long-at", long_at, "--steps", steps, retries={"oom": 0})
     assert story(job) == [outcome]
 
 
 @pytest.mark.long
 def test_a_job_may_accept_what_its_script_catches(tmp_path: Path) -> None:
-    job = driven(tmp_path, "virtual", "--steps", "3", on_caught_oom="accept")
+    job = run_skips(tmp_path, "virtual", "--steps", "3", on_caught_oom="accept")
     assert story(job) == ["finished"]
     assert "the script caught 3 out-of-memory errors and completed 0 steps" in job.reason
 
@@ -118,6 +118,6 @@ def test_a_job_may_accept_what_its_script_catches(tmp_path: Path) -> None:
 @pytest.mark.long
 @DEVICES
 def test_a_success_that_fails_after_caught_errors_is_recovered(devices: str, tmp_path: Path) -> None:
-    """One lost step of fifty is little, but nothing else explains the missing success line."""
-    job = driven(tmp_path, devices, "--long-at", "20", success={"log": "^trained"}, retries={"oom": 0})
+    """A lost step of fifty is little, but nothing else explains the missing success line."""
+    job = run_skips(tmp_path, devices, "--long-at", "20", success={"log": "^trained"}, retries={"oom": 0})
     assert story(job) == ["device_oom"]

@@ -56,7 +56,7 @@ def test_a_script_of_unknown_memory_is_probed_and_never_runs_out_of_memory(tmp_p
     assert job.status is JobStatus.SUCCEEDED, job.reason
     assert story(job) == ["probed", "probed", "finished"]
     probes, last = job.attempts[:2], job.attempts[2]
-    assert [one.plan.micro_batch_size for one in probes] == [1, 8]
+    assert [probe.plan.micro_batch_size for probe in probes] == [1, 8]
     assert last.plan.micro_batch_size == 64
     assert last.peak_bytes is not None
     assert 0.8 < last.estimate.allocated_bytes / last.peak_bytes < 1.25

@@ -40,11 +40,11 @@ def run(tmp_path: Path, capacity_bytes: int | None, *before: str) -> tuple[subpr
     folder.mkdir(parents=True)
     write_json(folder / "guard.json", GuardSettings(attempt_folder=str(folder), virtual_capacity_bytes=capacity_bytes))
     (tmp_path / "train.py").write_text(TRAIN)
-    told = [str(folder / "guard.json"), "--", str(tmp_path / "train.py")]
+    arguments = [str(folder / "guard.json"), "--", str(tmp_path / "train.py")]
     lines = (
         *before,
         "import runpy, sys",
-        f"sys.argv[1:] = {told}",
+        f"sys.argv[1:] = {arguments}",
         f"runpy.run_path({guard.__file__!r}, None, '__main__')",
     )
     done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, timeout=120)
@@ -58,8 +58,8 @@ def test_the_guard_caps_and_reports_without_pytorch_features_newer_than_2_1(
     done, folder = run(tmp_path, capacity_bytes, "import torch", "del torch.OutOfMemoryError")
     report = folder / "rank0.oom.json"
     assert report.exists(), done.stdout + done.stderr
-    said = json.loads(report.read_text())
-    assert (said["step"], said["requested_bytes"]) == (3, 256 * 2**20)
+    record = json.loads(report.read_text())
+    assert (record["step"], record["requested_bytes"]) == (3, 256 * 2**20)
 
 
 @pytest.mark.long
@@ -67,10 +67,10 @@ def test_code_in_the_trainers_process_uses_nothing_newer_than_python_3_10_and_py
     tmp_path: Path,
 ) -> None:
     done, _ = run(tmp_path, 64 * 2**20)
-    ours = [name for name in ast.literal_eval(done.stdout.splitlines()[0]) if "." in name]
-    assert "orchestrator.training.guard.virtual_device" in ours
-    found = []
-    for path in {Path(guard.__file__), *(Path(sys.modules[name].__file__ or "") for name in map(_imported, ours))}:
+    modules = [name for name in ast.literal_eval(done.stdout.splitlines()[0]) if "." in name]
+    assert "orchestrator.training.guard.virtual_device" in modules
+    later_names = []
+    for path in {Path(guard.__file__), *(Path(sys.modules[name].__file__ or "") for name in map(_imported, modules))}:
         for node in ast.walk(ast.parse(path.read_text(), feature_version=(3, 10))):
             if isinstance(node, ast.ImportFrom) and not (node.module or "").startswith("orchestrator"):
                 names = {alias.name for alias in node.names}
@@ -78,8 +78,8 @@ def test_code_in_the_trainers_process_uses_nothing_newer_than_python_3_10_and_py
                 names = {node.attr} if ast.unparse(node) != "torch.cuda.OutOfMemoryError" else set()
             else:
                 names = set()
-            found += [f"{path.name}: {name}" for name in names & LATER]
-    assert found == []
+            later_names += [f"{path.name}: {name}" for name in names & LATER]
+    assert later_names == []
 
 
 def _imported(name: str) -> str:

@@ -77,7 +77,7 @@ def test_an_error_that_the_script_swallows_ends_as_a_hang_with_its_cause_and_is_
 def test_on_cards_a_batch_of_six_each_runs_out_of_memory_and_is_cured_by_checkpointing(
     tmp_path: Path, precision: str, frames: int
 ) -> None:
-    """Over nccl, in fp16 by autocast with a GradScaler, no virtual device: as on GPUs, the guard only watches."""
+    """The run uses nccl and fp16 by autocast with a GradScaler; as on GPUs, the guard only watches."""
     folder, home = checkout("latentsync", tmp_path / "latentsync"), tmp_path / "home"
     config = yaml.safe_load((folder / "configs/stage2.yaml").read_text())
     config["data"].update(frames=frames, longer=0, width=8)

@@ -1,4 +1,4 @@
-"""Under every launcher each rank is capped, watched and reported, and ends with the attempt."""
+"""Laws of every launcher: each rank is capped, watched and reported, and ends with the attempt."""
 
 from __future__ import annotations
 
@@ -52,13 +52,17 @@ def test_ranks_of_another_launcher_are_guarded(launch: str, tmp_path: Path) -> N
     job = Drive(tmp_path / "home", cluster("64MiB")).run(spec)
     evidence = job.attempts[0].evidence
     assert evidence is not None
-    said = log(tmp_path / "home", 1)
-    assert [(report.rank, report.step, report.capacity_bytes) for report in evidence.ooms] == [(1, 2, 64 * 2**20)], said
+    output = log(tmp_path / "home", 1)
+    assert [(report.rank, report.step, report.capacity_bytes) for report in evidence.ooms] == [(1, 2, 64 * 2**20)], (
+        output
+    )
     assert [beat.rank for beat in evidence.heartbeats] == [0, 1]
     assert [end.rank for end in evidence.ranks] == [0], "one process of ours for both"
-    told = f"['--local_rank={1}', '--mine']" if launch == "deepspeed" else "['--mine']"
-    assert f"and was told {told}" in said
-    pids = [int(pid) for pid in re.findall(r"rank \d of 2 is process (\d+)", said)]  # two ranks may write into one line
+    arguments = f"['--local_rank={1}', '--mine']" if launch == "deepspeed" else "['--mine']"
+    assert f"and was told {arguments}" in output
+    pids = [
+        int(pid) for pid in re.findall(r"rank \d of 2 is process (\d+)", output)
+    ]  # two ranks may write into one line
     assert len(pids) == 2
     assert os.getpid() not in pids
     assert alive(pids) == []
@@ -95,7 +99,7 @@ for child in children:
 
 @pytest.mark.long
 def test_ranks_that_a_script_forks_are_capped_and_reported_and_their_loaders_are_not(tmp_path: Path) -> None:
-    """Its process has imported torch and entered the device before it forks; it always exits 0."""
+    """The script imports torch and enters the device before it forks; it always exits 0."""
     (tmp_path / "train.py").write_text(FORKS)
     spec = JobSpec.model_validate(
         {
@@ -111,8 +115,10 @@ def test_ranks_that_a_script_forks_are_capped_and_reported_and_their_loaders_are
     job = Drive(tmp_path / "home", cluster("64MiB")).run(spec)
     evidence = job.attempts[0].evidence
     assert evidence is not None
-    said = log(tmp_path / "home", 1)
-    assert [(report.rank, report.step, report.capacity_bytes) for report in evidence.ooms] == [(1, 3, 64 * 2**20)], said
+    output = log(tmp_path / "home", 1)
+    assert [(report.rank, report.step, report.capacity_bytes) for report in evidence.ooms] == [(1, 3, 64 * 2**20)], (
+        output
+    )
     assert [(beat.rank, beat.steps_done) for beat in evidence.heartbeats] == [(0, 3), (1, 3)]
 
 
@@ -135,8 +141,8 @@ def apart(folder: Path, steps: int, *, first: str = "", gpus: int = 2, **changes
     """The job of a script that trains on each rank, after `first`, without asking for the others."""
     (folder / "train.py").write_text(APART.format(first=first))
     (folder / "horovod.py").write_text("")
-    said = {"name": "apart", "command": f"python train.py {steps}", "workdir": str(folder), "probe": "never"}
-    spec = JobSpec.model_validate({**said, "gpus": gpus, "global_batch_size": gpus, **changes})
+    fields = {"name": "apart", "command": f"python train.py {steps}", "workdir": str(folder), "probe": "never"}
+    spec = JobSpec.model_validate({**fields, "gpus": gpus, "global_batch_size": gpus, **changes})
     return Drive(folder / "home", cluster("64MiB")).run(spec)
 
 
@@ -144,8 +150,8 @@ def apart(folder: Path, steps: int, *, first: str = "", gpus: int = 2, **changes
 def test_ranks_that_train_without_meeting_are_ended_and_the_reason_says_so(launch: str, tmp_path: Path) -> None:
     job = apart(tmp_path, ENDLESS, launch=launch)
     assert story(job) == ["user_error"], log(tmp_path / "home", 1)
-    for words in ("2 ranks trained without meeting", "init_process_group", "`gpus: 1`"):
-        assert words in job.reason
+    for phrase in ("2 ranks trained without meeting", "init_process_group", "`gpus: 1`"):
+        assert phrase in job.reason
     evidence = job.attempts[0].evidence
     assert evidence is not None
     assert max(beat.steps_done for beat in evidence.heartbeats) < ENDLESS

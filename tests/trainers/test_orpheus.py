@@ -73,7 +73,7 @@ def test_the_script_finds_our_config_where_it_looks_and_the_users_stays_as_it_wa
 
 @pytest.mark.long
 def test_on_cards_accelerate_shards_transformers_trainer_by_fsdp_to_its_end(tmp_path: Path) -> None:
-    """Over nccl in bf16: no card holds 16 bytes for each of 26M parameters, and no smaller batch would help."""
+    """The run uses nccl and bf16; no card holds 16 bytes for each of 26M parameters at any batch size."""
     folder, home = checkout("orpheus", tmp_path / "orpheus"), tmp_path / "home"
     cards = environment(tmp_path, [1552, 1552])
     job = Drive(home, card_cluster(cards)).run(

@@ -72,7 +72,7 @@ def test_exit_0_without_the_artifact_of_this_attempt_is_a_failure(tmp_path: Path
 
 @pytest.mark.long
 def test_a_job_whose_other_ranks_fail_after_its_success_line_succeeds(tmp_path: Path) -> None:
-    """They fail because the first one left, so slowly that they are killed; `success` is that of the job file."""
+    """The ranks fail slowly after the first one left, and are killed; `success` is that of the job file."""
     success = yaml.safe_load(JOB.read_text())["success"]
     job = Drive(tmp_path / "home", cluster("256MiB")).run(
         rvc(checkout("rvc", tmp_path / "rvc"), "--abandon", "60", gpus=2, success=success)

@@ -1,6 +1,6 @@
-"""What `orc init` proposes for trainers that are installed is run as it stands, out of memory at first.
+"""Jobs of `orc init` for installed trainers run unchanged, and run out of memory at first.
 
-They are no dependency. In an environment on the PATH: `pip install --no-deps trl datasets dill multiprocess xxhash`, or
+The trainers are no dependency. On the PATH: `pip install --no-deps trl datasets dill multiprocess xxhash`, or
 `pip install --no-deps litgpt lightning lightning-utilities torchmetrics jsonargparse typeshed-client docstring-parser`.
 """
 
@@ -39,7 +39,7 @@ def needs(program: str) -> None:
         pytest.skip(f"no {program} on the PATH: the head of this file says how to install it")
 
 
-def driven(typed: str, home: Path, memory: str) -> Job:
+def run_trainer(typed: str, home: Path, memory: str) -> Job:
     """The proposal's job after its last attempt; it starts with its own settings, without probes."""
     spec = parse_job(proposal(typed.split(), home, {}), "proposal", [("probe", "never")])
     return Drive(home / "home", cluster(memory, devices=1)).run(spec)
@@ -52,7 +52,7 @@ def test_the_proposal_for_trl_recovers(tmp_path: Path) -> None:
     rows = [json.dumps({"text": line * 8}) for line in text(60).splitlines() * 8]
     (tmp_path / "data/train.jsonl").write_text("\n".join(rows))
     typed = "trl sft --model_name_or_path llama --dataset_name data --max_steps 3 --per_device_train_batch_size 64"
-    job = driven(
+    job = run_trainer(
         f"{typed} --max_length 128 --use_cpu --report_to none --gradient_checkpointing false", tmp_path, "200MiB"
     )
     assert job.status is JobStatus.SUCCEEDED, job.reason
@@ -75,7 +75,7 @@ def test_the_proposal_for_litgpt_recovers_with_the_accumulation_that_it_derives(
     typed = "litgpt finetune_full model --data JSON --data.json_path talks.json --data.val_split_fraction 0.1"
     typed += " --data.num_workers 0 --train.epochs 1 --train.max_steps 2 --train.lr_warmup_steps 1 --precision 32-true"
     typed += " --train.global_batch_size 64 --train.micro_batch_size 64 --eval.initial_validation false"
-    job = driven(f"{typed} --eval.final_validation false --out_dir mine", tmp_path, "80MiB")
+    job = run_trainer(f"{typed} --eval.final_validation false --out_dir mine", tmp_path, "80MiB")
     assert job.status is JobStatus.SUCCEEDED, job.reason
     assert story(job)[0] == "device_oom"
     last = job.attempts[-1].plan

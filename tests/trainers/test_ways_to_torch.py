@@ -147,7 +147,7 @@ SHORT = {("multiprocessing fork", "ranks", "virtual"), ("subprocess", "self", "n
 
 
 def on(devices: str) -> ClusterSpec:
-    """One node with virtual devices, or with devices that the guard does not cap, like real ones."""
+    """Return a node with virtual devices, or with devices that the guard does not cap, like real ones."""
     made = cluster("64MiB" if devices == "virtual" else "80GiB")
     if devices == "virtual":
         return made
@@ -157,11 +157,11 @@ def on(devices: str) -> ClusterSpec:
 
 
 def attempt_of(tmp_path: Path, devices: str, command: str, **changes: object) -> tuple[Attempt, Evidence]:
-    """The evidence of a job's only attempt."""
+    """Return a job's only attempt and its evidence."""
     (tmp_path / "inner.py").write_text(INNER)
-    said = {"name": "way", "command": command, "workdir": str(tmp_path), "global_batch_size": 1, "probe": "never"}
+    fields = {"name": "way", "command": command, "workdir": str(tmp_path), "global_batch_size": 1, "probe": "never"}
     job = Drive(tmp_path / "home", on(devices)).run(
-        JobSpec.model_validate({**said, "retries": {"oom": 0, "preemption": 0}, **changes})
+        JobSpec.model_validate({**fields, "retries": {"oom": 0, "preemption": 0}, **changes})
     )
     (only,) = job.attempts
     assert only.evidence is not None
@@ -179,7 +179,7 @@ class RenderedCommand:
     failure: FailureKind | None
 
 
-def told_by(only: Attempt, evidence: Evidence) -> RenderedCommand:
+def reports_of(only: Attempt, evidence: Evidence) -> RenderedCommand:
     return RenderedCommand(
         unwatched=evidence.unwatched,
         ranks=tuple((beat.rank, beat.steps_done, bool(beat.torch_version)) for beat in evidence.heartbeats),
@@ -189,8 +189,8 @@ def told_by(only: Attempt, evidence: Evidence) -> RenderedCommand:
     )
 
 
-def as_watched(devices: str) -> RenderedCommand:
-    """One rank, its three steps, and its fatal error: that of the cap if the device is virtual."""
+def expected_reports(devices: str) -> RenderedCommand:
+    """Return the reports of one rank: three steps and a fatal error, that of the cap on a virtual device."""
     is_virtual = devices == "virtual"
     return RenderedCommand(
         unwatched=(),
@@ -212,8 +212,8 @@ def test_a_rank_is_watched(way: str, launch: str, devices: str, tmp_path: Path) 
     if way == "accelerate":
         pytest.importorskip("accelerate")
     (tmp_path / "program.py").write_text(WAYS[way])
-    told = told_by(*attempt_of(tmp_path, devices, "python program.py", launch=launch))
-    assert told == as_watched(devices), log(tmp_path / "home", 1)
+    reports = reports_of(*attempt_of(tmp_path, devices, "python program.py", launch=launch))
+    assert reports == expected_reports(devices), log(tmp_path / "home", 1)
 
 
 CONSOLE = f"#!{sys.executable}\nimport sys\nsys.path.insert(0, '.')\nimport inner\ninner.train()\n"
@@ -226,8 +226,8 @@ def test_a_console_script_is_watched(launch: str, devices: str, tmp_path: Path) 
     program = tmp_path / "trainer"
     program.write_text(CONSOLE)
     program.chmod(0o755)
-    told = told_by(*attempt_of(tmp_path, devices, str(program), launch=launch))
-    assert told == as_watched(devices), log(tmp_path / "home", 1)
+    reports = reports_of(*attempt_of(tmp_path, devices, str(program), launch=launch))
+    assert reports == expected_reports(devices), log(tmp_path / "home", 1)
 
 
 @pytest.mark.long
@@ -242,8 +242,8 @@ def test_the_program_is_watched_under_any_interpreter_flags(
         f"import sys\nsys.path += {[str(tmp_path), *packages]}\nimport inner\ninner.train()"
     )
     program = "-m program" if flags == "-m" else f"{flags} program.py"
-    told = told_by(*attempt_of(tmp_path, devices, f"python {program}", launch=launch))
-    assert told == as_watched(devices), log(tmp_path / "home", 1)
+    reports = reports_of(*attempt_of(tmp_path, devices, f"python {program}", launch=launch))
+    assert reports == expected_reports(devices), log(tmp_path / "home", 1)
 
 
 @pytest.mark.long
@@ -251,7 +251,7 @@ def test_the_program_is_watched_under_any_interpreter_flags(
 def test_an_interpreter_of_another_environment_is_watched_and_runs_its_own_sitecustomize(
     devices: str, tmp_path: Path
 ) -> None:
-    """With both modules that Python runs at start-up: one on the user's path, one in the user's folder."""
+    """Python runs two modules at start-up: one on the user's path, one in the user's folder."""
     packages = os.pathsep.join(path for path in sys.path if "site-packages" in path)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "sitecustomize.py").write_text("import torch, sys\nsys.mine = True\nvalue = 7\n")
@@ -263,8 +263,8 @@ def test_an_interpreter_of_another_environment_is_watched_and_runs_its_own_sitec
     )
     env = {"PYTHONPATH": f"{tmp_path / 'mine'}{os.pathsep}{packages}", "PYTHONUSERBASE": str(tmp_path / "base")}
     command = f"{sys._base_executable} program.py"  # type: ignore[attr-defined]
-    told = told_by(*attempt_of(tmp_path, devices, command, launch="self", env=env))
-    assert told == as_watched(devices), log(tmp_path / "home", 1)
+    reports = reports_of(*attempt_of(tmp_path, devices, command, launch="self", env=env))
+    assert reports == expected_reports(devices), log(tmp_path / "home", 1)
 
 
 UNWATCHED = """
@@ -285,7 +285,7 @@ for _ in range(3):
 
 
 @pytest.mark.parametrize(
-    ("words", "devices"),
+    ("command", "devices"),
     [
         ("sys.executable, '-I', 'unseen.py'", "virtual"),
         pytest.param("sys.executable, '-I', 'unseen.py'", "none", marks=pytest.mark.long),
@@ -295,13 +295,13 @@ for _ in range(3):
     ],
 )
 @pytest.mark.parametrize("launch", ["ranks", pytest.param("self", marks=pytest.mark.long)])
-def test_a_child_without_the_guard_is_recorded(launch: str, words: str, devices: str, tmp_path: Path) -> None:
+def test_a_child_without_the_guard_is_recorded(launch: str, command: str, devices: str, tmp_path: Path) -> None:
     packages = [path for path in sys.path if "site-packages" in path]
     (tmp_path / "unseen.py").write_text(INNER_UNSEEN.format(paths=packages))
-    (tmp_path / "program.py").write_text(UNWATCHED.format(words=words))
+    (tmp_path / "program.py").write_text(UNWATCHED.format(words=command))
     only, evidence = attempt_of(tmp_path, devices, "python program.py", launch=launch)
-    (said,) = evidence.unwatched
-    assert "unseen.py" in said
+    (sentence,) = evidence.unwatched
+    assert "unseen.py" in sentence
     assert only.peak_bytes is None
     if devices == "virtual":
         assert only.failure is not None

@@ -47,17 +47,17 @@ def launched(launch: str) -> Callable[[Path], JobSpec]:
         folder.mkdir()
         text = FORKS if launch == "self" else RANKS
         (folder / "train.py").write_text(text.replace("    torch.zeros(64, 2**20)  # of the host", "    pass  #"))
-        said = {"name": "ranks", "command": "python -u train.py", "workdir": str(folder), "launch": launch, "gpus": 2}
-        return JobSpec.model_validate({**said, "global_batch_size": 2})
+        fields = {"name": "ranks", "command": "python -u train.py", "workdir": str(folder), "launch": launch, "gpus": 2}
+        return JobSpec.model_validate({**fields, "global_batch_size": 2})
 
     return spec
 
 
 def framework(name: str, arguments: str) -> Callable[[Path], JobSpec]:
     def spec(_: Path) -> JobSpec:
-        said = {"name": name, "command": f"python {name}.py {arguments}", "workdir": str(SCRIPTS), "launch": "ranks"}
+        fields = {"name": name, "command": f"python {name}.py {arguments}", "workdir": str(SCRIPTS), "launch": "ranks"}
         trainer = {"hf": "hf", "diffusion": "diffusers"}[name]
-        return JobSpec.model_validate({**said, "trainer": trainer, "steps": 4, "global_batch_size": 4})
+        return JobSpec.model_validate({**fields, "trainer": trainer, "steps": 4, "global_batch_size": 4})
 
     return spec
 
@@ -77,16 +77,16 @@ TO_THEIR_END = ("rvc", "latentsync", "musicgen", "orpheus", "parler", "hf", "dif
 
 
 def evidence_of(client: str, tmp_path: Path, **env: str) -> tuple[Evidence, int, str]:
-    """The evidence of its first attempt, the number of ranks, and the log."""
+    """Return the evidence of the client's first attempt, the number of ranks, and the log."""
     spec = CLIENTS[client](tmp_path / "client")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "sitecustomize.py").write_text(RUNS_OUT)
-    said = dict(spec.env)
-    path = ":".join(filter(None, [str(tmp_path / "mine"), said.get("PYTHONPATH")]))
-    said |= {**ON_CPU, **env, "PYTHONPATH": path}
-    told = json.loads(spec.model_dump_json(exclude_unset=True))
-    told |= {"env": said, "probe": "never", "retries": {"oom": 0, "hang": 0, "preemption": 0}}
-    job = Drive(tmp_path / "home", on("none")).run(JobSpec.model_validate(told))
+    variables = dict(spec.env)
+    path = ":".join(filter(None, [str(tmp_path / "mine"), variables.get("PYTHONPATH")]))
+    variables |= {**ON_CPU, **env, "PYTHONPATH": path}
+    fields = json.loads(spec.model_dump_json(exclude_unset=True))
+    fields |= {"env": variables, "probe": "never", "retries": {"oom": 0, "hang": 0, "preemption": 0}}
+    job = Drive(tmp_path / "home", on("none")).run(JobSpec.model_validate(fields))
     first = job.attempts[0]
     assert first.evidence is not None
     return first.evidence, first.plan.world_size, f"{job.reason}\n{log(tmp_path / 'home', 1)}"
@@ -97,14 +97,14 @@ def evidence_of(client: str, tmp_path: Path, **env: str) -> tuple[Evidence, int,
     "client", [pytest.param(name, marks=() if name in SHORT else pytest.mark.long) for name in CLIENTS]
 )
 def test_every_rank_of_a_client_is_watched_and_reports_its_out_of_memory_error(client: str, tmp_path: Path) -> None:
-    evidence, ranks, said = evidence_of(client, tmp_path, RUN_OUT_AT="2")
-    assert evidence.unwatched == (), said
+    evidence, ranks, log_text = evidence_of(client, tmp_path, RUN_OUT_AT="2")
+    assert evidence.unwatched == (), log_text
     assert not evidence.virtual
-    assert [beat.rank for beat in evidence.heartbeats] == list(range(ranks)), said
-    assert all(beat.torch_version for beat in evidence.heartbeats), said
-    assert all(beat.steps_done >= 1 for beat in evidence.heartbeats), said
+    assert [beat.rank for beat in evidence.heartbeats] == list(range(ranks)), log_text
+    assert all(beat.torch_version for beat in evidence.heartbeats), log_text
+    assert all(beat.steps_done >= 1 for beat in evidence.heartbeats), log_text
     mine = [report for report in evidence.caught if report.rank == 0]
-    assert [(report.step, report.requested_bytes) for report in mine] == [(1, 256 * 2**20)], said
+    assert [(report.step, report.requested_bytes) for report in mine] == [(1, 256 * 2**20)], log_text
     assert mine[0].phase == "optimizer"
 
 
@@ -113,8 +113,8 @@ def test_every_rank_of_a_client_is_watched_and_reports_its_out_of_memory_error(c
     "client", [name for name in CLIENTS if name not in ("torchrun", "accelerate", "deepspeed", "ranks", "self")]
 )
 def test_a_client_that_is_only_watched_trains_to_its_end(client: str, tmp_path: Path) -> None:
-    evidence, ranks, said = evidence_of(client, tmp_path)
-    assert [end.exit_code for end in evidence.ranks] in ([0], [0] * ranks), said
-    assert [beat.rank for beat in evidence.heartbeats] == list(range(ranks)), said
-    assert all(beat.torch_version and beat.steps_done >= 1 for beat in evidence.heartbeats), said
-    assert (evidence.unwatched, evidence.caught, evidence.missing_artifacts) == ((), (), ()), said
+    evidence, ranks, log_text = evidence_of(client, tmp_path)
+    assert [end.exit_code for end in evidence.ranks] in ([0], [0] * ranks), log_text
+    assert [beat.rank for beat in evidence.heartbeats] == list(range(ranks)), log_text
+    assert all(beat.torch_version and beat.steps_done >= 1 for beat in evidence.heartbeats), log_text
+    assert (evidence.unwatched, evidence.caught, evidence.missing_artifacts) == ((), (), ()), log_text

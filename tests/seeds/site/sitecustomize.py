@@ -43,8 +43,8 @@ class _After(importlib.abc.MetaPathFinder):
 
 
 def _run_hidden():
-    seen = [os.path.abspath(entry) for entry in sys.path]
-    later = sys.path[seen.index(HERE) + 1 :] if HERE in seen else []
+    paths = [os.path.abspath(entry) for entry in sys.path]
+    later = sys.path[paths.index(HERE) + 1 :] if HERE in paths else []
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", later)
     if spec is not None and spec.loader is not None:
         spec.loader.exec_module(importlib.util.module_from_spec(spec))

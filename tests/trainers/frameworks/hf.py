@@ -13,7 +13,7 @@ from transformers import HfArgumentParser, LlamaConfig, LlamaForCausalLM, Traine
 
 @dataclass
 class DataArguments:
-    """What it is trained on."""
+    """The training data."""
 
     samples: int = field(default=64)
     block_size: int = field(default=128)
@@ -42,8 +42,8 @@ def main() -> None:
         num_attention_heads=4,
         num_key_value_heads=4,
     )
-    words = torch.randint(0, 2048, (data.samples, data.block_size))
-    samples = [{"input_ids": line, "labels": line} for line in words]
+    tokens = torch.randint(0, 2048, (data.samples, data.block_size))
+    samples = [{"input_ids": line, "labels": line} for line in tokens]
     trainer = Trainer(
         model=LlamaForCausalLM(config), args=training, train_dataset=samples, callbacks=[Mortal(data.die_at)]
     )

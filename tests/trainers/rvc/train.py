@@ -38,8 +38,8 @@ class Clips(torch.utils.data.Dataset):
 
 
 def newest(pattern):
-    found = sorted(LOGS.glob(pattern), key=lambda path: int("".join(filter(str.isdigit, path.name))))
-    return found[-1]
+    paths = sorted(LOGS.glob(pattern), key=lambda path: int("".join(filter(str.isdigit, path.name))))
+    return paths[-1]
 
 
 def run(rank, ranks):

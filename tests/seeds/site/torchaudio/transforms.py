@@ -1,4 +1,4 @@
-"""One is called: the loudness to which MusicGen brings what it generates. Others are imported."""
+"""Loudness, by which MusicGen scales its output, is called; the other transforms are only imported."""
 
 import torch
 
@@ -12,5 +12,5 @@ class Loudness(torch.nn.Module):
         super().__init__()
 
     def forward(self, wave):
-        """One number."""
+        """Return a constant loudness."""
         return 10 * torch.log10(wave.square().mean() + 1e-9)

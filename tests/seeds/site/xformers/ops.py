@@ -1,4 +1,4 @@
-"""What audiocraft imports and, with PyTorch's attention, uses of it: `unbind`, and a mask that only says causal."""
+"""The names that audiocraft imports and, with PyTorch's attention, uses: `unbind`, and a mask that only says causal."""
 
 import torch
 

@@ -30,7 +30,7 @@ class Unet(nn.Module):
 
 
 def init_dist():
-    """Over nccl. Without GPUs upstream raises; here it goes on over gloo, for tests of virtual devices."""
+    """Initialise nccl. Without GPUs upstream raises; here gloo replaces it, for tests of virtual devices."""
     if torch.cuda.device_count() == 0:
         dist.init_process_group("gloo")
         return torch.device("cpu")

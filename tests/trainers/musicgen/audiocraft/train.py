@@ -21,9 +21,9 @@ IGNORED = ("dataset.num_workers",)
 
 class XP:
     def __init__(self, argv):
-        told = sorted(word for word in argv if not word.startswith(IGNORED))
-        self.cfg = dict(word.split("=", 1) for word in told)
-        self.sig = hashlib.sha1(" ".join(told).encode()).hexdigest()[:8]
+        options = sorted(word for word in argv if not word.startswith(IGNORED))
+        self.cfg = dict(word.split("=", 1) for word in options)
+        self.sig = hashlib.sha1(" ".join(options).encode()).hexdigest()[:8]
         self.folder = pathlib.Path(os.environ["AUDIOCRAFT_DORA_DIR"]) / "xps" / self.sig
 
 
