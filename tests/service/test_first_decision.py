@@ -141,3 +141,20 @@ def test_a_shape_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
         first.check(state(1), decoder(gpus=2))
         first.check(state(2), decoder(gpus=2))  # other devices: other plans
         assert len(specs) == 3
+
+
+def test_a_job_that_comes_after_another_is_tried_as_if_that_were_over() -> None:
+    """The child knows no other jobs."""
+    after = job_from_data(
+        {"name": "after", "global_batch_size": 8, "command": "python train.py", "depends_on": ["before-1"]}, "job"
+    )
+    with closing(FirstDecisions()) as first:
+        first.check(state(1), after)
+
+
+def test_a_bug_of_the_decision_is_called_one_and_no_limit() -> None:
+    with closing(FirstDecisions(program="tests.service.fails_to_decide")) as first:
+        for _ in range(2):  # the child goes on
+            with pytest.raises(SpecError, match="planning this job failed: KeyError") as error:
+                first.check(state(1), decoder())
+    assert "limits" not in str(error.value)

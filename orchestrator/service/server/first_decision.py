@@ -34,6 +34,7 @@ CPU_S = 20.0  # of one decision; a 405B model on 4,096 devices takes 3 s (two Xe
 MEMORY_BYTES = 4 * 2**30  # of address space
 ANSWER_S = 120.0  # of the clock, on a busy machine
 IDLE_S = 60.0  # after which a child without work ends
+WHAT_MAX = 300  # characters of an exception in an answer
 SHAPES_MAX = 4096  # that are remembered
 PROGRAM = "orchestrator.service.server.first_decision"
 
@@ -72,7 +73,11 @@ class FirstDecisions:
             self._end()
 
     def _reply_to(self, state: State, spec: JobSpec) -> dict[str, Any] | None:
-        """Return what the child says of the job; None where it ended instead."""
+        """Return what the child says of the job; None where it ended instead.
+
+        The child knows no other jobs: the decision is the one that comes once all dependencies are over.
+        """
+        spec = spec.model_copy(update={"depends_on": ()})
         event = Submitted(job_id=f"{spec.name}-1", order=state.submitted + 1, spec=spec, at_s=state.at_s)
         request = json.dumps({"state": self._state.write(state, exclude={"jobs"}), "event": self._event.write(event)})
         for child in (self._child, None):  # one that was idle may just have ended
@@ -143,7 +148,14 @@ def main() -> None:
     while line := _line_of(sys.stdin, IDLE_S):
         signal.setitimer(signal.ITIMER_PROF, cpu_s)  # its signal ends the process; a limit is whole seconds
         request = json.loads(line)
-        reply = decide(state_codec.read(request["state"]), event_codec.read(request["event"]))
+        try:
+            reply = decide(state_codec.read(request["state"]), event_codec.read(request["event"]))
+        except MemoryError:  # a limit, and the end of this child
+            raise
+        except Exception as error:  # the same decision would stop the service
+            log.exception("the first decision on a job failed")
+            what = f"planning this job failed: {type(error).__name__}: {error}"
+            reply = {"what": what[:WHAT_MAX], "path": "plan", "hint": "report this: it is a fault of the service"}
         signal.setitimer(signal.ITIMER_PROF, 0.0)
         print(json.dumps(reply), flush=True)
 
