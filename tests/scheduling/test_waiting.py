@@ -13,6 +13,7 @@ import pytest
 
 from orchestrator.scheduling.base.held_devices import holders
 from orchestrator.scheduling.base.node_groups import groups_of
+from orchestrator.scheduling.base.pending import Pending
 from orchestrator.scheduling.policies.registry import index_of
 from orchestrator.scheduling.reports.waiting import Waits
 from orchestrator.scheduling.scheduling_pass.decide import cannot_start
@@ -22,10 +23,11 @@ from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.order import Order
 from orchestrator.specs.state import State
 from tests.scheduling.factories import node
+from tests.scheduling.people import interrupted
 from tests.scheduling.test_pending import NIGHTS
 from tests.scheduling.test_queue import played, script, seen, submitted
 from tests.scheduling.transition import history
-from tests.scheduling.world import MemoryJournal, Scenario, backend_of, play
+from tests.scheduling.world import MemoryJournal, Scenario, backend_of, play, random_scenario
 
 SEEDS = range(4)
 THREE = seen(node("a", devices=3))
@@ -71,6 +73,13 @@ def falsehoods(state: State, job: Job, reason: str) -> Iterator[str]:
                 yield f"{free[device]} {device} are free"
     if named and free[named[2]] != int(named[1]):
         yield f"{free[named[2]]} are free"
+    if reason.startswith(Pending.ARRAY_LIMIT.phrase):
+        promised = {reservation.job_id for reservation in state.reservations}
+        others = [other for other in state.jobs.values() if other.array == job.array and other.id != job.id]
+        if not any(other.id in promised or not all(part.released for part in other.attempts) for other in others):
+            yield "no other of the array runs or is promised anything"
+    if job.held_by is not None and f"by {job.held_by}; " not in reason:
+        yield f"{job.held_by} holds it"
     for job_id, text in KEPT.findall(reason):
         promised = [reservation for reservation in state.reservations if reservation.job_id == job_id]
         idle = {
@@ -94,6 +103,12 @@ def test_no_reason_of_a_random_night_is_false(night: Callable[[random.Random], S
     for seed in SEEDS:
         for state, job, reason in of_night(night, seed):
             assert [*falsehoods(state, job, reason)] == [], (seed, state.at_s, job.id, reason)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_reason_of_a_night_in_which_people_step_in_is_false(seed: int) -> None:
+    for state, job, reason in waits(interrupted(random_scenario(random.Random(seed)))):
+        assert [*falsehoods(state, job, reason)] == [], (seed, state.at_s, job.id, reason)
 
 
 @pytest.mark.parametrize("order", [order for order in Order if order is not Order.ADAPTIVE])

@@ -121,7 +121,8 @@ class Waits:
             return (
                 job.reason if job.reason != Pending.DEVICES.phrase else f"waits for nodes {Pending.NODES_AWAY.phrase}"
             )
-        if limited := array_limit_reason(index, job, self._arrays):
+        promised = Counter({job.array: 1} if job.id in self._numbers else {})  # what is promised to the job itself
+        if limited := array_limit_reason(index, job, self._arrays - promised):
             return limited.reason
         waiting, offers = self._offers(job)
         if not offers:
