@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -270,7 +270,7 @@ def submit(
     home: Home = DEFAULT_HOME,
     as_json: AsJson = False,
 ) -> None:
-    """Submit jobs to the queue, all or none. Exits with 1 where a guarantee is refused."""
+    """Submit jobs to the queue, all or none. Exits with 1 where a job or its guarantee is refused."""
     from orchestrator.service.server.intake import read_overrides, read_pins
     from orchestrator.service.server.sending import read_jobs_for
     from orchestrator.service.terminal.tables import promise_words
@@ -278,16 +278,18 @@ def submit(
 
     specs = read_jobs_for(service_of(home), files, (*read_overrides(settings or []), *read_pins(pins)), home)
     client = client_of(home)
-    ids, late, promises = client.submit_all([spec.model_dump(mode="json") for spec in specs])
+    batch = client.submit_all([spec.model_dump(mode="json") for spec in specs])
+    ids, promises, refused = batch["ids"], batch["promises"], batch["refused"]
     sweeps = [f"{SWEEP}{job_id}" for job_id, spec in zip(ids, specs, strict=True) if spec.trial is not None]
     shown_ids = [f"{SWEEP}{job_id}" if f"{SWEEP}{job_id}" in sweeps else job_id for job_id in ids]
-    answer: dict[str, Any] = {"ids": ids, "late": late, "promises": promises, "sweeps": sweeps}
-    tell(answer, as_json, "\n".join(shown_ids))
-    for job_id, message in late.items():
+    tell({**batch, "sweeps": sweeps}, as_json, "\n".join(shown_ids))
+    for job_id, message in batch["late"].items():
         print(f"{job_id} {message}", file=sys.stderr)
     for job_id, promise in promises.items():
         print(f"{job_id} {promise_words(promise)}", file=sys.stderr)
-    raise typer.Exit(any(promise["refused"] for promise in promises.values()))
+    for job_id, reason in refused.items():
+        print(f"{job_id} was refused: {reason}", file=sys.stderr)
+    raise typer.Exit(bool(refused) or any(promise["refused"] for promise in promises.values()))
 
 
 @app.command()

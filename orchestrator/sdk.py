@@ -117,7 +117,7 @@ class Client:
         return [Job(self._connection, job_id) for job_id in self._send(specs)]
 
     def _send(self, specs: Sequence[JobSpec]) -> list[str]:
-        return self._connection.submit_all([spec.model_dump(mode="json") for spec in specs])[0]
+        return self._connection.submit_all([spec.model_dump(mode="json") for spec in specs])["ids"]
 
 
 class Job:

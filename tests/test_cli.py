@@ -71,7 +71,7 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerIndex:
+class Shell:
     """A folder with job files, and a home for a service."""
 
     folder: Path
@@ -103,18 +103,18 @@ class SchedulerIndex:
         return name
 
 
-def make_desk(folder: Path) -> SchedulerIndex:
-    index = SchedulerIndex(folder=folder, home=folder / "home")
-    index.write("corpus.txt", "a" * 10_000)
-    index.write("lm.yaml", DECODER)
-    index.write("h100.yaml", H100)
-    return index
+def make_shell(folder: Path) -> Shell:
+    shell = Shell(folder=folder, home=folder / "home")
+    shell.write("corpus.txt", "a" * 10_000)
+    shell.write("lm.yaml", DECODER)
+    shell.write("h100.yaml", H100)
+    return shell
 
 
 @pytest.fixture(scope="module")
-def index(tmp_path_factory: pytest.TempPathFactory) -> SchedulerIndex:
+def shell(tmp_path_factory: pytest.TempPathFactory) -> Shell:
     """A desk without a service."""
-    return make_desk(tmp_path_factory.mktemp("desk"))
+    return make_shell(tmp_path_factory.mktemp("desk"))
 
 
 REFUSED = {
@@ -150,14 +150,14 @@ REFUSED = {
 
 @pytest.mark.parametrize(("arguments", "phrases"), REFUSED.values(), ids=REFUSED.keys())
 def test_bad_input_is_one_error_with_exit_code_2_and_leaves_nothing_behind(
-    index: SchedulerIndex, arguments: list[str], phrases: list[str]
+    shell: Shell, arguments: list[str], phrases: list[str]
 ) -> None:
-    index.write("typo.yaml", DECODER.replace("gpus:", "prioriti: 1\ngpus:"))
-    answer = index.ask(*arguments)
+    shell.write("typo.yaml", DECODER.replace("gpus:", "prioriti: 1\ngpus:"))
+    answer = shell.ask(*arguments)
     assert (answer.code, answer.out) == (2, ""), answer
     assert [phrase for phrase in phrases if phrase not in answer.err] == [], answer.err
     assert "Traceback" not in answer.err
-    assert not index.home.exists()
+    assert not shell.home.exists()
 
 
 @pytest.mark.parametrize(
@@ -167,15 +167,15 @@ def test_bad_input_is_one_error_with_exit_code_2_and_leaves_nothing_behind(
         ["calibrate", "--from-mlflow", "http://127.0.0.1:1"],
     ],
 )
-def test_without_a_service_commands_say_how_to_start_it(index: SchedulerIndex, arguments: list[str]) -> None:
-    answer = index.ask(*arguments)
+def test_without_a_service_commands_say_how_to_start_it(shell: Shell, arguments: list[str]) -> None:
+    answer = shell.ask(*arguments)
     assert (answer.code, answer.out) == (1, "")
     assert "`orc up`" in answer.err
 
 
-def test_plan_shows_the_choice_the_frontier_the_limit_and_the_reasons(index: SchedulerIndex) -> None:
-    index.write("wide.yaml", DECODER.replace("16", "512").replace("hidden_size: 128", "hidden_size: 512"))
-    answer = index.ask("plan", "wide.yaml")
+def test_plan_shows_the_choice_the_frontier_the_limit_and_the_reasons(shell: Shell) -> None:
+    shell.write("wide.yaml", DECODER.replace("16", "512").replace("hidden_size: 128", "hidden_size: 512"))
+    answer = shell.ask("plan", "wide.yaml")
     assert answer.code == 0, answer
     for phrase in ("→", "memory ends here: 256.00 MiB", "predicted", "activations", "█", "Why the faster plans were"):
         assert phrase in answer.out, answer.out
@@ -183,25 +183,25 @@ def test_plan_shows_the_choice_the_frontier_the_limit_and_the_reasons(index: Sch
         assert phrase in answer.out, answer.out
 
 
-def test_plan_of_a_script_of_unknown_memory_says_what_is_measured_before_it_trains(index: SchedulerIndex) -> None:
-    (index.folder / "foreign.py").touch()
+def test_plan_of_a_script_of_unknown_memory_says_what_is_measured_before_it_trains(shell: Shell) -> None:
+    (shell.folder / "foreign.py").touch()
     knobs = (
         "knobs: {micro_batch_size: {flag: --b}, gradient_accumulation_steps: {flag: --a}, output_dir: {flag: --o}}\n"
     )
-    index.write("foreign.yaml", SCRIPT.format(name="foreign").replace("size: 1", "size: 8") + knobs)
-    answer = index.ask("plan", "foreign.yaml")
+    shell.write("foreign.yaml", SCRIPT.format(name="foreign").replace("size: 1", "size: 8") + knobs)
+    answer = shell.ask("plan", "foreign.yaml")
     assert answer.code == 0, answer
     for phrase in ("two short attempts", "1 gpu · dp1 · micro 1x8, ended after 2 optimizer steps", "`probe: never`"):
         assert phrase in answer.out, answer.out
     assert "→" not in answer.out, "nobody knows yet"
-    unprobed = index.ask("plan", "foreign.yaml", "--set", "probe=never").out
+    unprobed = shell.ask("plan", "foreign.yaml", "--set", "probe=never").out
     assert "the script's own micro-batch is assumed to fill a device" in unprobed
     assert "two short attempts" not in unprobed
 
 
-def test_plan_as_json_holds_the_chosen_plan_and_why_faster_ones_were_rejected(index: SchedulerIndex) -> None:
-    index.write("wide.yaml", DECODER.replace("16", "512").replace("hidden_size: 128", "hidden_size: 512"))
-    data = index.ask("plan", "wide.yaml", "--json").data
+def test_plan_as_json_holds_the_chosen_plan_and_why_faster_ones_were_rejected(shell: Shell) -> None:
+    shell.write("wide.yaml", DECODER.replace("16", "512").replace("hidden_size: 128", "hidden_size: 512"))
+    data = shell.ask("plan", "wide.yaml", "--json").data
     faster, chosen = data["frontier"][: data["chosen"]], data["frontier"][data["chosen"]]
     assert faster
     assert all(
@@ -212,23 +212,23 @@ def test_plan_as_json_holds_the_chosen_plan_and_why_faster_ones_were_rejected(in
     assert chosen["needed_bytes"] <= chosen["capacity_bytes"] == 256 * 2**20
 
 
-def test_a_job_that_nothing_fits_gets_the_breakdown_and_what_would_make_it_fit(index: SchedulerIndex) -> None:
-    index.write("huge.yaml", LLAMA_70B.replace("64, max: 512", "1, max: 2"))
-    answer = index.ask("plan", "huge.yaml")
+def test_a_job_that_nothing_fits_gets_the_breakdown_and_what_would_make_it_fit(shell: Shell) -> None:
+    shell.write("huge.yaml", LLAMA_70B.replace("64, max: 512", "1, max: 2"))
+    answer = shell.ask("plan", "huge.yaml")
     assert answer.code == 1
     assert [phrase for phrase in ("no plan fits", "closest", "would fit") if phrase not in answer.out] == [], answer.out
 
 
-def test_estimate_derives_accumulation_from_the_global_batch(index: SchedulerIndex) -> None:
+def test_estimate_derives_accumulation_from_the_global_batch(shell: Shell) -> None:
     settings = ["--set", "zero_stage=3", "--set", "micro_batch=2", "--set", "dp=2"]
-    data = index.ask("estimate", "lm.yaml", *settings, "--json").data
+    data = shell.ask("estimate", "lm.yaml", *settings, "--json").data
     assert data["settings"]["gradient_accumulation_steps"] == "4"
     assert data["settings"]["global_batch_size"] == "16"
     assert data["estimate"]["allocated_bytes"] == sum(data["estimate"]["by_cause"].values())
 
 
 @pytest.mark.long
-def test_plan_for_70b_on_512_gpus_calls_at_most_3_million_functions_with_its_start(index: SchedulerIndex) -> None:
+def test_plan_for_70b_on_512_gpus_calls_at_most_3_million_functions_with_its_start(shell: Shell) -> None:
     """Calls, and no seconds: the same 1.7 million took 0.6 s on one machine of 2026-11 and 1.5 s on another.
 
     2.4 million since pipelines go on with few micro-batches, and have up to 8 stages a rank; 2.6 million since what
@@ -237,30 +237,30 @@ def test_plan_for_70b_on_512_gpus_calls_at_most_3_million_functions_with_its_sta
 
     What they take on this machine is a figure of `make bench`.
     """
-    index.write("70b.yaml", LLAMA_70B)
+    shell.write("70b.yaml", LLAMA_70B)
     counted = [sys.executable, "-m", "cProfile", "-o", "calls", "-m", "orchestrator.cli"]
     subprocess.run(
         [*counted, "plan", "70b.yaml", "--cluster", "h100.yaml"],
-        cwd=index.folder,
-        env={**os.environ, "ORC_HOME": str(index.home)},
+        cwd=shell.folder,
+        env={**os.environ, "ORC_HOME": str(shell.home)},
         check=True,
         capture_output=True,
         timeout=120,
     )
-    recorded: Any = pstats.Stats(str(index.folder / "calls"))
+    recorded: Any = pstats.Stats(str(shell.folder / "calls"))
     assert recorded.total_calls < 3_000_000
 
 
-def test_plan_loads_none_of_the_heavy_packages(index: SchedulerIndex) -> None:
+def test_plan_loads_none_of_the_heavy_packages(shell: Shell) -> None:
     program = (
         "import sys; from orchestrator.cli import main\n"
         "heavy = {'ray', 'torch', 'mlflow', 'fastapi', 'numpy', 'httpx', 'sqlalchemy'}\n"
         "try: main(['plan', 'lm.yaml', '--json'])\n"
         "except SystemExit: print(heavy & set(sys.modules), file=sys.stderr)"
     )
-    env = {**os.environ, "ORC_HOME": str(index.home)}
+    env = {**os.environ, "ORC_HOME": str(shell.home)}
     ended = subprocess.run(
-        [sys.executable, "-c", program], cwd=index.folder, env=env, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", program], cwd=shell.folder, env=env, capture_output=True, text=True, timeout=60
     )
     assert ended.stderr.strip() == "set()"
 
@@ -276,14 +276,14 @@ def test_help_loads_nothing_that_only_commands_need() -> None:
 
 
 @pytest.mark.parametrize("noun", ["job", "cluster"])
-def test_schema_prints_json_schema(index: SchedulerIndex, noun: str) -> None:
-    data = index.ask("schema", noun).data
+def test_schema_prints_json_schema(shell: Shell, noun: str) -> None:
+    data = shell.ask("schema", noun).data
     assert data["$schema"].startswith("https://json-schema.org/")
     assert noun == "cluster" or data == job_json_schema()
 
 
-def test_doctor_answers_without_a_service_and_without_a_gpu(index: SchedulerIndex) -> None:
-    answer = index.ask("doctor", "--json")
+def test_doctor_answers_without_a_service_and_without_a_gpu(shell: Shell) -> None:
+    answer = shell.ask("doctor", "--json")
     findings = {finding["subject"]: finding for finding in answer.data["findings"]}
     assert {"nvml", "cuda", "ray", "mlflow", "disk", "shm", "service", "torch", "python", "home"} <= set(findings)
     assert answer.code == any(finding["verdict"] == "bad" for finding in findings.values())
@@ -291,21 +291,21 @@ def test_doctor_answers_without_a_service_and_without_a_gpu(index: SchedulerInde
 
 
 @pytest.mark.parametrize("folder", ["", "missing", None])
-def test_doctor_speaks_of_nvme_only_where_a_device_may_offload_to_it(index: SchedulerIndex, folder: str | None) -> None:
+def test_doctor_speaks_of_nvme_only_where_a_device_may_offload_to_it(shell: Shell, folder: str | None) -> None:
     device: dict[str, object] = {"name": "d", "memory": "1GiB", "bf16_tflops": 1, "fp32_tflops": 1}
     device |= {"memory_bandwidth": "1GB/s", "link_bandwidth": "1GB/s"}
-    device |= {} if folder is None else {"nvme_folder": str(index.folder / folder)}
+    device |= {} if folder is None else {"nvme_folder": str(shell.folder / folder)}
     cluster = {"name": "c", "nodes": [{"name": "n", "devices": 1, "device": device, "host_memory": "8GiB"}]}
-    lifecycle.prepare(index.home)
-    (index.home / "cluster.yaml").write_text(json.dumps(cluster))
-    findings = [finding for finding in index.ask("doctor", "--json").data["findings"] if finding["subject"] == "nvme"]
+    lifecycle.prepare(shell.home)
+    (shell.home / "cluster.yaml").write_text(json.dumps(cluster))
+    findings = [finding for finding in shell.ask("doctor", "--json").data["findings"] if finding["subject"] == "nvme"]
     text = " ".join(finding["found"] + finding["to_do"] for finding in findings)
     if folder is None:
         assert findings == []
     elif folder == "missing":
-        assert f"{index.folder / folder} cannot be written to" in text
+        assert f"{shell.folder / folder} cannot be written to" in text
     else:  # the folder is there: tools are missing, or what has to be compiled, into the home's own extensions
-        assert "install" in text or f"TORCH_EXTENSIONS_DIR={index.home / 'torch_extensions'} {sys.executable}" in text
+        assert "install" in text or f"TORCH_EXTENSIONS_DIR={shell.home / 'torch_extensions'} {sys.executable}" in text
 
 
 def test_the_token_is_for_its_owner_only_and_stays(tmp_path: Path) -> None:
@@ -324,43 +324,52 @@ def test_the_token_is_for_its_owner_only_and_stays(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SchedulerIndex]:
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shell]:
     """A desk with a service on the embedded Ray."""
-    index = make_desk(tmp_path_factory.mktemp("live"))
-    index.write("good.py", "print('all is well')")
-    index.write("bug.py", "raise ValueError('a bug of the user')")
-    index.write("long.py", "import time\nprint('waiting', flush=True)\ntime.sleep(300)")
+    shell = make_shell(tmp_path_factory.mktemp("live"))
+    shell.write("good.py", "print('all is well')")
+    shell.write("bug.py", "raise ValueError('a bug of the user')")
+    shell.write("long.py", "import time\nprint('waiting', flush=True)\ntime.sleep(300)")
     for name in ("good", "bug", "long"):
-        index.write(f"{name}.yaml", SCRIPT.format(name=name))
+        shell.write(f"{name}.yaml", SCRIPT.format(name=name))
     try:
-        started = index.orc("up", "--json")
+        started = shell.orc("up", "--json")
         assert started.code == 0, started
-        yield index
+        yield shell
     finally:
-        ended = index.orc("down", "--force")
+        ended = shell.orc("down", "--force")
         assert ended.code == 0, ended
 
 
-def test_a_second_up_finds_the_first(live: SchedulerIndex) -> None:
+def test_a_second_up_finds_the_first(live: Shell) -> None:
     answer = live.orc("up", "--json")
     assert (answer.code, answer.data["started"]) == (0, False)
     assert [len(node["free_bytes"]) for node in answer.data["nodes"]] == [2]
 
 
-def test_up_with_another_cluster_is_refused_while_one_is_up(live: SchedulerIndex) -> None:
+def test_up_with_another_cluster_is_refused_while_one_is_up(live: Shell) -> None:
     answer = live.orc("up", "--cluster", "h100.yaml")
     assert answer.code == 1
     assert "`orc down` first" in answer.err
 
 
-def test_nothing_is_stored_where_one_of_two_files_is_bad(live: SchedulerIndex) -> None:
+def test_nothing_is_stored_where_one_of_two_files_is_bad(live: Shell) -> None:
     live.write("typo.yaml", DECODER.replace("gpus:", "prioriti: 1\ngpus:"))
     before = live.orc("queue", "--json").data
     assert live.orc("submit", "good.yaml", "typo.yaml").code == 2
     assert live.orc("queue", "--json").data == before
 
 
-def test_run_exits_with_the_result_of_the_job_and_its_log_can_be_read(live: SchedulerIndex) -> None:
+def test_a_job_that_nothing_can_hold_is_called_refused_at_its_submission(live: Shell) -> None:
+    live.write("large.yaml", DECODER.replace("hidden_size: 128", "hidden_size: 8192"))
+    answer = live.orc("submit", "large.yaml", "good.yaml")
+    assert answer.code == 1
+    large, good = answer.out.split()
+    assert answer.err.startswith(f"{large} was refused: no plan fits")
+    assert f"{good} was refused" not in answer.err
+
+
+def test_run_exits_with_the_result_of_the_job_and_its_log_can_be_read(live: Shell) -> None:
     answer = live.orc("run", "good.yaml", "--json")
     assert (answer.code, answer.data["status"]) == (0, "succeeded"), answer
     job_id = answer.data["id"]
@@ -370,7 +379,7 @@ def test_run_exits_with_the_result_of_the_job_and_its_log_can_be_read(live: Sche
     assert job_id in live.orc("queue").out
 
 
-def test_run_of_a_bug_exits_1_with_the_traceback_of_the_user(live: SchedulerIndex) -> None:
+def test_run_of_a_bug_exits_1_with_the_traceback_of_the_user(live: Shell) -> None:
     answer = live.orc("run", "bug.yaml")
     assert answer.code == 1
     assert "ValueError: a bug of the user" in answer.err
@@ -383,7 +392,7 @@ def test_run_of_a_bug_exits_1_with_the_traceback_of_the_user(live: SchedulerInde
 
 
 @pytest.mark.long
-def test_a_killed_service_comes_back_with_its_jobs_and_does_not_end_over_them(live: SchedulerIndex) -> None:
+def test_a_killed_service_comes_back_with_its_jobs_and_does_not_end_over_them(live: Shell) -> None:
     job_id = live.orc("submit", "long.yaml", "--json").data["ids"][0]
     while "waiting" not in live.orc("logs", job_id).out:  # bounded by the job's own end
         assert live.orc("show", job_id, "--json").data["status"] in ("queued", "running")
@@ -400,23 +409,23 @@ def test_a_killed_service_comes_back_with_its_jobs_and_does_not_end_over_them(li
     assert live.orc("show", job_id, "--json").data["status"] == "cancelled"
 
 
-def test_cards_stand_for_a_cluster_file_and_two_ways_to_say_the_hardware_are_refused(index: SchedulerIndex) -> None:
+def test_cards_stand_for_a_cluster_file_and_two_ways_to_say_the_hardware_are_refused(shell: Shell) -> None:
     there = {
         (answer.data["device"], answer.data["devices"])
-        for answer in (index.ask("plan", "lm.yaml", "--gpu", text, "--json") for text in ("2xrtx3090", "2 x RTX 3090"))
+        for answer in (shell.ask("plan", "lm.yaml", "--gpu", text, "--json") for text in ("2xrtx3090", "2 x RTX 3090"))
     }
     assert there == {("rtx3090-24gb", 2)}
-    refused = index.ask("plan", "lm.yaml", "--gpu", "a100")
+    refused = shell.ask("plan", "lm.yaml", "--gpu", "a100")
     assert refused.code == 2
     assert "a100-40gb, a100-80gb" in refused.err
-    assert index.ask("plan", "lm.yaml", "--gpu", "t4", "--cluster", "h100.yaml").code == 2
-    assert index.ask("plan", "lm.yaml", "--gpu", "9xt4").code == 2
-    assert "mi250" in index.ask("estimate", "lm.yaml", "--gpu", "mi250").err
+    assert shell.ask("plan", "lm.yaml", "--gpu", "t4", "--cluster", "h100.yaml").code == 2
+    assert shell.ask("plan", "lm.yaml", "--gpu", "9xt4").code == 2
+    assert "mi250" in shell.ask("estimate", "lm.yaml", "--gpu", "mi250").err
 
 
-def test_fit_names_the_fewest_cards_with_a_plan_and_each_row_is_what_plan_answers(index: SchedulerIndex) -> None:
+def test_fit_names_the_fewest_cards_with_a_plan_and_each_row_is_what_plan_answers(shell: Shell) -> None:
     heavy = ("--set", "model.decoder.hidden_size=4096", "--set", "model.decoder.num_hidden_layers=64")
-    rows = index.ask("fit", "lm.yaml", *heavy, "--json").data["rows"]
+    rows = shell.ask("fit", "lm.yaml", *heavy, "--json").data["rows"]
     assert {row["way"] for row in rows} == {"as written"}
     sizes = [row["memory_bytes"] for row in rows]
     assert sizes == sorted(sizes)
@@ -425,25 +434,25 @@ def test_fit_names_the_fewest_cards_with_a_plan_and_each_row_is_what_plan_answer
     several = next(row for row in rows if (row["devices"] or 0) > 1)
     for count, code in ((several["devices"], 0), (several["devices"] // 2, 1)):
         pinned = ("--gpu", f"{count}x{several['device']}", "--set", f"gpus={count}")
-        answer = index.ask("plan", "lm.yaml", *heavy, *pinned, "--json")
+        answer = shell.ask("plan", "lm.yaml", *heavy, *pinned, "--json")
         assert answer.code == code, answer.err
-    output = index.ask("fit", "lm.yaml", *heavy).out
+    output = shell.ask("fit", "lm.yaml", *heavy).out
     assert f"{several['devices']}x" in output
 
 
 @pytest.mark.long
-def test_fit_of_a_model_shows_all_weights_adapters_and_4_bits_and_says_what_it_assumed(index: SchedulerIndex) -> None:
+def test_fit_of_a_model_shows_all_weights_adapters_and_4_bits_and_says_what_it_assumed(shell: Shell) -> None:
     sizes = {"vocab_size": 32000, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22}
     heads = {"num_attention_heads": 32, "num_key_value_heads": 4}
-    folder = index.folder / "tiny-llama"
+    folder = shell.folder / "tiny-llama"
     folder.mkdir()
     config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **sizes, **heads}
     (folder / "config.json").write_text(json.dumps(config))
-    rows = index.ask("fit", f"hf:{folder}", "--json").data["rows"]
+    rows = shell.ask("fit", f"hf:{folder}", "--json").data["rows"]
     least = {(row["device"], row["way"]): row["needed_bytes"] for row in rows if row["devices"] == 1}
     card = "rtx3070-8gb"
     assert least[card, "adapters"] < least[card, "full"] <= 7.78 * 2**30
-    output = index.ask("fit", f"hf:{folder}", "--set", "data.sequence_length=512").out
+    output = shell.ask("fit", f"hf:{folder}", "--set", "data.sequence_length=512").out
     assert "512 tokens a sample" in output
     assert "assumed" in output
     assert "the card lacks; `--set precision=fp16`: rtx2080ti-11gb" in output

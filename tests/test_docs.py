@@ -355,7 +355,7 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
         started = reader.spawn(*ORC, "up", "--cluster", "clusters/two-virtual-devices.yaml")
         assert started.code == 0, started
         for name in DEMO:
-            assert reader.ask("submit", f"orc-demo/{name}.yaml").code == 0
+            assert reader.ask("submit", f"orc-demo/{name}.yaml").code == int(name == "never_fits")
         for job_id in ("fits-1", "wrong-profile-2"):  # trained by tests/test_demo.py
             assert reader.ask("cancel", job_id).code == 0
         yield reader

@@ -64,7 +64,7 @@ def play(
         for path in promises:
             (spec,) = read_jobs(path, read_overrides([f"family={path.stem}-{time.time_ns()}", *settings]), home)
             specs.append(spec.model_dump(mode="json"))
-        job_ids, _, _ = client.submit_all(specs)
+        job_ids = client.submit_all(specs)["ids"]
         jobs = _follow(client, job_ids, console)
     console.print()
     console.print(attempts_table(jobs))

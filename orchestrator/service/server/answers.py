@@ -80,6 +80,7 @@ class BatchAnswer(TypedDict):
     ids: list[str]
     late: dict[str, str]
     promises: dict[str, PromiseView]
+    refused: dict[str, str]  # why, by id, of jobs that nothing here can hold
 
 
 class JobsAnswer(TypedDict):

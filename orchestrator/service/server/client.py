@@ -22,10 +22,11 @@ from orchestrator.service.visible import visible
 from orchestrator.specs.errors import ServiceError, SpecError
 
 if TYPE_CHECKING:  # most commands need none of what these load
+    from orchestrator.service.server.answers import BatchAnswer
     from orchestrator.service.server.forecasts import ExpectedJob
     from orchestrator.service.views.comparison import ComparisonView
     from orchestrator.service.views.morning import ReportView
-    from orchestrator.service.views.records import ExplanationView, JobView, PromiseView
+    from orchestrator.service.views.records import ExplanationView, JobView
     from orchestrator.service.views.sweeps import SweepView
     from orchestrator.service.views.teams import TeamView
     from orchestrator.specs.observation import Observation
@@ -69,14 +70,14 @@ class Client:
         body = {"spec": self._with_user(spec), "fault": fault}
         return (self._submit("/jobs", body) if key is None else self._json("POST", "/jobs", body, key))["id"]
 
-    def submit_all(self, specs: Sequence[dict[str, Any]]) -> tuple[list[str], dict[str, str], dict[str, PromiseView]]:
-        """Submit jobs atomically; returns their ids once they are in the queue.
+    def submit_all(self, specs: Sequence[dict[str, Any]]) -> BatchAnswer:
+        """Submit jobs atomically; return what became of each, once they are in the journal.
 
-        Also returns, by id, reasons why jobs are expected to miss their deadlines, and the promises to jobs with a
-        guarantee. If one job is invalid, none is submitted.
+        That is, by id: why it is expected to miss its deadline, what its guarantee promises, why it was refused. If one
+        job is invalid, none is submitted.
         """
-        answer = self._submit("/jobs/batch", {"jobs": [{"spec": self._with_user(spec)} for spec in specs]})
-        return answer["ids"], answer["late"], answer["promises"]
+        answer: BatchAnswer = self._submit("/jobs/batch", {"jobs": [{"spec": self._with_user(spec)} for spec in specs]})
+        return answer
 
     def whoami(self) -> dict[str, str]:
         """Return the user and the role that the service knows this token by."""

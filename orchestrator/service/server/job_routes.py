@@ -67,7 +67,7 @@ from orchestrator.specs.events import RequestKey
 from orchestrator.specs.fault import Fault
 from orchestrator.specs.job.paths import with_paths
 from orchestrator.specs.job.spec import JobSpec
-from orchestrator.specs.job_record import Job
+from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.parse import job_from_data
 from orchestrator.specs.policy import PolicySpec
 from orchestrator.specs.run import JobFolder
@@ -113,8 +113,10 @@ def _add_submission_routes(app: FastAPI, service: Service, uploads: Uploads) -> 
             for number, job in enumerate(request.jobs, 1)
         ]
         ids = controller.submit_all(jobs, key)
-        promises = {job_id: promise for job_id in ids if (promise := promise_view(job_of(service.controller, job_id)))}
-        return {"ids": ids, "late": late(controller.state, ids), "promises": promises}
+        submitted = [job_of(controller, job_id) for job_id in ids]
+        promises = {job.id: promise for job in submitted if (promise := promise_view(job))}
+        refused = {job.id: job.reason for job in submitted if job.status is JobStatus.REFUSED}
+        return {"ids": ids, "late": late(controller.state, ids), "promises": promises, "refused": refused}
 
 
 def _add_view_routes(app: FastAPI, service: Service, waits: Waits) -> None:

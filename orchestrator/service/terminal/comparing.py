@@ -112,7 +112,7 @@ def _submit(
     (spec,) = read_jobs_for(service, [file], overrides, home, only_one=True)
     choices = choose_strategies(spec, choice, *hardware_of(service, None), micro)
     specs = comparison_jobs(spec, choices, steps, repeats)
-    ids, _, _ = client.submit_all([job_spec.model_dump(mode="json") for job_spec in specs])
+    ids = client.submit_all([job_spec.model_dump(mode="json") for job_spec in specs])["ids"]
     length = "" if spec.is_script else f", {specs[0].training.max_steps} steps each"
     times = f", {repeats} times" if repeats > 1 else ""
     print(
