@@ -46,6 +46,7 @@ from orchestrator.specs.yaml_text import (
     read_value,
 )
 
+KEY_LIKENESS = 0.66  # from which another key is offered: 1 is equal (difflib)
 PROBLEMS_MAX = 20  # told at once
 GIVEN_LENGTH_MAX = 120
 BITS_SHOWN_MAX = 200
@@ -318,15 +319,18 @@ def _unknown_key(noun: type[BaseModel], place: type, path: Path, source: str) ->
     if place is JobSpec:
         fields |= {"array": str, "sweep": str, "max_concurrent": str}  # a file's, which is many jobs
     elsewhere = [where for where in _places(noun) if where[-1] == key]
-    near = closest(key, fields) or next((name for name in fields if key in name), None)
+    matches = difflib.get_close_matches(key, fields, n=1, cutoff=KEY_LIKENESS)
+    near = matches[0] if matches else next((name for name in fields if key in name), None)
     distant = difflib.get_close_matches(key, [str(where[-1]) for where in _places(noun)], n=1, cutoff=0.8)
     if place is JobSpec and key in PLAN_SETTINGS:
         hint = f"`plan: {{{key}: ...}}` or `--plan {key}=...` pins it; without, orc chooses it"
+    elif place is JobSpec and key == "max_concurrent":
+        hint = "it belongs to an `array` or a `sweep`, and this file has none"
+    elif place is JobSpec and (instead := instead_of(key)):
+        hint = f"instead write {instead}"
     elif elsewhere:
         section = dotted(elsewhere[0][:-1])
         hint = f"did you mean to put it under `{section}:`?" if section else "did you mean to put it at the top level?"
-    elif place is JobSpec and (instead := instead_of(key)):
-        hint = f"orc says it by {instead}"
     elif near:
         hint = f"did you mean {near!r}?"
     elif distant:

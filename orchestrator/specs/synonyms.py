@@ -10,7 +10,9 @@ _GPUS = "`gpus: 4`, or `gpus: {min: 1, max: 4}`"
 _ENV = "`env:` for variables, `secrets:` for names of secret ones"
 _COMMAND = "`command:`, and `workdir:` for its folder"
 _AFTER = "`depends_on:`"
-_OUTSIDE = "the Python environment of the command is used as it is: name its interpreter in `command:`"
+_OUTSIDE = "its interpreter in `command:`, such as /opt/envs/train/bin/python: the environment is used as it is"
+_NODES = "nothing: nodes follow from the plan; `orc drain NODE` keeps one free"
+_MAIL = "nothing: the cluster file's `notify` has mail, chat and webhooks for all jobs"
 
 JOB_KEYS = {  # key, in lower case and with underscores -> what to write
     # Slurm (sbatch)
@@ -33,6 +35,19 @@ JOB_KEYS = {  # key, in lower case and with underscores -> what to write
     "requeue": "`retries:`",
     "output": "nothing: `orc logs JOB` and `orc get JOB` have it",
     "chdir": "`workdir:`",
+    "mem": "nothing: host memory is part of the plan",
+    "mem_per_gpu": "nothing: host memory is part of the plan",
+    "mem_per_cpu": "nothing: host memory is part of the plan",
+    "cpus_per_task": "nothing: ranks share the node's processors",
+    "cpus_per_gpu": "nothing: ranks share the node's processors",
+    "mail_type": _MAIL,
+    "mail_user": _MAIL,
+    "reservation": "nothing: the cluster file's `maintenance` closes nodes, a team's `quota` keeps devices",
+    "constraint": _NODES,
+    "nodelist": _NODES,
+    "exclude": _NODES,
+    "exclusive": "nothing: a device belongs to one job",
+    "modules": _OUTSIDE,
     "job_name": "`name:`",
     # SkyPilot, dstack, Kubernetes, Ray
     "resources": _GPUS,

@@ -52,7 +52,9 @@ def read_document(text: str, source: str) -> Document:
     lines: dict[Path, int] = {}
     data = _plain(root, (), source, lines)
     if not isinstance(data, dict):
-        raise SpecError("the top level must be a mapping of `key: value`", source=source, got=text[:80])
+        is_script = text.startswith("#!") or "\n#SBATCH" in text
+        hint = f"it is a script: `orc init {source} > job.yaml` writes a job file from it" if is_script else ""
+        raise SpecError("the top level must be a mapping of `key: value`", source=source, got=text[:80], hint=hint)
     return Document(source=source, data=data, lines=lines)
 
 

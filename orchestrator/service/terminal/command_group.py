@@ -6,7 +6,7 @@ from typing import Any
 
 from typer.core import TyperGroup
 
-from orchestrator.service.terminal.synonyms import COMMANDS
+from orchestrator.service.terminal.synonyms import instead_of
 from orchestrator.specs.errors import SpecError
 
 PANELS = {  # in the order in which help shows them; a command of no panel comes last, under "Others"
@@ -37,8 +37,9 @@ class Commands(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Return the command of the first argument. Raises SpecError with what is meant, where that is known."""
-        if args and args[0].lower() in COMMANDS and self.get_command(ctx, args[0]) is None:
-            command, tool = COMMANDS[args[0].lower()]
-            hint = f"`orc {command}` does here what {args[0]} does in {tool}"
+        answer = instead_of(args)
+        if answer is not None and self.get_command(ctx, args[0]) is None:
+            words, command, tool = answer
+            hint = f"`orc {command}` does here what {words} does in {tool}"
             raise SpecError("no command of orc", source="the command line", got=args[0], hint=hint)
         return super().resolve_command(ctx, args)

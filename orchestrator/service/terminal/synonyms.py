@@ -5,8 +5,11 @@ A word that is not here gets the commands of ours that are spelt like it, if the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 SLURM, SKY, DSTACK, KUBERNETES, SHELL = "Slurm", "SkyPilot", "dstack", "Kubernetes", "a shell"
-COMMANDS = {  # word -> command of ours, and whose word it is
+# Words, up to three -> command of ours, and whose words they are. More words go before fewer; `a=b` counts as `a`.
+COMMANDS = {
     "sbatch": ("submit FILE", SLURM),
     "srun": ("run FILE", SLURM),
     "salloc": ("run FILE", SLURM),
@@ -14,10 +17,25 @@ COMMANDS = {  # word -> command of ours, and whose word it is
     "scancel": ("cancel JOB", SLURM),
     "sinfo": ("watch", SLURM),
     "sacct": ("report", SLURM),
+    "sacct -j": ("show JOB", SLURM),
     "sstat": ("watch", SLURM),
     "sshare": ("teams", SLURM),
-    "sprio": ("queue", SLURM),
+    "sprio": ("explain JOB", SLURM),
     "scontrol": ("update JOB priority=high", SLURM),
+    "scontrol hold": ("hold JOB", SLURM),
+    "scontrol release": ("release JOB", SLURM),
+    "scontrol suspend": ("suspend JOB", SLURM),
+    "scontrol resume": ("resume JOB", SLURM),
+    "scontrol requeue": ("suspend JOB, then `orc resume JOB`", SLURM),
+    "scontrol show": ("show JOB", SLURM),
+    "scontrol show node": ("watch", SLURM),
+    "scontrol update nodename": ("drain NODE", SLURM),
+    "scontrol create reservation": ("drain NODE", SLURM),
+    "sacctmgr": ("teams", SLURM),
+    "sattach": ("logs JOB --follow", SLURM),
+    "sdiag": ("watch", SLURM),
+    "seff": ("show JOB", SLURM),
+    "strigger": ("notify test", SLURM),
     "requeue": ("retry JOB", SLURM),
     "launch": ("run FILE", SKY),
     "exec": ("run FILE", SKY),
@@ -71,3 +89,14 @@ COMMANDS = {  # word -> command of ours, and whose word it is
     "help": ("--help", SHELL),
     "version": ("--version", SHELL),
 }
+WORDS_MAX = 3
+
+
+def instead_of(arguments: Sequence[str]) -> tuple[str, str, str] | None:
+    """Return the words of another tool that a command line begins with, our command, and the tool; None without any."""
+    words = [argument.partition("=")[0].lower() for argument in arguments[:WORDS_MAX]]
+    for count in range(len(words), 0, -1):
+        name = " ".join(words[:count])
+        if name in COMMANDS:
+            return name, *COMMANDS[name]
+    return None
