@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parents[1] / "orchestrator"
+ROOT = Path(__file__).parents[1]
 # Participles and pronouns that say nothing of what a value holds (CONTRIBUTING.md, "Words and sentences").
 VAGUE = {
     *(
@@ -33,9 +33,8 @@ OPENINGS = {
     *("its", "their", "his", "those", "these", "that", "this", "they", "it", "one", "some", "such", "same", "others"),
     *("as", "of", "in", "on", "by", "from", "with", "at", "under", "over", "behind", "beside", "between"),
 }
-# Counts of 2026-11-28. Lower a number with the commit that makes it too high.
-VAGUE_NAMES, OPEN_DOCSTRINGS = 12, 0
-SLACK = 10  # by which a number may be too high before this test asks for a lower one
+# Counts of 2026-11-28, 0.06 % of 18,110 names. What is left stands on the wire. Lower a number with its commit.
+VAGUE_NAMES, OPEN_DOCSTRINGS = {"orchestrator": 12, "tests": 0}, {"orchestrator": 0, "tests": 0}
 
 
 def assigned(tree: ast.AST) -> Iterator[str]:
@@ -61,11 +60,15 @@ def counts(sources: list[str]) -> tuple[int, int]:
     return names, sum(word in OPENINGS for tree in trees for word in openings(tree))
 
 
-def test_no_vague_name_and_no_open_docstring_is_added() -> None:
-    names, docstrings = counts([path.read_text() for path in sorted(PACKAGE.rglob("*.py"))])
-    for count, allowed, what in ((names, VAGUE_NAMES, "vague names"), (docstrings, OPEN_DOCSTRINGS, "open docstrings")):
+@pytest.mark.parametrize("folder", VAGUE_NAMES)
+def test_no_vague_name_and_no_open_docstring_is_added(folder: str) -> None:
+    names, docstrings = counts([path.read_text() for path in sorted((ROOT / folder).rglob("*.py"))])
+    for count, allowed, what in (
+        (names, VAGUE_NAMES[folder], "vague names"),
+        (docstrings, OPEN_DOCSTRINGS[folder], "open docstrings"),
+    ):
         assert count <= allowed, f"{count - allowed} {what} were added: name what the value holds, say who does what"
-        assert count >= allowed - SLACK, f"lower the number of {what} in this test to {count}"
+        assert count == allowed, f"lower the number of {what} in this test to {count}"
 
 
 @pytest.mark.parametrize(

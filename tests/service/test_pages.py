@@ -137,29 +137,29 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 def test_no_page_has_a_serious_violation_in_light_and_dark_leaves_the_origin_or_scrolls_sideways_at_360_px(
     site: Site, pages: tuple[str, ...]
 ) -> None:
-    """One walk through the pages, since each costs two seconds."""
+    """The pages are walked through once, since each costs two seconds."""
     from axe_playwright_python.sync_playwright import Axe
 
     tab = site.signed_in(viewport={"width": 360, "height": 740}, reduced_motion="reduce")  # no colour between two
-    asked, said = list[str](), list[str]()
-    tab.on("request", lambda request: asked.append(request.url))
-    tab.on("console", lambda message: said.append(message.text) if message.type == "error" else None)
-    tab.on("pageerror", lambda error: said.append(str(error)))
+    addresses, errors = list[str](), list[str]()
+    tab.on("request", lambda request: addresses.append(request.url))
+    tab.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+    tab.on("pageerror", lambda error: errors.append(str(error)))
     schemes = {"light": None, "dark": {"runOnly": ["color-contrast"]}}  # all else is the same in the dark
     for path in pages:
         tab.goto(f"{site.url}{PAGES}{path}")
         tab.get_by_text("Live.").wait_for()
         for scheme, rules in schemes.items():
             tab.emulate_media(color_scheme=scheme)
-            found = Axe().run(tab, options=rules).response["violations"]
-            wrong = [one["id"] for one in found if one["impact"] in SERIOUS]
+            violations = Axe().run(tab, options=rules).response["violations"]
+            wrong = [violation["id"] for violation in violations if violation["impact"] in SERIOUS]
             assert not wrong, (path, scheme, wrong)
         root = "document.documentElement"
         assert tab.evaluate(f"{root}.scrollWidth <= {root}.clientWidth"), path
         assert tab.evaluate(f"{root}.lang") == "en"
         assert tab.title().endswith(" · orc")
-    assert {urlsplit(url).netloc for url in asked if not url.startswith("data:")} == {urlsplit(site.url).netloc}
-    assert [text for text in said if "404" not in text] == []  # of the page that is asked for and is not there
+    assert {urlsplit(url).netloc for url in addresses if not url.startswith("data:")} == {urlsplit(site.url).netloc}
+    assert [text for text in errors if "404" not in text] == []  # of the page that is asked for and is not there
 
 
 def test_the_queue_shows_a_new_job_without_reload(site: Site) -> None:
@@ -235,10 +235,10 @@ def test_a_page_says_that_nothing_was_compared_yet(world: World) -> None:
 
 
 def test_a_page_says_what_is_wrong_around_the_service_while_it_is(world: World) -> None:
-    said: list[str | None] = ["Ray cannot be reached since noon", None]
-    world.controller.health.watch(lambda: said[0])
-    assert said[0] in world.client.get(f"{PAGES}/queue").text
-    said.pop(0)
+    problems: list[str | None] = ["Ray cannot be reached since noon", None]
+    world.controller.health.watch(lambda: problems[0])
+    assert problems[0] in world.client.get(f"{PAGES}/queue").text
+    problems.pop(0)
     assert "Ray cannot be reached" not in world.client.get(f"{PAGES}/queue").text
 
 
@@ -247,7 +247,10 @@ def test_a_viewer_sees_no_action_and_is_refused_it(site: Site) -> None:
     tab = site.signed_in(site.token(Role.VIEWER, "eve"))
     for path in ("/queue", f"/jobs/{job_id}", "/cluster"):
         tab.goto(f"{site.url}{PAGES}{path}")
-        assert [one.inner_text() for one in tab.get_by_role("main").get_by_role("button").all()] in ([], ["Filter"])
+        assert [button.inner_text() for button in tab.get_by_role("main").get_by_role("button").all()] in (
+            [],
+            ["Filter"],
+        )
     assert tab.get_by_role("link", name="Submit", exact=True).count() == 0
     assert tab.get_by_role("link", name="Audit", exact=True).count() == 0
     assert tab.goto(f"{site.url}{PAGES}/submit").status == 403
@@ -369,8 +372,8 @@ def test_fields_of_the_form_write_the_job_file_that_is_planned(site: Site) -> No
     tab.get_by_label("env").fill("")
     tab.keyboard.press("Enter")
     tab.get_by_role("button", name="Submit 1 job").wait_for()
-    said = read_document(tab.input_value("#text"), "").data
-    assert said == read_document(JOB, "").data | {"name": "typed", "degrade": {"allow": "numeric"}}
+    data = read_document(tab.input_value("#text"), "").data
+    assert data == read_document(JOB, "").data | {"name": "typed", "degrade": {"allow": "numeric"}}
     assert tab.get_by_label("allow").input_value() == "numeric"
 
 
@@ -409,8 +412,8 @@ def test_a_play_is_bounded_and_its_late_jobs_are_counted(world: World) -> None:
     assert "no job runs or waits" in refused.text
     slow = {"training": {**job_spec()["training"], "max_steps": 100_000_000}, "deadline": "23:59 UTC"}
     assert world.client.post("/jobs", json={"spec": job_spec() | slow}).status_code == 200
-    found = what_if(world.controller.state, cluster := read_cluster(None), cluster, [], {}, world.home)
-    assert (found.late_now, found.late_then) == (1, 1)
+    outcome = what_if(world.controller.state, cluster := read_cluster(None), cluster, [], {}, world.home)
+    assert (outcome.late_now, outcome.late_then) == (1, 1)
     jobs = {"jobs": [{"spec": job_spec()}] * JOBS_MAX}
     assert world.client.post("/jobs/batch", json=jobs).status_code == 200
     assert "too many jobs for a page" in world.client.post(f"{PAGES}/what-if", data={"order": "fifo"}).text
@@ -507,13 +510,13 @@ def test_wrong_tokens_are_counted_where_they_are_typed(world: World) -> None:
 
 
 def test_sign_in_leads_back_to_pages_of_this_service_alone(world: World) -> None:
-    asked = {
+    destinations = {
         f"{PAGES}/jobs/lm-1": f"{PAGES}/jobs/lm-1",
         EVIL: f"{PAGES}/overview",
         "//evil.example/ui/": f"{PAGES}/overview",
         f"{PAGES}/..\\evil": f"{PAGES}/overview",
     }
-    for came_from, leads_to in asked.items():
+    for came_from, leads_to in destinations.items():
         answer = world.stranger.post(
             SIGN_IN, data={"token": TOKEN, "next": came_from}, headers=SAME_SITE, follow_redirects=False
         )
@@ -525,23 +528,25 @@ def test_a_stream_that_resumes_hears_at_once_of_what_it_missed(world: World) -> 
     with serve_http(world.app) as port:
         url = f"http://127.0.0.1:{port}{PAGES}/events"
         world.submit()
-        seen = world.controller.wait_for_change(-1, 0.0)
-        with httpx.stream("GET", url, headers={**headers, "Last-Event-ID": str(seen - 1)}, trust_env=False) as stream:
-            told = next(line for line in stream.iter_lines() if line.startswith("id:"))
-    assert told == f"id: {seen}"
+        version = world.controller.wait_for_change(-1, 0.0)
+        with httpx.stream(
+            "GET", url, headers={**headers, "Last-Event-ID": str(version - 1)}, trust_env=False
+        ) as stream:
+            first_id = next(line for line in stream.iter_lines() if line.startswith("id:"))
+    assert first_id == f"id: {version}"
 
 
 def test_a_stream_hears_of_a_change_as_it_happens(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live, "WAIT_S", 3600.0)  # it looks by itself once an hour
     headers = {"Authorization": f"Bearer {TOKEN}"}
-    seen = world.controller.wait_for_change(-1, 0.0)
+    version = world.controller.wait_for_change(-1, 0.0)
     with serve_http(world.app) as port:
-        url = f"http://127.0.0.1:{port}{PAGES}/events?seen={seen}"
+        url = f"http://127.0.0.1:{port}{PAGES}/events?seen={version}"
         with httpx.stream("GET", url, headers=headers, trust_env=False, timeout=10.0) as stream:
-            said = stream.iter_lines()
-            next(said)
+            lines = stream.iter_lines()
+            next(lines)
             world.submit()
-            assert next(line for line in said if line.startswith("id:")) == f"id: {seen + 1}"
+            assert next(line for line in lines if line.startswith("id:")) == f"id: {version + 1}"
 
 
 # ------------------------------------------------------------------------------------------------------------ charts
@@ -591,7 +596,7 @@ def test_a_page_of_a_queue_of_5000_is_there_within_300_ms_while_its_forecast_is_
         page = world.client.get(f"{PAGES}/queue?page={number}")
         took_s.append(time.perf_counter() - began_s)
         assert page.text.count('href="/ui/jobs/') == 50
-    print(f"pages of 5,000 jobs took {[f'{1000 * one:.0f} ms' for one in took_s]}")
+    print(f"pages of 5,000 jobs took {[f'{1000 * page_s:.0f} ms' for page_s in took_s]}")
     assert sorted(took_s)[len(took_s) // 2] < 0.3
 
 
@@ -599,10 +604,10 @@ def test_no_page_waits_for_a_forecast_that_takes_long(monkeypatch: pytest.Monkey
     """The second page finds what is known, and the first one is not held up for long."""
     is_over = threading.Event()
     monkeypatch.setattr(forecasts, "expected_jobs", lambda *_, **__: is_over.wait(60.0) and [])
-    asked = forecasts.Forecasts(State)
+    newest = forecasts.Forecasts(State)
     try:
         began_s = time.perf_counter()
-        assert [asked.newest() for _ in range(200)] == [{}] * 200
+        assert [newest.newest() for _ in range(200)] == [{}] * 200
         assert time.perf_counter() - began_s < 20 * forecasts.PATIENCE_S
     finally:
         is_over.set()

@@ -240,11 +240,11 @@ def test_a_preset_file_fills_in_what_the_job_leaves_out_and_extends_a_framework(
     assert knob is not None
     assert (knob.flag, knob.default) == ("--samples", 4)
     assert preset.knobs.output_dir == job("hf").knobs.output_dir
-    own = parse_job(
+    preset_job = parse_job(
         JOB + "launch: ranks\nknobs: {micro_batch_size: {flag: --mine}}\n", "job.yaml", read_text=lambda _: OURS
     )
-    assert own.knobs.micro_batch_size is not None
-    assert (own.launch, own.knobs.micro_batch_size.flag) == ("ranks", "--mine")
+    assert preset_job.knobs.micro_batch_size is not None
+    assert (preset_job.launch, preset_job.knobs.micro_batch_size.flag) == ("ranks", "--mine")
     assert job_from_data(preset.model_dump(mode="json"), "request") == preset
 
 

@@ -39,7 +39,7 @@ class Commands(TyperGroup):
         """Return the command of the first argument. Raises SpecError with what is meant, where that is known."""
         answer = instead_of(args)
         if answer is not None and self.get_command(ctx, args[0]) is None:
-            words, command, tool = answer
-            hint = f"`orc {command}` does here what {words} does in {tool}"
+            phrase, command, tool = answer
+            hint = f"`orc {command}` does here what {phrase} does in {tool}"
             raise SpecError("no command of orc", source="the command line", got=args[0], hint=hint)
         return super().resolve_command(ctx, args)

@@ -94,9 +94,9 @@ WORDS_MAX = 3
 
 def instead_of(arguments: Sequence[str]) -> tuple[str, str, str] | None:
     """Return the words of another tool that a command line begins with, our command, and the tool; None without any."""
-    words = [argument.partition("=")[0].lower() for argument in arguments[:WORDS_MAX]]
-    for count in range(len(words), 0, -1):
-        name = " ".join(words[:count])
+    terms = [argument.partition("=")[0].lower() for argument in arguments[:WORDS_MAX]]
+    for count in range(len(terms), 0, -1):
+        name = " ".join(terms[:count])
         if name in COMMANDS:
             return name, *COMMANDS[name]
     return None
