@@ -29,6 +29,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,20 +68,23 @@ class JobFolder:
         return AttemptFolder(self.path / "attempts" / str(number))
 
 
+_UPLOAD = re.compile(r"/.*/uploads/([0-9a-f]{64})/files(|/.*)")  # digest, path below it
+
+
 def uploads_folder(home: str | Path) -> Path:
     """Return the folder of files from other machines."""
     return Path(home) / "uploads"
 
 
 def find_upload(home: str | Path, path: str) -> tuple[Path, Path] | None:
-    """Return the root of the upload that `path` lies in, and the path below it; None for other paths."""
-    uploads = uploads_folder(home)
-    if not path.startswith(f"{uploads}/"):
+    """Return the root of the upload in this home that `path` lies in, and the path below it; None for other paths.
+
+    An upload is known by its digest wherever its home lay: a home may have been restored elsewhere.
+    """
+    match = _UPLOAD.fullmatch(path)
+    if match is None or ".." in Path(match[2]).parts:
         return None
-    parts = Path(path).relative_to(uploads).parts
-    if len(parts) < 2 or parts[1] != "files" or ".." in parts:
-        return None
-    return uploads / parts[0] / "files", Path(*parts[2:])
+    return uploads_folder(home) / match[1] / "files", Path(match[2].lstrip("/"))
 
 
 class AttemptFolder:

@@ -23,6 +23,8 @@ from orchestrator.service.transfer.ignore import read_ignore
 from orchestrator.service.transfer.store import Uploads
 from orchestrator.specs.access import Role
 from orchestrator.specs.errors import ServiceError, SpecError
+from orchestrator.specs.job.model import DataSpec
+from orchestrator.specs.replace import replace
 from orchestrator.specs.run import JobFolder
 from tests.service.test_access import TEAMS
 from tests.service.worlds import World, job_spec
@@ -394,3 +396,23 @@ def test_of_an_uploaded_working_directory_only_what_the_job_wrote_is_fetched(
         "go.sh": (b"changed", True),
         "runs/copy.py": (b"print('hi')", False),
     }
+
+
+def test_an_upload_is_found_in_a_home_that_was_restored_elsewhere(world: World, project: Path, tmp_path: Path) -> None:
+    from orchestrator.backends.attempts.workdir import copy_upload, with_own_workdir
+
+    ada, restored = world.by(Role.MEMBER), tmp_path / "restored"
+    digest, data = pack_folder(project)
+    ada.put(f"/uploads/{digest}", content=data)
+    job_id = ada.post("/jobs", json={"spec": script(f"upload:{digest}")}).json()["id"]
+    job = world.controller.state.jobs[job_id]
+    data_spec = DataSpec(text=(f"{job.spec.workdir}/train.py",), sequence_length=8)
+    job = replace(job, spec=job.spec.model_copy(update={"data": data_spec}))
+    restored.mkdir()
+    (world.home / "uploads").rename(restored / "uploads")
+    JobFolder(restored, job.id).path.mkdir(parents=True)
+    copy_upload(job, restored)
+    moved = with_own_workdir(job, restored).spec
+    assert moved.workdir == str(JobFolder(restored, job.id).workdir)
+    assert (Path(moved.workdir) / "train.py").read_text() == "print('hi')"
+    assert all(Path(path).is_file() for path in moved.data.text)

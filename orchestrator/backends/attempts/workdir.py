@@ -13,6 +13,7 @@ import yaml
 
 from orchestrator.backends.attempts.durable import write_durably
 from orchestrator.specs.errors import OrchestratorError
+from orchestrator.specs.job.paths import with_paths
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.replace import replace
 from orchestrator.specs.run import JobFolder, find_upload
@@ -92,12 +93,16 @@ def link_all_but(source: Path, file: str, target: Path) -> Path:
 
 
 def with_own_workdir(job: Job, home: Path) -> Job:
-    """The job with its own copy of an uploaded working directory; other jobs as they are."""
-    upload = find_upload(home, job.spec.workdir or "")
-    if upload is None:
-        return job
-    copy = JobFolder(home, job.id).workdir / upload[1]
-    return replace(job, spec=job.spec.model_copy(update={"workdir": str(copy)}))
+    """Return the job with its own copy of an uploaded working directory, and other uploads where this home has them."""
+
+    def locate(key: str, path: str) -> str:
+        upload = find_upload(home, path)
+        if upload is None:
+            return path
+        root = JobFolder(home, job.id).workdir if key == "workdir" else upload[0]
+        return str(root / upload[1])
+
+    return replace(job, spec=with_paths(job.spec, locate))
 
 
 def copy_upload(job: Job, home: Path) -> None:
