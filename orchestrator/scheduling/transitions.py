@@ -105,13 +105,21 @@ def _apply_cancel_requested(state: State, event: CancelRequested) -> tuple[State
         return state, ()
     attempt = _live_attempt(job)
     if attempt is None:
-        reason = event.reason or "cancelled before it ran"
+        reason = event.reason or _describe_cancelled(job)
         job = replace(job, status=JobStatus.CANCELLED, cancelling=True, reason=reason)
         state, archived = archive_if_done(state, job)
         return state, (Record(job=job), *archived)
     job = replace(job, cancelling=True, cancel_reason=event.reason)
     job = _with_attempt(job, replace(attempt, status=AttemptStatus.STOPPING))
     return with_job(state, job), (Stop(job_id=job.id, number=attempt.number, grace_s=CANCEL_GRACE_S),)
+
+
+def _describe_cancelled(job: Job) -> str:
+    """Return after which attempt a job was cancelled that waited, with the words of that attempt's failure."""
+    if job.last is None:
+        return "cancelled before it ran"
+    failure = job.last.failure
+    return f"cancelled after attempt {job.last.number}" + (f": {failure.kind}: {failure.reason}" if failure else "")
 
 
 def _apply_retry_requested(state: State, event: RetryRequested) -> State:
