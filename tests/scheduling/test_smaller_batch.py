@@ -75,6 +75,14 @@ def test_a_job_that_does_not_allow_another_training_asks_and_goes_on_by_its_rule
     assert night.job().spec.learning_rate == pytest.approx(0.05)
 
 
+def test_a_question_names_the_knob_by_which_the_same_training_would_go_on() -> None:
+    night = Night(fixed=40, sample=30)
+    night.submit(smaller(allow="exact"))
+    night.end()
+    knob = "with `gradient_accumulation_steps` as a knob the same training goes on"
+    assert night.job().asks.startswith(f"no plan of the same training is left: {knob}. `orc retry unknown-1 --allow")
+
+
 def test_a_job_that_is_cancelled_while_it_asks_keeps_the_words_of_its_last_failure() -> None:
     night = Night(fixed=40, sample=30)
     night.submit(smaller(allow="exact"))
