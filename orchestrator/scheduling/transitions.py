@@ -13,7 +13,7 @@ from orchestrator.scheduling.base.time_limits import is_over, over_limit
 from orchestrator.scheduling.failures.classify import classify
 from orchestrator.scheduling.failures.observation import observe, warnings
 from orchestrator.scheduling.failures.places import with_places
-from orchestrator.scheduling.failures.verdict import judge, wait_for_space
+from orchestrator.scheduling.failures.verdict import describe_unmatched, judge, wait_for_space
 from orchestrator.scheduling.options.probe import is_of_batch
 from orchestrator.scheduling.queue.dependencies import with_pending_dependencies
 from orchestrator.scheduling.queue.fair_share import charge_usage
@@ -240,17 +240,18 @@ def _fail_used_up(job: Job, failure: Failure, budget: str) -> Job:
 
 
 def _restart(job: Job, failure: Failure, not_before_s: float) -> Job:
-    reason = f"restarts after {failure.kind}: {failure.reason}{_describe_lost_steps(job.attempts[-1])}"
+    reason = f"restarts after {failure.kind}: {failure.reason}{_describe_lost_steps(job, job.attempts[-1])}"
     return replace(job, status=JobStatus.QUEUED, not_before_s=not_before_s, reason=reason)
 
 
-def _describe_lost_steps(attempt: Attempt) -> str:
+def _describe_lost_steps(job: Job, attempt: Attempt) -> str:
     """Return what a restart without a checkpoint does again, in words; "" where there is one, or no step was made."""
     evidence = attempt.evidence
     steps = max((beat.steps_done for beat in evidence.heartbeats), default=0) if evidence is not None else 0
     if evidence is None or evidence.checkpoint_step is not None or not steps:
         return ""
-    return f"; no checkpoint: {steps} step{'s are' if steps > 1 else ' is'} done again"
+    again = f"{steps} step{'s are' if steps > 1 else ' is'} done again"
+    return f"; no checkpoint: {again}{describe_unmatched(job.spec, attempt)}"
 
 
 # access
