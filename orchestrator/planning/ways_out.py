@@ -127,16 +127,23 @@ def smaller_models(case: Unfit, trace: Callable[[JobSpec], JobSpec]) -> Iterator
             return
 
 
+def with_batch_knobs(spec: JobSpec) -> tuple[tuple[str, ...], JobSpec]:
+    """Return which knobs of its batch a script lacks, and the job with them; our own trainings lack none."""
+    knobs, missing = spec.knobs, tuple(name for name in BATCH_KNOBS if getattr(spec.knobs, name) is None)
+    if not spec.is_script or not missing:
+        return (), spec
+    accumulation = knobs.gradient_accumulation_steps or "derived"
+    batch = {"micro_batch_size": knobs.micro_batch_size or Knob(flag="--"), "gradient_accumulation_steps": accumulation}
+    return missing, spec.model_copy(update={"knobs": knobs.model_copy(update=batch)})
+
+
 def missing_knobs(case: Unfit) -> Iterator[str]:
     """Yield what to write of a knob that the job leaves out, where a plan with that knob would fit."""
     spec, knobs = case.spec, case.spec.knobs
     if not spec.is_script:
         return
-    missing = [name for name in BATCH_KNOBS if getattr(knobs, name) is None]
-    derived = knobs.model_copy(
-        update={"micro_batch_size": knobs.micro_batch_size or Knob(flag="--"), "gradient_accumulation_steps": "derived"}
-    )
-    best = _first_fit(case, knobs=derived) if missing else None
+    missing, with_them = with_batch_knobs(spec)
+    best = _first_fit(case, knobs=with_them.knobs) if missing else None
     if best is not None:
         sizes = {candidate.plan.micro_batch_size for candidate in frontier(spec, case.hardware).candidates}
         verb = "is" if len(missing) == 1 else "are"

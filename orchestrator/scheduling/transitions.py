@@ -13,7 +13,7 @@ from orchestrator.scheduling.base.time_limits import is_over, over_limit
 from orchestrator.scheduling.failures.classify import classify
 from orchestrator.scheduling.failures.observation import observe, warnings
 from orchestrator.scheduling.failures.places import with_places
-from orchestrator.scheduling.failures.verdict import judge, wait_for_space
+from orchestrator.scheduling.failures.verdict import describe_unmatched, judge, wait_for_space
 from orchestrator.scheduling.options.probe import is_of_batch
 from orchestrator.scheduling.queue.dependencies import with_pending_dependencies
 from orchestrator.scheduling.queue.fair_share import charge_usage
@@ -105,13 +105,21 @@ def _apply_cancel_requested(state: State, event: CancelRequested) -> tuple[State
         return state, ()
     attempt = _live_attempt(job)
     if attempt is None:
-        reason = event.reason or "cancelled before it ran"
+        reason = event.reason or _describe_cancelled(job)
         job = replace(job, status=JobStatus.CANCELLED, cancelling=True, reason=reason)
         state, archived = archive_if_done(state, job)
         return state, (Record(job=job), *archived)
     job = replace(job, cancelling=True, cancel_reason=event.reason)
     job = _with_attempt(job, replace(attempt, status=AttemptStatus.STOPPING))
     return with_job(state, job), (Stop(job_id=job.id, number=attempt.number, grace_s=CANCEL_GRACE_S),)
+
+
+def _describe_cancelled(job: Job) -> str:
+    """Return after which attempt a job was cancelled that waited, with the words of that attempt's failure."""
+    if job.last is None:
+        return "cancelled before it ran"
+    failure = job.last.failure
+    return f"cancelled after attempt {job.last.number}" + (f": {failure.kind}: {failure.reason}" if failure else "")
 
 
 def _apply_retry_requested(state: State, event: RetryRequested) -> State:
@@ -232,17 +240,18 @@ def _fail_used_up(job: Job, failure: Failure, budget: str) -> Job:
 
 
 def _restart(job: Job, failure: Failure, not_before_s: float) -> Job:
-    reason = f"restarts after {failure.kind}: {failure.reason}{_describe_lost_steps(job.attempts[-1])}"
+    reason = f"restarts after {failure.kind}: {failure.reason}{_describe_lost_steps(job, job.attempts[-1])}"
     return replace(job, status=JobStatus.QUEUED, not_before_s=not_before_s, reason=reason)
 
 
-def _describe_lost_steps(attempt: Attempt) -> str:
+def _describe_lost_steps(job: Job, attempt: Attempt) -> str:
     """Return what a restart without a checkpoint does again, in words; "" where there is one, or no step was made."""
     evidence = attempt.evidence
     steps = max((beat.steps_done for beat in evidence.heartbeats), default=0) if evidence is not None else 0
     if evidence is None or evidence.checkpoint_step is not None or not steps:
         return ""
-    return f"; no checkpoint: {steps} step{'s are' if steps > 1 else ' is'} done again"
+    again = f"{steps} step{'s are' if steps > 1 else ' is'} done again"
+    return f"; no checkpoint: {again}{describe_unmatched(job.spec, attempt)}"
 
 
 # access

@@ -238,6 +238,7 @@ class Evidence:
     finished: bool = False  # its own last words and all artifacts are there, however its processes ended
     lost: tuple[str, ...] = ()  # what a restarted script did not take up again
     checkpoint_step: int | None = None  # newest complete checkpoint
+    unmatched: tuple[str, ...] = ()  # newest files of a script's output, where `resume.checkpoints` matches nothing
     free_before_bytes: tuple[int, ...] = ()  # on the device of each rank, just before its launch; () where not told
     unwatched: tuple[str, ...] = ()  # processes that trained without the guard, and why: its peaks and steps miss them
     virtual: bool = False  # its devices are only as large as the guard holds them

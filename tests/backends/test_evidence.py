@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tracemalloc
 from dataclasses import replace
 from pathlib import Path
@@ -133,6 +134,25 @@ def test_what_a_script_goes_on_from_is_no_longer_left_to_do(tmp_path: Path) -> N
     assert steps_left(replace(job(spec), attempts=(replace(attempt(), evidence=evidence),))) == 6
     jobs = JobFolder(tmp_path, "lm-1")
     assert collect(spec, replace(attempt(), probe=True), jobs, Ending()).checkpoint_step is None, "it trains nothing"
+
+
+def test_the_newest_files_of_an_output_without_a_checkpoint_are_named(tmp_path: Path) -> None:
+    output = JobFolder(tmp_path, "lm-1").output
+    output.mkdir(parents=True)
+    assert left_behind(tmp_path, "killed").unmatched == ()
+    for number in (5, 10, 20, 30, 40):
+        (output / f"ckpt_{number}.pt").touch()
+        os.utime(output / f"ckpt_{number}.pt", (number, number))
+    (output / "line\nfeed").touch()
+    (output / ("long" * 50)).touch()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "private.txt").touch()
+    (output / "link").symlink_to(tmp_path / "elsewhere")
+    jobs = JobFolder(tmp_path, "lm-1")
+    names = ("ckpt_10.pt", "ckpt_20.pt", "ckpt_30.pt", "ckpt_40.pt")
+    assert collect(script_spec(), attempt(), jobs, Ending()).unmatched == names
+    for changes in ({"resume": {"checkpoints": "ckpt_*"}}, {"workdir": str(tmp_path)}):
+        assert collect(script_spec(**changes), attempt(), jobs, Ending()).unmatched == (), changes
 
 
 def test_memory_that_others_hold_is_told_by_text_alone(tmp_path: Path) -> None:

@@ -6,8 +6,9 @@ import pytest
 
 from orchestrator.planning.render import script_command
 from orchestrator.scheduling.options.asks import with_allowed, with_global_batch
+from orchestrator.specs.actions import Archive
 from orchestrator.specs.errors import SpecError
-from orchestrator.specs.events import RetryRequested
+from orchestrator.specs.events import CancelRequested, RetryRequested
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import JobStatus
 from orchestrator.specs.parse import job_from_data
@@ -72,6 +73,27 @@ def test_a_job_that_does_not_allow_another_training_asks_and_goes_on_by_its_rule
     night.tell(RetryRequested(job_id=job.id, spec=with_allowed(job.spec, "semantic", None), at_s=night.tick()))
     assert night.launched[-1].plan.global_batch_size == 8
     assert night.job().spec.learning_rate == pytest.approx(0.05)
+
+
+def test_a_question_names_the_knob_by_which_the_same_training_would_go_on() -> None:
+    night = Night(fixed=40, sample=30)
+    night.submit(smaller(allow="exact"))
+    night.end()
+    knob = "with `gradient_accumulation_steps` as a knob the same training goes on"
+    assert night.job().asks.startswith(f"no plan of the same training is left: {knob}. `orc retry unknown-1 --allow")
+
+
+def test_a_job_that_is_cancelled_while_it_asks_keeps_the_words_of_its_last_failure() -> None:
+    night = Night(fixed=40, sample=30)
+    night.submit(smaller(allow="exact"))
+    night.end()
+    assert night.job().asks
+    failure = night.job().attempts[-1].failure
+    assert failure is not None
+    actions = night.scheduler.step(CancelRequested(job_id="unknown-1", at_s=night.tick()))
+    (ended,) = [action.job for action in actions if isinstance(action, Archive)]
+    assert ended.status is JobStatus.CANCELLED
+    assert ended.reason == f"cancelled after attempt 1: device_oom: {failure.reason}"
 
 
 @pytest.mark.parametrize(

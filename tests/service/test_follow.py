@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import re
 import threading
@@ -18,6 +19,8 @@ from orchestrator.service.server.lifecycle import write_service_file
 from orchestrator.service.terminal import follow
 from orchestrator.service.terminal.follow import follow as follow_job
 from orchestrator.specs.attempt import Heartbeat
+from orchestrator.specs.fault import Fault, FaultKind
+from orchestrator.specs.parse import parse_job
 from orchestrator.specs.run import JobFolder, write_json
 from orchestrator.specs.units import format_seconds
 from tests.backends.ray_jobs import until
@@ -28,21 +31,37 @@ SEEN_S = 30.0
 LEFT = format_seconds(75 * 2.0)
 
 
+FAULT = Fault(kind=FaultKind.OOM, rank=0, step=1)
+ASKING = """\
+name: lm
+command: python train.py
+global_batch_size: 16
+knobs: {micro_batch_size: {flag: --batch, default: 16}}
+profile: {parameters: 1000, layers: 1, activations_per_sample: 1MiB}
+"""  # once its only plan ran out of memory, a smaller batch is left
+
+
 @pytest.fixture
-def world(tmp_path: Path) -> Iterator[World]:
-    """A service with one running job, whose first rank has done 25 of 100 steps at 2 s each."""
+def idle_world(tmp_path: Path) -> Iterator[World]:
+    """A service without jobs."""
     world = World(tmp_path)
-    world.submit()
-    world.turn_until("running")
-    folder = JobFolder(tmp_path, "lm-1").attempt(1)
-    folder.path.mkdir(parents=True)
-    beat = Heartbeat(rank=0, step=25, steps_done=25, phase="training", peak_bytes=2**20, step_s=2.0, at_s=1.0)
-    write_json(folder.heartbeat(0), beat)
     with serve_http(world.app) as port:
         (tmp_path / "token").write_text(TOKEN)
         write_service_file(tmp_path, port)
         yield world
     world.journal.close()
+
+
+@pytest.fixture
+def world(idle_world: World) -> World:
+    """A service with one running job, whose first rank has done 25 of 100 steps at 2 s each."""
+    idle_world.submit()
+    idle_world.turn_until("running")
+    folder = JobFolder(idle_world.home, "lm-1").attempt(1)
+    folder.path.mkdir(parents=True)
+    beat = Heartbeat(rank=0, step=25, steps_done=25, phase="training", peak_bytes=2**20, step_s=2.0, at_s=1.0)
+    write_json(folder.heartbeat(0), beat)
+    return idle_world
 
 
 def shown(world: World, wanted: str, *, is_terminal: bool) -> str:
@@ -76,3 +95,42 @@ def test_a_file_has_a_plain_line_with_the_time_that_is_left(world: World, monkey
     assert f"lm-1: {LEFT} left · step 25/100" in text
     assert "\x1b" not in text
     assert "━" not in text
+
+
+def turn_until_it_asks(world: World) -> None:
+    """Play the world until lm-1 is submitted, has run out of memory, and asks."""
+
+    def asks() -> bool:
+        world.controller.turn(10.0)
+        job = world.controller.job("lm-1")
+        return job is not None and bool(job.asks)
+
+    until(asks, "lm-1 asks", SEEN_S)
+
+
+def test_a_rehearsal_ends_with_its_verdict_where_the_job_asks(
+    idle_world: World, capsys: pytest.CaptureFixture[str]
+) -> None:
+    codes: list[int] = []
+    spec = parse_job(ASKING, "job.yaml")
+
+    def rehearse() -> None:
+        codes.append(follow.run_to_end(spec, FAULT, idle_world.home, as_json=False))
+
+    rehearsal = threading.Thread(target=rehearse, daemon=True)
+    rehearsal.start()
+    turn_until_it_asks(idle_world)
+    rehearsal.join(SEEN_S)
+    assert codes == [1]
+    text = capsys.readouterr().out
+    assert text.count("lm-1: did not recover: no plan of the same training is left") == 1
+    assert "lm-1: cancelled: cancelled after attempt 1: device_oom" in text
+
+
+def test_a_run_says_once_that_its_job_waits_for_an_answer_and_goes_on(idle_world: World) -> None:
+    with closing(Client(idle_world.home)) as client:
+        client.submit(parse_job(ASKING, "job.yaml").model_dump(mode="json"), dataclasses.asdict(FAULT))
+    turn_until_it_asks(idle_world)
+    text = shown(idle_world, "lm-1: waits for your answer; Ctrl-C leaves the job in the queue", is_terminal=False)
+    assert text.count("waits for your answer") == 1
+    assert "did not recover" not in text

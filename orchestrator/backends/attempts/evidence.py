@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from orchestrator.backends.attempts.durable import open_left, write_durably
 from orchestrator.backends.attempts.launch_request import started_ranks
-from orchestrator.backends.attempts.script_output import list_lost, missing_results, saved_step
+from orchestrator.backends.attempts.script_output import list_lost, list_unmatched, missing_results, saved_step
 from orchestrator.scheduling.failures.signatures import COMPLAINTS, FINDINGS_MAX, LogScan
 from orchestrator.specs.attempt import (
     Attempt,
@@ -102,6 +102,7 @@ def collect(spec: JobSpec, attempt: Attempt, jobs: JobFolder, ending: Ending) ->
         finished=spec.success.log is not None and not absent and not attempt.probe,
         lost=tuple(list_lost(spec, _resumed_from(folder), ending.counts, _highest_step(jobs, attempt))),
         checkpoint_step=None if attempt.probe else saved_step(spec, jobs),
+        unmatched=() if attempt.probe else list_unmatched(spec, jobs),
         free_before_bytes=ending.free_before_bytes,
         unwatched=_list_unwatched(folder, beats, ending) if began else (),
         virtual=(_read_json(folder.guard) or {}).get("virtual_capacity_bytes") is not None,

@@ -7,6 +7,7 @@ import re
 import time
 import zipfile
 from collections.abc import Iterable, Iterator
+from itertools import chain, islice
 from pathlib import Path
 
 from orchestrator.backends.attempts.durable import open_left
@@ -17,6 +18,9 @@ from orchestrator.training.checkpoint.folder import latest_complete, step_of
 
 ZIP_START = b"PK\x03\x04"
 SAFETENSORS_LENGTH_BYTES = 8
+ENTRIES_MAX = 1000  # of an output folder that are looked at for files that may be checkpoints
+UNMATCHED_MAX = 4  # files that are named
+NAME_CHARACTERS_MAX = 80
 
 
 def output_folder(spec: JobSpec, jobs: JobFolder) -> Path:
@@ -59,6 +63,27 @@ def saved_step(spec: JobSpec, jobs: JobFolder) -> int | None:
         return None if path is None else last_count(spec.resume.step, str(Path(path).relative_to(output)))
     checkpoint = latest_complete(jobs.checkpoints)
     return None if checkpoint is None else step_of(checkpoint)
+
+
+def list_unmatched(spec: JobSpec, jobs: JobFolder) -> tuple[str, ...]:
+    """Return the newest files of a script's own output folder, oldest first; none where a name matches a checkpoint's.
+
+    A working directory is not listed: it has the program's files too. No link is followed, since a user's program may
+    have made it.
+    """
+    output = output_folder(spec, jobs)
+    if not spec.is_script or output != jobs.output:
+        return ()
+    try:
+        if any(True for pattern in spec.resume.checkpoints for _ in output.glob(pattern)):
+            return ()
+        entries = islice(chain(output.glob("*"), output.glob("*/*")), ENTRIES_MAX)
+        files = [path for path in entries if path.is_file() and not (path.is_symlink() or path.parent.is_symlink())]
+        times_ns = {str(path.relative_to(output)): path.stat().st_mtime_ns for path in files}
+    except OSError:  # the script removes one
+        return ()
+    names = [name for name in times_ns if len(name) <= NAME_CHARACTERS_MAX and name.isprintable()]
+    return tuple(sorted(names, key=lambda name: (times_ns[name], name))[-UNMATCHED_MAX:])
 
 
 def last_saved_s(spec: JobSpec, output: Path) -> float | None:

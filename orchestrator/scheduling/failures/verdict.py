@@ -21,6 +21,7 @@ from orchestrator.scheduling.failures.places import (
 )
 from orchestrator.specs.attempt import Attempt, Ending, Failure, FailureKind, Verdict
 from orchestrator.specs.cluster import Node
+from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.replace import replace
 from orchestrator.specs.suspension import UnexplainedEnd
@@ -66,7 +67,8 @@ def wait_for_space(job: Job, attempt: Attempt, failure: Failure) -> Failure:
     since_s = next((earlier.ended_at_s for earlier in waits if earlier.ended_at_s is not None), attempt.ended_at_s)
     is_lost = attempt.ended_at_s - attempt.launched_at_s > REPEATED_S and not _saved_step(attempt)
     if is_lost or attempt.ended_at_s - since_s > SERVICE_TOTAL_S:
-        why = "no checkpoint: too much would be trained again" if is_lost else "no space for 12 hours"
+        lost = f"no checkpoint: too much would be trained again{describe_unmatched(job.spec, attempt)}"
+        why = lost if is_lost else "no space for 12 hours"
         return replace(failure, verdict=Verdict(row=13, wait_s=None), reason=f"{failure.reason}; {why}")
     wait_s = min(SERVICE_FIRST_S * 2 ** len(waits), SERVICE_MAX_S)
     reason = f"{failure.reason}; waits {wait_s:.0f} s for space"
@@ -171,8 +173,17 @@ def _judge_in_training(job: Job, attempt: Attempt, ending: Ending, before: Seque
     steps = job.spec.optimizer_steps
     share = (ending.step or 0) / steps if steps else 0.0
     if ending.elapsed_s > REPEATED_S and share > REPEATED_SHARE:
-        return Verdict(row=9, wait_s=None), f"no checkpoint: {share:.0%} of the job would be trained again"
+        unmatched = describe_unmatched(job.spec, attempt)
+        return Verdict(row=9, wait_s=None), f"no checkpoint: {share:.0%} of the job would be trained again{unmatched}"
     return Verdict(row=9, wait_s=wait_s, budget="unknown"), "no checkpoint since its start: again"
+
+
+def describe_unmatched(spec: JobSpec, attempt: Attempt) -> str:
+    """Return what was looked for as a checkpoint and what the output has in its place; "" where it has no files."""
+    if attempt.evidence is None or not attempt.evidence.unmatched:
+        return ""
+    patterns, names = ", ".join(spec.resume.checkpoints), ", ".join(attempt.evidence.unmatched)
+    return f" (no file matches {patterns}; the output has {names}: set `resume.checkpoints`)"
 
 
 def _refused_wait_s(before: Sequence[Attempt]) -> float:

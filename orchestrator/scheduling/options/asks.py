@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from orchestrator.planning.ways_out import with_batch_knobs
 from orchestrator.scheduling.base.node_groups import Group
 from orchestrator.scheduling.failures.observation import ran_out
 from orchestrator.scheduling.options.job_options import JobOptions, calibration_for, job_options
@@ -44,8 +45,18 @@ def question_of(state: State, job: Job, groups: Sequence[Group]) -> Question | N
     for spec, option, meaning in _changes(job.spec):
         if _has_plan(state, replace(job, spec=spec), groups):
             command = f"`orc retry {job.id} {option}`"
-            return Question(f"no plan of the same training is left. {command} goes on with {meaning}")
+            knobs = _describe_missing_knobs(state, job, groups)
+            return Question(f"no plan of the same training is left{knobs}. {command} goes on with {meaning}")
     return None
+
+
+def _describe_missing_knobs(state: State, job: Job, groups: Sequence[Group]) -> str:
+    """Return with which knobs of its batch a script would keep its training; "" where it lacks none, or none helps."""
+    missing, spec = with_batch_knobs(job.spec)
+    if not missing or not _has_plan(state, replace(job, spec=spec), groups):
+        return ""
+    names = " and ".join(f"`{name}`" for name in missing)
+    return f": with {names} as {'a knob' if len(missing) == 1 else 'knobs'} the same training goes on"
 
 
 def _has_plan(state: State, job: Job, groups: Sequence[Group]) -> bool:

@@ -6,6 +6,7 @@ import codecs
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from rich.console import Console
@@ -17,6 +18,7 @@ from orchestrator.service.server.logins import Login
 from orchestrator.service.terminal.output import console_on, tell
 from orchestrator.service.terminal.tables import attempts_table, progress_line, time_left
 from orchestrator.service.views.records import AttemptView, JobView
+from orchestrator.specs.errors import ServiceError
 from orchestrator.specs.fault import Fault
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.units import format_bytes
@@ -34,7 +36,7 @@ def run_to_end(spec: JobSpec, fault: Fault | None, service: Path | Login, as_jso
     fault_body = {"kind": fault.kind, "rank": fault.rank, "step": fault.step} if fault else None
     job_id = client.submit(spec.model_dump(mode="json"), fault_body)
     try:
-        job = follow(client, job_id, console_on(sys.stderr if as_json else sys.stdout))
+        job = follow(client, job_id, console_on(sys.stderr if as_json else sys.stdout), may_ask=fault is None)
     except KeyboardInterrupt:
         print(f"{job_id} continues; `orc show {job_id}` shows its state", file=sys.stderr)
         return 130
@@ -45,10 +47,12 @@ def run_to_end(spec: JobSpec, fault: Fault | None, service: Path | Login, as_jso
     return 0 if job["status"] == "succeeded" else 1
 
 
-def follow(client: Client, job_id: str, console: Console) -> JobView:
+def follow(client: Client, job_id: str, console: Console, *, may_ask: bool = True) -> JobView:
     """Print the job's events on `console` until it ends; returns the ended job.
 
-    A terminal shows a bar of the steps with the time that is left; other output gets a line every few seconds.
+    A job that asks waits for its answer, up to a week. Where it may not ask, as in a rehearsal, it is cancelled then:
+    it did not recover. A terminal shows a bar of the steps with the time that is left; other output gets a line every
+    few seconds.
     """
     texts = [TextColumn(f"{{task.{name}}}", markup=False) for name in ("description", "fields[said]")]
     columns = SpinnerColumn(), texts[0], BarColumn(BAR_WIDTH), texts[1]
@@ -57,12 +61,14 @@ def follow(client: Client, job_id: str, console: Console) -> JobView:
         printed: list[str] = []
         printed_at_s = 0.0
         for job in _poll_job(client, job_id):
-            waiting = [f"{job_id}: queued: {job['reason']}"] if job["status"] == "queued" else []
-            for line in (*story(job), *waiting):
+            for line in (*story(job), *_waiting(job, may_ask=may_ask)):
                 if line not in printed:
                     printed.append(line)
                     console.print(line, highlight=False, markup=False, soft_wrap=True)
             printed_at_s = _show_progress(job, bar, task, console, printed_at_s)
+            if job["asks"] and not may_ask:
+                with suppress(ServiceError):  # somebody else ended it meanwhile
+                    client.cancel([job_id], whole_arrays=False)
     return job
 
 
@@ -113,6 +119,18 @@ def _poll_job(client: Client, job_id: str) -> Iterator[JobView]:
         yield job
         if job["status"] in ENDS:
             return
+
+
+def _waiting(job: JobView, *, may_ask: bool) -> list[str]:
+    """Return why the job waits; of one that asks, also what becomes of it."""
+    if job["status"] != "queued":
+        return []
+    if not job["asks"]:
+        return [f"{job['id']}: queued: {job['reason']}"]
+    if not may_ask:
+        return [f"{job['id']}: did not recover: {job['asks']}"]
+    waits = "waits for your answer; Ctrl-C leaves the job in the queue"
+    return [f"{job['id']}: queued: {job['reason']}", f"{job['id']}: {waits}"]
 
 
 def story(job: JobView) -> list[str]:

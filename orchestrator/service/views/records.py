@@ -109,6 +109,7 @@ class JobView(TypedDict):
     name: str
     status: str
     reason: str
+    asks: str  # what a person has to allow before it goes on; "": it asks nothing
     cancelling: bool
     priority: int
     user: str  # "" if not given
@@ -197,6 +198,7 @@ def job_view(job: Job, beats: Sequence[Heartbeat] = (), policy: PolicySpec = UNS
         name=job.spec.name,
         status=job.status.value,
         reason=f"{job.reason}; unwatched: {unwatched}" if unwatched else job.reason,
+        asks="" if job.status.ended else job.asks,
         cancelling=job.cancelling,
         priority=job.spec.priority,
         user=job.user,
