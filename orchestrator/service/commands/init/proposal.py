@@ -96,6 +96,7 @@ def _lines(typed: TypedCommand, script: Script, has_run: bool) -> Iterator[str]:
     yield f"workdir: {_quote(str(folder))}"
     if bare.env:
         yield f"env: {_flow({name: str(value) for name, value in bare.env.items()}, texts=True)}"
+    yield from typed.lines
     yield from _trainer(script, framework)
     yield from _devices(typed, script, framework, bare)
     yield from _batch(bare)
