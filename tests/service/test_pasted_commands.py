@@ -24,7 +24,7 @@ from orchestrator.specs.choices import ActivationCheckpointing, Engine, Parallel
 from orchestrator.specs.cluster import idle_nodes
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.spec import JobSpec
-from orchestrator.specs.parse import parse_job
+from orchestrator.specs.parse import parse_job, parse_jobs
 from orchestrator.specs.plan import Plan
 
 EIGHT = Path(__file__).parents[2] / "clusters/1x8-h100-80gb.yaml"
@@ -75,6 +75,7 @@ ACCELERATED = "from accelerate import Accelerator\n" + parser(
 ) + "Accelerator()\n"  # fmt: skip
 OWN_ACCELERATED = "from accelerate import Accelerator\n" + parser("--batch_size=4", "--lr=1") + "Accelerator()\n"
 HYDRA = "import hydra\n@hydra.main(config_path='conf', config_name='config')\ndef main(cfg): ...\n"
+DDP = PLAIN + "from torch.distributed import init_process_group\ninit_process_group()\n"
 CONFIGURED = parser("--config", "-v!") + "import yaml, json\n"
 CLICK = """import click
 @click.command()
@@ -124,6 +125,20 @@ torchrun --standalone \\
     train.py --batch-size $BS --lr $LR "$@"
 """
 DS_OWN = parser("--local_rank=-1", "--steps=6", "--deepspeed='ds.json'") + "import deepspeed\n"
+ARRAY = """#!/bin/bash
+#SBATCH --job-name=tune
+#SBATCH --gres=gpu:4
+#SBATCH -t 1-12:30:00
+#SBATCH --array=0-3%2
+#SBATCH --mem=64G --requeue
+#SBATCH --account=lab
+#SBATCH --qos=high
+#SBATCH --output=%x.out
+#SBATCH --dependency=afterok:81
+#SBATCH --begin=22:00
+#SBATCH --mail-user=me
+python train.py --batch-size 32 --lr $SLURM_ARRAY_TASK_ID
+"""
 TOML = "[train]\nbatch_size = 48\nlr = 0.001\n"
 YAML = "# mine\nmodel: {width: 64}\ntrain:\n  batch_size: 48\n  accumulate: 2\n  lr: 1.0e-3\n"
 LLAMA_YAML = "model_name_or_path: m\nper_device_train_batch_size: 2\ngradient_accumulation_steps: 8\nbf16: true\n"
@@ -188,6 +203,8 @@ CASES = {
     "imagenet": Case("python train.py --batch-size 128", 128, 1, py(IMAGENET), ("launch: self",)),
     "srun": Case("srun -N1 --gres=gpu:4 --time=1:00:00 torchrun --nproc_per_node 4 train.py --batch-size 16", 64, 4, py(PLAIN), ("--time",)),  # noqa: E501
     "sbatch": Case("sbatch job.sbatch", 32, 8, py(PLAIN, job_DOT_sbatch=SBATCH), ("name: tune", "NCCL_DEBUG: ", "module load cuda/12.1", "12:00:00")),  # noqa: E501
+    "plain-on-four": Case("sbatch --gres=gpu:4 job.sbatch", 32, 1, py(DDP, job_DOT_sbatch="python train.py --batch-size 32\n")),  # noqa: E501
+    "srun-on-four": Case("sbatch job.sbatch", 128, 4, py(DDP, job_DOT_sbatch="#SBATCH --gres=gpu:4 -n4\nsrun python train.py --batch-size 32\n")),  # noqa: E501
     "uv": Case("uv run --with wandb train.py --batch-size 6", 6, 1, py(PLAIN), ("uv run --with wandb",)),
     "nohup": Case("nohup python -u train.py --batch-size 6 --output o > log.txt 2>&1 &", 6, 1, py(PLAIN)),
     "bash": Case("bash run.sh --data d", 48, 2, py(PLAIN, run_DOT_sh=SHELL), ("--data d", "TOKENIZERS_PARALLELISM", "--lr 2e-5")),  # noqa: E501
@@ -321,6 +338,55 @@ def test_a_pasted_command_becomes_its_job_which_can_be_planned(tmp_path: Path, n
     assert verdict(CASES[name], tmp_path) == "right", propose(CASES[name], tmp_path)[0]
     spec = propose(CASES[name], tmp_path)[1]
     assert plan_job(spec, idle_nodes(read_cluster(EIGHT)), ())["chosen"] is not None
+
+
+@pytest.mark.parametrize(
+    ("source", "has"),
+    [
+        (ARRAY, ("--lr '{task}'",)),
+        (ARRAY.replace(" --lr $SLURM_ARRAY_TASK_ID", ""), ('env: {SLURM_ARRAY_TASK_ID: "{task}"}',)),
+    ],
+)
+def test_each_option_of_a_batch_file_is_in_the_job_or_has_a_comment(
+    tmp_path: Path, source: str, has: tuple[str, ...]
+) -> None:
+    for name, content in py(PLAIN, job_DOT_sbatch=source).items():
+        (tmp_path / name).write_text(content)
+    text = proposal(["sbatch", "job.sbatch"], tmp_path, {})
+    jobs = parse_jobs(text, "proposal")
+    assert [spec.member and spec.member.max_concurrent for spec in jobs] == [2] * 4
+    assert {spec.time_limit for spec in jobs} == {36.5 * 3600}
+    assert [str(index) in [*spec.command, *dict(spec.env).values()] for index, spec in enumerate(jobs)] == [True] * 4
+    comments = (
+        "# Not needed: --mem 64G",
+        "# Not needed: --requeue",
+        "# Not needed: --account lab",
+        "# Not needed: --output %x.out",
+        "# CHECK: not in the job: --qos high: write `priority: high`.",
+        "# CHECK: --dependency afterok:81: write depends_on: [JOB-81]",
+        '# CHECK: --begin 22:00: write start_window: "22:00-06:00"',
+        "# CHECK: not in the job, and nothing is known to stand for it: --mail-user me.",
+    )
+    assert [part for part in (*comments, *has) if part not in text] == [], text
+    assert not re.search(r"# .*--(gres|job-name)", text)
+
+
+@pytest.mark.parametrize(
+    ("time", "seconds"),
+    [("90", 5400), ("90:30", 5430), ("1:00:00", 3600), ("2-0", 172_800), ("1-2:03:04", 93_784)],
+)
+def test_a_time_of_slurm_becomes_the_time_limit(tmp_path: Path, time: str, seconds: int) -> None:
+    (tmp_path / "train.py").write_text(PLAIN)
+    text = proposal(["srun", f"--time={time}", "python", "train.py"], tmp_path, {})
+    assert parse_job(text, "proposal").time_limit == seconds
+
+
+@pytest.mark.parametrize("option", ["--time=UNLIMITED", "--array=0-99999", "--array=1-x"])
+def test_a_time_or_an_array_that_cannot_be_read_gets_a_check(tmp_path: Path, option: str) -> None:
+    (tmp_path / "train.py").write_text(PLAIN)
+    text = proposal(["srun", option, "python", "train.py"], tmp_path, {})
+    assert f"# CHECK: not in the job: {option.replace('=', ' ')}: write `" in text
+    assert len(parse_jobs(text, "proposal")) == 1
 
 
 def test_help_is_run_only_where_it_is_asked_for_and_its_flags_are_read(tmp_path: Path) -> None:

@@ -7,11 +7,14 @@ from pathlib import Path
 import pytest
 
 from orchestrator.service.commands.init.proposal import proposal
-from orchestrator.service.server.intake import read_job
+from orchestrator.service.commands.plan import plan_job
+from orchestrator.service.server.intake import read_cluster, read_job
 from orchestrator.specs.choices import Precision
+from orchestrator.specs.cluster import idle_nodes
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.spec import JobSpec
 
+CLUSTER = Path(__file__).parents[2] / "clusters/1x8-h100-80gb.yaml"
 ARGPARSE = """
 import argparse
 from options import add_options
@@ -95,6 +98,22 @@ import torch.multiprocessing as mp
 parser = argparse.ArgumentParser()
 parser.add_argument("-bs", type=int, default=6)
 mp.spawn(print)
+"""
+
+
+SAVING = """
+import argparse, os, torch
+from pathlib import Path
+parser = argparse.ArgumentParser()
+parser.add_argument("--batch-size", type=int, default=8)
+parser.add_argument("--accumulate", type=int, default=1)
+parser.add_argument("--out")
+parser.add_argument("--resume")
+args = parser.parse_args()
+out = Path(args.out)
+for step in range(9):
+    torch.save(model, NAME)
+torch.save(model, out / "model.pt")
 """
 
 
@@ -207,3 +226,57 @@ def test_the_hubs_token_is_proposed_where_the_shell_has_one_and_hinted_at_where_
     assert "hf_planted" not in with_token
     assert "\n# secrets: [HF_TOKEN] #" in proposal(command, tmp_path, {})
     assert "secrets" not in proposal([str(tmp_path / "plain.py")], tmp_path, {})
+
+
+@pytest.mark.parametrize(
+    ("name", "pattern"),
+    [
+        ('f"{out}/ckpt_{step}.pt"', "ckpt_*.pt"),
+        ('out / f"step{step:06d}" / "state.pt"', "step*/state.pt"),
+        ('os.path.join(args.out, "ckpt-%d.pt" % step)', "ckpt-*.pt"),
+        ('"{}/epoch_{}.pth.tmp".format(args.out, step)', "epoch_*.pth"),
+        ('str(out) + "/" + "last.ckpt"', "last.ckpt"),
+    ],
+)
+def test_checkpoints_and_results_are_proposed_from_the_names_that_the_script_saves(
+    tmp_path: Path, name: str, pattern: str
+) -> None:
+    text, spec = propose(tmp_path, SAVING.replace("NAME", name))
+    assert (spec.resume.checkpoints, spec.success.artifacts) == ((pattern,), ("model.pt",))
+    assert text.count("CHECK: read from my_train.py:") == 2
+    assert f"\n# A restart: it goes on from the newest checkpoint, {pattern}.\n" in text
+
+
+@pytest.mark.parametrize("name", ["args.path", 'f"{args.run}.pt"', '"/elsewhere/ckpt_1.pt"', 'f"ckpt_{step}.pt"'])
+def test_names_that_cannot_be_read_or_lie_elsewhere_leave_the_default_with_a_check(tmp_path: Path, name: str) -> None:
+    text, spec = propose(tmp_path, SAVING.replace("NAME", name))
+    assert spec.resume.checkpoints == ("checkpoint*", "step-*")
+    assert 'resume: {checkpoints: ["checkpoint*", "step-*"]} # CHECK: not read from the script' in text
+    assert "\n# CHECK: a restart begins anew: no file name of the script matches checkpoint*, step-*.\n" in text
+
+
+@pytest.mark.parametrize(
+    ("line", "verdict"),
+    [
+        ("accumulate", "# CHECK: does not recover from an out-of-memory failure: no knob for accumulation (the script"),
+        ("batch-size", "# CHECK: does not recover from an out-of-memory failure: no knob for micro-batch (the script"),
+        ("resume", "# CHECK: a restart begins anew: no knob for resume_from (the script has no such flag)."),
+        ("out", "# CHECK: its memory is not measured: no knob for output folder. Its own micro-batch is assumed"),
+        ("none", "# An out-of-memory failure: it goes on with a smaller micro-batch and more accumulation."),
+    ],
+)
+def test_a_proposal_tells_near_its_top_what_the_job_recovers_from_and_if_not_why(
+    tmp_path: Path, line: str, verdict: str
+) -> None:
+    source = "\n".join(row for row in SAVING.splitlines() if f'"--{line}"' not in row)
+    text, _ = propose(tmp_path, source.replace("NAME", 'f"{out}/ckpt_{step}.pt"'))
+    assert any(row.startswith(verdict) for row in text.splitlines()[:6]), text
+
+
+@pytest.mark.parametrize("line", ["none", "accumulate", "batch-size", "out"])
+def test_a_proposal_and_its_plan_agree_on_whether_short_attempts_measure_it(tmp_path: Path, line: str) -> None:
+    source = "\n".join(row for row in SAVING.splitlines() if f'"--{line}"' not in row)
+    text, spec = propose(tmp_path, source)
+    plans = plan_job(spec, idle_nodes(read_cluster(CLUSTER)), ())
+    assert ("two short attempts measure it first" in text) == (plans["probe"] is not None)
+    assert ("assumed to fill a device" in text) == (plans["probe"] is None)

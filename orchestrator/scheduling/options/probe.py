@@ -10,10 +10,12 @@ from collections.abc import Sequence
 
 from orchestrator.memory.calibration.calibrate import MARGIN, Calibration
 from orchestrator.planning.frontier import Candidate
+from orchestrator.planning.strategies import batch_cuts
 from orchestrator.specs.attempt import Attempt, Failure, FailureKind
 from orchestrator.specs.choices import ActivationCheckpointing, Degradation, ZeroStage
 from orchestrator.specs.cluster import DeviceSpec
 from orchestrator.specs.job.spec import JobSpec
+from orchestrator.specs.job.trainer import PROBED_BY
 from orchestrator.specs.job_record import Job
 
 PROBES_MAX = 2  # of a job
@@ -91,9 +93,22 @@ def _goes_on(attempts: Sequence[Attempt], device: str) -> bool:
     )
 
 
+def unmeasured_reason(spec: JobSpec) -> str | None:
+    """Return why no short attempt measures a script of unknown memory, in words; None where some do."""
+    if missing := _missing_knobs(spec):
+        return f"no knob for {' and '.join(missing)}"
+    count = len(batch_cuts(spec, spec.gpus.min))
+    is_short = count < MICRO_BATCHES_MIN
+    return f"its batch has {count} possible micro-batches, and {MICRO_BATCHES_MIN} are needed" if is_short else None
+
+
 def _can_be_probed(spec: JobSpec) -> bool:
-    """Return whether the script takes a micro-batch, and a folder of its own for a probe."""
-    return _is_unknown(spec) and spec.knobs.micro_batch_size is not None and spec.knobs.output_dir is not None
+    return _is_unknown(spec) and not _missing_knobs(spec)
+
+
+def _missing_knobs(spec: JobSpec) -> list[str]:
+    """Return the words of the knobs that the job lacks for a probe."""
+    return [word for name, word in PROBED_BY.items() if getattr(spec.knobs, name) is None]
 
 
 def _is_unknown(spec: JobSpec) -> bool:

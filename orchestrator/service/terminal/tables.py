@@ -25,6 +25,7 @@ from orchestrator.service.views.records import (
     picture_from_view,
 )
 from orchestrator.specs.attempt import PROBE_STEPS
+from orchestrator.specs.job.trainer import PROBED_BY
 from orchestrator.specs.profile import UNTIMED, Source
 from orchestrator.specs.units import format_bytes, format_probability, format_seconds
 
@@ -166,7 +167,7 @@ def candidate_panel(candidate: CandidateView) -> RenderableType:
         head.add_row(
             "memory", "not known: the script's own micro-batch is assumed to fill a device; `profile` is more exact"
         )
-        head.add_row("", "with knobs for micro-batch, accumulation and output folder it would be measured first")
+        head.add_row("", f"with knobs for {', '.join(PROBED_BY.values())} it would be measured first")
         return head
     factor = candidate["step_factor"]
     factor_text = f", x{factor:.2f} as steps were measured" if factor != 1.0 else ""

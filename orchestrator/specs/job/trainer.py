@@ -142,6 +142,14 @@ def _is_positive(value: int | float | str) -> bool:
         return False
 
 
+# Knobs without which no short attempt can measure a script: it has a smaller micro-batch, and a folder of its own.
+PROBED_BY = {
+    "micro_batch_size": "micro-batch",
+    "gradient_accumulation_steps": "accumulation",
+    "output_dir": "output folder",
+}
+
+
 class Knobs(SpecModel):
     """Settings that the script takes. A setting without a knob is the same in every plan."""
 

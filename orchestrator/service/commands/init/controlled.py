@@ -17,6 +17,8 @@ from orchestrator.service.commands.init.typed_command import MODULE_OF, TypedCom
 from orchestrator.specs.job.frameworks import Framework, knobs_of, load_preset
 
 SEVERAL_RANKS = ("init_process_group", "DistributedDataParallel", "DDP", "Accelerator", "FullyShardedDataParallel")
+# Frameworks whose scripts are one process under plain `python`; the others start a rank on each visible device.
+STARTED_ALONE = ("accelerate", "diffusers", "deepspeed", "megatron", "torchtitan")
 WEIGHTS = (".pt", ".pth", ".bin", ".ckpt", ".safetensors", ".pkl", ".h5")  # of a file: no folder of checkpoints
 LITGPT_RESUMES = ("finetune_full", "pretrain")
 STAYS = (  # settings of a plan that are marked where they stay in the command
@@ -135,7 +137,8 @@ def _ranks(
 ) -> tuple[int | None, Setting | None]:
     """Return the ranks in all that were typed, and the place beside a launcher that says so.
 
-    Devices that Slurm gives, or that CUDA_VISIBLE_DEVICES shows, count where something uses several.
+    Devices that Slurm gives, or that CUDA_VISIBLE_DEVICES shows, count where something starts a rank on each. Without a
+    launcher a script is one process, whatever it was given.
     """
     place, nodes = settings.first("ranks"), settings.first("nodes")
     if typed.ranks is None and place is not None and place.number is not None and place.rank <= IN_FILE:
@@ -148,7 +151,8 @@ def _ranks(
             return str(place.value).count(",") + 1, place
     if typed.ranks is not None or typed.devices is None:
         return typed.ranks, None
-    uses_several = framework is not None or typed.launch in MODULE_OF or script.calls & {*SEVERAL_RANKS, "spawn"}
+    starts_ranks = framework is not None and framework not in STARTED_ALONE
+    uses_several = starts_ranks or typed.launch in MODULE_OF or script.calls & {"spawn", "start_processes"}
     return (typed.devices if uses_several else None), None
 
 

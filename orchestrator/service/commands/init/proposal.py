@@ -13,12 +13,12 @@ from orchestrator.service.commands.init.command_settings import collect_settings
 from orchestrator.service.commands.init.controlled import SEVERAL_RANKS, BareCommand, choose_knobs
 from orchestrator.service.commands.init.help_text import with_help
 from orchestrator.service.commands.init.meanings import meaning_of
+from orchestrator.service.commands.init.recovery import CHECK, results, verdict
 from orchestrator.service.commands.init.script_flags import NO_SCRIPT, TRL, Flag, Script, read_script
 from orchestrator.service.commands.init.typed_command import TypedCommand, package_roots, read_command
 from orchestrator.specs.job.frameworks import Framework, knobs_of, launch_of, load_preset
-from orchestrator.specs.parse import parse_job
+from orchestrator.specs.parse import parse_jobs
 
-CHECK = "CHECK: "
 YAML_WORDS = ("no", "yes", "on", "off", "true", "false", "null", "none", "y", "n")
 FILES_MAX = 64  # JSON files beside a script that are searched for a DeepSpeed configuration
 # Frameworks whose flags are in their own code, not in the script.
@@ -42,11 +42,15 @@ def proposal(argv: Sequence[str], folder: Path, environment: Mapping[str, str], 
     script = read_script(typed.script, package_roots(typed)) if readable and typed.script is not None else NO_SCRIPT
     if run_help:
         script = with_help(script, typed)
-    lines = tuple(_lines(typed, script, run_help))
-    text = "\n".join((*lines, *_secrets(typed, script, environment))) + "\n"
+    framework, source = _framework(typed, script), f"the proposal for {shlex.join(argv)}"
+    head, *lines = (*_lines(typed, script, run_help), *_secrets(typed, script, environment))
     is_whole = any(line.startswith("global_batch_size:") for line in lines)
-    parse_job(text if is_whole else f"{text}global_batch_size: 1\n", f"the proposal for {shlex.join(argv)}")
-    return text
+    batch = [] if is_whole else ["global_batch_size: 1"]
+    spec = parse_jobs("\n".join((*lines, *batch)), source)[0]
+    has_success = framework in SAYS_SUCCESS or bool(spec.success.artifacts)
+    lines += results(spec, script, framework, has_success=has_success)
+    spec = parse_jobs("\n".join((*lines, *batch)), source)[0]
+    return "\n".join((head, *verdict(spec, script, framework, is_whole=is_whole), *lines)) + "\n"
 
 
 def _framework(typed: TypedCommand, script: Script) -> Framework | None:
@@ -92,6 +96,7 @@ def _lines(typed: TypedCommand, script: Script, has_run: bool) -> Iterator[str]:
     yield f"workdir: {_quote(str(folder))}"
     if bare.env:
         yield f"env: {_flow({name: str(value) for name, value in bare.env.items()}, texts=True)}"
+    yield from typed.lines
     yield from _trainer(script, framework)
     yield from _devices(typed, script, framework, bare)
     yield from _batch(bare)
@@ -104,7 +109,7 @@ def _lines(typed: TypedCommand, script: Script, has_run: bool) -> Iterator[str]:
     yield from _knob_lines(knobs, framework)
     if framework == "trl":
         yield "success: {artifacts: ['*.safetensors']} # trl's scripts save it at their end"
-    yield from _unknown(script, knobs, framework, bare)
+    yield from _unknown(knobs, framework, bare)
 
 
 def _comment_text(text: str) -> str:
@@ -192,38 +197,22 @@ def _is_plain(knob: Mapping[str, Any]) -> bool:
     return (meaning_of(str(name)) or ("", "plain"))[1] == "plain"
 
 
-def _unknown(script: Script, knobs: Mapping[str, Any], framework: Framework | None, bare: BareCommand) -> Iterator[str]:
+def _unknown(knobs: Mapping[str, Any], framework: Framework | None, bare: BareCommand) -> Iterator[str]:
     every = {**_preset(framework), **knobs}
     if every.get("micro_batch_size") is None:
         yield "# Not known: how a plan tells it its batch size. Without that knob no plan changes it."
-    elif every.get("gradient_accumulation_steps") is None:
-        yield "# Not known: accumulation. Without that knob the micro-batch is never cut: the training would change."
-    if every.get("resume_from") is None:
-        yield "# Not known: how it resumes from a checkpoint. Without knobs.resume_from a restart starts over."
-    elif (
-        framework in ("hf", "trl")
-        and script.flags
-        and not {"resume_from_checkpoint", "get_last_checkpoint"} & _used_names(script)
-    ):
-        yield f"# {CHECK}nothing in it uses resume_from_checkpoint: a restart would start over."
     if every.get("output_dir") is None:
         yield "# Not known: the folder of its checkpoints. Without knobs.output_dir it is workdir."
     model = bare.model.value if bare.model is not None else "MODEL"
     length = bare.length.value if bare.length is not None else "N"
     if bare.model is None:
-        yield "# Not known: its memory; short attempts measure it first. Naming the model makes that unnecessary:"
+        yield "# Not known: its memory. Naming the model predicts it:"
     else:
-        yield f"# Its model is {_comment_text(str(model))}. Short attempts measure its memory; these keys predict it:"
+        yield f"# Its model is {_comment_text(str(model))}. These keys predict its memory:"
     hf = f"{{hf: {_comment_text(str(model))}}} with data: {{sequence_length: {length}}}"
     yield f"# trains: {hf}, or a file: trains: {{factory: model.py:build}}."
-    if framework not in SAYS_SUCCESS:
-        yield "# Not known: the files that it writes on success. success: {artifacts: [model.pt]}"
     if bare.steps is None:
         yield "# Not known: the number of its optimizer steps. steps: 1000"
-
-
-def _used_names(script: Script) -> set[str]:
-    return {name.rpartition(".")[2] for name in (*script.imports, *script.calls, *script.attributes)}
 
 
 def _missing_knobs(framework: Framework, script: Script) -> dict[str, Any]:

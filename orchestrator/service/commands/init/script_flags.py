@@ -13,6 +13,7 @@ from typing import Any, Literal
 from orchestrator.service.commands.init.code_settings import Divisor, divided_by_ranks, settings_in
 from orchestrator.service.commands.init.meanings import Count, Setting
 from orchestrator.service.commands.init.named_files import number_of
+from orchestrator.service.commands.init.saved_files import SavedFile, saved_files
 from orchestrator.specs.errors import SpecError
 
 MODULES_MAX = 96  # of the script's folder and its packages that are read with it
@@ -71,6 +72,7 @@ class Script:
     unread: tuple[str, ...]  # other sources of settings, which are not read
     places: tuple[Setting, ...] = ()  # constants and variables in the code that mean a setting
     divided: Mapping[str, Divisor] = field(default_factory=dict)  # settings that the code divides by its ranks
+    saves: tuple[SavedFile, ...] = ()
     hydra: tuple[Path, str] | None = None  # folder and name of Hydra's primary file
     only_equals: bool = False  # settings are words --name=value, as nanoGPT's configurator.py reads them
 
@@ -133,6 +135,7 @@ def _read(path: Path, roots: Sequence[Path]) -> Script:
         unread=tuple(_unread_sources(nodes, calls)),
         places=tuple(place for file, tree in beside.items() for place in settings_in(tree, file.name)),
         divided={word: divisor for tree in trees for word, divisor in divided_by_ranks(tree)},
+        saves=tuple(saves for file, tree in beside.items() for saves in saved_files(tree, file.name)),
         hydra=next((place for file, tree in files.items() for place in _hydra(tree, file)), None),
         only_equals=any("configurator" in ast.unparse(call) for call in calls if _last(call.func) == "exec"),
     )

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import yaml
 
+from orchestrator.service.commands.init.slurm import TASK, TASK_VARIABLE, array_tasks, slurm_options
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.trainer import is_python, program_name
 
@@ -37,8 +38,6 @@ STARTERS = (
 # Commands that only prepare a shell; the others that are left out are marked.
 QUIET = ("set", "echo", "fi", "done", "then", "else", "wait", "exit", "mkdir", "date", "hostname", "nvidia-smi", "do")
 PREPARES = ("module", "source", ".", "conda", "pip", "wandb", "git", *QUIET)
-# Slurm's options (sbatch(1), srun(1)): short -> long.
-SLURM = {"-G": "--gpus", "-N": "--nodes", "-n": "--ntasks", "-J": "--job-name", "-D": "--chdir"}
 
 
 class ShellText(NamedTuple):
@@ -152,6 +151,8 @@ def read_shell(script: ShellText, folder: Path, env: Mapping[str, str], slurm: d
     slurm |= _sbatch_options(script.text)
     if "--nodes" in slurm:
         values |= {"SLURM_NNODES": slurm["--nodes"], "SLURM_JOB_NUM_NODES": slurm["--nodes"]}
+    if array_tasks(slurm):
+        values[TASK_VARIABLE] = f"{{{TASK}}}"
     folder_of_script = r"\$\(dirname +\"?\$(?:0|\{BASH_SOURCE\[0\]\}|BASH_SOURCE)\"?\)"
     for line in _lines(re.sub(folder_of_script, script.beside, script.text)):
         parts = first_command(split_line(_fill_variables(line, values, arguments)))
@@ -212,41 +213,7 @@ def _fill_variables(line: str, values: Mapping[str, str], arguments: Sequence[st
     return re.sub(r"\$\{(\w+|[@*])(?::(\d+)|:?-([^}]*))?\}|\$(\w+|[@*])", value, line)
 
 
-# ------------------------------------------------------------------------------------------------------------- Slurm
-
-
-def slurm_options(argv: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield (long name, value) of options of sbatch and srun."""
-    index = 0
-    while index < len(argv):
-        word, index = argv[index], index + 1
-        if not word.startswith("-"):
-            continue
-        name, equals, value = word.partition("=")
-        if not word.startswith("--") and len(word) > 2:  # -N1
-            name, value, equals = word[:2], word[2:], "="
-        if not equals and index < len(argv) and not argv[index].startswith("-"):
-            value, index = argv[index], index + 1
-        yield SLURM.get(name, name), value
-
-
 def _sbatch_options(text: str) -> dict[str, str]:
     """Return the options in the #SBATCH lines of a batch file."""
     lines = (line.removeprefix("#SBATCH") for line in text.splitlines() if line.startswith("#SBATCH"))
     return {name: value for line in lines for name, value in slurm_options(split_line(line))}
-
-
-def slurm_counts(options: Mapping[str, str]) -> tuple[int, int | None]:
-    """Return the processes of srun and all devices that Slurm's options request; None where they request no device."""
-
-    def last_number(name: str) -> int:
-        """Return the number that an option ends with; 0 where there is none."""
-        last = options.get(name, "").rpartition(":")[2].rpartition("-")[2]
-        return int(last) if last.isdecimal() else 0
-
-    nodes = last_number("--nodes") or 1
-    tasks = last_number("--ntasks") or (last_number("--ntasks-per-node") or 1) * nodes
-    per_node = last_number("--gpus-per-node") or (last_number("--gres") if "gpu" in options.get("--gres", "") else 0)
-    per_task = last_number("--gpus-per-task")
-    total = last_number("--gpus") or per_node * nodes or per_task * tasks
-    return tasks, total if total else None

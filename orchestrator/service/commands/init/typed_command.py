@@ -82,6 +82,7 @@ class TypedCommand:
     env: Mapping[str, str] = field(default_factory=dict)
     secrets: tuple[str, ...] = ()
     name: str | None = None
+    lines: tuple[str, ...] = ()  # of the job file, from Slurm's options
     notes: tuple[str, ...] = ()  # for the user to read
 
 
@@ -109,6 +110,7 @@ def read_command(argv: Sequence[str], folder: Path) -> TypedCommand:
         env={**inner.env, **typed.env},
         secrets=inner.secrets,
         name=inner.name,
+        lines=inner.lines,
         notes=tuple(notes),
     )
 

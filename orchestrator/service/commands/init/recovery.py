@@ -1,0 +1,115 @@
+"""Says in a proposal whether its job recovers from an out-of-memory failure and from a restart, and if not, why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from orchestrator.scheduling.options.probe import unmeasured_reason
+from orchestrator.service.commands.init.meanings import meaning_of
+from orchestrator.service.commands.init.saved_files import SavedFile
+from orchestrator.service.commands.init.script_flags import NO_SCRIPT, Script
+from orchestrator.specs.job.frameworks import Framework, load_preset
+from orchestrator.specs.job.spec import JobSpec
+from orchestrator.specs.job.trainer import PROBED_BY, Resume
+
+CHECK = "CHECK: "
+DEFAULT_PATTERNS = Resume().checkpoints
+RESUMES = {"resume_from_checkpoint", "get_last_checkpoint"}  # names of transformers of which one is used to resume
+
+
+def used_names(script: Script) -> set[str]:
+    """Return the last part of each name that the code imports, calls or reads."""
+    return {name.rpartition(".")[2] for name in (*script.imports, *script.calls, *script.attributes)}
+
+
+def verdict(spec: JobSpec, script: Script, framework: Framework | None, *, is_whole: bool) -> Iterator[str]:
+    """Yield a comment on out-of-memory failures, one on restarts, and one on unmeasured memory.
+
+    `is_whole` tells whether the job says its own global batch. Without it, only missing knobs are a reason.
+    """
+    knobs = spec.knobs
+    missing = [name for name in ("micro_batch_size", "gradient_accumulation_steps") if getattr(knobs, name) is None]
+    if missing:
+        absences = " and ".join(f"{PROBED_BY[name]} ({_absence(name, script)})" for name in missing)
+        ways = list(_other_ways(spec))
+        result = f"recovers only with {' or '.join(ways)} from" if ways else "does not recover from"
+        yield f"# {CHECK}{result} an out-of-memory failure: no knob for {absences}."
+    else:
+        yield "# An out-of-memory failure: it goes on with a smaller micro-batch and more accumulation."
+    yield _restart_verdict(spec, script, framework)
+    reason = unmeasured_reason(spec) if is_whole or missing or knobs.output_dir is None else None
+    if reason is None:
+        yield "# Its memory is not known: two short attempts measure it first."
+    else:
+        yield f"# {CHECK}its memory is not measured: {reason}. Its own micro-batch is assumed to fill a device."
+
+
+def _restart_verdict(spec: JobSpec, script: Script, framework: Framework | None) -> str:
+    patterns = ", ".join(spec.resume.checkpoints)
+    if spec.knobs.resume_from is None:
+        return f"# {CHECK}a restart begins anew: no knob for resume_from ({_absence('resume_from', script)})."
+    if framework in ("hf", "trl") and script.flags and not RESUMES & used_names(script):
+        return f"# {CHECK}a restart begins anew: nothing in it uses resume_from_checkpoint."
+    if not _has_preset(framework) and spec.resume.checkpoints == DEFAULT_PATTERNS:
+        return f"# {CHECK}a restart begins anew: no file name of the script matches {patterns}."
+    return f"# A restart: it goes on from the newest checkpoint, {patterns}."
+
+
+def results(spec: JobSpec, script: Script, framework: Framework | None, *, has_success: bool) -> Iterator[str]:
+    """Yield the lines of `resume` and `success` that the names of saved files give, marked as read from the script."""
+    has_folder_knob = spec.knobs.output_dir is not None
+    if not _has_preset(framework):
+        checkpoints = _files(script, has_folder_knob, is_checkpoint=True)
+        if checkpoints:
+            patterns = list(checkpoints)
+            value = _quoted(patterns[0]) if len(patterns) == 1 else f"[{', '.join(map(_quoted, patterns))}]"
+            yield f"resume: {{checkpoints: {value}}} # {CHECK}read from {checkpoints[patterns[0]].where}"
+        elif spec.knobs.resume_from is not None:
+            patterns_text = ", ".join(map(_quoted, DEFAULT_PATTERNS))
+            yield f"resume: {{checkpoints: [{patterns_text}]}} # {CHECK}not read from the script: write its own names"
+    if has_success:
+        return
+    artifacts = _files(script, has_folder_knob, is_checkpoint=False)
+    if artifacts:
+        name, file = next(reversed(artifacts.items()))
+        yield f"success: {{artifacts: [{_quoted(name)}]}} # {CHECK}read from {file.where}"
+    else:
+        yield "# Not known: the files that it writes on success. success: {artifacts: [model.pt]}"
+
+
+def _has_preset(framework: Framework | None) -> bool:
+    return framework is not None and "resume" in load_preset(framework)
+
+
+def _files(script: Script, has_folder_knob: bool, *, is_checkpoint: bool) -> dict[str, SavedFile]:
+    """Return the files of this kind by their patterns below the output folder."""
+    files = dict[str, SavedFile]()
+    for file in script.saves:
+        pattern = file.below(has_folder_knob=has_folder_knob)
+        if pattern is not None and file.is_checkpoint == is_checkpoint:
+            files.setdefault(pattern, file)
+    return files
+
+
+def _quoted(text: str) -> str:
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+def _absence(name: str, script: Script) -> str:
+    """Return why a setting is no knob, in words."""
+    if any((meaning_of(flag.name) or ("",))[0] == name for flag in script.flags):
+        return "its flag stays as typed"
+    if any(place.meaning == name for place in script.places):
+        return "its code sets it"
+    return "no source was read" if script is NO_SCRIPT else "the script has no such flag"
+
+
+def _other_ways(spec: JobSpec) -> Iterator[str]:
+    """Yield what a plan may change of a job beside the cut of its batch."""
+    knobs = spec.knobs
+    if spec.gpus.max > spec.gpus.min and knobs.micro_batch_size is not None:
+        yield "more devices"
+    if knobs.activation_checkpointing is not None:
+        yield "recomputation"
+    if knobs.deepspeed_config is not None or knobs.zero_stage is not None:
+        yield "sharding"

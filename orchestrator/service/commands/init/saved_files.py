@@ -1,0 +1,119 @@
+"""The names of files that a script saves, read from its syntax tree as shell patterns: `ckpt_*.pt`."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+
+SAVES = {  # last name of a call that saves -> index of the argument that is its path
+    "torch.save": 1,
+    "save_file": 1,  # safetensors
+    "save_pretrained": 0,
+    "save_state": 0,
+    "save_checkpoint": 0,
+}
+PATH_KEYWORDS = ("f", "path", "filename", "output_dir", "save_directory", "save_dir")
+SAME_PATH = ("Path", "str", "PurePath", "fspath", "abspath", "expanduser", "as_posix", "resolve")  # calls on a path
+TEMPORARY = (".tmp", ".part", ".partial", ".temp")  # of a file that is renamed when it is whole
+# In the name of a checkpoint, or of what varies in it. Any other fixed name is taken for a result.
+CHECKPOINT = re.compile(r"ckpt|checkpoint|check_point|step|epoch|iter|snapshot|last|latest|resume|state", re.IGNORECASE)
+DEPTH_MAX = 8  # names that stand for each other
+ANY = "*"
+
+
+@dataclass(frozen=True, slots=True)
+class SavedFile:
+    """A file that a script saves."""
+
+    pattern: str  # as typed in the script, with * for what is not literal: */ckpt_*.pt
+    where: str  # file and line
+    is_checkpoint: bool
+
+    def below(self, *, has_folder_knob: bool) -> str | None:
+        """Return the pattern relative to the output folder; None where the file lies elsewhere.
+
+        With a knob for the folder, the first part of the path has to be that folder, which no literal names.
+        """
+        first, _, rest = self.pattern.partition("/")
+        relative = rest if has_folder_knob and first == ANY else "" if has_folder_knob else self.pattern
+        is_elsewhere = relative.startswith(("/", "*/", "~")) or ".." in relative.split("/")
+        has_name = re.search(r"\w", PurePosixPath(relative).stem) is not None
+        return relative if relative and has_name and not is_elsewhere else None
+
+
+def saved_files(tree: ast.Module, file: str) -> Iterator[SavedFile]:
+    """Yield the files that the code of `file` saves, where their names are literal or f-strings."""
+    values = _values(tree)
+    for call in ast.walk(tree):
+        path = _path_argument(call) if isinstance(call, ast.Call) else None
+        if path is None:
+            continue
+        pattern, varying = _pattern(path, values)
+        pattern = re.sub(r"\*+", ANY, pattern).removeprefix("./").rstrip("/")
+        pattern = next((pattern.removesuffix(end) for end in TEMPORARY if pattern.endswith(end)), pattern)
+        name = PurePosixPath(pattern).name
+        if name.strip("*."):
+            is_checkpoint = CHECKPOINT.search(name) is not None or (ANY in name and CHECKPOINT.search(varying))
+            if is_checkpoint or ANY not in name:
+                yield SavedFile(pattern, f"{file}:{path.lineno}", bool(is_checkpoint))
+
+
+def _path_argument(call: ast.Call) -> ast.expr | None:
+    name = ast.unparse(call.func)
+    index = SAVES.get(name, SAVES.get(name.rpartition(".")[2]))
+    if index is None:
+        return None
+    keywords = (keyword.value for keyword in call.keywords if keyword.arg in PATH_KEYWORDS)
+    return call.args[index] if len(call.args) > index else next(keywords, None)
+
+
+def _values(tree: ast.Module) -> Mapping[str, ast.expr]:
+    """Return the value of each name that is assigned once in the code."""
+    values = dict[str, list[ast.expr]]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign):
+            for target in node.targets:
+                if isinstance(target, ast.Name):
+                    values.setdefault(target.id, []).append(node.value)
+    return {name: assigned[0] for name, assigned in values.items() if len(assigned) == 1}
+
+
+def _pattern(node: ast.expr, values: Mapping[str, ast.expr], depth: int = DEPTH_MAX) -> tuple[str, str]:
+    """Return a path as a shell pattern, and the code of what varies in it."""
+
+    def joined(parts: Sequence[ast.expr], between: str) -> tuple[str, str]:
+        pairs = [_pattern(part, values, depth - 1) for part in parts]
+        return between.join(pattern for pattern, _ in pairs), " ".join(code for _, code in pairs)
+
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value, ""
+    if isinstance(node, ast.Name) and depth and node.id in values:
+        pattern, code = _pattern(values[node.id], values, depth - 1)
+        return pattern, f"{node.id} {code}" if ANY in pattern else code
+    if isinstance(node, ast.JoinedStr):
+        return joined(node.values, "")
+    if isinstance(node, ast.FormattedValue) and depth:
+        return _pattern(node.value, values, depth - 1)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div | ast.Add) and depth:
+        return joined([node.left, node.right], "/" if isinstance(node.op, ast.Div) else "")
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod):
+        pattern, code = _pattern(node.left, values, depth - 1) if depth else (ANY, "")
+        return re.sub(r"%[-+ 0-9.]*[a-zA-Z]", ANY, pattern), f"{code} {ast.unparse(node.right)}"
+    if isinstance(node, ast.Call) and depth:
+        name = ast.unparse(node.func)
+        last = name.rpartition(".")[2]
+        if last == "join" and "path" in name:
+            return joined(node.args, "/")
+        if last == "joinpath" and isinstance(node.func, ast.Attribute):
+            return joined([node.func.value, *node.args], "/")
+        if last == "format" and isinstance(node.func, ast.Attribute):
+            pattern, code = _pattern(node.func.value, values, depth - 1)
+            return re.sub(r"\{[^}]*\}", ANY, pattern), f"{code} {ast.unparse(node)}"
+        if last in SAME_PATH and node.args:
+            return joined(node.args, "/")
+        if last in SAME_PATH and isinstance(node.func, ast.Attribute):
+            return _pattern(node.func.value, values, depth - 1)
+    return ANY, ast.unparse(node)

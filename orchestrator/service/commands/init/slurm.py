@@ -1,0 +1,140 @@
+"""Options of Slurm's sbatch and srun: what a job file says for each. Nothing is dropped without a word."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+
+from orchestrator.specs.job.array import JOBS_MAX
+from orchestrator.specs.synonyms import instead_of
+
+# Short -> long, of sbatch(1) and srun(1).
+SHORT = {
+    "-G": "--gpus",
+    "-N": "--nodes",
+    "-n": "--ntasks",
+    "-J": "--job-name",
+    "-D": "--chdir",
+    "-t": "--time",
+    "-a": "--array",
+    "-d": "--dependency",
+    "-b": "--begin",
+    "-p": "--partition",
+    "-A": "--account",
+    "-q": "--qos",
+    "-o": "--output",
+    "-e": "--error",
+    "-c": "--cpus-per-task",
+}
+# What the proposal says by its name and its devices.
+IN_JOB = ("--job-name", "--nodes", "--ntasks", "--ntasks-per-node", "--gpus", "--gpus-per-node", "--gpus-per-task")
+TASK = "task"  # the placeholder of the index of an array
+TASK_VARIABLE = "SLURM_ARRAY_TASK_ID"
+
+
+def slurm_options(argv: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield (long name, value) of options of sbatch and srun."""
+    index = 0
+    while index < len(argv):
+        word, index = argv[index], index + 1
+        if not word.startswith("-"):
+            continue
+        name, equals, value = word.partition("=")
+        if not word.startswith("--") and len(word) > 2:  # -N1
+            name, value, equals = word[:2], word[2:], "="
+        if not equals and index < len(argv) and not argv[index].startswith("-"):
+            value, index = argv[index], index + 1
+        yield SHORT.get(name, name), value
+
+
+def slurm_counts(options: Mapping[str, str]) -> tuple[int, int | None]:
+    """Return the processes of srun and all devices that Slurm's options request; None where they request no device."""
+
+    def last_number(name: str) -> int:
+        """Return the number that an option ends with; 0 where there is none."""
+        last = options.get(name, "").rpartition(":")[2].rpartition("-")[2]
+        return int(last) if last.isdecimal() else 0
+
+    nodes = last_number("--nodes") or 1
+    tasks = last_number("--ntasks") or (last_number("--ntasks-per-node") or 1) * nodes
+    per_node = last_number("--gpus-per-node") or (last_number("--gres") if "gpu" in options.get("--gres", "") else 0)
+    per_task = last_number("--gpus-per-task")
+    total = last_number("--gpus") or per_node * nodes or per_task * tasks
+    return tasks, total if total else None
+
+
+def slurm_lines(options: Mapping[str, str], *, as_texts: bool) -> Iterator[str]:
+    """Yield the lines of a job file for the time limit and the array, whose placeholder is {task}.
+
+    `as_texts` quotes its values, as a variable needs them.
+    """
+    seconds = _seconds(options.get("--time", ""))
+    if seconds:
+        yield f"time_limit: {_duration(seconds)} # --time {options['--time']}"
+    tasks = array_tasks(options)
+    if tasks:
+        values = ", ".join(json.dumps(str(task) if as_texts else task) for task in tasks)
+        yield f"array: {{{TASK}: [{values}]}} # --array {options['--array']}"
+        at_once = options["--array"].partition("%")[2]
+        if at_once.isdecimal() and 0 < int(at_once) <= JOBS_MAX:
+            yield f"max_concurrent: {at_once}"
+
+
+def slurm_notes(options: Mapping[str, str]) -> Iterator[str]:
+    """Yield a note on each option that the job does not say: what to write instead, or that nothing is needed."""
+    for name, value in options.items():
+        text = f"{name} {value}".strip()
+        is_devices = name == "--gres" and "gpu" in value
+        is_line = (name == "--time" and _seconds(value)) or (name == "--array" and array_tasks(options))
+        if name in IN_JOB or is_devices or is_line:
+            continue
+        instead = instead_of(name.lstrip("-"))
+        if name == "--dependency":
+            yield f"CHECK: {text}: write {_depends_on(value)}"
+        elif name == "--begin":
+            hours = f"{value[:5]}-{(int(value[:2]) + 8) % 24:02}:00" if re.match(r"\d\d:\d\d", value) else "22:00-06:00"
+            yield f'CHECK: {text}: write start_window: "{hours}", the hours within which it may start'
+        elif instead is None:
+            yield f"CHECK: not in the job, and nothing is known to stand for it: {text}"
+        elif instead.startswith("nothing"):
+            yield f"Not needed: {text}{instead.removeprefix('nothing')}"
+        else:
+            yield f"CHECK: not in the job: {text}: write {instead}"
+
+
+def array_tasks(options: Mapping[str, str]) -> tuple[int, ...]:
+    """Return the indices of `--array 0-15:4%2` or `1,3,5-7`; empty without an array, and for one that is not read."""
+    tasks = list[int]()
+    for part in options.get("--array", "").partition("%")[0].split(","):
+        match = re.fullmatch(r"(\d{1,7})(?:-(\d{1,7})(?::(\d{1,7}))?)?", part.strip())
+        if match is None or match[3] == "0":
+            return ()
+        tasks += range(int(match[1]), int(match[2] or match[1]) + 1, int(match[3] or 1))[: JOBS_MAX + 1]
+    return tuple(tasks) if 0 < len(tasks) <= JOBS_MAX else ()
+
+
+def _depends_on(value: str) -> str:
+    """Return the line for a dependency, with its jobs to be replaced by names or ids of ours."""
+    jobs = [f"JOB-{number}" for number in re.findall(r"(?<=:)(\d+)", value)] or ["JOB"]
+    if "afterany" in value or "afternotok" in value:
+        jobs = [f"{{job: {job}, when: always}}" for job in jobs]
+    return f"depends_on: [{', '.join(jobs)}], with the names or ids that orc gives these jobs"
+
+
+def _seconds(text: str) -> int | None:
+    """Return the seconds of Slurm's [days-]hours[:minutes[:seconds]] or minutes[:seconds]; None for another text."""
+    match = re.fullmatch(r"(?:(\d{1,5})-)?(\d{1,7})(?::(\d{1,4}))?(?::(\d{1,4}))?", text)
+    if match is None:
+        return None
+    numbers = [int(number) for number in match.groups()[1:] if number is not None]
+    if match[1] is None and len(numbers) < 3:  # minutes, minutes:seconds
+        numbers = [0, *numbers]
+    hours, minutes, seconds = [*numbers, 0, 0][:3]
+    return int(match[1] or 0) * 86_400 + hours * 3600 + minutes * 60 + seconds or None
+
+
+def _duration(seconds: int) -> str:
+    if seconds % 3600 == 0:
+        return f"{seconds // 3600}h"
+    return f"{seconds // 60}min" if seconds % 60 == 0 else f"{seconds}s"
