@@ -232,8 +232,9 @@ def test_a_restart_says_what_is_done_again_where_nothing_was_saved() -> None:
 def test_a_restart_says_what_lies_in_the_output_where_no_file_is_a_checkpoint() -> None:
     evidence = replace(SUCCESS, ranks=(), nodes_lost=("local",), unmatched=("ckpt_20.pt", "ckpt_40.pt"))
     state, _ = run(NODES, submitted(), finished(evidence))
-    looked_for = "no file matches checkpoint*, step-*; the output has ckpt_20.pt, ckpt_40.pt: set `resume.checkpoints`"
-    assert only_job(state).reason.endswith(f"; no checkpoint: 9 steps are done again ({looked_for})")
+    output = "no file matches checkpoint*, step-*; the output has ckpt_20.pt, ckpt_40.pt"
+    ending = f"; no checkpoint: 9 steps are done again ({output}: set `resume.checkpoints` and `resume.step`)"
+    assert only_job(state).reason.endswith(ending)
 
 
 def test_a_lost_node_does_not_use_up_the_budget_for_memory() -> None:

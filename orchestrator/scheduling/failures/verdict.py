@@ -183,7 +183,7 @@ def describe_unmatched(spec: JobSpec, attempt: Attempt) -> str:
     if attempt.evidence is None or not attempt.evidence.unmatched:
         return ""
     patterns, names = ", ".join(spec.resume.checkpoints), ", ".join(attempt.evidence.unmatched)
-    return f" (no file matches {patterns}; the output has {names}: set `resume.checkpoints`)"
+    return f" (no file matches {patterns}; the output has {names}: set `resume.checkpoints` and `resume.step`)"
 
 
 def _refused_wait_s(before: Sequence[Attempt]) -> float:
