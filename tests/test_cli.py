@@ -275,6 +275,19 @@ def test_help_loads_nothing_that_only_commands_need() -> None:
     assert ended.stderr.strip() == "set()"
 
 
+def test_doctor_leaves_a_home_alone_that_lets_jobs_of_other_users_through(shell: Shell, tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    home.mkdir(mode=0o711)
+
+    def verdict() -> str:
+        findings = shell.ask("doctor", "--home", str(home), "--json").data["findings"]
+        return str(next(finding["verdict"] for finding in findings if finding["subject"] == "home"))
+
+    assert verdict() == "bad"
+    (home / "users").mkdir()
+    assert verdict() == "ok"
+
+
 @pytest.mark.parametrize("noun", ["job", "cluster"])
 def test_schema_prints_json_schema(shell: Shell, noun: str) -> None:
     data = shell.ask("schema", noun).data

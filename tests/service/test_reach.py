@@ -163,7 +163,8 @@ def test_another_certificate_than_the_pinned_one_is_refused(reached: Reached, tm
     assert reached.fingerprint in error
     assert not (tmp_path / "orc").exists()
     unpinned = Machine(folder=tmp_path).orc("login", reached.url, token="orc_x", code=1)
-    assert "does not answer" in unpinned, "a certificate that nobody vouches for is not trusted"
+    assert "a certificate that is not trusted here" in unpinned
+    assert "orc up" not in unpinned, "nothing that a user could start mends it"
 
 
 def test_what_is_no_token_is_refused_and_not_kept(reached: Reached, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from rich.table import Table
 from rich.text import Text
 
+from orchestrator.backends.attempts.identity import ENTER, USERS
 from orchestrator.backends.mlflow.server import MlflowServer
 from orchestrator.backends.mlflow.tracker import ADDRESS_FILE
 from orchestrator.service.server.client import Client, is_up
@@ -205,7 +206,8 @@ def _home(home: Path) -> Finding:
     if not os.access(home, os.W_OK | os.X_OK):
         return Finding(subject="home", verdict=BAD, found=f"{home} is not writable", to_do="chown it, or use --home")
     token = home / "token"
-    for path, allowed in ((home, 0o700), (token, 0o600)):
+    home_mode = ENTER if (home / USERS).is_dir() else 0o700  # jobs of other user ids pass through it
+    for path, allowed in ((home, home_mode), (token, 0o600)):
         if path.exists() and stat.S_IMODE(path.stat().st_mode) & ~allowed:
             mode = stat.S_IMODE(path.stat().st_mode)
             to_do = f"chmod {allowed:o} {path}: others can read what lets them in"

@@ -371,6 +371,11 @@ class _Reader:
 
 
 def _no_answer_error(error: httpx.HTTPError) -> ServiceError:
+    if "CERTIFICATE_VERIFY_FAILED" in str(error):
+        return ServiceError(
+            "the service shows a certificate that is not trusted here: none was pinned, or another one. Compare its "
+            "fingerprint with the one that an administrator tells, then `orc login URL --fingerprint ...`"
+        )
     return ServiceError(f"the service does not answer ({error}). `orc up` starts it again")
 
 
