@@ -344,6 +344,7 @@ def test_a_pasted_command_becomes_its_job_which_can_be_planned(tmp_path: Path, n
     ("source", "has"),
     [
         (ARRAY, ("--lr '{task}'",)),
+        (ARRAY.replace("--lr ", "--output runs/"), ('env: {SLURM_ARRAY_TASK_ID: "{task}"}', "--output runs/{task}")),
         (ARRAY.replace(" --lr $SLURM_ARRAY_TASK_ID", ""), ('env: {SLURM_ARRAY_TASK_ID: "{task}"}',)),
     ],
 )

@@ -247,6 +247,14 @@ def test_checkpoints_and_results_are_proposed_from_the_names_that_the_script_sav
     assert f"\n# A restart: it goes on from the newest checkpoint, {pattern}.\n" in text
 
 
+def test_the_path_is_read_through_a_function_of_the_scripts_own(tmp_path: Path) -> None:
+    function = 'def keep(state, path, name="ckpt.pt"):\n    torch.save(state, path / f"{epoch}_{name}")\n'
+    _, spec = propose(
+        tmp_path, SAVING.replace("torch.save(model, NAME)", "keep(model, out)").replace("for", function + "for", 1)
+    )
+    assert spec.resume.checkpoints == ("*_ckpt.pt",)
+
+
 @pytest.mark.parametrize("name", ["args.path", 'f"{args.run}.pt"', '"/elsewhere/ckpt_1.pt"', 'f"ckpt_{step}.pt"'])
 def test_names_that_cannot_be_read_or_lie_elsewhere_leave_the_default_with_a_check(tmp_path: Path, name: str) -> None:
     text, spec = propose(tmp_path, SAVING.replace("NAME", name))

@@ -15,6 +15,7 @@ from orchestrator.service.commands.init.help_text import with_help
 from orchestrator.service.commands.init.meanings import meaning_of
 from orchestrator.service.commands.init.recovery import CHECK, results, verdict
 from orchestrator.service.commands.init.script_flags import NO_SCRIPT, TRL, Flag, Script, read_script
+from orchestrator.service.commands.init.slurm import TASK, slurm_lines, task_variable
 from orchestrator.service.commands.init.typed_command import TypedCommand, package_roots, read_command
 from orchestrator.specs.job.frameworks import Framework, knobs_of, launch_of, load_preset
 from orchestrator.specs.parse import parse_jobs
@@ -94,9 +95,11 @@ def _lines(typed: TypedCommand, script: Script, has_run: bool) -> Iterator[str]:
         yield f"# {CHECK}the DeepSpeed file, relative to workdir; each attempt gets a copy with its batch size."
     yield f"command: {_quote(shlex.join(command))}"
     yield f"workdir: {_quote(str(folder))}"
-    if bare.env:
-        yield f"env: {_flow({name: str(value) for name, value in bare.env.items()}, texts=True)}"
-    yield from typed.lines
+    env = {name: str(value) for name, value in bare.env.items()}
+    env |= task_variable(typed.slurm, (*command, *env.values()))
+    if env:
+        yield f"env: {_flow(env, texts=True)}"
+    yield from slurm_lines(typed.slurm, as_texts=f"{{{TASK}}}" in env.values())
     yield from _trainer(script, framework)
     yield from _devices(typed, script, framework, bare)
     yield from _batch(bare)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 
 from orchestrator.scheduling.options.probe import unmeasured_reason
@@ -92,7 +93,7 @@ def _files(script: Script, has_folder_knob: bool, *, is_checkpoint: bool) -> dic
 
 
 def _quoted(text: str) -> str:
-    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    return json.dumps(text, ensure_ascii=False)
 
 
 def _absence(name: str, script: Script) -> str:

@@ -71,14 +71,28 @@ def _path_argument(call: ast.Call) -> ast.expr | None:
 
 
 def _values(tree: ast.Module) -> Mapping[str, ast.expr]:
-    """Return the value of each name that is assigned once in the code."""
+    """Return the value of each name that has one in the code: of its assignment, or of the call with that parameter."""
     values = dict[str, list[ast.expr]]()
+    functions = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign):
             for target in node.targets:
                 if isinstance(target, ast.Name):
                     values.setdefault(target.id, []).append(node.value)
-    return {name: assigned[0] for name, assigned in values.items() if len(assigned) == 1}
+        function = functions.get(ast.unparse(node.func)) if isinstance(node, ast.Call) else None
+        if function is not None and isinstance(node, ast.Call):
+            for name, value in _arguments(function, node):
+                values.setdefault(name, []).append(value)
+    return {name: several[0] for name, several in values.items() if len(several) == 1}
+
+
+def _arguments(function: ast.FunctionDef, call: ast.Call) -> Iterator[tuple[str, ast.expr]]:
+    """Yield each parameter of a function with what a call gives it, or its default."""
+    names = [argument.arg for argument in (*function.args.posonlyargs, *function.args.args)]
+    defaults = function.args.defaults
+    values = dict(zip(names[len(names) - len(defaults) :], defaults, strict=True))
+    values |= dict(zip(names, call.args, strict=False))
+    yield from (values | {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}).items()
 
 
 def _pattern(node: ast.expr, values: Mapping[str, ast.expr], depth: int = DEPTH_MAX) -> tuple[str, str]:

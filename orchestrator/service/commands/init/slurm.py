@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from orchestrator.specs.job.array import JOBS_MAX
 from orchestrator.specs.synonyms import instead_of
@@ -62,6 +62,13 @@ def slurm_counts(options: Mapping[str, str]) -> tuple[int, int | None]:
     per_task = last_number("--gpus-per-task")
     total = last_number("--gpus") or per_node * nodes or per_task * tasks
     return tasks, total if total else None
+
+
+def task_variable(options: Mapping[str, str], texts: Iterable[str]) -> dict[str, str]:
+    """Return the variable with the index of an array, for a script that reads it; none where `texts` hold {task}."""
+    placeholder = f"{{{TASK}}}"
+    is_unused = array_tasks(options) and not any(placeholder in text for text in texts)
+    return {TASK_VARIABLE: placeholder} if is_unused else {}
 
 
 def slurm_lines(options: Mapping[str, str], *, as_texts: bool) -> Iterator[str]:

@@ -82,7 +82,7 @@ class TypedCommand:
     env: Mapping[str, str] = field(default_factory=dict)
     secrets: tuple[str, ...] = ()
     name: str | None = None
-    lines: tuple[str, ...] = ()  # of the job file, from Slurm's options
+    slurm: Mapping[str, str] = field(default_factory=dict)  # options of sbatch and srun
     notes: tuple[str, ...] = ()  # for the user to read
 
 
@@ -110,7 +110,7 @@ def read_command(argv: Sequence[str], folder: Path) -> TypedCommand:
         env={**inner.env, **typed.env},
         secrets=inner.secrets,
         name=inner.name,
-        lines=inner.lines,
+        slurm=inner.slurm,
         notes=tuple(notes),
     )
 

@@ -23,11 +23,7 @@ from orchestrator.service.commands.init.shell_text import (
     starts_training,
 )
 from orchestrator.service.commands.init.slurm import (
-    TASK,
-    TASK_VARIABLE,
-    array_tasks,
     slurm_counts,
-    slurm_lines,
     slurm_notes,
     slurm_options,
 )
@@ -81,7 +77,7 @@ class Unwrapped:
     ranks: int | None = None  # processes that srun or an unknown wrapper starts
     devices: int | None = None  # that Slurm gives, or CUDA_VISIBLE_DEVICES shows
     name: str | None = None
-    lines: tuple[str, ...] = ()  # of the job file, from Slurm's options
+    slurm: Mapping[str, str] = field(default_factory=dict)  # options of sbatch and srun
     notes: tuple[str, ...] = ()
 
 
@@ -125,9 +121,6 @@ def unwrap(argv: Sequence[str], folder: Path) -> Unwrapped:
         break
     secrets = _drop_unusable(env, notes)
     tasks, devices = slurm_counts(slurm)
-    placeholder = f"{{{TASK}}}"
-    if array_tasks(slurm) and not any(placeholder in word for word in (*rest, *env.values())):
-        env[TASK_VARIABLE] = placeholder  # the script reads it
     notes += slurm_notes(slurm)
     planned = {name: env.pop(name) for name in PLANNED if name in env}
     notes += [f"Each plan sets this itself: {name}={value}" for name, value in planned.items()]
@@ -142,7 +135,7 @@ def unwrap(argv: Sequence[str], folder: Path) -> Unwrapped:
         ranks=tasks if has_srun and tasks > 1 else _ranks_of_prefix(prefix),
         devices=devices if devices is not None else len(visible) or None,
         name=slurm.get("--job-name"),
-        lines=tuple(slurm_lines(slurm, as_texts=placeholder in env.values())),
+        slurm=slurm,
         notes=tuple(notes),
     )
 
