@@ -160,7 +160,7 @@ def _alone(home: Path, wanted: Sequence[Pins]) -> list[float | None]:
     with closing(Client(home)) as client:
         for number in numbers:
             (spec,) = comparison_jobs(read_job(home.parent / "job.yaml", (), home), [wanted[number]], STEPS)
-            (job_id,), _, _ = client.submit_all([spec.model_dump(mode="json")])
+            (job_id,) = client.submit_all([spec.model_dump(mode="json")])["ids"]
             job, seen = client.job(job_id)
             until_s = time.monotonic() + JOB_S
             while job["status"] in ("queued", "running") and time.monotonic() < until_s:

@@ -200,7 +200,7 @@ def _ends(client: Client, jobs: list[JobSpec]) -> None:
         ended += len(waiting)
         if ended >= ENDED:
             return
-        waiting, _, _ = client.submit_all([spec.model_dump(mode="json") for spec in jobs])
+        waiting = client.submit_all([spec.model_dump(mode="json") for spec in jobs])["ids"]
 
 
 def _resident_mib(home: Path) -> float:

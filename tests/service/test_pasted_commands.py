@@ -366,7 +366,7 @@ def test_each_option_of_a_batch_file_is_in_the_job_or_has_a_comment(
         "# CHECK: not in the job: --qos high: write `priority: high`.",
         "# CHECK: --dependency afterok:81: write depends_on: [JOB-81]",
         '# CHECK: --begin 22:00: write start_window: "22:00-06:00"',
-        "# CHECK: not in the job, and nothing is known to stand for it: --mail-user me.",
+        "# Not needed: --mail-user me: the cluster file's `notify` has mail, chat and webhooks for all jobs.",
     )
     assert [part for part in (*comments, *has) if part not in text] == [], text
     assert not re.search(r"# .*--(gres|job-name)", text)

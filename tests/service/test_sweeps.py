@@ -106,7 +106,7 @@ class World:
     def submit(self) -> str:
         specs = read_jobs(self.folder / "job.yaml")
         with contextlib.closing(Client(self.home)) as client:
-            ids, _, _ = client.submit_all([spec.model_dump(mode="json") for spec in specs])
+            ids = client.submit_all([spec.model_dump(mode="json") for spec in specs])["ids"]
         return f"sweep-{ids[0]}"
 
     def sweep(self, sweep_id: str) -> Any:
