@@ -16,16 +16,15 @@ import pytest
 
 ACCOUNTS = Path("/sys/fs/cgroup/cpuacct")
 SLOWEST = 10
-# Twice the seconds of two busy cores of 2026-11-28, those of tests/backends of two idle ones of 2026-11-27. A folder
-# without a number has OTHERS_S.
+# Twice the seconds of two busy cores of 2026-11-28. A folder without a number has OTHERS_S.
 BUDGETS_S = {
-    "tests": 360.0,
-    "tests/backends": 500.0,
-    "tests/memory": 330.0,
-    "tests/scheduling": 400.0,
-    "tests/service": 900.0,
-    "tests/trainers": 360.0,
-    "tests/training": 870.0,
+    "tests": 220.0,
+    "tests/backends": 380.0,
+    "tests/memory": 210.0,
+    "tests/scheduling": 380.0,
+    "tests/service": 870.0,
+    "tests/trainers": 180.0,
+    "tests/training": 700.0,
 }
 OTHERS_S = 100.0
 

@@ -436,6 +436,7 @@ def test_cards_stand_for_a_cluster_file_and_two_ways_to_say_the_hardware_are_ref
     assert "mi250" in shell.ask("estimate", "lm.yaml", "--gpu", "mi250").err
 
 
+@pytest.mark.long
 def test_fit_names_the_fewest_cards_with_a_plan_and_each_row_is_what_plan_answers(shell: Shell) -> None:
     heavy = ("--set", "model.decoder.hidden_size=4096", "--set", "model.decoder.num_hidden_layers=64")
     rows = shell.ask("fit", "lm.yaml", *heavy, "--json").data["rows"]

@@ -166,6 +166,7 @@ def test_adapters_that_nothing_here_can_load_are_artifacts(
     assert client.get_run(run.info.run_id).data.tags[MODEL_TAG] == "output/"
 
 
+@pytest.mark.long
 def test_an_output_that_is_no_transformers_model_is_artifacts_without_a_claim(
     server: MlflowServer, journal: Journal
 ) -> None:

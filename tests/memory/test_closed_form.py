@@ -63,7 +63,7 @@ pytestmark = pytest.mark.timeout(600)  # 60 s of launches on two idle cores, sev
 def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
     """Each stage of each engine, each layout, adapters, and a lone rank's shared weight; or a few of them."""
     folder, more = tmp_path_factory.mktemp("peaks"), request.param
-    on_two = plans(Engine.TORCH, (2,), Precision.FP32)[:: 2 if more else 4]
+    on_two = plans(Engine.TORCH, (2,), Precision.FP32)[:: 2 if more else 6]
     on_two += parallel_plans(2, (8,), Precision.FP32, (SELECTIVE,))[: 3 if more else 2]
     on_two += plans(Engine.DEEPSPEED, (2,), Precision.FP32, modes=(FULL,))[:: 1 if more else 3]
     results = rows(DEEP, on_two, folder / "two")

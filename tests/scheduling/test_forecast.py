@@ -33,6 +33,7 @@ def movable(draw: random.Random) -> JobSpec:
     return job_spec_from_trace("job", {1: 1.0, 2: 0.55, 4: 0.3}, draw.randint(500, 5000))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", [rigid, pytest.param(movable, marks=pytest.mark.long)])
 def test_eight_of_ten_jobs_start_and_end_within_what_was_told_of_them(kind: Callable[[random.Random], JobSpec]) -> None:
     """A full queue on eight devices, lengths as wrong as is supposed where nothing was measured."""

@@ -298,6 +298,7 @@ MORE = InBlocks(
 )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("plans", [FEW, pytest.param(MORE, marks=pytest.mark.long)])
 def test_moments_in_8_bits_and_weights_in_bf16_give_the_losses_of_one_process(tmp_path: Path, plans: InBlocks) -> None:
     """Losses are equal to rounding where blocks are equal. An update is rounded alike within the backward pass."""
