@@ -102,8 +102,8 @@ def answered(row: Row) -> Answered:
     """Both predictions of a row."""
     ours = None
     with contextlib.suppress(SpecError):  # no layout cuts its batch evenly over so many devices
-        told = plan_job(row.spec, row.nodes)
-        ours = None if told["chosen"] is None else told["frontier"][told["chosen"]]
+        plans = plan_job(row.spec, row.nodes)
+        ours = None if plans["chosen"] is None else plans["frontier"][plans["chosen"]]
     given = [(key, str(value)) for key, value in row.plan.items()]
     return Answered(row, estimate_plan(row.spec, given, row.nodes) if given else None, ours)
 

@@ -68,7 +68,7 @@ def _step_ratio() -> float:
     spec = parse_job(job.read_text(), str(job))
     nodes = idle_nodes(parse_cluster(cluster.read_text(), str(cluster)))
     alike = spec.model_copy(update={"plan": (("full_checkpointing_layers", 0),)})
-    taken, before = (_chosen_step_s(plan_job(one, nodes)) for one in (spec, alike))
+    taken, before = (_chosen_step_s(plan_job(variant, nodes)) for variant in (spec, alike))
     return taken / before
 
 

@@ -74,7 +74,7 @@ def _multi_tenant(folder: Path, base: Trace, cluster: ClusterSpec, shake: Shaken
     found = []
     for sigma, told in ((0.0, ""), (0.5, ", told lognormal(0.5)")):
         say(f"{where}, {len(inputs)} shaken inputs{told}")
-        runs = [simulate(misjudge(one, sigma, seed), cluster, seed=seed) for seed, one in enumerate(inputs)]
+        runs = [simulate(misjudge(trace, sigma, seed), cluster, seed=seed) for seed, trace in enumerate(inputs)]
         shown.add("mt on 8x8", f"ours{told}", [measured(run) for run in runs])
         found += _of_runs(f"{where}{told}", runs, is_told=not sigma)
     alike = [_all(one, _without_promise) for one in inputs]

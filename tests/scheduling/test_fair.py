@@ -124,7 +124,7 @@ def test_without_teams_users_change_nothing() -> None:
 
 
 def test_what_the_state_keeps_of_usage_ends() -> None:
-    """Whoever used less than a device-second, as it counts by now, is forgotten when others are charged."""
+    """A user whose decayed use is below a device-second is forgotten when others are charged."""
     state, _ = played(seen(1), submitted(1, script({1: 100.0}, user="ada"), 0.0), *gone(1, 1000.0))
     later: list[Event] = [submitted(2, script({1: 100.0}, user="bob"), 30 * DAY_S), *gone(2, 30 * DAY_S + 100)]
     for event in later:

@@ -129,9 +129,6 @@ def plan_job(
     return next((answer for answer in answers if answer["chosen"] is not None), answers[0])
 
 
-forecast = plan_job  # until the pages import `plan_job`
-
-
 def _origin(profile: ModelProfile) -> str:
     return f"{profile.source}, {profile.attention} attention" if profile.attention else profile.source
 

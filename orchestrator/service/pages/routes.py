@@ -20,7 +20,7 @@ from orchestrator.backends.mlflow.server import ADDRESS as MLFLOW
 from orchestrator.backends.mlflow.tracker import job_url
 from orchestrator.scheduling.base.held_devices import holders
 from orchestrator.service.commands.live_queue import now_of
-from orchestrator.service.commands.plan import forecast
+from orchestrator.service.commands.plan import plan_job
 from orchestrator.service.commands.what_if import WhatIf, what_if
 from orchestrator.service.pages.archive import Archive
 from orchestrator.service.pages.cluster import uses
@@ -399,7 +399,7 @@ class _Pages:
             specs = _read(text)
             nodes = [node_from_view(node) for node in cluster["nodes"]]
             state = self._controller.state
-            forecasts = [forecast(spec, nodes, state.observations) for spec in specs[:1]]
+            forecasts = [plan_job(spec, nodes, state.observations) for spec in specs[:1]]
         except OrchestratorError as refused:
             return self._submit_page(request, text, field_values(text), error=str(refused))
         trials = specs[0].trial.sweep.trials if specs[0].trial is not None else 0

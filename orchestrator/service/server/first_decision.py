@@ -130,6 +130,7 @@ class FirstDecisions:
                 hint="pin settings with `plan:`, or allow fewer numbers of devices with `gpus`",
             )
         if reply:
+            log.warning("the first decision on job %s: %s", spec.name, reply["what"])
             raise SpecError(source=spec.name, **reply)
 
 
@@ -153,7 +154,6 @@ def main() -> None:
         except MemoryError:  # a limit, and the end of this child
             raise
         except Exception as error:  # the same decision would stop the service
-            log.exception("the first decision on a job failed")
             what = f"planning this job failed: {type(error).__name__}: {error}"
             reply = {"what": what[:WHAT_MAX], "path": "plan", "hint": "report this: it is a fault of the service"}
         signal.setitimer(signal.ITIMER_PROF, 0.0)
