@@ -39,7 +39,7 @@ from orchestrator.service.terminal import (
 from orchestrator.service.terminal.command_group import Commands
 from orchestrator.service.terminal.completion import job_ids
 from orchestrator.service.terminal.options import SERVER, AsJson, Cluster, Home, Pinned, Settings, client_of, service_of
-from orchestrator.service.terminal.output import tell
+from orchestrator.service.terminal.output import console_on, show_spinner, tell
 from orchestrator.specs.errors import GIVEN_MAX, IllegalPlan, OrchestratorError, SpecError, error_view
 from orchestrator.specs.fault import Fault, FaultKind
 from orchestrator.specs.plain_text import why_no_text
@@ -166,7 +166,8 @@ def up(
     endpoint = make_endpoint(home, listen, tls_cert, tls_key, hosts, trusts_users=trust_users) if listen else None
     if foreground:
         become(home, cluster, ray, endpoint)
-    notes = start(home, cluster, ray, endpoint)
+    with show_spinner("starting the service"):
+        notes = start(home, cluster, ray, endpoint)
     with closing(client_of(home)) as client:
         answer = {"started": notes is not None, "notes": notes or (), **service_file(home), **client.cluster()}
     if (served := load_endpoint(home)) is not None:
@@ -198,7 +199,8 @@ def down(
     """Stop the service, its Ray and its MLflow."""
     from orchestrator.service.server.lifecycle import stop
 
-    stop(home.expanduser(), force)
+    with show_spinner("stopping the service"):
+        stop(home.expanduser(), force)
     tell({"stopped": True}, as_json, "The service is down. Its queue and records stay in the home folder.")
 
 
@@ -225,7 +227,8 @@ def doctor(
         raise typer.Exit(bool(rows))
     from orchestrator.service.commands.doctor import BAD, findings, findings_table
 
-    checks = findings(home.expanduser())
+    with show_spinner("checking this machine"):
+        checks = findings(home.expanduser())
     tell({"findings": [asdict(finding) for finding in checks]}, as_json, findings_table(checks))
     raise typer.Exit(any(finding.verdict == BAD for finding in checks))
 
@@ -356,7 +359,7 @@ def show(job_id: JobId, home: Home = DEFAULT_HOME, as_json: AsJson = False) -> N
         tell(dict(sweep), as_json, sweep_panel(sweep))
         return
     job, _ = client.job(job_id)
-    tell(dict(job), as_json, job_panel(job))
+    tell(dict(job), as_json, job_panel(job, console_on(sys.stdout).width))
 
 
 @app.command()
@@ -364,7 +367,8 @@ def explain(job_id: JobId, home: Home = DEFAULT_HOME, as_json: AsJson = False) -
     """Explain a job: what would start it sooner, predicted and measured bytes by cause, what each attempt changed."""
     from orchestrator.service.terminal.tables import explanation_panel
 
-    explanation = client_of(home).explanation(job_id)
+    with show_spinner("asking what would start it sooner"):
+        explanation = client_of(home).explanation(job_id)
     tell(dict(explanation), as_json, explanation_panel(explanation))
 
 
@@ -464,7 +468,9 @@ def init(
     """Print a job file for a training command, proposed from its files and options."""
     from orchestrator.service.commands.init.proposal import proposal
 
-    sys.stdout.write(proposal(command, Path.cwd(), os.environ, run_help))
+    with show_spinner("reading the command's files"):
+        job_file = proposal(command, Path.cwd(), os.environ, run_help)
+    sys.stdout.write(job_file)
 
 
 app.command()(comparing.compare)

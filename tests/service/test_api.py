@@ -12,7 +12,13 @@ from rich.console import Console
 
 from orchestrator.service.server import job_routes
 from orchestrator.service.server.gate import BODY_BYTES_MAX, PAGES
-from orchestrator.service.terminal.tables import explanation_panel, job_panel, promise_words, queue_table
+from orchestrator.service.terminal.tables import (
+    attempts_table,
+    explanation_panel,
+    job_panel,
+    promise_words,
+    queue_table,
+)
 from orchestrator.service.views.records import in_order, node_from_view, observations_from_view, observations_view
 from orchestrator.service.views.teams import teams_table
 from orchestrator.specs.policy import PolicySpec
@@ -348,6 +354,8 @@ def test_the_queue_has_one_line_for_each_job_on_a_narrow_terminal(world: World) 
     lines = drawn(queue_table(world.client.get("/jobs").json()["jobs"], 80), 80).splitlines()
     assert [line.split()[0] for line in lines] == ["JOB", *ids]
     assert max(map(len, lines)) <= 80
+    attempts = drawn(attempts_table([world.client.get(f"/jobs/{ids[0]}").json()["job"]], 80), 80).splitlines()
+    assert [line.split()[0] for line in attempts] == ["ATTEMPT", f"{ids[0]}-1"]
 
 
 def drawn(table: Any, width: int = 160) -> str:

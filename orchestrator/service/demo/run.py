@@ -67,7 +67,7 @@ def play(
         job_ids = client.submit_all(specs)["ids"]
         jobs = _follow(client, job_ids, console)
     console.print()
-    console.print(attempts_table(jobs))
+    console.print(attempts_table(jobs, console.width))
     console.print()
     broken = []
     for (path, (promise, holds)), job in zip(promises.items(), jobs, strict=True):

@@ -40,7 +40,7 @@ def run_to_end(spec: JobSpec, fault: Fault | None, service: Path | Login, as_jso
     except KeyboardInterrupt:
         print(f"{job_id} continues; `orc show {job_id}` shows its state", file=sys.stderr)
         return 130
-    tell(dict(job), as_json, attempts_table([job]))
+    tell(dict(job), as_json, attempts_table([job], console_on(sys.stdout).width))
     excerpt = next((attempt["failure"]["excerpt"] for attempt in reversed(job["attempts"]) if attempt["failure"]), "")
     if job["status"] == "failed" and excerpt and not as_json:
         print(excerpt.rstrip(), file=sys.stderr)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from orchestrator.service.server.logins import DEFAULT_HOME
 from orchestrator.service.terminal.options import AsJson, Home, client_of
-from orchestrator.service.terminal.output import tell
+from orchestrator.service.terminal.output import show_spinner, tell
 
 
 def forecast(home: Home = DEFAULT_HOME, as_json: AsJson = False) -> None:
     """Forecast start and end of each running and waiting job, with nothing more submitted."""
     from orchestrator.service.terminal.expected import expected_table
 
-    expected = client_of(home).forecast()
+    with show_spinner("playing the queue"):
+        expected = client_of(home).forecast()
     tell({"jobs": expected}, as_json, expected_table(expected) if expected else "No job runs or waits.")

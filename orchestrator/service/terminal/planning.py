@@ -13,7 +13,7 @@ import typer
 
 from orchestrator.service.server.logins import DEFAULT_HOME
 from orchestrator.service.terminal.options import SERVER, AsJson, Cluster, Home, Pinned, Settings, service_of
-from orchestrator.service.terminal.output import tell
+from orchestrator.service.terminal.output import show_spinner, tell
 from orchestrator.specs.errors import SpecError
 
 if TYPE_CHECKING:
@@ -47,9 +47,11 @@ def plan(
     overrides = (*read_overrides(settings or []), *read_pins(pins))
     nodes, observations = hardware_of(service_of(home), cluster, cards)
     plans = partial(trace_scope, nodes)
-    spec = read_job(file, overrides, home, to_run=False, elsewhere=SERVER.get() is not None, scope=plans)
+    with show_spinner("reading the model"):
+        spec = read_job(file, overrides, home, to_run=False, elsewhere=SERVER.get() is not None, scope=plans)
     gc.disable()  # one answer and an end: looking for garbage took a tenth of 70B's 0.4 s; 55 MiB are used either way
-    answer = plan_job(spec, nodes, observations, _tracer(home, str(file), plans))
+    with show_spinner("searching plans"):
+        answer = plan_job(spec, nodes, observations, _tracer(home, str(file), plans))
     tell(dict(answer), as_json, plan_panel(answer))
     raise typer.Exit(answer["chosen"] is None)
 
@@ -71,7 +73,8 @@ def estimate(
     overrides = read_overrides(settings or [])
     nodes, observations = hardware_of(service_of(home), cluster, cards)
     plans = partial(trace_scope, nodes, settings=overrides)
-    spec = read_job(file, (), home, to_run=False, elsewhere=SERVER.get() is not None, scope=plans)
+    with show_spinner("reading the model"):
+        spec = read_job(file, (), home, to_run=False, elsewhere=SERVER.get() is not None, scope=plans)
     answer = estimate_plan(spec, overrides, nodes, observations)
     tell(dict(answer), as_json, candidate_panel(answer))
 
@@ -95,15 +98,17 @@ def fit(
         return TraceScope(cuda=(True,))
 
     read = partial(read_job, overrides=overrides, home=home, to_run=False, elsewhere=SERVER.get() is not None)
-    try:
-        spec = read(job_of_model(name) if name else Path(job), scope=cards)
-    except SpecError as error:
-        if not name or error.allowed != "data.tensors":
-            raise
-        spec = read(script_of_model(name), scope=cards)
+    with show_spinner("reading the model"):
+        try:
+            spec = read(job_of_model(name) if name else Path(job), scope=cards)
+        except SpecError as error:
+            if not name or error.allowed != "data.tensors":
+                raise
+            spec = read(script_of_model(name), scope=cards)
     trace = _tracer(home, job, cards)
-    ways = [(way, job_spec if job_spec is spec else trace(job_spec)) for way, job_spec in ways_of_model(spec)]
-    rows = list(fit_rows(ways))
+    with show_spinner("planning on each card"):
+        ways = [(way, job_spec if job_spec is spec else trace(job_spec)) for way, job_spec in ways_of_model(spec)]
+        rows = list(fit_rows(ways))
     tell({"job": spec.name, "rows": rows}, as_json, fit_panel(spec, rows, is_assumed=bool(name)))
 
 

@@ -13,7 +13,7 @@ import typer
 
 from orchestrator.service.server.logins import DEFAULT_HOME
 from orchestrator.service.terminal.options import AsJson, Cluster, Home
-from orchestrator.service.terminal.output import console_on, tell
+from orchestrator.service.terminal.output import console_on, show_spinner, tell
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.order import Order
 
@@ -104,17 +104,18 @@ def simulate(
     clusters = _variants(hardware, list(dict.fromkeys(policy or ())), objective)
     if gantt is not None and len(clusters) > 1:
         raise SpecError("a chart shows one run", path="--gantt", allowed="one --policy, one --objective")
-    if trace is None:
-        chances = {"--noise": noise, "--oom": oom, "--node-loss": node_loss, "--launch-cost": launch_cost}
-        runs = _live_runs(clusters, home, chances, is_live=cluster is None)
-        title = "queue"
-    else:
-        played_trace = misjudge(_read_trace(trace, home), noise, seed)
-        trouble, title = Trouble(oom_chance=oom, node_loss_chance=node_loss), played_trace.name
-        runs = {
-            name: play(played_trace, shift_maintenance(spec, played_trace.begins_s), seed=seed, trouble=trouble)
-            for name, spec in clusters.items()
-        }
+    with show_spinner("simulating"):
+        if trace is None:
+            chances = {"--noise": noise, "--oom": oom, "--node-loss": node_loss, "--launch-cost": launch_cost}
+            runs = _live_runs(clusters, home, chances, is_live=cluster is None)
+            title = "queue"
+        else:
+            played_trace = misjudge(_read_trace(trace, home), noise, seed)
+            trouble, title = Trouble(oom_chance=oom, node_loss_chance=node_loss), played_trace.name
+            runs = {
+                name: play(played_trace, shift_maintenance(spec, played_trace.begins_s), seed=seed, trouble=trouble)
+                for name, spec in clusters.items()
+            }
     if len(runs) > 1:
         reports = {name: run.report for name, run in runs.items()}
         tell(reports, as_json, runs_table("OBJECTIVE" if objective else "POLICY", runs))
@@ -206,6 +207,7 @@ def replay(
     from orchestrator.service.server.lifecycle import journal_url
     from orchestrator.service.terminal.simulation_tables import replay_table
 
-    decisions = list(decide_again(read_events(journal or journal_url(home.expanduser()))))
+    with show_spinner("deciding again"):
+        decisions = list(decide_again(read_events(journal or journal_url(home.expanduser()))))
     tell({"decisions": decisions}, as_json, replay_table(decisions))
     raise typer.Exit(not all(decision["same"] for decision in decisions))

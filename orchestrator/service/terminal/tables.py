@@ -73,8 +73,11 @@ def queue_table(jobs: Sequence[JobView], width: int = WIDE) -> Table:
     return table
 
 
-def job_panel(job: JobView) -> RenderableType:
-    """Return a job with its attempts side by side, the bytes of the last one, and its failure."""
+def job_panel(job: JobView, width: int = WIDE) -> RenderableType:
+    """Return a job with its attempts side by side, the bytes of the last one, and its failure.
+
+    Below WIDE columns the changes of an attempt stand with its reasons.
+    """
     head = Table.grid(padding=(0, 2))
     head.add_row("job", Text(job["id"], style="bold"))
     head.add_row("status", coloured(job["status"]))
@@ -95,7 +98,8 @@ def job_panel(job: JobView) -> RenderableType:
     parts: list[RenderableType] = [head]
     if job["attempts"]:
         last = job["attempts"][-1]
-        parts += [Text(), attempts_table([job]), Text(), Text("Why each attempt", style="bold"), _reasons(job)]
+        reasons = _reasons(job, has_changes=width < WIDE)
+        parts += [Text(), attempts_table([job], width), Text(), Text("Why each attempt", style="bold"), reasons]
         if _is_known(last["estimate"]):
             title = Text(f"Predicted bytes of attempt {last['number']}", style="bold")
             parts += [Text(), title, bars(last["estimate"])]
@@ -103,27 +107,31 @@ def job_panel(job: JobView) -> RenderableType:
     return Group(*parts)
 
 
-def attempts_table(jobs: Sequence[JobView]) -> Table:
-    """Return a table with a row per attempt: change, predicted and measured peak, step time, outcome."""
+def attempts_table(jobs: Sequence[JobView], width: int = WIDE) -> Table:
+    """Return a table with a row per attempt: plan, change, predicted and measured peak, step time, outcome.
+
+    Below WIDE columns there is no change, and a plan is without its devices.
+    """
+    is_narrow = width < WIDE
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("ATTEMPT", "PLAN", "CHANGE"):
+    for column in ("ATTEMPT", "PLAN") if is_narrow else ("ATTEMPT", "PLAN", "CHANGE"):
         table.add_column(column, overflow="fold")
     for column in ("PREDICTED", "PEAK", "STEP", "OUTCOME"):
         table.add_column(column, justify="left" if column == "OUTCOME" else "right", no_wrap=True)
     for job in jobs:
         for attempt in job["attempts"]:
             predicted, peak, step_s = attempt["predicted_bytes"], attempt["peak_bytes"], attempt["step_s"]
+            plan, change = attempt["plan"], "\n".join(attempt["change"]) or "-"
             table.add_row(
                 f"{job['id']}-{attempt['number']}",
-                attempt["plan"],
-                "\n".join(attempt["change"]) or "-",
+                *([plan.partition(" · ")[2] or plan] if is_narrow else [plan, change]),
                 "not known" if predicted is None else format_bytes(predicted),
                 format_bytes(peak) if peak else "-",
                 format_seconds(step_s) if step_s else "-",
                 coloured(attempt["outcome"]),
             )
         if not job["attempts"]:
-            table.add_row(job["id"], "-", "-", "-", "-", "-", coloured(job["status"]))
+            table.add_row(job["id"], *["-"] * (len(table.columns) - 2), coloured(job["status"]))
     return table
 
 
@@ -357,12 +365,13 @@ def _is_known(estimate: EstimateView) -> bool:
     return estimate["source"] != Source.ASSUMED
 
 
-def _reasons(job: JobView) -> Group:
+def _reasons(job: JobView, *, has_changes: bool) -> Group:
     lines = []
     for attempt in job["attempts"]:
         why = attempt["change_reason"] or why_taken(attempt["fit_probability"])
         factor = f", activations x{attempt['correction']:.2f}" if attempt["correction"] >= 1.01 else ""
         lines.append(Text(f"  {attempt['number']}: {why}{factor}; on {attempt['placement']}"))
+        lines += [Text(f"     {change}") for change in attempt["change"] if has_changes]
         lines += [Text(f"     {warning}", style="yellow") for warning in attempt["warnings"]]
     return Group(*lines)
 
