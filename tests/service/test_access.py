@@ -13,6 +13,7 @@ from orchestrator.backends.journal.accounts import PREFIX, Accounts
 from orchestrator.service.server import gate
 from orchestrator.service.server.api import ROLES
 from orchestrator.specs.access import Role
+from orchestrator.specs.cluster import UserSpec
 from orchestrator.specs.policy import PolicySpec
 from tests.service.worlds import World, job_spec
 
@@ -114,18 +115,33 @@ def test_a_member_cancels_and_retries_jobs_of_its_own_team_only(world: World) ->
     assert world.by(Role.OPERATOR, "ops").post("/jobs/cancel", json={"jobs": [ids["cyd"]]}).status_code == 200
 
 
+def test_a_job_of_a_user_without_a_user_id_is_refused_where_it_is_submitted(tmp_path: Path) -> None:
+    world = World(tmp_path, users={"ada": UserSpec(uid=1001)})
+    answers = [world.by(Role.MEMBER, name).post("/jobs", json={"spec": job_spec()}) for name in ("ada", "eve")]
+    answers += [world.client.post("/jobs", json={"spec": job_spec() | {"user": name}}) for name in ("ada", "eve")]
+    assert [answer.status_code for answer in answers] == [200, 422, 200, 422]
+    assert "the user has no user id here" in answers[1].json()["error"]
+    world.journal.close()
+
+
 def test_every_change_and_every_refused_change_is_audited(world: World) -> None:
     viewer = world.by(Role.VIEWER, "eve")
     viewer.get("/jobs")
     viewer.post("/jobs", json={"spec": job_spec()}, headers={"X-Request-Id": "night-7"})
     admin = world.by(Role.ADMIN, "root")
     admin.post("/nodes/no%20such/drain", json={})
+    admin.post("/tokens", json={"user": "eve", "lifetime_s": 60.0})
+    job_id = admin.post("/jobs", json={"spec": job_spec()}).json()["id"]
+    admin.post("/jobs/hold", json={"jobs": [job_id, "no such"]})
     rows = admin.get("/audit").json()["rows"]
     assert [(row["user"], row["action"], row["status"]) for row in rows] == [
+        ("root", f"POST /jobs/hold {job_id} no%20such", 404),
+        ("root", f"POST /jobs {job_id}", 200),
+        ("root", "POST /tokens eve", 200),
         ("root", "POST /nodes/no%20such/drain", 409),
         ("eve", "POST /jobs", 403),
     ]
-    assert rows[1]["request_id"] == "night-7"
+    assert rows[-1]["request_id"] == "night-7"
     assert admin.get(f"/audit?before={rows[0]['number']}").json()["rows"] == rows[1:]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from orchestrator.service.server.api import create_app
 from orchestrator.service.server.controller import Controller
 from orchestrator.service.server.intake import read_cluster
 from orchestrator.specs.access import Role
+from orchestrator.specs.cluster import UserSpec
 from orchestrator.specs.keep import UNLIMITED, KeepSpec
 from orchestrator.specs.parse import parse_job
 from orchestrator.specs.policy import UNSHARED, PolicySpec
@@ -40,6 +42,7 @@ class World:
         provider: Provider | None = None,
         mlflow: str = "http://127.0.0.1:1",
         keep: KeepSpec = UNLIMITED,
+        users: Mapping[str, UserSpec] | None = None,
     ) -> None:
         self.home = home
         self.journal = new_journal(home)
@@ -61,6 +64,7 @@ class World:
             shut_down=self._shut_down,
             pages=PAGES_OF_SERVICE,
             provider=provider,
+            users=users or {},
         )
         self.app = app = create_app(service)
         self.stranger = TestClient(app, base_url="http://127.0.0.1:8000", raise_server_exceptions=False)

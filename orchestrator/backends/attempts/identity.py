@@ -49,15 +49,18 @@ class Identity:
         return {"TORCH_EXTENSIONS_DIR": extensions, RUN_AS: f"{self.uid}:{self.gid}"}
 
 
-def identity_of(job: Job, users: Mapping[str, UserSpec]) -> Identity | None:
-    """Return the user of the job's processes; None: the service's. Raises SpecError for one without a user id."""
-    if not users or job.user in ("", _own_name()):
+def identity_of(name: str, users: Mapping[str, UserSpec], source: str) -> Identity | None:
+    """Return the identity of the processes of a user's job; None: the service's own.
+
+    Raises SpecError, which names the source of the job, for a user without a user id.
+    """
+    if not users or name in ("", _own_name()):
         return None
-    user = users.get(job.user)
+    user = users.get(name)
     if user is None:
         hint = "the cluster file's `users` gives each user a user id, as whom jobs run"
-        raise SpecError("the user has no user id here", source=job.id, path="user", got=job.user, hint=hint)
-    return Identity(name=job.user, uid=user.uid, gid=user.uid if user.gid is None else user.gid)
+        raise SpecError("the user has no user id here", source=source, path="user", got=name, hint=hint)
+    return Identity(name=name, uid=user.uid, gid=user.uid if user.gid is None else user.gid)
 
 
 def open_home(home: Path) -> None:

@@ -54,7 +54,7 @@ def start_ranks(
     if missing:
         raise OrchestratorError(f"secret {missing[0]} is not in the environment of the service")
     try:
-        identity = identity_of(job, users)
+        identity = identity_of(job.user, users, job.id)
     except SpecError as error:
         raise StartFailed(str(error), no_program=True) from None
     folder = JobFolder(home, job.id).attempt(attempt.number)

@@ -43,7 +43,15 @@ from orchestrator.service.server.answers import (
 )
 from orchestrator.service.server.attempt_files import beats
 from orchestrator.service.server.client import user_name
-from orchestrator.service.server.dependencies import NUMBER_MAX, Forbidden, Sender, Service, Unknown, seen_from
+from orchestrator.service.server.dependencies import (
+    NUMBER_MAX,
+    Forbidden,
+    NameObjects,
+    Sender,
+    Service,
+    Unknown,
+    seen_from,
+)
 from orchestrator.service.server.ended import Reports, make_report
 from orchestrator.service.server.gate import LINK, Gate, Gated, limiter, refusal
 from orchestrator.service.server.job_routes import add_file_routes, add_job_routes, add_log_routes
@@ -258,7 +266,8 @@ def _add_cluster_routes(app: FastAPI, service: Service) -> None:
         }
 
     @app.post("/nodes/{node}/drain", **answers(EmptyAnswer))
-    def drain(node: str, request: DrainRequest) -> dict[str, Any]:
+    def drain(node: str, request: DrainRequest, name_objects: NameObjects) -> dict[str, Any]:
+        name_objects(["undo"] if request.undo else [])
         controller.drain(node, undo=request.undo)
         return {}
 
@@ -327,8 +336,10 @@ def _add_member_routes(app: FastAPI, service: Service) -> None:
         return {"ray_address": _members(service).ray_address(), "machine": asdict(machine(service.home))}
 
     @app.post("/nodes", **answers(EmptyAnswer))
-    def add_node(request: NodeRequest) -> dict[str, Any]:
-        _members(service).add(node_from_data(request.node, "the machine that joins"), request.address)
+    def add_node(request: NodeRequest, name_objects: NameObjects) -> dict[str, Any]:
+        node = node_from_data(request.node, "the machine that joins")
+        name_objects([node.name, request.address])
+        _members(service).add(node, request.address)
         return {}
 
     @app.delete("/nodes/{node}", **answers(EmptyAnswer))
@@ -366,7 +377,8 @@ def _add_account_routes(app: FastAPI, service: Service) -> None:
         return {"users": [asdict(user) for user in accounts.users()]}
 
     @app.put("/users/{name}", **answers(EmptyAnswer))
-    def set_user(name: UserName, request: UserRequest) -> dict[str, Any]:
+    def set_user(name: UserName, request: UserRequest, name_objects: NameObjects) -> dict[str, Any]:
+        name_objects([request.role])
         if request.role.may(Role.MEMBER):
             service.refuse_user(name)
         accounts.set_user(name, request.role)
@@ -382,8 +394,9 @@ def _add_account_routes(app: FastAPI, service: Service) -> None:
         return {"tokens": [asdict(token) for token in accounts.tokens()]}
 
     @app.post("/tokens", **answers(NewTokenAnswer))
-    def create_token(request: TokenRequest) -> dict[str, Any]:
+    def create_token(request: TokenRequest, name_objects: NameObjects) -> dict[str, Any]:
         """The one answer that has the token itself."""
+        name_objects([request.user])
         secret, token = accounts.create_token(request.user, request.lifetime_s)
         return {"secret": secret, "token": asdict(token)}
 

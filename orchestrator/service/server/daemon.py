@@ -173,6 +173,7 @@ def serve(
         service = Service(
             controller=controller,
             accounts=accounts,
+            users=declared.users,
             refuse_user=refuse_user,
             home=home,
             token=token,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -23,6 +23,7 @@ from orchestrator.service.server.purger import Purger
 from orchestrator.service.server.reasons import Reasons
 from orchestrator.service.server.sweeper import Sweeper
 from orchestrator.specs.access import Principal, Role
+from orchestrator.specs.cluster import UserSpec
 from orchestrator.specs.errors import ServiceError
 from orchestrator.specs.job_record import Job
 
@@ -59,6 +60,7 @@ class Service:
     forecasts: Forecasts
     purger: Purger
     set_aside: SetAside  # rows of the journal that cannot be read
+    users: Mapping[str, UserSpec] = field(default_factory=dict)  # with a user id; empty: jobs run as the service
     refuse_user: Callable[[str], None] = lambda name: None  # noqa: ARG005  raises ServiceError where its jobs would be ours
     hosts: frozenset[str] = LOOPBACK  # that a Host header may name
     members: Members | None = None  # machines that join; None: the Ray is not the service's own
@@ -72,7 +74,17 @@ def _sender(request: Request) -> Principal:
     return principal
 
 
+def _namer(request: Request) -> Callable[[Iterable[str]], None]:
+    """Return a function that adds ids and names to the request's row of the audit log; its path has the others."""
+
+    def name_objects(names: Iterable[str]) -> None:
+        request.state.objects = tuple(names)
+
+    return name_objects
+
+
 Sender = Annotated[Principal, Depends(_sender)]
+NameObjects = Annotated[Callable[[Iterable[str]], None], Depends(_namer)]
 
 
 def seen_from(request: Request, address: str) -> str:

@@ -43,6 +43,7 @@ WRONG_TOKENS = RateLimitItemPerMinute(20)  # of one address
 CHANGES = RateLimitItemPerMinute(6000)  # of one user: a batch of jobs is one
 LOOKS = RateLimitItemPerMinute(300)  # of one user at pages and reports
 MLFLOW_LOOKS = RateLimitItemPerMinute(3000)  # of one user at MLflow: one of its pages makes up to 50
+OBJECTS_MAX, OBJECT_CHARS_MAX = 10, 200  # that a row of the audit log names
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 log = logging.getLogger(__name__)
@@ -180,7 +181,11 @@ class Gate:
     def record(self, request: Request, status: int) -> None:
         """Add a row of an answered request to the audit log."""
         principal: Principal = request.state.principal
-        action = f"{request.method} {quote(request.url.path)}"  # quoted: no line of its own in a log
+        objects = request.state.objects  # quoted, as the path is: no line of its own in a log
+        names = [quote(name[:OBJECT_CHARS_MAX], safe="/=:,") for name in objects[:OBJECTS_MAX]]
+        if len(objects) > OBJECTS_MAX:
+            names.append(f"and {len(objects) - OBJECTS_MAX} more")
+        action = " ".join([request.method, quote(request.url.path), *names])
         log.info("request id=%s user=%s action=%s status=%d", request.state.id, principal.name, action, status)
         try:
             self.accounts.record(principal, request.state.id, action, status)
@@ -204,6 +209,7 @@ class Gated:
         request.state.id = header_id if REQUEST_ID.fullmatch(header_id) else secrets.token_hex(8)
         REQUEST.set(request.state.id)
         request.state.principal = None
+        request.state.objects = ()
         verdict, is_audited = None, False
         if request.url.path not in OPEN or request.method != "GET":
             verdict, is_audited = await self._gate.verdict(request)

@@ -16,6 +16,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
 
 from orchestrator.backends.attempts.ended_files import removal_words
+from orchestrator.backends.attempts.identity import identity_of
 from orchestrator.backends.attempts.metrics import metric_lines
 from orchestrator.backends.mlflow.content import comparison_key
 from orchestrator.backends.mlflow.tracker import comparison_url
@@ -37,7 +38,16 @@ from orchestrator.service.server.answers import (
     answers_bytes,
 )
 from orchestrator.service.server.attempt_files import follow_file, read_from, view_of
-from orchestrator.service.server.dependencies import NUMBER_MAX, Forbidden, Sender, Service, Unknown, job_of, seen_from
+from orchestrator.service.server.dependencies import (
+    NUMBER_MAX,
+    Forbidden,
+    NameObjects,
+    Sender,
+    Service,
+    Unknown,
+    job_of,
+    seen_from,
+)
 from orchestrator.service.server.intake import check_files
 from orchestrator.service.server.links import Links
 from orchestrator.service.server.ownership import may_change
@@ -99,20 +109,26 @@ def _add_submission_routes(app: FastAPI, service: Service, uploads: Uploads) -> 
     controller = service.controller
 
     @app.post("/jobs", **answers(SubmittedAnswer))
-    def submit(request: SubmitRequest, sender: Sender, idempotency_key: IdempotencyKey = "") -> dict[str, Any]:
+    def submit(
+        request: SubmitRequest, sender: Sender, name_objects: NameObjects, idempotency_key: IdempotencyKey = ""
+    ) -> dict[str, Any]:
         key = request_key(idempotency_key, sender, request)
-        job_id = controller.submit(*requested_job(request, "the submitted job", sender, uploads, service.sweeper), key)
+        job_id = controller.submit(*requested_job(request, "the submitted job", sender, uploads, service), key)
+        name_objects([job_id])
         return {"id": job_id, "late": late(controller.state, [job_id])}
 
     @app.post("/jobs/batch", **answers(BatchAnswer))
-    def submit_batch(request: BatchRequest, sender: Sender, idempotency_key: IdempotencyKey = "") -> dict[str, Any]:
+    def submit_batch(
+        request: BatchRequest, sender: Sender, name_objects: NameObjects, idempotency_key: IdempotencyKey = ""
+    ) -> dict[str, Any]:
         """Submit all jobs or none, in one transaction."""
         key = request_key(idempotency_key, sender, request)
         jobs = [
-            requested_job(job, f"submitted job {number}", sender, uploads, service.sweeper)
+            requested_job(job, f"submitted job {number}", sender, uploads, service)
             for number, job in enumerate(request.jobs, 1)
         ]
         ids = controller.submit_all(jobs, key)
+        name_objects(ids)
         submitted = [job_of(controller, job_id) for job_id in ids]
         promises = {job.id: promise for job in submitted if (promise := promise_view(job))}
         refused = {job.id: job.reason for job in submitted if job.status is JobStatus.REFUSED}
@@ -184,8 +200,9 @@ def _add_cancel_route(app: FastAPI, service: Service) -> None:
     controller, sweeper = service.controller, service.sweeper
 
     @app.post("/jobs/cancel", **answers(CancelledAnswer))
-    def cancel(request: CancelRequest, sender: Sender) -> dict[str, Any]:
+    def cancel(request: CancelRequest, sender: Sender, name_objects: NameObjects) -> dict[str, Any]:
         """Cancel jobs, and sweeps by their ids."""
+        name_objects(request.jobs)
         sweeps = [job_id for job_id in request.jobs if sweeper.knows(job_id)]
         jobs = [job_id for job_id in request.jobs if job_id not in sweeps]
         trials = [trial.job for sweep_id in sweeps for trial in _sweep_report(service, sweep_id).trials]
@@ -300,23 +317,25 @@ def request_key(name: str, sender: Principal, request: BaseModel) -> RequestKey 
 
 
 def requested_job(
-    request: SubmitRequest, source: str, sender: Principal, uploads: Uploads, sweeper: Sweeper
+    request: SubmitRequest, source: str, sender: Principal, uploads: Uploads, service: Service
 ) -> tuple[JobSpec, Fault | None]:
     """Return the job for the sender, with its files on this machine, and its fault; of a sweep the first trial.
 
-    The home folder's own token may name any user.
+    The home folder's own token may name any user. Raises SpecError where the job may not run as its user.
     """
     fault = None if request.fault is None else Fault(**request.fault.model_dump())
     spec = job_from_data(request.spec, source)
     if sender.is_owner:
-        return _first_trial(spec, sweeper), fault
+        identity_of(spec.user or "", service.users, source)
+        return _first_trial(spec, service.sweeper), fault
     if spec.user not in (None, sender.name):
         hint = "leave `user` out: the job belongs to the user of the token"
         what = "another user's name"
         raise SpecError(what, source=source, path="user", got=spec.user, allowed=sender.name, hint=hint)
     spec = with_paths(spec, uploads.resolved)
     check_files(spec, source)
-    return _first_trial(spec.model_copy(update={"user": sender.name}), sweeper), fault
+    identity_of(sender.name, service.users, source)
+    return _first_trial(spec.model_copy(update={"user": sender.name}), service.sweeper), fault
 
 
 def _first_trial(spec: JobSpec, sweeper: Sweeper) -> JobSpec:

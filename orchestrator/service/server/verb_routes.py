@@ -9,14 +9,13 @@ from fastapi import FastAPI
 
 from orchestrator.scheduling.options.asks import with_allowed
 from orchestrator.service.server.answers import ChangedAnswer, RetriedAnswer, answers
-from orchestrator.service.server.dependencies import Sender, Service, job_of
+from orchestrator.service.server.dependencies import NameObjects, Sender, Service, job_of
 from orchestrator.service.server.intake import check_files
 from orchestrator.service.server.job_routes import IdempotencyKey, refuse_other_teams, request_key, requested_job
 from orchestrator.service.server.requests import JobsRequest, RetryRequest, SubmitRequest, UpdateRequest
 from orchestrator.service.server.retry import check_retry, continuation, retry_spec
 from orchestrator.service.server.verbs import VERBS, Change, update
 from orchestrator.service.transfer.store import Uploads
-from orchestrator.specs.access import Principal
 
 
 def add_verb_routes(app: FastAPI, service: Service, uploads: Uploads) -> None:
@@ -26,15 +25,20 @@ def add_verb_routes(app: FastAPI, service: Service, uploads: Uploads) -> None:
         app.post(f"/jobs/{verb}", name=verb, **answers(ChangedAnswer))(_verb_route(service, verb, change_of))
 
     @app.post("/jobs/{job_id}/update", **answers(ChangedAnswer))
-    def update_job(job_id: str, request: UpdateRequest, sender: Sender) -> dict[str, Any]:
+    def update_job(job_id: str, request: UpdateRequest, sender: Sender, name_objects: NameObjects) -> dict[str, Any]:
         """Change the priority, deadline or time limit of a job that has not ended."""
         refuse_other_teams(job_of(controller, job_id), sender, controller.state.policy, "update")
         settings = tuple(request.settings.items())
+        name_objects(f"{key}={value}" for key, value in settings)
         return {"changed": controller.change([job_id], update(settings, controller.state.policy))}
 
     @app.post("/jobs/{job_id}/retry", **answers(RetriedAnswer))
     def retry(
-        job_id: str, request: RetryRequest, sender: Sender, idempotency_key: IdempotencyKey = ""
+        job_id: str,
+        request: RetryRequest,
+        sender: Sender,
+        name_objects: NameObjects,
+        idempotency_key: IdempotencyKey = "",
     ) -> dict[str, Any]:
         """Allow what a job asks for, or submit one that has ended again."""
         job = job_of(controller, job_id)
@@ -48,20 +52,20 @@ def add_verb_routes(app: FastAPI, service: Service, uploads: Uploads) -> None:
         data = retry_spec(job, settings, source).model_dump(mode="json")
         if not sender.is_owner:
             data["user"] = None  # whoever asks
-        spec, _ = requested_job(SubmitRequest(spec=data), source, sender, uploads, service.sweeper)
+        spec, _ = requested_job(SubmitRequest(spec=data), source, sender, uploads, service)
         check_files(spec, source)
         begin = continuation(job, spec, [key for key, _ in settings])
         key = request_key(idempotency_key and f"{idempotency_key}/{job_id}", sender, request)
         new_id = controller.submit_retry(job, spec, begin, key)
+        name_objects([new_id])
         return {"id": new_id, "continues_from": begin.continues_from, "why": begin.why}
 
 
-def _verb_route(
-    service: Service, verb: str, change_of: Callable[[str], Change]
-) -> Callable[[JobsRequest, Principal], dict[str, Any]]:
+def _verb_route(service: Service, verb: str, change_of: Callable[[str], Change]) -> Callable[..., dict[str, Any]]:
     """Return the endpoint of one verb: all of the jobs are changed, or none."""
 
-    def change(request: JobsRequest, sender: Sender) -> dict[str, Any]:
+    def change(request: JobsRequest, sender: Sender, name_objects: NameObjects) -> dict[str, Any]:
+        name_objects(request.jobs)
         for job_id in request.jobs:
             job = job_of(service.controller, job_id)
             refuse_other_teams(job, sender, service.controller.state.policy, verb)
