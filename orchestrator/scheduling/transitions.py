@@ -13,7 +13,7 @@ from orchestrator.scheduling.base.time_limits import is_over, over_limit
 from orchestrator.scheduling.failures.classify import classify
 from orchestrator.scheduling.failures.observation import observe, warnings
 from orchestrator.scheduling.failures.places import with_places
-from orchestrator.scheduling.failures.verdict import describe_unmatched, judge, wait_for_space
+from orchestrator.scheduling.failures.verdict import describe_missing, describe_unmatched, judge, wait_for_space
 from orchestrator.scheduling.options.probe import is_of_batch
 from orchestrator.scheduling.queue.dependencies import with_pending_dependencies
 from orchestrator.scheduling.queue.fair_share import charge_usage
@@ -251,7 +251,7 @@ def _describe_lost_steps(job: Job, attempt: Attempt) -> str:
     if evidence is None or evidence.checkpoint_step is not None or not steps:
         return ""
     again = f"{steps} step{'s are' if steps > 1 else ' is'} done again"
-    return f"; no checkpoint: {again}{describe_unmatched(job.spec, attempt)}"
+    return f"; {describe_missing(job.spec)}: {again}{describe_unmatched(job.spec, attempt)}"
 
 
 # access

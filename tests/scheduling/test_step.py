@@ -227,6 +227,9 @@ def test_a_restart_says_what_is_done_again_where_nothing_was_saved() -> None:
         state, _ = run(NODES, submitted(), finished(evidence))
         assert only_job(state).reason.partition("local")[2].endswith(ending), only_job(state).reason
         assert ("done again" in only_job(state).reason) == bool(ending)
+    evidence = replace(SUCCESS, ranks=(), nodes_lost=("local",))
+    state, _ = run(NODES, submitted(script_spec()), finished(evidence))
+    assert "; no checkpoint of a known step (`resume.step` is not set): 9 steps" in only_job(state).reason
 
 
 def test_a_restart_says_what_lies_in_the_output_where_no_file_is_a_checkpoint() -> None:

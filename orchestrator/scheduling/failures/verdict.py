@@ -67,7 +67,7 @@ def wait_for_space(job: Job, attempt: Attempt, failure: Failure) -> Failure:
     since_s = next((earlier.ended_at_s for earlier in waits if earlier.ended_at_s is not None), attempt.ended_at_s)
     is_lost = attempt.ended_at_s - attempt.launched_at_s > REPEATED_S and not _saved_step(attempt)
     if is_lost or attempt.ended_at_s - since_s > SERVICE_TOTAL_S:
-        lost = f"no checkpoint: too much would be trained again{describe_unmatched(job.spec, attempt)}"
+        lost = f"{describe_missing(job.spec)}: too much would be trained again{describe_unmatched(job.spec, attempt)}"
         why = lost if is_lost else "no space for 12 hours"
         return replace(failure, verdict=Verdict(row=13, wait_s=None), reason=f"{failure.reason}; {why}")
     wait_s = min(SERVICE_FIRST_S * 2 ** len(waits), SERVICE_MAX_S)
@@ -174,8 +174,17 @@ def _judge_in_training(job: Job, attempt: Attempt, ending: Ending, before: Seque
     share = (ending.step or 0) / steps if steps else 0.0
     if ending.elapsed_s > REPEATED_S and share > REPEATED_SHARE:
         unmatched = describe_unmatched(job.spec, attempt)
-        return Verdict(row=9, wait_s=None), f"no checkpoint: {share:.0%} of the job would be trained again{unmatched}"
-    return Verdict(row=9, wait_s=wait_s, budget="unknown"), "no checkpoint since its start: again"
+        return Verdict(
+            row=9, wait_s=None
+        ), f"{describe_missing(job.spec)}: {share:.0%} of the job would be trained again{unmatched}"
+    return Verdict(row=9, wait_s=wait_s, budget="unknown"), f"{describe_missing(job.spec)} since its start: again"
+
+
+def describe_missing(spec: JobSpec) -> str:
+    """Return what the last attempt did not leave: a checkpoint, or one whose step a script's job file can read."""
+    if spec.is_script and spec.resume.step is None:
+        return "no checkpoint of a known step (`resume.step` is not set)"
+    return "no checkpoint"
 
 
 def describe_unmatched(spec: JobSpec, attempt: Attempt) -> str:
