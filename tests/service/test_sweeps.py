@@ -53,7 +53,8 @@ sweep:
   metric: {{name: loss, log: 'loss=(\\S+)'}}
   parameters: {{lr: {{values: [4, 2, 3, 1]}}}}
 """
-# It writes no file and needs no torch: a trial takes a second. Where `slow` is there, a step takes a tenth.
+# It writes no file and needs no torch: a trial takes a second. Where `slow` is there, a step takes a tenth; where
+# `endless` is there, a trial lasts longer than a test waits.
 TRAIN = """\
 import sys, time
 from pathlib import Path
@@ -64,6 +65,8 @@ for step in range(1, 21):
     print(f"step {step} loss={rate + 1 / step}", flush=True)
     if Path("slow").exists():
         time.sleep(0.1)
+    if Path("endless").exists():
+        time.sleep(60)
 """
 
 
@@ -199,7 +202,7 @@ def test_every_trial_is_a_job_with_its_values_and_the_best_one_is_shown_everywhe
 def test_at_most_so_many_trials_are_live_and_the_cancelled_sweep_has_no_more(
     world: World, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (world.folder / "slow").touch()
+    (world.folder / "endless").touch()
     sweep_id = world.submit()
     sweep_view = world.until(sweep_id, lambda sweep: len(sweep["trials"]) == 2)
     assert sweep_view["live"] == 2
@@ -214,7 +217,7 @@ def test_at_most_so_many_trials_are_live_and_the_cancelled_sweep_has_no_more(
 def test_a_sweep_that_runs_is_played_with_the_trials_that_it_has_still_to_submit(
     world: World, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (world.folder / "slow").touch()
+    (world.folder / "endless").touch()
     sweep_id = world.submit()
     world.until(sweep_id, lambda sweep: len(sweep["trials"]) == 2)
     played = json.loads(run_command(capsys, "simulate", "--queue", "now", "--json"))
@@ -306,7 +309,7 @@ def test_a_trial_that_diverges_has_no_value_whatever_it_had_before(world: World)
 
 
 def test_a_search_that_fails_ends_its_sweep_and_no_other(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    (world.folder / "slow").touch()
+    (world.folder / "endless").touch()
     bad = world.submit()
     world.until(bad, lambda sweep: len(sweep["trials"]) == 2)
     good = world.submit()
