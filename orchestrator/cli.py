@@ -181,7 +181,7 @@ def up(
         answer,
         as_json,
         "".join(f"{note}\n" for note in notes or ())
-        + "".join(f"{problem}. Jobs are taken, and wait.\n" for problem in answer["problems"])
+        + "".join(f"{problem}.\n" for problem in answer["problems"])
         + f"The service {state}: {answer['name']}, {nodes} devices. Records: {records}. Home: {home}"
         + f"\nPages: http://127.0.0.1:{answer['port']}, with the token in {home / 'token'}"
         + (_reachable(served) if served is not None else ""),

@@ -259,6 +259,13 @@ def test_a_broken_target_stops_no_other(tmp_path: Path, hook: Hook, url: str) ->
     assert len(hook.got) == 2
 
 
+def test_a_target_without_its_variable_is_a_problem_before_any_notice() -> None:
+    for environment, missing in (({}, "URL_A"), ({"URL_A": "https://h/"}, "SECRET"), ({"SECRET": "s"}, "URL_A")):
+        problem = targets_of(spec_of("a"), "c", dict(environment))["a"].problem
+        assert problem == f"no notice reaches a: the service was started without the variable {missing}"
+    assert targets_of(spec_of("a"), "c", {"URL_A": "https://h/", "SECRET": "s"})["a"].problem is None
+
+
 def test_a_notice_that_a_target_could_not_be_given_for_days_is_dropped(hook: Hook) -> None:
     target = hooks_of({"a": hook.url})["a"]
     target.send([(1, trial("old", time.time() - targets.EXPIRES_S - 60)), (2, trial("new"))])

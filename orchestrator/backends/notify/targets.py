@@ -42,6 +42,14 @@ class Target(Receiver[Notice]):
         """Deliver notices, at least one, whatever `kinds` says. Raises OSError, whose message holds no secret."""
         raise NotImplementedError
 
+    @property
+    def problem(self) -> str | None:
+        """Why no notice leaves: a variable that the service was started without; None where it has all."""
+        for name in (self.spec.apprise, self.spec.webhook, self.spec.signed_with):
+            if name is not None and not self._secrets.get(name, "").strip():
+                return f"no notice reaches {self.spec.name}: the service was started without the variable {name}"
+        return None
+
     def secret(self, name: str | None) -> str:
         """The value of a variable. Raises OSError where the service has none."""
         assert name is not None, self.spec

@@ -73,7 +73,7 @@ class Link:
             if self._agent is not None:
                 return None
             since = datetime.fromtimestamp(self._away_since_s).astimezone()
-            return f"Ray cannot be reached since {since:%Y-%m-%d %H:%M:%S %Z}: {self._why}"
+            return f"Ray cannot be reached since {since:%Y-%m-%d %H:%M:%S %Z}, and jobs wait: {self._why}"
 
     def call(self, name: str, *arguments: Any, timeout_s: float = CALL_TIMEOUT_S) -> Any:
         """Call the agent's method of this name, and return its result. Raises ClusterAway or CallFailed."""

@@ -160,7 +160,8 @@ def serve(
         notifier = _make_notifier(cluster, targets, journal, controller, sweeper)
         relays = stack.enter_context(_relays(journal, trackers, targets))
         purger = Purger(home, declared.keep, declared.trackers, controller, journal, accounts)
-        controller.health.watch(lambda: purger.problem)
+        for source in (purger, *targets.values()):
+            controller.health.watch(partial(getattr, source, "problem"))
         _start_followers(stop, notifier, sweeper, purger)
         _start_thread(_notify, controller, relays, stop)
 
