@@ -1,4 +1,4 @@
-"""Commands about the machines of a cluster: what hardware there is, how one joins and how it leaves."""
+"""Commands about a cluster: its hardware, how a machine joins, drains and leaves, and the shares of teams."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from orchestrator.service.server.logins import DEFAULT_HOME
-from orchestrator.service.terminal.options import AsJson, Home
+from orchestrator.service.terminal.options import AsJson, Home, client_of
 from orchestrator.service.terminal.output import tell
 from orchestrator.specs.errors import ServiceError, SpecError
 from orchestrator.specs.units import parse_seconds
@@ -87,3 +87,33 @@ def join_token(
         raise ServiceError("no machine can join: start the service by `orc up --listen HOST:PORT`")
     token = make_join_token(home, endpoint, renew=renew)
     tell({"token": token}, as_json, token)
+
+
+def drain(
+    node: Annotated[
+        str | None, typer.Argument(metavar="NODE", help="Node to drain; without it, the state of every node is shown.")
+    ] = None,
+    undo: Annotated[bool, typer.Option("--undo", help="Let the node take new attempts again.")] = False,
+    home: Home = DEFAULT_HOME,
+    as_json: AsJson = False,
+) -> None:
+    """Drain a node: it takes no new attempt, and running ones go on. Shows the jobs on each node."""
+    from orchestrator.service.terminal.tables import nodes_table
+
+    client = client_of(home)
+    if node is not None:
+        client.drain(node, undo=undo)
+    elif undo:
+        raise SpecError("say which node shall take again what comes", path="NODE")
+    live = client.cluster()
+    answer = {name: live[name] for name in ("nodes", "drained")}
+    tell(answer, as_json, nodes_table(live["nodes"], live["drained"]))
+
+
+def teams(home: Home = DEFAULT_HOME, as_json: AsJson = False) -> None:
+    """Show shares, use, quotas, running and waiting devices of each team and user."""
+    from orchestrator.service.views.teams import teams_table
+
+    shared = client_of(home).teams()
+    message = "Nothing is shared: the cluster file's `policy` names no teams."
+    tell({"teams": shared}, as_json, teams_table(shared) if shared else message)

@@ -1,4 +1,4 @@
-"""`orc plan`, `orc estimate` and `orc fit`: what a job needs and gets, before anything is started."""
+"""`orc plan`, `estimate`, `fit` and `calibrate`: what a job needs and gets, before anything is started."""
 
 # Imports of heavy packages stand in the commands that need them: `orc plan` answers within a second.
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from orchestrator.service.server.logins import DEFAULT_HOME
-from orchestrator.service.terminal.options import SERVER, AsJson, Cluster, Home, Pinned, Settings, service_of
+from orchestrator.service.terminal.options import SERVER, AsJson, Cluster, Home, Pinned, Settings, client_of, service_of
 from orchestrator.service.terminal.output import show_spinner, tell
 from orchestrator.specs.errors import SpecError
 
@@ -110,6 +110,24 @@ def fit(
         ways = [(way, job_spec if job_spec is spec else trace(job_spec)) for way, job_spec in ways_of_model(spec)]
         rows = list(fit_rows(ways))
     tell({"job": spec.name, "rows": rows}, as_json, fit_panel(spec, rows, is_assumed=bool(name)))
+
+
+def calibrate(
+    tracking_uri: Annotated[
+        str,
+        typer.Option("--from-mlflow", metavar="URI", help="Address of the MLflow server that recorded the attempts."),
+    ],
+    experiment: Annotated[str, typer.Option("--experiment", help="Name of the MLflow experiment.")] = "orchestrator",
+    home: Home = DEFAULT_HOME,
+    as_json: AsJson = False,
+) -> None:
+    """Calibrate the service with attempts that another home recorded in MLflow."""
+    from orchestrator.backends.mlflow.outcomes import read_outcomes
+
+    client = client_of(home)
+    outcomes = read_outcomes(tracking_uri, experiment)
+    new = client.observe(outcomes)
+    tell({"found": len(outcomes), "new": new}, as_json, f"{len(outcomes)} outcomes found, {new} of them new.")
 
 
 def _model_name(job: str) -> str:

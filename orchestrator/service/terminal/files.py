@@ -1,0 +1,46 @@
+"""`orc init` and `orc schema`: how a job file is begun, and what it may hold."""
+
+# Imports of heavy packages stand in the commands that need them.
+from __future__ import annotations
+
+import json
+import os
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from orchestrator.service.terminal.output import show_spinner
+
+
+class SchemaName(StrEnum):
+    """What `orc schema` can describe."""
+
+    JOB = "job"
+    CLUSTER = "cluster"
+
+
+def init(
+    command: Annotated[
+        list[str], typer.Argument(metavar="COMMAND...", help="Training command or script; read, never run.")
+    ],
+    run_help: Annotated[
+        bool, typer.Option("--run-help", help="Run the command with --help, up to 20 s, to read its flags.")
+    ] = False,
+) -> None:
+    """Print a job file for a training command, proposed from its files and options."""
+    from orchestrator.service.commands.init.proposal import proposal
+
+    with show_spinner("reading the command's files"):
+        job_file = proposal(command, Path.cwd(), os.environ, run_help)
+    sys.stdout.write(job_file)
+
+
+def schema(name: Annotated[SchemaName, typer.Argument(help="Kind of file.")] = SchemaName.JOB) -> None:
+    """Print the JSON Schema of job or cluster files, for editors."""
+    from orchestrator.specs.cluster import cluster_json_schema
+    from orchestrator.specs.job.spec import job_json_schema
+
+    print(json.dumps(job_json_schema() if name is SchemaName.JOB else cluster_json_schema(), indent=2))

@@ -1,0 +1,171 @@
+"""`orc up`, `down`, `doctor`, `backup` and `restore`: the service of a home folder, and the folder itself."""
+
+# Imports of heavy packages stand in the commands that need them.
+from __future__ import annotations
+
+import os
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from orchestrator.service.server.logins import DEFAULT_HOME
+from orchestrator.service.server.logs import VARIABLE as LOG_FORMAT
+from orchestrator.service.server.logs import LogFormat
+from orchestrator.service.terminal.options import AsJson, Cluster, Home, client_of
+from orchestrator.service.terminal.output import show_spinner, tell
+from orchestrator.specs.errors import SpecError
+
+if TYPE_CHECKING:
+    from orchestrator.service.server.endpoint import Endpoint
+
+
+def up(
+    home: Home = DEFAULT_HOME,
+    cluster: Cluster = None,
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            "--ray", metavar="ADDRESS", help="Address of a running Ray, as host:port; without it, one is started."
+        ),
+    ] = None,
+    listen: Annotated[
+        str | None, typer.Option("--listen", metavar="HOST:PORT", help="Serve other machines here too, under TLS.")
+    ] = None,
+    tls_cert: Annotated[
+        Path | None, typer.Option("--tls-cert", help="Certificate (PEM); default: one made for trials.")
+    ] = None,
+    tls_key: Annotated[Path | None, typer.Option("--tls-key", help="Its private key (PEM).")] = None,
+    allowed_hosts: Annotated[
+        list[str] | None, typer.Option("--allowed-host", metavar="NAME", help="Host name that clients use; repeatable.")
+    ] = None,
+    trust_users: Annotated[
+        bool, typer.Option("--trust-users", help="Let jobs of all users run as the service's user.")
+    ] = False,
+    foreground: Annotated[
+        bool, typer.Option("--foreground", help="Be the service, and log here: for containers and systemd.")
+    ] = False,
+    log_format: Annotated[
+        LogFormat, typer.Option("--log-format", envvar="ORC_LOG_FORMAT", help="Format of the service's log.")
+    ] = LogFormat.TEXT,
+    as_json: AsJson = False,
+) -> None:
+    """Start the service; without a cluster file on this machine's GPUs, else on two virtual devices."""
+    from orchestrator.service.server.client import service_file
+    from orchestrator.service.server.endpoint import load_endpoint, make_endpoint, parse_listen
+    from orchestrator.service.server.intake import read_cluster
+    from orchestrator.service.server.join_token import make_join_token
+    from orchestrator.service.server.lifecycle import become, start
+
+    home = home.expanduser()
+    read_cluster(cluster)
+    if ray is not None:
+        parse_listen(ray, "--ray", "head:6379")
+    os.environ[LOG_FORMAT] = log_format  # the service inherits it
+    if listen is None and (tls_cert or tls_key or allowed_hosts or trust_users):
+        raise SpecError("say where other machines are served", source="--listen", allowed="HOST:PORT")
+    hosts = tuple(allowed_hosts or ())
+    endpoint = make_endpoint(home, listen, tls_cert, tls_key, hosts, trusts_users=trust_users) if listen else None
+    if foreground:
+        become(home, cluster, ray, endpoint)
+    with show_spinner("starting the service"):
+        notes = start(home, cluster, ray, endpoint)
+    with closing(client_of(home)) as client:
+        answer = {"started": notes is not None, "notes": notes or (), **service_file(home), **client.cluster()}
+    if (served := load_endpoint(home)) is not None:
+        answer["listen"] = {"host": served.host, "port": served.port, "fingerprint": served.fingerprint()}
+        make_join_token(home, served)
+        answer["join"] = {"service": f"{served.address}:{served.port}"}
+    state = "is up" if notes is not None else "was up already"
+    nodes = sum(len(node["free_bytes"]) for node in answer["nodes"])
+    records = ", ".join(f"{name} at {address}" for name, address in answer["trackers"].items())
+    tell(
+        answer,
+        as_json,
+        "".join(f"{note}\n" for note in notes or ())
+        + "".join(f"{problem}.\n" for problem in answer["problems"])
+        + f"The service {state}: {answer['name']}, {nodes} devices. Records: {records}. Home: {home}"
+        + f"\nPages: http://127.0.0.1:{answer['port']}, with the token in {home / 'token'}"
+        + (_reachable(served) if served is not None else ""),
+    )
+
+
+def down(
+    home: Home = DEFAULT_HOME,
+    force: Annotated[
+        bool, typer.Option("--force", help="Stop while jobs run; they restart at the next `orc up`.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Stop the service, its Ray and its MLflow."""
+    from orchestrator.service.server.lifecycle import stop
+
+    with show_spinner("stopping the service"):
+        stop(home.expanduser(), force)
+    tell({"stopped": True}, as_json, "The service is down. Its queue and records stay in the home folder.")
+
+
+def doctor(
+    home: Home = DEFAULT_HOME,
+    repair_rows: Annotated[
+        bool, typer.Option("--repair", help="Show the rows of the journal that cannot be read.")
+    ] = False,
+    remove: Annotated[
+        list[str] | None,
+        typer.Option("--remove", metavar="TABLE/ROW", help="With --repair: drop such a row for good; repeatable."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Check this machine: what is missing, and how to fix it. Exits with 1 where something is."""
+    from dataclasses import asdict
+
+    if repair_rows or remove:
+        from orchestrator.service.commands.repair import repair, rows_table
+
+        rows = repair(home.expanduser(), remove or [])
+        tell({"rows": rows}, as_json, rows_table(rows))
+        raise typer.Exit(bool(rows))
+    from orchestrator.service.commands.doctor import BAD, findings, findings_table
+
+    with show_spinner("checking this machine"):
+        checks = findings(home.expanduser())
+    tell({"findings": [asdict(finding) for finding in checks]}, as_json, findings_table(checks))
+    raise typer.Exit(any(finding.verdict == BAD for finding in checks))
+
+
+def backup(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Archive to write.")],
+    home: Home = DEFAULT_HOME,
+    as_json: AsJson = False,
+) -> None:
+    """Back up queue, history, accounts and cluster file, also while jobs run. Checkpoints are not in it."""
+    from orchestrator.service.commands.backup import back_up
+
+    manifest = back_up(home.expanduser(), file)
+    tell({"file": str(file), **manifest}, as_json, f"{file} has the home {home} as of {manifest['created_at']}.")
+
+
+def restore(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Archive that `orc backup` wrote.")],
+    home: Home = DEFAULT_HOME,
+    as_json: AsJson = False,
+) -> None:
+    """Restore a backup into an empty home. Attempts that ran then count as lost, and their jobs restart."""
+    from dataclasses import asdict
+
+    from orchestrator.service.commands.backup import restore as restore_archive
+
+    restored = restore_archive(file, home.expanduser())
+    state = f"{home} is as of {restored.created_at}: {restored.queued} queued jobs, {len(restored.lost)} lost attempts."
+    tell(asdict(restored), as_json, f"{state} `orc up` goes on.")
+
+
+def _reachable(endpoint: Endpoint) -> str:
+    """How other machines reach the service, and join it, in words."""
+    return (
+        f"\nOther machines: https://HOST:{endpoint.port} (bound to {endpoint.host}). There, with a token of "
+        f"`orc token create USER`:\n  orc login https://HOST:{endpoint.port} --fingerprint {endpoint.fingerprint()}"
+        f"\nA machine that shares the home folder adds its devices by `orc join {endpoint.address}:{endpoint.port}`. "
+        "`orc token join` prints the token for it."
+    )

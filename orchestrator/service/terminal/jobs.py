@@ -1,0 +1,154 @@
+"""`orc submit`, `run`, `rehearse`, `show`, `explain`, `logs` and `get`: a job from its file to its output."""
+
+# Imports of heavy packages stand in the commands that need them.
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from orchestrator.service.server.logins import DEFAULT_HOME
+from orchestrator.service.terminal.completion import job_ids
+from orchestrator.service.terminal.options import AsJson, Home, Pinned, Settings, client_of, service_of
+from orchestrator.service.terminal.output import console_on, show_spinner, tell
+from orchestrator.specs.errors import SpecError
+from orchestrator.specs.fault import Fault, FaultKind
+from orchestrator.specs.units import format_bytes
+
+JobFile = Annotated[Path, typer.Argument(metavar="FILE", help="Job file (YAML).")]
+JobId = Annotated[
+    str, typer.Argument(metavar="JOB", help="Id of the job, as `orc queue` shows it.", autocompletion=job_ids)
+]
+
+
+def submit(
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Job files (YAML).")],
+    settings: Settings = None,
+    pins: Pinned = None,
+    home: Home = DEFAULT_HOME,
+    as_json: AsJson = False,
+) -> None:
+    """Submit jobs to the queue, all or none. Exits with 1 where a job or its guarantee is refused."""
+    from orchestrator.service.server.intake import read_overrides, read_pins
+    from orchestrator.service.server.sending import read_jobs_for
+    from orchestrator.service.terminal.tables import promise_words
+    from orchestrator.specs.job.sweep import SWEEP
+
+    specs = read_jobs_for(service_of(home), files, (*read_overrides(settings or []), *read_pins(pins)), home)
+    client = client_of(home)
+    batch = client.submit_all([spec.model_dump(mode="json") for spec in specs])
+    ids, promises, refused = batch["ids"], batch["promises"], batch["refused"]
+    sweeps = [f"{SWEEP}{job_id}" for job_id, spec in zip(ids, specs, strict=True) if spec.trial is not None]
+    shown_ids = [f"{SWEEP}{job_id}" if f"{SWEEP}{job_id}" in sweeps else job_id for job_id in ids]
+    tell({**batch, "sweeps": sweeps}, as_json, "\n".join(shown_ids))
+    for job_id, message in batch["late"].items():
+        print(f"{job_id} {message}", file=sys.stderr)
+    for job_id, promise in promises.items():
+        print(f"{job_id} {promise_words(promise)}", file=sys.stderr)
+    for job_id, reason in refused.items():
+        print(f"{job_id} was refused: {reason}", file=sys.stderr)
+    raise typer.Exit(bool(refused) or any(promise["refused"] for promise in promises.values()))
+
+
+def run(file: JobFile, settings: Settings = None, home: Home = DEFAULT_HOME, as_json: AsJson = False) -> None:
+    """Submit a job, show its progress to the end, and exit with its result. Starts a service that is down."""
+    from orchestrator.service.server.intake import read_overrides
+    from orchestrator.service.server.sending import read_jobs_for
+    from orchestrator.service.terminal.follow import run_to_end
+
+    (spec,) = read_jobs_for(service_of(home), [file], read_overrides(settings or []), home, only_one=True)
+    raise typer.Exit(run_to_end(spec, None, service_of(home), as_json))
+
+
+def rehearse(
+    file: JobFile,
+    fail: Annotated[FaultKind, typer.Option("--fail", help="Failure to inject into the first attempt.")],
+    rank: Annotated[int, typer.Option("--rank", min=0, help="Rank that fails, counted from 0.")] = 0,
+    step: Annotated[
+        int, typer.Option("--step", min=1, help="Optimizer step before whose end it fails, counted from 1.")
+    ] = 1,
+    settings: Settings = None,
+    home: Home = DEFAULT_HOME,
+    as_json: AsJson = False,
+) -> None:
+    """Inject a failure into the first attempt of a job, and follow its recovery."""
+    from orchestrator.service.server.intake import read_overrides
+    from orchestrator.service.server.sending import read_jobs_for
+    from orchestrator.service.terminal.follow import run_to_end
+
+    (spec,) = read_jobs_for(service_of(home), [file], read_overrides(settings or []), home, only_one=True)
+    if rank >= spec.gpus.max:
+        allowed = f"0 to {spec.gpus.max - 1}: the job takes {spec.gpus.max} gpus at most"
+        raise SpecError("the job never has this rank", source="--rank", got=rank, allowed=allowed)
+    if not spec.is_script and step > spec.training.max_steps:
+        allowed = f"1 to training.max_steps={spec.training.max_steps}"
+        raise SpecError("the job ends before this step", source="--step", got=step, allowed=allowed)
+    raise typer.Exit(run_to_end(spec, Fault(kind=fail, rank=rank, step=step), service_of(home), as_json))
+
+
+def show(job_id: JobId, home: Home = DEFAULT_HOME, as_json: AsJson = False) -> None:
+    """Show everything about one job: attempts, changes, predicted and measured peaks, failures; or a sweep's trials."""
+    from orchestrator.service.terminal.sweep_tables import sweep_panel
+    from orchestrator.service.terminal.tables import job_panel
+    from orchestrator.specs.job.sweep import SWEEP
+
+    client = client_of(home)
+    if job_id.startswith(SWEEP) and any(sweep["id"] == job_id for sweep in client.sweeps()):
+        sweep = client.sweep(job_id)
+        tell(dict(sweep), as_json, sweep_panel(sweep))
+        return
+    job, _ = client.job(job_id)
+    tell(dict(job), as_json, job_panel(job, console_on(sys.stdout).width))
+
+
+def explain(job_id: JobId, home: Home = DEFAULT_HOME, as_json: AsJson = False) -> None:
+    """Explain a job: what would start it sooner, predicted and measured bytes by cause, what each attempt changed."""
+    from orchestrator.service.terminal.tables import explanation_panel
+
+    with show_spinner("asking what would start it sooner"):
+        explanation = client_of(home).explanation(job_id)
+    tell(dict(explanation), as_json, explanation_panel(explanation))
+
+
+def logs(
+    job_id: JobId,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Follow the log until the job ends.")] = False,
+    attempt: Annotated[
+        int | None,
+        typer.Option("--attempt", min=1, help="Number of the attempt, counted from 1; without it, the last one."),
+    ] = None,
+    rank: Annotated[int, typer.Option("--rank", min=0, help="Rank whose log is printed, counted from 0.")] = 0,
+    home: Home = DEFAULT_HOME,
+    as_json: AsJson = False,
+) -> None:
+    """Print the log of one rank of a job."""
+    from orchestrator.service.terminal.follow import log_lines
+    from orchestrator.service.visible import visible_log
+
+    lines = log_lines(client_of(home), job_id, attempt, rank, follow)
+    for number, text in lines:
+        if as_json:
+            print(json.dumps({"job": job_id, "attempt": number, "rank": rank, "text": text}), flush=True)
+        else:
+            sys.stdout.write(visible_log(text) if sys.stdout.isatty() else text)
+            sys.stdout.flush()
+
+
+def get(
+    job_id: JobId,
+    to: Annotated[
+        Path | None, typer.Option("--to", metavar="FOLDER", help="New folder; without it, one of the job's name.")
+    ] = None,
+    home: Home = DEFAULT_HOME,
+    as_json: AsJson = False,
+) -> None:
+    """Fetch the output folder of a job, whole or not at all."""
+    folder = (to or Path(job_id)).expanduser()
+    size_bytes, left_out = client_of(home).fetch_output(job_id, folder)
+    summary = f"{format_bytes(size_bytes)} are in {folder}."
+    if left_out:
+        summary += f" Links that leave the folder were left out: {left_out}."
+    tell({"folder": str(folder), "bytes": size_bytes, "left_out": left_out}, as_json, summary)
