@@ -254,15 +254,17 @@ SIZES = {  # vocabulary, hidden, feed-forward, layers, heads, key-value heads
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("model", "gpus", "batch", "calls"), [("7b", 8, 64, 310), ("70b", 512, 1024, 2630), ("405b", 4096, 4096, 4000)]
-)
-def test_large_searches_call_a_bounded_number_of_functions(model: str, gpus: int, batch: int, calls: int) -> None:
-    """Thousands of calls, and no seconds, which differ between machines: `make bench` measures them.
+def test_a_search_over_512_times_the_devices_calls_at_most_15_times_as_many_functions() -> None:
+    """A ratio of calls, and no seconds, which differ between machines: `make bench` measures them.
 
-    The bound has room for a few per cent: hashes by address collide by chance, and `__eq__` is called;
-    and the profiler counts the making of one kind of named tuple only, since all have one label.
+    It was 12.9 on 2026-11-20 and on 2026-11-28, while new kinds of plans had added a seventh to both numbers.
     """
+    small, large = (count_calls(*search) for search in (("7b", 8, 64), ("405b", 4096, 4096)))
+    assert large < 15 * small
+
+
+def count_calls(model: str, gpus: int, batch: int) -> int:
+    """Return how many functions a search calls that finds a plan that fits."""
     names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
     heads = ("num_attention_heads", "num_key_value_heads")
     spec = decoder_job(
@@ -275,5 +277,5 @@ def test_large_searches_call_a_bounded_number_of_functions(model: str, gpus: int
     machine = hardware(per_node=8, nodes=gpus // 8)
     with Profile() as recorded:
         front = frontier(spec, machine)
-    assert Stats(recorded).total_calls < 1000 * calls
     assert any(fits(candidate, machine.device.memory, UNMEASURED) for candidate in front.candidates)
+    return int(Stats(recorded).total_calls)
