@@ -12,6 +12,7 @@ from rich.console import Console
 
 from orchestrator.service.server import job_routes
 from orchestrator.service.server.gate import BODY_BYTES_MAX, PAGES
+from orchestrator.service.terminal.expected import expected_table
 from orchestrator.service.terminal.tables import (
     attempts_table,
     explanation_panel,
@@ -349,13 +350,21 @@ def test_a_cluster_that_is_not_shared_has_no_teams(world: World) -> None:
 
 
 def test_the_queue_has_one_line_for_each_job_on_a_narrow_terminal(world: World) -> None:
-    ids = [world.submit() for _ in range(4)]
+    names = ("lm", "paper-author-compare", "a" * 40, "rvc")
+    for name in names:
+        assert world.client.post("/jobs", json={"spec": job_spec() | {"name": name}}).status_code == 200
     world.controller.turn(1.0)
-    lines = drawn(queue_table(world.client.get("/jobs").json()["jobs"], 80), 80).splitlines()
-    assert [line.split()[0] for line in lines] == ["JOB", *ids]
-    assert max(map(len, lines)) <= 80
+    jobs = world.client.get("/jobs").json()["jobs"]
+    ids = [job["id"] for job in jobs]
+    for width in (60, 80, 99):
+        lines = drawn(queue_table(jobs, width), width).splitlines()
+        assert [line.split()[0][:20] for line in lines] == ["JOB", *(job_id[:20] for job_id in ids)]
+        assert [line.split()[1] for line in lines[1:]] == [job["status"] for job in jobs]
+        assert max(map(len, lines)) <= width
     attempts = drawn(attempts_table([world.client.get(f"/jobs/{ids[0]}").json()["job"]], 80), 80).splitlines()
     assert [line.split()[0] for line in attempts] == ["ATTEMPT", f"{ids[0]}-1"]
+    forecast = drawn(expected_table(world.client.get("/forecast").json()["jobs"]), 80).splitlines()
+    assert [line.split()[0][:20] for line in forecast if line[:1].strip()][1:5] == [job_id[:20] for job_id in ids]
 
 
 def drawn(table: Any, width: int = 160) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from rich.table import Table
@@ -12,6 +12,8 @@ from rich.text import Text
 if TYPE_CHECKING:
     from orchestrator.service.server.forecasts import ExpectedJob
 
+WHOLE_MAX = 28  # characters of an id that every table shows
+MINUTE_WIDTH = len("(15:38 to 15:53)")
 STYLES = {
     "succeeded": "green",
     "running": "cyan",
@@ -27,6 +29,12 @@ def coloured(word: str) -> Text:
     return Text(word, style=STYLES.get(word, "red"))
 
 
+def add_whole_column(table: Table, name: str, texts: Iterable[str]) -> None:
+    """Add a column that a narrow terminal does not shorten below its longest text, up to WHOLE_MAX characters."""
+    width = max(len(name), *(min(len(text), WHOLE_MAX) for text in texts), 0)
+    table.add_column(name, no_wrap=True, overflow="ellipsis", min_width=width, max_width=width)
+
+
 def local_minute(at_s: float | None, range_s: tuple[float, float] | None) -> str:
     """Return a local time to the minute, with its range."""
     if at_s is None:
@@ -38,23 +46,23 @@ def local_minute(at_s: float | None, range_s: tuple[float, float] | None) -> str
 
 
 def expected_table(expected: Sequence[ExpectedJob]) -> Table:
-    """Return a table of each job's expected start and end."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("JOB", "STATUS", "GPUS", "STARTS", "ENDS", "DUE"):
-        table.add_column(column, no_wrap=True)
-    table.add_column("WHY", overflow="fold")
+    """Return a table of each job's expected start and end, and why it ends then and not before."""
+    table = Table(box=None, pad_edge=False, header_style="bold", expand=True)
+    add_whole_column(table, "JOB", (job["id"] for job in expected))
+    for column in ("GPUS", "STARTS", "ENDS"):
+        table.add_column(column, max_width=MINUTE_WIDTH)
+    table.add_column("WHY", overflow="fold", ratio=1)
     for job in expected:
-        devices = "-" if job["devices"] is None else str(job["devices"])
         end_s, deadline_s = job["end_s"], job["deadline_s"]
         is_late = deadline_s is not None and (end_s is None or end_s > deadline_s)
+        due = "" if deadline_s is None else f"{'late, ' if is_late else ''}due {local_minute(deadline_s, None)}"
+        is_waiting = job["status"] == "queued"
         table.add_row(
             job["id"],
-            coloured(job["status"]),
-            devices,
-            local_minute(job["start_s"], job["start_range_s"] if job["status"] == "queued" else None),
+            "-" if job["devices"] is None else str(job["devices"]),
+            local_minute(job["start_s"], job["start_range_s"]) if is_waiting else coloured(job["status"]),
             local_minute(end_s, job["end_range_s"]) if job["says_length"] else f"{local_minute(end_s, None)} ?",
-            Text("" if deadline_s is None else local_minute(deadline_s, None), style="red" if is_late else ""),
-            Text(f"late: {job['why']}" if is_late else job["why"]),
+            Text("; ".join(filter(None, (due, job["why"]))), style="red" if is_late else ""),
         )
     if not all(job["says_length"] for job in expected):
         table.caption, table.caption_justify = "? does not say `steps`: a day is taken", "left"

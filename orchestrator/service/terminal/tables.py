@@ -13,7 +13,7 @@ from orchestrator.memory.calibration.calibrate import EVEN
 from orchestrator.planning.explain import why_taken
 from orchestrator.planning.picture import SYMBOLS, Mark, Picture, Point, draw_lines
 from orchestrator.service.commands.plan import CandidateView, JobPlans
-from orchestrator.service.terminal.expected import coloured, local_minute
+from orchestrator.service.terminal.expected import add_whole_column, coloured, local_minute
 from orchestrator.service.views.records import (
     AttemptView,
     EstimateView,
@@ -40,6 +40,7 @@ MARK_STYLES = {
 BAR_WIDTH = 32
 MOMENT_BAR_WIDTH = 28  # fits beside the longest name of a moment within 80 columns
 LESS_TRUSTED = "faster by less than predictions are off, and less trusted"
+NARROW_PLAN = 22  # columns of a plan in a narrow table
 WIDE = 100  # columns from which a table has room for everything
 ROWS_AROUND = 5  # of the frontier, on each side of the chosen plan
 
@@ -52,12 +53,18 @@ def queue_table(jobs: Sequence[JobView], width: int = WIDE) -> Table:
     is_narrow = width < WIDE
     shared = any(job["team"] is not None for job in jobs)
     ranked = any(job["priority"] for job in jobs)
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    columns = {"JOB": True, "TEAM/USER": shared, "STATUS": True, "PRIO": ranked, "TRIES": True}
-    for column in (name for name, is_shown in columns.items() if is_shown):
-        table.add_column(column, no_wrap=True)
-    table.add_column("PLAN", no_wrap=is_narrow)
-    table.add_column("WHY", overflow="ellipsis" if is_narrow else "fold", no_wrap=is_narrow)
+    table = Table(box=None, pad_edge=False, header_style="bold", expand=is_narrow)
+    add_whole_column(table, "JOB", (job["id"] for job in jobs))
+    if shared:
+        table.add_column("TEAM/USER", no_wrap=True)
+    add_whole_column(table, "STATUS", (job["status"] for job in jobs))
+    if ranked:
+        table.add_column("PRIO", no_wrap=True)
+    if not is_narrow:
+        table.add_column("TRIES", no_wrap=True)
+    table.add_column("PLAN", no_wrap=is_narrow, max_width=NARROW_PLAN if is_narrow else None)
+    why = {"overflow": "ellipsis", "no_wrap": True, "ratio": 1} if is_narrow else {"overflow": "fold"}
+    table.add_column("WHY", **why)
     for job in jobs:
         plan = job["attempts"][-1]["plan"] if job["attempts"] else f"{_gpus(job)} wanted"
         plan = plan.partition(" · ")[2] or plan if is_narrow else plan
@@ -66,7 +73,7 @@ def queue_table(jobs: Sequence[JobView], width: int = WIDE) -> Table:
             *([f"{job['team']}/{job['user']}"] if shared else []),
             coloured(job["status"]),
             *([str(job["priority"])] if ranked else []),
-            str(len(job["attempts"])),
+            *([] if is_narrow else [str(len(job["attempts"]))]),
             plan,
             Text(progress_line(job["progress"]) or _why(job)),
         )
@@ -114,7 +121,8 @@ def attempts_table(jobs: Sequence[JobView], width: int = WIDE) -> Table:
     """
     is_narrow = width < WIDE
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("ATTEMPT", "PLAN") if is_narrow else ("ATTEMPT", "PLAN", "CHANGE"):
+    add_whole_column(table, "ATTEMPT", (f"{job['id']}-{len(job['attempts'])}" for job in jobs))
+    for column in ("PLAN",) if is_narrow else ("PLAN", "CHANGE"):
         table.add_column(column, overflow="fold")
     for column in ("PREDICTED", "PEAK", "STEP", "OUTCOME"):
         table.add_column(column, justify="left" if column == "OUTCOME" else "right", no_wrap=True)
