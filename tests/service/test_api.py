@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,12 @@ from orchestrator.service.terminal.tables import (
 )
 from orchestrator.service.views.records import in_order, node_from_view, observations_from_view, observations_view
 from orchestrator.service.views.teams import teams_table
+from orchestrator.specs.parse import parse_job
 from orchestrator.specs.policy import PolicySpec
 from orchestrator.specs.run import JobFolder
 from tests.scheduling.factories import observation
 from tests.service.services import TOKEN
-from tests.service.worlds import World, job_spec
+from tests.service.worlds import JOB, World, job_spec
 
 ROUTES = [
     ("GET", "/jobs"),
@@ -339,6 +341,19 @@ def test_a_submission_returns_its_promise_or_the_reason_of_the_refusal(tmp_path:
     assert "starts by" in drawn(queue_table([job | {"status": "queued"}]))
     assert world.client.get("/jobs/lm-3").json()["job"]["promise"] is None
     world.journal.close()
+
+
+def test_a_model_whose_packages_are_missing_is_refused_where_it_is_submitted(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = JOB.replace("decoder: {vocab", "hf: {model_type: llama, vocab")
+    spec = parse_job(text, "job.yaml").model_dump(mode="json")
+    assert world.client.post("/jobs", json={"spec": spec}).status_code == 200
+    monkeypatch.setitem(sys.modules, "peft", None)
+    answer = world.client.post("/jobs", json={"spec": spec})
+    assert answer.status_code == 422
+    assert "not installed here: peft" in answer.json()["error"]
+    assert world.client.post("/jobs", json={"spec": job_spec()}).status_code == 200
 
 
 def test_a_cluster_that_is_not_shared_has_no_teams(world: World) -> None:

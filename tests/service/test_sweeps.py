@@ -281,16 +281,6 @@ def test_a_program_with_a_bug_ends_the_sweep_after_its_first_trials(world: World
     assert len(over["trials"]) <= FAILURES_MAX + 2, "at most two were live meanwhile"
 
 
-def test_without_optuna_nothing_is_stored_and_the_missing_extra_is_named(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "optuna", None)
-    with pytest.raises(SpecError, match=r"install the extra .* pip install 'orchestrator\[sweep\]'"):
-        world.submit()
-    assert world.sweeper.reports() == []
-    assert not world.controller.state.jobs
-
-
 def test_a_client_submits_no_trial_of_a_sweep_that_exists(world: World) -> None:
     (spec,) = read_jobs(world.folder / "job.yaml")
     forged = spec.model_dump(mode="json")

@@ -90,7 +90,7 @@ class FutureSubmissions:
     def __init__(
         self, state: State, more: Sequence[JobSpec], to_come: Mapping[str, Sequence[JobSpec]], home: Path
     ) -> None:
-        """Raises SpecError for a job of `more` of unknown length, and for a sweep without Optuna."""
+        """Raises SpecError for a job of `more` of unknown length."""
         self.jobs: list[Job] = []
         self._begins, self._trials = list[Submitted](), {sweep: deque(specs) for sweep, specs in to_come.items()}
         together: dict[str, list[str]] = {}

@@ -54,7 +54,7 @@ def read_state(journal: str) -> State:
 def read_queue(journal: str, home: Path) -> tuple[State, Mapping[str, tuple[JobSpec, ...]]]:
     """Return the state at the end of a journal, and the trials that its open sweeps have still to submit, by their ids.
 
-    Raises as `read_events`, and SpecError without Optuna where a sweep is open.
+    Raises as `read_events`.
     """
     state = read_state(journal)
     with open_journal(journal) as opened_journal:

@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from orchestrator.specs.parse import Override, join_problems, parse_cluster, par
 from orchestrator.specs.replace import replace
 
 OWN_PYTHON = ("python", "python3")
+FINETUNE = ("transformers", "peft")  # that a rank of `model.hf` imports
 NO_CONFIG = f"no {CONFIG} can be read"
 EMBEDDED_CLUSTER = """\
 name: two-virtual-devices
@@ -126,6 +128,15 @@ def check_files(spec: JobSpec, source: str) -> None:
     problems = [*_missing_files(spec, source), *_missing_script(spec, source, with_programs=False)]
     if problems:
         raise join_problems(problems, source)
+
+
+def check_packages(spec: JobSpec, source: str) -> None:
+    """Raises SpecError where a package is missing here that every rank of the job imports."""
+    if spec.is_script or spec.model is None or spec.model.hf is None:
+        return
+    if missing := [name for name in FINETUNE if find_spec(name) is None]:
+        hint = "where the service runs: pip install 'orchestrator[finetune]'"
+        raise SpecError(f"not installed here: {', '.join(missing)}", source=source, path="model.hf", hint=hint)
 
 
 def _resolve_job(

@@ -48,7 +48,7 @@ from orchestrator.service.server.dependencies import (
     job_of,
     seen_from,
 )
-from orchestrator.service.server.intake import check_files
+from orchestrator.service.server.intake import check_files, check_packages
 from orchestrator.service.server.links import Links
 from orchestrator.service.server.ownership import may_change
 from orchestrator.service.server.requests import (
@@ -325,6 +325,7 @@ def requested_job(
     """
     fault = None if request.fault is None else Fault(**request.fault.model_dump())
     spec = job_from_data(request.spec, source)
+    check_packages(spec, source)
     if sender.is_owner:
         identity_of(spec.user or "", service.users, source)
         return _first_trial(spec, service.sweeper), fault

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.sweep import EarlyTerminate, Parameter, Sweep, Value
 
 if TYPE_CHECKING:
@@ -13,15 +12,6 @@ if TYPE_CHECKING:
 
 REPORTS = 100  # of one trial, at steps that all trials share
 REPORTED_STEPS = 1000  # where the length of a trial is not known: its first ones
-
-
-def require_optuna() -> None:
-    """Raises SpecError where Optuna is missing."""
-    try:
-        import optuna  # noqa: F401  1 s of imports
-    except ImportError:
-        hint = "install the extra on the service's machine: pip install 'orchestrator[sweep]'"
-        raise SpecError("a sweep needs Optuna", path="sweep", hint=hint) from None
 
 
 class Study:

@@ -16,7 +16,7 @@ from orchestrator.backends.journal.sweeps import Sweeps, TrialRow
 from orchestrator.scheduling.reports.sweep import SweepReport, is_stopped_early, sweep_report
 from orchestrator.service.server.controller import Controller
 from orchestrator.service.server.polling import poll_until
-from orchestrator.service.server.study import Study, require_optuna
+from orchestrator.service.server.study import Study
 from orchestrator.service.server.trial_curve import MetricCurve
 from orchestrator.service.server.trials import to_come, with_costs
 from orchestrator.specs.errors import OrchestratorError, ServiceError, SpecError
@@ -63,11 +63,10 @@ class Sweeper:
         poll_until(stop, self.look, LOOK_S, log, "looking after sweeps failed")
 
     def first(self, spec: JobSpec) -> JobSpec:
-        """The first trial of a sweep that is being submitted, with its parameters. Raises SpecError without Optuna."""
+        """The first trial of a sweep that is being submitted, with its parameters."""
         assert spec.trial is not None, spec.name
         if spec.trial.of is not None or spec.trial.number > 0 or spec.trial.parameters:
             raise SpecError("a trial of a sweep that exists is submitted by the service alone", path="sweep")
-        require_optuna()
         return with_costs(trial_of(spec, None, 0, Study("", spec.trial.sweep, None).ask()), self._home)
 
     def look(self) -> None:
@@ -136,7 +135,7 @@ class Sweeper:
         return reports
 
     def to_come(self) -> Mapping[str, tuple[JobSpec, ...]]:
-        """Return the trials that each open sweep has still to submit, by its id. Raises SpecError without Optuna."""
+        """Return the trials that each open sweep has still to submit, by its id."""
         return to_come(self._sweeps, self._controller.job, self._home)
 
     def _jobs(self, rows: Sequence[TrialRow]) -> list[Job]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from orchestrator.backends.journal.sweeps import Sweeps
 from orchestrator.memory.profiles import is_known
 from orchestrator.service.server.profiling import TraceScope, trace_model
-from orchestrator.service.server.study import Study, require_optuna
+from orchestrator.service.server.study import Study
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job
@@ -30,10 +30,9 @@ def trials_of(first: JobSpec, sweep_id: str, home: Path, begun: Sequence[JobSpec
     """Return the trials of a sweep, without those that have begun, up to one that no job can be.
 
     What bayes will choose follows from values that nobody knows yet: it draws at random instead. Raises SpecError
-    without Optuna.
+    where the first trial to come is no job.
     """
     assert first.trial is not None, first.name
-    require_optuna()
     study, specs = Study(sweep_id, first.trial.sweep, None), list[JobSpec]()
     for spec in begun:
         assert spec.trial is not None, spec.name
@@ -49,7 +48,7 @@ def trials_of(first: JobSpec, sweep_id: str, home: Path, begun: Sequence[JobSpec
 
 
 def to_come(sweeps: Sweeps, job: Callable[[str], Job | None], home: Path) -> Mapping[str, tuple[JobSpec, ...]]:
-    """Return the trials that each open sweep has still to submit, by its id. Raises SpecError without Optuna."""
+    """Return the trials that each open sweep has still to submit, by its id."""
     trials = {}
     for sweep_id in sweeps.open():
         begun = [trial.spec for row in sweeps.trials(sweep_id) if (trial := job(row.job)) is not None]
