@@ -12,6 +12,7 @@ from orchestrator.scheduling.reports.morning import NOT_LOST, MorningReport, end
 from orchestrator.specs.attempt import FailureKind
 from orchestrator.specs.job.sections import Member
 from orchestrator.specs.job_record import Job, JobStatus
+from orchestrator.specs.jobs import Jobs
 from orchestrator.specs.state import State
 from orchestrator.specs.suspension import Suspension
 from tests.scheduling.world import MemoryJournal, backend_of, play, random_rush, random_scenario, random_tide
@@ -119,6 +120,14 @@ def test_every_failed_and_refused_job_has_something_to_do_with_its_command(state
     report = report_of(state)
     for line in (*report.failed, *report.refused):
         assert any(sentence.startswith(f"{line.id}: ") and "`orc " in sentence for sentence in report.to_do), line.id
+
+
+def test_nothing_is_to_do_for_a_job_that_was_retried(state: State) -> None:
+    failed_ids = [line.id for line in report_of(state).failed]
+    job = next(job for job in state.jobs.values() if job.id not in failed_ids)
+    for failed_id in failed_ids[:3]:
+        retried = replace(state, jobs=Jobs({**state.jobs, job.id: replace(job, retry_of=failed_id)}.values()))
+        assert not any(sentence.startswith(f"{failed_id}:") for sentence in report_of(retried).to_do)
 
 
 def test_says_to_mend_the_program_only_where_the_program_is_wrong(state: State) -> None:

@@ -33,6 +33,8 @@ def test_a_failure_is_shown_for_a_day_with_the_last_line_of_its_log(world: World
     job = failed_job(world, "a-1")
     assert shown(world, [job], 1000.0 + FAILURES_S) == [("a-1", 0, "KeyError: 'labels'")]
     assert shown(world, [job], 1001.0 + FAILURES_S) == []
+    retry = replace(job, id="a-2", retry_of="a-1", status=JobStatus.SUCCEEDED)
+    assert shown(world, [job, retry], 1000.0) == [], "who retried it has answered it"
 
 
 def test_members_of_an_array_that_failed_alike_are_one_row(world: World) -> None:

@@ -50,7 +50,7 @@ def test_a_verb_is_for_members_of_the_jobs_team_and_audited(world: World) -> Non
     assert world.by(Role.VIEWER, "eve").post("/jobs/hold", json={"jobs": [job_id]}).status_code == 403
     assert clients["bob"].post("/jobs/hold", json={"jobs": [job_id]}).json() == {"changed": [job_id]}
     rows = world.by(Role.ADMIN, "root").get("/audit").json()["rows"]
-    assert (rows[0]["user"], rows[0]["action"], rows[0]["status"]) == ("bob", "POST /jobs/hold", 200)
+    assert (rows[0]["user"], rows[0]["action"], rows[0]["status"]) == ("bob", f"POST /jobs/hold {job_id}", 200)
 
 
 def test_a_verb_told_twice_changes_nothing_and_all_or_none_are_changed(world: World) -> None:
@@ -121,6 +121,8 @@ def test_an_ended_job_is_submitted_again_as_a_new_one_with_its_settings(still: W
         assert (spec.training.max_steps, spec.time_limit) == (7, None)
         with pytest.raises(SpecError, match="nonsense"):
             job.retry(nonsense=1)
+        with pytest.raises(SpecError, match=f"retries it already\n  given:   '{again.id}'"):
+            job.retry()
         assert still.controller.state.submitted == 2
 
 
@@ -183,5 +185,6 @@ def test_many_jobs_are_cancelled_by_a_filter_that_somebody_confirms(still: World
     assert orc("hold", ids[1]) == (0, f"{ids[1]}: held.\n")
     assert orc("update", ids[1], "priority=7", "time_limit=2h") == (0, f"{ids[1]}: updated.\n")
     assert orc("release", ids[1])[0] == 0
+    assert orc("cancel", ids[0], ids[1]) == (0, f"{ids[1]} is being cancelled. Ended before: {ids[0]}.\n")
     code, output = orc("retry", ids[0], "--set", "priority=low")
     assert (code, output) == (0, f"lm-4 retries {ids[0]}: starts over: nothing was saved.\n")

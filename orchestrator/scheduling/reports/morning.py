@@ -143,7 +143,7 @@ def morning_report(
         sweeps=tuple(_sweep(sweep) for sweep in sweeps if not ids.isdisjoint(trial.job for trial in sweep.trials)),
         misses=tuple(_misses(jobs, since_s)),
         cost=_cost(state, jobs, spans, since_s, until_s, recovered),
-        to_do=tuple(_to_do(state, by_status, missed)),
+        to_do=tuple(_to_do(state, by_status, missed, {job.retry_of for job in by_id.values()})),
         nodes=dict(sorted(nodes.items())),
         spans=spans,
     )
@@ -279,9 +279,13 @@ def _use(outcome: str) -> str:
 # --------------------------------------------------------------------------------------------------------------- to do
 
 
-def _to_do(state: State, by_status: Mapping[JobStatus, list[Job]], missed: tuple[Line, ...]) -> Iterator[str]:
-    """Yield what a person can do, a sentence each, with the command."""
+def _to_do(
+    state: State, by_status: Mapping[JobStatus, list[Job]], missed: tuple[Line, ...], retried: Set[str | None]
+) -> Iterator[str]:
+    """Yield what a person can do, a sentence each, with the command; nothing about jobs that were retried."""
     for job in by_status[JobStatus.FAILED]:
+        if job.id in retried:
+            continue
         last = job.last
         yield f"{job.id}: {help_for(last.failure)}: `orc logs {job.id}`" if last else f"{job.id}: `orc show {job.id}`"
     for job in state.jobs.values():

@@ -23,12 +23,16 @@ BAD = (JobStatus.FAILED, JobStatus.REFUSED)
 def overview_data(
     state: State, archived: Iterable[Job], view: Views, expected: Expectations, now_s: float
 ) -> Mapping[str, Any]:
-    """Return what the page shows. Members of an array, a sweep or a comparison that failed alike are one row."""
+    """Return what the page shows.
+
+    Members of an array, a sweep or a comparison that failed alike are one row. A failure that was retried has none.
+    """
     jobs = {job.id: job for job in (*archived, *state.jobs.values())}
     live = in_order(job for job in state.jobs.values() if not job.status.ended)
     waiting = [job for job in live if job.status is JobStatus.QUEUED]
     bad = [job for job in jobs.values() if job.status in BAD and ended_at_s(job) >= now_s - FAILURES_S]
-    groups = fold(sorted(bad, key=ended_at_s, reverse=True), _kind)
+    retried = {job.retry_of for job in jobs.values()}
+    groups = fold(sorted((job for job in bad if job.id not in retried), key=ended_at_s, reverse=True), _kind)
     rows, live_groups = Rows(state, view, expected, waiting), fold(job for job in live if not job.asks)
     running_groups, waiting_groups = list[list[Job]](), list[list[Job]]()
     for group in live_groups:

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -274,12 +274,15 @@ class Controller:
         )
 
     def cancel(self, job_ids: Sequence[str], *, whole_arrays: bool = False) -> list[str]:
-        """Request cancellation of these jobs, or of the live members of their arrays; returns the ids.
+        """Request cancellation of the live jobs among these, or of the live members of their arrays; return their ids.
 
-        On an error none is cancelled. Raises ServiceError for an unknown job, an ended job, and a job of no array.
+        On an error none is cancelled. Raises ServiceError for an unknown job, a job of no array, and where all have
+        ended.
         """
         with self._changed:
-            ids = [live_id for job_id in job_ids for live_id in self._to_cancel(job_id, whole_array=whole_arrays)]
+            live_ids = [job_id for job_id in job_ids if (job := self.job(job_id)) is None or not job.status.ended]
+            named_ids = job_ids if whole_arrays or not live_ids else live_ids
+            ids = [live_id for job_id in named_ids for live_id in self._to_cancel(job_id, whole_array=whole_arrays)]
             at_s = self._clock()
             self._apply([CancelRequested(job_id=job_id, at_s=at_s) for job_id in dict.fromkeys(ids)])
             return [*dict.fromkeys(ids)]
@@ -445,6 +448,8 @@ class Controller:
                 if earlier is not None:
                     _repeat(request, earlier)
                     continue
+                if request.retry_of is not None:
+                    self._check_not_retried(request.retry_of, events)
                 events += self._submissions(request, self._state.submitted + len(events))
             except SpecError as refusal:
                 request.error = refusal
@@ -452,6 +457,14 @@ class Controller:
             if request.key is not None:
                 submissions[request.key.name] = Submission(digest=request.key.digest, ids=tuple(request.ids))
         return events
+
+    def _check_not_retried(self, job_id: str, events: Iterable[Submitted]) -> None:
+        """Raise SpecError where a live job, or one of these submissions, retries the job already."""
+        live_ids = {job.retry_of: job.id for job in self._state.jobs.values() if not job.status.ended}
+        live_ids |= {event.retry_of: event.job_id for event in events}
+        if (live_id := live_ids.get(job_id)) is not None:
+            hint = f"`orc show {live_id}` tells how it stands, `orc cancel {live_id}` ends it"
+            raise SpecError("a live job retries it already", source=f"the retry of {job_id}", got=live_id, hint=hint)
 
     def _submissions(self, request: _Request, submitted: int) -> list[Submitted]:
         """Return the request's jobs with new ids. Raises SpecError if one depends on an unknown job."""

@@ -14,6 +14,7 @@ from orchestrator.service.terminal.completion import job_ids
 from orchestrator.service.terminal.options import AsJson, Home, Settings, client_of
 from orchestrator.service.terminal.output import console_on, tell
 from orchestrator.specs.errors import SpecError
+from orchestrator.specs.job.sweep import SWEEP
 
 if TYPE_CHECKING:
     from orchestrator.service.views.records import JobView
@@ -101,7 +102,7 @@ def cancel(
     home: Home = DEFAULT_HOME,
     as_json: AsJson = False,
 ) -> None:
-    """Cancel jobs, all or none, or a sweep. Ranks get SIGTERM, and SIGKILL ten seconds later."""
+    """Cancel the live jobs among these, or a sweep. Ranks get SIGTERM, and SIGKILL ten seconds later."""
     client, filters = client_of(home), (user is not None, status is not None, every)
     if bool(ids) == any(filters) or (every and any(filters[:2])):
         what = "name jobs, or say which" if not ids else "either jobs are named, or filters"
@@ -117,6 +118,10 @@ def cancel(
     are = "is" if len(cancelled) == 1 else "are"
     nothing = "No live job is like that." if any(filters) else "No trial was live. The sweep has ended."
     text = f"{', '.join(cancelled)} {are} being cancelled." if cancelled else nothing
+    ended = (
+        [] if whole_arrays else [job_id for job_id in ids if job_id not in cancelled and not job_id.startswith(SWEEP)]
+    )
+    text += f" Ended before: {', '.join(ended)}." if ended else ""
     tell({"cancelled": cancelled}, as_json, text)
 
 
