@@ -1,4 +1,7 @@
-"""Attempts, what is left of them (Evidence), and what that means (Failure). Standard library only."""
+"""Attempts (one launch of a job each), what remains after one ended (Evidence), and its diagnosis (Failure).
+
+Standard library only.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from orchestrator.specs.str_enum import StrEnum
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeDevices:
-    """Devices of one node, by index."""
+    """The devices that an attempt uses on one node, by index."""
 
     node: str
     devices: tuple[int, ...]
@@ -27,7 +30,7 @@ LEARNED_STEPS = 20  # after which an attempt of a recovered job tells the peak t
 
 
 class Restart(NamedTuple):
-    """How a job goes on after a failure."""
+    """The rule by which a job restarts after one kind of failure."""
 
     budget: str  # the field of the job's `retries` that it uses up
     refutes_plan: bool = False  # the plan itself is to blame and is not tried again
@@ -35,7 +38,7 @@ class Restart(NamedTuple):
 
 
 class FailureKind(StrEnum):
-    """Why an attempt did not finish, and how its job goes on. A kind without `restart` is final."""
+    """The diagnosed cause of a failed attempt, with its rule for restarts; a `restart` of None ends the job."""
 
     _value_: str
     restart: Restart | None
@@ -67,7 +70,7 @@ class FailureKind(StrEnum):
 
 
 class Cause(StrEnum):
-    """What a line of a log says, before other evidence confirms or denies it."""
+    """The cause that one log line suggests, before other evidence confirms or refutes it."""
 
     NOT_OOM = "not_oom"  # looks like memory and is not
     HANG = "hang"
@@ -86,7 +89,7 @@ class Cause(StrEnum):
 
 
 class Phase(StrEnum):
-    """Where a program stood: which of its settings can change what it needs there."""
+    """The phase of the program in which it failed. It decides which settings can lower the memory needed there."""
 
     STARTUP = "startup"  # imports, data, weights onto the device
     ENCODING = "encoding"  # data made ready by a model, before training
@@ -98,7 +101,7 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
-    """How an attempt ended that nothing explains: what another end of the same cause would look like."""
+    """Features of an unexplained end of an attempt, by which a later end of the same cause is recognised."""
 
     signature: str  # `KeyError in train.py:step, forward`, or `exit code 3, startup`
     step: int | None  # optimizer steps completed before it; None: the program counts none
@@ -109,7 +112,7 @@ class Ending:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """How a job goes on after an end that nothing explains, or on a full disk."""
+    """The decision after an unexplained end or a full disk: whether, when and where the job starts again."""
 
     row: int  # of the table in docs/reference/failures-and-retries.md
     wait_s: float | None  # before the next attempt; None: there is none
@@ -118,7 +121,7 @@ class Verdict:
 
 
 class Extent(StrEnum):
-    """How much of a place a failure of hardware concerns."""
+    """How much hardware a failure concerns: one device or the whole node."""
 
     DEVICE = "device"
     NODE = "node"
@@ -126,7 +129,7 @@ class Extent(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """What the evidence means, in a sentence, with the lines that show it."""
+    """The diagnosis of a failed attempt: its kind, a sentence for people, and the log lines that show it."""
 
     kind: FailureKind
     reason: str
@@ -140,7 +143,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OomReport:
-    """The guard's account of one rank's out-of-memory exception."""
+    """An out-of-memory report of one rank, written by the guard (our hook inside its process). Sizes are in bytes."""
 
     rank: int
     step: int  # optimizer steps completed before it
@@ -159,7 +162,7 @@ class OomReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorReport:
-    """The guard's account of the exception that ended a rank."""
+    """The exception that ended a rank, as the guard (our hook inside each rank's process) wrote it."""
 
     rank: int
     step: int
@@ -170,7 +173,7 @@ class ErrorReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heartbeat:
-    """A rank's last sign of life."""
+    """The newest progress report of a rank. Each report replaces the one before it."""
 
     rank: int
     step: int  # optimizer steps completed, counted from the job's beginning where the engine knows it
@@ -191,7 +194,7 @@ class Heartbeat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """A line of a log that names a cause."""
+    """A log line that suggests a cause of failure, with its place in the log."""
 
     cause: Cause
     line: str
@@ -205,7 +208,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankEnd:
-    """How one rank's process ended: exit code, or minus the signal number; None if unknown.
+    """How the process of one rank ended. `exit_code` is the exit code, or minus the signal number; None if unknown.
 
     Where the process was a launcher (torchrun), `root_rank` is the rank that it saw fail first, with its exit code.
     """
@@ -220,7 +223,7 @@ class RankEnd:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """Raw facts at the end of an attempt. Deciding what they mean is `scheduling.classify`."""
+    """Raw facts collected at the end of an attempt (one launch of a job). `scheduling.classify` diagnoses them."""
 
     ranks: tuple[RankEnd, ...] = ()
     ooms: tuple[OomReport, ...] = ()
@@ -246,7 +249,7 @@ class Evidence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
-    """How fast an attempt was seen to train."""
+    """Measured training speed of a running attempt."""
 
     steps_done: int  # optimizer steps completed in this attempt
     step_s: float  # median of recent steps of its slowest rank
@@ -255,7 +258,7 @@ class Pace:
 
 
 class AttemptStatus(StrEnum):
-    """LAUNCHING -> RUNNING -> ENDED, with STOPPING in between where we asked for the end."""
+    """Status of an attempt: LAUNCHING, RUNNING, ENDED; STOPPING comes before ENDED where the scheduler stops it."""
 
     LAUNCHING = "launching"
     RUNNING = "running"
@@ -265,7 +268,10 @@ class AttemptStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """A launch of a job. `number` counts from 1 and is also the fencing epoch: a larger one wins."""
+    """An attempt: one launch of a job, with its plan, devices and outcome.
+
+    `number` counts from 1 and is also the fencing epoch: only the attempt with the largest number may write.
+    """
 
     job_id: str
     number: int
@@ -296,7 +302,7 @@ class Attempt:
     failure: Failure | None = None
 
     def end_or(self, otherwise_s: float) -> float:
-        """Return when it ended, in seconds since 1970; `otherwise_s` where it has not."""
+        """Return the time at which the attempt ended, in seconds since 1970; `otherwise_s` while it has not ended."""
         return otherwise_s if self.ended_at_s is None else self.ended_at_s
 
     @property
@@ -305,14 +311,14 @@ class Attempt:
 
     @property
     def peak_bytes(self) -> int | None:
-        """The allocated peak of the worst rank; None where no rank reported one."""
+        """The highest allocated bytes of any rank; None where no rank reported a peak."""
         if self.evidence is None or self.evidence.unwatched:
             return None
         return max((beat.peak_bytes for beat in self.evidence.heartbeats), default=None)
 
     @property
     def reserved_bytes(self) -> int | None:
-        """Most bytes that PyTorch's CUDA allocator held on a rank; it gives some back where memory gets scarce."""
+        """The most bytes that PyTorch's CUDA allocator reserved on any rank, cache included; None without a report."""
         peaks = [beat.reserved_bytes for beat in self.evidence.heartbeats] if self.evidence else []
         return max(peaks, default=0) or None
 
@@ -330,5 +336,5 @@ class Attempt:
 
 
 def attempt_name(job_id: str, number: int) -> str:
-    """Return the attempt's name, such as `gpt2-3`; it is unique in one journal."""
+    """Return the attempt's name, job id and number, such as `gpt2-3`. It is unique in one journal (the event log)."""
     return f"{job_id}-{number}"

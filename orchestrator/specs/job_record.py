@@ -1,4 +1,4 @@
-"""Job: what was submitted, its status, its attempts and what it waits for."""
+"""Job: a submitted job with its status, its attempts and its dependencies."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from orchestrator.specs.plan import Plan
 
 
 class JobStatus(StrEnum):
-    """QUEUED <-> RUNNING, then one of the four ends; an end is final."""
+    """Status of a job: QUEUED and RUNNING alternate, then one of the four final values."""
 
     QUEUED = "queued"
     RUNNING = "running"
@@ -29,7 +29,7 @@ class JobStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A submitted job with its status, its attempts and what it waits for."""
+    """A submitted job with its status, its attempts (launches) and its dependencies."""
 
     id: str
     spec: JobSpec
@@ -57,12 +57,12 @@ class Job:
 
     @property
     def key(self) -> str:
-        """The job's name across homes: ids alone begin anew in each."""
+        """The job's name across home folders. Ids alone start anew in each home."""
         return f"{self.id}@{self.submitted_at_s!r}"
 
     @property
     def user(self) -> str:
-        """The user whose job it is; "" where none was named."""
+        """The owner of the job; "" where none was named."""
         return self.spec.user or ""
 
     @property

@@ -1,4 +1,4 @@
-"""Observation: what an attempt was predicted to need, and what was measured."""
+"""Observation: predicted and measured memory and speed of an attempt (one launch of a job)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from orchestrator.specs.profile import MomentBytes, OwnSettings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """What was predicted of one attempt, and what reality answered."""
+    """Predicted and measured memory and speed of one attempt. Calibration learns from them."""
 
     job: str  # Job.key
     number: int  # of the attempt

@@ -1,4 +1,4 @@
-"""State: everything that a decision may need."""
+"""State: the scheduler's whole input, rebuilt from the journal of events."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from orchestrator.specs.suspension import Suspension, UnexplainedEnd
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reservation:
-    """Devices that are promised to a waiting job, for as long as it is expected to need them."""
+    """Devices promised to a waiting job, for the time that it is expected to need them."""
 
     job_id: str
     start_s: float
@@ -26,7 +26,7 @@ class Reservation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """Device-seconds of recently submitted jobs by their length, decayed to `at_s`."""
+    """Device-seconds of recently submitted jobs, grouped by job length, decayed to `at_s`."""
 
     since_s: float  # of the first of them
     at_s: float
@@ -35,7 +35,7 @@ class Demand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """Device-seconds of a user's attempts that have given their devices back, decayed to `at_s`."""
+    """Device-seconds of a user's finished attempts, decayed to `at_s`."""
 
     user: str
     device_s: float
@@ -44,9 +44,9 @@ class Usage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
-    """Everything that a decision may need. It is replaced, never changed.
+    """Everything that a scheduler decision reads. It is immutable: each event makes a new one.
 
-    It drops a job that has ended and given back all its devices: see Archive.
+    A job that has ended and released all its devices is dropped (see Archive).
     """
 
     jobs: InstanceOf[Jobs] = field(default_factory=Jobs)

@@ -1,4 +1,4 @@
-"""Places that take nothing new for a while, and the ends that brought them there. Standard library only."""
+"""Devices and nodes that take no new attempts for a while, after unexplained failures. Standard library only."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from orchestrator.specs.attempt import Ending, Placement
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnexplainedEnd:
-    """An attempt that ended for no known reason, as later ends are compared with it."""
+    """An attempt that ended for no known reason. Later unexplained ends are compared with it."""
 
     job: str  # Job.key
     family: str  # of the job: jobs of one family have their mistakes in common
@@ -20,7 +20,7 @@ class UnexplainedEnd:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suspension:
-    """A device or a node on which nothing new starts until then: attempts ended there that nothing else explains."""
+    """A device or node that takes no new attempts until `until_s`, after failures that nothing else explains."""
 
     node: str
     device: int | None  # None: all of the node
@@ -32,5 +32,5 @@ class Suspension:
 
     @property
     def place(self) -> str:
-        """The node or the device as text, such as `n0` or `device 3 of n0`."""
+        """The suspended node or device as text, such as `n0` or `device 3 of n0`."""
         return self.node if self.device is None else f"device {self.device} of {self.node}"
