@@ -1,4 +1,4 @@
-"""What is saved for the backward pass, moment by moment, as straight lines over the micro-batch."""
+"""Live activations at each candidate for the memory peak, as linear functions of the micro-batch size."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from orchestrator.specs.profile import LossChunks, ModelProfile, Segment
 
 
 class Activations(NamedTuple):
-    """Bytes per sample of the micro-batch, bytes at any micro-batch, and a loss in chunks, whose bytes bend."""
+    """Live activation bytes: per sample, fixed, and of a loss in chunks, which is not linear."""
 
     per_sample_bytes: int
     fixed_bytes: int = 0
@@ -48,11 +48,11 @@ class _How(NamedTuple):
 def activations(
     rank: Rank, mode: ActivationCheckpointing, *, casts: bool, full_layers: int = 0, offloads: bool = False
 ) -> tuple[Activations, ...]:
-    """Return what is live at every passage of the rank, then where the last layer goes forward, then NONE.
+    """Return the live activations at each passage (peak candidate) of the rank, then at FORWARDED, then at NOTHING.
 
-    The other micro-batches in flight keep theirs meanwhile. `casts`: autocast keeps low-precision copies of the weights
-    until the forward pass is over; those that the backward pass needs live on, and what is recomputed casts them again.
-    It keeps none of what tensor parallelism cuts, which are views of parameters (`cached_cast` in
+    Other micro-batches in flight keep theirs meanwhile. `casts`: autocast keeps low-precision copies of the weights
+    until the forward pass is over; those that the backward pass needs live on, and recomputed layers cast them again.
+    It keeps none of the weights that tensor parallelism splits, which are views of parameters (`cached_cast` in
     aten/src/ATen/autocast_mode.cpp, torch 2.13.0). The first `full_layers` layers of the stage keep their input only.
     `offloads`: the layers' inputs wait in host memory (training/engines/recompute.py).
     """
@@ -74,7 +74,7 @@ def activations(
 
 
 def full_is_lightest(profile: ModelProfile) -> bool:
-    """Whether full checkpointing needs no more than selective at any moment, wherever layers are mixed."""
+    """Return whether full checkpointing never needs more than selective, at any mix of layers."""
     return not profile.fragmentation and not profile.moments and all(map(_full_is_lightest, profile.segments))
 
 
@@ -90,7 +90,10 @@ def _full_is_lightest(segment: Segment) -> bool:
 
 
 def highest_places(rank: Rank, *, casts: bool) -> frozenset[int]:
-    """The rank's passages where most is live of large micro-batches under some checkpointing, or a loss in chunks."""
+    """Return indices of the rank's passages (peak candidates) with the most live bytes, or with a loss in chunks.
+
+    Counted for large micro-batches, under each kind of checkpointing.
+    """
     return _highest_places(rank.stage, rank.has_loss, not rank.messages, casts, rank.updates)
 
 
