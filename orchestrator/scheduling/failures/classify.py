@@ -55,9 +55,9 @@ NEARLY_FULL = 0.9  # a cuDNN or cuBLAS failure below this share of the device is
 
 
 def classify(job: Job, attempt: Attempt, evidence: Evidence, capacity_bytes: int | None = None) -> Failure | None:
-    """Return the failure that the evidence shows; None where the attempt succeeded.
+    """Return the diagnosed failure of an ended attempt; None where it succeeded.
 
-    `capacity_bytes` is the device's memory, where known: ambiguous texts count as out of memory only near it.
+    `capacity_bytes` is the device's memory, where known. Ambiguous log texts count as out of memory only near it.
     """
     failure = _classify(job, attempt, evidence, capacity_bytes)
     if evidence.virtual and evidence.unwatched and (failure is None or failure.kind in UNTOLD):

@@ -1,4 +1,4 @@
-"""Reports of sweeps: progress and the best trial, from the jobs and the values of their metric."""
+"""Reports of sweeps (hyperparameter searches): progress and best trial."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from orchestrator.specs.state import State
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialReport:
-    """A trial of a sweep, with its job and its metric."""
+    """One trial of a sweep: its job, its parameters and its metric."""
 
     number: int
     job: str
@@ -28,7 +28,7 @@ class TrialReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepReport:
-    """A sweep with its trials."""
+    """Progress of a sweep, with all of its trials."""
 
     id: str
     name: str
@@ -50,14 +50,14 @@ class SweepReport:
 
 
 def is_stopped_early(job: Job) -> bool:
-    """Return whether the job was a trial that was stopped since others were better."""
+    """Return whether the job is a trial that was stopped because others were better."""
     return job.status is JobStatus.CANCELLED and job.reason.startswith(STOPPED_EARLY)
 
 
 def sweep_report(
     sweep_id: str, ended: str, jobs: Sequence[Job], values: Mapping[int, float | None], state: State, now_s: float
 ) -> SweepReport:
-    """Return the report of the sweep of these jobs, at least one; `values` by number of the trial."""
+    """Return the report of a sweep from its jobs (at least one); `values` maps trial number to metric."""
     first = jobs[0].spec.trial
     assert first is not None, jobs[0].id
     sweep = first.sweep

@@ -1,4 +1,4 @@
-"""Quotas: devices that a team owns, and that are lent to others while it does not want them."""
+"""Team quotas: devices that a team owns, lent to others while it does not want them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from orchestrator.specs.policy import PolicySpec
 
 
 def held_by_teams(policy: PolicySpec, running: Iterable[Job]) -> Counter[str]:
-    """Return the number of devices that attempts of each team's jobs hold."""
+    """Return the number of devices that each team's running jobs occupy."""
     devices: Counter[str] = Counter()
     for job in running:
         team = policy.team_of(job.user).name
@@ -28,7 +28,7 @@ LOOKED_AT_MAX = 10  # waiting jobs, first come first, for which others may be st
 
 
 class QuotaPass:
-    """A pass over the waiting jobs: those within their team's quota come first, then all in order.
+    """The order of waiting jobs in one decision round: jobs within their team's quota first.
 
     Quotas count only while several teams wait: a team alone takes what there is. A reservation counts as held devices,
     so that a team with many jobs does not exceed its quota before others are served. A team that holds nothing comes
@@ -112,7 +112,7 @@ class QuotaPass:
         )
 
     def record_decision(self, waiting: Waiting, outcome: Decision) -> None:
-        """Record that the job has its decision, and what that takes of its team's quota."""
+        """Record the decision on a job, and charge its devices to its team's quota."""
         self._decided_ids.add(waiting.job.id)
         if not self._left:
             return
