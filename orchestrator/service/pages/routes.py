@@ -1,4 +1,4 @@
-"""The pages that people look at. They show what the JSON API answers; what changes something is sent to that API."""
+"""Routes of the web pages. They show the data of the JSON API; changes are sent to that API."""
 
 from __future__ import annotations
 

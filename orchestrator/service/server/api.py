@@ -1,4 +1,4 @@
-"""The HTTP API of the service. Every route but /healthz and /readyz needs a token, and a role that `ROLES` names."""
+"""The service's HTTP API. Every route but /healthz and /readyz needs a token, and a role from `ROLES`."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ READY: dict[str, Any] = {
 
 
 def create_app(service: Service) -> FastAPI:
-    """Return the application.
+    """Return the API's application.
 
     It answers a wrong token by 401, a wrong Host or role by 403, an unknown object by 404, bad input by 422, and a
     refusal by 409.

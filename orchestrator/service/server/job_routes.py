@@ -1,4 +1,4 @@
-"""Routes of jobs: submit, look at, cancel and compare them, follow their logs, send and fetch their files."""
+"""Routes of jobs: submit, read, cancel, compare, follow logs, upload and download files."""
 
 from __future__ import annotations
 
@@ -309,7 +309,7 @@ async def _write_body(request: Request, file: Path) -> None:
 
 
 def request_key(name: str, sender: Principal, request: BaseModel) -> RequestKey | None:
-    """Return the key of a submission in the journal: the sender's name for it and its digest; None without a name."""
+    """Return the idempotency key of a submission: the sender's name for it, and its digest; None without a name."""
     if not name:
         return None
     digest = hashlib.sha256(request.model_dump_json().encode(errors="surrogatepass")).hexdigest()
@@ -319,7 +319,7 @@ def request_key(name: str, sender: Principal, request: BaseModel) -> RequestKey 
 def requested_job(
     request: SubmitRequest, source: str, sender: Principal, uploads: Uploads, service: Service
 ) -> tuple[JobSpec, Fault | None]:
-    """Return the job for the sender, with its files on this machine, and its fault; of a sweep the first trial.
+    """Return (job of the sender with local file paths, fault to inject or None); for a sweep, its first trial.
 
     The home folder's own token may name any user. Raises SpecError where the job may not run as its user.
     """

@@ -1,4 +1,4 @@
-"""Routes that change a job: hold, release, suspend, resume, update and retry it. Each needs a member of its team."""
+"""Routes that change a job: hold, release, suspend, resume, update and retry. Senders must be of its team."""
 
 from __future__ import annotations
 
