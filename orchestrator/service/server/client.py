@@ -298,8 +298,7 @@ class Client:
         return self._json("GET", "/forecast")["jobs"]
 
     def cluster(self) -> dict[str, Any]:
-        """Return the cluster's name, live nodes (`views.NodeView`), drained nodes, and addresses of the service's
-        parts.
+        """Return the cluster: its name, live nodes (`views.NodeView`), drained nodes, and addresses of service parts.
         """
         return self._json("GET", "/cluster")
 
