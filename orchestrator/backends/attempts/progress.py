@@ -90,8 +90,7 @@ class Progress:
         return self._counter.counts
 
     def pace(self, known_step_s: float, at_s: float) -> Pace | None:
-        """Return the slowest rank's training speed at the last hang check; None where it has not changed or is too
-        early.
+        """Return the slowest rank's speed at the last hang check; None where it is unchanged or too early to tell.
 
         The peak memory is included after LEARNED_STEPS of all ranks, where no rank caught an out-of-memory error.
         """

@@ -57,9 +57,7 @@ def newest_checkpoint(spec: JobSpec, output: Path) -> str | None:
 
 
 def saved_step(spec: JobSpec, jobs: JobFolder) -> int | None:
-    """Return the step of the checkpoint that the next attempt resumes from, in the unit of `resume.step`; None if
-    unknown.
-    """
+    """Return the step of the checkpoint to resume from, in the unit of `resume.step`; None if unknown."""
     if spec.is_script:
         path = newest_checkpoint(spec, output := output_folder(spec, jobs))
         return None if path is None else last_count(spec.resume.step, str(Path(path).relative_to(output)))

@@ -31,7 +31,7 @@ class Notice:
 
 
 def notice(kind: str, key: str, at_s: float, title: str, text: str, data: Mapping[str, str]) -> Notice:
-    """Return a notice with an id from kind, `key` and time, equal in every home."""
+    """Return a notice whose id follows from `kind` and `key`, so that it is the same in every home."""
     digest = hashlib.sha256(f"{kind}/{key}".encode()).hexdigest()[:32]
     return Notice(id=f"msg_{digest}", kind=kind, at_s=at_s, title=title[:200], text=text[:TEXT_MAX], data=data)
 
