@@ -100,7 +100,7 @@ def may_start_sooner(index: SchedulerIndex, waiting: Waiting) -> bool:
 
 
 def room_for_promises(state: State, index: SchedulerIndex) -> Preemption | None:
-    """Return the preemption that lets the first overdue guaranteed job start; None where none would."""
+    """Return the preemption that starts the first guaranteed job whose reserved start is far off; None without one."""
     preemption: Preemption | None = None
     for reservation in [reservation for reservation in state.reservations if reservation.job_id in index.guaranteed][
         :TRIED_MAX

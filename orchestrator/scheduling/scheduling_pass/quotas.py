@@ -28,7 +28,7 @@ LOOKED_AT_MAX = 10  # waiting jobs, first come first, for which others may be st
 
 
 class QuotaPass:
-    """The order of waiting jobs in one decision round: jobs within their team's quota first.
+    """The order of waiting jobs in one decision round, jobs within their team's quota first; iterate over it.
 
     Quotas count only while several teams wait: a team alone takes what there is. A reservation counts as held devices,
     so that a team with many jobs does not exceed its quota before others are served. A team that holds nothing comes

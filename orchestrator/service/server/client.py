@@ -298,8 +298,7 @@ class Client:
         return self._json("GET", "/forecast")["jobs"]
 
     def cluster(self) -> dict[str, Any]:
-        """Return the cluster: its name, live nodes (`views.NodeView`), drained nodes, and addresses of service parts.
-        """
+        """Return the cluster: name, live nodes (`views.NodeView`), drained nodes, and addresses of its services."""
         return self._json("GET", "/cluster")
 
     def shut_down(self, force: bool) -> None:

@@ -58,7 +58,7 @@ def retry_spec(job: Job, settings: Sequence[Override], source: str) -> JobSpec:
 
 
 def continuation(job: Job, spec: JobSpec, keys: Sequence[str]) -> Begin:
-    """Return the checkpoint from which a retry starts, given the changed keys."""
+    """Return the start of a retry with changed `keys`: from a checkpoint, or from scratch, and why."""
     changed = sorted({key.split(".")[0] for key in keys} - UNTRAINED)
     saved_steps = [
         attempt.evidence.checkpoint_step or 0 for attempt in job.attempts if attempt.evidence and not attempt.probe
