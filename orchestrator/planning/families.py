@@ -118,7 +118,7 @@ def _alternatives(
 
 
 def _is_frozen_in_part(spec: JobSpec) -> bool:
-    """Return whether only few of the job's weights are trained: their masters are small beside the others."""
+    """Return whether only a few of the job's weights are trained, so that their master weights are small."""
     return freezes(spec) or (spec.model is not None and spec.model.lora is not None)
 
 
@@ -163,7 +163,7 @@ class Family:
 
 
 def _can_start(spec: JobSpec, plan: Plan) -> bool:
-    """Return whether the model's own code ran in the plan's arithmetic when it was traced, if it was."""
+    """Return whether the model's own code ran in the plan's dtype settings when traced; True if untraced."""
     traced = {(entry.profile.precision, entry.autocast) for entry in spec.traced}
     return not traced or (plan.precision, autocasts(plan)) in traced
 
@@ -229,7 +229,7 @@ def _example(strategy: Strategy, variant: Variant) -> Plan | None:
 
 
 def _adds_up(strategy: Strategy) -> bool:
-    """Return whether gradients of several micro-batches add up before they are reduced."""
+    """Return whether gradients accumulate over micro-batches before they are reduced."""
     return isinstance(strategy.mechanics, Fsdp2) and strategy.mechanics.once_a_step
 
 
@@ -278,7 +278,7 @@ def _largest_offloaded_micro(
 
 
 def _can_be_cut(spec: JobSpec, pipeline: tuple[int, int], pins: Mapping[str, Any]) -> bool:
-    """Return whether the end stages may have as many layers as is pinned."""
+    """Return whether the end stages of a pipeline may have the pinned numbers of layers."""
     first, last = (pins.get(name, 0) for name in ENDS)
     if pipeline[0] == 1:
         return not first and not last

@@ -355,7 +355,10 @@ def plans(spec: JobSpec, hardware: Hardware, work: Work | None = None) -> Iterat
 
 
 class _Needs:
-    """Memory of a job's plans on one kind of device; plans that are alike share their profile and their count."""
+    """Memory of a job's plans on one kind of device.
+
+    Plans that differ only in batch and checkpointing share results.
+    """
 
     def __init__(self, spec: JobSpec, hardware: Hardware, overhead: Overhead) -> None:
         self._spec, self._hardware, self._overhead = spec, hardware, overhead
@@ -377,7 +380,7 @@ class _Needs:
 
 
 class _Between(NamedTuple):
-    """Plans of a cut with only the first layers in full recomputation, and the least that any of them can cost."""
+    """Plans that recompute only the first layers in full, not yet made, with lower bounds of time and memory."""
 
     family: Family
     micro: int

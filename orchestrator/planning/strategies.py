@@ -292,7 +292,7 @@ def _stages(spec: JobSpec, hardware: Hardware, layout: ParallelLayout) -> tuple[
 def _stages_of_one_rank(spec: JobSpec, layout: ParallelLayout) -> tuple[ZeroStage, ...]:
     """Return the stages at which FSDP2 saves memory with one data-parallel rank.
 
-    It casts weights, and hidden states with them; under autocast they stay in fp32.
+    FSDP2 casts weights and hidden states to low precision; under autocast both stay in fp32.
     """
     return (ZeroStage.PARAMETERS,) if layout.tp > 1 == layout.pp and spec.precision is not Precision.FP32 else ()
 

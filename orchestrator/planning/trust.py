@@ -53,7 +53,7 @@ def trust(plan: Plan) -> Trust:
 
 
 def _ranks(plan: Plan) -> list[float]:
-    """Return the rank of each mechanism that the plan may have; PLAIN where it has not."""
+    """Return the trust rank of each mechanism of a plan; PLAIN for a mechanism that it lacks."""
     mechanics = plan.mechanics
     match mechanics:
         case Replicated():

@@ -262,7 +262,7 @@ def _larger_devices(case: Unfit) -> Iterator[WayOut]:
 
 
 def _cards_with(least_bytes: int) -> list[str]:
-    """Return the smallest cards of the catalogue with so much memory."""
+    """Return the names of the smallest GPUs of the catalogue with this much memory."""
     cards = [DeviceSpec.model_validate({"name": name, **DEVICES[name]}) for name in DEVICES]
     large = sorted((card.memory, card.name) for card in cards if card.memory >= least_bytes)
     return [name for _, name in large[:CARDS_NAMED]]
@@ -282,7 +282,7 @@ def _more_host_memory(case: Unfit) -> Iterator[WayOut]:
 
 
 def _way(case: Unfit, label: str, settings: Mapping[str, str], **changes: object) -> Iterator[WayOut]:
-    """Yield the way of these `changes` of the job, where a plan then fits."""
+    """Yield the job with these `changes` as a way out, if a plan then fits."""
     best = _first_fit(case, **changes)
     if best is not None:
         needed = needed_bytes(best, case.calibrated)

@@ -122,7 +122,7 @@ def _update_index(index: SchedulerIndex, before: State, after: State, event: Eve
 
 
 def _with_demand(before: State, state: State, index: SchedulerIndex, event: Event) -> State:
-    """Return the state that remembers what was submitted."""
+    """Return the state with the submission added to the recent demand."""
     waiting = index.waiting.get(event.job_id) if isinstance(event, Submitted) else None
     if waiting is None or not index.devices or state.submitted == before.submitted:
         return state
@@ -131,7 +131,7 @@ def _with_demand(before: State, state: State, index: SchedulerIndex, event: Even
 
 
 def _tell_followers(state: State, index: SchedulerIndex, actions: Sequence[Action]) -> tuple[State, tuple[Action, ...]]:
-    """Return the state in which followers of ended jobs no longer wait for them, or have ended in turn."""
+    """Return (state, actions) in which jobs that depend on ended jobs stop waiting for them, or end too."""
     done: list[Action] = []
     ended = _ended_jobs(actions)
     for predecessor in ended:

@@ -141,7 +141,7 @@ class ProcessBackend:
 
 
 def _fence_of(home: Path, ownership: Ownership) -> Fence | None:
-    """The fence of this service, left in the home: from now on no launcher starts what an earlier one asks for."""
+    """Return the service's fence after storing its number: launchers then ignore earlier services' requests."""
     if ownership.fence is None:
         return None
     fence = Fence(folder=str(home.resolve() / "fence"), number=ownership.fence)

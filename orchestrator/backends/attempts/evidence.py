@@ -187,7 +187,7 @@ def log_lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def _in_bytes(finding: Finding, rank: int, beats: tuple[Heartbeat, ...]) -> Finding:
-    """The finding with its line's bytes as an out-of-memory report, where the line has them."""
+    """Return the finding with an out-of-memory report, where its line gives byte counts."""
     live, capacity = oom_report.allocated_bytes(finding.line), oom_report.capacity_bytes(finding.line)
     if finding.cause is not Cause.DEVICE_OOM or live is None or capacity is None:
         return finding

@@ -332,7 +332,7 @@ class AttemptWatch:
         )
 
     def _all_told(self, node: str, ending: EndingGang) -> bool:
-        """Return whether every rank of `node` wrote its exit code before its launcher went.
+        """Return whether every rank of `node` wrote its exit code before its launcher disappeared.
 
         SIGKILL proves nothing before a launcher was asked to end its ranks. Ray kills a worker's children before the
         worker itself, and the launcher may still write that down (KillChildProcs, core_worker.cc, Ray 2.60).

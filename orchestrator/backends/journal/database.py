@@ -140,7 +140,10 @@ class Database:
                 left_s = lease.left_s(connection)
 
     def _take(self, connection: sa.Connection, lease: Lease) -> float:
-        """0 once this process has the lease and the tables are migrated; else seconds until another's lease ends."""
+        """Take the lease and migrate the tables.
+
+        Returns 0 on success, else the seconds until the other's lease expires.
+        """
         connection.execute(sa.select(sa.func.pg_advisory_xact_lock(OPENING)))
         exists = sa.inspect(connection).has_table("lease")
         if not exists:

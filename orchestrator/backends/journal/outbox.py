@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Progress:
-    """Which rows a receiver has: those up to a number for each value of `ran`, and some after it."""
+    """The rows that a receiver has: for each value of `ran` all up to a number, and some single ones after it."""
 
     passed: dict[bool, int]
     ahead: set[int] = field(default_factory=set)

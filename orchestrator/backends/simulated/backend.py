@@ -151,7 +151,7 @@ class SimulatedBackend:
         self._decide(process)
 
     def _decide(self, process: Process) -> None:
-        """Put the start and the end of an attempt on the agenda."""
+        """Schedule the start and the end of an attempt."""
         starting_s, ending, step = self._fate(process)
         if self._down.intersection(process.nodes):
             self._after(starting_s, partial(self._end, process, FailureKind.NODE_LOST, None))
@@ -165,7 +165,7 @@ class SimulatedBackend:
             self._after(starting_s + running_s, partial(self._meet, process, ending, step))
 
     def _fate(self, process: Process) -> tuple[float, FailureKind | None, int]:
-        """Return the seconds until it starts, how it ends by itself, and after which step."""
+        """Return (seconds until it starts, how it ends by itself, step after which it ends)."""
         shortest_s, longest_s = self._nature.startup_s
         fits = process.peak_bytes <= process.capacity_bytes
         if shortest_s == longest_s and fits and process.fault is None and not self._hazards:
@@ -267,7 +267,7 @@ class SimulatedBackend:
         self._tell(process.released())
 
     def _crowd(self, process: Process, foreign_bytes: int) -> None:
-        """Let another process hold memory of the attempt's first device for a while."""
+        """Let a foreign process occupy memory of the attempt's first device for a while."""
         device = process.devices[0]
         self._foreign_bytes[device] = foreign_bytes
         self._nodes_changed = True
@@ -279,13 +279,13 @@ class SimulatedBackend:
         self._nodes_changed = True
 
     def _hold(self, process: Process, more_bytes: int) -> None:
-        """Count what an attempt takes of its devices, or gives back."""
+        """Account for memory that an attempt takes from its devices, or gives back."""
         if more_bytes:
             self._used_bytes.update(dict.fromkeys(process.devices, more_bytes))
             self._nodes_changed = True
 
     def _retell(self, process: Process) -> None:
-        """Tell a new listener the process's events, which an earlier one may have lost."""
+        """Repeat the process's events to a new listener, since an earlier one may have lost them."""
         if process.started_at_s is not None:
             self._tell(process.started())
         if process.evidence is not None:
@@ -336,7 +336,7 @@ class SimulatedBackend:
         heapq.heappush(self._agenda, (self._now_s + delay_s, next(self._sequence), happen))
 
     def _uniform(self, span: Span, *what: str) -> float:
-        """A number of the span; nothing is drawn where there is only one."""
+        """Return a random number within the span; a span of one value draws nothing."""
         low, high = span
         return low if low == high else self._stream(*what).uniform(low, high)
 

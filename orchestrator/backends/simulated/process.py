@@ -176,7 +176,7 @@ def _error_reports(symptom: Symptom, rank: int, step: int) -> tuple[ErrorReport,
 
 
 def _oom_report(process: Process, ending: FailureKind | None, rank: int, step: int) -> OomReport:
-    """A request that went too far; where the device was crowded, one that the prediction had allowed for."""
+    """Return the report of a failed allocation; on a crowded device, of one within the predicted memory."""
     attempt = process.attempt
     needed_bytes = max(process.peak_bytes, process.capacity_bytes + 1)
     foreign_bytes = 0

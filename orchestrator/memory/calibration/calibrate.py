@@ -255,9 +255,9 @@ def calibration(observations: Iterable[Observation], *, device: str, family: str
 
 
 def _newest_settings(of_family: Sequence[Observation], job: str) -> OwnSettings | None:
-    """The settings that the newest telling outcome is relative to, of the job itself where it ran out of memory.
+    """Return the settings of the newest informative outcome, of the job itself if it ran out of memory; else None.
 
-    An outcome that needed no more than was assumed tells nothing: a job with other settings assumes anew.
+    An outcome that needed no more than was assumed is not informative: a job with other settings assumes anew.
     """
     telling = [
         outcome
@@ -291,7 +291,7 @@ def _proven(counted: Sequence[Observation]) -> tuple[Proven, ...]:
 
 
 def _line(of_family: Sequence[Observation]) -> MeasuredLine | None:
-    """Return the line through the peaks of the newest probes at two micro-batches; None without two."""
+    """Return the line through the newest probes' peaks at two micro-batch sizes; None without two."""
     probed = [outcome for outcome in of_family if outcome.probe and not outcome.ran_out]
     peaks = {outcome.plan.micro_batch_size: outcome.measured_bytes for outcome in probed}
     if len(peaks) < 2:

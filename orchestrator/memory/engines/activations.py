@@ -36,7 +36,7 @@ NONE = Activations(0)
 
 
 class _How(NamedTuple):
-    """What a plan keeps of its activations."""
+    """A plan's settings that decide which activations are kept."""
 
     mode: ActivationCheckpointing
     casts: bool
@@ -188,7 +188,7 @@ def _forward_end(
     *,
     recast: bool,
 ) -> Activations:
-    """The last layer goes forward, or the loss has just been computed; autocast keeps every weight that it has cast."""
+    """Return live activations at the last layer's forward pass, or after the loss. Autocast keeps all weight copies."""
     transient = last.forward_transient_bytes
     if last is segments[-1] and last.chunks is None:
         transient += -(-last.transient_bytes // 2)
@@ -197,14 +197,14 @@ def _forward_end(
 
 
 def _waiting_elements(passage: Passage, loss: Segment) -> int:
-    """Elements of a shared weight's gradient that are there: one in chunks makes it in the forward pass already."""
+    """Return the existing elements of a shared weight's gradient. A loss in chunks makes it in the forward pass."""
     if passage.segment is loss and loss.chunks is None:
         return loss.waiting_gradients if passage.point in (Point.GRADIENT, Point.END) else 0
     return passage.segment.waiting_gradients if passage.backward or passage.segment is loss else 0
 
 
 def _backward(passage: Passage, mode: ActivationCheckpointing) -> tuple[int, int]:
-    """Bytes per sample of a part that goes backward, and elements of a shared weight's gradients that meet."""
+    """Return (bytes per sample in a part's backward pass, elements of a shared weight's gradients that coexist)."""
     segment = passage.segment
     if passage.point is Point.END:
         return min(segment.checkpointed_bytes, segment.saved_bytes), 0

@@ -237,7 +237,7 @@ def _last_reduction(profile: ModelProfile, plan: Plan, buckets: Buckets) -> Caus
 
 
 def _copied(reduced: int, dp: int) -> int:
-    """Elements of what stage 2 reduces at a time that lie beside it: none where a lone rank has all in one piece.
+    """Return the elements that stage 2 copies for a reduction; 0 where a lone rank has them in one tensor.
 
     (What goes to several ranks is put together in `allreduce_bucket`, whose `flatten` gives a single tensor back as it
     is: deepspeed/runtime/zero/stage_1_and_2.py, torch/csrc/utils/tensor_flatten.h.)
@@ -283,13 +283,13 @@ def _reductions(
 
 
 def _meets(profile: ModelProfile, passage: Passage) -> bool:
-    """Return whether reduced gradients are copied at this moment: at arrivals only, where the profile has them."""
+    """Return whether copies of reduced gradients exist here: only at arrivals, where the profile has these."""
     has_arrivals = bool(profile.moments or passage.segment.arrivals)
     return passage.point is Point.ARRIVAL or bool(profile.turns) or not has_arrivals
 
 
 def _bucket_count(profile: ModelProfile) -> int:
-    """Return the number of stage 3's buckets, which it makes once and keeps: one for each recipe in turn."""
+    """Return the number of stage 3's permanent buckets: one per alternating recipe."""
     return max(1, len(profile.turns))
 
 

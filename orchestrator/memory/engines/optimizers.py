@@ -56,7 +56,7 @@ def temporaries(plan: Plan, elements: int, *, cuda: bool, before: int = 0) -> in
 
 
 def _in_8_bits(elements: int) -> int:
-    """Bytes of both moments of a tensor of which a rank has so many elements."""
+    """Return the bytes of both 8-bit moments of a tensor with so many elements on a rank."""
     if elements < QUANTISED_MIN or elements % BLOCK:
         return ADAM_BYTES * elements
     return 2 * (elements + FP32_BYTES * elements // BLOCK) + TABLES_BYTES

@@ -181,7 +181,7 @@ def part(profile: ModelProfile, layers: int, *, first: bool, last: bool) -> Mode
 
 
 def _with_shared(segment: Segment) -> Segment:
-    """The embedding or head with a weight of its own, whose gradient waits for no other."""
+    """Return the embedding or head with its own copy of the shared weight, so that gradients need no waiting."""
     if segment.summed_gradients:
         return replace(segment, summed_gradients=0, waiting_gradients=0)
     if not segment.waiting_gradients:

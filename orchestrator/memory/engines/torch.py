@@ -61,9 +61,9 @@ def ddp_moments(rank: Rank, plan: Plan, replicated: Replicated, places: Iterable
 
 
 def _gradient_elements(passage: Passage) -> int:
-    """Elements of the one gradient that is there where each goes as soon as it is whole.
+    """Return the elements of the only existing gradient, under updates in the backward pass.
 
-    Where most is live in a layer, that of its largest matrix has gone. A loss in chunks makes its own long before.
+    At a layer's peak, the gradient of its largest matrix is already freed. A loss in chunks made its own long before.
     """
     has_gone = passage.point is Point.PEAK and passage.segment.is_unit and passage.peak is None
     return 0 if has_gone else passage.fresh
@@ -158,7 +158,7 @@ def _on_device(plan: Plan) -> int:
 
 
 def _shards(rank: Rank, plan: Plan, shards: int) -> Causes:
-    """Return what a rank holds at every moment."""
+    """Return the bytes by cause that a rank holds throughout the step."""
     device = _on_device(plan)
     return (
         ("parameters", device * -(-rank.weight_bytes // shards)),

@@ -263,7 +263,7 @@ def _with_adapters(
 
 
 def _frozen_loss(chunks: LossChunks, cast_bytes: int) -> LossChunks:
-    """A loss whose weight has no gradient: logits, and a copy of the weight where autocast makes one."""
+    """Return the loss in chunks for a frozen weight: only logits, and autocast's copy of the weight."""
     per_token_bytes, _ = chunks.peaks[0]
     return replace(chunks, gradients=0, peaks=((per_token_bytes, cast_bytes),))
 

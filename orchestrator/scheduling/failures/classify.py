@@ -167,7 +167,7 @@ def _phase_of(report: OomReport, finding: Finding | None) -> Phase | None:
 
 
 def _place_of(report: OomReport, phase: Phase | None) -> str:
-    """Return the phase in words, with the guard's own word where that says more: forward or backward."""
+    """Return the phase as text, with the guard's word (forward or backward) where that is more specific."""
     return report.phase if phase in (None, Phase.TRAINING) and report.phase else phase or "in an unknown phase"
 
 
@@ -298,7 +298,7 @@ def _failure_of_finding(
 def _kind_of(
     end: RankEnd, finding: Finding, evidence: Evidence, attempt: Attempt, capacity_bytes: int | None
 ) -> FailureKind | None:
-    """Return the kind of failure of a cause: the kind of the same word, or what other evidence makes of the cause."""
+    """Return the kind of failure for a log line's cause, as other evidence confirms it; None where refuted."""
     peak = max((beat.peak_bytes for beat in evidence.heartbeats), default=attempt.estimate.allocated_bytes)
     nearly_full = capacity_bytes is not None and peak >= NEARLY_FULL * capacity_bytes
     kinds: dict[Cause, FailureKind | None] = {

@@ -138,7 +138,7 @@ def is_truncated(attempt: Attempt) -> bool:
 
 
 def _outgrew(job: Job, attempt: Attempt) -> bool:
-    """Return whether an attempt that ended well needed more than it had, by the errors that its script caught."""
+    """Return whether an attempt that succeeded needed more memory than it had, by errors that its script caught."""
     if attempt.failure is not None or job.spec.on_caught_oom == "accept" or not is_truncated(attempt):
         return False
     assert attempt.evidence is not None, "it has caught something"

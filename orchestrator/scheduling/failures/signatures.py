@@ -253,7 +253,7 @@ TELLING = (
 
 
 def _literal(pattern: str) -> str:
-    """The longest text that stands in every line which the pattern fits: finding it is faster than the pattern.
+    """Return the longest text that every line matching the pattern contains, to search for that first.
 
     A text with a word of TELLING comes before longer ones.
     """
@@ -301,7 +301,7 @@ _SEMAPHORES = re.compile(r"multiprocessing[/\\](?:synchronize|heap|shared_memory
 
 @dataclass(slots=True)
 class _Stack:
-    """The traceback that one rank is writing."""
+    """State of parsing one rank's traceback."""
 
     frames: deque[Frame] = field(default_factory=lambda: deque(maxlen=FRAMES_MAX))
     lines: deque[str] = field(default_factory=lambda: deque(maxlen=2 * FRAMES_MAX))
@@ -433,7 +433,7 @@ class LogScan:
         return finding
 
     def _root_cause(self, text: str) -> None:
-        """Take rank and exit code from torchrun's summary, whose own exit code is 1 whatever happened."""
+        """Read rank and exit code from torchrun's summary, since torchrun's own exit code is always 1."""
         if _ROOT_CAUSE in text:
             self._in_root_cause = True
         elif self._in_root_cause:

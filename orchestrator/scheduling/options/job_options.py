@@ -170,7 +170,7 @@ def _probe_within(
 
 
 def _plan_of_climb(job: Job) -> Plan | None:
-    """Return the plan that the job was stopped to go on with; once that ran out of memory, the one that it left."""
+    """Return the plan that the job was stopped to move to; after that ran out of memory, the plan that it left."""
     climber = next((attempt for attempt in job.attempts if attempt.climbs_to is not None), None)
     if climber is None or climber.climbs_to is None:
         return None

@@ -83,7 +83,7 @@ def _surely_fits(candidate: Candidate, probed: Attempt, device: DeviceSpec) -> b
 
 
 def _goes_on(attempts: Sequence[Attempt], device: str) -> bool:
-    """Return whether all earlier attempts were probes on this kind of device that measured their need."""
+    """Return whether all earlier attempts were probes on this kind of device that measured their memory."""
     return len(attempts) < PROBES_MAX and all(
         attempt.probe
         and attempt.device == device

@@ -20,7 +20,7 @@ IDLE = -inf  # the time since which an unheld device is free
 
 @dataclass(slots=True, eq=False)
 class _Times:
-    """Times from which a share of devices of each node is free for good, by node and in order."""
+    """Times from which `share` devices of each node are free for good, by node and sorted."""
 
     by_node: list[float]
     order: list[tuple[float, int]]
@@ -32,14 +32,14 @@ class _Times:
 
 @dataclass(slots=True, eq=False)
 class _Future:
-    """The free time of each device of a node beside promises and maintenance."""
+    """When each device of a node becomes free, with reservations and maintenance."""
 
     free_s: list[float]  # when it is free for good, but for what is promised for later
     next_s: list[float]  # when it is promised next, or closed
 
 
 class _Promise(NamedTuple):
-    """Devices of a node that are promised to a job for a time."""
+    """Reservation of devices of one node for a job."""
 
     start_s: float
     end_s: float
@@ -314,7 +314,7 @@ class AvailabilityProfile:
         self._forget_future(number)
 
     def _forget_future(self, number: int) -> None:
-        """Forget a node's future, since something other than a promise has changed it."""
+        """Drop a node's cached future, since more than a reservation has changed it."""
         self._futures.pop(number, None)
         if self._promised:
             self._changed_since.add(number)
@@ -328,7 +328,8 @@ class AvailabilityProfile:
             times.unread.add(number)
 
     def _order_of(self, share: int, least_bytes: int) -> list[tuple[float, int]]:
-        """Return since when a share of devices of each node is free for good, in order; other nodes are left out."""
+        """Return (time, node) from which `share` devices of a node are free for good, sorted; other nodes are omitted.
+        """
         if not self.has_room(least_bytes):
             return sorted(
                 (free_s[share - 1], number)

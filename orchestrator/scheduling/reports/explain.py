@@ -120,7 +120,7 @@ def _describe_prediction(state: State, attempt: Attempt) -> str:
 
 
 def _around_bytes(attempt: Attempt) -> int:
-    """Return the bytes that a device was expected to hold beside what is allocated."""
+    """Return the predicted device bytes outside of allocated tensors."""
     estimate, factor = attempt.estimate, attempt.correction
     return corrected_bytes(estimate, factor) - corrected_allocated_bytes(estimate, factor)
 

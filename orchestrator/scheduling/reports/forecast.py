@@ -102,7 +102,7 @@ def spread_of(observations: Sequence[Observation], job: Job) -> float:
 
 
 class _Placing:
-    """The forecast where each job takes as long as expected: jobs are placed one after the other."""
+    """A forecast that places jobs one after the other, each with its predicted length."""
 
     def __init__(self, index: SchedulerIndex, hurried: Collection[str]) -> None:
         self._index, self._state, self._hurried = index, index.state, hurried
@@ -324,7 +324,7 @@ class _Arrays:
 
 
 def _share(job: Job, sample: int) -> float:
-    """Return the share of all lengths below the job's in this sample: each share once over the samples.
+    """Return the job's quantile of length in this sample; over all samples each quantile occurs once.
 
     A Latin hypercube (McKay, Beckman, Conover 1979, Technometrics 21:239) without chance: SAMPLES is a prime, so that
     each line through it is a permutation.

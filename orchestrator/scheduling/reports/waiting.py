@@ -168,7 +168,7 @@ class Waits:
         ]
 
     def _hidden(self, waiting: Waiting) -> set[Device]:
-        """Return the devices that the job does not get, since it ended there, as long as others can hold it."""
+        """Return devices that the job avoids, since it ended there, as long as others can hold it."""
         places = avoided_devices(waiting.job, self._state.nodes, self._state.at_s)
         if not places or not is_sent_elsewhere(waiting.job):
             return set()
@@ -301,7 +301,7 @@ class Waits:
         return f"{begin} takes {count} from about {self._time(reservation.start_s)} on, with which it ends sooner"
 
     def _before(self, waiting: Waiting) -> str | None:
-        """Say whose turn it is in an order without reservations; None where it is the job's own.
+        """Return which job comes first under a policy without reservations, as text; None if it is the job itself.
 
         A look at every job, once, and only where a job waits beside free devices.
         """

@@ -339,7 +339,7 @@ class SchedulerIndex:
     # how it is kept
 
     def _suspend(self, until_s: dict[tuple[str, int], float]) -> None:
-        """Hold the devices that nothing may start on, and free those that are trusted again."""
+        """Block suspended devices, and unblock those whose suspension is over."""
         if until_s == self._suspended:
             return
         busy = {
@@ -455,7 +455,7 @@ def _limit_s(job: Job | None) -> float | None:
 
 
 def _end_facts(job: Job, attempt: Attempt) -> tuple[object, ...]:
-    """Return the facts of a running attempt by which its end is expected, as far as they change while it runs."""
+    """Return the changing facts of a running attempt from which its end is predicted."""
     limit_s = job.spec.time_limit
     return attempt.pace, attempt.leaves_by_s, limit_s, attempt.started_at_s if limit_s is not None else None
 

@@ -182,7 +182,7 @@ def _place(job: Job, aging_limit_s: float, at_s: float) -> tuple[int, bool, floa
 
 
 def _way(moving: Moving, ahead: Sequence[tuple[Waiting, Reservation, SizeOption]], at_s: float) -> _PreemptionGain:
-    """Return gain and cost if the first of these takes the job's place, then every other that still finds room."""
+    """Return gain and cost if the first of these replaces the job, then each other that still fits."""
     room, gain_s, away_s, jobs = moving.devices + moving.pool.idle, 0.0, 0.0, 0
     for waiting, promised, entry in ahead:
         if not room:

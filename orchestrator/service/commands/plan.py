@@ -135,7 +135,7 @@ def _origin(profile: ModelProfile) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _KindPlans:
-    """The forecast on one kind of device; only plans that fit its free memory are chosen."""
+    """Plans on one kind of device; only those that fit its free memory may be chosen."""
 
     answer: JobPlans
     device: DeviceSpec

@@ -106,7 +106,7 @@ def _absence(name: str, script: Script) -> str:
 
 
 def _other_ways(spec: JobSpec) -> Iterator[str]:
-    """Yield what a plan may change of a job beside the cut of its batch."""
+    """Yield the settings, other than the batch split, that a plan may change for the job."""
     knobs = spec.knobs
     if spec.gpus.max > spec.gpus.min and knobs.micro_batch_size is not None:
         yield "more devices"

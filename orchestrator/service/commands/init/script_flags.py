@@ -340,7 +340,7 @@ def _import_aliases(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, str]]:
 
 
 def _stand_in(name: str, base: str) -> ast.ClassDef:
-    """Return a class without fields of its own that inherits from another."""
+    """Return an empty class definition that inherits from `base`."""
     tree = ast.parse(f"class {name}({base}): pass")
     assert isinstance(tree.body[0], ast.ClassDef)
     return tree.body[0]
