@@ -328,7 +328,7 @@ class AvailabilityProfile:
             times.unread.add(number)
 
     def _order_of(self, share: int, least_bytes: int) -> list[tuple[float, int]]:
-        """Return (time, node) from which `share` devices of a node are free for good, sorted; other nodes are omitted.
+        """Return (time, node) from which `share` devices of a node are free for good, sorted, where that is possible.
         """
         if not self.has_room(least_bytes):
             return sorted(
