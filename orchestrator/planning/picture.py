@@ -44,7 +44,7 @@ SYMBOLS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """One plan in the chart, with a label beside it."""
+    """A plan in the chart, with a label beside it."""
 
     step_s: float
     needed_bytes: int

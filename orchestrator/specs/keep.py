@@ -21,7 +21,7 @@ class PartKind(StrEnum):
 
 
 class KeepSpec(SpecModel):
-    """How long files of ended jobs stay, in seconds from the end of the job. By default nothing is removed."""
+    """How long files of ended jobs stay, counted from the end of the job. By default nothing is removed."""
 
     superseded: Seconds | None = Field(
         default=None,

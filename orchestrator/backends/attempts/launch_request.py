@@ -41,7 +41,7 @@ class LaunchNode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankRequest:
-    """One process to start: a rank, or a launcher (torchrun) for all ranks of a node, whose first is `rank`."""
+    """A process to start: a rank, or a launcher (torchrun) for all ranks of a node, whose first is `rank`."""
 
     rank: int
     argv: tuple[str, ...]

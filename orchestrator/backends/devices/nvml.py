@@ -25,7 +25,7 @@ class NvmlProcess:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NvmlDevice:
-    """One device, in PCI bus order. An unreadable device has an `error` and 0 bytes free."""
+    """A device, in PCI bus order. An unreadable device has an `error` and 0 bytes free."""
 
     index: int
     name: str = ""

@@ -45,7 +45,7 @@ class _Progress:
 
 
 class Outbox(Generic[Body]):
-    """One queue in the journal's database. Methods are thread-safe; a receiver calls `delivered` from one thread."""
+    """A queue in the journal's database. Methods are thread-safe; a receiver calls `delivered` from one thread."""
 
     def __init__(
         self,

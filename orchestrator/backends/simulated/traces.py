@@ -32,7 +32,7 @@ DEVICES_MAX = 64  # of the numbers that SCALING offers a job
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrival:
-    """One job of a trace: its arrival, the facts told to the orchestrator, and the true ones."""
+    """A job of a trace: its arrival, the facts told to the orchestrator, and the true ones."""
 
     at_s: float
     spec: JobSpec

@@ -15,7 +15,7 @@ Part = tuple[int, int]  # of the model: its segment, and its position there in b
 
 
 class Reduction(NamedTuple):
-    """One reduction of the bucket, caused by a gradient that no longer fits."""
+    """A reduction of the bucket, caused by a gradient that no longer fits."""
 
     gradients: int  # gradients that the part has by then
     elements: int

@@ -45,7 +45,7 @@ AS_FAST = 1 + 1e-9  # times the seconds of a request: equal but for rounding
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SizeOption:
-    """One way to run the job: a plan, its devices and its run time."""
+    """A way to run the job: a plan, its devices and its run time."""
 
     candidate: Candidate
     shape: Shape

@@ -328,8 +328,7 @@ class AvailabilityProfile:
             times.unread.add(number)
 
     def _order_of(self, share: int, least_bytes: int) -> list[tuple[float, int]]:
-        """Return (time, node) from which `share` devices of a node are free for good, sorted, where that is possible.
-        """
+        """Return (time, node) from which `share` devices of a node are free for good, sorted; others are omitted."""
         if not self.has_room(least_bytes):
             return sorted(
                 (free_s[share - 1], number)

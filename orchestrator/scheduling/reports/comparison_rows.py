@@ -57,7 +57,7 @@ class Curve:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One strategy in a comparison. None means unknown."""
+    """A strategy in a comparison. None means unknown."""
 
     job_id: str
     strategy: str

@@ -23,7 +23,7 @@ NOT_LOST = (FailureKind.PROBED, FailureKind.MOVED, FailureKind.CANCELLED)  # end
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """One job of the report, with a sentence about it."""
+    """A job in the report, with a sentence about it."""
 
     id: str
     name: str

@@ -14,7 +14,7 @@ from orchestrator.specs.state import State
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialReport:
-    """One trial of a sweep: its job, its parameters and its metric."""
+    """A trial of a sweep: its job, its parameters and its metric."""
 
     number: int
     job: str

@@ -64,7 +64,7 @@ class Promise(NamedTuple):
 
 
 class Blocked(NamedTuple):
-    """One option of the job: free devices in its pool, and which obstacles exclude which of them."""
+    """An option of the job: free devices in its pool, and which obstacles exclude which of them."""
 
     offer: Offer
     free: int

@@ -64,7 +64,7 @@ Decision = StartDecision | Wait | Infeasible | Question
 
 
 class Offer(NamedTuple):
-    """One option of a job on a pool of devices, with its cost if started now."""
+    """An option of a job on a pool of devices, with its cost if started now."""
 
     cost_s: float
     pool: AvailabilityProfile

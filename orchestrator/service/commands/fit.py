@@ -34,7 +34,7 @@ ASSUMED: Mapping[str, Any] = {
 
 
 class FitRow(TypedDict):
-    """One way to train on one kind of GPU: the fewest GPUs with a plan (null: more than eight), and that plan."""
+    """A way to train on one kind of GPU: the fewest GPUs with a plan (null: more than eight), and that plan."""
 
     way: str  # "as written", "as a script", "full", "adapters" or "adapters, 4 bits"
     device: str

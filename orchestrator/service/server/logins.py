@@ -1,4 +1,4 @@
-"""This user's logins at services of other machines, with their tokens, in one file of mode 0600."""
+"""Stored logins of this user at services of other machines, with their tokens, in one file of mode 0600."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from orchestrator.scheduling.reports.morning import MorningReport, summary
 
 
 class LineView(TypedDict):
-    """One job of the report, with a sentence about it."""
+    """A job in the report, with a sentence about it."""
 
     id: str
     name: str

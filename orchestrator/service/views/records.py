@@ -140,7 +140,7 @@ class PromiseView(TypedDict):
 
 
 class PointView(TypedDict):
-    """One plan in a chart."""
+    """A plan in a chart."""
 
     step_s: float
     needed_bytes: int

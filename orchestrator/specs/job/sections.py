@@ -208,7 +208,7 @@ Dependencies = Annotated[
 
 
 class Guarantee(SpecModel):
-    """A minimum training speed promised to the job, in devices or in seconds per step, as the user wrote it."""
+    """A minimum training speed promised to the job: that of `gpus` devices with the requested plan."""
 
     gpus: int | None = Field(
         default=None, ge=1, le=DEVICES_MAX, description="Number of devices requested; null: `gpus.max`.", examples=[4]

@@ -68,7 +68,7 @@ class TensorParallel:
                 parallelize_module(module, self.mesh, style, src_data_rank=None)
 
     def spread(self, layers: Sequence[nn.Module]) -> None:
-        """With sequence parallelism, make the first of consecutive layers take this rank's tokens, in place."""
+        """Make the first of consecutive layers take this rank's tokens, in place, under sequence parallelism only."""
         if self.tokens:
             layers[0].register_forward_pre_hook(_changing_first(own_tokens), prepend=True, with_kwargs=True)
 

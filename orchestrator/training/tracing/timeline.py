@@ -63,7 +63,7 @@ class Place:
 
 @dataclass(slots=True)
 class Phase:
-    """One visit to a place: the state at its start, then after each allocation."""
+    """A single visit to a place: the state at its start, then after each allocation."""
 
     place: int
     turn: int

@@ -80,7 +80,7 @@ _MEANINGS = {spelling: meaning for meaning, spellings in SPELLINGS.items() for s
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One place where a setting has, or could have, a value."""
+    """A place where a setting has, or could have, a value."""
 
     meaning: str  # name of a knob, or steps, model
     name: str  # as written: --batch-size, train.batch_size, BATCH
