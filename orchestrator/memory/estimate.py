@@ -56,7 +56,7 @@ def estimate(
 
 
 def sharing_key(plan: Plan) -> object:
-    """Return the cache key of plans that may share one `DeviceBytes`: all settings but those listed here.
+    """Return a cache key of the plan; plans with equal keys may share one `DeviceBytes`.
 
     The key leaves out checkpointing, micro-batch and accumulation, and the number of copies under hybrid sharding.
     """

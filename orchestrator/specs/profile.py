@@ -253,7 +253,7 @@ class ModelProfile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedProfile:
-    """A traced profile, with its lookup keys: tokens per sample, autocast or not, CUDA or not."""
+    """A traced profile, with the settings it was traced at: tokens per sample, autocast or not, CUDA or not."""
 
     sequence_length: int
     autocast: bool

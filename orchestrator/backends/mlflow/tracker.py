@@ -58,7 +58,7 @@ class _Curves:
     samples: dict[Path, int] = field(default_factory=dict)  # of each node
 
     def points(self, path: Path, text: str) -> list[tuple[str, float, int, int]]:
-        """(name, value, milliseconds since 1970, step) of each number in the next lines of a file."""
+        """Return (name, value, milliseconds since 1970, step) of each number in the next lines of a file."""
         if path != self.folder.metrics:
             points, self.samples[path] = parse_samples(text, self.samples.get(path, 0))
             return points

@@ -52,14 +52,14 @@ class QuotaPass:
             self._left = {team.name: team.quota - devices[team.name] for team in self._policy.teams}
 
     def __iter__(self) -> Iterator[tuple[Waiting, float, int | None]]:
-        """Yield each job to decide upon, its deadline, and the most devices that it may take (None: any number).
+        """Yield (job to decide upon, time to end by, most devices that it may take; None: any number).
 
-        The pass ends when no device is idle. A job that must wait is decided upon once a later job need not wait, since
-        its reservation matters to no other job before. It is decided upon at once where quotas count, since
-        reservations count against them. The first LOOKED_AT_MAX are, too, where a running job could make way, or
-        closed nodes are idle: their reasons say so.
+        The round ends when no device is idle. A job that must wait is decided upon once a later job need not wait,
+        since its reservation matters to no other job before. It is decided upon at once where quotas count, since
+        reservations count against them. The first LOOKED_AT_MAX are, too, where a running job could make way, or closed
+        nodes are idle: their reasons say so.
 
-        No job is looked at where all had to wait at the last pass and only jobs came since that must wait, too. So a
+        No job is examined where all had to wait in the last round and only jobs came since that must wait, too. So a
         submission costs the same behind any queue.
         """
         index = self._index

@@ -363,7 +363,7 @@ class _Reader:
         self._chunks, self._rest = chunks, b""
 
     def read(self, limit: int) -> bytes:
-        """Return at most `limit` bytes; none at the end."""
+        """Return at most `limit` bytes; b"" at the end."""
         if not self._rest:
             self._rest = next(self._chunks, b"")
         read, self._rest = self._rest[:limit], self._rest[limit:]

@@ -203,7 +203,7 @@ class Gated:
         self._app, self._gate = app, gate
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer by the route, or refuse; probes of OPEN pass."""
+        """Pass the request to its route, or refuse it; probes of OPEN always pass."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

@@ -144,7 +144,7 @@ def _add_view_routes(app: FastAPI, service: Service, waits: Waits) -> None:
         before: str | None = None,
         after: Annotated[str | None, Query(pattern=PLACE)] = None,
     ) -> dict[str, Any]:
-        """The jobs that ended last, then live jobs, a page at a time; `next` of an answer is `after` of the next page.
+        """Return recently ended jobs, then live jobs, by page; `next` of a page is `after` of the following one.
 
         A job that starts between two pages is on neither.
         """
@@ -187,7 +187,7 @@ def _add_comparison_route(app: FastAPI, service: Service) -> None:
 
     @app.get("/jobs/{job_id}/comparison", **answers(ComparisonView))
     def compared(job_id: str, request: Request) -> dict[str, Any]:
-        """The strategies of `orc compare`, by the id of one of their jobs."""
+        """Return the strategies of a comparison, by the id of any of its jobs."""
         jobs = _compared_jobs(service, job_of(service.controller, job_id))
         curves = {job.id: curve_of(metric_lines(service.home, job)) for job in jobs}
         strategies = comparison(service.controller.state, jobs, curves)
@@ -256,7 +256,7 @@ def add_log_routes(app: FastAPI, service: Service, waits: Waits) -> None:
         offset: Offset = 0,
         wait_s: Annotated[float, Query(ge=0, le=FOLLOW_S)] = FOLLOW_S,
     ) -> Response:
-        """The log from an offset, as it grows: until the attempt has ended, or for `wait_s`."""
+        """Stream a rank's log from an offset as it grows, until the attempt has ended, or for `wait_s` seconds."""
         file, hidden = await run_in_threadpool(file_of, job_id, number, rank)
 
         def is_over() -> bool:
@@ -289,7 +289,7 @@ def add_file_routes(app: FastAPI, service: Service, uploads: Uploads) -> None:
 
     @app.get("/jobs/{job_id}/output", **answers_bytes("X-Output-Bytes", "X-Output-Left-Out"))
     def output(job_id: str, sender: Sender) -> Response:
-        """The job's output folder as an archive; what came by upload and was not changed is left out."""
+        """Return the job's output folder as an archive, without uploaded files that did not change."""
         job = job_of(service.controller, job_id)
         refuse_other_teams(job, sender, service.controller.state.policy, "fetch the output of")
         listing = list_output(service.home, job)

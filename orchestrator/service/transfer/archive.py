@@ -129,7 +129,7 @@ def list_files(root: Path, limits: Limits, skipped: Skipped = lambda _: False) -
 def unpack(read: Callable[[int], bytes], target: Path, limits: Limits, modified_at_s: float | None = None) -> str:
     """Unpack an archive to the new folder `target`, all or nothing; return the archive's SHA-256.
 
-    `read(n)` returns at most n bytes, and none at the end. `modified_at_s`: modification time of the files; None: now.
+    `read(n)` returns at most n bytes, and b"" at the end. `modified_at_s`: modification time of the files; None: now.
     Links are made last, so that nothing is written through one. Raises SpecError for an invalid archive, one that
     leaves the folder, or one beyond the limits; OSError where the disk refuses it.
     """
@@ -247,7 +247,7 @@ class _Source:
         return line
 
     def chunk(self, limit: int) -> bytes:
-        """Return at most `limit` bytes; none at the end."""
+        """Return at most `limit` bytes; b"" at the end."""
         if self._rest:
             chunk, self._rest = self._rest[:limit], self._rest[limit:]
         else:

@@ -31,10 +31,10 @@ class Dataset(Protocol):
     def __len__(self) -> int: ...
 
     def token_count(self, index: int) -> int:
-        """Terms that the sample adds to the loss sum: labelled tokens, or 1 for a classified image."""
+        """Return the terms that the sample adds to the loss sum: labelled tokens, or 1 for a classified image."""
 
     def batch(self, indices: Sequence[int]) -> Batch:
-        """The samples as tensors in host memory; axis 0 counts samples."""
+        """Return the samples as tensors in host memory; axis 0 counts samples."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -145,7 +145,7 @@ def build(run: TrainingRun, config: PreTrainedConfig | None = None, *, own_sampl
 
     @functools.cache
     def computed() -> Mapping[str, Tensor]:
-        """The values of a model that is really built: of parameters that are computed from others, such as norms."""
+        """Return tensors of a real model for parameters that are computed from others, such as norms."""
         with torch.random.fork_rng(devices=()):
             torch.manual_seed(seed)
             real = of_config(config, dtype=torch.float32)

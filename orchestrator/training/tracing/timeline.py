@@ -161,13 +161,13 @@ class _More:
             self.places[number + self._shift] = _rename_place(place, added) if number in self._layers else place
 
     def origin(self, number: int) -> int:
-        """The recorded place which a place of the whole model is or repeats."""
+        """Return the recorded place of which a place of the whole model is a repeat, or itself."""
         if number >= self._from + self._shift:
             return number - self._shift
         return number if number < self._from else self._from - self._width + (number - self._from) % self._width
 
     def groups(self, groups: Sequence[list[int]]) -> tuple[list[list[int]], range]:
-        """Groups of all places, and the places between both ends, where layers of several kinds are no group."""
+        """Return (groups of all places, places between both ends where layers of several kinds form no group)."""
         every = {*self._layers[self._stack.lead :]}
         of_origin = {place: order for order, group in enumerate(groups) for place in group}
         is_alike = any(every <= {*group} for group in groups)
@@ -180,7 +180,7 @@ class _More:
         return [*parts.values()], range(0) if is_alike else range(self._from, self._last + self._shift)
 
     def stretches(self, stretches: Sequence[Stretch], recorded: Sequence[Steps]) -> list[Stretch]:
-        """The stretches as they are in the whole model. Raises Unlike where periods do not grow by equal amounts."""
+        """Return the stretches of the whole model. Raises Unlike where periods do not grow by equal amounts."""
         slopes = self._slopes(stretches)
         holdings = {(steps.mode, steps.sharded, steps.zero3): self._held_slopes(steps) for steps in recorded}
         grown = []

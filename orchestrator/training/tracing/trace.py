@@ -208,7 +208,7 @@ class _Traced:
         self._places = self._recorder.named_places()
 
     def profile(self, stack: Stack | None, depth: int) -> ModelProfile:
-        """The profile of a model with this stack, of which `depth` layers were traced. Raises Unlike."""
+        """Return the profile of a model with this stack, of which `depth` layers were traced. Raises Unlike."""
         traced = timeline(self._places, self._recorded, stack, depth)
         turns = tuple(sum(p.numel() for p in part.module.parameters() if p.requires_grad) for part in self._recipes)
         return profile(
