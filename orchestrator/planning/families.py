@@ -131,11 +131,11 @@ def default_length(spec: JobSpec) -> int | None:
 class Family:
     """Plans that differ only in checkpointing, micro-batch size and accumulation; smaller micro-batches first."""
 
-    example: Plan  # of the smallest batch that fills its pipeline: what all of them have in common
-    alike: tuple[Mode, ...]  # of all layers
-    partial: tuple[Mode, ...]  # in which the first layers keep less than the others
-    offloads_to: float  # the largest micro-batch of which the layers' inputs may wait in host memory; 0: none
-    cuts: tuple[tuple[int, int], ...]  # those that keep its pipeline at work, so that every plan is legal
+    example: Plan  # plan of the smallest batch that fills the pipeline, with all settings that the family shares
+    alike: tuple[Mode, ...]  # checkpointing modes that all layers share
+    partial: tuple[Mode, ...]  # modes in which only the first layers are recomputed in full
+    offloads_to: float  # largest micro-batch whose layer inputs may wait in host memory; 0: none
+    cuts: tuple[tuple[int, int], ...]  # (micro-batch, accumulation) pairs that keep the pipeline busy, all legal
 
     def __iter__(self) -> Iterator[Plan]:
         return chain.from_iterable(

@@ -32,7 +32,7 @@ TIGHT = 0.9  # of what a device has: fuller plans yield to roomier ones of the s
 class Trust(NamedTuple):
     """Distance of a plan from plain data parallelism; less is more trusted."""
 
-    rank: float  # of its most delicate mechanism
+    rank: float  # of its least proven mechanism
     mechanisms: int
 
 
@@ -105,7 +105,7 @@ class Choice(NamedTuple):
 
     plan: Plan
     seconds: float
-    fill: float = 0.0  # of the memory of a device
+    fill: float = 0.0  # used share of a device's memory
     crosses_nodes: bool = False
 
 
@@ -113,9 +113,9 @@ class Choice(NamedTuple):
 class Rule:
     """How a job chooses among plans that fit."""
 
-    is_fastest: bool = False  # takes the fastest one, whatever it is
-    incumbents: frozenset[Plan] = frozenset()  # that ran here: they are trusted most
-    before: Plan | None = None  # that ran out of memory
+    is_fastest: bool = False  # always choose the fastest plan
+    incumbents: frozenset[Plan] = frozenset()  # plans that ran here, which are trusted most
+    before: Plan | None = None  # plan that ran out of memory
 
     def choose(self, choices: Sequence[Choice]) -> int:
         """Return the index of the plan to use, among plans for the same number of devices.

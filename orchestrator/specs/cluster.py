@@ -340,11 +340,11 @@ class Node:
 
     name: str
     device: DeviceSpec
-    free_bytes: tuple[int, ...]  # by device index; what a newcomer can take now
+    free_bytes: tuple[int, ...]  # by device index: available to a new attempt now
     host_free_bytes: int
     network_bandwidth: int  # bytes per second to other nodes, per direction
     launch_cost_s: float = LAUNCH_COST_S  # from a launch to the first training step
-    maintenance: tuple[Window, ...] = ()  # when nothing may run on it, first things first
+    maintenance: tuple[Window, ...] = ()  # when nothing may run on it, earliest first
     rack: str = ""
 
     @property

@@ -25,13 +25,13 @@ from orchestrator.specs.plan_fields import PlanFields
 class EngineFacts:
     """Fixed properties of an engine. How it shards training state is in the plan's `mechanics`."""
 
-    is_ours: bool  # whether the training loop is ours, with its checkpoints; else a script's
-    why_illegal: Callable[[PlanFields], str | None]  # a reason beside those of all engines, as a sentence
-    shares_samples: bool  # whether context-parallel ranks can share the tokens of a sample
-    has_bf16_masters: bool  # whether it takes `master_weights=bf16`
-    has_low_gradients: bool  # whether gradients add up and travel in the type that computes; else in the masters'
-    step_factor: float  # its seconds of a step over those of the same kernels and messages
-    simplicity: int  # of plans that are equal in time, bytes and GPUs the one of the lower number is taken
+    is_ours: bool  # whether the training loop and its checkpoints are ours, not a script's
+    why_illegal: Callable[[PlanFields], str | None]  # returns why it cannot run a plan, as a sentence; None if it can
+    shares_samples: bool  # whether it supports context parallelism
+    has_bf16_masters: bool  # whether it supports `master_weights=bf16`
+    has_low_gradients: bool  # whether gradients are summed and exchanged in the compute dtype
+    step_factor: float  # step time relative to that of the same kernels and messages
+    simplicity: int  # tie-break between equal plans: the lower number wins
 
 
 def why_illegal(plan: PlanFields) -> str | None:

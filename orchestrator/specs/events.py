@@ -17,24 +17,24 @@ from orchestrator.specs.policy import UNSHARED, PolicySpec
 class RequestKey:
     """Idempotency key of a submission: a repeated one is recognised by it."""
 
-    name: str  # unique among those of one sender
-    digest: str  # SHA-256 of what was asked
+    name: str  # unique per sender
+    digest: str  # SHA-256 of the request
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submitted:
     job_id: str
-    order: int  # among all submissions ever: 1, 2, 3 ...
+    order: int  # number among all submissions ever: 1, 2, 3 ...
     spec: JobSpec
     at_s: float
     fault: Fault | None = None
     array: str | None = None  # id of the first job of its array
-    satisfied: tuple[str, ...] = ()  # ids of jobs that it comes after, and that have ended before as it wants
-    request: RequestKey | None = None  # what its submission was sent under
+    satisfied: tuple[str, ...] = ()  # ids of dependencies that had already ended as required
+    request: RequestKey | None = None  # idempotency key of its submission
     retry_of: str | None = None  # id of the ended job that is submitted again
-    continues_from: str | None = None  # id of the job with whose newest checkpoint it begins
+    continues_from: str | None = None  # id of the job whose newest checkpoint it starts from
     continues_step: int = 0  # of that checkpoint
-    unreadable: str = ""  # why its row could not be read: the job is known by its id alone, and never starts
+    unreadable: str = ""  # why its row could not be read: only the id is known, and it never starts
     type: Literal["submitted"] = "submitted"
 
 

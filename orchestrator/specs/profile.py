@@ -31,9 +31,9 @@ class BackwardPeak(NamedTuple):
     """A candidate for the memory peak in a backward pass. Gradients in elements, activations in bytes per sample."""
 
     own: int  # elements of its gradients that exist
-    fresh: int  # of those, what has just been made and is not where the engine keeps its gradients
-    transient_bytes: int  # above what is saved, per sample; below 0 where less is left of it
-    mode: ActivationCheckpointing | None = None  # None: under every one
+    fresh: int  # part of `own` just made, and not yet where the engine stores gradients
+    transient_bytes: int  # above the saved bytes, per sample; negative where part of these is freed
+    mode: ActivationCheckpointing | None = None  # kind of checkpointing; None: any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,29 +44,29 @@ class Segment:
     count: int
     parameters: int
     saved_bytes: int  # kept from forward to backward, per sample
-    checkpointed_bytes: int  # the same when the part is recomputed, per sample
-    transient_bytes: int  # above what is saved, at the part's own peak, per sample
+    checkpointed_bytes: int  # saved per sample under full checkpointing
+    transient_bytes: int  # above the saved bytes at the part's peak, per sample
     forward_flops: float  # per sample
-    forward_transient_bytes: int = 0  # above what is saved, while the part goes forward, per sample
+    forward_transient_bytes: int = 0  # above the saved bytes in its forward pass, per sample
     cast_bytes: int = 0  # low-precision copies of its weights that autocast keeps from forward to backward
     largest_parameter: int = 0  # elements of its largest tensor
     summed_gradients: int = 0  # elements of a shared weight's gradients that come up in its backward pass
     waiting_gradients: int = 0  # elements of a shared weight's gradient that waits for those of its earlier uses
     looked_up: int = 0  # elements of trained tables that ZeRO-3 lets go of when all has gone backward, as no input asks
     trained: int | None = None  # of `parameters`, those that have gradients and optimizer states; None: all
-    frozen_bytes: int = 0  # held for the parameters that are not trained, instead of 4 bytes each
-    selective_bytes: int | None = None  # kept per sample under selective checkpointing; None: it cannot be had
-    selective_transient_bytes: int = 0  # above what is saved, at the peak of a part that is recomputed selectively
+    frozen_bytes: int = 0  # stored size of frozen parameters, instead of 4 bytes each
+    selective_bytes: int | None = None  # saved per sample under selective checkpointing; None: unavailable
+    selective_transient_bytes: int = 0  # above the saved bytes at its peak, under selective checkpointing
     factored: int | None = None  # rows and columns of all its matrices, and its vectors; None: as if one square
     chunks: LossChunks | None = None  # of a loss that never holds all of its logits
     matmuls: tuple[tuple[int, int, int], ...] = ()  # products with weights: (rows per sample, inputs, outputs)
-    unit: bool = False  # a layer of the model, although no other one is like it
+    unit: bool = False  # counts as a layer although no other part is like it
     tensors: tuple[int, ...] = ()  # elements of what is trained, as its gradients come; none: as if one tensor
-    side_by_side: int = 0  # elements of the parameters of the largest module that has several
+    side_by_side: int = 0  # elements of the parameters of the largest module with several parameters
     viewed: int = 0  # elements of weights of which the forward pass saves views, not the parameters themselves
     leaf: tuple[int, ...] = ()  # elements of what is trained of a module that ZeRO-3 takes as one, as it was registered
     leaf_until: int = 0  # elements of the part's gradients by which those of the leaf have all been made
-    last_parameter: int | None = None  # elements of what stands last in its module; None: of the first of `tensors`
+    last_parameter: int | None = None  # elements of the last parameter of its module; None: of the first in `tensors`
     peaks: tuple[BackwardPeak, ...] = ()  # none: one, when its largest gradient has been made, of `transient_bytes`
     arrivals: tuple[BackwardPeak, ...] = ()  # the most that is live as its gradients come, up to so many; none: unknown
     holds_boundaries: bool = False  # recomputed parts keep their input, and its gradient, to the end of backward
@@ -116,19 +116,19 @@ class TracedMoment(NamedTuple):
     """
 
     mode: ActivationCheckpointing
-    turn: int  # of recipes that train in turn
-    segment: int  # what runs: its index in the profile
-    position: int  # of the part in its segment, from the deepest
+    turn: int  # index of the recipe that trains, where several alternate
+    segment: int  # index of the running segment in the profile
+    position: int  # of the part in its segment, deepest first
     backward: bool
-    starts: bool  # nothing of the part has run yet
+    starts: bool  # before any operation of the part
     fixed_bytes: int
     sample_bytes: int
-    own: int  # gradients of a layer that is in its backward pass
-    done: int  # all other gradients
-    ends_done: int  # of `done`, those of what is no layer
-    units_done: int  # parameters of layers that are through their backward pass
+    own: int  # gradient elements of the layer in its backward pass
+    done: int  # all other gradient elements
+    ends_done: int  # part of `done` that belongs to no layer
+    units_done: int  # parameters of layers that have finished their backward pass
     sharded: bool = False  # of recipes in turn under FSDP2, where those that stand still have gradients all the same
-    outside: bool = False  # in the loss of what the model returned, whose gradient has not come back to it
+    outside: bool = False  # in the loss outside of the model, before its gradient reaches the model
     fresh: int = 0  # of a gradient that has just come, the last of `own`, which here are those of any part; else 0
     zero3: bool = False  # as under ZeRO-3, where a product saves what it was given although its weight is frozen
 
@@ -176,12 +176,12 @@ class ModelProfile:
     source: Source
     segments: tuple[Segment, ...]
     workspace_bytes: int = 0
-    tensor_parallel: int = 1  # what one rank has of the model when matrices are cut over that many
+    tensor_parallel: int = 1  # ranks that split its matrices; the profile is one rank's part
     sequence_parallel: int = 1  # ranks over which tokens are spread between those matrices
     context_parallel: int = 1  # ranks over which each sample's tokens are cut
     expert_parallel: int = 1  # ranks over which the experts of a layer are spread
-    moments: tuple[TracedMoment, ...] = ()  # where it was traced: they stand for what segments say of activations
-    turns: tuple[int, ...] = ()  # trained parameters of recipes that train in turn; none: all train at once
+    moments: tuple[TracedMoment, ...] = ()  # of a trace: they replace the segments' activations
+    turns: tuple[int, ...] = ()  # trained parameters per alternating recipe; (): all train at once
     attention: str = ""  # the kernel that the trace assumed
     # How often over its live bytes CUDA's allocator needs, beside SEGMENTS_BYTES, under each kind of checkpointing
     fragmentation: tuple[tuple[ActivationCheckpointing, float], ...] = ()  # none: its steps were not replayed

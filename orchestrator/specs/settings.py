@@ -18,14 +18,14 @@ class Setting:
 
     name: str
     kind: Any  # its type
-    usual: Any  # its default; MISSING where every plan says it
-    degradation: Degradation  # what a change of it touches
-    short: Callable[[Plan], Sequence[str]] | None  # its words in a line; None: it has none of its own
+    usual: Any  # its default; MISSING where every plan sets it
+    degradation: Degradation  # how much a change of it may alter the training
+    short: Callable[[Plan], Sequence[str]] | None  # its part of a plan in one line; None: no part
     rows: Callable[[Plan], dict[str, str]] | None  # its rows in a table; None: its name and value
-    cheaper: tuple[Any, ...]  # values that `degrade: numeric` may take instead of the usual one, the best first
-    is_given: bool  # whether people may give it (`plan:`, `orc estimate --set`); else it follows from the job
-    alias: str  # what `--set` takes for its name as well
-    least: int  # of a number
+    cheaper: tuple[Any, ...]  # values that `degrade: numeric` may use instead of the default, best first
+    is_given: bool  # whether users may set it (`plan:`, `orc estimate --set`); else it follows from the job
+    alias: str  # second name for `--set`
+    least: int  # smallest value of a number
 
     @cached_property
     def keys(self) -> tuple[str, ...]:

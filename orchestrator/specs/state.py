@@ -28,9 +28,9 @@ class Reservation:
 class Demand:
     """Device-seconds of recently submitted jobs, grouped by job length, decayed to `at_s`."""
 
-    since_s: float  # of the first of them
+    since_s: float  # time of the first submission counted
     at_s: float
-    device_s: tuple[float, ...]  # of jobs of 1 to 2 seconds, of 2 to 4, of 4 to 8 ...
+    device_s: tuple[float, ...]  # by job length: 1 to 2 seconds, 2 to 4, 4 to 8 ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,20 +50,20 @@ class State:
     """
 
     jobs: InstanceOf[Jobs] = field(default_factory=Jobs)
-    submitted: int = 0  # jobs ever submitted: the order of the newest
+    submitted: int = 0  # number of jobs ever submitted
     nodes: tuple[Node, ...] = ()  # alive
-    declared: tuple[Node, ...] = ()  # promised by the cluster file, there or not
+    declared: tuple[Node, ...] = ()  # nodes of the cluster file, live or not
     observations: tuple[Observation, ...] = ()
-    reservations: tuple[Reservation, ...] = ()  # that a later job might have passed at the last decision, in order
+    reservations: tuple[Reservation, ...] = ()  # reservations of the last decision round, in order
     reevaluate_at_s: float | None = (
         None  # when somebody has left room for shorter jobs long enough, as of the last decision
     )
-    demand: Demand | None = None  # None: nothing was submitted since the cluster was seen
-    drained: tuple[str, ...] = ()  # nodes that take nothing new, in the order of their names
+    demand: Demand | None = None  # None: no submission since the cluster was first reported
+    drained: tuple[str, ...] = ()  # names of drained nodes, sorted
     policy: PolicySpec = UNSHARED
-    usage: tuple[Usage, ...] = ()  # of each user, by name
-    ends: tuple[UnexplainedEnd, ...] = ()  # of the last day, oldest first
-    suspensions: tuple[Suspension, ...] = ()  # those that are over, too: until something trains there
+    usage: tuple[Usage, ...] = ()  # by user, sorted
+    ends: tuple[UnexplainedEnd, ...] = ()  # unexplained ends of the last day, oldest first
+    suspensions: tuple[Suspension, ...] = ()  # including past ones, until an attempt trains there
     at_s: float = 0.0
 
     def __post_init__(self) -> None:

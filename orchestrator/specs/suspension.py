@@ -12,7 +12,7 @@ class UnexplainedEnd:
     """An attempt that ended for no known reason. Later unexplained ends are compared with it."""
 
     job: str  # Job.key
-    family: str  # of the job: jobs of one family have their mistakes in common
+    family: str  # family of the job: its jobs share their mistakes
     ending: Ending
     placement: Placement
     at_s: float
@@ -23,12 +23,12 @@ class Suspension:
     """A device or node that takes no new attempts until `until_s`, after failures that nothing else explains."""
 
     node: str
-    device: int | None  # None: all of the node
+    device: int | None  # None: the whole node
     since_s: float
     until_s: float
-    count: int  # of its suspensions in a row: each is twice as long as the one before
+    count: int  # consecutive suspensions of this place: each is twice as long as the one before
     reason: str
-    jobs: tuple[str, ...]  # Job.key of those whose ends accuse it
+    jobs: tuple[str, ...]  # Job.key of the jobs that ended there
 
     @property
     def place(self) -> str:

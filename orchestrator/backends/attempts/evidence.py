@@ -53,7 +53,7 @@ class Ending:
     launch_error: str | None = None
     no_program: bool = False
     stopped: bool = False
-    counts: tuple[int, int] | None = None  # the first and the last number of the job's `progress` in its log
+    counts: tuple[int, int] | None = None  # (first, last) number of the job's `progress` in its log
     free_before_bytes: tuple[int, ...] = ()
 
 

@@ -33,7 +33,7 @@ class LaunchNode:
     """Facts about a node that a launch depends on."""
 
     name: str
-    address: str  # under which its ranks are reached from the other nodes
+    address: str  # under which other nodes reach its ranks
     device: DeviceSpec
     devices: int
     cpus: int
@@ -45,7 +45,7 @@ class RankRequest:
 
     rank: int
     argv: tuple[str, ...]
-    env: tuple[tuple[str, str], ...]  # added to the launcher's own
+    env: tuple[tuple[str, str], ...]  # added to the launcher's variables
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,7 @@ class LaunchRequest:
 
     name: str
     workdir: str
-    linked: tuple[str, str] | None  # (folder, file): `workdir` is to hold links to all of the folder but this file
+    linked: tuple[str, str] | None  # (folder, file): `workdir` gets links to everything in folder but this file
     files: tuple[tuple[str, str], ...]  # (absolute path, text), written before any rank starts
     before: tuple[str, ...] | None  # run on the first node, to its end, before any rank starts
     ranks: tuple[tuple[str, tuple[RankRequest, ...]], ...]  # (node, its processes), in the placement's order

@@ -56,14 +56,14 @@ class LauncherStatus(TypedDict):
     state: str  # idle -> starting -> running -> ended
     pids: dict[int, int]
     exit_codes: dict[int, int | None]
-    ending: bool  # the launcher has set its ranks an end
+    ending: bool  # the launcher is ending its ranks
     oom: bool  # a rank has reported that it ran out of memory
     first_ended: tuple[int, int] | None  # (rank, time in ns) of the first that failed
     host_oom_kills: int
     cpu_s: float
     stale: bool  # a newer attempt exists
     error: str | None  # why ranks did not start
-    no_program: bool  # and would not start again
+    no_program: bool  # and would fail again
 
 
 class Identity(TypedDict, total=False):

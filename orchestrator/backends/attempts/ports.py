@@ -19,7 +19,7 @@ from orchestrator.specs.run import AttemptFolder, JobFolder
 class LiveNode:
     """A node of the running cluster, with its description from the cluster file."""
 
-    id: str  # in the words of its cluster
+    id: str  # as its cluster identifies it
     launch: LaunchNode
     host_memory_bytes: int
     rack: str

@@ -21,7 +21,7 @@ class Problem(NamedTuple):
     """Why a program does not start: the problem, the paths tried, and a hint."""
 
     what: str
-    tried: str  # the path, or the PATH that was searched
+    tried: str  # the path, or the PATH searched
     hint: str
 
     def __str__(self) -> str:

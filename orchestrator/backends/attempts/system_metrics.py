@@ -27,7 +27,7 @@ class Watched:
 
     node: str
     devices: tuple[int, ...]  # as NVML counts them
-    is_alone: bool = True  # the attempt has one node; else MLflow's names have the node in them
+    is_alone: bool = True  # the attempt has one node; else the names contain the node
 
 
 class Sampler:

@@ -68,7 +68,7 @@ class World:
     emit: Callable[[Event], None]
     closing: threading.Event
     ownership: Ownership
-    fence: Fence | None  # of this service; it has left its number
+    fence: Fence | None  # of this service, already stored
     inherit_env: tuple[str, ...] = ()
     users: Mapping[str, UserSpec] = field(default_factory=dict)
 

@@ -33,7 +33,7 @@ class NvmlDevice:
     free_bytes: int = 0
     used_bytes: int = 0
     power_w: float | None = None  # now; None where the driver does not say
-    power_limit_w: float | None = None  # that is enforced
+    power_limit_w: float | None = None  # enforced limit
     busy_percent: int | None = None  # of the last second, in which kernels ran; None where the driver does not say
     processes: tuple[NvmlProcess, ...] = ()
     error: str | None = None
@@ -66,8 +66,8 @@ class NvmlRates:
     """Peak rates of a device, per second. None where the driver does not say."""
 
     capability: tuple[int, int] | None  # CUDA compute capability
-    cuda_bytes: int  # of device memory, without what the driver keeps for itself
-    has_mig: bool  # is cut into MIG instances
+    cuda_bytes: int  # device memory without the driver's own part
+    has_mig: bool  # split into MIG instances
     fp32_flops: float | None  # 2 x cores x highest clock
     memory_bandwidth: float | None  # bytes per second: 2 x highest clock x width of the bus
     nvlink_bandwidth: float  # bytes per second and direction, of all active links; 0 without one

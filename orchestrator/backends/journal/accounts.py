@@ -76,7 +76,7 @@ class Token:
 
     id: int
     user: str
-    shown: str  # its beginning
+    shown: str  # its first characters
     created_at_s: float
     expires_at_s: float | None  # None: never
     revoked_at_s: float | None

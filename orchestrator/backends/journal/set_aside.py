@@ -35,7 +35,7 @@ class UnreadableRow:
     row: str  # its key
     body: str
     reason: str
-    at_s: float  # when it was met first
+    at_s: float  # when it was first found
 
 
 class SetAside:

@@ -34,9 +34,9 @@ class Process:
     job: Job
     attempt: Attempt
     first_step: int
-    step_s: float  # the true one
-    peak_bytes: int  # what it would truly allocate
-    capacity_bytes: int  # what the smallest of its devices leaves to tensors
+    step_s: float  # true seconds per step
+    peak_bytes: int  # true allocated peak
+    capacity_bytes: int  # available for tensors on the smallest of its devices
     launched_at_s: float
     started_at_s: float | None = None
     ended_at_s: float | None = None

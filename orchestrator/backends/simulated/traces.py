@@ -37,10 +37,10 @@ class Arrival:
     at_s: float
     spec: JobSpec
     deadline_s: float | None = None  # on the same clock
-    rigid_devices: int | None = None  # what its user asked for; None: the most that it can use
-    submitted_step_s: float | None = None  # seconds of a step on those with the plan that it was submitted with
-    shapes: tuple[tuple[Shape, float], ...] = ()  # true seconds per step where they were measured for a placement
-    step_factor: float = 1.0  # true / told seconds per step, on every other placement
+    rigid_devices: int | None = None  # as its user requested; None: the most that it can use
+    submitted_step_s: float | None = None  # seconds per step on those devices with the submitted plan
+    shapes: tuple[tuple[Shape, float], ...] = ()  # true seconds per step where measured for a placement
+    step_factor: float = 1.0  # true / stated seconds per step, on every other placement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,7 @@ class Trace:
 
     name: str
     arrivals: tuple[Arrival, ...]
-    trials: Mapping[str, tuple[Arrival, ...]] = field(default_factory=dict)  # still to come, by id of the sweep
+    trials: Mapping[str, tuple[Arrival, ...]] = field(default_factory=dict)  # trials submitted later, by sweep id
     begins_s: float | None = None  # the first arrival, in seconds since 1970; None: the trace has no date
 
 

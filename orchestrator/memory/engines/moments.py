@@ -32,7 +32,7 @@ class Moment(NamedTuple):
 
     name: str
     counted: Causes
-    activations: int = NOTHING  # which of the rank's `activations` are live: those of a passage, FORWARDED or NOTHING
+    activations: int = NOTHING  # index into the rank's `activations`: that of a passage, FORWARDED or NOTHING
 
     @property
     def counted_bytes(self) -> int:
@@ -57,19 +57,19 @@ class Passage(NamedTuple):
     name: str
     point: Point
     segment: Segment
-    place: int  # of the segment in the model, or in the stage of a pipeline
+    place: int  # index of the segment in the model, or in the pipeline stage
     position: int  # of the part in its segment, in backward order: the deepest is 0
-    done: int  # trained parameters of the parts that are through their backward pass
+    done: int  # trained parameters of parts that have finished their backward pass
     gradients: int  # trained parameters of this part whose gradient exists
-    fresh: int  # of those, what an engine copies from and lets go at once; 0 where it is among the activations
-    units_done: int  # of all parameters, those of layers that are through their backward pass
-    ends_done: int  # of `done`, those of parts that are no layers
-    ahead: Segment | None = None  # of a layer: the one that goes backward next, and went forward before it
-    behind: Segment | None = None  # and its other neighbour
-    turn: int = 0  # trained parameters of its recipe, where several train in turn
+    fresh: int  # part of `gradients` that an engine copies and frees at once; 0 if counted as activations
+    units_done: int  # parameters of layers that have finished their backward pass
+    ends_done: int  # part of `done` that belongs to no layer
+    ahead: Segment | None = None  # of a layer: the next one in backward order
+    behind: Segment | None = None  # of a layer: the previous one in backward order
+    turn: int = 0  # trained parameters of its recipe, where several alternate
     outside: bool = False  # see TracedMoment
-    since: int = 0  # of an arrival: `gradients` at the one before that is known
-    peak: BackwardPeak | None = None  # of a part that says several
+    since: int = 0  # of an arrival: `gradients` at the previous recorded one
+    peak: BackwardPeak | None = None  # of a part with several peaks
 
     @property
     def backward(self) -> bool:
@@ -84,16 +84,16 @@ class Rank:
     keeps the activations of its stage. Compared by identity: there is one of each (pipeline.ranks).
     """
 
-    name: str  # where it stands in the pipeline, "" where there is none
+    name: str  # position in the pipeline; "" without one
     profile: ModelProfile
     stage: ModelProfile
     has_loss: bool = True
-    others: tuple[tuple[ModelProfile, int], ...] = ()  # stages, and passes of them that are in flight beside
-    accumulates: bool = False  # whether the gradients of an earlier micro-batch exist while so many are in flight
-    earlier: int | None = None  # of its trained parameters, those whose gradients then exist; None: all
-    messages: int = 0  # hidden states and gradients that it keeps for them, of one micro-batch each
-    full_layers: int = 0  # of selective checkpointing: its first layers that keep their input only
-    updates: bool = False  # each parameter in the backward pass, as soon as its gradient is whole
+    others: tuple[tuple[ModelProfile, int], ...] = ()  # (stage, further passes of it in flight)
+    accumulates: bool = False  # whether gradients of an earlier micro-batch exist at the peak
+    earlier: int | None = None  # trained parameters with such gradients; None: all
+    messages: int = 0  # hidden states and gradients buffered for the pipeline, one micro-batch each
+    full_layers: int = 0  # first layers in full recomputation, where the others are selective
+    updates: bool = False  # whether each parameter is updated in the backward pass, once its gradient is complete
 
     @cached_property
     def passages(self) -> tuple[Passage, ...]:

@@ -24,8 +24,8 @@ class Hours:
     """
 
     window: Window | None
-    must_end: bool = False  # within the window
-    by_s: float = inf  # when it has to have ended
+    must_end: bool = False  # whether the attempt must also end within the window
+    by_s: float = inf  # latest end
 
     def start_s(self, from_s: float, seconds: float) -> float:
         """Return the first time from `from_s` on at which an attempt of `seconds` may start; infinity: never."""

@@ -23,8 +23,8 @@ BATCHES_MAX = 6  # halvings of the global batch that are tried where the job fil
 class Question(NamedTuple):
     """A question to a person, since only a plan that changes the training is left."""
 
-    text: str  # with the command that allows it; where it is allowed, what the job goes on with
-    allowed: JobSpec | None = None  # what the job's own file allows; None: a person has to
+    text: str  # with the command that allows it; if already allowed, the change that the job makes
+    allowed: JobSpec | None = None  # job with the change that its own file allows; None: a person must allow it
 
 
 def question_of(state: State, job: Job, groups: Sequence[Group]) -> Question | None:

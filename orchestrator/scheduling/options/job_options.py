@@ -49,11 +49,11 @@ class SizeOption:
 
     candidate: Candidate
     shape: Shape
-    least_bytes: int  # free on each of its devices
+    least_bytes: int  # required free on each device
     seconds: float  # from its launch to its end
-    probe: bool = False  # only to be measured
-    fill: float = 0.0  # of the memory of a device
-    fastest: Choice | None = None  # that was passed over for it
+    probe: bool = False  # only a measurement
+    fill: float = 0.0  # used share of a device's memory
+    fastest: Choice | None = None  # faster plan that was rejected for it
 
     @property
     def choice(self) -> Choice:
@@ -75,7 +75,7 @@ class JobOptions:
 
     fitting: tuple[SizeOption, ...]  # in the order of the frontier
     entries: tuple[SizeOption, ...]  # fewest devices first, each faster than those before it
-    most_bytes: int  # that any of the entries needs free on a device
+    most_bytes: int  # the most that any entry requires free on a device
     rule: Rule
 
     def among(self, holds: Callable[[SizeOption], bool]) -> tuple[SizeOption, ...]:
@@ -87,8 +87,8 @@ class JobOptions:
 class Infeasible:
     """No plan fits the group, even when all of its devices are empty."""
 
-    why: Callable[[], str]  # asked only where no other group holds the job: what would fit is planned for it
-    likeliest: JobOptions | None = None  # of the plan that may run all the same
+    why: Callable[[], str]  # returns the reason; slow, so called only if no other group fits
+    likeliest: JobOptions | None = None  # options of the plan that may fit all the same
 
 
 def job_options(job: Job, group: Group, calibrated: Calibration, launch_cost_s: float) -> JobOptions | Infeasible:

@@ -25,11 +25,11 @@ class Waiting:
     """A queued job with its rank, and its cached options per pool of devices."""
 
     job: Job
-    rank: float  # by the queue's policy; `adaptive`: its aging limit
-    device_s: float  # as it was before any measurement
-    presses_s: float = inf  # from when on its deadline puts it first
+    rank: float  # by the queue's policy; under `adaptive` its aging limit
+    device_s: float  # predicted device-seconds, before any measurement
+    presses_s: float = inf  # when its deadline becomes urgent enough to put it first
     menus: OptionsByProfile = ()
-    version: int = -1  # of what is known of its family, when the menus were made
+    version: int = -1  # of the knowledge of its family when `menus` were made
 
     @property
     def sort_key(self) -> SortKey:

@@ -50,7 +50,7 @@ class Comparison:
     name: str
     rows: tuple[Row, ...]
     verdict: str
-    notes: tuple[str, ...]  # what else differs, and what is not known
+    notes: tuple[str, ...]  # other differences, and unknowns
     picture: Picture | None  # None where no strategy has a prediction
 
     @property

@@ -61,7 +61,7 @@ class Row:
 
     job_id: str
     strategy: str
-    plan: str  # in a line, or the pinned settings where no plan has them
+    plan: str  # as one line, or the pinned settings where no plan has them
     outcome: Outcome
     reason: str
     devices: int | None
@@ -72,7 +72,7 @@ class Row:
     predicted_device_bytes: int | None
     needed_bytes: int | None  # predicted for the device, with margin
     host_bytes: int | None  # predicted for one rank
-    peak_bytes: int | None  # allocated; of one that ran out, what was live then
+    peak_bytes: int | None  # allocated; if it ran out, the live bytes then
     reserved_bytes: int | None
     predicted_step_s: float | None
     step_s: float | None
@@ -83,10 +83,10 @@ class Row:
     loss_distance: float | None  # largest, from the first strategy with losses
     ooms: int
     restarts: int
-    device_s: float  # that its attempts held
+    device_s: float  # device-seconds of its attempts
     money: float | None  # for `device_s`, where the cluster file has prices
     settings: Mapping[str, str] = field(default_factory=dict)  # of its plan
-    repeats: int = 1  # that were timed
+    repeats: int = 1  # number of timed repeats
     step_within_s: tuple[float, float] | None = None  # 95 % interval of the mean step time
 
     @property

@@ -17,7 +17,7 @@ class Spent:
     """Device-seconds used by attempts, and their price; None without prices."""
 
     device_s: float
-    money: float | None  # None: a device that was held has no price
+    money: float | None  # None: a device that was used has no price
 
     @property
     def said(self) -> str:

@@ -186,7 +186,7 @@ class Stint:
     attempt: Attempt
     launched_at_s: float
     ended_at_s: float | None = None  # None: it never ends
-    is_done: bool = False  # the job has succeeded with it
+    is_done: bool = False  # the job succeeded with it
 
 
 class Play:

@@ -69,12 +69,12 @@ class Span:
 class Cost:
     """Device-seconds within the report's time, by use, and their price; None without prices."""
 
-    trained_s: float  # by attempts that succeeded, run, or saved what they did
+    trained_s: float  # by attempts that succeeded, run, or saved their progress
     lost_s: float  # by attempts that failed
     probing_s: float
     idle_s: float  # of the nodes that live now
-    saved_s: float  # of `trained_s`, by jobs that succeeded after a failure: run as requested, they would have ended
-    money: float | None  # for all that was held, where every device has a price
+    saved_s: float  # part of `trained_s`: of jobs that succeeded after a failure, where the request would have failed
+    money: float | None  # for all device-seconds used, if every device has a price
 
     @property
     def held_s(self) -> float:
@@ -88,14 +88,14 @@ class MorningReport:
     since_s: float
     until_s: float
     succeeded: tuple[Line, ...]
-    recovered: tuple[Line, ...]  # of those that succeeded: after which failures, by which changes
+    recovered: tuple[Line, ...]  # succeeded jobs with failures and the changes that followed
     failed: tuple[Line, ...]
     refused: tuple[Line, ...]
     cancelled: tuple[Line, ...]
     late: tuple[Line, ...]
     running: tuple[Line, ...]
     waiting: tuple[Line, ...]
-    sweeps: tuple[Line, ...]  # that had trials within it: how far, the best trial, and what all trials cost
+    sweeps: tuple[Line, ...]  # with trials in this time: progress, best trial, and cost of all trials
     misses: tuple[Miss, ...]  # predictions wrong by more than the margin, the worst first
     cost: Cost
     to_do: tuple[str, ...]

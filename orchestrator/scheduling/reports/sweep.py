@@ -19,11 +19,11 @@ class TrialReport:
     number: int
     job: str
     parameters: Mapping[str, Value]
-    said: str  # its parameters in words
+    said: str  # its parameters as text
     status: str  # of the job, or "stopped early"
     reason: str
     plan: str  # of its last attempt; "" before the first
-    value: float | None  # last of its metric
+    value: float | None  # last value of its metric
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,13 +37,13 @@ class SweepReport:
     metric: str
     goal: str
     submitted_at_s: float
-    ended: str  # why; "" while it goes on
-    state: str  # how far it is, in words
+    ended: str  # why it ended; "" while it runs
+    state: str  # its progress as text
     max_trials: int
-    live: int  # trials that have not ended
+    live: int  # number of unfinished trials
     best: int | None  # number of the best trial that has succeeded
-    best_said: str  # that trial in words; "" before there is one
-    device_s: float  # that its trials held
+    best_said: str  # that trial as text; "" before there is one
+    device_s: float  # device-seconds of its trials
     money: float | None  # for these, where the cluster file has prices
     cost_said: str
     trials: tuple[TrialReport, ...]

@@ -69,8 +69,8 @@ class Blocked(NamedTuple):
     offer: Offer
     free: int
     obstacles: Mapping[Obstacle, tuple[Device, ...]]
-    scattered: bool  # enough devices are left, but not together
-    usable: tuple[Device, ...]  # what no obstacle excludes
+    scattered: bool  # enough devices are left, but not on suitable nodes
+    usable: tuple[Device, ...]  # free devices without an obstacle
 
     @property
     def starts(self) -> bool:

@@ -45,11 +45,11 @@ class StartDecision:
     candidate: Candidate
     placement: Placement
     device: str
-    correction: float  # on the activations, as learned by now
+    correction: float  # factor on the activations, as calibrated
     needed_bytes: int | None  # None: its peak was measured before
-    fit_probability: float | None  # None: nothing is known of its memory, or its peak was measured before
+    fit_probability: float | None  # None: memory unknown, or its peak was measured before
     probe: bool  # only to be measured
-    passed_over: str | None  # why it is taken instead of the fastest plan
+    passed_over: str | None  # why it is chosen over the fastest plan
 
 
 class Wait(NamedTuple):
@@ -57,7 +57,7 @@ class Wait(NamedTuple):
 
     reason: str
     reservation: Reservation | None = None
-    reevaluate_at_s: float | None = None  # it has its devices, and leaves room for shorter jobs until then
+    reevaluate_at_s: float | None = None  # when headroom for shorter jobs suffices, if it waits only for that
 
 
 Decision = StartDecision | Wait | Infeasible | Question
