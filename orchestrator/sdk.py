@@ -208,7 +208,7 @@ class Job:
             yield text
 
     def fetch(self, to: str | Path) -> Path:
-        """Fetch its output into a new folder, whole or not at all; returns that folder."""
+        """Download the job's output to a new folder, all or nothing; return that folder."""
         folder = Path(to).expanduser()
         self._connection.fetch_output(self.id, folder)
         return folder

@@ -50,9 +50,9 @@ class Identity:
 
 
 def identity_of(name: str, users: Mapping[str, UserSpec], source: str) -> Identity | None:
-    """Return the identity of the processes of a user's job; None: the service's own.
+    """Return the system user of a user's processes; None for the service's own.
 
-    Raises SpecError, which names the source of the job, for a user without a user id.
+    Raises SpecError, which names the job's `source`, for a user without a user id.
     """
     if not users or name in ("", _own_name()):
         return None

@@ -396,7 +396,7 @@ def _add_account_routes(app: FastAPI, service: Service) -> None:
 
     @app.post("/tokens", **answers(NewTokenAnswer))
     def create_token(request: TokenRequest, name_objects: NameObjects) -> dict[str, Any]:
-        """The one answer that has the token itself."""
+        """Create a token. Only this response contains the token itself."""
         name_objects([request.user])
         secret, token = accounts.create_token(request.user, request.lifetime_s)
         return {"secret": secret, "token": asdict(token)}
