@@ -365,7 +365,7 @@ class _Needs:
         self._by_likeness: dict[object, tuple[ModelProfile, DeviceBytes]] = {}
 
     def profile_and_bytes(self, plan: Plan) -> tuple[ModelProfile, DeviceBytes]:
-        """Return the plan's profile, and the bytes of all plans that are alike."""
+        """Return (the plan's profile, shared device bytes of plans with the same memory terms)."""
         key = sharing_key(plan)
         if key not in self._by_likeness:
             profile = profile_for(self._spec, self._hardware, plan)

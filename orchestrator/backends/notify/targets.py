@@ -44,7 +44,7 @@ class Target(Receiver[Notice]):
 
     @property
     def problem(self) -> str | None:
-        """Why no notice leaves: a variable that the service was started without; None where it has all."""
+        """Text on a variable that is missing, so that no notice can be sent; None where all are set."""
         for name in (self.spec.apprise, self.spec.webhook, self.spec.signed_with):
             if name is not None and not self._secrets.get(name, "").strip():
                 return f"no notice reaches {self.spec.name}: the service was started without the variable {name}"

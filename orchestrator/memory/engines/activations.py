@@ -128,7 +128,7 @@ def _single_micro_batch(
     copied = list(accumulate((copied for _, copied in saved_pairs), initial=0))
 
     def up_to(place: int, parts: int) -> tuple[int, int]:
-        """Return what all segments before the place and its first `parts` parts save: per sample, weight copies."""
+        """Return (bytes per sample, bytes of weight copies) saved before the place and by its first `parts` parts."""
         if not full[place]:
             count, (all_saved, all_copied) = segments[place].count, saved_pairs[place]
             return saved[place] + parts * (all_saved // count), copied[place] + parts * (all_copied // count)

@@ -162,7 +162,7 @@ def messages(rank: int, pp: int, passes: tuple[int, ...], sent: int) -> int:
 
 @lru_cache(maxsize=4096)
 def split_ends(profile: ModelProfile) -> tuple[tuple[Segment, ...], Segment, tuple[Segment, ...]]:
-    """Return the segments of the first stage alone, the repeated segment, and the segments of the last stage alone.
+    """Return (segments only in the first stage, the repeated segment, segments only in the last stage).
 
     Both ends hold a weight that they share.
     """

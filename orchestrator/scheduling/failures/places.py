@@ -134,7 +134,7 @@ def _suspend(
 
 
 def avoided_devices(job: Job, nodes: Sequence[Node], at_s: float) -> tuple[set[Device], ...]:
-    """Return sets of devices that the job should avoid, largest first: whole nodes, then single devices.
+    """Return sets of devices to avoid, strictest first: all devices of nodes where it failed, then only the devices.
 
     The job ended there for no known reason within a day. A node counts once two of its devices do. Ends that a network
     or a service caused do not count.

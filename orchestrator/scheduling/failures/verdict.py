@@ -181,7 +181,7 @@ def _judge_in_training(job: Job, attempt: Attempt, ending: Ending, before: Seque
 
 
 def describe_missing(spec: JobSpec) -> str:
-    """Return what the last attempt did not leave: a checkpoint, or one whose step a script's job file can read."""
+    """Return text on what the last attempt did not leave: a checkpoint, or one whose step the job file can read."""
     if spec.is_script and spec.resume.step is None:
         return "no checkpoint of a known step (`resume.step` is not set)"
     return "no checkpoint"

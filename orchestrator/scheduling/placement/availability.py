@@ -218,7 +218,7 @@ class AvailabilityProfile:
     def place_again(
         self, attempt_placement: Placement, shape: Shape, end_s: float, least_bytes: int
     ) -> Placement | None:
-        """Return devices as `place` does, counting those of one running attempt of ours as idle and empty."""
+        """Return devices as `place` does (None: too few), counting those of one running attempt as idle and empty."""
         until = {part.node: self._until_s[self.numbers[part.node]][:] for part in attempt_placement}
         free_bytes, self._free_bytes = self._free_bytes, [*self._free_bytes]
         for part in attempt_placement:

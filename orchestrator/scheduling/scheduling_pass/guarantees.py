@@ -35,7 +35,10 @@ TRIED_MAX = 3  # reservations, first come first, for which a preemption is looke
 def apply_guarantee(
     state: State, waiting: Waiting, outcome: Decision | None, slot: Reservation | None
 ) -> Decision | None:
-    """Return the decision adapted for a guaranteed job: it keeps its slot, gets its first slot, or is refused."""
+    """Return the decision for a job with a guarantee: it keeps its slot, gets its first slot, or is refused.
+
+    Other decisions stay as they are. None: the job keeps waiting as before.
+    """
     job = waiting.job
     if slot is not None and not isinstance(outcome, StartDecision | Infeasible | Question):
         later = outcome is None or outcome.reservation is None or outcome.reservation.start_s > slot.start_s

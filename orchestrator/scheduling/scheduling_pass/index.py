@@ -443,7 +443,7 @@ OVERDUE = 1.25  # what runs longer than expected is expected to take this much l
 
 
 def later_end_s(launched_s: float, length_s: float, at_s: float) -> float:
-    """Return a new expected end, after `at_s`, for an attempt that outlasts its predicted `length_s`."""
+    """Return a new expected end after `at_s`, in seconds since 1970, of an attempt that outlasts `length_s`."""
     length_s = max(1.0, length_s)
     while launched_s + length_s <= at_s:  # it grows: a hundred turns are nine orders of magnitude
         length_s *= OVERDUE

@@ -65,7 +65,7 @@ def play_queue(
 
 
 def move_state(state: State, cluster: ClusterSpec) -> tuple[State, dict[str, int | None]]:
-    """Return (state on another cluster, saved step by id of running jobs that lose their devices)."""
+    """Return (state on another cluster, {id: saved step or None} of running jobs that lose their devices)."""
     nodes, index = idle_nodes(cluster), index_of(state)
     devices = {(node.name, node.device.name, device) for node in nodes for device in range(node.devices)}
     names = {node.name: node.device.name for node in state.nodes}

@@ -198,7 +198,7 @@ class Controller:
         return self._journal.unreadable()
 
     def job(self, job_id: str) -> Job | None:
-        """Return the job's current or final record."""
+        """Return the job's current or final record; None for an unknown id."""
         return self._state.jobs.get(job_id) or self._journal.job(job_id)
 
     def ended(self, limit: int, before: str | None = None) -> list[Job]:

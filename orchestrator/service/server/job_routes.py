@@ -229,7 +229,7 @@ def add_log_routes(app: FastAPI, service: Service, waits: Waits) -> None:
     controller = service.controller
 
     def file_of(job_id: str, number: int, rank: int) -> tuple[Path, tuple[bytes, ...]]:
-        """Return the log's path, and the secrets to hide in it."""
+        """Return (path of the log, secrets to hide in it)."""
         job = job_of(controller, job_id)
         attempts = job.attempts
         if not 1 <= number <= len(attempts):

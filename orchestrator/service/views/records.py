@@ -367,7 +367,7 @@ def in_order(jobs: Iterable[Job]) -> list[Job]:
 
 
 def place_of(job: Job) -> tuple[int, int, int]:
-    """Return the sort key of a job in display order."""
+    """Return the sort key of a job in display order, smallest first."""
     if job.status.ended:
         return 0, 0, job.order
     return (1, 0, job.order) if job.attempts else (2, -job.spec.priority, job.order)

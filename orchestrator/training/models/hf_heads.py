@@ -39,7 +39,7 @@ def has_loss(head: Any) -> bool:
 
 
 def named_head(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
-    """Return the class that `architectures` names, if the installed transformers has it for this configuration."""
+    """Return the class that `architectures` names; None if the installed transformers has none for it."""
     for name in getattr(config, "architectures", None) or ():
         head = getattr(transformers, name, None)
         if has_loss(head) and isinstance(config, getattr(head, "config_class", None) or object):
