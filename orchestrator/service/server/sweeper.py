@@ -63,7 +63,7 @@ class Sweeper:
         poll_until(stop, self.look, LOOK_S, log, "looking after sweeps failed")
 
     def first(self, spec: JobSpec) -> JobSpec:
-        """The first trial of a sweep that is being submitted, with its parameters."""
+        """Return the first trial of a sweep at its submission, with its parameters."""
         assert spec.trial is not None, spec.name
         if spec.trial.of is not None or spec.trial.number > 0 or spec.trial.parameters:
             raise SpecError("a trial of a sweep that exists is submitted by the service alone", path="sweep")
@@ -135,7 +135,7 @@ class Sweeper:
         return reports
 
     def to_come(self) -> Mapping[str, tuple[JobSpec, ...]]:
-        """Return the trials that each open sweep has still to submit, by its id."""
+        """Return {open sweep id: trials still to submit}."""
         return to_come(self._sweeps, self._controller.job, self._home)
 
     def _jobs(self, rows: Sequence[TrialRow]) -> list[Job]:

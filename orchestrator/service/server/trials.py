@@ -29,8 +29,8 @@ def with_costs(spec: JobSpec, home: Path) -> JobSpec:
 def trials_of(first: JobSpec, sweep_id: str, home: Path, begun: Sequence[JobSpec] = ()) -> tuple[JobSpec, ...]:
     """Return the trials of a sweep without those in `begun`, up to the first with illegal parameters.
 
-    What bayes will choose follows from values that nobody knows yet: it draws at random instead. Raises SpecError
-    where the first trial to come is no job.
+    Choices of method `bayes` depend on unknown values, so random ones are drawn. Raises SpecError where the first trial
+    still to come is illegal.
     """
     assert first.trial is not None, first.name
     study, specs = Study(sweep_id, first.trial.sweep, None), list[JobSpec]()
@@ -48,7 +48,7 @@ def trials_of(first: JobSpec, sweep_id: str, home: Path, begun: Sequence[JobSpec
 
 
 def to_come(sweeps: Sweeps, job: Callable[[str], Job | None], home: Path) -> Mapping[str, tuple[JobSpec, ...]]:
-    """Return the trials that each open sweep has still to submit, by its id."""
+    """Return {open sweep id: trials still to submit}."""
     trials = {}
     for sweep_id in sweeps.open():
         begun = [trial.spec for row in sweeps.trials(sweep_id) if (trial := job(row.job)) is not None]
