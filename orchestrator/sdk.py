@@ -1,4 +1,4 @@
-"""Jobs from Python, in the shape of submitit: a Client submits, a Job is waited for.
+"""Python client in the style of submitit: a Client submits jobs, and a Job can be waited for.
 
     with Client() as client:
         job = client.submit("job.yaml", priority="high")
@@ -58,16 +58,19 @@ class Client:
         self._batch: list[tuple[JobSpec, Job]] | None = None
 
     def submit(self, job: JobInput, **overrides: Any) -> Job:
-        """Submit one job: a job file, or a mapping of its form.
+        """Submit one job, and return it. `job` is a job file's path, or a mapping with its content.
 
         `overrides` replace keys, nested ones by their dotted path. Raises SpecError for bad input; nothing is then
-        submitted. The files of a mapping start at the current folder.
+        submitted. Paths in a mapping are relative to the current folder.
         """
         (spec,) = self._read(job, overrides, only_one=True)
         return self._submit_specs([spec])[0]
 
     def map_array(self, job: JobInput, **values: Sequence[Any]) -> list[Job]:
-        """Submit one job for each row of values, which replace `{placeholders}`: an array. See `submit`."""
+        """Submit an array: one job per row of `values`, which replace `{placeholders}`.
+
+        Returns all jobs; see `submit`.
+        """
         lengths = {name: len(column) for name, column in values.items()}
         if not values or len(set(lengths.values())) != 1 or 0 in lengths.values():
             raise SpecError("as many values for each name, at least one", source="map_array", got=lengths)
@@ -138,7 +141,7 @@ class Job:
         return self._connection.job(self.id)[0]
 
     def status(self) -> str:
-        """`queued`, `running`, `succeeded`, `failed`, `refused` or `cancelled`, as `orc queue` shows it."""
+        """Return `queued`, `running`, `succeeded`, `failed`, `refused` or `cancelled`."""
         return self.info()["status"]
 
     def done(self) -> bool:
@@ -146,7 +149,7 @@ class Job:
         return self.status() in ENDS
 
     def wait(self, timeout: float | None = None) -> JobView:
-        """Return the record of the ended job. Raises TimeoutError after `timeout` seconds."""
+        """Wait until the job ends, and return its record. Raises TimeoutError after `timeout` seconds."""
         until_s = float("inf") if timeout is None else time.monotonic() + timeout
         job, version = self._connection.job(self.id)
         while job["status"] not in ENDS:
@@ -157,11 +160,14 @@ class Job:
         return job
 
     def result(self, timeout: float | None = None) -> JobView:
-        """Return the record of the succeeded job. Raises JobFailed for another end, TimeoutError as `wait` does."""
+        """Wait until the job succeeds, and return its record.
+
+        Raises JobFailed for another end, TimeoutError as `wait`.
+        """
         return _check_success(self.wait(timeout))
 
     def cancel(self) -> None:
-        """Ask for the job's end. Raises ServiceError where it has ended."""
+        """Request the job's cancellation. Raises ServiceError where it has ended."""
         self._connection.cancel([self.id], whole_arrays=False)
 
     def hold(self) -> None:
@@ -202,7 +208,7 @@ class Job:
             yield text
 
     def fetch(self, to: str | Path) -> Path:
-        """Fetch its output into a new folder, whole or not at all; returns that folder."""
+        """Download the job's output to a new folder, all or nothing; return that folder."""
         folder = Path(to).expanduser()
         self._connection.fetch_output(self.id, folder)
         return folder

@@ -1,4 +1,4 @@
-"""The variables that a job inherits, and those that hold secrets. Standard library only."""
+"""Environment variables that a job inherits, and those that hold secrets. Standard library only."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ _SECRET = re.compile(
 
 
 def is_secret(name: str) -> bool:
-    """Whether a variable is named like a secret."""
+    """Return whether a variable has the name of a secret."""
     return _SECRET.search(name.upper()) is not None
 
 
 def inherited(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables of INHERITED; none that is named like a secret, and no proxy whose address has a password."""
+    """Return the variables of INHERITED, without those with secret names and proxies whose address has a password."""
     passed = matching(environment, INHERITED)
     return {name: value for name, value in passed.items() if not (name.lower().endswith("_proxy") and "@" in value)}
 
 
 def matching(environment: Mapping[str, str], patterns: Iterable[str]) -> dict[str, str]:
-    """The variables that a pattern names. A pattern with * passes none that is named like a secret."""
+    """Return the variables that match a pattern. A pattern with * never matches secret names."""
     starts = tuple(pattern[:-1] for pattern in patterns if pattern.endswith("*"))
     names = {name for name in environment if name.startswith(starts) and not is_secret(name)}
     return {name: environment[name] for name in sorted((names | {*patterns}) & environment.keys())}

@@ -1,4 +1,4 @@
-"""The relay: brings an outbox's rows to one receiver, and retries while it is away."""
+"""The relay: sends an outbox's rows to one receiver, and retries while it is unavailable."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class OutboxRelay(Generic[Body]):
-    """A thread that sends every outbox row to one receiver, at least once.
+    """Thread that sends every outbox row to one receiver, at least once.
 
     No method waits for the receiver but `wait_delivered` and, for one request at most, `stop`.
     """
@@ -38,22 +38,22 @@ class OutboxRelay(Generic[Body]):
         self._thread = threading.Thread(target=self._run, name=f"relay-{name}", daemon=True)
 
     def start(self) -> None:
-        """Begin to send."""
+        """Start the thread."""
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread after the request under way; undelivered rows stay in the outbox."""
+        """End the thread after the current request; undelivered rows stay in the outbox."""
         self._stop.set()
         self._wake.set()
         self._thread.join(STOP_TIMEOUT_S)
         self._senders.shutdown(wait=False)
 
     def notify(self) -> None:
-        """Say that the outbox has new rows."""
+        """Wake the thread, since the outbox has new rows."""
         self._wake.set()
 
     def wait_delivered(self, timeout_s: float) -> bool:
-        """True once the receiver has every row; False where it has not within `timeout_s`."""
+        """Return True once the receiver has every row; False after `timeout_s`."""
         deadline_s = time.monotonic() + timeout_s
         while self._outbox.pending(self._name, 1):
             if time.monotonic() > deadline_s:

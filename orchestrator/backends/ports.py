@@ -1,4 +1,4 @@
-"""Protocols between the controller and the world: backend, nodes, launchers, event log, trackers."""
+"""Protocols between the controller and external systems: backend, nodes, launchers, event log, trackers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Decided = tuple[Event, Sequence[Action]]  # what happened, and what was decided 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Totals:
-    """Counts of a journal."""
+    """Row counts of a journal (event log)."""
 
     ended: Mapping[str, int]  # archived jobs by status
     undelivered: Mapping[str, int]  # records that each tracker has yet to get
@@ -33,7 +33,7 @@ class Totals:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submission:
-    """What was submitted under a key."""
+    """The jobs that were submitted under an idempotency key."""
 
     digest: str  # SHA-256 of what was asked
     ids: tuple[str, ...]  # of its jobs
@@ -41,7 +41,7 @@ class Submission:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lookups:
-    """Lookups that a tracker may make in the service, from any thread."""
+    """Callbacks by which a tracker queries the service, from any thread."""
 
     state: Callable[[], State]  # the newest
     job: Callable[[str], Job | None]  # live or ended, by id
@@ -49,16 +49,16 @@ class Lookups:
 
 
 class Backend(Protocol):
-    """Where attempts run. Every call returns at once; results arrive as events."""
+    """Runs attempts (one launch of a job each). Every call returns at once; results arrive as events."""
 
     def launch(self, action: Launch) -> None:
-        """Start an attempt, or take it up again where it runs already (after a restart of the service)."""
+        """Start an attempt, or resume watching it where it already runs (after a restart of the service)."""
 
     def stop(self, action: Stop) -> None:
         """End an attempt. Unknown and ended attempts are no error."""
 
     def adopt(self, job: Job, attempt: Attempt) -> None:
-        """Take up an attempt that the journal calls live: watch it, report its end, or start it if it never began."""
+        """Resume an attempt that the journal lists as live: watch it, report its end, or start it if it never began."""
 
     def events(self, timeout_s: float) -> Sequence[Event]:
         """Return the events since the last call; wait at most `timeout_s` for the first."""
@@ -71,55 +71,55 @@ class EventLog(Protocol):
     """Durable log of events. Every method may be called from any thread."""
 
     def load(self) -> tuple[State | None, Sequence[tuple[Event, str | None]]]:
-        """The newest snapshot of the state (None: there is none), and the events after it, oldest first.
+        """Return (newest snapshot of the state, events after it, oldest first). The snapshot is None without one.
 
-        Each event comes with its decisions as text (`decisions`); None where they were not kept.
+        Each event comes with its decisions as text (`decisions`); None where they were not stored.
         """
 
     def as_kept(self, event: Event) -> Event:
-        """Return an event as it will be read from the log. Raises SpecError where it could not be read."""
+        """Return an event as the log will read it back. Raises SpecError where it cannot."""
 
     def unreadable(self) -> str | None:
-        """Return which rows cannot be read, as a sentence; None where all can."""
+        """Return a sentence on which rows cannot be read; None where all can."""
 
     def live(self) -> Jobs:
-        """Return the live jobs as they stood at the newest snapshot."""
+        """Return the live jobs at the newest snapshot."""
 
     def append(self, decided: Sequence[Decided]) -> None:
-        """Keep events, decisions, ended jobs and records for trackers, all or nothing.
+        """Append events, decisions, ended jobs and tracker records in one transaction.
 
-        Raises UncertainError where it is not known which; any other exception says nothing.
+        Raises UncertainError where its success is unknown. Any other exception says nothing about it.
         """
 
     def confirm(self, *, asks: bool = True) -> None:
-        """Return while this process owns the journal and may act. Raises ServiceError once it does not.
+        """Return normally while this process owns the journal and may act. Raises ServiceError otherwise.
 
-        Without `asks` nothing is waited for, and doubt is a no.
+        With `asks` false the call never waits, and raises in doubt.
         """
 
     def submitted(self, keys: Sequence[str]) -> Mapping[str, Submission]:
-        """Return the submissions under these keys; keys without one are left out."""
+        """Return {key: submission} for the known idempotency keys among these."""
 
     def snapshot(self, state: State) -> None:
-        """Keep the state after all appended events; `load` folds only later ones."""
+        """Store the state after all appended events; `load` then replays only later ones."""
 
     def job(self, job_id: str) -> Job | None:
-        """An ended job that has left the state; None where there is none."""
+        """Return an ended job that has left the state; None where there is none."""
 
     def ended(self, limit: int, before: str | None = None) -> list[Job]:
         """Return at most `limit` ended jobs, latest end first; with `before`, only those that ended before that job."""
 
     def totals(self) -> Totals:
-        """Return how many jobs have ended, and how many records wait for trackers."""
+        """Return counts of ended jobs and of records that wait for trackers."""
 
     def began_at_s(self) -> float | None:
         """Return the time of the first event, in seconds since 1970; None before it."""
 
 
 class Receiver(Protocol[Sent]):
-    """Receives the rows of an outbox. Its relay calls it, and calls again after an error.
+    """Receives rows of an outbox. Its relay calls it, and retries after an error.
 
-    Subclass it: `refresh` and `shut_down` need a body only where a receiver has something to do there.
+    Subclass it: override `refresh` and `shut_down` only where needed.
     """
 
     address: str  # for people: a URL, a path or a word
@@ -129,14 +129,14 @@ class Receiver(Protocol[Sent]):
         """Return the group of a row; only rows of one group are sent together."""
 
     def send(self, rows: Sequence[tuple[int, Sent]]) -> None:
-        """Keep rows of one group, oldest first; on return they are kept.
+        """Store rows of one group, oldest first. On return they are stored.
 
-        Rows can come again: the same row, the same id. Raises OSError while the receiver is away: the rows come again
-        for as long as it takes. Rows that raise another exception five times are dropped.
+        The same row may come again, with the same id. Raises OSError while the receiver is unavailable: the rows come
+        again for as long as it takes. Rows that raise another exception five times are dropped.
         """
 
     def refresh(self) -> None:
-        """Called every few seconds, for what no row brings: the curves of running attempts, a server to keep up."""
+        """Do periodic work, every few seconds: send curves of running attempts, supervise a server."""
         return
 
     def shut_down(self) -> None:
@@ -145,13 +145,13 @@ class Receiver(Protocol[Sent]):
 
 
 class Tracker(Receiver[Record], Protocol):
-    """Where people find the records of jobs and attempts. Its rows are grouped by job.
+    """Experiment tracker that stores the records of jobs and attempts. Its rows are grouped by job.
 
-    A row's job has all attempts up to then, so the last row says what the earlier ones said.
+    Each row has the whole job with all attempts so far, so the last row includes the earlier ones.
     """
 
     def group(self, body: Record) -> str:
-        """The id of the job."""
+        """Return the id of the job."""
         return body.job.id
 
 

@@ -19,23 +19,26 @@ Hide = Callable[[str], str]
 
 
 def hider(spec: JobSpec, environment: Mapping[str, str]) -> Hide:
-    """A function that replaces the values of the job's secrets and variables in a text by their names."""
+    """Return a function that replaces values of the job's secrets and variables in a text by their names."""
     return _hider([*_secrets(spec, environment), *((value, name) for name, value in spec.env)])
 
 
 def without_secrets(evidence: Evidence, spec: JobSpec, environment: Mapping[str, str]) -> Evidence:
-    """The evidence with the values of the job's secrets replaced by their names: a program may have printed them."""
+    """Return the evidence with values of the job's secrets replaced by their names."""
     return _hide_in(evidence, _hider(_secrets(spec, environment)))
 
 
 def hidden_bytes(spec: JobSpec, environment: Mapping[str, str]) -> tuple[bytes, ...]:
-    """The values of the job's secrets, for `mask`."""
+    """Return the values of the job's secrets, for `mask`."""
     values = {value.encode(errors="surrogateescape") for value, _ in _secrets(spec, environment)}
     return tuple(sorted(value for value in values if len(value) >= SHORTEST_HIDDEN))
 
 
 def mask(text: bytes, values: Sequence[bytes]) -> bytes:
-    """The text with an asterisk for each byte of a value, also of one that it ends amid: offsets stay what they are."""
+    """Return the text with each byte of a secret replaced by an asterisk, so that offsets stay valid.
+
+    A secret that the text's end cuts off is masked, too.
+    """
     for value in values:
         text = text.replace(value, b"*" * len(value))
         cut = next((n for n in range(len(value) - 1, SHORTEST_HIDDEN - 1, -1) if text.endswith(value[:n])), 0)

@@ -18,7 +18,7 @@ TRACKERS: Mapping[str, Callable[[Path, Lookups], Tracker]] = {
 
 
 def check_trackers(names: Sequence[str], source: str) -> None:
-    """Raises SpecError at a name that no tracker has; `source` is the cluster file that says it."""
+    """Raise SpecError at a name that no tracker has; `source` is the cluster file with the names."""
     for name in names:
         if name not in TRACKERS:
             near = closest(name, TRACKERS)

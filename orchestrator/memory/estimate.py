@@ -1,4 +1,4 @@
-"""How many bytes does the worst rank of a plan need, and what are they? The maximum over moments, engine by engine."""
+"""Peak memory of a plan's most loaded rank, by cause: the maximum over candidate points of a step, per engine."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ CUBLAS_BYTES = 64 * 2**20
 def estimate(
     profile: ModelProfile, plan: Plan, device: DeviceSpec, overhead: Overhead = SUPPOSED_OVERHEAD
 ) -> MemoryEstimate:
-    """Bytes that the worst rank of `plan` needs on `device` at its worst moment, by cause.
+    """Return the peak memory of the plan's most loaded rank on `device`, by cause.
 
     `profile` is that of the plan's precision, sequence length, and degrees of tensor, context and expert parallelism.
     On a virtual device only live tensors count, so the three totals are equal; on CUDA the allocator, the context and
@@ -56,9 +56,10 @@ def estimate(
 
 
 def sharing_key(plan: Plan) -> object:
-    """Return the key of plans that may share `DeviceBytes`.
+    """Return a cache key of the plan; plans with equal keys may share one `DeviceBytes`.
 
-    It has all but checkpointing, the cut of the batch, and the number of copies under hybrid sharding."""
+    The key leaves out checkpointing, micro-batch and accumulation, and the number of copies under hybrid sharding.
+    """
     layout, shards = plan.layout, (plan.layout.dp_cp // plan.dp_replicate, plan.dp_replicate > 1)
     return (shards, layout.cp, layout.tp, layout.pp, _SHARED(plan))
 
@@ -69,9 +70,9 @@ _SHARED = attrgetter(*(setting.name for setting in SETTINGS if setting.name not 
 
 
 class DeviceBytes:
-    """What a device must hold for plans with the same `sharing_key`.
+    """Device memory of plans with one `sharing_key`, with fast lower bounds.
 
-    A search asks for thousands of plans that it then drops: for most of them it is enough to know the least they need.
+    A search drops most of its thousands of plans by their lower bound alone.
     """
 
     def __init__(
@@ -103,25 +104,25 @@ class DeviceBytes:
         self._moments: dict[object, list[tuple[Rank, list[tuple[Moment, int]]]]] = {}  # and their counted bytes
 
     def turns(self, gradient_accumulation_steps: int) -> object:
-        """Return the key of what the number of micro-batches changes: those in flight, or whether 1, 2 or more."""
+        """Return a cache key of how gradient accumulation affects memory: equal keys, equal micro-batches in flight."""
         if self._reduces_once:
             return min(gradient_accumulation_steps, 3)
         return filling(self._plan.layout.pp, self._plan.pipeline_stages_per_rank, gradient_accumulation_steps)
 
     def without_activations(self, plan: Plan) -> int:
-        """Return a lower bound of the plan's `device_bytes` for every micro-batch.
+        """Return a lower bound of the plan's `device_bytes` for every micro-batch size.
 
-        Where `counts_every_mode_alike`, it holds for every checkpointing too.
+        Where `counts_every_mode_alike`, it holds for every kind of checkpointing too.
         """
         counted = max(max(beside.values()) for _, beside in self._counted_of(plan))
         mode = None if self.counts_every_mode_alike else plan.activation_checkpointing
         return self._reserved_bytes(counted, mode) + self._overhead_bytes(plan)
 
     def at_least(self, plan: Plan) -> int:
-        """Return a lower bound of the plan's `device_bytes`, most often exact, in a tenth of the time of its estimate.
+        """Return a lower bound of the plan's `device_bytes`, most often exact, in a tenth of the time of `estimate`.
 
-        Of the moments that can be the worst it counts those that are none of the model's passages, and the passages at
-        which the most activations are live. These are straight lines over the micro-batch.
+        It counts the peak candidates outside the model's passages, and the passages with the most live activations.
+        Both are linear in the micro-batch size.
         """
         mode, micro = plan.activation_checkpointing, plan.micro_batch_size
         full_layers = plan.full_checkpointing_layers
@@ -133,7 +134,7 @@ class DeviceBytes:
         return self._reserved_bytes(allocated, mode) + self._overhead_bytes(plan)
 
     def estimate(self, plan: Plan) -> MemoryEstimate:
-        """Return the estimate of the plan, as the function `estimate` does."""
+        """Return the plan's memory estimate, equal to that of the function `estimate`."""
         micro, rows = plan.micro_batch_size, []
         for rank, moments in self._moments_of(plan):
             mode, full_layers = plan.activation_checkpointing, plan.full_checkpointing_layers

@@ -1,4 +1,4 @@
-"""What a model costs, as a ModelProfile: a closed form, what was traced, or what the user declared."""
+"""The ModelProfile (memory and compute cost) of a job's model: by closed form, trace or the user's declaration."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CHUNK_TOKENS = 1024  # of training/models/cross_entropy.py (a test compares the 
 
 
 def autocasts(plan: Plan) -> bool:
-    """Whether the plan computes in low precision with weights that stay fp32; else the weights are in it themselves."""
+    """Return whether the plan computes in low precision with fp32 weights; else weights have the compute dtype."""
     is_low = plan.precision is not Precision.FP32 and plan.master_weights is MasterWeights.FP32
     return is_low and plan.mechanics.autocasts
 
@@ -41,15 +41,14 @@ def profile_of(
     autocast: bool = False,
     cuda: bool = False,
 ) -> ModelProfile | None:
-    """Return one rank's part of the job's model at this precision and these tokens per sample (None: its own).
+    """Return the costs of one rank's part of the job's model at these settings; None if unknown without a trace.
 
-    It is the declared profile where there is one, else the closed form of a decoder, ours or of the Llama kind.
-    Else it is what intake had traced; None where there is none. A script's own loss is taken to hold all logits.
-    `tensor_parallel`: over so many ranks its matrices are cut; `context_parallel`: and each sample's tokens.
-    `expert_parallel`: over so many its experts are spread, and `uneven` times as many tokens come to one as it sends.
-    `autocast`: as `autocasts` says of the plan. `cuda`: whether it runs there, where masks of dropout are narrower.
-    Closed forms take all of a model to be trained. One that is frozen in part is traced, but not where ranks hold parts
-    of it: these need no more.
+    A declared profile comes first, then the closed form of a decoder, ours or Llama-style, then a trace from intake. A
+    script's own loss is assumed to hold all logits. `sequence_length` of None is the job's own. `tensor_parallel`:
+    ranks that split its matrices. `context_parallel`: ranks that split each sample's tokens. `expert_parallel`: ranks
+    that split its experts; one receives up to `uneven` times as many tokens as it sends. `autocast`: see `autocasts`.
+    `cuda`: whether it runs on CUDA, where dropout masks are narrower. Closed forms assume that the whole model is
+    trained. A partly frozen model is traced, except where ranks split it: its parts need no more.
     """
     if spec.profile is not None:
         own_length = spec.data.sequence_length if spec.model is not None else _script_length(spec)
@@ -116,7 +115,7 @@ def _as_script_runs(
 
 
 def with_held_boundaries(spec: JobSpec, profile: ModelProfile, plan: Plan) -> ModelProfile:
-    """The profile where transformers' Trainer shards adapters beside a frozen base by FSDP.
+    """Return the profile with extra held bytes where transformers' Trainer shards LoRA on a frozen base by FSDP.
 
     Reentrant checkpointing wraps FSDP's units, whose hook for frozen weights holds the input of every layer, and its
     gradient, until the backward pass is over (torch/distributed/fsdp/_runtime_utils.py,
@@ -130,13 +129,13 @@ def with_held_boundaries(spec: JobSpec, profile: ModelProfile, plan: Plan) -> Mo
 
 
 def freezes(spec: JobSpec) -> bool:
-    """Whether some of the job's model is never trained, and it declares no profile that knows."""
+    """Return whether part of the job's model is never trained, and no declared profile accounts for it."""
     never = any(entry.until_step is None for entry in spec.training.freeze)
     return never and spec.model is not None and spec.profile is None
 
 
 def is_known(spec: JobSpec) -> bool:
-    """Whether the memory of the job's model is known without a trace."""
+    """Return whether the memory of the job's model is known without a trace."""
     return not freezes(spec) and profile_of(spec, precision=spec.precision, sequence_length=None) is not None
 
 
@@ -220,19 +219,19 @@ def decoder_profile(
     spread: int = 1,
     cp: int = 1,
 ) -> ModelProfile:
-    """The closed form of `training/models/decoder.py` with `cross_entropy.py`, per sample of `sequence_length` tokens.
+    """Return the closed form of `training/models/decoder.py` with `cross_entropy.py`; bytes are per sample.
 
     Coefficients follow from the tensors that autograd saves. Each was measured as a slope, by counting live storages of
     one layer on a CPU (torch 2.13.0, 2026-11). They agree with Korthikanti et al. 2022 (arXiv:2205.05198) for flash
     attention. In fp32 a layer keeps the inputs of its seven projections, norms with their intermediates, both factors
     of the gate, queries, keys, values, output and log-sum-exp of the attention. Under autocast the residual stream and
     the norms stay fp32, and every weight matrix is kept once more in low precision (`cast_bytes`). Where the weights
-    themselves are cast, only the norms work in fp32. Tensor parallelism cuts heads, feed-forward and vocabulary
+    themselves are cast, only the norms work in fp32. Tensor parallelism splits heads, feed-forward and vocabulary
     (Shoeybi et al. 2019, arXiv:1909.08053, section 3). Over `spread` ranks it also spreads the tokens of norms and
-    residual stream (training/engines/sequence_parallel.py). Over `cp` ranks each sample's tokens are cut, and a rank
-    attends to all of them with its share of the heads (training/contract/context.py). What operators move was counted
-    on meta tensors, a norm as CUDA's one kernel (2026-11-26). They are norms, rotation, gate, residual stream and their
-    gradients, and under autocast the casts of what goes into products.
+    residual stream (training/engines/sequence_parallel.py). Over `cp` ranks each sample's tokens are split, and a rank
+    attends to all of them with its share of the heads (training/contract/context.py). Bytes moved by operators were
+    counted on meta tensors, a norm as CUDA's one kernel (2026-11-26). They are norms, rotation, gate, residual stream
+    and their gradients, and under autocast the casts of what goes into products.
     """
     s, h, d = sequence_length // cp, spec.hidden_size, spec.head_dim
     f, v, n = spec.intermediate_size // tp, spec.vocab_size // tp, spec.num_attention_heads // tp
@@ -317,7 +316,7 @@ def _gathered_peaks(sample_bytes: int, h: int, f: int, stream_width: float) -> t
 
 
 def with_all_logits(profile: ModelProfile, vocab_size: int, sequence_length: int) -> ModelProfile:
-    """The profile with the plain loss of somebody's script: 12 bytes a logit."""
+    """Return the profile with a plain loss that holds all logits, as scripts have: 12 bytes a logit."""
     *layers, head = profile.segments
     logits = sequence_length * vocab_size
     saved_bytes = head.saved_bytes + 4 * logits

@@ -1,4 +1,4 @@
-"""Seconds of messages between devices: rings over the links of a node and the network between nodes."""
+"""Predicted seconds of collectives and messages over links within a node and the network between nodes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LINK_STEP_S, NETWORK_STEP_S = 3.4e-6, 9.6e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ring:
-    """Ranks that exchange messages, on so many nodes; `bandwidth` of the slowest link, per direction."""
+    """Ranks that exchange messages in a ring. `bandwidth` is the slowest link's, in bytes/s per direction."""
 
     ranks: int
     nodes: int
@@ -26,13 +26,13 @@ class Ring:
     start_s: float
 
     def gather_s(self, whole_bytes: float, messages: int = 1) -> float:
-        """Return the seconds to all-gather or reduce-scatter `whole_bytes`: (n-1)/n of them pass every link."""
+        """Return the seconds of an all-gather or reduce-scatter of `whole_bytes`, of which (n-1)/n pass every link."""
         if self.ranks == 1:
             return 0.0
         return messages * (self.start_s + self._steps_s) + whole_bytes * (self.ranks - 1) / self.ranks / self.bandwidth
 
     def all_reduce_s(self, whole_bytes: float, messages: int = 1) -> float:
-        """Return the seconds of a reduce-scatter and an all-gather under one start."""
+        """Return the seconds of an all-reduce: a reduce-scatter and an all-gather with one start."""
         if self.ranks == 1:
             return 0.0
         return 2 * self.gather_s(whole_bytes, messages) - messages * self.start_s
@@ -52,7 +52,7 @@ def all_to_all_s(
     devices_per_node: int,
     network_bandwidth: int,
 ) -> float:
-    """Return the seconds in which every `stride`-th of the devices sends equal parts to each of the others.
+    """Return the seconds of an all-to-all among every `stride`-th device, each sending `sent_bytes` in equal parts.
 
     Links of a node and the network work at once; each device of a node has an equal part of the network.
     """
@@ -66,7 +66,7 @@ def all_to_all_s(
 
 @lru_cache(maxsize=4096)
 def ring(ranks: int, stride: int, device: DeviceSpec, devices_per_node: int, network_bandwidth: int) -> Ring:
-    """Return the ring of every `stride`-th device. Rings between the same nodes share the network."""
+    """Return the ring of `ranks` devices, `stride` apart. Rings between the same nodes share the network."""
     span = ranks * stride
     nodes = -(-span // devices_per_node)
     bandwidth: float = device.link_bandwidth

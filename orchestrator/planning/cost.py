@@ -1,4 +1,4 @@
-"""Seconds of an optimizer step of a plan: kernels, messages, their overlap, and the update."""
+"""Predicted seconds of one optimizer step: kernels, messages, their overlap, and the update."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ MASTER_AND_MOMENTS_BYTES = 12  # per parameter: what an update on NVMe reads and
 class Hardware:
     """Equal nodes of equal devices. `network_bandwidth` is bytes/s per node and direction.
 
-    `host_memory` is bytes of a node; infinite where nobody told it, as of most published measurements.
+    `host_memory` is bytes per node; infinite where unknown, as in most published measurements.
     """
 
     device: DeviceSpec
@@ -83,17 +83,17 @@ class Hardware:
 
 
 def step_s(profile: ModelProfile, plan: Plan, hardware: Hardware) -> float:
-    """Return the seconds of one optimizer step over the global batch; `profile` as for `memory.estimate.estimate`.
+    """Return the predicted seconds of one optimizer step. `profile` is the one for `memory.estimate.estimate`.
 
     Every rank of a pipeline waits for the slowest one. It waits for the first micro-batch to come through all ranks,
-    and for the last to come back. So many micro-batches of the slowest count, and one of all others, in `v` pieces each
-    (Narayanan et al. 2021, arXiv:2104.04473, section 2.2).
+    and for the last to come back. So all micro-batches of the slowest rank count, and one of each other rank, in `v`
+    pieces each (Narayanan et al. 2021, arXiv:2104.04473, section 2.2).
     """
     return StepSeconds(profile, plan, hardware)(plan)
 
 
 class StepSeconds:
-    """Seconds of a step of the plans that differ from one in checkpointing and in the cut of their batch only."""
+    """Predicts step times of plans that differ only in checkpointing, micro-batch size and accumulation."""
 
     def __init__(self, profile: ModelProfile, plan: Plan, hardware: Hardware) -> None:
         profile_degrees = profile.context_parallel, profile.tensor_parallel, profile.expert_parallel
@@ -244,7 +244,7 @@ def _busy_s(
 def seconds_in_three(
     profile: ModelProfile, mode: ActivationCheckpointing, precision: Precision, hardware: Hardware
 ) -> tuple[float, float, float]:
-    """Return the seconds of a sample in what only the first stage has, in a layer, and in what only the last has."""
+    """Return the seconds per sample of (parts only in the first stage, one layer, parts only in the last stage)."""
     how = 1, mode, 0, precision, 4, False, 0, hardware
 
     def busy_s(layers: int, *, first: bool = False, last: bool = False) -> float:
@@ -292,7 +292,7 @@ def _window_s(micro_batch_s: float, mechanics: Mechanics, micro_steps: int) -> f
 
 
 class Traffic(NamedTuple):
-    """What data-parallel ranks send in a step."""
+    """Number of collectives between data-parallel ranks in one step."""
 
     gathers: int  # of all weights
     reductions: int  # of all gradients

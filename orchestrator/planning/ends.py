@@ -1,4 +1,4 @@
-"""Numbers of layers of the first and the last stage of a pipeline, which have embedding and head beside them."""
+"""Layer counts of the first and last pipeline stage, which also have the embedding and the head."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ STEP_S = 1e-9  # below which two ranks are equally fast, of the slower one's tim
 
 
 def ends_of(profile: ModelProfile, plan: Plan, hardware: Hardware) -> tuple[int, int]:
-    """Return the layers of the first and the last stage of a plan with a pipeline; zeros where an even cut is best.
+    """Return (layers of the first stage, layers of the last stage) of a pipeline; (0, 0) where an even split is best.
 
-    The slowest rank is as fast as it can be: embedding, head and loss count on their stages, and so does what the plan
-    recomputes. Of cuts that are equally fast the fullest rank needs the least at a micro-batch of one sample.
+    The choice minimises the time of the slowest rank, with embedding, head, loss and recomputation counted. Among
+    equally fast splits the fullest rank needs the least memory at a micro-batch of one sample.
     """
     mode, is_sharded = plan.activation_checkpointing, plan.mechanics.stage is not ZeroStage.NONE
     how = (mode, is_sharded, plan.precision)

@@ -1,4 +1,4 @@
-"""Explanations of a plan: its bytes by cause, the plan that comes closest, and why it was chosen."""
+"""Explanations of a plan for people: its bytes by cause, the closest plan, and why it was chosen."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PINS_NAMED = 4  # of more, `closest` says which plan it is
 
 
 def breakdown(estimate: MemoryEstimate) -> tuple[tuple[str, int], ...]:
-    """Return the bytes by cause, the largest first, down to what the device holds; they add up to `device_bytes`."""
+    """Return (cause, bytes) pairs, largest first, that add up to the estimate's `device_bytes`."""
     causes = sorted(estimate.by_cause, key=lambda cause: -cause[1])
     around = (
         ("allocator", estimate.reserved_bytes - estimate.allocated_bytes),
@@ -31,7 +31,7 @@ def breakdown(estimate: MemoryEstimate) -> tuple[tuple[str, int], ...]:
 
 
 def by_moment(estimate: MemoryEstimate) -> tuple[MomentBytes, ...]:
-    """Return the MOMENTS_SHOWN worst moments of a step in their order, each on the rank that needs the most then."""
+    """Return the MOMENTS_SHOWN highest memory peaks of a step in time order, each on the rank that needs most then."""
     worst: dict[str, MomentBytes] = {}
     for moment in estimate.moments:
         if moment.name not in worst or _total(moment) > _total(worst[moment.name]):
@@ -41,7 +41,10 @@ def by_moment(estimate: MemoryEstimate) -> tuple[MomentBytes, ...]:
 
 
 def nearest(frontier: Frontier, calibrated: Calibration, refuted: frozenset[Plan] = frozenset()) -> Candidate | None:
-    """Return the untried candidate that needs the least of a device, enough host memory first; None without one."""
+    """Return the untried candidate that needs the least device memory; None without one.
+
+    Candidates with enough host memory come first.
+    """
 
     def missing(candidate: Candidate) -> tuple[object, ...]:
         return (
@@ -61,7 +64,7 @@ def why_nothing_fits(
     calibrated: Calibration,
     refuted: frozenset[Plan] = frozenset(),
 ) -> str:
-    """Return the plan that comes closest, its bytes by cause and what would make the job fit, as lines of text."""
+    """Return lines of text: the closest plan, its bytes by cause, and changes that would make the job fit."""
     candidates = frontier(spec, hardware, calibrated.correction, calibrated.overhead)
     closest = nearest(candidates, calibrated, refuted) or nearest(candidates, calibrated)
     assert closest is not None, "a frontier is never empty"
@@ -86,7 +89,7 @@ def why_nothing_fits(
 
 
 def why_taken(fit_probability: float | None, passed_over: str | None = None) -> str:
-    """Return why a job's first plan was chosen; without a probability, nothing is known of its memory."""
+    """Return why a job's first plan was chosen, as text. A probability of None means that its memory is unknown."""
     if passed_over is not None:
         return passed_over
     if fit_probability is None or fit_probability >= CONFIDENCE:
@@ -95,7 +98,7 @@ def why_taken(fit_probability: float | None, passed_over: str | None = None) -> 
 
 
 def why_passed_over(taken: Choice, fastest: Choice) -> str | None:
-    """Return why a plan is taken that is not the fastest one; None where it is."""
+    """Return why a plan is chosen over the fastest one, as text; None where it is the fastest."""
     gain = 1 - fastest.seconds / taken.seconds if taken.seconds > 0 else 0.0
     if gain <= 0:
         return None

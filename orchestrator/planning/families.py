@@ -1,4 +1,4 @@
-"""The settings and plans that a job allows on some hardware, as families of plans that share their memory."""
+"""The plans that a job allows on some hardware, in families that differ only in checkpointing and micro-batch."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ _of_strategy = attrgetter(*STRATEGY)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """Settings of a family of plans that `degrade` may touch, and how far they leave what the user asked for."""
+    """Values of the settings that `degrade` may change, and how much they alter the training."""
 
     values: Mapping[str, Any]  # by the setting's name
     degradation: Degradation
 
 
 def variants_of(spec: JobSpec, hardware: Hardware) -> list[Variant]:
-    """Return the variant that the user asked for, and those that `degrade` allows and the devices can compute."""
+    """Return the variant that the user asked for, then those that `degrade` allows and the devices can compute."""
     request, device, pins = requested_settings(spec), hardware.device, dict(spec.plan)
     touched = [setting for setting in SETTINGS if setting.degradation is not Degradation.EXACT]
     choices = [
@@ -80,7 +80,7 @@ def variants_of(spec: JobSpec, hardware: Hardware) -> list[Variant]:
 
 
 def requested_settings(spec: JobSpec) -> dict[str, Any]:
-    """Return the settings that `degrade` may touch, as the job or, where the job has no key for one, `plan:` has it."""
+    """Return the requested values of settings that `degrade` may change. Keys of the job come before its `plan:`."""
     pins = dict(spec.plan)
     values = {
         setting.name: pins.get(setting.name, setting.usual)
@@ -118,7 +118,7 @@ def _alternatives(
 
 
 def _is_frozen_in_part(spec: JobSpec) -> bool:
-    """Return whether only few of the job's weights are trained: their masters are small beside the others."""
+    """Return whether only a few of the job's weights are trained, so that their master weights are small."""
     return freezes(spec) or (spec.model is not None and spec.model.lora is not None)
 
 
@@ -129,13 +129,13 @@ def default_length(spec: JobSpec) -> int | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Family:
-    """Plans that differ in checkpointing and in the cut of their batch only, smaller micro-batches first."""
+    """Plans that differ only in checkpointing, micro-batch size and accumulation; smaller micro-batches first."""
 
-    example: Plan  # of the smallest batch that fills its pipeline: what all of them have in common
-    alike: tuple[Mode, ...]  # of all layers
-    partial: tuple[Mode, ...]  # in which the first layers keep less than the others
-    offloads_to: float  # the largest micro-batch of which the layers' inputs may wait in host memory; 0: none
-    cuts: tuple[tuple[int, int], ...]  # those that keep its pipeline at work, so that every plan is legal
+    example: Plan  # plan of the smallest batch that fills the pipeline, with all settings that the family shares
+    alike: tuple[Mode, ...]  # checkpointing modes that all layers share
+    partial: tuple[Mode, ...]  # modes in which only the first layers are recomputed in full
+    offloads_to: float  # largest micro-batch whose layer inputs may wait in host memory; 0: none
+    cuts: tuple[tuple[int, int], ...]  # (micro-batch, accumulation) pairs that keep the pipeline busy, all legal
 
     def __iter__(self) -> Iterator[Plan]:
         return chain.from_iterable(
@@ -144,11 +144,11 @@ class Family:
         )
 
     def uniform_modes(self, micro: int) -> tuple[Mode, ...]:
-        """Return the modes that all layers may have at this micro-batch."""
+        """Return the checkpointing modes that all layers may have at this micro-batch size."""
         return (*self.alike, ON_HOST) if micro <= self.offloads_to else self.alike
 
     def plans_of_cut(self, micro: int, accumulation: int, modes: Iterable[Mode]) -> Iterator[Plan]:
-        """Yield the legal plans of one cut of the batch, in the order of `modes`."""
+        """Yield the legal plans with this micro-batch size and accumulation, in the order of `modes`."""
         for mode, first_layers, offload in modes:
             plan = legal_copy(
                 self.example,
@@ -163,13 +163,13 @@ class Family:
 
 
 def _can_start(spec: JobSpec, plan: Plan) -> bool:
-    """Return whether the model's own code ran in the plan's arithmetic when it was traced, if it was."""
+    """Return whether the model's own code ran in the plan's dtype settings when traced; True if untraced."""
     traced = {(entry.profile.precision, entry.autocast) for entry in spec.traced}
     return not traced or (plan.precision, autocasts(plan)) in traced
 
 
 def legal_copy(plan: Plan, **changes: Any) -> Plan | None:
-    """Return the plan with other values of some settings; None where that is no legal plan."""
+    """Return the plan with some settings changed; None where the result is illegal."""
     try:
         return replace(plan, **changes)
     except IllegalPlan:
@@ -179,9 +179,9 @@ def legal_copy(plan: Plan, **changes: Any) -> Plan | None:
 def families_of(
     spec: JobSpec, hardware: Hardware, variant: Variant, profile_of: Callable[[Plan], ModelProfile], work: Work
 ) -> Iterator[Family]:
-    """Yield the families of plans with the job's pinned settings: a plan that beats them without a pin does not count.
+    """Yield the families of plans that have the job's pinned settings.
 
-    Raises TooManyPlans beyond what `work` may look at.
+    Plans without a pin are left out, even where they are better. Raises TooManyPlans beyond the limit of `work`.
     """
     pins = dict(spec.plan)
     pinned_mode, first_layers, offload = (pins.get(name) for name in CHECKPOINTING)
@@ -229,7 +229,7 @@ def _example(strategy: Strategy, variant: Variant) -> Plan | None:
 
 
 def _adds_up(strategy: Strategy) -> bool:
-    """Return whether gradients of several micro-batches add up before they are reduced."""
+    """Return whether gradients accumulate over micro-batches before they are reduced."""
     return isinstance(strategy.mechanics, Fsdp2) and strategy.mechanics.once_a_step
 
 
@@ -278,7 +278,7 @@ def _largest_offloaded_micro(
 
 
 def _can_be_cut(spec: JobSpec, pipeline: tuple[int, int], pins: Mapping[str, Any]) -> bool:
-    """Return whether the end stages may have as many layers as is pinned."""
+    """Return whether the end stages of a pipeline may have the pinned numbers of layers."""
     first, last = (pins.get(name, 0) for name in ENDS)
     if pipeline[0] == 1:
         return not first and not last

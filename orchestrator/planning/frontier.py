@@ -1,4 +1,4 @@
-"""The plans of a job that no other plan beats, and which of them fit."""
+"""The frontier: plans of a job that no other plan beats, and which of them fit in memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from orchestrator.specs.units import format_bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A legal plan with its costs and its degradation of what the user asked for."""
+    """A legal plan with its predicted costs, and how much it alters the training that the user asked for."""
 
     plan: Plan
     estimate: MemoryEstimate
@@ -31,33 +31,33 @@ class Candidate:
 
     @property
     def fits_host(self) -> bool:
-        """Whether the node has the host memory."""
+        """Whether a node has enough host memory."""
         return self.host_bytes <= self.host_memory
 
 
 @dataclass(frozen=True, slots=True)
 class Frontier:
-    """Candidates, the mildest class of degradation first, the fastest first within a class."""
+    """Plans that no other plan beats: mildest degradation first, and fastest first within a class."""
 
     candidates: tuple[Candidate, ...]
 
 
 def node_host_bytes(plan: Plan, estimate: MemoryEstimate, hardware: Hardware) -> int:
-    """Return the bytes of host memory that the plan needs on a node whose devices its ranks fill.
+    """Return the bytes of host memory that the plan needs on a node whose devices it fills.
 
-    A virtual device's memory is the host's.
+    The memory of a virtual device is host memory.
     """
     virtual = estimate.device_bytes if hardware.device.kind is DeviceKind.VIRTUAL else 0
     return min(plan.world_size, hardware.devices_per_node) * (estimate.host_bytes + virtual)
 
 
 def needed_bytes(candidate: Candidate, calibrated: Calibration) -> int:
-    """Return the free bytes that one device must have: the corrected estimate with its margin."""
+    """Return the free bytes that each device must have: the corrected estimate times its margin."""
     return calibration.plan_needed_bytes(candidate.plan, candidate.estimate, calibrated)
 
 
 def fit_probability(candidate: Candidate, capacity_bytes: int, calibrated: Calibration) -> float:
-    """Return the probability that the candidate runs within `capacity_bytes`; 0 without enough host memory."""
+    """Return the probability that the candidate fits in `capacity_bytes`; 0 without enough host memory."""
     if not candidate.fits_host:
         return 0.0
     return calibration.plan_fit_probability(candidate.plan, candidate.estimate, calibrated, capacity_bytes)
@@ -66,17 +66,17 @@ def fit_probability(candidate: Candidate, capacity_bytes: int, calibrated: Calib
 def fits(candidate: Candidate, capacity_bytes: int, calibrated: Calibration) -> bool:
     """Return whether a device holds the corrected estimate with its margin, and a node has the host memory.
 
-    A plan that ran out of memory on such a device before does not fit.
+    A plan that already ran out of memory on such a device does not fit.
     """
     is_within = candidate.fits_host and needed_bytes(candidate, calibrated) <= capacity_bytes
     return is_within and not calibrated.refutes(candidate.plan, candidate.estimate, capacity_bytes)
 
 
 def likeliest(rooms: Iterable[tuple[Candidate, int]], calibrated: Calibration) -> Candidate | None:
-    """Return the candidate that most probably runs, of pairs with the bytes that a device has for each.
+    """Return the candidate that most probably fits, among pairs with the bytes available for each.
 
     None where none is at least as likely as not: such a plan fits, but for its margin. A job that ran out of memory
-    tries what is left to it, however unlikely, since it has paid for more than a launch already.
+    tries any remaining plan, however unlikely, since it has already paid for more than a launch.
     """
     chances = [
         (fit_probability(candidate, capacity_bytes, calibrated), candidate) for candidate, capacity_bytes in rooms
@@ -88,7 +88,7 @@ def likeliest(rooms: Iterable[tuple[Candidate, int]], calibrated: Calibration) -
 def fitting(
     frontier: Frontier, capacity_bytes: int, calibrated: Calibration, refuted: frozenset[Plan] = frozenset()
 ) -> Iterator[Candidate]:
-    """Return the candidates that fit and were not refuted, in the frontier's order."""
+    """Return the candidates that fit and are not in `refuted`, in the frontier's order."""
     return (
         candidate
         for candidate in frontier.candidates
@@ -99,7 +99,7 @@ def fitting(
 def why_rejected(
     candidate: Candidate, capacity_bytes: int, calibrated: Calibration, refuted: frozenset[Plan] = frozenset()
 ) -> str | None:
-    """Return why the candidate cannot be taken, as a sentence; None where it can."""
+    """Return why the candidate cannot be used, as a sentence; None where it can."""
     if candidate.plan in refuted:
         return "ran out of memory before"
     needed = needed_bytes(candidate, calibrated)

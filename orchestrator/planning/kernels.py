@@ -1,4 +1,4 @@
-"""Seconds that a device computes for a micro-batch: matrix products by shape, memory-bound operators, launches."""
+"""Predicted compute seconds of a micro-batch: matrix products by shape, memory-bound operators, kernel launches."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ CPU_FORWARD_S = 4e-4 / 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """Seconds of one micro-batch on one rank, its messages left out."""
+    """Compute seconds of one micro-batch on one rank, without messages."""
 
     forward_s: float
     backward_s: float
@@ -83,7 +83,7 @@ class MicroBatch:
 
 @lru_cache(maxsize=16384)
 def micro_batch(profile: ModelProfile, size: int, device: DeviceSpec, precision: Precision) -> MicroBatch:
-    """Return the seconds of `size` samples on a device that holds `profile`."""
+    """Return the compute seconds of `size` samples on a rank that holds `profile`."""
     forward_s = backward_s = replay_s = selective_replay_s = 0.0
     parts = replayed = messages = 0
     layers = []
@@ -163,7 +163,7 @@ def _loss_moved_bytes(segment: Segment, chunks: LossChunks, size: int, precision
 
 
 def product_rates(device: DeviceSpec, precision: Precision) -> tuple[int, float, float, int | None, float]:
-    """Return what a product's time depends on: bytes per element, FLOP/s, bytes/s, tiles at once, start in seconds."""
+    """Return (bytes per element, FLOP/s, bytes/s, parallel tiles, start seconds) for matrix products on a device."""
     return (
         4 if precision is Precision.FP32 else 2,
         product_flops(device, precision),
@@ -174,7 +174,7 @@ def product_rates(device: DeviceSpec, precision: Precision) -> tuple[int, float,
 
 
 def product_flops(device: DeviceSpec, precision: Precision) -> float:
-    """Return the FLOP/s that the best product reaches."""
+    """Return the FLOP/s of the fastest matrix product on the device."""
     if device.measured_tflops is None or precision is Precision.FP32 or not device.has(precision):
         return device.peak_flops(precision) * PRODUCT_EFFICIENCY
     return min(1e12 * device.measured_tflops, device.peak_flops(precision))
@@ -211,10 +211,10 @@ def matmul_s(
 
 
 def host_s(parts: int, full: int, selective: int, collectives: int, device: DeviceSpec) -> float:
-    """Return the seconds of Python and launches of one micro-batch: a pass forward, and one back of twice the launches.
+    """Return the seconds of Python and kernel launches in one micro-batch. Backward has twice the launches of forward.
 
-    Of all parts, so many are recomputed in full or selectively; FSDP2 starts so many collectives. On a CPU, what is
-    recomputed is one pass more, whatever it is, and nothing hides.
+    `full` and `selective` are the numbers of recomputed parts; FSDP2 starts `collectives`. On a CPU any recomputation
+    costs one more pass, and nothing overlaps.
     """
     if device.kind is not DeviceKind.CUDA:
         return (3 * parts + full + selective) * CPU_FORWARD_S

@@ -1,4 +1,4 @@
-"""Parallel layouts: over how many devices, and along which axes, a job can be cut."""
+"""Parallel layouts of a job: the numbers of devices, and the degrees along each axis, that are possible."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OWN_TOKENS_MIN = 8192
 
 
 def layouts(spec: JobSpec, hardware: Hardware, work: Work) -> tuple[ParallelLayout, ...]:
-    """Return every parallel layout that the job may take, in whole nodes beyond one node.
+    """Return every possible parallel layout of the job; beyond one node, in whole nodes.
 
     dp divides the global batch; tp stays inside a node, where the messages of every layer go, and cp as long as it can;
     pp leaves every rank a layer. Raises SpecError where no allowed number of devices divides the global batch, and
@@ -67,7 +67,7 @@ def _measured_layouts(spec: JobSpec, hardware: Hardware) -> tuple[ParallelLayout
 def tensor_parallel_degrees(spec: JobSpec, hardware: Hardware) -> tuple[int, ...]:
     """Return 1 and the powers of two that divide a node, heads, feed-forward and vocabulary.
 
-    Experts are not cut. A model with a declared profile has the degrees that this declares.
+    Experts are not split. A model with a declared profile has the degrees declared there.
     """
     per_node = hardware.devices_per_node
     if spec.model is not None and spec.profile is not None:
@@ -98,7 +98,7 @@ def _degrees_of_a_sample(
 def context_parallel_degrees(spec: JobSpec, devices: int) -> tuple[int, ...]:
     """Return 1, the pinned degree, and the powers of two that leave a rank OWN_TOKENS_MIN tokens of a sample.
 
-    Only 1 for models whose attention our engine does not share by heads, and for experts: nobody counted their memory.
+    Only 1 where our engine cannot split a model's attention by heads, and for experts, whose memory nobody counted.
     """
     shape = known_shape(spec)
     if shape is None or (isinstance(shape, DecoderShape) and shape.experts is not None):
@@ -109,12 +109,12 @@ def context_parallel_degrees(spec: JobSpec, devices: int) -> tuple[int, ...]:
 
 
 def expert_parallel_degrees(spec: JobSpec, dp: int) -> tuple[int, ...]:
-    """Return the degrees above 1 over which `dp` ranks may spread the experts of the job's model."""
+    """Return the expert-parallel degrees above 1 that `dp` ranks allow for the job's model."""
     return tuple(ep for ep in divisors(dp)[1:] if why_no_experts(spec, dp, ep) is None)
 
 
 def why_no_experts(spec: JobSpec, dp: int, ep: int) -> str | None:
-    """Return why experts of the job's model cannot be spread over `ep` of `dp` ranks; None where they can.
+    """Return why `ep` of `dp` ranks cannot spread the model's experts, as text; None where they can.
 
     Ranks with the same experts share them equally: as many experts each, or as much of each expert.
     """
@@ -142,7 +142,7 @@ def pipeline_degrees(spec: JobSpec, devices: int) -> tuple[int, ...]:
 
 
 def layers_to_cut(spec: JobSpec) -> int:
-    """Return the layers between which a pipeline may cut the job's model; 1 where it may not."""
+    """Return the number of layers that a pipeline may split; 1 where it may not split the model."""
     if spec.model is not None and spec.profile is not None:
         return spec.profile.layers if spec.profile.pipeline else 1
     shape = known_shape(spec)
@@ -153,7 +153,7 @@ def layers_to_cut(spec: JobSpec) -> int:
 
 
 def known_shape(spec: JobSpec) -> DecoderSpec | DecoderShape | None:
-    """Return the sizes of a model that our engines can cut; None for others, and for a model with adapters."""
+    """Return the sizes of a model that our engines can split; None for others, and for a model with adapters."""
     model = spec.model
     if model is None or model.lora is not None:
         return None
@@ -164,7 +164,7 @@ def known_shape(spec: JobSpec) -> DecoderSpec | DecoderShape | None:
 
 @lru_cache(maxsize=1024)
 def divisors(number: int) -> tuple[int, ...]:
-    """Return every divisor, ascending."""
+    """Return every divisor of `number`, ascending."""
     low = [divisor for divisor in range(1, int(number**0.5) + 1) if number % divisor == 0]
     return tuple(sorted({*low, *(number // divisor for divisor in low)}))
 

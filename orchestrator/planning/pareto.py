@@ -1,4 +1,4 @@
-"""Keeps the plans that no other plan beats in step time, device bytes, GPUs and trust together."""
+"""Pareto front of plans by step time, device bytes, number of GPUs and trust (how proven a kind of plan is)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Timed(NamedTuple):
 
 
 class Costed(NamedTuple):
-    """A plan with everything that a frontier compares; `needed_bytes` of a device follow from the estimate."""
+    """A plan with all quantities that a frontier compares; `needed_bytes` per device follow from the estimate."""
 
     plan: Plan
     step_s: float
@@ -33,7 +33,7 @@ class Costed(NamedTuple):
 
 
 def device_bytes(_plan: Plan, estimate: MemoryEstimate) -> int:
-    """Return the estimate's bytes of a device."""
+    """Return the estimate's `device_bytes`."""
     return estimate.device_bytes
 
 
@@ -75,19 +75,19 @@ def pareto(
 
 
 class Staircase:
-    """The least bytes that any of some plans needs within each step time."""
+    """The lowest memory need at each step time, over the plans added so far."""
 
     def __init__(self) -> None:
         self._times: list[float] = []
         self._least: list[float] = []
 
     def below(self, step_s: float, most_bytes: float) -> float:
-        """Return the bytes that a plan of this step time may need, so that none of these beats or equals it."""
+        """Return the most bytes (at most `most_bytes`) with which no added plan beats one of this step time."""
         count = bisect_right(self._times, step_s)
         return min(most_bytes, self._least[count - 1] - 1) if count else most_bytes
 
     def add(self, step_s: float, needed_bytes: float) -> None:
-        """Add a plan, unless one of these beats it."""
+        """Add a plan, unless an added plan beats it."""
         if needed_bytes > self.below(step_s, inf):
             return
         begin = bisect_left(self._times, step_s)

@@ -1,4 +1,4 @@
-"""The frontier as a picture: step time against the bytes that a device needs, in characters for a terminal."""
+"""Text chart of the frontier (plans that no other beats): step time against device bytes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PADDING_MIN = math.log(1.06)
 
 
 class Mark(StrEnum):
-    """The fate of a plan, real or predicted. Later marks are drawn over earlier ones."""
+    """The status of a plan in the chart. Later marks are drawn over earlier ones."""
 
     TOO_BIG = "too big"
     FITS = "fits"
@@ -44,7 +44,7 @@ SYMBOLS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """A plan in a picture, with `label` beside it."""
+    """A plan in the chart, with a label beside it."""
 
     step_s: float
     needed_bytes: int
@@ -54,7 +54,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Picture:
-    """Plans of one job on one kind of device, and the line where its memory ends."""
+    """Plans of one job on one kind of device, with the limit of its memory."""
 
     device: str
     capacity_bytes: int
@@ -62,12 +62,12 @@ class Picture:
 
     @property
     def span_s(self) -> tuple[float, float]:
-        """Step times that the picture spans."""
+        """(lowest, highest) step time of the chart, in seconds."""
         return _pad([point.step_s for point in self.points])
 
     @property
     def span_bytes(self) -> tuple[float, float]:
-        """Bytes that the picture spans."""
+        """(lowest, highest) bytes of the chart."""
         return _pad([self.capacity_bytes, *(point.needed_bytes for point in self.points)])
 
 
@@ -85,7 +85,7 @@ class _Axis:
 
 
 def draw_lines(picture: Picture, columns: int = COLUMNS, rows: int = ROWS) -> list[str]:
-    """Return the picture as lines of at most `columns` characters; both scales are logarithmic."""
+    """Return the chart as lines of at most `columns` characters; both scales are logarithmic."""
     assert picture.points, "nothing to draw"
     across = _Axis(*picture.span_s, columns - LABEL_COLUMNS - 1)
     up = _Axis(*picture.span_bytes, rows)
@@ -110,7 +110,7 @@ def draw_lines(picture: Picture, columns: int = COLUMNS, rows: int = ROWS) -> li
 
 
 def legend(picture: Picture) -> str:
-    """Return the meaning of each symbol that occurs."""
+    """Return the meaning of each symbol in the chart, as text."""
     used = {point.mark for point in picture.points}
     return "   ".join(f"{SYMBOLS[mark]} {mark}" for mark in reversed(Mark) if mark in used)
 

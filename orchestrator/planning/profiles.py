@@ -1,4 +1,4 @@
-"""The profile of what one rank of a plan holds: of the job's model, or assumed of a script that tells nothing."""
+"""The profile (memory and compute cost) of one rank of a plan, with an assumed one for unknown scripts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ASSUMED_FORWARD_S = 0.01  # per sample: only the order of its plans follows from
 
 
 def profile_for(spec: JobSpec, hardware: Hardware, plan: Plan) -> ModelProfile:
-    """Return what one rank of the plan has of the job's model, or the assumed profile of an unknown script."""
+    """Return the profile of one rank of the plan; an assumed one for a script that declares nothing."""
     profile = profile_of(
         spec,
         precision=plan.precision,
@@ -86,9 +86,9 @@ def _assumed_profile(
 
 
 def own_settings(spec: JobSpec) -> OwnSettings:
-    """Return the settings to which a script's assumed profile is relative: those of its family's outcomes, or its own.
+    """Return the settings to which a script's assumed profile is relative: those of earlier outcomes, or its defaults.
 
-    So a default that changes between two jobs of a family leaves what was learned from the first as it is.
+    So a default that changes between two jobs of a family does not invalidate what was learned from the first.
     """
     if spec.relative_to is not None:
         return spec.relative_to

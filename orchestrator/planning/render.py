@@ -1,4 +1,4 @@
-"""A plan in the words of what runs it: a DeepSpeed file, and a script's command line and environment."""
+"""A plan rendered for its runner: a DeepSpeed config file, or a script's command line and environment."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def deepspeed_config(plan: Plan, *, clip_norm: float | None, virtual: bool = Fal
 def accelerate_config(knobs: Knobs, plan: Plan, *, deepspeed_config_path: str | None) -> dict[str, Any]:
     """Return the content of `accelerate launch --config_file`; its command line has machines, ranks and ports.
 
-    FSDP's words are those of accelerate's FullyShardedDataParallelPlugin. Beside a DeepSpeed file accelerate takes no
+    FSDP keys are those of accelerate's FullyShardedDataParallelPlugin. Beside a DeepSpeed file accelerate takes no
     precision of its own (accelerate/utils/dataclasses.py, DeepSpeedPlugin).
     """
     config: dict[str, Any] = {
@@ -111,7 +111,7 @@ def accelerate_config(knobs: Knobs, plan: Plan, *, deepspeed_config_path: str | 
 
 
 class RenderedCommand(NamedTuple):
-    """A plan in the words of one script."""
+    """Command-line arguments, environment variables and config keys that set a plan in one script."""
 
     arguments: tuple[str, ...]
     env: dict[str, str]
@@ -130,7 +130,7 @@ def script_command(
 ) -> RenderedCommand:
     """Return the script's command with the plan's knobs behind the user's arguments, its environment and config keys.
 
-    `devices` are the devices of one node; every node of a plan gives as many.
+    `devices` are the devices of one node; every node of a plan uses as many.
     """
     assert spec.command is not None, "only a script has a command"
     assert not facts_of(plan.engine).is_ours, plan

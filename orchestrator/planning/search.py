@@ -1,4 +1,4 @@
-"""The search for plans of a job on some hardware: every legal plan, and the frontier of them."""
+"""The search over every legal plan of a job on some hardware, which returns the frontier of them."""
 
 from __future__ import annotations
 
@@ -95,16 +95,14 @@ def frontier(
 ) -> Frontier:
     """Return the plans of the job on this hardware that no other plan beats; cached for all jobs of the same shape.
 
-    Every legal plan is looked at; plans beyond REACH devices' memory count only where all plans need more.
-    `correction` is the factor on the activations. A plan that keeps less of a sample may beat the others only where it
-    is large. So the plans are those that no other beats as estimated, or at the two steps of a scale around it. A plan
-    that needs less in between may be missing, by no more than a step: nothing grows faster than the correction.
-    `overhead` is what such devices hold beside the allocator.
-    `speeds` of the job are the step times of the fastest plan on so many devices. Step times of other plans are
-    relative to it, by the cost model.
-    Raises SpecError where the global batch cannot be cut over the devices that the job allows, and TooManyPlans where
-    the job allows more than PLANS_MAX plans. With `within_reach`, only plans that need no more than REACH devices'
-    memory are looked at, OTHER_PLANS_MAX at most; there may be none.
+    Every legal plan is examined; plans beyond REACH devices' memory count only where all plans need more. `correction`
+    is the factor on the activations. A plan that keeps less of a sample may beat the others only where it is large. So
+    the plans are those that no other beats as estimated, or at the two steps of a scale around it. A plan that needs
+    less in between may be missing, by no more than a step: nothing grows faster than the correction. `overhead` is the
+    memory outside the allocator on such devices. The job's `speeds` give the step time of the fastest plan per number
+    of devices; the cost model scales other plans to it. Raises SpecError where the allowed devices cannot split the
+    global batch, and TooManyPlans where the job allows more than PLANS_MAX plans. `within_reach` examines only plans
+    that need no more than REACH devices' memory, OTHER_PLANS_MAX at most; the frontier may then be empty.
     """
     if BLOCKING in spec.env and hardware.device.kind is DeviceKind.CUDA:
         hardware = replace(hardware, launches_block=True)
@@ -117,7 +115,7 @@ def frontier(
 
 
 def planned_part(spec: JobSpec) -> JobSpec:
-    """Return the job without what no plan depends on: jobs with the same such part have the same plans."""
+    """Return the job without fields that do not affect plans. Equal results have equal plans."""
     training = replace(spec.training, **UNPLANNED_TRAINING)
     return spec.model_copy(update={**UNPLANNED, "training": training})
 
@@ -357,14 +355,17 @@ def plans(spec: JobSpec, hardware: Hardware, work: Work | None = None) -> Iterat
 
 
 class _Needs:
-    """Memory of a job's plans on one kind of device; plans that are alike share their profile and their count."""
+    """Memory of a job's plans on one kind of device.
+
+    Plans that differ only in batch and checkpointing share results.
+    """
 
     def __init__(self, spec: JobSpec, hardware: Hardware, overhead: Overhead) -> None:
         self._spec, self._hardware, self._overhead = spec, hardware, overhead
         self._by_likeness: dict[object, tuple[ModelProfile, DeviceBytes]] = {}
 
     def profile_and_bytes(self, plan: Plan) -> tuple[ModelProfile, DeviceBytes]:
-        """Return the plan's profile, and the bytes of all plans that are alike."""
+        """Return (the plan's profile, shared device bytes of plans with the same memory terms)."""
         key = sharing_key(plan)
         if key not in self._by_likeness:
             profile = profile_for(self._spec, self._hardware, plan)
@@ -379,7 +380,7 @@ class _Needs:
 
 
 class _Between(NamedTuple):
-    """Plans of a cut with only the first layers in full recomputation, and the least that any of them can cost."""
+    """Plans that recompute only the first layers in full, not yet made, with lower bounds of time and memory."""
 
     family: Family
     micro: int

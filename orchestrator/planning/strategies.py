@@ -1,4 +1,4 @@
-"""Ways to run a job on a layout: engines with what they shard, offload and recompute, and the cuts of the batch."""
+"""Ways to run a job on a layout: engine, sharding, offload, recomputation, micro-batch and accumulation."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ INTERLEAVED = (2, 4, 8)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strategy:
-    """Everything of a plan but its arithmetic, checkpointing and the cut of its batch."""
+    """All settings of a plan but its precision, checkpointing, micro-batch size and accumulation."""
 
     engine: Engine
     layout: ParallelLayout
@@ -51,13 +51,13 @@ class Strategy:
 
     @property
     def mechanics(self) -> Mechanics:
-        """How ranks share the state of its plans."""
+        """How ranks shard or replicate training state under this strategy."""
         ranks, is_pipelined = self.layout.dp_cp, self.layout.pp > 1
         return mechanics_of(self.engine, self.zero_stage, self.sharding, ranks, self.dp_replicate, is_pipelined)
 
 
 def strategies(spec: JobSpec, hardware: Hardware, layout: ParallelLayout) -> Iterator[Strategy]:
-    """Yield every strategy that the job, the layout and the hardware allow, also with updates in the backward pass."""
+    """Yield every strategy that the job, the layout and the hardware allow, with and without updates in backward."""
     for strategy in _sharing_strategies(spec, hardware, layout):
         yield strategy
         if _updates_in_backward(spec):
@@ -95,7 +95,7 @@ def _sharing_strategies(spec: JobSpec, hardware: Hardware, layout: ParallelLayou
 
 
 def engines_of(spec: JobSpec) -> tuple[Engine, ...]:
-    """Return the engines that can run the job: ours for a model, the others for a script."""
+    """Return the engines (training loops) that can run the job: ours for a model, SCRIPT for a script."""
     return tuple(engine for engine in Engine if facts_of(engine).is_ours is not spec.is_script)
 
 
@@ -115,9 +115,10 @@ def _script(spec: JobSpec, hardware: Hardware, layout: ParallelLayout) -> Iterat
 def checkpointing_modes(spec: JobSpec, strategy: Strategy) -> tuple[ActivationCheckpointing, ...]:
     """Return the modes of checkpointing that a script's knob can take, or for which a model's memory is known.
 
-    Where recipes take turns, ZeRO-3's hooks free parameters in the recomputation that they left alone in the forward
-    pass. Selective checkpointing refuses operations that it has not seen before. A GAN ends with "aten.empty ... not
-    found in storage" (torch 2.13.0, deepspeed 0.19.8, 2026-11). A mode that failed in a trace is left out, too.
+    Where recipes (training procedures) alternate models, ZeRO-3's hooks free parameters in the recomputation that they
+    left alone in the forward pass. Selective checkpointing refuses operations that it has not seen before. A GAN ends
+    with "aten.empty ... not found in storage" (torch 2.13.0, deepspeed 0.19.8, 2026-11). A mode that failed in a trace
+    is left out, too.
     """
     knob, all_of_it = spec.knobs.activation_checkpointing, ActivationCheckpointing.FULL
     if spec.is_script:
@@ -135,12 +136,12 @@ def checkpointing_modes(spec: JobSpec, strategy: Strategy) -> tuple[ActivationCh
 
 
 def full_layers(spec: JobSpec, strategy: Strategy) -> tuple[int, tuple[int, ...]]:
-    """Return the layers of a stage, and the numbers of first layers to recompute in full beside selective others.
+    """Return (layers of a stage, numbers of first layers to recompute in full while the others are selective).
 
     A frontier knows no free memory, so a plan that fits any device is never far: quarters of a stage, eighths of a deep
     one. That costs at most 6 and 3 % of a step, since full checkpointing adds a quarter to selective. There are none
-    without equal layers: a trace knows only moments in which all are recomputed alike. There are none beside an
-    offload, where the host takes longer than they save. A script needs a knob for it.
+    without equal layers: a trace covers only steps in which all are recomputed alike. There are none beside an offload,
+    where the host takes longer than they save. A script needs a knob for it.
     """
     can_be_told = not spec.is_script or spec.knobs.full_checkpointing_layers is not None
     layers = _equal_layers(spec) if can_be_told and strategy.offload is Offload.NONE else 0
@@ -150,7 +151,7 @@ def full_layers(spec: JobSpec, strategy: Strategy) -> tuple[int, tuple[int, ...]
 
 
 def layer_inputs_bytes(spec: JobSpec, hardware: Hardware) -> int:
-    """Return the bytes of a sample's inputs of all layers, which its ranks share.
+    """Return the bytes of all layers' inputs of one sample, over all ranks that split it.
 
     0 where they cannot wait in host memory, and for models of unknown shape.
     """
@@ -174,7 +175,7 @@ def _equal_layers(spec: JobSpec) -> int:
 
 
 def batch_cuts(spec: JobSpec, dp: int) -> tuple[tuple[int, int], ...]:
-    """Return (micro-batch, accumulation) pairs whose product is one rank's share, smallest micro-batch first.
+    """Return (micro-batch size, accumulation steps) pairs for one rank's part of the batch, smallest micro-batch first.
 
     A script's knobs limit them. Where BatchNorm takes its statistics over a number of samples, only pairs with that
     number are left, since another one is another training. Without a number, one process takes the global batch at
@@ -197,7 +198,7 @@ def batch_cuts(spec: JobSpec, dp: int) -> tuple[tuple[int, int], ...]:
 
 
 def has_batch_norm(spec: JobSpec) -> bool:
-    """Return whether a traced model of the job normalises over samples."""
+    """Return whether a traced model of the job contains BatchNorm."""
     return any(traced.profile.has_batch_norm for traced in spec.traced)
 
 
@@ -209,7 +210,7 @@ def _can_take(spec: JobSpec, micro: int, dp: int) -> bool:
 
 
 def why_no_strategy(spec: JobSpec, hardware: Hardware) -> SpecError:
-    """Return the error with the reason why no legal plan is left."""
+    """Return a SpecError with the reason why no legal plan is left."""
     training = spec.training
     if not hardware.device.has(spec.precision):
         return SpecError(
@@ -291,7 +292,7 @@ def _stages(spec: JobSpec, hardware: Hardware, layout: ParallelLayout) -> tuple[
 def _stages_of_one_rank(spec: JobSpec, layout: ParallelLayout) -> tuple[ZeroStage, ...]:
     """Return the stages at which FSDP2 saves memory with one data-parallel rank.
 
-    It casts weights, and hidden states with them; under autocast they stay in fp32.
+    FSDP2 casts weights and hidden states to low precision; under autocast both stay in fp32.
     """
     return (ZeroStage.PARAMETERS,) if layout.tp > 1 == layout.pp and spec.precision is not Precision.FP32 else ()
 

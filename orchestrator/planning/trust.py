@@ -1,7 +1,7 @@
-"""Ranks plans by how far practitioners trust them, and chooses among those with about the same predicted step time.
+"""Trust in a kind of plan (how proven it is in practice), and the choice among plans of similar predicted step time.
 
 A choice rests on the ratio of two predicted step times, since their errors go together. Where it lies within its own
-error, the simpler plan is taken: it fails in fewer ways, and more people have run it.
+error, the simpler plan is chosen: it fails in fewer ways, and more people have run it.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ TIGHT = 0.9  # of what a device has: fuller plans yield to roomier ones of the s
 
 
 class Trust(NamedTuple):
-    """How far a plan is from plain data parallelism; less is better."""
+    """Distance of a plan from plain data parallelism; less is more trusted."""
 
-    rank: float  # of its most delicate mechanism
+    rank: float  # of its least proven mechanism
     mechanisms: int
 
 
@@ -42,18 +42,18 @@ INCUMBENT = Trust(-1.0, 0)  # of a plan that ran here
 
 @lru_cache(maxsize=16384)
 def trust(plan: Plan) -> Trust:
-    """Return how far the plan is to be trusted, by the order of practitioners.
+    """Return how proven the plan is, by the order in which practitioners adopt mechanisms.
 
-    What never ran on a CUDA device here comes last: state on NVMe. The order was fixed before published plans were
-    judged by it, but for one change: recomputation had half a rank, and fewer plans then had the mechanics that experts
-    chose. Raises AssertionError for unknown mechanics.
+    Mechanisms that never ran on a CUDA device here come last: state on NVMe. The order was fixed before published plans
+    were judged by it, but for one change: recomputation had half a rank, and fewer plans then had the mechanics that
+    experts chose. Raises AssertionError for unknown mechanics.
     """
     ranks = [rank for rank in _ranks(plan) if rank > PLAIN]
     return Trust(max(ranks, default=PLAIN), len(ranks))
 
 
 def _ranks(plan: Plan) -> list[float]:
-    """Return the rank of each mechanism that the plan may have; PLAIN where it has not."""
+    """Return the trust rank of each mechanism of a plan; PLAIN for a mechanism that it lacks."""
     mechanics = plan.mechanics
     match mechanics:
         case Replicated():
@@ -80,14 +80,14 @@ def _ranks(plan: Plan) -> list[float]:
 
 @lru_cache(maxsize=16384)
 def kind(plan: Plan) -> tuple[object, ...]:
-    """Return the engine and mechanics of a plan: equal for plans that differ in batches, ranks and checkpointing."""
+    """Return a key of the plan's engine and sharding; equal where only batches, ranks or checkpointing differ."""
     mechanics, layout = plan.mechanics, plan.layout
     state = plan.engine, type(mechanics), mechanics.stage, plan.offload, plan.offload_target, plan.optimizer_in_backward
     return (*state, layout.tp, layout.cp, layout.pp, plan.expert_parallel, plan.dp_replicate > 1)
 
 
 def ratio_spread(plan: Plan, other: Plan) -> float:
-    """Return the error of the logarithm of the ratio of two plans' step times.
+    """Return the standard error of the log ratio of two plans' predicted step times.
 
     Pairs that nobody measured have OTHER_SPREAD.
     """
@@ -101,11 +101,11 @@ def ratio_spread(plan: Plan, other: Plan) -> float:
 
 
 class Choice(NamedTuple):
-    """A plan that fits, with what a choice depends on."""
+    """A plan that fits, with the quantities on which the choice depends."""
 
     plan: Plan
     seconds: float
-    fill: float = 0.0  # of the memory of a device
+    fill: float = 0.0  # used share of a device's memory
     crosses_nodes: bool = False
 
 
@@ -113,20 +113,20 @@ class Choice(NamedTuple):
 class Rule:
     """How a job chooses among plans that fit."""
 
-    is_fastest: bool = False  # takes the fastest one, whatever it is
-    incumbents: frozenset[Plan] = frozenset()  # that ran here: they are trusted most
-    before: Plan | None = None  # that ran out of memory
+    is_fastest: bool = False  # always choose the fastest plan
+    incumbents: frozenset[Plan] = frozenset()  # plans that ran here, which are trusted most
+    before: Plan | None = None  # plan that ran out of memory
 
     def choose(self, choices: Sequence[Choice]) -> int:
-        """Return the index of the plan to take among some that fit as many devices.
+        """Return the index of the plan to use, among plans for the same number of devices.
 
         That is the most trusted plan within the error of the fastest one. One reference decides, so there are no
         cycles. After an out-of-memory failure the engine and the mechanics stay where that costs at most
-        RECOVERY_SPREAD, then as many settings beside the cut of the batch as can. A plan that would fill more than
-        TIGHT of a device yields to the roomiest one of its kind that is as fast.
+        RECOVERY_SPREAD, then as many settings beside the batch split as can. A plan that would fill more than TIGHT of
+        a device yields to the one of its kind with the most free memory that is as fast.
 
-        Across nodes the order is not the practitioners': they cut tensors and pipelines before they shard over a
-        network. By it 6 of 43 published plans have the mechanics that experts chose, by step times alone 14
+        Across nodes the order is not the practitioners': they use tensor and pipeline parallelism before they shard
+        over a network. By it 6 of 43 published plans have the mechanics that experts chose, by step times alone 14
         (benchmarks/experts.yaml). So there only plans of the fastest one's kind, and incumbents, are near.
         """
         indices = range(len(choices))
@@ -141,7 +141,7 @@ class Rule:
         return min(alike, key=lambda index: choices[index].fill)
 
     def widths(self, choices: Sequence[Choice]) -> list[int]:
-        """Return the indices of the plans that gain by their devices; `choices` are one of each number, fewest first.
+        """Return the indices of plans that are worth their devices, of one per number of devices, fewest first.
 
         Each is faster than the one before it by more than half of the error: it is faster in most cases.
         """

@@ -1,4 +1,4 @@
-"""Changes by which a job without a plan on some devices would fit: each is planned, and is a ready `--set`."""
+"""Ways out: changes with which a job that fits no device would fit, each planned and ready to use with `--set`."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Unfit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WayOut:
-    """A change by which a job would fit, and the plan that it would have."""
+    """A change with which a job would fit, and the plan that it would then have."""
 
     label: str
     settings: Mapping[str, str] = field(default_factory=dict)  # key of the job file: value, as `--set` takes them
@@ -56,12 +56,12 @@ class WayOut:
 
     @property
     def options(self) -> str:
-        """The settings as options of a command line; empty where no key of the job file does it."""
+        """The change as `--set` options of a command line; "" where no key of the job file makes it."""
         return " ".join(shlex.join(["--set", f"{key}={value}"]) for key, value in self.settings.items())
 
     @property
     def sentence(self) -> str:
-        """The way in one line: what changes, its plan and bytes, its class, and the options that do it."""
+        """The change in one line of text: what changes, its plan and bytes, its class, and the options for it."""
         plan = f" ({in_short(self.plan)})" if self.plan is not None else ""
         kind = "" if self.degradation is Degradation.EXACT else f", {self.degradation.name.lower()}"
         options = f": {self.options}" if self.settings else ""
@@ -71,10 +71,10 @@ class WayOut:
 
 
 def ways_out(case: Unfit) -> tuple[WayOut, ...]:
-    """Return the ways by which the job would fit, the mildest first; empty where none helps.
+    """Return the changes with which the job would fit, the mildest first; () where none helps.
 
-    A way changes one thing. Where no one thing helps on these devices, two are tried together. No model is traced
-    anew, since a decision of the scheduler asks for these ways, too: `orc plan` adds adapters.
+    Each changes one setting. Where no single setting helps on these devices, two are tried together. No model is traced
+    anew, since the scheduler asks for these changes in its decisions, too: `orc plan` adds adapters.
     """
     single = (_other_settings, _numeric, _fewer_normalised, _smaller_batch, _shorter_samples)
     here = [way for find in single for way in find(case)] or list(_smaller_and_numeric(case))
@@ -83,10 +83,10 @@ def ways_out(case: Unfit) -> tuple[WayOut, ...]:
 
 
 def adapters(case: Unfit, trace: Callable[[JobSpec], JobSpec]) -> Iterator[WayOut]:
-    """Yield low-rank adapters beside frozen weights, then beside weights in 4 bits, where the job would fit so.
+    """Yield changes to low-rank adapters: beside frozen weights, then beside 4-bit weights, where the job would fit so.
 
-    `trace` returns a job with the profile of its model, and may raise SpecError: such a way is left out. A script needs
-    its own switch for adapters, since we cannot give it one.
+    `trace` returns a job with its model's profile, and may raise SpecError: that change is left out. A script needs its
+    own switch for adapters, since we cannot give it one.
     """
     model = case.spec.known_model
     if model is None or model.hf is None or model.lora is not None:
@@ -111,7 +111,7 @@ def adapters(case: Unfit, trace: Callable[[JobSpec], JobSpec]) -> Iterator[WayOu
 
 
 def smaller_models(case: Unfit, trace: Callable[[JobSpec], JobSpec]) -> Iterator[WayOut]:
-    """Yield the largest smaller model of the same line that would fit, where a job of our engines names one."""
+    """Yield the largest smaller model of the same model line that would fit, for jobs of our engines."""
     model = case.spec.model
     if model is None or not isinstance(model.hf, str):
         return
@@ -128,7 +128,7 @@ def smaller_models(case: Unfit, trace: Callable[[JobSpec], JobSpec]) -> Iterator
 
 
 def with_batch_knobs(spec: JobSpec) -> tuple[tuple[str, ...], JobSpec]:
-    """Return which knobs of its batch a script lacks, and the job with them; our own trainings lack none."""
+    """Return (names of the batch knobs that a script lacks, the job with them). Our own trainings lack none."""
     knobs, missing = spec.knobs, tuple(name for name in BATCH_KNOBS if getattr(spec.knobs, name) is None)
     if not spec.is_script or not missing:
         return (), spec
@@ -138,7 +138,7 @@ def with_batch_knobs(spec: JobSpec) -> tuple[tuple[str, ...], JobSpec]:
 
 
 def missing_knobs(case: Unfit) -> Iterator[str]:
-    """Yield what to write of a knob that the job leaves out, where a plan with that knob would fit."""
+    """Yield advice, as text, on each undeclared knob with which a plan would fit."""
     spec, knobs = case.spec, case.spec.knobs
     if not spec.is_script:
         return
@@ -262,7 +262,7 @@ def _larger_devices(case: Unfit) -> Iterator[WayOut]:
 
 
 def _cards_with(least_bytes: int) -> list[str]:
-    """Return the smallest cards of the catalogue with so much memory."""
+    """Return the names of the smallest GPUs of the catalogue with this much memory."""
     cards = [DeviceSpec.model_validate({"name": name, **DEVICES[name]}) for name in DEVICES]
     large = sorted((card.memory, card.name) for card in cards if card.memory >= least_bytes)
     return [name for _, name in large[:CARDS_NAMED]]
@@ -282,7 +282,7 @@ def _more_host_memory(case: Unfit) -> Iterator[WayOut]:
 
 
 def _way(case: Unfit, label: str, settings: Mapping[str, str], **changes: object) -> Iterator[WayOut]:
-    """Yield the way of these `changes` of the job, where a plan then fits."""
+    """Yield the job with these `changes` as a way out, if a plan then fits."""
     best = _first_fit(case, **changes)
     if best is not None:
         needed = needed_bytes(best, case.calibrated)

@@ -1,4 +1,4 @@
-"""The bound on plans that a decision looks at; a count, not a time, so that a replay decides alike anywhere."""
+"""Limit on the plans that one decision examines; a count, not a time, so that a replay decides alike anywhere."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ OTHER_PLANS_MAX = PLANS_MAX // 4  # in the search after each change by which a j
 
 
 class TooManyPlans(SpecError):
-    """The job allows more plans than a decision looks at."""
+    """The job allows more plans than one decision examines."""
 
 
 class Work:
-    """Counts the plans, and the ways to share devices, that one search has looked at."""
+    """Counter of the plans, and of the ways to share devices, that one search has examined."""
 
     def __init__(self, plans_max: int = PLANS_MAX) -> None:
         self.looked, self._plans_max = 0, plans_max

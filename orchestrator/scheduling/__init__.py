@@ -1,1 +1,1 @@
-"""The queue: which job runs where and when, and what happens after a failure."""
+"""The scheduler: which job runs where and when, and what happens after a failure."""

@@ -1,4 +1,4 @@
-"""Scheduler: a state, its index, and the one operation that replaces them. No clock, no randomness, no world.
+"""Scheduler: holds the state and its index, and replaces both at each event. It has no clock, randomness or I/O.
 
 1. apply the event (transitions.py)   2. update the index   3. schedule (scheduling_pass/dispatch.py)
 """
@@ -32,10 +32,10 @@ from orchestrator.specs.state import State
 
 
 class Scheduler:
-    """The state and an index of it, which belong to the caller: nothing is kept between calls but in this object.
+    """The scheduler of one cluster, which maps each event to actions. All data between calls are in this object.
 
     The index follows from the state: a Scheduler made anew from any state decides the same. It is carried along because
-    making it costs a look at every job. A Scheduler is not safe for use by several threads at once.
+    making it visits every job. A Scheduler is not safe for use by several threads at once.
     """
 
     def __init__(self, state: State) -> None:
@@ -43,11 +43,11 @@ class Scheduler:
 
     @property
     def state(self) -> State:
-        """The newest state: frozen."""
+        """The newest state, which is immutable."""
         return self._index.state
 
     def step(self, event: Event) -> tuple[Action, ...]:
-        """Return what to do about `event`; `state` is the state after it.
+        """Apply `event`, and return the actions to take. Afterwards `state` is the new state.
 
         Late, repeated and unknown events change nothing.
         """
@@ -71,17 +71,17 @@ class Scheduler:
         return actions
 
     def wake_at_s(self) -> float | None:
-        """Return when to send a TimerFired, if no other event comes first; None: never.
+        """Return when to send a TimerFired, in seconds since 1970, if no other event comes first; None: never.
 
         At that time a back-off ends, a start window opens, a node closes or opens, a time limit is over, or a job's
-        headroom is.
+        headroom (devices left for shorter jobs) suffices.
         """
         at_s, reevaluate_at_s = self.state.at_s, self.state.reevaluate_at_s
         times_s = [time_s for time_s in (self._index.wake_at_s(at_s), reevaluate_at_s) if time_s is not None]
         return min((time_s for time_s in times_s if time_s > at_s), default=None)
 
     def expected_ends_s(self) -> dict[str, float]:
-        """Return when each running attempt is expected to end, by id of the job; infinity where its nodes are gone."""
+        """Return {job id: expected end} of running attempts, in seconds since 1970; infinity where nodes are gone."""
         running = ((job, job.last) for job in self._index.running.values())
         return {
             job.id: self._index.end_of(job, last)
@@ -122,7 +122,7 @@ def _update_index(index: SchedulerIndex, before: State, after: State, event: Eve
 
 
 def _with_demand(before: State, state: State, index: SchedulerIndex, event: Event) -> State:
-    """Return the state that remembers what was submitted."""
+    """Return the state with the submission added to the recent demand."""
     waiting = index.waiting.get(event.job_id) if isinstance(event, Submitted) else None
     if waiting is None or not index.devices or state.submitted == before.submitted:
         return state
@@ -131,7 +131,7 @@ def _with_demand(before: State, state: State, index: SchedulerIndex, event: Even
 
 
 def _tell_followers(state: State, index: SchedulerIndex, actions: Sequence[Action]) -> tuple[State, tuple[Action, ...]]:
-    """Return the state in which followers of ended jobs no longer wait for them, or have ended in turn."""
+    """Return (state, actions) in which jobs that depend on ended jobs stop waiting for them, or end too."""
     done: list[Action] = []
     ended = _ended_jobs(actions)
     for predecessor in ended:

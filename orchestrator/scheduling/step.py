@@ -1,4 +1,4 @@
-"""`step(state, event) -> (state, actions)`: one decision as a function, where no Scheduler is kept."""
+"""The scheduler as a pure function: `step(state, event) -> (state, actions)`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from orchestrator.specs.state import State
 
 
 def step(state: State, event: Event) -> tuple[State, tuple[Action, ...]]:
-    """Return the state after `event`, and what to do about it. It costs a look at every job; see Scheduler."""
+    """Return (new state, actions) after `event`. It visits every job; a kept Scheduler is faster."""
     scheduler = Scheduler(state)
     actions = scheduler.step(event)
     return scheduler.state, actions

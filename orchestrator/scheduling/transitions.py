@@ -1,4 +1,4 @@
-"""The change of the state by each event, before anything is scheduled."""
+"""State changes by each event, before any scheduling."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ BACK_OFF_MAX_S = 300.0
 
 
 def apply(state: State, event: Event) -> tuple[State, tuple[Action, ...]]:
-    """Return the state in which `event` has happened, and what to record or stop at once; nothing is scheduled yet.
+    """Return (new state, actions) with `event` applied: records and stops only, nothing is scheduled yet.
 
     Late, repeated and unknown events change nothing.
     """

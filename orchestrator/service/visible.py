@@ -1,4 +1,4 @@
-"""Text of others on its way to a terminal: what would steer the terminal stands as an escape that people can read."""
+"""Escapes untrusted text for a terminal: control sequences become readable escapes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _STEERING_LOG = re.compile(rf"{_COLOUR}|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u20
 
 
 def visible(value: Any) -> Any:
-    """Return plain data whose texts steer no terminal."""
+    """Return plain data with control sequences in its texts escaped."""
     if isinstance(value, str):
         return _STEERING.sub(_escaped, value)
     if isinstance(value, dict):
@@ -21,7 +21,7 @@ def visible(value: Any) -> Any:
 
 
 def visible_log(text: str) -> str:
-    """Return a piece of a log for a terminal, with its colours and carriage returns, and no other steering."""
+    """Return a piece of a log for a terminal, with colours and carriage returns, but no other control sequence."""
     return _STEERING_LOG.sub(lambda match: match[0] if len(match[0]) > 1 else _escaped(match), text)
 
 

@@ -1,1 +1,1 @@
-"""The frozen nouns of the project, their units, and its one tree of errors."""
+"""Immutable data types that all packages share, their units, and the one tree of exceptions."""

@@ -1,4 +1,4 @@
-"""Who may do what: roles, and who sent a request. Standard library only."""
+"""User roles, and the identity behind a request. Standard library only."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import StrEnum
 
 
 class Role(StrEnum):
-    """What a user may do. Each role may do what those before it may."""
+    """The role of a user, from least to most rights. Each role includes the rights of the roles before it."""
 
     VIEWER = "viewer"  # read everything
     MEMBER = "member"  # submit jobs, and cancel those of its own team
@@ -15,7 +15,7 @@ class Role(StrEnum):
     ADMIN = "admin"  # users, tokens, the audit log, the end of the service
 
     def may(self, needed: Role) -> bool:
-        """Return whether this role includes `needed`."""
+        """Return whether this role includes the rights of `needed`."""
         return _RANKS[self] >= _RANKS[needed]
 
 
@@ -24,7 +24,7 @@ _RANKS = {role: rank for rank, role in enumerate(Role)}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Principal:
-    """Who sent a request."""
+    """The authenticated sender of a request, with its role."""
 
     name: str
     role: Role

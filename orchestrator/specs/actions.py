@@ -1,4 +1,4 @@
-"""Action: something to do, as the scheduler decided."""
+"""Actions: what the scheduler tells the backend or the tracker to do."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from orchestrator.specs.job_record import Job
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """Start this attempt. The backend answers with Started and Finished; a failed launch is a Finished too."""
+    """Start an attempt. The backend answers with Started, then Finished; a failed launch gets Finished alone."""
 
     job: Job
     attempt: Attempt
@@ -18,7 +18,7 @@ class Launch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stop:
-    """End this attempt: SIGTERM, `grace_s` seconds, SIGKILL. The backend answers with Finished."""
+    """End an attempt: SIGTERM, then SIGKILL after `grace_s` seconds. The backend answers with Finished."""
 
     job_id: str
     number: int
@@ -31,7 +31,7 @@ class Stop:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """Send the present record of this job, and of this attempt of it, to the tracker."""
+    """Send the current record of a job, and of `attempt` unless None, to the experiment tracker."""
 
     job: Job
     attempt: Attempt | None = None
@@ -39,7 +39,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Archive:
-    """Keep the record of a job for good: it has ended, its devices are free, and the state has dropped it."""
+    """Store the final record of a job for good. It has ended, its devices are free, and the scheduler dropped it."""
 
     job: Job
 

@@ -1,4 +1,7 @@
-"""Attempts, what is left of them (Evidence), and what that means (Failure). Standard library only."""
+"""Attempts (one launch of a job each), what remains after one ended (Evidence), and its diagnosis (Failure).
+
+Standard library only.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from orchestrator.specs.str_enum import StrEnum
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeDevices:
-    """Devices of one node, by index."""
+    """The devices that an attempt uses on one node, by index."""
 
     node: str
     devices: tuple[int, ...]
@@ -27,15 +30,15 @@ LEARNED_STEPS = 20  # after which an attempt of a recovered job tells the peak t
 
 
 class Restart(NamedTuple):
-    """How a job goes on after a failure."""
+    """The rule by which a job restarts after one kind of failure."""
 
-    budget: str  # the field of the job's `retries` that it uses up
+    budget: str  # field of the job's `retries` that counts this restart
     refutes_plan: bool = False  # the plan itself is to blame and is not tried again
-    at_once: bool = False  # waiting would change nothing; else the restart backs off
+    at_once: bool = False  # restarts without a back-off, since waiting would change nothing
 
 
 class FailureKind(StrEnum):
-    """Why an attempt did not finish, and how its job goes on. A kind without `restart` is final."""
+    """The diagnosed cause of a failed attempt, with its rule for restarts; a `restart` of None ends the job."""
 
     _value_: str
     restart: Restart | None
@@ -52,24 +55,24 @@ class FailureKind(StrEnum):
     # Other processes took the device's memory; the plan is not to blame.
     MEMORY_CONTENTION = "memory_contention", Restart(budget="node")
     NODE_LOST = "node_lost", Restart(budget="node")  # node, device or launcher gone; the plan is not to blame
-    PREEMPTED = "preempted", Restart(budget="preemption", at_once=True)  # the ranks were asked to end from outside
-    MOVED = "moved"  # the scheduler asked them to end: the job goes on elsewhere or later, at no cost to a budget
+    PREEMPTED = "preempted", Restart(budget="preemption", at_once=True)  # the ranks got a signal from outside
+    MOVED = "moved"  # the scheduler ended them: the job resumes elsewhere or later, at no cost to a budget
     HUNG = "hung", Restart(budget="hang")  # no progress within the job's limits
-    STARTUP = "startup", Restart(budget="startup")  # it could not be launched, or made no step and need not be wrong
+    STARTUP = "startup", Restart(budget="startup")  # not launched, or ended before the first step without a proven bug
     # Nothing explains the end, and it had trained: `scheduling/failures/verdict.py` says how the job goes on.
     UNKNOWN = "unknown", Restart(budget="unknown")
-    GUARD_ABSENT = "guard_absent"  # it ran past the cap of its virtual device; what it needs is unknown
+    GUARD_ABSENT = "guard_absent"  # exceeded the cap of its virtual device, without the guard; its need is unknown
     DISK_FULL = "disk_full"  # no space for checkpoints or logs
     USER_ERROR = "user_error"  # the program itself is wrong
-    CANCELLED = "cancelled"  # the user asked for the end
-    PROBED = "probed"  # the attempt was ended after it had measured what its plan needs
-    TIME_LIMIT = "time_limit"  # the job's `time_limit` is over: it was asked to save and end
+    CANCELLED = "cancelled"  # a user cancelled the job
+    PROBED = "probed"  # a probe was ended after it had measured its plan
+    TIME_LIMIT = "time_limit"  # the job's `time_limit` was over, so it saved and ended
 
 
 class Cause(StrEnum):
-    """What a line of a log says, before other evidence confirms or denies it."""
+    """The cause that one log line suggests, before other evidence confirms or refutes it."""
 
-    NOT_OOM = "not_oom"  # looks like memory and is not
+    NOT_OOM = "not_oom"  # resembles an out-of-memory error, but is none
     HANG = "hang"
     DEVICE_OOM = "gpu_oom"
     DEVICE_OOM_SUSPECT = "gpu_oom_suspect"  # only if the device was nearly full
@@ -80,16 +83,16 @@ class Cause(StrEnum):
     HARDWARE = "hardware"  # a device, its link or its driver is broken, lost or busy
     PREEMPTED = "preempted"  # a launcher or a batch system names a signal, a time limit or a preemption
     NODE_LOST = "node_lost"  # another node or a batch system's own part is gone
-    TIMEOUT = "timeout"  # a rank waited in vain for others: look at the other ranks
-    PROGRAM = "user_error"  # an error that no other place and no later time would spare
-    SECONDARY = "secondary"  # a survivor's complaint: look at the other ranks
+    TIMEOUT = "timeout"  # a rank waited in vain for others: examine the other ranks
+    PROGRAM = "user_error"  # an error that would recur on any device at any time
+    SECONDARY = "secondary"  # a consequence of another rank's failure: examine the other ranks
 
 
 class Phase(StrEnum):
-    """Where a program stood: which of its settings can change what it needs there."""
+    """The phase of the program in which it failed. It decides which settings can lower the memory needed there."""
 
     STARTUP = "startup"  # imports, data, weights onto the device
-    ENCODING = "encoding"  # data made ready by a model, before training
+    ENCODING = "encoding"  # a model prepares data, before training
     TRAINING = "training"  # forward and backward
     OPTIMIZER = "optimizer"
     EVALUATION = "evaluation"
@@ -98,27 +101,27 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
-    """How an attempt ended that nothing explains: what another end of the same cause would look like."""
+    """Features of an unexplained end of an attempt, by which a later end of the same cause is recognised."""
 
     signature: str  # `KeyError in train.py:step, forward`, or `exit code 3, startup`
-    step: int | None  # optimizer steps completed before it; None: the program counts none
+    step: int | None  # optimizer steps completed before it; None: the program reports none
     elapsed_s: float  # since its launch
-    is_own: bool  # the program's own: a mistake in its code or its arguments
-    may_pass: bool  # what the operating system or a network refused: the same may succeed later
+    is_own: bool  # the program is to blame: a mistake in its code or its arguments
+    may_pass: bool  # the operating system or a network refused something that may succeed later
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """How a job goes on after an end that nothing explains, or on a full disk."""
+    """The decision after an unexplained end or a full disk: whether, when and where the job starts again."""
 
-    row: int  # of the table in docs/reference/failures-and-retries.md
-    wait_s: float | None  # before the next attempt; None: there is none
-    budget: str = ""  # the field of the job's `retries` that it uses up; "": none
-    elsewhere: bool = False  # the next attempt waits for other devices, as long as others could hold the job
+    row: int  # number of the row in docs/reference/failures-and-retries.md
+    wait_s: float | None  # before the next attempt; None: no next attempt
+    budget: str = ""  # field of the job's `retries` that counts this restart; "": none
+    elsewhere: bool = False  # the next attempt needs other devices, as long as others could hold the job
 
 
 class Extent(StrEnum):
-    """How much of a place a failure of hardware concerns."""
+    """How much hardware a failure concerns: one device or the whole node."""
 
     DEVICE = "device"
     NODE = "node"
@@ -126,40 +129,40 @@ class Extent(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """What the evidence means, in a sentence, with the lines that show it."""
+    """The diagnosis of a failed attempt: its kind, a sentence for people, and the log lines that show it."""
 
     kind: FailureKind
     reason: str
     rank: int | None = None
-    phase: Phase | None = None  # None where nothing tells
+    phase: Phase | None = None  # None where unknown
     excerpt: str = ""
-    ending: Ending | None = None  # None where something explains the end
-    verdict: Verdict | None = None  # of such an end
-    broken: Extent | None = None  # what the hardware or its driver named as broken
+    ending: Ending | None = None  # None where the end is explained
+    verdict: Verdict | None = None  # on an unexplained end or a full disk
+    broken: Extent | None = None  # hardware that its driver or a log reports as broken
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OomReport:
-    """The guard's account of one rank's out-of-memory exception."""
+    """An out-of-memory report of one rank, written by the guard (our hook inside its process). Sizes are in bytes."""
 
     rank: int
     step: int  # optimizer steps completed before it
     phase: str  # startup, forward, backward or optimizer
-    requested_bytes: int | None  # None where the message does not say
+    requested_bytes: int | None  # None where the message lacks it
     live_bytes: int
     capacity_bytes: int
-    foreign_bytes: int = 0  # held on the device by other processes
-    overhead_bytes: int = 0  # held by context and communicators: of the capacity, but nothing that a tensor can have
-    pass_done: float | None = None  # share of the forward or backward pass that was done; None: unknown
-    injected: bool = False  # raised by `orc rehearse`: says nothing about the plan
+    foreign_bytes: int = 0  # used on the device by other processes
+    overhead_bytes: int = 0  # used by context and communicators, so that no tensor can have them
+    pass_done: float | None = None  # done share of the forward or backward pass, 0 to 1; None: unknown
+    injected: bool = False  # by `orc rehearse`: says nothing about the plan
     message: str = ""
     steps_done: int = 0  # optimizer steps completed before it in this attempt
-    count: int = 1  # of such errors of this rank so far
+    count: int = 1  # number of such errors of this rank so far
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorReport:
-    """The guard's account of the exception that ended a rank."""
+    """The exception that ended a rank, as the guard (our hook inside each rank's process) wrote it."""
 
     rank: int
     step: int
@@ -170,42 +173,42 @@ class ErrorReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heartbeat:
-    """A rank's last sign of life."""
+    """The newest progress report of a rank. Each report replaces the one before it."""
 
     rank: int
-    step: int  # optimizer steps completed, counted from the job's beginning where the engine knows it
+    step: int  # optimizer steps completed, from the job's beginning where the engine knows it
     steps_done: int  # optimizer steps completed in this attempt
     step_s: float | None  # median of recent steps
-    peak_bytes: int  # allocated, highest so far
+    peak_bytes: int  # highest allocated so far
     phase: str
     at_s: float
     loss: float | None = None
     torch_version: str = ""  # "" before the program has imported it
-    reserved_bytes: int = 0  # that PyTorch's CUDA allocator held, highest so far; 0 without CUDA
-    allocator_room_bytes: int | None = None  # free, or held by PyTorch's allocator; the least so far; None without CUDA
+    reserved_bytes: int = 0  # highest reserved by PyTorch's CUDA allocator so far; 0 without CUDA
+    allocator_room_bytes: int | None = None  # least so far of bytes free or in PyTorch's allocator; None without CUDA
     pid: int = 0
     backwards: int = 0  # backward passes completed in this attempt
     live_bytes: int = 0  # allocated at `at_s`
-    group_size: int | None = None  # ranks of the largest process group it joined; 0: none, by no library; None: unknown
+    group_size: int | None = None  # ranks of the largest process group it joined; 0: none, None: unknown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """A line of a log that names a cause."""
+    """A log line that suggests a cause of failure, with its place in the log."""
 
     cause: Cause
     line: str
-    rank: int | None = None  # that wrote it, where a log of several tells
-    log: str = ""  # name of its file
+    rank: int | None = None  # rank that wrote it, where a shared log tells
+    log: str = ""  # file name of the log
     offset: int = 0  # of the line in its file, in bytes
     phase: Phase | None = None
-    excerpt: str = ""  # the traceback that it ends
-    oom: OomReport | None = None  # what it says in bytes
+    excerpt: str = ""  # the traceback that ends with this line
+    oom: OomReport | None = None  # byte counts in the line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankEnd:
-    """How one rank's process ended: exit code, or minus the signal number; None if unknown.
+    """How the process of one rank ended. `exit_code` is the exit code, or minus the signal number; None if unknown.
 
     Where the process was a launcher (torchrun), `root_rank` is the rank that it saw fail first, with its exit code.
     """
@@ -213,49 +216,49 @@ class RankEnd:
     rank: int
     exit_code: int | None
     log_tail: str = ""
-    findings: tuple[Finding, ...] = ()  # of its whole log: the one that counts, then others as they came
+    findings: tuple[Finding, ...] = ()  # of its whole log: the decisive one, then others in order
     root_rank: int | None = None
     root_exit_code: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """Raw facts at the end of an attempt. Deciding what they mean is `scheduling.classify`."""
+    """Raw facts collected at the end of an attempt (one launch of a job). `scheduling.classify` diagnoses them."""
 
     ranks: tuple[RankEnd, ...] = ()
     ooms: tuple[OomReport, ...] = ()
-    caught: tuple[OomReport, ...] = ()  # the last one that each rank raised, even if caught
+    caught: tuple[OomReport, ...] = ()  # the last out-of-memory error of each rank, even if the script caught it
     errors: tuple[ErrorReport, ...] = ()
     heartbeats: tuple[Heartbeat, ...] = ()
-    nodes_lost: tuple[str, ...] = ()  # nodes, or their launchers, that went away
-    first_ended_rank: int | None = None  # the rank that ended first, where one was seen
-    host_oom_kills: int = 0  # how far the kernel's oom_kill counters rose
-    hung_for_s: float | None = None  # set where the watchdog ended it
-    launch_error: str | None = None  # set where no rank ever ran
-    no_program: bool = False  # because exec failed: no such program or folder, or none that the node can run
-    stopped: bool = False  # we ended it (cancel)
-    missing_artifacts: tuple[str, ...] = ()  # promised by `success`, not found
-    finished: bool = False  # its own last words and all artifacts are there, however its processes ended
-    lost: tuple[str, ...] = ()  # what a restarted script did not take up again
+    nodes_lost: tuple[str, ...] = ()  # nodes that disappeared, or whose launchers did
+    first_ended_rank: int | None = None  # rank that ended first; None: unknown
+    host_oom_kills: int = 0  # increase of the kernel's oom_kill counters
+    hung_for_s: float | None = None  # set if the watchdog ended it
+    launch_error: str | None = None  # set if no rank ever ran
+    no_program: bool = False  # exec failed: the program or folder is missing, or the node cannot run it
+    stopped: bool = False  # the service ended it (cancel)
+    missing_artifacts: tuple[str, ...] = ()  # required by `success`, but absent
+    finished: bool = False  # its log reports success and all artifacts exist, however its processes ended
+    lost: tuple[str, ...] = ()  # state that a restarted script did not restore
     checkpoint_step: int | None = None  # newest complete checkpoint
     unmatched: tuple[str, ...] = ()  # newest files of a script's output, where `resume.checkpoints` matches nothing
-    free_before_bytes: tuple[int, ...] = ()  # on the device of each rank, just before its launch; () where not told
-    unwatched: tuple[str, ...] = ()  # processes that trained without the guard, and why: its peaks and steps miss them
-    virtual: bool = False  # its devices are only as large as the guard holds them
+    free_before_bytes: tuple[int, ...] = ()  # free on each rank's device just before launch; (): unknown
+    unwatched: tuple[str, ...] = ()  # processes that trained without the guard, and why: no peaks or steps of them
+    virtual: bool = False  # on virtual devices, whose size only the guard enforces
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
-    """How fast an attempt was seen to train."""
+    """Measured training speed of a running attempt."""
 
     steps_done: int  # optimizer steps completed in this attempt
-    step_s: float  # median of recent steps of its slowest rank
+    step_s: float  # median of recent steps of the slowest rank
     at_s: float
-    peak_bytes: int | None = None  # allocated, highest so far of its worst rank; None before LEARNED_STEPS
+    peak_bytes: int | None = None  # highest allocated so far of any rank; None before LEARNED_STEPS
 
 
 class AttemptStatus(StrEnum):
-    """LAUNCHING -> RUNNING -> ENDED, with STOPPING in between where we asked for the end."""
+    """Status of an attempt: LAUNCHING, RUNNING, ENDED; STOPPING comes before ENDED where the scheduler stops it."""
 
     LAUNCHING = "launching"
     RUNNING = "running"
@@ -265,7 +268,10 @@ class AttemptStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """A launch of a job. `number` counts from 1 and is also the fencing epoch: a larger one wins."""
+    """An attempt: one launch of a job, with its plan, devices and outcome.
+
+    `number` counts from 1 and is also the fencing epoch: only the attempt with the largest number may write.
+    """
 
     job_id: str
     number: int
@@ -273,30 +279,30 @@ class Attempt:
     placement: Placement
     device: str  # DeviceSpec.name
     estimate: MemoryEstimate  # as predicted, before correction
-    correction: float  # measured / predicted of the family so far, at launch
+    correction: float  # measured / predicted activations of the family, at launch
     step_s: float  # as predicted
-    needed_bytes: int | None = None  # that a device had to have free: corrected, with its margin; None: measured before
-    fit_probability: float | None = None  # on the devices that it got; None: nothing was known, or measured before
-    change: tuple[Change, ...] = ()  # against the attempt before
+    needed_bytes: int | None = None  # free bytes required per device, corrected and with margin; None: measured before
+    fit_probability: float | None = None  # on its devices; None: memory unknown, or measured before
+    change: tuple[Change, ...] = ()  # differences of the plan from the attempt before
     change_reason: str = ""
-    relative_to: OwnSettings | None = None  # where the estimate assumes what is known of a script's own settings
-    probe: bool = False  # only to be measured: it trains PROBE_STEPS, into a folder of its own, and is ended
+    relative_to: OwnSettings | None = None  # script settings to which an assumed estimate is relative; None: none
+    probe: bool = False  # only measures: trains PROBE_STEPS into a separate folder, and is then ended
     status: AttemptStatus = AttemptStatus.LAUNCHING
-    moved_for: str = ""  # why we asked for its end, to go on otherwise
-    leaves_by_s: float | None = None  # when it has ended at the latest, where we asked for that
-    held_placement: Placement = ()  # devices that are kept for the attempt after it, while it leaves
-    climbs_to: Plan | None = None  # that the next attempt takes: it is faster, and fits by what was measured
-    over_limit: bool = False  # we asked for its end because the job's time limit was over
+    moved_for: str = ""  # why the scheduler ended it to migrate the job
+    leaves_by_s: float | None = None  # latest end, if the scheduler asked it to end
+    held_placement: Placement = ()  # devices reserved for the next attempt while this one ends
+    climbs_to: Plan | None = None  # faster plan for the next attempt, which fits by measurement
+    over_limit: bool = False  # ended because the job's time limit was over
     launched_at_s: float
     started_at_s: float | None = None  # when every rank's process ran; None: not yet, or never
     ended_at_s: float | None = None
-    pace: Pace | None = None  # as last told while it ran; None: as was expected
+    pace: Pace | None = None  # last reported speed; None: none reported
     released: bool = False  # its devices report their memory free again
     evidence: Evidence | None = None
     failure: Failure | None = None
 
     def end_or(self, otherwise_s: float) -> float:
-        """Return when it ended, in seconds since 1970; `otherwise_s` where it has not."""
+        """Return the time at which the attempt ended, in seconds since 1970; `otherwise_s` while it has not ended."""
         return otherwise_s if self.ended_at_s is None else self.ended_at_s
 
     @property
@@ -305,14 +311,14 @@ class Attempt:
 
     @property
     def peak_bytes(self) -> int | None:
-        """The allocated peak of the worst rank; None where no rank reported one."""
+        """The highest allocated bytes of any rank; None where no rank reported a peak."""
         if self.evidence is None or self.evidence.unwatched:
             return None
         return max((beat.peak_bytes for beat in self.evidence.heartbeats), default=None)
 
     @property
     def reserved_bytes(self) -> int | None:
-        """Most bytes that PyTorch's CUDA allocator held on a rank; it gives some back where memory gets scarce."""
+        """The most bytes that PyTorch's CUDA allocator reserved on any rank, cache included; None without a report."""
         peaks = [beat.reserved_bytes for beat in self.evidence.heartbeats] if self.evidence else []
         return max(peaks, default=0) or None
 
@@ -330,5 +336,5 @@ class Attempt:
 
 
 def attempt_name(job_id: str, number: int) -> str:
-    """Return the attempt's name, such as `gpt2-3`; it is unique in one journal."""
+    """Return the attempt's name, job id and number, such as `gpt2-3`. It is unique in one journal (the event log)."""
     return f"{job_id}-{number}"

@@ -1,4 +1,4 @@
-"""What the settings of a plan can be: their values, and the degrees of parallelism. Standard library only."""
+"""Allowed values of a plan's settings, and its degrees of parallelism. Standard library only."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from orchestrator.specs.str_enum import StrEnum
 
 
 class Engine(StrEnum):
-    """Who runs the training loop: one of ours, or the user's own script."""
+    """The program that runs the training loop: one of our engines, or the user's own script."""
 
     TORCH = "torch"
     DEEPSPEED = "deepspeed"
@@ -18,7 +18,7 @@ class Engine(StrEnum):
 
 
 class ZeroStage(IntEnum):
-    """What data-parallel ranks share instead of repeating; DeepSpeed's numbering (arXiv:1910.02054)."""
+    """State that data-parallel ranks shard instead of replicating, numbered as in DeepSpeed (arXiv:1910.02054)."""
 
     NONE = 0
     OPTIMIZER = 1
@@ -27,14 +27,14 @@ class ZeroStage(IntEnum):
 
 
 class Sharding(StrEnum):
-    """Whose ZeRO stages a script has. Those of our engines follow from the engine."""
+    """The library that implements ZeRO stages in a user's script. Our engines imply theirs."""
 
     DEEPSPEED = "deepspeed"
     FSDP = "fsdp"  # arXiv:2304.11277: SHARD_GRAD_OP is stage 2, FULL_SHARD stage 3
 
 
 class Offload(StrEnum):
-    """What lives in host memory instead of device memory."""
+    """The training state that lives in host memory instead of device memory."""
 
     NONE = "none"
     OPTIMIZER = "optimizer"
@@ -42,14 +42,14 @@ class Offload(StrEnum):
 
 
 class OffloadTarget(StrEnum):
-    """Where offloaded tensors live; DeepSpeed's words."""
+    """The storage of offloaded tensors, named as in DeepSpeed."""
 
     CPU = "cpu"
     NVME = "nvme"
 
 
 class ActivationCheckpointing(StrEnum):
-    """Which activations are recomputed in the backward pass instead of kept."""
+    """Which activations the backward pass recomputes instead of keeping them."""
 
     NONE = "none"
     SELECTIVE = "selective"  # every layer keeps its input and what matrix products and attention returned
@@ -57,7 +57,7 @@ class ActivationCheckpointing(StrEnum):
 
 
 class Precision(StrEnum):
-    """Arithmetic of the forward and backward pass."""
+    """The dtype in which the forward and backward pass compute."""
 
     FP32 = "fp32"
     BF16 = "bf16"
@@ -65,14 +65,14 @@ class Precision(StrEnum):
 
 
 class MasterWeights(StrEnum):
-    """What the weights that an update changes are held in between steps, and their gradients."""
+    """The dtype of the weights that the optimizer updates, and of their gradients."""
 
     FP32 = "fp32"
     BF16 = "bf16"  # rounded stochastically after each update, so that small changes add up (arXiv:2010.06192)
 
 
 class Optimizer(StrEnum):
-    """The update rule."""
+    """The optimizer's update rule."""
 
     ADAMW = "adamw"  # arXiv:1711.05101
     ADAMW_8BIT = "adamw_8bit"  # the same with block-wise quantised moments (arXiv:2110.02861)
@@ -81,7 +81,7 @@ class Optimizer(StrEnum):
 
 
 class Degradation(IntEnum):
-    """What a change of settings may touch, mildest first."""
+    """How much a changed plan may alter the training, mildest first."""
 
     EXACT = 0  # the same mathematics: layout, micro-batch, checkpointing, ZeRO, offload
     NUMERIC = 1  # the same training in other arithmetic: precision, master weights in bf16, moments in 8 bits
@@ -93,7 +93,7 @@ AXES = ("dp", "cp", "tp", "pp")  # ranks from the slowest to the fastest: pp, dp
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelLayout:
-    """Degrees of data, context, tensor and pipeline parallelism; their product is the number of ranks."""
+    """Degrees of data, context, tensor and pipeline parallelism. Their product is the number of ranks."""
 
     dp: int = 1
     cp: int = 1
@@ -111,21 +111,21 @@ class ParallelLayout:
 
     @property
     def dp_cp(self) -> int:
-        """Ranks that hold the same parameters before ZeRO or FSDP cuts them (Megatron-LM's name for their group)."""
+        """Number of ranks with the same parameters before ZeRO or FSDP shards them (Megatron-LM's dp-cp group)."""
         return self.dp * self.cp
 
     @property
     def ranks_of_a_sample(self) -> int:
-        """Ranks that share what layers keep of a sample."""
+        """Number of ranks that split the work on one sample: cp x tp x pp."""
         return self.cp * self.tp * self.pp
 
     def dp_rank(self, rank: int) -> int:
-        """Return the number of the share of the global batch that the rank trains on."""
+        """Return the data-parallel index of a global rank: which part of the global batch it trains on."""
         return rank // (self.cp * self.tp) % self.dp
 
 
 class Micro(StrEnum):
-    """Micro-batch of compared strategies that leave it open."""
+    """How a comparison of strategies chooses a micro-batch size where the user gives none."""
 
     COMMON = "common"  # the largest with which all of them fit
     BEST = "best"  # of the fastest plan of each

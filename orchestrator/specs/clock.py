@@ -1,4 +1,4 @@
-"""Times that clocks on the wall show (start windows, deadlines), as seconds since the epoch."""
+"""Times of day (start windows, deadlines) with their time zone, converted to seconds since 1970."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _DAY_LIST = re.compile(r"[a-z]{3}(-[a-z]{3})?(,[a-z]{3}(-[a-z]{3})?)*")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """Hours of every day, or of some days of the week; `days` are those on which they begin."""
+    """Daily hours, such as 22:00-08:00, optionally of some weekdays. `days` are the weekdays on which they begin."""
 
     opens_min: int  # minutes since midnight
     closes_min: int  # at most DAY_MIN; not after `opens_min`: on the next day
@@ -37,10 +37,10 @@ class Window:
         return f"{_clock(self.opens_min)}-{_clock(self.closes_min)}{zone}{days}"
 
     def holds(self, at_s: float) -> bool:
-        """Whether clocks in the zone show a time within it at this moment.
+        """Return whether the local time at `at_s` (seconds since 1970) is within the window.
 
-        Where they are put back, the hour that comes twice is in it both times or neither; the hour that is left out
-        when they are put forward belongs to no window.
+        Where clocks go back, both passes of the repeated hour count alike. The hour that is skipped when they go
+        forward belongs to no window.
         """
         local = datetime.fromtimestamp(at_s, _zone(self.zone))
         minute = local.hour * 60 + local.minute
@@ -50,7 +50,7 @@ class Window:
         return (is_late and local.weekday() in self.days) or (is_early and (local.weekday() - 1) % 7 in self.days)
 
     def counted_from(self, at_s: float) -> Window:
-        """The same hours where `at_s` is called 0, to a minute; they follow no change of clocks after it."""
+        """Return the same window on a clock that shows 0 at `at_s`, to the minute. Later clock changes are ignored."""
         local, epoch = datetime.fromtimestamp(at_s, _zone(self.zone)), datetime.fromtimestamp(0.0, UTC)
         days, opens_min = divmod(self.opens_min - local.hour * 60 - local.minute, DAY_MIN)
         later = days + epoch.weekday() - local.weekday()
@@ -61,14 +61,14 @@ class Window:
         )
 
     def span(self, from_s: float) -> tuple[float, float]:
-        """Return when the first span that ends after `from_s` begins and ends, in seconds since 1970."""
+        """Return (begin, end) of the first opening that ends after `from_s`, in seconds since 1970."""
         today = datetime.fromtimestamp(from_s, _zone(self.zone)).date()
         return next(span for span in _spans(self, today) if span[1] > from_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deadline:
-    """A time of the day by which something should be done: the next one, or that of a certain day."""
+    """A time of day by which a job should be done: on `day`, or at its next occurrence where `day` is None."""
 
     time_s: float  # since midnight
     day: str | None = None  # 2026-11-23
@@ -82,7 +82,7 @@ class Deadline:
         return f"{day}{moment.time().isoformat() if moment.second or moment.microsecond else f'{moment:%H:%M}'}{zone}"
 
     def due_s(self, after_s: float) -> float:
-        """Return when a job that is submitted at `after_s` is due; where a day is named, that may be over."""
+        """Return when a job submitted at `after_s` is due, in seconds since 1970. With a `day`, it may be past."""
         zone = _zone(self.zone)
         today = datetime.fromtimestamp(after_s, zone).date()
         days = [today, today + timedelta(days=1)] if self.day is None else [date.fromisoformat(self.day)]
@@ -94,7 +94,7 @@ class Deadline:
 
 
 def parse_deadline(text: object) -> Deadline:
-    """The deadline that `08:00`, `08:00 Europe/Berlin` or an ISO date and time says. Raises ValueError."""
+    """Return the deadline in text: `08:00`, `08:00 Europe/Berlin` or an ISO date and time. Raises ValueError."""
     parts = text.split() if isinstance(text, str) else []
     zone = check_zone(parts[1]) if len(parts) == 2 else None
     try:
@@ -113,7 +113,7 @@ def parse_deadline(text: object) -> Deadline:
 
 
 def deadline_at(at_s: float) -> Deadline:
-    """The deadline at this moment, to the microsecond."""
+    """Return the deadline at this time (seconds since 1970), to the microsecond."""
     return parse_deadline(datetime.fromtimestamp(at_s, UTC).isoformat())
 
 
@@ -124,7 +124,7 @@ def _seconds_since_midnight(moment: time) -> float:
 
 
 def parse_window(text: object) -> Window:
-    """The window that `22:00-08:00 Europe/Berlin mon-fri` says, its parts in any order. Raises ValueError."""
+    """Return the window in a text such as `22:00-08:00 Europe/Berlin mon-fri`, in any order. Raises ValueError."""
     parts = text.split() if isinstance(text, str) else []
     spans = [match for word in parts if (match := _SPAN.fullmatch(word))]
     if len(spans) != 1:
@@ -151,7 +151,7 @@ def parse_window(text: object) -> Window:
 
 
 def check_zone(name: str) -> str:
-    """The name of a time zone. Raises ValueError where the IANA database of this machine does not have it."""
+    """Return `name` unchanged. Raises ValueError where this machine's IANA database has no such time zone."""
     try:
         ZoneInfo(name)
     except (KeyError, OSError, ValueError):
@@ -160,7 +160,7 @@ def check_zone(name: str) -> str:
 
 
 def local_text(at_s: float, zone: str | None) -> str:
-    """The moment for people: `Tue 22:00 Europe/Berlin`."""
+    """Return a time (seconds since 1970) as text for people: `Tue 22:00 Europe/Berlin`."""
     return f"{datetime.fromtimestamp(at_s, _zone(zone)):%a %H:%M} {zone or 'UTC'}"
 
 

@@ -1,4 +1,4 @@
-"""ClusterSpec: what the hardware is, in bytes, FLOP/s and bytes/s; and what of it is free now."""
+"""ClusterSpec, the description of the hardware, and Node, its live state. Units: bytes, FLOP/s and bytes/s."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ PRICE_MAX = 1e9
 
 
 class DeviceKind(StrEnum):
-    """A CUDA device, or a CPU rank with an enforced memory cap."""
+    """The kind of a device: a CUDA device, or a CPU rank with an enforced memory cap."""
 
     CUDA = "cuda"
     VIRTUAL = "virtual"
 
 
 class DeviceSpec(SpecModel):
-    """A kind of device; FLOP/s are dense peaks of the data sheet."""
+    """A device model. FLOP/s are dense peaks of the data sheet."""
 
     name: str = Field(description="Name of the device; calibration is kept per name.", examples=["my-gpu-24gb"])
     kind: DeviceKind = Field(
@@ -110,11 +110,11 @@ class DeviceSpec(SpecModel):
         return self
 
     def has(self, precision: Precision) -> bool:
-        """Whether the device has arithmetic at `precision`."""
+        """Return whether the device computes natively at `precision`."""
         return precision is not Precision.BF16 or self.bf16_tflops is not None
 
     def peak_flops(self, precision: Precision) -> float:
-        """Dense FLOP/s at `precision`; bf16 where there is none is computed in fp32."""
+        """Return dense peak FLOP/s at `precision`. A device without bf16 computes it in fp32."""
         if precision is Precision.FP32 or not self.has(precision):
             return 1e12 * self.fp32_tflops
         same = self.bf16_tflops if precision is Precision.BF16 else self.fp16_tflops
@@ -187,7 +187,7 @@ Moment = Annotated[AwareDatetime, BeforeValidator(_refuse_number)]
 
 
 class Maintenance(SpecModel):
-    """A time during which nothing runs on some nodes."""
+    """A maintenance window, in which nothing runs on the named nodes."""
 
     start: Moment = Field(description="Begin, with an offset from UTC.", examples=["2026-12-24T22:00+01:00"])
     end: Moment = Field(description="End, with an offset from UTC.", examples=["2026-12-25T06:00Z"])
@@ -203,7 +203,7 @@ class Maintenance(SpecModel):
 
 
 class UserSpec(SpecModel):
-    """The user id of all machines as which a user's jobs run."""
+    """The uid and gid under which a user's jobs run on every machine."""
 
     uid: int = Field(ge=1, le=2**32 - 2, description="User id.", examples=[1001])
     gid: int | None = Field(
@@ -212,7 +212,7 @@ class UserSpec(SpecModel):
 
 
 class ClusterSpec(SpecModel):
-    """Nodes, the network between them, maintenance, and the policy of the queue."""
+    """A cluster file: nodes, the network between them, maintenance windows, and the queue's policy."""
 
     name: str = Field(
         pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$",
@@ -317,17 +317,17 @@ class ClusterSpec(SpecModel):
         return self
 
     def with_objective(self, objective: Objective) -> ClusterSpec:
-        """Return the cluster with this objective of its queue."""
+        """Return a copy of the cluster whose queue has this objective."""
         return self.model_copy(update={"policy": self.policy.model_copy(update={"objective": objective})})
 
     def with_order(self, order: Order) -> ClusterSpec:
-        """Return the cluster with this order of its queue; an order that reads no teams and objective drops them."""
+        """Return a copy whose queue has this order. Teams and objective are dropped where the order ignores them."""
         is_read = order is Order.ADAPTIVE
         policy = self.policy.model_copy(update={"order": order}) if is_read else PolicySpec(order=order)
         return self.model_copy(update={"policy": policy})
 
     def maintenance_of(self, node: str) -> tuple[Window, ...]:
-        """Return when maintenance of this node begins and ends, in seconds since 1970, in order."""
+        """Return (begin, end) of each maintenance window of this node, in seconds since 1970, in order."""
         windows = (
             maintenance for maintenance in self.maintenance if not maintenance.nodes or node in maintenance.nodes
         )
@@ -336,15 +336,15 @@ class ClusterSpec(SpecModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """A live node: its devices by index, and the bytes free on each as last reported."""
+    """A live node: its devices by index, with the free bytes last reported for each."""
 
     name: str
     device: DeviceSpec
-    free_bytes: tuple[int, ...]  # by device index; what a newcomer can take now
+    free_bytes: tuple[int, ...]  # by device index: available to a new attempt now
     host_free_bytes: int
     network_bandwidth: int  # bytes per second to other nodes, per direction
     launch_cost_s: float = LAUNCH_COST_S  # from a launch to the first training step
-    maintenance: tuple[Window, ...] = ()  # when nothing may run on it, first things first
+    maintenance: tuple[Window, ...] = ()  # when nothing may run on it, earliest first
     rack: str = ""
 
     @property
@@ -353,7 +353,7 @@ class Node:
 
 
 def idle_nodes(cluster: ClusterSpec) -> tuple[Node, ...]:
-    """Return every node of the specification with all of its memory free."""
+    """Return all nodes of the cluster file as live nodes with all of their memory free."""
     return tuple(
         Node(
             name=name,
@@ -371,5 +371,5 @@ def idle_nodes(cluster: ClusterSpec) -> tuple[Node, ...]:
 
 
 def cluster_json_schema() -> dict[str, Any]:
-    """JSON Schema (2020-12) of a cluster file, for editors."""
+    """Return the JSON Schema (2020-12) of a cluster file, for editors."""
     return json_schema_of(ClusterSpec)

@@ -139,10 +139,10 @@ NVML_NAMES: Final[Mapping[str, str]] = MappingProxyType(
 
 
 def match_devices(text: str) -> tuple[str, ...]:
-    """Return the catalogue's names for a text such as "RTX 3090", "a100-80gb" or "NVIDIA H100 80GB HBM3".
+    """Return the catalogue's names that match a text such as "RTX 3090", "a100-80gb" or "NVIDIA H100 80GB HBM3".
 
-    A whole name, or a name that NVML gives, is that device alone. Else `text` is the beginning of a name, up to one of
-    its hyphens, with or without "rtx". () where no name matches.
+    A full catalogue name or NVML name matches that device alone. Other texts match as a prefix of a name, up to one of
+    its hyphens, with or without "rtx". Returns () where nothing matches.
     """
     name = _normalise(text)
     whole = {_normalise(device): device for device in DEVICES} | {

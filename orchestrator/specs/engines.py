@@ -1,4 +1,4 @@
-"""What each engine accepts, and the facts that hold wherever it runs. Standard library only."""
+"""The legality rules of each engine (training loop), and its fixed properties. Standard library only."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from orchestrator.specs.plan_fields import PlanFields
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFacts:
-    """Everything that consumers of a plan ask of its engine; how it cuts state is the plan's `mechanics`."""
+    """Fixed properties of an engine. How it shards training state is in the plan's `mechanics`."""
 
-    is_ours: bool  # whether the training loop is ours, with its checkpoints; else a script's
-    why_illegal: Callable[[PlanFields], str | None]  # a reason beside those of all engines, as a sentence
-    shares_samples: bool  # whether context-parallel ranks can share the tokens of a sample
-    has_bf16_masters: bool  # whether it takes `master_weights=bf16`
-    has_low_gradients: bool  # whether gradients add up and travel in the type that computes; else in the masters'
-    step_factor: float  # its seconds of a step over those of the same kernels and messages
-    simplicity: int  # of plans that are equal in time, bytes and GPUs the one of the lower number is taken
+    is_ours: bool  # whether the training loop and its checkpoints are ours, not a script's
+    why_illegal: Callable[[PlanFields], str | None]  # returns why it cannot run a plan, as a sentence; None if it can
+    shares_samples: bool  # whether it supports context parallelism
+    has_bf16_masters: bool  # whether it supports `master_weights=bf16`
+    has_low_gradients: bool  # whether gradients are summed and exchanged in the compute dtype
+    step_factor: float  # step time relative to that of the same kernels and messages
+    simplicity: int  # tie-break between equal plans: the lower number wins
 
 
 def why_illegal(plan: PlanFields) -> str | None:
@@ -157,7 +157,7 @@ def _is_reduced_by_fsdp2(plan: PlanFields) -> bool:
 
 
 def why_pipeline_stalls(pp: int, stages_per_rank: int, micro_batches: int) -> str | None:
-    """Return why a step of so many micro-batches cannot keep every stage at work; None where it can."""
+    """Return why this number of micro-batches leaves pipeline stages idle, as text; None where it does not."""
     if micro_batches < pp:
         return f"{micro_batches} micro-batches cannot fill a pipeline of {pp} ranks: gradient_accumulation_steps >= pp"
     if stages_per_rank > 1 and micro_batches % (micro_batches // pp):
@@ -254,7 +254,7 @@ ENGINES: Mapping[Engine, EngineFacts] = {
 
 
 def facts_of(engine: Engine) -> EngineFacts:
-    """Return the engine's row of ENGINES. Raises AssertionError where it has none."""
+    """Return the fixed properties of an engine. Raises AssertionError for an engine without a row in ENGINES."""
     facts = ENGINES.get(engine)
     assert facts is not None, f"engine={engine} has no row in specs/engines.py"
     return facts

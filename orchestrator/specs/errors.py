@@ -4,7 +4,7 @@ OrchestratorError
 ├── SpecError          bad input: a job, a cluster or a command line says something impossible
 ├── IllegalPlan        a combination of settings that no engine can run
 └── ServiceError       the service cannot be reached, or refuses
-A failing world (a dead rank, a lost node) is never an exception: it is `Evidence`.
+A failing world (a dead rank, a lost node) is never an exception: it is data (`Evidence`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class OrchestratorError(Exception):
 
 
 class SpecError(OrchestratorError, ValueError):
-    """Bad input, said once and completely: what, where, what was given, what is allowed, what to do."""
+    """Bad input. The error names all of: what is wrong, where, the value, the allowed values, and what to do."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class SpecError(OrchestratorError, ValueError):
         return self.text()
 
     def text(self, *, with_allowed: bool = True) -> str:
-        """Return the error in lines of a terminal; without what is allowed where another error said it."""
+        """Return the error as lines for a terminal. `with_allowed=False` leaves out the allowed values."""
         where = ": ".join(part for part in (self.source, self.path) if part)
         lines = [f"{where}: {self.what}" if where else self.what]
         if self.got is not None:
@@ -74,27 +74,27 @@ def _wrap_line(text: str) -> str:
 
 
 class IllegalPlan(OrchestratorError, ValueError):
-    """A plan that no engine can run; the message names the settings that exclude each other."""
+    """A plan (settings of a run) that no engine can run; the message names the settings that exclude each other."""
 
 
 class ServiceError(OrchestratorError):
-    """The service cannot be reached or refuses; the message says what to do."""
+    """The service cannot be reached or refuses a request; the message says what to do."""
 
 
 class StorageError(ServiceError):
-    """The disk under the journal takes no write now and may take one later; nothing of this change was kept."""
+    """The journal's disk refused a write. Nothing of this change was stored; a later try may succeed."""
 
 
 class ReadOnlyError(ServiceError):
-    """The service shows what it has and decides nothing, since a part of its journal cannot be read."""
+    """The service is read-only, since a part of its journal (event log) cannot be read."""
 
 
 class UncertainError(ServiceError):
-    """The database fell silent during a commit: only the journal knows whether this change was kept."""
+    """The database did not answer during a commit. Only the journal knows whether this change was stored."""
 
 
 def error_view(error: OrchestratorError) -> dict[str, str]:
-    """Return the error as JSON: its kind, its text as people read it, and what of bad input is named."""
+    """Return the error as JSON for the API: its kind, its text, and the fields of a SpecError."""
     view = {"kind": "bad_input" if isinstance(error, SpecError) else "refused", "error": str(error)}
     if not isinstance(error, SpecError):
         return view
@@ -109,11 +109,11 @@ def error_view(error: OrchestratorError) -> dict[str, str]:
 
 
 def closest(word: str, candidates: Iterable[str]) -> str | None:
-    """Return the candidate that `word` was most likely meant to be, or None where nothing is near."""
+    """Return the candidate closest to `word` in spelling; None where none is close."""
     matches = difflib.get_close_matches(word, list(candidates), n=1, cutoff=0.5)
     return matches[0] if matches else None
 
 
 def refuse_unknown(value: NoReturn) -> NoReturn:
-    """Refuse what no branch matches. mypy proves that there is no such value. Raises AssertionError."""
+    """Raise AssertionError for a value that no branch handles. mypy proves that there is none."""
     raise AssertionError(f"no branch here says what follows from {value!r}")

@@ -1,4 +1,4 @@
-"""Event: something that has happened to a job, an attempt or a node."""
+"""Events: what has happened to a job, an attempt (one launch of a job) or a node, as the journal stores it."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from orchestrator.specs.policy import UNSHARED, PolicySpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestKey:
-    """The name of a submission, by which a repeated one is recognised."""
+    """Idempotency key of a submission: a repeated one is recognised by it."""
 
-    name: str  # unique among those of one sender
-    digest: str  # SHA-256 of what was asked
+    name: str  # unique per sender
+    digest: str  # SHA-256 of the request
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submitted:
     job_id: str
-    order: int  # among all submissions ever: 1, 2, 3 ...
+    order: int  # number among all submissions ever: 1, 2, 3 ...
     spec: JobSpec
     at_s: float
     fault: Fault | None = None
     array: str | None = None  # id of the first job of its array
-    satisfied: tuple[str, ...] = ()  # ids of jobs that it comes after, and that have ended before as it wants
-    request: RequestKey | None = None  # what its submission was sent under
+    satisfied: tuple[str, ...] = ()  # ids of dependencies that had already ended as required
+    request: RequestKey | None = None  # idempotency key of its submission
     retry_of: str | None = None  # id of the ended job that is submitted again
-    continues_from: str | None = None  # id of the job with whose newest checkpoint it begins
+    continues_from: str | None = None  # id of the job whose newest checkpoint it starts from
     continues_step: int = 0  # of that checkpoint
-    unreadable: str = ""  # why its row could not be read: the job is known by its id alone, and never starts
+    unreadable: str = ""  # why its row could not be read: only the id is known, and it never starts
     type: Literal["submitted"] = "submitted"
 
 
@@ -48,7 +48,7 @@ class CancelRequested:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetryRequested:
-    """A job that waits for an answer goes on with what a person allows."""
+    """A person released a job that waited for an answer, with the changes in `spec`."""
 
     job_id: str
     spec: JobSpec  # with that
@@ -58,7 +58,7 @@ class RetryRequested:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateRequested:
-    """A job that has not ended is held, or not, and has another priority, deadline or time limit from now on."""
+    """A person changed an unfinished job: its hold, priority, deadline or time limit."""
 
     job_id: str
     spec: JobSpec  # with these
@@ -69,7 +69,7 @@ class UpdateRequested:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrainRequested:
-    """A node shall take nothing new from now on; with `undo` it takes attempts again."""
+    """A person drained a node: it takes no new attempts. With `undo` it takes them again."""
 
     node: str
     undo: bool = False
@@ -79,9 +79,9 @@ class DrainRequested:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodesSeen:
-    """The whole live cluster; a node that is not in it is gone.
+    """The live nodes of the whole cluster; a node that is missing here is gone.
 
-    `declared` is what the cluster file promises, `policy` how it says that the cluster is shared.
+    `declared` are the nodes of the cluster file, and `policy` is its sharing policy.
     """
 
     nodes: tuple[Node, ...]
@@ -93,7 +93,7 @@ class NodesSeen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Started:
-    """Every rank's process of an attempt runs."""
+    """Every rank of an attempt has a running process."""
 
     job_id: str
     number: int
@@ -103,7 +103,7 @@ class Started:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PaceReported:
-    """A running attempt trains at another speed than the last one reported."""
+    """A running attempt reported a new training speed."""
 
     job_id: str
     number: int
@@ -114,7 +114,7 @@ class PaceReported:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
-    """Every process of an attempt is gone."""
+    """Every process of an attempt has ended."""
 
     job_id: str
     number: int
@@ -135,7 +135,7 @@ class Released:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observed:
-    """Outcomes that were measured elsewhere, or in an earlier life of this home."""
+    """Observations (predicted and measured outcomes) were imported from elsewhere, or from an earlier home folder."""
 
     observations: tuple[Observation, ...]
     at_s: float
@@ -144,7 +144,7 @@ class Observed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimerFired:
-    """The time that `Scheduler.wake_at_s` named has come."""
+    """The time of `Scheduler.wake_at_s` has come."""
 
     at_s: float
     type: Literal["woke"] = "woke"

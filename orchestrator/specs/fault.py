@@ -1,4 +1,4 @@
-"""Failures that a person asks for, to see a job recover. Standard library only: `orc` lists them whenever it starts."""
+"""Failures that a person injects, to see a job recover. Standard library only: `orc` lists them whenever it starts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import StrEnum
 
 
 class FaultKind(StrEnum):
-    """What `orc rehearse` can make happen."""
+    """The failures that `orc rehearse` can inject."""
 
     OOM = "oom"
     KILL = "kill"
@@ -18,7 +18,7 @@ class FaultKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """A failure to raise for real in the first attempt: at this rank, before this optimizer step completes."""
+    """A real failure to inject into the first attempt: on this rank, before this optimizer step completes."""
 
     kind: FaultKind
     rank: int

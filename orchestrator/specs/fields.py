@@ -1,4 +1,4 @@
-"""Kinds of fields of job, cluster and policy files: how each is read, written back, and its schema."""
+"""Field types of job, cluster and policy files: parsing, serialisation and JSON Schema of each."""
 
 from __future__ import annotations
 

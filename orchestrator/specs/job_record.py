@@ -1,4 +1,4 @@
-"""Job: what was submitted, its status, its attempts and what it waits for."""
+"""Job: a submitted job with its status, its attempts and its dependencies."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from orchestrator.specs.plan import Plan
 
 
 class JobStatus(StrEnum):
-    """QUEUED <-> RUNNING, then one of the four ends; an end is final."""
+    """Status of a job: QUEUED and RUNNING alternate, then one of the four final values."""
 
     QUEUED = "queued"
     RUNNING = "running"
     SUCCEEDED = "succeeded"
     FAILED = "failed"
-    REFUSED = "refused"  # no plan can fit: nothing was started
+    REFUSED = "refused"  # no plan can fit: no attempt was made
     CANCELLED = "cancelled"
 
     @property
@@ -29,40 +29,40 @@ class JobStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A submitted job with its status, its attempts and what it waits for."""
+    """A submitted job with its status, its attempts (launches) and its dependencies."""
 
     id: str
     spec: JobSpec
-    order: int  # position of its submission: breaks ties of priority
+    order: int  # number of its submission, which breaks ties of priority
     submitted_at_s: float
     status: JobStatus = JobStatus.QUEUED
     reason: str = ""  # why it waits, or why it ended
-    not_before_s: float = 0.0  # back-off after a failure that was not its own
+    not_before_s: float = 0.0  # end of the back-off after a failure
     array: str | None = None  # id of the first job of its array
-    waits_for: tuple[Dependency, ...] = ()  # of those that it comes after, the ones that have not ended
-    deadline_s: float | None = None  # by when it should be done
-    starts_by_s: float | None = None  # from when on it has the speed that it is promised; None: it is promised none
+    waits_for: tuple[Dependency, ...] = ()  # unfinished dependencies
+    deadline_s: float | None = None  # when it should be done, in seconds since 1970
+    starts_by_s: float | None = None  # time from which its promised speed is due; None: no promise
     cancelling: bool = False
-    held_by: str | None = None  # the user who holds it: it does not start until it is released
+    held_by: str | None = None  # user who holds it from starting until it is released
     retry_of: str | None = None  # id of the ended job that it retries
-    continues_from: str | None = None  # id of the job with whose newest checkpoint it begins; None: from step 0
+    continues_from: str | None = None  # id of the job whose newest checkpoint it starts from; None: step 0
     continues_step: int = 0  # of that checkpoint
-    asks: str = ""  # what a person has to allow before it goes on; meanwhile it waits for no devices
+    asks: str = ""  # question to a person; until the answer it waits for no devices
     asks_until_s: float = 0.0  # when it fails without an answer
-    cancel_reason: str = ""  # of the service's own; "" where somebody asked
+    cancel_reason: str = ""  # the service's reason for cancelling; "" if a person cancelled
     attempts: tuple[Attempt, ...] = ()
     refuted: frozenset[Plan] = frozenset()  # ran out of memory: never tried again
     fault: Fault | None = None
-    unreadable: str = ""  # why its row could not be read: it stands in for a job that only an operator can end
+    unreadable: str = ""  # why its row could not be read; only an operator can end such a placeholder
 
     @property
     def key(self) -> str:
-        """The job's name across homes: ids alone begin anew in each."""
+        """The job's name across home folders. Ids alone start anew in each home."""
         return f"{self.id}@{self.submitted_at_s!r}"
 
     @property
     def user(self) -> str:
-        """The user whose job it is; "" where none was named."""
+        """The owner of the job; "" where none was named."""
         return self.spec.user or ""
 
     @property

@@ -1,4 +1,4 @@
-"""Jobs by id: a mapping that is replaced, never changed, and shares what stays the same."""
+"""An immutable mapping of jobs by id. Copies share all unchanged parts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CHUNK = 128  # jobs that are copied together when one of them is replaced
 
 
 class Jobs(Mapping[str, "Job"]):
-    """Jobs in the order of their submission.
+    """An immutable mapping of jobs by id, in the order of submission.
 
     A copy costs a chunk and the list of chunks. With 10,000 jobs: 0.7 us for one job changed, 6 us for one more, 10 us
     for one less. The copy of a dict takes 26 us (measured, python 3.11, one Xeon core, 2026-11).
@@ -50,7 +50,7 @@ class Jobs(Mapping[str, "Job"]):
         return f"Jobs({list(self.values())})"
 
     def with_job(self, job: Job) -> Jobs:
-        """Return the jobs with `job` in the place of the one with its id, or as a new one."""
+        """Return a copy in which `job` replaces the job with its id, or is added."""
         number = job.order // CHUNK
         chunk = self._chunks.get(number, {})
         chunks = {**self._chunks, number: {**chunk, job.id: job}}
@@ -60,7 +60,7 @@ class Jobs(Mapping[str, "Job"]):
         return _jobs(chunks, self._indexed(job.id, {job.id: job.order}), self._count + 1)
 
     def without(self, job_id: str) -> Jobs:
-        """Return the jobs without this one."""
+        """Return a copy without this job."""
         number = self[job_id].order // CHUNK
         chunk = {other: job for other, job in self._chunks[number].items() if other != job_id}
         chunks = {**self._chunks, number: chunk}
@@ -69,7 +69,7 @@ class Jobs(Mapping[str, "Job"]):
         return _jobs(chunks, self._indexed(job_id, {}), self._count - 1)
 
     def changed_since(self, earlier: Jobs) -> Iterator[Job]:
-        """Yield the jobs that are not the very same objects in `earlier`; shared chunks are skipped."""
+        """Yield each job that is not the same object in `earlier`; shared chunks are skipped."""
         for number, chunk in self._chunks.items():
             before = earlier._chunks.get(number, {})
             if chunk is not before:

@@ -1,4 +1,4 @@
-"""KeepSpec: how long files of ended jobs stay in the home, and how many bytes it may hold."""
+"""KeepSpec: how long the files of ended jobs stay in the home folder, and the folder's limit in bytes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from orchestrator.specs.spec_model import SpecModel
 
 
 class PartKind(StrEnum):
-    """What a part of an ended job's folder is, in the order in which parts go where the home holds too much."""
+    """The kind of a part of an ended job's folder, in the order of deletion when the home exceeds its limit."""
 
     SUPERSEDED = "superseded"  # older checkpoints, those that were never complete, and tokens
     LOGS = "logs"  # logs, curves and telemetry of all attempts
@@ -21,7 +21,7 @@ class PartKind(StrEnum):
 
 
 class KeepSpec(SpecModel):
-    """How long files of ended jobs stay, counted from the end of the job. The default removes nothing."""
+    """How long files of ended jobs stay, counted from the end of the job. By default nothing is removed."""
 
     superseded: Seconds | None = Field(
         default=None,
@@ -54,7 +54,7 @@ class KeepSpec(SpecModel):
     )
 
     def words(self, name: str) -> str:
-        """Return one setting as the cluster file has it, such as `keep.logs: 90d`."""
+        """Return one setting as text of the cluster file, such as `keep.logs: 90d`."""
         pattern = units.SIZE_PATTERN if name == "budget" else units.DURATION_PATTERN
         return f"keep.{name}: {units.in_words(getattr(self, name), pattern)}"
 

@@ -1,4 +1,4 @@
-"""How the ranks of a plan share its state. Memory, cost, legality and rendering match on every case.
+"""How the ranks of a plan shard or replicate training state. Code for memory, cost and legality matches on every case.
 
 Standard library only, since training processes read it too.
 """
@@ -15,7 +15,7 @@ from orchestrator.specs.errors import refuse_unknown
 
 @dataclass(frozen=True, slots=True)
 class Replicated:
-    """Every rank holds its part of the model whole: DistributedDataParallel where several hold the same part."""
+    """Unsharded state: every rank holds its part of the model whole; DistributedDataParallel if several share it."""
 
     ranks: int  # that hold the same part; 1: alone, without buckets
     is_ours: bool  # whether our loop wraps it: gradients are views of the buckets, and updated one by one
@@ -36,18 +36,18 @@ class _Units:
 
     @property
     def keeps_gathered(self) -> bool:
-        """Whether weights stay gathered from their forward to their backward pass."""
+        """Whether weights stay gathered between their forward and backward pass."""
         return self.stage is not ZeroStage.PARAMETERS
 
     @property
     def once_a_step(self) -> bool:
-        """Whether only the first micro-batch gathers and only the last one reduces."""
+        """Whether only the first micro-batch of a step gathers weights, and only the last one reduces gradients."""
         return self.stage is ZeroStage.OPTIMIZER
 
 
 @dataclass(frozen=True, slots=True)
 class Fsdp2(_Units):
-    """Shards of torch's `fully_shard`, every layer a unit of its own (arXiv:2304.11277); several copies are HSDP."""
+    """State sharded by torch's `fully_shard`, each layer separately (arXiv:2304.11277). `copies` above 1 is HSDP."""
 
     copies: int
     is_pipelined: bool  # then everything is gathered once a step, and reduced behind the last micro-batch
@@ -56,7 +56,7 @@ class Fsdp2(_Units):
 
 @dataclass(frozen=True, slots=True)
 class ScriptFsdp(_Units):
-    """Shards of the FSDP that a script asks its framework for: SHARD_GRAD_OP (stage 2) or FULL_SHARD (3)."""
+    """State sharded by FSDP in a user's script: SHARD_GRAD_OP (stage 2) or FULL_SHARD (stage 3)."""
 
     copies: ClassVar[int] = 1
     is_pipelined: ClassVar[bool] = False
@@ -65,7 +65,7 @@ class ScriptFsdp(_Units):
 
 @dataclass(frozen=True, slots=True)
 class Zero:
-    """DeepSpeed's flat pieces (arXiv:1910.02054), in our loop or in a script's; at stage 0 all is whole."""
+    """State sharded by DeepSpeed (arXiv:1910.02054), in our engine or in a user's script. Stage 0 shards nothing."""
 
     shards: int
     stage: ZeroStage
@@ -74,7 +74,7 @@ class Zero:
 
     @property
     def has_fp32_states(self) -> bool:
-        """Whether there are fp32 masters, which stages 1 to 3 make."""
+        """Whether fp32 master weights exist, which stages 1 to 3 make."""
         return self.stage is not ZeroStage.NONE
 
 
@@ -86,9 +86,9 @@ Mechanics = Replicated | Fsdp | Zero
 def mechanics_of(
     engine: Engine, zero_stage: ZeroStage, sharding: Sharding, ranks: int, copies: int, is_pipelined: bool
 ) -> Mechanics:
-    """Return what these settings mean, legal or not; `ranks` would hold the same part if nothing was cut.
+    """Return how these settings shard the state, whether legal or not. Raises AssertionError for an unknown engine.
 
-    Raises AssertionError for an engine that says nothing here.
+    `ranks` is the number of ranks that would hold the same parameters without sharding.
     """
     is_whole = zero_stage is ZeroStage.NONE
     match engine:

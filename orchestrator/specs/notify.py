@@ -1,4 +1,4 @@
-"""NotifySpec: who is told what, and when. Read from the cluster file's `notify:`; it names secrets and holds none."""
+"""NotifySpec, `notify:` of the cluster file: who is notified of what. It names environment variables, never secrets."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ VARIABLE = r"^[A-Z_][A-Z0-9_]{0,127}$"
 
 
 class NoticeKind(StrEnum):
-    """What people are told of."""
+    """The subject of a notification."""
 
     FAILED = "failed"  # a job failed for good, was refused, or asks what only a person can allow
     LATE = "late"  # a job is expected to miss its deadline
@@ -56,7 +56,7 @@ Hour = Annotated[
 
 
 class TargetSpec(SpecModel):
-    """A target: a signed webhook, or whatever apprise reaches."""
+    """A receiver of notifications: a signed webhook, or any service that apprise reaches."""
 
     name: str = Field(
         pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$",
@@ -95,7 +95,7 @@ class TargetSpec(SpecModel):
 
 
 class NotifySpec(SpecModel):
-    """Targets of notifications, and when the morning report is sent."""
+    """Receivers of notifications, and the hour of the morning report."""
 
     targets: tuple[TargetSpec, ...] = Field(
         default=(),

@@ -1,4 +1,4 @@
-"""Observation: what an attempt was predicted to need, and what was measured."""
+"""Observation: predicted and measured memory and speed of an attempt (one launch of a job)."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from orchestrator.specs.profile import MomentBytes, OwnSettings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """What was predicted of one attempt, and what reality answered."""
+    """Predicted and measured memory and speed of one attempt. Calibration learns from them."""
 
     job: str  # Job.key
     number: int  # of the attempt
     device: str  # DeviceSpec.name
     family: str
-    torch_version: str  # that it ran under; "" where no rank told
+    torch_version: str  # "" if no rank reported it
     plan: Plan
-    moments: tuple[MomentBytes, ...]  # as predicted, before any correction: those that can become the worst
+    moments: tuple[MomentBytes, ...]  # predicted candidates for the memory peak, before correction
     predicted_bytes: int  # allocated, before any correction
-    measured_bytes: int  # allocated; where it ran out of memory: what it needed at least
+    measured_bytes: int  # allocated; after running out of memory, the least that it needed
     ran_out: bool
-    step_ratio: float | None  # measured / predicted seconds of a step, where both are known
+    step_ratio: float | None  # measured / predicted seconds of a step; None: unknown
     at_s: float  # when it ended
-    probe: bool = False  # nothing was predicted: it tells what a micro-batch needs
-    phase: str = ""  # where it ran out of memory, in the guard's words; "" elsewhere, or where unknown
-    pass_done: float | None = None  # share of that forward or backward pass that was done; None: unknown
-    steps_done: int = 0  # that it completed in this attempt before it ran out of memory
-    steps_left: int | None = None  # of the training at that point; None: unknown, or it did not run out
+    probe: bool = False  # no prediction: it measures what a micro-batch needs
+    phase: str = ""  # phase in which it ran out of memory, as the guard reports it; "" otherwise or unknown
+    pass_done: float | None = None  # done share of that forward or backward pass, 0 to 1; None: unknown
+    steps_done: int = 0  # completed in this attempt before it ran out of memory
+    steps_left: int | None = None  # steps of the training still to do then; None: unknown, or it did not run out
     finished: bool = False  # it ended the training, and did at least half of it
-    overhead_bytes: int | None = None  # that its worst device held beside PyTorch's allocator; None: not told
+    overhead_bytes: int | None = None  # used on the fullest device outside PyTorch's allocator; None: not reported
     relative_to: OwnSettings | None = None  # as of its attempt

@@ -1,4 +1,4 @@
-"""OidcSpec: the OpenID provider of the pages, and how claims become users and roles. It names secrets, holds none."""
+"""OidcSpec: the OpenID provider for the web pages, and how claims become users and roles. It holds no secrets."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ SAFE_URL = re.compile(
 
 
 def safe_url(text: str) -> str:
-    """Return the URL. Raises ValueError where it is neither of TLS nor of the loopback."""
+    """Return the URL unchanged. Raises ValueError unless it uses TLS or a loopback address."""
     if not SAFE_URL.fullmatch(text):
         raise ValueError("expected a URL that begins with https://")
     return text
 
 
 class SignInError(Exception):
-    """A refused sign-in, for the log: it holds no token, no code and no secret."""
+    """A refused sign-in. Its message may be logged: it holds no token, code or secret."""
 
 
 class OidcSpec(SpecModel):
-    """An OpenID provider, and how its claims become users and roles. Who has no role is refused."""
+    """An OpenID provider, and the mapping from its claims to users and roles. Users without a role are refused."""
 
     issuer: Annotated[str, AfterValidator(safe_url)] = Field(
         description="Issuer, as its discovery document and its tokens say it.",
@@ -69,7 +69,7 @@ class OidcSpec(SpecModel):
     )
 
     def role(self, claims: Mapping[str, Any]) -> Role | None:
-        """Return the highest role that the claims give; None where they give none."""
+        """Return the highest role that the claims grant; None where they grant none."""
         claim = claims.get(self.roles_claim) if self.roles_claim else None
         groups = [claim] if isinstance(claim, str) else claim if isinstance(claim, list) else []
         roles = [self.roles[word] for word in groups if isinstance(word, str) and word in self.roles]

@@ -1,4 +1,4 @@
-"""Order: the queue policies by name. The command line shows them, so this module loads nothing."""
+"""Names of the queue policies. The command line lists them, so this module loads nothing."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class Order(StrEnum):
-    """Which queued job starts next, which may overtake it, and which is stopped for it: scheduling/policies/."""
+    """The queue policy: which job starts next, which may overtake, and which is preempted. See scheduling/policies/."""
 
     ADAPTIVE = "adaptive"
     FIFO = "fifo"

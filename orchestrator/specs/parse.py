@@ -1,4 +1,4 @@
-"""Reads job and cluster files: YAML text to frozen nouns, or one SpecError with every problem in it."""
+"""Parser of job and cluster files: from YAML text to immutable specs, or to one SpecError that lists every problem."""
 
 from __future__ import annotations
 
@@ -60,9 +60,9 @@ _NAME_RULE = "lower-case letters, digits and . _ -, first a letter or digit, at 
 
 
 def parse_job(text: str, source: str, overrides: Sequence[Override] = (), read_text: ReadText = None) -> JobSpec:
-    """Return the job that `text` describes, after `overrides`. Raises one SpecError with every problem in it.
+    """Return the job in a job file's text, with `overrides` applied. Raises one SpecError that lists every problem.
 
-    `read_text` returns the text of a preset that `trainer` names; None: the job came without a file, and has no preset.
+    `read_text` reads a preset file that `trainer` names. None means that no file can be read, and no preset is allowed.
     """
     (spec, *others) = parse_jobs(text, source, overrides, read_text)
     if others:
@@ -76,7 +76,7 @@ def parse_job(text: str, source: str, overrides: Sequence[Override] = (), read_t
 
 
 def parse_jobs(text: str, source: str, overrides: Sequence[Override] = (), read_text: ReadText = None) -> list[JobSpec]:
-    """Return the jobs that `text` describes: one, or those of its `array`. Raises SpecError as `parse_job` does."""
+    """Return all jobs in a job file's text: one, or those of its `array`. Raises SpecError as `parse_job` does."""
     document = with_preset_file(_override(read_document(text, source), overrides), read_text)
     for name, section in (("member", "array"), ("trial", "sweep")):
         if name in document.data:
@@ -90,17 +90,17 @@ def parse_jobs(text: str, source: str, overrides: Sequence[Override] = (), read_
 
 
 def parse_cluster(text: str, source: str) -> ClusterSpec:
-    """Return the cluster that `text` describes. Raises one SpecError with every problem in it."""
+    """Return the cluster in a cluster file's text. Raises one SpecError that lists every problem."""
     return _validate(ClusterSpec, read_document(text, source))
 
 
 def node_from_data(data: Mapping[str, Any], source: str) -> NodeSpec:
-    """Return the node of `NodeSpec.model_dump(mode="json")`. Raises SpecError."""
+    """Return the NodeSpec from the output of `NodeSpec.model_dump(mode="json")`. Raises SpecError."""
     return _validate(NodeSpec, Document(source=source, data=dict(data), lines={}))
 
 
 def job_from_data(data: Mapping[str, Any], source: str) -> JobSpec:
-    """Return the job of `JobSpec.model_dump(mode="json")`. Raises SpecError."""
+    """Return the JobSpec from the output of `JobSpec.model_dump(mode="json")`. Raises SpecError."""
     spec = _validate(JobSpec, Document(source=source, data=dict(data), lines={}))
     if spec.known_model is not None and spec.known_model.factory and not (spec.profile or spec.traced):
         hint = "service/server/intake.py has it traced where a job file is read; or say `profile`"
@@ -109,7 +109,7 @@ def job_from_data(data: Mapping[str, Any], source: str) -> JobSpec:
 
 
 def with_overrides(spec: JobSpec, overrides: Sequence[Override], source: str) -> JobSpec:
-    """Return the job after `--set key=value`, read and judged as a job file. Raises SpecError."""
+    """Return the job with `--set key=value` overrides, parsed and validated like a job file. Raises SpecError."""
     return _validate(
         JobSpec, _override(Document(source=source, data=spec.model_dump(mode="json"), lines={}), overrides)
     )
@@ -145,7 +145,7 @@ def _first_trial(document: Document) -> JobSpec:
 
 
 def trial_of(first: JobSpec, sweep_id: str | None, number: int, parameters: Mapping[str, Value]) -> JobSpec:
-    """Return a trial of the sweep whose first trial is given. Raises SpecError where no job has these parameters."""
+    """Return trial `number` of the sweep, built from its first trial. Raises SpecError for illegal parameters."""
     assert first.trial is not None, first.name
     data: dict[str, Any] = first.model_dump(mode="json")
     row = {INDEX: number, **parameters}
@@ -159,7 +159,7 @@ def trial_of(first: JobSpec, sweep_id: str | None, number: int, parameters: Mapp
 
 
 def join_problems(problems: Sequence[SpecError], source: str) -> SpecError:
-    """Return one error with all of `problems`, each list of allowed values once; a single problem as it is."""
+    """Return one SpecError that lists all `problems`. Repeated lists of allowed values appear once."""
     assert problems, "an error without a problem"
     if len(problems) == 1:
         return problems[0]
@@ -195,9 +195,9 @@ def _override(document: Document, overrides: Sequence[Override]) -> Document:
 
 
 def check_plain(data: object, source: str, lines: Mapping[Path, int] | None = None, length_max: float = inf) -> None:
-    """Raise SpecError at the first value of plain data that a journal, a process or a path cannot hold.
+    """Raise SpecError at the first value that a journal, a process or a path cannot hold.
 
-    Such are NaN and infinities, whole numbers beyond 2**53, lone surrogates, NUL, very long texts and deep nesting.
+    Such values are NaN and infinities, integers beyond 2**53, lone surrogates, NUL, very long texts and deep nesting.
     """
     left: list[tuple[Path, object]] = [((), data)]
     visited = length = 0
@@ -235,7 +235,7 @@ def _not_plain(
 
 
 def printable(text: str) -> str:
-    """Return a text with escapes for what is not printable, which every reader of UTF-8 takes."""
+    """Return the text with unprintable characters escaped."""
     return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 

@@ -1,4 +1,4 @@
-"""Texts that a journal, a process and a path can hold. Standard library only."""
+"""Check for texts that a journal, a process and a path can hold. Standard library only."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ VALUE_LENGTH_MAX = 2**17  # of one text: Linux takes no longer argument (MAX_ARG
 
 
 def why_no_text(text: str) -> str:
-    """Return why nothing outside of Python can hold a text; "" where everything can."""
+    """Return why the text cannot be stored or passed to a process; "" where it can."""
     if len(text) > VALUE_LENGTH_MAX:
         return "the text is too long"
     if "\0" in text:

@@ -1,4 +1,7 @@
-"""A plan: how one job is cut over devices. Standard library only, since training processes read it too."""
+"""Plan: the settings of one run (parallelism, batch, precision, memory savings). Standard library only.
+
+Training processes read it too.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from orchestrator.specs.plan_fields import PlanFields
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan(PlanFields):
-    """A legal way to run a job. An illegal combination raises IllegalPlan and is never constructed."""
+    """The legal settings of one run: parallelism, batch, precision and so on. An illegal set raises IllegalPlan."""
 
     def __post_init__(self) -> None:
         reason = why_illegal(self)
@@ -21,9 +24,9 @@ class Plan(PlanFields):
 
 
 def share_heads(heads: int, kv_heads: int, layout: ParallelLayout) -> bool:
-    """Return whether context-parallel ranks can share the heads of a tensor-parallel rank.
+    """Return whether context-parallel ranks can split the attention heads of a tensor-parallel rank.
 
-    Each gets as many heads of queries. Each gets as many of keys and values, or as many ranks share one of them.
+    They must divide the query heads evenly. They must also divide the key-value heads, or be a multiple of them.
     """
     queries, kv = heads // layout.tp, kv_heads // layout.tp
     if heads % layout.tp or kv_heads % layout.tp or queries % layout.cp:

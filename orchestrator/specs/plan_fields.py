@@ -1,4 +1,7 @@
-"""The settings of a plan, each declared at its field. Standard library only, since training processes read it too."""
+"""The settings of a plan (settings of one run), each declared at its field. Standard library only.
+
+Training processes read it too.
+"""
 
 from __future__ import annotations
 
@@ -49,9 +52,9 @@ def _declare(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanFields:
-    """The settings of a plan, legal or not; `specs.plan.Plan` is a legal one.
+    """The settings of a plan, legal or not. `specs.plan.Plan` is always legal.
 
-    Each field declares its setting: planning, `orc estimate --set`, records and job files read SETTINGS.
+    Each field's metadata declares its setting. Planning, `orc estimate --set`, records and job files read SETTINGS.
     """
 
     engine: Engine = field(metadata=_declare(Degradation.EXACT))
@@ -224,7 +227,7 @@ class PlanFields:
 
     @property
     def global_batch_size(self) -> int:
-        """Samples per optimizer step; no function may change it."""
+        """Samples per optimizer step. No function may change this number."""
         return self.micro_batch_size * self.gradient_accumulation_steps * self.layout.dp
 
     @property
@@ -233,7 +236,7 @@ class PlanFields:
 
     @property
     def mechanics(self) -> Mechanics:
-        """How the plan's ranks share its state."""
+        """How the plan's ranks shard or replicate training state."""
         ranks, is_pipelined = self.layout.dp_cp, self.layout.pp > 1
         return mechanics_of(self.engine, self.zero_stage, self.sharding, ranks, self.dp_replicate, is_pipelined)
 

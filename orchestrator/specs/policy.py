@@ -1,4 +1,4 @@
-"""PolicySpec: what the queue aims at, who shares the cluster, and how. Read from the cluster file's `policy:`."""
+"""PolicySpec, `policy:` of the cluster file: the queue's objective, and how teams share the cluster."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ OTHERS = "others"  # the team of users in no team
 
 
 class Objective(StrEnum):
-    """What the queue makes small: the mean time from submission to end, or the time until all jobs have ended."""
+    """The quantity that the queue minimises: mean time from submission to end, or the time until all jobs end."""
 
     COMPLETION = "completion"
     MAKESPAN = "makespan"
 
 
 class TeamSpec(SpecModel):
-    """A team of users with equal shares of what the team gets."""
+    """A team with its share of the cluster, which its users divide equally."""
 
     name: str = Field(
         pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$",
@@ -65,7 +65,7 @@ class TeamSpec(SpecModel):
 
 
 class PolicySpec(SpecModel):
-    """Objective of the queue, and fair share among teams."""
+    """The queue's objective, and the fair shares of teams."""
 
     order: Order = Field(
         default=Order.ADAPTIVE,
@@ -115,12 +115,12 @@ class PolicySpec(SpecModel):
         return self
 
     def team_of(self, user: str) -> TeamSpec:
-        """Return the team that names the user, or OTHERS, with one share unless the policy says more."""
+        """Return the team of a user, or OTHERS, which has one share unless the policy sets more."""
         return self._teams.get(user, self._others)
 
     @property
     def is_shared(self) -> bool:
-        """Whether teams are named; else only priority and deadlines count."""
+        """Whether the policy names teams. Otherwise only priority and deadlines count."""
         return bool(self.teams)
 
     @property

@@ -1,4 +1,4 @@
-"""Presets of trainers that users write: a file with a part of a job file, named by `trainer` of many job files."""
+"""Trainer presets that users write: a file with part of a job file, which `trainer` of other job files names."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ KEYS = ("extends", "launch", "precision", "knobs", "config", "resume", "success"
 
 
 def with_preset_file(document: Document, read_text: Callable[[str], str] | None) -> Document:
-    """Return the job's document with the keys of the preset file that its `trainer` names; `extends` is its trainer.
+    """Return the job's document merged with the preset file that its `trainer` names. `extends` becomes its trainer.
 
-    `read_text` returns the text of a file that a job file names; None: the job came without a file. Raises SpecError
-    for a preset that cannot be read or has other keys.
+    `read_text` reads a file that a job file names; None where no file can be read. Raises SpecError for a preset that
+    cannot be read or has unknown keys.
     """
     trainer = document.data.get("trainer")
     if not isinstance(trainer, str) or not trainer.endswith(SUFFIXES):

@@ -1,4 +1,4 @@
-"""ModelProfile and MemoryEstimate: what a model costs, and what one rank of a plan needs, as data."""
+"""ModelProfile, the memory and compute cost of a model, and MemoryEstimate, the memory of one rank of a plan."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from orchestrator.specs.str_enum import StrEnum
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossChunks:
-    """Bytes that a loss in chunks of tokens holds, above what its segment saves."""
+    """Memory of a loss that is computed in chunks of tokens, on top of its segment's saved bytes."""
 
     chunk_tokens: int
     sample_tokens: int
@@ -21,52 +21,52 @@ class LossChunks:
     gradients: int  # elements of the weight whose gradient it makes in the forward pass already
 
     def peak_bytes(self, micro_batch_size: int) -> int:
-        """Bytes at the worst moment of its forward pass."""
+        """Return the peak bytes of the loss's forward pass."""
         tokens = min(self.chunk_tokens, micro_batch_size * self.sample_tokens)
         largest = max(per_token * tokens + fixed for per_token, fixed in self.peaks)
         return micro_batch_size * self.per_sample_bytes + largest
 
 
 class BackwardPeak(NamedTuple):
-    """A moment of a part's backward pass that can be its worst."""
+    """A candidate for the memory peak in a backward pass. Gradients in elements, activations in bytes per sample."""
 
     own: int  # elements of its gradients that exist
-    fresh: int  # of those, what has just been made and is not where the engine keeps its gradients
-    transient_bytes: int  # above what is saved, per sample; below 0 where less is left of it
-    mode: ActivationCheckpointing | None = None  # None: under every one
+    fresh: int  # part of `own` just made, and not yet where the engine stores gradients
+    transient_bytes: int  # above the saved bytes, per sample; negative where part of these is freed
+    mode: ActivationCheckpointing | None = None  # kind of checkpointing; None: any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """`count` equal parts of a model along its depth. Bytes and FLOPs are per part; activations also per sample."""
+    """`count` equal parts (such as layers) of a model. Bytes and FLOPs are per part; activations also per sample."""
 
     name: str
     count: int
     parameters: int
     saved_bytes: int  # kept from forward to backward, per sample
-    checkpointed_bytes: int  # the same when the part is recomputed, per sample
-    transient_bytes: int  # above what is saved, at the part's own peak, per sample
+    checkpointed_bytes: int  # saved per sample under full checkpointing
+    transient_bytes: int  # above the saved bytes at the part's peak, per sample
     forward_flops: float  # per sample
-    forward_transient_bytes: int = 0  # above what is saved, while the part goes forward, per sample
+    forward_transient_bytes: int = 0  # above the saved bytes in its forward pass, per sample
     cast_bytes: int = 0  # low-precision copies of its weights that autocast keeps from forward to backward
     largest_parameter: int = 0  # elements of its largest tensor
     summed_gradients: int = 0  # elements of a shared weight's gradients that come up in its backward pass
     waiting_gradients: int = 0  # elements of a shared weight's gradient that waits for those of its earlier uses
     looked_up: int = 0  # elements of trained tables that ZeRO-3 lets go of when all has gone backward, as no input asks
     trained: int | None = None  # of `parameters`, those that have gradients and optimizer states; None: all
-    frozen_bytes: int = 0  # held for the parameters that are not trained, instead of 4 bytes each
-    selective_bytes: int | None = None  # kept per sample under selective checkpointing; None: it cannot be had
-    selective_transient_bytes: int = 0  # above what is saved, at the peak of a part that is recomputed selectively
+    frozen_bytes: int = 0  # stored size of frozen parameters, instead of 4 bytes each
+    selective_bytes: int | None = None  # saved per sample under selective checkpointing; None: unavailable
+    selective_transient_bytes: int = 0  # above the saved bytes at its peak, under selective checkpointing
     factored: int | None = None  # rows and columns of all its matrices, and its vectors; None: as if one square
     chunks: LossChunks | None = None  # of a loss that never holds all of its logits
     matmuls: tuple[tuple[int, int, int], ...] = ()  # products with weights: (rows per sample, inputs, outputs)
-    unit: bool = False  # a layer of the model, although no other one is like it
+    unit: bool = False  # counts as a layer although no other part is like it
     tensors: tuple[int, ...] = ()  # elements of what is trained, as its gradients come; none: as if one tensor
-    side_by_side: int = 0  # elements of the parameters of the largest module that has several
+    side_by_side: int = 0  # elements of the parameters of the largest module with several parameters
     viewed: int = 0  # elements of weights of which the forward pass saves views, not the parameters themselves
     leaf: tuple[int, ...] = ()  # elements of what is trained of a module that ZeRO-3 takes as one, as it was registered
     leaf_until: int = 0  # elements of the part's gradients by which those of the leaf have all been made
-    last_parameter: int | None = None  # elements of what stands last in its module; None: of the first of `tensors`
+    last_parameter: int | None = None  # elements of the last parameter of its module; None: of the first in `tensors`
     peaks: tuple[BackwardPeak, ...] = ()  # none: one, when its largest gradient has been made, of `transient_bytes`
     arrivals: tuple[BackwardPeak, ...] = ()  # the most that is live as its gradients come, up to so many; none: unknown
     holds_boundaries: bool = False  # recomputed parts keep their input, and its gradient, to the end of backward
@@ -80,7 +80,7 @@ class Segment:
 
     @property
     def is_unit(self) -> bool:
-        """Whether its parts are layers, which are sharded one by one; all else is sharded together."""
+        """Whether the parts are layers, which are sharded separately. All other parts are sharded together."""
         return self.unit or self.count > 1
 
     @property
@@ -89,52 +89,52 @@ class Segment:
 
     @property
     def gradients(self) -> tuple[int, ...]:
-        """Elements of the gradients of one part, in the order in which they come."""
+        """Elements of each gradient of one part, in the order in which the backward pass makes them."""
         return self.tensors or ((self.trained_parameters,) if self.trained_parameters else ())
 
     @property
     def last_gradient(self) -> int:
-        """Elements of the gradient that comes last in the order of its module's parameters."""
+        """Elements of the gradient whose parameter comes last in its module."""
         return sum(self.tensors[:1]) if self.last_parameter is None else self.last_parameter
 
     @property
     def largest_gradient(self) -> int:
-        """Elements of the largest tensor that is trained."""
+        """Elements of the largest trained tensor."""
         return max(self.tensors, default=min(self.largest_parameter, self.trained_parameters))
 
     def weight_bytes(self, width: int) -> int:
-        """Bytes of its weights at `width` bytes each, but for those that are frozen in a narrower form of their own."""
+        """Return the weights' bytes at `width` bytes each. Frozen weights in a narrower format count as stored."""
         frozen = width * (self.parameters - self.trained_parameters)
         return width * self.trained_parameters + (min(self.frozen_bytes, frozen) if self.frozen_bytes else frozen)
 
 
 class TracedMoment(NamedTuple):
-    """A moment of a traced training step that can be the worst; a tuple, since a job's record holds dozens.
+    """A candidate for the memory peak in a traced training step. A tuple to save space: a job's record holds dozens.
 
-    Bytes are those of all live tensors but parameters, buffers and gradients that lie at their parameters; parameters
+    Bytes are those of live tensors, without parameters, buffers and gradients stored at their parameters. Parameters
     and gradients are counted in elements.
     """
 
     mode: ActivationCheckpointing
-    turn: int  # of recipes that train in turn
-    segment: int  # what runs: its index in the profile
-    position: int  # of the part in its segment, from the deepest
+    turn: int  # index of the recipe that trains, where several alternate
+    segment: int  # index of the running segment in the profile
+    position: int  # of the part in its segment, deepest first
     backward: bool
-    starts: bool  # nothing of the part has run yet
+    starts: bool  # before any operation of the part
     fixed_bytes: int
     sample_bytes: int
-    own: int  # gradients of a layer that is in its backward pass
-    done: int  # all other gradients
-    ends_done: int  # of `done`, those of what is no layer
-    units_done: int  # parameters of layers that are through their backward pass
+    own: int  # gradient elements of the layer in its backward pass
+    done: int  # all other gradient elements
+    ends_done: int  # part of `done` that belongs to no layer
+    units_done: int  # parameters of layers that have finished their backward pass
     sharded: bool = False  # of recipes in turn under FSDP2, where those that stand still have gradients all the same
-    outside: bool = False  # in the loss of what the model returned, whose gradient has not come back to it
+    outside: bool = False  # in the loss outside of the model, before its gradient reaches the model
     fresh: int = 0  # of a gradient that has just come, the last of `own`, which here are those of any part; else 0
     zero3: bool = False  # as under ZeRO-3, where a product saves what it was given although its weight is frozen
 
 
 class Source(StrEnum):
-    """Where a profile comes from: how far it can be trusted."""
+    """The origin of a profile, which decides how far it can be trusted."""
 
     CLOSED_FORM = "closed form"
     TRACED = "traced"
@@ -151,7 +151,7 @@ UNTIMED = (Source.PROBED, Source.ASSUMED)  # say nothing of seconds: only the or
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredLine:
-    """What a rank of a script needs: bytes = fixed + samples of a micro-batch x bytes of each."""
+    """Measured memory of a script's rank as a line: bytes = fixed_bytes + sample_bytes x micro-batch size."""
 
     fixed_bytes: int
     sample_bytes: int
@@ -160,7 +160,7 @@ class MeasuredLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnSettings:
-    """What a script trains with where no plan says otherwise: what is assumed of its memory is relative to this."""
+    """Settings that a script uses by default. Assumptions about its memory are relative to them."""
 
     micro_batch_size: int
     sequence_length: int | None  # None: it has no knob for it
@@ -169,19 +169,19 @@ class OwnSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelProfile:
-    """What a model costs at one precision and sequence length; planning reads only this, thousands of times."""
+    """Memory and compute cost of a model at one precision and sequence length. The search for plans reads only this."""
 
     family: str
     precision: Precision
     source: Source
     segments: tuple[Segment, ...]
     workspace_bytes: int = 0
-    tensor_parallel: int = 1  # what one rank has of the model when matrices are cut over that many
+    tensor_parallel: int = 1  # ranks that split its matrices; the profile is one rank's part
     sequence_parallel: int = 1  # ranks over which tokens are spread between those matrices
     context_parallel: int = 1  # ranks over which each sample's tokens are cut
     expert_parallel: int = 1  # ranks over which the experts of a layer are spread
-    moments: tuple[TracedMoment, ...] = ()  # where it was traced: they stand for what segments say of activations
-    turns: tuple[int, ...] = ()  # trained parameters of recipes that train in turn; none: all train at once
+    moments: tuple[TracedMoment, ...] = ()  # of a trace: they replace the segments' activations
+    turns: tuple[int, ...] = ()  # trained parameters per alternating recipe; (): all train at once
     attention: str = ""  # the kernel that the trace assumed
     # How often over its live bytes CUDA's allocator needs, beside SEGMENTS_BYTES, under each kind of checkpointing
     fragmentation: tuple[tuple[ActivationCheckpointing, float], ...] = ()  # none: its steps were not replayed
@@ -193,9 +193,9 @@ class ModelProfile:
         return self._hash
 
     def fragmentation_of(self, mode: ActivationCheckpointing | None) -> float:
-        """Return the factor of fragmentation under a kind of checkpointing; 1 where none is known.
+        """Return the allocator's fragmentation factor under one kind of checkpointing; 1.0 where none is known.
 
-        None stands for all kinds: the least factor counts.
+        None as `mode` returns the least factor over all kinds.
         """
         return min(
             (factor for measured_mode, factor in self.fragmentation if mode in (measured_mode, None)), default=1.0
@@ -214,35 +214,35 @@ class ModelProfile:
         return sum(segment.count * segment.trained_parameters for segment in self.segments)
 
     def gathered(self, segment: Segment) -> int:
-        """Return the number of parameters of one part with which a rank computes: it has no other rank's experts."""
+        """Return how many parameters of one part a rank computes with. Experts of other ranks do not count."""
         return segment.parameters - segment.experts + segment.experts // self.expert_parallel
 
     def made(self, segment: Segment) -> int:
-        """Return the number of trained parameters of one part of which a rank makes a gradient."""
+        """Return for how many trained parameters of one part a rank makes gradients."""
         return segment.trained_parameters - segment.experts + segment.experts // self.expert_parallel
 
     @cached_property
     def gathered_parameters(self) -> int:
-        """Number of all parameters with which a rank computes."""
+        """Number of parameters in all parts that a rank computes with."""
         return sum(segment.count * self.gathered(segment) for segment in self.segments)
 
     @cached_property
     def largest_trained(self) -> int:
-        """Elements of the largest tensor that is trained."""
+        """Elements of the largest trained tensor of the model."""
         return max(segment.largest_gradient for segment in self.segments)
 
     def weight_bytes(self, width: int) -> int:
-        """Bytes of all weights at `width` bytes each, but for those that are frozen in a form of their own."""
+        """Return the bytes of all weights at `width` bytes each. Frozen weights in narrower formats count as stored."""
         return sum(segment.count * segment.weight_bytes(width) for segment in self.segments)
 
     @cached_property
     def boundary_bytes(self) -> int:
-        """Bytes per sample that one layer hands to the next on this rank."""
+        """Bytes per sample that one layer passes to the next on this rank."""
         return max(self.segments, key=lambda segment: segment.count).checkpointed_bytes
 
     @cached_property
     def layer_inputs_bytes(self) -> int:
-        """Bytes per sample that full checkpointing keeps of all layers."""
+        """Bytes per sample that full checkpointing saves for all layers."""
         return sum(segment.count * segment.checkpointed_bytes for segment in self.segments if segment.is_unit)
 
     @cached_property
@@ -253,7 +253,7 @@ class ModelProfile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedProfile:
-    """A profile with what plans ask for it by: its precision, whether autocast computes in it, tokens per sample."""
+    """A traced profile, with the settings it was traced at: tokens per sample, autocast or not, CUDA or not."""
 
     sequence_length: int
     autocast: bool
@@ -263,7 +263,7 @@ class TracedProfile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MomentBytes:
-    """Live bytes of one rank at one moment of a training step: what counting gives, and what the model's code gives."""
+    """Live bytes of one rank at one candidate for the memory peak, split by how they are predicted."""
 
     name: str
     counted_bytes: int  # parameters, gradients, optimizer states, buffers: they follow from the parameter count
@@ -272,7 +272,7 @@ class MomentBytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryEstimate:
-    """Bytes that the worst rank needs at its worst moment."""
+    """Predicted peak memory of the rank that needs most, in bytes."""
 
     moment: str  # when the peak comes: "forward head", "optimizer step", ...
     by_cause: tuple[tuple[str, int], ...]  # (cause, bytes) at that moment; they add up to allocated_bytes

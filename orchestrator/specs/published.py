@@ -1,8 +1,7 @@
 """Sizes of published models that people fine-tune, for machines that cannot reach the hub; written 2026-11-28.
 
-Each row says what `config.json` of the named repository says of its sizes, and how many parameters the hub shows for
-it; tests build each and count. A fine-tuning under another name has the sizes of its base: name that one, or write
-`config:`.
+Each row has the sizes of a repository's `config.json`, and its number of parameters on the hub. Tests build each model
+and count. A fine-tuned model has the sizes of its base model: name that one, or write `config:`.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ WRITTEN = "2026-11-28"
 
 
 class PublishedModel(NamedTuple):
-    """The configuration of a repository on the hub, and its number of parameters."""
+    """The configuration of a hub repository, and its number of parameters."""
 
     config: Mapping[str, Any]
     parameters: int
@@ -104,9 +103,9 @@ PUBLISHED: Final[Mapping[str, PublishedModel]] = MappingProxyType(
 
 
 def published_sizes(name: str) -> dict[str, Any]:
-    """Return the configuration of a repository on the hub as the table has it; empty where it has none.
+    """Return the stored configuration of a hub repository; {} where the table has none.
 
-    The name's case does not count, nor do the endings -Instruct, -it and -hf.
+    The lookup ignores case and the endings -Instruct, -it and -hf.
     """
     plain = {_plain(entry): model for entry, model in PUBLISHED.items()}
     model = plain.get(_plain(name))
@@ -114,7 +113,7 @@ def published_sizes(name: str) -> dict[str, Any]:
 
 
 def smaller_siblings(name: str) -> list[str]:
-    """Return the models of the table in the same line with fewer parameters, the largest first."""
+    """Return the names of smaller models of the same model line, largest first."""
     line = _line(name)
     parameters = next((model.parameters for entry, model in PUBLISHED.items() if _plain(entry) == _plain(name)), 0)
     siblings = {entry: model.parameters for entry, model in PUBLISHED.items() if _line(entry) == line}

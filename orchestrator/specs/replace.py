@@ -1,4 +1,4 @@
-"""The one way to copy a noun with other values in some of its fields. Standard library only."""
+"""The one way to copy an immutable object with some fields changed. Standard library only."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ STALE_EXIT_CODE = 78  # the guard's own: a newer attempt of the job exists
 
 
 class JobFolder:
-    """Paths of one job under the service's home; nothing is created by asking for them."""
+    """Paths of one job under the service's home folder. Creates nothing."""
 
     def __init__(self, home: str | Path, job_id: str) -> None:
         self.path = Path(home) / "jobs" / job_id
@@ -72,14 +72,14 @@ _UPLOAD = re.compile(r"/.*/uploads/([0-9a-f]{64})/files(|/.*)")  # digest, path 
 
 
 def uploads_folder(home: str | Path) -> Path:
-    """Return the folder of files from other machines."""
+    """Return the folder of files uploaded from other machines."""
     return Path(home) / "uploads"
 
 
 def find_upload(home: str | Path, path: str) -> tuple[Path, Path] | None:
-    """Return the root of the upload in this home that `path` lies in, and the path below it; None for other paths.
+    """Return (root of the upload, path below it) for a path inside an upload of this home; None for other paths.
 
-    An upload is known by its digest wherever its home lay: a home may have been restored elsewhere.
+    An upload is recognised by its digest, so a home that was restored elsewhere still finds it.
     """
     match = _UPLOAD.fullmatch(path)
     if match is None or ".." in Path(match[2]).parts:
@@ -88,7 +88,7 @@ def find_upload(home: str | Path, path: str) -> tuple[Path, Path] | None:
 
 
 class AttemptFolder:
-    """Paths of one attempt."""
+    """Paths of the files of one attempt (one launch of a job)."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -104,7 +104,7 @@ class AttemptFolder:
         return self.path / f"system.{node}.jsonl"
 
     def systems(self) -> list[Path]:
-        """Return the files of the samples that nodes have written, in order."""
+        """Return the files of the nodes' system samples, in order."""
         return sorted(self.path.glob("system.*.jsonl"))
 
     def log(self, rank: int) -> Path:
@@ -128,7 +128,7 @@ class AttemptFolder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GuardSettings:
-    """What the guard of every rank of an attempt has to know."""
+    """Settings of the guard (our hook inside each rank's process), the same for all ranks of an attempt."""
 
     attempt_folder: str
     virtual_capacity_bytes: int | None  # cap to enforce on a virtual device; None on a real one
@@ -140,7 +140,7 @@ class GuardSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingRun:
-    """An attempt as our engines see it."""
+    """Everything that our engines need to run an attempt (one launch of a job)."""
 
     model: ModelSpec
     data: DataSpec
@@ -154,10 +154,10 @@ class TrainingRun:
 
     @property
     def swap_folder(self) -> Path | None:
-        """Where the attempt's ranks swap to on each of its nodes: <nvme_folder>/<job>-<digest>/<attempt>.
+        """The folder to which ranks swap on each node: <nvme_folder>/<job>-<digest>/<attempt>.
 
-        The digest keeps jobs of one name apart that belong to different homes. None where the plan swaps nothing to
-        files, or no folder is known for them.
+        The digest separates jobs of the same name in different homes. None where the plan swaps nothing to files, or no
+        folder is configured.
         """
         if self.plan.offload_target is not OffloadTarget.NVME or self.nvme_folder is None:
             return None
@@ -166,7 +166,7 @@ class TrainingRun:
 
 
 def training_run_from_json(data: dict[str, Any]) -> TrainingRun:
-    """Return the TrainingRun that `dataclasses.asdict` wrote."""
+    """Return the TrainingRun from the JSON form of `dataclasses.asdict`."""
     return TrainingRun(
         **{
             **data,
@@ -182,7 +182,7 @@ Report = GuardSettings | TrainingRun | Heartbeat | OomReport | ErrorReport
 
 
 def write_json(path: Path, report: Report) -> None:
-    """Replace `path` by the report as JSON, whole or not at all."""
+    """Replace `path` atomically by the report as JSON."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     temporary.write_text(json.dumps(dataclasses.asdict(report)))
     temporary.replace(path)

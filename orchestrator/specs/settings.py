@@ -1,4 +1,4 @@
-"""Settings of a plan as everything outside of memory and cost formulas knows them, and as people read them."""
+"""Settings of a plan as metadata: names, types, defaults, and how people read them."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ from orchestrator.specs.plan import Plan
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """A field of a Plan, as everything outside of memory and cost formulas knows it."""
+    """Metadata of one field of a Plan: name, type, default, allowed values, and text forms."""
 
     name: str
     kind: Any  # its type
-    usual: Any  # its default; MISSING where every plan says it
-    degradation: Degradation  # what a change of it touches
-    short: Callable[[Plan], Sequence[str]] | None  # its words in a line; None: it has none of its own
+    usual: Any  # its default; MISSING where every plan sets it
+    degradation: Degradation  # how much a change of it may alter the training
+    short: Callable[[Plan], Sequence[str]] | None  # its part of a plan in one line; None: no part
     rows: Callable[[Plan], dict[str, str]] | None  # its rows in a table; None: its name and value
-    cheaper: tuple[Any, ...]  # values that `degrade: numeric` may take instead of the usual one, the best first
-    is_given: bool  # whether people may give it (`plan:`, `orc estimate --set`); else it follows from the job
-    alias: str  # what `--set` takes for its name as well
-    least: int  # of a number
+    cheaper: tuple[Any, ...]  # values that `degrade: numeric` may use instead of the default, best first
+    is_given: bool  # whether users may set it (`plan:`, `orc estimate --set`); else it follows from the job
+    alias: str  # second name for `--set`
+    least: int  # smallest value of a number
 
     @cached_property
     def keys(self) -> tuple[str, ...]:
-        """Names under which `--set` takes the setting."""
+        """Names that `--set` accepts for the setting."""
         return AXES if self.kind is ParallelLayout else (self.name,)
 
     @cached_property
     def choices(self) -> dict[str, Any]:
-        """Possible values by their text; empty where the setting is a number."""
+        """Allowed values by their text; {} where the setting is a number."""
         if self.kind is bool:
             return {text_of(value): value for value in (False, True)}
         return {text_of(value): value for value in self.kind} if _is_enum(self.kind) else {}
 
     def from_json(self, value: Any) -> Any:
-        """Return the value that `dataclasses.asdict` and JSON wrote."""
+        """Return the typed value from the JSON form of `dataclasses.asdict`."""
         if self.kind is ParallelLayout:
             return ParallelLayout(**value)
         if _is_enum(self.kind):
@@ -64,13 +64,13 @@ SETTINGS = _plan_settings()  # in the order in which people read them
 
 
 def plan_from_json(data: dict[str, Any]) -> Plan:
-    """Return the plan that `dataclasses.asdict` wrote. Raises IllegalPlan where that is illegal."""
+    """Return the plan from the JSON form of `dataclasses.asdict`. Raises IllegalPlan for an illegal combination."""
     return Plan(**{setting.name: setting.from_json(data[setting.name]) for setting in SETTINGS})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """A setting that differs between two plans, as people read it."""
+    """A setting that differs between two plans, with both values as text."""
 
     setting: str
     before: str
@@ -81,7 +81,7 @@ class Change:
 
 
 def settings(plan: Plan) -> dict[str, str]:
-    """Return the plan's settings as text by name, in the order in which people read them."""
+    """Return the plan's settings as {name: text}, in display order."""
     flat: dict[str, str] = {}
     for setting in SETTINGS:
         flat |= {setting.name: text_of(getattr(plan, setting.name))} if setting.rows is None else setting.rows(plan)
@@ -89,14 +89,14 @@ def settings(plan: Plan) -> dict[str, str]:
 
 
 def text_of(value: Any) -> str:
-    """Return a setting's value in one word."""
+    """Return a setting's value as one word of text."""
     if isinstance(value, bool):
         return str(value).lower()
     return str(int(value)) if isinstance(value, int) else str(value)
 
 
 def changes(before: Plan, after: Plan) -> tuple[Change, ...]:
-    """Return every setting in which two plans differ; () where they are equal."""
+    """Return each setting in which two plans differ; () where they are equal."""
     old, new = settings(before), settings(after)
     return tuple(
         Change(setting=name, before=old.get(name, "-"), after=new.get(name, "-"))
@@ -106,7 +106,7 @@ def changes(before: Plan, after: Plan) -> tuple[Change, ...]:
 
 
 def degradation(request: Mapping[str, Any], plan: Plan) -> Degradation:
-    """Return the worst class among the settings that differ from `request` (values by name); EXACT where none does."""
+    """Return the strongest class among the plan's changes against `request` (values by name); EXACT without any."""
     changed = (
         setting
         for setting in SETTINGS
@@ -116,5 +116,5 @@ def degradation(request: Mapping[str, Any], plan: Plan) -> Degradation:
 
 
 def in_short(plan: Plan) -> str:
-    """Return the plan in a line: `2 gpus · dp2 · ZeRO-3 · micro 4x2 · checkpointing`."""
+    """Return the plan as one line of text: `2 gpus · dp2 · ZeRO-3 · micro 4x2 · checkpointing`."""
     return " · ".join(text for setting in SETTINGS if setting.short is not None for text in setting.short(plan))

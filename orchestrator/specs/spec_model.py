@@ -1,4 +1,4 @@
-"""What every section of a job or cluster file is made of."""
+"""The pydantic base class of all sections of a job or cluster file."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HISTORY = "history"  # context of pydantic under which rows of a journal are rea
 
 
 class SpecModel(BaseModel):
-    """Frozen, and no unknown key passes."""
+    """Immutable pydantic base class that refuses unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, str_max_length=TEXT_LENGTH_MAX)
 
@@ -94,7 +94,7 @@ Number = Annotated[str, AfterValidator(_check_number), WithJsonSchema({"type": "
 
 
 def json_schema_of(noun: type[SpecModel]) -> dict[str, Any]:
-    """Return the JSON Schema (2020-12) of a file of this noun; defaults stand as in a file, `10min` for 600.0."""
+    """Return the JSON Schema (2020-12) of a file of this type. Defaults appear as in a file: `10min`, not 600.0."""
     schema = {"$schema": "https://json-schema.org/draft/2020-12/schema"} | noun.model_json_schema()
     for section in (schema, *schema.setdefault("$defs", {}).values()):
         for key in section.get("properties", {}).values():

@@ -1,4 +1,4 @@
-"""The layers of each stage of a pipeline, for the ranks that train them and for all that plans count."""
+"""The assignment of layers to pipeline stages, for training and for planning."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from itertools import accumulate, pairwise
 
 @lru_cache(maxsize=4096)
 def stage_layers(layers: int, stages: int, first: int = 0, last: int = 0) -> tuple[int, ...]:
-    """Return the number of layers of each stage; 0 or less where there are too few.
+    """Return the number of layers of each pipeline stage; 0 or less in a stage where there are too few layers.
 
-    `first` and `last` are the layers of the end stages, 0 where they are left open. The others share the rest as evenly
-    as possible, the later ones one more: fewer micro-batches are in flight there.
+    `first` and `last` set the layers of the end stages; 0 leaves them open. The others divide the rest as evenly as
+    possible. Later stages get the remainder, since fewer micro-batches are in flight there.
     """
     ends = {stage: count for stage, count in ((0, first), (stages - 1, last)) if count}
     others = stages - len(ends)
@@ -27,7 +27,7 @@ def stage_layers(layers: int, stages: int, first: int = 0, last: int = 0) -> tup
 
 
 def layer_ranges(layers: int, stages: int, first: int = 0, last: int = 0) -> tuple[range, ...]:
-    """Return the layers of each stage. Raises ValueError where a stage has none, or a layer has no stage."""
+    """Return the layer indices of each pipeline stage. Raises ValueError for an empty stage or a leftover layer."""
     sizes = stage_layers(layers, stages, first, last)
     if min(sizes) < 1 or sum(sizes) != layers:
         raise ValueError(f"{stages} stages of {', '.join(map(str, sizes))} layers are no cut of {layers}")

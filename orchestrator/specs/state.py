@@ -1,4 +1,4 @@
-"""State: everything that a decision may need."""
+"""State: the scheduler's whole input, rebuilt from the journal of events."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from orchestrator.specs.suspension import Suspension, UnexplainedEnd
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reservation:
-    """Devices that are promised to a waiting job, for as long as it is expected to need them."""
+    """Devices promised to a waiting job, for the time that it is expected to need them."""
 
     job_id: str
     start_s: float
@@ -26,16 +26,16 @@ class Reservation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """Device-seconds of recently submitted jobs by their length, decayed to `at_s`."""
+    """Device-seconds of recently submitted jobs, grouped by job length, decayed to `at_s`."""
 
-    since_s: float  # of the first of them
+    since_s: float  # time of the first submission counted
     at_s: float
-    device_s: tuple[float, ...]  # of jobs of 1 to 2 seconds, of 2 to 4, of 4 to 8 ...
+    device_s: tuple[float, ...]  # by job length: 1 to 2 seconds, 2 to 4, 4 to 8 ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """Device-seconds of a user's attempts that have given their devices back, decayed to `at_s`."""
+    """Device-seconds of a user's finished attempts, decayed to `at_s`."""
 
     user: str
     device_s: float
@@ -44,26 +44,26 @@ class Usage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
-    """Everything that a decision may need. It is replaced, never changed.
+    """Everything that a scheduler decision reads. It is immutable: each event makes a new one.
 
-    It drops a job that has ended and given back all its devices: see Archive.
+    A job that has ended and released all its devices is dropped (see Archive).
     """
 
     jobs: InstanceOf[Jobs] = field(default_factory=Jobs)
-    submitted: int = 0  # jobs ever submitted: the order of the newest
+    submitted: int = 0  # number of jobs ever submitted
     nodes: tuple[Node, ...] = ()  # alive
-    declared: tuple[Node, ...] = ()  # promised by the cluster file, there or not
+    declared: tuple[Node, ...] = ()  # nodes of the cluster file, live or not
     observations: tuple[Observation, ...] = ()
-    reservations: tuple[Reservation, ...] = ()  # that a later job might have passed at the last decision, in order
+    reservations: tuple[Reservation, ...] = ()  # reservations of the last decision round, in order
     reevaluate_at_s: float | None = (
         None  # when somebody has left room for shorter jobs long enough, as of the last decision
     )
-    demand: Demand | None = None  # None: nothing was submitted since the cluster was seen
-    drained: tuple[str, ...] = ()  # nodes that take nothing new, in the order of their names
+    demand: Demand | None = None  # None: no submission since the cluster was first reported
+    drained: tuple[str, ...] = ()  # names of drained nodes, sorted
     policy: PolicySpec = UNSHARED
-    usage: tuple[Usage, ...] = ()  # of each user, by name
-    ends: tuple[UnexplainedEnd, ...] = ()  # of the last day, oldest first
-    suspensions: tuple[Suspension, ...] = ()  # those that are over, too: until something trains there
+    usage: tuple[Usage, ...] = ()  # by user, sorted
+    ends: tuple[UnexplainedEnd, ...] = ()  # unexplained ends of the last day, oldest first
+    suspensions: tuple[Suspension, ...] = ()  # including past ones, until an attempt trains there
     at_s: float = 0.0
 
     def __post_init__(self) -> None:

@@ -9,7 +9,7 @@ from enum import Enum
 
 
 class StrEnum(str, Enum):  # noqa: UP042 - Python 3.10 has no other
-    """Members are their words, also when they are printed."""
+    """String enumeration whose members print as their values."""
 
     __str__ = str.__str__
     __format__ = str.__format__  # type: ignore[assignment]  # of typeshed: as enum.StrEnum

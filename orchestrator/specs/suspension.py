@@ -1,4 +1,4 @@
-"""Places that take nothing new for a while, and the ends that brought them there. Standard library only."""
+"""Devices and nodes that take no new attempts for a while, after unexplained failures. Standard library only."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from orchestrator.specs.attempt import Ending, Placement
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnexplainedEnd:
-    """An attempt that ended for no known reason, as later ends are compared with it."""
+    """An attempt that ended for no known reason. Later unexplained ends are compared with it."""
 
     job: str  # Job.key
-    family: str  # of the job: jobs of one family have their mistakes in common
+    family: str  # family of the job: its jobs share their mistakes
     ending: Ending
     placement: Placement
     at_s: float
@@ -20,17 +20,17 @@ class UnexplainedEnd:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suspension:
-    """A device or a node on which nothing new starts until then: attempts ended there that nothing else explains."""
+    """A device or node that takes no new attempts until `until_s`, after failures that nothing else explains."""
 
     node: str
-    device: int | None  # None: all of the node
+    device: int | None  # None: the whole node
     since_s: float
     until_s: float
-    count: int  # of its suspensions in a row: each is twice as long as the one before
+    count: int  # consecutive suspensions of this place: each is twice as long as the one before
     reason: str
-    jobs: tuple[str, ...]  # Job.key of those whose ends accuse it
+    jobs: tuple[str, ...]  # Job.key of the jobs that ended there
 
     @property
     def place(self) -> str:
-        """The node or the device as text, such as `n0` or `device 3 of n0`."""
+        """The suspended node or device as text, such as `n0` or `device 3 of n0`."""
         return self.node if self.device is None else f"device {self.device} of {self.node}"

@@ -1,6 +1,6 @@
-"""Keys of other tools' job files, and what a job file of ours says for the same thing.
+"""Keys of other tools' job files, each with our key for the same thing.
 
-An unknown key that is not here gets the nearest key of ours by spelling, if one is near.
+For any other unknown key, the error suggests our key that is closest in spelling, if any.
 """
 
 from __future__ import annotations
@@ -87,5 +87,5 @@ JOB_KEYS = {  # key, in lower case and with underscores -> what to write
 
 
 def instead_of(key: str) -> str | None:
-    """Return what to write instead of a key of another tool; None where it is not known."""
+    """Return advice on what to write instead of another tool's key; None where the key is not in the table."""
     return JOB_KEYS.get(key.lower().replace("-", "_"))

@@ -1,4 +1,4 @@
-"""Bytes and seconds inside; `1.5GiB`, `450GB/s` and `10min` in YAML and in what people read."""
+"""Conversion between bytes or seconds and texts such as `1.5GiB`, `450GB/s` and `10min`."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ _UNITS_OF = {
 
 
 def in_words(number: float, pattern: str) -> str | float:
-    """Return the number in the largest unit of the pattern that leaves one decimal at most, such as `12.5GB/s`.
+    """Return the number in the largest unit that needs at most one decimal, such as `12.5GB/s`.
 
-    A number whose pattern has none of the three units is returned as it is.
+    A number whose pattern has no known unit is returned unchanged.
     """
     if pattern not in _UNITS_OF:
         return number
@@ -75,7 +75,7 @@ def _split(text: object, example: str, units: dict[str, int]) -> tuple[float, st
 
 
 def format_bytes(count: float) -> str:
-    """Return `count` bytes for people: three significant digits in the largest binary unit below it."""
+    """Return a byte count as text: three significant digits in the largest fitting binary unit."""
     for unit in ("TiB", "GiB", "MiB", "KiB"):
         if abs(count) >= BINARY_UNITS[unit]:
             return f"{count / BINARY_UNITS[unit]:.2f} {unit}" if unit != "KiB" else f"{count / 2**10:.0f} KiB"
@@ -83,7 +83,7 @@ def format_bytes(count: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Return `seconds` for people: `0.213 s`, `42 s`, `12 min`, `3.4 h`."""
+    """Return seconds as text: `0.213 s`, `42 s`, `12 min`, `3.4 h`."""
     if seconds < 10:
         return f"{seconds:.3g} s"
     if seconds < 120:
@@ -92,7 +92,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_probability(probability: float) -> str:
-    """Return `probability` for people, such as `98.7 %`; never a certainty, since a model of errors gave it."""
+    """Return a probability as text, such as `98.7 %`. It never shows certainty, since the probability is a model's."""
     if probability > 0.999:
         return "> 99.9 %"
     return "< 0.1 %" if 0 < probability < 0.001 else f"{100 * probability:.1f} %"

@@ -1,4 +1,4 @@
-"""Writes plain data as YAML that `specs.parse.read_document` reads as the same data."""
+"""Writer of plain data as YAML that `specs.parse.read_document` reads back unchanged."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _Dumper.add_representer(str, _string)
 
 
 def as_yaml(data: Any) -> str:
-    """Return plain data as YAML, keys in their order, one per line."""
+    """Return plain data as YAML, one key per line, in their order."""
     return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=WIDTH)
 
 

@@ -1,4 +1,4 @@
-"""YAML text as plain data: the 1.2 core schema without tags, and the line on which each value stands."""
+"""Reader of YAML (1.2 core schema, no tags) that returns plain data and the line number of each value."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _WORDS: dict[str, bool | None] = {"": None, "~": None, "null": None, "true": Tru
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Document:
-    """The plain data of one file, and the line on which each path of it stands (0: on the command line)."""
+    """The plain data of one file, and the line number of each path in it (0: from the command line)."""
 
     source: str
     data: dict[str, Any]
@@ -36,7 +36,7 @@ class Document:
 
 
 def read_document(text: str, source: str) -> Document:
-    """Return plain data of YAML (1.2 core schema, no tags). Raises SpecError on bad syntax or a repeated key."""
+    """Return the parsed YAML document (1.2 core schema, no tags). Raises SpecError on bad syntax or a repeated key."""
     if len(text) > TEXT_LENGTH_MAX:
         raise SpecError("the file is too long", source=source, got=f"{len(text)} characters", allowed="256 KiB")
     try:
@@ -59,7 +59,7 @@ def read_document(text: str, source: str) -> Document:
 
 
 def read_value(text: str, source: str) -> Any:
-    """Return plain data of the YAML behind a key, such as `{min: 1, max: 2}`. Raises SpecError as `read_document`."""
+    """Return plain data from the YAML text of one value, such as `{min: 1, max: 2}`. Raises SpecError."""
     return read_document(f"value: {text}", source).data["value"]
 
 
@@ -102,7 +102,7 @@ def _plain(node: yaml.Node, path: Path, source: str, lines: dict[Path, int]) -> 
 
 
 def plain_scalar(text: str) -> Any:
-    """Return what a word without quotes stands for: None, a boolean, a number, or the word."""
+    """Return the value of an unquoted YAML scalar: None, a boolean, a number, or the text."""
     if text.lower() in _WORDS:
         return _WORDS[text.lower()]
     if _INT.fullmatch(text):
@@ -111,5 +111,5 @@ def plain_scalar(text: str) -> Any:
 
 
 def dotted(path: Path) -> str:
-    """Return a path as text, such as `nodes[0].device.memory`."""
+    """Return a key path as text, such as `nodes[0].device.memory`."""
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")

@@ -1,4 +1,4 @@
-"""Builds the recipe of a run and the engine of its plan."""
+"""Builds a run's recipe (model, loss and data) and the engine (training loop) of its plan."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from orchestrator.training.models.decoder import decoder_recipe
 
 
 def build_recipe(run: TrainingRun) -> Recipe:
-    """The model, loss and data of a run. Raises SpecError where the job names none that can be built."""
+    """Return the model, loss and data of a run. Raises SpecError where the job names none that can be built."""
     if run.model.decoder is not None:
         dataset = TextDataset(run.data.text, run.plan.sequence_length or run.data.sequence_length)
         return decoder_recipe(run.model.decoder, dataset, run.training.seed)
@@ -42,11 +42,12 @@ def build_recipe(run: TrainingRun) -> Recipe:
 
 
 def build_engine(run: TrainingRun, recipe: Recipe, device: torch.device, resume_from: Saved | None) -> Engine:
-    """The plan's engine on this rank, in the state of the checkpoint `resume_from` where one is given; collective.
+    """Return the plan's engine on this rank, with the state of the checkpoint `resume_from` if any. Collective.
 
-    Its optimizer is the plan's: a restart may have taken another one than the job's.
+    Its optimizer is the plan's: a restart may use another one than the job's.
 
-    It trains what thaws up to that checkpoint's step; where more thaws later, the next engine is built then.
+    It trains the parameters that are unfrozen at that checkpoint's step. Where more unfreeze later, the next engine is
+    built then.
     """
     recipes = (recipe, *recipe.then)
     norms = [layer for part in recipes for layer in batch_norms(part.module)]

@@ -1,4 +1,4 @@
-"""The output of a fine-tuning: the model, or its adapters, in transformers' own format in the job's output folder.
+"""Export of a fine-tuned model, or its adapters, in transformers' own format to the job's output folder.
 
 It is read from the newest complete checkpoint into host memory, a few tensors at a time. No device holds the model.
 

@@ -33,7 +33,7 @@ LAST_SAVE_S = 30.0  # longest wait of a failing attempt for the save in flight; 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranks:
-    """The rank, local rank, world size and device of a process."""
+    """The position of this process among the ranks, and its device."""
 
     rank: int
     local_rank: int

@@ -1,4 +1,4 @@
-"""The interface between a training loop and the guard: the loop reports its steps, the guard tells their memory."""
+"""The interface between a training loop and the guard: the loop reports its steps, the guard their peak memory."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def step_completed(step: int, loss: float | None = None) -> None:
 
 
 def measure(meter: Meter) -> None:
-    """Register `meter`, which returns the peak bytes of this rank's device since it was last called."""
+    """Register `meter`, which returns the peak bytes of this rank's device since its last call."""
     _meters.append(meter)
 
 
 def peak_bytes() -> int | None:
-    """Peak bytes of live tensors since the last call, on this rank's device; None where no guard measures."""
+    """Return the peak bytes of live tensors since the last call, on this rank's device; None without a guard."""
     return max((meter() for meter in _meters), default=None)

@@ -28,7 +28,7 @@ LIMIT_S = 20  # longest wait of a rank for the other one
 
 
 def main(threads: int) -> None:
-    """Fork into two ranks, before any thread exists; the first one prints."""
+    """Measure the rates in two forked ranks, and print them as JSON. Call it before any thread exists."""
     with tempfile.TemporaryDirectory() as folder:
         second = os.fork()
         rank = 0 if second else 1

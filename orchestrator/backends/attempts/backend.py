@@ -1,6 +1,6 @@
-"""Attempts as processes: a `Backend` made of any `NodeSource` and `Launchers`.
+"""Runs attempts (one launch of a job each) as processes: a `Backend` over any `NodeSource` and `Launchers`.
 
-All nodes share the home folder. The same Python environment stands under the same path on each node.
+All nodes share the home folder. Each node has the same Python environment under the same path.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 class ProcessBackend:
-    """Follows each attempt in a thread, and the nodes in another."""
+    """Backend that watches each attempt in one thread, and all nodes in another."""
 
     def __init__(
         self,
@@ -67,11 +67,11 @@ class ProcessBackend:
         self._refresher.start()
 
     def launch(self, action: Launch) -> None:
-        """Start an attempt, or take it up again where it runs already."""
+        """Start an attempt, or resume watching it where it already runs."""
         self.adopt(action.job, action.attempt)
 
     def adopt(self, job: Job, attempt: Attempt) -> None:
-        """Take up an attempt by its name: keep what runs, start what is missing.
+        """Resume an attempt by its name after a restart: keep running processes, and start missing ones.
 
         A launch does the same work, since an earlier launch may have been cut short anywhere. An attempt whose end is
         in the journal only releases its devices.
@@ -85,7 +85,7 @@ class ProcessBackend:
         thread.start()
 
     def stop(self, action: Stop) -> None:
-        """End an attempt: SIGTERM, `grace_s` seconds, SIGKILL. Unknown and ended attempts are no error."""
+        """End an attempt: SIGTERM, then SIGKILL after `grace_s` seconds. Unknown and ended attempts are no error."""
         name = attempt_name(action.job_id, action.number)
         if self._is_watched(name):
             self._watches[name][0].stop(action.grace_s)
@@ -101,12 +101,12 @@ class ProcessBackend:
         return events
 
     def set_cluster(self, cluster: ClusterSpec) -> None:
-        """Take another description of the cluster from the next look at its nodes on; running attempts go on."""
+        """Use another cluster description from the next refresh of nodes on. Running attempts continue."""
         self._world.nodes.set_cluster(cluster)
         self._declared, self._policy = idle_nodes(cluster), cluster.policy
 
     def addresses(self) -> dict[str, str]:
-        """Address of each node that lived when the cluster answered last."""
+        """Return {node name: address} of the nodes that were alive when the cluster last answered."""
         return {name: node.launch.address for name, node in self._world.nodes.last_known().items()}
 
     def close(self) -> None:
@@ -141,7 +141,7 @@ class ProcessBackend:
 
 
 def _fence_of(home: Path, ownership: Ownership) -> Fence | None:
-    """The fence of this service, left in the home: from now on no launcher starts what an earlier one asks for."""
+    """Return the service's fence after storing its number: launchers then ignore earlier services' requests."""
     if ownership.fence is None:
         return None
     fence = Fence(folder=str(home.resolve() / "fence"), number=ownership.fence)

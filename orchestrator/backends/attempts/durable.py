@@ -1,4 +1,4 @@
-"""Files that survive a crash: written whole or not at all. Standard library only."""
+"""Crash-safe files: written completely or not at all. Standard library only."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PRIVATE = 0o600  # mode of a file that its owner alone may read
 
 
 def write_durably(path: Path, text: str, mode: int = 0o666) -> None:
-    """Replace `path` by `text`, whole or not at all, and have it on the disk. The umask cuts `mode`."""
+    """Replace `path` by `text` atomically, and sync it to disk. The umask applies to `mode`."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
     with contextlib.suppress(FileNotFoundError):
         temporary.unlink()  # of an earlier process of this id, or planted: it is not written through
@@ -26,28 +26,34 @@ def write_durably(path: Path, text: str, mode: int = 0o666) -> None:
 
 
 def open_left(path: Path) -> BinaryIO:
-    """A file that a rank may have left, to read: no link is followed, and a pipe is not waited for. Raises OSError."""
+    """Open a file that a user's rank may have written, for reading. Never follows links or blocks on pipes.
+
+    Raises OSError.
+    """
     return os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb")
 
 
 def open_to_append(path: Path) -> BinaryIO:
-    """A file in a folder to which a rank may add, to append to; no link is followed. Unbuffered. Raises OSError."""
+    """Open a file for unbuffered appending, in a folder that a rank may write to. Never follows links.
+
+    Raises OSError.
+    """
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
     return open(os.open(path, flags, 0o666), "ab", buffering=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fence:
-    """The number of a journal's holder, and the folder in which every holder leaves its own before it acts.
+    """Fencing number of a service that owns the journal, stored in a folder that all owners share.
 
-    A number is a file's name: unlike text in one file, a newer one cannot be replaced by an older one.
+    The number is a file's name: unlike text in one file, a newer one cannot be replaced by an older one.
     """
 
     folder: str
     number: int
 
     def leave(self) -> None:
-        """Have the number on the disk, and remove older ones. Raises OSError."""
+        """Store the number durably, and remove older ones. Raises OSError."""
         folder = Path(self.folder)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / str(self.number)).touch()
@@ -57,7 +63,7 @@ class Fence:
 
     @property
     def is_passed(self) -> bool:
-        """Whether a newer holder has left its number."""
+        """Whether a newer owner has stored its number."""
         return max(self._numbers(), default=0) > self.number
 
     def _numbers(self) -> list[int]:
@@ -67,7 +73,7 @@ class Fence:
 
 
 def read_epoch(path: Path) -> int:
-    """Number of the job's newest attempt; 0 before the first launch."""
+    """Return the number of the job's newest attempt; 0 before the first launch."""
     try:
         return int(path.read_text())
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Files of ended jobs: the parts of a job's folder, what they hold, and how a part leaves the home.
+"""Deletion of ended jobs' files: the removable parts of a job's folder, with kind and size.
 
 trash/<job id>.<16 hex digits>   a part that was renamed out of its job's folder, and is deleted next
 jobs/<job id>/removed.json       {part: Removal} of the parts that have left
@@ -32,7 +32,7 @@ _IN_TRASH = re.compile(r".+\.[0-9a-f]{16}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """A file or folder in the folder of an ended job that is removed as a whole."""
+    """A file or folder of an ended job that is removed as a whole."""
 
     job: str
     path: str  # below the job's folder
@@ -43,7 +43,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Removal:
-    """The record of one removal: its time, its reason and its user."""
+    """Record of one removal: time, reason, user and bytes."""
 
     at_s: float
     why: str
@@ -52,7 +52,7 @@ class Removal:
 
 
 def parts_of(home: Path, job_id: str, status: str, ended_at_s: float, tick: Callable[[], None]) -> list[Part]:
-    """Return the parts of an ended job that are there; a link in the place of one is none. Calls `tick` per entry."""
+    """Return the existing removable parts of an ended job; a link is never one. Calls `tick` per directory entry."""
     folder = JobFolder(home, job_id)
     output = PartKind.RESULTS if status == "succeeded" else PartKind.UNSUCCESSFUL
     kinds = {folder.path / "data": PartKind.SUPERSEDED, folder.path / "attempts": PartKind.LOGS}
@@ -74,7 +74,7 @@ def parts_of(home: Path, job_id: str, status: str, ended_at_s: float, tick: Call
 
 
 def size_bytes(path: Path, tick: Callable[[], None]) -> int:
-    """Return the bytes that a file or a tree has on its disk. What vanishes meanwhile counts nothing."""
+    """Return the disk bytes of a file or tree. Entries that vanish meanwhile count 0."""
     total, folders, device = 0, list[str](), None
     with suppress(OSError):
         first = path.lstat()
@@ -94,9 +94,9 @@ def size_bytes(path: Path, tick: Callable[[], None]) -> int:
 
 
 def remove(home: Path, part: Part, removal: Removal) -> None:
-    """Note the removal of a part and move the part to the trash. Raises OSError; the part is then where it was.
+    """Record the removal of a part, then move it to the trash. On OSError the part stays in place.
 
-    On a full disk the note may fail, and the part goes without it.
+    On a full disk the record may be lost, and the part is moved all the same.
     """
     folder, (parent, name) = JobFolder(home, part.job).path, os.path.split(part.path)
     (home / TRASH).mkdir(mode=0o700, exist_ok=True)
@@ -108,7 +108,7 @@ def remove(home: Path, part: Part, removal: Removal) -> None:
 
 
 def empty_trash(home: Path, limit: int) -> list[str]:
-    """Delete at most `limit` parts in the trash; return why those cannot be deleted that are left."""
+    """Delete at most `limit` parts in the trash. Returns one error text per part that cannot be deleted."""
     problems, deleted = list[str](), 0
     with suppress(FileNotFoundError), _open_folder(home / TRASH) as trash:
         for name in filter(_IN_TRASH.fullmatch, sorted(os.listdir(trash))):
@@ -126,7 +126,7 @@ def empty_trash(home: Path, limit: int) -> list[str]:
 
 
 def removal_words(home: Path, job_id: str, path: str | None = None) -> list[str]:
-    """Return a sentence for each part of the job, or for that at `path`, that was removed and is not there."""
+    """Return a sentence for each removed part of the job, or only for the one at `path`."""
     folder = JobFolder(home, job_id).path
     return [
         f"{part} was removed on {datetime.fromtimestamp(removal.at_s).astimezone():%Y-%m-%d %H:%M %Z} by {removal.why}"

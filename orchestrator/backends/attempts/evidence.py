@@ -1,4 +1,4 @@
-"""Evidence of one attempt, collected from its folder and from the output of its script."""
+"""Collects the evidence (raw facts of its end) of an attempt from its folder and its script's output."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ Report = TypeVar("Report")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
-    """Facts about an end that only the watcher saw; written to the attempt's folder for a restarted service."""
+    """Facts about an attempt's end that only its watcher saw, stored in its folder for a restarted service."""
 
     nodes_lost: tuple[str, ...] = ()
     first_ended_rank: int | None = None
@@ -53,18 +53,18 @@ class Ending:
     launch_error: str | None = None
     no_program: bool = False
     stopped: bool = False
-    counts: tuple[int, int] | None = None  # the first and the last number of the job's `progress` in its log
+    counts: tuple[int, int] | None = None  # (first, last) number of the job's `progress` in its log
     free_before_bytes: tuple[int, ...] = ()
 
 
 def write_ending(folder: AttemptFolder, ending: Ending) -> None:
-    """Have `ending` on the disk."""
+    """Store `ending` durably in the attempt's folder."""
     folder.path.mkdir(parents=True, exist_ok=True)
     write_durably(_ending_path(folder), json.dumps(dataclasses.asdict(ending)))
 
 
 def read_ending(folder: AttemptFolder) -> Ending | None:
-    """The ending that was written, or None."""
+    """Return the stored ending; None without one."""
     data = _read_json(_ending_path(folder))
     if data is None:
         return None
@@ -77,7 +77,7 @@ def _ending_path(folder: AttemptFolder) -> Path:
 
 
 def collect(spec: JobSpec, attempt: Attempt, jobs: JobFolder, ending: Ending) -> Evidence:
-    """Evidence of the attempt: the files of its folder, and what its watcher saw."""
+    """Return the attempt's evidence (raw facts of its end), from its files and its watcher's facts."""
     folder = jobs.attempt(attempt.number)
     world_size = sum(len(part.devices) for part in attempt.placement)
     ranks = range(world_size)
@@ -134,7 +134,7 @@ def end_of(
     findings: tuple[Finding, ...],
     beats: tuple[Heartbeat, ...] = (),
 ) -> RankEnd:
-    """Return how a rank ended by its log, of which `scan` has read every line."""
+    """Return how a rank ended, from its exit code and its log, which `scan` has fully read."""
     return RankEnd(
         rank=rank,
         exit_code=exit_code,
@@ -146,7 +146,7 @@ def end_of(
 
 
 def scan_log(spec: JobSpec, path: Path) -> LogScan:
-    """Causes found in the whole log, read in chunks; no finding where there is no log."""
+    """Return the analysis of a whole log, read in chunks; empty where there is no log."""
     markers = {Phase(phase): pattern for phase, pattern in spec.phases}
     scan = LogScan(log=path.name, command=spec.command or (), markers=markers)
     for offset, line in log_lines(path):
@@ -168,7 +168,7 @@ def _with_workers(
 
 
 def log_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """(offset, line) of a log. A carriage return ends a line too: progress bars write nothing else for hours."""
+    """Yield (byte offset, line) of a log. A carriage return ends a line too, as progress bars write only these."""
     try:
         with open_left(path) as log:
             begin, rest, dropped = 0, b"", 0
@@ -187,7 +187,7 @@ def log_lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def _in_bytes(finding: Finding, rank: int, beats: tuple[Heartbeat, ...]) -> Finding:
-    """The finding with its line's bytes as an out-of-memory report, where the line has them."""
+    """Return the finding with an out-of-memory report, where its line gives byte counts."""
     live, capacity = oom_report.allocated_bytes(finding.line), oom_report.capacity_bytes(finding.line)
     if finding.cause is not Cause.DEVICE_OOM or live is None or capacity is None:
         return finding
@@ -206,12 +206,12 @@ def _in_bytes(finding: Finding, rank: int, beats: tuple[Heartbeat, ...]) -> Find
 
 
 def heartbeats(folder: AttemptFolder, world_size: int) -> tuple[Heartbeat, ...]:
-    """The last heartbeat of each rank that wrote one."""
+    """Return the last heartbeat (progress report) of each rank that wrote one."""
     return _reports(Heartbeat, folder.heartbeat, range(world_size))
 
 
 def read_exit_code(folder: AttemptFolder, rank: int) -> int | None:
-    """Exit code, or minus the signal; None where none was written."""
+    """Return a rank's exit code, or minus the signal; None where none was written."""
     try:
         with open_left(folder.exit_code(rank)) as file:
             return int(file.read())
@@ -220,13 +220,16 @@ def read_exit_code(folder: AttemptFolder, rank: int) -> int | None:
 
 
 def first_ended(folder: AttemptFolder, ranks: Iterable[int]) -> int | None:
-    """The rank whose failing exit code was written first; used where no launcher reported it."""
+    """Return the rank whose failing exit code was written first; None without one.
+
+    Used where no launcher reported which rank ended first.
+    """
     failed = [rank for rank in ranks if read_exit_code(folder, rank)]
     return min(failed, key=lambda rank: folder.exit_code(rank).stat().st_mtime_ns, default=None)
 
 
 def log_tail(path: Path, size: int = LOG_TAIL_BYTES) -> str:
-    """The last `size` bytes of a log as text; empty where there is none."""
+    """Return the last `size` bytes of a log as text; "" where there is none."""
     try:
         with open_left(path) as log:
             log.seek(max(0, os.fstat(log.fileno()).st_size - size))

@@ -1,4 +1,4 @@
-"""Runs the jobs of other people as other people: user ids, and folders that only their user and the service open.
+"""Runs each user's jobs under the user's own uid, in folders that only the user and the service can open.
 
 home/                       0711, and nothing in it is open but the way to
 home/users/<name>/          0700, of the user: HOME, and caches of their own
@@ -31,28 +31,28 @@ ENTER, ENTER_GROUP, ADD = 0o711, 0o710, 0o1777
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """The user whose rights a job's processes have."""
+    """The system user under which a job's processes run."""
 
     name: str
     uid: int
     gid: int
 
     def variables(self, home: Path) -> dict[str, str]:
-        """Variables of the user's processes, which the job's own override."""
+        """Return default environment variables of the user's processes. The job's own variables override them."""
         user_home = home / USERS / self.name
         cache = str(user_home / ".cache")
         return {"HOME": str(user_home), "USER": self.name, "LOGNAME": self.name, "XDG_CACHE_HOME": cache}
 
     def final_variables(self, home: Path) -> dict[str, str]:
-        """Variables that nothing overrides."""
+        """Return environment variables of the user's processes that nothing overrides."""
         extensions = str(home / USERS / self.name / "torch_extensions")
         return {"TORCH_EXTENSIONS_DIR": extensions, RUN_AS: f"{self.uid}:{self.gid}"}
 
 
 def identity_of(name: str, users: Mapping[str, UserSpec], source: str) -> Identity | None:
-    """Return the identity of the processes of a user's job; None: the service's own.
+    """Return the system user of a user's processes; None for the service's own.
 
-    Raises SpecError, which names the source of the job, for a user without a user id.
+    Raises SpecError, which names the job's `source`, for a user without a user id.
     """
     if not users or name in ("", _own_name()):
         return None
@@ -64,7 +64,7 @@ def identity_of(name: str, users: Mapping[str, UserSpec], source: str) -> Identi
 
 
 def open_home(home: Path) -> None:
-    """Let ranks of other users through to their own folders, and close everything else to them."""
+    """Set permissions so that other users' ranks reach only their own folders."""
     os.umask(0o077)
     for name in SHARED:
         (home / name).mkdir(exist_ok=True)
@@ -76,7 +76,7 @@ def open_home(home: Path) -> None:
 
 
 def hand_over(identity: Identity, home: Path, job: Job, number: int, request: LaunchRequest) -> None:
-    """Give the user what the attempt's ranks write, and let them read what they were written. Raises OSError."""
+    """Give the user ownership of what the attempt's ranks write, and read access to their inputs. Raises OSError."""
     folder = JobFolder(home, job.id)
     attempt = folder.attempt(number)
     for file, _ in request.files:

@@ -1,4 +1,4 @@
-"""Which network interface of this machine leads to the other ranks of a gang?"""
+"""Selects the network interface of this machine that reaches an attempt's other ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ADDRESS = slice(20, 24)  # of struct ifreq: behind the name (16), the family (2)
 
 
 def gloo_interface(env: Mapping[str, str]) -> dict[str, str]:
-    """The variable that keeps gloo on the interface towards MASTER_ADDR; empty for a gang of one machine.
+    """Return the variable that sets gloo's interface towards MASTER_ADDR; {} for an attempt on one machine.
 
     By itself gloo takes the address of the host's name, which is 127.0.1.1 on many machines: no other one reaches it.
     """

@@ -1,4 +1,4 @@
-"""The files, arguments and variables with which an attempt starts, as a printable value."""
+"""LaunchRequest: the files, arguments and variables with which an attempt starts, as plain data."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ FLAGS_WITH_A_WORD = ("-X", "-W", "--check-hash-based-pycs")  # of the Python int
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchNode:
-    """Facts about a node that a launch needs."""
+    """Facts about a node that a launch depends on."""
 
     name: str
-    address: str  # under which its ranks are reached from the other nodes
+    address: str  # under which other nodes reach its ranks
     device: DeviceSpec
     devices: int
     cpus: int
@@ -41,20 +41,20 @@ class LaunchNode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankRequest:
-    """A process to start: a rank, or the launcher of all ranks of a node, whose first is `rank`."""
+    """A process to start: a rank, or a launcher (torchrun) for all ranks of a node, whose first is `rank`."""
 
     rank: int
     argv: tuple[str, ...]
-    env: tuple[tuple[str, str], ...]  # added to the launcher's own
+    env: tuple[tuple[str, str], ...]  # added to the launcher's variables
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchRequest:
-    """An attempt to start. Secrets stand here by name only."""
+    """Everything needed to start an attempt. Secrets appear by name only."""
 
     name: str
     workdir: str
-    linked: tuple[str, str] | None  # (folder, file): `workdir` is to hold links to all of the folder but this file
+    linked: tuple[str, str] | None  # (folder, file): `workdir` gets links to everything in folder but this file
     files: tuple[tuple[str, str], ...]  # (absolute path, text), written before any rank starts
     before: tuple[str, ...] | None  # run on the first node, to its end, before any rank starts
     ranks: tuple[tuple[str, tuple[RankRequest, ...]], ...]  # (node, its processes), in the placement's order
@@ -62,7 +62,7 @@ class LaunchRequest:
 
 
 def started_ranks(spec: JobSpec, placement: Placement) -> tuple[int, ...]:
-    """Numbers of the processes that we start ourselves: every rank, or the first of each node."""
+    """Return the ranks whose processes we start: every rank, or the first of each node under a launcher."""
     counts = [len(part.devices) for part in placement]
     if spec.launch == "ranks":
         return tuple(range(sum(counts)))
@@ -80,11 +80,10 @@ def launch_request(
     resume_from: str | None = None,
     config_text: str = "",
 ) -> LaunchRequest:
-    """Return the request that starts `attempt`.
+    """Return the request that starts `attempt`. Raises SpecError where the plan needs a knob that the job lacks.
 
-    `nodes` holds every node of the placement. `python` is the interpreter of `python` in the command and of our own
-    modules. `resume_from` is the newest checkpoint of a script, and `config_text` the text of its config file. Raises
-    SpecError where the plan needs a knob that is not there.
+    `nodes` has every node of the placement. `python` is the interpreter for our modules and for `python` in the
+    command. `resume_from` is the newest checkpoint of a script, and `config_text` its config file's text.
     """
     spec, folder = job.spec, JobFolder(home, job.id)
     paths = folder.attempt(attempt.number)
@@ -138,7 +137,7 @@ def _own_python(spec: JobSpec, python: str) -> str:
 def attempt_files(
     job: Job, attempt: Attempt, folder: JobFolder, nodes: Mapping[str, LaunchNode]
 ) -> tuple[tuple[str, str], ...]:
-    """(absolute path, text) of each file that the ranks read."""
+    """Return (absolute path, text) of each file that the ranks read."""
     paths = folder.attempt(attempt.number)
     devices = [nodes[part.node].device for part in attempt.placement]
     virtual = [device.memory for device in devices if device.kind is DeviceKind.VIRTUAL]
@@ -230,10 +229,10 @@ def _render(job: Job, attempt: Attempt, folder: JobFolder, python: str, resume_f
 
 
 def add_guard(argv: tuple[str, ...], guard_settings: str, python: str) -> tuple[str, ...]:
-    """Return `argv` with the guard between a Python interpreter and its program; other programs stay unchanged.
+    """Return `argv` with our guard (a hook for memory and errors) inserted before a Python program; others unchanged.
 
-    The interpreter's own flags are kept. `python` stands in for a bare `python` or `python3`. A program given by
-    `-c` or on standard input has no file that the guard could run, and stays unguarded.
+    The interpreter's own flags are kept. `python` replaces a bare `python` or `python3`. A program from `-c` or
+    standard input has no file that the guard could run, and stays unguarded.
     """
     if not is_python(argv[0]):
         return argv

@@ -1,4 +1,4 @@
-"""Starts the ranks of one attempt on one node, reports each exit code, and leaves no process behind.
+"""The launcher of an attempt on one node: it starts the ranks, reports exit codes, and leaves no process behind.
 
 Runs as a Ray actor, one per (attempt, node), detached: it outlives the service. Standard library and pynvml only.
 """
@@ -50,24 +50,24 @@ RankStart = tuple[int, tuple[str, ...], dict[str, str]]  # number, argv, environ
 
 
 class LauncherStatus(TypedDict):
-    """How the ranks of one launcher stand."""
+    """Status of one launcher and its ranks. `version` grows with each change."""
 
     version: int  # grows with each change
     state: str  # idle -> starting -> running -> ended
     pids: dict[int, int]
     exit_codes: dict[int, int | None]
-    ending: bool  # the launcher has set its ranks an end
+    ending: bool  # the launcher is ending its ranks
     oom: bool  # a rank has reported that it ran out of memory
     first_ended: tuple[int, int] | None  # (rank, time in ns) of the first that failed
     host_oom_kills: int
     cpu_s: float
     stale: bool  # a newer attempt exists
     error: str | None  # why ranks did not start
-    no_program: bool  # and would not start again
+    no_program: bool  # and would fail again
 
 
 class Identity(TypedDict, total=False):
-    """Arguments of Popen that name a user."""
+    """Keyword arguments of Popen that set the process's user."""
 
     user: int
     group: int
@@ -75,12 +75,12 @@ class Identity(TypedDict, total=False):
 
 
 class NoProgram(Exception):
-    """Exec failed for a lasting reason: no such program or folder, or no executable for this machine."""
+    """The program can never start here: it or its folder is missing, or it is no executable for this machine."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Rank:
-    """A rank's process, and its exit code once it ended."""
+    """A rank's process, with its exit code after it ended."""
 
     number: int
     process: subprocess.Popen[bytes]
@@ -88,7 +88,7 @@ class Rank:
 
 
 class Launcher:
-    """The ranks of one attempt on one node."""
+    """Starts and watches the ranks of one attempt on one node."""
 
     def __init__(self, attempt_folder: str, epoch_path: str, epoch: int, mark: str, watched: Watched) -> None:
         self._folder = AttemptFolder(attempt_folder)
@@ -109,15 +109,15 @@ class Launcher:
         self._census = Census(mark, self._folder.guard, self._folder.unwatched)
 
     def free_port(self) -> int:
-        """A free TCP port of this node."""
+        """Return a free TCP port of this node."""
         return free_port()
 
     def start(
         self, ranks: Sequence[RankStart], workdir: str, count: int = 1, fence: Fence | None = None
     ) -> LauncherStatus:
-        """Start (rank, argv, env) once and return the status; a second call changes nothing.
+        """Start the processes once, from (rank, argv, env), and return the status. A second call changes nothing.
 
-        A call of a journal's holder whose `fence` is passed changes nothing either: it may be late by hours.
+        A call whose `fence` is passed (another service owns the journal now) changes nothing: it may be hours late.
 
         A process may start `count` ranks itself, of which `rank` is the first.
         """
@@ -130,7 +130,7 @@ class Launcher:
             return self._status()
 
     def run_before(self, argv: Sequence[str], env: dict[str, str], workdir: str) -> int:
-        """Exit code of the command that runs before the ranks. Raises TimeoutExpired after 15 minutes."""
+        """Run the command that precedes the ranks, and return its exit code. Raises TimeoutExpired after 15 minutes."""
         self._folder.path.mkdir(parents=True, exist_ok=True)
         with open_to_append(self._folder.before) as log:
             env = {**base_env(), **env, "ORC_GUARD": "", MARK: self._mark}  # no rank: a process of the host
@@ -147,18 +147,18 @@ class Launcher:
             ).returncode
 
     def status(self) -> LauncherStatus:
-        """The status now."""
+        """Return the current status."""
         with self._changed:
             return self._status()
 
     def wait(self, version: int, timeout_s: float) -> LauncherStatus:
-        """The status once it is newer than `version`, or after `timeout_s`."""
+        """Return the status once its version exceeds `version`, or after `timeout_s`."""
         with self._changed:
             self._changed.wait_for(lambda: self._version > version, timeout=timeout_s)
             return self._status()
 
     def stop(self, grace_s: float) -> None:
-        """SIGTERM to every rank's process group, SIGKILL after `grace_s`."""
+        """Send SIGTERM to every rank's process group, then SIGKILL after `grace_s` seconds."""
         with self._changed:
             if self._state in ("idle", "ended"):
                 self._state = "ended"
@@ -169,11 +169,11 @@ class Launcher:
             self._kill_within(grace_s)
 
     def abort(self, grace_s: float) -> None:
-        """SIGKILL to all ranks after `grace_s`: ranks on another node failed, or the attempt hangs."""
+        """Send SIGKILL to all ranks after `grace_s` seconds, since other ranks failed or the attempt hangs."""
         self._kill_within(grace_s)
 
     def read(self, rank: int, offset: int, size: int = 65536) -> bytes:
-        """Return at most `size` bytes of a rank's log from `offset`; empty where there are none."""
+        """Return at most `size` bytes of a rank's log from `offset`; b"" without a log."""
         try:
             with self._folder.log(rank).open("rb") as log:
                 log.seek(offset)
@@ -321,14 +321,14 @@ class Launcher:
 
 
 def base_env() -> dict[str, str]:
-    """Variables that ranks inherit; PATH has the tools of this environment, such as ninja for extensions."""
+    """Return variables that ranks inherit. PATH includes the tools of this environment, such as ninja."""
     base = {name: value for name, value in inherited(os.environ).items() if name not in CHOSEN_BY_RAY}
     base["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), base.get("PATH", os.defpath)])
     return base
 
 
 def run_as(identity: str | None) -> Identity:
-    """Arguments of Popen for a process of uid:gid, in no other group; for None one of this process's user.
+    """Return Popen arguments that run a process as uid:gid in no other group; for None, as the current user.
 
     The child changes its user before `preexec_fn` runs, as the signal of a dead parent is lost by that (prctl(2)).
     """
@@ -346,7 +346,7 @@ def _with_guard(env: dict[str, str]) -> dict[str, str]:
 
 
 def dies_with_parent() -> Callable[[], None]:
-    """A `preexec_fn` that has the kernel SIGKILL the child once the forking thread has ended."""
+    """Return a `preexec_fn` after which the kernel SIGKILLs the child when the forking thread ends."""
     prctl, parent = ctypes.CDLL(None).prctl, os.getpid()
 
     def hook() -> None:
@@ -358,7 +358,7 @@ def dies_with_parent() -> Callable[[], None]:
 
 
 def oom_kills() -> int:
-    """Processes that the kernel killed for lack of memory (`oom_kill` of /proc/vmstat); 0 where it has no counter."""
+    """Return how many processes the kernel killed for lack of memory since boot; 0 without such a counter."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/vmstat").read_text().splitlines():
             if line.startswith("oom_kill "):
@@ -367,7 +367,7 @@ def oom_kills() -> int:
 
 
 def free_port() -> int:
-    """A TCP port that is free now. Raises OSError after 100 tries."""
+    """Return a TCP port that is free now. Raises OSError after 100 tries."""
     for port in random.SystemRandom().sample(PORTS, 100):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("", port))

@@ -1,4 +1,4 @@
-"""Ends what an attempt left on a node: processes that carry its mark, and files that its ranks swapped to.
+"""Cleans up after an attempt on a node: ends processes with its mark, and removes swap files of its ranks.
 
 Standard library only.
 """
@@ -18,12 +18,12 @@ from orchestrator.specs.run import AttemptFolder, training_run_from_json
 
 
 def mark_of(folder: AttemptFolder, node: str) -> str:
-    """The mark that all processes of the attempt on this node carry; unique across homes."""
+    """Return the mark that all of the attempt's processes on this node carry; unique across homes."""
     return f"{folder.path}@{node}"
 
 
 def clean_up(mark: str, attempt_folder: str, sessions: Sequence[int] = ()) -> None:
-    """End every process that an attempt left on this node, and remove what its ranks swapped to files here."""
+    """End every process that an attempt left on this node, and remove its ranks' swap files here."""
     kill_marked(mark, sessions)
     path = AttemptFolder(attempt_folder).run
     run = training_run_from_json(json.loads(path.read_text())) if path.exists() else None  # a script has none
@@ -44,9 +44,9 @@ def kill_marked_below(home: Path) -> None:
 
 
 def kill_marked(mark: str, sessions: Sequence[int] = ()) -> int:
-    """SIGKILL every process of this user that carries the launcher's mark or lives in one of its ranks' sessions.
+    """SIGKILL every process of this user with the launcher's mark or in a session of its ranks; return the number.
 
-    Says how many there were. Reaches what outlived its rank (loader workers, daemons). Never ends the caller.
+    Reaches processes that outlived their rank (loader workers, daemons). Never ends the caller.
     """
     ended = 0
     for entry in marked_processes(mark, sessions):

@@ -1,4 +1,4 @@
-"""The curves that the attempts of a job wrote."""
+"""Reader of the metrics that a job's attempts wrote."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LINES_MAX = 100_000  # of an attempt: 10 MB
 
 
 def metric_lines(home: Path, job: Job) -> Iterator[str]:
-    """The lines of metrics.jsonl of each attempt, later attempts last; none where nothing was written."""
+    """Yield the lines of metrics.jsonl of all attempts, in order of attempts."""
     for attempt in job.attempts:
         with suppress(OSError), open_left(JobFolder(home, job.id).attempt(attempt.number).metrics) as file:
             yield from (line.decode(errors="replace") for line in islice(file, LINES_MAX))

@@ -1,4 +1,4 @@
-"""How many bytes of each device are free, and which devices are occupied?"""
+"""Tracks the free bytes of each device, and which devices are occupied."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 def debounced_bytes(told_bytes: int | None, read_bytes: int) -> int:
-    """Free memory to report: the reported figure until a reading differs by more than JITTER_BYTES."""
+    """Return the free memory to report: the last reported value until a reading differs by more than JITTER_BYTES."""
     if told_bytes is not None and abs(told_bytes - read_bytes) <= JITTER_BYTES and read_bytes >= ROUNDING_BYTES:
         return told_bytes
     return read_bytes // ROUNDING_BYTES * ROUNDING_BYTES
@@ -30,7 +30,7 @@ def debounced_bytes(told_bytes: int | None, read_bytes: int) -> int:
 
 @dataclass(slots=True)
 class NodeWatch:
-    """Nodes and free memory as last read, shared by threads. An occupied device keeps its last idle figure."""
+    """Live nodes and free device memory as last read; thread-safe. An occupied device keeps its last idle reading."""
 
     cluster: ClusterSpec
     source: NodeSource
@@ -45,24 +45,24 @@ class NodeWatch:
     _probed_at_s: dict[str, float] = field(default_factory=dict)
 
     def set_cluster(self, cluster: ClusterSpec) -> None:
-        """Take another description of the cluster, and let the source take it."""
+        """Use another cluster description, and pass it to the node source."""
         self.source.set_cluster(cluster)
         self.cluster = cluster
 
     def live(self) -> dict[str, LiveNode]:
-        """The nodes that lived at the last refresh, by name. Raises ClusterAway where that had no answer."""
+        """Return nodes by name that were alive at the last refresh. Raises ClusterAway where that got no answer."""
         with self._lock:
             if self._is_away:
                 raise ClusterAway("the nodes were not told yet since the cluster was away")
             return dict(self._live)
 
     def last_known(self) -> dict[str, LiveNode]:
-        """The nodes that lived when the cluster answered last, by name."""
+        """Return nodes by name that were alive when the cluster last answered."""
         with self._lock:
             return dict(self._live)
 
     def refresh(self) -> tuple[Node, ...]:
-        """Ask which nodes live, and read the devices that are due. Raises ClusterAway."""
+        """Query live nodes, read the devices that are due, and return the nodes. Raises ClusterAway."""
         try:
             live = self.source.live()
         except ClusterAway:
@@ -85,19 +85,19 @@ class NodeWatch:
                 self._use.pop(part, None)
 
     def free_before(self, parts: Sequence[tuple[str, int]]) -> tuple[int, ...]:
-        """Bytes free on each device at its last idle reading; () where a device has none."""
+        """Return the free bytes of each device at its last idle reading; () where a device has none."""
         with self._lock:
             readings = [self._idle_free.get(part) for part in parts]
         return tuple(free for free in readings if free is not None) if None not in readings else ()
 
     def idle_for_s(self, parts: Sequence[tuple[str, int]]) -> float:
-        """Longest time since a device that had computed was last busy; 0 where NVML reports no use."""
+        """Return the longest time since a device that had computed was last busy; 0 where NVML reports no use."""
         with self._lock:
             uses = [self._use[part] for part in parts if part in self._use]
         return max((told_s - used_s for used_s, told_s in uses), default=0.0)
 
     def release(self, parts: Sequence[tuple[str, int]]) -> None:
-        """Wait until the devices' memory is free again, at most 60 s, and mark them as not occupied."""
+        """Wait until the devices' memory is free again, at most 60 s, and mark them as unoccupied."""
         deadline_s = time.monotonic() + RELEASE_TIMEOUT_S
         waiting = {part for part in parts if self._is_cuda(part[0])}
         while waiting and time.monotonic() < deadline_s:
@@ -128,7 +128,7 @@ class NodeWatch:
         self.see(node, self.source.read_devices(node), time.monotonic())
 
     def see(self, node: LiveNode, reading: NvmlReading, now_s: float) -> None:
-        """Record a reading of a node's devices."""
+        """Record an NVML reading of a node's devices."""
         name = node.launch.name
         read = {device.index: device.free_bytes for device in reading.devices}
         if reading.error:

@@ -1,4 +1,4 @@
-"""What attempts need of a cluster: its live nodes, and launchers on them. Ray implements both, and so do tests."""
+"""Interfaces between attempts and a cluster: its live nodes, and launchers on them. Ray and tests implement them."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from orchestrator.specs.run import AttemptFolder, JobFolder
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveNode:
-    """A node of the running cluster and what the specification says of it."""
+    """A node of the running cluster, with its description from the cluster file."""
 
-    id: str  # in the words of its cluster
+    id: str  # as its cluster identifies it
     launch: LaunchNode
     host_memory_bytes: int
     rack: str
 
 
 class ClusterAway(ConnectionError):
-    """The cluster cannot be reached now: nothing is known of its nodes and launchers, which may go on without us."""
+    """The cluster does not answer now. Its nodes and launchers may continue without us."""
 
 
 class NodeSource(Protocol):
-    """Which nodes live, and what is free on their devices. Called from several threads."""
+    """Source of live nodes and of free device memory. Called from several threads."""
 
     def live(self) -> dict[str, LiveNode]:
-        """Every node that lives, by name. Raises ClusterAway."""
+        """Return every live node by name. Raises ClusterAway."""
 
     def set_cluster(self, cluster: ClusterSpec) -> None:
-        """Know the nodes by this description from now on."""
+        """Use this cluster description for nodes from now on."""
 
     def read_devices(self, node: LiveNode) -> NvmlReading:
-        """Return NVML's reading of `node` now. A node that does not answer is an error in the reading."""
+        """Return NVML's current reading of `node`. A node that does not answer gives a reading with an error."""
 
 
 class LauncherGroup(Protocol):
@@ -50,46 +50,46 @@ class LauncherGroup(Protocol):
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        """Nodes whose launcher exists."""
+        """Names of nodes with an existing launcher."""
 
     def is_idle(self) -> bool:
-        """Whether a launcher exists that was never told to start."""
+        """Return whether some launcher exists whose ranks were never started."""
 
     def free_port(self, node: str) -> int:
-        """A TCP port on which `node` does not listen."""
+        """Return a TCP port that is free on `node`."""
 
     def run_before(self, node: str, argv: Sequence[str], env: dict[str, str], workdir: str) -> int:
-        """Run a command on `node` to its end; return its exit code."""
+        """Run a command on `node` to its end, and return its exit code."""
 
     def start(
         self, ranks: Mapping[str, Sequence[RankStart]], counts: Mapping[str, int], workdir: str, fence: Fence | None
     ) -> list[LauncherStatus]:
-        """Start the processes of each node at once, where they have not started; each stands for so many ranks.
+        """Start the processes of each node at once, unless already started. `counts` are ranks per process, by node.
 
-        Nothing starts where `fence` is passed.
+        Nothing starts where `fence` is passed (another service owns the journal).
         """
 
     def poll(self, nodes: Iterable[str], timeout_s: float) -> dict[str, LauncherStatus | None]:
-        """Return news of these launchers, None for one that is gone; waits at most `timeout_s` for the first."""
+        """Return new statuses by node, None for a launcher that is gone. Waits at most `timeout_s` for the first."""
 
     def stop(self, nodes: Iterable[str], grace_s: float) -> None:
-        """Send SIGTERM to the ranks of these nodes, SIGKILL after `grace_s`; does not wait."""
+        """Send SIGTERM to the ranks of these nodes, and SIGKILL after `grace_s`. Does not wait."""
 
     def abort(self, nodes: Iterable[str], grace_s: float) -> None:
-        """Send SIGKILL to the ranks of these nodes after `grace_s`; does not wait."""
+        """Send SIGKILL to the ranks of these nodes after `grace_s`. Does not wait."""
 
 
 class Launchers(Protocol):
-    """Puts launchers on the nodes of a cluster, where they outlive the service. Every method may raise ClusterAway."""
+    """Creates launchers on a cluster's nodes, where they outlive the service. Every method may raise ClusterAway."""
 
     def place(self, attempt: Attempt, folders: JobFolder, live: Mapping[str, LiveNode]) -> LauncherGroup | str:
-        """Return launchers on every node of the placement, which hold its devices; or why there are none."""
+        """Create launchers on every node of the placement, and reserve its devices. A returned text says why not."""
 
     def find(self, attempt: Attempt) -> LauncherGroup:
-        """The launchers of `attempt` that exist."""
+        """Return the existing launchers of `attempt`."""
 
     def end(self, attempt: Attempt) -> None:
-        """End the launchers of `attempt`, and give its devices back; none is no error."""
+        """End the launchers of `attempt`, and free its devices; no launchers is no error."""
 
     def end_orphans(self, folder: AttemptFolder, node: LiveNode, pids: Sequence[int]) -> None:
-        """SIGKILL what a launcher that is gone left on a node that lives, and remove the files it swapped to."""
+        """SIGKILL processes that a lost launcher left on a live node, and remove their swap files."""

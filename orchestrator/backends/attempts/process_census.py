@@ -1,4 +1,4 @@
-"""Processor time of an attempt's processes on this node, and those that run PyTorch without the guard. Linux only."""
+"""Measures processor time of an attempt's processes, and finds those that run PyTorch without the guard. Linux only."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ PARTS = 4  # of the settings' path that name them: <job>/attempts/<number>/guard
 
 
 def marked_processes(mark: str, sessions: Container[int]) -> Iterator[Path]:
-    """The /proc folders of this user's processes that carry the launcher's mark or live in one of its ranks' sessions.
+    """Yield /proc folders of this user's processes with the launcher's mark or in a session of its ranks.
 
-    Never the caller's own.
+    The caller's own process is never among them.
     """
     carried = f"{MARK}={mark}".encode()
     for entry in Path("/proc").iterdir():
@@ -48,11 +48,11 @@ class Census:
 
     @property
     def cpu_s(self) -> float:
-        """Processor seconds that the attempt's processes have taken, as far as they were seen."""
+        """Total processor seconds of the attempt's processes, as far as a census saw them."""
         return self._ended_cpu_s + sum(self._cpu_s.values())
 
     def take(self, sessions: Container[int]) -> None:
-        """Read every process of the attempt; record once each that has loaded PyTorch without the guard."""
+        """Read every process of the attempt. Each that loaded PyTorch without the guard is recorded once."""
         here = {int(name) for name in os.listdir("/proc") if name.isdigit()}
         self._foreign &= here
         for pid in self._cpu_s.keys() - here:

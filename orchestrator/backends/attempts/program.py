@@ -1,4 +1,4 @@
-"""Why a program cannot be started on this machine: looked up as exec does, with the path tried and what to write."""
+"""Finds out why a program cannot start on this machine, with the same lookup as exec."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ PYTHON = re.compile(r"python[0-9.]*")
 
 
 class Problem(NamedTuple):
-    """Why a program does not start."""
+    """Why a program does not start: the problem, the paths tried, and a hint."""
 
     what: str
-    tried: str  # the path, or the PATH that was searched
+    tried: str  # the path, or the PATH searched
     hint: str
 
     def __str__(self) -> str:
@@ -29,9 +29,9 @@ class Problem(NamedTuple):
 
 
 def why_not_started(program: str, workdir: str, env: Mapping[str, str]) -> Problem | None:
-    """Why exec of `program` in `workdir` fails, or its Python ends at `-c ''`; None where both work.
+    """Return why exec of `program` in `workdir` fails, or its Python cannot start; None where it works.
 
-    Only Python interpreters are run, the program's own or the one that its first line names.
+    Only Python interpreters are run: the program itself, or the one in its first line.
     """
     if not Path(workdir).is_dir():
         return Problem("the folder does not exist", workdir, "`workdir` is where the job runs on its node")
@@ -68,7 +68,7 @@ def _find_program(program: str, workdir: str, env: Mapping[str, str]) -> Path | 
 
 
 def interpreter_of(file: Path) -> str | None:
-    """The interpreter in a script's first line, through `env` too; None where there is no such line."""
+    """Return the interpreter in a script's first line, resolved through `env`; None without such a line."""
     try:
         with file.open("rb") as opened:
             first = opened.read(SHEBANG_BYTES_MAX).partition(b"\n")[0]

@@ -1,4 +1,4 @@
-"""Progress of an attempt: steps in heartbeats and logs, checkpoints, and the time since the last of them."""
+"""Tracks an attempt's progress: steps in heartbeats and logs, checkpoints, and the time since the last of these."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class LogCounter:
     _read: dict[Path, tuple[int, bytes]] = field(default_factory=dict)  # log -> bytes read, and its unended line
 
     def follow(self, logs: Sequence[Path]) -> None:
-        """Read what each log has grown by."""
+        """Read the new bytes of each log."""
         for path in logs:
             offset, rest = self._read.get(path, (0, b""))
             try:
@@ -54,12 +54,12 @@ class LogCounter:
 
     @property
     def counts(self) -> tuple[int, int] | None:
-        """(first, last), or None where nothing was counted yet."""
+        """(first, last) matched number; None before the first match."""
         return None if self.first is None or self.last is None else (self.first, self.last)
 
 
 class Progress:
-    """The watchdog: time without progress beyond the job's limits, and the pace of steps."""
+    """Watchdog of an attempt: detects hangs by the job's time limits, and measures the training speed."""
 
     def __init__(
         self,
@@ -83,16 +83,16 @@ class Progress:
 
     @property
     def counts(self) -> tuple[int, int] | None:
-        """First and last number of the job's `progress` in the log; None where it has none."""
+        """(first, last) number that the job's `progress` pattern matched in the log; None without a match."""
         if self._counter is None:
             return None
         self._counter.follow(self._logs)
         return self._counter.counts
 
     def pace(self, known_step_s: float, at_s: float) -> Pace | None:
-        """Return the pace of the slowest rank at the last check for a hang; None where nothing is new, or too early.
+        """Return the slowest rank's speed at the last hang check; None where it is unchanged or too early to tell.
 
-        The peak comes with it after LEARNED_STEPS of all ranks, where no rank caught an out-of-memory error.
+        The peak memory is included after LEARNED_STEPS of all ranks, where no rank caught an out-of-memory error.
         """
         timed = [(beat.step_s, beat.steps_done) for beat in self._beats if beat.step_s]
         step_s, steps = max((step_s for step_s, _ in timed), default=0.0), min((done for _, done in timed), default=0)
@@ -108,23 +108,23 @@ class Progress:
         return Pace(steps_done=steps, step_s=step_s, at_s=at_s, peak_bytes=peak_bytes)
 
     def is_probed(self) -> bool:
-        """Whether every rank has measured a step of its plan, or its time for that is over."""
+        """Return whether every rank of a probe has measured its step, or the probe's time is over."""
         beats = heartbeats(self._folder, self._world_size)
         trained = len(beats) == self._world_size and all(beat.steps_done >= PROBE_STEPS for beat in beats)
         return trained or time.monotonic() - self._began_s > PROBE_S_MAX
 
     def has_lone_ranks(self) -> bool:
-        """Whether ranks were training without a process group at the last check for a hang."""
+        """Return whether ranks trained without a process group at the last hang check."""
         return lone_ranks(self._beats) > 0
 
     def hung_for_s(self, devices_idle_s: float, cpu_s: float) -> float | None:
-        """Seconds without a training step or a checkpoint, where they are too many; None otherwise.
+        """Return the seconds without a training step or a checkpoint where above the limit; None otherwise.
 
-        A step is one that a guard saw or the log counts; before the first step, a backward pass counts.
+        Steps come from the guard or the log's counter; before the first step, a backward pass counts.
 
         Without a guard and without counted steps, progress is a growing log or processor time (`cpu_s`). A device that
-        has stood idle as long (`devices_idle_s`) overrules both: a loop may catch and log every exception. A busy
-        device proves nothing: a rank that waits in a collective keeps its device at 100 % (NVIDIA/nccl, src/device: the
+        was idle as long (`devices_idle_s`) overrules both: a loop may catch and log every exception. A busy device
+        proves nothing: a rank that waits in a collective keeps its device at 100 % (NVIDIA/nccl, src/device: the
         kernels poll). That rank uses processor time, too. So this kind of hang is found in guarded programs only; an
         unguarded program that trains must not be ended.
         """

@@ -1,4 +1,4 @@
-"""Output of a script: artifacts, checkpoints to resume from, and progress that a restart loses."""
+"""Reads a script's output: artifacts, checkpoints to resume from, and state that a restart loses."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ NAME_CHARACTERS_MAX = 80
 
 
 def output_folder(spec: JobSpec, jobs: JobFolder) -> Path:
-    """The script's output folder: the one of its knob, or its working directory."""
+    """Return the script's output folder: the one of its knob, or its working directory."""
     return jobs.output if spec.knobs.output_dir or not spec.workdir else Path(spec.workdir)
 
 
 def missing_results(spec: JobSpec, jobs: JobFolder, folder: AttemptFolder, started: Iterable[int]) -> tuple[str, ...]:
-    """Parts of `success` that this attempt lacks: files newer than its start, a line of its log."""
+    """Return the parts of `success` that this attempt lacks: files newer than its start, or a log line."""
     output, absent = output_folder(spec, jobs), []
     began_ns = folder.guard.stat().st_mtime_ns if folder.guard.exists() else 0
     for name in spec.success.artifacts:
@@ -43,7 +43,7 @@ def missing_results(spec: JobSpec, jobs: JobFolder, folder: AttemptFolder, start
 
 
 def newest_checkpoint(spec: JobSpec, output: Path) -> str | None:
-    """The newest whole checkpoint in a script's output folder; None where there is none.
+    """Return the newest complete checkpoint in a script's output folder; None without one.
 
     A checkpoint of the job's last step is skipped: a script that compares steps for equality would never end.
     """
@@ -57,7 +57,7 @@ def newest_checkpoint(spec: JobSpec, output: Path) -> str | None:
 
 
 def saved_step(spec: JobSpec, jobs: JobFolder) -> int | None:
-    """Step of the checkpoint that the next attempt resumes from, in the unit of `resume.step`."""
+    """Return the step of the checkpoint to resume from, in the unit of `resume.step`; None if unknown."""
     if spec.is_script:
         path = newest_checkpoint(spec, output := output_folder(spec, jobs))
         return None if path is None else last_count(spec.resume.step, str(Path(path).relative_to(output)))
@@ -66,10 +66,10 @@ def saved_step(spec: JobSpec, jobs: JobFolder) -> int | None:
 
 
 def list_unmatched(spec: JobSpec, jobs: JobFolder) -> tuple[str, ...]:
-    """Return the newest files of a script's own output folder, oldest first; none where a name matches a checkpoint's.
+    """Return the newest files of a script's output folder, oldest first; () where any matches as a checkpoint.
 
-    A working directory is not listed: it has the program's files too. No link is followed, since a user's program may
-    have made it.
+    A working directory is not listed, since it has the program's files too. No link is followed, since a user's program
+    may have made it.
     """
     output = output_folder(spec, jobs)
     if not spec.is_script or output != jobs.output:
@@ -87,7 +87,7 @@ def list_unmatched(spec: JobSpec, jobs: JobFolder) -> tuple[str, ...]:
 
 
 def last_saved_s(spec: JobSpec, output: Path) -> float | None:
-    """Time of the last write to a checkpoint, in seconds since 1970; None without checkpoints."""
+    """Return the time of the last write to a checkpoint, in seconds since 1970; None without checkpoints."""
     newest = None
     try:
         for path in {path for pattern in spec.resume.checkpoints for path in output.glob(pattern)}:
@@ -99,7 +99,7 @@ def last_saved_s(spec: JobSpec, output: Path) -> float | None:
 
 
 def last_count(pattern: str | None, text: str) -> int | None:
-    """The number in the last match of a pattern; None without a match."""
+    """Return the number in the last match of a pattern; None without a match."""
     matches = re.findall(pattern, text) if pattern is not None else []
     return int(matches[-1]) if matches and matches[-1].isdecimal() else None
 
@@ -107,9 +107,9 @@ def last_count(pattern: str | None, text: str) -> int | None:
 def list_lost(
     spec: JobSpec, checkpoint: str | None, counts: tuple[int, int] | None, before: int | None
 ) -> Iterator[str]:
-    """State that a script did not restore from `checkpoint`.
+    """Yield names of state that a script did not restore from `checkpoint`.
 
-    `counts` are its first and last logged step, `before` the highest step of earlier attempts.
+    `counts` are its (first, last) logged steps, `before` is the highest step of earlier attempts.
     """
     if checkpoint is None:
         return

@@ -1,4 +1,4 @@
-"""Starts the ranks of an attempt on launchers that are in place."""
+"""Starts the ranks of an attempt through its existing launchers."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ def start_ranks(
     inherit_env: Sequence[str] = (),
     users: Mapping[str, UserSpec] = MappingProxyType({}),
 ) -> None:
-    """Start every rank; launchers that have started theirs change nothing.
+    """Start every rank. Launchers that already started theirs change nothing.
 
-    They get the service's variables that `inherit_env` matches, and run as the id that `users` has for the job's user.
-    Raises OrchestratorError where a secret is missing, OSError where what goes before fails, StartFailed.
+    Ranks get the service's variables that `inherit_env` matches, and run under the uid that `users` has for the job's
+    user. Raises OrchestratorError for a missing secret, OSError where preparation fails, StartFailed.
     """
     missing = [name for name in job.spec.secrets if name not in os.environ]
     if missing:
@@ -95,7 +95,7 @@ def _master_port(folder: AttemptFolder, group: LauncherGroup, first: str) -> int
 def request_of(
     job: Job, attempt: Attempt, home: Path, nodes: Mapping[str, LaunchNode], master_port: int, python: str
 ) -> LaunchRequest:
-    """The request that starts `attempt`, with the script's config file and newest checkpoint read from the disk."""
+    """Return the request that starts `attempt`. Reads the script's config file and finds its newest checkpoint."""
     spec, output = job.spec, output_folder(job.spec, JobFolder(home, job.id))
     resume_from = None
     if spec.is_script and not attempt.probe:
@@ -116,9 +116,9 @@ def request_of(
 
 
 def take_over_checkpoint(job: Job, home: Path) -> None:
-    """Begin a job of our engines with the newest checkpoint of the one that it continues, by links to its files.
+    """Link the newest checkpoint of the job that this one continues, for jobs of our engines.
 
-    A job that has a checkpoint of its own keeps it. Nothing is left to begin with where that was removed meanwhile.
+    A job with its own checkpoint keeps it. Nothing is linked where the source was removed meanwhile.
     """
     assert job.continues_from is not None, job.id
     checkpoints = JobFolder(home, job.id).checkpoints

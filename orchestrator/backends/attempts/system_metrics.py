@@ -1,4 +1,4 @@
-"""What a node and the devices of an attempt use, sampled into a file under the names of MLflow's own monitor."""
+"""Samples the use of a node and an attempt's devices into a file, named as MLflow's own monitor does."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ MEGABYTE = 1e6  # as MLflow counts (mlflow/system_metrics/metrics/gpu_monitor.py
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Watched:
-    """Whose use is sampled: a node, and those of its devices that the attempt holds."""
+    """The node, and the attempt's devices on it, whose use is sampled."""
 
     node: str
     devices: tuple[int, ...]  # as NVML counts them
-    is_alone: bool = True  # the attempt has one node; else MLflow's names have the node in them
+    is_alone: bool = True  # the attempt has one node; else the names contain the node
 
 
 class Sampler:
@@ -40,7 +40,7 @@ class Sampler:
         self._cpu = _cpu_ticks()
 
     def run(self, ranks: Sequence[int], ended: threading.Event) -> None:
-        """Sample until the attempt has ended; `ranks` are those of the node, in the order of its devices."""
+        """Sample until `ended` is set; `ranks` are those of the node, in the order of its devices."""
         capacity_bytes, pause_s = self._virtual_capacity_bytes(), FIRST_S
         while not ended.wait(pause_s):
             with suppress(OSError):  # a full disk ends the ranks, not their records

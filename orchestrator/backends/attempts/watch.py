@@ -1,4 +1,4 @@
-"""The life of one attempt: start or take up, watch, report the end, release the devices."""
+"""The life cycle of one attempt: start or resume, watch, report the end, release the devices."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """What the watchers of one backend share."""
+    """Objects shared by all watchers of one backend."""
 
     home: Path
     python: str
@@ -68,47 +68,47 @@ class World:
     emit: Callable[[Event], None]
     closing: threading.Event
     ownership: Ownership
-    fence: Fence | None  # of this service; it has left its number
+    fence: Fence | None  # of this service, already stored
     inherit_env: tuple[str, ...] = ()
     users: Mapping[str, UserSpec] = field(default_factory=dict)
 
 
 class Ownership(Protocol):
-    """The service's ownership of the journal."""
+    """Interface to the service's exclusive ownership of the journal (event log)."""
 
     @property
     def fence(self) -> int | None:
-        """The service's number among the journal's holders; None for a file, which the kernel locks."""
+        """Fencing number of this owner of the journal; None for a file, which the kernel locks."""
 
     def confirm(self, *, asks: bool = True) -> None:
-        """Return while this service owns the journal and may act. Raises ServiceError."""
+        """Return normally while this service owns the journal and may act. Raises ServiceError otherwise."""
 
 
 class Closed(Exception):
-    """The service is closing: stop watching; the attempt continues."""
+    """The service is closing: watching stops, and the attempt continues."""
 
 
 @dataclass(slots=True)
 class Gang:
-    """The launchers of an attempt and their last statuses."""
+    """All launchers of an attempt, with their last statuses."""
 
     group: LauncherGroup
     statuses: dict[str, LauncherStatus] = field(default_factory=dict)  # by node, as last reported
     lost: set[str] = field(default_factory=set)
 
     def open(self) -> list[str]:
-        """Nodes whose launchers have neither ended nor gone."""
+        """Return nodes whose launchers have neither ended nor disappeared."""
         ended = {node for node, status in self.statuses.items() if status["state"] == "ended"}
         return [node for node in self.group.nodes if node not in self.lost | ended]
 
     def unending(self) -> list[str]:
-        """Nodes of `open` whose launchers are not ending their ranks yet."""
+        """Return nodes of `open` whose launchers are not yet ending their ranks."""
         return [node for node in self.open() if node not in self.statuses or not self.statuses[node]["ending"]]
 
 
 @dataclass(slots=True)
 class EndingGang:
-    """The end that the launchers of a gang were asked for."""
+    """State of a requested end of an attempt on all of its nodes."""
 
     hung_for_s: float | None = None
     aborted: bool = False
@@ -118,7 +118,7 @@ class EndingGang:
 
 
 class AttemptWatch:
-    """Follows one attempt in its own thread."""
+    """Watcher of one attempt, in its own thread."""
 
     def __init__(self, job: Job, attempt: Attempt, world: World) -> None:
         self._asked, self._job = job, with_own_workdir(job, world.home)
@@ -132,11 +132,11 @@ class AttemptWatch:
         self._free_before_bytes: tuple[int, ...] = ()  # unknown where a restarted service takes the attempt up
 
     def stop(self, grace_s: float) -> None:
-        """Request the end; the thread sees it within TICK_S."""
+        """Request the attempt's end; the thread acts within TICK_S."""
         self._stop_grace_s = grace_s
 
     def run(self) -> None:
-        """Follow the attempt to the release of its devices; returns early where the service closes."""
+        """Watch the attempt until its devices are released; return early when the service closes."""
         self._world.nodes.occupy(self._devices)
         try:
             if self._attempt.evidence is None:
@@ -332,7 +332,7 @@ class AttemptWatch:
         )
 
     def _all_told(self, node: str, ending: EndingGang) -> bool:
-        """Return whether every rank of `node` wrote its exit code before its launcher went.
+        """Return whether every rank of `node` wrote its exit code before its launcher disappeared.
 
         SIGKILL proves nothing before a launcher was asked to end its ranks. Ray kills a worker's children before the
         worker itself, and the launcher may still write that down (KillChildProcs, core_worker.cc, Ray 2.60).

@@ -1,4 +1,4 @@
-"""Builds a script's working directory and the config file that carries its plan."""
+"""Builds a script's working directory, and the copy of its config file with the plan's values."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ NO_SECTION = "knob key {key!r}: there is nothing to set inside a value of the co
 
 
 def rewrite_config(text: str, keys: Mapping[str, str], *, is_json: bool) -> str:
-    """Text of a config file with new values at dotted keys; all other values stay.
+    """Return a config file's text with new values at dotted keys; all other values stay.
 
     YAML is changed in its own syntax tree: a number keeps its digits and an interpolation its braces; only comments are
-    lost. JSON is read as such: YAML 1.1 sees a word in its 1e-3. Raises OrchestratorError where a key leads through a
-    value, or a file is not what its name says.
+    lost. JSON is parsed as JSON, since YAML 1.1 reads its 1e-3 as text. Raises OrchestratorError where a key leads
+    through a value, or a file is not what its name says.
     """
     if is_json:
         return json.dumps(_with_keys(text, keys), indent=2)
@@ -77,9 +77,9 @@ def _put(place: yaml.Node, name: str, value: yaml.Node) -> yaml.Node:
 
 
 def link_all_but(source: Path, file: str, target: Path) -> Path:
-    """A folder `at` of links to everything in `source`, but for the one file: where its copy belongs is returned.
+    """Fill `target` with links to everything in `source` except `file`; return the path for that file's copy.
 
-    Folders on the way to the file are real ones. Doing it again changes nothing.
+    Folders on the way to the file are real ones. The function is idempotent.
     """
     *folders, name = Path(file).parts
     for folder in (*folders, name):
@@ -93,7 +93,7 @@ def link_all_but(source: Path, file: str, target: Path) -> Path:
 
 
 def with_own_workdir(job: Job, home: Path) -> Job:
-    """Return the job with its own copy of an uploaded working directory, and other uploads where this home has them."""
+    """Return the job with paths of its own copy of an uploaded working directory, and of other uploads in this home."""
 
     def locate(key: str, path: str) -> str:
         upload = find_upload(home, path)
@@ -106,7 +106,7 @@ def with_own_workdir(job: Job, home: Path) -> Job:
 
 
 def copy_upload(job: Job, home: Path) -> None:
-    """Make the job's own copy of an uploaded working directory; one that exists stays. Raises OSError."""
+    """Copy an uploaded working directory for the job; an existing copy stays. Raises OSError."""
     upload, folder = find_upload(home, job.spec.workdir or ""), JobFolder(home, job.id)
     target = folder.workdir
     if upload is None or target.exists():

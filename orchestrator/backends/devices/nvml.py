@@ -1,4 +1,7 @@
-"""Memory, use, processes and rates of this machine's NVIDIA devices, through pynvml; a missing driver is data."""
+"""Reads memory, use, processes and rates of this machine's NVIDIA devices with pynvml.
+
+A missing driver is no exception.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ PCIE_LANE_BYTES_S = {1: 0.19e9, 2: 0.38e9, 3: 0.75e9, 4: 1.5625e9, 5: 3.4375e9, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NvmlProcess:
-    """A process that holds memory of a device; bytes are None where the driver does not say (as in containers)."""
+    """A process that uses device memory; `used_bytes` is None where the driver does not say (as in containers)."""
 
     pid: int
     used_bytes: int | None
@@ -22,7 +25,7 @@ class NvmlProcess:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NvmlDevice:
-    """A device, in PCI bus order. A device that cannot be read has 0 bytes free."""
+    """A device, in PCI bus order. An unreadable device has an `error` and 0 bytes free."""
 
     index: int
     name: str = ""
@@ -30,7 +33,7 @@ class NvmlDevice:
     free_bytes: int = 0
     used_bytes: int = 0
     power_w: float | None = None  # now; None where the driver does not say
-    power_limit_w: float | None = None  # that is enforced
+    power_limit_w: float | None = None  # enforced limit
     busy_percent: int | None = None  # of the last second, in which kernels ran; None where the driver does not say
     processes: tuple[NvmlProcess, ...] = ()
     error: str | None = None
@@ -38,14 +41,14 @@ class NvmlDevice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NvmlReading:
-    """All devices of this machine, or why there are none."""
+    """All devices of this machine, or an error text."""
 
     devices: tuple[NvmlDevice, ...] = ()
     error: str | None = None
 
 
 def devices() -> NvmlReading:
-    """Every device as the driver describes it now. Never raises: 45 us per call and device, measured without a GPU."""
+    """Return the current reading of all devices. Never raises; 45 us per call and device, measured without a GPU."""
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
@@ -60,11 +63,11 @@ def devices() -> NvmlReading:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NvmlRates:
-    """What a device of this machine is made for. A figure is None where the driver does not say it."""
+    """Peak rates of a device, per second. None where the driver does not say."""
 
     capability: tuple[int, int] | None  # CUDA compute capability
-    cuda_bytes: int  # of device memory, without what the driver keeps for itself
-    has_mig: bool  # is cut into MIG instances
+    cuda_bytes: int  # device memory without the driver's own part
+    has_mig: bool  # split into MIG instances
     fp32_flops: float | None  # 2 x cores x highest clock
     memory_bandwidth: float | None  # bytes per second: 2 x highest clock x width of the bus
     nvlink_bandwidth: float  # bytes per second and direction, of all active links; 0 without one
@@ -72,7 +75,7 @@ class NvmlRates:
 
 
 def rates(index: int) -> NvmlRates | None:
-    """Return the rates of the device of this index; None where it cannot be read. Never raises."""
+    """Return the rates of the device with this index; None where it cannot be read. Never raises."""
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:

@@ -1,4 +1,4 @@
-"""Users, their tokens, and the audit log of what they changed, in the journal's database."""
+"""User accounts, tokens and the audit log, stored in the journal's database."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ Transaction = Callable[[], AbstractContextManager[sa.Connection]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class User:
-    """A person, or a program, with a role."""
+    """A person or a program, with a role."""
 
     name: str
     role: Role
@@ -72,11 +72,11 @@ class User:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Token:
-    """The record of a token. The token itself is stored nowhere."""
+    """Metadata of a token. The token itself is stored nowhere."""
 
     id: int
     user: str
-    shown: str  # its beginning
+    shown: str  # its first characters
     created_at_s: float
     expires_at_s: float | None  # None: never
     revoked_at_s: float | None
@@ -85,7 +85,7 @@ class Token:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditRow:
-    """A request that changed something, or was refused."""
+    """A request in the audit log: it changed something, or was refused."""
 
     at_s: float
     user: str
@@ -96,7 +96,7 @@ class AuditRow:
 
 
 class Accounts:
-    """Reads and writes accounts in transactions of the journal; every method may be called from any thread."""
+    """Reads and writes accounts in transactions of the journal. Every method is thread-safe."""
 
     def __init__(self, transaction: Transaction, clock: Callable[[], float]) -> None:
         self._transaction = transaction
@@ -104,14 +104,14 @@ class Accounts:
         self._principals: dict[str | int, tuple[Principal, float]] = {}  # by digest or number, and their expiry
 
     def principal(self, token: str) -> Principal | None:
-        """The user whose token this is; None where it is unknown, expired or revoked.
+        """Return the user of this token; None for an unknown, expired or revoked token.
 
         Tokens have 256 random bits, so an equal digest is an equal token; comparing digests in SQL leaks none of it.
         """
         return self._find_principal(_digest(token), _tokens.c.digest) if token.startswith(PREFIX) else None
 
     def number_of(self, token: str) -> int | None:
-        """The number of the token's record; None where it admits nobody."""
+        """Return the record number of a valid token; None for any other."""
         if self.principal(token) is None:
             return None
         digest = _digest(token)
@@ -119,7 +119,7 @@ class Accounts:
             return connection.execute(sa.select(_tokens.c.id).where(_tokens.c.digest == digest)).scalar()
 
     def principal_of(self, number: int) -> Principal | None:
-        """The user of the token of this number; None where it is unknown, expired or revoked."""
+        """Return the user of the token with this record number; None where it is unknown, expired or revoked."""
         return self._find_principal(number, _tokens.c.id)
 
     def _find_principal(self, key: str | int, column: sa.Column[Any]) -> Principal | None:
@@ -151,7 +151,7 @@ class Accounts:
         return principal
 
     def set_user(self, name: str, role: Role) -> None:
-        """Add a user, or give one another role."""
+        """Add a user, or change the role of an existing one."""
         with self._transaction() as connection:
             changed = connection.execute(_users.update().where(_users.c.name == name).values(role=role.value))
             if not changed.rowcount:
@@ -159,7 +159,7 @@ class Accounts:
         self._principals.clear()
 
     def remove_user(self, name: str) -> None:
-        """Remove a user with all tokens. Raises ServiceError where there is none."""
+        """Remove a user with all tokens. Raises ServiceError for an unknown user."""
         with self._transaction() as connection:
             connection.execute(_tokens.delete().where(_tokens.c.user == name))
             if not connection.execute(_users.delete().where(_users.c.name == name)).rowcount:
@@ -167,14 +167,14 @@ class Accounts:
         self._principals.clear()
 
     def users(self) -> Sequence[User]:
-        """Every user that can be read, by name."""
+        """Return every readable user, by name."""
         with self._transaction() as connection:
             rows = connection.execute(sa.select(_users).order_by(_users.c.name)).all()
         readable = ((row, role) for row in rows if (role := _role(row.name, row.role)) is not None)
         return [User(name=row.name, role=role, created_at_s=row.created_at) for row, role in readable]
 
     def create_token(self, user: str, lifetime_s: float | None) -> tuple[str, Token]:
-        """Return a new token, which cannot be read again, and its record. Raises ServiceError for an unknown user."""
+        """Return (token, its record). The token cannot be read again. Raises ServiceError for an unknown user."""
         secret = PREFIX + secrets.token_urlsafe(SECRET_BYTES)
         now_s = self._clock()
         row_values = {
@@ -192,7 +192,7 @@ class Accounts:
         return secret, _token(row)
 
     def open_session(self, user: str, role: Role, lifetime_s: float) -> int:
-        """The number of a new record of a browser's session, whose user gets this role; no token fits it."""
+        """Create a browser session for a user with this role, and return its record number. No token matches it."""
         self.set_user(user, role)
         now_s = self._clock()
         nobody_knows = _digest(secrets.token_urlsafe(SECRET_BYTES))
@@ -202,14 +202,14 @@ class Accounts:
         return int(made.inserted_primary_key[0])  # type: ignore[index]
 
     def close_session(self, number: int) -> None:
-        """End a browser's session; the record of a token stays."""
+        """End a browser session. Records of tokens stay."""
         is_open = sa.and_(_tokens.c.id == number, _tokens.c.shown == BROWSER, _tokens.c.revoked_at.is_(None))
         with self._transaction() as connection:
             connection.execute(_tokens.update().where(is_open).values(revoked_at=self._clock()))
         self._principals.clear()
 
     def revoke_token(self, number: int) -> None:
-        """Revoke a token. Raises ServiceError where there is no live one of this number."""
+        """Revoke a token. Raises ServiceError without a valid token of this number."""
         alive = sa.and_(_tokens.c.id == number, _tokens.c.revoked_at.is_(None))
         with self._transaction() as connection:
             if not connection.execute(_tokens.update().where(alive).values(revoked_at=self._clock())).rowcount:
@@ -217,7 +217,7 @@ class Accounts:
         self._principals.clear()
 
     def tokens(self) -> Sequence[Token]:
-        """Every token ever made for a user that exists, oldest first."""
+        """Return every token ever made for an existing user, oldest first."""
         with self._transaction() as connection:
             return [_token(row) for row in connection.execute(sa.select(_tokens).order_by(_tokens.c.id))]
 
@@ -228,7 +228,7 @@ class Accounts:
             connection.execute(_audit.insert().values(**row, action=action, status=status))
 
     def audit(self, limit: int, before: int | None = None) -> Sequence[tuple[int, AuditRow]]:
-        """Return at most `limit` rows of the audit log with their numbers, newest first; `before` pages on."""
+        """Return at most `limit` (row number, row) of the audit log, newest first; only rows before number `before`."""
         query = sa.select(_audit).order_by(_audit.c.id.desc()).limit(min(limit, AUDIT_ROWS_MAX))
         if before is not None:
             query = query.where(_audit.c.id < before)

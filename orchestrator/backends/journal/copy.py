@@ -1,4 +1,4 @@
-"""A consistent copy of a SQLite journal, while its service may write to it."""
+"""Makes a consistent copy of a SQLite journal while its service may write."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from orchestrator.specs.errors import SpecError
 
 
 def copy_journal(source: Path, target: Path) -> None:
-    """Write the journal as it stands after its newest commit to `target`, by SQLite's backup API.
+    """Copy the journal at its newest commit to `target`, with SQLite's backup API.
 
     Raises SpecError where `source` is no SQLite journal.
     """
@@ -27,7 +27,7 @@ def copy_journal(source: Path, target: Path) -> None:
 
 
 def schema_of(path: Path) -> str:
-    """The schema of a whole SQLite journal. Raises SpecError where it is damaged, or no journal."""
+    """Return the SQL schema of an intact SQLite journal. Raises SpecError where it is damaged, or no journal."""
     try:
         with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as opened:
             (verdict,) = opened.execute("PRAGMA quick_check(1)").fetchone()

@@ -1,4 +1,4 @@
-"""The journal's database: address, connection, ownership by one process, migration, transactions."""
+"""The journal's database connection: address, ownership by one process, migration, transactions."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ log = logging.getLogger(__name__)
 
 
 class Database:
-    """The one connection to a journal's database; threads take turns.
+    """The single connection to a journal's database, shared by threads in turn.
 
-    A SQLite file is locked as long as this process lives. A PostgreSQL database is held by a lease (see `Lease`).
-    A reader of a PostgreSQL database takes no lease and writes nothing. Raises ServiceError where another process owns
-    the database or it refuses, UncertainError where it falls silent amid a commit, SpecError where the address is none.
+    A SQLite file is locked as long as this process lives. A PostgreSQL database is held by a lease (see `Lease`). A
+    reader of a PostgreSQL database takes no lease and writes nothing. Raises ServiceError where another process owns
+    the database or it refuses, UncertainError where it does not answer in a commit, SpecError for an invalid address.
     """
 
     def __init__(self, url: str, *, reads_only: bool = False, stop: threading.Event | None = None) -> None:
@@ -63,7 +63,7 @@ class Database:
 
     @contextmanager
     def transaction(self) -> Iterator[sa.Connection]:
-        """All or nothing, on disk at its end, by the owner of the journal alone."""
+        """Open a transaction that is durable on exit, and rolled back on an error. Only the journal's owner may."""
         with self._lock:
             if self._closed:
                 raise ServiceError(f"journal {self.name} is closed in this process: the service is ending.")
@@ -74,13 +74,13 @@ class Database:
 
     @property
     def fence(self) -> int | None:
-        """Number of this process among the holders by lease; None for a file."""
+        """Fencing number of this process as lease holder; None for a file."""
         return self._owned.fence if isinstance(self._owned, Lease) else None
 
     def confirm(self, *, asks: bool = True) -> None:
-        """Return while this process owns the journal and may act. Raises ServiceError once it does not.
+        """Return normally while this process owns the journal and may act. Raises ServiceError otherwise.
 
-        Without `asks` the database is not asked: who only wants to know must not wait for one that is away.
+        With `asks` false, only local knowledge is checked, so that the call never waits for the database.
         """
         if isinstance(self._owned, Lease) and not self._owned.is_sure:
             if not asks:
@@ -140,7 +140,10 @@ class Database:
                 left_s = lease.left_s(connection)
 
     def _take(self, connection: sa.Connection, lease: Lease) -> float:
-        """0 once this process has the lease and the tables are migrated; else seconds until another's lease ends."""
+        """Take the lease and migrate the tables.
+
+        Returns 0 on success, else the seconds until the other's lease expires.
+        """
         connection.execute(sa.select(sa.func.pg_advisory_xact_lock(OPENING)))
         exists = sa.inspect(connection).has_table("lease")
         if not exists:

@@ -1,7 +1,7 @@
-"""How rows are written, and how those of an older day are read: by their form, without judgement.
+"""Serialisation of journal rows. Old rows are read by their types only, without today's validation rules.
 
-A request is judged where it is submitted, a plan where it is about to run. A rule that is stricter than the one of the
-day on which a row was written leaves that row readable.
+A request is validated where it is submitted, a plan where it is about to run. A rule that is stricter than on the day
+on which a row was written leaves that row readable.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ AS_WRITTEN = CoreConfig(ser_json_inf_nan="constants", allow_inf_nan=True)  # a l
 
 
 class Unreadable(ValueError):
-    """A text is not the noun that a row should hold."""
+    """A text does not hold an object of the expected type."""
 
 
 class Codec:
-    """Writes a noun as JSON, at any depth with NaN and infinities, and reads it back without judgement.
+    """Writes an object as JSON, with NaN and infinities, and reads it back without validation.
 
     Fields are read by their types. A field whose written form differs from its value (`10min` for 600.0) keeps its
-    parser. Bounds, patterns, validators of whole nouns and `__post_init__` are left out. An unknown key is an error:
+    parser. Bounds, patterns, validators of whole objects and `__post_init__` are left out. An unknown key is an error:
     what a later version wrote must not be lost unseen.
     """
 
@@ -44,14 +44,14 @@ class Codec:
         self._serializer = SchemaSerializer(schema, AS_WRITTEN, _use_prebuilt=False)
 
     def write(self, value: object, exclude: set[str] | None = None) -> str:
-        """Return the JSON of a value. Raises Unreadable where UTF-8 cannot say one of its texts."""
+        """Return the JSON of a value. Raises Unreadable for a text that UTF-8 cannot encode."""
         try:
             return self._serializer.to_json(value, exclude=exclude, warnings="error").decode()
         except PydanticSerializationError as error:
             raise Unreadable(str(error)) from None
 
     def read(self, text: str) -> Any:
-        """Return the value that `write` wrote. Raises Unreadable with the first problem and its place."""
+        """Return the value from the JSON of `write`. Raises Unreadable with the first problem and its place."""
         try:
             return self._validator.validate_json(text, extra="forbid", context=HISTORY)
         except ValidationError as error:
@@ -60,9 +60,9 @@ class Codec:
             raise Unreadable(f"{place}: {first['msg']}" if place else str(first["msg"])) from None
 
     def as_kept(self, value: object) -> Any:
-        """Return the value as it will be read from its row; a half of a surrogate pair becomes `?`.
+        """Return the value after writing and reading it; a lone surrogate becomes `?`.
 
-        Raises Unreadable where it cannot be read.
+        Raises Unreadable where it cannot be read back.
         """
         try:
             text = self.write(value)
@@ -73,7 +73,7 @@ class Codec:
 
 
 def codec_of(noun: Any) -> Codec:
-    """Return the codec of a type, which is made once: its schemas take 50 ms."""
+    """Return the codec of a type, built once: its schemas take 50 ms."""
     return _made(noun)
 
 

@@ -1,4 +1,4 @@
-"""The journal: every event, a snapshot of the state, and ended jobs, in SQL."""
+"""The journal (event log): every event, snapshots of the state, and ended jobs, in SQL."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ EVENTS = Annotated[Event, Field(discriminator="type")]
 
 
 class Journal:
-    """The one writer of a journal; every method may be called from any thread.
+    """The only writer of a journal (event log). Every method is thread-safe.
 
-    A SQLite file is locked as long as this process lives; a PostgreSQL database is held by a lease (see `Lease`).
-    A reader of a PostgreSQL journal takes no lease and writes nothing.
-    Raises ServiceError where another process has the journal open, or where the database refuses; the message says what
-    to do. A row that cannot be read is set aside (`set_aside`), and the others are read on.
+    A SQLite file is locked as long as this process lives; a PostgreSQL database is held by a lease (see `Lease`). A
+    reader of a PostgreSQL journal takes no lease and writes nothing. Raises ServiceError where another process has the
+    journal open, or where the database refuses; the message says what to do. A row that cannot be read is set aside
+    (`set_aside`), and the others are read on.
     """
 
     def __init__(self, url: str, *, reads_only: bool = False, stop: threading.Event | None = None) -> None:
@@ -78,11 +78,11 @@ class Journal:
         self._ended, self._counted = Counter[str](), 0  # archived jobs by status, up to this number
 
     def load(self) -> tuple[State | None, Sequence[tuple[Event, str | None]]]:
-        """The newest snapshot of the state (None: there is none), and the events after it, oldest first.
+        """Return (newest snapshot of the state, events after it, oldest first). The snapshot is None without one.
 
-        Each event comes with its decisions as text (`decisions`); None where they were not kept. A snapshot that cannot
-        be read counts as none: the state follows from all events. A live job that cannot be read has a stand-in, which
-        holds the devices of its last launch.
+        Each event comes with its decisions as text (`decisions`); None where they were not stored. A snapshot that
+        cannot be read counts as none: the state follows from all events. A live job that cannot be read has a
+        placeholder, which holds the devices of its last launch.
         """
         with self.database.transaction() as connection:
             row = connection.execute(sa.select(_snapshots.c.id, _snapshots.c.body)).one_or_none()
@@ -96,13 +96,13 @@ class Journal:
         return replace(state, jobs=self._saved), tuple(self.history(row.id))
 
     def live(self) -> Jobs:
-        """Return the live jobs of the newest snapshot; a stand-in for each that cannot be read."""
+        """Return the live jobs of the newest snapshot, with a placeholder for each unreadable one."""
         with self.database.transaction() as connection:
             live = connection.execute(sa.select(_live.c.id, _live.c.body)).all()
         return Jobs(self._live_job(*entry) for entry in live)
 
     def read_all(self) -> None:
-        """Read each row once, so that those that cannot be read stand aside."""
+        """Read every row once, so that unreadable rows are set aside."""
         self.load()
         for _ in self.history():
             pass
@@ -114,7 +114,7 @@ class Journal:
             queue.read_all()
 
     def unreadable(self) -> str | None:
-        """Return which rows cannot be read, as a sentence; None where all can."""
+        """Return a sentence on which rows cannot be read; None where all can."""
         return self.set_aside.problem()
 
     def _live_job(self, job_id: str, body: str) -> Job:
@@ -132,10 +132,7 @@ class Journal:
         return salvage_job(job_id, body, reason, decided, bodies)
 
     def append(self, decided: Sequence[Decided]) -> None:
-        """Keep events, decisions, ended jobs, records for trackers and notices for people, all or nothing.
-
-        On disk when this returns.
-        """
+        """Append events, decisions, ended jobs, tracker records and notices in one durable transaction."""
         events = [{"body": self._event.write(event), "decided": decisions(actions)} for event, actions in decided]
         records = [action for _, actions in decided for action in actions if isinstance(action, Record)]
         ended = [
@@ -155,11 +152,11 @@ class Journal:
                 connection.execute(_jobs.insert(), ended)
 
     def submitted(self, keys: Sequence[str]) -> Mapping[str, Submission]:
-        """Return the submissions under these keys; keys without one are left out."""
+        """Return {key: submission} for the known idempotency keys among these."""
         return self._submissions.find(keys)
 
     def snapshot(self, state: State) -> None:
-        """Keep the state after all appended events; `load` folds only later ones.
+        """Store the state after all appended events; `load` then replays only later ones.
 
         Only jobs that changed since the last snapshot are written.
         """
@@ -184,7 +181,7 @@ class Journal:
         self._saved, self._is_rebuilt = state.jobs, False
 
     def job(self, job_id: str) -> Job | None:
-        """An ended job that has left the state; None where there is none that can be read."""
+        """Return an ended job that has left the state; None where there is no readable one."""
         with self.database.transaction() as connection:
             row = connection.execute(sa.select(_jobs.c.number, _jobs.c.body).where(_jobs.c.id == job_id)).one_or_none()
         return None if row is None else self.set_aside.read(self._job, _jobs.name, *row)
@@ -202,13 +199,13 @@ class Journal:
         return [job for job in jobs if job is not None]
 
     def ends(self) -> dict[str, tuple[str, float]]:
-        """Return the status of each such job, and when it ended in seconds since 1970, by id; the oldest end first."""
+        """Return {job id: (status, end in seconds since 1970)} of all ended jobs, oldest end first."""
         columns = sa.select(_jobs.c.id, _jobs.c.status, _jobs.c.ended_at).order_by(_jobs.c.number)
         with self.database.transaction() as connection:
             return {row.id: (row.status, row.ended_at) for row in connection.execute(columns).all()}
 
     def totals(self) -> Totals:
-        """Return how many jobs have ended, and how many records wait for trackers; count only new jobs."""
+        """Return counts of ended jobs and of records that wait for trackers. Only new jobs are counted anew."""
         columns = (_jobs.c.status, sa.func.count().label("jobs"), sa.func.max(_jobs.c.number).label("last"))
         with self.database.transaction() as connection:
             fresh = sa.select(*columns).where(_jobs.c.number > self._counted).group_by(_jobs.c.status)
@@ -223,7 +220,7 @@ class Journal:
             )
 
     def events(self) -> Iterator[Event]:
-        """Every event ever appended, oldest first."""
+        """Yield every event ever appended, oldest first."""
         return (event for event, _ in self.history())
 
     def began_at_s(self) -> float | None:
@@ -235,7 +232,7 @@ class Journal:
         return None if event is None else float(event.at_s)
 
     def history(self, after: int = 0) -> Iterator[tuple[Event, str | None]]:
-        """Every event that can be read, oldest first, with what was decided; `after` skips as many rows."""
+        """Yield (event, decisions as text or None) of every readable event, oldest first, skipping `after` rows."""
         while True:
             page = sa.select(_events).where(_events.c.id > after).order_by(_events.c.id).limit(PAGE)
             with self.database.transaction() as connection:
@@ -250,11 +247,11 @@ class Journal:
 
     @property
     def fence(self) -> int | None:
-        """Number of this process among the holders of a PostgreSQL journal; None for a file, which the kernel locks."""
+        """Fencing number of this process as owner of a PostgreSQL journal; None for a file, which the kernel locks."""
         return self.database.fence
 
     def confirm(self, *, asks: bool = True) -> None:
-        """Return while this process owns the journal and may act; see `Database.confirm`."""
+        """Return normally while this process owns the journal and may act; see `Database.confirm`."""
         self.database.confirm(asks=asks)
 
     def close(self) -> None:
@@ -278,7 +275,7 @@ class Journal:
         return event
 
     def as_kept(self, event: Event) -> Event:
-        """Return an event as it will be read from the journal. Raises SpecError where it could not be."""
+        """Return an event as the journal will read it back. Raises SpecError where it cannot."""
         try:
             return self._event.as_kept(event)
         except Unreadable as error:

@@ -1,4 +1,4 @@
-"""The outbox: bodies that receivers have yet to get, such as records for trackers and notices for targets.
+"""The outbox: a durable queue of rows for external receivers, such as records for trackers and notices for people.
 
 One queue with a cursor for each receiver (the transactional outbox: microservices.io/patterns/data). Rows of jobs that
 ran come first. A cursor stands before the oldest row that its receiver lacks; which later rows it has is remembered in
@@ -38,14 +38,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Progress:
-    """Which rows a receiver has: those up to a number for each value of `ran`, and some after it."""
+    """The rows that a receiver has: for each value of `ran` all up to a number, and some single ones after it."""
 
     passed: dict[bool, int]
     ahead: set[int] = field(default_factory=set)
 
 
 class Outbox(Generic[Body]):
-    """A queue of the journal; every method may be called from any thread, `delivered` by a receiver's own."""
+    """A queue in the journal's database. Methods are thread-safe; a receiver calls `delivered` from one thread."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class Outbox(Generic[Body]):
         )
 
     def add(self, connection: sa.Connection, bodies: Sequence[Body]) -> None:
-        """Append bodies in a transaction of the journal."""
+        """Append rows within a transaction of the journal."""
         if bodies:
             rows = [{"ran": self._ran(body), "body": self._codec.write(body)} for body in bodies]
             connection.execute(self._rows.insert(), rows)
@@ -80,8 +80,8 @@ class Outbox(Generic[Body]):
     def register(self, receivers: Iterable[str]) -> None:
         """Register exactly these receivers.
 
-        A new receiver begins at the oldest row that is there. A receiver that is not named loses its cursor and holds
-        no row any more; named again, it is new.
+        A new receiver begins at the oldest existing row. A receiver that is missing here loses its cursor and delays no
+        row any more; registered again, it is new.
         """
         names, cursors = tuple(receivers), self._cursors
         with self.database.transaction() as connection:
@@ -95,7 +95,7 @@ class Outbox(Generic[Body]):
             del self._progress[name]
 
     def pending(self, receiver: str, limit: int) -> list[tuple[int, Body]]:
-        """Return at most `limit` rows that a registered receiver lacks, in order; rows that cannot be read pass."""
+        """Return at most `limit` (number, row) that a receiver lacks, in order; unreadable rows are skipped."""
         while True:
             with self.database.transaction() as connection:
                 progress = self._progress_of(receiver, connection)
@@ -113,14 +113,14 @@ class Outbox(Generic[Body]):
                 return readable
 
     def read_all(self) -> None:
-        """Read each row once, so that those that cannot be read stand aside."""
+        """Read every row once, so that unreadable rows are set aside."""
         with self.database.transaction() as connection:
             rows = connection.execute(sa.select(self._rows.c.id, self._rows.c.body)).all()
         for row in rows:
             self._set_aside.read(self._codec, self._rows.name, row.id, row.body)
 
     def undelivered(self, connection: sa.Connection) -> dict[str, int]:
-        """Return how many rows each receiver lacks, in a transaction of the journal."""
+        """Return {receiver: number of rows it lacks}, within a transaction of the journal."""
         counts = {}
         for name in connection.execute(sa.select(self._cursors.c.name)).scalars().all():
             progress = self._progress_of(name, connection)
@@ -130,7 +130,7 @@ class Outbox(Generic[Body]):
         return counts
 
     def delivered(self, receiver: str, numbers: Iterable[int]) -> None:
-        """Note that a receiver has these rows, in memory first, and move its cursor to the first that it lacks."""
+        """Record that a receiver has these rows, and move its cursor to the first that it lacks."""
         delivered = set(numbers)
         if receiver in self._progress:  # the journal may be away
             self._progress[receiver].ahead |= delivered
@@ -177,20 +177,20 @@ class Outbox(Generic[Body]):
 
 
 class Notices(Outbox[Notice]):
-    """What people are told, each thing once; nothing is kept while no target is registered."""
+    """Outbox of notices to people, each sent once; nothing is stored while no target is registered."""
 
     def __init__(self, database: Database, set_aside: SetAside) -> None:
         super().__init__(database, Notice, "notices", "targets", set_aside)
         self.has_targets = False
 
     def register(self, receivers: Iterable[str]) -> None:
-        """Register exactly these targets; see `Outbox.register`."""
+        """Register exactly these notification targets; see `Outbox.register`."""
         names = tuple(receivers)
         super().register(names)
         self.has_targets = bool(names)
 
     def add(self, connection: sa.Connection, bodies: Sequence[Notice]) -> None:
-        """Append the notices that were not told before, in a transaction of the journal."""
+        """Append the notices that were not sent before, within a transaction of the journal."""
         if not self.has_targets or not bodies:
             return
         by_id = {notice.id: notice for notice in bodies}
@@ -206,7 +206,7 @@ class Notices(Outbox[Notice]):
             log.error("more than %d notices wait for their targets: the oldest %d are dropped", NOTICES_MAX, dropped)
 
     def oldest_s(self, connection: sa.Connection) -> dict[str, float]:
-        """Return the time of the oldest notice that waits, for each target that lacks one."""
+        """Return {target: time of its oldest waiting notice} in seconds since 1970, for targets that lack one."""
         cursors, rows = self._cursors, self._rows
         least = sa.select(sa.func.min(rows.c.id)).where(rows.c.id > cursors.c.last_row)
         first = least.correlate(cursors).scalar_subquery()
@@ -218,22 +218,22 @@ class Notices(Outbox[Notice]):
         return oldest
 
     def tell(self, notices: Sequence[Notice]) -> None:
-        """Append the notices that were not told before."""
+        """Append the notices that were not sent before."""
         with self.database.transaction() as connection:
             self.add(connection, notices)
 
     def remember(self, notice: Notice) -> None:
-        """Take a notice for told, without telling it."""
+        """Mark a notice as sent, without sending it."""
         with self.database.transaction() as connection:
             self._remember(connection, [notice])
 
     def find_told(self, ids: Sequence[str]) -> set[str]:
-        """Return the ids of these notices that were told in the last TOLD_S."""
+        """Return those of these ids whose notices were sent in the last TOLD_S seconds."""
         with self.database.transaction() as connection:
             return _find_told(connection, ids)
 
     def knows_kind(self, kind: str) -> bool:
-        """Whether any notice of this kind was told in the last TOLD_S."""
+        """Return whether any notice of this kind was sent in the last TOLD_S seconds."""
         with self.database.transaction() as connection:
             return connection.execute(sa.select(_told.c.id).where(_told.c.kind == kind).limit(1)).first() is not None
 

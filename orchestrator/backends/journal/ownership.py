@@ -1,4 +1,4 @@
-"""Ownership of a journal by one process: a file lock, or a lease whose fence every write checks.
+"""Exclusive ownership of a journal by one process: a file lock, or a lease with a fencing number.
 
 A process that was stopped, or whose network was cut, loses a lease without notice. A fence, the number of the holder,
 keeps it from writing (M. Kleppmann, "How to do distributed locking", 2016).
@@ -31,7 +31,7 @@ _now = sa.func.clock_timestamp()
 
 
 class FileLock:
-    """An exclusive lock on the journal's file; the kernel frees it when the process ends."""
+    """Exclusive lock on the journal's file; the kernel frees it when the process ends."""
 
     def __init__(self, path: Path) -> None:
         """Raises ServiceError where another process has it."""
@@ -50,12 +50,12 @@ class FileLock:
         os.write(self._descriptor, f"{os.getpid()}\n".encode())
 
     def close(self) -> None:
-        """Free the lock."""
+        """Release the lock."""
         os.close(self._descriptor)
 
 
 class Lease:
-    """The journal's only row in the table `lease`, taken by this process until it falls silent for LEASE_S."""
+    """Lease on a PostgreSQL journal: one row in the table `lease`, which expires after LEASE_S without renewal."""
 
     def __init__(self, journal: str) -> None:
         """`journal` is its name in errors. Nothing is held before `take`."""
@@ -65,12 +65,12 @@ class Lease:
 
     @property
     def fence(self) -> int | None:
-        """Number of this process among the holders; None before `take`."""
+        """Fencing number of this process as holder; None before `take`."""
         return self._fence
 
     @property
     def is_sure(self) -> bool:
-        """Whether no other process can hold the lease yet."""
+        """Whether this process certainly still holds the lease."""
         return time.monotonic() < self._renewed_s + SURE * LEASE_S
 
     @property
@@ -80,15 +80,15 @@ class Lease:
 
     @property
     def patience_s(self) -> float:
-        """Seconds to wait for another's lease: by then a living holder renews it, a dead one's ends."""
+        """Seconds to wait for another's lease: by then a living holder renews it, and a dead one's expires."""
         return 1.5 * LEASE_S
 
     def left_s(self, connection: sa.Connection) -> float:
-        """Seconds until the lease ends; locks nothing, so that a standby that is stopped holds nobody up."""
+        """Return the seconds until the lease expires. Locks nothing, so that a stopped standby blocks nobody."""
         return float(connection.execute(sa.select(sa.extract("epoch", _lease.c.expires_at - _now))).scalar_one())
 
     def take(self, connection: sa.Connection) -> float:
-        """0 once this process has the lease; else seconds until another's ends."""
+        """Try to take the lease. Returns 0 on success, else the seconds until the other's lease expires."""
         asked_s = time.monotonic()
         left = sa.extract("epoch", _lease.c.expires_at - _now)
         row = connection.execute(sa.select(_lease.c.fence, left.label("left_s")).with_for_update()).one()
@@ -101,7 +101,7 @@ class Lease:
         return 0.0
 
     def renew(self, connection: sa.Connection) -> None:
-        """Hold the lease for another LEASE_S, and lock its row. Raises ServiceError where it is lost."""
+        """Extend the lease by LEASE_S, and lock its row. Raises ServiceError where it is lost."""
         asked_s = time.monotonic()
         mine = _lease.update().where(_lease.c.fence == self._fence)
         if connection.execute(mine.values(expires_at=_now + _interval())).rowcount != 1:
@@ -112,12 +112,12 @@ class Lease:
         self._renewed_s = asked_s
 
     def give_up(self, connection: sa.Connection) -> None:
-        """End the lease now."""
+        """Release the lease now."""
         self._renewed_s = -LEASE_S
         connection.execute(_lease.update().where(_lease.c.fence == self._fence).values(expires_at=_now))
 
     def holder(self, connection: sa.Connection) -> str:
-        """Name of the current or last holder."""
+        """Return the name of the current or last holder."""
         return str(connection.execute(sa.select(_lease.c.holder)).scalar_one())
 
 
@@ -126,9 +126,9 @@ def _interval() -> sa.ColumnElement[object]:
 
 
 def connect_args() -> dict[str, object]:
-    """Connection settings of a holder: the server bounds idle transactions and waits for locks.
+    """Return connection settings of a holder: limits on idle transactions and on waits for locks.
 
-    What a cut network leaves unanswered ends after LEASE_S too; the kernel alone would try on for 15 minutes.
+    Requests that a cut network leaves unanswered also end after LEASE_S; the kernel alone would retry for 15 minutes.
     """
     lease_ms = round(1000 * LEASE_S)
     options = f"-c idle_in_transaction_session_timeout={lease_ms} -c lock_timeout={2 * lease_ms}"

@@ -1,4 +1,4 @@
-"""What stands in for a job whose row cannot be read: its id, whose it is, and the devices that it may hold."""
+"""Placeholders for jobs whose rows cannot be read: id, owner, and the devices that they may occupy."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ UNKNOWN_PROGRAM = "unreadable"
 
 
 def salvage_job(job_id: str, body: str, reason: str, decided: Iterable[str], released: Iterable[str]) -> Job:
-    """Return a job that is never started, and that holds the devices of its last recorded launch.
+    """Return a placeholder job that never starts, and that occupies the devices of its last recorded launch.
 
-    `decided` are the recorded decisions that may name the job, oldest first. `released` are the bodies of events that
-    may say that its devices are free. Only the id is trusted; what else the row says is taken where it has the form.
+    `decided` are recorded decisions that may name the job, oldest first. `released` are texts of events that may free
+    its devices. Only the id is trusted; other fields are used where they have the expected form.
     """
     raw = _plain(body)
     name, _, order = job_id.rpartition("-")
@@ -44,7 +44,7 @@ def salvage_job(job_id: str, body: str, reason: str, decided: Iterable[str], rel
 
 
 def salvage_submission(body: str, reason: str) -> Submitted | None:
-    """Return the submission that an unreadable event was, of a job that is never started; None for other events."""
+    """Return an unreadable submission event with a placeholder job that never starts; None for other events."""
     raw = _plain(body)
     job_id, order = raw.get("job_id"), raw.get("order")
     if raw.get("type") != "submitted" or not isinstance(job_id, str) or not isinstance(order, int):

@@ -1,4 +1,4 @@
-"""Rows that this version cannot read: each is set aside with its bytes and told, and stops nothing else."""
+"""Rows that this version cannot read: each is stored aside with its bytes and reported, and blocks nothing else."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnreadableRow:
-    """A row as it was found, and why it cannot be read."""
+    """The raw bytes of an unreadable row, and why it cannot be read."""
 
     table: str
     row: str  # its key
     body: str
     reason: str
-    at_s: float  # when it was met first
+    at_s: float  # when it was first found
 
 
 class SetAside:
-    """The rows of a journal that cannot be read; every method may be called from any thread."""
+    """The unreadable rows of a journal. Every method is thread-safe."""
 
     def __init__(self, database: Database) -> None:
         """Load what was set aside before."""
@@ -54,7 +54,7 @@ class SetAside:
         }
 
     def read(self, codec: Codec, table: str, row: object, body: str) -> Any | None:
-        """Return the noun of a row; None where it cannot be read, which is kept and told. Call outside transactions."""
+        """Return the object in a row; None where it is unreadable, which is recorded. Call outside transactions."""
         try:
             return codec.read(body)
         except Unreadable as error:
@@ -75,7 +75,7 @@ class SetAside:
         self._rows[key] = entry
 
     def rows(self) -> list[UnreadableRow]:
-        """Return what is set aside, what was met first at the front."""
+        """Return the rows set aside, in the order of discovery."""
         return [*self._rows.values()]
 
     def problem(self) -> str | None:
@@ -91,7 +91,7 @@ class SetAside:
         )
 
     def remove(self, table: str, row: str) -> UnreadableRow | None:
-        """Drop a row for good, where it stands aside and in its own table; None where there is none.
+        """Delete a row for good, here and in its own table, and return it; None where there is none.
 
         A row of `live` is a job: its cancellation frees its devices, and only its bytes are dropped here.
         """

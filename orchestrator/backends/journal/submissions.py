@@ -1,4 +1,4 @@
-"""Submissions in the journal, by the keys that they were sent under: one that is sent again is known."""
+"""Submissions in the journal by idempotency key, so that a repeated one is recognised."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _submissions = sa.Table(
 
 
 class Submissions:
-    """A table of a journal; every method may be called from any thread."""
+    """Table of recent submissions in a journal. Every method is thread-safe."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
 
     def add(self, connection: sa.Connection, events: Iterable[Event]) -> None:
-        """Keep the submissions that came under a key, in a transaction of the journal; older ones are forgotten."""
+        """Store the submissions with a key, within a transaction of the journal; older ones are dropped."""
         ids: dict[RequestKey, list[str]] = {}
         at_s = 0.0
         for event in events:
@@ -46,7 +46,7 @@ class Submissions:
         connection.execute(_submissions.insert(), rows)
 
     def find(self, names: Sequence[str]) -> Mapping[str, Submission]:
-        """Return the submissions of the last KEPT_S under these keys."""
+        """Return {key: submission} of the last KEPT_S seconds for these keys."""
         wanted = sa.select(_submissions).where(_submissions.c.key.in_(names))
         with self._database.transaction() as connection:
             rows = connection.execute(wanted).all()

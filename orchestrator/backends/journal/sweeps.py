@@ -1,4 +1,4 @@
-"""Sweeps in the journal: which there are, the jobs that are their trials, and what these gave."""
+"""Sweeps (hyperparameter searches) in the journal: their trials, and the metric value of each."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _trials = sa.Table(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialRow:
-    """A job that is a trial, and the last value of its metric once it has ended with one."""
+    """The job of a trial, and the last value of its metric; None before it ended with one."""
 
     job: str
     number: int
@@ -38,13 +38,13 @@ class TrialRow:
 
 
 class Sweeps:
-    """Tables of a journal; every method may be called from any thread."""
+    """Tables of sweeps in a journal. Every method is thread-safe."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
 
     def add(self, connection: sa.Connection, events: Iterable[Event]) -> None:
-        """Keep the submitted trials, and the sweeps that begin with them, in a transaction of the journal."""
+        """Store submitted trials, and new sweeps, within a transaction of the journal."""
         trials = [
             {"job": event.job_id, "sweep": event.array, "number": event.spec.trial.number}
             for event in events
@@ -56,37 +56,37 @@ class Sweeps:
             connection.execute(_sweeps.insert(), begun)
 
     def open(self) -> list[str]:
-        """Ids of the sweeps that have not ended, oldest first."""
+        """Return ids of unfinished sweeps, oldest first."""
         wanted = sa.select(_sweeps.c.id).where(_sweeps.c.ended.is_(None)).order_by(_sweeps.c.number)
         with self._database.transaction() as connection:
             return list(connection.execute(wanted).scalars())
 
     def newest(self, limit: int) -> list[str]:
-        """Ids of at most `limit` sweeps, the newest first."""
+        """Return ids of at most `limit` sweeps, newest first."""
         with self._database.transaction() as connection:
             wanted = sa.select(_sweeps.c.id).order_by(_sweeps.c.number.desc()).limit(limit)
             return list(connection.execute(wanted).scalars())
 
     def ended(self, sweep: str) -> str | None:
-        """Why the sweep has ended; "" while it goes on, None where there is no such sweep."""
+        """Return why the sweep has ended; "" while it runs, None for an unknown sweep."""
         with self._database.transaction() as connection:
             row = connection.execute(sa.select(_sweeps.c.ended).where(_sweeps.c.id == sweep)).one_or_none()
         return None if row is None else row.ended or ""
 
     def trials(self, sweep: str) -> Sequence[TrialRow]:
-        """The trials of a sweep by number."""
+        """Return the trials of a sweep, by number."""
         wanted = sa.select(_trials).where(_trials.c.sweep == sweep).order_by(_trials.c.number)
         with self._database.transaction() as connection:
             rows = connection.execute(wanted).all()
         return [TrialRow(job=row.job, number=row.number, value=row.value) for row in rows]
 
     def tell(self, job: str, value: float) -> None:
-        """Keep what a trial gave."""
+        """Store a trial's metric value."""
         with self._database.transaction() as connection:
             connection.execute(_trials.update().where(_trials.c.job == job).values(value=value))
 
     def end(self, sweep: str, why: str) -> None:
-        """The sweep has no more trials; the first reason stays."""
+        """Mark the sweep as ended; the first reason stays."""
         with self._database.transaction() as connection:
             still_open = (_sweeps.c.id == sweep) & _sweeps.c.ended.is_(None)
             connection.execute(_sweeps.update().where(still_open).values(ended=why))

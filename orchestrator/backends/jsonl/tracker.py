@@ -1,4 +1,4 @@
-"""Records as JSON lines: one object for each row of the outbox, in `records.jsonl` of the home.
+"""Tracker that appends records as JSON lines to `records.jsonl` in the home, one object per outbox row.
 
 The file only grows. It may be moved away at any time: the next record begins a new one.
 """
@@ -23,7 +23,7 @@ TAIL_BYTES = 65_536  # read at a time, from the end, in search of the last whole
 
 
 class JsonLinesTracker(Tracker):
-    """Appends one line for each record. A record that comes again is a second line with the same `id`."""
+    """Appends one line per record. A repeated record is a second line with the same `id`."""
 
     def __init__(self, home: Path, lookups: Lookups) -> None:  # noqa: ARG002  every tracker is given both
         self._path = home / "records.jsonl"
@@ -31,7 +31,7 @@ class JsonLinesTracker(Tracker):
         self._job, self._attempt = TypeAdapter(Job), TypeAdapter(Attempt | None)
 
     def send(self, rows: Sequence[OutboxRow]) -> None:
-        """Append the rows and have them on the disk. Raises OSError where the disk is full or away."""
+        """Append the rows, and sync them to disk. Raises OSError where the disk is full or unavailable."""
         lines = "".join(json.dumps(self._object(number, record)) + "\n" for number, record in rows)
         with os.fdopen(os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600), "r+b") as file:
             drop_torn_line(file)
@@ -54,7 +54,7 @@ class JsonLinesTracker(Tracker):
 
 
 def drop_torn_line(file: BinaryIO) -> None:
-    """Cut off a last line without its end, and stand behind the whole ones: its record comes again."""
+    """Truncate an incomplete last line, and seek to the end. Its record comes again."""
     end = file.seek(0, os.SEEK_END)
     while end > 0:
         start = max(0, end - TAIL_BYTES)

@@ -1,4 +1,4 @@
-"""A connection to an MLflow server, whose requests are bounded."""
+"""Connection to an MLflow server, with bounded requests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ REQUEST_TIMEOUT_S = 5
 
 
 def bound_requests() -> None:
-    """Set how long and how often MLflow's client tries, and that it asks no proxy for a server of this machine."""
+    """Set timeouts and retries of MLflow's client, and bypass proxies for servers on this machine."""
     os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] = "0"  # the relay's are longer apart; the default waits 4 minutes
     os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] = str(REQUEST_TIMEOUT_S)
     os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
@@ -27,7 +27,7 @@ def bound_requests() -> None:
 
 
 class Contact:
-    """Connection to a server and the run ids known there; replaced after any error."""
+    """Connection to a server, with a cache of run ids; replaced after any error."""
 
     def __init__(self, tracking_uri: str) -> None:
         from mlflow import MlflowClient  # 2 s of imports, in the relay's thread
@@ -39,7 +39,7 @@ class Contact:
         self.closed: set[str] = set()  # keys of runs that are complete
 
     def find_or_create(self, key: str, start_ms: int, tags: Mapping[str, str], name: str) -> Run:
-        """Return the run with this key, which is its tag `orc.run`; create it where there is none."""
+        """Return the run whose tag `orc.run` is this key; create it where there is none."""
         first = self.only(key)
         if first is not None:
             return first
@@ -51,10 +51,10 @@ class Contact:
         return self.client.create_run(self.experiment_id, start_time=start_ms, tags=dict(tags), run_name=name)
 
     def only(self, key: str) -> Run | None:
-        """The one run with this key, or None; where there are more, every service keeps the same one.
+        """Return the one run with this key; None without one. Duplicates are deleted.
 
-        More than one are there where a creation that timed out came true, or one of a service that was frozen. The one
-        that has ended stays, else the first by id; the others are deleted.
+        Duplicates come from a creation that timed out but succeeded, or from a service that was frozen. Every service
+        keeps the same run: the one that has ended, else the first by id.
         """
         runs = self.client.search_runs([self.experiment_id], f"tags.`orc.run` = '{key}'", max_results=100)
         first, *others = sorted(runs, key=lambda run: (run.info.end_time is None, run.info.run_id)) or (None,)

@@ -1,4 +1,4 @@
-"""Content of the MLflow runs of a job and its attempts, as plain text and numbers. Pure: no server is asked."""
+"""Content of MLflow runs of a job and its attempts, as plain data. Pure functions: no server is called."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ METRIC_NAME = re.compile(r"[\w./ -]{1,250}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunContent:
-    """An MLflow run, without its curves."""
+    """Content of an MLflow run, without its curves."""
 
     name: str
     start_ms: int
@@ -58,22 +58,22 @@ class RunContent:
 
 
 def run_key(job: Job, number: int) -> str:
-    """The tag by which a run is found again; number 0 is the job's own run."""
+    """Return the tag that identifies a run; number 0 is the job's own run."""
     return f"{job.key}/{number}"
 
 
 def comparison_key(job: Job) -> str:
-    """The name, in every home, of the comparison that the job is a strategy of."""
+    """Return the key, unique across homes, of the job's comparison."""
     return f"{job.array}@{job.submitted_at_s!r}"
 
 
 def sweep_key(sweep_id: str, submitted_at_s: float) -> str:
-    """The name, in every home, of a sweep that was submitted then."""
+    """Return the key, unique across homes, of a sweep submitted at this time."""
     return f"{sweep_id}@{submitted_at_s!r}"
 
 
 def job_content(job: Job, hide: Hide, compare: str, picture: Picture | None = None) -> RunContent:
-    """The run of a whole job; `compare` is the address of its attempts side by side, or empty."""
+    """Return the run of a whole job; `compare` is the URL of its attempts side by side, or ""."""
     ends = [attempt.ended_at_s for attempt in job.attempts if attempt.ended_at_s is not None]
     end_s = max(ends, default=job.submitted_at_s) if job.status.ended else None
     metrics = {"attempts": float(len(job.attempts))}
@@ -118,9 +118,9 @@ def attempt_content(
     observation: Observation | None = None,
     device: DeviceSpec | None = None,
 ) -> RunContent:
-    """The run of one attempt: what was planned, what was measured, how it ended and why it differs from the last.
+    """Return the run of one attempt: plan, measurements, end, and reasons for differences from the last one.
 
-    `explanation` explains its end; `observation` calibrates later predictions; `device` is what it ran on.
+    `explanation` explains its end; `observation` calibrates later predictions; `device` is the kind it ran on.
     """
     failure = attempt.failure
     ended = attempt.status is AttemptStatus.ENDED
@@ -183,22 +183,22 @@ def source_tags(job: Job, hide: Hide) -> dict[str, str]:
 
 
 def compare_url(address: str, run_ids: tuple[str, ...], experiment_id: str) -> str:
-    """The page of an MLflow server that shows these runs side by side."""
+    """Return the URL of an MLflow page that shows these runs side by side."""
     runs, experiments = (quote(json.dumps(ids)) for ids in (list(run_ids), [experiment_id]))
     query = f"runs={runs}&experiments={experiments}&workflowType=machine_learning"  # not the view of traces
     return f"{address.rstrip('/')}/#/compare-runs?{query}"
 
 
 def run_url(address: str, experiment_id: str, run_id: str) -> str:
-    """Return the page of a run on an MLflow server."""
+    """Return the URL of a run's page on an MLflow server."""
     return f"{address.rstrip('/')}/#/experiments/{experiment_id}/runs/{run_id}?workflowType=machine_learning"
 
 
 def parse_curves(text: str, elapsed_ms: float) -> tuple[list[tuple[str, float, int, int]], float]:
-    """(name, value, milliseconds since the launch, step) of each number in the lines, and the new milliseconds.
+    """Return ([(name, value, milliseconds since launch, step)], new elapsed milliseconds) from lines of metrics.
 
-    Time is the sum of `step_s`, so that the same lines read again give the same points. Lines that are not JSON
-    objects with a step are passed over: a killed rank leaves such.
+    Time is the sum of `step_s`, so that the same lines read again give the same points. Lines that are not JSON objects
+    with a step are skipped: a killed rank leaves such lines.
     """
     points = []
     for text_line in text.splitlines():
@@ -217,7 +217,7 @@ def parse_curves(text: str, elapsed_ms: float) -> tuple[list[tuple[str, float, i
 
 
 def parse_samples(text: str, number: int) -> tuple[list[tuple[str, float, int, int]], int]:
-    """(name, value, milliseconds since 1970, number) of each figure in the lines of samples, and the next number."""
+    """Return ([(name, value, milliseconds since 1970, number)], next number) from lines of system samples."""
     points = []
     for text_line in text.splitlines():
         line = _object(text_line)
@@ -335,7 +335,7 @@ def _note(job: Job, compare: str) -> str:
 
 
 def comparison_note(comparison: Comparison, link: str) -> str:
-    """The description of a comparison's run in Markdown: its verdict, and a table of its strategies."""
+    """Return the Markdown description of a comparison's run: its verdict, and a table of its strategies."""
     lines = [f"**{comparison.verdict}**", "", f"[Compare the strategies]({link})", ""]
     lines += ["| strategy | predicted peak | measured peak | step | loss | end |", "|---|---|---|---|---|---|"]
     for row in comparison.rows:
@@ -352,7 +352,7 @@ def comparison_note(comparison: Comparison, link: str) -> str:
 
 
 def sweep_note(report: SweepReport, link: str) -> str:
-    """The description of a sweep's run in Markdown: its best trial, and a table of its trials."""
+    """Return the Markdown description of a sweep's run: its best trial, and a table of its trials."""
     lines = [
         f"**{report.best_said or 'No trial succeeded'}**",
         "",

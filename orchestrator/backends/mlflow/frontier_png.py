@@ -1,4 +1,4 @@
-"""The frontier as a PNG for MLflow: the same points, marks and line as in the terminal."""
+"""The frontier chart as a PNG for MLflow, with the same content as in the terminal."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STYLES: dict[Mark, dict[str, Any]] = {
 
 
 def figure(title: str, picture: Picture, labelled: str = "attempt ") -> Figure:
-    """Step time against bytes per device, both logarithmic; `labelled` says what the numbers at points are of."""
+    """Return a chart of step time against bytes per device, both logarithmic; `labelled` prefixes the point labels."""
     from matplotlib.figure import Figure  # mlflow brings matplotlib; pyplot keeps state, which threads share
 
     drawn = Figure(figsize=INCHES, dpi=DOTS_PER_INCH, layout="constrained")

@@ -1,4 +1,4 @@
-"""Runs that have the runs of several jobs below them: comparisons of strategies, and sweeps."""
+"""MLflow parent runs over several jobs: comparisons of strategies, and sweeps."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ RUNS_MAX = 1000  # of one comparison or sweep
 
 
 class Groups:
-    """The runs of the comparisons and sweeps of a home."""
+    """The parent runs of a home's comparisons and sweeps."""
 
     def __init__(self, address: str, home: Path, lookups: Lookups) -> None:
         self._address, self._home, self._lookups = address, home, lookups
@@ -47,16 +47,16 @@ class Groups:
         self._lock = threading.Lock()  # jobs of one group may be sent at once
 
     def take_up(self, run: Run) -> None:
-        """Go on with the run of a sweep that began before this process did."""
+        """Resume the parent run of a sweep that an earlier process began."""
         tags = run.data.tags
         sweep = self._lookups.sweep(tags[SWEEP_OF_TAG]) if SWEEP_OF_TAG in tags else None
         if sweep is not None and tags.get("orc.run") == f"sweep {sweep_key(sweep.id, sweep.submitted_at_s)}":
             self._sweeps.setdefault(run.info.run_id, sweep.id)  # else it is another home's
 
     def tags(self, contact: Contact, job: Job) -> dict[str, str]:
-        """Tags of the runs of a strategy of `orc compare` or a trial of a sweep; empty for other jobs.
+        """Return tags that put a job's runs below its comparison or sweep; {} for other jobs.
 
-        Their parent is one run of all.
+        The parent run is created where it is missing.
         """
         if job.array is not None and job.spec.trial is not None:
             sweep = self._lookups.sweep(job.array)
@@ -84,7 +84,7 @@ class Groups:
         return contact.run_ids[key]
 
     def end_sweeps(self, contact: Contact) -> None:
-        """End the runs of sweeps that are over, once the run of every trial has ended, with a table of the trials."""
+        """End the runs of finished sweeps, with a table of trials, once every trial's run has ended."""
         for run_id, sweep_id in list(self._sweeps.items()):
             report = self._lookups.sweep(sweep_id)
             if report is None or not report.ended or report.live:
@@ -119,7 +119,7 @@ class Groups:
         contact.client.log_text(run_id, json.dumps(asdict(report), indent=2), "sweep.json")
 
     def end_comparison(self, contact: Contact, job: Job, tags: Mapping[str, str], hide: Hide) -> None:
-        """End the run of a comparison whose jobs have all ended, with its table, picture and verdict."""
+        """End the run of a comparison whose jobs have all ended, with its table, chart and verdict."""
         if job.spec.trial is None:
             with self._lock:
                 self._end_comparison(contact, job, tags, hide)
@@ -147,17 +147,17 @@ class Groups:
 
 
 def member_name(job: Job, attempt: Attempt) -> str:
-    """Name of an attempt's run among those of a comparison or a sweep."""
+    """Return the name of an attempt's run within a comparison or sweep."""
     if job.spec.trial is None:
         return strategy_of(attempt.plan)
     return job.id if attempt.number == 1 else attempt.name
 
 
 def trial_of(job: Job) -> dict[str, str]:
-    """Parameters of a trial as those of its run."""
+    """Return the parameters of a trial as parameters of its MLflow run; {} for other jobs."""
     return {} if job.spec.trial is None else {name: str(value) for name, value in job.spec.trial.parameters}
 
 
 def compared_runs(client: MlflowClient, experiment_id: str, key: str) -> list[Run]:
-    """The runs of a comparison's strategies, without their parent."""
+    """Return the runs of a comparison's strategies, without the parent run."""
     return list(client.search_runs([experiment_id], f"tags.`{COMPARISON_TAG}` = '{key}'", max_results=RUNS_MAX))

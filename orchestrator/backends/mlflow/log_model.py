@@ -1,8 +1,8 @@
-"""Copies what a job left in its output folder to MLflow; a process of its own, since it imports transformers.
+"""Copies a job's output folder to MLflow, in a separate process, since it imports transformers.
 
 A whole transformers model becomes a LoggedModel, which `mlflow.transformers` and `mlflow.pyfunc` load again. So do
 adapters of peft whose base model is on this machine: the LoggedModel has the adapters, and names the base's folder.
-Anything else becomes artifacts under `output/`, of which nothing is claimed.
+Anything else becomes artifacts under `output/`.
 """
 
 from __future__ import annotations
@@ -47,19 +47,19 @@ WORDY = "text-generation", "fill-mask", "text-classification", "token-classifica
 
 
 def files_of(folder: Path) -> list[Path]:
-    """The files at the top of an output folder: folders below are a trainer's checkpoints."""
+    """Return the files at the top of an output folder. Subfolders are a trainer's checkpoints."""
     return sorted(path for path in folder.iterdir() if path.is_file()) if folder.is_dir() else []
 
 
 def task_of(folder: Path) -> str | None:
-    """The pipeline of the transformers model in a folder; None where it holds none that a pipeline takes."""
+    """Return the pipeline task of the transformers model in a folder; None without a model that has one."""
     return _task(folder, has_tokenizer=_has_any(folder, TOKENIZER))
 
 
 def base_of(folder: Path) -> tuple[Path, str] | None:
-    """The folder of the base model of the adapters in a folder, and its pipeline.
+    """Return (base model folder, its pipeline task) of the adapters in a folder.
 
-    None where there are no adapters, or no base model on this machine that a pipeline takes.
+    None where there are no adapters, or no usable base model on this machine.
     """
     try:
         name = str(json.loads((folder / ADAPTER_CONFIG).read_text())["base_model_name_or_path"])
@@ -102,7 +102,7 @@ def _local(name: str) -> Path | None:
 
 
 def main(home: str, tracking_uri: str, run_id: str, name: str, folder: str) -> None:
-    """Copy the output, and say on the run by MODEL_TAG what became of it."""
+    """Copy the output, and record the result in the run's tag MODEL_TAG."""
     from mlflow import MlflowClient
 
     register_socket(Path(home))  # whose own server the URI may name

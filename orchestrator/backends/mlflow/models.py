@@ -1,4 +1,4 @@
-"""Copies outputs to MLflow one after another, each in a process of its own, beside the records of jobs."""
+"""Copies outputs to MLflow one after another, each in its own process, beside the records of jobs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class _Copy:
 
 
 class Outputs:
-    """Outputs to copy. What is to be done is a tag of the job's run, so that a restart loses nothing."""
+    """Queue of outputs to copy. Its entries are tags of the jobs' runs, so that a restart loses nothing."""
 
     def __init__(self, tracking_uri: str, home: Path, lookups: Lookups) -> None:
         self._uri, self._home, self._lookups = tracking_uri, home, lookups
@@ -42,7 +42,7 @@ class Outputs:
         self._until_s = 0.0
 
     def take_up(self, client: MlflowClient, experiment_id: str) -> None:
-        """Go on with what an earlier process of the service did not finish."""
+        """Resume copies that an earlier process of the service did not finish."""
         wanted = f"tags.`{MODEL_TAG}` = '{PENDING}'"
         run_ids = {copy.run_id for copy in (*self._waiting, *filter(None, [self._current]))}
         for run in client.search_runs([experiment_id], wanted, max_results=PENDING_MAX):
@@ -52,7 +52,7 @@ class Outputs:
                 self._waiting.append(_Copy(run_id=run.info.run_id, job_id=job.id))
 
     def ask(self, client: MlflowClient, run: Run, job_id: str) -> None:
-        """Have the job's output copied, unless it is empty or was asked for before."""
+        """Queue the copy of the job's output, unless it is empty or was queued before."""
         if MODEL_TAG in run.data.tags or not files_of(JobFolder(self._home, job_id).output):
             return
         client.set_tag(run.info.run_id, MODEL_TAG, PENDING)

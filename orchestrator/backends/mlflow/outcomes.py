@@ -1,4 +1,4 @@
-"""Outcomes that other homes left in MLflow, as observations."""
+"""Imports outcomes that other homes recorded in MLflow, as observations (predicted and measured values)."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ log = logging.getLogger(__name__)
 
 
 def read_outcomes(tracking_uri: str, experiment: str) -> tuple[Observation, ...]:
-    """Outcomes of an experiment's attempts that are worth keeping, oldest first.
+    """Return the usable observations of an experiment's attempts, oldest first.
 
-    Raises ServiceError where MLflow does not answer, SpecError where it has no such experiment, or where no MLflow is:
-    one would be made.
+    Raises ServiceError where MLflow does not answer. Raises SpecError for an unknown experiment, or where no MLflow
+    store exists, since the client would create one.
     """
     if not tracking_uri.startswith(SERVERS) and not _sqlite_file(tracking_uri).is_file():
         allowed = f"http://HOST:PORT, or {SQLITE}FILE of a file that is there"

@@ -1,4 +1,4 @@
-"""The process of a home's own MLflow server: one worker on a socket file in the folder where it starts."""
+"""The process of a home's own MLflow server: one worker on a socket file in its working directory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ UNUSED = ("pyarrow", "scipy", "pygments")  # 30 MB that libraries of MLflow impo
 
 
 def main() -> None:
-    """Serve until SIGTERM. Only the user of this process may open the socket file, or what else it writes."""
+    """Serve until SIGTERM. Only this process's user may open the socket file and other files."""
     sys.modules.update(dict.fromkeys(UNUSED))  # type: ignore[arg-type]  # None: the import fails
     os.umask(0o077)
     from mlflow.server.fastapi_app import app

@@ -1,7 +1,7 @@
-"""A local MLflow server under the service's home: started, kept running, found again and stopped.
+"""The local MLflow server of a home: start, supervision, lookup and stop.
 
 It listens on a socket file and on no port. Its folder has mode 0700: other users of this machine come through the
-service, which asks who they are.
+service, which authenticates them.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ class MlflowServer:
 
     @property
     def uri(self) -> str:
-        """The tracking URI by which MLflow's client reaches the server in this process."""
+        """The tracking URI for MLflow's client in this process."""
         return register_socket(self.home)
 
     def ensure_running(self) -> bool:
-        """True where the server answers now; else it is starting, or starts within a minute.
+        """Start the server if needed; return whether it answers now. A start takes up to a minute.
 
         Call it every few seconds. It takes at most 2 s. A server that listens on a port is of an earlier version of
         ours, and ends at once.
@@ -77,10 +77,11 @@ class MlflowServer:
         return False
 
     def check(self) -> None:
-        """Return where the server serves the records of its folder. Raises ConnectionError with the reason else.
+        """Return normally where the server serves the records of its folder.
 
-        The variables that start it are private names of MLflow, which a later version may ignore. Its default
-        experiment shows that: it is in the folder's database, and its artifacts are at the server.
+        Raises ConnectionError with the reason else. The variables that start it are private names of MLflow, which a
+        later version may ignore. Its default experiment shows that: it is in the folder's database, and its artifacts
+        are at the server.
         """
         try:
             status, body = self._get("/api/2.0/mlflow/experiments/get?experiment_id=0", CHECK_TIMEOUT_S)
@@ -103,7 +104,7 @@ class MlflowServer:
                 self._process.wait(STOP_S)
 
     def processes(self) -> tuple[int, ...]:
-        """Process ids of this home's server."""
+        """Return process ids of this home's server."""
         return server_processes(self.home)
 
     def _healthy(self) -> bool:
@@ -160,7 +161,7 @@ class MlflowServer:
 
 @contextlib.contextmanager
 def socket_path(folder: Path) -> Iterator[str]:
-    """A path of the socket file in a folder, for a connection. Raises OSError.
+    """Yield a short path of the socket file in a folder, for a connection. Raises OSError.
 
     The kernel takes 107 bytes, and a home may have a longer path: this one leads through a descriptor of the folder.
     """
@@ -172,7 +173,7 @@ def socket_path(folder: Path) -> Iterator[str]:
 
 
 def connect_socket(folder: Path, timeout_s: float | None) -> socket.socket:
-    """A connection to the server of the socket file in a folder. Raises OSError."""
+    """Return a connection to the server on the socket file in a folder. Raises OSError."""
     connection = socket.socket(socket.AF_UNIX)
     connection.settimeout(timeout_s)
     try:
@@ -188,10 +189,10 @@ _folders: dict[str, Path] = {}  # by host
 
 
 def register_socket(home: Path) -> str:
-    """The tracking URI of the home's own server, for MLflow's client in this process.
+    """Return the tracking URI of the home's own server, for MLflow's client in this process.
 
-    The client knows no socket files. urllib3, by which it connects, is made to take a name below HOST for one; every
-    other name goes where it went.
+    The client has no support for socket files. So urllib3, by which it connects, is patched to map names below HOST to
+    one; every other name is unchanged.
     """
     from urllib3.util import connection
 
@@ -214,7 +215,7 @@ def register_socket(home: Path) -> str:
 
 
 def server_processes(home: Path) -> tuple[int, ...]:
-    """Process ids of the home's server, found by a variable in their environment."""
+    """Return process ids of the home's server, identified by an environment variable."""
     mark = f"{MARK}={home.resolve()}".encode()
     pids = []
     for folder in Path("/proc").glob("[0-9]*"):
@@ -225,7 +226,7 @@ def server_processes(home: Path) -> tuple[int, ...]:
 
 
 def end_server(home: Path) -> None:
-    """End every process of the home's server, also of an earlier service; nothing is written."""
+    """End every process of the home's server, also of an earlier service. Writes nothing."""
     _signal(server_processes(home), signal.SIGTERM)
     deadline_s = time.monotonic() + STOP_S
     while server_processes(home) and time.monotonic() < deadline_s:

@@ -58,7 +58,7 @@ class _Curves:
     samples: dict[Path, int] = field(default_factory=dict)  # of each node
 
     def points(self, path: Path, text: str) -> list[tuple[str, float, int, int]]:
-        """(name, value, milliseconds since 1970, step) of each number in the next lines of a file."""
+        """Return (name, value, milliseconds since 1970, step) of each number in the next lines of a file."""
         if path != self.folder.metrics:
             points, self.samples[path] = parse_samples(text, self.samples.get(path, 0))
             return points
@@ -67,7 +67,7 @@ class _Curves:
 
 
 class MlflowTracker(Tracker):
-    """Jobs and attempts as MLflow runs; sending a row or a curve again changes nothing."""
+    """Records jobs and attempts as MLflow runs. Sending is idempotent."""
 
     threads = THREADS
 
@@ -87,7 +87,7 @@ class MlflowTracker(Tracker):
         bound_requests()
 
     def send(self, rows: Sequence[OutboxRow]) -> None:
-        """Bring the job of the rows up to date, with the curves of its attempts."""
+        """Update the runs of the rows' job and of its attempts, with their curves."""
         with self._connection() as contact:
             self._send_job(contact, rows[-1][1].job)
 
@@ -101,7 +101,7 @@ class MlflowTracker(Tracker):
             self._outputs.go_on(contact.client)
 
     def shut_down(self) -> None:
-        """Do nothing: the server is not ours."""
+        """Do nothing, since the server is not ours."""
 
     def _connect(self) -> Contact:
         return Contact(self._uri)
@@ -264,7 +264,7 @@ def _next_lines(path: Path, offset: int) -> bytes:
 
 
 class HomeMlflow(MlflowTracker):
-    """MLflow on a local server of the home, which is started and kept running."""
+    """MLflow tracker with a local server in the home, which it starts and supervises."""
 
     def __init__(self, home: Path, lookups: Lookups) -> None:
         """Start the server, or find the one that runs; nothing waits for it."""
@@ -273,7 +273,7 @@ class HomeMlflow(MlflowTracker):
         super().__init__(self._server.uri, home, lookups, ADDRESS)
 
     def refresh(self) -> None:
-        """Keep the server running, and send curves."""
+        """Restart the server if needed, and send curves."""
         self._server.ensure_running()
         super().refresh()
 
@@ -287,7 +287,7 @@ class HomeMlflow(MlflowTracker):
 
 
 def data_inputs(job: Job, hide: Hide) -> list[DatasetInput]:
-    """The data files that the job names, as inputs of its runs; at most INPUTS_MAX, and none for a script.
+    """Return the job's data files as inputs of its runs, at most INPUTS_MAX; none for a script.
 
     A digest is of the file's path, size and time of change: files of terabytes are not read for it.
     """
@@ -309,7 +309,7 @@ def data_inputs(job: Job, hide: Hide) -> list[DatasetInput]:
 
 
 def comparison_url(home: Path, address: str, key: str, jobs: int) -> str | None:
-    """MLflow's page that shows the strategies of a comparison side by side; None before it has a run of each job.
+    """Return the URL of MLflow's page with a comparison side by side; None before each of `jobs` jobs has a run.
 
     It is a path on the service where the address is that of the home's own server.
     """
@@ -327,7 +327,10 @@ def comparison_url(home: Path, address: str, key: str, jobs: int) -> str | None:
 
 
 def job_url(home: Path, address: str, key: str, _jobs: int) -> str | None:
-    """Return MLflow's page of a job's run, or of its newest attempt; None while there is none. `key` is `Job.key`."""
+    """Return the URL of MLflow's page of a job's run, or of its newest attempt; None without one.
+
+    `key` is `Job.key`.
+    """
     from mlflow.exceptions import MlflowException
 
     bound_requests()
@@ -343,6 +346,6 @@ def job_url(home: Path, address: str, key: str, _jobs: int) -> str | None:
 
 
 def tracker_of(home: Path, lookups: Lookups) -> MlflowTracker:
-    """The tracker of the server that ORC_MLFLOW named when the service was brought up, else of the home's own."""
+    """Return the tracker for the server in ORC_MLFLOW at the service's start, else for the home's own server."""
     file = home / ADDRESS_FILE
     return MlflowTracker(file.read_text().strip(), home, lookups) if file.exists() else HomeMlflow(home, lookups)

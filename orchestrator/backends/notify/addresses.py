@@ -1,4 +1,4 @@
-"""Which addresses a webhook may reach, and a connection to exactly the address that was checked.
+"""Address checks of webhooks, and connections to exactly the checked address.
 
 A name is resolved once: a second look-up could give another address (DNS rebinding; OWASP, Server Side Request Forgery
 Prevention Cheat Sheet).
@@ -17,11 +17,11 @@ WIRE_SERVER = ip_address("168.63.129.16")  # Azure's, within each of its network
 
 
 class Refused(ConnectionError):
-    """The address is not allowed. Its message holds no URL."""
+    """The address is not allowed. The message contains no URL."""
 
 
 def is_public(text: str) -> bool:
-    """Whether an address is of the public network; private, loopback, link-local and metadata addresses are not."""
+    """Return whether an address is on the public network, not private, loopback, link-local or metadata."""
     address = ip_address(text.partition("%")[0])
     return all(inner.is_global and not inner.is_multicast and inner != WIRE_SERVER for inner in _with_embedded(address))
 
@@ -43,7 +43,7 @@ def _with_embedded(address: IPv4Address | IPv6Address) -> list[IPv4Address | IPv
 
 
 def resolve_host(host: str, port: int, allowed_hosts: Collection[str]) -> list[str]:
-    """The addresses of a host, asked once. Raises Refused where one of them is not public and the host not allowed."""
+    """Return a host's addresses, resolved once. Raises Refused if one is not public and the host not allowed."""
     try:
         entries = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (socket.gaierror, UnicodeError):
@@ -57,14 +57,14 @@ def resolve_host(host: str, port: int, allowed_hosts: Collection[str]) -> list[s
 
 
 class Pinned(http.client.HTTPSConnection):
-    """A connection to one of the addresses that were checked, whatever the name means by now."""
+    """HTTPS connection to one of the checked addresses, whatever the name resolves to by now."""
 
     def __init__(self, host: str, port: int, addresses: list[str], *, tls: bool, timeout_s: float) -> None:
         super().__init__(host, port, timeout=timeout_s, context=ssl.create_default_context())
         self._addresses, self._tls, self._timeout_s = addresses, tls, timeout_s
 
     def connect(self) -> None:
-        """Connect to the first address that answers; the certificate must be the host's."""
+        """Connect to the first address that answers. The certificate must be the host's."""
         for number, address in enumerate(self._addresses, 1):
             try:
                 connected = socket.create_connection((address, self.port), self._timeout_s)

@@ -1,4 +1,4 @@
-"""Notice: what people are told, once; and which notices follow from what was decided."""
+"""Notices: messages to people, each sent once, derived from scheduler decisions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TEXT_MAX = 200_000  # characters
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Notice:
-    """A message to people, whose id stays the same however often it is sent."""
+    """A message to people. Its id is the same each time it is sent."""
 
     id: str
     kind: str  # a NoticeKind, or "test"
@@ -31,13 +31,13 @@ class Notice:
 
 
 def notice(kind: str, key: str, at_s: float, title: str, text: str, data: Mapping[str, str]) -> Notice:
-    """The notice of `key`, which names the same thing in every home and at every time."""
+    """Return a notice whose id follows from `kind` and `key`, so that it is the same in every home."""
     digest = hashlib.sha256(f"{kind}/{key}".encode()).hexdigest()[:32]
     return Notice(id=f"msg_{digest}", kind=kind, at_s=at_s, title=title[:200], text=text[:TEXT_MAX], data=data)
 
 
 def job_notice(kind: NoticeKind, job: Job, key: str, at_s: float, verdict: str, reason: str) -> Notice:
-    """A notice about one job; the values of its secrets and variables are hidden."""
+    """Return a notice about one job, with the values of its secrets and variables hidden."""
     reason = hider(job.spec, os.environ)(reason)
     data = {"job": job.id, "name": job.spec.name, "user": job.user, "status": job.status.value, "reason": reason}
     text = f"{reason}\n\n`orc explain {job.id}` says more."

@@ -1,4 +1,4 @@
-"""Targets of notifications, as receivers of the notices in the journal."""
+"""Notification targets, which receive notices from the journal's outbox."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ log = logging.getLogger(__name__)
 
 
 class Target(Receiver[Notice]):
-    """A target of the cluster file. Its address is never shown: it is a secret."""
+    """A notification target of the cluster file. Its address is a secret, and never shown."""
 
     def __init__(self, spec: TargetSpec, cluster: str, secrets: Mapping[str, str]) -> None:
         self.address = "webhook" if spec.webhook else "apprise"
         self.spec, self._cluster, self._secrets = spec, cluster, secrets
 
     def group(self, body: Notice) -> str:
-        """Each notice is sent on its own."""
+        """Return the notice's own id, so that each notice is sent alone."""
         return body.id
 
     def send(self, rows: Sequence[tuple[int, Notice]]) -> None:
-        """Deliver what the target wants to know, and drop what is EXPIRES_S old. Raises OSError while it is away."""
+        """Deliver notices of the wanted kinds, and drop those older than EXPIRES_S. Raises OSError on failure."""
         wanted = [notice for _, notice in rows if notice.kind in self.spec.kinds]
         fresh = [notice for notice in wanted if notice.at_s > time.time() - EXPIRES_S]
         for notice in wanted:
@@ -39,19 +39,19 @@ class Target(Receiver[Notice]):
             self.deliver(fresh)
 
     def deliver(self, notices: Sequence[Notice]) -> None:
-        """Deliver notices, at least one, whatever `kinds` says. Raises OSError, whose message holds no secret."""
+        """Deliver one or more notices of any kind. Raises OSError, whose message holds no secret."""
         raise NotImplementedError
 
     @property
     def problem(self) -> str | None:
-        """Why no notice leaves: a variable that the service was started without; None where it has all."""
+        """Text on a variable that is missing, so that no notice can be sent; None where all are set."""
         for name in (self.spec.apprise, self.spec.webhook, self.spec.signed_with):
             if name is not None and not self._secrets.get(name, "").strip():
                 return f"no notice reaches {self.spec.name}: the service was started without the variable {name}"
         return None
 
     def secret(self, name: str | None) -> str:
-        """The value of a variable. Raises OSError where the service has none."""
+        """Return the value of a secret variable. Raises OSError where the service lacks it."""
         assert name is not None, self.spec
         value = self._secrets.get(name, "").strip()
         if not value:
@@ -60,14 +60,14 @@ class Target(Receiver[Notice]):
 
 
 class WebhookTarget(Target):
-    """A signed webhook."""
+    """Target that is a signed webhook."""
 
     def __init__(self, spec: TargetSpec, notify: NotifySpec, cluster: str, secrets: Mapping[str, str]) -> None:
         super().__init__(spec, cluster, secrets)
         self._allowed = frozenset(host.lower() for host in notify.allow_hosts)
 
     def deliver(self, notices: Sequence[Notice]) -> None:
-        """POST each notice; the receiver has answered 2xx to all of them on return."""
+        """POST each notice. On return the receiver has answered 2xx to all of them."""
         url = self.secret(self.spec.webhook)
         try:
             key = signing_key(self.secret(self.spec.signed_with))
@@ -78,14 +78,14 @@ class WebhookTarget(Target):
 
 
 class AppriseTarget(Target):
-    """Mail, chat or whatever else apprise reaches; notices that wait together are one message."""
+    """Target by apprise, such as mail or chat. Notices that wait together become one message."""
 
     def group(self, body: Notice) -> str:
-        """Reports are messages of their own; all other notices may share one."""
+        """Return the group of a notice: reports are sent alone, all others together."""
         return body.id if body.kind == "report" else ""
 
     def deliver(self, notices: Sequence[Notice]) -> None:
-        """Send one message. apprise does not say why it could not."""
+        """Send one message. On failure, apprise gives no reason."""
         if find_spec("apprise") is None:
             raise ConnectionError("apprise is missing: pip install 'orchestrator[notify]'")
         import apprise
@@ -111,7 +111,7 @@ class AppriseTarget(Target):
 
 
 def targets_of(notify: NotifySpec, cluster: str, environment: MutableMapping[str, str]) -> dict[str, Target]:
-    """The targets by name. Their secrets are taken out of the environment, so that no job inherits them."""
+    """Return {name: target}. Their secrets are removed from the environment, so that no job inherits them."""
     names = {name for target in notify.targets for name in (target.apprise, target.webhook, target.signed_with) if name}
     secrets = {name: environment.pop(name) for name in sorted(names) if name in environment}
     return {

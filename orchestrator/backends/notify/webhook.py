@@ -1,4 +1,4 @@
-"""Signed webhooks, by the headers of Standard Webhooks (standardwebhooks.com, version 1.0.0)."""
+"""Signed webhooks, with the headers of Standard Webhooks (standardwebhooks.com, version 1.0.0)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TOTAL_S = 30.0  # of one delivery
 
 
 def signing_key(secret: str) -> bytes:
-    """The key of `whsec_...`. Raises ValueError, without the secret, where it is none."""
+    """Return the key bytes of a `whsec_...` text. Raises ValueError, without the secret, for other texts."""
     try:
         key = base64.b64decode(secret.removeprefix(PREFIX), validate=True)
     except (binascii.Error, ValueError):
@@ -37,20 +37,20 @@ def signing_key(secret: str) -> bytes:
 
 
 def signature(key: bytes, message_id: str, timestamp_s: int, body: bytes) -> str:
-    """`v1,` and the base64 of HMAC-SHA256 over id, timestamp and body, joined by dots."""
+    """Return `v1,` and the base64 of HMAC-SHA256 over id, timestamp and body, joined by dots."""
     signed = f"{message_id}.{timestamp_s}.".encode() + body
     return "v1," + base64.b64encode(hmac.digest(key, signed, hashlib.sha256)).decode()
 
 
 def body_of(notice: Notice, cluster: str) -> bytes:
-    """The JSON body: type, timestamp of the event, and data. The same notice gives the same bytes."""
+    """Return the JSON body: type, timestamp of the event, and data. The same notice gives the same bytes."""
     timestamp = datetime.fromtimestamp(notice.at_s, UTC).isoformat()
     data = {"cluster": cluster, "title": notice.title, "text": notice.text, **notice.data}
     return json.dumps({"type": f"orc.{notice.kind}", "timestamp": timestamp, "data": data}).encode()
 
 
 def deliver(url: str, key: bytes, notice: Notice, cluster: str, allowed_hosts: Collection[str]) -> None:
-    """Send one notice; on return the receiver has answered 2xx. Raises OSError, whose message never holds the URL."""
+    """Send one notice. On return the receiver has answered 2xx. Raises OSError, whose message never holds the URL."""
     try:
         _deliver(url, key, notice, cluster, allowed_hosts)
     except Refused:

@@ -1,4 +1,4 @@
-"""Sign in by an OpenID provider: the extra `oidc`, imported where a cluster file has `oidc`."""
+"""Sign-in through an OpenID provider. Needs the extra `oidc`; imported where a cluster file has `oidc`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def provider_of(spec: OidcSpec | None, environment: MutableMapping[str, str]) -> Provider | None:
-    """The provider of a cluster file, whose secret leaves the environment, so that no job inherits it.
+    """Return the provider of a cluster file; None without one. Its secret is removed from the environment.
 
     Raises SpecError where the extra or the variable is missing.
     """

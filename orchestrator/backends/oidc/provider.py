@@ -1,4 +1,4 @@
-"""Signs people in at an OpenID provider: authorization code with PKCE. The cryptography is Authlib's and joserfc's.
+"""OpenID sign-in: authorization code with PKCE. The cryptography is Authlib's and joserfc's.
 
 OpenID Connect Core 1.0, section 3.1; Discovery 1.0, section 4; RFC 7636 (PKCE); RFC 9207 (issuer in the answer).
 """
@@ -31,7 +31,7 @@ AGE_S_MAX = 600  # of a token that has just been made
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SignIn:
-    """A sign in on its way; `url` is the provider's page."""
+    """A pending sign-in; `url` is the provider's page."""
 
     url: str
     state: str
@@ -40,7 +40,7 @@ class SignIn:
 
 
 class Provider:
-    """An issuer; every method may be called from any thread. Raises SignInError."""
+    """An OpenID issuer. Every method is thread-safe and may raise SignInError."""
 
     def __init__(self, spec: OidcSpec, secret: str | None, clock: Callable[[], float] = time.time) -> None:
         self.spec, self._secret, self._clock = spec, secret, clock
@@ -49,7 +49,7 @@ class Provider:
         self._keys: tuple[KeySet | None, float] = (None, 0.0)  # and since when they are known
 
     def begin(self, redirect_uri: str) -> SignIn:
-        """A new sign in, with a state, a nonce and a verifier of its own."""
+        """Return a new pending sign-in with fresh state, nonce and verifier."""
         state, nonce, verifier = (secrets.token_urlsafe(32) for _ in range(3))
         with self._client(redirect_uri) as client:
             url, _ = client.create_authorization_url(
@@ -58,7 +58,7 @@ class Provider:
         return SignIn(url=url, state=state, nonce=nonce, verifier=verifier)
 
     def claims(self, redirect_uri: str, code: str, nonce: str, verifier: str) -> Mapping[str, Any]:
-        """Return the provider's claims about the user, after its token was checked."""
+        """Return the provider's claims about the user, after validation of its token."""
         try:
             with self._client(redirect_uri) as client:
                 token = client.fetch_token(self._endpoint("token_endpoint"), code=code, code_verifier=verifier)

@@ -1,4 +1,4 @@
-"""Keeps Ray at one address of this machine, and runs its command there.
+"""Runs Ray's command line so that Ray uses one fixed address of this machine.
 
 python -m orchestrator.backends.ray.address 127.0.0.1 start --head ...
 """
@@ -24,11 +24,11 @@ def main() -> None:
 
 
 def stay_at(host: str) -> None:
-    """Make Ray of this process call this machine `host`.
+    """Make Ray in this process use `host` as the address of this machine.
 
     Ray replaces a given 127.0.0.1 by the address of the default route (`ray/_private/services.py`,
-    resolve_ip_for_localhost) and then listens on every interface; told that it is 127.0.0.1, all of it stays there.
-    A machine with several addresses, or without a default route, is known by the one that it was given.
+    resolve_ip_for_localhost) and then listens on every interface; with 127.0.0.1 enforced, all of it stays there. A
+    machine with several addresses, or without a default route, uses the given one.
     """
     from ray._private import services
 

@@ -1,8 +1,8 @@
-"""The process that talks to Ray for a service: Ray ends a process that has lost its head, or blocks it for minutes.
+"""The agent: a process that talks to Ray for a service, since Ray kills or blocks a process that lost its head node.
 
 python -m orchestrator.backends.ray.agent DESCRIPTOR HOME ADDRESS
 
-Says whether it is connected, then answers calls `(number, name, arguments)`, each in a thread of its own. It ends with
+It reports whether it is connected, then answers calls `(number, name, arguments)`, each in its own thread. It ends with
 the service.
 """
 
@@ -36,21 +36,21 @@ PROBE_TIMEOUT_S = 20.0
 
 
 class Calls:
-    """What a service asks of Ray. Every method may be called from any thread."""
+    """Calls that a service makes to Ray. Every method is thread-safe."""
 
     def __init__(self) -> None:
         self._launchers = RayLaunchers()
         self._groups: dict[str, ActorGroup] = {}  # by the attempt's name
 
     def nodes(self) -> list[dict[str, Any]]:
-        """Every node that Ray has seen, as it describes them."""
+        """Return every node that Ray has seen, in Ray's format."""
         try:
             return list(ray.nodes())  # type: ignore[no-untyped-call]
         except RayError as error:
             raise ClusterAway(f"Ray does not answer: {error}") from error
 
     def read_devices(self, node_id: str, name: str) -> nvml.NvmlReading:
-        """Return NVML's reading of a node; an answer that does not come in 20 s is an error in the reading."""
+        """Return NVML's reading of a node. No answer within 20 s gives a reading with an error."""
         task = ray.remote(num_cpus=0, max_retries=0)(nvml.devices)
         reference = task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)).remote()
         try:
@@ -59,12 +59,12 @@ class Calls:
             return nvml.NvmlReading(error=f"node {name} does not answer: {type(error).__name__}")
 
     def find(self, attempt: Attempt) -> tuple[str, ...]:
-        """Nodes on which the attempt has launchers."""
+        """Return the nodes on which the attempt has launchers."""
         self._groups[attempt.name] = group = self._launchers.find(attempt)
         return group.nodes
 
     def place(self, attempt: Attempt, folders: JobFolder, live: Mapping[str, LiveNode]) -> tuple[str, ...] | str:
-        """Nodes on which the attempt has launchers now, or why there are none."""
+        """Create the attempt's launchers, and return their nodes; a returned text says why not."""
         placed = self._launchers.place(attempt, folders, live)
         if isinstance(placed, str):
             return placed

@@ -1,4 +1,4 @@
-"""The `Backend` of production: attempts on a Ray cluster."""
+"""The production `Backend`: attempts on a Ray cluster."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from orchestrator.specs.cluster import ClusterSpec
 
 
 class RayBackend(ProcessBackend):
-    """Attempts on one Ray cluster, which may be away at any time."""
+    """Runs attempts on one Ray cluster, which may be unreachable at any time."""
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class RayBackend(ProcessBackend):
 
     @property
     def problem(self) -> str | None:
-        """Why Ray cannot be reached and since when; None where it can."""
+        """Text on why Ray cannot be reached and since when; None where it can."""
         return self._link.problem
 
     def close(self) -> None:

@@ -40,7 +40,7 @@ def connect(address: str, home: Path) -> None:
 
 
 def namespace(home: Path) -> str:
-    """Ray namespace of this home: another home may have a job of the same id."""
+    """Return the Ray namespace of this home. Another home may have a job of the same id."""
     return f"orc-{hashlib.sha256(str(home.resolve()).encode()).hexdigest()[:12]}"
 
 

@@ -1,7 +1,7 @@
-"""Starts, finds and stops the embedded Ray cluster of a home, and the part of it on a machine that joins.
+"""Starts, finds and stops the embedded Ray cluster of a home, and its part on a machine that joins.
 
-The embedded cluster outlives the service (training goes on without it), so `home/ray.json` says how to find it. The
-home is shared, and each machine that has joined keeps a record of its own there: `home/machines/<node>.json`.
+The embedded cluster outlives the service (training goes on without it), so `home/ray.json` records how to find it. The
+home is shared, and each machine that has joined has its own record there: `home/machines/<node>.json`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ log = logging.getLogger(__name__)
 
 
 class OwnRay:
-    """The Ray of a service's own, which is started whenever it is looked for and does not run."""
+    """The service's own Ray, started on demand."""
 
     def __init__(self, home: Path, cluster: ClusterSpec, host: str) -> None:
         """Take the arguments of `start`, which `address` calls."""
@@ -79,7 +79,7 @@ class OwnRay:
         return str(self._state["address"])
 
     def stop(self) -> None:
-        """End it, once it has started, and no other one that has replaced the home meanwhile."""
+        """End Ray if this object started it. Another Ray that now serves the home is left alone."""
         self._is_over = True
         with self._starting:
             if self._state is not None:
@@ -87,10 +87,10 @@ class OwnRay:
 
 
 def start(home: Path, cluster: ClusterSpec, host: str = LOOPBACK) -> str:
-    """Start an embedded Ray with a raylet here for every node of `cluster`; answers with its address.
+    """Start an embedded Ray with a raylet here for every node of `cluster`, and return its address.
 
-    `host` is the address of this machine under which the others reach it. A cluster that runs under this home is
-    kept, and its lost nodes are started again. Raises ServiceError with the end of Ray's own output.
+    `host` is the address of this machine under which the others reach it. A running cluster of this home is reused, and
+    its lost nodes are started again. Raises ServiceError with the end of Ray's own output.
     """
     state = read_state(home)
     if state is None or find(home) is None:
@@ -102,7 +102,7 @@ def start(home: Path, cluster: ClusterSpec, host: str = LOOPBACK) -> str:
 
 
 def join(home: Path, name: str, node: NodeSpec, address: str, host: str) -> None:
-    """Start a raylet on this machine, known as `host`, in the embedded Ray at `address`; one that runs is kept.
+    """Start a raylet on this machine, known as `host`, in the embedded Ray at `address`; a running one is reused.
 
     Raises ServiceError with the end of Ray's own output.
     """
@@ -115,12 +115,12 @@ def join(home: Path, name: str, node: NodeSpec, address: str, host: str) -> None
 
 
 def record_of(name: str) -> str:
-    """The file in the home about the Ray of a machine that has joined as node `name`."""
+    """Return the name of the file in the home that records Ray on the machine of node `name`."""
     return f"machines/{name}.json"
 
 
 def is_running(home: Path, name: str) -> bool:
-    """Whether the raylet that `join` started for this node runs on this machine."""
+    """Return whether the raylet that `join` started for this node runs on this machine."""
     state = read_state(home, record_of(name))
     return state is not None and any(start_ticks(pid) == ticks for _, pid, ticks in state["processes"])
 
@@ -149,7 +149,7 @@ def _start_missing(
 
 
 def find(home: Path) -> str | None:
-    """Address of the embedded Ray of this home, where its head runs; None otherwise."""
+    """Return the address of this home's embedded Ray if its head runs on this machine; None otherwise."""
     state = read_state(home)
     if state is None or not state["processes"]:
         return None
@@ -158,7 +158,7 @@ def find(home: Path) -> str | None:
 
 
 def elsewhere(home: Path) -> str | None:
-    """Address of the machine on which the embedded Ray of this home runs, where that is another one than this."""
+    """Return the address of another machine on which this home's embedded Ray runs; None without one."""
     state = read_state(home)
     if state is None or not accepts(state["address"], 2.0):
         return None
@@ -171,7 +171,7 @@ def elsewhere(home: Path) -> str | None:
 
 
 def read_state(home: Path, record: str = HEAD) -> dict[str, Any] | None:
-    """State of an embedded Ray as `start` or `join` wrote it; None where there is none."""
+    """Return the state of an embedded Ray as `start` or `join` wrote it; None without one."""
     try:
         return json.loads((home / record).read_text())
     except FileNotFoundError:
@@ -179,9 +179,9 @@ def read_state(home: Path, record: str = HEAD) -> dict[str, Any] | None:
 
 
 def stop(home: Path, state: dict[str, Any] | None = None, record: str = HEAD) -> None:
-    """End exactly the processes that `start` or `join` began, and what they left; nothing running is no error.
+    """End exactly the processes that `start` or `join` started, with their leftovers; none running is no error.
 
-    `state` names the processes, as `read_state` returned it; without it the record does.
+    `state` names the processes, as `read_state` returned it; by default the record is read.
     """
     state = state or read_state(home, record)
     if state is None:
@@ -201,7 +201,7 @@ def stop(home: Path, state: dict[str, Any] | None = None, record: str = HEAD) ->
 
 
 def token_env(home: Path) -> dict[str, str]:
-    """Variables that let a process into the embedded cluster; the token is created with mode 0600."""
+    """Return variables that authenticate a process in the embedded cluster. Creates the token with mode 0600."""
     path = home / "ray_token"
     with contextlib.suppress(FileExistsError):
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -301,7 +301,7 @@ def _why_not_started(process: subprocess.Popen[bytes], output: Path) -> str | No
 
 
 def accepts(address: str, timeout_s: float) -> bool:
-    """Whether `address` (HOST:PORT) accepts a TCP connection."""
+    """Return whether `address` (HOST:PORT) accepts a TCP connection."""
     host, _, port = address.rpartition(":")
     try:
         with socket.create_connection((host, int(port)), timeout=timeout_s):
@@ -311,9 +311,9 @@ def accepts(address: str, timeout_s: float) -> bool:
 
 
 def start_ticks(pid: int) -> int | None:
-    """Return the start of a process in clock ticks since boot (/proc/<pid>/stat, field 22); None if dead or a zombie.
+    """Return a process's start in clock ticks since boot (/proc/<pid>/stat, field 22); None if dead or a zombie.
 
-    A pid with the same ticks is the same process: pids are used again.
+    A pid with the same ticks is the same process, since pids are reused.
     """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -1,4 +1,4 @@
-"""Launchers in Ray: one placement group for each attempt, and in it one detached actor for each node."""
+"""Launchers in Ray: a placement group per attempt, with a detached actor per node."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ UNAVAILABLE_WAIT_S = 0.5  # after each
 
 
 class ActorGroup:
-    """The launchers of one attempt, as the agent has them; see `LauncherGroup`."""
+    """The launchers of one attempt as Ray actors, inside the agent; see `LauncherGroup`."""
 
     def __init__(self, actors: Mapping[str, Any]) -> None:
         """`actors` are the handles by node."""
@@ -50,28 +50,28 @@ class ActorGroup:
         return tuple(self._actors)
 
     def is_idle(self) -> bool:
-        """Whether a launcher has not been started; a launcher that is gone counts as started, and is lost soon."""
+        """Return whether some launcher's ranks were never started. A lost launcher counts as started."""
         return any(self._is_idle(actor) for actor in self._actors.values())
 
     def free_port(self, node: str) -> int:
-        """A TCP port on which `node` does not listen."""
+        """Return a TCP port that is free on `node`."""
         return int(ray.get(self._actors[node].free_port.remote(), timeout=CALL_TIMEOUT_S))
 
     def run_before(self, node: str, argv: Sequence[str], env: dict[str, str], workdir: str) -> int:
-        """Run a command on `node` to its end; return its exit code."""
+        """Run a command on `node` to its end, and return its exit code."""
         answer = self._actors[node].run_before.remote(argv, env, workdir)
         return int(ray.get(answer, timeout=BEFORE_TIMEOUT_S + CALL_TIMEOUT_S))
 
     def start(
         self, ranks: Mapping[str, Sequence[RankStart]], counts: Mapping[str, int], workdir: str, fence: Fence | None
     ) -> list[LauncherStatus]:
-        """Start the processes of each node at once, where they have not started; each stands for so many ranks."""
+        """Start the processes of each node at once, unless already started. `counts` are ranks per process, by node."""
         answers = [self._actors[node].start.remote(list(ranks[node]), workdir, counts[node], fence) for node in ranks]
         statuses: list[LauncherStatus] = ray.get(answers, timeout=CALL_TIMEOUT_S)
         return statuses
 
     def poll(self, nodes: Iterable[str], timeout_s: float) -> dict[str, LauncherStatus | None]:
-        """Return news of these launchers, None for one that is gone; waits at most `timeout_s` for the first."""
+        """Return new statuses by node, None for a launcher that is gone. Waits at most `timeout_s` for the first."""
         wanted, polled = list(nodes), set(self._pending.values())
         news: dict[str, LauncherStatus | None] = {node: None for node in wanted if node not in self._actors}
         for node in wanted:
@@ -96,13 +96,13 @@ class ActorGroup:
         return news
 
     def stop(self, nodes: Iterable[str], grace_s: float) -> None:
-        """Send SIGTERM to the ranks of these nodes, SIGKILL after `grace_s`; does not wait."""
+        """Send SIGTERM to the ranks of these nodes, and SIGKILL after `grace_s`. Does not wait."""
         for node in nodes:
             if node in self._actors:
                 self._actors[node].stop.remote(grace_s)
 
     def abort(self, nodes: Iterable[str], grace_s: float) -> None:
-        """Send SIGKILL to the ranks of these nodes after `grace_s`; does not wait."""
+        """Send SIGKILL to the ranks of these nodes after `grace_s`. Does not wait."""
         for node in nodes:
             if node in self._actors:
                 self._actors[node].abort.remote(grace_s)
@@ -115,14 +115,14 @@ class ActorGroup:
 
 
 class RayLaunchers:
-    """The launchers of all attempts, as the agent has them; see `Launchers`. Its nodes are `RayNode`s."""
+    """Launchers of all attempts as Ray actors, inside the agent; see `Launchers`. Its nodes are `RayNode`s."""
 
     def find(self, attempt: Attempt) -> ActorGroup:
-        """The launchers of `attempt` that exist."""
+        """Return the existing launchers of `attempt`."""
         return ActorGroup(_actors(attempt))
 
     def place(self, attempt: Attempt, folders: JobFolder, live: Mapping[str, LiveNode]) -> ActorGroup | str:
-        """Return launchers on every node of the placement, which hold its devices; or why there are none."""
+        """Create launchers on every node of the placement, and reserve its devices. A returned text says why not."""
         bundles = [_bundle(part.devices, live[part.node]) for part in attempt.placement]
         group = placement_group(
             bundles,
@@ -162,7 +162,7 @@ class RayLaunchers:
         return ActorGroup(actors)
 
     def end(self, attempt: Attempt) -> None:
-        """End the launchers of `attempt`, and its placement group; none is no error. Raises ClusterAway."""
+        """End the launchers of `attempt` and its placement group; none is no error. Raises ClusterAway."""
         try:
             for actor in _actors(attempt).values():
                 ray.kill(actor)
@@ -172,7 +172,7 @@ class RayLaunchers:
             raise ClusterAway(f"Ray does not answer: {error}") from error
 
     def end_orphans(self, folder: AttemptFolder, node: LiveNode, pids: Sequence[int]) -> None:
-        """SIGKILL what a launcher that is gone left on a node that lives, and remove the files it swapped to."""
+        """SIGKILL processes that a lost launcher left on a live node, and remove their swap files."""
         strategy = NodeAffinitySchedulingStrategy(node.id, soft=False)
         remote: Any = ray.remote(clean_up)
         task = remote.options(num_cpus=0, max_retries=0, scheduling_strategy=strategy)
@@ -193,7 +193,7 @@ def _actors(attempt: Attempt) -> dict[str, Any]:
 
 
 def launcher_name(attempt: Attempt, node: str) -> str:
-    """The actor's name in our home's namespace."""
+    """Return the actor's name in the home's Ray namespace."""
     return f"{attempt.name}/{node}"
 
 

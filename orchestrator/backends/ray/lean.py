@@ -1,9 +1,9 @@
-"""Starts only the processes of Ray that placement groups and actors need.
+"""Starts Ray nodes with only the processes that placement groups and actors need.
 
-A node that starts plainly has four Python processes more: the API server and the autoscaler's monitor (head), and the
-agents of the dashboard and of runtime environments. Nothing here uses them. Both agents must exist, since a raylet ends
-with its agent: each is a stand-in, which sleeps. Ray 2.60 has no setting for this, so private functions are replaced.
-`make_lean` refuses a Ray that lacks them, and `embedded` starts a node plainly where the lean start fails.
+A standard node has four Python processes more: the API server and the autoscaler's monitor (head), and the agents of
+the dashboard and of runtime environments. Nothing here uses them. Both agents must exist, since a raylet ends with its
+agent: each is a stand-in, which sleeps. Ray 2.60 has no setting for this, so private functions are replaced.
+`make_lean` refuses a Ray that lacks them, and `embedded` starts a standard node where the lean start fails.
 
 An actor or a task with a `runtime_env` would wait for ever on such a node. No code of ours passes any.
 """
@@ -32,7 +32,7 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def make_lean() -> str | None:
-    """Replace functions of Ray in this process; return why they cannot be replaced, or None."""
+    """Replace functions of Ray in this process. Returns why they cannot be replaced, None on success."""
     from ray import _raylet
     from ray._private import services
 
@@ -71,7 +71,7 @@ def _value(flag: str, command: list[str]) -> str:
 
 
 def sleep_with_parent() -> None:
-    """Sleep until the process that started this one ends."""
+    """Sleep until the parent process ends."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     while True:
         signal.pause()

@@ -1,4 +1,4 @@
-"""The service's end of the agent that talks to Ray: starts it, asks it, and starts it again while Ray is away."""
+"""The service's side of the agent (a process that talks to Ray): starts, calls and restarts it."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class _Agent:
 
 
 class Link:
-    """Calls to Ray that end in time: each returns, or raises ClusterAway or CallFailed."""
+    """Calls to Ray with a timeout: each returns, or raises ClusterAway or CallFailed."""
 
     def __init__(self, home: Path, locate: Callable[[], str]) -> None:
         """`locate` gives Ray's address, and starts a Ray of the service's own; it may raise ServiceError."""
@@ -68,7 +68,7 @@ class Link:
 
     @property
     def problem(self) -> str | None:
-        """Why Ray cannot be reached and since when; None where it can."""
+        """Text on why Ray cannot be reached and since when; None where it can."""
         with self._lock:
             if self._agent is not None:
                 return None
@@ -101,7 +101,7 @@ class Link:
                 self._waiting.pop(number, None)
 
     def nodes(self) -> list[dict[str, Any]]:
-        """Every node that Ray has seen. Raises ClusterAway, and ends an agent that does not answer."""
+        """Return every node that Ray has seen. Raises ClusterAway, and ends an agent that does not answer."""
         with self._lock:
             agent = self._agent
         try:
@@ -221,36 +221,36 @@ class LinkedGroup:
         return self._nodes
 
     def is_idle(self) -> bool:
-        """Whether a launcher has not been started; a launcher that is gone counts as started, and is lost soon."""
+        """Return whether some launcher's ranks were never started. A lost launcher counts as started."""
         return bool(self._link.call("is_idle", self._attempt))
 
     def free_port(self, node: str) -> int:
-        """A TCP port on which `node` does not listen."""
+        """Return a TCP port that is free on `node`."""
         return int(self._link.call("free_port", self._attempt, node))
 
     def run_before(self, node: str, argv: Sequence[str], env: dict[str, str], workdir: str) -> int:
-        """Run a command on `node` to its end; return its exit code."""
+        """Run a command on `node` to its end, and return its exit code."""
         limit_s = BEFORE_TIMEOUT_S + CALL_TIMEOUT_S
         return int(self._link.call("run_before", self._attempt, node, argv, env, workdir, timeout_s=limit_s))
 
     def start(
         self, ranks: Mapping[str, Sequence[RankStart]], counts: Mapping[str, int], workdir: str, fence: Fence | None
     ) -> list[LauncherStatus]:
-        """Start the processes of each node at once, where they have not started; each stands for so many ranks."""
+        """Start the processes of each node at once, unless already started. `counts` are ranks per process, by node."""
         statuses: list[LauncherStatus] = self._link.call("start", self._attempt, ranks, counts, workdir, fence)
         return statuses
 
     def poll(self, nodes: Iterable[str], timeout_s: float) -> dict[str, LauncherStatus | None]:
-        """Return news of these launchers, None for one that is gone; waits at most `timeout_s` for the first."""
+        """Return new statuses by node, None for a launcher that is gone. Waits at most `timeout_s` for the first."""
         news: dict[str, LauncherStatus | None] = self._link.call("poll", self._attempt, list(nodes), timeout_s)
         return news
 
     def stop(self, nodes: Iterable[str], grace_s: float) -> None:
-        """Send SIGTERM to the ranks of these nodes, SIGKILL after `grace_s`; does not wait."""
+        """Send SIGTERM to the ranks of these nodes, and SIGKILL after `grace_s`. Does not wait."""
         self._link.call("stop", self._attempt, list(nodes), grace_s)
 
     def abort(self, nodes: Iterable[str], grace_s: float) -> None:
-        """Send SIGKILL to the ranks of these nodes after `grace_s`; does not wait."""
+        """Send SIGKILL to the ranks of these nodes after `grace_s`. Does not wait."""
         self._link.call("abort", self._attempt, list(nodes), grace_s)
 
 
@@ -261,26 +261,26 @@ class LinkedLaunchers:
         self._link = link
 
     def find(self, attempt: Attempt) -> LinkedGroup:
-        """The launchers of `attempt` that exist."""
+        """Return the existing launchers of `attempt`."""
         return LinkedGroup(self._link, attempt, self._link.call("find", attempt))
 
     def place(self, attempt: Attempt, folders: JobFolder, live: Mapping[str, LiveNode]) -> LinkedGroup | str:
-        """Return launchers on every node of the placement, which hold its devices; or why there are none."""
+        """Create launchers on every node of the placement, and reserve its devices. A returned text says why not."""
         used = {part.node: live[part.node] for part in attempt.placement}
         placed = self._link.call("place", attempt, folders, used)
         return placed if isinstance(placed, str) else LinkedGroup(self._link, attempt, placed)
 
     def end(self, attempt: Attempt) -> None:
-        """End the launchers of `attempt`, and its placement group; none is no error."""
+        """End the launchers of `attempt` and its placement group; none is no error. Raises ClusterAway."""
         self._link.call("end", attempt)
 
     def end_orphans(self, folder: AttemptFolder, node: LiveNode, pids: Sequence[int]) -> None:
-        """SIGKILL what a launcher that is gone left on a node that lives, and remove the files it swapped to."""
+        """SIGKILL processes that a lost launcher left on a live node, and remove their swap files."""
         self._link.call("end_orphans", folder, node, list(pids))
 
 
 def read_devices(link: Link, node: LiveNode) -> NvmlReading:
-    """Return NVML's reading of `node`; no answer is an error in the reading."""
+    """Return NVML's reading of `node`. No answer gives a reading with an error."""
     try:
         reading: NvmlReading = link.call("read_devices", node.id, node.launch.name)
     except (ClusterAway, CallFailed) as error:

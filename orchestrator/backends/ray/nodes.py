@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RayNode(LiveNode):
-    """A raylet and what the specification says of its node; `id` is Ray's NodeID."""
+    """A raylet with its node's description from the cluster file; `id` is Ray's NodeID."""
 
     ray_gpus: int  # as Ray counts them; 0 on virtual devices
 
@@ -33,20 +33,20 @@ class RayNodes:
         self._cluster, self._link = cluster, link
 
     def set_cluster(self, cluster: ClusterSpec) -> None:
-        """Know the nodes by this description from now on."""
+        """Use this cluster description for nodes from now on."""
         self._cluster = cluster
 
     def live(self) -> dict[str, LiveNode]:
-        """Every node that lives, by name. Raises ClusterAway."""
+        """Return every live node by name. Raises ClusterAway."""
         return {**live_nodes(self._cluster, self._link.nodes())}
 
     def read_devices(self, node: LiveNode) -> NvmlReading:
-        """Return NVML's reading of `node`; no answer is an error in the reading."""
+        """Return NVML's reading of `node`. No answer gives a reading with an error."""
         return read_devices(self._link, node)
 
 
 def live_nodes(cluster: ClusterSpec, ray_nodes: Iterable[Mapping[str, Any]]) -> dict[str, RayNode]:
-    """Alive Ray nodes by name that advertise `gpu<i>` resources and have a known device."""
+    """Return live Ray nodes by name that advertise `gpu<i>` resources and have a recognised device."""
     nodes: dict[str, RayNode] = {}
     for entry in sorted(ray_nodes, key=lambda entry: (entry.get("Labels", {}).get(NODE_LABEL, ""), entry["NodeID"])):
         indices = [int(match[1]) for name in entry["Resources"] if (match := re.fullmatch(r"gpu(\d+)", name))]
@@ -78,7 +78,7 @@ def live_nodes(cluster: ClusterSpec, ray_nodes: Iterable[Mapping[str, Any]]) -> 
 
 
 def device_of(cluster: ClusterSpec, node: NodeSpec | None, label: str | None) -> DeviceSpec | None:
-    """The kind of a node's devices: by label, else as the cluster file says, else the only kind there is."""
+    """Return the kind of a node's devices: by label, else by cluster file, else the only kind; None if unclear."""
     kinds = {spec.device.name: spec.device for spec in cluster.nodes}
     if label is not None:
         return kinds.get(label)

@@ -1,4 +1,4 @@
-"""A simulated world behind the same door as Ray: its own clock, hidden true peaks, every fault, all from one seed."""
+"""A simulated `Backend`: its own clock, hidden true memory peaks, every fault, all from one seed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ REHEARSED = {
 
 
 class SimulatedBackend:
-    """A cluster in which time jumps from one happening to the next; nothing sleeps and nothing blocks."""
+    """Simulated cluster whose clock jumps from event to event. Nothing sleeps or blocks."""
 
     def __init__(
         self,
@@ -77,20 +77,20 @@ class SimulatedBackend:
 
     @property
     def processes(self) -> Mapping[str, Process]:
-        """Every attempt that ever began, by name, in order of launch."""
+        """Every attempt ever launched, by name, in order of launch."""
         return self._processes
 
     @property
     def is_busy(self) -> bool:
-        """Whether anything is still to happen by itself."""
+        """Whether any event is still to come without a further call."""
         return bool(self._agenda or self._outbox)
 
     def now(self) -> float:
-        """Simulated seconds since the world began: the controller's clock."""
+        """Return the simulated seconds since the start, which is the controller's clock."""
         return self._now_s
 
     def launch(self, action: Launch) -> None:
-        """Start an attempt, or take it up again where it runs already."""
+        """Start an attempt, or resume watching it where it already runs."""
         self.adopt(action.job, action.attempt)
 
     def adopt(self, job: Job, attempt: Attempt) -> None:
@@ -105,14 +105,14 @@ class SimulatedBackend:
             self._retell(process)
 
     def stop(self, action: Stop) -> None:
-        """End an attempt within its grace; it may still end by itself before."""
+        """End an attempt within its grace period; it may end by itself before."""
         process = self._processes.get(action.name)
         if process is not None and process.evidence is None:
             delay_s = action.grace_s * self._uniform(self._nature.stop_share, "stop", action.name)
             self._after(delay_s, partial(self._end, process, FailureKind.CANCELLED, None))
 
     def events(self, timeout_s: float) -> Sequence[Event]:
-        """Advance the time to the next events, at most `timeout_s`, and return them."""
+        """Advance the clock to the next events, at most `timeout_s`, and return them."""
         until_s = self._now_s + timeout_s
         self._tell_nodes()
         while not self._outbox and self._agenda and self._agenda[0][0] <= until_s:
@@ -126,7 +126,7 @@ class SimulatedBackend:
         return events
 
     def close(self) -> None:
-        """Drop listeners and events that were not handed out; running attempts go on."""
+        """Drop listeners and undelivered events; running attempts continue."""
         self._watched.clear()
         self._outbox.clear()
         self._told_nodes, self._nodes_changed = None, True
@@ -151,7 +151,7 @@ class SimulatedBackend:
         self._decide(process)
 
     def _decide(self, process: Process) -> None:
-        """Put the start and the end of an attempt on the agenda."""
+        """Schedule the start and the end of an attempt."""
         starting_s, ending, step = self._fate(process)
         if self._down.intersection(process.nodes):
             self._after(starting_s, partial(self._end, process, FailureKind.NODE_LOST, None))
@@ -165,7 +165,7 @@ class SimulatedBackend:
             self._after(starting_s + running_s, partial(self._meet, process, ending, step))
 
     def _fate(self, process: Process) -> tuple[float, FailureKind | None, int]:
-        """Return the seconds until it starts, how it ends by itself, and after which step."""
+        """Return (seconds until it starts, how it ends by itself, step after which it ends)."""
         shortest_s, longest_s = self._nature.startup_s
         fits = process.peak_bytes <= process.capacity_bytes
         if shortest_s == longest_s and fits and process.fault is None and not self._hazards:
@@ -267,7 +267,7 @@ class SimulatedBackend:
         self._tell(process.released())
 
     def _crowd(self, process: Process, foreign_bytes: int) -> None:
-        """Let another process hold memory of the attempt's first device for a while."""
+        """Let a foreign process occupy memory of the attempt's first device for a while."""
         device = process.devices[0]
         self._foreign_bytes[device] = foreign_bytes
         self._nodes_changed = True
@@ -279,13 +279,13 @@ class SimulatedBackend:
         self._nodes_changed = True
 
     def _hold(self, process: Process, more_bytes: int) -> None:
-        """Count what an attempt takes of its devices, or gives back."""
+        """Account for memory that an attempt takes from its devices, or gives back."""
         if more_bytes:
             self._used_bytes.update(dict.fromkeys(process.devices, more_bytes))
             self._nodes_changed = True
 
     def _retell(self, process: Process) -> None:
-        """Tell a new listener the process's events, which an earlier one may have lost."""
+        """Repeat the process's events to a new listener, since an earlier one may have lost them."""
         if process.started_at_s is not None:
             self._tell(process.started())
         if process.evidence is not None:
@@ -336,7 +336,7 @@ class SimulatedBackend:
         heapq.heappush(self._agenda, (self._now_s + delay_s, next(self._sequence), happen))
 
     def _uniform(self, span: Span, *what: str) -> float:
-        """A number of the span; nothing is drawn where there is only one."""
+        """Return a random number within the span; a span of one value draws nothing."""
         low, high = span
         return low if low == high else self._stream(*what).uniform(low, high)
 

@@ -1,4 +1,4 @@
-"""What is true of a simulated world, and what the core only predicts: step times, peaks, how long things take."""
+"""The true step times, memory peaks and delays of a simulated cluster, which the scheduler only predicts."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ PEAK_SPREAD = 0.4  # of the logarithm of true / predicted peak over families: mo
 
 
 class Nature(Protocol):
-    """The truth about attempts, which their evidence tells and nothing else."""
+    """True behaviour of attempts, which the scheduler sees only in their evidence."""
 
     @property
     def startup_s(self) -> Span:
-        """Seconds from the launch to the first step."""
+        """(shortest, longest) seconds from launch to the first step."""
 
     @property
     def stop_share(self) -> Span:
-        """The share of its grace that an attempt takes to end."""
+        """(smallest, largest) share of its grace period that an attempt takes to end."""
 
     @property
     def release_s(self) -> Span:
-        """Seconds from the end of the last process until its devices report their memory free."""
+        """(shortest, longest) seconds from the last process's end until devices report their memory free."""
 
     def step_s(self, job: Job, attempt: Attempt) -> float:
-        """True seconds of an optimizer step."""
+        """Return the true seconds of an optimizer step."""
 
     def peak_bytes(self, job: Job, attempt: Attempt, capacity_bytes: int) -> int:
-        """True allocated peak; `capacity_bytes` is what its devices have for tensors."""
+        """Return the true allocated peak in bytes; `capacity_bytes` is what its devices have for tensors."""
 
 
 class Hidden:
-    """Each family has a step time and a peak of its own, some way off what is predicted of it."""
+    """True behaviour in which each family's step time and peak deviate from their predictions."""
 
     startup_s = (2.0, 20.0)
     stop_share = (0.0, 1.0)
@@ -58,5 +58,5 @@ class Hidden:
 
 
 def stream(seed: int, *what: str) -> random.Random:
-    """Random numbers that depend on the seed and on what they are for, not on the order of events."""
+    """Return a random generator that depends only on the seed and on `what`, not on the order of events."""
     return random.Random("/".join((str(seed), *what)))

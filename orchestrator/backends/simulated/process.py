@@ -1,4 +1,4 @@
-"""An attempt in the simulated world, and the evidence that each of its endings leaves behind."""
+"""A simulated attempt, and the evidence that each kind of ending leaves."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ SURVIVORS_WORDS = "RuntimeError: [gloo/transport/tcp/pair.cc:534] Connection clo
 
 @dataclass(slots=True, kw_only=True)
 class Process:
-    """An attempt as it truly is; classification has to find `ending` in the evidence."""
+    """The true course of a simulated attempt; classification must find `ending` in the evidence."""
 
     job: Job
     attempt: Attempt
     first_step: int
-    step_s: float  # the true one
-    peak_bytes: int  # what it would truly allocate
-    capacity_bytes: int  # what the smallest of its devices leaves to tensors
+    step_s: float  # true seconds per step
+    peak_bytes: int  # true allocated peak
+    capacity_bytes: int  # available for tensors on the smallest of its devices
     launched_at_s: float
     started_at_s: float | None = None
     ended_at_s: float | None = None
@@ -63,7 +63,7 @@ class Process:
 
     @property
     def fault(self) -> Fault | None:
-        """The rehearsed failure, which only the first attempt meets."""
+        """The injected failure, which only the first attempt meets; None without one."""
         return self.job.fault if self.attempt.number == 1 else None
 
     def started(self) -> Started:
@@ -87,7 +87,7 @@ class Process:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Symptom:
-    """The traces of an ending on the rank that met it and on the others: exit codes, last words, a guard's report."""
+    """Traces of an ending: exit codes of the failing and the other ranks, last log text, and the guard's report."""
 
     exit_code: int | None
     others: int | None = SIGTERM
@@ -124,7 +124,7 @@ def evidence_of(
     draw: random.Random,
     at_s: float,
 ) -> Evidence:
-    """The facts that remain of an attempt which met `ending` after `step`; `draw` picks the rank that met it."""
+    """Return the evidence of an attempt that ended with `ending` after `step`; `draw` picks the failing rank."""
     lost = nodes_lost if ending is FailureKind.NODE_LOST else ()
     stopped = ending in (FailureKind.CANCELLED, FailureKind.PROBED)
     if process.started_at_s is None:
@@ -176,7 +176,7 @@ def _error_reports(symptom: Symptom, rank: int, step: int) -> tuple[ErrorReport,
 
 
 def _oom_report(process: Process, ending: FailureKind | None, rank: int, step: int) -> OomReport:
-    """A request that went too far; where the device was crowded, one that the prediction had allowed for."""
+    """Return the report of a failed allocation; on a crowded device, of one within the predicted memory."""
     attempt = process.attempt
     needed_bytes = max(process.peak_bytes, process.capacity_bytes + 1)
     foreign_bytes = 0

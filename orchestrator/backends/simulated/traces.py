@@ -1,4 +1,4 @@
-"""What was submitted when, in traces that others published: every format becomes one Trace."""
+"""Published traces of job submissions: every file format becomes one Trace."""
 
 from __future__ import annotations
 
@@ -32,31 +32,31 @@ DEVICES_MAX = 64  # of the numbers that SCALING offers a job
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrival:
-    """A job of a trace: its arrival, what the orchestrator is told of it, and the truth."""
+    """A job of a trace: its arrival, the facts told to the orchestrator, and the true ones."""
 
     at_s: float
     spec: JobSpec
     deadline_s: float | None = None  # on the same clock
-    rigid_devices: int | None = None  # what its user asked for; None: the most that it can use
-    submitted_step_s: float | None = None  # seconds of a step on those with the plan that it was submitted with
-    shapes: tuple[tuple[Shape, float], ...] = ()  # true seconds per step where they were measured for a placement
-    step_factor: float = 1.0  # true / told seconds per step, on every other placement
+    rigid_devices: int | None = None  # as its user requested; None: the most that it can use
+    submitted_step_s: float | None = None  # seconds per step on those devices with the submitted plan
+    shapes: tuple[tuple[Shape, float], ...] = ()  # true seconds per step where measured for a placement
+    step_factor: float = 1.0  # true / stated seconds per step, on every other placement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
-    """Arrivals in the order of their times, the first at 0."""
+    """Job arrivals in the order of time, the first at 0."""
 
     name: str
     arrivals: tuple[Arrival, ...]
-    trials: Mapping[str, tuple[Arrival, ...]] = field(default_factory=dict)  # still to come, by id of the sweep
+    trials: Mapping[str, tuple[Arrival, ...]] = field(default_factory=dict)  # trials submitted later, by sweep id
     begins_s: float | None = None  # the first arrival, in seconds since 1970; None: the trace has no date
 
 
 def read_trace(path: Path) -> Trace:
-    """The trace in a file that others published; its format is known by its columns.
+    """Return the trace in a published file, whose format is recognised by its columns.
 
-    Raises SpecError where no format has these columns, or where a row says something impossible.
+    Raises SpecError for unknown columns or an impossible row.
     """
     try:
         with path.open(newline="", encoding="utf-8") as file:
@@ -84,7 +84,7 @@ def read_trace(path: Path) -> Trace:
 
 
 def misjudge(trace: Trace, sigma: float, seed: int) -> Trace:
-    """Return the trace with each job's told times off by a factor whose logarithm has deviation `sigma`."""
+    """Return the trace with each job's stated times multiplied by a random factor; its log has deviation `sigma`."""
     if not sigma:
         return trace
     draw = stream(seed, "misjudged")
@@ -256,7 +256,7 @@ FORMATS: Sequence[tuple[set[str], Callable[[Path, Iterator[tuple[str, Row]]], It
 
 
 def job_spec_from_trace(name: str, step_s: Mapping[int, float], steps: int, family: str | None = None) -> JobSpec:
-    """A script whose speeds are known; its global batch can be cut over every number of devices."""
+    """Return a script job with stated speeds; its global batch fits every number of devices."""
     return JobSpec.model_validate(
         {
             "name": re.sub(r"[^a-z0-9._-]+", "-", name.lower()).strip("-")[:40] or "job",
@@ -272,7 +272,7 @@ def job_spec_from_trace(name: str, step_s: Mapping[int, float], steps: int, fami
 
 
 def request_of(gpus: int, step_s: float | None) -> Guarantee:
-    """A promise of the speed of so many devices with a plan of this step time; None: with the fastest."""
+    """Return a guarantee of the speed of `gpus` devices at this step time; None: at that of the fastest plan."""
     return Guarantee.model_validate({"gpus": gpus, "step": None if step_s is None else _in_words(step_s)})
 
 
@@ -281,7 +281,7 @@ def _in_words(seconds: float) -> str:
 
 
 def trace_of(name: str, arrivals: list[Arrival]) -> Trace:
-    """The arrivals by time, counted from the first."""
+    """Return the trace of these arrivals, sorted, with times counted from the first."""
     if not arrivals:
         raise SpecError("the trace has no job", source=name)
     arrivals.sort(key=lambda arrival: arrival.at_s)

@@ -1,8 +1,8 @@
-"""How much larger than predicted are the activations of a job that ran out of memory? A distribution of that factor.
+"""A probability distribution of how far a job that ran out of memory exceeds its predicted activations, as a factor.
 
 An out-of-memory error is a lower bound. The capacity of a device may say nothing of how far a pass comes. The share of
 its activations that was there is uniform then, and its whole need follows Pareto's law of index 1 above the bound. What
-the guard saw of the pass narrows that down.
+the guard (our hook in each rank) saw of the pass narrows that down.
 
 Samples differ, so that a later pass may need more than the one that failed. A training that fails at step k + 1 exceeds
 its bound about once in k + 1 steps; the excesses to come are counted by that rate, and their logarithms are exponential
@@ -36,26 +36,26 @@ STEPS_SUPPOSED = 1000  # still to come, where their number is unknown
 
 @dataclass(frozen=True, slots=True)
 class Belief:
-    """`shares[i]` is the probability that the factor is at most `least` x exp(i x STEP)."""
+    """Cumulative distribution of the activation factor: `shares[i]` is P(factor <= `least` x exp(i x STEP))."""
 
     least: float
     shares: tuple[float, ...]
 
     def within(self, factor: float) -> float:
-        """The probability that the activations are at most `factor` times what was predicted."""
+        """Return the probability that activations are at most `factor` times the predicted ones."""
         if factor < self.least:
             return 0.0
         return self.shares[min(STEPS - 1, int(math.log(factor / self.least) / STEP))]
 
     def quantile(self, share: float) -> float:
-        """The least factor that is not exceeded with probability `share`."""
+        """Return the smallest factor that is not exceeded with probability `share`."""
         return self.least * math.exp(STEP * min(STEPS - 1, bisect_right(self.shares, share)))
 
 
 def belief(burst: Sequence[Observation], trained: Sequence[Observation], others: Sequence[Observation]) -> Belief:
-    """Return the belief about a job that ran out of memory in the attempts `burst`.
+    """Return the distribution of the activation factor of a job that ran out of memory in the attempts `burst`.
 
-    `trained` are the job's attempts that trained, `others` those of its family.
+    `trained` are attempts (launches) of the job that trained, `others` those of jobs in its family.
     """
     bounds = [observed_correction(observations.moments, observations.measured_bytes) for observations in burst]
     least = max(bounds)
@@ -83,7 +83,7 @@ def belief(burst: Sequence[Observation], trained: Sequence[Observation], others:
 
 
 def factor_within(estimate: MemoryEstimate, capacity_bytes: float) -> float:
-    """The largest factor on its activations under which the estimate stays within `capacity_bytes` of one device."""
+    """Return the largest activation factor with which the estimate stays within `capacity_bytes` of one device."""
     overhead = max(1.0, estimate.reserved_bytes / max(1, estimate.allocated_bytes))
     allocated = estimate.allocated_bytes + (capacity_bytes - estimate.device_bytes) / overhead
     return min(

@@ -1,10 +1,10 @@
-"""What has reality said about our predictions? A factor on the activations, and how much room is enough.
+"""Calibration of memory predictions by measurements: a factor on the activations, and a safety margin.
 
 Parameters, gradients, optimizer states and buffers follow from counting; what a model keeps for its backward pass
 follows from its code, and is the same under every engine. So a measurement corrects the activations alone, for the
-whole (device, family): a plan that shards better is then rightly seen to save little where activations are the
-trouble. How precisely an engine's own terms are counted differs, so what is left over, the ratio of the measured to
-the corrected peak, is told apart by engine. From it follow the margin and the probability that a plan fits.
+whole (device, family). A plan that shards better then rightly saves little where activations are the trouble. Each
+engine's own terms are counted with different precision. So the remaining error, measured over corrected peak, is kept
+by engine. From it follow the margin and the probability that a plan fits.
 """
 
 from __future__ import annotations
@@ -62,16 +62,16 @@ OBSERVATIONS_MAX = 1000  # kept in all, newest: more than a cluster's families n
 
 @dataclass(frozen=True)
 class Errors:
-    """How far measured peaks of one engine lie above the corrected predictions."""
+    """Remaining prediction errors of one engine: measured over corrected peak memory."""
 
     ratios: tuple[float, ...] = ()  # measured over corrected peak
     spent: int = 0  # of them, those that set the correction: they prove no precision
     supposed: float = MARGIN  # the margin before anything was measured: one of MARGINS
 
     def within(self, room: float) -> float:
-        """The probability that a peak stays within `room` times the corrected one.
+        """Return the probability that the measured peak is at most `room` times the corrected prediction.
 
-        The logarithm of a ratio is taken as normal around 0. The outcomes tell its spread, beginning with
+        The logarithm of a ratio is taken as normal around 0. The outcomes give its spread, beginning with
         PRIOR_OUTCOMES of the spread that `supposed` means. So the next one follows Student's t (Gelman et al. 2013,
         Bayesian Data Analysis, sections 2.6 and 3.2). More than one outcome beyond `room` is no outlier but a pattern.
         The share is then bounded by the rank of the others, as in split conformal prediction (Vovk et al. 2005,
@@ -85,13 +85,13 @@ class Errors:
 
     @cached_property
     def margin(self) -> float:
-        """The least room within which a peak stays with probability CONFIDENCE."""
+        """The smallest factor on a corrected prediction that covers the measured peak with probability CONFIDENCE."""
         pattern = sorted(self.ratios)[-2:-1]  # one of them may be an outlier
         return max((math.exp(self.spread * _student_quantile(self._freedom)), *pattern))
 
     @cached_property
     def spread(self) -> float:
-        """The spread of the logarithms, from their part above 0; at least the spread of the outcomes themselves.
+        """Standard deviation of the log ratios, from their positive part; at least that of the outcomes themselves.
 
         A symmetric distribution has half of its variance above its centre. What needed less than predicted is no risk.
         """
@@ -110,7 +110,7 @@ class Errors:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refuted:
-    """A plan that ran out of memory: as predicted, it needs `needed_bytes` at least."""
+    """A plan that ran out of memory, and needs at least `needed_bytes` by the prediction."""
 
     plan: Plan
     predicted_bytes: int  # allocated, before correction
@@ -119,7 +119,7 @@ class Refuted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proven:
-    """A plan under which trainings came to their end: the same training took `measured_bytes` at most."""
+    """A plan under which trainings finished, with their highest measured peak."""
 
     plan: Plan
     predicted_bytes: int  # allocated, before correction
@@ -127,7 +127,7 @@ class Proven:
 
 
 class StepKind(NamedTuple):
-    """The kind of plans whose steps are off by the same factor."""
+    """The group of plans that share one correction of predicted step time."""
 
     place: tuple[Engine, Offload, OffloadTarget]  # whose loop it is, and where its state lives
     shared: tuple[type[Mechanics], ZeroStage, bool]  # how ranks share state, and whether in a pipeline
@@ -141,11 +141,11 @@ def step_kind(plan: Plan) -> StepKind:
 
 
 def step_factor(plan: Plan, *sources: Mapping[StepKind, float]) -> float:
-    """Return measured over predicted seconds of the plan's step by the first source that tells it; 1 where none does.
+    """Return measured over predicted step time for the plan, from the first source with data; 1 where none has any.
 
-    A source tells that of the plan's kind, or else the median of those that differ in how ranks share state alone.
-    Where none does, other engines' tell: what makes a machine slow makes all of them slow, and a plan that nobody
-    measured is no faster for it. State on the host is another matter: how fast it comes says nothing of plans without.
+    Within a source, the plan's own kind comes first. Else the median over kinds that differ only in how ranks shard
+    state. Else other engines count: a slow machine slows all of them, and an unmeasured plan is no faster for it. Host
+    offload is an exception: its speed says nothing of plans without.
     """
     kind = step_kind(plan)
     for factors in sources:
@@ -161,7 +161,7 @@ def step_factor(plan: Plan, *sources: Mapping[StepKind, float]) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """The errors of predictions for one family on one kind of device, by its outcomes."""
+    """Measured errors of predictions for one model family on one kind of device."""
 
     correction: float = 1.0  # on the activations; never below 1
     belief: Belief | None = None  # of a job that ran out of memory itself: what its activations may be
@@ -175,16 +175,16 @@ class Calibration:
     relative_to: OwnSettings | None = None  # settings of the script to which outcomes are relative; None: no script
 
     def errors_of(self, engine: Engine, source: Source) -> Errors:
-        """Return the engine's errors for a profile of this source; before any measurement, the supposed ones."""
+        """Return the engine's errors for a profile of this source; assumed ones before any measurement."""
         return _with_margin(self.errors.get(engine, SUPPOSED), MARGINS[source])
 
     def correction_of(self, plan: Plan, estimate: MemoryEstimate) -> float:
-        """Return the factor on the plan's activations: from its own peak where it is proven, else the family's."""
+        """Return the factor on the plan's activations: from its own measured peak if it ran, else from the family."""
         proven = self._proof_of(plan, estimate)
         return self.correction if proven is None else observed_correction(estimate.moments, proven.measured_bytes)
 
     def errors_for(self, plan: Plan, estimate: MemoryEstimate) -> Errors:
-        """Return the errors by which to judge the plan; a proven plan varies as an unmeasured one may."""
+        """Return the errors for judging the plan. A plan that already ran varies as much as an unmeasured one."""
         if self._proof_of(plan, estimate) is None:
             return self.errors_of(plan.engine, estimate.source)
         return _with_margin(SUPPOSED, MARGINS[estimate.source])
@@ -195,7 +195,7 @@ class Calibration:
         )
 
     def refutes(self, plan: Plan, estimate: MemoryEstimate, capacity_bytes: int) -> bool:
-        """Return whether this plan ran out of this much memory before, at a prediction no higher than today's."""
+        """Return whether this plan already ran out of memory at this capacity, predicted no higher than today."""
         allocated_bytes = capacity_bytes - (estimate.device_bytes - estimate.allocated_bytes)
         return any(
             row.plan == plan and row.predicted_bytes <= estimate.allocated_bytes and allocated_bytes < row.needed_bytes
@@ -208,13 +208,13 @@ UNMEASURED = Calibration()
 
 
 def calibration(observations: Iterable[Observation], *, device: str, family: str, job: str = "") -> Calibration:
-    """Return the calibration of a family on a kind of device; `job` (a Job.key) is the job to plan.
+    """Return the calibration of a model family on a kind of device. `job` (a Job.key) is the job to plan.
 
-    `observations` come oldest first, as `select_newest` gives them. The correction is the upper median of the factors
-    observed, none above CORRECTION_MAX: one outlier among three or more does not move it out of the others' range. A
-    job that ran out of memory is held to the median of the belief about it since. Outcomes under another torch than
-    the newest do not count, but refuted plans stay refuted. Outcomes of a script do not count either where they were
-    predicted relative to other settings than the newest.
+    `observations` come oldest first, as `select_newest` returns them. The correction is the upper median of the
+    observed factors, none above CORRECTION_MAX: one outlier among three or more does not move it out of the others'
+    range. A job that ran out of memory uses the median of its `Belief` instead. Outcomes under another torch than the
+    newest do not count, but refuted plans stay refuted. Outcomes of a script also do not count if they were predicted
+    relative to other settings than the newest.
     """
     of_device = [outcome for outcome in observations if outcome.device == device]
     of_family = [outcome for outcome in of_device if outcome.family == family]
@@ -255,9 +255,9 @@ def calibration(observations: Iterable[Observation], *, device: str, family: str
 
 
 def _newest_settings(of_family: Sequence[Observation], job: str) -> OwnSettings | None:
-    """The settings that the newest telling outcome is relative to, of the job itself where it ran out of memory.
+    """Return the settings of the newest informative outcome, of the job itself if it ran out of memory; else None.
 
-    An outcome that needed no more than was assumed tells nothing: a job with other settings assumes anew.
+    An outcome that needed no more than was assumed is not informative: a job with other settings assumes anew.
     """
     telling = [
         outcome
@@ -271,7 +271,7 @@ def _newest_settings(of_family: Sequence[Observation], job: str) -> OwnSettings 
 
 
 def overhead_of(observations: Iterable[Observation], device: str) -> Overhead:
-    """Return what a kind of device holds beside the allocator, measured under the newest torch there."""
+    """Return the memory that a kind of device uses outside the allocator, measured under its newest torch."""
     return measured_overhead(_of_newest_torch([outcome for outcome in observations if outcome.device == device]))
 
 
@@ -291,7 +291,7 @@ def _proven(counted: Sequence[Observation]) -> tuple[Proven, ...]:
 
 
 def _line(of_family: Sequence[Observation]) -> MeasuredLine | None:
-    """Return the line through the peaks of the newest probes at two micro-batches; None without two."""
+    """Return the line through the newest probes' peaks at two micro-batch sizes; None without two."""
     probed = [outcome for outcome in of_family if outcome.probe and not outcome.ran_out]
     peaks = {outcome.plan.micro_batch_size: outcome.measured_bytes for outcome in probed}
     if len(peaks) < 2:
@@ -306,9 +306,9 @@ def _line(of_family: Sequence[Observation]) -> MeasuredLine | None:
 
 
 def select_newest(observations: Iterable[Observation]) -> tuple[Observation, ...]:
-    """Return the observations to keep, oldest first: the newest WINDOW of each key, each plan's newest failure, probes.
+    """Return the observations to keep, oldest first: the newest WINDOW per key, newest failure per plan, all probes.
 
-    Each attempt counts once, and neither order nor repetition matters: so outcomes can be imported again.
+    Each attempt (launch of a job) counts once. Order and repetition do not matter, so outcomes can be imported again.
     """
     ordered = sorted(
         observations, key=lambda outcome: (outcome.at_s, outcome.job, outcome.number, outcome.measured_bytes)
@@ -337,7 +337,7 @@ def select_newest(observations: Iterable[Observation]) -> tuple[Observation, ...
 
 
 def plan_needed_bytes(plan: Plan, estimate: MemoryEstimate, calibrated: Calibration) -> int:
-    """Return the free bytes that one device must have for the plan: its corrected estimate times the margin."""
+    """Return the free bytes that each device must have for the plan: its corrected estimate times the margin."""
     margin = calibrated.errors_for(plan, estimate).margin
     if _has_unmeasured_cache(estimate):
         margin = max(margin, MARGIN)
@@ -345,7 +345,7 @@ def plan_needed_bytes(plan: Plan, estimate: MemoryEstimate, calibrated: Calibrat
 
 
 def plan_fit_probability(plan: Plan, estimate: MemoryEstimate, calibrated: Calibration, capacity_bytes: int) -> float:
-    """The probability that the plan runs within `capacity_bytes` of one device; 0 where the family saw it fail."""
+    """Return the probability that the plan fits `capacity_bytes` of each device; 0 where it already failed there."""
     if calibrated.refutes(plan, estimate, capacity_bytes):
         return 0.0
     if calibrated.belief is not None and calibrated._proof_of(plan, estimate) is None:
@@ -422,7 +422,7 @@ def _student_quantile(freedom: int) -> float:
 
 
 def prior_spread(margin: float) -> float:
-    """Return the spread of the logarithms of ratios under which `margin` holds CONFIDENCE of them."""
+    """Return the standard deviation of log ratios at which CONFIDENCE of them stay below `margin`."""
     return math.log(margin) / _student_quantile(PRIOR_OUTCOMES)
 
 

@@ -1,4 +1,4 @@
-"""What would an estimate be if its activations were so many times as large? How large were they?"""
+"""Corrections of a memory estimate by a factor on its activations."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from orchestrator.specs.replace import replace
 
 
 def observed_correction(moments: Sequence[MomentBytes], measured_bytes: int) -> float:
-    """The least factor on the activations under which some moment reaches `measured_bytes`.
+    """Return the smallest activation factor with which some peak point reaches `measured_bytes`; at least 1.
 
-    At least 1: a plan that needed less than predicted says nothing about later plans. A wrong "fits" costs an attempt;
-    a wrong "too big" costs only speed.
+    A plan that needed less than predicted says nothing about later plans. A wrong "fits" costs an attempt; a wrong "too
+    big" costs only speed.
     """
     factors = (
         (measured_bytes - moment.counted_bytes) / moment.activation_bytes
@@ -26,9 +26,9 @@ def observed_correction(moments: Sequence[MomentBytes], measured_bytes: int) -> 
 
 
 def corrected(estimate: MemoryEstimate, correction: float) -> MemoryEstimate:
-    """Return the estimate at its worst moment with its activations times `correction`.
+    """Return the estimate at its highest peak, with activations times `correction`.
 
-    Where that is another moment than was estimated, the counted bytes are one sum.
+    Where that is another point of the step than estimated, all counted bytes become one entry.
     """
     allocated_bytes = corrected_allocated_bytes(estimate, correction)
     if allocated_bytes == estimate.allocated_bytes:
@@ -49,7 +49,7 @@ def corrected(estimate: MemoryEstimate, correction: float) -> MemoryEstimate:
 
 
 def corrected_bytes(estimate: MemoryEstimate, correction: float) -> int:
-    """Device bytes of the estimate with its activations times `correction`; never below the estimate itself.
+    """Return the estimate's device bytes with activations times `correction`; never below the estimate itself.
 
     The allocator's overhead grows with what it holds; context and communicators stay.
     """
@@ -59,12 +59,15 @@ def corrected_bytes(estimate: MemoryEstimate, correction: float) -> int:
 
 
 def corrected_allocated_bytes(estimate: MemoryEstimate, correction: float) -> int:
-    """Allocated peak of the estimate with its activations times `correction`; never below the estimate itself."""
+    """Return the estimate's allocated peak with activations times `correction`; never below the estimate itself."""
     return corrected_peak(estimate.allocated_bytes, estimate.moments, correction)
 
 
 def corrected_peak(predicted_bytes: int, moments: Sequence[MomentBytes], correction: float) -> int:
-    """Allocated peak of these moments with their activations times `correction`; never below the predicted one."""
+    """Return the highest allocated bytes over these peak points, with activations times `correction`.
+
+    Never returns less than `predicted_bytes`.
+    """
     if correction <= 1.0:
         return predicted_bytes
     grown = (moment.counted_bytes + correction * moment.activation_bytes for moment in moments)
@@ -72,19 +75,22 @@ def corrected_peak(predicted_bytes: int, moments: Sequence[MomentBytes], correct
 
 
 def is_known(estimate: MemoryEstimate, correction: float) -> bool:
-    """Whether the estimate is a prediction: of a script that declares nothing it is not, before it failed once."""
+    """Return whether the estimate is a real prediction.
+
+    For a script that declares nothing, only after it failed once.
+    """
     return estimate.source is not Source.ASSUMED or correction > 1.0
 
 
 def predicted_peak_bytes(attempt: Attempt) -> int | None:
-    """Allocated peak that was expected of the attempt at its launch; None where nothing was known of its memory yet."""
+    """Return the allocated peak predicted for the attempt at its launch; None where its memory was unknown."""
     if not is_known(attempt.estimate, attempt.correction):
         return None
     return corrected_allocated_bytes(attempt.estimate, attempt.correction)
 
 
 def worst_moments(moments: Iterable[MomentBytes]) -> tuple[MomentBytes, ...]:
-    """Return the moments that can be the worst at some factor on the activations of at least 1, without duplicates."""
+    """Return the peak points that are the highest at some activation factor of at least 1, without duplicates."""
     worst: list[MomentBytes] = []
     total = -1
     for moment in sorted(

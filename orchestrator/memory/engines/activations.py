@@ -1,4 +1,4 @@
-"""What is saved for the backward pass, moment by moment, as straight lines over the micro-batch."""
+"""Live activations at each candidate for the memory peak, as linear functions of the micro-batch size."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from orchestrator.specs.profile import LossChunks, ModelProfile, Segment
 
 
 class Activations(NamedTuple):
-    """Bytes per sample of the micro-batch, bytes at any micro-batch, and a loss in chunks, whose bytes bend."""
+    """Live activation bytes: per sample, fixed, and of a loss in chunks, which is not linear."""
 
     per_sample_bytes: int
     fixed_bytes: int = 0
@@ -36,7 +36,7 @@ NONE = Activations(0)
 
 
 class _How(NamedTuple):
-    """What a plan keeps of its activations."""
+    """A plan's settings that decide which activations are kept."""
 
     mode: ActivationCheckpointing
     casts: bool
@@ -48,11 +48,11 @@ class _How(NamedTuple):
 def activations(
     rank: Rank, mode: ActivationCheckpointing, *, casts: bool, full_layers: int = 0, offloads: bool = False
 ) -> tuple[Activations, ...]:
-    """Return what is live at every passage of the rank, then where the last layer goes forward, then NONE.
+    """Return the live activations at each passage (peak candidate) of the rank, then at FORWARDED, then at NOTHING.
 
-    The other micro-batches in flight keep theirs meanwhile. `casts`: autocast keeps low-precision copies of the weights
-    until the forward pass is over; those that the backward pass needs live on, and what is recomputed casts them again.
-    It keeps none of what tensor parallelism cuts, which are views of parameters (`cached_cast` in
+    Other micro-batches in flight keep theirs meanwhile. `casts`: autocast keeps low-precision copies of the weights
+    until the forward pass is over; those that the backward pass needs live on, and recomputed layers cast them again.
+    It keeps none of the weights that tensor parallelism splits, which are views of parameters (`cached_cast` in
     aten/src/ATen/autocast_mode.cpp, torch 2.13.0). The first `full_layers` layers of the stage keep their input only.
     `offloads`: the layers' inputs wait in host memory (training/engines/recompute.py).
     """
@@ -74,7 +74,7 @@ def activations(
 
 
 def full_is_lightest(profile: ModelProfile) -> bool:
-    """Whether full checkpointing needs no more than selective at any moment, wherever layers are mixed."""
+    """Return whether full checkpointing never needs more than selective, at any mix of layers."""
     return not profile.fragmentation and not profile.moments and all(map(_full_is_lightest, profile.segments))
 
 
@@ -90,7 +90,10 @@ def _full_is_lightest(segment: Segment) -> bool:
 
 
 def highest_places(rank: Rank, *, casts: bool) -> frozenset[int]:
-    """The rank's passages where most is live of large micro-batches under some checkpointing, or a loss in chunks."""
+    """Return indices of the rank's passages (peak candidates) with the most live bytes, or with a loss in chunks.
+
+    Counted for large micro-batches, under each kind of checkpointing.
+    """
     return _highest_places(rank.stage, rank.has_loss, not rank.messages, casts, rank.updates)
 
 
@@ -125,7 +128,7 @@ def _single_micro_batch(
     copied = list(accumulate((copied for _, copied in saved_pairs), initial=0))
 
     def up_to(place: int, parts: int) -> tuple[int, int]:
-        """Return what all segments before the place and its first `parts` parts save: per sample, weight copies."""
+        """Return (bytes per sample, bytes of weight copies) saved before the place and by its first `parts` parts."""
         if not full[place]:
             count, (all_saved, all_copied) = segments[place].count, saved_pairs[place]
             return saved[place] + parts * (all_saved // count), copied[place] + parts * (all_copied // count)
@@ -185,7 +188,7 @@ def _forward_end(
     *,
     recast: bool,
 ) -> Activations:
-    """The last layer goes forward, or the loss has just been computed; autocast keeps every weight that it has cast."""
+    """Return live activations at the last layer's forward pass, or after the loss. Autocast keeps all weight copies."""
     transient = last.forward_transient_bytes
     if last is segments[-1] and last.chunks is None:
         transient += -(-last.transient_bytes // 2)
@@ -194,14 +197,14 @@ def _forward_end(
 
 
 def _waiting_elements(passage: Passage, loss: Segment) -> int:
-    """Elements of a shared weight's gradient that are there: one in chunks makes it in the forward pass already."""
+    """Return the existing elements of a shared weight's gradient. A loss in chunks makes it in the forward pass."""
     if passage.segment is loss and loss.chunks is None:
         return loss.waiting_gradients if passage.point in (Point.GRADIENT, Point.END) else 0
     return passage.segment.waiting_gradients if passage.backward or passage.segment is loss else 0
 
 
 def _backward(passage: Passage, mode: ActivationCheckpointing) -> tuple[int, int]:
-    """Bytes per sample of a part that goes backward, and elements of a shared weight's gradients that meet."""
+    """Return (bytes per sample in a part's backward pass, elements of a shared weight's gradients that coexist)."""
     segment = passage.segment
     if passage.point is Point.END:
         return min(segment.checkpointed_bytes, segment.saved_bytes), 0

@@ -1,4 +1,4 @@
-"""Moments of DeepSpeed 0.19.8 at ZeRO stages 0 to 3 (Rajbhandari et al. 2020, arXiv:1910.02054)."""
+"""Peak points of a training step under DeepSpeed 0.19.8, ZeRO stages 0 to 3 (arXiv:1910.02054)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from orchestrator.specs.profile import ModelProfile
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Buckets:
-    """DeepSpeed's buffers in elements, as `engines/deepspeed_settings.py` sets them (a test compares the two)."""
+    """Sizes of DeepSpeed's buffers in elements, as `engines/deepspeed_settings.py` sets them (tested)."""
 
     reduce: int
     live: int  # stage 3: gathered at a time; 0: one tensor
@@ -34,11 +34,11 @@ CUDA_BUCKETS = Buckets(
 
 
 def moments(rank: Rank, plan: Plan, zero: Zero, places: Iterable[int], *, cuda: bool) -> list[Moment]:
-    """Moments of a rank under the plan's ZeRO stage; `zero` is its mechanics.
+    """Return the candidates for the memory peak of a rank under the plan's ZeRO stage; `zero` is its mechanics.
 
-    Read from deepspeed/runtime/zero/stage_1_and_2.py and stage3.py and checked against gloo ranks (2026-11). A
-    rank holds flat parameters, fp32 masters and moments of its share, and gradients as each stage keeps them. The
-    optimizer works on one flat tensor with two temporaries of its size (none where it is fused, on CUDA).
+    Read from deepspeed/runtime/zero/stage_1_and_2.py and stage3.py and checked against gloo ranks (2026-11). A rank
+    holds flat parameters, fp32 masters and moments of its share, and gradients as each stage keeps them. The optimizer
+    works on one flat tensor with two temporaries of its size (none where it is fused, on CUDA).
     """
     buckets = CUDA_BUCKETS if cuda else VIRTUAL_BUCKETS
     profile, dp, stage = rank.profile, plan.layout.dp, zero.stage
@@ -80,7 +80,7 @@ def moments(rank: Rank, plan: Plan, zero: Zero, places: Iterable[int], *, cuda: 
 
 
 def tells_recomputed_apart(profile: ModelProfile, zero: Zero) -> bool:
-    """Return whether the counts of `moments` on CUDA depend on recomputation: by views, or by a trace's moments."""
+    """Return whether the counted bytes of `moments` on CUDA depend on the kind of checkpointing."""
     viewed = zero.stage is ZeroStage.PARAMETERS and any(segment.viewed for segment in profile.segments)
     return viewed or (zero.stage >= ZeroStage.GRADIENTS and bool(profile.moments))
 
@@ -237,7 +237,7 @@ def _last_reduction(profile: ModelProfile, plan: Plan, buckets: Buckets) -> Caus
 
 
 def _copied(reduced: int, dp: int) -> int:
-    """Elements of what stage 2 reduces at a time that lie beside it: none where a lone rank has all in one piece.
+    """Return the elements that stage 2 copies for a reduction; 0 where a lone rank has them in one tensor.
 
     (What goes to several ranks is put together in `allreduce_bucket`, whose `flatten` gives a single tensor back as it
     is: deepspeed/runtime/zero/stage_1_and_2.py, torch/csrc/utils/tensor_flatten.h.)
@@ -283,13 +283,13 @@ def _reductions(
 
 
 def _meets(profile: ModelProfile, passage: Passage) -> bool:
-    """Return whether reduced gradients are copied at this moment: at arrivals only, where the profile has them."""
+    """Return whether copies of reduced gradients exist here: only at arrivals, where the profile has these."""
     has_arrivals = bool(profile.moments or passage.segment.arrivals)
     return passage.point is Point.ARRIVAL or bool(profile.turns) or not has_arrivals
 
 
 def _bucket_count(profile: ModelProfile) -> int:
-    """Return the number of stage 3's buckets, which it makes once and keeps: one for each recipe in turn."""
+    """Return the number of stage 3's permanent buckets: one per alternating recipe."""
     return max(1, len(profile.turns))
 
 

@@ -1,4 +1,4 @@
-"""What DeepSpeed's gradients fill in the order in which they come: its reduce bucket, and every rank's share."""
+"""Simulation of DeepSpeed's gradient bucket: when it is reduced, in the order in which gradients come."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Part = tuple[int, int]  # of the model: its segment, and its position there in b
 
 
 class Reduction(NamedTuple):
-    """What is reduced at once, since the next gradient does not fit into the bucket beside it."""
+    """A reduction of the bucket, caused by a gradient that no longer fits."""
 
     gradients: int  # gradients that the part has by then
     elements: int
@@ -25,17 +25,17 @@ class Reduction(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Filling:
-    """The reductions of a backward pass."""
+    """All reductions of the bucket in one backward pass, by part of the model."""
 
     reduced: Mapping[Part, tuple[Reduction, ...]]
     rest: int  # what is in the bucket when the backward pass is over
 
     def up_to(self, part: Part, gradients: int) -> list[Reduction]:
-        """Return the reductions of that part's backward pass, up to so many gradients of its own."""
+        """Return the reductions in the part's backward pass up to its `gradients`-th gradient."""
         return [reduction for reduction in self.reduced.get(part, ()) if reduction.gradients <= gradients]
 
     def has_begun(self, part: Part, gradients: int) -> bool:
-        """Return whether anything was reduced by then."""
+        """Return whether any reduction has happened when this part has so many gradients."""
         first = next(iter(self.reduced), None)
         if first is None or part == first:
             return first is not None and bool(self.up_to(part, gradients))
@@ -44,10 +44,10 @@ class Filling:
 
 @lru_cache(maxsize=256)
 def filling(profile: ModelProfile, bucket: int, *, leaves: bool = False) -> Filling:
-    """Return the reductions of a bucket of so many elements: it is reduced before a tensor that does not fit in.
+    """Return the reductions of a bucket of `bucket` elements. It is reduced before a tensor that does not fit.
 
     (`reduce_independent_p_g_buckets_and_remove_grads` in deepspeed/runtime/zero/stage3.py and stage_1_and_2.py.)
-    `leaves`: gradients of a leaf wait until all have been made (`reduce_leaf_module_grads` in stage3.py).
+    `leaves`: gradients of a leaf module wait until all have been made (`reduce_leaf_module_grads` in stage3.py).
     """
     reduced: dict[Part, tuple[Reduction, ...]] = {}
     in_bucket, gradients, last = 0, 0, None
@@ -66,7 +66,7 @@ def filling(profile: ModelProfile, bucket: int, *, leaves: bool = False) -> Fill
 
 @lru_cache(maxsize=4096)
 def largest_share(profile: ModelProfile, shares: int) -> int:
-    """Return the elements of all tensors that overlap the largest of so many equal shares of what is trained."""
+    """Return the elements of all tensors that overlap the largest of `shares` equal shards of trained parameters."""
     ends = list(accumulate(_registered_sizes(profile))) or [0]
     starts, share = [0, *ends[:-1]], -(-ends[-1] // shares)
     largest = 0

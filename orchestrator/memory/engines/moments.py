@@ -1,7 +1,7 @@
-"""When can the peak of a training step come? The passages of forward and backward pass, and what is counted at each.
+"""Candidates for the memory peak of a training step: passages (points of forward and backward pass), and counted bytes.
 
-A passage is told by what is through its backward pass there; what activations are live (memory.activations) and which
-buffers an engine has (memory.torch_engines, memory.deepspeed) follow from it.
+A passage records which parts have finished their backward pass. The live activations (memory.activations) and the
+engine's buffers (memory.torch_engines, memory.deepspeed) follow from it.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _BYTES = itemgetter(1)  # of a cause
 
 
 class Moment(NamedTuple):
-    """Bytes by cause that follow from counting, whatever the micro-batch is; activations lie beside them.
+    """A candidate for the memory peak: counted bytes by cause, and an index into the rank's live activations.
 
     A tuple, as Passage is, since a search makes thousands: that takes a third of the time of a frozen dataclass.
     """
 
     name: str
     counted: Causes
-    activations: int = NOTHING  # which of the rank's `activations` are live: those of a passage, FORWARDED or NOTHING
+    activations: int = NOTHING  # index into the rank's `activations`: that of a passage, FORWARDED or NOTHING
 
     @property
     def counted_bytes(self) -> int:
@@ -40,7 +40,7 @@ class Moment(NamedTuple):
 
 
 class Point(Enum):
-    """Where one part of the model stands."""
+    """The point within one part's forward or backward pass."""
 
     ENTRY = "start of forward"
     FORWARD = "forward"
@@ -52,24 +52,24 @@ class Point(Enum):
 
 
 class Passage(NamedTuple):
-    """A point of the forward or backward pass where a part of the model is at its own peak."""
+    """A point of the forward or backward pass where a part of the model has its own memory peak."""
 
     name: str
     point: Point
     segment: Segment
-    place: int  # of the segment in the model, or in the stage of a pipeline
+    place: int  # index of the segment in the model, or in the pipeline stage
     position: int  # of the part in its segment, in backward order: the deepest is 0
-    done: int  # trained parameters of the parts that are through their backward pass
+    done: int  # trained parameters of parts that have finished their backward pass
     gradients: int  # trained parameters of this part whose gradient exists
-    fresh: int  # of those, what an engine copies from and lets go at once; 0 where it is among the activations
-    units_done: int  # of all parameters, those of layers that are through their backward pass
-    ends_done: int  # of `done`, those of parts that are no layers
-    ahead: Segment | None = None  # of a layer: the one that goes backward next, and went forward before it
-    behind: Segment | None = None  # and its other neighbour
-    turn: int = 0  # trained parameters of its recipe, where several train in turn
+    fresh: int  # part of `gradients` that an engine copies and frees at once; 0 if counted as activations
+    units_done: int  # parameters of layers that have finished their backward pass
+    ends_done: int  # part of `done` that belongs to no layer
+    ahead: Segment | None = None  # of a layer: the next one in backward order
+    behind: Segment | None = None  # of a layer: the previous one in backward order
+    turn: int = 0  # trained parameters of its recipe, where several alternate
     outside: bool = False  # see TracedMoment
-    since: int = 0  # of an arrival: `gradients` at the one before that is known
-    peak: BackwardPeak | None = None  # of a part that says several
+    since: int = 0  # of an arrival: `gradients` at the previous recorded one
+    peak: BackwardPeak | None = None  # of a part with several peaks
 
     @property
     def backward(self) -> bool:
@@ -78,22 +78,22 @@ class Passage(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Rank:
-    """What one rank holds of a model; under pipeline parallelism that is some of its layers.
+    """The part of a model on one rank; under pipeline parallelism, the layers of its stages.
 
     `stage` is one of its pipeline stages: all of `profile` unless stages are interleaved. Every further pass in flight
     keeps the activations of its stage. Compared by identity: there is one of each (pipeline.ranks).
     """
 
-    name: str  # where it stands in the pipeline, "" where there is none
+    name: str  # position in the pipeline; "" without one
     profile: ModelProfile
     stage: ModelProfile
     has_loss: bool = True
-    others: tuple[tuple[ModelProfile, int], ...] = ()  # stages, and passes of them that are in flight beside
-    accumulates: bool = False  # whether the gradients of an earlier micro-batch exist while so many are in flight
-    earlier: int | None = None  # of its trained parameters, those whose gradients then exist; None: all
-    messages: int = 0  # hidden states and gradients that it keeps for them, of one micro-batch each
-    full_layers: int = 0  # of selective checkpointing: its first layers that keep their input only
-    updates: bool = False  # each parameter in the backward pass, as soon as its gradient is whole
+    others: tuple[tuple[ModelProfile, int], ...] = ()  # (stage, further passes of it in flight)
+    accumulates: bool = False  # whether gradients of an earlier micro-batch exist at the peak
+    earlier: int | None = None  # trained parameters with such gradients; None: all
+    messages: int = 0  # hidden states and gradients buffered for the pipeline, one micro-batch each
+    full_layers: int = 0  # first layers in full recomputation, where the others are selective
+    updates: bool = False  # whether each parameter is updated in the backward pass, once its gradient is complete
 
     @cached_property
     def passages(self) -> tuple[Passage, ...]:
@@ -121,17 +121,17 @@ class Rank:
 
     @cached_property
     def accumulated(self) -> int:
-        """Trained parameters that have gradients of earlier micro-batches."""
+        """Number of trained parameters whose gradients from earlier micro-batches exist."""
         return 0 if not self.accumulates else self.trained_parameters if self.earlier is None else self.earlier
 
     @cached_property
     def weight_bytes(self) -> int:
-        """Bytes of the weights: trained ones in fp32 or as a script holds them, frozen ones in their own type."""
+        """Bytes of the stored weights: trained ones in fp32 or the script's type, frozen ones in their stored type."""
         return self.profile.weight_bytes(self.profile.parameter_bytes)
 
     @cached_property
     def end_parameters(self) -> int:
-        """Parameters of the parts that are no layers: embedding, head."""
+        """Number of parameters outside of layers: embedding and head."""
         return sum(segment.parameters for segment in self.profile.segments if not segment.is_unit)
 
     @cached_property
@@ -139,7 +139,7 @@ class Rank:
         return sum(segment.trained_parameters for segment in self.profile.segments if not segment.is_unit)
 
     def buffer_bytes(self, plan: Plan) -> int:
-        """Return the bytes of the pipeline messages that it holds in a step (training/engines/pipeline.py)."""
+        """Return the bytes of pipeline messages that the rank holds in a step (training/engines/pipeline.py)."""
         return self.messages * plan.micro_batch_size * self.profile.boundary_bytes
 
 
@@ -158,12 +158,12 @@ def full_parts(stage: ModelProfile, full_layers: int) -> list[int]:
 def passages(
     stage: ModelProfile, has_loss: bool, *, gathers: bool, full_layers: int = 0, updates: bool = False
 ) -> tuple[Passage, ...]:
-    """Return the points that can be the worst of one micro-batch, in the order in which they come.
+    """Return the passages (peak candidates) of one micro-batch through the stage, in order of time.
 
     Between the second part of a segment and the last everything changes linearly, so three are enough; but the last has
     none ahead. Where an engine `gathers` one part ahead of another, as no pipeline does, the last but one counts too.
     Where the first layers keep less than the others, the last of them and the first of the others count as well. Where
-    a gradient `updates` its parameter at once, so does the largest one of a part that tells no peaks of its own.
+    a gradient `updates` its parameter at once, so does the largest one of a part without declared peaks.
     """
     segments = stage.segments
     last, chunks = segments[-1], segments[-1].chunks
@@ -217,7 +217,7 @@ def passages(
 
 @lru_cache(maxsize=1024)
 def traced_passages(stage: ModelProfile) -> tuple[Passage, ...]:
-    """Return the passages of a traced model: its moments under every kind of checkpointing."""
+    """Return the passages (peak candidates) of a traced model, under every kind of checkpointing."""
     layers = [(place, segment) for place, segment in enumerate(stage.segments) if segment.is_unit]
     first = {place: sum(before.count for _, before in layers[:number]) for number, (place, _) in enumerate(layers)}
     units = [segment for _, segment in layers for _ in range(segment.count)]

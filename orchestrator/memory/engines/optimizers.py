@@ -1,4 +1,4 @@
-"""What an update rule keeps for every parameter, and what it holds for a moment while it runs."""
+"""Memory of the optimizer: its states per parameter, and its temporaries during an update."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WIDENED_BYTES = 4
 
 
 def state_bytes(profile: ModelProfile, plan: Plan, shards: int) -> int:
-    """Bytes of the optimizer's states on a rank that has one of `shards` equal shards of what is trained."""
+    """Return the bytes of optimizer states on a rank with one of `shards` equal shards of the trained parameters."""
     trained = profile.trained_parameters
     narrow = 1 if plan.mechanics.has_fp32_states else FP32_BYTES // profile.parameter_bytes
     if plan.optimizer is Optimizer.ADAFACTOR:
@@ -41,7 +41,7 @@ def state_bytes(profile: ModelProfile, plan: Plan, shards: int) -> int:
 
 
 def temporaries(plan: Plan, elements: int, *, cuda: bool, before: int = 0) -> int:
-    """Bytes held while a tensor of so many elements is updated.
+    """Return the bytes held while a tensor of `elements` elements is updated.
 
     torch/optim: fused rules, which run on CUDA, hold none; AdamW one by one holds two, the others one. AdamW's
     denominator for the tensor that went `before` lives until that for the next one is there (torch/optim/adam.py,
@@ -56,7 +56,7 @@ def temporaries(plan: Plan, elements: int, *, cuda: bool, before: int = 0) -> in
 
 
 def _in_8_bits(elements: int) -> int:
-    """Bytes of both moments of a tensor of which a rank has so many elements."""
+    """Return the bytes of both 8-bit moments of a tensor with so many elements on a rank."""
     if elements < QUANTISED_MIN or elements % BLOCK:
         return ADAM_BYTES * elements
     return 2 * (elements + FP32_BYTES * elements // BLOCK) + TABLES_BYTES

@@ -1,6 +1,6 @@
-"""What does a device hold for a plan beside what PyTorch's allocator reserves? Context and communicators.
+"""Device memory outside PyTorch's allocator: the CUDA context and communicators.
 
-Constants from others' devices until attempts have told of this kind of device; then what they measured.
+Before any measurement on this kind of device, constants from other devices; afterwards the measurements.
 """
 
 from __future__ import annotations
@@ -27,11 +27,10 @@ COUNTED = 32  # newest measurements that count of each supposed overhead
 
 
 def supposed_overhead_bytes(plan: Plan) -> int:
-    """Bytes of a CUDA context and of the plan's communicators, as the constants have them.
+    """Return the assumed bytes of a CUDA context and of the plan's communicators.
 
-    A communicator is that of all ranks, and one along every axis of the mesh that is not the whole of it. Experts that
-    are spread have a mesh of their own (training/engines/expert_parallel.py). One rank alone has a communicator only
-    under FSDP2 and DeepSpeed.
+    Communicators exist for all ranks together, and along every smaller axis of the mesh. Expert parallelism adds a mesh
+    of its own (training/engines/expert_parallel.py). One rank alone has a communicator only under FSDP2 and DeepSpeed.
     """
     if plan.world_size == 1 and not plan.mechanics.talks_alone:
         return CONTEXT_BYTES
@@ -50,12 +49,12 @@ def _supposed_bytes(layout: ParallelLayout, dp_replicate: int, expert_parallel: 
 
 @dataclass(frozen=True, slots=True)
 class Overhead:
-    """What one kind of device holds beside the allocator."""
+    """Measured memory outside the allocator on one kind of device."""
 
     measured: tuple[tuple[int, int], ...] = ()  # supposed bytes, and measured bytes of plans with those
 
     def bytes_of(self, plan: Plan) -> int:
-        """Return the overhead: the constants, corrected by the error of the nearest overhead that was measured."""
+        """Return the plan's overhead in bytes: the assumed one, corrected by the error of the nearest measured one."""
         supposed_bytes = supposed_overhead_bytes(plan)
         if not self.measured:
             return supposed_bytes
@@ -67,10 +66,10 @@ SUPPOSED_OVERHEAD = Overhead()
 
 
 def measured_overhead(observations: Iterable[Observation]) -> Overhead:
-    """The upper median of what attempts on one kind of device measured, for each overhead that was supposed.
+    """Return the upper median of the measured overheads on one kind of device, for each assumed overhead.
 
-    `observations` are of that device and of one torch, oldest first, and of any family: a context knows nothing of
-    models. Programs of others that come and go while an attempt runs are outliers in both directions.
+    `observations` are of that device and of one torch, oldest first, and of any model family, since a CUDA context does
+    not depend on the model. Foreign programs that come and go during an attempt are outliers in both directions.
     """
     by_supposed: dict[int, list[int]] = {}
     for observation in observations:

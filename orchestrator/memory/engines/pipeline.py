@@ -1,4 +1,4 @@
-"""What every rank of a plan holds of the model: all of it, or its stages of the pipeline."""
+"""The part of the model on each rank of a plan: all of it, or its pipeline stages."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from orchestrator.specs.stages import stage_layers
 
 
 def ranks(profile: ModelProfile, plan: Plan, *, full_layers: int = 0) -> tuple[Rank, ...]:
-    """Return a rank of each kind that can need the most: the first stage, the largest middle stages, the last stage.
+    """Return one rank of each kind that can need the most memory: first stage, largest middle stages, last stage.
 
     The first stage has the embedding and the most micro-batches in flight, the last has the loss. The repeated segment
-    is cut as specs.stages says; what stands before it belongs to the first stage, what stands behind it to the last.
-    Where a step has few micro-batches, fewer gradients exist while the most are in flight: ranks are listed twice.
-    `full_layers`: the ranks' passages are those where so many first layers of every stage keep less than the others.
+    is split as in specs.stages; segments before it belong to the first stage, segments behind it to the last. Where a
+    step has few micro-batches, fewer gradients exist while the most are in flight: ranks are listed twice.
+    `full_layers`: number of first layers of each stage that are recomputed in full, for the ranks' passages.
     """
     layout, per_rank = plan.layout, plan.pipeline_stages_per_rank
     in_flight = filling(layout.pp, per_rank, plan.gradient_accumulation_steps)
@@ -32,7 +32,7 @@ def ranks(profile: ModelProfile, plan: Plan, *, full_layers: int = 0) -> tuple[R
 
 
 class Filling(NamedTuple):
-    """The effect of the number of micro-batches on what is in flight."""
+    """How the number of micro-batches affects what is in flight in the pipeline."""
 
     at_a_time: int  # micro-batches that go through one stage of a rank before the next has its turn
     is_one_round: bool  # whether these are all of a step
@@ -40,7 +40,7 @@ class Filling(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def filling(pp: int, per_rank: int, micro_batches: int) -> Filling:
-    """Return the filling of so many micro-batches; fillings are equal where the number makes no difference.
+    """Return the effect of this number of micro-batches; equal results mean equal memory.
 
     (`microbatches_per_round` in torch/distributed/pipelining/schedules.py, ScheduleInterleaved1F1B, torch 2.13.0.)
     """
@@ -51,10 +51,10 @@ def filling(pp: int, per_rank: int, micro_batches: int) -> Filling:
 
 @lru_cache(maxsize=4096)
 def waiting(rank: int, pp: int, per_rank: int, filling: Filling) -> tuple[int, ...]:
-    """Return, for each stage of the rank, the forward passes that wait for backward when the first backward begins.
+    """Return, per stage of the rank, how many forward passes wait for backward when the first backward begins.
 
     1F1B: Narayanan et al. 2021, arXiv:2104.04473, section 2.2.1; interleaved: the forwards of the warm-up, and one
-    (`_get_warmup_ops` in torch/distributed/pipelining/schedules.py, torch 2.13.0). No later moment has more of them.
+    (`_get_warmup_ops` in torch/distributed/pipelining/schedules.py, torch 2.13.0). It never has more of them later.
     """
     if per_rank == 1:
         return (pp - rank,)
@@ -126,7 +126,7 @@ def _split_round(
 
 
 def distinct_ranks(pp: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the first rank, each middle rank with more layers than all before it, and the last rank."""
+    """Return the indices of the first rank, each middle rank with more layers than all before it, and the last rank."""
     per_rank, chosen, most = len(sizes) // pp, [0], sum(sizes[0::pp])
     for rank in range(1, pp - 1):
         layers = sum(sizes[rank + turn * pp] for turn in range(per_rank))
@@ -149,7 +149,7 @@ def _others(
 
 
 def messages(rank: int, pp: int, passes: tuple[int, ...], sent: int) -> int:
-    """The most hidden states and gradients from and to other ranks that the rank holds at once.
+    """Return how many hidden states and gradients from and to other ranks the rank holds at most at once.
 
     These are inputs of the passes in flight that came from another rank, and a gradient that arrives. Gradients on
     their way count as well: at 1F1B the last one sent, interleaved one of each stage that has begun to go backward
@@ -162,7 +162,7 @@ def messages(rank: int, pp: int, passes: tuple[int, ...], sent: int) -> int:
 
 @lru_cache(maxsize=4096)
 def split_ends(profile: ModelProfile) -> tuple[tuple[Segment, ...], Segment, tuple[Segment, ...]]:
-    """Return the segments of the first stage alone, the repeated segment, and the segments of the last stage alone.
+    """Return (segments only in the first stage, the repeated segment, segments only in the last stage).
 
     Both ends hold a weight that they share.
     """
@@ -174,14 +174,14 @@ def split_ends(profile: ModelProfile) -> tuple[tuple[Segment, ...], Segment, tup
 
 @lru_cache(maxsize=4096)
 def part(profile: ModelProfile, layers: int, *, first: bool, last: bool) -> ModelProfile:
-    """The profile of a rank with so many layers."""
+    """Return the profile of a rank with `layers` layers, and with the model's first or last segments."""
     before, repeated, behind = split_ends(profile)
     ends = before if first else (), behind if last else ()
     return replace(profile, segments=(*ends[0], replace(repeated, count=layers), *ends[1]))
 
 
 def _with_shared(segment: Segment) -> Segment:
-    """The embedding or head with a weight of its own, whose gradient waits for no other."""
+    """Return the embedding or head with its own copy of the shared weight, so that gradients need no waiting."""
     if segment.summed_gradients:
         return replace(segment, summed_gradients=0, waiting_gradients=0)
     if not segment.waiting_gradients:

@@ -1,4 +1,4 @@
-"""Moments of the torch engine: DistributedDataParallel, and FSDP2's fully_shard on every layer and on the root."""
+"""Peak points of a training step under the torch engine: DistributedDataParallel and FSDP2's fully_shard."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from orchestrator.specs.profile import Segment
 
 
 def ddp_moments(rank: Rank, plan: Plan, replicated: Replicated, places: Iterable[int], *, cuda: bool) -> list[Moment]:
-    """Moments of a rank that holds its part of the model whole (Li et al. 2020, arXiv:2006.15704).
+    """Return the candidates for the memory peak of a rank without sharding (Li et al. 2020, arXiv:2006.15704).
 
-    With several data-parallel ranks there are buckets for all gradients from the start. Where we wrap them, they are
-    the gradients, but for accumulation: what micro-batches without synchronisation leave lies beside them. It goes into
-    the buckets in the backward pass of the last one: of two micro-batches the second has less and less of it. A single
-    rank has no buckets, and its gradients appear as the backward pass goes on.
+    With several data-parallel ranks there are buckets for all gradients from the start. In our engine they are the
+    gradients, but for accumulation: gradients of unsynchronised micro-batches lie beside them. They go into the buckets
+    in the backward pass of the last one: of two micro-batches the second has less and less of it. A single rank has no
+    buckets, and its gradients appear as the backward pass goes on.
     """
     profile, count, width = rank.profile, rank.trained_parameters, rank.profile.parameter_bytes
     buckets = width * count if replicated.ranks > 1 else 0
@@ -61,9 +61,9 @@ def ddp_moments(rank: Rank, plan: Plan, replicated: Replicated, places: Iterable
 
 
 def _gradient_elements(passage: Passage) -> int:
-    """Elements of the one gradient that is there where each goes as soon as it is whole.
+    """Return the elements of the only existing gradient, under updates in the backward pass.
 
-    Where most is live in a layer, that of its largest matrix has gone. A loss in chunks makes its own long before.
+    At a layer's peak, the gradient of its largest matrix is already freed. A loss in chunks made its own long before.
     """
     has_gone = passage.point is Point.PEAK and passage.segment.is_unit and passage.peak is None
     return 0 if has_gone else passage.fresh
@@ -83,16 +83,16 @@ def _update_bytes(passage: Passage, plan: Plan, *, cuda: bool) -> int:
 
 
 def fsdp_moments(rank: Rank, plan: Plan, fsdp: Fsdp, places: Iterable[int], *, cuda: bool) -> list[Moment]:
-    """Moments of a rank that holds a shard: parameters, gradients and optimizer states are split over dp.
+    """Return the candidates for the memory peak of a rank with sharded parameters, gradients and optimizer states.
 
     Layers are units of their own, everything else is the root unit, which stays gathered from forward to the end of
     backward (Zhao et al. 2023, arXiv:2304.11277). While a part goes backward, the one before it is gathered ahead into
     a flat buffer. The gradients of the one behind it are still in the buffer of their reduce-scatter. At stage 2 every
     part stays gathered from its forward to its backward pass. A single rank copies its weights where they are used,
     without flat buffers and ahead of nothing (`wait_for_unshard` in
-    torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, torch 2.13.0). HSDP cuts over dp / dp_replicate ranks. It
-    keeps the shards that it reduces between its copies until the backward pass is over (`finalize_backward` in the same
-    file). Those to which they are added lie beside.
+    torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, torch 2.13.0). HSDP shards over dp / dp_replicate ranks.
+    It keeps the shards that it reduces between its copies until the backward pass is over (`finalize_backward` in the
+    same file). Those to which they are added lie beside.
     """
     profile, shards, compute = rank.profile, fsdp.shards, compute_bytes(plan)
     device, fixed = _on_device(plan), _shards(rank, plan, shards)
@@ -158,7 +158,7 @@ def _on_device(plan: Plan) -> int:
 
 
 def _shards(rank: Rank, plan: Plan, shards: int) -> Causes:
-    """Return what a rank holds at every moment."""
+    """Return the bytes by cause that a rank holds throughout the step."""
     device = _on_device(plan)
     return (
         ("parameters", device * -(-rank.weight_bytes // shards)),

@@ -1,4 +1,4 @@
-"""Bytes of one element, by what it is used for: weights that compute, and gradients that ranks exchange."""
+"""Bytes per element of weights in compute, weights at rest, and exchanged gradients."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from orchestrator.specs.plan import Plan
 
 
 def compute_bytes(plan: Plan) -> int:
-    """Bytes of a weight in forward and backward pass."""
+    """Return the bytes of one weight in the forward and backward pass."""
     return FP32_BYTES if plan.precision is Precision.FP32 else 2
 
 
 def master_bytes(plan: Plan) -> int:
-    """Bytes of a weight between steps, and of its gradient, where an engine of ours trains it."""
+    """Return the bytes of one stored weight between steps, and of its gradient, under our engines."""
     return FP32_BYTES if plan.master_weights is MasterWeights.FP32 else 2
 
 
 def exchanged_bytes(plan: Plan, held_bytes: int | None = None) -> int:
-    """Bytes of a gradient as data-parallel ranks exchange it.
+    """Return the bytes of one gradient element in messages between data-parallel ranks.
 
-    DeepSpeed exchanges in the type that computes. FSDP2 and DistributedDataParallel exchange in the type in which a
-    rank holds its weights, of `held_bytes` each, where they are not `master_bytes`.
+    DeepSpeed exchanges in the compute type. FSDP2 and DistributedDataParallel exchange in the type of the stored
+    weights: `held_bytes` each, where they are not `master_bytes`.
     """
     if facts_of(plan.engine).has_low_gradients:
         return compute_bytes(plan)

@@ -1,4 +1,4 @@
-"""Adapters beside the frozen projections of a layer of the Llama kind, as peft has them, in closed form."""
+"""Memory of peft's LoRA adapters beside the frozen projections of a Llama-style layer, in closed form."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ONE_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("down_pr
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdaptedLayer:
-    """A layer and its adapters; bytes are per token."""
+    """A Llama-style layer with LoRA adapters. Bytes are per token."""
 
     projections: Mapping[str, tuple[int, int]]  # inputs and outputs of all of them, by name
     targets: tuple[str, ...]  # which have an adapter; (): all
@@ -23,30 +23,30 @@ class AdaptedLayer:
 
     @property
     def hidden(self) -> int:
-        """Width of what goes into the layer."""
+        """Width of the layer's input."""
         return self.projections["up_proj"][0]
 
     @property
     def ffn(self) -> int:
-        """Width of the gated product."""
+        """Width of the gated product in the feed-forward part."""
         return self.projections["down_proj"][0]
 
     @property
     def matrices(self) -> int:
-        """Elements of the frozen projections."""
+        """Elements of all frozen projections."""
         return sum(inputs * outputs for inputs, outputs in self.projections.values())
 
     @property
     def adapted(self) -> dict[str, tuple[int, int]]:
-        """Inputs and outputs of the projections that have an adapter, by name."""
+        """Name to (inputs, outputs) of each projection with an adapter."""
         return {name: size for name, size in self.projections.items() if not self.targets or name in self.targets}
 
     @property
     def inputs_bytes(self) -> int:
-        """Bytes that adapters keep of their inputs.
+        """Bytes that adapters save of their inputs.
 
-        Autocast casts the input of every adapter for itself, and dropout makes another: both are kept in the compute
-        type, and the mask beside it.
+        Autocast casts the input of every adapter separately, and dropout makes another copy. Both are kept in the
+        compute type, with the mask beside them.
         """
         if self.autocast or self.dropout:
             input_width = self.width + (self._mask_bytes if self.dropout else 0)
@@ -57,13 +57,13 @@ class AdaptedLayer:
 
     @property
     def forward_bytes(self) -> int:
-        """Bytes that are live while the last projection runs, beside what the layer keeps.
+        """Bytes that are live while the last projection runs, on top of the layer's saved bytes.
 
-        That are the feed-forward part's input and the gated product, where no adapter keeps just these, and what the
-        base projection returned. Under autocast only casts of both are kept: the input is fp32, and the product is
-        copied in the type of the adapters, fp32 (`_cast_input_dtype` in peft/tuners/tuners_utils.py, peft 0.19), in
-        which dropout returns another. Where the weights are cast, norms keep fp32 copies of what the layer and its
-        second half were given.
+        These are the feed-forward part's input and the gated product, where no adapter keeps just these, and the output
+        of the base projection. Under autocast only casts of both are kept: the input is fp32, and the product is copied
+        in the type of the adapters, fp32 (`_cast_input_dtype` in peft/tuners/tuners_utils.py, peft 0.19), in which
+        dropout returns another. Where the weights are cast, norms keep fp32 copies of the inputs of the layer and of
+        its second half.
         """
         adapted = self.adapted
         if self.autocast:
@@ -76,10 +76,10 @@ class AdaptedLayer:
 
     @property
     def backward_bytes(self) -> int:
-        """Bytes that are live while the gated product goes backward, beside what the layer kept.
+        """Bytes that are live in the backward pass of the gated product, on top of the layer's saved bytes.
 
-        The gradients of the product and of both its factors, without what an adapter had kept of it; where the weights
-        are cast, what the layer was given as well, of which the norm kept a copy.
+        These are the gradients of the product and of both its factors, without what an adapter had kept of it. Where
+        the weights are cast, the layer's input counts as well, of which the norm kept a copy.
         """
         gone = 0
         if "down_proj" in self.adapted:

@@ -1,4 +1,4 @@
-"""A mixture of experts as transformers has one, in closed form, for families of the Llama kind.
+"""Memory of a mixture of experts in transformers, in closed form, for Llama-style model families.
 
 Every token goes to some of the experts, whose matrices lie in two tensors of a layer. transformers 5.23 sorts the
 copies of all tokens by their expert and multiplies them group by group (`grouped_mm_experts_forward` in
@@ -47,9 +47,9 @@ OTHER_NAMES: Mapping[str, Mapping[str, str]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
-    """The feed-forward part of a layer: experts of which each token takes some, and one that all tokens share, if any.
+    """The feed-forward part of a mixture-of-experts layer: routed experts, and a shared one, if any.
 
-    How much of a copy each expert's answer counts are its weights: fp32, or in the type of the router's product.
+    The routing weights of the experts' outputs are fp32, or of the type of the router's product.
     """
 
     count: int
@@ -62,15 +62,15 @@ class Experts:
 
 
 def rename_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the configuration of a family with experts under the names of DEFAULTS."""
+    """Return the configuration of a mixture-of-experts family with its keys renamed to those of DEFAULTS."""
     names = OTHER_NAMES.get(config["model_type"], {})
     return {names.get(name, name): value for name, value in config.items()}
 
 
 def experts_of(config: Mapping[str, Any]) -> Experts | None:
-    """Return the experts of a complete configuration of the family; None where this form does not hold.
+    """Return the experts in a complete configuration; None where the closed form does not hold.
 
-    It does not where some layers have none, where a loss keeps the routing, and where inputs are jittered.
+    It does not hold where some layers have no experts, a loss keeps the routing, or inputs are jittered.
     """
     alike = not config.get("mlp_only_layers") and config.get("decoder_sparse_step", 1) == 1
     if not alike or config.get("output_router_logits") or config.get("router_jitter_noise"):
@@ -100,10 +100,10 @@ def with_experts(
     spread: int = 1,
     uneven: float = 1.0,
 ) -> ModelProfile:
-    """The profile of `tokens` a sample whose layers have no feed-forward part, with a mixture of experts in each.
+    """Return the profile with a mixture of experts in each layer; `profile` must lack feed-forward parts.
 
-    Over `spread` expert-parallel ranks experts are spread, and up to `uneven` times as many copies come to one of them
-    as it sends (training/contract/dispatch.py).
+    `tokens` are those of a sample. Experts are spread over `spread` expert-parallel ranks. Up to `uneven` times as many
+    copies come to one of them as it sends (training/contract/dispatch.py).
 
     Each coefficient is a slope of live storages over one of the sizes. They meet traced steps of 21 mixtures to the
     byte (transformers 5.23, torch 2.13.0, 2026-11). Autocast does not reach the experts.

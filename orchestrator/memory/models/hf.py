@@ -1,4 +1,4 @@
-"""A transformers configuration as the closed form of our decoder knows it: families of the Llama kind, and adapters.
+"""Closed-form sizes of Llama-style transformers models, and of adapters on them.
 
 Their layers save what our decoder's do. Slopes over hidden size, feed-forward, heads and key-value heads were measured
 by counting live storages of one layer (transformers 5.23, torch 2.13.0, CPU, 2026-11). Differences are in
@@ -48,7 +48,7 @@ NF4_BYTES = (4 + 0.127) / 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderShape:
-    """A decoder of the Llama kind, as DecoderSpec says one, with heads of any width."""
+    """Sizes of a Llama-style decoder: as DecoderSpec, but with any head width."""
 
     vocab_size: int
     hidden_size: int
@@ -63,14 +63,15 @@ class DecoderShape:
 
 
 def config_of(model: ModelSpec) -> Mapping[str, Any]:
-    """The configuration of a transformers model, as the job says it or as its folder does; empty where neither does."""
+    """Return the configuration of a transformers model, from the job or its folder; {} where neither has one."""
     return model.hf if isinstance(model.hf, dict) else model.config
 
 
 def decoder_shape(model: ModelSpec, sequence_length: int) -> DecoderShape | None:
-    """Return the shape for the closed form; None where that does not hold for this model at this length.
+    """Return the model's sizes for the closed form; None where that does not hold at this sequence length.
 
-    Adapters beside a mixture of experts are traced, and those beside anything but the seven projections of a layer.
+    Models with adapters beside a mixture of experts are traced, as are adapters outside the seven projections of a
+    layer.
     """
     raw = config_of(model)
     family = str(raw.get("model_type"))
@@ -116,7 +117,7 @@ def as_transformers(
     expert_parallel: int = 1,
     uneven: float = 1.0,
 ) -> ModelProfile:
-    """Return our decoder's profile with the family's biases and norms of heads, and adapters beside a frozen base."""
+    """Return our decoder's profile adapted to the transformers family: its biases, head norms and adapters."""
     embedding, layer, head = profile.segments
     config, tp, low = config_of(model), profile.tensor_parallel, profile.precision is not Precision.FP32
     family = ATTENTION.get(config["model_type"], config["model_type"])
@@ -262,7 +263,7 @@ def _with_adapters(
 
 
 def _frozen_loss(chunks: LossChunks, cast_bytes: int) -> LossChunks:
-    """A loss whose weight has no gradient: logits, and a copy of the weight where autocast makes one."""
+    """Return the loss in chunks for a frozen weight: only logits, and autocast's copy of the weight."""
     per_token_bytes, _ = chunks.peaks[0]
     return replace(chunks, gradients=0, peaks=((per_token_bytes, cast_bytes),))
 

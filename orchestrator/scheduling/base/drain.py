@@ -1,4 +1,4 @@
-"""Nodes and devices that take nothing new: drained, suspended, or closed for a maintenance."""
+"""Nodes and devices closed to new attempts (launches): drained, suspended, or in a maintenance window."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ALWAYS: tuple[Window, ...] = ((-inf, inf),)
 
 
 def apply_drain(state: State, event: DrainRequested) -> State:
-    """Return the state in which the node is drained or, with `undo`, open again and free of suspensions."""
+    """Return the new state with the node drained. With `undo` it is open again, and its suspensions are lifted."""
     others = set(state.drained) - {event.node}
     if not event.undo:
         return replace(state, drained=tuple(sorted({*others, event.node})))
@@ -25,9 +25,9 @@ def apply_drain(state: State, event: DrainRequested) -> State:
 
 
 def closures(state: State) -> dict[str, tuple[Window, ...]]:
-    """Return the times at which nothing may start on each live node, in order; without nodes that are always open.
+    """Return the windows (begin, end) in which nothing may start, in order, for each live node that has any.
 
-    A time that has begun starts at minus infinity. A suspended node is closed until its suspension ends.
+    A window that has begun starts at minus infinity. A suspended node is closed until its suspension ends.
     """
     closed = {}
     suspended = {entry.node: entry.until_s for entry in suspensions(state) if entry.device is None}
@@ -42,24 +42,24 @@ def closures(state: State) -> dict[str, tuple[Window, ...]]:
 
 
 def suspended_devices(state: State) -> dict[tuple[str, int], float]:
-    """Return until when nothing may start on each suspended device, by node and index."""
+    """Return the end of the suspension of each suspended device, by (node, index), in seconds since 1970."""
     return {(entry.node, entry.device): entry.until_s for entry in suspensions(state) if entry.device is not None}
 
 
 def suspensions(state: State) -> list[Suspension]:
-    """Return the suspensions that are not over."""
+    """Return the suspensions that are still in force."""
     return [entry for entry in state.suspensions if entry.until_s > state.at_s]
 
 
 def nodes_in_maintenance(state: State) -> frozenset[str]:
-    """Return the live nodes that every attempt must leave now."""
+    """Return the live nodes whose maintenance has begun, which every attempt must leave."""
     return frozenset(
         node.name for node in state.nodes if any(start_s <= state.at_s < end_s for start_s, end_s in _windows(node))
     )
 
 
 def next_change_s(state: State) -> float:
-    """Return when the next node closes for a maintenance, or the next node or device opens; infinity: never."""
+    """Return when the next node or device closes or opens, in seconds since 1970; infinity: never."""
     times_s = [time_s for node in state.nodes for window in _windows(node) for time_s in window]
     return min((s for s in (*times_s, *(entry.until_s for entry in state.suspensions)) if s > state.at_s), default=inf)
 

@@ -1,4 +1,4 @@
-"""The devices that jobs hold."""
+"""The devices that jobs occupy."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Device = tuple[str, int]  # node name, device index
 
 
 def holders(state: State) -> Mapping[Device, str]:
-    """Return the id of the job by device, for every attempt that runs or whose memory is not reported free again."""
+    """Return the job id of each occupied device: an attempt runs there, or its memory is not yet reported free."""
     return {
         (part.node, index): job.id
         for job in state.jobs.values()

@@ -1,4 +1,4 @@
-"""Jobs that a person holds: they wait for no devices, and are promised none, until they are released."""
+"""Held jobs: a person stopped them from running. They get no devices and reservations until released."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from orchestrator.specs.state import State
 
 
 def apply_update(state: State, event: UpdateRequested) -> tuple[State, tuple[Stop, ...]]:
-    """Return the state in which the job is as the event says, and the Stop of its attempt where that is held.
+    """Return (new state, actions) after a person's update of a job. A hold stops its running attempt.
 
-    A hold gives up the job's `guarantee`: what is held is promised nothing.
+    A hold also gives up the job's `guarantee`.
     """
     job = state.jobs.get(event.job_id)
     if job is None or job.status.ended or job.cancelling or job.unreadable:
@@ -41,7 +41,7 @@ def apply_update(state: State, event: UpdateRequested) -> tuple[State, tuple[Sto
 
 
 def with_hold_reason(job: Job) -> Job:
-    """Return the job with its holder and the command that releases it in its reason; a job without a hold as it is."""
+    """Return the job with a reason that names its holder and the command that releases it; unheld jobs unchanged."""
     command = _command(job)
     if job.held_by is None or job.reason.endswith(command):
         return job

@@ -1,4 +1,4 @@
-"""Changes of a job in the state: another version of it, or its removal once it has ended for good."""
+"""State changes of one job: its replacement by a new version, or its removal once it has ended."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from orchestrator.specs.state import State
 
 
 def with_job(state: State, job: Job) -> State:
-    """Return the state with this version of the job."""
+    """Return the state with `job` in the place of its earlier version."""
     return replace(state, jobs=state.jobs.with_job(job))
 
 
 def archive_if_done(state: State, job: Job) -> tuple[State, tuple[Archive, ...]]:
-    """Return the state with the job; or, once it has ended and given back all devices, without it, and an Archive."""
+    """Return (new state with the job, actions). A job that ended and freed all devices is removed, with an Archive."""
     if job.status.ended and all(attempt.released for attempt in job.attempts):
         return replace(state, jobs=state.jobs.without(job.id)), (Archive(job=job),)
     return with_job(state, job), ()

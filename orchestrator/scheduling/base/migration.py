@@ -1,4 +1,4 @@
-"""Moves of running jobs: an attempt is asked to end, and the job goes on elsewhere or later from a checkpoint."""
+"""Migration of running jobs: an attempt saves and ends, and the job resumes elsewhere or later from its checkpoint."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ MOVE_GRACE_S = 120.0
 
 
 def can_move(job: Job) -> bool:
-    """Return whether an attempt of the job runs and was not asked to end."""
+    """Return whether the job has a running attempt that was not yet asked to end."""
     if job.last is None or job.unreadable:
         return False
     return job.last.status in (AttemptStatus.LAUNCHING, AttemptStatus.RUNNING)
 
 
 def is_elastic(job: Job) -> bool:
-    """Return whether a running job can be stopped at no loss, and go on with whatever devices it gets then.
+    """Return whether a running job can stop without loss and resume on any devices.
 
     Our own engines save when they are asked to end, and load on every layout; a script may declare that it does. A job
-    with a start window or a guaranteed speed is left alone.
+    with a start window or a guaranteed speed is never elastic.
     """
     spec = job.spec
     saves = not spec.is_script or (spec.knobs.resume_from is not None and spec.resume.on_sigterm)
@@ -32,12 +32,12 @@ def is_elastic(job: Job) -> bool:
 
 
 def may_grow(job: Job) -> bool:
-    """Return whether a running job may have more devices. A job with a deadline has as many as that wants."""
+    """Return whether a running job may move to more devices. A job with a deadline already has as many as it needs."""
     return job.last is not None and job.deadline_s is None and job.last.plan.world_size < job.spec.gpus.max
 
 
 def held_placement_of(job: Job) -> Placement:
-    """Return the devices that are kept for the job while it moves; () where it ended otherwise."""
+    """Return the devices reserved for the job while it migrates; () where its last attempt ended otherwise."""
     attempt = job.last
     if attempt is None or (attempt.failure is not None and attempt.failure.kind is not FailureKind.MOVED):
         return ()
@@ -47,9 +47,10 @@ def held_placement_of(job: Job) -> Placement:
 def request_migration(
     job: Job, why: str, at_s: float, held_placement: Placement = (), climbs_to: Plan | None = None
 ) -> tuple[Job, Stop]:
-    """Return the job with its attempt asked to end, which uses up no budget, and the Stop.
+    """Return (job, Stop) that end the job's attempt so that it migrates. This uses up no retry budget.
 
-    No other job gets `held_placement`, devices for its next attempt, meanwhile. That attempt takes `climbs_to`.
+    Meanwhile `held_placement`, devices for its next attempt, stays closed to other jobs. The next attempt uses the plan
+    `climbs_to`, if any.
     """
     attempt = job.last
     assert attempt is not None, job.id

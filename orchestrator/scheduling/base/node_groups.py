@@ -1,4 +1,4 @@
-"""Groups of equal nodes, which share one frontier."""
+"""Groups of equal nodes. The plans of a job are searched once per group."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from orchestrator.specs.cluster import Node
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """Nodes with equally many of the same devices."""
+    """Nodes with the same kind and number of devices."""
 
     hardware: Hardware
     nodes: tuple[Node, ...]
@@ -25,7 +25,7 @@ class Group:
 
 
 def groups_of(nodes: Iterable[Node]) -> list[Group]:
-    """Return the nodes in groups of one kind, the kind with the fastest devices first."""
+    """Return the nodes grouped by kind, fastest devices first."""
 
     def kind(node: Node) -> tuple[float, int, str]:
         return (-node.device.peak_flops(Precision.FP16), -node.devices, node.device.model_dump_json())

@@ -1,4 +1,4 @@
-"""Pending: why a queued job waits, as one word of a short list. `Job.reason` has the sentence."""
+"""Why a queued job waits, as one of a few codes. `Job.reason` has the full sentence."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from orchestrator.specs.job_record import Job
 
 
 class Pending(StrEnum):
-    """Words for what a job waits for, each with the phrase by which its sentence is recognised."""
+    """Codes for why a job waits, each with the phrase by which its sentence is recognised."""
 
     _value_: str
     phrase: str
@@ -32,7 +32,7 @@ class Pending(StrEnum):
 
 
 def pending(job: Job, at_s: float) -> Pending:
-    """Return why a queued job waits."""
+    """Return the code of why a queued job waits at this time."""
     if job.held_by is not None:
         return Pending.HELD
     if job.waits_for:

@@ -1,4 +1,4 @@
-"""Shapes: how a plan's ranks may lie on equal nodes, whichever these are."""
+"""Shapes: how a plan's ranks spread over equal nodes, whichever nodes these are."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ SPREAD_MAX = 2  # times the fewest nodes that hold a gang: over more it would ra
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """A number of devices, of which every node gives the same share: the first of `shares` that can be had."""
+    """A number of devices, spread evenly over nodes. `shares` are devices per node, in order of preference."""
 
     devices: int
     shares: tuple[int, ...]  # devices of each node, fewest nodes first
 
     @property
     def crosses_nodes(self) -> bool:
-        """Whether the fewest nodes that can hold it are several."""
+        """Whether even the smallest number of nodes that can hold it is above one."""
         return self.shares[0] < self.devices
 
 
 @lru_cache(maxsize=4096)
 def shape_of(plan: Plan, devices_per_node: int, nodes: int) -> Shape | None:
-    """Return how a plan's ranks may lie on the nodes of a group; None where they cannot.
+    """Return how a plan's ranks may spread over the nodes of a group; None where they cannot.
 
-    Ranks form a regular mesh: every node holds equally many. Tensor-parallel ranks stay inside a node, and
-    context-parallel ones where it has room, but for those of a script, which cuts its work in a way of its own.
+    Ranks form a regular mesh: every node holds equally many. Tensor-parallel ranks stay inside a node. So do
+    context-parallel ones where the node is large enough, except those of a script, which splits its work itself.
     """
     devices = plan.world_size
     layout = plan.layout

@@ -1,4 +1,4 @@
-"""Start windows: the hours at which a job may start."""
+"""Start windows: the hours of the day in which a job may start."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SPANS = 8  # that are looked at: those of a week and one more, as some are short
 
 @dataclass(frozen=True, slots=True)
 class Hours:
-    """The hours at which an attempt of a job may start.
+    """When an attempt of a job may start.
 
     `start_window: 22:00-08:00` leaves the devices to others by day. An attempt that can end before the window closes
     starts only where it does, and a plan that ends in time is preferred. A job longer than its window on every plan, or
@@ -24,11 +24,11 @@ class Hours:
     """
 
     window: Window | None
-    must_end: bool = False  # within the window
-    by_s: float = inf  # when it has to have ended
+    must_end: bool = False  # whether the attempt must also end within the window
+    by_s: float = inf  # latest end
 
     def start_s(self, from_s: float, seconds: float) -> float:
-        """Return the first time from `from_s` on at which an attempt of so many seconds may start; infinity: never."""
+        """Return the first time from `from_s` on at which an attempt of `seconds` may start; infinity: never."""
         start_s = self._open_s(from_s, seconds)
         return start_s if start_s + seconds <= self.by_s else inf
 
@@ -48,7 +48,7 @@ ALWAYS = Hours(None)
 
 
 def hours_of(spec: JobSpec, lengths_s: Iterable[float], now_s: float, by_s: float = inf) -> Hours:
-    """Return the hours of an attempt that takes one of these lengths, and has to end by `by_s`."""
+    """Return when an attempt may start that takes one of these lengths and must end by `by_s`."""
     if spec.start_window is None:
         return ALWAYS if by_s == inf else Hours(None, by_s=by_s)
     within = Hours(spec.start_window, must_end=True)
@@ -57,7 +57,7 @@ def hours_of(spec: JobSpec, lengths_s: Iterable[float], now_s: float, by_s: floa
 
 
 def opening_s(spec: JobSpec, after_s: float) -> float:
-    """Return when the job's window opens the next time; infinity where it has none."""
+    """Return when the job's start window next opens, in seconds since 1970; infinity without a window."""
     if spec.start_window is None:
         return inf
     opens_s, closes_s = spec.start_window.span(after_s)
@@ -65,11 +65,11 @@ def opening_s(spec: JobSpec, after_s: float) -> float:
 
 
 def is_open(spec: JobSpec, at_s: float) -> bool:
-    """Return whether the job's start window is open, or it has none."""
+    """Return whether the job may start at this time: its start window is open, or it has none."""
     return spec.start_window is None or spec.start_window.span(at_s)[0] <= at_s
 
 
 def why_closed(spec: JobSpec, start_s: float) -> str:
-    """Return why a job with a start window waits until `start_s`."""
+    """Return why a job with a start window waits until `start_s`, as text."""
     assert spec.start_window is not None, spec.name
     return f"waits for {local_text(start_s, spec.start_window.zone)} {Pending.START_WINDOW.phrase}{spec.start_window})"

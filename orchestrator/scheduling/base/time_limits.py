@@ -1,6 +1,6 @@
-"""Time limits: how long the attempts of a job may run together (`time_limit` of a job file).
+"""Time limits: the total run time of a job's attempts (`time_limit` of a job file).
 
-Time counts from an attempt's Started to its end. Waiting and launching count nothing.
+Time counts from an attempt's Started to its end. Waiting and launching do not count.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ ROUNDING_S = 1e-6  # by which a sum of times may fall short: floats near 2**31 s
 
 
 def spent_s(job: Job, at_s: float) -> float:
-    """Return the seconds that the job's attempts have run, the last one until `at_s` where it has not ended."""
+    """Return the total seconds that the job's attempts have run, up to `at_s` for a running one."""
     return sum(_ran_s(attempt, at_s) for attempt in job.attempts)
 
 
 def left_s(job: Job) -> float:
-    """Return the seconds that attempts may run beside those that have ended; at least 1, infinity without a limit."""
+    """Return the seconds of the time limit that ended attempts have left; at least 1, infinity without a limit."""
     limit_s = job.spec.time_limit
     return inf if limit_s is None else max(1.0, limit_s - sum(_ran_s(attempt, 0.0) for attempt in job.attempts))
 
 
 def expires_s(job: Job) -> float:
-    """Return when the time limit of a job is over whose attempt runs; infinity where nothing is to end then."""
+    """Return when a running job reaches its time limit, in seconds since 1970; infinity where it will not."""
     attempt = job.last
     if job.spec.time_limit is None or attempt is None or not can_move(job):
         return inf
@@ -40,10 +40,7 @@ def expires_s(job: Job) -> float:
 
 
 def limit_end_s(job: Job, attempt: Attempt, launch_cost_s: float = 0.0) -> float:
-    """Return when the time limit ends the job's last attempt; one that has not started is expected to, after a launch.
-
-    Infinity without a limit.
-    """
+    """Return when the time limit ends the job's last attempt; an unstarted one counts from after its launch."""
     if job.spec.time_limit is None:
         return inf
     begin_s = _began_s(attempt)
@@ -53,19 +50,19 @@ def limit_end_s(job: Job, attempt: Attempt, launch_cost_s: float = 0.0) -> float
 
 
 def is_over(job: Job, at_s: float) -> bool:
-    """Return whether the job's attempts have run for as long as they may."""
+    """Return whether the job has used up its time limit."""
     return job.spec.time_limit is not None and spent_s(job, at_s) >= job.spec.time_limit - ROUNDING_S
 
 
 def end_over_limit(job: Job, at_s: float) -> tuple[Job, Stop]:
-    """Return the job with its attempt asked to save and end, with the grace of a job that moves, and the Stop."""
+    """Return (job, Stop) that make the attempt save and end, with the grace period of a migration."""
     job, stop = request_migration(job, f"stopped: {_over(job.spec)}", at_s)
     attempt = job.attempts[-1]
     return replace(job, attempts=(*job.attempts[:-1], replace(attempt, over_limit=True))), stop
 
 
 def over_limit(job: Job, attempt: Attempt) -> Failure:
-    """Return the failure of an attempt that the time limit has ended: limit, step reached, and the next command."""
+    """Return the failure of an attempt that reached the time limit. It names limit, step and the next command."""
     evidence = attempt.evidence
     steps = [beat.step for beat in evidence.heartbeats] if evidence else []
     saved = evidence.checkpoint_step if evidence else None
@@ -79,7 +76,7 @@ def over_limit(job: Job, attempt: Attempt) -> Failure:
 
 
 def with_team_limit(spec: JobSpec, team: TeamSpec) -> JobSpec:
-    """Return the job with its team's default where it names no time limit. Raises SpecError above the maximum."""
+    """Return the job with its team's default time limit if it has none. Raises SpecError above the team's maximum."""
     longest_s = team.max_time_limit
     if spec.time_limit is None:
         default_s = team.time_limit or longest_s

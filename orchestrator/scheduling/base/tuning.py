@@ -1,4 +1,4 @@
-"""Tuning of the queue's order, prices and moves: one object, each number with the values that were swept.
+"""Tuning constants of the queue's order, prices and migrations, each with the values that were swept.
 
 Swept on ten shaken inputs of traces/plans/base.csv (8 x 8 devices, 260 s launches; mean completion where jobs can be
 moved, and where none can), and on cluster05 of traces/deadlines on 12 nodes. `python -m benchmarks sweep` plays the
@@ -15,7 +15,7 @@ from orchestrator.specs.replace import replace
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuning:
-    """Numbers without a unit are ratios."""
+    """Tuning constants of the scheduler. Numbers without a unit are ratios."""
 
     # A job is due when the cluster could have done it this many times over. No later job goes before a due
     # one, so that no job starves; until then the short go before the long. Between its time (the wide would go too
@@ -58,7 +58,7 @@ TUNING = Tuning()  # for the mean completion
 
 
 def tuned_for(objective: Objective) -> Tuning:
-    """Return the numbers by which the queue aims at this objective.
+    """Return the tuning constants for this objective of the queue.
 
     For the makespan a job takes the devices that waste least, as the price of a device-second is high; and the long do
     not wait for the end, as they are due after three times their length.
@@ -70,7 +70,7 @@ def tuned_for(objective: Objective) -> Tuning:
     alone takes as long as 1 / factor of what the cluster needs for all that is left. Factors 1, 1.25, 1.5, 1.75:
     60,291, 59,786, 59,356, 60,852 s at 1,562 to 2,323 s; 59,145 and 1,754 s with 1.5 and price 4. What limits it: two
     jobs of 32 devices hold the last 10,000 s, and a quarter of the devices is idle while they wait for 32 at once.
-    Where no job can be moved both are worse: 66,266 and 2,154 s (TUNING: 62,563 and 1,424 s). The price does it:
-    who starts narrow cannot grow. It is 59,344 and 2,060 s with aging 3 alone, 66,362 and 1,521 s with price 8 alone.
+    Where no job can be moved both are worse: 66,266 and 2,154 s (TUNING: 62,563 and 1,424 s). The price does it: who
+    starts narrow cannot grow. It is 59,344 and 2,060 s with aging 3 alone, 66,362 and 1,521 s with price 8 alone.
     """
     return TUNING if objective is Objective.COMPLETION else replace(TUNING, aging_factor=3.0, price=8.0)

@@ -55,9 +55,9 @@ NEARLY_FULL = 0.9  # a cuDNN or cuBLAS failure below this share of the device is
 
 
 def classify(job: Job, attempt: Attempt, evidence: Evidence, capacity_bytes: int | None = None) -> Failure | None:
-    """Return the failure that the evidence shows; None where the attempt succeeded.
+    """Return the diagnosed failure of an ended attempt; None where it succeeded.
 
-    `capacity_bytes` is the device's memory, where known: ambiguous texts count as out of memory only near it.
+    `capacity_bytes` is the device's memory, where known. Ambiguous log texts count as out of memory only near it.
     """
     failure = _classify(job, attempt, evidence, capacity_bytes)
     if evidence.virtual and evidence.unwatched and (failure is None or failure.kind in UNTOLD):
@@ -167,7 +167,7 @@ def _phase_of(report: OomReport, finding: Finding | None) -> Phase | None:
 
 
 def _place_of(report: OomReport, phase: Phase | None) -> str:
-    """Return the phase in words, with the guard's own word where that says more: forward or backward."""
+    """Return the phase as text, with the guard's word (forward or backward) where that is more specific."""
     return report.phase if phase in (None, Phase.TRAINING) and report.phase else phase or "in an unknown phase"
 
 
@@ -298,7 +298,7 @@ def _failure_of_finding(
 def _kind_of(
     end: RankEnd, finding: Finding, evidence: Evidence, attempt: Attempt, capacity_bytes: int | None
 ) -> FailureKind | None:
-    """Return the kind of failure of a cause: the kind of the same word, or what other evidence makes of the cause."""
+    """Return the kind of failure for a log line's cause, as other evidence confirms it; None where refuted."""
     peak = max((beat.peak_bytes for beat in evidence.heartbeats), default=attempt.estimate.allocated_bytes)
     nearly_full = capacity_bytes is not None and peak >= NEARLY_FULL * capacity_bytes
     kinds: dict[Cause, FailureKind | None] = {

@@ -1,4 +1,4 @@
-"""Settings that answer to an out-of-memory failure, by the phase in which the program stood."""
+"""Plans to try after an out-of-memory failure, by the phase in which the program failed."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ SETTINGS_BUT_BATCHES = tuple(
 
 
 def candidates_for_oom(spec: JobSpec, attempts: Sequence[Attempt], candidates: Iterable[Candidate]) -> list[Candidate]:
-    """Return the candidates that answer to where `attempts` ran out of device memory.
+    """Return the candidate plans that need less where `attempts` ran out of device memory.
 
-    In the optimizer step: only plans that hold less there, since no batch is small enough to shrink weights, gradients
-    and optimizer states. All plans where none holds less and a larger batch may have left something behind. In a
-    phase with a batch size of its own: every plan, with that batch size lowered. Where the same bytes ran out under two
-    micro-batches: only plans that differ by more than their batches.
+    Failed in the optimizer step: only plans that hold less there, since no batch size shrinks weights, gradients and
+    optimizer states. All plans where none holds less and a larger batch may have left something behind. In a phase with
+    its own batch size: every plan, with that batch size lowered. Where the same bytes ran out under two micro-batches:
+    only plans that differ by more than their batches.
     """
     chosen = list(candidates)
     if bytes_of_no_batch(attempts) is not None:
@@ -51,9 +51,9 @@ def candidates_for_oom(spec: JobSpec, attempts: Sequence[Attempt], candidates: I
 
 
 def bytes_of_no_batch(attempts: Sequence[Attempt]) -> int | None:
-    """Return the bytes that ran out alike under two micro-batches, so that none is small enough; else None.
+    """Return the bytes that ran out identically under two micro-batches, so that no smaller one helps; else None.
 
-    Live and requested bytes are equal to the byte: a sample more or less changed nothing of them.
+    Live and requested bytes are equal to the byte, so they do not depend on the number of samples.
     """
     needs: dict[tuple[object, int, int], int] = {}
     for attempt in attempts:
@@ -73,7 +73,7 @@ def _without_batches(plan: Plan) -> tuple[object, ...]:
 
 
 def bytes_per_parameter(plan: Plan) -> float:
-    """Return the bytes of a device for each parameter in the optimizer step (arXiv:1910.02054, section 5)."""
+    """Return the device bytes per parameter during the optimizer step (arXiv:1910.02054, section 5)."""
     if plan.offload is Offload.PARAMETERS:
         return 0.0
     stage, shards, width = plan.mechanics.stage, plan.mechanics.shards, float(master_bytes(plan))
@@ -88,7 +88,7 @@ def bytes_per_parameter(plan: Plan) -> float:
 
 
 def phase_batch_sizes(spec: JobSpec, attempts: Iterable[Attempt]) -> tuple[tuple[str, int], ...]:
-    """Return (phase, samples) of the phases with their own batch size in which memory ran out, halved each time."""
+    """Return (phase, samples) of each phase with its own batch size that ran out of memory, halved per failure."""
     sizes: dict[str, int] = {}
     for attempt in attempts:
         phase = answered_by_phase(spec, attempt)
@@ -98,7 +98,7 @@ def phase_batch_sizes(spec: JobSpec, attempts: Iterable[Attempt]) -> tuple[tuple
 
 
 def answered_by_phase(spec: JobSpec, attempt: Attempt) -> Phase | None:
-    """Return the phase in which an attempt ran out of memory, where its own batch size can be lowered; else None."""
+    """Return the phase of an out-of-memory failure if its own batch size can be lowered; else None."""
     phase = _ran_out_in(attempt)
     if phase is None or _phase_batch_size(spec, attempt.plan, phase) <= 1:
         return None

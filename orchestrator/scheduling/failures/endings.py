@@ -1,7 +1,7 @@
-"""Endings that nothing explains: what they looked like, and whether they blame the program.
+"""Features of unexplained ends of attempts, and whether they blame the program.
 
-An unknown exception blames the program only where its type or its own `raise` statement does: all others may be the
-place's, a service's or chance, and are tried again.
+An unknown exception blames the program only where its type or its own `raise` statement does. All others may come from
+the device, a service or chance, and are tried again.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ ELAPSED_SHARE, START_S = 0.2, 60.0  # two ends without steps are at the same poi
 
 @dataclass(frozen=True, slots=True)
 class Raised:
-    """An exception of a traceback: its type without modules, its message and its frames, innermost last."""
+    """An exception in a traceback: its type without modules, its message and its frames, innermost last."""
 
     type: str
     message: str
@@ -51,9 +51,9 @@ class Raised:
 
 
 def read_exceptions(text: str) -> tuple[Raised, ...]:
-    """Return the exceptions whose tracebacks stand in a text, the one that ended it last.
+    """Return the exceptions whose tracebacks are in a text; the one that ended the program comes last.
 
-    A text without tracebacks may still name one at the begin of a line.
+    A text without tracebacks may still name an exception at the start of a line.
     """
     raised: list[Raised] = []
     frames: list[Frame] | None = None
@@ -78,7 +78,7 @@ def read_exceptions(text: str) -> tuple[Raised, ...]:
 def ending_of(
     attempt: Attempt, evidence: Evidence, end: RankEnd, report: ErrorReport | None, command: Sequence[str]
 ) -> Ending:
-    """Return what the end of a rank looked like: by the guard's report, else by its log and exit code."""
+    """Return the features of a rank's end, from the guard's report, else from its log and exit code."""
     raised = read_exceptions(end.log_tail if report is None else report.traceback)
     step = max((beat.step for beat in evidence.heartbeats), default=0) if report is None else report.step
     last = raised[-1] if raised else None
@@ -101,7 +101,7 @@ def ending_of(
 
 
 def same_point(first: Ending, other: Ending) -> bool:
-    """Return whether two ends came after the same step, or, where none is counted, after about the same time."""
+    """Return whether two attempts ended after the same step or, without step counts, after about the same time."""
     if first.step is not None or other.step is not None:
         return first.step == other.step
     allowed_s = max(START_S, ELAPSED_SHARE * max(first.elapsed_s, other.elapsed_s))

@@ -1,4 +1,4 @@
-"""Signals behind exit codes, and who sends them."""
+"""Signals behind exit codes, and their usual senders."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ENDED_BY_US = (-signal.SIGTERM, -signal.SIGKILL)  # exit codes of survivors that
 
 
 def exit_signal(code: int | None) -> int | None:
-    """Return the number of the signal that ended a process, told by itself or by a program around it; else None."""
+    """Return the number of the signal that ended a process, from its own or its wrapper's exit code; else None."""
     if code is None:
         return None
     number = -code if code < 0 else 256 - code if code in NEGATIVE else code - SHELL_BASE
@@ -20,5 +20,5 @@ def exit_signal(code: int | None) -> int | None:
 
 
 def signal_name(number: int) -> str:
-    """Return `SIGTERM` for 15, and `signal 40` for one without a name."""
+    """Return a signal's name: `SIGTERM` for 15, and `signal 40` for one without a name."""
     return signal.Signals(number).name if number in [*signal.Signals] else f"signal {number}"

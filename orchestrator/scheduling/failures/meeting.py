@@ -1,4 +1,4 @@
-"""Whether the ranks of an attempt met in a process group of the size of their plan."""
+"""Checks that an attempt's ranks joined one process group of the planned size."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ ALONE_STEPS = 2  # of a rank: a script may warm up by a step before it joins the
 
 
 def lone_ranks(beats: Sequence[Heartbeat]) -> int:
-    """Return the number of ranks that trained alone; 0 where fewer than two did, or any may have met others.
+    """Return the number of ranks that trained alone; 0 where fewer than two did, or where it is uncertain.
 
-    A rank may have met others where it joined a process group, or imported a library that makes one of its own.
+    It is uncertain where a rank joined a process group, or imported a library that makes its own.
     """
     trained = sum(beat.steps_done >= ALONE_STEPS for beat in beats)
     return trained if trained > 1 and all(beat.group_size == 0 for beat in beats) else 0
 
 
 def lone_ranks_in_words(count: int) -> str:
-    """Return why an attempt of so many lone ranks has failed, and what to write instead."""
+    """Return why an attempt with `count` lone ranks has failed, and what to write instead, as text."""
     return (
         f"{count} ranks trained without meeting: the script called no init_process_group before its steps, so that its "
         f"global batch is {count} times too large; say `gpus: 1`, or name by `launch` the launcher that joins its ranks"
@@ -27,7 +27,7 @@ def lone_ranks_in_words(count: int) -> str:
 
 
 def other_size_in_words(attempt: Attempt) -> str:
-    """Return that a process group has another size than planned; "" where none is known to have."""
+    """Return text that a process group has another size than planned; "" where none is known to have."""
     beats = () if attempt.evidence is None else attempt.evidence.heartbeats
     sizes = {beat.group_size for beat in beats if beat.group_size} - {attempt.plan.world_size}
     if not sizes:

@@ -1,4 +1,4 @@
-"""Observations: what the end of an attempt says about its predictions."""
+"""Observations: predicted and measured memory and speed of an attempt, taken at its end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from orchestrator.specs.profile import UNTIMED
 
 
 def observe(job: Job, attempt: Attempt, capacity_bytes: int | None) -> Observation | None:
-    """Return what was measured of the predictions of an ended attempt; None where it made no training step.
+    """Return the observation of an ended attempt; None where it made no training step.
 
     `capacity_bytes` is the memory of its kind of device, where known.
     """
@@ -49,7 +49,7 @@ def observe(job: Job, attempt: Attempt, capacity_bytes: int | None) -> Observati
 
 
 def observe_running(job: Job, attempt: Attempt) -> Observation | None:
-    """Return what a running attempt has measured so far; None where it has not told its peak."""
+    """Return the observation of a running attempt so far; None where it has not yet reported its peak."""
     pace, estimate = attempt.pace, attempt.estimate
     if pace is None or not pace.peak_bytes:
         return None
@@ -72,7 +72,7 @@ def observe_running(job: Job, attempt: Attempt) -> Observation | None:
 
 
 def measured_bytes(attempt: Attempt, capacity_bytes: int | None) -> int | None:
-    """Return the allocated peak of the worst rank; where it ran out of memory, the least that it needed.
+    """Return the highest allocated peak of any rank; after an out-of-memory failure, the least that it needed.
 
     None where nothing was measured, some process was unwatched, an error was injected, or memory ran out outside
     training.
@@ -91,7 +91,7 @@ def measured_bytes(attempt: Attempt, capacity_bytes: int | None) -> int | None:
 
 
 def warnings(attempt: Attempt) -> tuple[str, ...]:
-    """Return the doubts about the record of an ended attempt, a sentence each."""
+    """Return doubts about the record of an ended attempt, one sentence each."""
     evidence, sentences = attempt.evidence, []
     if evidence is not None and evidence.unwatched:
         sentences.append(f"unwatched: {evidence.unwatched[0]}; nothing was learned from it")
@@ -128,17 +128,17 @@ def _overhead_bytes(attempt: Attempt) -> int | None:
 
 
 def ran_out(attempt: Attempt) -> bool:
-    """Return whether the attempt's plan was too much for its devices."""
+    """Return whether the attempt's plan needed more memory than its devices have."""
     return attempt.failure is not None and attempt.failure.kind is FailureKind.DEVICE_OOM
 
 
 def is_truncated(attempt: Attempt) -> bool:
-    """Return whether the script caught out-of-memory errors and died of none: its peak is less than its need."""
+    """Return whether the script survived caught out-of-memory errors, so that its measured peak is below its need."""
     return attempt.evidence is not None and bool(attempt.evidence.caught) and not attempt.evidence.ooms
 
 
 def _outgrew(job: Job, attempt: Attempt) -> bool:
-    """Return whether an attempt that ended well needed more than it had, by the errors that its script caught."""
+    """Return whether an attempt that succeeded needed more memory than it had, by errors that its script caught."""
     if attempt.failure is not None or job.spec.on_caught_oom == "accept" or not is_truncated(attempt):
         return False
     assert attempt.evidence is not None, "it has caught something"

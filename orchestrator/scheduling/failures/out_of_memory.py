@@ -1,4 +1,4 @@
-"""Out-of-memory errors of an attempt: those that ended it, and those that its script caught."""
+"""Out-of-memory errors of an attempt: fatal ones, and those that its script caught."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ LOST_SHARE_MAX = 0.1  # of a rank's steps: a script that skips more than that tr
 
 
 def oom_reports(evidence: Evidence) -> tuple[OomReport, ...]:
-    """Return the reports of ranks that ran out of device memory: by the guard, or else by their logs."""
+    """Return the out-of-memory reports of ranks: from the guard, or else from their logs."""
     log_reports = (finding.oom for end in evidence.ranks for finding in end.findings[:1])
     return evidence.ooms or evidence.caught or tuple(report for report in log_reports if report is not None)
 
 
 def oom_needed_bytes(report: OomReport) -> int:
-    """Return the least that the rank would have needed, in allocated bytes."""
+    """Return the least allocated bytes that the rank would have needed."""
     at_least = report.live_bytes + (report.requested_bytes or 0)
     return at_least if report.foreign_bytes else max(at_least, report.capacity_bytes - report.overhead_bytes + 1)
 
 
 def find_refuting_report(evidence: Evidence) -> OomReport | None:
-    """Return the caught error that shows the plan to be too much; None where training went on well after each.
+    """Return the caught error that proves the plan too large; None where training went on well after each.
 
-    An error counts where no step was completed since, or where more than a tenth of the rank's steps was lost, each
-    error being a step. Errors before the first step are how a script finds a batch that fits.
+    An error counts where no step was completed since, or where the rank lost more than a tenth of its steps, at one
+    step per error. Errors before the first step are how a script finds a fitting batch.
     """
     return next((report for report in evidence.caught if _is_refuting(evidence, report)), None)
 
@@ -36,19 +36,19 @@ def _is_refuting(evidence: Evidence, report: OomReport) -> bool:
 
 
 def caught_count(evidence: Evidence) -> int:
-    """Return the number of errors that the script caught: all that were raised, but for those that ended a rank."""
+    """Return how many out-of-memory errors the script caught, without those that ended a rank."""
     fatal = {report.rank for report in evidence.ooms}
     return sum(report.count - (report.rank in fatal) for report in evidence.caught)
 
 
 def losses(evidence: Evidence) -> tuple[int, int] | None:
-    """Return (errors, steps completed) of the rank that caught most; None where none caught any."""
+    """Return (errors, completed steps) of the rank that caught most errors; None where none caught any."""
     worst = max(evidence.caught, key=lambda report: report.count, default=None)
     return None if worst is None else (worst.count, _steps_done(evidence, worst.rank))
 
 
 def caught_in_words(evidence: Evidence) -> str:
-    """Return how many errors the script caught beside the steps that it completed; "" where it caught none."""
+    """Return text on how many errors the script caught, and in how many steps; "" where it caught none."""
     lost = losses(evidence)
     if lost is None:
         return ""

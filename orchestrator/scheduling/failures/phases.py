@@ -1,4 +1,4 @@
-"""The phase in which a program failed, from the frames of its traceback or from its log lines."""
+"""The phase (such as startup or training) in which a program failed, by its traceback or its log lines."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _SOURCES = (  # statements of a script's own loop
 
 
 def phase_of_frames(frames: Iterable[Frame]) -> Phase | None:
-    """Return the phase that the innermost known frame names; None without a known frame."""
+    """Return the phase named by the innermost recognised frame; None without one."""
     for frame in reversed(tuple(frames)):
         for phase, file, function in _FRAMES:
             if function.match(frame.function) and file.search(frame.file):
@@ -65,14 +65,14 @@ def phase_of_frames(frames: Iterable[Frame]) -> Phase | None:
 
 
 class Markers:
-    """Follows a program's log from phase to phase: the last line that fits a pattern names the phase."""
+    """Tracks a program's phase through its log: the last line that matches a pattern sets the phase."""
 
     def __init__(self, patterns: Mapping[Phase, str]) -> None:
         self._patterns = [(phase, re.compile(pattern)) for phase, pattern in patterns.items()]
         self.phase: Phase | None = Phase.STARTUP if patterns else None
 
     def read(self, line: str) -> None:
-        """Read one line, and change `phase` where it fits a pattern."""
+        """Read one line, and set `phase` where it matches a pattern."""
         for phase, pattern in self._patterns:
             if pattern.search(line):
                 self.phase = phase

@@ -1,4 +1,4 @@
-"""Devices and nodes that unexplained ends accuse: their suspension, and what clears them."""
+"""Devices and nodes that unexplained failures accuse: their suspension, and what clears them."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ Device = tuple[str, int]  # node, index
 
 
 def with_places(state: State, job: Job, attempt: Attempt, failure: Failure | None) -> State:
-    """Return the state that suspends the places which the end of an attempt accuses, or trusts them again.
+    """Return the state with devices or nodes suspended, or cleared, after an attempt's end.
 
-    A place is trusted again after a success there. What trained for long there had no trouble with it, whatever ended
-    it. A job that ends alike on two places, or is to blame itself, takes back what it accused.
+    A success clears a device, and so does long training before the end, whatever the cause. A job that ends alike on
+    two places, or is to blame itself, withdraws its accusations.
     """
     assert attempt.ended_at_s is not None
     at_s, devices, nodes = attempt.ended_at_s, devices_of(attempt.placement), nodes_of(attempt.placement)
@@ -57,10 +57,10 @@ def with_places(state: State, job: Job, attempt: Attempt, failure: Failure | Non
 def suspects(
     job: Job, attempt: Attempt, others: Sequence[UnexplainedEnd], nodes: Sequence[Node]
 ) -> tuple[tuple[Device | str, ...], tuple[str, ...]]:
-    """Return the devices, or else the nodes, of an attempt on which others ended unexplained soon after their start.
+    """Return (suspect devices or else nodes, keys of the other jobs that ended unexplained soon after starting there).
 
-    With them the keys of those jobs. Jobs of the same family do not count: a sweep whose trials all end alike says
-    nothing of devices. Empty where nothing would be left without these places.
+    Jobs of the same family do not count: a sweep whose trials all end alike says nothing of devices. Both are empty
+    where no devices would be left without the suspects.
     """
     at_s, devices = attempt.ended_at_s or 0.0, devices_of(attempt.placement)
     others = [end for end in others if end.family != job.spec.family_name and accuses(end.ending)]
@@ -75,7 +75,7 @@ def suspects(
 
 
 def accusation_of(failure: Failure | None) -> Ending | None:
-    """Return the ending by which a failure may accuse its place; None where something else explains it.
+    """Return the unexplained ending by which a failure accuses its device or node; None where something explains it.
 
     A log that names broken hardware accuses as an unexplained end does, since the program wrote it. One job alone
     suspends nothing.
@@ -86,12 +86,12 @@ def accusation_of(failure: Failure | None) -> Ending | None:
 
 
 def accuses(ending: Ending) -> bool:
-    """Return whether an end may be its place's: no service refused anything, and it came soon after the launch."""
+    """Return whether the device may have caused this end: soon after launch, and no service refused anything."""
     return not ending.is_own and not ending.may_pass and ending.elapsed_s < TRUSTED_S
 
 
 def is_alike_elsewhere(job: Job, attempt: Attempt, ending: Ending) -> bool:
-    """Return whether the job has ended so before, on other devices alone."""
+    """Return whether the job ended in the same way before, on entirely different devices."""
     devices = devices_of(attempt.placement)
     failures = [(earlier.placement, accusation_of(earlier.failure)) for earlier in job.attempts[: attempt.number - 1]]
     return any(
@@ -134,10 +134,10 @@ def _suspend(
 
 
 def avoided_devices(job: Job, nodes: Sequence[Node], at_s: float) -> tuple[set[Device], ...]:
-    """Return the devices that the job should not get, the most first: whole nodes, then the devices themselves.
+    """Return sets of devices to avoid, strictest first: all devices of nodes where it failed, then only the devices.
 
-    On these it ended for no known reason within a day. A node counts once two of its devices do. Ends that a network or
-    a service caused do not count.
+    The job ended there for no known reason within a day. A node counts once two of its devices do. Ends that a network
+    or a service caused do not count.
     """
     if not job.attempts:
         return ()
@@ -155,13 +155,13 @@ def avoided_devices(job: Job, nodes: Sequence[Node], at_s: float) -> tuple[set[D
 
 
 def is_sent_elsewhere(job: Job) -> bool:
-    """Return whether the verdict on its last end is that the job waits for other devices."""
+    """Return whether the job must wait for other devices, by the verdict on its last failure."""
     failure = job.attempts[-1].failure if job.attempts else None
     return failure is not None and failure.verdict is not None and failure.verdict.elsewhere
 
 
 def devices_of(placement: Placement) -> set[Device]:
-    """Return (node, index) of every device of a placement."""
+    """Return (node, index) of every device in a placement."""
     return {(part.node, index) for part in placement for index in part.devices}
 
 
@@ -183,10 +183,10 @@ def _is_any_left(nodes: Sequence[Node], places: Container[Device | str]) -> bool
 
 
 def others_of(ends: Sequence[UnexplainedEnd], job: Job, at_s: float) -> list[UnexplainedEnd]:
-    """Return the ends of other jobs that are not older than REMEMBERED_S."""
+    """Return the unexplained ends of other jobs within the last REMEMBERED_S seconds."""
     return [end for end in ends if end.job != job.key and at_s - end.at_s <= REMEMBERED_S]
 
 
 def names_of(places: Sequence[Device | str] | set[Device]) -> str:
-    """Return `n0` or `n0/0, n0/1` for nodes and devices."""
+    """Return places as text: `n0` for a node, `n0/0, n0/1` for devices."""
     return ", ".join(sorted(place if isinstance(place, str) else f"{place[0]}/{place[1]}" for place in places))

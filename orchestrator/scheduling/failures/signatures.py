@@ -1,6 +1,6 @@
-"""Finds the line of a log that says why a process ended, by an ordered catalogue and in bounded memory.
+"""Log analysis: finds the line that says why a process ended, by an ordered catalogue and in bounded memory.
 
-Texts come from the sources named beside each group; `tests/scheduling/failures/` holds where each was seen. Read only
+Texts come from the sources named beside each group; `tests/scheduling/failures/` has an example of each. Read only
 after exit codes, reports and counters.
 """
 
@@ -253,7 +253,7 @@ TELLING = (
 
 
 def _literal(pattern: str) -> str:
-    """The longest text that stands in every line which the pattern fits: finding it is faster than the pattern.
+    """Return the longest text that every line matching the pattern contains, to search for that first.
 
     A text with a word of TELLING comes before longer ones.
     """
@@ -267,7 +267,7 @@ def _literal(pattern: str) -> str:
 
 
 def is_telling(line: str) -> bool:
-    """Whether a line is worth reading: it may name a cause, or belong to a traceback."""
+    """Return whether a log line may name a cause of failure or belong to a traceback."""
     return any(map(line.__contains__, TELLING))
 
 
@@ -301,7 +301,7 @@ _SEMAPHORES = re.compile(r"multiprocessing[/\\](?:synchronize|heap|shared_memory
 
 @dataclass(slots=True)
 class _Stack:
-    """The traceback that one rank is writing."""
+    """State of parsing one rank's traceback."""
 
     frames: deque[Frame] = field(default_factory=lambda: deque(maxlen=FRAMES_MAX))
     lines: deque[str] = field(default_factory=lambda: deque(maxlen=2 * FRAMES_MAX))
@@ -309,11 +309,11 @@ class _Stack:
 
 
 class LogScan:
-    """Reads a log line by line, in memory that does not grow with it.
+    """Incremental log analysis in bounded memory.
 
-    Complaints that stand within CALM_LINES ordinary lines of each other are one trouble. The last trouble is why the
-    process ended, unless the log went on calmly after it; its first cause is the cause, and what others complain of
-    only counts where none is named.
+    Error lines within CALM_LINES ordinary lines of each other form one group. The last group explains the end of the
+    process, unless the log went on calmly after it. Its first line with a cause decides; secondary errors count only
+    where no line names a cause.
     """
 
     def __init__(
@@ -333,7 +333,7 @@ class LogScan:
         self._in_root_cause = False
 
     def feed(self, line: str, offset: int = 0) -> None:
-        """Read one line, without its line feed; `offset` says where it begins in the file."""
+        """Read one line, without its line feed. `offset` is its first byte's position in the file."""
         self._markers.read(line)
         if self._account and _ACCOUNT.match(line) and len(self._account[-1].line) < LINE_CHARACTERS_MAX:
             self._account[-1] = replace(self._account[-1], line=f"{self._account[-1].line}\n{line.strip()}")
@@ -369,7 +369,7 @@ class LogScan:
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """The finding that counts, then at most FINDINGS_MAX - 1 others as they came; empty where nothing tells."""
+        """The log line that explains the end, then at most FINDINGS_MAX - 1 others in order; () without any."""
         if self._calm > CALM_LINES:
             return ()
         findings = sorted(
@@ -433,7 +433,7 @@ class LogScan:
         return finding
 
     def _root_cause(self, text: str) -> None:
-        """Take rank and exit code from torchrun's summary, whose own exit code is 1 whatever happened."""
+        """Read rank and exit code from torchrun's summary, since torchrun's own exit code is always 1."""
         if _ROOT_CAUSE in text:
             self._in_root_cause = True
         elif self._in_root_cause:
@@ -444,7 +444,7 @@ class LogScan:
 
 
 def read_log(text: str, command: Sequence[str] = ()) -> tuple[Finding, ...]:
-    """Return what a `LogScan` finds in a text."""
+    """Return the findings of a `LogScan` over a whole text."""
     scan = LogScan(command=command)
     offset = 0
     for line in text.splitlines():
@@ -454,7 +454,7 @@ def read_log(text: str, command: Sequence[str] = ()) -> tuple[Finding, ...]:
 
 
 def first_cause(text: str) -> Cause | None:
-    """Return the cause that the first fitting rule of the catalogue names; None without one."""
+    """Return the cause named by the first matching rule of the catalogue; None without a match."""
     for needle, (cause, pattern) in zip(NEEDLES, RULES, strict=True):
         if needle in text and pattern.search(text):
             return cause
@@ -462,12 +462,12 @@ def first_cause(text: str) -> Cause | None:
 
 
 def broken_extent(line: str) -> Extent:
-    """Return how much of a place a line about hardware calls broken: a driver serves the whole node."""
+    """Return whether a hardware error in a log line concerns a device or the node. A driver error concerns the node."""
     return Extent.NODE if _NODE_WIDE.search(line) else Extent.DEVICE
 
 
 def last_traceback(text: str) -> str:
-    """Return the last Python traceback of a log, or its last 20 lines where it has none."""
+    """Return the last Python traceback of a log, or its last 20 lines without one."""
     start = text.rfind("Traceback (most recent call last)")
     return text[start:].strip() if start >= 0 else "\n".join(text.splitlines()[-20:])
 

@@ -1,4 +1,4 @@
-"""Verdicts: how a job goes on after an end that nothing explains. The first row of a table that fits decides.
+"""Verdicts: whether and how a job restarts after an unexplained failure. The first matching row of a table decides.
 
 `docs/reference/failures-and-retries.md` has the table. Failures that the guard, the kernel, NVML or this service
 explain never come here.
@@ -43,10 +43,10 @@ PROGRAM_ROWS = (5, 7, 10)  # they end the job, and blame its program
 def judge(
     job: Job, attempt: Attempt, failure: Failure, ends: Sequence[UnexplainedEnd], nodes: Sequence[Node]
 ) -> Failure:
-    """Return the failure with the verdict on its ending, and with the sentence that says why.
+    """Return the failure with its verdict (whether and how the job restarts) and a sentence that says why.
 
-    `ends` are the remembered ones of all jobs, `nodes` the live ones. Where no attempt follows, the program is to
-    blame, unless time or a budget ran out.
+    `ends` are the recent unexplained ends of all jobs, `nodes` the live nodes. Where no attempt follows, the program is
+    to blame, unless time or a retry budget ran out.
     """
     assert failure.ending is not None
     assert attempt.ended_at_s is not None
@@ -57,10 +57,10 @@ def judge(
 
 
 def wait_for_space(job: Job, attempt: Attempt, failure: Failure) -> Failure:
-    """Return the failure of a full disk with a wait, in which somebody may free space; its devices are free meanwhile.
+    """Return a full-disk failure with a wait, in which a person may free space. Its devices are free meanwhile.
 
     The waits grow as those for an outside service, for 12 hours since the first full disk. No attempt follows one that
-    trained for long and kept nothing.
+    trained for long and stored nothing.
     """
     assert attempt.ended_at_s is not None
     waits = _attempts_of_row(job.attempts[: attempt.number - 1], 13)
@@ -181,14 +181,14 @@ def _judge_in_training(job: Job, attempt: Attempt, ending: Ending, before: Seque
 
 
 def describe_missing(spec: JobSpec) -> str:
-    """Return what the last attempt did not leave: a checkpoint, or one whose step a script's job file can read."""
+    """Return text on what the last attempt did not leave: a checkpoint, or one whose step the job file can read."""
     if spec.is_script and spec.resume.step is None:
         return "no checkpoint of a known step (`resume.step` is not set)"
     return "no checkpoint"
 
 
 def describe_unmatched(spec: JobSpec, attempt: Attempt) -> str:
-    """Return what was looked for as a checkpoint and what the output has in its place; "" where it has no files."""
+    """Return text on which checkpoint patterns matched nothing, and which files exist instead; "" without files."""
     if attempt.evidence is None or not attempt.evidence.unmatched:
         return ""
     patterns, names = ", ".join(spec.resume.checkpoints), ", ".join(attempt.evidence.unmatched)

@@ -1,4 +1,4 @@
-"""Changes that a job without a plan may ask for. Each is another training, so that only people allow it."""
+"""Questions to a person: changes of the training itself with which a job without a fitting plan could go on."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ BATCHES_MAX = 6  # halvings of the global batch that are tried where the job fil
 
 
 class Question(NamedTuple):
-    """A question to a person: no plan of the same training is left, but a plan of another is."""
+    """A question to a person, since only a plan that changes the training is left."""
 
-    text: str  # with the command that allows it; where it is allowed, what the job goes on with
-    allowed: JobSpec | None = None  # what the job's own file allows; None: a person has to
+    text: str  # with the command that allows it; if already allowed, the change that the job makes
+    allowed: JobSpec | None = None  # job with the change that its own file allows; None: a person must allow it
 
 
 def question_of(state: State, job: Job, groups: Sequence[Group]) -> Question | None:
-    """Return what a job goes on with by its own file, or what it asks; None where nothing would help.
+    """Return the job's next step where no plan is left: an allowed change, or a question; None where nothing helps.
 
     A job asks once it ran out of memory. It asks for the mildest class of degradation by which a plan may fit. Where
     none does, it asks for half the global batch, a quarter and so on, the largest that fits.
@@ -69,7 +69,7 @@ def _has_plan(state: State, job: Job, groups: Sequence[Group]) -> bool:
 
 
 def smaller_batches(spec: JobSpec) -> Iterator[JobSpec]:
-    """Yield the job with half its global batch, a quarter and so on, and the learning rate that follows."""
+    """Yield the job with half its global batch, a quarter and so on, each with the matching learning rate."""
     if spec.is_script and spec.knobs.micro_batch_size is None:
         return  # nothing would tell the script
     rule, batch = spec.degrade.global_batch_size, spec.global_batch_size
@@ -80,7 +80,7 @@ def smaller_batches(spec: JobSpec) -> Iterator[JobSpec]:
 
 
 def learning_rate_factor(spec: JobSpec, share: float) -> float:
-    """Return what the learning rate is multiplied by where the global batch becomes `share` of what it was.
+    """Return the factor on the learning rate when the global batch shrinks to `share` of its size.
 
     Linear: Goyal et al. 2017, arXiv:1706.02677. Square root: Malladi et al. 2022, arXiv:2205.10287.
     """
@@ -89,7 +89,7 @@ def learning_rate_factor(spec: JobSpec, share: float) -> float:
 
 
 def with_global_batch(spec: JobSpec, batch: int) -> JobSpec:
-    """Return the job with so many samples a step, and its learning rate as `degrade.global_batch_size` wants it."""
+    """Return the job with this global batch, and its learning rate scaled by `degrade.global_batch_size`."""
     changes, factor = (
         dict[str, object](global_batch_size=batch),
         learning_rate_factor(spec, batch / spec.global_batch_size),
@@ -127,7 +127,7 @@ def _changes(spec: JobSpec) -> Iterator[tuple[JobSpec, str, str]]:
 
 
 def with_allowed(spec: JobSpec, allow: str | None, global_batch_size: int | None) -> JobSpec:
-    """Return the spec with what a person allows. Raises SpecError where nothing is, or where the two do not agree."""
+    """Return the job with a person's permissions added. Raises SpecError for none or contradictory ones."""
     if allow is None and global_batch_size is None:
         raise SpecError(
             "nothing is allowed", path="retry", hint="say --allow numeric, --allow semantic or --global-batch-size N"

@@ -1,4 +1,4 @@
-"""The faster plan that a recovered job may move up to, by what its running attempt has measured."""
+"""Faster plans for a job that recovered from a failure, judged by its running attempt's measurements."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ CLIMB_SPEED_UP = 1.13
 
 
 def may_climb(job: Job) -> bool:
-    """Return whether the job recovered, told what it measured, can be moved at no loss, and was not moved up before.
+    """Return whether a recovered job may move to a faster plan: measured, movable without loss, and not moved before.
 
-    Of a script whose memory was unknown only the order of its plans' speeds is known: nothing tells what it would gain.
+    A script of unknown memory never may: only the order of its plans' speeds is known, not the gain.
     """
     attempt = job.last
     if attempt is None or attempt.pace is None or not attempt.pace.peak_bytes or attempt.probe:
@@ -47,10 +47,10 @@ def may_climb(job: Job) -> bool:
 
 
 def faster_option(job: Job, group: Group, calibrated: Calibration, launch_cost_s: float) -> SizeOption | None:
-    """Return the fastest way to go on, on as many devices, that fits as CLIMB_PROBABILITY wants and pays; else None.
+    """Return the fastest plan on as many devices that fits with CLIMB_PROBABILITY and repays its launch; else None.
 
-    `calibrated` holds what the running attempt measured. No plan that ran out of memory comes back, and none that
-    leaves what the user asked for further than the running plan does.
+    `calibrated` includes the running attempt's measurements. Plans that ran out of memory are excluded, and so are
+    plans that alter the training more than the running one.
     """
     attempt = job.last
     assert attempt is not None, job.id

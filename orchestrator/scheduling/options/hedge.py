@@ -1,4 +1,4 @@
-"""Picks the plan after an out-of-memory failure: the one by which the job is expected to end soonest."""
+"""The choice of a plan after an out-of-memory failure: the one with the earliest expected end of the job."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ GIVEN_UP = 2.0  # times the longest: what it counts where the safest plan runs o
 
 
 def restart_s(job: Job, launch_cost_s: float, seconds: Sequence[float]) -> float:
-    """Return the seconds that one more out-of-memory failure costs: a launch, and its share of a lost job."""
+    """Return the expected seconds lost by one more out-of-memory failure: a launch, and the risk of losing the job."""
     left = job.spec.retries.oom - sum(ran_out(attempt) and not attempt.probe for attempt in job.attempts)
     return launch_cost_s + min(seconds) / max(1, left + 1)
 
 
 def pick_soonest(plans: Sequence[tuple[float, float]], restart_s: float) -> int:
-    """Return the index of the plan to begin with, of pairs (seconds to the end, probability that it fits).
+    """Return the index of the first plan to try, among pairs (seconds to the end, probability that it fits).
 
     One unknown decides for all of them: where a plan runs out of memory, so does each that is less likely to fit. So
     the plans are tried from less to more likely, and the expected end follows from the last one backwards (Bellman

@@ -1,4 +1,4 @@
-"""Options of a job: numbers of devices with a plan and a length for each, read from its frontier."""
+"""Options of a job: for each number of devices a plan and its run time, from its frontier (plans none other beats)."""
 
 from __future__ import annotations
 
@@ -45,19 +45,19 @@ AS_FAST = 1 + 1e-9  # times the seconds of a request: equal but for rounding
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SizeOption:
-    """A way to run the job: a plan, its devices and its length."""
+    """A way to run the job: a plan, its devices and its run time."""
 
     candidate: Candidate
     shape: Shape
-    least_bytes: int  # free on each of its devices
+    least_bytes: int  # required free on each device
     seconds: float  # from its launch to its end
-    probe: bool = False  # only to be measured
-    fill: float = 0.0  # of the memory of a device
-    fastest: Choice | None = None  # that was passed over for it
+    probe: bool = False  # only a measurement
+    fill: float = 0.0  # used share of a device's memory
+    fastest: Choice | None = None  # faster plan that was rejected for it
 
     @property
     def choice(self) -> Choice:
-        """The facts on which a choice between options depends."""
+        """The quantities by which options are compared."""
         return Choice(self.candidate.plan, self.seconds, self.fill, self.shape.crosses_nodes)
 
     @property
@@ -71,28 +71,28 @@ class SizeOption:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class JobOptions:
-    """What fits the empty devices of one group: all of it, and the best of each number of devices."""
+    """All plans of a job that fit an empty group of nodes, and the best one per number of devices."""
 
     fitting: tuple[SizeOption, ...]  # in the order of the frontier
     entries: tuple[SizeOption, ...]  # fewest devices first, each faster than those before it
-    most_bytes: int  # that any of the entries needs free on a device
+    most_bytes: int  # the most that any entry requires free on a device
     rule: Rule
 
     def among(self, holds: Callable[[SizeOption], bool]) -> tuple[SizeOption, ...]:
-        """Return the best option of each number of devices among those that `holds`."""
+        """Return the best option per number of devices among those for which `holds` is true."""
         return best_of_each((entry for entry in self.fitting if holds(entry)), self.rule)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Infeasible:
-    """No plan fits the group even when it is whole and empty."""
+    """No plan fits the group, even when all of its devices are empty."""
 
-    why: Callable[[], str]  # asked only where no other group holds the job: what would fit is planned for it
-    likeliest: JobOptions | None = None  # of the plan that may run all the same
+    why: Callable[[], str]  # returns the reason; slow, so called only if no other group fits
+    likeliest: JobOptions | None = None  # options of the plan that may fit all the same
 
 
 def job_options(job: Job, group: Group, calibrated: Calibration, launch_cost_s: float) -> JobOptions | Infeasible:
-    """Return the job's untried plans that fit the group's empty devices, or why there are none."""
+    """Return the job's untried plans that fit the group when empty; Infeasible where there are none."""
     device, job = group.hardware.device, replace(job, spec=measured_spec(job.spec, calibrated))
     if job.spec.gpus.min > group.devices:
         too_few = f"wants {job.spec.gpus.min} devices of one kind: there are {group.devices} {device.name}"
@@ -170,7 +170,7 @@ def _probe_within(
 
 
 def _plan_of_climb(job: Job) -> Plan | None:
-    """Return the plan that the job was stopped to go on with; once that ran out of memory, the one that it left."""
+    """Return the plan that the job was stopped to move to; after that ran out of memory, the plan that it left."""
     climber = next((attempt for attempt in job.attempts if attempt.climbs_to is not None), None)
     if climber is None or climber.climbs_to is None:
         return None
@@ -180,10 +180,11 @@ def _plan_of_climb(job: Job) -> Plan | None:
 
 
 def pick_guaranteed(job: Job, entries: Sequence[SizeOption], devices: int) -> Sequence[SizeOption]:
-    """Return the entries that are as fast as the job's request, each on the fewest nodes; () where none is.
+    """Return the entries as fast as the job's guarantee, each on the fewest nodes; () where none is.
 
-    The group has `devices` devices. Where they are fewer than promised, nodes are away, and the job waits for them.
-    Where the request turned out to fail since it was promised, the job goes on with no fewer devices, or what is left.
+    `devices` is the size of the group. Where it is below the promised number, nodes are away, and the job waits for
+    them. Where the requested plan failed since it was promised, the job goes on with as many devices, or with what is
+    left.
     """
     guarantee = job.spec.guarantee
     assert guarantee is not None, job.id
@@ -238,10 +239,10 @@ def _hedge(
 
 
 def rule_of(job: Job, device: str, calibrated: Calibration, candidate: Candidate) -> Rule:
-    """Return how the job chooses among its plans, of which `candidate` is one.
+    """Return the rule by which the job chooses among its plans, of which `candidate` is one.
 
-    What is promised a speed or a deadline takes the fastest plan. So does a script whose step times are assumed, or
-    given for each number of devices: only the order of its plans is known.
+    Jobs with a guarantee or a deadline use the fastest plan. So does a script with assumed or declared step times,
+    since only the order of its plans is known.
     """
     spec, last = job.spec, next((attempt for attempt in reversed(job.attempts) if not attempt.probe), None)
     is_timed = candidate.estimate.source not in UNTIMED and not spec.speeds
@@ -255,7 +256,7 @@ def rule_of(job: Job, device: str, calibrated: Calibration, candidate: Candidate
 
 
 def best_of_each(fitting: Iterable[SizeOption], rule: Rule) -> tuple[SizeOption, ...]:
-    """Return the preferred option of each number of devices that gains by its devices, fewest devices first.
+    """Return the preferred option per number of devices, fewest first; numbers that gain nothing are left out.
 
     Only options of the mildest class of degradation count.
     """
@@ -278,12 +279,12 @@ def _best(options: Sequence[SizeOption], rule: Rule) -> SizeOption:
 
 
 def calibration_for(state: State, job: Job, device: str) -> Calibration:
-    """Return the calibration of this job's family on this kind of device, by all observations."""
+    """Return the calibration of predictions for this job's family on this kind of device."""
     return calibration(state.observations, device=device, family=job.spec.family_name, job=job.key)
 
 
 def steps_left(job: Job, before: Attempt | None = None) -> int | None:
-    """Return the optimizer steps from the newest checkpoint before `before` to the end; None: unknown."""
+    """Return the optimizer steps from the newest checkpoint before `before` to the end; None where unknown."""
     steps, done = job.spec.optimizer_steps, job.continues_step
     if steps is None:
         return None
@@ -294,7 +295,7 @@ def steps_left(job: Job, before: Attempt | None = None) -> int | None:
 
 
 def attempt_seconds(job: Job, attempt: Attempt, group: Group, calibrated: Calibration, launch_cost_s: float) -> float:
-    """Return the seconds that an attempt is expected to take from its launch to its end."""
+    """Return the predicted seconds of an attempt from its launch to its end."""
     left, pace = steps_left(job, attempt), attempt.pace
     if left is not None and pace is not None:
         return pace.at_s - attempt.launched_at_s + max(0, left - pace.steps_done) * pace.step_s
@@ -324,7 +325,7 @@ def _step_factors(job: Job, device: str, before: int | None = None) -> Mapping[S
 
 
 def measured_peaks(job: Job, device: str) -> dict[Plan, int]:
-    """Return the allocated peak of each plan that this job has run on this kind of device within its memory."""
+    """Return the measured allocated peak of each plan that this job ran on this kind of device without running out."""
     peaks: dict[Plan, int] = {}
     for attempt in job.attempts:
         trained = attempt.evidence is not None and any(beat.steps_done > 0 for beat in attempt.evidence.heartbeats)
@@ -359,12 +360,12 @@ def _unknown_length_s(job: Job, group: Group, step_s: float) -> float:
 
 
 def unknown_length_s(job: Job) -> float:
-    """Return the seconds that a job of unknown length is supposed to take: UNKNOWN_LENGTH_S, or what it may run yet."""
+    """Return the assumed seconds of a job of unknown length: UNKNOWN_LENGTH_S, or less by its time limit."""
     return min(UNKNOWN_LENGTH_S, left_s(job))
 
 
 def free_bytes_for(candidate: Candidate, calibrated: Calibration, measured: dict[Plan, int]) -> int:
-    """Return the free bytes that a device must have: by the corrected prediction, or by the peak of an earlier run."""
+    """Return the free bytes that each device must have, from the corrected prediction or an earlier measured peak."""
     around = candidate.estimate.device_bytes - candidate.estimate.allocated_bytes
     if candidate.plan in measured:
         return measured[candidate.plan] + around
@@ -377,9 +378,9 @@ def free_bytes_for(candidate: Candidate, calibrated: Calibration, measured: dict
 
 
 def untried_candidates(job: Job, group: Group, calibrated: Calibration) -> Iterator[Candidate]:
-    """Return the job's frontier without refuted plans: on equal devices only plans below each refuted peak remain.
+    """Return the plans still to try. Each plan that ran out excludes those with no lower peak on equal devices.
 
-    Plans are compared by the present correction of activations. A job that keeps its plan has no other.
+    Plans are compared by the current correction of activations. A job that keeps its plan has no other.
     """
     spec, trained = job.spec, [attempt for attempt in job.attempts if not attempt.probe]
     if trained and spec.degrade.keeps_plan:

@@ -1,7 +1,7 @@
-"""Probes: two short attempts measure what a sample of a script needs before it trains.
+"""Probes: two short attempts that measure a script's memory per sample before it trains.
 
-A probe uses up no budget, and nothing of it is progress; a bug in it ends the job, as anywhere else. Two measurements
-give a line (memory/calibration/calibrate.py), with which the first real attempt is planned.
+A probe uses up no retry budget, and nothing of it is progress. A bug in it ends the job, as anywhere else. Two
+measurements give a line (memory/calibration/calibrate.py), with which the first real attempt is planned.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ ONE_SAMPLE = "more than 1 value per channel"  # torch/nn/functional.py, _verify_
 
 
 def measured_spec(spec: JobSpec, calibrated: Calibration) -> JobSpec:
-    """Return the job with the probed needs of its family, and the settings to which its outcomes are relative.
+    """Return the job with memory per sample as probes of its family measured it, and the settings these relate to.
 
-    A job is returned as it is where there are none, or where it declares its own needs.
+    A job is returned unchanged where there are none, or where it declares its memory.
     """
     if not _is_unknown(spec) or (calibrated.line is None and calibrated.relative_to is None):
         return spec
@@ -36,12 +36,12 @@ def measured_spec(spec: JobSpec, calibrated: Calibration) -> JobSpec:
 def probe_of(
     job: Job, device: DeviceSpec, calibrated: Calibration, candidates: Sequence[Candidate]
 ) -> Candidate | None:
-    """Return the candidate to measure before the job trains on this kind of device; None where there is no need.
+    """Return the plan to probe before the job trains on this kind of device; None where no probe is needed.
 
     It has as few devices as the job takes, and the smallest micro-batch; then the largest that is sure to fit, or the
-    next. A peak is the maximum of moments, each of which grows by the sample from what it has without one. So it is
-    convex, and a line through two small micro-batches falls short of large ones. k times the micro-batch never needs
-    more than k times the bytes.
+    next. A peak is the maximum over points of a step, each of which grows linearly with the samples. So it is convex,
+    and a line through two small micro-batches falls short of large ones. k times the micro-batch never needs more than
+    k times the bytes.
     """
     if job.spec.probe == "never" or not _can_be_probed(job.spec) or job.fault is not None:
         return None
@@ -70,7 +70,7 @@ def is_of_batch(attempt: Attempt, failure: Failure) -> bool:
 
 
 def probe_bytes(probe: Candidate, probed: Attempt | None) -> int | None:
-    """Return the most bytes that a probe may need by an earlier probe, with a margin; None without a measurement."""
+    """Return an upper bound of a probe's bytes, from an earlier probe with a margin; None without a measurement."""
     if probed is None or probed.peak_bytes is None:
         return None
     times = probe.plan.micro_batch_size / probed.plan.micro_batch_size
@@ -83,7 +83,7 @@ def _surely_fits(candidate: Candidate, probed: Attempt, device: DeviceSpec) -> b
 
 
 def _goes_on(attempts: Sequence[Attempt], device: str) -> bool:
-    """Return whether all earlier attempts were probes on this kind of device that measured their need."""
+    """Return whether all earlier attempts were probes on this kind of device that measured their memory."""
     return len(attempts) < PROBES_MAX and all(
         attempt.probe
         and attempt.device == device
@@ -94,7 +94,7 @@ def _goes_on(attempts: Sequence[Attempt], device: str) -> bool:
 
 
 def unmeasured_reason(spec: JobSpec) -> str | None:
-    """Return why no short attempt measures a script of unknown memory, in words; None where some do."""
+    """Return why a script of unknown memory is not probed, as text; None where it is."""
     if missing := _missing_knobs(spec):
         return f"no knob for {' and '.join(missing)}"
     count = len(batch_cuts(spec, spec.gpus.min))

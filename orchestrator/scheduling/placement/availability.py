@@ -1,4 +1,4 @@
-"""The future of each device as attempts, reservations and maintenance fill it: when and where devices are free."""
+"""Future availability of each device, given running attempts, reservations and maintenance windows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ IDLE = -inf  # the time since which an unheld device is free
 
 @dataclass(slots=True, eq=False)
 class _Times:
-    """Times from which a share of devices of each node is free for good, by node and in order."""
+    """Times from which `share` devices of each node are free for good, by node and sorted."""
 
     by_node: list[float]
     order: list[tuple[float, int]]
@@ -32,14 +32,14 @@ class _Times:
 
 @dataclass(slots=True, eq=False)
 class _Future:
-    """The free time of each device of a node beside promises and maintenance."""
+    """When each device of a node becomes free, with reservations and maintenance."""
 
     free_s: list[float]  # when it is free for good, but for what is promised for later
     next_s: list[float]  # when it is promised next, or closed
 
 
 class _Promise(NamedTuple):
-    """Devices of a node that are promised to a job for a time."""
+    """Reservation of devices of one node for a job."""
 
     start_s: float
     end_s: float
@@ -48,7 +48,7 @@ class _Promise(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """A time at which a share of devices is free together on each of these nodes, for so many seconds."""
+    """A start time at which `share` devices are free on each of these nodes for `seconds`."""
 
     start_s: float
     seconds: float
@@ -57,7 +57,7 @@ class Slot(NamedTuple):
 
 
 class AvailabilityProfile:
-    """The future of a group of equal nodes.
+    """Future availability of the devices of a group of equal nodes.
 
     A device is free for good after its running attempt and its reservations. So its future is the end of what runs on
     it or is reserved right after, and the times of later reservations. Questions are answered for all nodes at once
@@ -92,7 +92,7 @@ class AvailabilityProfile:
     # what is
 
     def has_room(self, least_bytes: int) -> bool:
-        """Return whether every device has so many bytes for an attempt once our other attempts are gone."""
+        """Return whether every device has `least_bytes` free once our own attempts have ended."""
         if least_bytes <= self._least_free_bytes:
             return True
         if self._room_bytes is None:
@@ -104,7 +104,7 @@ class AvailabilityProfile:
         return least_bytes <= self._room_bytes
 
     def room_of(self, number: int, device: int) -> int:
-        """Return the bytes that one device offers: an attempt of ours leaves nothing behind when it ends."""
+        """Return the bytes that one device offers; a device with an attempt of ours counts as if it had ended."""
         if self._until_s[number][device] != IDLE:
             return self.group.hardware.device.memory
         return self._free_bytes[number][device]
@@ -116,21 +116,21 @@ class AvailabilityProfile:
     # what changes
 
     def update_nodes(self, nodes: Sequence[Node]) -> None:
-        """Take new free bytes of the same nodes."""
+        """Update the free bytes of the same nodes."""
         self._free_bytes = [node.free_bytes for node in nodes]
         self._least_free_bytes = min(min(free_bytes) for free_bytes in self._free_bytes)
         self._room_bytes = None
 
     def occupy(self, name: str, devices: Iterable[int], until_s: float) -> None:
-        """Hold these devices for an attempt that is expected to end at `until_s`."""
+        """Mark these devices as busy with an attempt that is expected to end at `until_s`."""
         self._set(name, devices, until_s)
 
     def vacate(self, name: str, devices: Iterable[int]) -> None:
-        """Make these devices idle."""
+        """Mark these devices as idle."""
         self._set(name, devices, IDLE)
 
     def free_before(self, name: str, devices: Iterable[int], at_s: float) -> int:
-        """Return how many of these devices are free for good before `at_s`, except for promises for later."""
+        """Return how many of these devices become free before `at_s`, ignoring reservations for later."""
         number = self.numbers.get(name)
         if number is None:
             return 0
@@ -138,13 +138,13 @@ class AvailabilityProfile:
         return sum([free_s[device] < at_s for device in devices])
 
     def held_until_by(self, name: str, devices: Iterable[int]) -> float:
-        """Return when the present holders have left all of these devices."""
+        """Return when the attempts now on these devices have all ended."""
         return max([self._until_s[self.numbers[name]][device] for device in devices])
 
     def reserve(self, name: str, devices: tuple[int, ...], start_s: float, end_s: float, *, is_later: bool) -> None:
-        """Promise these devices from `start_s` to `end_s`: nothing else may run on them then.
+        """Reserve these devices from `start_s` to `end_s`: nothing else may run on them then.
 
-        Before a promise for later, others may be promised the same devices.
+        With `is_later`, others may reserve the same devices for before `start_s`.
         """
         number = self.numbers.get(name)
         if number is None:
@@ -179,7 +179,7 @@ class AvailabilityProfile:
         self._changed_since.clear()
 
     def close(self, windows: Mapping[str, tuple[Window, ...]]) -> None:
-        """Close these nodes within these times, and open all others. Minus infinity: closed now."""
+        """Close these nodes in these windows (minus infinity as begin: closed now), and open all other nodes."""
         before = self._closed
         self._closed = {number: windows[name] for name, number in self.numbers.items() if name in windows}
         for number in {*before, *self._closed}:
@@ -188,7 +188,7 @@ class AvailabilityProfile:
     # what can be
 
     def open_until_s(self, shape: Shape) -> float:
-        """Return until when a gang of this shape could run if it started now; minus infinity: it cannot start."""
+        """Return until when a gang of this shape could run if started now; minus infinity where it cannot start."""
         if self.idle < shape.devices:
             return -inf
         if shape not in self._open_until_s:
@@ -199,9 +199,9 @@ class AvailabilityProfile:
         return self._open_until_s[shape]
 
     def place(self, shape: Shape, end_s: float, least_bytes: int) -> Placement | None:
-        """Return devices for a start now and until `end_s`, each with `least_bytes` free; None where there are too few.
+        """Return devices that are free from now to `end_s` with `least_bytes` each; None where there are too few.
 
-        A gang that a node holds goes to the fullest that does; a larger one to as few nodes as possible, and of these
+        A gang that fits one node goes to the fullest such node; a larger one to as few nodes as possible, and of these
         to as few racks as possible.
         """
         crowded = not self.has_room(least_bytes)
@@ -218,7 +218,7 @@ class AvailabilityProfile:
     def place_again(
         self, attempt_placement: Placement, shape: Shape, end_s: float, least_bytes: int
     ) -> Placement | None:
-        """Return devices as `place` does, as if those of one of our attempts were idle and empty."""
+        """Return devices as `place` does (None: too few), counting those of one running attempt as idle and empty."""
         until = {part.node: self._until_s[self.numbers[part.node]][:] for part in attempt_placement}
         free_bytes, self._free_bytes = self._free_bytes, [*self._free_bytes]
         for part in attempt_placement:
@@ -236,7 +236,7 @@ class AvailabilityProfile:
         return placement
 
     def could_hold(self, shape: Shape, least_bytes: int) -> bool:
-        """Return whether enough devices have so much memory once our own attempts are gone."""
+        """Return whether enough devices have `least_bytes` free once our own attempts have ended."""
         if self.has_room(least_bytes):
             return True
         roomy = [
@@ -246,9 +246,9 @@ class AvailabilityProfile:
         return any(sum(count >= share for count in roomy) >= shape.devices // share for share in shape.shares)
 
     def earliest(self, shape: Shape, from_s: float, seconds: float, least_bytes: int) -> Slot | None:
-        """Return the first slot, not before `from_s`, in which so many devices are free for so long; None: never.
+        """Return the first slot from `from_s` on with enough devices free for `seconds`; None: never.
 
-        It ends before a node closes, or is promised for later, where there is time enough, else it begins after that.
+        The slot lies before a node closes or a later reservation where the time suffices, else behind them.
         """
         best: Slot | None = None
         for share in shape.shares:
@@ -262,7 +262,7 @@ class AvailabilityProfile:
         return best
 
     def devices_of(self, slot: Slot, least_bytes: int) -> Placement:
-        """Return the devices of a slot's nodes that are free first."""
+        """Return the devices on a slot's nodes that become free first."""
         placement = []
         has_room = self.has_room(least_bytes)
         for number in slot.nodes:
@@ -278,7 +278,7 @@ class AvailabilityProfile:
         return tuple(placement)
 
     def closed_before(self, end_s: float) -> list[tuple[str, float, int]]:
-        """Return nodes that close before `end_s` with the time (minus infinity: now) and their idle devices."""
+        """Return (node, closing time, idle devices) of nodes that close before `end_s`. Minus infinity: closed now."""
         return [
             (self.names[number], windows[0][0], self._idle[number])
             for number, windows in self._closed.items()
@@ -286,7 +286,7 @@ class AvailabilityProfile:
         ]
 
     def held_until_s(self, devices: float) -> float:
-        """Return from when on the present holders hold at most so many devices."""
+        """Return when running attempts occupy at most this many devices."""
         others = len(self._ends_s) - max(0, int(devices))
         return self._ends_s[others - 1] if others > 0 else -inf
 
@@ -314,7 +314,7 @@ class AvailabilityProfile:
         self._forget_future(number)
 
     def _forget_future(self, number: int) -> None:
-        """Forget a node's future, since something other than a promise has changed it."""
+        """Drop a node's cached future, since more than a reservation has changed it."""
         self._futures.pop(number, None)
         if self._promised:
             self._changed_since.add(number)
@@ -328,7 +328,7 @@ class AvailabilityProfile:
             times.unread.add(number)
 
     def _order_of(self, share: int, least_bytes: int) -> list[tuple[float, int]]:
-        """Return since when a share of devices of each node is free for good, in order; other nodes are left out."""
+        """Return (time, node) from which `share` devices of a node are free for good, sorted; others are omitted."""
         if not self.has_room(least_bytes):
             return sorted(
                 (free_s[share - 1], number)

@@ -1,4 +1,4 @@
-"""adaptive: the default. Short jobs first until a job is due; reservations for all; widths by price.
+"""The adaptive policy (default): short jobs first until a job is overdue, reservations, priced numbers of devices.
 
 Numbers and their sources are in base/tuning.py.
 """
@@ -23,7 +23,7 @@ RESERVATIONS_MAX = 100  # as Slurm's bf_max_job_test: beyond, a reservation woul
 
 
 class AdaptivePolicy:
-    """Lengths, deadlines, shares of teams and launch costs decide; see base/tuning.py for what was measured."""
+    """The default policy, by job length, deadline, team share and launch cost. base/tuning.py has the measurements."""
 
     reservations_max = RESERVATIONS_MAX
     promises_speed = True
@@ -32,10 +32,10 @@ class AdaptivePolicy:
         self._index = index
 
     def rank(self, job: Job) -> float:
-        """Return the job's aging limit: from then on it goes before every job that was submitted after it.
+        """Return the job's aging limit, a time from which it goes before every later submission.
 
-        A job whose deadline presses from the start goes by that first, and ages from its deadline on. A job with a
-        guarantee is due at once.
+        A job with an urgent deadline at submission goes by that first, and ages from its deadline on. A job with a
+        guarantee has its limit at once.
         """
         if job.spec.guarantee is not None:
             return job.submitted_at_s
@@ -45,17 +45,17 @@ class AdaptivePolicy:
         return job.deadline_s + self._index.tuning.aging_late * limit_s
 
     def presses_s(self, job: Job) -> float:
-        """Return from when on the deadline leaves the job little slack; infinity without a deadline."""
+        """Return when the job's deadline becomes urgent (little slack left); infinity without a deadline."""
         if job.deadline_s is None:
             return inf
         return job.deadline_s - (1 + self._index.tuning.slack) * self._index.options.size_of(job).duration_s
 
     def in_order(self) -> Iterator[tuple[Waiting, float]]:
-        """Yield jobs with a guarantee; then by priority, then by the fair tree, then by age, deadline and length.
+        """Yield (job, time to end by) in order: guarantees, priority, fair share, then age, deadline and length.
 
-        Of equal jobs those past their aging limits come first, in the order of submission. Then come those whose
-        deadlines press and can be met from now on, the earliest first. Then come the others by their aging limits, but
-        the largest of the largest first. A job that can meet its deadline comes with that first, and again without it.
+        Of equal jobs those past their aging limits come first, in the order of submission. Then come jobs with urgent
+        deadlines that can still be met, earliest first. Then come the others by their aging limits, but the largest of
+        the largest first. A job that can meet its deadline comes with that first, and again without it.
         """
         index = self._index
         yield from ((waiting, inf) for waiting in index.promised_first())
@@ -78,7 +78,7 @@ class AdaptivePolicy:
         return True
 
     def leaves_headroom(self, waiting: Waiting, at_s: float) -> bool:
-        """Return whether the job leaves devices to shorter ones: it is not due, not put first and cannot be moved.
+        """Return whether the job must leave devices for shorter ones: not overdue, not put first, and not movable.
 
         Where teams share the cluster, their shares count instead.
         """
@@ -90,13 +90,13 @@ class AdaptivePolicy:
         return not (goes_first or is_elastic(waiting.job))
 
     def widths(self, options: Sequence[SizeOption]) -> Sequence[SizeOption]:
-        """Return all options: the price of a device-second chooses."""
+        """Return all options. The price of a device-second decides among them."""
         return options
 
     def preempt(
         self, state: State, waits: Sequence[tuple[Waiting, Reservation]], late: Sequence[tuple[Waiting, float]]
     ) -> Preemption:
-        """Stop jobs for a guarantee, or one for a deadline, for a gain of others, or to go on with idle devices."""
+        """Return jobs to stop: for a guarantee, a deadline, a larger gain of others, or to use idle devices."""
         index, at_s = self._index, state.at_s
         if (for_promise := room_for_promises(state, index)) is not None:
             return for_promise
@@ -105,7 +105,7 @@ class AdaptivePolicy:
         return Preemption() if move is None else Preemption([move])
 
     def reevaluate_at_s(self) -> float | None:
-        """Return when the next deadline of a waiting job presses; None without one."""
+        """Return when the next deadline of a waiting job becomes urgent; None without one."""
         times_s = [line.presses_at_s(self._index.state.at_s) for line in self._index.lines.values()]
         return min((time_s for time_s in times_s if time_s is not None), default=None)
 

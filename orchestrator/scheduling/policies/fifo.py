@@ -1,4 +1,4 @@
-"""fifo: first come, first served. A job that has to wait for devices holds up all later jobs."""
+"""The fifo policy: first come, first served. A job that has to wait for devices holds up all later jobs."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ from orchestrator.scheduling.policies.rigid import RigidPolicy
 
 
 class FifoPolicy(RigidPolicy):
-    """Jobs start strictly in the order of submission. It needs no length of any job."""
+    """Jobs start strictly in order of submission. The policy needs no job lengths."""

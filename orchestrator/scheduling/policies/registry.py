@@ -1,4 +1,4 @@
-"""The policies by the names that a cluster file gives them."""
+"""Lookup of queue policies by their names in a cluster file."""
 
 from __future__ import annotations
 
@@ -26,5 +26,5 @@ POLICIES: Mapping[Order, Callable[[SchedulerIndex], QueuePolicy]] = {
 
 
 def index_of(state: State) -> SchedulerIndex:
-    """Return the index of a state, with the policy that its cluster file names."""
+    """Return a new scheduler index of a state, with the policy that its cluster file names."""
     return SchedulerIndex(state, lambda index: POLICIES[index.state.policy.order](index))

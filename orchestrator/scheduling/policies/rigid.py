@@ -1,4 +1,4 @@
-"""RigidPolicy: jobs run on as many devices as they ask for, by one rank. A base for policies of a few lines."""
+"""RigidPolicy, a base for short policies: each job runs on its `gpus.max`, ordered by one number."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from orchestrator.specs.state import Reservation, State
 
 
 class RigidPolicy:
-    """Jobs start by rank, then by submission, as wide as `gpus.max` and their speed-up allow; nothing is stopped.
+    """Jobs start by rank, then by submission, on as many devices as speed them up. Nothing is preempted.
 
     Neither priority nor teams count. A job whose start window is closed is behind all others.
     """
@@ -27,15 +27,15 @@ class RigidPolicy:
         self._index = index
 
     def rank(self, job: Job) -> float:  # noqa: ARG002
-        """Return 0 for every job: the order of submission."""
+        """Return 0 for every job, which means the order of submission."""
         return 0.0
 
     def presses_s(self, job: Job) -> float:  # noqa: ARG002
-        """Return infinity: a deadline moves no job while it waits."""
+        """Return infinity, since this policy ignores deadlines."""
         return inf
 
     def in_order(self) -> Iterator[tuple[Waiting, float]]:
-        """Yield jobs by rank, then by submission; jobs with closed start windows come last."""
+        """Yield (job, infinity) by rank, then by submission; jobs with closed start windows come last."""
         at_s = self._index.state.at_s
         waiting = self.by_rank()
         yield from ((entry, inf) for entry in waiting if is_open(entry.job.spec, at_s))
@@ -47,15 +47,15 @@ class RigidPolicy:
         return [self._index.waiting[job_id] for _, _, job_id in merge_lines(queues)] if queues else []
 
     def may_overtake(self, waiting: Waiting) -> bool:  # noqa: ARG002
-        """Return whether the policy makes reservations, beside which later jobs may start."""
+        """Return whether later jobs may start first, which holds where the policy makes reservations."""
         return self.reservations_max > 0
 
     def leaves_headroom(self, waiting: Waiting, at_s: float) -> bool:  # noqa: ARG002
-        """Return False."""
+        """Return False: no job leaves devices for shorter ones."""
         return False
 
     def widths(self, options: Sequence[SizeOption]) -> Sequence[SizeOption]:
-        """Return the widest option: more devices, up to `gpus.max`, would not make the job faster."""
+        """Return only the option with most devices. More, up to `gpus.max`, would not make the job faster."""
         return options[-1:]
 
     def preempt(
@@ -64,9 +64,9 @@ class RigidPolicy:
         waits: Sequence[tuple[Waiting, Reservation]],  # noqa: ARG002
         late: Sequence[tuple[Waiting, float]],  # noqa: ARG002
     ) -> Preemption:
-        """Return an empty preemption: nothing is stopped."""
+        """Return an empty preemption: no job is stopped."""
         return Preemption()
 
     def reevaluate_at_s(self) -> float | None:
-        """Return None: ranks stay."""
+        """Return None, since ranks do not change with time."""
         return None

@@ -1,4 +1,4 @@
-"""sjf: shortest job first (Smith 1956, Naval Research Logistics Quarterly 3:59) with EASY backfill."""
+"""The sjf policy: shortest job first (Smith 1956, Naval Research Logistics Quarterly 3:59) with EASY backfill."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from orchestrator.specs.job_record import Job
 
 
 class SjfPolicy(EasyPolicy):
-    """Jobs start by the seconds that they need; long jobs may starve while short ones come."""
+    """Jobs start by remaining run time, shortest first. Long jobs may starve while short ones come."""
 
     def rank(self, job: Job) -> float:
-        """Return the seconds of work that the job has left, with its launch."""
+        """Return the job's remaining seconds of work, launch included."""
         return self._index.options.size_of(job).duration_s

@@ -1,4 +1,4 @@
-"""tiresias: least attained service in two queues, with preemption (Gu et al. 2019, Tiresias, NSDI, section 3.2)."""
+"""The tiresias policy: least attained service in two queues, with preemption (Gu et al. 2019, Tiresias, NSDI, 3.2)."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ HOLDING = (AttemptStatus.LAUNCHING, AttemptStatus.RUNNING)  # a job that is stop
 
 
 class TiresiasPolicy(RigidPolicy):
-    """Jobs with little service first, in the order of submission; others are stopped for them. It needs no lengths.
+    """Jobs with little service so far run first, and preempt others. The policy needs no job lengths.
 
     Only jobs that save when they are asked to end are stopped. A job in the second queue stays there, and may starve.
     """
 
     def rank(self, job: Job) -> float:
-        """Return 0 in the first queue, 1 once the job's attempts have held DEMOTED_DEVICE_S device-seconds."""
+        """Return the job's queue: 1 once its attempts have used DEMOTED_DEVICE_S device-seconds, else 0."""
         return float(self._attained_device_s(job) >= DEMOTED_DEVICE_S - ROUNDING_DEVICE_S)
 
     def in_order(self) -> Iterator[tuple[Waiting, float]]:
-        """Return the waiting jobs that are to run: the first that the devices hold, running jobs included."""
+        """Yield (job, infinity) of waiting jobs that should run now: those within the devices, running jobs counted."""
         return ((waiting, inf) for waiting in self._plan().starts)
 
     def may_overtake(self, waiting: Waiting) -> bool:  # noqa: ARG002
-        """Return True: a job that is to run starts as soon as it can be placed."""
+        """Return True, since a job that should run starts as soon as it can be placed."""
         return True
 
     def preempt(
@@ -49,7 +49,7 @@ class TiresiasPolicy(RigidPolicy):
         waits: Sequence[tuple[Waiting, Reservation]],  # noqa: ARG002
         late: Sequence[tuple[Waiting, float]],  # noqa: ARG002
     ) -> Preemption:
-        """Stop the running jobs whose devices go to jobs that wait and are ahead of them."""
+        """Return the running jobs to stop for waiting jobs that come before them."""
         stops = sorted(self._plan().stops, key=lambda stop: stop.moving.from_s)
         ready = [stop for stop in stops if stop.moving.from_s <= state.at_s] or stops[:1]
         return Preemption(
@@ -64,7 +64,7 @@ class TiresiasPolicy(RigidPolicy):
         )
 
     def reevaluate_at_s(self) -> float | None:
-        """Return when the next running job enters the second queue; None where nothing waits."""
+        """Return when the next running job enters the second queue; None where no job waits."""
         if not self._index.waiting:
             return None
         at_s = self._index.state.at_s

@@ -1,4 +1,4 @@
-"""Demand of short jobs: the devices that they kept busy in the last hours, and the room that they need."""
+"""Recent demand of short jobs, and the free devices (headroom) that longer jobs must leave for them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NOBODY = (0.0,) * (LENGTHS + 1)
 
 
 def record_demand(demand: Demand | None, at_s: float, length_s: float, device_s: float) -> Demand:
-    """Return the demand after the submission of a job of this length and so many device-seconds."""
+    """Return the demand with a submission added: a job of `length_s` seconds and `device_s` device-seconds."""
     if demand is None:
         demand = Demand(since_s=at_s, at_s=at_s, device_s=(0.0,) * LENGTHS)
     share = exp((demand.at_s - at_s) / tuning.TUNING.memory_s)
@@ -25,7 +25,7 @@ def record_demand(demand: Demand | None, at_s: float, length_s: float, device_s:
 
 
 def devices_wanted(demand: Demand | None, at_s: float) -> tuple[float, ...]:
-    """Return the devices that jobs shorter than 1, 2, 4, 8 ... seconds kept busy on average."""
+    """Return the average number of devices used by jobs shorter than 1, 2, 4, 8 ... seconds."""
     if demand is None:
         return NOBODY
     counted_s = tuning.TUNING.memory_s * (
@@ -38,10 +38,10 @@ def devices_wanted(demand: Demand | None, at_s: float) -> tuple[float, ...]:
 def headroom_available_from_s(
     wanted: Sequence[float], pool: AvailabilityProfile, devices: int, seconds: float
 ) -> float:
-    """Return from when on a job can hold so many devices for so long and leave room for much shorter jobs.
+    """Return when a job can occupy `devices` for `seconds` and leave enough devices for much shorter jobs.
 
-    As long as such jobs matter, as many whole devices stay free of long holders as they wanted lately, or nothing but
-    this job holds any.
+    As long as such jobs matter, as many whole devices stay free of long jobs as short ones used lately, or no other job
+    holds any.
     """
     shorter_s = tuning.TUNING.short * seconds
     others = wanted[min(LENGTHS, max(0, frexp(shorter_s)[1] - 1))]

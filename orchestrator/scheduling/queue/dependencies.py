@@ -1,4 +1,4 @@
-"""Dependencies: the jobs after which a job comes, and what happens to it when they end."""
+"""Job dependencies (`depends_on`): their resolution to ids, and their effect when they end."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ ENDED = {
 def resolve_dependencies(
     spec: JobSpec, together: Mapping[str, Sequence[str]], find_job: Callable[[str], Job | None]
 ) -> tuple[JobSpec, tuple[str, ...]]:
-    """Return the job with the ids of its dependencies, and the ids of those that have ended already as it wants.
+    """Return (job with dependency ids, ids of dependencies that are already satisfied).
 
-    `together` has the ids of each name that stands before it in its submission, `find_job` returns any earlier job.
-    Raises SpecError where there is no such job, or where it has ended otherwise.
+    `together` maps a name to ids of earlier jobs in the same submission; `find_job` returns any earlier job. Raises
+    SpecError where there is no such job, or where it ended in another way than required.
     """
     depends_on = tuple(
         dependency.model_copy(update={"job": job_id})
@@ -50,7 +50,7 @@ def resolve_dependencies(
 
 
 def with_pending_dependencies(job: Job, jobs: Mapping[str, Job], satisfied: Collection[str]) -> Job:
-    """Return the submitted job, which waits for those of `jobs` that have not ended; `satisfied` have ended well."""
+    """Return the submitted job, waiting for its dependencies in `jobs` that are unfinished and not in `satisfied`."""
     for dependency in job.spec.depends_on:
         other = jobs.get(dependency.job)
         if other is None and dependency.job not in satisfied and dependency.when == "success":
@@ -66,7 +66,7 @@ def with_pending_dependencies(job: Job, jobs: Mapping[str, Job], satisfied: Coll
 
 
 def on_dependency_ended(job: Job, ended: Job) -> Job:
-    """Return the job after the end of a job for which it waited."""
+    """Return the job after one of its dependencies ended: it waits no more for it, or is cancelled."""
     wanted = [dependency for dependency in job.waits_for if dependency.job == ended.id]
     if not all(_is_met(dependency, ended.status) for dependency in wanted):
         return _in_vain(job, ended.id, ENDED[ended.status])

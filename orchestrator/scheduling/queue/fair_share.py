@@ -1,7 +1,7 @@
-"""Fair share: a fair tree over teams and users by usage, of which half is forgotten in a half-life.
+"""Fair share: a fair tree over teams and users, by usage that decays with a half-life.
 
 It is Slurm's fair tree (slurm.schedmd.com/fair_tree.html): siblings are ranked by shares / usage, teams first, then the
-users of each. The rank counts, not a product of levels, so that a user's turn does not depend on users of other teams.
+users of each. The rank counts, not a product of levels, so that a user's rank does not depend on users of other teams.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Place = tuple[float, float]  # usage per share of the team, then of the user wit
 
 
 def charge_usage(state: State, job: Job, attempt: Attempt) -> tuple[Usage, ...]:
-    """Return the usage of all users with that of an ended attempt; as before where the cluster is not shared."""
+    """Return all users' usage with that of an ended attempt added; unchanged where no teams share the cluster."""
     if not state.policy.is_shared:
         return state.usage
     half_life_s = state.policy.half_life
@@ -38,10 +38,10 @@ def charge_usage(state: State, job: Job, attempt: Attempt) -> tuple[Usage, ...]:
 
 
 def used_s(state: State, running: Iterable[Job]) -> dict[str, float]:
-    """Return the device-seconds that count today by user: of ended attempts and, up to now, of those with devices.
+    """Return decayed device-seconds by user: of ended attempts, and of running ones up to now.
 
-    A device-second counts 2 ** (-age / half-life): an attempt on n devices since t seconds counts
-    n * half-life / ln 2 * (1 - 2 ** (-t / half-life)). Sums are exact, whatever their order.
+    A device-second counts 2 ** (-age / half-life): an attempt on n devices since t seconds counts n * half-life / ln 2
+    * (1 - 2 ** (-t / half-life)). Sums are exact, whatever their order.
     """
     if not state.policy.is_shared:
         return {}
@@ -57,26 +57,26 @@ def used_s(state: State, running: Iterable[Job]) -> dict[str, float]:
 
 
 def equal_place(_: str) -> Place:
-    """Return the same place for every user, where the cluster is not shared."""
+    """Return the same fair-share place for every user, for clusters without teams."""
     return 0.0, 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class FairTree:
-    """The places of users by their usage."""
+    """Fair-share places of users, by their usage and that of their teams."""
 
     policy: PolicySpec
     of_users: Mapping[str, float]  # device-seconds that count today
     of_teams: Mapping[str, float]
 
     def place(self, user: str) -> Place:
-        """Return the place of the user; users in the same place take turns by when their jobs are due."""
+        """Return the user's fair-share place. Users with equal places alternate by when their jobs are due."""
         team = self.policy.team_of(user)
         return self.of_teams.get(team.name, 0.0) / team.shares, self.of_users.get(user, 0.0)
 
 
 def fair_tree(policy: PolicySpec, of_users: Mapping[str, float]) -> FairTree:
-    """Return the tree for this usage by user."""
+    """Return the fair tree for this decayed usage by user."""
     parts: dict[str, list[float]] = {}
     for user, device_s in of_users.items():
         parts.setdefault(policy.team_of(user).name, []).append(device_s)

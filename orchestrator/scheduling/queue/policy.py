@@ -1,4 +1,4 @@
-"""QueuePolicy: the questions that a scheduling pass asks of the order that the cluster file names."""
+"""QueuePolicy: the interface of queue policies, which a scheduler decision round calls."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from orchestrator.specs.state import Reservation, State
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Move:
-    """A running job to stop, and why; `held_placement` are devices that stay reserved for it."""
+    """A running job to stop so that it resumes elsewhere, and why. `held_placement` stays reserved for it."""
 
     job: Job
     from_s: float  # when it has run for long enough
@@ -24,45 +24,48 @@ class Move:
 
 
 class Preemption(NamedTuple):
-    """Running jobs to stop together, and the reservation of the job that they make way for, if it has one."""
+    """Running jobs to stop together, and the reservation of the job that they make way for, if any."""
 
     moves: Sequence[Move] = ()
     slot: Reservation | None = None
 
 
 class QueuePolicy(Protocol):
-    """Order, overtaking, headroom, width and preemption. A policy reads the index and keeps no state of its own."""
+    """Interface of a queue policy: order, overtaking, headroom, number of devices, preemption. Stateless."""
 
     @property
     def reservations_max(self) -> int:
-        """Jobs that get reservations in one pass; no later job starts where it would delay one of them."""
+        """Number of waiting jobs that get reservations in one decision round. No later job may delay these."""
 
     @property
     def promises_speed(self) -> bool:
-        """Whether jobs may ask for `guarantee`; otherwise they are refused."""
+        """Whether the policy accepts jobs with `guarantee`; otherwise they are refused."""
 
     def rank(self, job: Job) -> float:
-        """Return the job's rank: the smallest is first, equal ranks go by submission. It stays while the job waits."""
+        """Return the job's rank: smallest first, ties by submission. It must not change while the job waits."""
 
     def presses_s(self, job: Job) -> float:
-        """Return from when on the job's deadline puts it first; infinity: never."""
+        """Return when the job's deadline becomes urgent enough to put it first; infinity: never."""
 
     def in_order(self) -> Iterator[tuple[Waiting, float]]:
-        """Yield the waiting jobs that may start now, in order, each with the time to end by (infinity: any time)."""
+        """Yield (job, time to end by) of waiting jobs that may start now, in order. Infinity: any end."""
 
     def may_overtake(self, waiting: Waiting) -> bool:
         """Return whether later jobs may start although this one has to wait for devices."""
 
     def leaves_headroom(self, waiting: Waiting, at_s: float) -> bool:
-        """Return whether the job, were it to start at that time, leaves devices to shorter jobs first."""
+        """Return whether the job, if started at this time, must leave devices for shorter jobs."""
 
     def widths(self, options: Sequence[SizeOption]) -> Sequence[SizeOption]:
-        """Return the options that a job may run as, of all on one kind of device, fewest devices first."""
+        """Return the options allowed for a job, of all on one kind of device, fewest devices first."""
 
     def preempt(
         self, state: State, waits: Sequence[tuple[Waiting, Reservation]], late: Sequence[tuple[Waiting, float]]
     ) -> Preemption:
-        """Return what to stop after a pass, for jobs with reservations and jobs that will miss the times to end by."""
+        """Return which running jobs to stop after a decision round.
+
+        `waits` are jobs with reservations; `late` are jobs that will miss the time they should end by.
+        """
 
     def reevaluate_at_s(self) -> float | None:
-        """Return when the order or the preemption may change although nothing happens; None: never."""
+        """Return when the order or the preemption may change without an event; None: never."""

@@ -1,4 +1,4 @@
-"""Jobs that wait for devices, in order: a line for each priority and, on a shared cluster, for each user."""
+"""Queues of jobs that wait for devices: one queue per priority and, with teams, per user."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ LARGEST_MAX = 10  # that change places with each other
 
 @dataclass(slots=True, eq=False)
 class Waiting:
-    """A queued job, and what it could run as on each pool, as far as that was asked."""
+    """A queued job with its rank, and its cached options per pool of devices."""
 
     job: Job
-    rank: float  # by the queue's policy; `adaptive`: its aging limit
-    device_s: float  # as it was before any measurement
-    presses_s: float = inf  # from when on its deadline puts it first
+    rank: float  # by the queue's policy; under `adaptive` its aging limit
+    device_s: float  # predicted device-seconds, before any measurement
+    presses_s: float = inf  # when its deadline becomes urgent enough to put it first
     menus: OptionsByProfile = ()
-    version: int = -1  # of what is known of its family, when the menus were made
+    version: int = -1  # of the knowledge of its family when `menus` were made
 
     @property
     def sort_key(self) -> SortKey:
-        """The job's place among jobs of its priority."""
+        """Sort key of the job among jobs of its priority."""
         return (self.rank, self.job.order, self.job.id)
 
 
 class WaitQueue:
-    """The jobs of a line, ordered by when they are due, by deadline, and by size."""
+    """Waiting jobs of one queue, sorted by rank, by deadline and by size."""
 
     def __init__(self) -> None:
         self._standing: list[SortKey] = []
@@ -55,7 +55,7 @@ class WaitQueue:
         return index < len(self._standing) and self._standing[index] == waiting.sort_key
 
     def add(self, waiting: Waiting) -> None:
-        """Add a job that waits."""
+        """Add a waiting job."""
         job = waiting.job
         insort(self._standing, waiting.sort_key)
         insort(self._sizes, (waiting.device_s, waiting.sort_key, job.spec.gpus.min))
@@ -65,7 +65,7 @@ class WaitQueue:
             insort(self._presses, (waiting.presses_s, job.order, job.id))
 
     def remove(self, waiting: Waiting) -> None:
-        """Remove a job that waits no more."""
+        """Remove a job that no longer waits."""
         job = waiting.job
         del self._standing[bisect_left(self._standing, waiting.sort_key)]
         del self._sizes[bisect_left(self._sizes, (waiting.device_s, waiting.sort_key, 0))]
@@ -75,29 +75,29 @@ class WaitQueue:
             del self._presses[bisect_left(self._presses, (waiting.presses_s, job.order, job.id))]
 
     def by_deadline(self, at_s: float) -> Sequence[SortKey]:
-        """Return the jobs whose deadlines are still to come, the earliest first."""
+        """Return the jobs whose deadlines are after `at_s`, earliest first."""
         return self._deadlines[bisect_right(self._deadlines, (at_s, 0, "")) :]
 
     def presses_at_s(self, at_s: float) -> float | None:
-        """Return when the next deadline presses, after `at_s`; None without one."""
+        """Return when the next deadline after `at_s` becomes urgent; None without one."""
         index = bisect_right(self._presses, (at_s, LAST, ""))
         return self._presses[index][0] if index < len(self._presses) else None
 
     def by_rank(self) -> Sequence[SortKey]:
-        """Return all jobs, the smallest rank first."""
+        """Return all jobs by rank, smallest first."""
         return tuple(self._standing)
 
     def due(self, at_s: float) -> Sequence[SortKey]:
-        """Return the jobs past their aging limits, first come first; jobs with devices kept for them before all."""
+        """Return the jobs past their aging limits by submission; jobs with devices reserved for them come first."""
         due = self._standing[: self._due(at_s)]
         return sorted([(-inf if aging_limit_s == -inf else 0.0, order, job_id) for aging_limit_s, order, job_id in due])
 
     def in_order(self, at_s: float) -> Sequence[SortKey]:
-        """Return the jobs before their aging limits, the earliest limit first."""
+        """Return the jobs before their aging limits, earliest limit first."""
         return self._standing[self._due(at_s) :]
 
     def largest_first(self, at_s: float, devices: int, tuning: Tuning) -> Sequence[SortKey]:
-        """Return the jobs of `in_order`, with the largest exchanged where they could end together as the last."""
+        """Return the jobs of `in_order`, with the largest ones moved forward so that they could end together."""
         if len(self) < 2 or not self._ends_last(devices, tuning):
             return self.in_order(at_s)
         least_device_s = tuning.as_large * self._sizes[-1][0]
@@ -120,5 +120,5 @@ class WaitQueue:
 
 
 def merge_lines(lines: Sequence[Sequence[SortKey]]) -> Iterable[SortKey]:
-    """Return the jobs of several lines in one order."""
+    """Return the jobs of several queues in one order."""
     return lines[0] if len(lines) == 1 else merge(*lines)

@@ -1,4 +1,4 @@
-"""Comparisons of strategies: a table of cost and result, a verdict and a picture, from records."""
+"""Comparisons of strategies (ways to run one training): a table of costs and results, a verdict and a chart."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ MEASURED_MARKS = {Outcome.FINISHED: Mark.MEASURED, Outcome.OUT_OF_MEMORY: Mark.R
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """The strategies of one comparison, in the order in which they were asked for."""
+    """The strategies of one comparison, in the order of the request."""
 
     name: str
     rows: tuple[Row, ...]
     verdict: str
-    notes: tuple[str, ...]  # what else differs, and what is not known
+    notes: tuple[str, ...]  # other differences, and unknowns
     picture: Picture | None  # None where no strategy has a prediction
 
     @property
@@ -60,7 +60,7 @@ class Comparison:
 
 
 def compared_ids(job: Job) -> list[str]:
-    """Return the ids of all jobs of the job's comparison, which were submitted in one transaction."""
+    """Return the ids of all jobs in the job's comparison, which were submitted in one transaction."""
     member = job.spec.member
     assert member is not None, job.id
     first = job.order - member.number
@@ -68,7 +68,7 @@ def compared_ids(job: Job) -> list[str]:
 
 
 def comparison(state: State, jobs: Sequence[Job], curves: Mapping[str, Curve]) -> Comparison:
-    """Return the comparison of these jobs; `curves` by job id. Jobs with the same pins are repeats of one strategy."""
+    """Return the comparison of these jobs; `curves` are by job id. Jobs with equal pins repeat one strategy."""
     rows = [row_of(state, job, curves.get(job.id)) for job in jobs]
     groups: dict[object, list[Row]] = {}
     for job, row in zip(jobs, rows, strict=True):
@@ -91,7 +91,7 @@ def comparison(state: State, jobs: Sequence[Job], curves: Mapping[str, Curve]) -
 
 
 def verdict(rows: Sequence[Row]) -> str:
-    """Return one sentence: the fastest strategy, by how much and at what cost, and which ones memory excludes.
+    """Return one sentence: the fastest strategy, its lead and cost, and which strategies do not fit in memory.
 
     No difference is claimed within 95 % intervals.
     """
@@ -140,7 +140,10 @@ def _overlap(row: Row, other: Row) -> bool:
 
 
 def picture_of_rows(rows: Sequence[Row]) -> Picture | None:
-    """Return device memory against step time, predicted and measured; labels are the rows' numbers, from 1."""
+    """Return a chart of device memory against step time, predicted and measured; None without data.
+
+    Labels are the rows' numbers, from 1.
+    """
     first = next((row for row in rows if row.capacity_bytes), None)
     if first is None:
         return None

@@ -1,4 +1,4 @@
-"""Rows of a comparison: what was predicted, measured and paid for a strategy, over one job or its repeats."""
+"""Rows of a comparison: predictions, measurements and costs of one strategy, over one job or its repeats."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ REPEATS_MAX = 1 + len(STUDENT)
 
 
 class Outcome(StrEnum):
-    """How the job of a strategy ended."""
+    """Outcome of a strategy's job."""
 
     FINISHED = "finished"
     OUT_OF_MEMORY = "out of memory"
@@ -49,7 +49,7 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
-    """Losses and tokens of the steps of a training."""
+    """Loss and tokens of each step of a training."""
 
     losses: Mapping[int, float]  # by step
     tokens: tuple[int, ...] = ()  # of each step
@@ -57,11 +57,11 @@ class Curve:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A strategy of a comparison; None stands for what is unknown."""
+    """A strategy in a comparison. None means unknown."""
 
     job_id: str
     strategy: str
-    plan: str  # in a line, or the pinned settings where no plan has them
+    plan: str  # as one line, or the pinned settings where no plan has them
     outcome: Outcome
     reason: str
     devices: int | None
@@ -72,7 +72,7 @@ class Row:
     predicted_device_bytes: int | None
     needed_bytes: int | None  # predicted for the device, with margin
     host_bytes: int | None  # predicted for one rank
-    peak_bytes: int | None  # allocated; of one that ran out, what was live then
+    peak_bytes: int | None  # allocated; if it ran out, the live bytes then
     reserved_bytes: int | None
     predicted_step_s: float | None
     step_s: float | None
@@ -83,20 +83,20 @@ class Row:
     loss_distance: float | None  # largest, from the first strategy with losses
     ooms: int
     restarts: int
-    device_s: float  # that its attempts held
+    device_s: float  # device-seconds of its attempts
     money: float | None  # for `device_s`, where the cluster file has prices
     settings: Mapping[str, str] = field(default_factory=dict)  # of its plan
-    repeats: int = 1  # that were timed
+    repeats: int = 1  # number of timed repeats
     step_within_s: tuple[float, float] | None = None  # 95 % interval of the mean step time
 
     @property
     def micro_batch(self) -> str | None:
-        """Samples of a rank at a time."""
+        """Micro-batch size as text; None where unknown."""
         return self.settings.get("micro_batch_size")
 
 
 def curve_of(lines: Iterable[str]) -> Curve:
-    """Return the curve of a job from the lines of its attempts' metrics.jsonl, without broken lines and odd numbers."""
+    """Return the loss curve from lines of the attempts' metrics.jsonl, without broken lines and odd numbers."""
     losses: dict[int, float] = {}
     tokens: list[int] = []
     for text in lines:
@@ -114,7 +114,7 @@ def curve_of(lines: Iterable[str]) -> Curve:
 
 
 def strategy_of(plan: Plan) -> str:
-    """Return what a plan shards, recomputes and offloads, and on how many devices: `ZeRO-3 (FSDP2) on 4`."""
+    """Return a plan's sharding, recomputation, offload and devices as text: `ZeRO-3 (FSDP2) on 4`."""
     parts = [part for part in in_short(plan).split(" · ")[2:] if not part.startswith("micro ")]
     if isinstance(plan.mechanics, Fsdp2):
         name = f"ZeRO-{int(plan.mechanics.stage)} (FSDP2)"
@@ -126,7 +126,7 @@ def strategy_of(plan: Plan) -> str:
 
 
 def row_of(state: State, job: Job, curve: Curve | None) -> Row:
-    """Return the row of one job; of one that never ran, what was predicted of the plan that comes closest."""
+    """Return the comparison row of one job. A job that never ran gets the predictions of its closest plan."""
     last = job.last
     if last is None:
         return _predicted_row(state, job)
@@ -245,7 +245,7 @@ def _outcome(job: Job) -> Outcome:
 
 
 def utilisation(job: Job, plan: Plan, device: DeviceSpec | None, step_s: float | None) -> float | None:
-    """Return the model FLOPs utilisation (arXiv:2204.02311, appendix B); None where the FLOPs are not known."""
+    """Return the model FLOPs utilisation (arXiv:2204.02311, appendix B); None where the FLOPs are unknown."""
     profile = profile_of(
         job.spec,
         precision=plan.precision,
@@ -260,13 +260,13 @@ def utilisation(job: Job, plan: Plan, device: DeviceSpec | None, step_s: float |
 
 
 def device_of(state: State, name: str) -> DeviceSpec | None:
-    """Return the kind of device of that name; None where the cluster has none any more."""
+    """Return the device kind of that name; None where the cluster no longer has it."""
     groups = (*groups_of(state.nodes), *groups_of(state.declared))
     return next((group.hardware.device for group in groups if group.hardware.device.name == name), None)
 
 
 def merge_repeats(group: Sequence[Row]) -> Row:
-    """Return the row of a strategy from those of its repeats; a repeat that did not finish gives the outcome."""
+    """Return one row for a strategy's repeats. An unfinished repeat decides the outcome."""
     timed = [row.step_s for row in group if row.step_s and is_finished(row)]
     ended = next((row for row in group if not is_finished(row)), group[0])
     if len(group) == 1:
@@ -298,7 +298,7 @@ def _mean(values: Iterable[float | None]) -> float | None:
 
 
 def largest(values: Iterable[float | None]) -> float | None:
-    """Return the largest of what is not None."""
+    """Return the largest value that is not None; None without one."""
     return max((value for value in values if value is not None), default=None)
 
 
@@ -311,5 +311,5 @@ def _interval(timed: Sequence[float]) -> tuple[float, float] | None:
 
 
 def is_finished(row: Row) -> bool:
-    """Return whether every repeat of a strategy came to its end."""
+    """Return whether every repeat of a strategy finished."""
     return row.outcome is Outcome.FINISHED

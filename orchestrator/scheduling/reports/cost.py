@@ -1,4 +1,4 @@
-"""Cost of jobs: seconds of devices, and money where the cluster file has their prices."""
+"""Cost of jobs: device-seconds, and money where the cluster file has prices."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ SECONDS_AN_HOUR = 3600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spent:
-    """Device-seconds that attempts held, and their price."""
+    """Device-seconds used by attempts, and their price; None without prices."""
 
     device_s: float
-    money: float | None  # None: a device that was held has no price
+    money: float | None  # None: a device that was used has no price
 
     @property
     def said(self) -> str:
@@ -27,13 +27,13 @@ class Spent:
 
 
 def prices(state: State) -> Mapping[str, float]:
-    """Return the price of a device for an hour by its name, where one is known."""
+    """Return the hourly price per device by device name, where known."""
     devices = (node.device for node in (*state.declared, *state.nodes))
     return {device.name: device.price_per_hour for device in devices if device.price_per_hour is not None}
 
 
 def sum_spent(jobs: Iterable[Job], price: Mapping[str, float], until_s: float, since_s: float = 0.0) -> Spent:
-    """Return what the attempts of these jobs held between two times; running ones count until the later time."""
+    """Return the cost of these jobs between `since_s` and `until_s`; running attempts count until `until_s`."""
     by_device = dict[str, float]()  # by device
     for job in jobs:
         for attempt in job.attempts:

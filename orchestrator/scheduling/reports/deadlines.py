@@ -1,4 +1,4 @@
-"""Deadlines that cannot be met, and what could be done instead."""
+"""Deadlines that cannot be met, with possible remedies."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NAMED_MAX = 3  # of jobs that say no length, in one sentence
 
 
 def late(state: State, ids: Iterable[str]) -> dict[str, str]:
-    """Return the jobs not expected to meet their deadlines, each with a sentence on what is possible.
+    """Return {job id: sentence} of jobs not expected to meet their deadlines, with what is possible instead.
 
     `cannot be done by Mon 08:00 UTC: earliest Mon 09:40 UTC with 4 GPUs; Mon 07:55 UTC if its priority is 6`. Nothing
     more is submitted, and nothing fails, in the forecast. A job is not late if a running one can make way for it. If

@@ -1,4 +1,4 @@
-"""Explains a job's attempts: prediction, measurement, which term was wrong, and what that changed."""
+"""Explanations of a job's attempts: prediction, measurement, the wrong term, and the consequences."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ANY_DIFFERENCE = 1.005  # of activations: what is less is shown as x1.00
 
 
 def explain_attempt(state: State, job: Job, attempt: Attempt) -> tuple[str, ...]:
-    """Return prediction, measurement, the term that was wrong by more than the margin, and what followed."""
+    """Return lines on an attempt: prediction, measurement, the term that was wrong by more than the margin, effects."""
     observation = observation_of(state, job, attempt)
     sentences = [_describe_prediction(state, attempt)]
     predicted = predicted_peak_bytes(attempt)
@@ -52,7 +52,7 @@ def explain_attempt(state: State, job: Job, attempt: Attempt) -> tuple[str, ...]
 
 
 def observation_of(state: State, job: Job, attempt: Attempt) -> Observation | None:
-    """Return the observation of the attempt; None where it is forgotten, or there was none."""
+    """Return the stored observation (prediction and measurement) of the attempt; None without one."""
     return next(
         (
             observation
@@ -64,9 +64,9 @@ def observation_of(state: State, job: Job, attempt: Attempt) -> Observation | No
 
 
 def picture_of(state: State, job: Job) -> Picture | None:
-    """Return the job's frontier on the devices of its last attempt, as judged now; None where nothing is known of it.
+    """Return a chart of the job's plans on the devices of its last attempt, judged today; None without plans.
 
-    A plan that the job ran stands where it was measured, all others at their corrected prediction with margin.
+    Plans that the job ran are at their measurement, all others at their corrected prediction with margin.
     """
     group = _group(state, job.last.device if job.last else None)
     if group is None or not (candidates := _frontier(state, job, group)):
@@ -120,7 +120,7 @@ def _describe_prediction(state: State, attempt: Attempt) -> str:
 
 
 def _around_bytes(attempt: Attempt) -> int:
-    """Return the bytes that a device was expected to hold beside what is allocated."""
+    """Return the predicted device bytes outside of allocated tensors."""
     estimate, factor = attempt.estimate, attempt.correction
     return corrected_bytes(estimate, factor) - corrected_allocated_bytes(estimate, factor)
 

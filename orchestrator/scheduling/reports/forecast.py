@@ -1,4 +1,4 @@
-"""Forecasts of when each job starts and ends: the queue is played on, with nothing more submitted."""
+"""Forecasts of job starts and ends, by simulating the queue without new submissions."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ STOPPED = Evidence(stopped=True)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expected:
-    """The expected start, end and number of devices of a job.
+    """Expected start and end of a job (seconds since 1970), and its number of devices.
 
-    It starts and ends within these ranges with a probability of 80 %, if lengths are as wrong as they were before.
-    The forecast assumes that nothing more is submitted and nothing fails.
+    The ranges hold with a probability of 80 %, if lengths are as wrong as they were before. The forecast assumes that
+    nothing more is submitted and nothing fails.
     """
 
     start_s: float
@@ -54,9 +54,9 @@ class Expected:
 
 
 def forecast(state: State) -> Mapping[str, Expected]:
-    """Return the forecast of every running job and of at most FORECAST_MAX waiting ones, in the order of the queue.
+    """Return the forecast of every running job and of at most FORECAST_MAX waiting ones, by id, in queue order.
 
-    The first of them are played through the decisions to come, in which they may be moved; the others are only placed.
+    The first jobs are simulated with all decisions, in which they may be moved; the others are only placed.
     """
     forecasts = dict(quick_forecast(state))
     near = [*forecasts][: sum(job.status is JobStatus.RUNNING for job in state.jobs.values()) + RANGED_MAX]
@@ -77,17 +77,18 @@ def forecast(state: State) -> Mapping[str, Expected]:
 
 
 def quick_forecast(state: State, hurried: Collection[str] = ()) -> Mapping[str, Expected]:
-    """Return the forecast without ranges and moves: jobs are placed one after the other.
+    """Return a forecast without ranges and moves: jobs are placed one after the other.
 
-    Jobs in `hurried` take the option that ends them first, whatever it costs.
+    Jobs in `hurried` use the option that ends them first, at any cost.
     """
     return _Placing(index_of(state), hurried).place_all()
 
 
 def spread_of(observations: Sequence[Observation], job: Job) -> float:
-    """Return the deviation of the logarithm of true over expected lengths, by the newest steps of the job's family.
+    """Return the standard deviation of the log of true over predicted lengths, in the job's family.
 
-    The supposed spread counts as SUPPOSED_OUTCOMES of them (Gelman et al. 2013, Bayesian Data Analysis, section 2.6).
+    The assumed spread counts as SUPPOSED_OUTCOMES observations (Gelman et al. 2013, Bayesian Data Analysis, section
+    2.6).
     """
     family = job.spec.family_name
     ratios = [
@@ -101,7 +102,7 @@ def spread_of(observations: Sequence[Observation], job: Job) -> float:
 
 
 class _Placing:
-    """The forecast where each job takes as long as expected: jobs are placed one after the other."""
+    """A forecast that places jobs one after the other, each with its predicted length."""
 
     def __init__(self, index: SchedulerIndex, hurried: Collection[str]) -> None:
         self._index, self._state, self._hurried = index, index.state, hurried
@@ -110,7 +111,7 @@ class _Placing:
         self._later: list[tuple[float, int, str]] = []  # from when on jobs can start; their order and ids
 
     def place_all(self) -> dict[str, Expected]:
-        """Return the forecasts of running jobs, and of at most FORECAST_MAX waiting ones."""
+        """Return {job id: forecast} of running jobs, and of at most FORECAST_MAX waiting ones."""
         self._index.clear_reservations()
         self._keep_running()
         jobs_max = FORECAST_MAX + len(self._forecasts)
@@ -179,17 +180,17 @@ class _Placing:
 
 @dataclass(slots=True, kw_only=True)
 class Stint:
-    """An attempt of a play, from its launch to its end; both in seconds since 1970."""
+    """An attempt in a simulation, from its launch to its end, both in seconds since 1970."""
 
     job: Job
     attempt: Attempt
     launched_at_s: float
     ended_at_s: float | None = None  # None: it never ends
-    is_done: bool = False  # the job has succeeded with it
+    is_done: bool = False  # the job succeeded with it
 
 
 class Play:
-    """A play of the decisions to come, with the lengths of jobs from one sample; sample 0: as long as expected."""
+    """A simulation of the coming decisions with one sample of job lengths. Sample 0 has the predicted lengths."""
 
     def __init__(
         self,
@@ -217,7 +218,7 @@ class Play:
                 self._begin(job, attempt)
 
     def until_ended(self, near: Sequence[str]) -> Mapping[str, Expected]:
-        """Return the forecast of those of these jobs that ended."""
+        """Return {job id: forecast} of those jobs in `near` that ended in the simulation."""
         going = self._going = {*near}
         self._submit()
         for job in self._index.running.values():
@@ -290,7 +291,7 @@ class Play:
 
 
 def saved_step(index: SchedulerIndex, job: Job, attempt: Attempt, end_s: float, at_s: float) -> int | None:
-    """Return the step that a job has trained by `at_s` which would end at `end_s`; None where that is unknown."""
+    """Return the step that a job reaches by `at_s` if it would end at `end_s`; None where that is unknown."""
     pool, left = index.pool_of(attempt), steps_left(job, attempt)
     if pool is None or left is None or job.spec.optimizer_steps is None:
         return None
@@ -306,14 +307,14 @@ class _Arrays:
         self._ends_s: dict[str, list[float]] = {}  # of those that run together, the first to end first
 
     def room_s(self, job: Job) -> float:
-        """Return from when on one more job of the array may run; minus infinity: from now on."""
+        """Return when one more job of the array may run; minus infinity: now."""
         if job.array is None or job.spec.member is None:
             return -inf
         ends_s = self._ends_s.get(job.array, [])
         return -inf if len(ends_s) < job.spec.member.max_concurrent else ends_s[0]
 
     def take(self, job: Job, end_s: float) -> None:
-        """Take a place of the job's array until `end_s`, from when there is room."""
+        """Count the job as running in its array until `end_s`."""
         if job.array is None or job.spec.member is None:
             return
         ends_s = self._ends_s.setdefault(job.array, [])
@@ -323,7 +324,7 @@ class _Arrays:
 
 
 def _share(job: Job, sample: int) -> float:
-    """Return the share of all lengths below the job's in this sample: each share once over the samples.
+    """Return the job's quantile of length in this sample; over all samples each quantile occurs once.
 
     A Latin hypercube (McKay, Beckman, Conover 1979, Technometrics 21:239) without chance: SAMPLES is a prime, so that
     each line through it is a permutation.

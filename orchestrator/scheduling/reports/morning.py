@@ -1,4 +1,4 @@
-"""The morning report: how the jobs of a night ended, what they cost, and what there is to do now."""
+"""The morning report: results, costs, and open tasks of the last night."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NOT_LOST = (FailureKind.PROBED, FailureKind.MOVED, FailureKind.CANCELLED)  # end
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """A job in a sentence."""
+    """A job in the report, with a sentence about it."""
 
     id: str
     name: str
@@ -33,7 +33,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Miss:
-    """An attempt that needed other memory than predicted."""
+    """An attempt (one launch of a job) whose measured memory differed from the prediction."""
 
     attempt: str
     plan: str
@@ -47,7 +47,7 @@ class Miss:
 
     @property
     def said(self) -> str:
-        """The miss as text, such as `predicted 61.8 MiB, measured at least 254 MiB (4.12 x)`."""
+        """The difference as text, such as `predicted 61.8 MiB, measured at least 254 MiB (4.12 x)`."""
         least = "at least " if self.ran_out else ""
         predicted, measured = format_bytes(self.predicted_bytes), format_bytes(self.measured_bytes)
         return f"predicted {predicted}, measured {least}{measured} ({self.ratio:.2f} x)"
@@ -55,7 +55,7 @@ class Miss:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """Devices of one node that an attempt held, cut to the time of the report."""
+    """Devices of one node that an attempt occupied, clipped to the report's time."""
 
     node: str
     devices: tuple[int, ...]
@@ -67,14 +67,14 @@ class Span:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """Device-seconds within the time of the report."""
+    """Device-seconds within the report's time, by use, and their price; None without prices."""
 
-    trained_s: float  # by attempts that succeeded, run, or saved what they did
+    trained_s: float  # by attempts that succeeded, run, or saved their progress
     lost_s: float  # by attempts that failed
     probing_s: float
     idle_s: float  # of the nodes that live now
-    saved_s: float  # of `trained_s`, by jobs that succeeded after a failure: run as requested, they would have ended
-    money: float | None  # for all that was held, where every device has a price
+    saved_s: float  # part of `trained_s`: of jobs that succeeded after a failure, where the request would have failed
+    money: float | None  # for all device-seconds used, if every device has a price
 
     @property
     def held_s(self) -> float:
@@ -83,19 +83,19 @@ class Cost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MorningReport:
-    """What happened between two moments; lists are in the order of submission."""
+    """Events between two times, in seconds since 1970. Lists are in the order of submission."""
 
     since_s: float
     until_s: float
     succeeded: tuple[Line, ...]
-    recovered: tuple[Line, ...]  # of those that succeeded: after which failures, by which changes
+    recovered: tuple[Line, ...]  # succeeded jobs with failures and the changes that followed
     failed: tuple[Line, ...]
     refused: tuple[Line, ...]
     cancelled: tuple[Line, ...]
     late: tuple[Line, ...]
     running: tuple[Line, ...]
     waiting: tuple[Line, ...]
-    sweeps: tuple[Line, ...]  # that had trials within it: how far, the best trial, and what all trials cost
+    sweeps: tuple[Line, ...]  # with trials in this time: progress, best trial, and cost of all trials
     misses: tuple[Miss, ...]  # predictions wrong by more than the margin, the worst first
     cost: Cost
     to_do: tuple[str, ...]
@@ -104,7 +104,7 @@ class MorningReport:
 
 
 def ended_at_s(job: Job) -> float:
-    """Return when a job ended: the end of its last attempt; its submission where it never ran."""
+    """Return when a job's last attempt ended; its submission time where it never ran."""
     return max(
         (attempt.ended_at_s for attempt in job.attempts if attempt.ended_at_s is not None), default=job.submitted_at_s
     )
@@ -113,7 +113,7 @@ def ended_at_s(job: Job) -> float:
 def morning_report(
     state: State, ended: Iterable[Job], since_s: float, until_s: float, sweeps: Iterable[SweepReport] = ()
 ) -> MorningReport:
-    """Return the report of a span of time, without jobs that ended before it and sweeps without a trial in it."""
+    """Return the report of a time span. Jobs that ended before it and sweeps without a trial in it are left out."""
     by_id = {job.id: job for job in (*ended, *state.jobs.values())}
     jobs = sorted(
         (job for job in by_id.values() if not job.status.ended or ended_at_s(job) >= since_s), key=lambda job: job.order
@@ -320,7 +320,7 @@ HELP = {  # what a person can do, by the kind of the failure
 
 
 def help_for(failure: Failure | None) -> str:
-    """Return what a person can do after a failure that ended a job, in a few words."""
+    """Return what a person can do after a failure that ended a job, as a short text."""
     if failure is None:
         return "read its log"
     if failure.broken is not None:
@@ -329,7 +329,7 @@ def help_for(failure: Failure | None) -> str:
 
 
 def summary(report: MorningReport) -> str:
-    """Return the report in a sentence: `12 of 14 ended jobs succeeded, 3 of them after a failure; 1 failed.`"""
+    """Return the report as one sentence: `12 of 14 ended jobs succeeded, 3 of them after a failure; 1 failed.`"""
     ended = len(report.succeeded) + len(report.failed) + len(report.refused) + len(report.cancelled)
     if not ended:
         sentence = "no job ended"

@@ -1,4 +1,4 @@
-"""Reports of sweeps: progress and the best trial, from the jobs and the values of their metric."""
+"""Reports of sweeps (hyperparameter searches): progress and best trial."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from orchestrator.specs.state import State
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialReport:
-    """A trial of a sweep, with its job and its metric."""
+    """A trial of a sweep: its job, its parameters and its metric."""
 
     number: int
     job: str
     parameters: Mapping[str, Value]
-    said: str  # its parameters in words
+    said: str  # its parameters as text
     status: str  # of the job, or "stopped early"
     reason: str
     plan: str  # of its last attempt; "" before the first
-    value: float | None  # last of its metric
+    value: float | None  # last value of its metric
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepReport:
-    """A sweep with its trials."""
+    """Progress of a sweep, with all of its trials."""
 
     id: str
     name: str
@@ -37,27 +37,27 @@ class SweepReport:
     metric: str
     goal: str
     submitted_at_s: float
-    ended: str  # why; "" while it goes on
-    state: str  # how far it is, in words
+    ended: str  # why it ended; "" while it runs
+    state: str  # its progress as text
     max_trials: int
-    live: int  # trials that have not ended
+    live: int  # number of unfinished trials
     best: int | None  # number of the best trial that has succeeded
-    best_said: str  # that trial in words; "" before there is one
-    device_s: float  # that its trials held
+    best_said: str  # that trial as text; "" before there is one
+    device_s: float  # device-seconds of its trials
     money: float | None  # for these, where the cluster file has prices
     cost_said: str
     trials: tuple[TrialReport, ...]
 
 
 def is_stopped_early(job: Job) -> bool:
-    """Return whether the job was a trial that was stopped since others were better."""
+    """Return whether the job is a trial that was stopped because others were better."""
     return job.status is JobStatus.CANCELLED and job.reason.startswith(STOPPED_EARLY)
 
 
 def sweep_report(
     sweep_id: str, ended: str, jobs: Sequence[Job], values: Mapping[int, float | None], state: State, now_s: float
 ) -> SweepReport:
-    """Return the report of the sweep of these jobs, at least one; `values` by number of the trial."""
+    """Return the report of a sweep from its jobs (at least one); `values` maps trial number to metric."""
     first = jobs[0].spec.trial
     assert first is not None, jobs[0].id
     sweep = first.sweep

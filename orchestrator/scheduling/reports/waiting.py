@@ -1,7 +1,7 @@
-"""Why a queued job waits, and what would start it sooner. It is read from a state, so that no sentence is out of date.
+"""Explanations of why a queued job waits, and what would start it sooner, derived from the current state.
 
 A job that waits for devices could use free ones unless something excludes them. `Obstacle` lists what can, in the order
-in which it is looked at. The reason names every obstacle up to the first one that leaves too few devices together.
+of the checks. The reason names every obstacle up to the first one that leaves too few devices together.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Device = tuple[str, int]  # node name, device index
 
 
 class Obstacle(Enum):
-    """What keeps a job from a free device, in the order in which it is looked at."""
+    """A reason why a job cannot use a free device, in the order of the checks."""
 
     SET_ASIDE = 1  # attempts ended there for no known reason
     AVOIDED = 2  # the job itself ended there, and goes on elsewhere
@@ -56,7 +56,7 @@ class Obstacle(Enum):
 
 
 class Promise(NamedTuple):
-    """A reservation of a device: from when on, for which job, and the number of the reservation."""
+    """A reservation of one device: its start, its job, and its number in the state's list."""
 
     start_s: float
     job_id: str
@@ -64,22 +64,22 @@ class Promise(NamedTuple):
 
 
 class Blocked(NamedTuple):
-    """A size that the job could run at, the free devices of the pool, and what excludes which of them."""
+    """An option of the job: free devices in its pool, and which obstacles exclude which of them."""
 
     offer: Offer
     free: int
     obstacles: Mapping[Obstacle, tuple[Device, ...]]
-    scattered: bool  # enough devices are left, but not together
-    usable: tuple[Device, ...]  # what no obstacle excludes
+    scattered: bool  # enough devices are left, but not on suitable nodes
+    usable: tuple[Device, ...]  # free devices without an obstacle
 
     @property
     def starts(self) -> bool:
-        """Whether nothing keeps the job from these devices."""
+        """Whether no obstacle keeps the job from starting with this option."""
         return not self.obstacles and not self.scattered
 
 
 class Waits:
-    """The reasons of the waiting jobs of one state. Building it costs a look at every job that holds devices.
+    """Explanations for all waiting jobs of one state. Construction visits every job with devices.
 
     Not safe for use by several threads at once.
     """
@@ -113,7 +113,7 @@ class Waits:
         self._order: list[str] | None = None  # of jobs that wait for devices, once looked for
 
     def why(self, job: Job) -> str:
-        """Return why the job waits; of a job that waits for no devices, its own reason."""
+        """Return why the job waits, as text; the stored reason of a job that does not wait for devices."""
         state, index = self._state, self._index
         if not _waits_for_devices(job, state):
             return job.reason
@@ -135,10 +135,10 @@ class Waits:
         return self._why_not_now(waiting, startable) if startable else self._sentence(job, blocked[0])
 
     def sooner(self, job: Job) -> tuple[str, ...]:
-        """Return when the job starts as things are, and what would start it now, a sentence each.
+        """Return sentences: when the job is expected to start, and what would start it now.
 
-        Each way to start now was tried on the state. None is returned of a job that waits for no devices, and only the
-        time in an order without reservations.
+        Each remedy was tried on the state. Returns () for a job that does not wait for devices. Policies without
+        reservations give only the time.
         """
         if not (_waits_for_devices(job, self._state) and self._state.nodes):
             return ()
@@ -168,7 +168,7 @@ class Waits:
         ]
 
     def _hidden(self, waiting: Waiting) -> set[Device]:
-        """Return the devices that the job does not get, since it ended there, as long as others can hold it."""
+        """Return devices that the job avoids, since it ended there, as long as others can hold it."""
         places = avoided_devices(waiting.job, self._state.nodes, self._state.at_s)
         if not places or not is_sent_elsewhere(waiting.job):
             return set()
@@ -301,7 +301,7 @@ class Waits:
         return f"{begin} takes {count} from about {self._time(reservation.start_s)} on, with which it ends sooner"
 
     def _before(self, waiting: Waiting) -> str | None:
-        """Say whose turn it is in an order without reservations; None where it is the job's own.
+        """Return which job comes first under a policy without reservations, as text; None if it is the job itself.
 
         A look at every job, once, and only where a job waits beside free devices.
         """

@@ -40,31 +40,31 @@ SOON = 1e-6  # of its seconds and its price, against its start: a job with a pro
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartDecision:
-    """Start this plan on these devices now."""
+    """The decision to start a plan on these devices now."""
 
     candidate: Candidate
     placement: Placement
     device: str
-    correction: float  # on the activations, as learned by now
+    correction: float  # factor on the activations, as calibrated
     needed_bytes: int | None  # None: its peak was measured before
-    fit_probability: float | None  # None: nothing is known of its memory, or its peak was measured before
+    fit_probability: float | None  # None: memory unknown, or its peak was measured before
     probe: bool  # only to be measured
-    passed_over: str | None  # why it is taken instead of the fastest plan
+    passed_over: str | None  # why it is chosen over the fastest plan
 
 
 class Wait(NamedTuple):
-    """Something fits, but not now; `reservation` keeps it from being overtaken."""
+    """The decision to wait, with a reason for people. A reservation, if any, keeps later jobs from delaying it."""
 
     reason: str
     reservation: Reservation | None = None
-    reevaluate_at_s: float | None = None  # it has its devices, and leaves room for shorter jobs until then
+    reevaluate_at_s: float | None = None  # when headroom for shorter jobs suffices, if it waits only for that
 
 
 Decision = StartDecision | Wait | Infeasible | Question
 
 
 class Offer(NamedTuple):
-    """A way to run a job, and its cost if it begins now."""
+    """An option of a job on a pool of devices, with its cost if started now."""
 
     cost_s: float
     pool: AvailabilityProfile
@@ -84,18 +84,18 @@ class _FutureSlot(NamedTuple):
 
 
 def price_of(index: SchedulerIndex) -> float:
-    """Return the price of a device-second in seconds of completion; it rises with the jobs per device."""
+    """Return the price of a device-second, in seconds of completion time. It grows with the jobs per device."""
     others = max(0, len(index.waiting) + len(index.running) - 1)
     return index.tuning.price_alone + index.tuning.price * others / max(1, index.devices)
 
 
 def price_of_idle(index: SchedulerIndex) -> float:
-    """Return the price of a second of devices that no job can use now: only waiting jobs count."""
+    """Return the price of a device-second that no job can use now, for which only waiting jobs count."""
     return index.tuning.price_idle + index.tuning.price * len(index.waiting) / max(1, index.devices)
 
 
 def array_limit_reason(index: SchedulerIndex, job: Job, promised: Mapping[str | None, int]) -> Wait | None:
-    """Return why a job waits for its array's `max_concurrent`, reservations counting as running; None: it need not."""
+    """Return a Wait for the `max_concurrent` of the job's array, counting reservations as running; None if below."""
     member = job.spec.member
     if (
         job.array is None
@@ -107,7 +107,7 @@ def array_limit_reason(index: SchedulerIndex, job: Job, promised: Mapping[str | 
 
 
 def cannot_start(index: SchedulerIndex, waiting: Waiting) -> bool:
-    """Return whether no option of the job can start now, whatever other jobs start or reserve."""
+    """Return whether no option of the job can start now, whatever other jobs do."""
     fits = False
     for pool, menu in index.options.options_of(waiting):
         for entry in options_on(index, pool, menu) if isinstance(menu, JobOptions) else ():
@@ -127,11 +127,11 @@ def decide(
     by_s: float = inf,
     devices_max: int | None = None,
 ) -> Decision | None:
-    """Return what the job shall do now to end by `by_s`; None: wait as before, or it cannot.
+    """Return the decision on a job that should end by `by_s`; None where it keeps waiting as before, or cannot.
 
-    The number of devices, up to `devices_max`, is the best by its end and its price, now or when so many come free.
-    Devices on which the job ended for no known reason come last. Where its verdict says "elsewhere", they do not count
-    as long as others could hold it.
+    The number of devices, up to `devices_max`, is the best by end time and price, now or when enough come free. Devices
+    on which the job ended for no known reason come last. Where its verdict requires other devices, they do not count as
+    long as others could hold the job.
     """
     decided = partial(
         _decide, state, index, waiting, price, may_reserve=may_reserve, by_s=by_s, devices_max=devices_max
@@ -156,7 +156,7 @@ def _send_elsewhere(
 
 
 def can_ever_start(index: SchedulerIndex, waiting: Waiting, price: float) -> bool:
-    """Return whether any option of the job can ever start."""
+    """Return whether any option of the job can start at any time."""
     offers = offers_of(index, index.options.options_of(waiting), price, waiting.job.spec)
     at_s = index.state.at_s
     entries = [(offer.pool, offer.entry) for offer in offers]
@@ -192,7 +192,7 @@ def _decide(
 def expected_reservation(
     index: SchedulerIndex, waiting: Waiting, price: float, *, from_s: float, by_s: float
 ) -> Reservation | None:
-    """Return the devices and times with which the job would end by `by_s`, where it could start from `from_s` on.
+    """Return devices and times with which the job would end by `by_s`, starting at `from_s` or later.
 
     None where that is unknown or impossible.
     """
@@ -211,7 +211,7 @@ def expected_reservation(
 
 
 def wait_reason(state: State, index: SchedulerIndex, waiting: Waiting) -> Wait | Infeasible | Question:
-    """Return why a job that cannot start now waits, or that it can never start."""
+    """Return why a job that cannot start now waits (Wait or Question), or that it never can (Infeasible)."""
     menus = index.options.options_of(waiting)
     offers = [
         (pool, entry) for pool, menu in menus if isinstance(menu, JobOptions) for entry in options_on(index, pool, menu)
@@ -227,9 +227,9 @@ def wait_reason(state: State, index: SchedulerIndex, waiting: Waiting) -> Wait |
 def offers_of(
     index: SchedulerIndex, menus: OptionsByProfile, price: float, spec: JobSpec, devices_max: int | None = None
 ) -> list[Offer]:
-    """Return all options of the job as offers, the best first, as if their devices were free.
+    """Return all options of the job with their costs, best first, as if their devices were free.
 
-    With `devices_max`, devices are kept for the job or owned by its team: any width up to that will do.
+    With `devices_max`, devices are reserved for the job or owned by its team: any number up to that is allowed.
     """
     weight = 1.0 if spec.guarantee is None else SOON
     offers = [
@@ -245,7 +245,7 @@ def offers_of(
 
 
 def opening_of(index: SchedulerIndex, waiting: Waiting, offers: Sequence[Offer], now_s: float, by_s: float) -> Opening:
-    """Return when the job may start: within its hours, and with headroom for shorter jobs where the policy wants it."""
+    """Return when the job may start, by its start window and by the headroom that it must leave for shorter jobs."""
     spec, wanted = waiting.job.spec, index.wanted(now_s)
     hours = hours_of(spec, (offer.entry.seconds for offer in offers), now_s, by_s)
     if spec.start_window is not None or not index.policy.leaves_headroom(waiting, now_s):
@@ -273,7 +273,7 @@ def _pick_best(
 
 
 def options_on(index: SchedulerIndex, pool: AvailabilityProfile, menu: JobOptions) -> Sequence[SizeOption]:
-    """Return the options that the policy allows on this pool."""
+    """Return the options that the queue policy allows on this pool of devices."""
     return index.policy.widths(_could_hold(pool, menu))
 
 

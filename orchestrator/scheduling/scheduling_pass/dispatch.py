@@ -1,4 +1,4 @@
-"""Dispatch: which waiting jobs start now, which get a reservation, and which running jobs are stopped for them."""
+"""A decision round: which waiting jobs start now, which get a reservation, and which running jobs are preempted."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ NO_PROMISES = Infeasible(why=lambda: "`guarantee` needs the cluster's `policy: {
 
 
 def empty_nodes(state: State, index: SchedulerIndex) -> tuple[State, tuple[Stop, ...]]:
-    """Ask jobs to end that run on nodes whose maintenance begins: they go on elsewhere or later."""
+    """Return (new state, Stops) that end attempts on nodes whose maintenance begins. Their jobs resume elsewhere."""
     stops = []
     for job in [*index.running.values()] if index.maintained else ():
         left = [part.node for part in job.attempts[-1].placement if part.node in index.maintained]
@@ -60,7 +60,7 @@ def empty_nodes(state: State, index: SchedulerIndex) -> tuple[State, tuple[Stop,
 
 
 def end_expired(state: State, index: SchedulerIndex) -> tuple[State, tuple[Stop, ...]]:
-    """Ask jobs to save and end whose time limit is over."""
+    """Return (new state, Stops) that make jobs save and end whose time limit is over."""
     stops = []
     for job_id in index.expired(state.at_s):
         job, stop = end_over_limit(index.running[job_id], state.at_s)
@@ -71,7 +71,7 @@ def end_expired(state: State, index: SchedulerIndex) -> tuple[State, tuple[Stop,
 
 
 def climb(state: State, index: SchedulerIndex, event: PaceReported) -> tuple[State, tuple[Stop, ...]]:
-    """Ask a recovered job to end that goes on faster on its devices, by what its running attempt has measured."""
+    """Return (new state, Stops) that move a recovered job to a faster plan, by its running attempt's measurements."""
     job = index.running.get(event.job_id)
     if job is None or not may_climb(job):
         return state, ()
@@ -98,7 +98,7 @@ def climb(state: State, index: SchedulerIndex, event: PaceReported) -> tuple[Sta
 
 
 def give_up(state: State, index: SchedulerIndex) -> tuple[State, tuple[Action, ...]]:
-    """Fail the jobs that have asked for long enough without an answer."""
+    """Return (new state, actions) that fail jobs whose questions went unanswered for too long."""
     actions: list[Action] = []
     for job_id in index.unanswered(state.at_s):
         job = state.jobs.get(job_id)
@@ -113,9 +113,10 @@ def give_up(state: State, index: SchedulerIndex) -> tuple[State, tuple[Action, .
 
 
 def schedule(state: State, index: SchedulerIndex) -> tuple[State, tuple[Action, ...]]:
-    """Start jobs on the idle devices, with devices reserved for the first that wait: later jobs delay none of them.
+    """Run a decision round: return (new state, actions) that start jobs and reserve devices for those that wait.
 
-    All reservations are made anew whenever devices are idle and a job came, devices came free, or more is known.
+    No later job delays a reservation. All reservations are made anew whenever devices are idle and a job came, devices
+    came free, or more is known.
     """
     if not state.nodes:  # what was promised is not there any more
         return replace(state, reservations=(), reevaluate_at_s=None), ()

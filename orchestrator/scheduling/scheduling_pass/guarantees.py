@@ -35,7 +35,10 @@ TRIED_MAX = 3  # reservations, first come first, for which a preemption is looke
 def apply_guarantee(
     state: State, waiting: Waiting, outcome: Decision | None, slot: Reservation | None
 ) -> Decision | None:
-    """Return the outcome, in which a guaranteed job keeps its slot, is promised its first slot, or is refused."""
+    """Return the decision for a job with a guarantee: it keeps its slot, gets its first slot, or is refused.
+
+    Other decisions stay as they are. None: the job keeps waiting as before.
+    """
     job = waiting.job
     if slot is not None and not isinstance(outcome, StartDecision | Infeasible | Question):
         later = outcome is None or outcome.reservation is None or outcome.reservation.start_s > slot.start_s
@@ -77,7 +80,7 @@ def _beyond_quota(state: State, waiting: Waiting) -> str | None:
 
 
 def find_kept_slots(state: State, index: SchedulerIndex) -> dict[str, Reservation]:
-    """Return the reservations by job that guaranteed jobs got at earlier decisions and can still have.
+    """Return {job id: reservation} of guaranteed jobs whose earlier reservations can still be met.
 
     A slot stays: if all were made anew, a job that starts sooner elsewhere could delay the next one. Only a job whose
     devices do not come free in time gets another slot, around those of all others.
@@ -91,7 +94,7 @@ def find_kept_slots(state: State, index: SchedulerIndex) -> dict[str, Reservatio
 
 
 def may_start_sooner(index: SchedulerIndex, waiting: Waiting) -> bool:
-    """Return whether enough devices for the promised speed are idle, wherever they are."""
+    """Return whether enough devices for the promised speed are idle, on any nodes."""
     return any(
         pool.idle >= menu.entries[0].devices
         for pool, menu in index.options.options_of(waiting)
@@ -100,7 +103,7 @@ def may_start_sooner(index: SchedulerIndex, waiting: Waiting) -> bool:
 
 
 def room_for_promises(state: State, index: SchedulerIndex) -> Preemption | None:
-    """Return the preemption that lets the first long-waiting guaranteed job start; None where none would."""
+    """Return the preemption that starts the first guaranteed job whose reserved start is far off; None without one."""
     preemption: Preemption | None = None
     for reservation in [reservation for reservation in state.reservations if reservation.job_id in index.guaranteed][
         :TRIED_MAX

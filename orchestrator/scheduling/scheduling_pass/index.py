@@ -1,6 +1,6 @@
-"""The index of a state, kept up to date with it: free devices, waiting jobs in order, and the options of each.
+"""The scheduler index: free devices, ordered queues, and options of jobs, derived from a state and updated with it.
 
-An index could be made anew from every state; it is carried along because that would cost a look at every job.
+An index could be made anew from every state; updating it avoids a visit to every job.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from orchestrator.specs.state import Reservation, State
 
 
 class SchedulerIndex:
-    """Indices of one state. Each change of the state is told to the index by its caller."""
+    """Lookup structures of one state. The caller reports each change of the state to it."""
 
     def __init__(self, state: State, policy_of: Callable[[SchedulerIndex], QueuePolicy]) -> None:
         self.state = state  # whose indices these are
@@ -82,7 +82,7 @@ class SchedulerIndex:
     # what changes
 
     def update_job(self, before: Job | None, after: Job | None) -> None:
-        """Replace one version of a job by another (None: the job was not, or is no more, in the state)."""
+        """Replace one version of a job by another. None means that the job is not in the state."""
         job = after or before
         assert job is not None
         has_other_limit = _limit_s(before) != _limit_s(after)
@@ -146,7 +146,7 @@ class SchedulerIndex:
             self._enter(after, is_new=not waited)
 
     def update_nodes(self, state: State) -> SchedulerIndex:
-        """Return the index for other nodes, or for other free bytes of the same nodes."""
+        """Return the index for changed nodes, or for new free bytes of the same nodes."""
         groups = groups_of(state.nodes)
         if [(group.hardware, _names(group)) for group in groups] != [
             (pool.group.hardware, pool.names) for pool in self.pools
@@ -162,7 +162,7 @@ class SchedulerIndex:
         return self
 
     def close(self, state: State) -> None:
-        """Close and open nodes and devices as the state has them now."""
+        """Close and open nodes and devices as in this state."""
         self.maintained = nodes_in_maintenance(state)
         self._next_change_s = next_change_s(state)
         self._suspend(suspended_devices(state))
@@ -174,7 +174,7 @@ class SchedulerIndex:
             self.is_stale = True
 
     def observe(self, state: State) -> None:
-        """Take new observations: the ends of running jobs of their families are expected anew."""
+        """Read new observations, and recompute the expected ends of running jobs of their families."""
         self.state, self.all_wait = state, False
         families = self.options.observe(state.observations)
         for job in self.running.values():
@@ -183,17 +183,17 @@ class SchedulerIndex:
                     self._occupy(job, attempt)
 
     def expect(self, attempt: Attempt, end_s: float) -> None:
-        """Expect an attempt to hold its devices until `end_s`."""
+        """Set the expected end of an attempt, until which it occupies its devices."""
         for part in attempt.placement:
             pool = self._pool_of.get(part.node)
             if pool is not None:
                 pool.occupy(part.node, part.devices, end_s)
 
     def reserve(self, reservations: Iterable[Reservation], *, backfill: bool = False) -> None:
-        """Reserve devices: nothing may stand in the way of these reservations.
+        """Reserve devices, so that nothing delays these reservations.
 
-        Others may be promised the same devices before, where all of them are idle then; with `backfill`, where any is.
-        Decisions find single devices when they come free, and have no time to look for them.
+        Others may reserve the same devices for earlier times, where all of them are idle then; with `backfill`, where
+        any is. Decisions find single devices when they come free, and have no time to look for them.
         """
         for reservation in reservations:
             is_later = reservation.start_s > self.state.at_s and self._is_idle_before(reservation, backfill=backfill)
@@ -213,21 +213,21 @@ class SchedulerIndex:
         return True
 
     def clear_reservations(self) -> None:
-        """Drop every reservation but those of jobs that move."""
+        """Drop every reservation except those of migrating jobs."""
         for pool in self.pools:
             pool.clear_reservations()
         for job in self._claiming.values():
             self.keep(job)
 
     def keep(self, job: Job) -> None:
-        """Reserve the devices that a moving job claims, for as long as its attempt would have run on."""
+        """Reserve the devices of a migrating job until its attempt would have ended."""
         attempt = job.last
         assert attempt is not None, job.id
         until_s = self.end_of(job, replace(attempt, leaves_by_s=None))
         self.reserve([Reservation(job_id=job.id, start_s=-inf, end_s=until_s, placement=attempt.held_placement)])
 
     def advance_to(self, at_s: float) -> None:
-        """Let delayed jobs wait again, nodes close and open, and overdue attempts end later."""
+        """Move the index to this time: delays end, nodes close and open, and overdue attempts get a later end."""
         if at_s >= self._next_change_s:
             self.close(self.state)
         while self._ends and self._ends[0][0] <= at_s:
@@ -250,39 +250,39 @@ class SchedulerIndex:
 
     @property
     def idle(self) -> int:
-        """The number of devices that no attempt holds."""
+        """Number of devices without an attempt."""
         return sum([pool.idle for pool in self.pools])
 
     @property
     def users(self) -> set[str]:
-        """Users whose jobs wait for devices; empty where the cluster is not shared."""
+        """Users whose jobs wait for devices; empty on a cluster without teams."""
         return {user for _, user in self.lines}
 
     def promised_first(self) -> list[Waiting]:
-        """Return the jobs that wait with a promised speed, and those due before the last of them came, in order."""
+        """Return waiting jobs with a guarantee, and the jobs that were due before the last of these, in order."""
         last_s = max((waiting.rank for waiting in self.guaranteed.values()), default=-inf)
         standings = merge_lines([line.by_rank() for line in self.lines.values()]) if self.guaranteed else ()
         return [self.waiting[job_id] for _, _, job_id in takewhile(lambda standing: standing[0] <= last_s, standings)]
 
     def wake_at_s(self, at_s: float) -> float | None:
-        """Return when the next job stops waiting for a time, or the next node closes or opens; None: never."""
+        """Return when the next delay of a job ends, or the next node closes or opens; None: never."""
         times_s = [time_s for time_s, job_id in (*self._asleep, *self._openings) if job_id in self.waiting]
         times_s += [*(time_s for time_s, _ in self._asking[:1]), *self._expiries_s.values()]
         return min([time_s for time_s in (*times_s, self._next_change_s) if at_s < time_s < inf], default=None)
 
     def unanswered(self, at_s: float) -> Iterator[str]:
-        """Yield the ids of jobs that have asked until `at_s`, each once."""
+        """Yield the ids of jobs whose questions went unanswered until `at_s`, each once."""
         while self._asking and self._asking[0][0] <= at_s:
             yield heappop(self._asking)[1]
 
     def expired(self, at_s: float) -> list[str]:
-        """Return the ids of running jobs whose time limit is over, the first to reach it first."""
+        """Return the ids of running jobs past their time limit, in the order in which they reached it."""
         return [
             job_id for time_s, job_id in sorted((s, job_id) for job_id, s in self._expiries_s.items()) if time_s <= at_s
         ]
 
     def last_elastic(self) -> Iterator[str]:
-        """Yield the ids of running jobs that could be moved, the one that is expected to end last first."""
+        """Yield the ids of running jobs that can be moved, latest expected end first."""
         return (job_id for _, job_id in reversed(self._ends) if job_id in self.elastic)
 
     def followers_of(self, job_id: str) -> list[str]:
@@ -290,24 +290,24 @@ class SchedulerIndex:
         return sorted(self._followers.get(job_id, ()))
 
     def wanted(self, at_s: float) -> Sequence[float]:
-        """Return the devices that jobs shorter than 1, 2, 4, 8 ... seconds kept busy lately."""
+        """Return the average number of devices that jobs shorter than 1, 2, 4, 8 ... seconds used lately."""
         key = (self.state.demand, at_s)
         if key != self._wanted[0]:
             self._wanted = (key, devices_wanted(*key))
         return self._wanted[1]
 
     def queue_entry(self, job: Job) -> Waiting:
-        """Return the job's entry in the queue, whether it waits or not; first of all where devices are kept for it."""
+        """Return the job's queue entry, even if it does not wait. It ranks first where devices are reserved for it."""
         rank = -inf if held_placement_of(job) else self.policy.rank(job)
         return Waiting(job, rank, self.options.size_of(job).device_s, self.policy.presses_s(job))
 
     def pool_of(self, attempt: Attempt) -> AvailabilityProfile | None:
-        """Return the pool of an attempt; None where one of its nodes is gone."""
+        """Return the device pool of an attempt; None where one of its nodes is gone."""
         pools = [self._pool_of.get(part.node) for part in attempt.placement]
         return None if None in pools else pools[0]
 
     def end_of(self, job: Job, attempt: Attempt) -> float:
-        """Return when a running attempt is expected to end; infinity if nodes are gone or only an operator ends it."""
+        """Return the expected end of a running attempt; infinity if nodes are gone or only an operator can end it."""
         pool = self.pool_of(attempt)
         if pool is None or job.unreadable:
             return inf
@@ -319,13 +319,13 @@ class SchedulerIndex:
         return later_end_s(attempt.launched_at_s, length_s, self.state.at_s)
 
     def limit_end_s(self, job: Job, attempt: Attempt) -> float:
-        """Return when the job's time limit ends a running attempt; infinity without one, or if its nodes are gone."""
+        """Return when the job's time limit ends a running attempt; infinity without a limit or if nodes are gone."""
         pool = self.pool_of(attempt)
         return inf if pool is None else limit_end_s(job, attempt, pool.launch_cost_s)
 
     @contextmanager
     def without(self, devices: Iterable[tuple[str, int]]) -> Iterator[None]:
-        """Hide devices within the block: they never come free."""
+        """Hide devices within the `with` block, as if they never came free."""
         hidden = [(pool, node, device) for node, device in devices if (pool := self._pool_of.get(node)) is not None]
         until_s = [pool.held_until_by(node, (device,)) for pool, node, device in hidden]
         for pool, node, device in hidden:
@@ -339,7 +339,7 @@ class SchedulerIndex:
     # how it is kept
 
     def _suspend(self, until_s: dict[tuple[str, int], float]) -> None:
-        """Hold the devices that nothing may start on, and free those that are trusted again."""
+        """Block suspended devices, and unblock those whose suspension is over."""
         if until_s == self._suspended:
             return
         busy = {
@@ -402,14 +402,14 @@ class SchedulerIndex:
         return line is not None and waiting in line
 
     def lines_of(self, keys: Sequence[tuple[int, str]]) -> list[WaitQueue]:
-        """Return the lines of these keys that still have jobs."""
+        """Return the queues of these (priority, user) keys that still have jobs."""
         return [self.lines[key] for key in keys if key in self.lines]
 
     def _line_of(self, job: Job) -> tuple[int, str]:
         return job.spec.priority, job.user if self._policy_spec.is_shared else ""
 
     def places(self) -> Callable[[str], Place]:
-        """Return a function from a user to its place in the fair tree."""
+        """Return a function that maps a user to a place in the fair-share order."""
         if not self._policy_spec.is_shared:
             return equal_place
         now = (self.state.at_s, self.state.usage)  # who starts now has used nothing, and who ends is in the usage
@@ -443,7 +443,7 @@ OVERDUE = 1.25  # what runs longer than expected is expected to take this much l
 
 
 def later_end_s(launched_s: float, length_s: float, at_s: float) -> float:
-    """Return the end, after `at_s`, of an attempt that was expected to take `length_s`."""
+    """Return a new expected end after `at_s`, in seconds since 1970, of an attempt that outlasts `length_s`."""
     length_s = max(1.0, length_s)
     while launched_s + length_s <= at_s:  # it grows: a hundred turns are nine orders of magnitude
         length_s *= OVERDUE
@@ -455,7 +455,7 @@ def _limit_s(job: Job | None) -> float | None:
 
 
 def _end_facts(job: Job, attempt: Attempt) -> tuple[object, ...]:
-    """Return the facts of a running attempt by which its end is expected, as far as they change while it runs."""
+    """Return the changing facts of a running attempt from which its end is predicted."""
     limit_s = job.spec.time_limit
     return attempt.pace, attempt.leaves_by_s, limit_s, attempt.started_at_s if limit_s is not None else None
 

@@ -1,4 +1,4 @@
-"""A cache of each job's options, valid until more is observed of its family."""
+"""A cache of each job's options, valid until new observations of its family arrive."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MENUS_MAX = 4096  # kept of jobs that were never tried: arrays and sweeps share 
 
 
 class Size(NamedTuple):
-    """The remaining need of a job on the number of devices that is best for it and for the others."""
+    """The remaining work of a job: its duration, its device-seconds, and their mean."""
 
     balanced_s: float  # between `duration_s` and `device_s` of the whole cluster: their geometric mean
     duration_s: float  # with its launch
@@ -38,7 +38,7 @@ class Size(NamedTuple):
 
 
 class OptionCache:
-    """The options of the jobs of one state on its pools."""
+    """Cached options (plan and devices) of all jobs of one state, per pool of devices."""
 
     def __init__(self, pools: Sequence[AvailabilityProfile], observations: Sequence[Observation]) -> None:
         self._pools, self._observations = pools, observations
@@ -54,7 +54,7 @@ class OptionCache:
         self._sizes: dict[str, tuple[int | None, Size]] = {}  # of each job, with the steps that it had left
 
     def observe(self, observations: Sequence[Observation]) -> set[str]:
-        """Take new observations, and return the families whose options are to be made anew."""
+        """Read new observations, and return the families whose cached options are stale."""
         changed = {id(observation): observation for observation in self._observations}
         for observation in observations:
             if changed.pop(id(observation), None) is None:
@@ -81,7 +81,7 @@ class OptionCache:
         return self._versions.get(job.spec.family_name, 0) + self._overheads_version
 
     def forget(self, job_id: str) -> None:
-        """Forget a job that has ended or changed."""
+        """Drop the cache of a job that has ended or changed."""
         self._sizes.pop(job_id, None)
         self._entries.pop(job_id, None)
 
@@ -98,7 +98,7 @@ class OptionCache:
         return self._calibrated[key]
 
     def options_of(self, waiting: Waiting) -> OptionsByProfile:
-        """Return the job's options on each pool; where nothing surely fits any, what may."""
+        """Return the job's options per pool. Where none is sure to fit, the options that may fit."""
         version = self._version(waiting.job)
         if waiting.version != version:
             waiting.version, waiting.menus = version, self._menus_at(waiting.job, version)
@@ -115,7 +115,7 @@ class OptionCache:
         return entry[2]
 
     def size_of(self, job: Job) -> Size:
-        """Return the remaining need of the job, as predicted before any measurement."""
+        """Return the remaining work of the job, by its prediction before any measurement."""
         left = steps_left(job)
         entry = self._sizes.get(job.id)
         if entry is None or entry[0] != left:

@@ -1,4 +1,4 @@
-"""Preemption: which running job is stopped to go on with idle devices, or to make way for jobs that gain more.
+"""Preemption: which running job is stopped, to grow onto idle devices or to make way for jobs that gain more.
 
 A preempted job has saved a checkpoint, keeps its place in the queue, and spends none of its restart budgets.
 """
@@ -30,7 +30,7 @@ LATE_MAX = 10  # who waits and would miss its deadline, the earliest first, that
 
 @dataclass(frozen=True, slots=True)
 class Moving:
-    """A running job that could be moved, and the cost of that."""
+    """A running job that could be moved, with the cost of moving it."""
 
     job: Job
     attempt: Attempt
@@ -41,7 +41,7 @@ class Moving:
 
     @property
     def paid_s(self) -> float:
-        """Seconds that a move costs: another launch, since the job saves when it is asked to end."""
+        """Seconds that a move costs, which is one more launch. The job saves before it ends."""
         return self.pool.launch_cost_s
 
     @property
@@ -62,7 +62,7 @@ class _PreemptionGain(NamedTuple):
 
 
 def scale_up(index: SchedulerIndex, at_s: float) -> Move | None:
-    """Return the move of the job that gains most by idle devices, more than twice its restart; else None."""
+    """Return the move of the job that gains most from idle devices, if above twice its restart cost; else None."""
     price = price_of_idle(index)
     ways: list[tuple[float, Moving, SizeOption, float]] = []
     for moving in movable(index, index.growing, at_s):
@@ -88,7 +88,7 @@ def scale_up(index: SchedulerIndex, at_s: float) -> Move | None:
 
 
 def preempt_for_deadline(index: SchedulerIndex, late: Sequence[tuple[Waiting, float]], at_s: float) -> Move | None:
-    """Return the job to stop so that a waiting one meets its deadline: the one that can be away for longest; or None.
+    """Return the job to stop for a waiting job's deadline: the one with the most slack; None where none fits.
 
     A job with a deadline is stopped only for an earlier one, and only if it still meets its own. The earliest deadline
     alone would lose both in an overload (Liu and Layland 1973, JACM 20:46; Haritsa, Livny and Carey 1991, Earliest
@@ -134,7 +134,7 @@ def _in_time(index: SchedulerIndex, moving: Moving, waiting: Waiting, by_s: floa
 def preempt_for_waiting(
     index: SchedulerIndex, waits: Sequence[tuple[Waiting, Reservation]], at_s: float
 ) -> Move | None:
-    """Return the job to stop for waiting ones: of those that end last, the first with a loss below their gain."""
+    """Return the job to stop for waiting ones, latest end first, whose loss is below their gain; None without one."""
     for moving in movable(index, islice(index.last_elastic(), TRIED_MAX) if waits else (), at_s):
         ahead = _ahead_of(index, moving, waits)
         ways = [_way(moving, ahead[first:], at_s) for first in range(len(ahead))]
@@ -182,7 +182,7 @@ def _place(job: Job, aging_limit_s: float, at_s: float) -> tuple[int, bool, floa
 
 
 def _way(moving: Moving, ahead: Sequence[tuple[Waiting, Reservation, SizeOption]], at_s: float) -> _PreemptionGain:
-    """Return gain and cost if the first of these takes the job's place, then every other that still finds room."""
+    """Return gain and cost if the first of these replaces the job, then each other that still fits."""
     room, gain_s, away_s, jobs = moving.devices + moving.pool.idle, 0.0, 0.0, 0
     for waiting, promised, entry in ahead:
         if not room:
@@ -209,9 +209,9 @@ def _could_start(moving: Moving, entry: SizeOption, at_s: float) -> bool:
 
 
 def movable(index: SchedulerIndex, job_ids: Iterable[str], at_s: float, rest: float | None = None) -> Iterator[Moving]:
-    """Yield those of these running jobs that could be stopped, each with the cost of that.
+    """Yield those of these running jobs that can be stopped, each with its cost.
 
-    Each has to train for `rest` launches first; None: for as many as the tuning says.
+    Each must first have trained for `rest` times its launch; None uses the tuning's number.
     """
     rest = index.tuning.rest if rest is None else rest
     for job_id in job_ids:

@@ -1,4 +1,4 @@
-"""Quotas: devices that a team owns, and that are lent to others while it does not want them."""
+"""Team quotas: devices that a team owns, lent to others while it does not want them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from orchestrator.specs.policy import PolicySpec
 
 
 def held_by_teams(policy: PolicySpec, running: Iterable[Job]) -> Counter[str]:
-    """Return the number of devices that attempts of each team's jobs hold."""
+    """Return the number of devices that each team's running jobs occupy."""
     devices: Counter[str] = Counter()
     for job in running:
         team = policy.team_of(job.user).name
@@ -28,7 +28,7 @@ LOOKED_AT_MAX = 10  # waiting jobs, first come first, for which others may be st
 
 
 class QuotaPass:
-    """A pass over the waiting jobs: those within their team's quota come first, then all in order.
+    """The order of waiting jobs in one decision round, jobs within their team's quota first; iterate over it.
 
     Quotas count only while several teams wait: a team alone takes what there is. A reservation counts as held devices,
     so that a team with many jobs does not exceed its quota before others are served. A team that holds nothing comes
@@ -52,14 +52,14 @@ class QuotaPass:
             self._left = {team.name: team.quota - devices[team.name] for team in self._policy.teams}
 
     def __iter__(self) -> Iterator[tuple[Waiting, float, int | None]]:
-        """Yield each job to decide upon, its deadline, and the most devices that it may take (None: any number).
+        """Yield (job to decide upon, time to end by, most devices that it may take; None: any number).
 
-        The pass ends when no device is idle. A job that must wait is decided upon once a later job need not wait, since
-        its reservation matters to no other job before. It is decided upon at once where quotas count, since
-        reservations count against them. The first LOOKED_AT_MAX are, too, where a running job could make way, or
-        closed nodes are idle: their reasons say so.
+        The round ends when no device is idle. A job that must wait is decided upon once a later job need not wait,
+        since its reservation matters to no other job before. It is decided upon at once where quotas count, since
+        reservations count against them. The first LOOKED_AT_MAX are, too, where a running job could make way, or closed
+        nodes are idle: their reasons say so.
 
-        No job is looked at where all had to wait at the last pass and only jobs came since that must wait, too. So a
+        No job is examined where all had to wait in the last round and only jobs came since that must wait, too. So a
         submission costs the same behind any queue.
         """
         index = self._index
@@ -112,7 +112,7 @@ class QuotaPass:
         )
 
     def record_decision(self, waiting: Waiting, outcome: Decision) -> None:
-        """Record that the job has its decision, and what that takes of its team's quota."""
+        """Record the decision on a job, and charge its devices to its team's quota."""
         self._decided_ids.add(waiting.job.id)
         if not self._left:
             return

@@ -1,7 +1,7 @@
 """`orc backup` and `orc restore`: queue, records, accounts and cluster file as one archive.
 
-The journal has users, digests of tokens and the audit log. No token is in it in clear; what a job file says under `env`
-is. Left out are the home's own token, the TLS key, checkpoints, logs and MLflow's files.
+The journal has users, digests of tokens and the audit log. It holds no token in clear text, but values under `env` of
+job files. Left out are the home's own token, the TLS key, checkpoints, logs and MLflow's files.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ LOST = "The journal was restored from a backup, in which this attempt ran. It co
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restored:
-    """Content of a restored home."""
+    """The restored backup: its origin, the number of jobs in the queue, and attempts lost with their nodes."""
 
     created_at: str  # of the backup, in UTC
     version: str  # of the orchestrator that wrote it
@@ -49,7 +49,7 @@ class Restored:
 
 
 def back_up(home: Path, archive: Path) -> dict[str, Any]:
-    """Write the archive (mode 0600), while the service may be up; returns its manifest.
+    """Write the archive (mode 0600), even while the service runs; return its manifest.
 
     Raises SpecError where the file exists, or where the journal is no SQLite file.
     """
@@ -88,10 +88,10 @@ def back_up(home: Path, archive: Path) -> dict[str, Any]:
 
 
 def restore(archive: Path, home: Path) -> Restored:
-    """Make a home of the archive, whole or not at all.
+    """Create a home folder from the archive, all or nothing.
 
-    Attempts that ran count as lost with their nodes: `orc up` restarts their jobs as new attempts.
-    Raises SpecError where the home is not empty, or the archive is damaged, newer than this version, or none.
+    Attempts that ran count as lost with their nodes: `orc up` restarts their jobs as new attempts. Raises SpecError
+    where the home is not empty, or the archive is invalid, damaged, or newer than this version.
     """
     if home.exists() and (not home.is_dir() or any(home.iterdir())):
         raise SpecError("the home is not empty", source=str(home), hint="name another with --home, or move this away")

@@ -1,4 +1,4 @@
-"""Cards that people name at the command line, such as `--gpu rtx3090` or `--gpu 2xa100-80gb`."""
+"""GPU models named at the command line, such as `--gpu rtx3090` or `--gpu 2xa100-80gb`."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ SOURCE = "--gpu"
 
 
 def cluster_of_cards(text: str) -> ClusterSpec:
-    """Return a cluster of the cards that `text` names: `NAME`, or `NUMBERxNAME`.
+    """Return a cluster of the GPUs that `text` names: `NAME`, or `NUMBERxNAME`.
 
-    Its nodes have up to 8 cards, and twice the cards' memory as host memory, at least 64 GiB. Raises SpecError where
-    the catalogue has no such card or several, or where more than 8 are no multiple of 8.
+    Its nodes have up to 8 GPUs, and twice their memory as host memory, at least 64 GiB. Raises SpecError where the
+    catalogue has no such GPU or several, or for more than 8 that are no multiple of 8.
     """
     match = re.fullmatch(r"\s*(?:([0-9]{1,6})\s*[x*]\s*)?(.*?)\s*", text)
     assert match is not None, "every text has a name, if an empty one"

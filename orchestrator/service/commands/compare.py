@@ -1,4 +1,4 @@
-"""`orc compare`: the strategies of a job, and one job for each."""
+"""`orc compare`: the strategies (ways to run) of a job, and one job for each."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ def choose_strategies(
     observations: Sequence[Observation],
     micro: Micro = Micro.COMMON,
 ) -> tuple[Pins, ...]:
-    """Return the pins of each strategy: whole plans, the fastest that fit, where a plan has them. Raises SpecError.
+    """Return the pins (fixed settings) of each strategy, as a complete plan where one fits. Raises SpecError.
 
     `all`: each way to shard and offload on each layout. `frontier`: each plan that no other beats. `zero=`: each of the
-    stages. A file: each of its pins. Strategies that leave it open have one micro-batch, the largest with which all fit
-    that fit at all; where there is none, or `micro` says so, each has its best.
+    stages. A file: each of its pins. Open micro-batches get one common size, the largest with which all fit that fit at
+    all. Where there is none, or with `micro` as BEST, each has its best.
     """
     group = next((candidate for candidate in groups_of(nodes) if candidate.devices >= spec.gpus.min), None)
     if group is None:
@@ -79,10 +79,10 @@ def _check_count(count: int) -> None:
 
 
 def comparison_jobs(spec: JobSpec, choices: Sequence[Pins], steps: int | None, repeats: int = 1) -> list[JobSpec]:
-    """Return one job for each strategy and repeat, one at a time, so that none slows another down. Raises SpecError.
+    """Return one job per strategy and repeat, run one at a time so that none slows another. Raises SpecError.
 
-    All strategies take turns, so that what changes on the machine meets all of them. They have the job's own data,
-    beginning and seed, a model's repeats the next seeds. An out-of-memory failure ends the job: it is a result.
+    Strategies alternate, so that changes on the machine affect all of them. They share the job's data, start and seed;
+    repeats of a model have the next seeds. An out-of-memory failure ends the job, as a result.
     """
     if not 1 <= repeats <= REPEATS_MAX or repeats * len(choices) > JOBS_MAX:
         most = min(REPEATS_MAX, JOBS_MAX // len(choices))

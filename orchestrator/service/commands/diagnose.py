@@ -1,4 +1,4 @@
-"""`orc diagnose`: why a training ended, by its logs; and a job's failure as a redacted case."""
+"""`orc diagnose`: finds in logs why a training ended, and exports a job's failure as a redacted test case."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ _REDACTED = tuple(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """Why a training ended: what tells it, what this service would do, and what a person can do."""
+    """Why a training ended: the cause and its log line, what this service would do, and what a person can do."""
 
     kind: str | None  # a FailureKind; None: nothing failed
     reason: str
@@ -75,7 +75,10 @@ class Diagnosis:
 
 
 def diagnose(logs: Sequence[Path], exit_code: int | None, oom_kills: int) -> Diagnosis:
-    """Return the first cause that the logs of the ranks name, rank 0 first. Raises SpecError for what is no log."""
+    """Return the first cause of failure in the ranks' logs, rank 0 first.
+
+    Raises SpecError for a file that is no log.
+    """
     paths = [_resolve_log(path) for path in logs]
     code = EXIT_CODE if exit_code is None else exit_code
     ends = tuple(_end_of(path, rank, code) for rank, path in enumerate(paths))
@@ -100,7 +103,7 @@ def diagnose(logs: Sequence[Path], exit_code: int | None, oom_kills: int) -> Dia
 
 
 def case_of_job(client: Client, job_id: str, kind: FailureKind) -> str:
-    """Return the last failed attempt of a job as a case in YAML, redacted. Raises SpecError where none has failed."""
+    """Return a job's last failed attempt as a redacted test case in YAML. Raises SpecError where none has failed."""
     job, _ = client.job(job_id)
     attempt = next((entry for entry in reversed(job["attempts"]) if entry["failure"]), None)
     if attempt is None:
@@ -118,7 +121,7 @@ def case_of_job(client: Client, job_id: str, kind: FailureKind) -> str:
 
 
 def shorten(lines: Iterable[str]) -> list[str]:
-    """Return the telling lines of a log's last trouble with the lines that they quote; its last line without any."""
+    """Return the relevant lines of a log's last error with the lines that they quote; the last line without any."""
     head, tail = list[str](), deque[str](maxlen=CASE_LINES)
     calm, last, quotes = 0, "", False
     for line in lines:
@@ -136,7 +139,7 @@ def shorten(lines: Iterable[str]) -> list[str]:
 
 
 def redact(text: str, names: Iterable[str] = ()) -> str:
-    """Return the text without secrets, addresses, hosts, users' folders and people's names that patterns match."""
+    """Return the text with secrets, addresses, hosts, users' folders and names removed, by patterns."""
     lines = []
     for line in text.split("\n"):
         for pattern, replacement in _REDACTED:

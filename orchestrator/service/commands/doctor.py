@@ -1,4 +1,4 @@
-"""`orc doctor`: checks of this machine, with what to do. Needs neither the service nor a GPU."""
+"""`orc doctor`: checks this machine, with advice. Needs neither the service nor a GPU."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ DISK_HINT = "free some, or use another home: --home, ORC_HOME"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """A line of the doctor: a verdict, its observation, and what to do about it."""
+    """Result of one check: verdict, observation, and advice."""
 
     subject: str
     verdict: str
@@ -50,7 +50,7 @@ class Finding:
 
 
 def findings(home: Path) -> list[Finding]:
-    """Return the finding of every check, in order; a check that raises is a bad finding."""
+    """Return the result of every check, in order. A check that raises gives a bad result."""
     checks: list[tuple[str, Callable[[], Finding | None]]] = [
         ("python", _python),
         ("torch", lambda: _package("torch", "the ranks of our engines train with it")),

@@ -1,4 +1,4 @@
-"""`orc fit`: on which cards of the catalogue a job has a plan, and on how few of them."""
+"""`orc fit`: which GPUs of the catalogue can run a job, and how few of them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ASSUMED: Mapping[str, Any] = {
 
 
 class FitRow(TypedDict):
-    """A way to train on one kind of card: the fewest cards with a plan (null: more than eight), and that plan."""
+    """A way to train on one kind of GPU: the fewest GPUs with a plan (null: more than eight), and that plan."""
 
     way: str  # "as written", "as a script", "full", "adapters" or "adapters, 4 bits"
     device: str
@@ -48,14 +48,14 @@ class FitRow(TypedDict):
 
 
 def job_of_model(name: str) -> dict[str, Any]:
-    """Return the content of a job file that trains every weight of a transformers model, a folder or hub name."""
+    """Return job-file data that trains all weights of a transformers model (a folder or hub name)."""
     return {"name": "fit", "gpus": 1, "model": {"hf": name}, **ASSUMED}
 
 
 def script_of_model(name: str) -> dict[str, Any]:
-    """Return the content of a job file for a script that trains every weight of a model on its own samples.
+    """Return job-file data of a script that trains all weights of a model on its own samples.
 
-    It serves heads that take no running text: a job of our engines would need their data.
+    For model heads that take no text, since a job of our engines would need their data.
     """
     flags = {name: {"flag": f"--{name}"} for name in ("micro_batch_size", "gradient_accumulation_steps")}
     assumed = {key: ASSUMED[key] for key in ("global_batch_size", "precision")}
@@ -65,7 +65,7 @@ def script_of_model(name: str) -> dict[str, Any]:
 
 
 def ways_of_model(spec: JobSpec) -> list[tuple[str, JobSpec]]:
-    """Return name and job of each way to fine-tune a model, not traced. A model without a name has one way."""
+    """Return (name, job) of each way to fine-tune a model, untraced. A model without a name has one way."""
     model = spec.model
     if model is None or model.hf is None or model.lora is not None:
         return [("as a script" if spec.is_script else "as written", spec)]
@@ -77,7 +77,7 @@ def ways_of_model(spec: JobSpec) -> list[tuple[str, JobSpec]]:
 
 
 def fit_rows(ways: Sequence[tuple[str, JobSpec]], devices: Sequence[str] = tuple(DEVICES)) -> Iterator[FitRow]:
-    """Yield a row for each way and card, the smallest card first. `gpus` of the job does not count."""
+    """Yield a row per way and GPU model, smallest GPU first. The job's `gpus` is ignored."""
     for name in sorted(devices, key=lambda name: _hardware(name, 1).device.memory):
         for way, spec in ways:
             yield _row(way, spec, name)

@@ -1,4 +1,4 @@
-"""The hardware for which a job is planned."""
+"""Selects the hardware for which a job is planned."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from orchestrator.specs.observation import Observation
 def hardware_of(
     service: Path | Login, cluster: Path | None, cards: str | None = None
 ) -> tuple[Sequence[Node], Sequence[Observation]]:
-    """Return the nodes to plan for, and what was observed on them.
+    """Return (nodes to plan for, observations on them).
 
-    These are the named cards or the given cluster with all memory free, else the live cluster, else that of `orc up`.
-    Raises SpecError for no cluster file or no such card, ServiceError if the service does not answer.
+    The nodes are the named GPUs or the given cluster, all memory free; else the live cluster, else that of `orc up`.
+    Raises SpecError without a cluster file or such a GPU, ServiceError if the service does not answer.
     """
     if cards is not None:
         if cluster is not None:

@@ -1,4 +1,4 @@
-"""A list of job files with their submission times, for `orc simulate`."""
+"""Lists of job files with submission times, for `orc simulate`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`orc join` and `orc leave`, on the machine that joins or leaves."""
+"""`orc join` and `orc leave`, run on the machine that joins or leaves."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ TOKEN_VARIABLE = "ORC_JOIN_TOKEN"
 
 
 def join(home: Path, service: str, name: str, token_file: Path | None) -> dict[str, Any]:
-    """Add this machine to the service at HOST:PORT as node `name`; return its devices, and notes in sentences.
+    """Add this machine to the service at HOST:PORT as node `name`; return its devices, and notes as sentences.
 
-    A machine that is in already stays in. Raises SpecError where this machine differs from the service's or its
-    devices make no node, and ServiceError where the service refuses or Ray does not start: nothing is left then.
+    A machine that already joined stays. Raises SpecError where it is incompatible with the service or its devices make
+    no node, and ServiceError where the service refuses or Ray does not start. An error leaves no trace.
     """
     host, port = parse_listen(service)
     with closing(Client(_login(home, service, token_file))) as client:
@@ -50,10 +50,10 @@ def join(home: Path, service: str, name: str, token_file: Path | None) -> dict[s
 
 
 def leave(home: Path, name: str, timeout_s: float, *, force: bool) -> bool:
-    """Remove node `name`: drain it, wait until no job is on it, stop its Ray; return False where it was not in.
+    """Remove node `name`: drain it, wait for its jobs, stop its Ray; return False where it had not joined.
 
     Raises ServiceError where jobs still run after `timeout_s` without `force`: the node stays drained then. A node of
-    another machine is only forgotten, and only where it does not run any more.
+    another machine is only removed from the list, and only where it no longer runs.
     """
     endpoint, record = load_endpoint(home), embedded_ray.record_of(name)
     if endpoint is None:

@@ -1,4 +1,4 @@
-"""The live queue played on from now, as in `orc forecast`, on any cluster."""
+"""Simulates the live queue from now on, as in `orc forecast`, on any cluster."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def play_queue(
     to_come: Mapping[str, Sequence[JobSpec]],
     home: Path,
 ) -> Simulated:
-    """Return what becomes of the live jobs and of `more`, submitted now; times count from now, in seconds.
+    """Simulate the live jobs and `more`, submitted now; return the result, in seconds from now.
 
-    Running jobs go on with their progress; use, age, drains, maintenance and promises are those of the state. With
-    `is_live` the nodes are those of the state, and `cluster` gives the policy alone. Else running jobs whose devices
-    the cluster lacks are asked to end, and go on from what they have saved. `to_come` has the trials that live sweeps
-    have yet to submit. A job of unknown length takes a day. Raises SpecError where no job is live.
+    Running jobs keep their progress; usage, age, drains, maintenance and promises are those of the state. With
+    `is_live` the nodes are those of the state, and `cluster` gives only the policy. Else running jobs on devices that
+    the cluster lacks end, and resume from their saved step. `to_come` are trials that live sweeps have yet to submit. A
+    job of unknown length is assumed to take a day. Raises SpecError where no job is live.
     """
     live = [job for job in sorted(state.jobs.values(), key=lambda job: job.order) if not job.status.ended]
     if not live and not more:
@@ -65,7 +65,7 @@ def play_queue(
 
 
 def move_state(state: State, cluster: ClusterSpec) -> tuple[State, dict[str, int | None]]:
-    """Return the state on another cluster, and the saved steps of running jobs that have to leave their devices."""
+    """Return (state on another cluster, {id: saved step or None} of running jobs that lose their devices)."""
     nodes, index = idle_nodes(cluster), index_of(state)
     devices = {(node.name, node.device.name, device) for node in nodes for device in range(node.devices)}
     names = {node.name: node.device.name for node in state.nodes}
@@ -85,7 +85,7 @@ def move_state(state: State, cluster: ClusterSpec) -> tuple[State, dict[str, int
 
 
 class FutureSubmissions:
-    """Jobs that are submitted during a play: `more` at its begin, and trials once their sweeps have room."""
+    """Jobs submitted during a simulation: `more` at its start, and trials as their sweeps allow."""
 
     def __init__(
         self, state: State, more: Sequence[JobSpec], to_come: Mapping[str, Sequence[JobSpec]], home: Path
@@ -112,7 +112,7 @@ class FutureSubmissions:
             self._begins.append(self._submit(spec, order, job_id, array, state.at_s, satisfied))
 
     def submissions(self, state: State) -> Iterator[Submitted]:
-        """Yield what is submitted in this state."""
+        """Yield the submissions due in this state."""
         begins, self._begins = self._begins, []
         yield from begins
         live = Counter(job.array for job in state.jobs.values() if job.spec.trial is not None and not job.status.ended)
@@ -171,5 +171,5 @@ def _outcome(job: Job, stints: Sequence[Stint], now_s: float, devices: int, laun
 
 
 def now_of(state: State) -> State:
-    """Return the state at this moment."""
+    """Return the state advanced to the current time."""
     return replace(state, at_s=max(state.at_s, time.time()))

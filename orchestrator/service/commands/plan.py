@@ -61,7 +61,7 @@ TORCH_ONLY = "dp_replicate", "expert_parallel"  # degrees beside the layout's
 
 
 class CandidateView(TypedDict):
-    """A plan with its cost, and the reason why it is rejected (None: it is not)."""
+    """A plan with its costs, and why it is rejected (None: it is not)."""
 
     plan: str
     settings: dict[str, str]
@@ -77,7 +77,7 @@ class CandidateView(TypedDict):
 
 
 class JobPlans(TypedDict):
-    """The frontier of a job on one kind of device, fastest first, and the plan that would be taken."""
+    """The frontier (plans that no other beats) of a job on one kind of device, fastest first, and the chosen plan."""
 
     job: str
     device: str
@@ -98,12 +98,12 @@ def plan_job(
     observations: Sequence[Observation] = (),
     trace: Callable[[JobSpec], JobSpec] | None = None,
 ) -> JobPlans:
-    """Return the job's plans on the first kind of device that holds it, or may; else on the fastest kind.
+    """Return the job's plans on the first kind of device that it fits, or may fit; else on the fastest kind.
 
     `free_bytes` of the nodes is what a job could use there. If no plan fits even an empty device of any kind, a plan
     that may fit is chosen. Otherwise the job waits for memory, as the scheduler decides. `trace` returns a job with the
-    profile of its model: adapters are then among what would fit. Raises SpecError if there are too few devices, or no
-    kind can run the job.
+    profile of its model, which adds adapters to the advice. Raises SpecError if there are too few devices, or no kind
+    can run the job.
     """
     groups = _groups(nodes)
     large_enough = [group for group in groups if group.devices >= spec.gpus.min]
@@ -135,7 +135,7 @@ def _origin(profile: ModelProfile) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _KindPlans:
-    """The forecast on one kind of device; only plans that fit its free memory are chosen."""
+    """Plans on one kind of device; only those that fit its free memory may be chosen."""
 
     answer: JobPlans
     device: DeviceSpec
@@ -297,7 +297,7 @@ def _free_bytes(nodes: Iterable[Node]) -> list[int]:
 
 
 def trace_scope(nodes: Sequence[Node], spec: JobSpec, settings: Sequence[Override] | None = None) -> TraceScope:
-    """Return the plans that a job is traced for: all on the devices of these nodes, or the one in `settings`."""
+    """Return the plans for which a model is traced: all on the devices of these nodes, or the one in `settings`."""
     cuda = {group.hardware.device.kind is DeviceKind.CUDA for group in _groups(nodes)}
     return TraceScope(
         cuda=tuple(sorted(cuda)),
@@ -312,7 +312,7 @@ def trace_scope(nodes: Sequence[Node], spec: JobSpec, settings: Sequence[Overrid
 def estimate_plan(
     spec: JobSpec, settings: Sequence[Override], nodes: Sequence[Node], observations: Sequence[Observation] = ()
 ) -> CandidateView:
-    """Return the cost of one plan on the first kind of device with enough devices, else on the fastest kind.
+    """Return the costs of one plan on the first kind of device with enough devices, else on the fastest kind.
 
     Raises SpecError for an unknown or impossible setting, IllegalPlan if no engine can run the combination.
     """
@@ -364,7 +364,7 @@ def _check_experts(spec: JobSpec, plan: Plan) -> None:
 
 
 def parse_plan(spec: JobSpec, pairs: Sequence[Override]) -> Plan:
-    """Return the plan that `--set` describes; the job gives other settings, the global batch gives accumulation.
+    """Return the plan from `--set` pairs. Other settings come from the job, accumulation from the global batch.
 
     Raises SpecError (unknown or impossible setting) and IllegalPlan (settings that exclude each other).
     """

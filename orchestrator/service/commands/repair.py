@@ -1,4 +1,4 @@
-"""Rows of a home's journal that cannot be read: show and drop them, with the service or without it."""
+"""Shows and drops unreadable rows of a home's journal, with or without a running service."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ BODY_SHOWN = 200  # characters
 
 
 def repair(home: Path, remove: Sequence[str]) -> list[dict[str, Any]]:
-    """Drop these rows, each `TABLE/ROW`, for good; return those that still stand aside. Raises SpecError.
+    """Delete these rows (`TABLE/ROW`) for good; return the remaining unreadable rows. Raises SpecError.
 
-    Without a service the whole journal is read once, so that each unreadable row is met.
+    Without a service the whole journal is read once, so that each unreadable row is found.
     """
     keys = [tuple(key.split("/", 1)) for key in remove]
     for key, parts in zip(remove, keys, strict=True):
@@ -42,7 +42,7 @@ def repair(home: Path, remove: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def rows_table(rows: Sequence[dict[str, Any]]) -> Table | str:
-    """Return the rows with their reasons and the beginning of their bytes, and what to do about them."""
+    """Return a table of the rows with reason, first bytes and advice; a text without rows."""
     if not rows:
         return "every row of the journal can be read"
     table = Table.grid(padding=(0, 2))

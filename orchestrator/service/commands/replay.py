@@ -1,4 +1,4 @@
-"""`orc replay`: past decisions of a journal, made again; and the content of a journal."""
+"""`orc replay`: repeats past decisions of a journal, and reads a journal's content."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SQLITE = "sqlite:///"
 
 
 class Decision(TypedDict):
-    """An event with actions, as recorded or as decided now."""
+    """An event with the recorded actions and those of this version."""
 
     at_s: float
     event: str
@@ -33,7 +33,7 @@ class Decision(TypedDict):
 
 
 def read_events(journal: str) -> Iterator[tuple[Event, str | None]]:
-    """Yield every event of a journal with its recorded decision, oldest first.
+    """Yield (event, recorded decision as text or None) of a journal, oldest first.
 
     `journal` is a SQLite file or an address, as `Journal` takes it. Raises SpecError, ServiceError.
     """
@@ -52,7 +52,7 @@ def read_state(journal: str) -> State:
 
 
 def read_queue(journal: str, home: Path) -> tuple[State, Mapping[str, tuple[JobSpec, ...]]]:
-    """Return the state at the end of a journal, and the trials that its open sweeps have still to submit, by their ids.
+    """Return (state at the end of a journal, trials still to submit by id of open sweep).
 
     Raises as `read_events`.
     """
@@ -65,7 +65,7 @@ def read_queue(journal: str, home: Path) -> tuple[State, Mapping[str, tuple[JobS
 
 @contextmanager
 def open_journal(journal: str) -> Iterator[Journal]:
-    """Open a journal for reading, while its service may be up. A SQLite file is copied: opening would change it."""
+    """Open a journal for reading, even while its service runs. A SQLite file is copied, as opening would change it."""
     file, is_address = journal.removeprefix(SQLITE), "://" in journal
     if is_address and file == journal:
         with closing(Journal(journal, reads_only=True)) as reader:

@@ -1,4 +1,4 @@
-"""`orc simulate`: jobs on a cluster in simulated time. The production controller on the simulated backend."""
+"""`orc simulate`: runs jobs on a simulated cluster, with the production controller and the simulated backend."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ SHORTEST_S = 10.0  # below it a slowdown says nothing (Feitelson and Rudolph, JS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trouble:
-    """Failures of the simulated world."""
+    """Probabilities of failures in a simulation."""
 
     oom_chance: float = 0.0  # of a job whose first attempt runs out of memory, so that it needs a lighter plan
     node_loss_chance: float = 0.0  # of an attempt that takes a node down with it
@@ -51,7 +51,7 @@ class Trouble:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """The end of one job in a play."""
+    """Result of one job in a simulation."""
 
     name: str
     submitted_at_s: float
@@ -67,7 +67,7 @@ class Outcome:
 
     @property
     def keeps_promise(self) -> bool:
-        """Whether it started in time, and no attempt trained slower than its request would have, where that is told."""
+        """Whether it started in time, and no attempt trained slower than its request would have, where known."""
         if self.starts_by_s is None or self.started_at_s is None:
             return False
         slowest_s = inf if self.request_step_s is None else self.request_step_s * AS_FAST
@@ -80,7 +80,7 @@ class Outcome:
 
     @property
     def slowdown(self) -> float:
-        """How many times as long as alone, bounded (see SHORTEST_S)."""
+        """Time from submission to end over the time alone on the cluster, bounded (see SHORTEST_S)."""
         return max(1.0, self.completion_s / max(self.alone_s, SHORTEST_S))
 
     @property
@@ -96,7 +96,7 @@ class Outcome:
 
 
 class Report(TypedDict):
-    """A run in numbers. The same trace, cluster, seed and commit give the same report."""
+    """Metrics of a simulation. The same trace, cluster, seed and commit give the same report."""
 
     trace: str
     cluster: str
@@ -126,7 +126,7 @@ class Report(TypedDict):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulated:
-    """A run: the outcome of each job, and the seconds of each decision on this machine."""
+    """Result of a simulation: metrics, each job's outcome, and the real seconds of each decision."""
 
     report: Report
     outcomes: tuple[Outcome, ...]
@@ -134,7 +134,7 @@ class Simulated:
 
 
 class TraceNature:
-    """Durations of a trace: measured step times, and launches as long as the cluster declares."""
+    """True durations by a trace: measured step times, and launches as long as the cluster declares."""
 
     stop_share: Span = (0.0, 0.0)
     release_s: Span = (0.0, 0.0)
@@ -144,19 +144,19 @@ class TraceNature:
         self._arrivals = arrivals
 
     def step_s(self, job: Job, attempt: Attempt) -> float:
-        """Return the step time measured on these shares of nodes, else the job's own with the trace's error."""
+        """Return the step time measured on this placement, else the job's stated one with the trace's error."""
         arrival = self._arrivals[job.order - 1]
         shape = tuple(sorted((len(part.devices) for part in attempt.placement), reverse=True))
         measured = next((step_s for nodes, step_s in arrival.shapes if nodes == shape), None)
         return attempt.step_s * arrival.step_factor if measured is None else measured
 
     def peak_bytes(self, job: Job, attempt: Attempt, capacity_bytes: int) -> int:  # noqa: ARG002
-        """Return 0: a trace has no memory measurements."""
+        """Return 0, since a trace has no memory measurements."""
         return 0
 
 
 class NullJournal:
-    """A journal for a service that will not start again."""
+    """Journal that stores nothing, for a service that will not restart."""
 
     def load(self) -> tuple[State | None, Sequence[tuple[Event, str | None]]]:
         return None, ()
@@ -196,7 +196,7 @@ class NullJournal:
 
 
 class TimedScheduler(Scheduler):
-    """A Scheduler that appends the seconds of each step to `taken_s`."""
+    """Scheduler that appends the seconds of each step to `taken_s`."""
 
     def __init__(self, state: State, taken_s: list[float]) -> None:
         super().__init__(state)
@@ -210,9 +210,9 @@ class TimedScheduler(Scheduler):
 
 
 def simulate(trace: Trace, cluster: ClusterSpec, *, seed: int, trouble: Trouble = Trouble()) -> Simulated:
-    """Return the trace played on the cluster until nothing more can happen.
+    """Simulate the trace on the cluster until nothing more can happen, and return the result.
 
-    Outcomes are in the order of submission: a trial that is to come is submitted once its sweep has room for it.
+    Outcomes are in the order of submission. Later trials of a sweep are submitted as the sweep allows.
     """
     arrivals = list[Arrival]()  # as they are submitted
     backend = backend_for(arrivals, cluster, seed=seed, trouble=trouble)
@@ -254,7 +254,7 @@ def simulate(trace: Trace, cluster: ClusterSpec, *, seed: int, trouble: Trouble 
 
 
 def shift_maintenance(cluster: ClusterSpec, begins_s: float | None) -> ClusterSpec:
-    """Return the cluster with its maintenance counted from `begins_s`, in seconds since 1970; 0 is then its begin.
+    """Return the cluster with maintenance times relative to `begins_s` (seconds since 1970) as 0.
 
     Raises SpecError where it has maintenance and the jobs have no date.
     """
@@ -309,7 +309,7 @@ def _with_deadline(arrival: Arrival) -> JobSpec:
 
 
 def backend_for(arrivals: Sequence[Arrival], cluster: ClusterSpec, *, seed: int, trouble: Trouble) -> SimulatedBackend:
-    """Return the world in which these jobs, in the order of their submission, take as long as they truly do."""
+    """Return a simulated backend in which these jobs, in order of submission, have their true durations."""
     hazards = {FailureKind.NODE_LOST: trouble.node_loss_chance} if trouble.node_loss_chance else {}
     nature = TraceNature(arrivals, cluster.launch_cost)
     return SimulatedBackend(cluster, seed=seed, hazards=hazards, repeat_chance=0.0, nature=nature)
@@ -353,14 +353,14 @@ def _request_step_s(arrival: Arrival) -> float | None:
 
 
 def alone_s(arrival: Arrival, devices: int, attempts: Sequence[Process] = ()) -> float:
-    """Return the seconds of training on the best number of `devices`; of a job without speeds, on what it ran on."""
+    """Return the training seconds on the best number of `devices`; for a job without speeds, on those it ran on."""
     speeds = [step_s * arrival.step_factor for count, step_s in arrival.spec.speeds if count <= devices]
     steps = arrival.spec.training.max_steps if arrival.spec.optimizer_steps is None else arrival.spec.optimizer_steps
     return steps * min(speeds or [process.step_s for process in attempts], default=0.0)
 
 
 def report_on(trace: Trace, cluster: ClusterSpec, seed: int, outcomes: Sequence[Outcome]) -> Report:
-    """Return the run in numbers."""
+    """Return the metrics of a simulation from its outcomes."""
     finished = [outcome for outcome in outcomes if outcome.ended_at_s is not None]
     completions = sorted(outcome.completion_s for outcome in finished) or [0.0]
     slowdowns = sorted(outcome.slowdown for outcome in finished) or [0.0]
@@ -401,7 +401,7 @@ def report_on(trace: Trace, cluster: ClusterSpec, seed: int, outcomes: Sequence[
 
 
 def quantile(ascending: Sequence[float], share: float) -> float:
-    """Return the smallest value that `share` of all do not pass (the nearest rank)."""
+    """Return the smallest value that is at least a `share` of all values (nearest rank)."""
     return ascending[max(0, ceil(share * len(ascending)) - 1)]
 
 

@@ -1,4 +1,4 @@
-"""The live queue beside a changed one: on another cluster, in another order, or with more jobs."""
+"""What-if comparison of the live queue: simulated as it is, and with another cluster, order or more jobs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ DEVICES_MAX = 1024  # of the other cluster
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fate:
-    """A job, now and then; `now` is None for one of another queue."""
+    """A job's outcome as things are (`now`) and after the change (`then`).
+
+    `now` is None for a job only in the latter.
+    """
 
     name: str
     is_submitted: bool
@@ -30,7 +33,7 @@ class Fate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WhatIf:
-    """Both plays, in seconds from now, and the jobs of unknown length, which take a day."""
+    """Both simulations, in seconds from now, and the jobs of unknown length, which are assumed to take a day."""
 
     now: Report
     then: Report
@@ -48,10 +51,10 @@ def what_if(
     to_come: Mapping[str, Sequence[JobSpec]],
     home: Path,
 ) -> WhatIf:
-    """Return the queue played as it is, and on the other cluster with `more` jobs. `to_come` are trials of live sweeps.
+    """Simulate the queue as it is, and on the other cluster with `more` jobs. `to_come` are trials of live sweeps.
 
-    Where the other cluster has the nodes of the present one, both plays have the nodes of the state, with their drains.
-    Raises SpecError where nothing can be played, and beyond JOBS_MAX and DEVICES_MAX.
+    Where the other cluster has the nodes of the present one, both simulations have the state's nodes, with their
+    drains. Raises SpecError without a job to simulate, and beyond JOBS_MAX and DEVICES_MAX.
     """
     live = [job for job in sorted(state.jobs.values(), key=lambda job: job.order) if not job.status.ended]
     sweeps = sum(spec.trial.sweep.trials - 1 for spec in more if spec.trial is not None)

@@ -1,4 +1,4 @@
-"""A corpus that exists on every machine: the source text of the Python standard library."""
+"""A text corpus that exists on every machine: the source of the Python standard library."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ MODULES = ("argparse", "ast", "dataclasses", "difflib", "inspect", "pathlib", "s
 
 
 def write_corpus(folder: Path) -> None:
-    """Write one text per module, the same on every run of one Python."""
+    """Write one text per module, identical on every run of one Python version."""
     folder.mkdir(parents=True, exist_ok=True)
     library = Path(sysconfig.get_paths()["stdlib"])
     for module in MODULES:

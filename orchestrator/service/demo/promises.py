@@ -1,4 +1,4 @@
-"""Promises of the demo: how the job of each file ends."""
+"""Expected results of the demo's jobs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Promise = tuple[str, Callable[[JobView], bool]]  # as a sentence, and as a check
 
 
 def outcomes(job: JobView) -> list[str]:
-    """Return the outcome of each attempt."""
+    """Return the outcome of each attempt (launch) of the job."""
     return [attempt["outcome"] for attempt in job["attempts"]]
 
 

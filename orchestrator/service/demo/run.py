@@ -1,4 +1,4 @@
-"""`orc demo`: jobs through the real service, Ray, MLflow and two virtual devices, each with a promise."""
+"""`orc demo`: runs jobs through the real service, Ray, MLflow and two virtual devices, and checks each result."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ POLL_S = 0.3
 
 
 def write_files(folder: Path) -> None:
-    """Write the job files, their scripts, their corpus and a cluster file; files that exist are replaced."""
+    """Write the job files, their scripts, their corpus and a cluster file; existing files are replaced."""
     shutil.copytree(FILES, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
     write_corpus(folder / "corpus")
     (folder / CLUSTER).write_text(EMBEDDED_CLUSTER)
 
 
 def run(folder: Path, home: Path, console: Console, *, every: bool) -> int:
-    """Run two jobs, or with `every` all five; return 0 only if each ends as promised."""
+    """Run two jobs, or with `every` all five; return 0 only if each ends as expected."""
     console.print(f"Writing job files to {folder}; starting the service, Ray and MLflow. No GPU is used.")
     write_files(folder)
     promises = {folder / name: PROMISES[name] for name in (PROMISES if every else SHORT)}
@@ -53,9 +53,9 @@ def run(folder: Path, home: Path, console: Console, *, every: bool) -> int:
 def play(
     promises: Mapping[Path, Promise], home: Path, cluster: Path, console: Console, settings: Sequence[str] = ()
 ) -> tuple[list[JobView], list[Path]]:
-    """Run the jobs of these files with `--set` settings; return them as they ended, and the files of broken promises.
+    """Run the jobs of these files with `--set` settings. Returns (ended jobs, files whose result was unexpected).
 
-    Each run has families of its own: otherwise the service would know from the last one what fails.
+    Each run has new family names, since the service would otherwise know from the last run what fails.
     """
     began_s = time.monotonic()
     start(home, cluster, None)

@@ -1,4 +1,4 @@
-"""The newest archived jobs in memory: reading one takes 0.5 ms of processor time, and pages look at a thousand."""
+"""In-memory cache of archived jobs: reading one takes 0.5 ms of processor time, and pages read a thousand."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FRESH = 4  # jobs read to see whether any is new; eight times as many with each 
 
 
 class Archive:
-    """Reads each archived job once. Safe for use by several threads."""
+    """Cache that reads each archived job once. Thread-safe."""
 
     def __init__(self, ended: Callable[[int, str | None], Sequence[Job]]) -> None:
         """`ended` is `Controller.ended`."""
@@ -20,7 +20,7 @@ class Archive:
         self._jobs: Sequence[Job] = self._ended(ENDED_MAX, None)  # the latest end first
 
     def newest(self) -> Sequence[Job]:
-        """Return the jobs that were archived last, at most ENDED_MAX, the latest end first."""
+        """Return the most recently archived jobs, at most ENDED_MAX, latest end first."""
         with self._lock:
             keys, fresh = {job.key for job in self._jobs}, list[Job]()
             limit, before = FRESH, None

@@ -1,4 +1,4 @@
-"""Use of each device in the last hour, from the samples that attempts leave in the home folder."""
+"""Use of each device in the last hour, from samples in the home folder."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Device = tuple[str, int]  # node and index
 
 
 def uses(jobs: Iterable[Job], home: Path, now_s: float) -> Mapping[Device, Mapping[str, Any]]:
-    """Return a chart and the newest numbers of each device that an attempt held in the last hour."""
+    """Return, per device used in the last hour, a chart and the newest numbers."""
     from_s = now_s - LOOK_BACK_S
     attempts = [attempt for job in jobs for attempt in job.attempts if attempt.end_or(now_s) >= from_s]
     curves: dict[Device, list[Line]] = {}

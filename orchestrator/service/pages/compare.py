@@ -1,4 +1,4 @@
-"""Comparisons of strategies: their list, and the data of a comparison's page."""
+"""Pages of comparisons of strategies: their list, and one comparison."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from orchestrator.specs.job_record import Job
 
 
 def comparisons(jobs: Iterable[Job]) -> Sequence[Mapping[str, Any]]:
-    """Return a row for each comparison among these jobs, the newest first."""
+    """Return a row per comparison among these jobs, newest first."""
     members: dict[str, dict[str, Job]] = {}
     for job in jobs:
         if job.spec.member is not None and job.spec.member.compared and job.array is not None:

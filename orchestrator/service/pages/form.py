@@ -1,4 +1,4 @@
-"""Fields of the submit page, and the job file that they write. Both follow the schema of a job."""
+"""Fields of the submit page, and the job file that they produce. Both follow the JSON schema of a job."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Schema = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Key:
-    """A key of a job file, as a field of a form."""
+    """A key of a job file as a form field."""
 
     path: Path
     description: str
@@ -42,7 +42,7 @@ class Key:
         return OF_KEY + dotted(self.path)
 
     def typed(self, value: Any) -> str:
-        """Return the text that a user types for the value."""
+        """Return the value as a user would type it."""
         return value if isinstance(value, str) and self._stands(value) else as_yaml_line(value)
 
     def read(self, typed: str) -> Any:
@@ -55,7 +55,7 @@ class Key:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Section:
-    """Keys under one mapping of a job file; `title` is its path, empty for the top."""
+    """Keys of one mapping in a job file; `title` is its path, "" for the top level."""
 
     title: str
     description: str
@@ -64,7 +64,7 @@ class Section:
 
 @cache
 def sections() -> tuple[Section, ...]:
-    """Return all keys of a job file: the top, then its sections, each followed by its inner sections."""
+    """Return all keys of a job file: the top level, then its sections, each followed by its inner sections."""
     schema = job_json_schema()
     return tuple(_sections((), schema, schema["$defs"]))
 
@@ -119,7 +119,7 @@ def _key(path: Path, schema: Schema, nouns: Mapping[str, Schema], *, is_required
 def propose(command: str, folder: str) -> str:
     """Return the job file that `orc init` proposes for a command in a folder of this machine. Runs nothing.
 
-    Raises SpecError.
+    Raises SpecError for a command that starts no training.
     """
     if not os.path.isabs(folder) or not os.path.isdir(folder):
         hint = "write an absolute path on the service's machine, or use `orc init` on your own"
@@ -128,7 +128,7 @@ def propose(command: str, folder: str) -> str:
 
 
 def field_values(text: str) -> dict[str, str]:
-    """Return the text of each field for a job file, by field name; empty where the file cannot be read."""
+    """Return {field name: text} of a job file; {} where the file cannot be read."""
     try:
         data = read_document(text, SOURCE).data
     except SpecError:
@@ -142,9 +142,9 @@ def field_values(text: str) -> dict[str, str]:
 
 
 def write_job_file(form: Mapping[str, str]) -> str:
-    """Return the job file of a form: its text, with each key whose field was changed. Raises SpecError.
+    """Return the job file of a form: its text, with changed fields applied. Raises SpecError.
 
-    Text stays as it is where no field changed; otherwise it is written anew, without comments.
+    The text is unchanged where no field changed; otherwise it is rewritten, without comments.
     """
     text, before = form.get("text", ""), field_values(form.get(WRITTEN, ""))
     changed = [key for key in _keys() if form.get(key.name, "").strip() != before.get(key.name, "").strip()]

@@ -1,4 +1,4 @@
-"""A job's page: attempts side by side, curves, log, plans, and memory by cause."""
+"""The page of a job: attempts side by side, curves, log, plans, and memory by cause."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Metric = tuple[float, float]  # step, value
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curves:
-    """Metrics of an attempt by optimizer step; a foreign script writes none."""
+    """Metrics of an attempt by optimizer step; empty for a script, which writes none."""
 
     number: int
     loss: Sequence[Metric]
@@ -44,7 +44,7 @@ class Curves:
 
 
 def attempt_rows(job: JobView) -> Sequence[Mapping[str, Any]]:
-    """The settings of plans by which any two attempts differ, with the value of each attempt."""
+    """Return the settings in which any two attempts differ, with each attempt's value."""
     attempts = job["attempts"]
     names = dict.fromkeys(name for attempt in attempts for name in attempt["settings"])
     rows = [{"name": name, "values": [attempt["settings"].get(name, "–") for attempt in attempts]} for name in names]
@@ -54,14 +54,14 @@ def attempt_rows(job: JobView) -> Sequence[Mapping[str, Any]]:
 
 
 def curves_of(home: Path, job: JobView) -> list[Curves]:
-    """The curves of the newest attempts that wrote any."""
+    """Return the curves of the newest attempts that have any."""
     numbers = [attempt["number"] for attempt in job["attempts"]][-ATTEMPTS_DRAWN:]
     read = [_curves(JobFolder(home, job["id"]).attempt(number).metrics, number) for number in numbers]
     return [curves for curves in read if curves.loss or curves.step_s]
 
 
 def last_curves(home: Path, job_id: str, number: int) -> Curves:
-    """The curves of this attempt; empty where it wrote none."""
+    """Return the curves of this attempt; empty where it has none."""
     return _curves(JobFolder(home, job_id).attempt(number).metrics, number)
 
 
@@ -95,7 +95,7 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def with_fatal_moments(curves: Sequence[Curves], job: JobView) -> list[Curves]:
-    """Return the curves; the memory of an attempt that ran out of it ends with what was in use then."""
+    """Return the curves, with the memory in use at the failure appended for attempts that ran out."""
     used = {
         attempt["number"]: attempt["peak_bytes"]
         for attempt in job["attempts"]
@@ -110,7 +110,7 @@ def with_fatal_moments(curves: Sequence[Curves], job: JobView) -> list[Curves]:
 
 
 def facts_of(job: Job) -> Mapping[str, str]:
-    """Return what the job runs, where, and of which commit; without what is not known."""
+    """Return known facts of a job by name: what it runs, where, and from which commit."""
     spec, source = job.spec, job.spec.source
     commit = f"{source.commit[:12]}{' and changes' if source.dirty else ''}" if source else ""
     facts = {
@@ -124,7 +124,7 @@ def facts_of(job: Job) -> Mapping[str, str]:
 
 
 def artifacts(home: Path, job_id: str) -> Sequence[tuple[str, int | None]]:
-    """Return names of the output folder, the newest first and at most FILES_MAX, with the bytes of each file."""
+    """Return (name, bytes) of the output folder's newest entries, at most FILES_MAX; bytes are None for folders."""
     try:
         with os.scandir(JobFolder(home, job_id).output) as entries:
             stats = [(entry, entry.stat(follow_symlinks=False)) for entry in islice(entries, FILES_READ_MAX)]
@@ -138,7 +138,7 @@ def artifacts(home: Path, job_id: str) -> Sequence[tuple[str, int | None]]:
 
 
 def charts(curves: Sequence[Curves], capacity_bytes: int | None) -> Mapping[str, Markup]:
-    """Return the loss, step time and memory of each attempt; the latter with the end of a device of so many bytes."""
+    """Return charts of loss, step time and memory by name; `capacity_bytes` is the limit line of memory."""
     tones = [f"series-{index % 6}" for index in range(len(curves))]
     named = [(f"attempt {curve.number}", tone, curve) for curve, tone in zip(curves, tones, strict=True)]
     most_bytes = max((count for curve in curves for _, count in curve.peak_bytes), default=0.0)
@@ -162,7 +162,7 @@ def _binary_unit(most_bytes: float) -> tuple[str, int]:
 
 
 def memory_rows(job: JobView, capacities: Mapping[str, int]) -> Sequence[Mapping[str, Any]]:
-    """Predicted and measured peak of each attempt against the memory of its kind of device."""
+    """Return predicted and measured peak of each attempt, against the memory of its kind of device."""
     progress = job["progress"]
     rows = []
     for attempt in job["attempts"]:
@@ -193,7 +193,7 @@ def _meter(name: str, count_bytes: int | None, most_bytes: int, tone: str, capac
 
 
 def bytes_by_cause(attempt: AttemptView, capacity_bytes: int | None) -> Markup:
-    """The waterfall of an attempt; empty where nothing is known of its memory."""
+    """Return a waterfall chart of an attempt's memory; empty where it is unknown."""
     estimate = attempt["estimate"]
     if estimate["source"] == Source.ASSUMED:
         return Markup("")
@@ -202,6 +202,6 @@ def bytes_by_cause(attempt: AttemptView, capacity_bytes: int | None) -> Markup:
 
 
 def frontier_of(explanation: ExplanationView) -> Markup:
-    """The frontier as it is judged now; empty where nothing is known of it."""
+    """Return a chart of the job's frontier (plans that no other beats), judged today; empty without one."""
     view = explanation["picture"]
     return Markup("") if view is None or not view["points"] else frontier(picture_from_view(view))

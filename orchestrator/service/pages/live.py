@@ -1,4 +1,4 @@
-"""Pages hear of every change: a stream of server-sent events, whose ids are versions of the state."""
+"""Live updates of pages by server-sent events, whose ids are versions of the state."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ WAIT_S = 5.0  # at most so long a page that was closed, or whose session ended, 
 async def changes(
     version_seen: int, version: Callable[[], int], waits: Waits, is_signed_in: Callable[[], bool]
 ) -> AsyncIterator[str]:
-    """An event `changed` for each version after `seen` that the page could not skip, and `ended` at the end.
+    """Yield an event `changed` per new version after `version_seen`, and `ended` at the end.
 
-    A page that lost its connection gives the last id that it saw, and hears at once of what it missed.
+    Versions that come quickly are merged. A page that reconnects sends its last id, and hears at once of what it
+    missed.
     """
     yield "retry: 1000\n\n"
     while await asyncio.to_thread(is_signed_in):

@@ -1,4 +1,4 @@
-"""The page of a log: a window of it, and the lines that have a text."""
+"""The page of a log: a window of it, and text search."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Read = Callable[[int], bytes]  # what a log has from an offset on, as far as one
 
 
 def log_bytes(home: Path, job_id: str, number: int, rank: int) -> int:
-    """Return the size of a rank's log; 0 where it wrote none."""
+    """Return the size of a rank's log; 0 without one."""
     try:
         return JobFolder(home, job_id).attempt(number).log(rank).stat().st_size
     except OSError:
@@ -25,7 +25,7 @@ def log_bytes(home: Path, job_id: str, number: int, rank: int) -> int:
 
 
 def window(read: Read, offset: int) -> str:
-    """Return the text of a log from the first line that begins at the offset or later."""
+    """Return the text of a log from the first line that begins at or after `offset`."""
     if offset == 0:
         return read(0)[:WINDOW_BYTES].decode(errors="replace")
     text = read(offset - 1)[: WINDOW_BYTES + 1].decode(errors="replace")  # whether a line begins there, says this byte
@@ -33,9 +33,9 @@ def window(read: Read, offset: int) -> str:
 
 
 def matching_lines(read: Read, size: int, text: str) -> Sequence[tuple[int, str]]:
-    """Return offset and text of the last MATCHES_MAX lines that have the text; the case of ASCII letters is ignored.
+    """Return (offset, line) of the last MATCHES_MAX lines that contain the text, ignoring the case of ASCII letters.
 
-    The search looks at the last SEARCH_BYTES of a log of `size` bytes.
+    The search reads the last SEARCH_BYTES of a log of `size` bytes.
     """
     needle, matches = text.encode().lower(), deque[tuple[int, str]](maxlen=MATCHES_MAX)
     offset, rest = max(0, size - SEARCH_BYTES), b""

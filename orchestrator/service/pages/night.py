@@ -1,4 +1,4 @@
-"""The night page: past attempts on each device, expected jobs, and outcomes of ended jobs."""
+"""The night page: past attempts on each device, forecasts, and outcomes of ended jobs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def night_data(
     since_s: float,
     now_s: float,
 ) -> Mapping[str, Any]:
-    """Return the data of the night page from `hours` ago on; its report begins at `since_s`."""
+    """Return the data of the night page for the last `hours`; its report begins at `since_s`."""
     from_s = now_s - hours * 3600
     all_jobs = {job.id: job for job in (*archived, *state.jobs.values())}
     report = morning_report(state, all_jobs.values(), since_s, now_s, sweeps)
@@ -73,7 +73,7 @@ def _ending(job: Job) -> Mapping[str, Any]:
 
 
 def past_chart(state: State, jobs: Sequence[Job], from_s: float, now_s: float) -> Markup:
-    """Return a chart with one lane for each device; empty where nothing ran."""
+    """Return a chart of past attempts with one lane per device; empty without attempts."""
     devices = [(node.name, index) for node in state.nodes for index in range(node.devices)]
     gone = {
         (part.node, index)

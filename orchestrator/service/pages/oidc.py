@@ -1,4 +1,4 @@
-"""Sign in by an OpenID provider: leads there, takes the answer, and opens a session of the service's own."""
+"""Sign-in through an OpenID provider: redirects, handles the callback, and opens a session of the service."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 class SignIn:
-    """The two routes of a sign in. What is on its way is in a signed cookie, so a stranger fills no memory."""
+    """The two routes of a sign-in. Pending state is in a signed cookie, so that strangers use no memory."""
 
     def __init__(self, provider: Provider, gate: Gate) -> None:
         self._provider, self._accounts, self._gate = provider, gate.accounts, gate
@@ -40,7 +40,7 @@ class SignIn:
         self._lock = Lock()
 
     def begin(self, request: Request, came_from: str) -> Response:
-        """Lead to the provider's page."""
+        """Redirect to the provider's page."""
         if self._gate.is_guessing(request, count=False):
             return self._refused(request, "too many wrong answers", 429)
         try:
@@ -62,7 +62,7 @@ class SignIn:
         return answer
 
     def end(self, request: Request) -> Response:
-        """Take the provider's answer: once, in the browser that asked, within BEGUN_S."""
+        """Handle the provider's callback: once, in the browser that began the sign-in, within BEGUN_S seconds."""
         if self._gate.is_guessing(request, count=False):
             return self._refused(request, "too many wrong answers", 429)
         try:

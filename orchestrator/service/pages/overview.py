@@ -1,4 +1,4 @@
-"""The overview: what failed, what asks, what runs and what waits, on one page."""
+"""The overview page: failed, asking, running and waiting jobs."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ BAD = (JobStatus.FAILED, JobStatus.REFUSED)
 def overview_data(
     state: State, archived: Iterable[Job], view: Views, expected: Expectations, now_s: float
 ) -> Mapping[str, Any]:
-    """Return what the page shows.
+    """Return the page's data. Members of an array, sweep or comparison that failed alike share a row.
 
-    Members of an array, a sweep or a comparison that failed alike are one row. A failure that was retried has none.
+    A failure that was retried has no row.
     """
     jobs = {job.id: job for job in (*archived, *state.jobs.values())}
     live = in_order(job for job in state.jobs.values() if not job.status.ended)
@@ -69,7 +69,7 @@ def _kind(job: Job) -> str:
 
 
 def telling_line(excerpt: str) -> str:
-    """Return the last line of a log's excerpt that has text: where Python names the exception."""
+    """Return the last non-empty line of a log excerpt, in which Python names the exception."""
     lines = [line.strip() for line in excerpt.splitlines() if line.strip()]
     return lines[-1][:TELLING_MAX] if lines else ""
 

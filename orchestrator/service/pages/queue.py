@@ -22,7 +22,7 @@ Views = Callable[[Job], JobView]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Filter:
-    """Criteria of the queue's filter; "" admits all."""
+    """Criteria of the queue page's filter; "" matches all."""
 
     status: str = ""
     user: str = ""
@@ -33,11 +33,11 @@ class Filter:
 
     @property
     def is_any(self) -> bool:
-        """Return whether every job is admitted."""
+        """Whether the filter matches every job."""
         return self == Filter()
 
     def admits(self, job: Job, state: State) -> bool:
-        """Return whether the job meets the criteria."""
+        """Return whether the job matches the criteria."""
         policy = state.policy
         return (
             (not self.status or job.status.value == self.status)
@@ -52,7 +52,7 @@ class Filter:
 def queue_data(
     state: State, archived: Sequence[Job], view: Views, expected: Expectations, criteria: Filter, number: int
 ) -> Mapping[str, Any]:
-    """Return the data of the queue page: a page of ROWS live rows, and after the last one those that ended last."""
+    """Return the data of page `number`: ROWS live rows, and on the last page the most recently ended jobs."""
     live = in_order(job for job in state.jobs.values() if not job.status.ended)
     waiting = [job for job in live if job.status is JobStatus.QUEUED]
     archived_ids = {job.id for job in archived}
@@ -87,7 +87,7 @@ def queue_data(
 
 
 def fold(jobs: Iterable[Job], kind: Callable[[Job], object] = lambda _: None) -> list[list[Job]]:
-    """Return the jobs in groups, in the order of their first jobs: members of an array of the same kind together."""
+    """Return the jobs in groups: members of one array with equal `kind` together, in order of first job."""
     groups: dict[object, list[Job]] = {}
     for job in jobs:
         groups.setdefault((job.array, kind(job)) if job.array else job.id, []).append(job)
@@ -95,12 +95,12 @@ def fold(jobs: Iterable[Job], kind: Callable[[Job], object] = lambda _: None) ->
 
 
 def is_running(group: Sequence[Job]) -> bool:
-    """Return whether a job of the group runs."""
+    """Return whether any job of the group runs."""
     return any(job.status is JobStatus.RUNNING for job in group)
 
 
 class Rows:
-    """Makes the rows of the tables of jobs, from one state."""
+    """Builds table rows of jobs from one state."""
 
     def __init__(self, state: State, view: Views, expected: Expectations, waiting: Sequence[Job]) -> None:
         """`waiting` are all queued jobs in the order of the queue."""
@@ -111,7 +111,7 @@ class Rows:
             self._devices.setdefault(job_id, {}).setdefault(node, []).append(str(index))
 
     def of(self, groups: Iterable[Sequence[Job]]) -> list[Mapping[str, Any]]:
-        """Return a row for each group: of its one job, or of its array with the rows of MEMBERS_MAX jobs."""
+        """Return one row per group: its single job, or its array with at most MEMBERS_MAX member rows."""
         return [self._row(group[0]) if len(group) == 1 else self._array(group) for group in groups]
 
     def _row(self, job: Job) -> Mapping[str, Any]:

@@ -1,4 +1,4 @@
-"""The pages that people look at. They show what the JSON API answers; what changes something is sent to that API."""
+"""Routes of the web pages. They show the data of the JSON API; changes are sent to that API."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ class _Pages:
         principal: Principal = request.state.principal
 
         def may(method: str, path: str) -> bool:
-            """Whether the API would admit this action, as far as the role decides."""
+            """Return whether the sender's role allows this API action."""
             return principal.role.may(self._gate.roles.get((method, path), Role.ADMIN))
 
         def may_change_job(job: JobView) -> bool:
@@ -243,7 +243,7 @@ class _Pages:
         return answer
 
     async def events(self, request: Request) -> Response:
-        """Server-sent events: one for each version of the state that the page has not seen."""
+        """Return a stream of server-sent events, one per version of the state that the page has not seen."""
         version_seen = request.headers.get("last-event-id") or request.query_params.get("seen", "")
         stream = changes(
             int(version_seen) if version_seen.isdecimal() else NEVER_SEEN,

@@ -1,4 +1,4 @@
-"""Charts as SVG. Each says its title and what it shows to those who cannot see it; colours are of the style sheet."""
+"""Charts as SVG. Each has a title and a description for screen readers; colours are in the style sheet."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LABEL_WIDTH = 132
 
 
 class Line(NamedTuple):
-    """A curve: its name, its class for the colour, and its points."""
+    """A curve: its name, its CSS class for the colour, and its points."""
 
     name: str
     tone: str
@@ -38,7 +38,7 @@ class Line(NamedTuple):
 
 
 class Cause(NamedTuple):
-    """A bar of a waterfall."""
+    """A bar of a waterfall chart."""
 
     name: str
     count_bytes: int
@@ -46,7 +46,7 @@ class Cause(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bar:
-    """A span of time in a lane."""
+    """A time span in a lane of a Gantt chart."""
 
     lane: int
     from_s: float
@@ -82,7 +82,7 @@ def lines(
     clips_outliers: bool = False,
     limit: float | None = None,
 ) -> Markup:
-    """Return curves over optimizer steps, with a line at the limit; empty where there is no point."""
+    """Return a chart of curves over optimizer steps, with a line at `limit`; empty without points."""
     curves = [curve._replace(points=_thinned(curve.points)) for curve in curves if curve.points]
     if not curves:
         return Markup("")
@@ -123,9 +123,9 @@ def _limit_line(height: float, text: str) -> Markup:
 
 
 def frontier(picture: Picture, title: str = "", label_prefix: str = "attempt ") -> Markup:
-    """Step time against needed bytes, both logarithmic, with the line where the memory ends.
+    """Return a chart of step time against needed bytes, both logarithmic, with the memory limit as a line.
 
-    `label_prefix` stands before the label of each point.
+    `label_prefix` precedes the label of each point.
     """
     across = _Scale(*picture.span_s, LEFT, WIDTH - RIGHT, is_log=True)
     up = _Scale(*picture.span_bytes, HEIGHT - BOTTOM, TOP, is_log=True)
@@ -166,7 +166,7 @@ def _mark(mark: Mark, x: float, y: float, tooltip: str) -> Markup:
 def waterfall(
     causes: Sequence[Cause], predicted_bytes: int, measured_bytes: int | None, capacity_bytes: int | None
 ) -> Markup:
-    """Predicted bytes by cause, each bar from where the one before ended, then their sum beside the measured peak."""
+    """Return a waterfall chart of predicted bytes by cause, and their sum beside the measured peak."""
     rows: list[tuple[str, int, int, str]] = []
     end_bytes = 0
     for cause in causes:
@@ -212,7 +212,7 @@ def gantt(
     now_s: float,
     ticks: Sequence[tuple[float, str]],
 ) -> Markup:
-    """Spans of time in lanes, one below the other, with a line for the present."""
+    """Return a chart of time spans in lanes, with a line for the present."""
     height, width = TOP + len(lanes) * (LANE + GAP) + BOTTOM, 960
     across = _Scale(from_s, until_s, LABEL_WIDTH, width - RIGHT)
     bottom = height - BOTTOM
@@ -258,7 +258,7 @@ def _bar(bar: Bar, across: _Scale, from_s: float, until_s: float) -> Markup:
 
 
 def spark(title: str, curves: Sequence[Line], from_s: float, until_s: float) -> Markup:
-    """Return percentages over time as a small chart without axes; it says its newest values as text."""
+    """Return a small chart of percentages over time, without axes; the newest values are in its text."""
     across, up = _Scale(from_s, until_s, 0, 100), _Scale(0, 100, 24, 0)
     drawn = [Markup('<rect class="lane" width="100" height="24"/>')]
     for curve in curves:
@@ -272,7 +272,7 @@ def spark(title: str, curves: Sequence[Line], from_s: float, until_s: float) -> 
 
 
 def meter(title: str, share: float, tone: str, limit: float | None = None) -> Markup:
-    """Return a bar of which a share is filled, with a line at the share `limit`."""
+    """Return a bar filled to `share`, with a line at the share `limit`."""
     filled = round(100 * min(1.0, max(0.0, share)), 1)
     line = Markup('<rect class="end" x="{}" width="1" height="6"/>')
     end = "" if limit is None else line.format(round(99 * limit, 1))

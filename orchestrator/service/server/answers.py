@@ -1,4 +1,4 @@
-"""Types of the routes' answers, for /openapi.json alone: views build the answers, and nothing validates them again."""
+"""Response types of the API, only for /openapi.json: views build the responses, and nothing validates them again."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from orchestrator.service.views.teams import TeamView
 
 
 class ErrorAnswer(TypedDict):
-    """Why a request was refused: one message for people."""
+    """The reason why a request was refused, for people."""
 
     error: str
 
@@ -36,14 +36,14 @@ class StatusAnswer(TypedDict):
 
 
 class ReadyAnswer(TypedDict):
-    """The service takes jobs; what is wrong around it, in one sentence each."""
+    """The service accepts jobs. `problems` are present problems, one sentence each."""
 
     status: str
     problems: list[str]
 
 
 class NotReadyAnswer(ErrorAnswer):
-    """The service takes no jobs, and why; with everything that is wrong around it."""
+    """The service accepts no jobs: the reason, and all present problems."""
 
     problems: NotRequired[list[str]]
 
@@ -61,21 +61,21 @@ class ForecastAnswer(TypedDict):
 
 
 class WhoAnswer(TypedDict):
-    """Who the service takes the sender for."""
+    """The user and role of the sender."""
 
     user: str
     role: str
 
 
 class SubmittedAnswer(TypedDict):
-    """A submitted job."""
+    """The id of a submitted job; `late` has a sentence if it is expected to miss its deadline."""
 
     id: str
     late: dict[str, str]  # by id: why the deadline is expected to be missed
 
 
 class BatchAnswer(TypedDict):
-    """Jobs that were submitted together, in their order."""
+    """The ids of jobs submitted together, in their order; the other fields are by id."""
 
     ids: list[str]
     late: dict[str, str]
@@ -91,7 +91,7 @@ class JobsAnswer(TypedDict):
 
 
 class JobAnswer(TypedDict):
-    """A job, and the version of the state that it was read from."""
+    """A job, and the version of the state in which it was read."""
 
     job: JobView
     version: int
@@ -104,13 +104,13 @@ class CancelledAnswer(TypedDict):
 
 
 class ChangedAnswer(TypedDict):
-    """Ids of jobs that are different now; the others were so already."""
+    """Ids of the jobs that the request changed."""
 
     changed: list[str]
 
 
 class RetriedAnswer(TypedDict):
-    """The job that goes on, and how."""
+    """The id of the job that continues, from which checkpoint, and why."""
 
     id: str  # of the new job; of the same one where it asked
     continues_from: str | None  # the job with whose newest checkpoint it begins
@@ -135,7 +135,7 @@ class ClusterAnswer(TypedDict):
 
 
 class GoingAnswer(TypedDict):
-    """A part of an ended job's folder that is removed, and by which setting."""
+    """A part of an ended job's folder that is removed, and the setting that requires it."""
 
     job: str
     part: str
@@ -146,7 +146,7 @@ class GoingAnswer(TypedDict):
 
 
 class StayingAnswer(TypedDict):
-    """How many parts or jobs stay for one reason."""
+    """How many parts or jobs stay for one reason, and their bytes."""
 
     reason: str
     count: int
@@ -154,7 +154,7 @@ class StayingAnswer(TypedDict):
 
 
 class PurgeAnswer(TypedDict):
-    """What is removed, what stays, and what could not be removed; `more` parts are removed the next time."""
+    """Parts that are removed, that stay, and that could not be removed; `more` parts follow next time."""
 
     dry_run: bool
     goes: list[GoingAnswer]
@@ -166,7 +166,7 @@ class PurgeAnswer(TypedDict):
 
 
 class JoinAnswer(TypedDict):
-    """What a machine needs to join: the address of Ray, and what must be the same on it."""
+    """The address of Ray for a joining machine, and the properties that it must share."""
 
     ray_address: str
     machine: Machine
@@ -185,13 +185,13 @@ class TeamsAnswer(TypedDict):
 
 
 class KeptAnswer(TypedDict):
-    """How many observations were new."""
+    """The number of observations that were new."""
 
     kept: int
 
 
 class ShutdownAnswer(TypedDict):
-    """Ids of jobs that ran when the service was told to end."""
+    """Ids of jobs that ran at the shutdown."""
 
     running: list[str]
 
@@ -205,7 +205,7 @@ class UserAnswer(TypedDict):
 
 
 class TriedAnswer(TypedDict):
-    """Why targets of notifications could not be reached, by name; null for those that were."""
+    """Why each notification target could not be reached, by name; null for success."""
 
     problems: dict[str, str | None]
 
@@ -217,7 +217,7 @@ class UsersAnswer(TypedDict):
 
 
 class TokenAnswer(TypedDict):
-    """What is known of a token."""
+    """Metadata of a token."""
 
     id: int
     user: str
@@ -235,14 +235,14 @@ class TokensAnswer(TypedDict):
 
 
 class NewTokenAnswer(TypedDict):
-    """A token, and its secret, which no other answer has."""
+    """A new token with its secret, which no other response contains."""
 
     secret: str
     token: TokenAnswer
 
 
 class UnreadableRowAnswer(TypedDict):
-    """A row of the journal that cannot be read, with its bytes, and why."""
+    """An unreadable row of the journal, with its bytes and the reason."""
 
     table: str
     row: str
@@ -252,7 +252,7 @@ class UnreadableRowAnswer(TypedDict):
 
 
 class UnreadableAnswer(TypedDict):
-    """The rows of the journal that cannot be read."""
+    """The unreadable rows of the journal."""
 
     rows: list[UnreadableRowAnswer]
 
@@ -296,7 +296,7 @@ REFUSALS: Responses = {
 
 
 class PlainRoute(APIRoute):
-    """A route whose dict is written as it is, in the route's own thread: views build it of what JSON knows.
+    """Route that serialises its dict directly, in its own thread, since views build plain JSON data.
 
     FastAPI would first copy each part of it, in the thread that serves everybody.
     """
@@ -328,12 +328,12 @@ def _as_response(content: Response | Mapping[str, Any]) -> Response:
 
 
 def answers(model: type) -> dict[str, Any]:
-    """Arguments of a route that answers 200 with this model, described and not validated."""
+    """Return arguments of a route that answers 200 with this model, documented but not validated."""
     return {"response_model": None, "responses": {200: {"model": model}}}
 
 
 def answers_bytes(*headers: str) -> dict[str, Any]:
-    """Arguments of a route that answers 200 with bytes and these headers, each a whole number."""
+    """Return arguments of a route that answers 200 with bytes and these integer headers."""
     header_schemas = {name: {"schema": {"type": "integer"}, "required": True} for name in headers}
     content = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
     return {

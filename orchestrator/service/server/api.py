@@ -1,4 +1,4 @@
-"""The HTTP API of the service. Every route but /healthz and /readyz needs a token, and a role that `ROLES` names."""
+"""The service's HTTP API. Every route but /healthz and /readyz needs a token, and a role from `ROLES`."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ READY: dict[str, Any] = {
 
 
 def create_app(service: Service) -> FastAPI:
-    """Return the application.
+    """Return the API's application.
 
     It answers a wrong token by 401, a wrong Host or role by 403, an unknown object by 404, bad input by 422, and a
     refusal by 409.
@@ -223,9 +223,10 @@ def _add_probe_routes(app: FastAPI, service: Service) -> None:
 
     @app.get("/readyz", **READY)
     async def readyz() -> Response:
-        """200 while the service takes jobs: it owns its journal, can write it, and decides. Without nodes they wait.
+        """Answer 200 while the service accepts jobs: it owns its journal, can write it, and decides.
 
-        It waits for nothing, and for no thread: those of other routes may all stand behind a decision.
+        It waits for nothing, and for no thread: those of other routes may all stand behind a decision. Without live
+        nodes jobs are accepted, and wait.
         """
         try:
             controller.confirm()
@@ -281,7 +282,7 @@ def _add_report_routes(app: FastAPI, service: Service) -> None:
 
     @app.get("/forecast", **answers(ForecastAnswer))
     def forecast() -> dict[str, Any]:
-        """Expected start and end of each live job, earliest start first, with nothing more submitted."""
+        """Return expected start and end of each live job, earliest start first, assuming no more submissions."""
         return {"jobs": [*service.forecasts.wait_for_newest().values()]}
 
     newest = Reports(lambda since_s: dict(make_report(controller, since_s, time.time(), service.sweeper.reports())))
@@ -291,7 +292,7 @@ def _add_report_routes(app: FastAPI, service: Service) -> None:
         since_s: Annotated[float, Query(ge=0, le=NUMBER_MAX, allow_inf_nan=False)],
         until_s: Annotated[float | None, Query(ge=0, le=NUMBER_MAX, allow_inf_nan=False)] = None,
     ) -> dict[str, Any]:
-        """What happened since a moment, in seconds since 1970; without an end, until some seconds ago."""
+        """Return the morning report since a time in seconds since 1970; by default, until some seconds ago."""
         if until_s is not None:
             return dict(make_report(controller, since_s, until_s, service.sweeper.reports()))
         return newest.of(controller.version, since_s)
@@ -303,7 +304,7 @@ def _add_operator_routes(app: FastAPI, service: Service) -> None:
 
     @app.post("/notify/test", **answers(TriedAnswer))
     def notify_test(request: TryRequest) -> dict[str, Any]:
-        """Send a notice to targets, or to all."""
+        """Send a test notice to these notification targets, or to all."""
         return {"problems": {} if service.notifier is None else service.notifier.test(request.targets)}
 
     @app.post("/observations", **answers(KeptAnswer))
@@ -312,7 +313,7 @@ def _add_operator_routes(app: FastAPI, service: Service) -> None:
 
     @app.post("/purge", **answers(PurgeAnswer))
     def purge(request: PurgeRequest, http_request: Request, sender: Sender) -> Mapping[str, object]:
-        """Remove files of ended jobs as `keep` of the cluster file says, or only say what would go."""
+        """Remove files of ended jobs by the cluster file's `keep`, or only list them."""
         result = service.purger.purge(sender, http_request.state.id, is_dry=request.dry_run)
         return purge_view(result, is_dry=request.dry_run)
 
@@ -344,7 +345,7 @@ def _add_member_routes(app: FastAPI, service: Service) -> None:
 
     @app.delete("/nodes/{node}", **answers(EmptyAnswer))
     def remove_node(node: str) -> dict[str, Any]:
-        """Forget a machine that has left; a node of its name is not drained any more."""
+        """Remove a machine that has left. A new node of its name starts without a drain."""
         _members(service).remove(node)
         if node in service.controller.state.drained:
             service.controller.drain(node, undo=True)
@@ -395,7 +396,7 @@ def _add_account_routes(app: FastAPI, service: Service) -> None:
 
     @app.post("/tokens", **answers(NewTokenAnswer))
     def create_token(request: TokenRequest, name_objects: NameObjects) -> dict[str, Any]:
-        """The one answer that has the token itself."""
+        """Create a token. Only this response contains the token itself."""
         name_objects([request.user])
         secret, token = accounts.create_token(request.user, request.lifetime_s)
         return {"secret": secret, "token": asdict(token)}
@@ -422,7 +423,7 @@ def _add_journal_routes(app: FastAPI, service: Service) -> None:
 
     @app.delete("/journal/unreadable/{table}/{row}", **answers(EmptyAnswer))
     def drop_unreadable(table: str, row: str) -> dict[str, Any]:
-        """Drop a row for good. A live job is cancelled first: it may hold devices."""
+        """Delete an unreadable row for good. A live job is cancelled first, as it may occupy devices."""
         job = service.controller.state.jobs.get(row) if table == "live" else None
         if job is not None and job.unreadable:
             raise ServiceError(f"{row} may hold devices: `orc cancel {row}` ends it, then its row can be dropped")

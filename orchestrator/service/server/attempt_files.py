@@ -1,4 +1,4 @@
-"""Reads a live attempt's files for the API: heartbeats, the tail of a log, and why no guard watches it."""
+"""Reads a live attempt's files for the API: heartbeats, log tails, and why it runs without the guard."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LOG_BYTES_MAX = 2**18  # per response; the client requests the next offset
 
 
 def view_of(home: Path, job: Job, policy: PolicySpec, problems: Sequence[str]) -> JobView:
-    """Return the job with the heartbeats of its live attempt. A waiting job has the problems as its reason."""
+    """Return the job as JSON, with its live attempt's heartbeats. A waiting job's reason includes `problems`."""
     if problems and job.status is JobStatus.QUEUED:
         return {**job_view(job, policy=policy), "reason": "; ".join((*problems, job.reason))}
     attempt = job.last
@@ -44,7 +44,7 @@ def view_of(home: Path, job: Job, policy: PolicySpec, problems: Sequence[str]) -
 
 
 def beats(home: Path, job: Job) -> list[Heartbeat]:
-    """Return the last heartbeats of the newest attempt's ranks."""
+    """Return the last heartbeats (progress reports) of the newest attempt's ranks."""
     if job.last is None:
         return []
     folder = JobFolder(home, job.id).attempt(job.last.number)
@@ -61,9 +61,9 @@ def _read_heartbeat(folder: AttemptFolder, rank: int) -> Heartbeat | None:
 
 
 def read_from(path: Path, offset: int, hidden: Sequence[bytes]) -> bytes:
-    """Return at most `LOG_BYTES_MAX` bytes of a file from an offset; none where the file is missing.
+    """Return at most `LOG_BYTES_MAX` bytes of a file from an offset; b"" where the file is missing.
 
-    Each byte of a `hidden` value is an asterisk, also where the value begins before the offset or ends later.
+    Each byte of a `hidden` value becomes an asterisk, even where the value crosses either end.
     """
     around = max(map(len, hidden), default=0)
     margin = min(offset, around)
@@ -79,7 +79,7 @@ def read_from(path: Path, offset: int, hidden: Sequence[bytes]) -> bytes:
 async def follow_file(
     path: Path, offset: int, hidden: Sequence[bytes], is_over: Callable[[], bool], waits: Waits, wait_s: float
 ) -> AsyncIterator[bytes]:
-    """Yield a file from an offset, as it grows, until nothing more can come, or for `wait_s`."""
+    """Yield bytes of a growing file from an offset, until it is complete, or for `wait_s` seconds."""
     until_s = time.monotonic() + wait_s
     while True:
         was_over = is_over()  # asked before the file is read, so that nothing is missed

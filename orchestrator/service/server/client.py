@@ -1,4 +1,4 @@
-"""The client of commands: on the loopback with the home folder's token, or under TLS with a login."""
+"""The commands' HTTP client: on the loopback with the home folder's token, or by TLS with a login."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ UPLOAD_TIMEOUT_S = PURGE_TIMEOUT_S = 600.0
 
 
 class Client:
-    """A connection to a service. Raises ServiceError where it does not answer or refuses."""
+    """Connection to a service. Methods raise ServiceError where it does not answer or refuses."""
 
     def __init__(self, service: Path | Login) -> None:
         """Connect to the service of a home folder, or to the one of a login."""
@@ -62,29 +62,29 @@ class Client:
         self._home = None if isinstance(service, Login) else service  # elsewhere the token says who submits
 
     def submit(self, spec: dict[str, Any], fault: dict[str, Any] | None = None, key: str | None = None) -> str:
-        """Return the id of the job that is in the queue when this returns.
+        """Submit a job; return its id once it is in the queue.
 
-        A submission that stays without an answer is sent again, and makes no second job. With a `key`, at most 64
-        characters that name it, the caller sends it again under the same one, to any service of the same journal.
+        A submission without a response is sent again, without making a second job. With an idempotency `key` (at most
+        64 characters), the caller may also repeat it, to any service of the same journal.
         """
         body = {"spec": self._with_user(spec), "fault": fault}
         return (self._submit("/jobs", body) if key is None else self._json("POST", "/jobs", body, key))["id"]
 
     def submit_all(self, specs: Sequence[dict[str, Any]]) -> BatchAnswer:
-        """Submit jobs atomically; return what became of each, once they are in the journal.
+        """Submit jobs atomically; return their ids once they are in the journal.
 
-        That is, by id: why it is expected to miss its deadline, what its guarantee promises, why it was refused. If one
-        job is invalid, none is submitted.
+        The result also has, by id: expected lateness, promises of guarantees, and refusals. If one job is invalid, none
+        is submitted.
         """
         answer: BatchAnswer = self._submit("/jobs/batch", {"jobs": [{"spec": self._with_user(spec)} for spec in specs]})
         return answer
 
     def whoami(self) -> dict[str, str]:
-        """Return the user and the role that the service knows this token by."""
+        """Return the user and role that this token has in the service."""
         return self._json("GET", "/whoami")
 
     def sign_in_link(self, job_id: str | None) -> str:
-        """Return a link that signs one browser in, once, and leads to the job's page; else to the first page."""
+        """Return a one-time link that signs a browser in, and leads to the job's page or the first page."""
         path = self._json("POST", "/sign-in-links")["path"]
         next_page = f"?next={quote(f'/ui/jobs/{job_id}', safe='')}" if job_id else ""
         return f"{str(self._http.base_url).rstrip('/')}{path}{next_page}"
@@ -94,7 +94,7 @@ class Client:
         return self._json("GET", "/users")["users"]
 
     def set_user(self, name: str, role: str) -> None:
-        """Add a user, or give one another role."""
+        """Add a user, or change the role of an existing one."""
         self._json("PUT", f"/users/{quote(name, safe='')}", {"role": role})
 
     def remove_user(self, name: str) -> None:
@@ -102,11 +102,11 @@ class Client:
         self._json("DELETE", f"/users/{quote(name, safe='')}")
 
     def tokens(self) -> list[dict[str, Any]]:
-        """Return every token with its user, its begin, its end and its last use."""
+        """Return every token's record: user, creation, expiry and last use."""
         return self._json("GET", "/tokens")["tokens"]
 
     def create_token(self, user: str, lifetime_s: float | None) -> tuple[str, dict[str, Any]]:
-        """Return a new token, and what the service keeps of it."""
+        """Return (new token, its record in the service)."""
         answer = self._json("POST", "/tokens", {"user": user, "lifetime_s": lifetime_s})
         return answer["secret"], answer["token"]
 
@@ -119,11 +119,11 @@ class Client:
         return self._json("GET", f"/audit?limit={limit}")["rows"]
 
     def unreadable_rows(self) -> list[dict[str, Any]]:
-        """Return the rows of the journal that cannot be read."""
+        """Return the unreadable rows of the journal."""
         return self._json("GET", "/journal/unreadable")["rows"]
 
     def drop_unreadable(self, table: str, row: str) -> None:
-        """Drop such a row for good."""
+        """Delete an unreadable row for good."""
         self._json("DELETE", f"/journal/unreadable/{quote(table, safe='')}/{quote(row, safe='')}")
 
     def jobs(self, ended: int = ENDED_SHOWN) -> list[JobView]:
@@ -136,17 +136,17 @@ class Client:
         return [*jobs.values()]
 
     def job(self, job_id: str, version: int | None = None, wait_s: float = LONG_POLL_S) -> tuple[JobView, int]:
-        """Return a job and its version; with a `version`, wait up to `wait_s` for another one."""
+        """Return (job, version of the state). With a `version`, wait up to `wait_s` for a newer one."""
         query = "" if version is None else f"?seen={version}&wait_s={wait_s}"
         answer = self._json("GET", f"/jobs/{job_id}{query}")
         return answer["job"], answer["version"]
 
     def missing_uploads(self, digests: Sequence[str]) -> list[str]:
-        """Return the uploads that the service lacks; it keeps the others for at least an hour."""
+        """Return the digests that the service lacks; it stores the others for at least an hour."""
         return self._json("POST", "/uploads/missing", {"digests": list(digests)})["missing"]
 
     def upload(self, digest: str, archive: Iterable[bytes], size_bytes: int) -> None:
-        """Send a compressed archive of files, by the SHA-256 of what it unpacks to."""
+        """Send a compressed archive; `digest` is the SHA-256 of its unpacked content."""
         try:
             answer = self._http.put(
                 f"/uploads/{digest}",
@@ -159,9 +159,9 @@ class Client:
         _refuse_failed(answer)
 
     def fetch_output(self, job_id: str, to: Path) -> tuple[int, int]:
-        """Fetch a job's output into a new folder, whole or not at all; returns its bytes, and how much was left out.
+        """Download a job's output to a new folder, atomically. Returns (bytes, number of entries left out).
 
-        What is left out are links that leave the folder. Raises ServiceError where it is cut off, or too large.
+        Links that leave the folder are left out. Raises ServiceError where the transfer is cut off or too large.
         """
         from orchestrator.service.transfer.outputs import ENTRIES_MAX
 
@@ -199,7 +199,7 @@ class Client:
         return self._json("GET", f"/jobs/{quote(job_id, safe='')}/comparison")
 
     def sweeps(self) -> list[SweepView]:
-        """Return the newest sweeps, the newest first."""
+        """Return the most recent sweeps, newest first."""
         return self._json("GET", "/sweeps")["sweeps"]
 
     def sweep(self, sweep_id: str) -> SweepView:
@@ -207,11 +207,11 @@ class Client:
         return self._json("GET", f"/sweeps/{quote(sweep_id, safe='')}")
 
     def try_targets(self, targets: Sequence[str]) -> dict[str, str | None]:
-        """Send a notice to targets, or to all; return why it could not be delivered, or None, by name."""
+        """Send a test notice to targets, or to all. Returns {name: error or None}."""
         return self._json("POST", "/notify/test", {"targets": list(targets)})["problems"]
 
     def observe(self, observations: Sequence[Observation]) -> int:
-        """Send outcomes that were measured elsewhere; returns how many were new."""
+        """Send observations that were measured elsewhere; return how many were new."""
         from orchestrator.service.views.records import observations_view
 
         parts = [
@@ -222,7 +222,7 @@ class Client:
         )
 
     def cancel(self, job_ids: Sequence[str], *, whole_arrays: bool) -> list[str]:
-        """Request cancellation of jobs or of their arrays; returns the ids once the request is on disk."""
+        """Request cancellation of jobs or of their arrays; return the ids once the request is durable."""
         return self._json("POST", "/jobs/cancel", {"jobs": job_ids, "whole_arrays": whole_arrays})["cancelled"]
 
     def retry(
@@ -233,48 +233,48 @@ class Client:
         allow: str | None = None,
         global_batch_size: int | None = None,
     ) -> dict[str, Any]:
-        """Allow what a job asks for, or submit an ended one again; returns the id of the job that goes on, and how."""
+        """Answer a job's question, or resubmit an ended job; return the id of the job that continues, and how."""
         body = {"allow": allow, "global_batch_size": global_batch_size, "settings": dict(settings)}
         answer: dict[str, Any] = self._submit(f"/jobs/{quote(job_id, safe='')}/retry", body)
         return answer
 
     def change(self, verb: str, job_ids: Sequence[str]) -> list[str]:
-        """Hold, release, suspend or resume jobs; returns the ids of those that were not so already."""
+        """Hold, release, suspend or resume jobs; return the ids of the jobs that changed."""
         changed: list[str] = self._json("POST", f"/jobs/{verb}", {"jobs": job_ids})["changed"]
         return changed
 
     def update(self, job_id: str, settings: Sequence[Override]) -> bool:
-        """Change priority, deadline or time limit of a job; returns whether they were others before."""
+        """Change priority, deadline or time limit of a job; return whether any value changed."""
         body = {"settings": dict(settings)}
         return bool(self._json("POST", f"/jobs/{quote(job_id, safe='')}/update", body)["changed"])
 
     def purge(self, *, dry_run: bool) -> dict[str, Any]:
-        """Remove files of ended jobs as the cluster file's `keep` says, or only say what would go."""
+        """Remove files of ended jobs by the cluster file's `keep`; with `dry_run`, only list them."""
         return self._json("POST", "/purge", {"dry_run": dry_run}, timeout_s=PURGE_TIMEOUT_S)
 
     def drain(self, node: str, *, undo: bool) -> None:
-        """Drain a node, or undo it; returns once the request is on disk."""
+        """Drain a node, or undo it; returns once the request is durable."""
         self._json("POST", f"/nodes/{quote(node, safe='')}/drain", {"undo": undo})
 
     def join(self) -> dict[str, Any]:
-        """Return where a machine joins, and what it must have in common with the service's."""
+        """Return what a joining machine needs: the address of Ray, and properties that it must share."""
         return self._json("GET", "/join")
 
     def add_node(self, node: dict[str, Any], address: str) -> None:
-        """Tell the service of a machine that joins, or is in already."""
+        """Register a machine that joins, or joined before."""
         self._json("POST", "/nodes", {"node": node, "address": address})
 
     def remove_node(self, node: str) -> None:
-        """Let the service forget a machine that has left."""
+        """Remove a machine that has left from the service's list."""
         self._json("DELETE", f"/nodes/{quote(node, safe='')}")
 
     def log(self, job_id: str, number: int, rank: int, offset: int) -> tuple[bytes, int]:
-        """Return the bytes of a rank's log from `offset`, and the next offset; empty if there are none yet."""
+        """Return (bytes of a rank's log from `offset`, next offset); b"" if there are none yet."""
         answer = self._send("GET", f"/jobs/{job_id}/attempts/{number}/logs?rank={rank}&offset={offset}")
         return answer.content, int(answer.headers["x-next-offset"])
 
     def follow_log(self, job_id: str, number: int, rank: int, offset: int) -> Iterator[bytes]:
-        """Yield bytes of a rank's log from `offset` until the attempt has ended or some seconds are over."""
+        """Yield bytes of a rank's log from `offset` until the attempt ends or some seconds pass."""
         path = f"/jobs/{quote(job_id, safe='')}/attempts/{number}/logs/follow?rank={rank}&offset={offset}"
         try:
             with self._http.stream("GET", path) as answer:
@@ -286,11 +286,11 @@ class Client:
             raise _no_answer_error(error) from None
 
     def teams(self) -> list[TeamView]:
-        """Teams and users of a shared cluster, next in turn first; empty if the cluster file names none."""
+        """Return teams and users of a shared cluster, next in turn first; [] without teams."""
         return self._json("GET", "/teams")["teams"]
 
     def report(self, since_s: float) -> ReportView:
-        """Return the morning report since a moment, in seconds since 1970."""
+        """Return the morning report since a time in seconds since 1970."""
         return self._json("GET", f"/report?since_s={since_s!r}")
 
     def forecast(self) -> list[ExpectedJob]:
@@ -298,7 +298,7 @@ class Client:
         return self._json("GET", "/forecast")["jobs"]
 
     def cluster(self) -> dict[str, Any]:
-        """Name, live nodes (`views.NodeView`), names of drained nodes, and addresses of the service's parts."""
+        """Return the cluster: name, live nodes (`views.NodeView`), drained nodes, and addresses of its services."""
         return self._json("GET", "/cluster")
 
     def shut_down(self, force: bool) -> None:
@@ -363,7 +363,7 @@ class _Reader:
         self._chunks, self._rest = chunks, b""
 
     def read(self, limit: int) -> bytes:
-        """Return at most `limit` bytes; none at the end."""
+        """Return at most `limit` bytes; b"" at the end."""
         if not self._rest:
             self._rest = next(self._chunks, b"")
         read, self._rest = self._rest[:limit], self._rest[limit:]
@@ -394,7 +394,7 @@ def _local_url(home: Path) -> str:
 
 
 def service_file(home: Path) -> dict[str, Any]:
-    """`{pid, port}` of the service. Raises ServiceError if no service was started in this home."""
+    """Return `{pid, port}` of the service. Raises ServiceError if none was started in this home."""
     try:
         return dict(json.loads((home / "service.json").read_text()))
     except (FileNotFoundError, NotADirectoryError):

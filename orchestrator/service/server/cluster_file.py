@@ -1,4 +1,4 @@
-"""The cluster file of a home: as text for people, and as the service takes it."""
+"""The cluster file of a home: loading, joined machines, and writing as text."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ LOOK_AT = {  # what no machine says of itself
 
 
 def load_cluster_file(home: Path) -> ClusterSpec:
-    """The cluster file of this home; the embedded one of two virtual devices where none is kept. Raises SpecError."""
+    """Return the home's cluster file; the embedded one of two virtual devices without one. Raises SpecError."""
     path = home / FILE
     return read_cluster(path if path.exists() else None)
 
 
 def kept_cluster(home: Path) -> ClusterSpec:
-    """Return the cluster of this home, with the machines that have joined. Raises SpecError."""
+    """Return the home's cluster, with the machines that have joined. Raises SpecError."""
     return with_joined(load_cluster_file(home), joined_nodes(home))
 
 
@@ -44,23 +44,23 @@ def joined_nodes(home: Path) -> tuple[NodeSpec, ...]:
 
 
 def store_joined(home: Path, nodes: Sequence[NodeSpec]) -> None:
-    """Remember the machines that have joined."""
+    """Store the machines that have joined."""
     by_name = {node.name: node.model_dump(mode="json") for node in nodes}
     write_durably(home / JOINED, json.dumps(by_name, indent=1))
 
 
 def with_joined(cluster: ClusterSpec, joined: Sequence[NodeSpec]) -> ClusterSpec:
-    """Return the cluster and the machines that have joined; of one that it names itself it knows better."""
+    """Return the cluster with joined machines added. A node of the cluster file overrides a joined one."""
     own_names = {name for node in cluster.nodes for name in node.names}
     more = tuple(node for node in joined if node.name not in own_names)
     return cluster.model_copy(update={"nodes": (*cluster.nodes, *more)})
 
 
 def nodes_here(cluster: ClusterSpec, joined: Sequence[NodeSpec], here: str) -> ClusterSpec:
-    """Return the part of a cluster file whose Ray runs on this machine, which is called `here`.
+    """Return the part of a cluster file whose Ray runs on this machine, which is named `here`.
 
-    Virtual nodes are here, and so is the node with GPUs that has this machine's name, or that is the only one. The
-    others come by `orc join`. Raises SpecError where none is here.
+    This includes virtual nodes, and the GPU node with this machine's name, or the only one. The others come by `orc
+    join`. Raises SpecError where none is here.
     """
     away = {node.name for node in joined}
     single = [
@@ -78,7 +78,7 @@ def nodes_here(cluster: ClusterSpec, joined: Sequence[NodeSpec], here: str) -> C
 
 
 def cluster_text(cluster: ClusterSpec, notes: Sequence[str] = ()) -> str:
-    """A cluster file that says `cluster`, with `notes` as comments above it; the parser reads the same cluster."""
+    """Return `cluster` as the text of a cluster file, with `notes` as comments above it."""
     content: dict[str, Any] = cluster.model_dump(mode="json", exclude_defaults=True)
     content["nodes"] = [
         {**node.model_dump(mode="json", exclude_defaults=True), "device": _device(node.device)}

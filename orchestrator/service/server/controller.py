@@ -1,4 +1,4 @@
-"""The controller loop: receive events, let the Scheduler decide, commit to the journal, perform the actions."""
+"""The controller loop: receive events, run the scheduler, commit to the journal, perform the actions."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class _Request:
 
 
 class Controller:
-    """Owns the state. Only the thread in `run` calls the backend; other methods may be called from any thread."""
+    """Owner of the state. Only the thread in `run` calls the backend; other methods are thread-safe."""
 
     def __init__(
         self,
@@ -151,22 +151,22 @@ class Controller:
 
     @property
     def state(self) -> State:
-        """The latest state; frozen, so any thread may read it."""
+        """The latest state, which is immutable, so that any thread may read it."""
         return self._state
 
     @property
     def version(self) -> int:
-        """The number of changes of the state since the start; read it before the state."""
+        """Number of changes of the state since the start; read it before the state."""
         return self._version
 
     def now_s(self) -> float:
-        """Return the time of this service's clock."""
+        """Return the current time of the service's clock, in seconds since 1970."""
         return self._clock()
 
     def standstill(self, *, names_job: bool = False) -> str | None:
-        """The event whose decision has not ended for STANDSTILL_S; None otherwise. Takes no lock: the decision has it.
+        """Return text on a decision that has not ended for STANDSTILL_S seconds; None otherwise. Takes no lock.
 
-        Strangers may read it, unless it names the job.
+        Anonymous callers may read it, unless it names the job.
         """
         under_way = self._under_way
         if under_way is None or (taken_s := time.monotonic() - under_way[2]) < STANDSTILL_S:
@@ -176,12 +176,15 @@ class Controller:
         return f"no decision has ended for {taken_s:.0f} s: {what}, since {since:%Y-%m-%d %H:%M:%S %Z}"
 
     def wake_at_s(self) -> float | None:
-        """Return when the loop decides again without an event; None: not before the next event."""
+        """Return when the loop next decides without an event; None: not before the next event."""
         with self._changed:
             return self._scheduler.wake_at_s()
 
     def confirm(self) -> None:
-        """Return where this service owns its journal and decides; waits for nothing. Raises ServiceError elsewhere."""
+        """Return normally where this service owns its journal and decides; never waits.
+
+        Raises ServiceError otherwise.
+        """
         self._check_decides()
         self._journal.confirm(asks=False)
 
@@ -191,11 +194,11 @@ class Controller:
             raise ReadOnlyError(self._read_only)
 
     def unreadable(self) -> str | None:
-        """Return which rows of the journal cannot be read, as a sentence; None where all can."""
+        """Return a sentence on which rows of the journal cannot be read; None where all can."""
         return self._journal.unreadable()
 
     def job(self, job_id: str) -> Job | None:
-        """Return the job's current or final record."""
+        """Return the job's current or final record; None for an unknown id."""
         return self._state.jobs.get(job_id) or self._journal.job(job_id)
 
     def ended(self, limit: int, before: str | None = None) -> list[Job]:
@@ -203,35 +206,35 @@ class Controller:
         return self._journal.ended(limit, before)
 
     def since_s(self, asked_s: float) -> float:
-        """The moment from which a report has something to tell: as asked, but not before the journal's first event."""
+        """Return the start of a report: `asked_s`, but not before the journal's first event."""
         if self._began_at_s is None:
             self._began_at_s = self._journal.began_at_s()
         return asked_s if self._began_at_s is None else max(asked_s, self._began_at_s)
 
     def figures(self) -> Figures:
-        """Return what `/metrics` shows, all of one moment. Raises ServiceError if the journal cannot be read."""
+        """Return the data of `/metrics`, all of one time. Raises ServiceError if the journal cannot be read."""
         with self._changed:
             totals, ends_s = self._journal.totals(), self._scheduler.expected_ends_s()
             at_s, tally = self._clock(), deepcopy(self._tally)
             return Figures(at_s=at_s, state=self._state, totals=totals, ends_s=ends_s, tally=tally)
 
     def submit(self, spec: JobSpec, fault: Fault | None = None, key: RequestKey | None = None) -> str:
-        """Submit a job; returns its id once it is in the journal. Raises ServiceError if it cannot be stored."""
+        """Submit a job; return its id once it is in the journal. Raises ServiceError if it cannot be stored."""
         return self.submit_all([(spec, fault)], key)[0]
 
     def submit_all(self, jobs: Sequence[tuple[JobSpec, Fault | None]], key: RequestKey | None = None) -> list[str]:
-        """Submit jobs atomically; returns their ids once they are in the journal. Raises ServiceError if they are not.
+        """Submit jobs atomically; return their ids once they are in the journal. Raises ServiceError if they are not.
 
-        Submitted again under the same key, they are the same jobs.
-        Raises SpecError if a job depends on an unknown job, or on one whose end excludes it, or missed its deadline, or
-        if something else was submitted under the key.
+        Submitted again under the same idempotency key, they are the same jobs. Raises SpecError if a job depends on an
+        unknown job, or on one whose end excludes it, or missed its deadline, or if something else was submitted under
+        the key.
 
         Group commit: submissions that arrive during a transaction share the next one.
         """
         return self._commit(_Request(jobs, key))
 
     def submit_retry(self, job: Job, spec: JobSpec, begin: Begin, key: RequestKey | None = None) -> str:
-        """Submit an ended job again, as `submit` does; it begins as `begin` says."""
+        """Submit an ended job again, as `submit` does, starting as `begin` says."""
         request = _Request([(spec, None)], key, job.id, begin.continues_from, begin.step)
         return self._commit(request)[0]
 
@@ -288,7 +291,7 @@ class Controller:
             return [*dict.fromkeys(ids)]
 
     def retry(self, job_id: str, spec: JobSpec) -> None:
-        """Let a job that asks go on with this spec. Raises ServiceError for a job that asks nothing."""
+        """Let a job with an open question continue with this spec. Raises ServiceError for a job without one."""
         with self._changed:
             job = self._state.jobs.get(job_id)
             if job is None or not job.asks:
@@ -296,7 +299,7 @@ class Controller:
             self._apply([RetryRequested(job_id=job_id, spec=spec, at_s=self._clock())])
 
     def change(self, job_ids: Sequence[str], change: Change) -> list[str]:
-        """Hold, release or update these jobs; returns the ids of those that were not so already.
+        """Hold, release or update these jobs; return the ids of the jobs that changed.
 
         On an error none is changed. Raises ServiceError for an unknown job and an ended one, and what `change` raises.
         """
@@ -311,7 +314,7 @@ class Controller:
             return [event.job_id for event in events]
 
     def stop_early(self, job_id: str, reason: str) -> None:
-        """Request the cancellation of a job for a reason of the service's own; ended jobs are left alone."""
+        """Request the cancellation of a job for a reason of the service's own; ended jobs are ignored."""
         with self._changed:
             self._apply([CancelRequested(job_id=job_id, reason=reason, at_s=self._clock())])
 
@@ -346,20 +349,20 @@ class Controller:
                 self._apply([DrainRequested(node=node, undo=undo, at_s=self._clock())])
 
     def observe(self, observations: Sequence[Observation]) -> int:
-        """Store outcomes that were measured elsewhere; returns how many were new."""
+        """Store observations that were measured elsewhere; return how many were new."""
         with self._changed:
             earlier = set(self._state.observations)
             self._apply([Observed(observations=tuple(observations), at_s=self._clock())])
             return len(set(self._state.observations) - earlier)
 
     def wait_for_change(self, version: int, timeout_s: float) -> int:
-        """Wait until the state's version differs from `version`, at most `timeout_s`; returns it (0: no change yet)."""
+        """Wait until the state's version differs from `version`, at most `timeout_s`; return it (0: no change yet)."""
         with self._changed:
             self._changed.wait_for(lambda: self._version != version, timeout_s)
             return self._version
 
     def run(self, stop: threading.Event) -> None:
-        """Run until `stop` is set. Raises ServiceError if the journal is lost: no action may be unrecorded."""
+        """Run until `stop` is set. Raises ServiceError if the journal is lost, since no action may go unrecorded."""
         while not stop.is_set():
             try:
                 self.turn(POLL_S)
@@ -369,7 +372,7 @@ class Controller:
             self._save()  # a snapshot: another version may decide differently, and then has no events to fold
 
     def turn(self, wait_s: float) -> None:
-        """Perform pending actions, wait up to `wait_s` for events, decide, and perform again."""
+        """Run one loop iteration: perform pending actions, wait up to `wait_s` for events, decide, perform again."""
         if self._uncertain is not None:
             raise self._uncertain
         self._journal.confirm()

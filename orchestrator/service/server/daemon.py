@@ -1,7 +1,7 @@
 """The service's process: starts and stops journal, trackers, Ray, controller and HTTP.
 
-It may be killed at any moment: the journal has every event, training continues in Ray, and the next start adopts what
-runs.
+It may be killed at any time: the journal has every event, training continues in Ray, and the next start resumes running
+attempts.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def main(pages: Pages) -> None:
 def serve(
     home: Path, pages: Pages, stop: threading.Event, down: threading.Event, endpoint: Endpoint | None, *, standby: bool
 ) -> None:
-    """Run everything until `stop` is set, at `endpoint` or where the home says. Raises OrchestratorError.
+    """Run the service until `stop` is set, at `endpoint` or the home's default. Raises OrchestratorError.
 
     With `down`, Ray and the trackers' processes stop too. A failed start stops them as well, unless Ray ran before:
     jobs may run there. A standby waits for the lease of another service; the home is read only after that.
@@ -400,7 +400,7 @@ def _served_to_others(app: FastAPI, endpoint: Endpoint | None) -> AbstractContex
 
 @contextmanager
 def serve_http(app: FastAPI, endpoint: Endpoint | None = None) -> Iterator[int]:
-    """The application in a thread of its own: on a free port of the loopback, or under TLS on an endpoint.
+    """Run the application in a separate thread, and yield its port: free on the loopback, or TLS on an endpoint.
 
     Raises ServiceError where the address cannot be bound.
     """

@@ -1,4 +1,4 @@
-"""The service behind the routes of the API, their sender, and their errors."""
+"""Dependencies of the API's routes: the service, the sender, and error responses."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ NUMBER_MAX = 2**63 - 1  # of a row in SQL, and of an offset in a file
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pages:
-    """What people look at beside the API: `add` adds the routes, `roles` has the role that each needs."""
+    """Web pages beside the API: `add` adds the routes, `roles` has the role that each needs."""
 
     roles: Mapping[tuple[str, str], Role]
     headers: Mapping[str, str]  # of each page
@@ -46,7 +46,7 @@ class Pages:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Service:
-    """What the routes use: the controller, the accounts, the home folder with its token, and the shutdown."""
+    """Objects that the routes use: the controller, the accounts, the home folder with its token, and so on."""
 
     controller: Controller
     accounts: Accounts
@@ -88,17 +88,17 @@ NameObjects = Annotated[Callable[[Iterable[str]], None], Depends(_namer)]
 
 
 def seen_from(request: Request, address: str) -> str:
-    """Return an address as who asks reaches it: that of the home's own MLflow is a path on the service."""
+    """Return an address as the sender reaches it: the home's own MLflow is a path on the service."""
     is_here = address == MLFLOW or address.startswith(f"{MLFLOW}/#/")
     return f"{str(request.base_url).rstrip('/')}{address}" if is_here else address
 
 
 class Forbidden(ServiceError):
-    """The role of the sender does not include this."""
+    """The sender's role does not permit this."""
 
 
 class Unknown(ServiceError):
-    """No such job, attempt or rank, or its files were removed."""
+    """No such job, attempt or rank exists, or its files were removed."""
 
 
 LIKE_MAX, LOOKED_AT_MAX = 3, 1000  # ids that an error names, and ended jobs among which it looks
@@ -114,7 +114,7 @@ def _ids_like(controller: Controller, job_id: str) -> str:
 
 
 def job_of(controller: Controller, job_id: str) -> Job:
-    """Return the job of an id. Raises ServiceError, answered with 404, where there is none: it names ids like it."""
+    """Return the job with this id. Raises ServiceError (404) with similar ids where there is none."""
     job = controller.job(job_id)
     if job is None:
         raise Unknown(f"there is no job {job_id!r}{_ids_like(controller, job_id)} `orc queue` lists them")

@@ -1,4 +1,4 @@
-"""What hardware this machine has, as a node of a cluster file: its NVIDIA devices, else two virtual ones."""
+"""Detects this machine's hardware as a node of a cluster file: its NVIDIA devices, else two virtual ones."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DetectedMachine:
-    """The machine as a node of a cluster, and sentences on what a person should look at."""
+    """The machine as a node of a cluster, and sentences on what a person should check."""
 
     node: NodeSpec
     notes: tuple[str, ...]
 
     @property
     def cluster(self) -> ClusterSpec:
-        """A cluster of this node alone."""
+        """A cluster of only this node."""
         return ClusterSpec(name=f"found-on-{self.node.name.lower()}"[:63], nodes=(self.node,))
 
 
 def node_name() -> str:
-    """Return the first part of this machine's host name, as a cluster file can say it."""
+    """Return the first part of this machine's host name, in the form allowed in a cluster file."""
     name = re.sub(r"[^a-zA-Z0-9._-]", "-", socket.gethostname().partition(".")[0]).lstrip("._-")
     return name or "node"
 
@@ -65,7 +65,7 @@ def detect_machine(name: str) -> DetectedMachine:
 
 
 def host_bytes() -> int:
-    """Return the memory of this machine, or of the container that this process runs in."""
+    """Return the memory of this machine, or of this process's container."""
     lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     limits = [int(lines["MemTotal"].split()[0]) * 1024]
     for path in CGROUP_LIMITS:

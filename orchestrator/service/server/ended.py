@@ -1,4 +1,4 @@
-"""Archived jobs of the journal, page by page, and the report over them."""
+"""Archived jobs of the journal by page, and the report over them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Reports:
         self._version, self._reports = -1, dict[tuple[int, int], dict[str, Any]]()
 
     def of(self, version: int, since_s: float) -> dict[str, Any]:
-        """Return the report since a moment until now, of one version of the state; one is made at a time."""
+        """Return the report from `since_s` to now for one version of the state. Only one is made at a time."""
         key = (int(since_s / REPORT_S), int(time.monotonic() / REPORT_S))
         with self._lock:
             if version != self._version or len(self._reports) >= REPORTS_MAX:
@@ -37,9 +37,9 @@ class Reports:
 
 
 def make_report(controller: Controller, since_s: float, until_s: float, sweeps: Sequence[SweepReport]) -> ReportView:
-    """Return what happened between two moments, in seconds since 1970, with the sweeps that had trials then.
+    """Return the report between two times (seconds since 1970), with sweeps that had trials then.
 
-    It begins with the journal at the earliest: devices that nobody had were not idle.
+    It begins with the journal at the earliest, so that earlier device time does not count as idle.
     """
     since_s = controller.since_s(since_s)
     return report_view(morning_report(controller.state, _ended_since(controller, since_s), since_s, until_s, sweeps))

@@ -1,4 +1,4 @@
-"""The service's endpoint for other machines: address, names, certificate. The loopback needs none of it."""
+"""The service's TLS endpoint for other machines: address, names, certificate. The loopback needs none."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DOCUMENTATION = "192.0.2.1"  # RFC 5737: an address of no machine, to which the 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
-    """An address that other machines reach, always under TLS."""
+    """An address for other machines, always under TLS."""
 
     host: str  # address to bind; 0.0.0.0 for every interface
     port: int
@@ -34,23 +34,23 @@ class Endpoint:
     trusts_users: bool = False  # whose jobs may do all that the service's user may
 
     def names(self) -> frozenset[str]:
-        """Return each Host that a request may name: loopback, this machine, the bound address, and allowed hosts."""
+        """Return every Host that a request may name: loopback, this machine, the bound address, and allowed hosts."""
         bound = (self.address,) if self.host in ANY else (self.host, self.address)
         return LOOPBACK | {socket.gethostname().lower(), *bound, *(name.lower() for name in self.allowed_hosts)}
 
     def fingerprint(self) -> str:
-        """SHA-256 of the certificate, as `orc login --fingerprint` takes it."""
+        """Return the SHA-256 of the certificate, as `orc login --fingerprint` takes it."""
         return fingerprint_of(Path(self.certificate).read_text())
 
 
 def fingerprint_of(certificate_pem: str) -> str:
-    """`sha256:` and the digest of the first certificate in a PEM text. Raises ValueError where it has none."""
+    """Return `sha256:` and the digest of the first certificate in a PEM text. Raises ValueError without one."""
     first = certificate_pem.partition("-----END CERTIFICATE-----")[0] + "-----END CERTIFICATE-----\n"
     return f"sha256:{hashlib.sha256(ssl.PEM_cert_to_DER_cert(first)).hexdigest()}"
 
 
 def parse_listen(text: str, source: str = "--listen", example: str = "0.0.0.0:8443") -> tuple[str, int]:
-    """Return host and port of HOST:PORT; an IPv6 address stands in brackets. Raises SpecError with the `source`."""
+    """Return (host, port) of HOST:PORT, with IPv6 addresses in brackets. Raises SpecError with the `source`."""
     host, colon, port = text.rpartition(":")
     if not colon or not host or not port.isdecimal() or not 0 < int(port) < 2**16:
         raise SpecError("not an address", source=source, got=text, allowed=f"HOST:PORT, such as {example}")
@@ -58,7 +58,7 @@ def parse_listen(text: str, source: str = "--listen", example: str = "0.0.0.0:84
 
 
 def own_address(host: str) -> str:
-    """Return the IPv4 address of this machine under which others reach a service bound to `host`. Raises SpecError."""
+    """Return the IPv4 address by which others reach a service bound to `host`. Raises SpecError."""
     if host in ANY:
         try:
             return address_towards(DOCUMENTATION, 9)
@@ -72,7 +72,7 @@ def own_address(host: str) -> str:
 
 
 def address_towards(host: str, port: int) -> str:
-    """Return the address that this machine has for `host`. Sends nothing. Raises OSError where no route leads there."""
+    """Return this machine's address on the route to `host`. Sends nothing. Raises OSError without a route."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, port))
         return str(probe.getsockname()[0])
@@ -87,7 +87,7 @@ def make_endpoint(
     *,
     trusts_users: bool = False,
 ) -> Endpoint:
-    """Return the endpoint that `orc up --listen` asks for; makes a certificate in the home where none is given.
+    """Return the endpoint for `orc up --listen`. Creates a certificate in the home where none is given.
 
     Raises SpecError where a file cannot be read, or where certificate and key do not belong together.
     """
@@ -116,18 +116,18 @@ def make_endpoint(
 
 
 def format_endpoint(endpoint: Endpoint) -> str:
-    """Return the endpoint as the home folder keeps it."""
+    """Return the endpoint as text for the home folder."""
     return json.dumps(asdict(endpoint), sort_keys=True)
 
 
 def load_endpoint(home: Path) -> Endpoint | None:
-    """Return the endpoint that the last `orc up --listen` asked for; None: the loopback alone."""
+    """Return the endpoint of the last `orc up --listen`; None: only the loopback."""
     path = home / FILE
     return parse_endpoint(path.read_text(encoding="utf-8") if path.exists() else "")
 
 
 def parse_endpoint(text: str) -> Endpoint | None:
-    """Return the endpoint that `format_endpoint` wrote; None where it is empty."""
+    """Return the endpoint from the text of `format_endpoint`; None where that is empty."""
     if not text:
         return None
     fields = json.loads(text)

@@ -1,4 +1,4 @@
-"""The first decision on a job of a new shape, in a child with limits: one that cannot end ends the child alone.
+"""Tries the first decision on a job of a new shape in a child process with limits, so that a hang ends only the child.
 
 The service decides under a lock that everybody waits for. So a shape that was never planned is tried here before its
 job is in the journal. Jobs of a shape that passed are not tried again.
@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 
 class FirstDecisions:
-    """Tries jobs of new shapes, one at a time; every method may be called from any thread."""
+    """Tries jobs of new shapes, one at a time. Every method is thread-safe."""
 
     def __init__(self, cpu_s: float = CPU_S, program: str = PROGRAM, answer_s: float = ANSWER_S) -> None:
         """Limit each decision to so many seconds of a processor, and of the clock."""
@@ -53,9 +53,9 @@ class FirstDecisions:
         self._state, self._event = Codec(State), Codec(Submitted)
 
     def check(self, state: State, spec: JobSpec) -> None:
-        """Return once a decision on the job is known to end. Raises SpecError where it exceeds a limit or PLANS_MAX.
+        """Return normally where a decision on the job ends in time. Raises SpecError beyond a limit or PLANS_MAX.
 
-        Before any node is seen, the nodes that the cluster file declares count.
+        Before any live node is reported, the nodes of the cluster file count.
         """
         state = replace(state, nodes=state.nodes or state.declared)
         shape = (planned_part(spec), tuple(group.hardware for group in groups_of(state.nodes)))
@@ -68,7 +68,7 @@ class FirstDecisions:
                 self._passed.popitem(last=False)
 
     def close(self) -> None:
-        """End the child."""
+        """End the child process."""
         with self._lock:
             self._end()
 
@@ -142,7 +142,7 @@ def _line_of(stream: IO[str], timeout_s: float) -> str:
 
 
 def main() -> None:
-    """Decide on each job that standard input says, and say why not; end where nobody asks any more."""
+    """Read jobs from standard input, decide on each, and print the result; end with the input."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     cpu_s = float(sys.argv[1])
     state_codec, event_codec = Codec(State), Codec(Submitted)
@@ -161,7 +161,7 @@ def main() -> None:
 
 
 def decide(state: State, event: Submitted) -> dict[str, Any]:
-    """Return the parts of the SpecError for a job with too many plans; {} after the decision on another one."""
+    """Return the fields of the SpecError for a job with too many plans; {} for any other job."""
     for group in groups_of(state.nodes):
         try:
             frontier(event.spec, group.hardware)

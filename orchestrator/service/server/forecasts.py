@@ -1,4 +1,4 @@
-"""Forecasts of when jobs start and end, computed in another thread and only on request: they take seconds."""
+"""Forecasts of job starts and ends, computed in another thread and only on request, as they take seconds."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ Expectations = Mapping[str, ExpectedJob]
 
 
 class Forecasts:
-    """The newest forecast of the live queue, at most FRESH_S old while requests come and it is quickly computed."""
+    """The newest forecast of the live queue, at most FRESH_S old while requested and quick to compute."""
 
     def __init__(self, state: Callable[[], State]) -> None:
         self._state = state
@@ -58,7 +58,7 @@ class Forecasts:
         self._pending: Future[None] | None = None
 
     def newest(self) -> Expectations:
-        """Return the newest forecast by id of the job. A job that was submitted since is missing."""
+        """Return {job id: forecast} of the newest forecast. Jobs submitted since are missing."""
         with self._lock:
             is_first = self._pending is None
             is_old = not self._is_fresh()
@@ -71,7 +71,7 @@ class Forecasts:
         return self._known
 
     def wait_for_newest(self) -> Expectations:
-        """Return a forecast of this moment's state or of a later one; after FORECAST_S the newest that is known."""
+        """Return a forecast of the current state or a later one; after FORECAST_S seconds, the newest available."""
         request_s = time.monotonic()
         while not self._is_fresh() and self._began_s < request_s and time.monotonic() < request_s + FORECAST_S:
             self.newest()
@@ -100,7 +100,7 @@ class Forecasts:
 
 
 def expected_jobs(state: State, now_s: float, *, ranged: bool = True) -> list[ExpectedJob]:
-    """Return every live job, earliest expected start first; jobs without an expectation last.
+    """Return every live job's forecast, earliest expected start first; jobs without one come last.
 
     Without ranges it takes a hundredth of the time.
     """

@@ -1,4 +1,4 @@
-"""What every request passes before a route sees it: host, token, role, size, rate; and the audit log behind it."""
+"""Checks on every request before its route: host, token, role, size, rate. Also writes the audit log."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ log = logging.getLogger(__name__)
 
 
 class PageAnswers(Protocol):
-    """How answers below PAGES look to browsers."""
+    """How responses to browsers (paths below PAGES) look."""
 
     @property
     def headers(self) -> Mapping[str, str]:
@@ -58,12 +58,12 @@ class PageAnswers(Protocol):
 
     @property
     def refused(self) -> Callable[[Request, int, str], Response]:
-        """The page of a refusal: its status, and why."""
+        """Function that renders a refusal as a page, from its status and reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gate:
-    """Admits requests to an application.
+    """Admits or refuses requests to an application.
 
     `roles` names the role that each route needs, by method and path; a route that is missing there needs an admin.
     """
@@ -83,7 +83,10 @@ class Gate:
     pages: PageAnswers | None  # None: the API alone
 
     async def verdict(self, request: Request) -> tuple[Response | None, bool]:
-        """Return the refusal of a request (401, 403, 411, 413, 429) or None, and whether the audit log gets a row."""
+        """Return (refusal of the request, whether to audit it).
+
+        A refusal is 401, 403, 411, 413 or 429, None if admitted.
+        """
         foreign = self._refuse_foreign(request)
         if foreign is not None:
             return foreign, False
@@ -148,12 +151,12 @@ class Gate:
         return refusal(429, f"{looks.amount} pages and reports a minute are allowed: wait")
 
     def is_guessing(self, request: Request, *, count: bool = True) -> bool:
-        """Count a wrong token, or only look; return whether its address has sent too many."""
+        """Return whether the address has sent too many wrong tokens; with `count`, count one first."""
         ask = self.rates.hit if count else self.rates.test
         return not ask(WRONG_TOKENS, "wrong", request.client.host if request.client else "")
 
     def principal(self, request: Request) -> Principal | None:
-        """Return who sent the request, by its token, else by its browser's session; None where neither admits."""
+        """Return the sender, by its token or its browser session; None without a valid one."""
         authorization = request.headers.get("authorization")
         if authorization is None:
             return self.sessions.principal(request)
@@ -179,7 +182,7 @@ class Gate:
         return None
 
     def record(self, request: Request, status: int) -> None:
-        """Add a row of an answered request to the audit log."""
+        """Add the answered request to the audit log."""
         principal: Principal = request.state.principal
         objects = request.state.objects  # quoted, as the path is: no line of its own in a log
         names = [quote(name[:OBJECT_CHARS_MAX], safe="/=:,") for name in objects[:OBJECTS_MAX]]
@@ -194,13 +197,13 @@ class Gate:
 
 
 class Gated:
-    """The application behind its gate. No task and no queue of its own: a stream passes as it is."""
+    """ASGI application behind a gate. It adds no task or queue: streams pass unchanged."""
 
     def __init__(self, app: ASGIApp, gate: Gate) -> None:
         self._app, self._gate = app, gate
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer by the route, or refuse; probes of OPEN pass."""
+        """Pass the request to its route, or refuse it; probes of OPEN always pass."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -275,7 +278,7 @@ class _Answer:
 
 
 def is_page(path: str) -> bool:
-    """Return whether people look at the answer: it leads to sign in, and a refusal is a page."""
+    """Return whether the response is a page for people, with sign-in redirects and error pages."""
     return path.startswith(PAGES) or path in (MLFLOW, f"{MLFLOW}/")
 
 
@@ -287,12 +290,12 @@ def _look_limit(path: str) -> RateLimitItemPerMinute | None:
 
 
 def limiter() -> MovingWindowRateLimiter:
-    """Counts wrong tokens by address and changes by user, in memory."""
+    """Return an in-memory limiter of wrong tokens by address and of changes by user."""
     return MovingWindowRateLimiter(MemoryStorage())
 
 
 def refusal(status: int, message: str) -> JSONResponse:
-    """Return an error as every route answers it."""
+    """Return an error response in the API's format."""
     return JSONResponse({"error": message.encode(errors="replace").decode()}, status_code=status)
 
 

@@ -1,4 +1,4 @@
-"""Asks git which commit a folder is at."""
+"""Reads a folder's commit from git."""
 
 from __future__ import annotations
 

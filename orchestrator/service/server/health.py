@@ -1,4 +1,4 @@
-"""What is wrong around a service now, in one sentence each, for probes and people."""
+"""Present problems of a service, in one sentence each, for probes and people."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ from collections.abc import Callable
 
 
 class Health:
-    """The problems of a service, from its sources. Every method may be called from any thread."""
+    """Present problems from all registered sources. Every method is thread-safe."""
 
     def __init__(self) -> None:
         self._sources: list[tuple[Callable[[], str | None], bool]] = []
 
     def watch(self, source: Callable[[], str | None], *, is_fatal: bool = False) -> None:
-        """Add a source: it returns one sentence at once, or None while all is well.
+        """Register a source: a function that returns one sentence at once, or None while all is well.
 
-        No job is taken while a fatal source has a problem.
+        No job is accepted while a fatal source has a problem.
         """
         self._sources.append((source, is_fatal))
 
     def problems(self) -> list[str]:
-        """Return one sentence for each present problem; empty while all is well."""
+        """Return one sentence per present problem; [] while all is well."""
         return [problem for source, _ in self._sources if (problem := source()) is not None]
 
     def failures(self) -> list[str]:
-        """Return the problems because of which no job is taken now; empty while the service is ready."""
+        """Return the problems that prevent accepting jobs; [] while the service is ready."""
         return [problem for source, is_fatal in self._sources if is_fatal and (problem := source()) is not None]

@@ -1,4 +1,4 @@
-"""Watches whether the home folder takes writes. A full, read-only or hanging disk is a problem, no reason to end."""
+"""Monitors whether the home folder accepts writes. A full, read-only or hanging disk is reported, and ends nothing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PAGE_BYTES = 4096  # an empty file may fit where nothing else does
 
 
 class HomeWatch:
-    """Writes a page every two seconds, in a thread that the disk may hold up for as long as it likes."""
+    """Writes a page every two seconds, in a thread that a hanging disk may block."""
 
     def __init__(self, home: Path) -> None:
         self._home = home
@@ -23,7 +23,7 @@ class HomeWatch:
         self._error: str | None = None  # of the last one
 
     def run(self, stop: threading.Event) -> None:
-        """Watch until `stop` is set."""
+        """Monitor until `stop` is set."""
         while not stop.is_set():
             self._began_s = time.monotonic()
             try:
@@ -36,7 +36,7 @@ class HomeWatch:
 
     @property
     def problem(self) -> str | None:
-        """Why nothing can be written to the home folder; None where it can."""
+        """Text on why the home folder cannot be written; None where it can."""
         began_s = self._began_s
         if began_s is not None and time.monotonic() - began_s > SLOW_S:
             return f"the home folder {self._home} has taken no write for {time.monotonic() - began_s:.0f} s"

@@ -1,4 +1,4 @@
-"""The configuration of a model that a job names by its name on the hub."""
+"""Reads the configuration of a model that a job names by its hub name."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ HINT = (
 
 
 def hub_config(name: str) -> dict[str, Any]:
-    """Return the configuration: from the local cache, the hub in one try, or our table; empty where none has it.
+    """Return the configuration from the local cache, one request to the hub, or our table; {} where none has it.
 
-    The use of the table is printed on stderr: a fine-tuning under the same name may have other sizes.
+    The use of the table is printed on stderr: a fine-tuned model under the same name may have other sizes.
     """
     config = _download(name)
     if config:

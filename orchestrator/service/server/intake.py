@@ -1,4 +1,4 @@
-"""Reads job and cluster files from disk, with absolute paths; a bad file is one SpecError."""
+"""Reads job and cluster files from disk, with absolute paths. A bad file gives one SpecError."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ LEARNED = {
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ReadJob:
-    """A job with absolute paths, and which of them are on this machine."""
+    """A job with absolute paths, and the keys whose paths are on this machine."""
 
     spec: JobSpec
     local_keys: frozenset[str]  # keys whose paths are of this machine; the others are of the service's
@@ -78,11 +78,11 @@ def read_job(
     elsewhere: bool = False,
     scope: Callable[[JobSpec], TraceScope] = lambda _: TraceScope(),
 ) -> JobSpec:
-    """Return the job in a file, its paths absolute (relative ones start at the file's folder). Raises SpecError.
+    """Return the job in a file, with paths made absolute from the file's folder. Raises SpecError.
 
     A model without a profile or closed form is traced; the result is cached in `home` (None: that of the environment).
-    Only a job `to_run` needs its data, folder and programs: what is for another machine can be planned without them.
-    `elsewhere`: absolute paths in the file are those of another machine. `scope`: the plans that the job is read for.
+    Only with `to_run`, its data, folder and programs must exist: a job for another machine can be planned without.
+    `elsewhere`: absolute paths in the file are those of another machine. `scope`: the plans to trace the model for.
     """
     text, source, folder = _load_source(file)
     spec = parse_job(text, source, overrides, lambda name: _read_text(folder / name))
@@ -91,7 +91,7 @@ def read_job(
 
 
 def read_jobs(file: JobSource, overrides: Sequence[Override] = (), home: Path | None = None) -> list[JobSpec]:
-    """Return the jobs in a file: one, or the members of its array. Everything else is as in `read_job`."""
+    """Return the jobs in a file: one, or the members of its array. See `read_job`."""
     text, source, folder = _load_source(file)
     specs = parse_jobs(text, source, overrides, lambda name: _read_text(folder / name))
     read = [_resolve_job(spec, source, folder, home, to_run=True, elsewhere=False) for spec in specs]
@@ -101,7 +101,7 @@ def read_jobs(file: JobSource, overrides: Sequence[Override] = (), home: Path | 
 def read_jobs_elsewhere(
     file: JobSource, overrides: Sequence[Override] = (), home: Path | None = None, *, only_one: bool = False
 ) -> list[ReadJob]:
-    """Return the jobs in a file for a service of another machine, whose paths are the absolute ones in the file.
+    """Return the jobs in a file for a service of another machine. Absolute paths in the file are that machine's.
 
     `only_one`: an array is an error.
     """
@@ -124,7 +124,7 @@ def _load_source(file: JobSource) -> tuple[str, str, Path]:
 
 
 def check_files(spec: JobSpec, source: str) -> None:
-    """Raises SpecError where a file or folder that the job names does not exist on this machine."""
+    """Raise SpecError where a file or folder that the job names does not exist on this machine."""
     problems = [*_missing_files(spec, source), *_missing_script(spec, source, with_programs=False)]
     if problems:
         raise join_problems(problems, source)
@@ -192,7 +192,7 @@ def _with_commits(jobs: Sequence[ReadJob], folder: Path) -> list[ReadJob]:
 
 
 def read_cluster(path: Path | None) -> ClusterSpec:
-    """Return the cluster in a file; without a file, the embedded one of two virtual devices. Raises SpecError."""
+    """Return the cluster in a file; the embedded one of two virtual devices without a file. Raises SpecError."""
     if path is None:
         return parse_cluster(EMBEDDED_CLUSTER, "the embedded cluster")
     cluster = parse_cluster(_read_text(path), str(path))
@@ -201,13 +201,13 @@ def read_cluster(path: Path | None) -> ClusterSpec:
 
 
 def read_pins(pins: str | None) -> tuple[Override, ...]:
-    """Return what `--plan zero_stage=3,micro_batch=2` overrides of a job file. Raises SpecError as `read_overrides`."""
+    """Return the overrides of `--plan zero_stage=3,micro_batch=2`. Raises SpecError as `read_overrides`."""
     pairs = read_overrides(pins.split(",") if pins else (), "--plan")
     return tuple((f"plan.{SHORT.get(key, key)}", value) for key, value in pairs)
 
 
 def read_overrides(settings: Sequence[str], source: str = "--set") -> tuple[Override, ...]:
-    """`key=value` settings as pairs. Raises SpecError if a `=` is missing or a key is repeated."""
+    """Return `key=value` texts as pairs. Raises SpecError if a `=` is missing or a key is repeated."""
     pairs = [setting.partition("=") for setting in settings]
     for key, equals, value in pairs:
         if not equals or not key:
@@ -267,7 +267,7 @@ def _with_absolute_model(model: ModelSpec, folder: Path) -> ModelSpec:
 
 
 def with_zone(settings: Sequence[Override]) -> tuple[Override, ...]:
-    """Return settings whose `deadline` and `start_window` have this machine's zone where they name none."""
+    """Return the settings, with this machine's time zone added to `deadline` and `start_window` without one."""
     return tuple((key, _with_zone(key, value)) for key, value in settings)
 
 

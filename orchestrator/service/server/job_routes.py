@@ -1,4 +1,4 @@
-"""Routes of jobs: submit, look at, cancel and compare them, follow their logs, send and fetch their files."""
+"""Routes of jobs: submit, read, cancel, compare, follow logs, upload and download files."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def _add_view_routes(app: FastAPI, service: Service, waits: Waits) -> None:
         before: str | None = None,
         after: Annotated[str | None, Query(pattern=PLACE)] = None,
     ) -> dict[str, Any]:
-        """The jobs that ended last, then live jobs, a page at a time; `next` of an answer is `after` of the next page.
+        """Return recently ended jobs, then live jobs, by page; `next` of a page is `after` of the following one.
 
         A job that starts between two pages is on neither.
         """
@@ -187,7 +187,7 @@ def _add_comparison_route(app: FastAPI, service: Service) -> None:
 
     @app.get("/jobs/{job_id}/comparison", **answers(ComparisonView))
     def compared(job_id: str, request: Request) -> dict[str, Any]:
-        """The strategies of `orc compare`, by the id of one of their jobs."""
+        """Return the strategies of a comparison, by the id of any of its jobs."""
         jobs = _compared_jobs(service, job_of(service.controller, job_id))
         curves = {job.id: curve_of(metric_lines(service.home, job)) for job in jobs}
         strategies = comparison(service.controller.state, jobs, curves)
@@ -229,7 +229,7 @@ def add_log_routes(app: FastAPI, service: Service, waits: Waits) -> None:
     controller = service.controller
 
     def file_of(job_id: str, number: int, rank: int) -> tuple[Path, tuple[bytes, ...]]:
-        """Return the log's path, and the secrets to hide in it."""
+        """Return (path of the log, secrets to hide in it)."""
         job = job_of(controller, job_id)
         attempts = job.attempts
         if not 1 <= number <= len(attempts):
@@ -256,7 +256,7 @@ def add_log_routes(app: FastAPI, service: Service, waits: Waits) -> None:
         offset: Offset = 0,
         wait_s: Annotated[float, Query(ge=0, le=FOLLOW_S)] = FOLLOW_S,
     ) -> Response:
-        """The log from an offset, as it grows: until the attempt has ended, or for `wait_s`."""
+        """Stream a rank's log from an offset as it grows, until the attempt has ended, or for `wait_s` seconds."""
         file, hidden = await run_in_threadpool(file_of, job_id, number, rank)
 
         def is_over() -> bool:
@@ -289,7 +289,7 @@ def add_file_routes(app: FastAPI, service: Service, uploads: Uploads) -> None:
 
     @app.get("/jobs/{job_id}/output", **answers_bytes("X-Output-Bytes", "X-Output-Left-Out"))
     def output(job_id: str, sender: Sender) -> Response:
-        """The job's output folder as an archive; what came by upload and was not changed is left out."""
+        """Return the job's output folder as an archive, without uploaded files that did not change."""
         job = job_of(service.controller, job_id)
         refuse_other_teams(job, sender, service.controller.state.policy, "fetch the output of")
         listing = list_output(service.home, job)
@@ -309,7 +309,7 @@ async def _write_body(request: Request, file: Path) -> None:
 
 
 def request_key(name: str, sender: Principal, request: BaseModel) -> RequestKey | None:
-    """Return the key of a submission in the journal: the sender's name for it and its digest; None without a name."""
+    """Return the idempotency key of a submission: the sender's name for it, and its digest; None without a name."""
     if not name:
         return None
     digest = hashlib.sha256(request.model_dump_json().encode(errors="surrogatepass")).hexdigest()
@@ -319,7 +319,7 @@ def request_key(name: str, sender: Principal, request: BaseModel) -> RequestKey 
 def requested_job(
     request: SubmitRequest, source: str, sender: Principal, uploads: Uploads, service: Service
 ) -> tuple[JobSpec, Fault | None]:
-    """Return the job for the sender, with its files on this machine, and its fault; of a sweep the first trial.
+    """Return (job of the sender with local file paths, fault to inject or None); for a sweep, its first trial.
 
     The home folder's own token may name any user. Raises SpecError where the job may not run as its user.
     """

@@ -1,4 +1,4 @@
-"""The token by which machines join: a secret, and the fingerprint of the certificate that the service shows."""
+"""The token with which machines join: a secret, and the fingerprint of the service's certificate."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FORM = "what `orc up --listen` or `orc token join` prints"
 
 
 def make_join_token(home: Path, endpoint: Endpoint, *, renew: bool = False) -> str:
-    """Return the token of this home, made where there is none; with `renew` a new one that ends the old one."""
+    """Return the home's token, created where missing; with `renew`, a new one that invalidates the old."""
     secret = "" if renew else secret_of(home)
     secret = secret or PREFIX + secrets.token_urlsafe(SECRET_BYTES)
     token = f"{secret}.{endpoint.fingerprint().removeprefix('sha256:')}"
@@ -25,7 +25,7 @@ def make_join_token(home: Path, endpoint: Endpoint, *, renew: bool = False) -> s
 
 
 def secret_of(home: Path) -> str:
-    """Return the secret that the service of this home admits; empty where there is none."""
+    """Return the secret that this home's service accepts; "" without one."""
     try:
         return (home / FILE).read_text().partition(".")[0]
     except OSError:
@@ -33,7 +33,7 @@ def secret_of(home: Path) -> str:
 
 
 def parts_of(token: str) -> tuple[str, str]:
-    """Return the secret and fingerprint of a token. Raises SpecError, which does not repeat the token."""
+    """Return (secret, fingerprint) of a token. Raises SpecError, which does not repeat the token."""
     secret, _, digest = token.strip().partition(".")
     if not secret.startswith(PREFIX) or len(digest) != 64 or set(digest) - set("0123456789abcdef"):
         raise SpecError("not a token for joining", source="orc join", allowed=FORM)

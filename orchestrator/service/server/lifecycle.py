@@ -39,13 +39,13 @@ TAIL_LINES = 15
 def start(
     home: Path, cluster: Path | None, ray_address: str | None, endpoint: Endpoint | None = None
 ) -> tuple[str, ...] | None:
-    """Bring the service up and wait until it answers; return notes on detected hardware, in sentences.
+    """Start the service and wait until it answers; return notes on detected hardware, as sentences.
 
-    Return None where it was up already. Raises ServiceError; SpecError where no cluster is named and this machine's
+    Returns None where it already ran. Raises ServiceError; SpecError where no cluster is named and this machine's
     devices make none.
 
-    The home folder keeps `cluster`, `ray_address`, `endpoint` and two variables: ORC_JOURNAL, the address of a
-    PostgreSQL journal, and ORC_MLFLOW, that of an MLflow server. A restart that names none of them uses the kept ones.
+    The home folder stores `cluster`, `ray_address`, `endpoint` and two variables: ORC_JOURNAL, the address of a
+    PostgreSQL journal, and ORC_MLFLOW, that of an MLflow server. A restart without any of them uses the stored ones.
     """
     prepare(home)
     _refuse_another_machine(home)
@@ -61,11 +61,11 @@ def start(
 
 
 def become(home: Path, cluster: Path | None, ray_address: str | None, endpoint: Endpoint | None) -> NoReturn:
-    """Replace this process by the service: for a supervisor, such as a container. Raises ServiceError.
+    """Replace this process by the service, for a supervisor such as a container. Raises ServiceError.
 
-    Where another service owns a PostgreSQL journal, it is a standby and waits for the lease.
-    `service.json` stays until the service serves: a standby that shares the home must not hide the one that acts.
-    Each of several services listens where it was told to; the home keeps the endpoint of the one that started last.
+    Where another service owns a PostgreSQL journal, it is a standby and waits for the lease. `service.json` stays until
+    the service serves: a standby that shares the home must not hide the active one. Each of several services listens at
+    its own endpoint; the home stores that of the one started last.
     """
     prepare(home)
     _refuse_another_machine(home)
@@ -113,8 +113,8 @@ def _store_settings(
 def stop(home: Path, force: bool) -> None:
     """Stop the service with its Ray and MLflow, and wait until its process has ended.
 
-    With `force` everything of the home on this machine ends, also where the service hangs or is gone.
-    Raises ServiceError if jobs run without `force`, if nothing is up, or if it hangs.
+    With `force` everything of the home on this machine ends, also where the service hangs or is gone. Raises
+    ServiceError if jobs run without `force`, if nothing runs, or if it hangs.
     """
     _refuse_another_machine(home)
     if up := is_up(home):
@@ -189,7 +189,7 @@ def _services(home: Path) -> list[int]:
 
 
 def prepare(home: Path) -> None:
-    """Create the home folder (0700; ENTER with folders of users) and the token (0600) if missing, and correct modes."""
+    """Create the home folder (0700; ENTER with folders of users) and the token (0600) if missing, and fix modes."""
     home.mkdir(parents=True, exist_ok=True, mode=0o700)
     home.chmod(ENTER if (home / USERS).is_dir() else 0o700)
     token = home / "token"
@@ -210,13 +210,13 @@ def write_service_file(home: Path, port: int) -> None:
 
 
 def journal_url(home: Path) -> str:
-    """Return the journal's address: ORC_JOURNAL of the service's start, else a file in the home folder."""
+    """Return the journal's address: ORC_JOURNAL at the service's start, else a file in the home folder."""
     path = home / "journal_url"
     return path.read_text().strip() if path.exists() else f"sqlite:///{home / 'journal.sqlite'}"
 
 
 def find_cluster(home: Path) -> tuple[ClusterSpec, tuple[str, ...]]:
-    """Return the home's cluster without notes, else the detected one with notes. Raises SpecError."""
+    """Return (cluster, notes): the home's own without notes, else the detected one. Raises SpecError."""
     if any((home / name).exists() for name in (CLUSTER_FILE, "ray.json", "ray_address")):
         return kept_cluster(home), ()
     machine = detect_machine(node_name())

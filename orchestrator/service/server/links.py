@@ -1,4 +1,4 @@
-"""Addresses of MLflow's pages, looked up in a thread: MLflow may be away, and its client takes seconds to import."""
+"""URLs of MLflow pages, looked up in a thread: MLflow may be away, and its client takes seconds to import."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Look = Callable[[str, str, int], str | None]
 
 
 class Links:
-    """Cache of addresses. A request for an unknown one starts its look-up, and waits for nothing."""
+    """Cache of URLs. A request for an unknown one starts its look-up, and does not wait."""
 
     def __init__(self, look: Look) -> None:
         """`look(address, key, jobs)` may take seconds, and returns None before there is a page."""
@@ -23,7 +23,7 @@ class Links:
         self._pending: dict[tuple[str, str, int], Future[None]] = {}
 
     def of(self, address: str, key: str, jobs: int) -> str | None:
-        """Return the address of the page that compares the runs with this key; None while it is not known."""
+        """Return the URL of the page that compares the runs with this key; None until it is looked up."""
         page = (address, key, jobs)
         with self._lock:
             if page not in self._known and page not in self._pending and len(self._pending) < KNOWN_MAX:

@@ -1,4 +1,4 @@
-"""Logins of this user at services of other machines, with their tokens: one file of mode 0600."""
+"""Stored logins of this user at services of other machines, with their tokens, in one file of mode 0600."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CONNECT_S = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Login:
-    """How one service is reached."""
+    """Address and credentials of one service."""
 
     url: str
     token: str
@@ -28,12 +28,12 @@ class Login:
 
 
 def logins_file() -> Path:
-    """Return where logins are kept: below XDG_CONFIG_HOME, else ~/.config."""
+    """Return the file of stored logins, below XDG_CONFIG_HOME, else ~/.config."""
     return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "orc" / "logins.json"
 
 
 def login_of(url: str) -> Login:
-    """Return the login kept for a service. Raises SpecError for no URL, ServiceError where there is no login."""
+    """Return the stored login for a service. Raises SpecError for no URL, ServiceError without a login."""
     url = normalise_url(url)
     fields = _read().get(url)
     if fields is None:
@@ -42,12 +42,12 @@ def login_of(url: str) -> Login:
 
 
 def keep(login: Login) -> None:
-    """Remember a login; replaces the one of the same URL."""
+    """Store a login; it replaces one of the same URL."""
     _write({**_read(), login.url: asdict(login)})
 
 
 def forget(url: str) -> bool:
-    """Drop a login; False where there was none. Raises SpecError for no URL."""
+    """Delete a login; return False where there was none. Raises SpecError for no URL."""
     logins, url = _read(), normalise_url(url)
     if url not in logins:
         return False
@@ -75,9 +75,9 @@ def normalise_url(url: str) -> str:
 
 
 def pinned_certificate(url: str, fingerprint: str) -> str:
-    """Return the PEM that the service shows, where it has this fingerprint.
+    """Return the service's certificate as PEM, if it has this fingerprint.
 
-    Raises ServiceError where it shows another one, or none.
+    Raises ServiceError where the service presents another one, or none.
     """
     parts = urlsplit(normalise_url(url))
     assert parts.hostname is not None, url

@@ -1,4 +1,4 @@
-"""The service's log, as text or as JSON. No name and no message in a record can forge another record."""
+"""The service's log, as text or as JSON. Untrusted text in a record cannot forge another record."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ log = logging.getLogger(__name__)
 
 
 class LogFormat(StrEnum):
-    """How the service's log is written."""
+    """Format of the service's log."""
 
     TEXT = "text"
     JSON = "json"
 
 
 class TextFormatter(logging.Formatter):
-    """A record begins with its time, each further line with CONTINUED; other control characters are escaped."""
+    """Text log format: a record begins with its time, further lines with CONTINUED; control characters are escaped."""
 
     def __init__(self) -> None:
         super().__init__(TEXT)
@@ -45,7 +45,7 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """A record is one object on one line, in ASCII."""
+    """Log format in JSON: one ASCII object per line."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return time (RFC 3339, UTC), level, logger, message, the known FIELDS, and an exception's traceback."""
@@ -59,7 +59,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def about(job: str | None = None, attempt: int | None = None) -> dict[str, object]:
-    """Return the fields of a record about a job, which no request caused: one commit may serve several."""
+    """Return log fields about a job for records outside a request, since one commit may serve several."""
     return {"job": job, "attempt": attempt, "request": None}
 
 

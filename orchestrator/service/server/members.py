@@ -1,4 +1,4 @@
-"""The machines that have joined the service's own Ray, and what they must have in common with the service."""
+"""Machines that joined the service's own Ray, and the properties that they must share with it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LOOPBACK_PREFIX = "127."
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What the machines of one cluster have in common."""
+    """Properties that all machines of a cluster must share."""
 
     home: str
     home_mark: str  # of what is in that folder; empty where there is no home
@@ -43,7 +43,7 @@ def machine(home: Path) -> Machine:
 
 
 def check_alike(service: Machine, here: Machine) -> None:
-    """Raise one SpecError with every difference that lets no rank of a job run on both machines."""
+    """Raise one SpecError that lists every difference that prevents a job from running on both machines."""
     install = "install the same version here: `pip install {}=={}`"
     differences = {
         "python": f"run `orc join` by the service's interpreter, {service.interpreter}",
@@ -66,7 +66,7 @@ def check_alike(service: Machine, here: Machine) -> None:
 
 
 class Members:
-    """The machines that have joined, kept in the home. Every method may be called from any thread."""
+    """The joined machines, stored in the home. Every method is thread-safe."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class Members:
         self._lock = threading.Lock()
 
     def ray_address(self) -> str:
-        """Return where a machine joins. Raises ServiceError where none can."""
+        """Return the address of Ray for joining. Raises ServiceError where none can join."""
         address = self._ray_address()
         if address.startswith(LOOPBACK_PREFIX):
             raise ServiceError(
@@ -109,7 +109,7 @@ class Members:
             self._store({**joined, node.name: node})
 
     def remove(self, name: str) -> None:
-        """Forget a machine; an unknown one is no error. Raises ServiceError where its Ray still runs."""
+        """Remove a machine; an unknown one is no error. Raises ServiceError where its Ray still runs."""
         with self._lock:
             joined = {member.name: member for member in joined_nodes(self._home)}
             if name not in joined:

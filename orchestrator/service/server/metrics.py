@@ -1,7 +1,7 @@
-"""`GET /metrics`: what Prometheus scrapes, computed from one moment of the service.
+"""`GET /metrics` for Prometheus, computed from one consistent view of the service.
 
-Labels are bounded: nodes and teams by the cluster file, `job_id` by the attempts that run. `job` is Prometheus' own.
-Counters and histograms begin anew with each start of the service; `rate()` and `increase()` expect that.
+Labels are bounded: nodes and teams by the cluster file, `job_id` by running attempts. `job` is Prometheus' own.
+Counters and histograms restart at 0 with each start of the service; `rate()` and `increase()` expect that.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Values = dict[tuple[str, ...], float]  # by the values of the labels
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Running:
-    """A live attempt with what its ranks reported last."""
+    """A live attempt, with the last heartbeats (progress reports) of its ranks."""
 
     job: Job
     attempt: Attempt
@@ -51,7 +51,10 @@ class Running:
 
 
 class Metrics(Collector):
-    """The metrics of a service. `figures` reads one moment of it; `beats` the newest heartbeats of a running job."""
+    """Prometheus collector of a service.
+
+    `figures` reads one consistent view; `beats` a running job's newest heartbeats.
+    """
 
     def __init__(self, figures: Callable[[], Figures], confirm: Callable[[], None], beats: Beats) -> None:
         self._figures, self._confirm, self._beats = figures, confirm, beats
@@ -61,15 +64,15 @@ class Metrics(Collector):
         ProcessCollector(registry=self._registry)
 
     def text(self) -> bytes:
-        """Return the text that Prometheus reads, of MEDIA_TYPE."""
+        """Return the text that Prometheus scrapes, of MEDIA_TYPE."""
         return generate_latest(self._registry)
 
     def describe(self) -> list[Metric]:
-        """Nothing: registration needs no scrape."""
+        """Return nothing, since registration needs no scrape."""
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """Yield every metric; without the journal only that it is not held."""
+        """Yield every metric; without the journal, only that it is not owned."""
         yield _gauge("orc_build_info", "Version of the service.", {(self._version,): 1.0}, "version")
         try:
             self._confirm()

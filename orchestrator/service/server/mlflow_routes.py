@@ -1,6 +1,6 @@
-"""MLflow's pages and API below an address of the service, behind its gate.
+"""Reverse proxy for MLflow's pages and API, behind the service's gate.
 
-What is passed on is a list. A viewer reads records; an admin changes and deletes them, too. What the list lacks is
+Only listed requests are passed on. A viewer reads records; an admin changes and deletes them, too. All others are
 answered with 403, also to an admin. MLflow can call other hosts, and run jobs and assistants. It reads any file of its
 machine that an experiment names as its location.
 """

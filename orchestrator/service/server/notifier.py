@@ -1,4 +1,4 @@
-"""Notices that follow from the time and no event: late jobs and reports. Also tests targets on request."""
+"""Sends notices that depend on time, not on events: late jobs and reports. Also tests targets on request."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 class Notifier:
-    """Notices that follow from the time, and the targets of all notices."""
+    """Sender of time-dependent notices, with access to all notification targets."""
 
     def __init__(
         self,
@@ -48,16 +48,16 @@ class Notifier:
             notices.remember(notice(NoticeKind.REPORT, repr(due_s), due_s, "", "", {}))
 
     def run(self, stop: threading.Event) -> None:
-        """Look every LOOK_S until `stop` is set; ends with the journal."""
+        """Check every LOOK_S seconds until `stop` is set; ends with the journal."""
         poll_until(stop, self.look, LOOK_S, log, "looking for late jobs failed")
 
     def look(self) -> None:
-        """Send notices of jobs that are expected to be late, of a due report, and of unreadable rows, each once."""
+        """Send notices of jobs expected to be late, of a due report, and of unreadable rows, each once."""
         now_s = self._clock()
         self._notices.tell([*self._late(now_s), *self._report(now_s), *self._unreadable(now_s)])
 
     def test(self, names: Sequence[str]) -> dict[str, str | None]:
-        """Send a notice to these targets, or to all, at once; return why it could not be delivered, or None, by name.
+        """Send a test notice to these targets, or to all, at once. Returns {name: error or None}.
 
         Raises SpecError for an unknown target.
         """

@@ -14,10 +14,10 @@ PR_SET_DUMPABLE = 4
 
 
 def hide_environment() -> None:
-    """Execute this process again with the variables that jobs inherit; the others come back into its memory alone.
+    """Execute this process again with only the variables that jobs inherit; restore the others in memory.
 
-    /proc/PID/environ shows what the kernel was handed at the start. From here on it, the memory and the descriptors
-    are closed to other processes of this user but root's, and no core is dumped (prctl(2), PR_SET_DUMPABLE).
+    /proc/PID/environ shows what the kernel was handed at the start. From here on it, the memory and the descriptors are
+    closed to other processes of this user but root's, and no core is dumped (prctl(2), PR_SET_DUMPABLE).
     """
     descriptor_text = os.environ.pop(HANDED, None)
     if descriptor_text is None:

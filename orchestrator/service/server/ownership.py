@@ -1,4 +1,4 @@
-"""The rule of whose jobs a user may change: the API refuses by it, and pages show actions by it."""
+"""The permission rule for changing a user's jobs: the API enforces it, and pages show actions by it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from orchestrator.specs.policy import PolicySpec
 
 
 def may_change(user: str, sender: Principal, policy: PolicySpec) -> bool:
-    """Return whether the sender may change the jobs of a user: its own, those of its team, and an operator all."""
+    """Return whether the sender may change a user's jobs: its own, those of its team; operators may change all."""
     if sender.role.may(Role.OPERATOR) or user == sender.name:
         return True
     return policy.is_shared and bool(user) and policy.team_of(user) == policy.team_of(sender.name)

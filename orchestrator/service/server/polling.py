@@ -1,4 +1,4 @@
-"""Calls a function again and again, in a thread that no exception ends."""
+"""Periodic calls in a thread that no exception ends."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from orchestrator.specs.errors import ServiceError
 def poll_until(
     stop: threading.Event, look: Callable[[], None], every_s: float, log: logging.Logger, failure: str
 ) -> None:
-    """Call `look` every `every_s` until `stop` is set; `failure` says in the log what an unexpected error broke."""
+    """Call `look` every `every_s` seconds until `stop` is set; `failure` describes an unexpected error in the log."""
     while not stop.wait(every_s):
         try:
             look()

@@ -1,4 +1,4 @@
-"""Profiles of models without a closed form: traced once, in a child process, and cached.
+"""Profiles (memory and compute cost) of models without a closed form: traced once in a child process, and cached.
 
 A trace runs the model's code (training/tracing/trace.py). Its result depends on that code, its settings and the
 versions of the libraries. It is cached in the home folder under a digest of these.
@@ -46,7 +46,7 @@ HINT = (
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TraceScope:
-    """The plans that a trace is for: all on some kinds of devices, those in the job's own precision, or one alone."""
+    """The plans that a trace must cover: kinds of devices, whether other precisions count, or one plan alone."""
 
     cuda: tuple[bool, ...] = (False, True)
     plan: Plan | None = None
@@ -54,9 +54,9 @@ class TraceScope:
 
 
 def trace_model(spec: JobSpec, home: Path, source: str, scope: TraceScope) -> tuple[TracedProfile, ...]:
-    """Return the profiles of the job's model for the plans of `scope`; from the cache in `home` if present.
+    """Return the profiles of the job's model for the plans of `scope`, from the cache in `home` if present.
 
-    Arithmetics in which the model's own code fails are left out. Raises SpecError with the model's own message if it
+    Dtype settings in which the model's own code fails are left out. Raises SpecError with the model's own message if it
     fails in all; `source` is the job's file.
     """
     assert spec.known_model is not None, "nothing is traced of a script alone"

@@ -1,7 +1,7 @@
-"""Removes files of ended jobs as the cluster file's `keep` says, and tells what stays and why.
+"""Removes files of ended jobs by the cluster file's `keep`, and reports what stays and why.
 
-Nothing of an unfinished job goes, nothing that such a job names, and nothing before its records have left. What cannot
-be known, as where a row of the journal cannot be read, counts as needed.
+Nothing of an unfinished job is removed, nothing that such a job names, and nothing before its records have been sent.
+In doubt, as where a row of the journal cannot be read, files count as needed.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Purge:
-    """What is removed and why, what stays by reason as (parts or jobs, bytes), and the bytes of the home."""
+    """Result of a purge: removed parts with reasons, (count, bytes) that stay by reason, errors, and home bytes."""
 
     goes: list[tuple[Part, str]] = field(default_factory=list)
     stays: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -53,13 +53,13 @@ class Purge:
     more: int = 0  # parts that go in the next pass
 
     def stay(self, reason: str, count_bytes: int) -> None:
-        """Count something that stays."""
+        """Count something that stays for this reason."""
         parts, total = self.stays.get(reason, (0, 0))
         self.stays[reason] = parts + 1, total + count_bytes
 
 
 class Purger:
-    """The files of ended jobs of one home; every method may be called from any thread."""
+    """Removes files of ended jobs in one home. Every method is thread-safe."""
 
     def __init__(
         self,
@@ -79,23 +79,23 @@ class Purger:
         self._next_s = 0.0
 
     def run(self, stop: threading.Event) -> None:
-        """Empty the trash every LOOK_S, and purge every PASS_S where `keep` says anything, until `stop` is set."""
+        """Empty the trash every LOOK_S, and purge every PASS_S if `keep` sets anything, until `stop` is set."""
         with suppress(OSError):  # now, since a full disk may have no room for a folder
             (self._home / TRASH).mkdir(mode=0o700, exist_ok=True)
         poll_until(stop, lambda: self._look(stop), LOOK_S, log, "files of ended jobs cannot be removed")
 
     @property
     def problem(self) -> str | None:
-        """Why files stay that should be removed; None where none do."""
+        """Text on why some files could not be removed; None without any."""
         return "; ".join(filter(None, (self._problem, *self._left[:SHOWN_MAX]))) or None
 
     def purge(
         self, by: Principal, request_id: str, *, is_dry: bool, pause: Callable[[], object] = lambda: None
     ) -> Purge:
-        """Remove what `keep` lets go now, at most PARTS_MAX parts, or only say what would go.
+        """Remove at most PARTS_MAX parts that `keep` no longer protects; with `is_dry`, only list them.
 
-        `pause` is called now and then. Raises ServiceError where the service does not own its journal, where rows of
-        it cannot be read, and where another pass is under way.
+        `pause` is called now and then. Raises ServiceError where the service does not own its journal, where rows of it
+        cannot be read, and where another purge is running.
         """
         if not self._lock.acquire(blocking=False):
             raise ServiceError("files of ended jobs are being removed already: try again in a minute")
@@ -253,7 +253,7 @@ def _possible_ids(spec: JobSpec) -> set[str]:
 
 
 def purge_view(purge: Purge, *, is_dry: bool) -> Mapping[str, object]:
-    """Return the purge as the API answers it."""
+    """Return the purge as JSON for the API."""
     return {
         "dry_run": is_dry,
         "goes": [

@@ -1,4 +1,4 @@
-"""Rates of this machine's CPU ranks: measured once, in a child process, and cached for all homes of this user.
+"""Compute and memory rates of this machine's CPU ranks, measured once in a child process, cached for this user.
 
 A cluster file can only guess the rates of a virtual device; its guesses apply if nothing was measured.
 """
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 class Rates(BaseModel):
-    """The rates of a CPU rank while a second one is as busy."""
+    """Rates of one CPU rank while a second one is equally busy, per second."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -39,7 +39,7 @@ class Rates(BaseModel):
 
 
 def measure_cluster(cluster: ClusterSpec) -> ClusterSpec:
-    """Return the cluster with the rates of this machine's CPU ranks, measured unless they are cached.
+    """Return the cluster with the measured rates of this machine's CPU ranks; cached ones are reused.
 
     Other nodes are assumed to be like this one. Rates that cannot be measured stay as declared.
     """
@@ -52,13 +52,13 @@ def measure_cluster(cluster: ClusterSpec) -> ClusterSpec:
 
 
 def recall_cluster(cluster: ClusterSpec) -> ClusterSpec:
-    """Return the cluster with the cached rates of this machine's CPU ranks; as declared if there are none."""
+    """Return the cluster with cached rates of this machine's CPU ranks; unchanged without any."""
     rates = read_rates(cluster)
     return cluster if rates is None else with_rates(cluster, rates)
 
 
 def read_rates(cluster: ClusterSpec) -> Rates | None:
-    """Return the cached rates of this machine's CPU ranks; None if not measured, or if the cluster has no CPU ranks."""
+    """Return the cached rates of this machine's CPU ranks; None if unmeasured, or if the cluster has no CPU ranks."""
     ranks = _ranks(cluster)
     return _read(_cache_file(ranks)) if ranks else None
 

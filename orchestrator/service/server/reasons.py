@@ -1,4 +1,4 @@
-"""Reasons of waiting jobs, read from the newest state. Each is computed at its first request, once for a state."""
+"""Reasons of waiting jobs in the newest state, each computed on first request, once per state."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from orchestrator.specs.state import State
 
 
 class Reasons:
-    """Why jobs wait. Safe for use by several threads."""
+    """Explanations of why jobs wait. Thread-safe."""
 
     def __init__(self, state: Callable[[], State]) -> None:
         self._state, self._lock, self._zone = state, threading.Lock(), local_zone()
@@ -22,7 +22,7 @@ class Reasons:
         self._reasons: dict[str, str] = {}  # by job, of that state
 
     def explained(self, job: Job) -> Job:
-        """Return the job with the reason for which it waits in the newest state; any other job as it is."""
+        """Return the job with the reason for which it waits in the newest state; other jobs unchanged."""
         if job.status is not JobStatus.QUEUED:
             return job
         with self._lock:
@@ -32,7 +32,7 @@ class Reasons:
             return replace(job, reason=self._reasons[job.id])
 
     def sooner(self, job: Job) -> tuple[str, ...]:
-        """Return when a waiting job starts, and what would start it sooner; empty where it waits for no devices."""
+        """Return sentences on when a job starts, and what would start it sooner; () if it waits for no devices."""
         with self._lock:
             return self._newest().sooner(job)
 

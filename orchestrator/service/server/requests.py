@@ -1,4 +1,4 @@
-"""The bodies of the API's requests. An unknown key is an error."""
+"""Request bodies of the API. An unknown key is an error."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ JobId = Annotated[str, Field(max_length=200)]
 
 
 class FaultRequest(BaseModel):
-    """`orc rehearse`: the fault, its rank, and the step before whose completion it happens."""
+    """The fault that `orc rehearse` injects: its kind, its rank, and the step before whose completion it happens."""
 
     model_config = ConfigDict(extra="forbid")
     kind: FaultKind
@@ -30,7 +30,7 @@ class FaultRequest(BaseModel):
 
 
 class PlainRequest(BaseModel):
-    """Any body whose values go to the journal as they came: each must be one that the journal holds."""
+    """A body whose values go to the journal unchanged, so each must be one that the journal can hold."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -42,7 +42,7 @@ class PlainRequest(BaseModel):
 
 
 class SubmitRequest(BaseModel):
-    """A job as `JobSpec.model_dump(mode="json")` writes it."""
+    """A job, as the output of `JobSpec.model_dump(mode="json")`."""
 
     model_config = ConfigDict(extra="forbid")
     spec: dict[str, Any]
@@ -50,7 +50,7 @@ class SubmitRequest(BaseModel):
 
 
 class CancelRequest(PlainRequest):
-    """Jobs to cancel, or the arrays that they belong to."""
+    """Jobs to cancel, or whose whole arrays to cancel."""
 
     jobs: list[JobId] = Field(min_length=1, max_length=JOBS_MAX)
     whole_arrays: bool = False
@@ -63,13 +63,13 @@ class JobsRequest(PlainRequest):
 
 
 class UpdateRequest(PlainRequest):
-    """Other values of keys of a job, by their dotted paths: YAML, as `--set` takes it."""
+    """New values of a job's keys, by dotted path, as YAML like that of `--set`."""
 
     settings: dict[str, str] = Field(max_length=SETTINGS_MAX)
 
 
 class RetryRequest(PlainRequest):
-    """What a person allows to a job that asks, or what differs where an ended one is submitted again."""
+    """The answer to a job's question, or changed settings for the resubmission of an ended job."""
 
     settings: dict[str, str] = Field(default={}, max_length=SETTINGS_MAX)
     allow: Literal["numeric", "semantic"] | None = None
@@ -77,63 +77,63 @@ class RetryRequest(PlainRequest):
 
 
 class BatchRequest(BaseModel):
-    """Jobs that are submitted atomically."""
+    """Jobs to submit atomically."""
 
     model_config = ConfigDict(extra="forbid")
     jobs: list[SubmitRequest] = Field(min_length=1, max_length=JOBS_MAX)
 
 
 class DigestsRequest(PlainRequest):
-    """SHA-256 of archives that a client may have to upload."""
+    """SHA-256 digests of archives that the client may have to upload."""
 
     digests: list[Annotated[str, Field(max_length=128)]] = Field(max_length=1000)
 
 
 class ObserveRequest(PlainRequest):
-    """Outcomes as `views.observations_view` writes them."""
+    """Observations, as the output of `views.observations_view`."""
 
     observations: list[dict[str, Any]] = Field(max_length=JOBS_MAX)
 
 
 class DrainRequest(PlainRequest):
-    """`undo`: the node accepts new attempts again."""
+    """A drain of a node; with `undo`, the node accepts new attempts again."""
 
     undo: bool = False
 
 
 class NodeRequest(PlainRequest):
-    """A machine that joins: its node as `NodeSpec.model_dump(mode="json")` writes it, and its address."""
+    """A joining machine: its node as `NodeSpec.model_dump(mode="json")` writes it, and its address."""
 
     node: dict[str, Any]
     address: str = Field(max_length=255)
 
 
 class UserRequest(PlainRequest):
-    """A user that is added, or gets another role."""
+    """The role of a new or existing user."""
 
     role: Role
 
 
 class TokenRequest(PlainRequest):
-    """A token for a user."""
+    """A request of a token for a user."""
 
     user: UserName
     lifetime_s: float | None = Field(default=None, gt=0, le=LIFETIME_S_MAX, allow_inf_nan=False)
 
 
 class TryRequest(PlainRequest):
-    """Targets of notifications to try; none: all."""
+    """Notification targets to test; none: all."""
 
     targets: list[Annotated[str, Field(max_length=200)]] = Field(default=[], max_length=100)
 
 
 class PurgeRequest(PlainRequest):
-    """`dry_run` removes nothing."""
+    """A purge; with `dry_run`, nothing is removed."""
 
     dry_run: bool
 
 
 class ShutdownRequest(PlainRequest):
-    """`force` ends the service even while jobs run."""
+    """A shutdown; with `force`, even while jobs run."""
 
     force: bool = False

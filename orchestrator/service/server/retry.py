@@ -1,4 +1,4 @@
-"""An ended job that is submitted again: its spec with other settings, and the checkpoint that it begins with."""
+"""Resubmission of an ended job: its spec with changed settings, and the checkpoint from which it continues."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OF_THE_OLD = {"member": None, "trial": None, "measured": None, "relative_to": No
 
 
 class Begin(NamedTuple):
-    """How a retry begins."""
+    """The start of a retry: the job whose checkpoint it continues (None: from scratch), its step, and why."""
 
     continues_from: str | None  # the job with whose newest checkpoint; None: from the beginning
     step: int  # of that checkpoint
@@ -34,7 +34,7 @@ class Begin(NamedTuple):
 
 
 def check_retry(job: Job, *, allows: bool) -> None:
-    """Raise ServiceError for a job that has not ended, and SpecError for what only a job that asks is allowed."""
+    """Raise ServiceError for an unfinished job. Raise SpecError for options that only answer a job's question."""
     if job.status is JobStatus.RUNNING or not job.status.ended:
         verb = "runs" if job.status is JobStatus.RUNNING else "waits"
         raise ServiceError(
@@ -47,7 +47,7 @@ def check_retry(job: Job, *, allows: bool) -> None:
 
 
 def retry_spec(job: Job, settings: Sequence[Override], source: str) -> JobSpec:
-    """Return the job's spec after `--set key=value`, without its array or sweep. Raises SpecError."""
+    """Return the job's spec with `--set key=value` applied, without its array or sweep. Raises SpecError."""
     traced = [key for key, _ in settings if key.split(".")[0] in TRACED_BY]
     if job.spec.traced and traced:
         hint = "`orc submit` its job file with this `--set`"
@@ -58,7 +58,7 @@ def retry_spec(job: Job, settings: Sequence[Override], source: str) -> JobSpec:
 
 
 def continuation(job: Job, spec: JobSpec, keys: Sequence[str]) -> Begin:
-    """Return the checkpoint with which the retry of a job begins, given the keys that have other values."""
+    """Return the start of a retry with changed `keys`: from a checkpoint, or from scratch, and why."""
     changed = sorted({key.split(".")[0] for key in keys} - UNTRAINED)
     saved_steps = [
         attempt.evidence.checkpoint_step or 0 for attempt in job.attempts if attempt.evidence and not attempt.probe

@@ -1,4 +1,4 @@
-"""Sends files that jobs name to the service of another machine, if it lacks them."""
+"""Uploads files that jobs name to the service of another machine, if it lacks them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def read_jobs_for(
     *,
     only_one: bool = False,
 ) -> list[JobSpec]:
-    """Return the jobs in these files for the service; for another machine, their files are sent first.
+    """Return the jobs in these files, for the service. For another machine, their files are uploaded first.
 
     Raises SpecError; with `only_one`, for an array too.
     """
@@ -45,7 +45,7 @@ def read_jobs_for(
 
 
 def with_uploads(client: Client, jobs: Sequence[ReadJob]) -> list[JobSpec]:
-    """Return the jobs with each path of this machine replaced by that of an upload, which the service then has.
+    """Return the jobs with each path of this machine replaced by its upload, after sending what is missing.
 
     A working directory is one upload. A file or folder outside it is another. Raises SpecError where one is too large.
     """

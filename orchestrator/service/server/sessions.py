@@ -1,4 +1,4 @@
-"""Sessions of browsers: a signed cookie that names the record of a token, never the token itself."""
+"""Browser sessions: a signed cookie that names a token's record, never the token itself."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OWNER = 0  # stands for the home folder's own token, which has no record; record
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sessions:
-    """Opens and reads sessions. A session ends with its token: at its expiry, its revocation, its user's removal.
+    """Opens and reads browser sessions. A session ends with its token: by expiry, revocation, or its user's removal.
 
     The key of the signature is derived from the home folder's token, so a replaced home ends every session.
     """
@@ -31,7 +31,7 @@ class Sessions:
     clock: Callable[[], float] = time.time
 
     def cookie(self, token: str) -> str | None:
-        """Return the cookie of a new session; None where the token admits nobody."""
+        """Return the cookie of a new session; None for an invalid token."""
         if hmac.compare_digest(token.encode(), self.owner_token.encode()):
             number: int | None = OWNER
         else:
@@ -39,26 +39,26 @@ class Sessions:
         return None if number is None else self._sign(f"{number}.{int(self.clock() + LIFETIME_S)}")
 
     def opened(self, user: str, role: Role, lifetime_s: float) -> str:
-        """Return the cookie of a new session for a user that signed in through an OpenID provider."""
+        """Return the cookie of a new session for a user of an OpenID provider."""
         number = self.accounts.open_session(user, role, lifetime_s)
         return self._sign(f"{number}.{int(self.clock() + lifetime_s)}")
 
     def close(self, request: Request) -> None:
-        """End a session of an OpenID provider. A token's session goes on with any copy of its cookie."""
+        """End a session of an OpenID provider. A token's session remains valid with any copy of its cookie."""
         if self.principal(request) is not None:
             self.accounts.close_session(int(request.cookies[cookie_name(request)].partition(".")[0]))
 
     def sealed(self, text: str) -> str:
-        """Return a text, signed for `unsealed`; it is no session."""
+        """Return a signed text, readable by `unsealed`. It is no session."""
         return self._sign(text, "on its way")
 
     def unsealed(self, cookie: str) -> str | None:
-        """Return the text of `sealed`; None where it was changed."""
+        """Return the text given to `sealed`; None where the signature is invalid."""
         text = cookie.rpartition(".")[0]
         return text if hmac.compare_digest(cookie.encode(), self.sealed(text).encode()) else None
 
     def principal(self, request: Request) -> Principal | None:
-        """Return who is signed in; None without a session, and once it has ended."""
+        """Return the signed-in user; None without a valid session."""
         payload, _, _ = (cookie := request.cookies.get(cookie_name(request), "")).rpartition(".")
         number, _, until_s = payload.partition(".")
         if not hmac.compare_digest(cookie.encode(), self._sign(payload).encode()):
@@ -75,7 +75,7 @@ class Sessions:
 
 
 def keep(request: Request, answer: Response, cookie: str) -> None:
-    """Set the session's cookie: for this service alone, hidden from scripts, and under TLS where the request is."""
+    """Set the session's cookie: only for this service, hidden from scripts, and TLS-only if the request used TLS."""
     answer.set_cookie(
         cookie_name(request),
         cookie,
@@ -87,7 +87,7 @@ def keep(request: Request, answer: Response, cookie: str) -> None:
 
 
 def drop(request: Request, answer: Response) -> None:
-    """Let the browser forget the session."""
+    """Delete the session's cookie in the browser."""
     answer.delete_cookie(cookie_name(request), httponly=True, samesite="strict", secure=request.url.scheme == "https")
 
 

@@ -1,4 +1,4 @@
-"""Optuna's study of one sweep, by ask and tell: it proposes parameters and stops trials early."""
+"""Optuna's study of one sweep: it proposes parameters and stops trials early."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ REPORTED_STEPS = 1000  # where the length of a trial is not known: its first one
 
 
 class Study:
-    """The trials of a sweep, in memory. The same trials in the same order give the same proposals."""
+    """The trials of a sweep, in memory. Proposals are deterministic in the trials and their order."""
 
     def __init__(self, name: str, sweep: Sweep, steps: int | None) -> None:
         """`steps` is the length of a trial; None: not known. `name` decides the bracket of hyperband of each trial."""
@@ -31,7 +31,7 @@ class Study:
         self._distributions = {name: _distribution(parameter) for name, parameter in sweep.parameters}
 
     def ask(self, parameters: Mapping[str, Value] | None = None) -> dict[str, Value]:
-        """Return parameters of the next trial; given `parameters` repeat a trial of before a restart."""
+        """Return parameters of the next trial; `parameters` re-registers a trial from before a restart."""
         number = len(self._trials)
         if self._sweep.method == "grid" and parameters is None:
             parameters = self._sweep.combination(number)
@@ -43,7 +43,7 @@ class Study:
         return dict(trial.params)
 
     def report(self, number: int, step: int, value: float) -> bool:
-        """Return whether a trial that gave this value at this step shall be stopped."""
+        """Report a trial's value at a step; return whether the trial should be stopped."""
         if self._sweep.early_terminate is None or not self._counts(step) or step <= self._reported.get(number, -1):
             return False
         self._reported[number] = step

@@ -1,4 +1,4 @@
-"""Runs sweeps: submits their trials to the queue, reports their values to the study, and stops hopeless ones.
+"""Runs sweeps: submits their trials, reports metric values to the study, and stops hopeless trials.
 
 The journal has the trials and how they ended; files of the attempts have their curves. A study is made anew from these
 after a restart.
@@ -48,7 +48,7 @@ class _Running:
 
 
 class Sweeper:
-    """The sweeps of a service; every method may be called from any thread."""
+    """Runner of a service's sweeps. Every method is thread-safe."""
 
     def __init__(self, controller: Controller, sweeps: Sweeps, home: Path) -> None:
         """Nothing is submitted before `look`."""
@@ -59,11 +59,11 @@ class Sweeper:
         self._lock = threading.Lock()
 
     def run(self, stop: threading.Event) -> None:
-        """Look every LOOK_S until `stop` is set."""
+        """Call `look` every LOOK_S seconds until `stop` is set."""
         poll_until(stop, self.look, LOOK_S, log, "looking after sweeps failed")
 
     def first(self, spec: JobSpec) -> JobSpec:
-        """The first trial of a sweep that is being submitted, with its parameters."""
+        """Return the first trial of a sweep at its submission, with its parameters."""
         assert spec.trial is not None, spec.name
         if spec.trial.of is not None or spec.trial.number > 0 or spec.trial.parameters:
             raise SpecError("a trial of a sweep that exists is submitted by the service alone", path="sweep")
@@ -101,13 +101,13 @@ class Sweeper:
             return self._controller.cancel(live) if live else []
 
     def sweep_of(self, job_id: str) -> str | None:
-        """Return the open sweep that has this id, or whose trial the job is; None without one."""
+        """Return the open sweep with this id, or with this job as a trial; None without one."""
         job = self._controller.job(job_id)
         sweep_id = job_id if job is None else job.array if job.spec.trial is not None else None
         return sweep_id if sweep_id is not None and self._sweeps.ended(sweep_id) == "" else None
 
     def knows(self, sweep_id: str) -> bool:
-        """Return whether there is, or was, such a sweep."""
+        """Return whether a sweep with this id exists or existed."""
         return sweep_id.startswith(SWEEP) and self._sweeps.ended(sweep_id) is not None
 
     def report(self, sweep_id: str) -> SweepReport | None:
@@ -128,14 +128,14 @@ class Sweeper:
         return report
 
     def reports(self) -> list[SweepReport]:
-        """Return the newest sweeps, the newest first."""
+        """Return the newest sweeps, newest first."""
         newest = self._sweeps.newest(SHOWN_MAX)
         reports = [report for sweep_id in newest if (report := self.report(sweep_id)) is not None]
         self._over = {sweep_id: report for sweep_id, report in self._over.items() if sweep_id in newest}
         return reports
 
     def to_come(self) -> Mapping[str, tuple[JobSpec, ...]]:
-        """Return the trials that each open sweep has still to submit, by its id."""
+        """Return {open sweep id: trials still to submit}."""
         return to_come(self._sweeps, self._controller.job, self._home)
 
     def _jobs(self, rows: Sequence[TrialRow]) -> list[Job]:

@@ -1,4 +1,4 @@
-"""Sums over events since the service's start, for `/metrics`. The journal has the events themselves."""
+"""Counters over events since the service's start, for `/metrics`. The journal has the events themselves."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PEAK_RATIO = (0.25, 0.5, 0.7, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.25, 1.5, 2.0)
 
 
 class Distribution:
-    """Counts of values in buckets, as in a Prometheus histogram: each bucket has the values up to its bound."""
+    """A histogram as in Prometheus: each bucket counts the values up to its bound."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds = tuple(bounds)
@@ -39,7 +39,7 @@ class Distribution:
 
 @dataclass(slots=True)
 class Tally:
-    """Sums over committed events. Its owner calls from one thread at a time."""
+    """Counters over committed events. Calls must not overlap."""
 
     wait_s: Distribution = field(default_factory=lambda: Distribution(WAIT_S))  # submission to first launch
     decision_s: Distribution = field(default_factory=lambda: Distribution(DECISION_S))
@@ -48,7 +48,7 @@ class Tally:
     device_s: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))  # of ended attempts, by team
 
     def add(self, event: Event, actions: Sequence[Action], decision_s: float, policy: PolicySpec) -> None:
-        """Count a committed event with its actions, and how long it took to decide."""
+        """Count a committed event with its actions, and the seconds of its decision."""
         self.decision_s.add(decision_s)
         ended = (event.job_id, event.number) if isinstance(event, Finished) else None
         for action in actions:
@@ -69,7 +69,7 @@ class Tally:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """A service at one moment: its state, the journal's counts, and sums since its start."""
+    """A consistent view of a service: its state, the journal's counts, and counters since its start."""
 
     at_s: float
     state: State
@@ -79,6 +79,6 @@ class Figures:
 
 
 def device_seconds(attempt: Attempt, until_s: float) -> float:
-    """Devices of the attempt times the seconds since its launch."""
+    """Return the attempt's device-seconds from its launch to `until_s`."""
     devices = sum(len(part.devices) for part in attempt.placement)
     return devices * max(0.0, until_s - attempt.launched_at_s)

@@ -1,4 +1,4 @@
-"""Reads the curve of a trial's metric from the steps that our engines write, or from a script's log."""
+"""Reads a trial's metric by step, from metrics that our engines write or from a script's log."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LINE_BYTES_MAX = 64 * 1024  # of a line that has not ended
 
 
 class MetricCurve:
-    """The points of one trial, read as its files grow; a later attempt goes on where its checkpoint was."""
+    """Metric values of one trial, read as its files grow. A later attempt continues from its checkpoint."""
 
     def __init__(self, home: Path, job_id: str) -> None:
         self.last: float | None = None  # the value of the newest point

@@ -1,4 +1,4 @@
-"""The trials of a sweep, and those that it has still to submit."""
+"""The trials of a sweep, and those still to submit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from orchestrator.specs.parse import trial_of
 
 
 def with_costs(spec: JobSpec, home: Path) -> JobSpec:
-    """Return the job with the costs of its own model, where these have to be traced: parameters may change them.
+    """Return the job with its model's traced costs if it needs a trace, since parameters may change them.
 
     Raises SpecError where the trace fails.
     """
@@ -27,10 +27,10 @@ def with_costs(spec: JobSpec, home: Path) -> JobSpec:
 
 
 def trials_of(first: JobSpec, sweep_id: str, home: Path, begun: Sequence[JobSpec] = ()) -> tuple[JobSpec, ...]:
-    """Return the trials of a sweep, without those that have begun, up to one that no job can be.
+    """Return the trials of a sweep without those in `begun`, up to the first with illegal parameters.
 
-    What bayes will choose follows from values that nobody knows yet: it draws at random instead. Raises SpecError
-    where the first trial to come is no job.
+    Choices of method `bayes` depend on unknown values, so random ones are drawn. Raises SpecError where the first trial
+    still to come is illegal.
     """
     assert first.trial is not None, first.name
     study, specs = Study(sweep_id, first.trial.sweep, None), list[JobSpec]()
@@ -48,7 +48,7 @@ def trials_of(first: JobSpec, sweep_id: str, home: Path, begun: Sequence[JobSpec
 
 
 def to_come(sweeps: Sweeps, job: Callable[[str], Job | None], home: Path) -> Mapping[str, tuple[JobSpec, ...]]:
-    """Return the trials that each open sweep has still to submit, by its id."""
+    """Return {open sweep id: trials still to submit}."""
     trials = {}
     for sweep_id in sweeps.open():
         begun = [trial.spec for row in sweeps.trials(sweep_id) if (trial := job(row.job)) is not None]

@@ -1,4 +1,4 @@
-"""Routes that change a job: hold, release, suspend, resume, update and retry it. Each needs a member of its team."""
+"""Routes that change a job: hold, release, suspend, resume, update and retry. Senders must be of its team."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def add_verb_routes(app: FastAPI, service: Service, uploads: Uploads) -> None:
         name_objects: NameObjects,
         idempotency_key: IdempotencyKey = "",
     ) -> dict[str, Any]:
-        """Allow what a job asks for, or submit one that has ended again."""
+        """Answer a job's question, or submit an ended job again."""
         job = job_of(controller, job_id)
         refuse_other_teams(job, sender, controller.state.policy, "retry")
         settings = tuple(request.settings.items())

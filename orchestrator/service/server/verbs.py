@@ -1,4 +1,4 @@
-"""What people do with a job that has not ended: hold, release, suspend, resume and update it. Each is one event."""
+"""Changes that people make to an unfinished job: hold, release, suspend, resume and update. Each is one event."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Change = Callable[[Job, float], UpdateRequested | None]  # of a live job, at a t
 
 
 def hold(user: str) -> Change:
-    """Return the change after which a waiting job does not start. It raises ServiceError for a job that runs."""
+    """Return the change that keeps a waiting job from starting. It raises ServiceError for a running job."""
 
     def change(job: Job, at_s: float) -> UpdateRequested | None:
         if job.held_by is None and job.status is JobStatus.RUNNING:
@@ -28,7 +28,7 @@ def hold(user: str) -> Change:
 
 
 def suspend(user: str) -> Change:
-    """Return the change after which a job does not start; one that runs saves and leaves its devices."""
+    """Return the change that keeps a job from starting; a running one saves and releases its devices."""
 
     def change(job: Job, at_s: float) -> UpdateRequested | None:
         is_held = job.held_by is not None
@@ -38,7 +38,7 @@ def suspend(user: str) -> Change:
 
 
 def release(_user: str) -> Change:
-    """Return the change after which a held job waits for devices again."""
+    """Return the change that lets a held job wait for devices again."""
 
     def change(job: Job, at_s: float) -> UpdateRequested | None:
         return None if job.held_by is None else UpdateRequested(job_id=job.id, spec=job.spec, at_s=at_s)
@@ -55,7 +55,10 @@ VERBS: Mapping[str, Callable[[str], Change]] = {
 
 
 def update(settings: Sequence[Override], policy: PolicySpec) -> Change:
-    """Return the change to other values of UPDATABLE, judged as at a submission. Raises SpecError for other keys."""
+    """Return the change to new values of UPDATABLE keys, validated as at submission.
+
+    Raises SpecError for other keys.
+    """
     allowed = ", ".join(UPDATABLE)
     if not settings:
         raise SpecError("nothing is to change", source="orc update", allowed=f"KEY=VALUE of {allowed}")

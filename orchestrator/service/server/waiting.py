@@ -11,7 +11,7 @@ MESSAGE = "this service may not decide yet: it is a standby of the one that owns
 
 
 def waiting_app() -> FastAPI:
-    """Return the application: /healthz answers 200, everything else 503."""
+    """Return an application that answers /healthz with 200 and everything else with 503."""
     app = FastAPI(title="orc", docs_url=None, redoc_url=None, openapi_url=None)
 
     @app.get("/healthz")

@@ -21,7 +21,7 @@ class _Waiter:
 
 
 class Waits:
-    """Conditions that requests of any event loop wait for. Their thread ends with the last of them."""
+    """Conditions that async requests wait for. The checking thread ends with the last of them."""
 
     def __init__(self, wait_for_change: Callable[[int, float], int]) -> None:
         """`wait_for_change(version, timeout_s)` returns the newest version, as `Controller.wait_for_change`."""

@@ -1,4 +1,4 @@
-"""The group of all commands: help in panels, and words of other tools answered by ours."""
+"""The group of all commands: help in panels, and translation of other tools' commands to ours."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OTHERS = "Others"
 
 
 class Commands(TyperGroup):
-    """The commands, in panels of help."""
+    """Command group with help in panels."""
 
     def __init__(self, **attributes: Any) -> None:
         """Give each command its panel."""
@@ -36,7 +36,7 @@ class Commands(TyperGroup):
             command.rich_help_panel = panels.get(name, OTHERS)  # type: ignore[attr-defined]
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Return the command of the first argument. Raises SpecError with what is meant, where that is known."""
+        """Return the command of the first argument. Raises SpecError with a suggestion where there is one."""
         answer = instead_of(args)
         if answer is not None and self.get_command(ctx, args[0]) is None:
             phrase, command, tool = answer

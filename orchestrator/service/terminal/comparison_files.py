@@ -1,4 +1,4 @@
-"""The rows of a comparison as a file: CSV for programs, Markdown and LaTeX for papers."""
+"""Exports the rows of a comparison: CSV for programs, Markdown and LaTeX for papers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _word(value: Any) -> str:
 
 
 def as_csv(rows: Sequence[Mapping[str, Any]], _: Sequence[str]) -> str:
-    """Return the rows as CSV with a head; the verdict and its notes have no place there."""
+    """Return the rows as CSV with a header, without the verdict and notes."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(COLUMNS)
@@ -50,7 +50,7 @@ def as_csv(rows: Sequence[Mapping[str, Any]], _: Sequence[str]) -> str:
 
 
 def as_markdown(rows: Sequence[Mapping[str, Any]], notes: Sequence[str]) -> str:
-    """Return a table of what is known of any row, with the verdict and its notes below."""
+    """Return a Markdown table of columns that any row has, with the verdict and its notes below."""
     table = [["strategy", *(COLUMNS[name] for name in _known(rows))], *_lines(rows)]
     body = [f"| {' | '.join(cell.replace('|', '&#124;') for cell in line)} |" for line in table]
     rule = f"|{'---|' * len(table[0])}"

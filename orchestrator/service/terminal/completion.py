@@ -1,4 +1,4 @@
-"""Shell completion of job ids: `orc --install-completion` lets the shell ask for them."""
+"""Shell completion of job ids, for `orc --install-completion`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ENDED_OFFERED = 50
 
 
 def job_ids(context: typer.Context, incomplete: str) -> list[str]:
-    """Return the ids that begin so, live jobs and recently ended ones; none where the service does not answer."""
+    """Return the ids of live and recently ended jobs with this prefix; [] where the service does not answer."""
     from orchestrator.service.server.client import Client
     from orchestrator.service.server.logins import DEFAULT_HOME, login_of
 

@@ -1,4 +1,4 @@
-"""The table of `orc forecast`, in a module that loads little, and the colours of status words."""
+"""The table of `orc forecast`, in a module with few imports, and the colours of status words."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def add_whole_column(table: Table, name: str, texts: Iterable[str]) -> None:
 
 
 def local_minute(at_s: float | None, range_s: tuple[float, float] | None) -> str:
-    """Return a local time to the minute, with its range."""
+    """Return a local time to the minute, with its range; "not known" for None."""
     if at_s is None:
         return "not known"
     minute = time.strftime("%a %d %b %H:%M", time.localtime(at_s))

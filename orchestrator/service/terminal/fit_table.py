@@ -14,7 +14,7 @@ from orchestrator.specs.units import format_bytes, format_seconds
 
 
 def fit_panel(spec: JobSpec, rows: Sequence[FitRow], *, is_assumed: bool) -> RenderableType:
-    """Return a row for each card: its memory, and for each way the fewest cards with a plan and the bytes of each."""
+    """Return a table with a row per GPU model: its memory, and per way the fewest GPUs with a plan and their bytes."""
     ways = list(dict.fromkeys(row["way"] for row in rows))
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("CARD", no_wrap=True)

@@ -48,11 +48,10 @@ def run_to_end(spec: JobSpec, fault: Fault | None, service: Path | Login, as_jso
 
 
 def follow(client: Client, job_id: str, console: Console, *, may_ask: bool = True) -> JobView:
-    """Print the job's events on `console` until it ends; returns the ended job.
+    """Print the job's events on `console` until it ends; return the ended job.
 
-    A job that asks waits for its answer, up to a week. Where it may not ask, as in a rehearsal, it is cancelled then:
-    it did not recover. A terminal shows a bar of the steps with the time that is left; other output gets a line every
-    few seconds.
+    A job with a question waits for its answer, up to a week. Without `may_ask`, as in a rehearsal, it is cancelled
+    instead. A terminal shows a progress bar with the remaining time; other output gets a line every few seconds.
     """
     texts = [TextColumn(f"{{task.{name}}}", markup=False) for name in ("description", "fields[said]")]
     columns = SpinnerColumn(), texts[0], BarColumn(BAR_WIDTH), texts[1]
@@ -75,7 +74,7 @@ def follow(client: Client, job_id: str, console: Console, *, may_ask: bool = Tru
 def log_lines(
     client: Client, job_id: str, number: int | None, rank: int, to_the_end: bool
 ) -> Iterator[tuple[int, str]]:
-    """Yield a rank's log in pieces of (attempt, text); of the last attempt if no number is given.
+    """Yield (attempt number, text) pieces of a rank's log; of the last attempt if `number` is None.
 
     With `to_the_end` it waits for more, and continues with later attempts, until the job has ended.
     """
@@ -134,7 +133,7 @@ def _waiting(job: JobView, *, may_ask: bool) -> list[str]:
 
 
 def story(job: JobView) -> list[str]:
-    """Return what has happened to the job's attempts, one line each, in order; later calls only append."""
+    """Return the history of the job's attempts, one line per event, in order. Later calls only append."""
     lines, before = [], None
     for attempt in job["attempts"]:
         lines.append(f"{job['id']}: attempt {attempt['number']} on {attempt['placement']}: {attempt['plan']}")

@@ -1,4 +1,4 @@
-"""A Gantt chart of attempts: one row per node in the terminal, one lane per device as a PNG."""
+"""Gantt charts of attempts: one row per node in the terminal, one lane per device as a PNG."""
 
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ def restore(
 
 
 def _reachable(endpoint: Endpoint) -> str:
-    """How other machines reach the service, and join it, in words."""
+    """Return text on how other machines reach and join the service."""
     return (
         f"\nOther machines: https://HOST:{endpoint.port} (bound to {endpoint.host}). There, with a token of "
         f"`orc token create USER`:\n  orc login https://HOST:{endpoint.port} --fingerprint {endpoint.fingerprint()}"

@@ -1,4 +1,4 @@
-"""Options that commands share, and the service that they mean."""
+"""Options that commands share, and the service that they select."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the answer as JSON."
 
 
 def service_of(home: Path) -> Path | Login:
-    """Return the login of `orc --server URL` where it is given, else the home folder.
+    """Return the login of `orc --server URL` if that option is used, else the home folder.
 
-    Raises SpecError for no URL, ServiceError where no login is kept for it.
+    Raises SpecError for no URL, ServiceError without a stored login.
     """
     url = SERVER.get()
     if url is None:
@@ -50,7 +50,7 @@ def service_of(home: Path) -> Path | Login:
 
 
 def client_of(home: Path) -> Client:
-    """Return a connection to that service."""
+    """Return a client of the service selected by `service_of`."""
     from orchestrator.service.server.client import Client
 
     return Client(service_of(home))

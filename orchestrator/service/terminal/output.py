@@ -18,7 +18,7 @@ SPINNER_AFTER_S = 0.5
 
 
 def tell(answer: dict[str, Any], as_json: bool, text: RenderableType) -> None:
-    """Print the answer as JSON, or as text."""
+    """Print `answer` as JSON, or `text`."""
     if as_json:
         print(json.dumps(answer, indent=2))
     else:

@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 
 class QueueTime(StrEnum):
-    """Which moment of the live queue `orc simulate` can begin from."""
+    """The time from which `orc simulate` can begin with the live queue."""
 
     NOW = "now"
 
 
 class Aim(StrEnum):
-    """What `orc simulate` lets the queue aim at: an objective, or one after the other."""
+    """The queue's objective in `orc simulate`, or both compared."""
 
     COMPLETION = "completion"
     MAKESPAN = "makespan"

@@ -1,6 +1,6 @@
-"""Commands of other tools, and the command of ours that means the same.
+"""Commands of other tools, and our command with the same meaning.
 
-A word that is not here gets the commands of ours that are spelt like it, if there are any, and `orc --help`.
+Any other unknown word gets our commands of similar spelling, if any, and `orc --help`.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ WORDS_MAX = 3
 
 
 def instead_of(arguments: Sequence[str]) -> tuple[str, str, str] | None:
-    """Return the words of another tool that a command line begins with, our command, and the tool; None without any."""
+    """Return (words of another tool at the start of a command line, our command, the tool); None without any."""
     terms = [argument.partition("=")[0].lower() for argument in arguments[:WORDS_MAX]]
     for count in range(len(terms), 0, -1):
         name = " ".join(terms[:count])

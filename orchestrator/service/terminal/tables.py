@@ -48,7 +48,7 @@ ROWS_AROUND = 5  # of the frontier, on each side of the chosen plan
 def queue_table(jobs: Sequence[JobView], width: int = WIDE) -> Table:
     """Return one row per job: status, plan, progress or reason; team, user and priority where any job has them.
 
-    Below WIDE columns each job has one line: the plan without its devices, and the begin of the reason.
+    Below WIDE columns each job has one line: the plan without its devices, and the start of the reason.
     """
     is_narrow = width < WIDE
     shared = any(job["team"] is not None for job in jobs)
@@ -144,7 +144,7 @@ def attempts_table(jobs: Sequence[JobView], width: int = WIDE) -> Table:
 
 
 def plan_panel(plans: JobPlans) -> RenderableType:
-    """Return the chosen plan, the frontier around it with the memory limit, and why faster plans were rejected."""
+    """Return the chosen plan, the frontier chart with the memory limit, and why faster plans were rejected."""
     parts: list[RenderableType] = [
         Text(f"{plans['job']} on {plans['devices']} x {plans['device']}", style="bold"),
         Text(f"global batch {plans['global_batch_size']}; memory of the model: {plans['profile']}", style="dim"),
@@ -204,7 +204,7 @@ def _probe_panel(probe: CandidateView) -> RenderableType:
 
 
 def explanation_panel(explanation: ExplanationView) -> RenderableType:
-    """Return why a job waits, what its attempts were predicted and measured to need, and the frontier now."""
+    """Return why a job waits, its attempts' predictions and measurements, and today's frontier chart."""
     job = explanation["job"]
     parts: list[RenderableType] = [Text(f"{job['id']} {job['status']}: {job['reason']}", style="bold")]
     if job["promise"] is not None and not job["promise"]["refused"]:
@@ -237,7 +237,7 @@ def _sentences(sentences: Sequence[str]) -> Table:
 
 
 def coloured_picture(picture: Picture) -> Text:
-    """Return the picture with coloured marks."""
+    """Return the chart with coloured marks."""
     text = Text("\n".join(draw_lines(picture)), no_wrap=True)
     for mark, symbol in SYMBOLS.items():
         text.highlight_words([symbol], MARK_STYLES[mark])
@@ -246,7 +246,7 @@ def coloured_picture(picture: Picture) -> Text:
 
 
 def moments(estimate: EstimateView, correction: float) -> Table:
-    """Return the bytes by moment of a step as bars, with corrected activations."""
+    """Return the bytes at each peak point of a step as bars, with corrected activations."""
     table = Table.grid(padding=(0, 2))
     table.add_column()
     table.add_column(justify="right")
@@ -296,7 +296,7 @@ def progress_line(progress: ProgressView | None) -> str:
 
 
 def time_left(progress: ProgressView | None) -> str:
-    """Return the time to the last step at the pace of the recent ones; "" where that is unknown."""
+    """Return the time to the last step at the recent speed, as text; "" where unknown."""
     if progress is None or not progress["max_steps"] or not progress["step_s"]:
         return ""
     return format_seconds(max(0, progress["max_steps"] - progress["step"]) * progress["step_s"])
@@ -398,7 +398,7 @@ def _failure(attempt: AttemptView) -> list[RenderableType]:
 
 
 def promise_words(promise: PromiseView) -> str:
-    """Return the promise to a job with a guarantee, or the reason of the refusal."""
+    """Return text on the promise to a job with a guarantee, or on its refusal."""
     if promise["refused"]:
         return f"is refused: {promise['refused']}"
     gpus = f"{promise['gpus']} gpu{'s' if promise['gpus'] > 1 else ''}"

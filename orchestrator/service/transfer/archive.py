@@ -1,7 +1,7 @@
-"""A folder as a stream of bytes: one line of JSON that lists its entries, then the content of its files, in order.
+"""A folder as a byte stream: one JSON line that lists its entries, then the contents of its files, in order.
 
-tar has hard links, devices, owners, sparse files and headers of any length. Nothing here needs them, so that nobody has
-to guard against them: what arrives is files, folders, and links that stay inside.
+tar has hard links, devices, owners, sparse files and headers of any length. None is needed here, so that no code must
+guard against them: an archive holds files, folders, and links that stay inside.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Limits of what may arrive."""
+    """Limits on an incoming archive."""
 
     entries: int
     total_bytes: int
@@ -58,7 +58,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listing:
-    """The part of a folder that is sent."""
+    """The entries of a folder that are sent."""
 
     root: Path
     entries: Sequence[Entry]
@@ -70,12 +70,12 @@ class Listing:
         return sum(entry.size for entry in self.entries)
 
     def manifest(self) -> bytes:
-        """Return the line that is sent first."""
+        """Return the JSON line that is sent first."""
         rows = [[entry.path, entry.kind, entry.size, entry.target] for entry in self.entries]
         return json.dumps(rows, separators=(",", ":")).encode() + b"\n"
 
     def stream(self) -> Iterator[bytes]:
-        """Yield the archive. Raises OSError where a file has become shorter or is no file any more."""
+        """Yield the archive's bytes. Raises OSError where a file shrank or is no longer a file."""
         yield self.manifest()
         with closing(_Folder(self.root)) as root:
             for entry in self.entries:
@@ -83,7 +83,7 @@ class Listing:
                     yield from root.content(entry)
 
     def digest(self) -> str:
-        """SHA-256 of the archive, in hexadecimal digits."""
+        """Return the SHA-256 of the archive, in hexadecimal digits."""
         digest = hashlib.sha256()
         for chunk in self.stream():
             digest.update(chunk)
@@ -91,9 +91,9 @@ class Listing:
 
 
 def list_files(root: Path, limits: Limits, skipped: Skipped = lambda _: False) -> Listing:
-    """Return the entries of a folder, or of a single file, to send, ordered by path. No link is followed.
+    """Return the entries to send of a folder, or of a single file, ordered by path. No link is followed.
 
-    Raises SpecError where it is more than the limits allow or a name is no text, OSError where it cannot be read.
+    Raises SpecError beyond the limits or for a name that is no text, OSError where it cannot be read.
     """
     if root.is_file():
         single = [Entry(path=root.name, kind=_kind_of_file(root.stat()), size=root.stat().st_size)]
@@ -127,11 +127,11 @@ def list_files(root: Path, limits: Limits, skipped: Skipped = lambda _: False) -
 
 
 def unpack(read: Callable[[int], bytes], target: Path, limits: Limits, modified_at_s: float | None = None) -> str:
-    """Write what an archive holds to the new folder `target`, whole or not at all; returns the archive's SHA-256.
+    """Unpack an archive to the new folder `target`, all or nothing; return the archive's SHA-256.
 
-    `read(n)` returns at most n bytes, and none at the end. `modified_at_s`: modification time of the files; None: now.
-    Links are made last, so that nothing is written through one. Raises SpecError for what is no archive, leaves the
-    folder, or is more than the limits allow; OSError where the disk refuses it.
+    `read(n)` returns at most n bytes, and b"" at the end. `modified_at_s`: modification time of the files; None: now.
+    Links are made last, so that nothing is written through one. Raises SpecError for an invalid archive, one that
+    leaves the folder, or one beyond the limits; OSError where the disk refuses it.
     """
     source = _Source(read)
     entries = _entries(source.line(), limits)
@@ -247,7 +247,7 @@ class _Source:
         return line
 
     def chunk(self, limit: int) -> bytes:
-        """Return at most `limit` bytes; none at the end."""
+        """Return at most `limit` bytes; b"" at the end."""
         if self._rest:
             chunk, self._rest = self._rest[:limit], self._rest[limit:]
         else:

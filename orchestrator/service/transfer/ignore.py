@@ -12,7 +12,7 @@ DEFAULTS = (".git/", "__pycache__/", ".venv/")  # a line such as !.git/ takes on
 
 
 def read_ignore(folder: Path) -> Skipped:
-    """Return which paths below the folder are left out. Raises SpecError for a file that cannot be read."""
+    """Return a function that tells which paths below the folder to skip. Raises SpecError for an unreadable file."""
     from pathspec import GitIgnoreSpec  # late: only a submission to another machine needs it
 
     try:

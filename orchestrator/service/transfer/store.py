@@ -1,4 +1,4 @@
-"""Uploads in the home folder: `uploads/<sha256>/files`, each unpacked once, kept while a live job names it."""
+"""Uploads in the home folder: `uploads/<sha256>/files`, each unpacked once, stored while a live job names it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PREFIX = "upload:"  # of a path in a job that came from another machine: upload:
 
 
 class Uploads:
-    """The uploads of one home; every method may be called from any thread."""
+    """The uploads of one home. Every method is thread-safe."""
 
     def __init__(self, home: Path, used: Callable[[], Collection[str]], clock: Callable[[], float] = time.time) -> None:
         """`used` returns the digests that live jobs name."""
@@ -38,13 +38,13 @@ class Uploads:
         self._slots = threading.BoundedSemaphore(AT_ONCE_MAX)
 
     def missing(self, digests: Sequence[str]) -> list[str]:
-        """Return the digests of uploads that are not here; the others stay for at least GRACE_S."""
+        """Return the digests without an upload here; the others stay for at least GRACE_S seconds."""
         with self._lock:
             return [digest for digest in digests if not self._touch(digest)]
 
     @contextmanager
     def receiving(self) -> Iterator[Path]:
-        """Open a path for an archive that arrives. Raises ServiceError where too many arrive at once."""
+        """Yield a path for an incoming archive. Raises ServiceError where too many arrive at once."""
         if not self._slots.acquire(blocking=False):
             raise ServiceError(f"{AT_ONCE_MAX} uploads arrive already: try again")
         file = self._folder / f".{os.urandom(8).hex()}.gz"
@@ -56,7 +56,10 @@ class Uploads:
             self._slots.release()
 
     def store(self, digest: str, file: Path) -> None:
-        """Unpack a compressed archive. Raises SpecError for a bad one, ServiceError where there is no room."""
+        """Unpack a compressed archive as the upload `digest`.
+
+        Raises SpecError for a bad one, ServiceError without space.
+        """
         _check_digest(digest)
         folder = self._folder / f".{digest}.{os.urandom(4).hex()}"
         try:
@@ -80,7 +83,7 @@ class Uploads:
             shutil.rmtree(folder, ignore_errors=True)
 
     def resolved(self, key: str, path: str) -> str:
-        """Return the absolute path of `upload:<sha256>/<path>`; other paths as they are.
+        """Return the absolute path of `upload:<sha256>/<path>`; other paths unchanged.
 
         Raises SpecError where there is no such upload, or where the path leaves it.
         """

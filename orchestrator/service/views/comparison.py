@@ -35,7 +35,7 @@ MEASURES: Mapping[str, tuple[str, Words]] = {  # what a strategy gave, beside it
 
 
 class ComparisonView(TypedDict):
-    """Strategies of one comparison side by side."""
+    """The strategies (ways to run a training) of one comparison, side by side."""
 
     name: str  # id of the first of its jobs
     complete: bool  # every job has ended
@@ -60,7 +60,7 @@ def comparison_view(comparison: Comparison, mlflow: str | None) -> ComparisonVie
 
 
 def measures(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, tuple[str, Words]]:
-    """Return the MEASURES that any strategy has; samples only without tokens, failures only where any occurred."""
+    """Return the MEASURES that any row has; samples only without tokens, failures only where any occurred."""
     measures_shown = {
         name: measure for name, measure in MEASURES.items() if any(row[measure[0]] is not None for row in rows)
     }
@@ -75,7 +75,7 @@ def measures(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, tuple[str, Words
 
 
 def reasons(rows: Sequence[Mapping[str, Any]]) -> list[tuple[int, list[str]]]:
-    """Return the number of each strategy that did not finish, with the lines of its reason."""
+    """Return (number, lines of the reason) of each unfinished strategy."""
     return [(number, _reason(row)) for number, row in enumerate(rows, 1) if row["outcome"] in EXPLAINED]
 
 

@@ -1,4 +1,4 @@
-"""The view of the morning report, for every form in which people read it."""
+"""The morning report as JSON, the source of every form in which people read it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from orchestrator.scheduling.reports.morning import MorningReport, summary
 
 
 class LineView(TypedDict):
-    """A job in a sentence."""
+    """A job in the report, with a sentence about it."""
 
     id: str
     name: str
@@ -19,7 +19,7 @@ class LineView(TypedDict):
 
 
 class MissView(TypedDict):
-    """An attempt that needed other memory than predicted."""
+    """An attempt (one launch of a job) whose measured memory differed from the prediction."""
 
     attempt: str
     plan: str
@@ -30,7 +30,7 @@ class MissView(TypedDict):
 
 
 class CostView(TypedDict):
-    """Device-seconds within the time of the report."""
+    """Device-seconds within the report's time, by use, and their price; null without prices."""
 
     trained_s: float
     lost_s: float  # by attempts that failed
@@ -41,7 +41,7 @@ class CostView(TypedDict):
 
 
 class SpanView(TypedDict):
-    """Devices of one node that an attempt held, cut to the time of the report."""
+    """Devices of one node that an attempt occupied, clipped to the report's time."""
 
     node: str
     devices: list[int]

@@ -31,7 +31,7 @@ from orchestrator.specs.state import State
 
 
 class MomentView(TypedDict):
-    """Predicted bytes of one moment of a training step, before any correction."""
+    """Predicted bytes at one candidate for the memory peak of a step, before any correction."""
 
     name: str
     counted_bytes: int  # these follow from the parameter count
@@ -39,7 +39,7 @@ class MomentView(TypedDict):
 
 
 class EstimateView(TypedDict):
-    """Predicted bytes of the worst rank at its peak, after correction."""
+    """Predicted bytes of the most loaded rank at its peak, after correction."""
 
     source: str  # a Source
     moment: str
@@ -73,7 +73,7 @@ class FailureView(TypedDict):
 
 
 class AttemptView(TypedDict):
-    """A launch with its plan, prediction, measurement and outcome."""
+    """An attempt (one launch of a job) with its plan, prediction, measurement and outcome."""
 
     number: int
     status: str
@@ -132,7 +132,7 @@ class JobView(TypedDict):
 
 
 class PromiseView(TypedDict):
-    """The decision on a job's `guarantee` at its submission."""
+    """The promise for a job's `guarantee`, decided at its submission."""
 
     gpus: int  # the speed of this many is guaranteed
     starts_by_s: float | None  # None: refused, or no cluster was seen yet
@@ -140,7 +140,7 @@ class PromiseView(TypedDict):
 
 
 class PointView(TypedDict):
-    """A plan of a picture."""
+    """A plan in a chart."""
 
     step_s: float
     needed_bytes: int
@@ -149,7 +149,7 @@ class PointView(TypedDict):
 
 
 class PictureView(TypedDict):
-    """The frontier of a job on one kind of device."""
+    """A chart of a job's frontier (plans that no other beats) on one kind of device."""
 
     device: str
     capacity_bytes: int
@@ -157,7 +157,7 @@ class PictureView(TypedDict):
 
 
 class ExplanationView(TypedDict):
-    """A job, the lessons of each attempt, and its frontier as judged now."""
+    """A job with explanations of each attempt, and its frontier as judged today."""
 
     job: JobView
     sooner: list[str]  # of a job that waits for devices: when it starts, and what would start it sooner
@@ -166,7 +166,7 @@ class ExplanationView(TypedDict):
 
 
 class SuspensionView(TypedDict):
-    """A place on which attempts ended for no known reason, or whose hardware failed."""
+    """A device or node that takes no new attempts, after unexplained failures or failed hardware."""
 
     device: int | None  # None: all of the node
     until_s: float
@@ -189,7 +189,7 @@ class NodeView(TypedDict):
 
 
 def job_view(job: Job, beats: Sequence[Heartbeat] = (), policy: PolicySpec = UNSHARED, unwatched: str = "") -> JobView:
-    """Return the job with its attempts, and no word of removed files.
+    """Return the job with its attempts as JSON, without removals of files.
 
     `beats` are the last heartbeats of the live attempt; `unwatched` names a process of it without the guard.
     """
@@ -222,7 +222,7 @@ def job_view(job: Job, beats: Sequence[Heartbeat] = (), policy: PolicySpec = UNS
 
 
 def promise_view(job: Job) -> PromiseView | None:
-    """Return the promise to the job; None without a `guarantee`."""
+    """Return the promise to the job as JSON; None without a `guarantee`."""
     if job.spec.guarantee is None:
         return None
     refused = job.reason if job.status is JobStatus.REFUSED else ""
@@ -230,7 +230,7 @@ def promise_view(job: Job) -> PromiseView | None:
 
 
 def attempt_view(spec: JobSpec, attempt: Attempt) -> AttemptView:
-    """Return the attempt with predictions and measurements."""
+    """Return the attempt as JSON, with predictions and measurements."""
     evidence, failure = attempt.evidence, attempt.failure
     return AttemptView(
         number=attempt.number,
@@ -264,7 +264,7 @@ def attempt_view(spec: JobSpec, attempt: Attempt) -> AttemptView:
 
 
 def estimate_view(estimate: MemoryEstimate, correction: float) -> EstimateView:
-    """Return the estimate with its activations times `correction`, as JSON, causes largest first."""
+    """Return the estimate as JSON, with its activations times `correction`, causes largest first."""
     at_worst = corrected(estimate, correction)
     return EstimateView(
         source=estimate.source.value,
@@ -282,7 +282,7 @@ def estimate_view(estimate: MemoryEstimate, correction: float) -> EstimateView:
 
 
 def explanation_view(state: State, job: Job, sooner: Sequence[str]) -> ExplanationView:
-    """Return the job's predictions, measurements and lessons, with what would start it `sooner`."""
+    """Return predictions, measurements and explanations of the job, with what would start it `sooner`."""
     picture = picture_of(state, job)
     return ExplanationView(
         job=job_view(job, policy=state.policy),
@@ -293,7 +293,7 @@ def explanation_view(state: State, job: Job, sooner: Sequence[str]) -> Explanati
 
 
 def picture_view(picture: Picture) -> PictureView:
-    """Return the picture as JSON."""
+    """Return the chart as JSON."""
     points = [
         PointView(step_s=point.step_s, needed_bytes=point.needed_bytes, mark=point.mark.value, label=point.label)
         for point in picture.points
@@ -302,7 +302,7 @@ def picture_view(picture: Picture) -> PictureView:
 
 
 def picture_from_view(view: PictureView) -> Picture:
-    """Return the picture of a view."""
+    """Return the chart from its JSON."""
     points = tuple(
         Point(
             step_s=point["step_s"], needed_bytes=point["needed_bytes"], mark=Mark(point["mark"]), label=point["label"]
@@ -313,12 +313,12 @@ def picture_from_view(view: PictureView) -> Picture:
 
 
 def observations_view(observations: Sequence[Observation]) -> list[dict[str, Any]]:
-    """Return the outcomes as JSON."""
+    """Return the observations as JSON."""
     return _observations().dump_python(tuple(observations), mode="json")
 
 
 def observations_from_view(view: object) -> tuple[Observation, ...]:
-    """Return the outcomes of a view. Raises SpecError if it is malformed."""
+    """Return the observations from their JSON. Raises SpecError if it is malformed."""
     try:
         return _observations().validate_python(view)
     except ValidationError as error:
@@ -328,7 +328,7 @@ def observations_from_view(view: object) -> tuple[Observation, ...]:
 
 
 def node_view(node: Node, holders: Mapping[tuple[str, int], str], state: State) -> NodeView:
-    """Return the node as JSON, its device as in a cluster file; `holders` as returned by `placement.holders`."""
+    """Return the node as JSON, its device as in a cluster file; `holders` is the result of `placement.holders`."""
     busy = {index: job for (name, index), job in holders.items() if name == node.name}
     return NodeView(
         name=node.name,
@@ -349,7 +349,7 @@ def node_view(node: Node, holders: Mapping[tuple[str, int], str], state: State) 
 
 
 def node_from_view(view: NodeView) -> Node:
-    """Return the node for planning: devices that our attempts hold count as free, since a job may wait for them."""
+    """Return the node for planning. Devices with our attempts count as free, since a job may wait for them."""
     device = DeviceSpec.model_validate(view["device"])
     free_bytes = (device.memory if index in view["busy"] else free for index, free in enumerate(view["free_bytes"]))
     return Node(
@@ -362,12 +362,12 @@ def node_from_view(view: NodeView) -> Node:
 
 
 def in_order(jobs: Iterable[Job]) -> list[Job]:
-    """Return jobs as the queue shows them: ended, then running, then waiting by priority, newest last."""
+    """Return jobs in display order: ended, then running, then waiting by priority, newest last."""
     return sorted(jobs, key=place_of)
 
 
 def place_of(job: Job) -> tuple[int, int, int]:
-    """Return the job's place in that order; the smallest is first."""
+    """Return the sort key of a job in display order, smallest first."""
     if job.status.ended:
         return 0, 0, job.order
     return (1, 0, job.order) if job.attempts else (2, -job.spec.priority, job.order)

@@ -1,4 +1,4 @@
-"""The report of `orc report` and of notifications: span of time, Markdown, and HTML that mail programs show."""
+"""The report of `orc report` and of notifications: time span, Markdown, and HTML for mail programs."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ STYLE = "font-family:system-ui,sans-serif;color:#1a1a1a;max-width:60rem;line-hei
 
 
 def parse_since(text: str, now_s: float) -> float:
-    """Return the moment that `18:00` (the last one here), `12h` or `2026-11-24 18:00` means, in seconds since 1970.
+    """Return the time meant by `18:00` (the last one), `12h` or `2026-11-24 18:00`, in seconds since 1970.
 
-    Raises SpecError for other text, and for a moment that has not come.
+    Raises SpecError for other text, and for a future time.
     """
     moment = _moment(text, datetime.fromtimestamp(now_s))
     if moment is None or moment.timestamp() > now_s:
@@ -97,7 +97,7 @@ def _device_time(seconds: float) -> str:
 
 
 def gantt(view: ReportView) -> str:
-    """Return the busy devices of each node over the time of the report; "" where no node is known."""
+    """Return busy devices per node over the report's time, as lines of text; "" without nodes."""
     if not view["nodes"] or view["until_s"] <= view["since_s"]:
         return ""
     spans = [BusySpan(span["node"], len(span["devices"]), span["from_s"], span["until_s"]) for span in view["spans"]]
@@ -107,7 +107,7 @@ def gantt(view: ReportView) -> str:
 
 
 def markdown(view: ReportView) -> str:
-    """Return the report as Markdown; hostile names are code, and stay on their line."""
+    """Return the report as Markdown. Untrusted names are escaped as code."""
     parts = [f"# {title(view)}", _line(view["summary"]), cost_words(view)]
     if view["to_do"]:
         parts.append("\n".join(["## To do", "", *(f"- {_line(sentence)}" for sentence in view["to_do"])]))
@@ -132,7 +132,7 @@ def _code(text: str) -> str:
 
 
 def html(view: ReportView) -> str:
-    """Return the report as one HTML file without scripts, style sheets or pictures: mail programs show all of it."""
+    """Return the report as one HTML file without scripts, style sheets or images, as mail programs need."""
     parts = [f"<h1>{escape(title(view))}</h1>", f"<p><strong>{escape(view['summary'])}</strong></p>"]
     parts.append(f"<p>{escape(cost_words(view))}</p>")
     if view["to_do"]:

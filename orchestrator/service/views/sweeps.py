@@ -1,4 +1,4 @@
-"""A sweep as JSON: its trials, and the best of them."""
+"""A sweep (hyperparameter search) as JSON: its trials, and the best of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from orchestrator.specs.job.sweep import Value
 
 
 class TrialView(TypedDict):
-    """A trial."""
+    """A trial of a sweep, with its job and its metric."""
 
     number: int
     job: str
@@ -24,7 +24,7 @@ class TrialView(TypedDict):
 
 
 class SweepView(TypedDict):
-    """A sweep with its trials."""
+    """Progress of a sweep, with all of its trials."""
 
     id: str
     name: str

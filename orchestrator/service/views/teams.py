@@ -27,7 +27,7 @@ class UserView(TypedDict):
 
 
 class TeamView(TypedDict):
-    """A team with its users, next in turn first."""
+    """A team with its users, next in fair-share order first."""
 
     name: str
     shares: int
@@ -43,7 +43,7 @@ class TeamView(TypedDict):
 
 
 def teams_view(state: State, now_s: float) -> list[TeamView]:
-    """Return every team of the policy, next in turn first; empty if the cluster file names none."""
+    """Return every team of the policy, next in fair-share order first; [] if the cluster file names none."""
     policy = state.policy
     if not policy.is_shared:
         return []
@@ -89,7 +89,7 @@ def _user_view(user: str, used_device_s: float, jobs: Sequence[Job]) -> UserView
 
 
 def teams_table(teams: Sequence[TeamView]) -> Table:
-    """Return a table with a row per team and user, next in turn first; usage above the share is red."""
+    """Return a table with a row per team and user, in fair-share order; usage above the share is red."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("TEAM", "SHARES", "SHARE", "USED", "DEVICE-HOURS", "DEVICES", "QUOTA", "BORROWED", "RUNS", "WAITS"):
         table.add_column(column, justify="left" if column == "TEAM" else "right", no_wrap=True)

@@ -1,4 +1,4 @@
-"""Busy devices over time as lines of text, a row per node."""
+"""Busy devices over time as text, one row per node."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ BLOCKS = " ▁▂▃▄▅▆▇█"  # share of a row's devices that are busy, 
 
 @dataclass(frozen=True, slots=True)
 class BusySpan:
-    """Devices of a node that an attempt held, with begin and end."""
+    """Devices of a node that an attempt occupied, with begin and end in seconds since 1970."""
 
     node: str
     devices: int
@@ -21,7 +21,10 @@ class BusySpan:
 
 
 def busy_lines(nodes: Mapping[str, int], spans: Iterable[BusySpan], from_s: float, end_s: float) -> dict[str, str]:
-    """Return the blocks of each row by its label. `nodes` maps names to numbers of devices; a row may have several."""
+    """Return {label: block characters} of each row.
+
+    `nodes` maps names to device counts; a node may have several rows.
+    """
     rows, labels = _rows(list(nodes))
     devices = dict.fromkeys(labels, 0)
     for name, count in nodes.items():
@@ -34,7 +37,7 @@ def busy_lines(nodes: Mapping[str, int], spans: Iterable[BusySpan], from_s: floa
 
 
 def add_ruler(lines: Mapping[str, str], first: str, last: str, note: str) -> str:
-    """Return the lines with their labels, above the two ends of time and a note."""
+    """Return the labelled lines as text, with the two ends of time and a note below."""
     width = max(map(len, lines), default=0)
     ruler = f"{first}{last:>{COLUMNS - len(first)}}"
     return "\n".join(
@@ -65,5 +68,5 @@ def shares(from_s: float, until_s: float, begin_s: float, end_s: float) -> Itera
 
 
 def block(share: float) -> str:
-    """Return the block character of a share; blank only for 0."""
+    """Return the block character for a share from 0 to 1; blank only for 0."""
     return BLOCKS[0] if share <= 0 else BLOCKS[max(1, min(8, round(8 * share)))]

@@ -1,4 +1,4 @@
-"""Arrays of jobs: one document with `{placeholders}` becomes one document for each set of values."""
+"""Job arrays: one document with `{placeholders}` becomes one document for each set of values."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _PLACEHOLDER = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)\}")
 
 
 def expand_array(data: Mapping[str, Any], source: str) -> list[dict[str, Any]]:
-    """Return the document of each job of the array, in the order of its values. Raises SpecError.
+    """Return one job document for each set of values in `array:`, in their order. Raises SpecError.
 
-    A value that is nothing but a placeholder becomes what stands for it, a number say; elsewhere its text is put in.
-    Jobs of one array are of one family, also where their names differ.
+    A value that is one placeholder alone takes the replacement with its type, such as a number. Elsewhere its text is
+    inserted. All jobs of an array belong to one family, whatever their names.
     """
     rest = {key: value for key, value in data.items() if key not in ("array", "max_concurrent")}
     rows = list(_read_rows(data["array"], source))
@@ -41,7 +41,7 @@ def expand_array(data: Mapping[str, Any], source: str) -> list[dict[str, Any]]:
 
 
 def read_max_concurrent(data: Mapping[str, Any], otherwise: int, source: str) -> int:
-    """Return how many of the jobs may run at once. Raises SpecError."""
+    """Return how many jobs of the array may run at once; `otherwise` without a limit. Raises SpecError."""
     count = data.get("max_concurrent", otherwise)
     if not isinstance(count, int) or not 1 <= count <= JOBS_MAX:
         raise SpecError(
@@ -51,7 +51,7 @@ def read_max_concurrent(data: Mapping[str, Any], otherwise: int, source: str) ->
 
 
 def with_family(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the document with the family of its jobs: their name without its placeholders."""
+    """Return the document with the `family` of its jobs: their name without its placeholders."""
     if not isinstance(data.get("name"), str):
         return dict(data)
     family = re.sub(rf"[-_.]*{_PLACEHOLDER.pattern}", "", data["name"])
@@ -89,7 +89,7 @@ def _check_count(count: int, source: str) -> None:
 
 
 def placeholders(value: object) -> Iterator[str]:
-    """Yield the names in braces of a part of a document."""
+    """Yield the placeholder names in all texts of a document or a part of it."""
     if isinstance(value, str):
         yield from _PLACEHOLDER.findall(value)
     elif isinstance(value, dict):
@@ -102,7 +102,7 @@ def placeholders(value: object) -> Iterator[str]:
 
 
 def fill_placeholders(value: Any, row: Mapping[str, Any]) -> Any:
-    """Return the value with the row's values in the place of placeholders; other braces stay."""
+    """Return a copy of `value` with placeholders replaced by the row's values; other braces stay."""
     if isinstance(value, str):
         whole = _PLACEHOLDER.fullmatch(value)
         if whole and whole[1] in row:

@@ -1,4 +1,4 @@
-"""Which state of which repository a job's code was in when it was submitted."""
+"""The git state of a job's code at its submission."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ WORDS_MAX = 1000
 
 
 class CodeSource(SpecModel):
-    """A git work tree at the time of a submission."""
+    """The state of a git work tree at a submission."""
 
     commit: str = Field(pattern=r"^[0-9a-f]{40,64}$")
     branch: str = Field(default="", max_length=WORDS_MAX)  # "" where none is checked out

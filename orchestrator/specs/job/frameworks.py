@@ -1,4 +1,4 @@
-"""Knobs, launch and log lines of the trainers of common frameworks, which a job need not declare."""
+"""Presets of common training frameworks: knobs (settings a script takes), launcher and log lines of their trainers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MERGED = ("knobs", "resume", "phases")  # sections of which a job may have a par
 
 @lru_cache(maxsize=32)
 def load_preset(framework: str) -> Mapping[str, Any]:
-    """Return the preset of a framework: keys of a job file, and those of PRESET_ONLY."""
+    """Return a framework's preset: keys of a job file, and the keys of PRESET_ONLY."""
     path = PRESETS / f"{framework}.yaml"
     preset = read_document(path.read_text(), str(path)).data
     base = preset.pop("extends", None)
@@ -42,7 +42,7 @@ def load_preset(framework: str) -> Mapping[str, Any]:
 
 
 def with_preset(data: Mapping[str, Any], preset: Mapping[str, Any]) -> dict[str, Any]:
-    """Return data of a job file with the keys of a preset that it leaves out."""
+    """Return the job data, with missing keys filled from the preset."""
     merged = {**preset, **data}
     for section in MERGED:
         parts = (preset.get(section), data.get(section))
@@ -52,21 +52,21 @@ def with_preset(data: Mapping[str, Any], preset: Mapping[str, Any]) -> dict[str,
 
 
 def knobs_of(framework: str) -> dict[str, Any]:
-    """Return the knobs of a framework's trainers, as a job file has them."""
+    """Return the knobs (settings a script takes) of a framework's trainers, as `knobs:` of a job file."""
     return dict(load_preset(framework)["knobs"])
 
 
 def launch_of(framework: str) -> str:
-    """Return who starts the ranks of a framework's trainers, as `launch` of a job file."""
+    """Return what starts the ranks of a framework's trainers, as `launch:` of a job file."""
     return str(load_preset(framework)["launch"])
 
 
 def fill_defaults(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the data of a job with the defaults of its `trainer`; keys that the job has stay, null included.
+    """Return the job data with the defaults of its `trainer` filled in. Present keys stay, null included.
 
-    Batch size, accumulation and precision in the command move out of it, into the defaults of their knobs and the job's
-    precision. Recomputation in the command stays there, and is no knob then. A script for which nobody sets a precision
-    keeps its own. A second call changes nothing.
+    Batch size, accumulation and precision move out of the command, into knob defaults and the job's `precision`.
+    Recomputation in the command stays there, and then has no knob. Without a precision anywhere, the script keeps its
+    default. The function is idempotent.
     """
     trainer, argv = data.get("trainer"), _split_command(data.get("command"))
     defaults = load_preset(trainer) if trainer in get_args(Framework) else None
@@ -133,7 +133,7 @@ def _split_command(command: object) -> tuple[str, ...]:
 
 
 def take_flag(argv: tuple[str, ...], flag: str) -> tuple[str | None, tuple[str, ...]]:
-    """Return the value of a flag in a command (`true` for a bare one, None without it), and the command without it."""
+    """Return (value, command without the flag). The value of a bare flag is `true`; None where the flag is missing."""
     for index, word in enumerate(argv):
         if word.startswith(f"{flag}="):
             return word.partition("=")[2], argv[:index] + argv[index + 1 :]
@@ -145,7 +145,7 @@ def take_flag(argv: tuple[str, ...], flag: str) -> tuple[str | None, tuple[str, 
 
 
 def find_cut_option(trainer: str | None, command: Sequence[str]) -> tuple[str, str] | None:
-    """Return the first option by which a command cuts its model over ranks, and its degree; None without one."""
+    """Return (option, degree) of the first option by which a command splits its model over ranks; None without one."""
     for flag in load_preset(trainer).get("cuts_over_ranks", ()) if trainer is not None else ():
         degree, _ = take_flag(tuple(command), flag)
         if degree not in (None, "1"):
@@ -154,7 +154,7 @@ def find_cut_option(trainer: str | None, command: Sequence[str]) -> tuple[str, s
 
 
 def is_flag_on(command: Sequence[str], flag: str) -> bool:
-    """Return whether a command turns a flag on, as HfArgumentParser reads it: bare, or `true`."""
+    """Return whether a command sets a flag, as HfArgumentParser reads it: bare, or `true`."""
     return str(take_flag(tuple(command), flag)[0]).lower() == "true"
 
 

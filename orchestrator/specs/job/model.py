@@ -1,4 +1,4 @@
-"""What a job trains and on what, as plain data that training processes read too. Standard library only."""
+"""Model, data and optimizer of a job, as plain data that training processes read too. Standard library only."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _key(description: str, example: object, **bounds: float) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderSpec:
-    """A decoder transformer of the Llama kind: RMSNorm, rotary positions, gated MLP. Hugging Face names."""
+    """A Llama-style decoder transformer: RMSNorm, rotary positions, gated MLP. Fields are named as in Hugging Face."""
 
     vocab_size: int = field(metadata=_key("Number of tokens in the vocabulary.", 32000, ge=1, le=TABLE_MAX))
     hidden_size: int = field(
@@ -120,10 +120,10 @@ class LoraSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """A model: exactly one of `decoder`, `hf` and `factory`. One without a tokenizer reads bytes.
+    """A model: exactly one of `decoder`, `hf` and `factory`. A model without a tokenizer reads bytes.
 
-    `hf` of a folder takes its configuration from config.json. `config` stands in for that of a name on the hub where
-    the hub cannot be reached. The factory is called with `config`. `weights` counts frozen weights, too.
+    `hf` with a folder reads its config.json. `config` replaces the configuration of a hub name where the hub cannot be
+    reached; a factory gets it as its argument. `weights` is the precision of all weights, frozen ones included.
     """
 
     decoder: DecoderSpec | None = field(
@@ -175,16 +175,16 @@ class ModelSpec:
 
     @property
     def weight_bytes_each(self) -> int:
-        """Bytes of one weight as a script holds it."""
+        """Bytes of one stored weight in a script's process."""
         return 4 if self.weights in (None, Precision.FP32) else 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSpec:
-    """Training data: files of one kind, cut into samples of at most `sequence_length` tokens.
+    """Training data: files of one kind, split into samples of at most `sequence_length` tokens.
 
-    A decoder reads `text` as bytes. A transformers model reads `text` and `chat` through its tokenizer, and `tokens` as
-    they are. A head with a loss of its own reads `tensors`.
+    A decoder reads `text` as bytes. A transformers model tokenizes `text` and `chat`, and takes `tokens` unchanged. A
+    model head with its own loss reads `tensors`.
     """
 
     text: tuple[str, ...] = field(default=(), metadata=_key("Text files, relative to the job file.", ["corpus.txt"]))
@@ -224,7 +224,7 @@ class DataSpec:
 
 
 class Schedule(StrEnum):
-    """How the learning rate goes on after the warm-up, until `max_steps`."""
+    """The learning-rate schedule from the end of the warm-up to `max_steps`."""
 
     CONSTANT = "constant"
     LINEAR = "linear"
@@ -233,7 +233,7 @@ class Schedule(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Freeze:
-    """Parameters that are frozen, by their names in the whole model."""
+    """Parameters to freeze, matched by their full names in the model."""
 
     parameters: str = field(
         metadata=_key("Shell pattern of the names of the parameters that are frozen.", "embed_tokens*")
@@ -248,7 +248,7 @@ class Freeze:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSpec:
-    """Optimizer, schedule and length of the training; no plan changes them."""
+    """Optimizer, learning-rate schedule and length of the training. No plan changes them."""
 
     max_steps: int = field(
         default=100,
@@ -321,7 +321,7 @@ class TrainingSpec:
 
 
 def model_from_json(data: dict[str, Any]) -> ModelSpec:
-    """Return the ModelSpec that `dataclasses.asdict` wrote."""
+    """Return the ModelSpec from the JSON form of `dataclasses.asdict`."""
     decoder, lora = data["decoder"], data["lora"]
     return ModelSpec(
         **{
@@ -333,12 +333,12 @@ def model_from_json(data: dict[str, Any]) -> ModelSpec:
 
 
 def data_from_json(data: dict[str, Any]) -> DataSpec:
-    """Return the DataSpec that `dataclasses.asdict` wrote."""
+    """Return the DataSpec from the JSON form of `dataclasses.asdict`."""
     return DataSpec(**_tuples(data, ("text", "chat", "tokens", "tensors")))
 
 
 def training_from_json(data: dict[str, Any]) -> TrainingSpec:
-    """Return the TrainingSpec that `dataclasses.asdict` wrote."""
+    """Return the TrainingSpec from the JSON form of `dataclasses.asdict`."""
     enums = {"optimizer": Optimizer(data["optimizer"]), "schedule": Schedule(data["schedule"])}
     return TrainingSpec(**{**data, **enums, "freeze": tuple(Freeze(**entry) for entry in data["freeze"])})
 

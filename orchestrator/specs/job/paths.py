@@ -1,4 +1,4 @@
-"""The paths that a job names, each with its key: `workdir`, `data.text[0]`, `model.factory` ..."""
+"""File paths in a job, each with its key: `workdir`, `data.text[0]`, `model.factory` and so on."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Change = Callable[[str, str], str]  # (key, path) -> another path
 
 
 def with_paths(spec: JobSpec, change: Change) -> JobSpec:
-    """Return the job with other paths; a value such as `model.hf` counts where it looks like a path."""
+    """Return the job with `change` applied to each path. `model.hf` and its like count if they look like paths."""
     files: dict[str, Any] = {
         kind: tuple(change(f"data.{kind}[{index}]", file) for index, file in enumerate(getattr(spec.data, kind)))
         for kind in KINDS_OF_FILES
@@ -37,7 +37,7 @@ def with_paths(spec: JobSpec, change: Change) -> JobSpec:
 
 
 def paths_of(spec: JobSpec) -> Iterator[tuple[str, str]]:
-    """Yield the key and the path of each path that the job names."""
+    """Yield (key, path) of each path that the job names."""
     pairs: list[tuple[str, str]] = []
 
     def note(key: str, path: str) -> str:

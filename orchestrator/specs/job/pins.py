@@ -1,4 +1,4 @@
-"""Settings of a plan by name: what `plan:` of a job, `--plan` and `orc estimate --set` say."""
+"""Pins: settings of a plan that a user fixes by name, in `plan:` of a job, `--plan` or `orc estimate --set`."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ KNOB_OF = {  # of a script, by the setting that it takes; a pin of another one h
 
 
 def unknown_setting(key: str, raw: object, source: str = "") -> SpecError:
-    """Return the error for a name that is no setting."""
+    """Return the SpecError for a name that no setting has."""
     near = closest(key, (*GIVEN, *SHORT))
     hint = f"did you mean {near!r}?" if near else ""
     return SpecError("unknown setting of a plan", source=source, path=key, got=raw, allowed=", ".join(GIVEN), hint=hint)
 
 
 def setting_value(setting: Setting, key: str, raw: object, source: str = "") -> Any:
-    """Return the setting's value that a text or a number stands for. Raises SpecError."""
+    """Return the typed value of a setting from a text or a number. Raises SpecError."""
     choices, text = setting.choices, text_of(raw)
     if text in choices:
         return choices[text]
@@ -104,13 +104,13 @@ Pins = Annotated[  # settings of a plan with their values
 
 
 def pins_of(plan: Plan) -> tuple[tuple[str, Any], ...]:
-    """Return the pins that no other plan of the job has."""
+    """Return all settings of a plan as (name, value) pins, so that only this plan matches them."""
     values = ((key, getattr(plan.layout if key in AXES else plan, key)) for key in GIVEN)
     return tuple((key, value) for key, value in values if value is not None)
 
 
 def has_pins(part: object, pins: Mapping[str, Any]) -> bool:
-    """Return whether a layout, or another part of a plan, has the pinned value in each setting that it has."""
+    """Return whether a layout, or another part of a plan, matches the pins of all settings that it has."""
     return all(getattr(part, key, value) == value for key, value in pins.items())
 
 
@@ -130,8 +130,8 @@ def check_pins(
 ) -> None:
     """Raise SpecError for a pin that the job cannot have on any hardware.
 
-    `knobs` are those of a script, None for a model. `lengths` are the sequence lengths that it may have, and
-    `other_precision` says whether it may have another precision than its own.
+    `knobs` are those of a script, None for a model. `lengths` are its possible sequence lengths. `other_precision` is
+    whether a plan may change the job's precision.
     """
     values = dict(pins)
     if values.get("optimizer_in_backward"):
@@ -163,7 +163,7 @@ def check_pins(
 
 
 def check_in_backward(clip_norm: float | None, path: str) -> None:
-    """Raise SpecError where a job clips: no gradient is scaled before the norm of all of them is known."""
+    """Raise SpecError where a job clips gradients: updates in the backward pass come before the total norm is known."""
     if clip_norm is not None:
         raise SpecError(
             "the job clips by the norm of all gradients, which are never there together",

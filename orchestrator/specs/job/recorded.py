@@ -1,4 +1,4 @@
-"""The settings of a plan that may stand in a record."""
+"""The settings of a plan that a run's record may state as facts."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from orchestrator.specs.settings import SETTINGS, Setting, settings
 
 
 def recorded_settings(spec: JobSpec, plan: Plan) -> dict[str, str]:
-    """Return the plan's settings as text by name; of a script only those that the job file or a knob sets.
+    """Return the plan's settings as text by name. For a script, only those that the job file or a knob sets.
 
-    Any other setting of a script keeps the script's own value, which nobody knows: the plan's is a mere default.
+    A script decides all other settings itself, so the plan's values for them are only defaults.
     """
     if not spec.is_script:
         return settings(plan)
@@ -21,7 +21,7 @@ def recorded_settings(spec: JobSpec, plan: Plan) -> dict[str, str]:
 
 
 def recorded_precision(spec: JobSpec) -> dict[str, str]:
-    """Return the job's precision under its name; empty where a script has the default and no knob sets it."""
+    """Return {name: precision} of the job; {} for a script with the default precision and no knob for it."""
     is_known = not spec.is_script or _sets(spec, "precision") or spec.precision is not Precision.FP32
     return {"precision": spec.precision} if is_known else {}
 

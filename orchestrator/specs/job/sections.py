@@ -1,4 +1,4 @@
-"""Sections of a job file: what one part of a job says, and the shorter ways to say it."""
+"""Sections of a job file, and the short forms in which they may be written."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FLOPS_MAX = 1e27  # of one sample
 
 
 class GpuRange(SpecModel):
-    """Number of devices that the job runs on; `gpus: 4` means exactly 4, `gpus: 1-4` one to four."""
+    """Number of devices for the job: `gpus: 4` means exactly 4, `gpus: 1-4` means one to four."""
 
     min: int = Field(default=1, ge=1, le=DEVICES_MAX, description="Fewest devices that the job runs on.", examples=[1])
     max: int = Field(default=1, ge=1, le=DEVICES_MAX, description="Most devices that the job runs on.", examples=[8])
@@ -51,7 +51,7 @@ Gpus = Annotated[
 
 
 class DeclaredProfile(SpecModel):
-    """Memory and cost of a model or a script as declared; no closed form or trace is used then."""
+    """Memory and cost of a model or script as the user declares them. They replace formulas and traces."""
 
     parameters: int = Field(ge=0, le=PARAMETERS_MAX, description="Number of parameters.", examples=[350_000_000])
     layers: int = Field(
@@ -97,7 +97,7 @@ class DeclaredProfile(SpecModel):
 
 
 class SmallerBatch(SpecModel):
-    """How far a restart may cut the global batch, and what becomes of the learning rate."""
+    """How far a restart may reduce the global batch, and how it then scales the learning rate."""
 
     least: int = Field(ge=1, le=BATCH_MAX, description="Fewest samples per optimizer step.", examples=[8])
     learning_rate: Literal["linear", "sqrt", "same"] = Field(
@@ -107,7 +107,7 @@ class SmallerBatch(SpecModel):
 
 
 class Degrade(SpecModel):
-    """What a restart may change."""
+    """The settings that a restart may change."""
 
     allow: Literal["none", "exact", "numeric", "semantic"] = Field(
         default="exact",
@@ -128,17 +128,17 @@ class Degrade(SpecModel):
 
     @property
     def limit(self) -> Degradation:
-        """How far the plans of the job may leave what it asks for."""
+        """The strongest change of settings that plans of this job may make."""
         return Degradation.EXACT if self.keeps_plan else Degradation[self.allow.upper()]
 
     @property
     def keeps_plan(self) -> bool:
-        """Whether every attempt has the plan of the first one."""
+        """Whether every attempt must keep the first attempt's plan."""
         return self.allow == "none"
 
 
 class Retries(SpecModel):
-    """Restarts per cause of failure, from 0 to 64. An error of the program has those of `on_error`."""
+    """Restarts allowed per cause of failure, from 0 to 64. Errors of the program use `on_error`."""
 
     oom: int = Field(
         default=8, ge=0, le=64, description="Restarts after out-of-memory failures of device or host.", examples=[4]
@@ -174,7 +174,7 @@ class Retries(SpecModel):
 
 
 class Dependency(SpecModel):
-    """Another job that has to end first."""
+    """Another job that must end before this one starts."""
 
     job: str = Field(
         description="Id of the other job, or the name of an earlier one in the same submission.", examples=["prepare-1"]
@@ -187,7 +187,7 @@ class Dependency(SpecModel):
 
 
 class Member(SpecModel):
-    """The place of a job in its array."""
+    """The position of a job in its array."""
 
     number: int = Field(ge=0)  # 0, 1, 2 ...
     of: int = Field(ge=1)
@@ -208,7 +208,7 @@ Dependencies = Annotated[
 
 
 class Guarantee(SpecModel):
-    """Speed that the job is promised from its start on, as that of a request."""
+    """A minimum training speed promised to the job: that of `gpus` devices with the requested plan."""
 
     gpus: int | None = Field(
         default=None, ge=1, le=DEVICES_MAX, description="Number of devices requested; null: `gpus.max`.", examples=[4]

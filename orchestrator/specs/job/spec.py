@@ -1,4 +1,4 @@
-"""JobSpec: what the user wants. Read from YAML, frozen, and serialised back to the same text."""
+"""JobSpec, a parsed job file. It is immutable and serialises back to the same text."""
 
 from __future__ import annotations
 
@@ -258,17 +258,17 @@ class JobSpec(SpecModel):
 
     @property
     def known_model(self) -> ModelSpec | None:
-        """The model whose costs are those of the job: its own, or the one that its script trains."""
+        """The model that determines the job's costs: its `model`, or that of its script; None if undeclared."""
         return self.model or self.trains
 
     @property
     def guaranteed_gpus(self) -> int:
-        """Devices whose speed the job is promised; 0 where it is promised none."""
+        """Number of devices whose training speed the job is promised; 0 without a promise."""
         return 0 if self.guarantee is None else self.guarantee.gpus or self.gpus.max
 
     @property
     def optimizer_steps(self) -> int | None:
-        """Optimizer steps from the job's beginning to its end; None where the job does not say."""
+        """Total optimizer steps of the job; None where the job file does not say."""
         return self.steps if self.is_script else self.training.max_steps
 
     @model_validator(mode="before")
@@ -361,7 +361,7 @@ class JobSpec(SpecModel):
 
     @property
     def learning_rate(self) -> float | None:
-        """The learning rate of the training; None of a script that is not told any."""
+        """Learning rate of the training; None for a script that gets none."""
         if not self.is_script:
             return self.training.learning_rate
         knob = self.knobs.learning_rate
@@ -407,7 +407,7 @@ class JobSpec(SpecModel):
 
 
 def job_json_schema() -> dict[str, Any]:
-    """JSON Schema (2020-12) of a job file, for editors."""
+    """Return the JSON Schema (2020-12) of a job file, for editors."""
     schema = json_schema_of(JobSpec)
     schema["properties"] |= {
         "array": {

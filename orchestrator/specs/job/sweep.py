@@ -1,4 +1,4 @@
-"""Sweeps: which parameters are tried, which metric judges a trial, and when a trial is stopped early."""
+"""Hyperparameter sweeps: parameters to try, the metric that ranks trials, and early stopping."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ KEPT = (  # of every trial: whose it is, its files, and what is found out
 
 
 class Metric(SpecModel):
-    """The number that judges a trial: its last value counts."""
+    """The metric that ranks trials by its last value."""
 
     name: str = Field(
         default="loss",
@@ -49,7 +49,7 @@ class Metric(SpecModel):
 
 
 class Parameter(SpecModel):
-    """Values of one parameter: `values`, one `value`, or a range from `min` to `max`."""
+    """Values of one swept parameter: a list `values`, one `value`, or a range from `min` to `max`."""
 
     value: Value | None = Field(default=None, description="The same in every trial.", examples=[8])
     values: tuple[Value, ...] = Field(default=(), description="Values to choose from.", examples=[[1e-3, 1e-4]])
@@ -83,23 +83,23 @@ class Parameter(SpecModel):
 
     @property
     def choices(self) -> tuple[Value, ...]:
-        """The values to choose from; () of a range."""
+        """The listed values; () for a range."""
         return self.values or (() if self.value is None else (self.value,))
 
     @property
     def is_whole(self) -> bool:
-        """Whether a range has whole numbers alone."""
+        """Whether the range holds integers only."""
         return self.distribution != "uniform" and isinstance(self.min, int) and isinstance(self.max, int)
 
     @property
     def extremes(self) -> tuple[Value, ...]:
-        """Every value to choose from, or both ends of the range."""
+        """All listed values, or both ends of the range."""
         ends = () if self.min is None or self.max is None else (self.min, self.max)
         return self.choices or (ends if self.is_whole else tuple(map(float, ends)))
 
 
 class EarlyTerminate(SpecModel):
-    """When a trial is stopped before its end, since others were better at the same step."""
+    """Early stopping: when a trial ends because others were better at the same step."""
 
     type: Literal["median", "hyperband"] = Field(
         description="median: worse than half of the others; hyperband: brackets of successive halving.",
@@ -133,7 +133,7 @@ Parameters = Annotated[
 
 
 class Sweep(SpecModel):
-    """Trials of a job with other parameters, each a job of the queue."""
+    """A hyperparameter sweep: trials of one job with different parameters, each a job in the queue."""
 
     method: Literal["grid", "random", "bayes"] = Field(
         description="grid: every combination; random: drawn; bayes: by what earlier trials gave (Optuna's TPE).",
@@ -170,20 +170,20 @@ class Sweep(SpecModel):
 
     @property
     def trials(self) -> int:
-        """The largest possible number of trials."""
+        """The maximum number of trials."""
         combinations = math.prod(len(parameter.choices) for _, parameter in self.parameters)
         if self.method != "grid":
             return self.max_trials or 0
         return combinations if self.max_trials is None else min(combinations, self.max_trials)
 
     def combination(self, number: int) -> dict[str, Value]:
-        """Return the grid's parameters of a trial, counted from 0; the last one varies first."""
+        """Return the grid's parameters for trial `number`, counted from 0. The last parameter varies fastest."""
         names = [name for name, _ in self.parameters]
         rows = product(*(parameter.choices for _, parameter in self.parameters))
         return dict(zip(names, next(islice(rows, number, None)), strict=True))
 
     def to_check(self) -> Iterator[dict[str, Value]]:
-        """Yield parameters with which a job file has to be right: the first of each, then each other extreme."""
+        """Yield parameter sets to validate a job file with: all first values, then each other extreme alone."""
         first = {name: parameter.extremes[0] for name, parameter in self.parameters}
         yield first
         for name, parameter in self.parameters:
@@ -198,7 +198,7 @@ Values = Annotated[
 
 
 class Trial(SpecModel):
-    """The place of a job in its sweep, and the template of further trials."""
+    """The position of a job in its sweep, and the template from which further trials are made."""
 
     sweep: Sweep
     of: str | None = None  # id of the sweep; None: of a sweep that is being submitted
@@ -216,7 +216,7 @@ class Trial(SpecModel):
 
 
 def templates(data: Mapping[str, Any], says: Any, keys: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield the smallest parts of a document, by their keys, for which `says(part)`; `plan` is one part."""
+    """Yield (keys, part) of each smallest part of a document for which `says(part)` is true; `plan` is one part."""
     for key, part in data.items():
         if isinstance(part, dict) and (*keys, key) != ("plan",):
             yield from templates(part, says, (*keys, str(key)))
@@ -225,7 +225,7 @@ def templates(data: Mapping[str, Any], says: Any, keys: tuple[str, ...] = ()) ->
 
 
 def sweep_json_schema() -> dict[str, Any]:
-    """Return the definitions of `sweep:` for the JSON Schema of a job file."""
+    """Return the `$defs` of `sweep:` for the JSON Schema of a job file."""
     schema, parameter = json_schema_of(Sweep), json_schema_of(Parameter)
     schema["properties"]["parameters"]["additionalProperties"] = {"$ref": "#/$defs/Parameter"}
     definitions = {"Sweep": schema, "Parameter": parameter}

@@ -1,4 +1,4 @@
-"""A user's training script: how it takes settings, who starts its ranks, and what shows that it has finished."""
+"""A user's training script: its knobs (settings it takes), its launcher, and its signs of success."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ Globs = Annotated[
 
 
 class Knob(SpecModel):
-    """How a script takes one setting: by exactly one of flag, switch, override, key, env and accelerate."""
+    """How a script takes one setting: exactly one of flag, switch, override, key, env and accelerate."""
 
     flag: str | None = Field(
         default=None, description="Option that the value follows on the command line.", examples=["--batch-size"]
@@ -130,7 +130,7 @@ class Knob(SpecModel):
 
     @property
     def all(self) -> tuple[Knob, ...]:
-        """The knob itself and those under `also`."""
+        """The knob itself, followed by those under `also`."""
         return (self, *self.also)
 
 
@@ -151,7 +151,7 @@ PROBED_BY = {
 
 
 class Knobs(SpecModel):
-    """Settings that the script takes. A setting without a knob is the same in every plan."""
+    """Settings that the script takes from a plan. A setting without a knob is the same in every plan."""
 
     micro_batch_size: Knob | None = Field(
         default=None,
@@ -229,7 +229,7 @@ class Knobs(SpecModel):
     )
 
     def items(self) -> Iterator[tuple[str, Knob]]:
-        """Yield every declared setting with its knob, and `setting.also[0]` with the first knob under `also`."""
+        """Yield (setting, knob) of each declared setting. Knobs under `also` come as `setting.also[0]` and so on."""
         for name in type(self).model_fields:
             knob = getattr(self, name)
             for index, option in enumerate(knob.all if isinstance(knob, Knob) else ()):
@@ -264,27 +264,27 @@ class Knobs(SpecModel):
 
     @property
     def derives_accumulation(self) -> bool:
-        """Whether the script itself divides the global batch by its ranks and the micro-batch."""
+        """Whether the script computes gradient accumulation itself, from global batch, ranks and micro-batch."""
         return self.gradient_accumulation_steps == "derived"
 
     @property
     def is_sharded_by_fsdp(self) -> bool:
-        """Whether a ZeRO stage of a plan means FSDP for this script, not DeepSpeed."""
+        """Whether ZeRO stages of a plan mean FSDP for this script, not DeepSpeed."""
         return self.zero_stage is not None and self.zero_stage.accelerate != "deepspeed"
 
     @property
     def offloads_by_fsdp(self) -> bool:
-        """Whether FSDP can be told to keep parameters and optimizer on the host: accelerate's file says it."""
+        """Whether a plan can make FSDP offload to the host, which only accelerate's config file allows."""
         return self.zero_stage is not None and self.zero_stage.accelerate == "fsdp"
 
     @property
     def always_shards(self) -> bool:
-        """Whether several ranks are sharded in every plan: the knob has words, and none for stage 0."""
+        """Whether every plan with several ranks is sharded: the ZeRO knob lists values, and none for stage 0."""
         return self.zero_stage is not None and bool(self.zero_stage.values) and "0" not in dict(self.zero_stage.values)
 
     @property
     def zero_stages(self) -> tuple[ZeroStage, ...]:
-        """The stages that the script can be told, but for 0."""
+        """ZeRO stages above 0 that the script accepts."""
         if self.deepspeed_config is not None:
             return (ZeroStage.OPTIMIZER, ZeroStage.GRADIENTS, ZeroStage.PARAMETERS)
         if self.zero_stage is None:
@@ -296,9 +296,9 @@ class Knobs(SpecModel):
 
 
 class ConfigFile(SpecModel):
-    """A YAML or JSON file of the script in which knobs are keys. Each attempt gets a copy that says its plan.
+    """A YAML or JSON config file of the script with knobs as keys. Each attempt gets a copy with its plan's values.
 
-    Without `flag` the copy stands at the file's own path, in a working directory of links to all else in `workdir`.
+    Without `flag` the copy takes the file's place, in a working directory that links to everything else in `workdir`.
     """
 
     file: str = Field(
@@ -312,7 +312,7 @@ class ConfigFile(SpecModel):
 
 
 class Success(SpecModel):
-    """Signs of success besides exit code 0."""
+    """Signs of success required besides exit code 0."""
 
     artifacts: tuple[str, ...] = Field(
         default=(),
@@ -327,7 +327,7 @@ class Success(SpecModel):
 
 
 class Resume(SpecModel):
-    """The script's own checkpoints: how a complete one is recognised, and what a restart needs."""
+    """The script's own checkpoints: how a complete checkpoint is recognised, and how a restart uses it."""
 
     checkpoints: Globs = Field(
         default=("checkpoint*", "step-*"),
@@ -368,7 +368,7 @@ def check_script(
     config: ConfigFile | None,
     phases: tuple[tuple[str, str], ...],
 ) -> None:
-    """Raise SpecError where the parts of a job that drive its script do not go together."""
+    """Raise SpecError where the settings that drive a job's script contradict each other."""
     if launch in STARTS_PYTHON and command and not is_python(command[0]):
         raise SpecError(
             f"`launch: {launch}` starts a Python script",

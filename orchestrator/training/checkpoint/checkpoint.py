@@ -40,7 +40,7 @@ from orchestrator.training.contract.engine import State
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cursor:
-    """Progress of a training."""
+    """Progress of a training: optimizer steps done and samples consumed."""
 
     step: int = 0  # optimizer steps done
     samples: int = 0  # consumed by them
@@ -48,7 +48,7 @@ class Cursor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saved:
-    """A complete checkpoint."""
+    """A complete checkpoint on disk, with its progress."""
 
     path: Path
     cursor: Cursor
@@ -57,7 +57,7 @@ class Saved:
 def save(
     folder: Path, state: State, cursor: Cursor, group: dist.ProcessGroup | None = None
 ) -> dict[str, checkpoint_folder.Written]:
-    """Write and fsync the state to `folder`; returns the files that this rank wrote. Collective over `group`.
+    """Write and fsync the state to `folder`; return {file: size and checksum} of this rank's files. Collective.
 
     Nothing is gathered: each rank writes what it holds, and one holder writes a replicated value.
     """
@@ -106,14 +106,14 @@ def _check(folder: Path, name: str, wanted: tuple[int, ...], stored: object) -> 
 
 
 def open_saved(folder: Path) -> Saved:
-    """A complete checkpoint with its step and sample counts. Collective."""
+    """Return a complete checkpoint with its step and sample counts. Collective."""
     tree = {"step": torch.tensor(0), "samples": torch.tensor(0)}
     load(folder, tree)
     return Saved(path=folder, cursor=Cursor(step=int(tree["step"]), samples=int(tree["samples"])))
 
 
 def model_state(module: nn.Module, changing: frozenset[str]) -> dict[str, Any]:
-    """`model.<name>` of the parameters named in `changing` and of every persistent buffer, sharing their memory.
+    """Return {`model.<name>`: tensor} of parameters in `changing` and persistent buffers, sharing their memory.
 
     A shared parameter appears once. Parameters that no step changes are left out.
     """
@@ -123,7 +123,7 @@ def model_state(module: nn.Module, changing: frozenset[str]) -> dict[str, Any]:
 
 
 def saved_weight(weight: Tensor) -> Tensor | Narrow:
-    """A weight as a checkpoint takes it, sharing its memory: its values are fp32 there."""
+    """Return a weight in the form for checkpoints, sharing its memory. Checkpoints store fp32 values."""
     weight = weight.detach()
     if weight.dtype is not torch.bfloat16:
         return weight
@@ -132,7 +132,7 @@ def saved_weight(weight: Tensor) -> Tensor | Narrow:
 
 
 def of_recipe(recipe: str, state: State) -> State:
-    """The state with the recipe's name, if it has one, in all names: several recipes share one checkpoint.
+    """Return the state with the recipe's name, if any, inserted in all names, as several recipes share a checkpoint.
 
     `model.x` -> `model.<recipe>.x`, `optim.state.x` -> `optim.state.<recipe>.x`, others end in `.<recipe>`.
     """

@@ -34,48 +34,48 @@ _READ_BYTES = 2**22
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """Size and checksum of a checkpoint's file as written."""
+    """Size and checksum of a checkpoint's file."""
 
     size_bytes: int
     crc32: str  # 8 hexadecimal digits
 
 
 def complete_path(checkpoints: Path, step: int) -> Path:
-    """The folder of the complete checkpoint of `step`."""
+    """Return the folder of the complete checkpoint of `step`."""
     return checkpoints / f"step-{step:08d}"
 
 
 def writing_path(checkpoints: Path, epoch: int, step: int) -> Path:
-    """The folder in which attempt `epoch` writes the checkpoint of `step` until it is complete."""
+    """Return the folder in which attempt `epoch` writes the checkpoint of `step` until it is complete."""
     return checkpoints / f".writing-{epoch}-step-{step:08d}"
 
 
 def step_of(checkpoint: Path) -> int:
-    """The number of optimizer steps of a complete checkpoint, from its name."""
+    """Return the number of optimizer steps of a complete checkpoint, from its name."""
     match = _COMPLETE.fullmatch(checkpoint.name)
     assert match, f"{checkpoint} is not the name of a complete checkpoint"
     return int(match[1])
 
 
 def list_published(checkpoints: Path) -> list[Path]:
-    """Every folder named as a complete checkpoint, oldest first; its files are not checked."""
+    """Return every folder named as a complete checkpoint, oldest first. Its files are not checked."""
     return sorted(_match_folders(checkpoints, _COMPLETE))
 
 
 def complete(checkpoints: Path) -> list[Path]:
-    """Every checkpoint whose files all have the sizes written, oldest first."""
+    """Return every checkpoint whose files all have the recorded sizes, oldest first."""
     return [path for path in list_published(checkpoints) if not damage(path, read=False)]
 
 
 def latest_complete(checkpoints: Path) -> Path | None:
-    """The complete checkpoint with the most steps, or None; never an unfinished or truncated one."""
+    """Return the complete checkpoint with the most steps, never a truncated one; None without one."""
     return next((path for path in reversed(list_published(checkpoints)) if not damage(path, read=False)), None)
 
 
 def list_superseded(checkpoints: Path) -> list[Path]:
-    """Return what no resume needs: all that is older than the newest complete checkpoint, unfinished or damaged.
+    """Return checkpoints that no resume needs: older than the newest complete one, unfinished or damaged.
 
-    Without a complete one everything that was published or found damaged stays.
+    Without a complete one, all published and damaged checkpoints stay.
     """
     newest = latest_complete(checkpoints)
     patterns = [_WRITING, _REMOVING] if newest is None else [_WRITING, _REMOVING, _DAMAGED]
@@ -84,7 +84,7 @@ def list_superseded(checkpoints: Path) -> list[Path]:
 
 
 def damage(checkpoint: Path, *, read: bool = True, part: int = 0, parts: int = 1) -> list[str]:
-    """Defects of a published checkpoint's files, one sentence each; empty if there are none.
+    """Return defects of a published checkpoint's files, one sentence each; [] if intact.
 
     Without `read`, only sizes are compared. With `parts`, each of that many ranks checks its own part of the files.
     """
@@ -97,7 +97,10 @@ def damage(checkpoint: Path, *, read: bool = True, part: int = 0, parts: int = 1
 
 
 def read_manifest(checkpoint: Path) -> dict[str, Written]:
-    """Every file of a checkpoint by name. Raises OSError or ValueError if the manifest is damaged."""
+    """Return {file name: size and checksum} of a checkpoint.
+
+    Raises OSError or ValueError if the manifest is damaged.
+    """
     crc, _, text = (checkpoint / MANIFEST).read_text().partition("\n")
     if crc != _hexadecimal(zlib.crc32(text.encode())):
         raise ValueError("its content is not what was written")
@@ -123,12 +126,12 @@ def write_manifest(folder: Path, files: Mapping[str, Written]) -> None:
 
 
 def file_entry(size_bytes: int, crc: int) -> Written:
-    """The record of a file with this size and zlib.crc32."""
+    """Return the manifest entry of a file with this size and zlib.crc32."""
     return Written(size_bytes=size_bytes, crc32=_hexadecimal(crc))
 
 
 def is_stale(epoch_file: Path, epoch: int) -> bool:
-    """Whether an attempt newer than `epoch` exists; then attempt `epoch` must not publish."""
+    """Return whether a newer attempt than `epoch` exists, so that attempt `epoch` must not publish."""
     return epoch_file.is_file() and int(epoch_file.read_text()) > epoch
 
 

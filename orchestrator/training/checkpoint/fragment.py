@@ -1,8 +1,8 @@
 """Pieces of flattened tensors inside a torch.distributed.checkpoint.
 
 DeepSpeed's ranks own runs of elements of a flattened parameter; the checkpoint stores rectangles of whole tensors. A
-run of a row-major tensor is a few rectangles, each contiguous in the run. So every rank writes and reads its own
-memory in place, and nothing is gathered.
+run of a row-major tensor is a few rectangles, each contiguous in the run. So every rank writes and reads its own memory
+in place, and nothing is gathered.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rectangle:
-    """Part of a tensor: offset and size per axis."""
+    """A rectangular part of a tensor: offset and size per axis."""
 
     offsets: Shape
     sizes: Shape
 
 
 def rectangles(shape: Shape, start: int, stop: int) -> Iterator[Rectangle]:
-    """The rectangles that cover elements `start` to `stop` (excluded) of a row-major tensor, in order; at most 2n-1."""
+    """Yield the rectangles that cover elements `start` to `stop` (excluded) of a row-major tensor; at most 2n-1."""
     assert 0 <= start <= stop <= math.prod(shape), (shape, start, stop)
     row_size = math.prod(shape[1:])
     while start < stop:
@@ -50,9 +50,9 @@ def rectangles(shape: Shape, start: int, stop: int) -> Iterator[Rectangle]:
 
 
 class Chunks:
-    """The rectangles of a tensor of `shape` that a rank holds, by offset: the form that the checkpoint takes.
+    """The rectangles of a tensor of `shape` on one rank, by offset, in the form for checkpoints.
 
-    `stored_dtype`: what a checkpoint has the values in, where that is not the parts' own.
+    `stored_dtype`: dtype of the values in a checkpoint, where that differs from the parts' own.
     """
 
     stored_dtype: torch.dtype | None = None
@@ -90,7 +90,7 @@ class Chunks:
 
 
 class Narrow(Chunks):
-    """Rectangles whose fp32 values a rank holds in fewer bits, quantised or rounded: a checkpoint has the values."""
+    """Rectangles that a rank holds quantised or rounded, while a checkpoint has their fp32 values."""
 
     stored_dtype = torch.float32
 
@@ -99,18 +99,18 @@ class Narrow(Chunks):
         return part.float() if part.dtype is torch.bfloat16 else part.dequantize()
 
     def room(self) -> Chunks:
-        """Room for the values, in host memory."""
+        """Return empty fp32 rectangles in host memory, to load values into."""
         with host_memory():
             return Chunks({offset: torch.empty(part.shape) for offset, part in self.parts.items()}, self.size())
 
     def fill(self, values: Chunks) -> None:
-        """Quantise or round the values of these rectangles."""
+        """Quantise or round these fp32 values into the rank's memory."""
         for offset, part in self.parts.items():
             part.copy_(values.parts[offset].to(part.device))
 
 
 class Fragment(Chunks):
-    """`flat` is the memory of a run of elements, from element `start`, of a tensor of `shape`."""
+    """A run of elements of a tensor of `shape`, from element `start`, in the memory `flat`."""
 
     def __init__(self, flat: Tensor, start: int, shape: torch.Size) -> None:
         assert flat.dim() == 1, flat.shape
@@ -124,7 +124,7 @@ class Fragment(Chunks):
 
 
 def chunks_of(value: Tensor | Chunks) -> Chunks:
-    """Return the rank's part of a value in a state, sharing its memory; of a DTensor its local shard."""
+    """Return the rank's part of a state's value, sharing its memory; for a DTensor its local shard."""
     if isinstance(value, Chunks):
         return value
     if not isinstance(value, DTensor):
@@ -137,7 +137,7 @@ def chunks_of(value: Tensor | Chunks) -> Chunks:
 
 
 class FragmentSavePlanner(DefaultSavePlanner):
-    """The default planner, which also finds chunks."""
+    """The default save planner, with support for Chunks."""
 
     def lookup_object(self, index: MetadataIndex) -> object:
         value = self.state_dict[index.fqn]
@@ -145,7 +145,7 @@ class FragmentSavePlanner(DefaultSavePlanner):
 
 
 class FragmentLoadPlanner(DefaultLoadPlanner):
-    """The default planner, which also finds chunks."""
+    """The default load planner, with support for Chunks."""
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False

@@ -1,4 +1,4 @@
-"""A rank's share of a state, copied into host memory that every checkpoint reuses."""
+"""A copy of a rank's part of the state in host memory, which every checkpoint reuses."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ Part = tuple[str, Shape, int]  # canonical name, where the part begins, bytes
 
 
 class HostCopy:
-    """After `take`, `state` holds a copy of this rank's share in host memory.
+    """Host copy of this rank's part of a state; `state` holds it after `take`.
 
-    Every part of a value belongs to the share of exactly one rank that holds it. The memory is allocated at
-    construction, and pinned if the state is on CUDA.
+    Every part of a value is copied by exactly one rank that holds it. The memory is allocated at construction, and
+    pinned if the state is on CUDA.
     """
 
     def __init__(self, state: Mapping[str, Any], device: torch.device, group: dist.ProcessGroup) -> None:
@@ -43,7 +43,7 @@ class HostCopy:
         self.state = {name: Chunks(part, values[name].size()) for name, part in parts.items()}
 
     def take(self, state: Mapping[str, Any]) -> None:
-        """Copy this rank's share of `state`, whose names and shapes are those of construction.
+        """Copy this rank's part of `state`, whose names and shapes are those of construction.
 
         On CUDA the copies are asynchronous: call `wait` before reading them.
         """
@@ -54,7 +54,7 @@ class HostCopy:
             self._copied.record()
 
     def wait(self) -> None:
-        """Block until the copies of the last `take` are complete; callable from any thread."""
+        """Block until the copies of the last `take` are complete. Thread-safe."""
         if self._copied:
             self._copied.synchronize()
 
@@ -98,7 +98,7 @@ def _check(result: Any) -> None:
 
 
 def shares(everyone: Sequence[Sequence[Part]]) -> list[list[Part]]:
-    """The parts that each rank writes, from the parts each rank holds: every part once, balanced by bytes.
+    """Return the parts that each rank writes, given the parts each holds: every part once, balanced by bytes.
 
     A part with one holder is written by it. The others go, largest first, to the holder with the fewest bytes.
     """

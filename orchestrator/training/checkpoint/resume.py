@@ -1,4 +1,4 @@
-"""Which checkpoint does a training resume from? The newest whose files are all intact."""
+"""Selects the checkpoint to resume from: the newest whose files are all intact."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from orchestrator.training.checkpoint import folder as checkpoint_folder
 
 
 def newest_intact(checkpoints: Path, group: dist.ProcessGroup) -> Path | None:
-    """The newest intact checkpoint, the same on every rank of `group`; None if there is none.
+    """Return the newest intact checkpoint, the same on every rank of `group`; None without one.
 
-    The ranks share the reading. Damaged checkpoints are named on stderr and quarantined.
+    Each rank verifies some of the files. Damaged checkpoints are named on stderr and quarantined.
     """
     steps: list[list[int]] = [[]]
     if group.rank() == 0:

@@ -22,11 +22,11 @@ HAND_OVER_S = 0.001  # lets training run first: a new thread keeps the interpret
 
 
 class StaleAttempt(Exception):
-    """A newer attempt of the job exists, so this one must not publish."""
+    """A newer attempt (launch) of the job exists, so this one must not publish checkpoints."""
 
 
 class Saver:
-    """Writes and publishes the checkpoints of one attempt in a background thread, at most one at a time.
+    """Writes and publishes checkpoints of one attempt in a background thread, at most one at a time.
 
     The thread has its own process group, so that its collectives cannot interleave with training's.
     """
@@ -65,7 +65,7 @@ class Saver:
             raise self._failure
 
     def let_finish(self, limit_s: float) -> None:
-        """Wait up to `limit_s` seconds for the save in flight; ignores its outcome."""
+        """Wait up to `limit_s` seconds for the running save; its outcome is ignored."""
         if self._thread:
             self._thread.join(limit_s)
 

@@ -1,4 +1,4 @@
-"""Collectives of torch.distributed under the names that torch has for them."""
+"""Collectives of torch.distributed, re-exported under torch's names."""
 
 from __future__ import annotations
 

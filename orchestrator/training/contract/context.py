@@ -23,21 +23,21 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # queries, keys, values [B,
 
 
 class Context:
-    """The tokens of every sample, in equal runs over the ranks of a group."""
+    """A context-parallel group, whose ranks hold equal runs of every sample's tokens."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.ranks, self.rank = group, group.size(), group.rank()
 
     def own(self, x_BT: Tensor) -> Tensor:
-        """Return the rank's run of tokens [B, t], or of any values per token."""
+        """Return this rank's part [B, t] of whole samples' tokens, or of any values per token."""
         return x_BT.chunk(self.ranks, dim=1)[self.rank]
 
     def first(self, own_count: int) -> int:
-        """The position of this rank's first token in its sample."""
+        """Return the position in its sample of this rank's first token."""
         return self.rank * own_count
 
     def attend(self, q_BNtH: Tensor, k_BKtH: Tensor, v_BKtH: Tensor, attention: Attend) -> Tensor:
-        """Return what `attention` gives for this rank's tokens and all heads [B, t, N, H].
+        """Return the output of `attention` for this rank's tokens and all heads [B, t, N, H].
 
         Fewer key-value heads than ranks are repeated, so that each rank has the one that its queries need.
         """

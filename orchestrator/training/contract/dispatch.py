@@ -1,8 +1,8 @@
-"""Tokens to the ranks of their experts and back by all-to-alls (Lepikhin et al. 2020, arXiv:2006.16668, section 3).
+"""Sends tokens to the ranks of their experts and back by all-to-alls (arXiv:2006.16668, section 3).
 
 Each rank holds an equal run of a layer's experts. It sends a copy of a token to every expert that the router chose, and
 gets the answers back. No copy is dropped, so that the mathematics is that of one rank. How many copies come to a rank
-follows from the routing: ranks tell each other first.
+follows from the routing: ranks exchange these numbers first.
 
 Shape suffixes: N tokens, K experts chosen for each, S = N K copies sent, R copies received, E experts, L experts of a
 rank, P ranks, D hidden.
@@ -24,14 +24,14 @@ OwnExperts = Callable[[Tensor, Tensor], Tensor]
 
 
 class Dispatch:
-    """Ranks of a group that hold `count` experts between them, the same number each."""
+    """An expert-parallel group, whose ranks hold equal parts of `count` experts."""
 
     def __init__(self, group: dist.ProcessGroup, count: int) -> None:
         assert count % group.size() == 0, f"{count} experts on {group.size()} ranks"
         self.group, self._own = group, count // group.size()
 
     def answer(self, x_ND: Tensor, chosen_NK: Tensor, weights_NK: Tensor, experts: OwnExperts) -> Tensor:
-        """The weighted sum [N, D] of what the experts chosen for each token make of it, on whichever ranks they are."""
+        """Return the weighted sum [N, D] of the chosen experts' outputs for each token, on whichever ranks they are."""
         chosen_S, order_S = torch.sort(chosen_NK.flatten(), stable=True)
         routes = self._routes(chosen_S)
         answers_SD = self._answers(x_ND, order_S // chosen_NK.shape[1], routes, experts)

@@ -1,4 +1,4 @@
-"""Engine: what the training loop asks of whatever runs a step."""
+"""Engine: the interface between the training loop and the implementations of a step."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ State = Mapping[str, Any]  # canonical name -> Tensor, DTensor or Chunks that ar
 
 
 class Engine(Protocol):
-    """A model on its devices. Both calls are collective: every rank makes them in the same order."""
+    """A model on its devices, which trains step by step. Both calls are collective: same order on every rank."""
 
     def step(self, step: int, micro_batches: Iterable[Batch], tokens: int) -> StepResult:
-        """The optimizer step after `step` ones, over this rank's part of a global batch with `tokens` loss terms."""
+        """Run the optimizer step after `step` completed ones, on this rank's part of the global batch.
+
+        `tokens` is the number of loss terms in the global batch.
+        """
 
     def state(self) -> State:
-        """The canonical checkpoint's tensors, by reference: saving reads them, loading fills them."""
+        """Return the canonical checkpoint's tensors by reference: saving reads them, loading fills them."""

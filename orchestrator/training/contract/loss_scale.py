@@ -14,7 +14,7 @@ GROWTH_INTERVAL = 2000
 
 
 class LossScale:
-    """The factor of the loss: doubled after GROWTH_INTERVAL finite steps, halved after a step that overflowed."""
+    """The factor on the loss: doubled after GROWTH_INTERVAL finite steps, halved after a step that overflowed."""
 
     def __init__(self) -> None:
         self.state = torch.tensor([INITIAL, 0.0])
@@ -24,7 +24,7 @@ class LossScale:
         return float(self.state[0])
 
     def update(self, norm: float) -> bool:
-        """Adapt the scale; returns whether a step with this gradient norm may be applied. The same on every rank."""
+        """Adapt the scale; return whether a step with this gradient norm may be applied. Equal on every rank."""
         finite = math.isfinite(norm)
         if not finite:
             self.state[0] *= 0.5

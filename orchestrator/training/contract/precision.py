@@ -1,4 +1,4 @@
-"""Low precisions as torch dtypes."""
+"""Torch dtypes of the low precisions."""
 
 from __future__ import annotations
 

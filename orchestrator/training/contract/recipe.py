@@ -31,15 +31,15 @@ class Dataset(Protocol):
     def __len__(self) -> int: ...
 
     def token_count(self, index: int) -> int:
-        """Terms that the sample adds to the loss sum: labelled tokens, or 1 for a classified image."""
+        """Return the terms that the sample adds to the loss sum: labelled tokens, or 1 for a classified image."""
 
     def batch(self, indices: Sequence[int]) -> Batch:
-        """The samples as tensors in host memory; axis 0 counts samples."""
+        """Return the samples as tensors in host memory; axis 0 counts samples."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stages:
-    """How a module is cut into pipeline stages, between its layers.
+    """The rules for splitting a module into pipeline stages, between its layers.
 
     - `first`, `last`: submodules, by whole-model name, of the first and the last stage only; None on other stages.
     - `hidden(module, x)` runs the stage. `x` is `batch[0]` on the first stage, else the previous stage's hidden states.
@@ -119,10 +119,10 @@ def materialise(
     place: Callable[[str, Tensor], Tensor] | None = None,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Allocate and initialise the parameters of `part` that are on the meta device, in place.
+    """Allocate and initialise the meta-device parameters of `part`, in place.
 
-    Shared parameters stay shared. Names are those in `root`, the whole module. `place` returns this rank's part of any
-    parameter; at most one parameter at a time is whole. Of floating-point parameters, `dtype` replaces their own.
+    Shared parameters stay shared. Names are those in `root`, the whole module. `place` returns this rank's part of a
+    parameter; at most one parameter at a time is whole. `dtype` replaces the dtype of floating-point parameters.
     """
     names = {id(parameter): name for name, parameter in root.named_parameters()}
     real: dict[int, nn.Parameter] = {}
@@ -146,7 +146,7 @@ def materialise(
 
 
 def seeded_normal(name: str, values: Tensor, *, seed: int, std: float) -> None:
-    """Fill `values` from N(0, std**2) by (seed, name), the same on every device."""
+    """Fill `values` from N(0, std**2), determined by (seed, name) and equal on every device."""
     generator = seeded_generator(seed, name)
     if values.device.type == "cpu":
         values.normal_(std=std, generator=generator)
@@ -155,13 +155,13 @@ def seeded_normal(name: str, values: Tensor, *, seed: int, std: float) -> None:
 
 
 def seeded_generator(seed: int, name: str) -> torch.Generator:
-    """A CPU generator whose numbers depend on (seed, name) alone."""
+    """Return a CPU generator seeded by (seed, name) alone."""
     digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=7).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest, "big"))
 
 
 def from_factory(factory: str, config: dict[str, Any]) -> Recipe:
-    """The Recipe that `path/to/file.py:function` returns for `config`; of several, the first with the rest in `then`.
+    """Return the Recipe from `path/to/file.py:function` called with `config`; further recipes are in its `then`.
 
     Raises SpecError if it cannot be called or returns anything else.
     """

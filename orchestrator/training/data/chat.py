@@ -1,8 +1,8 @@
-"""Conversations in JSON-lines files as tokens, with a mark for each token that is a label.
+"""Tokenises conversations from JSON-lines files, and marks the tokens that are labels.
 
-A line is `{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}`. Only
-assistant messages are labels. The tokenizer's chat template renders a conversation. Without a template each message is
-`role: content` and a newline; an assistant's message is followed by the end-of-text token.
+A line is `{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}`. Only assistant
+messages are labels. The tokenizer's chat template renders a conversation. Without a template each message is `role:
+content` and a newline; an assistant's message is followed by the end-of-text token.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Marked = tuple[list[int], list[int]]  # tokens, and for each of them 1 if it is 
 
 
 def conversations(files: Sequence[str]) -> Iterator[tuple[str, list[Message]]]:
-    """Every conversation with its `file:line`. Raises SpecError, naming file and line."""
+    """Yield (`file:line`, messages) of every conversation. Raises SpecError, naming file and line."""
     for name in files:
         has_lines = False
         with _open(name) as lines:
@@ -59,7 +59,7 @@ def _is_message(message: object) -> bool:
 
 
 def mark_tokens(tokenizer: Any, messages: list[Message], place: str) -> Marked:
-    """The conversation as tokens; assistant messages and their end-of-turn tokens are marked as labels."""
+    """Return a conversation's tokens, with assistant messages and their end-of-turn tokens marked as labels."""
     if tokenizer.chat_template is None:
         return _plain(tokenizer, messages)
     text, spans = _render_marked(tokenizer, messages, place)
@@ -114,7 +114,7 @@ def _render(tokenizer: Any, messages: list[Message], place: str, **settings: Any
 
 
 def pairs(tokenizer: Any, messages: list[Message], longest: int) -> Iterator[tuple[list[int], list[int]]]:
-    """For an encoder-decoder: per assistant message, a pair of the preceding text and the message, cut at `longest`."""
+    """Yield (input tokens, target tokens) per assistant message for an encoder-decoder, truncated to `longest`."""
     for turn, message in enumerate(messages):
         if message["role"] == ASSISTANT:
             before = "\n".join(earlier["content"] for earlier in messages[:turn])

@@ -24,7 +24,7 @@ FEISTEL_ROUNDS = 4  # 4 rounds give a strong pseudorandom permutation (Luby and 
 
 
 class TokenStreams:
-    """Streams of tokens. A sample has at most `sequence_length` tokens of one stream; labels are the next tokens.
+    """Samples from token streams: at most `sequence_length` tokens of one stream; labels are the next tokens.
 
     `trained`, if given, has a byte per token: only tokens with a non-zero byte are labels, and samples without labels
     are left out. Memory-mapped arrays cost page cache instead of tensors.
@@ -46,14 +46,14 @@ class TokenStreams:
         return (self._ends[-1] if self._ends else 0) if self._kept is None else len(self._kept)
 
     def token_count(self, index: int) -> int:
-        """Labelled tokens of a sample."""
+        """Return the number of labelled tokens in a sample."""
         if self._labels is not None:
             return int(self._labels[index])
         stream, start = self._place(index)
         return min(self.sequence_length, len(self._streams[stream]) - 1 - start)
 
     def batch(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Tokens and labels, int64 [len(indices), sequence_length], padded by token 0 and label -100."""
+        """Return (tokens, labels), int64 [len(indices), sequence_length], padded by token 0 and label -100."""
         tokens = torch.zeros(len(indices), self.sequence_length, dtype=torch.int64)
         labels = torch.full_like(tokens, IGNORED_LABEL)
         for row, index in enumerate(indices):
@@ -77,7 +77,7 @@ class TokenStreams:
 
 
 class TextDataset(TokenStreams):
-    """Files as bytes, one stream each."""
+    """Samples from files as byte tokens, one stream per file."""
 
     def __init__(self, files: Sequence[str], sequence_length: int) -> None:
         super().__init__([_map_file(Path(name)) for name in files], sequence_length)
@@ -101,7 +101,7 @@ def _map_file(path: Path) -> np.ndarray:
 
 
 def sample_at(position: int, size: int, seed: int) -> int:
-    """The sample at a position: each epoch of `size` positions is its own permutation of all samples."""
+    """Return the sample index at a position. Each epoch of `size` positions is its own permutation."""
     epoch, value = divmod(position, size)
     half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
     value = _feistel(value, half_bits, f"{seed}:{epoch}")
@@ -121,14 +121,14 @@ def _feistel(value: int, half_bits: int, key: str) -> int:
 
 
 def global_batch(first_position: int, count: int, size: int, seed: int) -> list[int]:
-    """The samples at `count` positions from `first_position` on."""
+    """Return the sample indices at `count` positions from `first_position` on."""
     return [sample_at(first_position + offset, size, seed) for offset in range(count)]
 
 
 def micro_batches(
     samples: Sequence[int], rank: int, micro_batch_size: int, accumulation: int, *, together: int = 1
 ) -> list[Sequence[int]]:
-    """Data-parallel rank `rank`'s consecutive slice of a global batch, cut into micro-batches.
+    """Return the micro-batches of data-parallel rank `rank`: its consecutive slice of a global batch, split.
 
     If `together` ranks normalise over their simultaneous micro-batches, these take consecutive samples instead.
     """

@@ -1,4 +1,4 @@
-"""Samples of any head of transformers: tensors by the names of its arguments, in safetensors files."""
+"""Samples as named tensors in safetensors files, for any model head of transformers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class TensorFiles:
         return 1
 
     def batch(self, indices: Sequence[int]) -> tuple[Tensor, ...]:
-        """The samples, a tensor for each of `names`."""
+        """Return the samples as one tensor per name in `names`."""
         return tuple(torch.stack([self._row(name, index) for index in indices]) for name in self.names)
 
     def _row(self, name: str, index: int) -> Tensor:

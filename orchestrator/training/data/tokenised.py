@@ -41,7 +41,7 @@ POLL_S = 0.2
 
 
 class PairDataset:
-    """Inputs and targets of an encoder-decoder, each cut to `sequence_length` and padded to it."""
+    """Encoder-decoder samples: inputs and targets, each truncated and padded to `sequence_length`."""
 
     def __init__(self, tokens: np.ndarray, bounds: np.ndarray, sequence_length: int, padding: int) -> None:
         self._tokens, self._bounds = tokens, bounds
@@ -51,11 +51,11 @@ class PairDataset:
         return len(self._bounds) // 2
 
     def token_count(self, index: int) -> int:
-        """Tokens of the target."""
+        """Return the number of tokens in a sample's target."""
         return min(self._length, int(self._bounds[2 * index + 1] - self._bounds[2 * index]))
 
     def batch(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Input tokens and target labels, int64 [len(indices), sequence_length], padded by the pad token and -100."""
+        """Return (input tokens, target labels), int64 [len(indices), sequence_length], padded by pad token and -100."""
         tokens = torch.full((len(indices), self._length), self._padding, dtype=torch.int64)
         labels = torch.full_like(tokens, IGNORED_LABEL)
         for row, index in enumerate(indices):
@@ -67,7 +67,7 @@ class PairDataset:
 
 
 def dataset_of(run: TrainingRun, *, vocabulary: int, padding: int | None) -> Dataset:
-    """The samples of a run. `padding` is the padding token of an encoder-decoder; None for a decoder.
+    """Return the samples of a run. `padding` is the padding token of an encoder-decoder; None for a decoder.
 
     Raises SpecError if files cannot be read, hold no sample, or hold tokens outside the model's vocabulary.
     """
@@ -104,7 +104,7 @@ def _some(dataset: Dataset, data: DataSpec) -> Dataset:
 
 
 def tokenizer_source(run: TrainingRun) -> str | None:
-    """The folder or hub name of the tokenizer; None if neither the job nor the model has one."""
+    """Return the folder or hub name of the tokenizer; None if neither the job nor the model has one."""
     return run.data.tokenizer or (run.model.hf if isinstance(run.model.hf, str) else None)
 
 
@@ -243,7 +243,7 @@ def _pieces(name: str) -> Iterator[str]:
 
 
 def read_tokenizer(source: str) -> Any:
-    """The tokenizer of a folder or a hub name. Raises SpecError if there is none."""
+    """Return the tokenizer of a folder or a hub name. Raises SpecError if there is none."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             source, local_files_only=Path(source).is_dir(), trust_remote_code=False

@@ -1,8 +1,8 @@
-"""Several recipes that train one after the other within every optimizer step, such as the two networks of a GAN.
+"""Alternating training of several recipes within every optimizer step, such as the two networks of a GAN.
 
-Each has an ordinary engine. In a recipe's turn the others are frozen, although its loss may run through them. Plain
-parameters require no gradients meanwhile. FSDP2's gathered parameters still do, so their gradients are dropped after
-a wasted reduction.
+Each recipe has an ordinary engine. While one trains, the others are frozen, although its loss may run through them.
+Plain parameters require no gradients meanwhile. FSDP2's gathered parameters still do, so their gradients are dropped
+after a wasted reduction.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from orchestrator.training.engines.randomness import Randomness
 
 
 class AlternatingEngine:
-    """Engines of several recipes; in every step each trains on the same micro-batches, in the recipes' order."""
+    """Engines of several recipes. In every step each trains on the same micro-batches, in the recipes' order."""
 
     def __init__(
         self, recipe: Recipe, plan: Plan, training: TrainingSpec, build: Callable[[Recipe, TrainingSpec], Engine]

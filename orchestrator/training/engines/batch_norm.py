@@ -1,4 +1,4 @@
-"""BatchNorm: its output depends on which samples are normalised together, so the job sets their number.
+"""BatchNorm support: its output depends on which samples are normalised together, so the job sets their number.
 
 With `training.batch_norm_samples: N` every plan normalises over N samples at a time. That is one micro-batch
 (micro_batch_size = N), or with `sync_batch_norm` the simultaneous micro-batches of all data-parallel ranks
@@ -34,14 +34,14 @@ from orchestrator.training.contract.results import StepResult
 
 
 def batch_norms(module: nn.Module) -> list[_BatchNorm]:
-    """The layers that use batch statistics; layers in evaluation mode do not."""
+    """Return the layers that use batch statistics, without those in evaluation mode."""
     return [part for part in module.modules() if isinstance(part, _BatchNorm) and part.training]
 
 
 def prepare(layers: list[_BatchNorm], plan: Plan, training: TrainingSpec) -> None:
-    """Make the layers take their statistics in fp32 over `training.batch_norm_samples` samples, in place.
+    """Make the layers compute statistics in fp32 over `training.batch_norm_samples` samples, in place.
 
-    Raises SpecError if the plan normalises another number, or the job sets none and the plan cuts its global batch.
+    Raises SpecError if the plan normalises another number, or the job sets none and the plan splits its global batch.
     """
     if not layers:
         return
@@ -72,7 +72,7 @@ def prepare(layers: list[_BatchNorm], plan: Plan, training: TrainingSpec) -> Non
 
 @contextlib.contextmanager
 def counted_once(layers: Iterable[_BatchNorm]) -> Iterator[None]:
-    """A context for recomputed forward passes: they update copies of the running statistics, not the statistics."""
+    """Open a context for recomputed forward passes, which keeps them from updating the running statistics again."""
     originals = [(layer, dict(layer._buffers)) for layer in layers]
     for layer, buffers in originals:
         layer._buffers.update({name: None if value is None else value.clone() for name, value in buffers.items()})
@@ -84,7 +84,7 @@ def counted_once(layers: Iterable[_BatchNorm]) -> Iterator[None]:
 
 
 class RunningStatistics:
-    """An engine on several ranks whose running statistics equal those of one process (see above)."""
+    """Engine wrapper for several ranks: running statistics equal those of one process (see above)."""
 
     def __init__(self, engine: Engine, layers: list[_BatchNorm]) -> None:
         self._engine = engine

@@ -58,7 +58,7 @@ from orchestrator.training.guard.virtual_device import host_memory
 
 
 class DeepSpeedEngine:
-    """A module under DeepSpeed, with its optimizer."""
+    """The engine of a module under DeepSpeed, with its optimizer."""
 
     def __init__(
         self,

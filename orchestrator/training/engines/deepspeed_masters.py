@@ -1,4 +1,4 @@
-"""Where DeepSpeed keeps the fp32 masters, and which part of each parameter this rank has; its private attributes."""
+"""Access to DeepSpeed's fp32 master weights, and to this rank's part of each. Uses private attributes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from orchestrator.specs.choices import ZeroStage
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """A rank's part of a parameter's master: `count` elements from `start`, stored at `offset` of a flat tensor."""
+    """A rank's part of a parameter's master weight: `count` elements from `start`, at `offset` of a flat tensor."""
 
     name: str
     flat: Tensor
@@ -23,12 +23,12 @@ class Piece:
     count: int
 
     def of(self, flat: Tensor) -> Tensor:
-        """A view of this piece in a flat master or in one of its moments."""
+        """Return a view of this piece in a flat master weight or in one of its moments."""
         return flat.detach().narrow(0, self.offset, self.count)
 
 
 def masters(zero: Any, stage: ZeroStage, groups: int) -> list[list[Tensor]]:
-    """Per group of parameters, this rank's flat masters under the ZeRO optimizer of stage 1, 2 or 3."""
+    """Return this rank's flat master weights per parameter group, under the ZeRO optimizer of stage 1, 2 or 3."""
     if stage is not ZeroStage.PARAMETERS:
         return [[flat] for flat in zero.single_partition_of_fp32_groups]
     by_group: list[list[Tensor]] = [[] for _ in range(groups)]
@@ -38,7 +38,7 @@ def masters(zero: Any, stage: ZeroStage, groups: int) -> list[list[Tensor]]:
 
 
 def pieces(zero: Any, stage: ZeroStage, trained: Mapping[str, nn.Parameter]) -> Iterator[Piece]:
-    """Yield the rank's pieces of the masters of the trained parameters, under stage 1, 2 or 3."""
+    """Yield the rank's pieces of the trained parameters' master weights, under stage 1, 2 or 3."""
     locate = _locate_partitioned if stage is ZeroStage.PARAMETERS else _locate_flat
     for name, parameter in trained.items():
         piece = locate(zero, name, parameter)
@@ -47,7 +47,7 @@ def pieces(zero: Any, stage: ZeroStage, trained: Mapping[str, nn.Parameter]) -> 
 
 
 def own_run(elements: int) -> tuple[int, int]:
-    """Start and length of this rank's run of a parameter; stage 3 cuts it into equal runs."""
+    """Return (start, length) of this rank's part of a parameter, which stage 3 splits equally."""
     run = -(-elements // dist.get_world_size())
     start = min(dist.get_rank() * run, elements)
     return start, min(run, elements - start)

@@ -36,7 +36,7 @@ Swapped = dict[int, dict[str, Tensor]]  # by id of a flat master: its values and
 
 
 def nvme_problem(extensions: Path) -> str | None:
-    """Why DeepSpeed cannot offload to files with the extensions in `extensions`, and the remedy; None if it can.
+    """Return why DeepSpeed cannot offload to files, with the remedy; None if it can.
 
     `extensions` is TORCH_EXTENSIONS_DIR of the training process: <home>/torch_extensions under the service.
     """
@@ -58,7 +58,7 @@ def nvme_problem(extensions: Path) -> str | None:
 
 
 def extensions_folder() -> Path:
-    """The folder of this process's compiled extensions."""
+    """Return the folder of this process's compiled extensions."""
     return Path(cpp_extension._get_build_directory(OPERATIONS[0], verbose=False)).parent  # private
 
 
@@ -87,7 +87,7 @@ def remove_older(folder: Path) -> None:
 
 
 def offload(plan: Plan, folder: Path, largest_run: int, *, pin_memory: bool) -> dict[str, Any]:
-    """The plan's entries of `zero_optimization`. No rank's part of a parameter exceeds `largest_run` elements."""
+    """Return the plan's entries of `zero_optimization`. `largest_run` is the most elements of a parameter on a rank."""
     files = {"device": "nvme", "nvme_path": str(folder), "pin_memory": pin_memory}
     settings: dict[str, Any] = {"offload_optimizer": {**files, "buffer_count": BUFFERS}}
     if plan.offload is Offload.PARAMETERS:
@@ -96,7 +96,7 @@ def offload(plan: Plan, folder: Path, largest_run: int, *, pin_memory: bool) -> 
 
 
 def allocate(zero: Any, names: Sequence[str]) -> None:
-    """Write zero moments `names` of the masters that are in files."""
+    """Write zero moments `names` for the master weights in files."""
     for index, flat in enumerate(zero.fp32_partitioned_groups_flat):
         if zero._swappable_optimizer_subgroup(index):
             with _swapped_in(zero, index, write=True):
@@ -104,7 +104,7 @@ def allocate(zero: Any, names: Sequence[str]) -> None:
 
 
 def copy_swapped(zero: Any, names: Sequence[str]) -> Swapped:
-    """Host copies of the masters and moments in files, read one sub-group after the other."""
+    """Return host copies of the master weights and moments in files, read one sub-group after the other."""
     copies: Swapped = {}
     for index, flat in enumerate(zero.fp32_partitioned_groups_flat):
         if zero._swappable_optimizer_subgroup(index):
@@ -114,7 +114,7 @@ def copy_swapped(zero: Any, names: Sequence[str]) -> Swapped:
 
 
 def put_back(zero: Any, names: Sequence[str], values: Swapped) -> None:
-    """Write the copies that `held` returned back to the files."""
+    """Write copies from `copy_swapped` back to the files."""
     for index, flat in enumerate(zero.fp32_partitioned_groups_flat):
         if zero._swappable_optimizer_subgroup(index):
             with _swapped_in(zero, index, write=True):
@@ -138,7 +138,7 @@ def _swapped_in(zero: Any, index: int, *, write: bool) -> Iterator[None]:
 
 
 def largest_run(shapes: Sequence[torch.Size], ranks: int) -> int:
-    """Elements of the largest part of a parameter on one rank."""
+    """Return the elements of the largest part of a parameter on one rank."""
     return max(math.ceil(shape.numel() / ranks) for shape in shapes)
 
 

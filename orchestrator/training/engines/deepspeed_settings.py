@@ -1,4 +1,4 @@
-"""A plan as a DeepSpeed configuration, and DeepSpeed's bucket sizes."""
+"""Converts a plan to a DeepSpeed configuration, with DeepSpeed's bucket sizes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ CUDA_BUCKETS = Buckets(
 def settings(
     plan: Plan, training: TrainingSpec, device: torch.device, nvme: dict[str, dict[str, Any]] | None = None
 ) -> dict[str, Any]:
-    """The plan as a DeepSpeed configuration; `nvme` is the result of `deepspeed_nvme.offload`."""
+    """Return the plan as a DeepSpeed configuration; `nvme` is the result of `deepspeed_nvme.offload`."""
     buckets = CUDA_BUCKETS if device.type == "cuda" else CPU_BUCKETS
     zero: dict[str, Any] = {
         "stage": int(plan.zero_stage),

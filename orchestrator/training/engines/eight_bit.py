@@ -1,9 +1,8 @@
-"""8-bit AdamW of torchao: both moments quantised in blocks (Dettmers et al. 2022, arXiv:2110.02861).
+"""The 8-bit AdamW of torchao: both moments quantised in blocks (Dettmers et al. 2022, arXiv:2110.02861).
 
-Blocks are of 256 elements of what a rank has of a parameter, be it the whole or a shard. Of fewer than 4096 elements,
-or of a number that 256 does not divide, moments stay in fp32 (torchao/optim/adam.py, _new_buffer, torchao 0.18).
-Weights in bf16 are rounded stochastically: torchao draws from torch's generator, so that copies of a weight stay equal
-where the ranks that hold them have seeded it alike.
+Blocks have 256 elements of a rank's part of a parameter. Moments stay in fp32 for parts below 4096 elements, or not
+divisible by 256 (torchao/optim/adam.py, _new_buffer, torchao 0.18). Weights in bf16 are rounded stochastically: torchao
+draws from torch's generator, so that copies of a weight stay equal where the ranks that hold them have seeded it alike.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ BLOCK, QUANTISED_MIN = 256, 4096  # elements
 
 
 def adamw(groups: Sequence[dict[str, Any]], training: TrainingSpec) -> Any:
-    """The optimizer."""
+    """Return the 8-bit AdamW optimizer over these parameter groups."""
     from torchao.optim import AdamW8bit  # only here: it takes a second
 
     betas, decay = (training.beta1, training.beta2), training.weight_decay
@@ -31,9 +30,9 @@ def adamw(groups: Sequence[dict[str, Any]], training: TrainingSpec) -> Any:
 
 
 def new_state(tensor: Tensor) -> dict[str, Any]:
-    """The states of a parameter before its first update, all moments zero.
+    """Return a parameter's optimizer states before its first update, all moments zero.
 
-    Those that stay whole are fp32 beside any weight: in bf16 a second moment would hardly move.
+    Moments that are not quantised are fp32 beside any weight: in bf16 a second moment would hardly move.
     """
     moments = {"exp_avg": True, "exp_avg_sq": False}  # whether it has a sign
     return {"step": torch.tensor(0.0)} | {name: _zeros(tensor, is_signed) for name, is_signed in moments.items()}
@@ -54,7 +53,7 @@ def _zeros(tensor: Tensor, is_signed: bool) -> Tensor:
 
 
 def saved(moment: Tensor) -> Tensor | Chunks:
-    """A moment as a checkpoint takes it, sharing its memory."""
+    """Return a moment in the form for checkpoints, sharing its memory."""
     from torchao.optim.subclass_8bit import OptimState8bit
 
     local = moment.to_local() if isinstance(moment, DTensor) else moment
@@ -63,9 +62,9 @@ def saved(moment: Tensor) -> Tensor | Chunks:
 
 
 def stance(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Return how an update runs: compiled to one kernel for each shape, on the CPU operation by operation.
+    """Return a context in which updates run: compiled to one kernel per shape on CUDA, op by op on the CPU.
 
-    There the compiler would take longer than the small models of virtual devices train. What either way holds meanwhile
-    is in memory/engines/optimizers.py.
+    On the CPU the compiler would take longer than the small models of virtual devices train. Both ways' temporaries are
+    in memory/engines/optimizers.py.
     """
     return torch.compiler.set_stance("force_eager") if device.type == "cpu" else contextlib.nullcontext()

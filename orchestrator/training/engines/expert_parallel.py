@@ -1,8 +1,9 @@
-"""Expert parallelism: of the data-parallel ranks, `ep` next to each other hold other experts of every layer.
+"""Expert parallelism: groups of `ep` adjacent data-parallel ranks split the experts of every layer.
 
-The experts of a rank are a DTensor, cut over these `ep` ranks. FSDP2 cuts them again, over the dp / ep ranks that have
-the same ones, and gathers them with the rest of their layer. That is cut over all dp ranks, which train on samples of
-their own. So each parameter's shard is 1/dp of it, whatever `ep` is. Tokens go to their experts: contract/dispatch.py.
+The experts of a rank are a DTensor, sharded over these `ep` ranks. FSDP2 shards them again, over the dp / ep ranks that
+have the same ones, and gathers them with the rest of their layer. That is sharded over all dp ranks, which train on
+different samples. So each parameter's shard is 1/dp of it, whatever `ep` is. Tokens go to their experts:
+contract/dispatch.py.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class ExpertParallel:
-    """How the experts of a recipe are spread over the ranks of a plan; its modules send their tokens from now on."""
+    """Expert parallelism of a recipe under a plan. Construction makes its modules dispatch their tokens."""
 
     def __init__(self, recipe: Recipe, plan: Plan, device: torch.device) -> None:
         """Raises SpecError where the recipe's experts cannot be spread so, or not by this torch."""
@@ -57,7 +58,7 @@ class ExpertParallel:
         experts.spread(Dispatch(self._mesh["ep"].get_group(), experts.count))
 
     def place(self, name: str, values: Tensor) -> Tensor:
-        """Return the rank's experts, copied, as a DTensor; any other parameter unchanged."""
+        """Return the rank's part of an expert parameter, copied, as a DTensor; any other parameter unchanged."""
         if name not in self._names:
             return values
         mesh = self._mesh["ep"]
@@ -65,9 +66,9 @@ class ExpertParallel:
         return DTensor.from_local(local, mesh, (Shard(0),), run_check=False)
 
     def placement(self, parameter: nn.Parameter) -> ShardPlacementResult | None:
-        """Return FSDP2's placement of a layer's parameter: the ranks over which it is cut, and the axis.
+        """Return FSDP2's placement of a layer's parameter, (axis, mesh that shards it); None for non-experts.
 
-        Experts are cut between each other. Where ranks do not have the same number then, each expert is.
+        Experts are divided among ranks. Where their number does not divide evenly, each expert is sharded.
         """
         if not isinstance(parameter, DTensor):
             return None
@@ -75,5 +76,5 @@ class ExpertParallel:
         return self._result(Shard(0 if len(local) % ranks == 0 else 1), self._shared)
 
     def of(self, named: Mapping[str, nn.Parameter]) -> tuple[nn.Parameter, ...]:
-        """Return the parameters of experts among these."""
+        """Return the expert parameters among these."""
         return tuple(parameter for name, parameter in named.items() if name in self._names)

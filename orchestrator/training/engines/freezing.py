@@ -1,4 +1,4 @@
-"""Which parameters does a step train? Staged training freezes some for the first steps, adapters freeze the rest."""
+"""Which parameters each step trains: staged training freezes some for the first steps, adapters freeze the rest."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from orchestrator.specs.job.model import Freeze
 
 
 def thaw_step(name: str, freeze: Sequence[Freeze]) -> int | None:
-    """The optimizer steps after which the parameter `name` is trained; 0: from the start, None: never.
+    """Return the number of optimizer steps after which a parameter is trained; 0: at once, None: never.
 
     If several entries match, the one that freezes longest counts.
     """
@@ -23,17 +23,17 @@ def thaw_step(name: str, freeze: Sequence[Freeze]) -> int | None:
 
 
 def thaw_steps(freeze: Sequence[Freeze]) -> tuple[int, ...]:
-    """Every step at which parameters thaw, ascending, from 0 on."""
+    """Return every step at which parameters unfreeze, ascending, starting with 0."""
     return tuple(sorted({0, *(entry.until_step for entry in freeze if entry.until_step is not None)}))
 
 
 def next_thaw(step: int, freeze: Sequence[Freeze]) -> int | None:
-    """The first step after `step` at which parameters thaw; None if there is none."""
+    """Return the first step after `step` at which parameters unfreeze; None without one."""
     return next((thaw for thaw in thaw_steps(freeze) if thaw > step), None)
 
 
 def freeze_for(module: nn.Module, freeze: Sequence[Freeze], step: int) -> frozenset[str]:
-    """Freeze the parameters that the update after `step` optimizer steps does not train, in place.
+    """Freeze, in place, the parameters that are not trained after `step` optimizer steps.
 
     Call it before an engine wraps the module. Returns the whole-model names that any step of the training changes,
     which a checkpoint must hold. Parameters that the model itself froze stay frozen. Raises SpecError if an entry

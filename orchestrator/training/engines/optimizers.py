@@ -28,10 +28,10 @@ class _Alone(NamedTuple):
 
 
 class Updates:
-    """The optimizer over the parameters that are trained between two thaw steps.
+    """The optimizer over the parameters that are trained until the next unfreezing.
 
-    `groups`: thaw step -> whole-model name -> parameter. `optimizer` has a parameter group for each. `steps` counts
-    updates.
+    `groups`: step of unfreezing -> whole-model name -> parameter. `optimizer` has a parameter group for each. `steps`
+    counts updates.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Updates:
         self.set_steps()
 
     def state(self, *, known_at: int | None = None) -> dict[str, Any]:
-        """`optim.state.<name>.<state>` by reference; with `known_at`, only of groups that thawed before that step."""
+        """Return {`optim.state.<name>.<state>`: tensor} by reference; `known_at` selects groups unfrozen before it."""
         return {
             f"optim.state.{name}.{key}": self._saved(self.optimizer.state[parameter][key])
             for thaw, group in self.groups.items()
@@ -96,10 +96,10 @@ class Updates:
                     state["step"].fill_(done)
 
     def update_in_backward(self, ready: Callable[[nn.Parameter], None]) -> None:
-        """Update each parameter and drop its gradient within the backward pass from now on, when that is whole.
+        """Switch to updates in the backward pass: each parameter is updated once its gradient is complete.
 
-        Before its update, `ready` gets the parameter. FSDP2 runs the hook with a reduced shard (foreach_reduce in
-        torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, torch 2.13.0).
+        The gradient is then dropped. Before the update, `ready` gets the parameter. FSDP2 runs the hook with a reduced
+        shard (foreach_reduce in torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, torch 2.13.0).
         """
 
         def update(parameter: Tensor) -> None:
@@ -114,7 +114,7 @@ class Updates:
             parameter.register_post_accumulate_grad_hook(update)  # type: ignore[no-untyped-call]
 
     def prepare(self, step: int) -> None:
-        """Set the learning rate of the update that follows `step` optimizer steps."""
+        """Set the learning rate for the update after `step` optimizer steps."""
         for optimizer in (self.optimizer, *(alone.optimizer for alone in self._alone.values())):
             for group in optimizer.param_groups:
                 rate = learning_rate(self._training, step)
@@ -124,7 +124,7 @@ class Updates:
                     group["lr"] = rate
 
     def update(self) -> None:
-        """Update every parameter by its gradient."""
+        """Update every parameter with its gradient."""
         if self._alone:
             for alone in self._alone.values():
                 self._step_alone(alone)
@@ -133,7 +133,7 @@ class Updates:
         self.count()
 
     def count(self) -> None:
-        """Count an update that was made."""
+        """Increment the count of updates."""
         self.steps[self._thawed] += 1
 
     def _update_alone(self) -> None:
@@ -162,7 +162,7 @@ class Updates:
 
 
 def state_names(training: TrainingSpec, shape: Sequence[int]) -> tuple[str, ...]:
-    """Names of the optimizer's states for a parameter of this shape, as its implementation names them."""
+    """Return the names of the optimizer's states for a parameter of this shape, as its implementation names them."""
     if training.optimizer is Optimizer.SGD:
         return ("momentum_buffer",) if training.momentum else ()
     if training.optimizer is Optimizer.ADAFACTOR:
@@ -171,7 +171,7 @@ def state_names(training: TrainingSpec, shape: Sequence[int]) -> tuple[str, ...]
 
 
 def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """The global norm of the gradients, a scalar; DTensor gradients count over all their ranks."""
+    """Return the global norm of the gradients, a scalar; DTensor gradients count over all their ranks."""
     norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
@@ -184,7 +184,7 @@ def scale_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
 
 
 def clip_factor(norm: float, clip_norm: float | None) -> float:
-    """The factor that reduces gradients of this norm to at most `clip_norm` (torch's formula); 1 where it is None."""
+    """Return the factor that limits gradients of this norm to `clip_norm` (torch's formula); 1 where that is None."""
     return 1.0 if clip_norm is None else min(1.0, clip_norm / (norm + 1e-6))
 
 

@@ -39,7 +39,7 @@ from orchestrator.training.engines.sequence_parallel import Tokens
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """A rank's part of a model that is cut into stages."""
+    """A rank's part of a model that is split into pipeline stages."""
 
     stages: tuple[Recipe, ...]  # one per stage of the rank: its module and layers
     names: dict[str, str]  # every whole-model name of a parameter -> its first name, which the checkpoint uses
@@ -47,9 +47,9 @@ class Share:
 
 
 def cut(recipe: Recipe, plan: Plan, rank: int) -> Share:
-    """The share of pipeline rank `rank`; the other ranks' parts are removed from `recipe.module`, in place.
+    """Return pipeline rank `rank`'s part of the model. Other ranks' parts are removed from `recipe.module`, in place.
 
-    Raises SpecError if the recipe cannot be cut into that many stages.
+    Raises SpecError if the recipe cannot be split into that many stages.
     """
     count = plan.layout.pp * plan.pipeline_stages_per_rank
     if recipe.stages is None:
@@ -89,7 +89,7 @@ def cut(recipe: Recipe, plan: Plan, rank: int) -> Share:
 
 
 def plan_ranges(layers: int, plan: Plan) -> tuple[range, ...]:
-    """The layers of each stage of the plan. Raises SpecError where a stage has none."""
+    """Return the layer indices of each pipeline stage of the plan. Raises SpecError for a stage without layers."""
     count = plan.layout.pp * plan.pipeline_stages_per_rank
     try:
         return layer_ranges(layers, count, plan.first_stage_layers, plan.last_stage_layers)
@@ -98,7 +98,7 @@ def plan_ranges(layers: int, plan: Plan) -> tuple[range, ...]:
 
 
 class Stage(nn.Module):
-    """A stage as the schedule calls it: returns hidden states, or on the last stage the loss sum [1]."""
+    """A pipeline stage as the schedule calls it: returns hidden states, or on the last stage the loss sum [1]."""
 
     def __init__(
         self,
@@ -124,7 +124,7 @@ class Stage(nn.Module):
 
 
 class Pipeline:
-    """The stages of a rank and their schedule."""
+    """The pipeline stages of a rank, with their schedule."""
 
     def __init__(
         self, roots: Sequence[nn.Module], plan: Plan, mesh: DeviceMesh, device: torch.device, randomness: Randomness
@@ -156,7 +156,7 @@ class Pipeline:
         return self._rank == self._ranks - 1
 
     def step(self, step: int, first: int, micro_batches: Iterable[Batch], scale: float) -> Tensor:
-        """Run forward and backward of all micro-batches; returns the loss sum, float64, zero without the last stage.
+        """Run forward and backward of all micro-batches; return the loss sum, float64, zero without the last stage.
 
         `first` is the index of the first micro-batch in the global batch of the step after `step` steps. Gradients are
         those of the loss sum times `scale`.
@@ -181,7 +181,7 @@ class Pipeline:
         return losses.detach().double().sum() if self.is_last else torch.zeros((), dtype=torch.float64)
 
     def add_up(self, gradients: Iterable[Tensor]) -> None:
-        """Sum the gradients of the parameters that the first and the last stage share, in place."""
+        """Sum the gradients of parameters shared by the first and the last stage, in place."""
         peer = dist.get_global_rank(self._group, 0 if self.is_last else self._ranks - 1)
         for gradient in gradients:
             local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
@@ -215,7 +215,7 @@ class _Stage(PipelineStage):
         self._seed = seed
 
     def finish(self) -> None:
-        """Wait for what is still being sent."""
+        """Wait until all pending sends are complete."""
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         self._seed(fwd_chunk_id)
@@ -311,7 +311,7 @@ def _sent(ops: Iterable[dist.P2POp], before: Iterable[tuple[dist.Work, Tensor]])
 
 @contextlib.contextmanager
 def own_out_of_memory() -> Iterator[None]:
-    """Raise an out-of-memory error itself: the schedule wraps exceptions of a forward pass."""
+    """Open a context that re-raises a wrapped out-of-memory error itself, since the schedule wraps exceptions."""
     try:
         yield
     except RuntimeError as error:

@@ -37,12 +37,12 @@ class Randomness:
             layer.register_forward_pre_hook(self._seed_layer(index))
 
     def begin(self, step: int, micro_batch: int) -> None:
-        """Seed for micro-batch `micro_batch` (counted over the global batch) of the step after `step` steps."""
+        """Seed for one micro-batch (its index in the global batch) of the step after `step` steps."""
         self._micro_batch = _mix(_mix(_mix(0, self._seed), step), micro_batch)
         self._restart(self._micro_batch)
 
     def begin_update(self, step: int, name: str) -> None:
-        """Seed for the update of a parameter after `step` steps, the same on every rank that has it."""
+        """Seed for the update of a parameter after `step` steps, equal on every rank that has it."""
         of_name = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "big")
         self._restart(_mix(_mix(_mix(_UPDATE, self._seed), step), of_name))
 

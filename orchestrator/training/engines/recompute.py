@@ -35,7 +35,7 @@ def recompute(
 ) -> None:
     """Apply activation checkpointing to every layer, in place.
 
-    The first `full_layers` layers of each pipeline stage are recomputed in full; without `stages` all are of one.
+    The first `full_layers` layers of each pipeline stage are recomputed in full; () as `stages` means one stage.
     """
     if mode is ActivationCheckpointing.NONE:
         return
@@ -55,7 +55,7 @@ def _recompute(layer: nn.Module, mode: ActivationCheckpointing) -> None:
 
 
 def keep_inputs_on_host(layers: Iterable[nn.Module]) -> None:
-    """Let what full checkpointing keeps of every layer, its input, wait in host memory; in place, once compiled."""
+    """Offload the layers' inputs, which full checkpointing saves, to host memory; in place, after compilation."""
     for layer in layers:
         layer.forward = functools.partial(_with_input_on_host, layer.forward)
 
@@ -113,9 +113,9 @@ def _keep_what_is_dear(_context: object, operation: object, *_: object, **__: ob
 def compile_layers(layers: Sequence[nn.Module]) -> None:
     """Compile every layer separately, in place: equal layers share one compilation, and hooks stay outside.
 
-    A virtual device does not count the internal allocations of compiled code (measured: 3.5 of 6.5 MiB).
-    Raises SpecError for recomputed layers with BatchNorm: torch.compile accepts no context around the recomputation,
-    and without it their statistics would be updated twice.
+    A virtual device does not count the internal allocations of compiled code (measured: 3.5 of 6.5 MiB). Raises
+    SpecError for recomputed layers with BatchNorm: torch.compile accepts no context around the recomputation, and
+    without it their statistics would be updated twice.
     """
     for layer in layers:
         if isinstance(layer.forward, functools.partial) and batch_norms(layer):

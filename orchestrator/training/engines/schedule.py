@@ -1,4 +1,4 @@
-"""The learning rate as a function of the step number alone: nothing has to be saved."""
+"""The learning-rate schedule, a function of the step number alone: nothing has to be saved."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from orchestrator.specs.job.model import Schedule, TrainingSpec
 
 
 def learning_rate(training: TrainingSpec, step: int) -> float:
-    """The learning rate of the optimizer step that follows `step` completed ones.
+    """Return the learning rate of the optimizer step that follows `step` completed ones.
 
     It rises linearly over `warmup_steps`. Then it stays constant, or decays to `min_learning_rate` at the last step:
     linearly, or on half a cosine (Loshchilov and Hutter 2017, arXiv:1608.03983, equation 5).

@@ -1,7 +1,7 @@
-"""Sequence parallelism (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2): a rank has tokens of its own.
+"""Sequence parallelism (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2): ranks split the tokens.
 
-Tensor parallelism alone repeats on every rank what stands between the sharded modules. Here every rank has an equal run
-of the micro-batch's tokens instead, all samples behind each other; zeros fill up the last run. A sharded module gathers
+Tensor parallelism alone repeats everything between sharded modules on every rank. Here every rank has an equal run of
+the micro-batch's tokens instead, all samples behind each other; zeros fill up the last run. A sharded module gathers
 the tokens of all ranks, and its partial sums are reduce-scattered. Both together move as much as one all-reduce.
 
 Shape suffixes: B samples, T tokens, D hidden, N tokens of one rank, F columns of one rank; R = B T.
@@ -23,7 +23,7 @@ from orchestrator.training.contract.collectives import all_gather, reduce_scatte
 
 
 class Tokens:
-    """The tokens of every micro-batch, spread over the ranks of a tensor-parallel group."""
+    """The tokens of every micro-batch, split over the ranks of a tensor-parallel group."""
 
     def __init__(self, group: dist.ProcessGroup, samples: int, length: int) -> None:
         """`samples` and `length`: B and T of every micro-batch."""
@@ -32,19 +32,19 @@ class Tokens:
         self._own_count = -(-samples * length // group.size())  # N, padding included
 
     def sum_tokens(self, x_BTD: Tensor) -> Tensor:
-        """Return the rank's tokens [1, N, D] of the sum over the ranks."""
+        """Return this rank's tokens [1, N, D] of the sum over the ranks (a reduce-scatter)."""
         return _Sum.apply(x_BTD, self)  # type: ignore[no-untyped-call]
 
     def stand_in(self, x_1ND: Tensor) -> Tensor:
-        """A tensor [B, T, D] without memory of its own, from whose shape a model makes its positions and masks."""
+        """Return a tensor [B, T, D] without memory, from whose shape a model makes its positions and masks."""
         x_BTD = x_1ND.detach()[:, :1].expand(self._samples, self._length, -1)
         x_BTD.own = x_1ND  # type: ignore[attr-defined]
         return x_BTD
 
     def gather(self, x_1ND: Tensor) -> Tensor:
-        """All tokens [B, T, D] for a sharded module; its ranks' gradients are added up.
+        """Return all tokens [B, T, D] for a sharded module; its ranks' gradients are summed.
 
-        `column_product` needs the rank's tokens only for the backward pass, and finds them at the result.
+        `column_product` needs only this rank's tokens for the backward pass, and reads them from the result.
         """
         if torch.is_autocast_enabled(x_1ND.device.type):
             x_1ND = x_1ND.to(torch.get_autocast_dtype(x_1ND.device.type))
@@ -56,7 +56,7 @@ class Tokens:
         return self.finish_whole(*self.begin_whole(x_1ND))
 
     def begin_whole(self, x_1ND: Tensor) -> tuple[Tensor, dist.Work | None]:
-        """All ranks' tokens [R + padding, D], not there before the work is done."""
+        """Return (all ranks' tokens [R + padding, D], the pending gather or None). Wait for it before use."""
         x_RD = x_1ND.new_empty(self.group.size() * self._own_count, x_1ND.shape[-1])
         work = all_gather(x_RD, x_1ND.flatten(0, 1).contiguous(), group=self.group, async_op=True)
         return x_RD, work
@@ -71,7 +71,7 @@ class Tokens:
 
 
 class Gathered:
-    """What the column products of one gathered input share: its second gathering, in their backward pass."""
+    """State shared by the column products of one gathered input: its second gathering, in their backward pass."""
 
     def __init__(self, tokens: Tokens) -> None:
         self.tokens = tokens
@@ -83,12 +83,12 @@ class Gathered:
         self._readers += 1
 
     def begin(self, x_1ND: Tensor) -> None:
-        """Start to gather the input, if no other product has."""
+        """Start gathering the input, unless another product already has."""
         if self._coming is None:
             self._coming = self.tokens.begin_whole(x_1ND)
 
     def end(self) -> Tensor:
-        """The input [B, T, D]; the last product's call lets it go."""
+        """Return the input [B, T, D]; the last product's call frees it."""
         assert self._coming is not None
         x_BTD = self.tokens.finish_whole(*self._coming)
         self._readers -= 1
@@ -120,7 +120,7 @@ class _Gather(torch.autograd.Function):
 
 
 def own_tokens(x_BTD: Tensor) -> Tensor:
-    """The tokens of a stand-in. Raises SpecError if the model made another tensor of it."""
+    """Return this rank's tokens behind a stand-in. Raises SpecError if the model replaced it by another tensor."""
     own_1ND: Tensor | None = getattr(x_BTD, "own", None)
     if own_1ND is None:
         problem, hint = "the model changes hidden states before its first layer", "leave out `gathered`"
@@ -129,9 +129,9 @@ def own_tokens(x_BTD: Tensor) -> Tensor:
 
 
 def column_product(x_BTD: Tensor, weight_FD: Tensor, bias_F: Tensor | None) -> Tensor:
-    """The product with a rank's rows of a weight; the backward pass gathers `x` again instead of keeping it.
+    """Return `x` times this rank's rows of a weight. The backward pass gathers `x` again instead of keeping it.
 
-    It is kept where it is another tensor than was gathered: somebody's hook, or the model, made one of it.
+    `x` is kept if it is not the gathered tensor itself, since a hook or the model replaced it.
     """
     if not hasattr(x_BTD, "gathered"):
         return functional.linear(x_BTD, weight_FD.to(x_BTD.dtype), None if bias_F is None else bias_F.to(x_BTD.dtype))
@@ -167,9 +167,9 @@ class _ColumnProduct(torch.autograd.Function):
 
 
 def row_product(x_BTF: Tensor, weight_DF: Tensor, tokens: Tokens) -> Tensor:
-    """The product with a rank's columns of a weight, summed over the ranks: this rank's tokens [1, N, D].
+    """Return this rank's tokens [1, N, D] of the product with its weight columns, summed over the ranks.
 
-    What the backward pass needs is kept before the product is made: recomputing a layer ends there.
+    The tensors for the backward pass are saved before the product is made, since recomputing a layer ends there.
     """
     if torch.is_autocast_enabled(x_BTF.device.type):
         x_BTF = x_BTF.to(torch.get_autocast_dtype(x_BTF.device.type))
@@ -211,7 +211,7 @@ class _RowSum(torch.autograd.Function):
 
 @torch.library.custom_op("orchestrator::summed_product", mutates_args=())
 def summed_product(x_RF: Tensor, weight_DF: Tensor, group_name: str) -> Tensor:
-    """`x @ weight.T` [N, D] of this rank's tokens, summed over the group.
+    """Return `x @ weight.T` [N, D] of this rank's tokens, summed over the group.
 
     One operation, so that selective checkpointing keeps its result and not the product of all tokens.
     """

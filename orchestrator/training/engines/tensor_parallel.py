@@ -40,7 +40,7 @@ WORDS = (*CUTS, GATHERED)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorParallel:
-    """How the parameters of a module are sharded over the ranks of `mesh`."""
+    """The sharding of a module's parameters over the ranks of `mesh`."""
 
     mesh: DeviceMesh
     axes: Mapping[str, int | None]  # by every whole-model name of a parameter, shared ones by all of theirs
@@ -68,12 +68,12 @@ class TensorParallel:
                 parallelize_module(module, self.mesh, style, src_data_rank=None)
 
     def spread(self, layers: Sequence[nn.Module]) -> None:
-        """Make the first of consecutive layers take the rank's tokens, in place, with sequence parallelism only."""
+        """Make the first of consecutive layers take this rank's tokens, in place, under sequence parallelism only."""
         if self.tokens:
             layers[0].register_forward_pre_hook(_changing_first(own_tokens), prepend=True, with_kwargs=True)
 
     def partial_of(self, named: Mapping[str, nn.Parameter]) -> tuple[nn.Parameter, ...]:
-        """Return the parameters whose gradients are to be added up, in the same order on every rank."""
+        """Return the parameters whose gradients must be summed over ranks, in the same order on every rank."""
         return tuple(named[name] for name in sorted(self.partial & named.keys()))
 
     def add_up(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -83,10 +83,10 @@ class TensorParallel:
 
 
 def tensor_parallel(recipe: Recipe, mesh: DeviceMesh, micro_batch_size: int, length: int) -> TensorParallel:
-    """Make the recipe's modules compute on their shards, in place; returns how their parameters are sharded.
+    """Make the recipe's modules compute on their shards, in place; return the sharding of their parameters.
 
-    `length`: tokens of each sample that the group's ranks have together.
-    Raises SpecError if the recipe's plan is missing or matches nothing, or the degree does not divide a size.
+    `length`: tokens of each sample that the group's ranks have together. Raises SpecError if the recipe's plan is
+    missing or matches nothing, or the degree does not divide a size.
     """
     degree = mesh.size()
     _check_sizes(recipe, degree)
@@ -134,7 +134,7 @@ def tensor_parallel(recipe: Recipe, mesh: DeviceMesh, micro_batch_size: int, len
 
 
 def is_sequence_parallel(recipe: Recipe) -> bool:
-    """Whether tensor-parallel ranks have tokens of their own between the layers' sharded modules."""
+    """Return whether tensor-parallel ranks split the tokens between the layers' sharded modules."""
     return GATHERED in recipe.tensor_parallel.values()
 
 

@@ -62,7 +62,7 @@ HEADS = ("num_attention_heads", "num_key_value_heads")  # of `Recipe.tensor_para
 
 
 class TorchEngine:
-    """A module under plain PyTorch, DDP or FSDP2, with its optimizer."""
+    """The engine of a module under plain PyTorch, DDP or FSDP2, with its optimizer."""
 
     def __init__(
         self,
@@ -242,7 +242,7 @@ class TorchEngine:
 
 
 def device_mesh(plan: Plan, device: torch.device) -> DeviceMesh:
-    """The mesh of a plan: axes pp, dp_replicate, dp_shard, tp from the slowest to the fastest rank.
+    """Return the mesh of a plan: axes pp, dp_replicate, dp_shard, tp from the slowest to the fastest rank.
 
     Context-parallel ranks hold the same parameters, and are the fastest in dp_shard. Axes of one rank are left out,
     except dp_shard: each axis costs a communicator.

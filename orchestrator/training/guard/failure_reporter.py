@@ -1,4 +1,4 @@
-"""How does a rank report its failure? Files for out-of-memory errors and for the exception that ended the process."""
+"""Failure reports of a rank: files for out-of-memory errors and for the exception that ended the process."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ GUARD = str(Path(__file__).with_name("guard.py"))
 
 
 class FailureReporter:
-    """Writes this rank's failure reports; keeps the last out-of-memory error that was raised."""
+    """Writes this rank's failure reports; remembers the last out-of-memory error that was raised."""
 
     def __init__(self, monitor: Monitor, folder: Any) -> None:
         self.monitor, self.folder, self.pid = monitor, folder, os.getpid()
@@ -38,7 +38,7 @@ class FailureReporter:
         os.register_at_fork(after_in_child=self._after_fork)
 
     def wrap(self, rank: int) -> None:
-        """Mark this process as run by guard.py, as `rank`."""
+        """Record that guard.py runs this process as `rank`."""
         self._is_wrapped = True
         self.monitor.become(rank)
 
@@ -71,7 +71,7 @@ class FailureReporter:
         kind.__init__ = noted
 
     def on_exit(self, end: SystemExit) -> None:
-        """After a SystemExit: report the last out-of-memory error if the exit code is not zero."""
+        """After a SystemExit with a non-zero exit code, report the last out-of-memory error."""
         if end.code not in (None, 0):
             self._report_oom(end)
         self.monitor.beat()
@@ -107,7 +107,7 @@ class FailureReporter:
         process.run = watched
 
     def watch_exit(self) -> None:
-        """Report the end of this process if it is a rank that guard.py does not run: spawned by the script."""
+        """Report the end of this process if it is a rank that the script spawned, outside guard.py."""
         hook = sys.excepthook
 
         def excepthook(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:

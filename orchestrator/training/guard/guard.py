@@ -1,10 +1,10 @@
-"""The wrapper of a rank's process: `guard.py GUARD_JSON -- script.py args...` or `... -- -m package.module args...`
+"""The guard of a rank's process: `guard.py GUARD_JSON -- script.py args...` or `... -- -m package.module args...`
 
 DeepSpeed's launcher inserts `--local_rank=N` before these arguments; it is passed on to the target.
 
 The target runs unmodified as `__main__`, as under plain python. The guard adds the virtual device, heartbeats, injected
-faults, and a report of the exception that ended it. It runs by path in any interpreter and imports this package
-without adding its folder to `sys.path`.
+faults, and a report of the exception that ended it. It runs by path in any interpreter and imports this package without
+adding its folder to `sys.path`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Heartbeats of this rank: phase, optimizer steps, step time and peak memory."""
+"""Heartbeats (progress reports) of this rank: phase, optimizer steps, step time and peak memory."""
 
 from __future__ import annotations
 
@@ -63,12 +63,12 @@ class Monitor:
         self._peak_bytes = self._reserved_bytes = 0  # on CUDA, before the peaks of its allocator were reset
 
     def become(self, rank: int) -> None:
-        """Report as this rank from now on."""
+        """Write heartbeats as this rank from now on."""
         self._rank, self.is_rank = rank, True
 
     @property
     def rank(self) -> int:
-        """The rank: as given, else the process group's, else `RANK` of the environment, else 0."""
+        """The rank: explicitly set, else the process group's, else `RANK` of the environment, else 0."""
         if self._rank is not None:
             return self._rank
         distributed = sys.modules.get("torch.distributed")
@@ -108,7 +108,7 @@ class Monitor:
 
     @property
     def pass_done(self) -> float | None:
-        """Fraction of the running forward or backward pass that is done, by `PassProgress`; None: unknown."""
+        """Fraction done of the running forward or backward pass, by `PassProgress`; None: unknown."""
         return self._passes.fraction_done(self.phase)
 
     def _allocations(self) -> int:
@@ -178,9 +178,9 @@ class Monitor:
         return None if has_agent or any(name in sys.modules for name in OTHER_GROUPS) else 0
 
     def peak_bytes(self) -> int:
-        """Peak bytes of live tensors so far on this rank's device; 0 before first use.
+        """Return the peak bytes of live tensors so far on this rank's device; 0 before first use.
 
-        On CUDA those that were requested. `max_memory_allocated` counts whole blocks: up to 1 MiB more for each tensor,
+        On CUDA these are requested bytes. `max_memory_allocated` counts whole blocks: up to 1 MiB more for each tensor,
         3 % of a Llama of 0.4 billion parameters (H100, 2026-11-26). `reserved_bytes` has them.
         """
         if self.device is not None:
@@ -203,19 +203,19 @@ class Monitor:
         return peak_bytes
 
     def live_bytes(self) -> int:
-        """Bytes allocated now on this rank's device; 0 before first use."""
+        """Return the bytes allocated now on this rank's device; 0 before first use."""
         if self.device is not None:
             return self.device.live_bytes
         cuda = self._cuda()
         return 0 if cuda is None else int(cuda.memory_allocated())
 
     def reserved_bytes(self) -> int:
-        """Peak bytes reserved by PyTorch's CUDA allocator so far; 0 without CUDA."""
+        """Return the peak bytes reserved by PyTorch's CUDA allocator so far; 0 without CUDA."""
         cuda = self._cuda()
         return 0 if cuda is None else max(self._reserved_bytes, int(cuda.max_memory_reserved()))
 
     def allocator_room_bytes(self) -> int | None:
-        """Minimum so far of free plus reserved bytes on this rank's device; None without CUDA.
+        """Return the minimum so far of free plus reserved bytes on this rank's device; None without CUDA.
 
         The context, communicators, libraries with their own allocations and other processes hold the rest.
         """

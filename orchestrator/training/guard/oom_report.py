@@ -1,4 +1,4 @@
-"""Was an exception a device out-of-memory error, and which byte counts does its message give? Standard library only."""
+"""Recognises device out-of-memory errors, and parses the byte counts in their messages. Standard library only."""
 
 from __future__ import annotations
 
@@ -54,37 +54,37 @@ ROUNDING_BYTES = 2**25  # messages give hundredths of a GiB
 
 
 def out_of_memory(error: BaseException) -> BaseException | None:
-    """The out-of-memory exception in the chain of `error` (itself, causes, contexts), or None."""
+    """Return the out-of-memory exception in the chain of `error` (itself, causes, contexts); None without one."""
     return next(filter(_is_out_of_memory, _chain(error)), None)
 
 
 def requested_bytes(message: str) -> int | None:
-    """Bytes that the failed allocation requested; None if the message lacks them."""
+    """Return the bytes that the failed allocation requested; None if the message lacks them."""
     return _first(REQUESTED, message)
 
 
 def capacity_bytes(message: str) -> int | None:
-    """Bytes of the device, or of this process's cap if one is set; None if the message lacks them."""
+    """Return the bytes of the device, or of this process's cap if one is set; None if the message lacks them."""
     return _first((ALLOWED, *CAPACITY), message)
 
 
 def is_capped(message: str) -> bool:
-    """Whether the allocator has a cap of its own, so that other processes' memory does not reduce it."""
+    """Return whether the allocator has its own cap, so that other processes' memory does not reduce it."""
     return ALLOWED.search(message) is not None
 
 
 def free_bytes(message: str) -> int | None:
-    """Free bytes of the device; None if the message lacks them."""
+    """Return the free bytes of the device; None if the message lacks them."""
     return _first(FREE, message)
 
 
 def allocated_bytes(message: str) -> int | None:
-    """Bytes of live tensors, else of all that the process holds; None if the message has neither."""
+    """Return the bytes of live tensors, else of all process memory; None if the message has neither."""
     return _first((*ALLOCATED, *OWN), message)
 
 
 def unallocated_bytes(message: str) -> int | None:
-    """Bytes reserved by PyTorch but not allocated; None if the message lacks them."""
+    """Return the bytes reserved by PyTorch but not allocated; None if the message lacks them."""
     reserved, allocated = _first(RESERVED, message), _first(ALLOCATED, message)
     if reserved is not None and allocated is not None:
         return max(reserved - allocated, 0)
@@ -92,7 +92,7 @@ def unallocated_bytes(message: str) -> int | None:
 
 
 def foreign_bytes(message: str) -> int:
-    """Bytes that other processes hold on the device, as far as the message tells; else 0.
+    """Return the bytes that other processes hold on the device, as far as the message lists them; else 0.
 
     PyTorch lists every process that NVML reports except its own. In a container it cannot recognise its own, since NVML
     reports host process ids. Then the smallest listed process that can hold PyTorch's bytes counts as this one.

@@ -1,4 +1,4 @@
-"""How far is a forward or backward pass? Its allocations relative to the same pass of the last complete step."""
+"""Estimates how far a forward or backward pass is, by its allocations relative to the last complete step."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ class PassProgress:
         self._last: list[tuple[int, int]] = []  # the same for the last complete step
 
     def begin_forward(self) -> None:
-        """A forward pass begins."""
+        """Record that a forward pass begins."""
         self._began, self._forward = self._allocations(), None
 
     def begin_backward(self) -> None:
-        """The backward pass begins."""
+        """Record that the backward pass begins."""
         now = self._allocations()
         self._forward, self._began = now - self._began, now
 
     def end_backward(self) -> None:
-        """The backward pass is done."""
+        """Record that the backward pass is done."""
         now = self._allocations()
         if self._forward is not None:
             self._now.append((self._forward, now - self._began))
         self._began, self._forward = now, None
 
     def complete_step(self) -> None:
-        """An optimizer step is complete."""
+        """Record that an optimizer step is complete."""
         if self._now:
             self._last, self._now = self._now, []
 
     def fraction_done(self, phase: str) -> float | None:
-        """Fraction of the pass in `phase` that is done; None if no such pass has completed before."""
+        """Return the done fraction of the pass in `phase`; None if no such pass has completed before."""
         reference = self._last[len(self._now) : len(self._now) + 1] or self._now[-1:] or self._last[-1:]
         if not reference or phase not in ("forward", "backward"):
             return None
@@ -53,11 +53,11 @@ class PassProgress:
 
 
 def fraction_of_modules_done(frame: types.FrameType | None) -> float | None:
-    """Fraction of the model's leaf modules that are registered before the running one; None where nothing tells.
+    """Return the fraction of leaf modules registered before the running one; None where that says nothing.
 
     The model is the outermost module on the stack of `frame`. Most models register modules in execution order. Its loss
-    comes last: a module or function named so counts as 1.0. Other code of the model outside its submodules may stand
-    anywhere in the pass (U-Nets, functional models), and tells nothing.
+    comes last: a module or function with such a name counts as 1.0. Other code of the model outside its submodules may
+    be anywhere in the pass (U-Nets, functional models), and gives None.
     """
     running: list[Any] = []
     functions: list[str] = []  # of the innermost module

@@ -1,4 +1,4 @@
-"""A virtual device: CPU tensors stand for device memory, counted exactly, under an enforced capacity."""
+"""A virtual device: CPU tensors represent device memory, counted exactly, under an enforced capacity."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ class VirtualDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.capacity_bytes = UNLIMITED_BYTES  # in case another mode lies on top
 
     def rejoin(self) -> None:
-        """Give a forked child that turned out to be a rank its own device of the same capacity.
+        """Give a forked child that turned out to be a rank a device of the same capacity.
 
         Storages inherited from the parent stay counted. Does nothing if the device was not left.
         """
@@ -136,7 +136,7 @@ class VirtualDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.__enter__()
 
     def enter_thread(self) -> None:
-        """Count the storages of the calling thread, too: it trains.
+        """Count storages of the calling thread, too, because it trains.
 
         Parameters count in every thread. Threads that only read data are not counted.
         """
@@ -231,7 +231,7 @@ class VirtualDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextlib.contextmanager
 def host_memory() -> Iterator[None]:
-    """A context whose new CPU storages are host memory: the virtual device never counts them.
+    """Open a context whose new CPU storages are host memory: the virtual device never counts them.
 
     Storages that are counted already stay counted. Without a virtual device it does nothing.
     """

@@ -24,7 +24,7 @@ CHUNK_TOKENS = 1024  # 0.5 GB of fp32 logits at a vocabulary of 128,000; matrix 
 
 
 def linear_cross_entropy(hidden_ND: Tensor, weight: Tensor, labels_N: Tensor) -> Tensor:
-    """Cross entropy of `hidden @ weight.T`, summed over tokens with a label that is not ignored; scalar, fp32.
+    """Return the cross entropy of `hidden @ weight.T`, summed over tokens whose label is not ignored; scalar, fp32.
 
     `weight` is [V, D]. As a DTensor it is sharded by vocabulary over a tensor-parallel mesh, and the loss is equal on
     its ranks (Shoeybi et al. 2019, arXiv:1909.08053, section 3). `labels` are those of all tokens. `hidden` may have

@@ -52,7 +52,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """SwiGLU (Shazeer 2020, arXiv:2002.05202)."""
+    """The SwiGLU feed-forward part (Shazeer 2020, arXiv:2002.05202)."""
 
     def __init__(self, spec: DecoderSpec) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class FeedForward(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention and feed-forward, each with a pre-norm and a residual connection."""
+    """A decoder layer: attention and feed-forward, each with a pre-norm and a residual connection."""
 
     def __init__(self, spec: DecoderSpec) -> None:
         super().__init__()
@@ -81,14 +81,14 @@ class Layer(nn.Module):
 
 
 class Head(nn.Linear):
-    """Hidden states to the summed next-token loss, without holding all logits."""
+    """The output head: computes the summed next-token loss from hidden states, without holding all logits."""
 
     def forward(self, x_BTD: Tensor, labels_BT: Tensor) -> Tensor:  # type: ignore[override]
         return linear_cross_entropy(x_BTD.flatten(0, 1), self.weight, labels_BT.flatten())
 
 
 class Decoder(nn.Module):
-    """Tokens and labels to the summed next-token loss. On a pipeline stage, other stages' parts are missing."""
+    """The model: computes the summed next-token loss from tokens and labels. Pipeline stages have only their parts."""
 
     def __init__(self, spec: DecoderSpec) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class Decoder(nn.Module):
         return self.lm_head(self.hidden(tokens_BT), labels_BT)
 
     def hidden(self, x: Tensor) -> Tensor:
-        """Hidden states [B, T, D] after this stage's layers, from tokens [B, T] or from hidden states."""
+        """Return hidden states [B, T, D] after this stage's layers, from tokens [B, T] or from hidden states."""
         x_BTD = self.embed_tokens(x) if self.embed_tokens is not None else x
         first = self.context.first(x_BTD.shape[1]) if self.context is not None else 0
         cos_TH, sin_TH = _rotary_tables(first, x_BTD.shape[1], self.head_dim, x_BTD.device)
@@ -114,7 +114,7 @@ class Decoder(nn.Module):
         return self.norm(x_BTD) if self.norm is not None else x_BTD
 
     def share_context(self, context: Context) -> None:
-        """Take a rank's own tokens from now on, and attend to those of all."""
+        """Switch to context parallelism: take this rank's tokens, and attend to those of all ranks."""
         for module in self.modules():
             if isinstance(module, Attention | Decoder):
                 module.context = context
@@ -143,7 +143,7 @@ STAGES = Stages(
 
 
 def decoder_recipe(spec: DecoderSpec, dataset: TextDataset, seed: int) -> Recipe:
-    """A decoder on the meta device, for bytes of text. Raises SpecError if its vocabulary is below 256."""
+    """Return a decoder on the meta device, for bytes of text. Raises SpecError if its vocabulary is below 256."""
     if spec.vocab_size < BYTE_VOCABULARY:
         raise SpecError("text is read as bytes", path="model.decoder.vocab_size", got=spec.vocab_size, allowed=">= 256")
     with torch.device("meta"):

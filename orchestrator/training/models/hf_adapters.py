@@ -22,7 +22,7 @@ ALL_LINEAR = "all-linear"  # peft's name for every linear layer except the head
 
 
 def lora_config(lora: LoraSpec, *, encoder_decoder: bool, base: str | None = None) -> LoraConfig:
-    """peft's configuration of the adapters; `base` is the name of their base model."""
+    """Return peft's configuration of the adapters; `base` is the name of their base model."""
     return LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
@@ -34,7 +34,7 @@ def lora_config(lora: LoraSpec, *, encoder_decoder: bool, base: str | None = Non
 
 
 def adapt(module: PreTrainedModel, lora: LoraSpec) -> PreTrainedModel:
-    """The module with adapters, in place: only they are trained, and all other parameters stay the same objects.
+    """Add adapters to the module, in place, and return it. Only they are trained; other parameters stay as objects.
 
     Raises SpecError if a name in `target_modules` matches no layer.
     """
@@ -52,7 +52,7 @@ def adapt(module: PreTrainedModel, lora: LoraSpec) -> PreTrainedModel:
 
 
 def in_four_bits(module: Any) -> frozenset[str]:
-    """Return the names of the frozen weights that `quantised` would hold in 4 bits.
+    """Return the names of the frozen weights that `load_quantised` would hold in 4 bits.
 
     Only linear layers are quantised (transformers/integrations/bitsandbytes.py, 5.23), not experts in one tensor.
     """
@@ -65,7 +65,7 @@ def in_four_bits(module: Any) -> frozenset[str]:
 
 
 def hold_tables_in(module: Any, low: torch.dtype) -> None:
-    """Hold frozen embeddings and the head in the plan's low precision, in place: most models are published in it.
+    """Convert frozen embeddings and the head to the dtype `low`, in place, as most models are published in it.
 
     An embedding returns fp32 as before, so that only its values are rounded. Autocast rounds the head's at every use.
     """
@@ -81,7 +81,7 @@ def hold_tables_in(module: Any, low: torch.dtype) -> None:
 
 
 def load_quantised(run: TrainingRun, auto_class: Any) -> PreTrainedModel:
-    """The stored model with 4-bit linear layers (NF4, arXiv:2305.14314, section 3), whole, on this rank's device.
+    """Return the stored model with 4-bit linear layers (NF4, arXiv:2305.14314, section 3), whole, on this device.
 
     Raises SpecError if the device, the plan or the model does not support it.
     """

@@ -1,8 +1,8 @@
-"""Heads of transformers beside language models: their class, a batch that they take, and their own loss.
+"""Generic support for transformers model heads other than language models: class, a synthetic batch, and own loss.
 
-Nothing here knows a family. The class is the one that `architectures` names. A batch follows from the names of
+Nothing here is specific to a model family. The class is the one in `architectures`. A batch follows from the names of
 `forward`'s arguments and from sizes in the configuration. A few shapes are tried for each, and the first batch that
-gives a loss is taken. A head that takes none of them is refused with the factory to write.
+gives a loss is used. A head that takes none of them is refused with the factory to write.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def has_loss(head: Any) -> bool:
 
 
 def named_head(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
-    """Return the class that `architectures` names, if the installed transformers has it for this configuration."""
+    """Return the class that `architectures` names; None if the installed transformers has none for it."""
     for name in getattr(config, "architectures", None) or ():
         head = getattr(transformers, name, None)
         if has_loss(head) and isinstance(config, getattr(head, "config_class", None) or object):
@@ -63,7 +63,7 @@ def reads_signals(head: Any) -> bool:
 
 
 def constants(head: Any) -> dict[str, Any]:
-    """Return the arguments of `forward` that are no tensors: a loss is asked for, a cache is not."""
+    """Return the non-tensor arguments of `forward`: a loss is requested, a cache is not."""
     flags = {"return_loss": True, "use_cache": False, "return_dict": True}
     return {name: value for name, value in flags.items() if name in inspect.signature(head.forward).parameters}
 
@@ -88,9 +88,9 @@ def arguments(named: Mapping[str, Tensor]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class AnySamples:
-    """What a trace asks for where a script brings its own samples: `tokens`, or whatever the head takes.
+    """Placeholder for a script's own samples in a trace: `tokens`, or whatever the head takes.
 
-    `batch` is its place among `batches`, and `places`; None: they are not known yet.
+    `batch` is its index among `batches`, and `places`; None: not yet determined.
     """
 
     tokens: Any  # the samples of a language model
@@ -98,7 +98,7 @@ class AnySamples:
 
 
 class OwnBatch:
-    """Samples of a head that are made up: the first batch that it takes, found by `fit`."""
+    """A synthetic batch for a head: the first that it accepts, determined by `fit`."""
 
     def __init__(self, head: type[PreTrainedModel], config: PreTrainedConfig, any_samples: AnySamples) -> None:
         self._head, self._config, self._length = head, config, any_samples.tokens.token_count(0)
@@ -111,7 +111,7 @@ class OwnBatch:
         return 1
 
     def fit(self, samples: int, module: Any, prepared: Prepared = contextlib.nullcontext) -> None:
-        """Take the first batch with a loss. Raises SpecError with the first failure if there is none.
+        """Find the first batch for which the module returns a loss. Raises SpecError with the first failure if none.
 
         `prepared` returns a context in which the module takes what it yields in place of the tensors.
         """
@@ -135,7 +135,7 @@ class OwnBatch:
         raise SpecError(what, path="model.hf", got=self._head.__name__, hint=FACTORY) from failure
 
     def named(self, samples: int) -> Named:
-        """Return the batch that was found, for so many samples."""
+        """Return the batch found by `fit`, for `samples` samples."""
         assert self.at is not None, "fit"
         return next(itertools.islice(self._batches(samples), self.at, None))
 
@@ -153,7 +153,7 @@ class OwnBatch:
 def batches(
     head: type[PreTrainedModel], config: PreTrainedConfig, samples: int, length: int, places: int | None
 ) -> Iterator[Named]:
-    """Yield batches that the head may take, the likeliest first. `places`: as `places_of`."""
+    """Yield batches that the head may accept, the likeliest first. `places` is the result of `places_of`."""
     takes = {*inspect.signature(head.forward).parameters}
     for inputs in _inputs(takes, config, samples, length, places):
         for labels in _labels(takes, config, samples, inputs):
@@ -161,7 +161,7 @@ def batches(
 
 
 def sizes_of(config: Any, *names: str) -> Iterator[int]:
-    """Yield the numbers that a configuration has under these names, then those of its parts."""
+    """Yield the numbers under these names in a configuration, then those in its nested parts."""
     for name in names:
         value = getattr(config, name, None)
         if isinstance(value, (list, tuple)) and value:
@@ -227,7 +227,7 @@ def _holders(config: Any, tokens: Tensor, places: int | None) -> Iterator[Tensor
 
 
 def places_of(module: Any, named: Mapping[str, Tensor], samples: int) -> int | None:
-    """Return how many tokens of a sample stand for the features of its image or sound; None where none do."""
+    """Return how many tokens of a sample are placeholders for image or sound features; None where none are."""
     for name in ("get_image_features", "get_audio_features"):
         features = getattr(module, name, None)
         taken = {*inspect.signature(features).parameters} if features is not None else set()

@@ -62,7 +62,7 @@ UNLISTED = ("decoder_start_token_id", "head_dim")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Built:
-    """A module with parameters on the meta device, except 4-bit ones, and the function that fills them by name."""
+    """A module with meta-device parameters (except 4-bit ones), and the function that initialises them by name."""
 
     module: PreTrainedModel
     initialise: Callable[[str, Tensor], None]
@@ -73,9 +73,9 @@ class Built:
 def hf_recipe(
     run: TrainingRun, dataset: Dataset | AnySamples | None = None, config: PreTrainedConfig | None = None
 ) -> Recipe:
-    """The model and loss of a run with a transformers model, on `dataset` or else the run's data.
+    """Return the recipe (model, loss, data) of a run with a transformers model, on `dataset` or the run's data.
 
-    `config` stands for the run's own where it has been read. Raises SpecError if it cannot be built.
+    `config` replaces the run's configuration where it was already read. Raises SpecError if it cannot be built.
     """
     built = build(run, config, own_samples=isinstance(dataset, AnySamples))
     module: Any = built.module
@@ -108,9 +108,9 @@ def hf_recipe(
 
 
 def build(run: TrainingRun, config: PreTrainedConfig | None = None, *, own_samples: bool = False) -> Built:
-    """The module of a run, with its adapters. Raises SpecError if it cannot be built.
+    """Return the module of a run, with its adapters. Raises SpecError if it cannot be built.
 
-    `own_samples`: the job's samples are whatever the head takes, as those of `data.tensors`.
+    `own_samples`: the samples have the tensors that the head takes, as those of `data.tensors`.
     """
     spec, plan = run.model, run.plan
     assert spec.hf is not None, "a job with a transformers model"
@@ -145,7 +145,7 @@ def build(run: TrainingRun, config: PreTrainedConfig | None = None, *, own_sampl
 
     @functools.cache
     def computed() -> Mapping[str, Tensor]:
-        """The values of a model that is really built: of parameters that are computed from others, such as norms."""
+        """Return tensors of a real model for parameters that are computed from others, such as norms."""
         with torch.random.fork_rng(devices=()):
             torch.manual_seed(seed)
             real = of_config(config, dtype=torch.float32)
@@ -169,7 +169,7 @@ def build(run: TrainingRun, config: PreTrainedConfig | None = None, *, own_sampl
 
 
 def read_config(hf: str | dict[str, Any]) -> PreTrainedConfig:
-    """The configuration from a folder, the hub, or the job itself. Raises SpecError if there is none."""
+    """Return the configuration from a folder, the hub, or the job itself. Raises SpecError if there is none."""
     if isinstance(hf, dict):
         return _make_config(hf)
     folder = Path(hf).is_dir()
@@ -182,7 +182,7 @@ def read_config(hf: str | dict[str, Any]) -> PreTrainedConfig:
 
 
 def published_config(values: Mapping[str, Any]) -> PreTrainedConfig:
-    """Return a published config.json as transformers reads it: keys that its class does not list are no mistakes.
+    """Return a published config.json as transformers reads it. Keys unknown to its class are allowed.
 
     Raises SpecError where no family of the installed version has its `model_type`, or where it cannot be read.
     """
@@ -312,7 +312,7 @@ def _hold_frozen_matrices_in(plan: Plan, module: nn.Module) -> None:
 
 
 def repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
-    """The layers of a transformers model in order: the members of its outermost lists of equal modules."""
+    """Yield the layers of a transformers model in order: the members of its outermost lists of equal modules."""
     for child in module.children():
         if isinstance(child, nn.ModuleList) and len({type(block) for block in child}) == 1:
             yield from child
@@ -398,7 +398,7 @@ class _Hidden:
 
 
 def has_plain_head(module: Any) -> bool:
-    """Whether the logits are exactly the head's product with the base model's last hidden states.
+    """Return whether the logits are exactly the head's product with the base model's last hidden states.
 
     The model's own code is run with a stub base and a stub head, whose values must pass unchanged. Some families scale
     hidden states or logits, or soft-cap the logits.

@@ -55,12 +55,12 @@ STAGED = ("llama", "mistral", "qwen2", "qwen3", "gemma", *MIXTURES)
 
 
 def tensor_parallel_of(module: Any) -> Mapping[str, str]:
-    """The family's tensor-parallel plan; empty if it has none."""
+    """Return the model family's tensor-parallel plan; {} without one."""
     return PLANS.get(module.config.model_type, {})
 
 
 def tensor_parallel_sizes_of(module: Any) -> dict[str, int]:
-    """The sizes that a tensor-parallel degree must divide, by name."""
+    """Return {name: size} that a tensor-parallel degree must divide."""
     sizes = {name: getattr(module.config, name, None) for name in ("num_attention_heads", "num_key_value_heads")}
     return {name: size for name, size in sizes.items() if size is not None}
 
@@ -73,7 +73,7 @@ def keep_own_heads(module: Any, tp: int) -> None:
 
 
 def stages_of(module: Any) -> Stages | None:
-    """The family's pipeline stages; None if it has none."""
+    """Return the model family's rules for pipeline stages; None without any."""
     if module.config.model_type not in STAGED:
         return None
     return Stages(
@@ -82,7 +82,7 @@ def stages_of(module: Any) -> Stages | None:
 
 
 def context_parallel_of(module: Any) -> Callable[[Context], None] | None:
-    """The function that makes the module attend over all ranks' tokens; None if its family cannot."""
+    """Return the function that switches the module to context parallelism; None if its family has none."""
     return functools.partial(_share_context, module) if module.config.model_type in STAGED else None
 
 
@@ -107,7 +107,7 @@ def _attend(module: Any, q: Tensor, k: Tensor, v: Tensor, _mask: None, **setting
 
 
 def experts_of(module: Any) -> Experts | None:
-    """The family's mixtures of experts, of which ranks may hold some each; None if it has none."""
+    """Return the model family's mixtures of experts, which ranks may split; None without any."""
     if module.config.model_type not in MIXTURES:
         return None
     mixtures = tuple(part for part in module.modules() if hasattr(part, "gate_up_proj"))
@@ -135,7 +135,7 @@ def _dispatch_experts(mixture: Any, x_ND: Tensor, chosen_NK: Tensor, weights_NK:
 
 
 def positions(module: Any, x: Tensor) -> dict[str, Tensor]:
-    """`position_ids` [1, t] of own tokens [B, t, ...]; nothing where a rank has all of a sample."""
+    """Return {"position_ids": [1, t]} for this rank's tokens [B, t, ...]; {} without context parallelism."""
     context: Context | None = getattr(module, "context", None)
     if context is None:
         return {}

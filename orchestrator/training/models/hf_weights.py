@@ -48,13 +48,13 @@ class FirstValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def copy(self, parameter: Tensor, other: Tensor) -> None:
-        """Let `other` be initialised as `parameter` is."""
+        """Make `other` use the recorded initialisation of `parameter`."""
         if id(parameter) in self._filled:
             self._filled[id(other)] = self._filled[id(parameter)]
             self._seen.append(other)
 
     def by_name(self, module: nn.Module) -> dict[str, tuple[Any, tuple[Any, ...]]]:
-        """Parameter name -> the last operation that filled it; none that copied values, which nobody has."""
+        """Return {parameter name: the last operation that filled it}, without copies of unavailable values."""
         filled = {name: self._filled.get(id(parameter)) for name, parameter in module.named_parameters()}
         return {
             name: operation
@@ -74,13 +74,13 @@ def fill(values: Tensor, operation: tuple[Any, tuple[Any, ...]], *, seed: int, n
 
 @contextmanager
 def without_memory(noted: FirstValues) -> Iterator[None]:
-    """A context that makes parameters on the meta device and records their initialisation; buffers are real."""
+    """Open a context that makes parameters on the meta device and records their initialisation; buffers are real."""
     with init_empty_weights(include_buffers=False), noted:
         yield
 
 
 def stored_weights(source: str, model: PreTrainedModel) -> Callable[[str], Tensor]:
-    """A function that reads a parameter or buffer of `model` by name from `source`, a folder or a hub name.
+    """Return a function that reads a parameter or buffer of `model` by name from a folder or hub name.
 
     Safetensors are read one tensor at a time. If there are none, or their names are not the model's, the model is
     loaded whole into host memory (some families convert their files on loading). Raises SpecError if weights are
@@ -105,7 +105,7 @@ def _read(files: Mapping[str, str], key: str) -> Tensor:
 
 
 def untie(model: PreTrainedModel, name: str) -> tuple[Tensor, Tensor]:
-    """Give the parameter of that name a tensor of its own; return the one that it shared, and its own."""
+    """Give the named parameter its own tensor; return (the tensor that it shared, the new one)."""
     path, _, leaf = name.rpartition(".")
     owner, shared = model.get_submodule(path), model.get_parameter(name)
     parameter = torch.nn.Parameter(torch.empty_like(shared), requires_grad=shared.requires_grad)
@@ -132,7 +132,7 @@ def _files_by_name(source: str) -> dict[str, str]:
 
 
 def found_file(source: str, file: str) -> str | None:
-    """The local path of a file in a folder or of a hub name; None if there is no such file."""
+    """Return the local path of a file in a folder or of a hub name; None if there is no such file."""
     return cached_file(
         source,
         file,

@@ -1,4 +1,4 @@
-"""Fragmentation: how much more memory than its live bytes does a training need under PyTorch's caching allocator?
+"""Fragmentation: the memory that PyTorch's caching allocator needs beyond a training's live bytes, by simulation.
 
 Free blocks of other sizes than a request serve it only in part, or not at all. The allocator is a model of the native
 one (c10/cuda/CUDACachingAllocator.cpp of torch 2.11) on one stream. It was not compared with a device.
@@ -29,7 +29,7 @@ class Exhausted(Exception):
 
 
 class Block:
-    """A piece of a segment."""
+    """A contiguous piece of an allocator segment, free or in use."""
 
     __slots__ = ("address", "after", "before", "is_free", "pool", "size")
 
@@ -41,7 +41,7 @@ class Block:
 
 
 class CachingAllocator:
-    """Best fit, splits, merges within a segment and never across."""
+    """Simulated allocator: best fit, splits, merges within a segment and never across."""
 
     def __init__(self, capacity_bytes: float = float("inf")) -> None:
         self.reserved_bytes = 0
@@ -50,7 +50,7 @@ class CachingAllocator:
         self._large: list[tuple[int, int, Block]] = []
 
     def take(self, size: int) -> Block:
-        """A block of at least `size` bytes. Raises Exhausted."""
+        """Return a block of at least `size` bytes. Raises Exhausted."""
         size = max(1, -(-size // LEAST_BYTES)) * LEAST_BYTES
         is_small = size <= SMALL_BYTES
         pool = self._small if is_small else self._large
@@ -114,7 +114,7 @@ class CachingAllocator:
 
 
 class Ledger:
-    """The allocations and frees of a training step, in order."""
+    """The recorded allocations and frees of a training step, in order."""
 
     def __init__(self) -> None:
         self.sizes: list[int] = []  # of every storage, by its number
@@ -122,7 +122,7 @@ class Ledger:
         self.requests: list[int] = []  # n: storage n is allocated; -n - 1: it is freed
 
     def take(self, size: int) -> int:
-        """The number of a new storage."""
+        """Record an allocation of `size` bytes, and return the number of the new storage."""
         self.sizes.append(size)
         self.requests.append(len(self.sizes) - 1)
         return len(self.sizes) - 1
@@ -145,7 +145,7 @@ class Ledger:
 
 
 def on_lines(few: Ledger, many: Ledger, samples: tuple[int, int]) -> dict[int, Ledger]:
-    """Micro-batch size -> the step: the two recorded ones and, extrapolated linearly, those of MICRO_BATCHES.
+    """Return {micro-batch size: step}: the two recorded steps, and those of MICRO_BATCHES, extrapolated linearly.
 
     If their storages differ in number, only the recorded ones: a loop, such as a loss over chunks of tokens, depends on
     the micro-batch.
@@ -164,7 +164,7 @@ def on_lines(few: Ledger, many: Ledger, samples: tuple[int, int]) -> dict[int, L
 
 
 def fragmentation(steps: Iterable[Ledger], states: Sequence[int]) -> float:
-    """The factor over peak live bytes that a device needs so that every one of the trainings runs.
+    """Return the factor on peak live bytes with which a device can run each of the trainings.
 
     SEGMENTS_BYTES come on top. Resolution half a percent, at most 1.5. `states`: bytes of the optimizer's tensors,
     which exist before the first step.

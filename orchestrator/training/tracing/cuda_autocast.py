@@ -1,4 +1,4 @@
-"""CUDA's behaviour on CPU tensors: autocast to fp32, attention without scores, masks of bytes, RMS norms at once."""
+"""Emulates CUDA on CPU tensors: autocast to fp32, attention without score matrices, byte masks, fused RMS norms."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ _PUT_TOGETHER = torch._C.DispatchKey.CompositeImplicitAutograd  # composite oper
 
 @contextlib.contextmanager
 def as_on_cuda() -> Iterator[None]:
-    """A context in which `torch.autocast("cpu")` follows `torch.autocast("cuda")`; so do attention, dropout, RMS norm.
+    """Open a context in which CPU autocast, attention, dropout and RMS norm behave as on CUDA.
 
-    It is for fake tensors. What both do alike is left to torch. Operations that only the CPU's computes in fp32
-    (pooling, padding, image sampling) stay so.
+    It is for fake tensors. Common behaviour of both is left to torch. Operations that only the CPU's autocast computes
+    in fp32 (pooling, padding, image sampling) stay so.
     """
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     names = [(name, _in_fp32) for name in FP32] + [(name, _in_fp32_by_default) for name in FP32_UNLESS_SAID]

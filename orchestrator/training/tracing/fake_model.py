@@ -1,4 +1,4 @@
-"""Models without memory: parameters as fake tensors, and answers for code that inspects values."""
+"""Models without memory: fake tensors as parameters, and fixes for code that inspects values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 @contextlib.contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """A context in which parameters move to the meta device when a module registers them; all else is real."""
+    """Open a context in which parameters move to the meta device when a module registers them; all else is real."""
 
     def moved(_module: nn.Module, _name: str, parameter: Tensor | None) -> Tensor | None:
         if parameter is None or parameter.is_meta:
@@ -36,9 +36,9 @@ def without_memory(
     dtype: torch.dtype | None,
     note: Callable[[Tensor, Tensor], None] | None = None,
 ) -> dict[int, float]:
-    """Replace parameters and buffers by fake CPU tensors, in place; `dtype`, if given, is that of floating parameters.
+    """Replace parameters and buffers by fake CPU tensors, in place; `dtype` replaces that of floating parameters.
 
-    Returns parameter id -> bytes per element before. `note` is called with each new buffer and the one before.
+    Returns {parameter id: bytes per element before}. `note` is called with each new buffer and the one before.
     """
     made: dict[int, nn.Parameter] = {}
     held_bytes: dict[int, float] = {}
@@ -62,7 +62,7 @@ def without_memory(
 
 @contextlib.contextmanager
 def as_with_values() -> Iterator[None]:
-    """A context in which transformers 5.23 treats fake tensors as real, finite ones.
+    """Open a context in which transformers 5.23 treats fake tensors as real, finite ones.
 
     - Fake positions cannot be read: it then assumes packed samples and makes masks that our trainings do not have
       (masking_utils.py).

@@ -51,7 +51,10 @@ AS_REAL: dict[Any, Callable[..., Any]] = {aten.native_group_norm_backward.defaul
 
 
 class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records the phases of training steps, each within `step` and `turn`; the first step defines the places."""
+    """Records training steps, each within `step` and `turn`.
+
+    The first step defines the places (layers and code between).
+    """
 
     def __init__(self, recipes: Sequence[Recipe], held_bytes: Mapping[int, float]) -> None:
         """`held_bytes`: parameter id -> bytes per element as stored, independent of the dtype in computation."""
@@ -106,7 +109,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
     def step(self, samples: int) -> Iterator[None]:
-        """The context of a step of `samples` samples: parameters and buffers are live, gradients are not."""
+        """Open a context for a step of `samples` samples: parameters and buffers are live, gradients are not."""
         self.phases, self.ledger, self._samples = [], Ledger(), samples
         self._live_bytes, self._storages = 0, {}
         for parameter in self._parameters:
@@ -139,7 +142,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
     def turn(self, number: int) -> Iterator[None]:
-        """The context of forward and backward of recipe `number`; its gradients are dropped at the end."""
+        """Open a context for forward and backward of recipe `number`; its gradients are dropped at the end."""
         self._turn, self._layers_passed, self._is_forward, self._is_outside = number, 0, True, False
         self._gradients: Counter[int] = Counter()  # layer or NO_LAYER -> elements
         self._come: Counter[int] = Counter()  # id of a place -> elements of its gradients
@@ -160,7 +163,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._enter(self._between(), backward=True)
 
     def ahead(self, function: Callable[..., None]) -> Callable[..., None]:
-        """`function`, which makes gradients during forward; its products count as the backward pass's."""
+        """Wrap a function that makes gradients in the forward pass; its products count as the backward pass's."""
 
         def called(*args: Any) -> None:
             self._is_ahead = True
@@ -172,7 +175,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return called
 
     def named_places(self) -> list[Place]:
-        """The places in the order of their first visit, with all parameters and names."""
+        """Return the places (layers and code between) in order of first visit, with all parameters and names."""
         for parameter in self._parameters:
             if id(parameter) not in self._home:  # nothing reads it
                 self._settle(parameter, 0)
@@ -218,7 +221,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def updated_before_largest(self) -> int:
-        """See ModelProfile; each optimizer updates its recipe's parameters in order."""
+        """Value of `ModelProfile.updated_before_largest`; each optimizer updates its recipe's parameters in order."""
         sizes = [
             [parameter.numel() for parameter in recipe.module.parameters() if id(parameter) in self._trained]
             for recipe in self._recipes

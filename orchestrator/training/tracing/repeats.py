@@ -1,4 +1,4 @@
-"""Find the layers of a model that repeat, and how few of them represent all.
+"""Finds the repeating layers of a model, and the few of them that need to be traced.
 
 Layers are compared by what their modules hold, so no list of families is needed. A pattern that does not repeat, or
 that is too long to save anything, has no Stack: such a model is traced whole.
@@ -20,7 +20,7 @@ Kinds = list[Hashable]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stack:
-    """The first `length` layers of a model: behind `lead` ones, each is of the same kind as the one `period` later."""
+    """The repeating pattern of a model's first `length` layers: after `lead` layers, one repeats every `period`."""
 
     lead: int
     period: int
@@ -28,17 +28,17 @@ class Stack:
 
     @property
     def depth(self) -> int:
-        """Layers to trace.
+        """Number of layers to trace.
 
-        The first and the last period are at the ends: masks are made and freed there. Between them, one kind at least
-        comes three times, so that a line through them can fail.
+        The first and the last period are at the ends: masks are made and freed there. Between them, at least one kind
+        occurs three times, so that a line through them can fail.
         """
         fewest = self.lead + 3 * self.period + 2
         return min(self.length, fewest + (self.length - fewest) % self.period)
 
 
 def stack_of(kinds: Sequence[Hashable], length: int) -> Stack | None:
-    """Return the Stack of the first `length` layers with the fewest layers to trace; None where all are to be."""
+    """Return the pattern of the first `length` layers with the fewest layers to trace; None: trace all."""
     best, numbers = None, dict[Hashable, int]()
     same = [numbers.setdefault(kind, len(numbers)) for kind in kinds]
     for period in range(1, length // 3 if len(kinds) >= length else 1):
@@ -52,12 +52,12 @@ def stack_of(kinds: Sequence[Hashable], length: int) -> Stack | None:
 
 
 def layer_count(config: Any) -> int:
-    """Return the number of layers that a configuration says; 0 where it says none."""
+    """Return the number of layers in a configuration; 0 where it has none."""
     return getattr(config, "num_hidden_layers", None) or 0
 
 
 def kinds_of(layers: Sequence[nn.Module], config: Any, length: int) -> Kinds:
-    """Return what distinguishes each layer: its modules, shapes and settings, and its rows of the configuration.
+    """Return a comparison key per layer: its modules, shapes and settings, and its rows of the configuration.
 
     `length`: the whole model's number of layers. A setting that counts the layers is left out.
     """
@@ -81,7 +81,7 @@ def kinds_of(layers: Sequence[nn.Module], config: Any, length: int) -> Kinds:
 
 
 def cut(config: Any, layers: int) -> Any:
-    """Return the configuration with `layers` layers."""
+    """Return a copy of the configuration with `layers` layers."""
     if isinstance(config, DecoderSpec):
         return replace(config, num_hidden_layers=layers)
     shorter = type(config).from_dict(config.to_dict())

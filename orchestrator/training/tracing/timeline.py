@@ -1,6 +1,6 @@
-"""Turns recorded training steps into a ModelProfile: linear in micro-batch and depth, reduced to candidate peaks.
+"""Converts recorded training steps to a ModelProfile: linear in micro-batch and depth, reduced to candidate peaks.
 
-Arithmetic on what `tracing` records; no tensor is touched here.
+Pure arithmetic on the records of `tracing`; no tensor is touched here.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LINEAR = ("fixed_bytes", "sample_bytes", "own", "done", "ends_done", "units_done
 
 
 class Unlike(Exception):
-    """Two steps that should differ in sizes only ran different operations."""
+    """Two recorded steps, which should differ in sizes only, ran different operations."""
 
 
 class Event(NamedTuple):
@@ -36,7 +36,7 @@ class Event(NamedTuple):
 
 @dataclass(slots=True)
 class Place:
-    """A layer, or the code between two: `flops` of one forward pass, all else as in Segment."""
+    """A layer, or the code between two layers: `flops` of one forward pass, all else as in Segment."""
 
     name: str
     is_layer: bool
@@ -57,13 +57,13 @@ class Place:
     registered: tuple[int, ...] = ()
 
     def is_like(self, other: Place) -> bool:
-        """Whether both are layers that differ in their names only."""
+        """Return whether both are layers that differ only in their names."""
         return self.is_layer and replace(self, name="") == replace(other, name="")
 
 
 @dataclass(slots=True)
 class Phase:
-    """A visit to a place: the state at its start, then after each allocation."""
+    """A single visit to a place: the state at its start, then after each allocation."""
 
     place: int
     turn: int
@@ -88,7 +88,7 @@ Stretch = tuple[TracedMoment, ...]  # a phase as linear functions of the micro-b
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """Segments and their events; the first two and the last two of equal layers represent all."""
+    """Segments and their events over a step. The first and last two of equal layers represent all."""
 
     segments: tuple[tuple[Place, int], ...]  # with the number of equal places
     stretches: tuple[Stretch, ...]
@@ -98,9 +98,9 @@ class Timeline:
 def timeline(
     places: Sequence[Place], recorded: Sequence[Steps], stack: Stack | None = None, depth: int = 0
 ) -> Timeline:
-    """The timeline of one model from its recorded steps. Raises Unlike.
+    """Return the timeline of one model from its recorded steps. Raises Unlike.
 
-    `stack`: layers that repeat, of which `depth` were recorded. The others are added, linearly.
+    `stack`: pattern of repeating layers, of which `depth` were recorded. The others are extrapolated linearly.
     """
     stretches = [stretch for steps in recorded for stretch in _lines(steps)]
     saved = _saved_bytes(stretches)
@@ -161,13 +161,13 @@ class _More:
             self.places[number + self._shift] = _rename_place(place, added) if number in self._layers else place
 
     def origin(self, number: int) -> int:
-        """The recorded place which a place of the whole model is or repeats."""
+        """Return the recorded place of which a place of the whole model is a repeat, or itself."""
         if number >= self._from + self._shift:
             return number - self._shift
         return number if number < self._from else self._from - self._width + (number - self._from) % self._width
 
     def groups(self, groups: Sequence[list[int]]) -> tuple[list[list[int]], range]:
-        """Groups of all places, and the places between both ends, where layers of several kinds are no group."""
+        """Return (groups of all places, places between both ends where layers of several kinds form no group)."""
         every = {*self._layers[self._stack.lead :]}
         of_origin = {place: order for order, group in enumerate(groups) for place in group}
         is_alike = any(every <= {*group} for group in groups)
@@ -180,7 +180,7 @@ class _More:
         return [*parts.values()], range(0) if is_alike else range(self._from, self._last + self._shift)
 
     def stretches(self, stretches: Sequence[Stretch], recorded: Sequence[Steps]) -> list[Stretch]:
-        """The stretches as they are in the whole model. Raises Unlike where periods do not grow by equal amounts."""
+        """Return the stretches of the whole model. Raises Unlike where periods do not grow by equal amounts."""
         slopes = self._slopes(stretches)
         holdings = {(steps.mode, steps.sharded, steps.zero3): self._held_slopes(steps) for steps in recorded}
         grown = []
@@ -247,7 +247,7 @@ def _rename_place(place: Place, later: int) -> Place:
 
 
 def profile(traced: Timeline, *, family: str, precision: Precision, **fields: Any) -> ModelProfile:
-    """The timeline as a ModelProfile with the moments that can be the peak; `fields` are further ones."""
+    """Return the timeline as a ModelProfile with all candidates for the memory peak; `fields` are further fields."""
     none, selective, full = ActivationCheckpointing
     return ModelProfile(
         family=family,

@@ -72,7 +72,7 @@ ADDRESS_SPACE_BYTES = 16 * 2**30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arithmetic:
-    """How an engine computes: with autocast weights stay fp32, else the weights themselves are cast."""
+    """Dtype settings of an engine: with autocast weights stay fp32, else the weights themselves are cast."""
 
     precision: Precision
     autocast: bool
@@ -81,7 +81,7 @@ class Arithmetic:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What to trace."""
+    """The model and settings to trace."""
 
     model: ModelSpec
     training: TrainingSpec
@@ -95,7 +95,7 @@ class Request:
 
 
 def request_from_json(data: dict[str, Any]) -> Request:
-    """The Request that `dataclasses.asdict` wrote."""
+    """Return the Request from the JSON form of `dataclasses.asdict`."""
     return Request(
         model=model_from_json(data["model"]),
         training=training_from_json(data["training"]),
@@ -112,9 +112,9 @@ def request_from_json(data: dict[str, Any]) -> Request:
 
 
 def profiles(request: Request) -> list[ModelProfile | None]:
-    """Return a ModelProfile per arithmetic; None where the model's own code fails in it, as it would in training.
+    """Return a ModelProfile per dtype setting; None where the model's own code fails in it, as it would in training.
 
-    Raises SpecError, and any exception of the model's own code where it fails in every arithmetic.
+    Raises SpecError, and any exception of the model's own code where it fails in every dtype setting.
 
     Without autocast, CUDA differs in dropout, and in attention for which a CPU makes matrices of scores.
     """
@@ -208,7 +208,7 @@ class _Traced:
         self._places = self._recorder.named_places()
 
     def profile(self, stack: Stack | None, depth: int) -> ModelProfile:
-        """The profile of a model with this stack, of which `depth` layers were traced. Raises Unlike."""
+        """Return the profile of a model with this stack, of which `depth` layers were traced. Raises Unlike."""
         traced = timeline(self._places, self._recorded, stack, depth)
         turns = tuple(sum(p.numel() for p in part.module.parameters() if p.requires_grad) for part in self._recipes)
         return profile(
@@ -308,7 +308,7 @@ class _Traced:
 
 
 def build(request: Request, arithmetic: Arithmetic, config: Any) -> Recipe:
-    """The recipe of `config`, or of the model's factory; its parameters are on the meta device."""
+    """Return the recipe of `config`, or of the model's factory, with parameters on the meta device."""
     model = request.model
     samples: Any = None if request.tensors else _Tokens(request.sequence_length)
     if isinstance(config, DecoderSpec):

@@ -1,9 +1,9 @@
 """Values of fake tensors, for code that reads them: lengths, masks, indices, routes.
 
-Integers and booleans are computed beside the fake tensors, on the real ones that they come from: batches, buffers and
-constants. Where they come from activations (a router's choice, a threshold), these are random numbers of the same
-shape. An operator that has no fake form is run once on such numbers. So sizes that depend on values are those of a
-small real run, while weights and activations have no memory.
+Integers and booleans are computed beside the fake tensors, on their real sources: batches, buffers and constants. Where
+they come from activations (a router's choice, a threshold), these are random numbers of the same shape. An operator
+that has no fake form is run once on such numbers. So sizes that depend on values are those of a small real run, while
+weights and activations have no memory.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ READS = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedO
 
 
 class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A mode, inside a FakeTensorMode, that answers operators which read values."""
+    """Torch dispatch mode, inside a FakeTensorMode, that answers operators which read values."""
 
     def __init__(self, fake: FakeTensorMode) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -40,14 +40,14 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._random = torch.Generator().manual_seed(0)
 
     def note(self, fake: Tensor, real: Tensor) -> None:
-        """Let the fake tensor have a copy of the values of a real one."""
+        """Attach a copy of a real tensor's values to a fake tensor."""
         if not real.is_floating_point() and not real.is_meta:
             with _disable_current_modes():
                 self._values[fake] = real.detach().clone()
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Return a context in which fake tensors become arrays, too."""
+        """Open a context in which fake tensors can also become arrays."""
         with patch.object(FakeTensor, "numpy", lambda tensor, **_: self._real(tensor).numpy(), create=True), self:
             yield
 

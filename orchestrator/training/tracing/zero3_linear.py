@@ -1,4 +1,4 @@
-"""DeepSpeed stage 3's linear function, for traces: they run without DeepSpeed."""
+"""DeepSpeed stage 3's linear function, reimplemented for traces, which run without DeepSpeed."""
 
 from __future__ import annotations
 

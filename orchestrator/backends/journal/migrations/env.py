@@ -1,4 +1,4 @@
-"""Run by Alembic: applies the revisions on the connection that the journal handed over, in one transaction."""
+"""Alembic's entry point: applies the revisions on the journal's connection, in one transaction."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings that the code of a script holds: constants, variables of the environment, divisions by the ranks."""
+"""Finds settings in a script's code: constants, environment variables, and divisions by the number of ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CODE_RANK, DEFAULT_RANK = 4, 5  # of a constant, and of a parameter's default
 
 
 def settings_in(tree: ast.Module, file: str) -> Iterator[Setting]:
-    """Yield constants of code whose names mean a batch size or accumulation, and variables that hold one."""
+    """Yield constants named like a batch size or accumulation, and environment variables that set one."""
     evaluates = {id(node) for statement in ast.walk(tree) for node in _evaluation(statement)}
     for node in ast.walk(tree):
         for name, value, line, rank in _bindings(node) if id(node) not in evaluates else ():
@@ -53,7 +53,7 @@ def _defaults(arguments: ast.arguments) -> Iterator[tuple[ast.arg, ast.expr]]:
 
 
 def divided_by_ranks(tree: ast.Module) -> Iterator[tuple[str, Divisor]]:
-    """Yield (name, what it counts) of every value that the code divides by a number of ranks, or by its micro-batch."""
+    """Yield (name, what it counts) of each value that the code divides by the number of ranks or its micro-batch."""
     for node in ast.walk(tree):
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.FloorDiv | ast.Div):
             left, right = node.left, node.right

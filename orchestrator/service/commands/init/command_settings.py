@@ -1,6 +1,6 @@
-"""Finds every setting that a command, its files and its script have, and turns those that plans control into knobs.
+"""Finds all settings of a command, its files and its script, and turns those that plans control into knobs.
 
-What no knob can say exactly stays where it was typed: the first attempt trains as the command would.
+A setting that no knob can express exactly stays in the command: the first attempt trains as the command would.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TYPED, IN_FILE, OF_PARSER, OF_FRAMEWORK = range(4)  # Setting.rank: a lower one 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedFile:
-    """A file of settings that a command names."""
+    """A settings file that a command names."""
 
     word: str  # as typed
     flag: str | None  # whose value it is; None: positional, or of a launcher
@@ -36,14 +36,14 @@ class NamedFile:
 
     @property
     def can_be_copied(self) -> bool:
-        """Whether an attempt can get a rewritten copy."""
+        """Whether an attempt can use a rewritten copy of the file."""
         path = Path(self.word)
         return self.word.endswith(REWRITABLE) and not path.is_absolute() and ".." not in path.parts
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Every setting that was seen, in the order of precedence, and the files that have some."""
+    """All settings found, in the order of precedence, and the files that contain some."""
 
     argv: tuple[str, ...]  # the program's arguments, in the parser's spelling
     places: tuple[Setting, ...]
@@ -51,16 +51,16 @@ class Settings:
     notes: tuple[str, ...]
 
     def of(self, meaning: str, *counts: Count) -> list[Setting]:
-        """Return the settings of a meaning; with `counts`, only batch sizes that count these samples."""
+        """Return the settings with this meaning; with `counts`, only batch sizes that count these samples."""
         return [place for place in self.places if place.meaning == meaning and (not counts or place.counts in counts)]
 
     def first(self, meaning: str, *counts: Count) -> Setting | None:
-        """Return the setting that wins; None where there is none, or where places of the same precedence disagree."""
+        """Return the setting that takes effect; None without one, or where equal precedence disagrees."""
         return winner(self.of(meaning, *counts))
 
 
 def winner(places: Sequence[Setting]) -> Setting | None:
-    """Return the setting of the least rank with a value; None if several of that rank have different ones."""
+    """Return the setting with the lowest rank that has a value; None if several of that rank disagree."""
     places_with_value = [place for place in places if place.value is not None]
     if not places_with_value:
         return places[0] if places else None
@@ -73,7 +73,7 @@ def winner(places: Sequence[Setting]) -> Setting | None:
 
 
 def preset_of(typed: TypedCommand, framework: Framework | None) -> dict[str, Any]:
-    """Return the knobs of a framework as this command takes them.
+    """Return the framework's knobs in the form that this command accepts.
 
     LLaMA-Factory's are flags where no file is named. Those of transformers and TRL are keys where a file is the first
     argument: HfArgumentParser takes no flag beside it.
@@ -96,7 +96,7 @@ def _other_way(knob: Mapping[str, Any], way: str, new: str) -> dict[str, Any]:
 
 
 def collect_settings(typed: TypedCommand, script: Script, framework: Framework | None) -> Settings:
-    """Return the settings of a typed command, of the files that it names, of its parser, its framework and its code."""
+    """Return the settings of a command, of the files that it names, and of its parser, framework and code."""
     preset = preset_of(typed, framework)
     argv = tuple(_parser_spelling(word, script, preset) for word in typed.command[typed.arguments :])
     launcher = [

@@ -1,6 +1,6 @@
-"""Chooses the knobs of a proposal from the command's settings; every typed value is a knob's default.
+"""Chooses the knobs of a proposed job from the command's settings. Every typed value becomes a knob's default.
 
-A setting becomes a knob only where a plan can say exactly what was typed. Any other stays in the command.
+A setting becomes a knob only where a plan can express its value exactly. Any other stays in the command.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MENDS = {"micro_batch_size": "BATCH", "gradient_accumulation_steps": "ACCUMULATE
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Samples of an optimizer step, with its parts as knobs."""
+    """Samples per optimizer step, with its factors as knobs."""
 
     knobs: Mapping[str, Any]
     controlled: tuple[Setting, ...]  # whose arguments leave the command
@@ -42,7 +42,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BareCommand:
-    """A command without the settings that plans control."""
+    """A command stripped of the settings that plans control, with these settings as knobs."""
 
     command: tuple[str, ...]
     names: frozenset[str]  # of its flags as typed
@@ -60,7 +60,7 @@ class BareCommand:
 
 
 def choose_knobs(typed: TypedCommand, script: Script, framework: Framework | None, settings: Settings) -> BareCommand:
-    """Return the typed command without the settings that plans control, and the knobs for these."""
+    """Return the command without the settings that plans control, and the knobs for these."""
     preset = preset_of(typed, framework)
     ranks, ranks_place = _ranks(typed, settings, script, framework)
     batch = read_batch(settings, script, 1 if ranks is None else ranks, preset)
@@ -157,7 +157,7 @@ def _ranks(
 
 
 def read_batch(settings: Settings, script: Script, ranks: int, preset: Mapping[str, Any]) -> Batch:
-    """Return the global batch that all places give, and the knobs by which a plan can cut it into micro-batches."""
+    """Return the global batch on which all settings agree, and the knobs that split it into micro-batches."""
     total = settings.first("micro_batch_size", "global")
     choices = [settings.first("micro_batch_size", "rank"), settings.first("micro_batch_size", "plain")]
     micro = next((place for place in choices if place is not None and place.value is not None), None)

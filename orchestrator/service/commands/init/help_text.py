@@ -1,4 +1,4 @@
-"""Flags from a command's own --help, which `orc init --run-help` runs, and nothing else does."""
+"""Reads flags from the --help of a command. Only `orc init --run-help` runs it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DEFAULT = re.compile(r"default[:=]?\s*([^\s)\],]+)")
 
 
 def with_help(script: Script, typed: TypedCommand) -> Script:
-    """Return the script with the flags of its --help besides those that were read. Raises SpecError where it fails.
+    """Return the script with additional flags from its --help. Raises SpecError where that fails.
 
     It runs for 20 s at most, with an empty HOME and no CUDA device, and without a network where `unshare` allows it.
     """
@@ -71,7 +71,7 @@ def _help_of(typed: TypedCommand) -> str:
 
 
 def flags_of(text: str) -> Iterator[Flag]:
-    """Yield the flags of a help text; one without a placeholder for its value is a switch."""
+    """Yield the flags in a help text. A flag without a value placeholder is a switch."""
     lines = text[:TEXT_MAX].splitlines()
     for index, line in enumerate(lines):
         match = LINE.match(line)

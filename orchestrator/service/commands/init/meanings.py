@@ -1,6 +1,6 @@
-"""Meanings of settings by their names: one table for flags, overrides, keys of files, variables and constants.
+"""Meanings of settings by name: one table for flags, overrides, file keys, variables and constants.
 
-A name that the table does not have means nothing: its setting stays where it was typed.
+A setting whose name is not in the table stays where it was typed.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ _MEANINGS = {spelling: meaning for meaning, spellings in SPELLINGS.items() for s
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A place that gives a setting a value, or could."""
+    """A place where a setting has, or could have, a value."""
 
     meaning: str  # name of a knob, or steps, model
     name: str  # as written: --batch-size, train.batch_size, BATCH
@@ -93,13 +93,13 @@ class Setting:
 
     @property
     def number(self) -> int | None:
-        """The value as a positive number; None where it is no such number."""
+        """The value as a positive number; None where it is none."""
         text = (self.value or "").strip("'\"")
         return int(text) if text.isascii() and text.isdecimal() and int(text) > 0 else None
 
     @property
     def place(self) -> str:
-        """The setting with its value and its file, for a comment."""
+        """The setting with its value and its file, as text for a comment."""
         value = (
             ""
             if self.value is None or self.way == "switch"
@@ -111,13 +111,13 @@ class Setting:
 
 
 def word_of(name: str) -> str:
-    """Return a name's last part in snake case: `batch_size` of --data.batch-size, batchSize and DATA.BATCH_SIZE."""
+    """Return a name's last part in snake case: `batch_size` for --data.batch-size, batchSize and DATA.BATCH_SIZE."""
     last = re.split(r"[./]", name.lstrip("-+~"))[-1]
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z][a-z])", "_", last).replace("-", "_").lower()
 
 
 def meaning_of(name: str) -> tuple[str, Count] | None:
-    """Return the setting that a name means, and what it counts if it is a batch size; None for an unknown name."""
+    """Return (setting, what a batch size counts) for a name; None for an unknown name."""
     *sections, _ = re.split(r"[./]", name.lstrip("-+~").lower())
     word = word_of(name)
     parts = set(word.split("_"))
@@ -136,7 +136,7 @@ def meaning_of(name: str) -> tuple[str, Count] | None:
 
 
 def precision_of(name: str, value: str | None) -> str | None:
-    """Return the precision that a setting asks for; None where its words do not say which, such as --amp."""
+    """Return the precision that a setting requests; None where it is unclear, such as --amp."""
     text = (value or "").lower()
     named = next((precision for precision in ("bf16", "fp16") if precision in name.lower()), None)
     if named is not None and text in ("true", "1", "yes", "full", "", "auto"):

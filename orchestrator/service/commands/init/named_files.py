@@ -1,4 +1,4 @@
-"""Settings in the files that a command names: YAML, JSON, TOML, constants of Python, and Hydra's folder."""
+"""Reads settings from files named in a command: YAML, JSON, TOML, Python constants, and Hydra's folder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ REWRITABLE = (".yaml", ".yml", ".json")  # of which an attempt gets a copy: spec
 
 
 def read_settings(path: Path) -> dict[str, Any] | None:
-    """Return a file's scalars by their dotted keys; None where it cannot be read, or holds no mapping."""
+    """Return {dotted key: scalar} of a file; None where it cannot be read, or holds no mapping."""
     try:
         with path.open("rb") as stream:
             raw = stream.read(FILE_BYTES_MAX)
@@ -37,7 +37,7 @@ def read_settings(path: Path) -> dict[str, Any] | None:
 
 
 def read_hydra(folder: Path, name: str, choices: Mapping[str, str]) -> dict[str, Any]:
-    """Return scalars of Hydra's primary file and of the groups in its defaults or in `choices` (group -> file)."""
+    """Return {dotted key: scalar} of Hydra's primary file and its groups; `choices` maps groups to files."""
     primary = folder / f"{name.removesuffix('.yaml')}.yaml"
     try:
         content = yaml.safe_load(primary.read_bytes()[:FILE_BYTES_MAX])
@@ -75,7 +75,7 @@ def _constants(tree: ast.Module) -> Iterator[tuple[str, Any]]:
 
 
 def number_of(node: ast.expr | None) -> Any:
-    """Return a literal's value; products of numbers such as `5 * 8` are computed. None for anything else."""
+    """Return the value of a literal or of a product of numbers such as `5 * 8`; None for anything else."""
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
         left, right = number_of(node.left), number_of(node.right)
         return left * right if isinstance(left, int | float) and isinstance(right, int | float) else None

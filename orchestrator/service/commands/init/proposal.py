@@ -1,4 +1,4 @@
-"""Proposes a commented job file for a script from its flags; comments name what is not known."""
+"""Proposes a job file for a script from its flags. Comments name what is unknown."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ OF_THE_HUB = ("hf", "trl", "diffusers", "accelerate", "llamafactory", "axolotl")
 def proposal(argv: Sequence[str], folder: Path, environment: Mapping[str, str], run_help: bool = False) -> str:
     """Return the text of a job file for a command typed in `folder`, for the user to check.
 
-    It is a valid job file but for `global_batch_size`, which is absent where nothing says it. Of the shell's
-    `environment` it names what a job does not inherit: the hub's token. `run_help` also runs the command's own --help.
+    It is a valid job file but for `global_batch_size`, which is absent where unknown. Of the shell's `environment` it
+    names what a job does not inherit: the hub's token. `run_help` also runs the command's own --help.
 
     Raises SpecError if the command starts no training.
     """

@@ -1,4 +1,4 @@
-"""Says in a proposal whether its job recovers from an out-of-memory failure and from a restart, and if not, why."""
+"""Comments in a proposed job file on whether the job recovers from out-of-memory failures and restarts."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def used_names(script: Script) -> set[str]:
 
 
 def verdict(spec: JobSpec, script: Script, framework: Framework | None, *, is_whole: bool) -> Iterator[str]:
-    """Yield a comment on out-of-memory failures, one on restarts, and one on unmeasured memory.
+    """Yield comments on out-of-memory failures, on restarts, and on unmeasured memory.
 
-    `is_whole` tells whether the job says its own global batch. Without it, only missing knobs are a reason.
+    `is_whole` is whether the job states its global batch. Without it, only missing knobs are a reason.
     """
     knobs = spec.knobs
     missing = [name for name in ("micro_batch_size", "gradient_accumulation_steps") if getattr(knobs, name) is None]
@@ -57,7 +57,7 @@ def _restart_verdict(spec: JobSpec, script: Script, framework: Framework | None)
 
 
 def results(spec: JobSpec, script: Script, framework: Framework | None, *, has_success: bool) -> Iterator[str]:
-    """Yield the lines of `resume` and `success` that the names of saved files give, marked as read from the script."""
+    """Yield lines for `resume` and `success` from the names of saved files, marked as read from the script."""
     has_folder_knob = spec.knobs.output_dir is not None
     if not _has_preset(framework):
         checkpoints = _files(script, has_folder_knob, is_checkpoint=True)
@@ -106,7 +106,7 @@ def _absence(name: str, script: Script) -> str:
 
 
 def _other_ways(spec: JobSpec) -> Iterator[str]:
-    """Yield what a plan may change of a job beside the cut of its batch."""
+    """Yield the settings, other than the batch split, that a plan may change for the job."""
     knobs = spec.knobs
     if spec.gpus.max > spec.gpus.min and knobs.micro_batch_size is not None:
         yield "more devices"

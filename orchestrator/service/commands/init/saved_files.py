@@ -1,4 +1,4 @@
-"""The names of files that a script saves, read from its syntax tree as shell patterns: `ckpt_*.pt`."""
+"""Names of files that a script saves, as shell patterns such as `ckpt_*.pt`, read from its syntax tree."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class SavedFile:
     is_checkpoint: bool
 
     def below(self, *, has_folder_knob: bool) -> str | None:
-        """Return the pattern relative to the output folder; None where the file lies elsewhere.
+        """Return the pattern relative to the output folder; None where the file is elsewhere.
 
-        With a knob for the folder, the first part of the path has to be that folder, which no literal names.
+        With a knob for the folder, the first part of the path must be that folder, not a literal.
         """
         first, _, rest = self.pattern.partition("/")
         relative = rest if has_folder_knob and first == ANY else "" if has_folder_knob else self.pattern
@@ -45,7 +45,7 @@ class SavedFile:
 
 
 def saved_files(tree: ast.Module, file: str) -> Iterator[SavedFile]:
-    """Yield the files that the code of `file` saves, where their names are literal or f-strings."""
+    """Yield the files that the code of `file` saves, where their names are literals or f-strings."""
     values = _values(tree)
     for call in ast.walk(tree):
         path = _path_argument(call) if isinstance(call, ast.Call) else None

@@ -1,4 +1,4 @@
-"""The command line flags of a training script, read from its syntax tree; the script is never run."""
+"""Command-line flags of a training script, read from its syntax tree. The script is never run."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _NOT_LITERAL = object()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flag:
-    """A setting of a command line."""
+    """A command-line flag of a script."""
 
     name: str  # as written, or the name of a positional argument
     kind: Literal["value", "switch", "boolean", "positional"]  # a boolean takes `true` or `false`
@@ -56,7 +56,7 @@ class Flag:
 
     @property
     def word(self) -> str:
-        """`batch_size` of --batch-size."""
+        """The flag's name as a word: `batch_size` for --batch-size."""
         return self.name.lstrip("-").replace("-", "_").lower()
 
 
@@ -85,8 +85,8 @@ NO_SCRIPT = Script(
 def read_script(path: Path, roots: Sequence[Path] = ()) -> Script:
     """Return the flags of a Python script. Raises SpecError if it cannot be parsed.
 
-    `roots` are folders of packages. They are searched where neither the script nor a module beside it has a flag: a
-    thin starter imports the package that parses.
+    `roots` are package folders, searched where neither the script nor a module beside it has a flag: a thin starter
+    imports the package that parses.
     """
     script = _read(path, ())
     if script.flags or script.places or script.hydra or "LightningCLI" in script.calls:
@@ -340,7 +340,7 @@ def _import_aliases(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, str]]:
 
 
 def _stand_in(name: str, base: str) -> ast.ClassDef:
-    """Return a class without fields of its own that inherits from another."""
+    """Return an empty class definition that inherits from `base`."""
     tree = ast.parse(f"class {name}({base}): pass")
     assert isinstance(tree.body[0], ast.ClassDef)
     return tree.body[0]

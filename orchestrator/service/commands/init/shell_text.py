@@ -1,4 +1,4 @@
-"""Finds the training command in shell text: a script, a batch file of Slurm, a task of SkyPilot, a quoted text.
+"""Finds the training command in shell text: a script, a Slurm batch file, a SkyPilot task, a quoted text.
 
 Nothing is run. A variable that the text does not set stays as it is, and is marked.
 """
@@ -41,7 +41,7 @@ PREPARES = ("module", "source", ".", "conda", "pip", "wandb", "git", *QUIET)
 
 
 class ShellText(NamedTuple):
-    """A text of shell, and how it is called."""
+    """A shell text, and how it is called."""
 
     text: str
     label: str
@@ -50,7 +50,7 @@ class ShellText(NamedTuple):
 
 
 class InnerCommand(NamedTuple):
-    """A command within a text of shell."""
+    """A command inside a shell text."""
 
     argv: tuple[str, ...]
     folder: Path
@@ -59,12 +59,12 @@ class InnerCommand(NamedTuple):
 
 
 def starts_training(word: str) -> bool:
-    """Return whether a word is an interpreter, a launcher or a script of Python."""
+    """Return whether a word is a Python interpreter, a launcher or a Python script."""
     return is_python(word) or program_name(word) in STARTERS or (word.endswith(".py") and not word.startswith("-"))
 
 
 def split_line(line: str) -> list[str]:
-    """Return the words of a line of shell; with unclosed quotes it is cut at spaces."""
+    """Return the words of a shell line; with unclosed quotes, it is split at spaces."""
     try:
         return shlex.split(line, comments=True)
     except ValueError:
@@ -78,9 +78,10 @@ def first_command(argv: Sequence[str]) -> tuple[str, ...]:
 
 
 def find_shell_text(argv: tuple[str, ...], folder: Path, slurm: dict[str, str]) -> ShellText | None:
-    """Return the shell text that a command runs: of a script, `bash -c`, a SkyPilot task, or a quoted text.
+    """Return the shell text that a command runs: a script, `bash -c`, a SkyPilot task, or a quoted text; else None.
 
-    Slurm's options on the command line, and SkyPilot's devices, go to `slurm`. Raises SpecError for a missing script.
+    Slurm options on the command line, and SkyPilot's devices, are added to `slurm`. Raises SpecError for a missing
+    script.
     """
     name = program_name(argv[0])
     if len(argv) == 1 and " " in argv[0].strip():
@@ -142,9 +143,9 @@ def _sky_text(text: str, slurm: dict[str, str]) -> str:
 
 
 def read_shell(script: ShellText, folder: Path, env: Mapping[str, str], slurm: dict[str, str]) -> InnerCommand:
-    """Return the training command of a text of shell, with the text's variables filled in.
+    """Return the training command inside a shell text, with the text's variables filled in.
 
-    The first with a launcher is taken, else the last with Python. Raises SpecError if there is none.
+    The first with a launcher is chosen, else the last with Python. Raises SpecError if there is none.
     """
     arguments, values = script.arguments, {**env, "SLURM_SUBMIT_DIR": "."}
     exported, notes, commands = dict[str, str](), list[str](), list[tuple[tuple[str, ...], Path]]()

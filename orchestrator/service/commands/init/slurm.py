@@ -1,4 +1,4 @@
-"""Options of Slurm's sbatch and srun: what a job file says for each. Nothing is dropped without a word."""
+"""Translates sbatch and srun options to a job file. Options without an equivalent get a note."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TASK_VARIABLE = "SLURM_ARRAY_TASK_ID"
 
 
 def slurm_options(argv: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield (long name, value) of options of sbatch and srun."""
+    """Yield (long name, value) of each sbatch or srun option."""
     index = 0
     while index < len(argv):
         word, index = argv[index], index + 1
@@ -49,7 +49,7 @@ def slurm_options(argv: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def slurm_counts(options: Mapping[str, str]) -> tuple[int, int | None]:
-    """Return the processes of srun and all devices that Slurm's options request; None where they request no device."""
+    """Return (srun processes, all devices) requested by Slurm options; devices are None if not requested."""
 
     def last_number(name: str) -> int:
         """Return the number that an option ends with; 0 where there is none."""
@@ -65,16 +65,16 @@ def slurm_counts(options: Mapping[str, str]) -> tuple[int, int | None]:
 
 
 def task_variable(options: Mapping[str, str], texts: Iterable[str]) -> dict[str, str]:
-    """Return the variable with the index of an array, for a script that reads it; none where `texts` hold {task}."""
+    """Return {variable: index} of an array for a script that reads it; {} where `texts` hold {task}."""
     placeholder = f"{{{TASK}}}"
     is_unused = array_tasks(options) and not any(placeholder in text for text in texts)
     return {TASK_VARIABLE: placeholder} if is_unused else {}
 
 
 def slurm_lines(options: Mapping[str, str], *, as_texts: bool) -> Iterator[str]:
-    """Yield the lines of a job file for the time limit and the array, whose placeholder is {task}.
+    """Yield job-file lines for the time limit and the array, whose placeholder is {task}.
 
-    `as_texts` quotes its values, as a variable needs them.
+    `as_texts` quotes the array's values, as an environment variable needs.
     """
     seconds = _seconds(options.get("--time", ""))
     if seconds:
@@ -89,7 +89,7 @@ def slurm_lines(options: Mapping[str, str], *, as_texts: bool) -> Iterator[str]:
 
 
 def slurm_notes(options: Mapping[str, str]) -> Iterator[str]:
-    """Yield a note on each option that the job does not say: what to write instead, or that nothing is needed."""
+    """Yield a note on each option without an equivalent: what to write instead, or that nothing is needed."""
     for name, value in options.items():
         text = f"{name} {value}".strip()
         is_devices = name == "--gres" and "gpu" in value
@@ -111,7 +111,7 @@ def slurm_notes(options: Mapping[str, str]) -> Iterator[str]:
 
 
 def array_tasks(options: Mapping[str, str]) -> tuple[int, ...]:
-    """Return the indices of `--array 0-15:4%2` or `1,3,5-7`; empty without an array, and for one that is not read."""
+    """Return the indices of `--array 0-15:4%2` or `1,3,5-7`; () without an array or for an unknown form."""
     tasks = list[int]()
     for part in options.get("--array", "").partition("%")[0].split(","):
         match = re.fullmatch(r"(\d{1,7})(?:-(\d{1,7})(?::(\d{1,7}))?)?", part.strip())

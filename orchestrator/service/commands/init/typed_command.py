@@ -66,7 +66,7 @@ MODULES = {"trl": "trl.scripts.", "llamafactory": "llamafactory.launcher", "axol
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TypedCommand:
-    """A typed command, split into what a job file needs."""
+    """A parsed command, split into the parts that a job file needs."""
 
     command: tuple[str, ...]  # interpreter or console script, then its arguments
     arguments: int  # index in `command` of the program's own arguments
@@ -87,7 +87,7 @@ class TypedCommand:
 
 
 def read_command(argv: Sequence[str], folder: Path) -> TypedCommand:
-    """Return the command that was typed in `folder`. Raises SpecError for what starts no training."""
+    """Return the parsed command, as typed in `folder`. Raises SpecError for one that starts no training."""
     if not argv:
         raise SpecError("nothing to propose a job for", source="orc init", hint="orc init torchrun train.py --lr 1e-3")
     inner = unwrap(argv, folder)
@@ -336,7 +336,7 @@ def _python(folder: Path, program: str, environment: str | None = None) -> tuple
 
 
 def environment_python(tool: Sequence[str], folder: Path) -> str | None:
-    """Return the interpreter that `conda run -n NAME`, `uv run` and their kind choose; None where it is not here."""
+    """Return the interpreter selected by `conda run -n NAME`, `uv run` and the like; None where it is not here."""
     name, prefix = (
         take_flag(tuple(tool), "-n")[0] or take_flag(tuple(tool), "--name")[0],
         take_flag(tuple(tool), "-p")[0],
@@ -359,7 +359,7 @@ def _program_file(program: str, folder: Path) -> Path | None:
 
 
 def package_roots(typed: TypedCommand) -> tuple[Path, ...]:
-    """Folders of packages that the typed program can import: its project's, then its interpreter's."""
+    """Return folders of packages that the program can import: its project's, then its interpreter's."""
     program = Path(typed.command[0])
     environment = program.parent.parent if program.is_absolute() else Path(sys.executable).parent.parent
     return (typed.folder, typed.folder / "src", *environment.glob("lib/python3*/site-packages"))

@@ -1,4 +1,4 @@
-"""Removes assignments, wrappers, shell scripts and batch files from before a training command.
+"""Strips assignments, wrappers, shell scripts and batch files from the front of a training command.
 
 One grammar for all: a wrapper has options with and without a value, and then the command. A wrapper that is not in the
 table stays in the command as typed, and is marked.
@@ -82,7 +82,7 @@ class Unwrapped:
 
 
 def unwrap(argv: Sequence[str], folder: Path) -> Unwrapped:
-    """Return the command within assignments, wrappers, shell scripts and batch files.
+    """Return the command inside assignments, wrappers, shell scripts and batch files.
 
     Raises SpecError for a shell script without one.
     """

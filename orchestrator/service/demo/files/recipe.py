@@ -52,7 +52,7 @@ class Statements:
 
 
 def statements_of_the_standard_library(config: dict[str, Any]) -> Recipe:
-    """The model, loss and data of `config`."""
+    """Return the model, loss and data for `config`."""
     decoder = DecoderSpec(
         vocab_size=256,
         hidden_size=config["hidden_size"],

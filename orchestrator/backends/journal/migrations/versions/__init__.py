@@ -1,1 +1,1 @@
-"""The revisions of the journal's tables, a file for each."""
+"""The revisions of the journal's tables, one file each."""

@@ -12,7 +12,7 @@ down_revision = None
 
 
 def upgrade() -> None:
-    """Make all tables; what a column holds stands beside the table in the module that uses it."""
+    """Create all tables. The module that uses a table documents its columns."""
     _add_numbered("events", sa.Column("decided", sa.Text))
     op.create_table("snapshots", sa.Column("id", sa.Integer, primary_key=True, autoincrement=False), _text("body"))
     op.create_table("live", _text("id", primary_key=True), _text("body"))
