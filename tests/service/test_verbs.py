@@ -12,7 +12,7 @@ import pytest
 
 from orchestrator.backends.attempts.start import take_over_checkpoint
 from orchestrator.sdk import Client
-from orchestrator.service.server.retry import continuation
+from orchestrator.service.server.retry import changed_files, continuation
 from orchestrator.service.terminal.verbs import STATUSES
 from orchestrator.specs.access import Role
 from orchestrator.specs.attempt import Evidence
@@ -143,6 +143,16 @@ def test_a_retry_continues_where_the_training_is_the_same_and_else_says_why_it_s
     assert continuation(unsaved, spec, [])[:2] == ("lm-0", 3)
     assert continuation(job, spec.model_copy(update={"user": "bob"}), []).continues_from is None
     assert "knobs.resume_from" in continuation(script, script.spec, []).why
+
+
+def test_a_retry_names_data_that_changed_since_the_first_attempt(tmp_path: Path) -> None:
+    old, new = tmp_path / "old.txt", tmp_path / "new.txt"
+    for file, changed_at_s in ((old, 50.0), (new, 150.0)):
+        file.write_text("text")
+        os.utime(file, (changed_at_s, changed_at_s))
+    spec = decoder_spec(data={"text": [str(old), str(new)], "sequence_length": 32})
+    job = ended_job(spec)
+    assert changed_files(replace(job, attempts=(replace(job.attempts[0], launched_at_s=100.0),)), spec) == [str(new)]
 
 
 def test_a_retry_begins_with_the_files_of_the_newest_checkpoint_and_leaves_them_alone(tmp_path: Path) -> None:

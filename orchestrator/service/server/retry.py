@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from orchestrator.service.server.git import code_source
 from orchestrator.specs.errors import ServiceError, SpecError
+from orchestrator.specs.job.paths import paths_of
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.parse import Override, with_overrides
@@ -77,3 +78,14 @@ def continuation(job: Job, spec: JobSpec, keys: Sequence[str]) -> Begin:
     else:
         return Begin(source, step, f"continues from step {step}, the newest checkpoint of {source}")
     return Begin(None, 0, f"starts over: {why}")
+
+
+def changed_files(job: Job, spec: JobSpec) -> list[str]:
+    """Return the files and folders of the job's data that are newer than its first attempt.
+
+    Files in a folder are not looked at. Files without a size have no time of change: the kernel makes them.
+    """
+    began_s = job.attempts[0].launched_at_s if job.attempts else job.submitted_at_s
+    paths = (Path(path) for key, path in paths_of(spec) if key.startswith("data."))
+    statuses = {str(path): path.stat() for path in paths if path.exists()}
+    return [path for path, status in statuses.items() if status.st_size and status.st_mtime > began_s]

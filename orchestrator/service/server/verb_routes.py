@@ -13,7 +13,7 @@ from orchestrator.service.server.dependencies import NameObjects, Sender, Servic
 from orchestrator.service.server.intake import check_files
 from orchestrator.service.server.job_routes import IdempotencyKey, refuse_other_teams, request_key, requested_job
 from orchestrator.service.server.requests import JobsRequest, RetryRequest, SubmitRequest, UpdateRequest
-from orchestrator.service.server.retry import check_retry, continuation, retry_spec
+from orchestrator.service.server.retry import changed_files, check_retry, continuation, retry_spec
 from orchestrator.service.server.verbs import VERBS, Change, update
 from orchestrator.service.transfer.store import Uploads
 
@@ -58,7 +58,9 @@ def add_verb_routes(app: FastAPI, service: Service, uploads: Uploads) -> None:
         key = request_key(idempotency_key and f"{idempotency_key}/{job_id}", sender, request)
         new_id = controller.submit_retry(job, spec, begin, key)
         name_objects([new_id])
-        return {"id": new_id, "continues_from": begin.continues_from, "why": begin.why}
+        newer = changed_files(job, spec)
+        why = begin.why + (f"; other data than before: {', '.join(newer)} changed since" if newer else "")
+        return {"id": new_id, "continues_from": begin.continues_from, "why": why}
 
 
 def _verb_route(service: Service, verb: str, change_of: Callable[[str], Change]) -> Callable[..., dict[str, Any]]:
