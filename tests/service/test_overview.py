@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import html
+
 from orchestrator.service.pages.overview import FAILURES_MAX, FAILURES_S, overview_data, telling_line
 from orchestrator.service.views.records import job_view
 from orchestrator.specs.attempt import Failure, FailureKind
@@ -57,6 +59,17 @@ def test_the_page_has_a_bounded_number_of_failures_and_counts_the_others(world: 
 
 def test_the_telling_line_of_an_empty_excerpt_is_empty() -> None:
     assert telling_line(" \n\n") == ""
+
+
+def test_a_question_stands_on_the_page_with_a_button_that_answers_it(world: World) -> None:
+    job_id = world.submit()
+    asks = f"no plan is left. `orc retry {job_id} --allow semantic` goes on with semantic changes"
+    job = world.controller.state.jobs[job_id]
+    asking = replace(job, status=JobStatus.QUEUED, attempts=(), asks=asks, reason=f"asks: {asks}")
+    world.controller._state = replace(world.controller.state, jobs=Jobs([asking]))
+    for path in ("/ui/overview", f"/ui/jobs/{job_id}"):
+        text = html.unescape(world.client.get(path).text)
+        assert f'hx-post="/jobs/{job_id}/retry" hx-vals=\'{{"allow": "semantic"}}\'' in text, path
 
 
 def test_the_first_page_is_the_overview_and_its_parts_are_of_the_live_queue(world: World) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from orchestrator.planning.ways_out import with_batch_knobs
 from orchestrator.scheduling.base.node_groups import Group
@@ -48,6 +49,13 @@ def question_of(state: State, job: Job, groups: Sequence[Group]) -> Question | N
             knobs = _describe_missing_knobs(state, job, groups)
             return Question(f"no plan of the same training is left{knobs}. {command} goes on with {meaning}")
     return None
+
+
+def answer_of(text: str) -> dict[str, Any]:
+    """Return the answer that a question's command gives, as the API takes it; empty where the text has no command."""
+    if match := re.search(r"`orc retry \S+ --(?:allow (numeric|semantic)|global-batch-size (\d+))`", text):
+        return {"allow": match[1]} if match[1] else {"global_batch_size": int(match[2])}
+    return {}
 
 
 def _describe_missing_knobs(state: State, job: Job, groups: Sequence[Group]) -> str:

@@ -45,7 +45,7 @@ def overview_data(
     return {
         "failures": [_failure(group, view) for group in groups[:FAILURES_MAX]],
         "more_failures": sum(map(len, groups[FAILURES_MAX:])),
-        "asking": [job for job in waiting if job.asks][:ROWS_MAX],
+        "asking": [view(job) for job in waiting if job.asks][:ROWS_MAX],
         "strip": past_chart(state, strip, now_s - STRIP_S, now_s),
         "strip_hours": STRIP_S / 3600,
         "running": rows.of(running_groups[:ROWS_MAX]),
