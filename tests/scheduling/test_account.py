@@ -23,7 +23,7 @@ def test_a_failure_is_accounted_for_from_prediction_to_next_plan() -> None:
     assert "258.00 MiB at the least" in measured
     assert wrong.startswith("wrong: activations at ")
     assert f"x{second.correction:.2f}" in learned
-    assert "never fits less than 258.00 MiB again" in learned
+    assert "with 258.00 MiB or less this plan never runs again" in learned
     assert following.startswith("next: attempt 2, ")
     assert all(str(change) in following for change in second.change)
     assert "1 faster ran out of memory" in following

@@ -218,7 +218,7 @@ def _describe_learning(state: State, attempt: Attempt, observation: Observation)
     if margins[0] != margins[1]:
         text += f", margin of {engine} {' -> '.join(margins)}"
     if observation.ran_out:
-        text += f"; this plan never fits less than {format_bytes(observation.measured_bytes)} again"
+        text += f"; with {format_bytes(observation.measured_bytes)} or less this plan never runs again"
     if any(proof.plan == attempt.plan for proof in now.proven):
         text += "; this plan ended a training: it is judged by its own peak"
     return text

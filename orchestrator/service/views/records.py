@@ -241,7 +241,7 @@ def attempt_view(spec: JobSpec, attempt: Attempt) -> AttemptView:
         placement=_placement(attempt.placement),
         device=attempt.device,
         change=[str(change) for change in attempt.change],
-        change_reason=attempt.change_reason,
+        change_reason=attempt.change_reason or ("a probe: it measures memory, and ends" if attempt.probe else ""),
         estimate=estimate_view(attempt.estimate, attempt.correction),
         correction=attempt.correction,
         predicted_bytes=predicted_peak_bytes(attempt),
