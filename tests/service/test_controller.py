@@ -16,7 +16,8 @@ import pytest
 
 from orchestrator.backends.journal.journal import Journal
 from orchestrator.scheduling.scheduler import Scheduler
-from orchestrator.service.server import controller as service
+from orchestrator.service.server import controller as controller_module
+from orchestrator.service.server import submissions
 from orchestrator.service.server.controller import Controller
 from orchestrator.specs.actions import Action, Launch, Stop
 from orchestrator.specs.attempt import Attempt, AttemptStatus, FailureKind
@@ -124,7 +125,7 @@ def test_a_submission_that_is_sent_twice_at_once_is_one_job() -> None:
     ]
     for thread in both:
         thread.start()
-    while len(controller._requests) < len(both):
+    while len(controller._submissions) < len(both):
         time.sleep(0.001)
     journal.gate.set()
     for thread in (first, *both):
@@ -355,7 +356,7 @@ def test_an_attempt_that_cannot_be_adopted_is_not_started_twice(journal: Journal
 
 
 def test_a_backend_that_fails_to_return_events_is_polled_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service, "DEAF_S", 0.0)
+    monkeypatch.setattr(controller_module, "DEAF_S", 0.0)
     backend = Spy()
     backend.refusals = 1
     controller = Controller(MemoryJournal(), backend, backend.now)
@@ -368,7 +369,7 @@ def test_a_backend_that_fails_to_return_events_is_polled_again(monkeypatch: pyte
 def test_restoring_from_a_snapshot_and_its_tail_gives_the_same_state(
     journal: Journal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(service, "SNAPSHOT_EVENTS", 4)
+    monkeypatch.setattr(controller_module, "SNAPSHOT_EVENTS", 4)
     backend = Spy()
     controller = Controller(journal, backend, backend.now)
     for _ in range(3):
@@ -420,7 +421,7 @@ def test_a_submission_to_a_hanging_journal_fails_and_stores_nothing(monkeypatch:
     first = threading.Thread(target=lambda: ids.append(controller.submit(script("first"))))
     first.start()
     assert journal.reached.wait(60)
-    monkeypatch.setattr(service, "ANSWER_S", 0.01)
+    monkeypatch.setattr(submissions, "ANSWER_S", 0.01)
     with pytest.raises(ServiceError, match="nothing was submitted"):
         controller.submit(script("second"))
     journal.let_go.set()
@@ -448,7 +449,7 @@ def test_submissions_during_a_commit_share_the_next_transaction() -> None:
     assert journal.reached.wait(60)
     for client in clients[1:]:
         client.start()
-    while len(controller._requests) < 8:
+    while len(controller._submissions) < 8:
         time.sleep(0.001)
     assert answers == []
     journal.gate.set()

@@ -6,20 +6,19 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
 from datetime import datetime
 
-from orchestrator.backends.ports import Backend, Decided, EventLog, Submission, decisions
+from orchestrator.backends.ports import Backend, Decided, EventLog, decisions
 from orchestrator.scheduling.base.migration import MOVE_GRACE_S
-from orchestrator.scheduling.base.time_limits import with_team_limit
-from orchestrator.scheduling.queue.dependencies import resolve_dependencies
 from orchestrator.scheduling.scheduler import Scheduler
 from orchestrator.scheduling.transitions import CANCEL_GRACE_S
 from orchestrator.service.server.health import Health
+from orchestrator.service.server.log_lines import log_fields, log_line
 from orchestrator.service.server.logs import about
 from orchestrator.service.server.retry import Begin
+from orchestrator.service.server.submissions import GROUP, Request, SubmissionQueue, answer, new_jobs
 from orchestrator.service.server.tally import Figures, Tally
 from orchestrator.service.server.verbs import Change
 from orchestrator.specs.actions import Launch, Stop
@@ -41,13 +40,10 @@ from orchestrator.specs.events import (
     Observed,
     RequestKey,
     RetryRequested,
-    Submitted,
     TimerFired,
-    UpdateRequested,
 )
 from orchestrator.specs.fault import Fault
 from orchestrator.specs.job.spec import JobSpec
-from orchestrator.specs.job.sweep import SWEEP
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.observation import Observation
 from orchestrator.specs.replace import replace
@@ -58,9 +54,7 @@ STORAGE_S = 1.0  # pause after the journal could not be written
 DEAF_S = 1.0  # pause after the backend failed to return events
 SNAPSHOT_EVENTS = 500  # fewest events between snapshots; with more live jobs, as many events as jobs
 STANDSTILL_S = 10.0  # without the end of a decision that is under way: one takes milliseconds, beside load a second
-GROUP = 64  # most events in one commit: submissions wait while they are decided
 ERROR_CHARACTERS_MAX = 500
-ANSWER_S = 60.0  # a submission's timeout: the commit of a group takes some milliseconds
 
 _DIVERGED = """the journal has these decisions on {event}:
 {then}
@@ -74,22 +68,6 @@ repeated, and attempts may be running that are not known here. Start the version
 backup. {error}"""
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True, eq=False)
-class _Request:
-    """Jobs whose submitter waits for the commit."""
-
-    jobs: Sequence[tuple[JobSpec, Fault | None]]
-    key: RequestKey | None = None
-    retry_of: str | None = None  # as Submitted has it
-    continues_from: str | None = None
-    continues_step: int = 0
-    ids: list[str] = field(default_factory=list)
-    error: BaseException | None = None
-    is_answered: bool = False
-    is_repeated: bool = False  # its key was committed before
-    woken: threading.Event = field(default_factory=threading.Event)  # answered, or chosen to commit the next group
 
 
 class Controller:
@@ -139,9 +117,7 @@ class Controller:
         self._tally = Tally()
         self._unsaved_events = len(tail)
         self._pending: deque[Launch | Stop] = deque()
-        self._queue = threading.Lock()
-        self._requests: deque[_Request] = deque()  # not yet committed
-        self._has_leader = False  # whether a submitter's thread commits them, or was chosen to
+        self._submissions = SubmissionQueue(self._admit)
         self._changed = threading.Condition()
         log.info("restored jobs=%d events=%d", len(state.jobs), len(tail))
         for job in state.jobs.values() if self._read_only is None else ():
@@ -231,50 +207,19 @@ class Controller:
 
         Group commit: submissions that arrive during a transaction share the next one.
         """
-        return self._commit(_Request(jobs, key))
+        return self._commit(Request(jobs, key))
 
     def submit_retry(self, job: Job, spec: JobSpec, begin: Begin, key: RequestKey | None = None) -> str:
         """Submit an ended job again, as `submit` does, starting as `begin` says."""
-        request = _Request([(spec, None)], key, job.id, begin.continues_from, begin.step)
+        request = Request([(spec, None)], key, job.id, begin.continues_from, begin.step)
         return self._commit(request)[0]
 
-    def _commit(self, request: _Request) -> list[str]:
+    def _commit(self, request: Request) -> list[str]:
         """Return the ids of the request's jobs once they are in the journal."""
         self._check_decides()
         for spec, _ in request.jobs:
             self._check_first(self._state, spec)
-        with self._queue:
-            self._requests.append(request)
-            leads, self._has_leader = not self._has_leader, True
-        if not leads and not request.woken.wait(ANSWER_S):
-            self._give_up(request)
-        if not request.is_answered:  # first in the queue: this thread commits for all that wait
-            try:
-                self._admit()
-            finally:
-                with self._queue:
-                    self._has_leader = bool(self._requests)
-                    if self._has_leader:
-                        self._requests[0].woken.set()
-        if request.error is not None:
-            raise request.error
-        if request.ids and not request.is_repeated:
-            log.info("submitted jobs=%d first=%s last=%s", len(request.ids), request.ids[0], request.ids[-1])
-        return request.ids
-
-    def _give_up(self, request: _Request) -> None:
-        """Handle a timeout: withdraw the request and raise ServiceError, unless it was answered meanwhile."""
-        with self._queue:
-            if request.woken.is_set():
-                return
-            if request in self._requests:
-                self._requests.remove(request)
-                raise ServiceError(
-                    f"nothing was submitted: the journal did not commit within {ANSWER_S:.0f} s; submit again"
-                )
-        raise ServiceError(
-            f"the journal did not answer within {ANSWER_S:.0f} s: `orc queue` shows whether the job was submitted"
-        )
+        return self._submissions.commit(request)
 
     def cancel(self, job_ids: Sequence[str], *, whole_arrays: bool = False) -> list[str]:
         """Request cancellation of the live jobs among these, or of the live members of their arrays; return their ids.
@@ -422,7 +367,7 @@ class Controller:
         try:
             return self._journal.as_kept(event)
         except SpecError as error:
-            log.error("%s is left out: %s", _log_line(event), error)
+            log.error("%s is left out: %s", log_line(event), error)
             if not isinstance(event, Finished):
                 return None
             return replace(event, evidence=Evidence(launch_error=f"what the attempt left cannot be kept: {error}"))
@@ -431,90 +376,12 @@ class Controller:
         """Commit waiting submissions, oldest first, in one transaction of about GROUP jobs."""
         error: BaseException | None = None
         with self._changed:
-            requests = self._next_requests()
+            requests = self._submissions.take()
             try:
-                self._apply(self._collect_submissions(requests))
+                self._apply(new_jobs(requests, self._state, self._journal, self._clock(), self.job))
             except BaseException as failure:  # re-raised in the thread of every submitter of this group
                 error = failure
-        for request in requests:
-            request.error, request.is_answered = request.error or error, True
-            request.woken.set()
-
-    def _collect_submissions(self, requests: Sequence[_Request]) -> list[Submitted]:
-        """Return the new jobs of the requests; one that came before under its key, or in this group, asks for none."""
-        keys = [request.key.name for request in requests if request.key is not None]
-        submissions = dict(self._journal.submitted(keys)) if keys else {}
-        events = list[Submitted]()
-        for request in requests:
-            try:
-                earlier = submissions.get(request.key.name) if request.key is not None else None
-                if earlier is not None:
-                    _repeat(request, earlier)
-                    continue
-                if request.retry_of is not None:
-                    self._check_not_retried(request.retry_of, events)
-                events += self._submissions(request, self._state.submitted + len(events))
-            except SpecError as refusal:
-                request.error = refusal
-                continue
-            if request.key is not None:
-                submissions[request.key.name] = Submission(digest=request.key.digest, ids=tuple(request.ids))
-        return events
-
-    def _check_not_retried(self, job_id: str, events: Iterable[Submitted]) -> None:
-        """Raise SpecError where a live job, or one of these submissions, retries the job already."""
-        live_ids = {job.retry_of: job.id for job in self._state.jobs.values() if not job.status.ended}
-        live_ids |= {event.retry_of: event.job_id for event in events}
-        if (live_id := live_ids.get(job_id)) is not None:
-            hint = f"`orc show {live_id}` tells how it stands, `orc cancel {live_id}` ends it"
-            raise SpecError("a live job retries it already", source=f"the retry of {job_id}", got=live_id, hint=hint)
-
-    def _submissions(self, request: _Request, submitted: int) -> list[Submitted]:
-        """Return the request's jobs with new ids. Raises SpecError if one depends on an unknown job."""
-        events = list[Submitted]()
-        together: dict[str, list[str]] = {}  # ids by name
-        at_s, array = self._clock(), None
-        for order, (draft, fault) in enumerate(request.jobs, start=submitted + 1):
-            if draft.deadline is not None and draft.deadline.due_s(at_s) <= at_s:
-                raise SpecError("the deadline is over", source=draft.name, path="deadline", got=str(draft.deadline))
-            limited = with_team_limit(draft, self._state.policy.team_of(draft.user or ""))
-            spec, satisfied = resolve_dependencies(limited, together, self.job) if draft.depends_on else (limited, ())
-            job_id = f"{spec.name}-{order}"
-            together.setdefault(spec.name, []).append(job_id)
-            if spec.trial is not None:
-                array = spec.trial.of or f"{SWEEP}{job_id}"
-            elif spec.member is None:
-                array = None
-            elif spec.member.number == 0 or array is None:
-                array = job_id
-            event = Submitted(
-                job_id=job_id,
-                order=order,
-                spec=spec,
-                at_s=at_s,
-                fault=fault,
-                array=array,
-                satisfied=satisfied,
-                request=request.key,
-                retry_of=request.retry_of,
-                continues_from=request.continues_from,
-                continues_step=request.continues_step,
-            )
-            if self._journal.as_kept(event) != event:
-                hint = "report this: it is a fault of the service"
-                raise SpecError("the journal would not give back the same job", source=draft.name, hint=hint)
-            events.append(event)
-        request.ids = [event.job_id for event in events]
-        return events
-
-    def _next_requests(self) -> list[_Request]:
-        """Return the oldest requests, of about GROUP jobs together."""
-        requests, jobs = list[_Request](), 0
-        with self._queue:
-            while self._requests and jobs < GROUP:
-                requests.append(self._requests.popleft())
-                jobs += len(requests[-1].jobs)
-        return requests
+        answer(requests, error)
 
     def _apply(self, events: Sequence[Event]) -> None:
         """Decide each event and commit all together; only then is the state visible and are actions performed."""
@@ -544,7 +411,7 @@ class Controller:
             for (event, actions), decision_s in zip(decisions_made, decisions_s, strict=True):
                 self._tally.add(event, actions, decision_s, state.policy)
                 if log.isEnabledFor(logging.INFO):
-                    log.info("event %s", _log_line(event), extra=_log_fields(event))
+                    log.info("event %s", log_line(event), extra=log_fields(event))
                 self._pending.extend(action for action in actions if isinstance(action, Launch | Stop))
             self._changed.notify_all()
             self._unsaved_events += len(decisions_made)
@@ -559,7 +426,7 @@ class Controller:
             if isinstance(event, NodesSeen) and _is_unchanged(self._scheduler.state, event):
                 continue
             began_s = time.perf_counter()
-            self._under_way = event.type, _log_line(event), time.monotonic()
+            self._under_way = event.type, log_line(event), time.monotonic()
             decisions_made.append((event, self._scheduler.step(event)))
             decisions_s.append(time.perf_counter() - began_s)
         return decisions_made, decisions_s
@@ -582,7 +449,7 @@ class Controller:
         while self._pending:
             self._journal.confirm()
             action = self._pending.popleft()
-            log.info("action %s", _log_line(action), extra=_log_fields(action))
+            log.info("action %s", log_line(action), extra=log_fields(action))
             if isinstance(action, Launch):
                 self._launch(action)
             else:
@@ -605,7 +472,7 @@ class Controller:
                 self._backend.adopt(job, job.attempts[action.number - 1])
             self._backend.stop(action)
         except Exception:
-            log.exception("backend failed to stop attempt=%s", action.name, extra=_log_fields(action))
+            log.exception("backend failed to stop attempt=%s", action.name, extra=log_fields(action))
 
     def _adopt(self, job: Job, attempt: Attempt) -> None:
         """After a restart: watch the attempts that hold devices, and repeat stops that were in progress."""
@@ -638,46 +505,8 @@ def _decide_again(scheduler: Scheduler, tail: Sequence[tuple[Event, str | None]]
     for event, recorded_text in tail:
         actions = scheduler.step(event)
         if recorded_text not in (None, decisions(actions)):
-            raise ServiceError(_DIVERGED.format(event=_log_line(event), then=recorded_text, now=decisions(actions)))
-
-
-def _repeat(request: _Request, earlier: Submission) -> None:
-    """Give a repeated request its earlier ids. Raises SpecError where its key stands for another request."""
-    assert request.key is not None
-    if request.key.digest != earlier.digest:
-        hint = "a key names one submission: send another one under a key of its own"
-        raise SpecError("another submission came under this key", source="Idempotency-Key", hint=hint)
-    request.ids, request.is_repeated = [*earlier.ids], True
+            raise ServiceError(_DIVERGED.format(event=log_line(event), then=recorded_text, now=decisions(actions)))
 
 
 def _is_unchanged(state: State, event: NodesSeen) -> bool:
     return (event.nodes, event.declared, event.policy) == (state.nodes, state.declared, state.policy)
-
-
-def _log_fields(subject: Event | Launch | Stop) -> dict[str, object]:
-    """Return job and attempt as the fields of a log record."""
-    if isinstance(subject, Launch):
-        return about(subject.job.id, subject.attempt.number)
-    return about(getattr(subject, "job_id", None), getattr(subject, "number", None))
-
-
-def _log_line(subject: Event | Launch | Stop) -> str:
-    """Return a log line: kind, job, attempt; never a job's settings, which may hold secrets."""
-    match subject:
-        case NodesSeen():
-            return f"nodes_seen nodes={len(subject.nodes)}"
-        case TimerFired():
-            return "woke"
-        case DrainRequested():
-            return f"drain_requested node={subject.node}{' undo' if subject.undo else ''}"
-        case Observed():
-            return f"observed outcomes={len(subject.observations)}"
-        case Launch():
-            devices = " ".join(f"{part.node}:{','.join(map(str, part.devices))}" for part in subject.attempt.placement)
-            return f"launch job={subject.job.id} attempt={subject.attempt.number} on={devices}"
-        case Stop():
-            return f"stop job={subject.job_id} attempt={subject.number}"
-        case Submitted() | CancelRequested() | RetryRequested() | UpdateRequested():
-            return f"{subject.type} job={subject.job_id}"
-        case _:
-            return f"{subject.type} job={subject.job_id} attempt={subject.number}"
