@@ -205,6 +205,8 @@ def curves(tmp_path_factory: pytest.TempPathFactory) -> Curves:
     two = {"llama zero 3": world.run("two", "llama", ON_TWO_RANKS["zero 3"])}
     two["t5 fsdp2"] = world.run("two-t5", "t5", ON_TWO_RANKS["fsdp2"])
     two |= {f"{family} tp": world.run(f"tp-{family}", family, TP) for family in TENSOR_PARALLEL}
+    single["mistral"] = world.run("one-mistral", "mistral", gang.torch_plan())  # its window is half a sample
+    two["mistral cp"] = world.run("cp-mistral", "mistral", combine(1, 1, 1, 2, sequence_length=gang.SEQUENCE_LENGTH))
     two["qwen2 pp"] = world.run("pp-qwen2", "qwen2", PP)
     two["mixtral pp"] = world.run("pp-mixtral", "mixtral", PP, training=FROZEN)
     two |= {f"lora {name}": world.run(f"lora {name}", "llama", ON_TWO_RANKS[name], LORA) for name in ADAPTED}
@@ -235,7 +237,7 @@ def test_one_process_trains_as_a_loop_written_by_hand(curves: Curves, family: st
     [
         *(f"lora {layout}" for layout in ADAPTED),
         *(f"{family} tp" for family in TENSOR_PARALLEL),
-        *("llama zero 3", "qwen2 pp", "mixtral pp", "t5 fsdp2", "lora hops"),
+        *("llama zero 3", "mistral cp", "qwen2 pp", "mixtral pp", "t5 fsdp2", "lora hops"),
     ],
 )
 def test_every_layout_trains_as_one_process(curves: Curves, name: str) -> None:

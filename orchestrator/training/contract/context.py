@@ -27,6 +27,7 @@ class Context:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.ranks, self.rank = group, group.size(), group.rank()
+        self._windows: dict[tuple[int, int], Tensor] = {}  # by length and window; layers share one
 
     def own(self, x_BT: Tensor) -> Tensor:
         """Return this rank's part [B, t] of whole samples' tokens, or of any values per token."""
@@ -35,6 +36,20 @@ class Context:
     def first(self, own_count: int) -> int:
         """Return the position in its sample of this rank's first token."""
         return self.rank * own_count
+
+    def window_mask(self, x_BnTH: Tensor, window: int | None) -> Tensor | None:
+        """Return the causal mask [T, T] in which a token attends to itself and `window` - 1 before it.
+
+        None where the window holds all tokens: a causal kernel needs no mask.
+        """
+        length = x_BnTH.shape[2]
+        if window is None or window >= length:
+            return None
+        if (length, window) not in self._windows:
+            at_T = torch.arange(length, device=x_BnTH.device)
+            behind_TT = at_T[:, None] - at_T[None, :]
+            self._windows[length, window] = (behind_TT >= 0) & (behind_TT < window)
+        return self._windows[length, window]
 
     def attend(self, q_BNtH: Tensor, k_BKtH: Tensor, v_BKtH: Tensor, attention: Attend) -> Tensor:
         """Return the output of `attention` for this rank's tokens and all heads [B, t, N, H].

@@ -96,12 +96,16 @@ def _share_context(module: Any, context: Context) -> None:
 
 
 def _attend(module: Any, q: Tensor, k: Tensor, v: Tensor, _mask: None, **settings: Any) -> tuple[Tensor, None]:
-    """transformers' call of SDPA, over all tokens; of an implementation that it does not know it asks for no mask."""
+    """transformers' call of SDPA, over all tokens.
+
+    For an implementation that transformers does not know it makes no mask, so that a sliding window is masked here.
+    """
     assert _mask is None, "a decoder's own mask needs none"
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         module.num_key_value_groups = q.shape[1] // k.shape[1]  # fewer where ranks share a key-value head
-        return sdpa_attention_forward(module, q, k, v, None, **settings)[0]
+        mask = module.context.window_mask(q, settings.get("sliding_window"))
+        return sdpa_attention_forward(module, q, k, v, mask, **settings)[0]
 
     return module.context.attend(q, k, v, attention), None
 
