@@ -23,7 +23,7 @@ from orchestrator.service.server.attempt_files import read_from
 from orchestrator.service.server.client import Client, process_is_alive, user_name
 from orchestrator.service.server.intake import read_job
 from orchestrator.service.server.lifecycle import prepare, start, stop
-from orchestrator.specs.errors import ServiceError
+from orchestrator.specs.errors import ServiceError, SpecError
 from orchestrator.specs.run import JobFolder
 from tests.backends.ray_jobs import until
 from tests.service.test_disks import JOB, SCRIPT
@@ -131,7 +131,7 @@ def test_ranks_of_two_users_reach_neither_each_other_nor_the_home(
     with closing(Client(home)) as client, pytest.raises(ServiceError, match="there is no rank 1"):
         client.log(bob, 1, 1, 0)
     prepare(home)  # as every `orc up` does
-    with pytest.raises(ServiceError, match="the user has no user id here"):
+    with pytest.raises(SpecError, match="the user has no user id here"):
         submit(home, folder, "eve", python, SCRIPT, str(go))
     go.touch()
     until(lambda: show(home, ada)["status"] == "succeeded", "the end of ada's", END_S)
@@ -145,7 +145,7 @@ def test_a_service_for_other_machines_asks_before_jobs_of_a_second_user_run_as_i
     try:
         for name, role in ((user_name(), "admin"), ("eve", "viewer")):
             here.orc("user", "set", name, "--role", role)
-        refused = here.orc("user", "set", "ada", "--role", "member", code=1)
+        refused = json.loads(here.orc("user", "set", "ada", "--role", "member", code=1))["error"]
         assert refused.startswith(f"jobs of ada would run as {user_name()}, who can read and change this home")
         assert "`orc up --listen HOST:PORT --trust-users`" in refused
         assert len(refused.splitlines()) == 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -70,10 +69,7 @@ def test_a_service_whose_home_is_removed_ends_with_its_ray_and_mlflow_and_leaves
 
 @pytest.mark.long
 def test_a_service_that_cannot_read_its_journal_leaves_neither_ray_nor_mlflow_running(tmp_path: Path) -> None:
-    with closing(Journal(journal_url(tmp_path))):
-        pass
-    with closing(sqlite3.connect(tmp_path / "journal.sqlite")) as database, database:
-        database.execute("INSERT INTO snapshots (id, body) VALUES (1, '{\"policy\": 3}')")
+    (tmp_path / "journal.sqlite").write_bytes(b"no database" * 1000)
     with pytest.raises(ServiceError, match="ended at once"):
         start(tmp_path, None, None)
     ray = embedded_ray.read_state(tmp_path)

@@ -94,7 +94,7 @@ def test_a_job_submitted_from_elsewhere_runs_and_belongs_to_the_user_of_the_toke
     assert [job["id"] for job in reached.there.orc("queue")["jobs"]] == [job_id]
     assert "needs the role admin" in reached.there.orc("audit", code=1)
     actions = [(row["user"], row["action"]) for row in reached.here.orc("audit")["rows"]]
-    assert ("ada", "POST /jobs/batch") in actions
+    assert ("ada", f"POST /jobs/batch {job_id}") in actions
 
 
 PROJECT = """\

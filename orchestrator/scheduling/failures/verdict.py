@@ -84,11 +84,11 @@ def _verdict(
         return ON_ERROR, f"retries.on_error allows {retries.on_error} restarts"
     if ending.is_own and ending.step is None:
         return Verdict(row=10, wait_s=None), "the program's own error, before its first step"
-    last = before[-1] if before else None
-    if last is not None and last.failure is not None and last.failure.ending is not None and not ending.may_pass:
-        previous = last.failure.ending
-        if previous.signature == ending.signature and same_point(previous, ending):
-            return _judge_repeated(attempt, last, ending, nodes)
+    if not ending.may_pass:
+        for earlier in reversed(before):  # other ends may lie between
+            previous = earlier.failure.ending if earlier.failure else None
+            if previous and previous.signature == ending.signature and same_point(previous, ending):
+                return _judge_repeated(attempt, earlier, ending, nodes)
     if not ending.is_own:
         places, _ = suspects(job, attempt, others, nodes)
         if places and accuses(ending) and not is_alike_elsewhere(job, attempt, ending):
@@ -100,7 +100,7 @@ def _verdict(
         if ending.step is None
         else _judge_in_training(job, attempt, ending, before)
     )
-    is_second = last is not None and not ending.may_pass
+    is_second = bool(before) and not ending.may_pass
     return replace(verdict, elsewhere=is_second), reason
 
 
