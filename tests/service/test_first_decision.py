@@ -78,6 +78,7 @@ def test_the_largest_jobs_make_no_decision_look_at_more_than_its_limit(totals: l
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1800)
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(
     batch=st.sampled_from(DIVISIBLE) | st.integers(1, BATCH_MAX),
