@@ -29,7 +29,7 @@ from orchestrator.specs.job.pins import pins_of
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.plan import Plan
-from orchestrator.specs.profile import UNTIMED, MemoryEstimate
+from orchestrator.specs.profile import UNTIMED, WITHOUT_SECONDS, MemoryEstimate, Source
 from orchestrator.specs.replace import replace
 from orchestrator.specs.state import State
 from orchestrator.specs.units import format_bytes
@@ -298,10 +298,10 @@ def attempt_seconds(job: Job, attempt: Attempt, group: Group, calibrated: Calibr
     left, pace = steps_left(job, attempt), attempt.pace
     if left is not None and pace is not None:
         return pace.at_s - attempt.launched_at_s + max(0, left - pace.steps_done) * pace.step_s
-    if left is None:
-        return launch_cost_s + _unknown_length_s(job, group, attempt.step_s)
     ran_before = measured_step_s(job, attempt.device, attempt.number).get(attempt.plan)
     factors = _step_factors(job, attempt.device, attempt.number), calibrated.step_factors
+    if left is None or has_no_seconds(job, attempt.estimate.source, *factors):
+        return launch_cost_s + _unknown_length_s(job, group, attempt.step_s)
     return launch_cost_s + left * (ran_before or attempt.step_s * step_factor(attempt.plan, *factors))
 
 
@@ -336,16 +336,20 @@ def measured_peaks(job: Job, device: str) -> dict[Plan, int]:
 
 def _lengths(job: Job, candidates: Sequence[Candidate], group: Group, calibrated: Calibration) -> list[float]:
     """Return the seconds of training left on each candidate, by measured steps of the family where there are any."""
-    left = steps_left(job)
-    if left is None:
-        return [_unknown_length_s(job, group, candidate.step_s) for candidate in candidates]
-    device = group.hardware.device.name
+    left, device = steps_left(job), group.hardware.device.name
     measured = measured_step_s(job, device) if job.attempts else {}
     factors = _step_factors(job, device), calibrated.step_factors
+    if left is None or (candidates and has_no_seconds(job, candidates[0].estimate.source, *factors)):
+        return [_unknown_length_s(job, group, candidate.step_s) for candidate in candidates]
     return [
         left * (measured.get(candidate.plan) or candidate.step_s * step_factor(candidate.plan, *factors))
         for candidate in candidates
     ]
+
+
+def has_no_seconds(job: Job, source: Source, *factors: Mapping[StepKind, float]) -> bool:
+    """Return whether nothing tells how long a step takes: only the order of its plans is known."""
+    return source in WITHOUT_SECONDS and not job.spec.speeds and not any(factors)
 
 
 def _unknown_length_s(job: Job, group: Group, step_s: float) -> float:

@@ -49,7 +49,7 @@ from orchestrator.specs.job_record import Job
 from orchestrator.specs.observation import Observation
 from orchestrator.specs.parse import Override, join_problems
 from orchestrator.specs.plan import Plan
-from orchestrator.specs.profile import ModelProfile, Source
+from orchestrator.specs.profile import WITHOUT_SECONDS, ModelProfile
 from orchestrator.specs.replace import replace
 from orchestrator.specs.settings import degradation, in_short, settings
 from orchestrator.specs.stages import layer_ranges
@@ -248,7 +248,7 @@ def _rivals_note(candidates: Sequence[Candidate], views: Sequence[CandidateView]
         and _kind(candidate.plan) != _kind(best)
         for candidate, view in zip(candidates, views, strict=True)
     )
-    if not near or candidates[chosen].estimate.source is Source.ASSUMED:
+    if not near or candidates[chosen].estimate.source in WITHOUT_SECONDS:
         return None
     others = "Another plan" if near == 1 else f"{near} other plans"
     return (
