@@ -15,7 +15,7 @@ from orchestrator.backends.attempts.program import why_not_started
 from orchestrator.backends.trackers import check_trackers
 from orchestrator.memory.profiles import is_known
 from orchestrator.service.server.git import code_source
-from orchestrator.service.server.hub import CONFIG, HINT, hub_config
+from orchestrator.service.server.hub import CONFIG, hint_for, hub_config
 from orchestrator.service.server.logins import DEFAULT_HOME
 from orchestrator.service.server.profiling import TraceScope, trace_model
 from orchestrator.specs.clock import check_zone, parse_deadline, parse_window
@@ -84,6 +84,7 @@ def read_job(
     """
     text, source, folder = _load_source(file)
     spec = parse_job(text, source, overrides, lambda name: _read_text(folder / name))
+    _check_micro_batch(spec, overrides)
     read = _resolve_job(spec, source, folder, home, to_run=to_run, elsewhere=elsewhere, scope=scope)
     return _with_commits([read], folder)[0].spec if to_run else read.spec
 
@@ -128,6 +129,21 @@ def check_files(spec: JobSpec, source: str) -> None:
         raise join_problems(problems, source)
 
 
+def _check_micro_batch(spec: JobSpec, overrides: Sequence[Override]) -> None:
+    """Raises SpecError where an override wants a micro-batch above the global batch, which no plan has."""
+    key, knob = "knobs.micro_batch_size.default", spec.knobs.micro_batch_size
+    default = knob.default if knob is not None and key in dict(overrides) else None
+    if isinstance(default, int) and default > spec.global_batch_size:
+        raise SpecError(
+            "no plan has a micro-batch above the global batch",
+            source="--set",
+            path=key,
+            got=default,
+            allowed=f"at most global_batch_size={spec.global_batch_size}",
+            hint=f"say `--set global_batch_size={default}` too; `--set plan.micro_batch_size=N` pins that of the plan",
+        )
+
+
 def _resolve_job(
     spec: JobSpec,
     source: str,
@@ -160,7 +176,9 @@ def _resolve_job(
     if model is not None and not is_known(resolved):
         if isinstance(model.hf, str) and not model.config:
             path = f"{_model_key(spec)}.hf"
-            raise SpecError("the model's sizes are not known", source=source, path=path, got=model.hf, hint=HINT)
+            raise SpecError(
+                "the model's sizes are not known", source=source, path=path, got=model.hf, hint=hint_for(model.hf)
+            )
         home = home or Path(os.environ.get("ORC_HOME", DEFAULT_HOME))
         resolved = resolved.model_copy(
             update={"traced": trace_model(resolved, home.expanduser(), source, scope(resolved))}
