@@ -87,7 +87,7 @@ def test_every_way_of_a_decoder_fits_and_says_its_class() -> None:
 
 
 def test_two_changes_are_offered_together_only_where_no_one_is_enough() -> None:
-    spec, hardware = read_job(JOBS / "musicgen/musicgen_small.yaml", to_run=False), cards("rtx3080")
+    spec, hardware = read_job(JOBS / "musicgen/musicgen_small.yaml", to_run=False), cards("rtx4080")
     case = Unfit(spec, hardware, hardware.device.memory, UNMEASURED)
     settings = [dict(way.settings) for way in ways_out(case)]
     assert {"global_batch_size": "8"} in settings
