@@ -100,9 +100,9 @@ def adapters(case: Unfit, trace: Callable[[JobSpec], JobSpec]) -> Iterator[WayOu
     if ways:
         yield from ways
         return
-    ours = {"command": None, "trainer": None, "knobs": Knobs(), "trains": None, "model": replace(model, weights=None)}
+    changes = {"command": None, "trainer": None, "knobs": Knobs(), "trains": None, "model": replace(model, weights=None)}
     data = {"data": replace(spec.data, text=("text.txt",))}  # a file that nothing reads here
-    for way in adapters(replace(case, spec=spec.model_copy(update=ours | data)), trace):
+    for way in adapters(replace(case, spec=spec.model_copy(update=changes | data)), trace):
         label = f"a job with `model: {{hf: ...}}` in place of `command` and `trains`, with {way.label}"
         yield replace(way, label=label, settings={})
 
@@ -195,9 +195,9 @@ def _unhelpful_knobs(case: Unfit) -> Iterator[str]:
     best, changed = _first_fit(case, knobs=knobs), case.spec.model_copy(update={"knobs": knobs})
     least = min(needed_bytes(candidate, case.calibrated) for candidate in frontier(changed, case.hardware).candidates)
     together = f"{in_short(best.plan)} fits" if best is not None else f"each device needs {format_bytes(least)}"
-    words = " and ".join(name.removesuffix("_steps").replace("_", " ") for name in missing)
+    levers = " and ".join(name.removesuffix("_steps").replace("_", " ") for name in missing)
     keys, with_all = ", ".join(f"`knobs.{name}`" for name in missing), "it" if len(missing) == 1 else "all of them"
-    yield f"the script has no knob for {words} ({keys}): with {with_all} {together}"
+    yield f"the script has no knob for {levers} ({keys}): with {with_all} {together}"
 
 
 def _checkpointing(knobs: Knobs) -> Knobs:

@@ -311,6 +311,13 @@ def test_a_micro_batch_above_the_global_batch_is_refused_where_it_is_typed(tmp_p
         read_job(path, read_overrides(["knobs.micro_batch_size.default=16"]))
 
 
+def test_a_training_setting_that_nothing_tells_a_script_is_refused_where_it_is_typed(tmp_path: Path) -> None:
+    path = job_file(tmp_path, SCRIPT)
+    read_job(path, read_overrides(["training.optimizer=adamw_8bit"]))
+    with pytest.raises(SpecError, match="say it in `command`"):
+        read_job(path, read_overrides(["training.learning_rate=0.1"]))
+
+
 def test_the_refusal_of_a_model_names_its_projects_job_and_models_of_the_table() -> None:
     hint = hint_for("facebook/musicgen-medium")
     assert PROJECT_JOBS["musicgen"] in hint

@@ -31,9 +31,9 @@ def hub_config(name: str) -> dict[str, Any]:
 def hint_for(name: str) -> str:
     """Return what to do about a model of which neither cache, hub nor table says the sizes."""
     job = project_job(name)
-    own = f"{job} of the repository is the job of its project's own trainer. " if job is not None else ""
+    advice = f"{job} of the repository is the job of its project's own trainer. " if job is not None else ""
     return (
-        f"{own}It is not in the local cache, and the hub did not give it within {TRY_S:g} s. Our table of {WRITTEN} "
+        f"{advice}It is not in the local cache, and the hub did not give it within {TRY_S:g} s. Our table of {WRITTEN} "
         f"has {len(PUBLISHED)} other models (`orc fit hf:` lists them), such as {', '.join(nearest_models(name))}. Set "
         "HF_ENDPOINT to a mirror, HF_TOKEN for a model behind a licence, name a folder, or write its configuration "
         "under `config:` beside `hf`"

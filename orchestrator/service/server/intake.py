@@ -54,6 +54,7 @@ LEARNED = {
     "relative_to": ("what outcomes are relative to", "set `profile`"),
     "source": ("the commit of the code", "it is that of the git work tree that the code is in"),
 }
+OF_SCRIPTS = ("training.optimizer", "training.clip_norm")  # what plans of a script follow of its training
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +85,7 @@ def read_job(
     """
     text, source, folder = _load_source(file)
     spec = parse_job(text, source, overrides, lambda name: _read_text(folder / name))
-    _check_micro_batch(spec, overrides)
+    _check_overrides(spec, overrides)
     read = _resolve_job(spec, source, folder, home, to_run=to_run, elsewhere=elsewhere, scope=scope)
     return _with_commits([read], folder)[0].spec if to_run else read.spec
 
@@ -93,6 +94,7 @@ def read_jobs(file: JobSource, overrides: Sequence[Override] = (), home: Path | 
     """Return the jobs in a file: one, or the members of its array. Everything else is as in `read_job`."""
     text, source, folder = _load_source(file)
     specs = parse_jobs(text, source, overrides, lambda name: _read_text(folder / name))
+    _check_overrides(specs[0], overrides)
     read = [_resolve_job(spec, source, folder, home, to_run=True, elsewhere=False) for spec in specs]
     return [job.spec for job in _with_commits(read, folder)]
 
@@ -108,6 +110,7 @@ def read_jobs_elsewhere(
     parse = parse_job if only_one else parse_jobs
     parsed = parse(text, source, overrides, lambda name: _read_text(folder / name))
     specs = [parsed] if isinstance(parsed, JobSpec) else parsed
+    _check_overrides(specs[0], overrides)
     read = [_resolve_job(spec, source, folder, home, to_run=True, elsewhere=True) for spec in specs]
     return _with_commits(read, folder)
 
@@ -129,8 +132,12 @@ def check_files(spec: JobSpec, source: str) -> None:
         raise join_problems(problems, source)
 
 
-def _check_micro_batch(spec: JobSpec, overrides: Sequence[Override]) -> None:
-    """Raises SpecError where an override wants a micro-batch above the global batch, which no plan has."""
+def _check_overrides(spec: JobSpec, overrides: Sequence[Override]) -> None:
+    """Raises SpecError where an override changes nothing: no plan has it, or nothing tells the script."""
+    for key, value in overrides if spec.is_script else ():
+        if key.startswith("training.") and key not in OF_SCRIPTS:
+            what, hint = "nothing tells the script this", "say it in `command`, or in the script's own config file"
+            raise SpecError(what, source="--set", path=key, got=value, allowed=", ".join(OF_SCRIPTS), hint=hint)
     key, knob = "knobs.micro_batch_size.default", spec.knobs.micro_batch_size
     default = knob.default if knob is not None and key in dict(overrides) else None
     if isinstance(default, int) and default > spec.global_batch_size:
