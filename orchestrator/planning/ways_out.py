@@ -100,9 +100,15 @@ def adapters(case: Unfit, trace: Callable[[JobSpec], JobSpec]) -> Iterator[WayOu
     if ways:
         yield from ways
         return
-    changes = {"command": None, "trainer": None, "knobs": Knobs(), "trains": None, "model": replace(model, weights=None)}
-    data = {"data": replace(spec.data, text=("text.txt",))}  # a file that nothing reads here
-    for way in adapters(replace(case, spec=spec.model_copy(update=changes | data)), trace):
+    changes = {
+        "command": None,
+        "trainer": None,
+        "knobs": Knobs(),
+        "trains": None,
+        "model": replace(model, weights=None),
+        "data": replace(spec.data, text=("text.txt",)),  # a file that nothing reads here
+    }
+    for way in adapters(replace(case, spec=spec.model_copy(update=changes)), trace):
         label = f"a job with `model: {{hf: ...}}` in place of `command` and `trains`, with {way.label}"
         yield replace(way, label=label, settings={})
 

@@ -23,6 +23,7 @@ from orchestrator.planning.search import Hardware, frontier, plans
 from orchestrator.service.commands.cards import cluster_of_cards
 from orchestrator.service.commands.fit import fit_rows
 from orchestrator.service.commands.plan import plan_job
+from orchestrator.service.terminal.fit_table import fit_panel
 from orchestrator.service.terminal.tables import plan_panel
 from orchestrator.specs.choices import (
     ActivationCheckpointing,
@@ -352,6 +353,18 @@ def test_a_declared_script_has_step_times_only_where_its_flops_or_speeds_are_tol
     output = io.StringIO()
     Console(file=output, width=120).print(plan_panel(plan_job(spec, nodes)))
     assert ("time not known until the first attempt" in output.getvalue()) != is_timed
+
+
+@pytest.mark.parametrize(("most", "is_noted"), [(2, True), (8, False)])
+def test_the_fit_table_says_where_it_names_more_cards_than_the_job_allows(most: int, *, is_noted: bool) -> None:
+    knobs = KNOBS | {"zero_stage": {"flag": "--shard"}}
+    profile = {"parameters": 4_000_000_000, "layers": 20, "activations_per_sample": "4MiB"}
+    spec = script(gpus={"min": 1, "max": most}, profile=profile, knobs=knobs)
+    rows = list(fit_rows([("as a script", spec)], ["rtx3090-24gb"]))
+    assert (rows[0]["devices"] or 0) > 2
+    output = io.StringIO()
+    Console(file=output, width=200).print(fit_panel(spec, rows, is_assumed=False))
+    assert ("The job allows 2" in output.getvalue()) == is_noted
 
 
 @pytest.mark.parametrize(("way", "offloads"), [({"accelerate": "fsdp"}, True), ({"flag": "-z"}, False)])

@@ -53,7 +53,9 @@ Gpus = Annotated[
 class DeclaredProfile(SpecModel):
     """Memory and cost of a model or a script as declared; no closed form or trace is used then."""
 
-    parameters: int = Field(ge=0, le=PARAMETERS_MAX, description="Number of trained parameters, in fp32.", examples=[350_000_000])
+    parameters: int = Field(
+        ge=0, le=PARAMETERS_MAX, description="Number of trained parameters, in fp32.", examples=[350_000_000]
+    )
     layers: int = Field(
         default=1,
         ge=1,
