@@ -123,7 +123,8 @@ def job_options(job: Job, group: Group, calibrated: Calibration, launch_cost_s: 
         if job.spec.guarantee is not None and probe is None:
             entries = pick_guaranteed(job, entries, group.devices)
             if not entries:
-                return Infeasible(why=lambda: _why_not_guaranteed(job.spec, device.name))
+                is_timed = not any(has_no_seconds(job, candidate.estimate.source) for candidate, _, _ in fitting)
+                return Infeasible(why=lambda: _why_not_guaranteed(job.spec, device.name, is_timed=is_timed))
         rule = rule_of(job, device.name, calibrated, entries[0].candidate)
         best = best_of_each(entries, rule)
         most_bytes = max(entry.least_bytes for entry in best)
@@ -190,7 +191,12 @@ def pick_guaranteed(job: Job, entries: Sequence[SizeOption], devices: int) -> Se
     packed = [replace(entry, shape=replace(entry.shape, shares=entry.shape.shares[:1])) for entry in entries]
     same_size = [entry for entry in packed if entry.devices == job.spec.guaranteed_gpus]
     if guarantee.step is not None:
-        matches = [entry for entry in packed if entry.candidate.step_s <= guarantee.step * AS_FAST]
+        matches = [
+            entry
+            for entry in packed
+            if entry.candidate.step_s <= guarantee.step * AS_FAST
+            and not has_no_seconds(job, entry.candidate.estimate.source)
+        ]
     else:
         mildest = [
             entry.seconds for entry in same_size if entry.candidate.degradation == same_size[0].candidate.degradation
@@ -203,7 +209,9 @@ def pick_guaranteed(job: Job, entries: Sequence[SizeOption], devices: int) -> Se
     return [entry for entry in packed if entry.devices >= job.spec.guaranteed_gpus] or packed
 
 
-def _why_not_guaranteed(spec: JobSpec, device: str) -> str:
+def _why_not_guaranteed(spec: JobSpec, device: str, *, is_timed: bool) -> str:
+    if spec.guarantee is not None and spec.guarantee.step is not None and not is_timed:
+        return "cannot be promised seconds of a step: nothing tells them; say `speeds`"
     if spec.guarantee is not None and spec.guarantee.step is not None:
         return f"cannot be promised {spec.guarantee.step:g} s a step: no plan that fits {device} is as fast"
     return f"cannot be promised the speed of {spec.guaranteed_gpus} {device}: no plan fits on so many"
