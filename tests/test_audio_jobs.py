@@ -116,3 +116,30 @@ def test_musicgen_needs_its_checkpointing_on_24_gb() -> None:
     assert {
         candidate.plan.activation_checkpointing for candidate in fit("musicgen/musicgen_small.yaml", "1x2-rtx4090-24gb")
     } == {ActivationCheckpointing.FULL}
+
+
+def decoder_parameters(*, layers: int, width: int, books: int, words: int, pads: int, rest: int) -> int:
+    """Weights of a decoder with cross-attention over codebooks: two attentions, a feed-forward of 4, three norms."""
+    per_layer = (4 + 4 + 8) * width**2 + 3 * 2 * width
+    return layers * per_layer + books * width * (2 * words + pads) + 2 * width + rest
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        # audiocraft, issue 357: 420.37M; a projection of T5-base's 768 stands beside.
+        (
+            "musicgen/musicgen_small.yaml",
+            decoder_parameters(layers=24, width=1024, books=4, words=2048, pads=1, rest=769 * 1024),
+        ),
+        # helpers/model_init_scripts/init_model_600M.py, and a table of T5's 32,128 words for the prompt.
+        (
+            "parler_tts/parler_tts_mini.yaml",
+            decoder_parameters(layers=24, width=1024, books=9, words=1088, pads=1, rest=32128 * 1024),
+        ),
+    ],
+)
+def test_declared_parameters_are_those_of_the_published_sizes(name: str, count: int) -> None:
+    profile = job(name).profile
+    assert profile is not None
+    assert profile.parameters == pytest.approx(count, rel=0.002)

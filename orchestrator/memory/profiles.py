@@ -55,7 +55,9 @@ def profile_of(
         stretch = sequence_length / own_length if sequence_length and own_length else 1.0
         lower = spec.precision is Precision.FP32 and precision is not Precision.FP32
         share = LOW_SHARE if lower else 1.0
-        return _declared(spec.profile, spec.family_name, precision, tensor_parallel, stretch=stretch, share=share)
+        declared = _declared(spec.profile, spec.family_name, precision, tensor_parallel, stretch=stretch, share=share)
+        has_seconds = not spec.is_script or bool(spec.speeds) or spec.profile.forward_flops_per_sample is not None
+        return declared if has_seconds else replace(declared, source=Source.DECLARED_MEMORY)
     model, length = spec.known_model, spec.data.sequence_length if sequence_length is None else sequence_length
     assert context_parallel == 1 or (model is not None and not spec.is_script), "planning/layouts.py asks for no other"
     spread = 1 if spec.is_script else tensor_parallel  # our engine spreads tokens over the ranks that share matrices

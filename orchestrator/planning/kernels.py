@@ -13,9 +13,10 @@ from orchestrator.specs.profile import LossChunks, ModelProfile, Segment
 # Of the data sheet's peak, what the fastest product reaches where the device was not measured: 0.80 on H100, 0.86 on
 # A100, 0.76 on L4, 0.70 on L40S (mag-/gpu_benchmark README.md).
 PRODUCT_EFFICIENCY = 0.80
-# Of the peak, what a whole model reaches of whose products nothing is known: dense training reaches 38 to 43 % on H100
-# (Grattafiori et al. 2024, arXiv:2407.21783, table 4). It includes memory-bound operators.
-MODEL_EFFICIENCY = 0.40
+# Of the fastest product, what a whole model reaches of whose products nothing is known: dense training reaches 38 to
+# 43 % of the peak on H100 (Grattafiori et al. 2024, arXiv:2407.21783, table 4), whose fastest product reaches 80 %. It
+# includes memory-bound operators.
+MODEL_EFFICIENCY = 0.50
 # Of the peak, what attention reaches: FlashAttention-2 35 % on H100 (Shah et al. 2024, arXiv:2407.08608, section 1),
 # on A100 with a causal mask 30 % (512 tokens) to 55 % (16k) of it (Dao 2023, arXiv:2307.08691, figure 4).
 ATTENTION_EFFICIENCY = 0.35
@@ -132,7 +133,7 @@ def _part(
     peak = device.peak_flops(precision)
     trained = segment.trained_parameters / segment.parameters if segment.parameters else 1.0
     if not segment.matmuls:
-        forward_s = size * segment.forward_flops / (peak * MODEL_EFFICIENCY)
+        forward_s = size * segment.forward_flops / (product_flops(device, precision) * MODEL_EFFICIENCY)
         return forward_s, (1 + trained) * forward_s, 2.0
     forward_s = backward_s = products = 0.0
     rates = product_rates(device, precision)

@@ -7,18 +7,19 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from orchestrator.memory.calibration.calibrate import Calibration
+from orchestrator.memory.profiles import TRANSFORMERS_TRAINERS
 from orchestrator.planning.cost import Hardware
 from orchestrator.planning.frontier import Candidate, fitting, needed_bytes
 from orchestrator.planning.search import frontier
 from orchestrator.planning.strategies import has_batch_norm
-from orchestrator.specs.choices import Degradation
+from orchestrator.specs.choices import Degradation, Optimizer
 from orchestrator.specs.cluster import DeviceSpec
 from orchestrator.specs.devices import DEVICES
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.model import LoraSpec
 from orchestrator.specs.job.sections import Degrade, GpuRange
 from orchestrator.specs.job.spec import JobSpec
-from orchestrator.specs.job.trainer import Knob
+from orchestrator.specs.job.trainer import Knob, Knobs
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.published import published_sizes, smaller_siblings
 from orchestrator.specs.replace import replace
@@ -76,7 +77,7 @@ def ways_out(case: Unfit) -> tuple[WayOut, ...]:
     Each changes one setting. Where no single setting helps on these devices, two are tried together. No model is traced
     anew, since the scheduler asks for these changes in its decisions, too: `orc plan` adds adapters.
     """
-    single = (_other_settings, _numeric, _fewer_normalised, _smaller_batch, _shorter_samples)
+    single = (_other_settings, _numeric, _eight_bit, _fewer_normalised, _smaller_batch, _shorter_samples)
     here = [way for find in single for way in find(case)] or list(_smaller_and_numeric(case))
     more = list(_more_devices(case)) or list(_more_devices_and_smaller_batch(case))
     return (*here, *more, *_larger_devices(case), *_more_host_memory(case))
@@ -86,28 +87,48 @@ def adapters(case: Unfit, trace: Callable[[JobSpec], JobSpec]) -> Iterator[WayOu
     """Yield changes to low-rank adapters: beside frozen weights, then beside 4-bit weights, where the job would fit so.
 
     `trace` returns a job with its model's profile, and may raise SpecError: that change is left out. A script needs its
-    own switch for adapters, since we cannot give it one.
+    own switch for adapters, since we cannot give it one. Where that does not help, a job of our engines may.
     """
-    model = case.spec.known_model
+    spec, model = case.spec, case.spec.known_model
     if model is None or model.hf is None or model.lora is not None:
         return
+    if not spec.is_script:
+        for in_4_bits in (False, True):
+            yield from _adapted(case, trace, in_4_bits=in_4_bits)
+        return
+    ways = list(_adapted(case, trace, in_4_bits=False))  # a script quantises by its own code
+    if ways:
+        yield from ways
+        return
+    changes = {
+        "command": None,
+        "trainer": None,
+        "knobs": Knobs(),
+        "trains": None,
+        "model": replace(model, weights=None),
+        "data": replace(spec.data, text=("text.txt",)),  # a file that nothing reads here
+    }
+    for way in adapters(replace(case, spec=spec.model_copy(update=changes)), trace):
+        label = f"a job with `model: {{hf: ...}}` in place of `command` and `trains`, with {way.label}"
+        yield replace(way, label=label, settings={})
+
+
+def _adapted(case: Unfit, trace: Callable[[JobSpec], JobSpec], *, in_4_bits: bool) -> Iterator[WayOut]:
+    model = case.spec.known_model
+    assert model is not None
     key = "trains" if case.spec.is_script else "model"
-    bases = (False, True) if case.spec.model is not None else (False,)  # a script quantises by its own code
-    for in_4_bits in bases:
-        lora = LoraSpec(rank=ADAPTER_RANK, quantise_base=in_4_bits)
-        settings = {f"{key}.lora.rank": str(ADAPTER_RANK)} | (
-            {f"{key}.lora.quantise_base": "true"} if in_4_bits else {}
-        )
-        label = f"adapters of rank {ADAPTER_RANK}" + (" beside weights in 4 bits" if in_4_bits else "")
-        label += ", where its trainer has a switch for them" if case.spec.is_script else ""
-        try:
-            adapted = trace(case.spec.model_copy(update={key: replace(model, lora=lora), "traced": ()}))
-        except SpecError:
-            continue
-        changed = replace(case, spec=adapted)
-        for way in list(_way(changed, label, settings)) or list(_smaller_batch(changed)):
-            label = label if way.settings == settings else f"{label}, and {way.label}"
-            yield replace(way, label=label, settings={**settings, **way.settings}, degradation=Degradation.SEMANTIC)
+    lora = LoraSpec(rank=ADAPTER_RANK, quantise_base=in_4_bits)
+    settings = {f"{key}.lora.rank": str(ADAPTER_RANK)} | ({f"{key}.lora.quantise_base": "true"} if in_4_bits else {})
+    label = f"adapters of rank {ADAPTER_RANK}" + (" beside weights in 4 bits" if in_4_bits else "")
+    label += ", where its trainer has a switch for them" if case.spec.is_script else ""
+    try:
+        adapted = trace(case.spec.model_copy(update={key: replace(model, lora=lora), "traced": ()}))
+    except SpecError:
+        return
+    changed = replace(case, spec=adapted)
+    for way in list(_way(changed, label, settings)) or list(_smaller_batch(changed)):
+        label = label if way.settings == settings else f"{label}, and {way.label}"
+        yield replace(way, label=label, settings={**settings, **way.settings}, degradation=Degradation.SEMANTIC)
 
 
 def smaller_models(case: Unfit, trace: Callable[[JobSpec], JobSpec]) -> Iterator[WayOut]:
@@ -138,27 +159,55 @@ def with_batch_knobs(spec: JobSpec) -> tuple[tuple[str, ...], JobSpec]:
 
 
 def missing_knobs(case: Unfit) -> Iterator[str]:
-    """Yield advice, as text, on each undeclared knob with which a plan would fit."""
+    """Yield what to write of a knob that a script's job leaves out, where it helps; else the knobs that it lacks."""
+    if case.spec.is_script:
+        helpful = [*_missing_batch_knobs(case), *_missing_checkpointing(case)]
+        yield from helpful or _unhelpful_knobs(case)
+
+
+def _missing_batch_knobs(case: Unfit) -> Iterator[str]:
     spec, knobs = case.spec, case.spec.knobs
-    if not spec.is_script:
-        return
     missing, with_them = with_batch_knobs(spec)
     best = _first_fit(case, knobs=with_them.knobs) if missing else None
+    if best is None:
+        return
+    sizes = {candidate.plan.micro_batch_size for candidate in frontier(spec, case.hardware).candidates}
+    verb = "is" if len(missing) == 1 else "are"
+    cut = f"no plan may cut the micro-batch of {min(sizes)} ({in_short(best.plan)} fits)"
+    yield f"{' and '.join(f'knobs.{name}' for name in missing)} {verb} not given, so {cut}"
+    if knobs.micro_batch_size is None:
+        yield "  to do:   knobs.micro_batch_size: {flag: --FLAG, default: N}, its own flag for samples per rank"
+    if knobs.gradient_accumulation_steps is None:
+        yield "  to do:   knobs.gradient_accumulation_steps: {flag: --FLAG}, its own flag for accumulation steps;"
+        yield "           or `derived`, where the script itself divides its global batch by the micro-batch"
+
+
+def _missing_checkpointing(case: Unfit) -> Iterator[str]:
+    knobs = case.spec.knobs
+    best = _first_fit(case, knobs=_checkpointing(knobs)) if knobs.activation_checkpointing is None else None
     if best is not None:
-        sizes = {candidate.plan.micro_batch_size for candidate in frontier(spec, case.hardware).candidates}
-        verb = "is" if len(missing) == 1 else "are"
-        cut = f"no plan may cut the micro-batch of {min(sizes)} ({in_short(best.plan)} fits)"
-        yield f"{' and '.join(f'knobs.{name}' for name in missing)} {verb} not given, so {cut}"
-        if knobs.micro_batch_size is None:
-            yield "  to do:   knobs.micro_batch_size: {flag: --FLAG, default: N}, its own flag for samples per rank"
-        if knobs.gradient_accumulation_steps is None:
-            yield "  to do:   knobs.gradient_accumulation_steps: {flag: --FLAG}, its own flag for accumulation steps;"
-            yield "           or `derived`, where the script itself divides its global batch by the micro-batch"
+        yield f"knobs.activation_checkpointing is not given ({in_short(best.plan)} fits)"
+        yield "  to do:   knobs.activation_checkpointing: {switch: --FLAG}, its own flag for gradient checkpointing"
+
+
+def _unhelpful_knobs(case: Unfit) -> Iterator[str]:
+    """Yield the knobs that the job lacks where no single one helps, and what all of them together do."""
+    missing, with_them = with_batch_knobs(case.spec)
+    knobs = with_them.knobs
     if knobs.activation_checkpointing is None:
-        best = _first_fit(case, knobs=knobs.model_copy(update={"activation_checkpointing": Knob(switch="--FLAG")}))
-        if best is not None:
-            yield f"knobs.activation_checkpointing is not given ({in_short(best.plan)} fits)"
-            yield "  to do:   knobs.activation_checkpointing: {switch: --FLAG}, its own flag for gradient checkpointing"
+        missing, knobs = (*missing, "activation_checkpointing"), _checkpointing(knobs)
+    if not missing:
+        return
+    best, changed = _first_fit(case, knobs=knobs), case.spec.model_copy(update={"knobs": knobs})
+    least = min(needed_bytes(candidate, case.calibrated) for candidate in frontier(changed, case.hardware).candidates)
+    together = f"{in_short(best.plan)} fits" if best is not None else f"each device needs {format_bytes(least)}"
+    levers = " and ".join(name.removesuffix("_steps").replace("_", " ") for name in missing)
+    keys, with_all = ", ".join(f"`knobs.{name}`" for name in missing), "it" if len(missing) == 1 else "all of them"
+    yield f"the script has no knob for {levers} ({keys}): with {with_all} {together}"
+
+
+def _checkpointing(knobs: Knobs) -> Knobs:
+    return knobs.model_copy(update={"activation_checkpointing": Knob(switch="--FLAG")})
 
 
 def _other_settings(case: Unfit) -> Iterator[WayOut]:
@@ -169,6 +218,19 @@ def _other_settings(case: Unfit) -> Iterator[WayOut]:
 def _numeric(case: Unfit) -> Iterator[WayOut]:
     if case.spec.degrade.limit < Degradation.NUMERIC:
         yield from _way(case, "other arithmetic", {"degrade.allow": "numeric"}, degrade=_allowing(case.spec, "numeric"))
+
+
+def _eight_bit(case: Unfit) -> Iterator[WayOut]:
+    """Yield a script's AdamW with moments in 8 bits; a plan of our engines has them under `degrade`."""
+    spec = case.spec
+    if not spec.is_script or spec.training.optimizer is not Optimizer.ADAMW:
+        return
+    by_trainer = spec.trainer in TRANSFORMERS_TRAINERS
+    switch = "with `--optim adamw_8bit` in its command" if by_trainer else "where the script itself has a switch for it"
+    training = replace(spec.training, optimizer=Optimizer.ADAMW_8BIT)
+    settings = {"training.optimizer": Optimizer.ADAMW_8BIT.value}
+    for way in _way(case, f"AdamW in 8 bits, {switch}", settings, training=training):
+        yield replace(way, degradation=Degradation.NUMERIC)
 
 
 def _fewer_normalised(case: Unfit) -> Iterator[WayOut]:

@@ -1,8 +1,9 @@
 """The catalogue: names of devices that a cluster file may use instead of a description.
 
 Rates are dense and of the data sheet, links per device and direction. `memory` is what CUDA calls total, below what is
-on the card, as out-of-memory messages print it. `measured_tflops` is the fastest bf16 product anybody measured
-(mag-/gpu_benchmark README.md, with the mamf-finder of stas00/ml-engineering); absent where not measured.
+on the card, as out-of-memory messages print it. `measured_tflops` is the fastest product in 16 bits anybody measured
+(mag-/gpu_benchmark README.md, with the mamf-finder of stas00/ml-engineering, if no other source is named); absent where
+not measured.
 
 Every device here is NVIDIA's, since `backends/devices/` reads no other cards. A device of another vendor is unknown:
 a cluster file that names one is refused with this list.
@@ -78,8 +79,9 @@ DEVICES: Final[Mapping[str, DeviceFields]] = MappingProxyType(
         "rtxa6000-48gb": _device("44.40GiB", (154.8, 154.8, 38.7), "768GB/s", _PCIE_4, _PCIE_4, 84),
         "rtx6000ada-48gb": _device("44.40GiB", (364.2, 364.2, 91.1), "960GB/s", _PCIE_4, _PCIE_4, 142),
         "rtxpro6000-96gb": _device("94.90GiB", (503.8, 503.8, 125), "1792GB/s", _PCIE_5, _PCIE_5, 188),
-        # NVIDIA T4 and V100 data sheets: fp16 only, Turing and Volta have no bf16. V100: SXM2, NVLink 300 GB/s.
-        "t4-16gb": _device("14.58GiB", (None, 65, 8.1), "320GB/s", _PCIE_3, _PCIE_3, 40),
+        # NVIDIA T4 and V100 data sheets: fp16 only, Turing and Volta have no bf16. V100: SXM2, NVLink 300 GB/s. A T4 at
+        # its limit of 70 W lowers its clock: products of 4,096 reach 24 of 65 (forums.developer.nvidia.com/t/264462).
+        "t4-16gb": _device("14.58GiB", (None, 65, 8.1), "320GB/s", _PCIE_3, _PCIE_3, 40, 24),
         "v100-16gb": _device("15.77GiB", (None, 125, 15.7), "900GB/s", "150GB/s", _PCIE_3, 80),
         "v100-32gb": _device("31.74GiB", (None, 125, 15.7), "900GB/s", "150GB/s", _PCIE_3, 80),
         # NVIDIA Turing, Ampere GA102, Ada and RTX Blackwell whitepapers, with fp32 sums. Cards for games send to each

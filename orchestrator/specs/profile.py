@@ -139,6 +139,7 @@ class Source(StrEnum):
     CLOSED_FORM = "closed form"
     TRACED = "traced"
     DECLARED = "declared"
+    DECLARED_MEMORY = "declared, without FLOPs"  # of a script: how long a sample takes is not said
     PROBED = "probed"  # a line through what a script was measured to need at two micro-batches
     ASSUMED = "assumed"  # nothing is known of a script: its own micro-batch is taken to fill a device
 
@@ -147,6 +148,7 @@ class Source(StrEnum):
 # kLargeBuffer in c10/cuda/CUDACachingAllocator.cpp).
 SEGMENTS_BYTES = (2 + 20) * 2**20
 UNTIMED = (Source.PROBED, Source.ASSUMED)  # say nothing of seconds: only the order of their plans
+WITHOUT_SECONDS = (*UNTIMED, Source.DECLARED_MEMORY)  # the same, until an attempt has measured a step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

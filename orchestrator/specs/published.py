@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from difflib import SequenceMatcher
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
@@ -100,6 +101,29 @@ PUBLISHED: Final[Mapping[str, PublishedModel]] = MappingProxyType(
         ),
     }
 )
+
+
+# Jobs of the repository for projects whose trainers are their own, by what names of their models and commands have.
+PROJECT_JOBS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "musicgen": "jobs/musicgen/musicgen_small.yaml",
+        "parler": "jobs/parler_tts/parler_tts_mini.yaml",
+        "orpheus": "jobs/orpheus_tts/finetune_3b.yaml",
+        "latentsync": "jobs/latentsync/stage2.yaml",
+        "rvc": "jobs/rvc/rvc_v2_48k.yaml",
+    }
+)
+
+
+def project_job(text: str) -> str | None:
+    """Return the repository's job file of the project that a model or a command names; None where there is none."""
+    return next((path for word, path in PROJECT_JOBS.items() if word in text.lower()), None)
+
+
+def nearest_models(name: str, count: int = 3) -> list[str]:
+    """Return so many models of the table, those with the most similar names first."""
+    likeness = {entry: SequenceMatcher(None, _plain(name), _plain(entry)).ratio() for entry in PUBLISHED}
+    return sorted(PUBLISHED, key=lambda entry: -likeness[entry])[:count]
 
 
 def published_sizes(name: str) -> dict[str, Any]:

@@ -66,7 +66,10 @@ def read_value(text: str, source: str) -> Any:
 def _syntax_error(error: yaml.MarkedYAMLError, source: str) -> SpecError:
     mark = error.problem_mark or error.context_mark
     where = f"{source}:{mark.line + 1}:{mark.column + 1}" if mark else source
-    hint = "indent with spaces, not with tabs" if "'\\t'" in str(error.problem) else ""
+    problem = str(error.problem)
+    hint = "indent with spaces, not with tabs" if "'\\t'" in problem else ""
+    if "unknown escape character" in problem:
+        hint = r"write regular expressions in single quotes: 'step (\d+)'"
     what = ", ".join(part for part in (error.context, error.problem) if part)
     return SpecError(f"not readable as YAML: {what}", source=where, hint=hint)
 

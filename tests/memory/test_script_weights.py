@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from orchestrator.service.commands.plan import CandidateView, estimate_plan
+from orchestrator.specs.choices import Optimizer
 from orchestrator.specs.cluster import ClusterSpec, idle_nodes
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.parse import job_from_data
@@ -20,6 +21,13 @@ LLAMA = {
     "num_attention_heads": 8,
     "num_key_value_heads": 8,
 }
+PROFILE = {
+    "parameters": 540_000_000,
+    "layers": 24,
+    "activations_per_sample": "8GiB",
+    "checkpointed_per_sample": "2GiB",
+}
+ONE_LAYER = {key: value for key, value in PROFILE.items() if key != "layers"}
 FULL = {"dp": "1", "micro_batch_size": "1", "activation_checkpointing": "full"}
 FSDP = {"dp": "2", "micro_batch_size": "1", "activation_checkpointing": "full", "zero_stage": "3"}
 
@@ -78,6 +86,28 @@ def test_transformers_trainer_holds_the_inputs_of_frozen_fsdp_units() -> None:
     loop_bytes = answer(FSDP, trains=trains, trainer=None, knobs=knobs, launch="torchrun")["estimate"]["by_cause"]
     boundary_bytes = 2 * 2048 * 1024
     assert trainer_bytes - loop_bytes["activations"] > 20 * boundary_bytes
+
+
+@pytest.mark.parametrize(
+    "source", [{"trains": {"hf": LLAMA}}, {"trains": None, "profile": PROFILE}, {"trains": None, "profile": ONE_LAYER}]
+)
+def test_every_optimizer_has_its_own_states_in_each_profile_of_a_script(source: dict[str, Any]) -> None:
+    of_rule = {
+        rule.value: answer(FULL, training={"optimizer": rule.value}, **source)["estimate"]["by_cause"]
+        for rule in Optimizer
+    }
+    states = {rule: causes["optimizer states"] for rule, causes in of_rule.items()}
+    assert states["adafactor"] < min(states["adamw_8bit"], states["sgd"])
+    assert max(states["adamw_8bit"], states["sgd"]) < states["adamw"]
+    if "profile" in source:
+        assert states["adamw_8bit"] == pytest.approx(2 * PROFILE["parameters"], rel=0.05)
+
+
+@pytest.mark.parametrize(("setting", "value"), [("activation_checkpointing", "none"), ("micro_batch_size", "2")])
+def test_settings_of_a_declared_script_change_its_bytes(setting: str, value: str) -> None:
+    source = {"trains": None, "profile": PROFILE, "global_batch_size": 2}
+    usual, changed = answer(FULL, **source), answer({**FULL, setting: value}, **source)
+    assert changed["estimate"]["allocated_bytes"] > usual["estimate"]["allocated_bytes"]
 
 
 @pytest.mark.parametrize("weights", ["fp16", "int8"])

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from orchestrator.memory.calibration.calibrate import UNMEASURED
 from orchestrator.memory.calibration.correction import corrected, corrected_allocated_bytes, corrected_bytes
@@ -18,6 +20,11 @@ from orchestrator.planning.frontier import Candidate, fitting
 from orchestrator.planning.profiles import profile_for
 from orchestrator.planning.render import accelerate_config, deepspeed_config, script_command
 from orchestrator.planning.search import Hardware, frontier, plans
+from orchestrator.service.commands.cards import cluster_of_cards
+from orchestrator.service.commands.fit import fit_rows
+from orchestrator.service.commands.plan import plan_job
+from orchestrator.service.terminal.fit_table import fit_panel
+from orchestrator.service.terminal.tables import plan_panel
 from orchestrator.specs.choices import (
     ActivationCheckpointing,
     Engine,
@@ -28,7 +35,7 @@ from orchestrator.specs.choices import (
     Sharding,
     ZeroStage,
 )
-from orchestrator.specs.cluster import DeviceKind, DeviceSpec
+from orchestrator.specs.cluster import DeviceKind, DeviceSpec, idle_nodes
 from orchestrator.specs.errors import IllegalPlan, SpecError
 from orchestrator.specs.job.model import DataSpec, DecoderSpec, ModelSpec
 from orchestrator.specs.job.spec import JobSpec
@@ -37,6 +44,7 @@ from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import Source
 from orchestrator.specs.settings import changes
 
+PROFILE = {"parameters": 10_000_000, "layers": 10, "activations_per_sample": "4MiB"}
 KNOBS = {
     "micro_batch_size": {"flag": "--batch", "default": 16},
     "gradient_accumulation_steps": {"env": "ACCUMULATION", "default": 1},
@@ -329,6 +337,34 @@ def test_accelerates_file_has_the_plans_sharding(way: str, stage: ZeroStage, kin
     config = accelerate_config(spec.knobs, plan, deepspeed_config_path="/attempt/deepspeed.json")
     assert config["distributed_type"] == kind
     assert expected in str(config)
+
+
+@pytest.mark.parametrize(
+    ("more", "is_timed"),
+    [({}, False), ({"speeds": {"1": "2s"}}, True), ({"profile": PROFILE | {"forward_flops_per_sample": 1e12}}, True)],
+)
+def test_a_declared_script_has_step_times_only_where_its_flops_or_speeds_are_told(
+    more: dict[str, Any], is_timed: bool
+) -> None:
+    spec = script(**{"gpus": 1, "profile": PROFILE} | more)
+    (row, *_) = fit_rows([("as a script", spec)], ["rtx4090-24gb"])
+    assert (row["step_s"] is not None) == is_timed
+    nodes = idle_nodes(cluster_of_cards("rtx4090"))
+    output = io.StringIO()
+    Console(file=output, width=120).print(plan_panel(plan_job(spec, nodes)))
+    assert ("time not known until the first attempt" in output.getvalue()) != is_timed
+
+
+@pytest.mark.parametrize(("most", "is_noted"), [(2, True), (8, False)])
+def test_the_fit_table_says_where_it_names_more_cards_than_the_job_allows(most: int, *, is_noted: bool) -> None:
+    knobs = KNOBS | {"zero_stage": {"flag": "--shard"}}
+    profile = {"parameters": 4_000_000_000, "layers": 20, "activations_per_sample": "4MiB"}
+    spec = script(gpus={"min": 1, "max": most}, profile=profile, knobs=knobs)
+    rows = list(fit_rows([("as a script", spec)], ["rtx3090-24gb"]))
+    assert (rows[0]["devices"] or 0) > 2
+    output = io.StringIO()
+    Console(file=output, width=200).print(fit_panel(spec, rows, is_assumed=False))
+    assert ("The job allows 2" in output.getvalue()) == is_noted
 
 
 @pytest.mark.parametrize(("way", "offloads"), [({"accelerate": "fsdp"}, True), ({"flag": "-z"}, False)])

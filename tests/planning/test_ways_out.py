@@ -11,7 +11,7 @@ from orchestrator.memory.calibration.calibrate import UNMEASURED
 from orchestrator.planning.cost import Hardware
 from orchestrator.planning.frontier import fitting, needed_bytes
 from orchestrator.planning.search import frontier
-from orchestrator.planning.ways_out import Unfit, WayOut, adapters, ways_out
+from orchestrator.planning.ways_out import Unfit, WayOut, adapters, missing_knobs, ways_out
 from orchestrator.scheduling.base.node_groups import groups_of
 from orchestrator.service.commands.cards import cluster_of_cards
 from orchestrator.service.server.intake import read_job, read_overrides
@@ -48,6 +48,7 @@ def retyped(file: Path, way: WayOut) -> JobSpec:
         ("latentsync/stage2.yaml", "rtx3090"),
         ("musicgen/musicgen_small.yaml", "rtx3070"),
         ("parler_tts/parler_tts_mini.yaml", "rtx3070"),
+        ("parler_tts/parler_tts_mini.yaml", "rtx3060"),
     ],
 )
 def test_each_project_has_a_way_out_on_its_users_cards_that_fits_as_it_is_offered(name: str, card: str) -> None:
@@ -86,11 +87,25 @@ def test_every_way_of_a_decoder_fits_and_says_its_class() -> None:
 
 
 def test_two_changes_are_offered_together_only_where_no_one_is_enough() -> None:
-    spec, hardware = read_job(JOBS / "musicgen/musicgen_small.yaml", to_run=False), cards("rtx3080")
+    spec, hardware = read_job(JOBS / "musicgen/musicgen_small.yaml", to_run=False), cards("rtx4080")
     case = Unfit(spec, hardware, hardware.device.memory, UNMEASURED)
-    way, *_ = ways_out(case)
-    assert dict(way.settings) == {"global_batch_size": "8"}
+    settings = [dict(way.settings) for way in ways_out(case)]
+    assert {"global_batch_size": "8"} in settings
     assert all(len(way.settings) <= 1 for way in ways_out(case))
+
+
+def test_a_script_is_told_its_missing_levers_and_the_job_of_our_engines_that_fits() -> None:
+    spec, hardware = read_job(JOBS / "orpheus_tts/finetune_3b.yaml", to_run=False), cards("rtx3060")
+    case = Unfit(spec, hardware, hardware.device.memory, UNMEASURED)
+    (line,) = missing_knobs(case)
+    assert "activation checkpointing" in line
+    assert "`knobs.gradient_accumulation_steps`" in line
+    ways = list(adapters(case, lambda adapted: adapted))
+    assert any("4 bits" in way.label for way in ways)
+    for way in ways:
+        assert "`model: {hf: ...}`" in way.label
+        assert way.needed_bytes <= hardware.device.memory
+        assert not way.settings, "no `--set` makes another job of it"
 
 
 def test_adapters_are_left_out_where_the_model_cannot_be_traced_and_where_there_is_none_of_transformers() -> None:

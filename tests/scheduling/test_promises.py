@@ -20,6 +20,7 @@ from tests.scheduling.test_elastic import LONG, RESTED_S, elastic, left, moving
 from tests.scheduling.test_queue import LAUNCH_S, gone, played, script, seen, submitted
 
 SPEEDS = {1: 1000.0, 2: 900.0, 4: 800.0}
+SMALL = {"parameters": 1000, "activations_per_sample": "1MiB"}  # without FLOPs
 TEXT = """\
 name: job
 command: python train.py
@@ -138,6 +139,7 @@ def refusals(events: list[Event]) -> dict[str, str]:
     [
         (guaranteed({2: 100.0}, gpus={"min": 1, "max": 4}), "no plan fits on so many"),
         (guaranteed({1: 100.0}, {"step": "9s"}), "9 s a step: no plan that fits virtual-256mib is as fast"),
+        (guaranteed({}, {"step": "9s"}, probe="never", profile=SMALL), "nothing tells them; say `speeds`"),
     ],
 )
 def test_what_no_plan_can_give_is_refused(spec: JobSpec, says: str) -> None:

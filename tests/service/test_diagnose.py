@@ -64,6 +64,15 @@ def test_says_to_mend_the_program_only_where_the_program_is_wrong(tmp_path: Path
     assert len(advice) == len(set(advice.values())) == 5
 
 
+def test_advice_for_a_run_elsewhere_names_what_anybody_can_do_without_the_service(tmp_path: Path) -> None:
+    advice = diagnose([write(tmp_path / "log", OOM)], None, 0).you_can
+    for way in ("accumulation", "gradient checkpointing", "8-bit optimizer", "LoRA", "orc init"):
+        assert way in advice
+    for text in ("KeyError: 'labels'", "RuntimeError: odd", WATCHDOG, OOM, "No space left on device"):
+        advice = diagnose([write(tmp_path / "log", text)], None, 0).you_can
+        assert not re.search(r"orc retry|submit|degrade|hang_timeout", advice), advice
+
+
 @pytest.mark.parametrize("content", [None, b"\x7fELF\0\0\1", "a folder"])
 def test_what_is_no_log_is_one_error(tmp_path: Path, content: object) -> None:
     path = tmp_path / "log"

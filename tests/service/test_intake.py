@@ -10,12 +10,14 @@ import pytest
 
 from orchestrator.memory.models.hf import decoder_shape
 from orchestrator.memory.profiles import profile_of
+from orchestrator.service.server.hub import hint_for
 from orchestrator.service.server.intake import EMBEDDED_CLUSTER, read_cluster, read_job, read_overrides
 from orchestrator.service.server.profiling import TraceScope
 from orchestrator.specs.choices import Precision
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.parse import job_from_data
 from orchestrator.specs.profile import Source
+from orchestrator.specs.published import PROJECT_JOBS, PUBLISHED
 
 MODEL = """\
 name: lm
@@ -300,6 +302,29 @@ def test_a_missing_job_file_is_named(tmp_path: Path) -> None:
 def test_a_setting_is_key_equals_value_once(settings: list[str]) -> None:
     with pytest.raises(SpecError, match="--set"):
         read_overrides(settings)
+
+
+def test_a_micro_batch_above_the_global_batch_is_refused_where_it_is_typed(tmp_path: Path) -> None:
+    path = job_file(tmp_path, SCRIPT + "knobs: {micro_batch_size: {flag: -b, default: 16}}\n")
+    assert read_job(path).global_batch_size == 8
+    with pytest.raises(SpecError, match="global_batch_size=8"):
+        read_job(path, read_overrides(["knobs.micro_batch_size.default=16"]))
+
+
+def test_a_training_setting_that_nothing_tells_a_script_is_refused_where_it_is_typed(tmp_path: Path) -> None:
+    path = job_file(tmp_path, SCRIPT)
+    read_job(path, read_overrides(["training.optimizer=adamw_8bit"]))
+    with pytest.raises(SpecError, match="say it in `command`"):
+        read_job(path, read_overrides(["training.learning_rate=0.1"]))
+
+
+def test_the_refusal_of_a_model_names_its_projects_job_and_models_of_the_table() -> None:
+    hint = hint_for("facebook/musicgen-medium")
+    assert PROJECT_JOBS["musicgen"] in hint
+    for path in PROJECT_JOBS.values():
+        assert (Path(__file__).parents[2] / path).is_file()
+    assert str(len(PUBLISHED)) in hint
+    assert "meta-llama/Llama-3.2-1B" in hint_for("meta-llama/Llama-3.2-11B-Vision")
 
 
 def test_the_embedded_cluster_is_the_one_among_the_cluster_files() -> None:

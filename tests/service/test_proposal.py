@@ -117,6 +117,36 @@ torch.save(model, out / "model.pt")
 """
 
 
+ACCELERATE = """
+import argparse, os
+from accelerate import Accelerator
+parser = argparse.ArgumentParser()
+parser.add_argument("--per_device_train_batch_size", type=int, default=8)
+parser.add_argument("--gradient_accumulation_steps", type=int, default=2)
+parser.add_argument("--gradient_checkpointing", action="store_true")
+parser.add_argument("--output_dir", required=True)
+parser.add_argument("--resume_from_checkpoint")
+args = parser.parse_args()
+accelerator = Accelerator()
+folder = os.path.join(args.output_dir, f"NAME")
+accelerator.save_state(output_dir=folder)
+"""
+RENAMING = """
+import argparse, os, torch, utils
+parser = argparse.ArgumentParser()
+parser.add_argument("--bs", type=int, default=8)
+parser.add_argument("--FLAG", required=True)
+args = parser.parse_args()
+for step in range(9):
+    file = f"{args.FLAG}/G_{step}.pth"
+    torch.save(net, file + ".tmp")
+    os.replace(file + ".tmp", file)
+    file = os.path.join(args.FLAG, "D_{}.pth".format(step))
+    utils.save_checkpoint(net, optimizer, 0.1, step, file)
+torch.save(net, args.FLAG + "/final.pth")
+"""
+
+
 def propose(folder: Path, source: str) -> tuple[str, JobSpec]:
     script, file = folder / "my_train.py", folder / "job.yaml"
     script.write_text(source)
@@ -245,6 +275,56 @@ def test_checkpoints_and_results_are_proposed_from_the_names_that_the_script_sav
     assert (spec.resume.checkpoints, spec.success.artifacts) == ((pattern,), ("model.pt",))
     assert text.count("CHECK: read from my_train.py:") == 2
     assert f"\n# A restart: it goes on from the newest checkpoint, {pattern}.\n" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "patterns", "verdict"),
+    [
+        ("checkpoint-{step}-epoch-{epoch}", ("checkpoint-*-epoch-*",), "# A restart: it goes on from the newest"),
+        ("step_{step}", ("step_*", "epoch_*"), "# A restart: it goes on from the newest checkpoint, step_*, epoch_*."),
+        ("{step}", ("step_*", "epoch_*"), "# CHECK: a restart goes on only if the script names its checkpoints"),
+    ],
+)
+def test_names_of_a_frameworks_checkpoints_are_promised_only_where_the_script_writes_such(
+    tmp_path: Path, name: str, patterns: tuple[str, ...], verdict: str
+) -> None:
+    text, spec = propose(tmp_path, ACCELERATE.replace("NAME", name))
+    assert (spec.trainer, spec.resume.checkpoints) == ("accelerate", patterns)
+    assert f"\n{verdict}" in text
+    assert spec.knobs.activation_checkpointing is not None
+    assert spec.knobs.activation_checkpointing.switch == "--gradient_checkpointing"
+
+
+@pytest.mark.parametrize("flag", ["model_dir", "logdir", "exp_dir", "work_dir", "save_dir"])
+def test_a_folder_of_any_name_is_the_output_where_the_script_saves_into_it(tmp_path: Path, flag: str) -> None:
+    _, spec = propose(tmp_path, RENAMING.replace("FLAG", flag))
+    assert spec.knobs.output_dir is not None
+    assert spec.knobs.output_dir.flag == f"--{flag}"
+    assert spec.resume.checkpoints == ("G_*.pth", "D_*.pth")
+    assert spec.success.artifacts == ("final.pth",)
+
+
+def test_a_folder_of_any_name_that_nothing_is_saved_into_stays_as_typed(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(RENAMING.replace("args.FLAG", "args.out").replace("FLAG", "model_dir"))
+    text = proposal(["python", "train.py", "--model_dir", "base"], tmp_path, {})
+    assert "--model_dir base" in text
+    assert "output_dir:" not in text
+
+
+@pytest.mark.parametrize(
+    ("typed", "noted"),
+    [
+        (["dora", "run", "solver=musicgen/musicgen_base_32khz"], "jobs/musicgen/musicgen_small.yaml"),
+        (["accelerate", "launch", "train.py"], None),
+    ],
+)
+def test_a_projects_own_job_is_named_and_no_option_that_was_not_typed(
+    tmp_path: Path, typed: list[str], noted: str | None
+) -> None:
+    (tmp_path / "train.py").write_text(ACCELERATE)
+    text = proposal(typed, tmp_path, {})
+    assert noted is None or noted in text
+    assert "dropped:" not in text
 
 
 def test_the_path_is_read_through_a_function_of_the_scripts_own(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ def test_every_device_is_complete_and_physically_plausible(name: str) -> None:
     assert 1.9 * fp32 < fp16 < 60 * fp32
     assert card.host_bandwidth <= card.memory_bandwidth
     assert card.link_bandwidth <= card.memory_bandwidth / 4
-    assert 0.4 * fp16 < 1e12 * (card.measured_tflops or card.fp16_tflops or 0) < 1.15 * fp16
+    assert 0.35 * fp16 < 1e12 * (card.measured_tflops or card.fp16_tflops or 0) < 1.15 * fp16
 
 
 def test_newer_devices_of_a_line_are_faster() -> None:

@@ -112,6 +112,7 @@ REFUSED: dict[str, tuple[str, list[str]]] = {
     "a phase that is none": (f"{SCRIPT}phases: {{warmup: x}}\n", ["phases.warmup", "startup, encoding"]),
     "syntax": ("name: [a\nb: c", ["job.yaml:2:2", "not readable as YAML"]),
     "tab": ("a:\n\tb: 1", ["job.yaml:2:1", "not with tabs"]),
+    "a backslash in double quotes": ('progress: "step (\\d+)"', ["unknown escape character", "in single quotes"]),
     "two documents": (f"{SCRIPT}---\n{SCRIPT}", ["job.yaml:4:1", "single document"]),
     "empty": ("# nothing\n", ["job.yaml: the file is empty", "orc schema"]),
     "no mapping": ("- a\n", ["the top level must be a mapping"]),

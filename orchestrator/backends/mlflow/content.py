@@ -27,7 +27,7 @@ from orchestrator.specs.job.recorded import recorded_precision, recorded_setting
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.observation import Observation
-from orchestrator.specs.profile import UNTIMED
+from orchestrator.specs.profile import WITHOUT_SECONDS
 from orchestrator.specs.units import format_bytes, format_seconds
 
 ENDED_FROM_OUTSIDE = (
@@ -250,7 +250,7 @@ def _attempt_metrics(attempt: Attempt, observation: Observation | None) -> dict[
     reserved_bytes = None if predicted is None else corrected(attempt.estimate, attempt.correction).reserved_bytes
     metrics: dict[str, float | None] = {
         "predicted_peak_bytes": predicted,
-        "predicted_step_s": None if attempt.estimate.source in UNTIMED else attempt.step_s,
+        "predicted_step_s": None if attempt.estimate.source in WITHOUT_SECONDS else attempt.step_s,
         "correction": attempt.correction,
         "needed_bytes": attempt.needed_bytes,
         "fit_probability": attempt.fit_probability,

@@ -39,6 +39,7 @@ MARGINS: Mapping[Source, float] = {
     Source.CLOSED_FORM: MARGIN,
     Source.TRACED: 1.03,
     Source.DECLARED: MARGIN,
+    Source.DECLARED_MEMORY: MARGIN,
     Source.PROBED: MARGIN,
     Source.ASSUMED: MARGIN,
 }

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 
 from orchestrator.memory.engines.moments import FP32_BYTES
-from orchestrator.specs.choices import MasterWeights, Offload, Optimizer
+from orchestrator.specs.choices import Engine, MasterWeights, Offload, Optimizer
 from orchestrator.specs.plan import Plan
-from orchestrator.specs.profile import ModelProfile
+from orchestrator.specs.profile import ModelProfile, Segment, Source
 
 ADAM_BYTES = 8  # exp_avg and exp_avg_sq in fp32 (Kingma and Ba 2015, arXiv:1412.6980)
 SGD_BYTES = 4  # the momentum buffer; counted where momentum is 0 too, since the plan does not say
@@ -32,11 +32,7 @@ def state_bytes(profile: ModelProfile, plan: Plan, shards: int) -> int:
     if plan.optimizer is Optimizer.ADAFACTOR:
         return FP32_BYTES * -(-_factored_elements(profile) // shards)
     if plan.optimizer is Optimizer.ADAMW_8BIT:
-        return sum(
-            segment.count * _in_8_bits(-(-tensor // shards))
-            for segment in profile.segments
-            for tensor in segment.gradients
-        )
+        return sum(segment.count * _states_in_8_bits(segment, profile, plan, shards) for segment in profile.segments)
     return (SGD_BYTES if plan.optimizer is Optimizer.SGD else ADAM_BYTES) // narrow * -(-trained // shards)
 
 
@@ -53,6 +49,20 @@ def temporaries(plan: Plan, elements: int, *, cuda: bool, before: int = 0) -> in
     if cuda and plan.offload is Offload.NONE and plan.optimizer is not Optimizer.ADAFACTOR:
         return 0
     return FP32_BYTES * (2 * elements + before if plan.optimizer is Optimizer.ADAMW else elements)
+
+
+def _states_in_8_bits(segment: Segment, profile: ModelProfile, plan: Plan, shards: int) -> int:
+    """Bytes of the states of one part of a segment.
+
+    A declared profile names no tensors, so all but the last block of a part is in 8 bits. transformers' Trainer keeps
+    those of embeddings in fp32 (transformers/trainer.py, create_optimizer: `register_module_override`).
+    """
+    if profile.source in (Source.DECLARED, Source.DECLARED_MEMORY):
+        elements = -(-segment.trained_parameters // shards)
+        return _in_8_bits(elements - elements % BLOCK) + ADAM_BYTES * (elements % BLOCK)
+    if plan.engine is Engine.SCRIPT and not segment.is_unit:
+        return ADAM_BYTES * -(-segment.trained_parameters // shards)
+    return sum(_in_8_bits(-(-tensor // shards)) for tensor in segment.gradients)
 
 
 def _in_8_bits(elements: int) -> int:

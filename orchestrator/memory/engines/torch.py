@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from orchestrator.memory.engines.moments import FORWARDED, Causes, Moment, Passage, Point, Rank
 from orchestrator.memory.engines.optimizers import state_bytes, temporaries
 from orchestrator.memory.engines.widths import compute_bytes, exchanged_bytes
-from orchestrator.specs.choices import Offload
+from orchestrator.specs.choices import Offload, Optimizer
 from orchestrator.specs.mechanics import Fsdp, Replicated, ScriptFsdp
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import Segment
@@ -52,8 +52,9 @@ def ddp_moments(rank: Rank, plan: Plan, replicated: Replicated, places: Iterable
         return points
     gradient_bytes = 0 if are_views else width * max(profile.turns, default=count)
     largest, before = profile.largest_trained, profile.updated_before_largest
-    is_foreach = cuda and not replicated.is_ours
-    temporary = width * count if is_foreach else temporaries(plan, largest, cuda=cuda, before=before)
+    temporary = temporaries(plan, largest, cuda=cuda, before=before)
+    if cuda and not replicated.is_ours:  # torch's foreach rules hold as much as all gradients; 8 bits go one by one
+        temporary = min(width * count, temporary) if plan.optimizer is Optimizer.ADAMW_8BIT else width * count
     points.append(
         Moment("optimizer step", (*fixed, ("gradients", gradient_bytes), ("optimizer temporaries", temporary)))
     )

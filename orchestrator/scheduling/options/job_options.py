@@ -29,7 +29,7 @@ from orchestrator.specs.job.pins import pins_of
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.plan import Plan
-from orchestrator.specs.profile import UNTIMED, MemoryEstimate
+from orchestrator.specs.profile import UNTIMED, WITHOUT_SECONDS, MemoryEstimate, Source
 from orchestrator.specs.replace import replace
 from orchestrator.specs.state import State
 from orchestrator.specs.units import format_bytes
@@ -123,7 +123,8 @@ def job_options(job: Job, group: Group, calibrated: Calibration, launch_cost_s: 
         if job.spec.guarantee is not None and probe is None:
             entries = pick_guaranteed(job, entries, group.devices)
             if not entries:
-                return Infeasible(why=lambda: _why_not_guaranteed(job.spec, device.name))
+                is_timed = not any(has_no_seconds(job, candidate.estimate.source) for candidate, _, _ in fitting)
+                return Infeasible(why=lambda: _why_not_guaranteed(job.spec, device.name, is_timed=is_timed))
         rule = rule_of(job, device.name, calibrated, entries[0].candidate)
         best = best_of_each(entries, rule)
         most_bytes = max(entry.least_bytes for entry in best)
@@ -191,7 +192,12 @@ def pick_guaranteed(job: Job, entries: Sequence[SizeOption], devices: int) -> Se
     packed = [replace(entry, shape=replace(entry.shape, shares=entry.shape.shares[:1])) for entry in entries]
     same_size = [entry for entry in packed if entry.devices == job.spec.guaranteed_gpus]
     if guarantee.step is not None:
-        matches = [entry for entry in packed if entry.candidate.step_s <= guarantee.step * AS_FAST]
+        matches = [
+            entry
+            for entry in packed
+            if entry.candidate.step_s <= guarantee.step * AS_FAST
+            and not has_no_seconds(job, entry.candidate.estimate.source)
+        ]
     else:
         mildest = [
             entry.seconds for entry in same_size if entry.candidate.degradation == same_size[0].candidate.degradation
@@ -204,7 +210,9 @@ def pick_guaranteed(job: Job, entries: Sequence[SizeOption], devices: int) -> Se
     return [entry for entry in packed if entry.devices >= job.spec.guaranteed_gpus] or packed
 
 
-def _why_not_guaranteed(spec: JobSpec, device: str) -> str:
+def _why_not_guaranteed(spec: JobSpec, device: str, *, is_timed: bool) -> str:
+    if spec.guarantee is not None and spec.guarantee.step is not None and not is_timed:
+        return "cannot be promised seconds of a step: nothing tells them; say `speeds`"
     if spec.guarantee is not None and spec.guarantee.step is not None:
         return f"cannot be promised {spec.guarantee.step:g} s a step: no plan that fits {device} is as fast"
     return f"cannot be promised the speed of {spec.guaranteed_gpus} {device}: no plan fits on so many"
@@ -299,10 +307,10 @@ def attempt_seconds(job: Job, attempt: Attempt, group: Group, calibrated: Calibr
     left, pace = steps_left(job, attempt), attempt.pace
     if left is not None and pace is not None:
         return pace.at_s - attempt.launched_at_s + max(0, left - pace.steps_done) * pace.step_s
-    if left is None:
-        return launch_cost_s + _unknown_length_s(job, group, attempt.step_s)
     ran_before = measured_step_s(job, attempt.device, attempt.number).get(attempt.plan)
     factors = _step_factors(job, attempt.device, attempt.number), calibrated.step_factors
+    if left is None or has_no_seconds(job, attempt.estimate.source, *factors):
+        return launch_cost_s + _unknown_length_s(job, group, attempt.step_s)
     return launch_cost_s + left * (ran_before or attempt.step_s * step_factor(attempt.plan, *factors))
 
 
@@ -337,16 +345,20 @@ def measured_peaks(job: Job, device: str) -> dict[Plan, int]:
 
 def _lengths(job: Job, candidates: Sequence[Candidate], group: Group, calibrated: Calibration) -> list[float]:
     """Return the seconds of training left on each candidate, by measured steps of the family where there are any."""
-    left = steps_left(job)
-    if left is None:
-        return [_unknown_length_s(job, group, candidate.step_s) for candidate in candidates]
-    device = group.hardware.device.name
+    left, device = steps_left(job), group.hardware.device.name
     measured = measured_step_s(job, device) if job.attempts else {}
     factors = _step_factors(job, device), calibrated.step_factors
+    if left is None or (candidates and has_no_seconds(job, candidates[0].estimate.source, *factors)):
+        return [_unknown_length_s(job, group, candidate.step_s) for candidate in candidates]
     return [
         left * (measured.get(candidate.plan) or candidate.step_s * step_factor(candidate.plan, *factors))
         for candidate in candidates
     ]
+
+
+def has_no_seconds(job: Job, source: Source, *factors: Mapping[StepKind, float]) -> bool:
+    """Return whether nothing tells how long a step takes: only the order of its plans is known."""
+    return source in WITHOUT_SECONDS and not job.spec.speeds and not any(factors)
 
 
 def _unknown_length_s(job: Job, group: Group, step_s: float) -> float:

@@ -23,7 +23,7 @@ from orchestrator.specs.job.pins import in_words
 from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.mechanics import Fsdp2
 from orchestrator.specs.plan import Plan
-from orchestrator.specs.profile import UNTIMED, MemoryEstimate
+from orchestrator.specs.profile import WITHOUT_SECONDS, MemoryEstimate
 from orchestrator.specs.replace import replace
 from orchestrator.specs.settings import in_short, settings
 from orchestrator.specs.state import State
@@ -159,7 +159,7 @@ def row_of(state: State, job: Job, curve: Curve | None) -> Row:
         host_bytes=estimate.host_bytes if is_known else None,
         peak_bytes=last.peak_bytes,
         reserved_bytes=last.reserved_bytes,
-        predicted_step_s=last.step_s if last.estimate.source not in UNTIMED else None,
+        predicted_step_s=last.step_s if last.estimate.source not in WITHOUT_SECONDS else None,
         step_s=step_s,
         samples_per_s=job.spec.global_batch_size / step_s if step_s else None,
         tokens_per_s=tokens / step_s if tokens and step_s else None,
@@ -198,7 +198,9 @@ def _predicted_row(state: State, job: Job) -> Row:
         host_bytes=None if estimate is None else estimate.host_bytes,
         peak_bytes=None,
         reserved_bytes=None,
-        predicted_step_s=None if closest is None or closest[1].estimate.source in UNTIMED else closest[1].step_s,
+        predicted_step_s=None
+        if closest is None or closest[1].estimate.source in WITHOUT_SECONDS
+        else closest[1].step_s,
         step_s=None,
         samples_per_s=None,
         tokens_per_s=None,
@@ -253,7 +255,9 @@ def utilisation(job: Job, plan: Plan, device: DeviceSpec | None, step_s: float |
         autocast=autocasts(plan),
         cuda=device is not None and device.kind is DeviceKind.CUDA,
     )
-    if device is None or not step_s or profile is None or profile.source in UNTIMED or not profile.forward_flops:
+    if device is None or not step_s or profile is None or not profile.forward_flops:
+        return None
+    if profile.source in WITHOUT_SECONDS:
         return None
     flops = (1 + BACKWARD_FLOPS) * profile.forward_flops * job.spec.global_batch_size
     return flops / (step_s * plan.world_size * device.peak_flops(plan.precision))

@@ -16,6 +16,7 @@ from orchestrator.scheduling.options.job_options import (
     Infeasible,
     JobOptions,
     SizeOption,
+    has_no_seconds,
     job_options,
     steps_left,
     unknown_length_s,
@@ -149,9 +150,15 @@ class OptionCache:
             (sqrt(candidate.plan.world_size / self._devices) * seconds, seconds, candidate.plan.world_size * seconds)
             for pool in self._pools
             for candidate in _candidates(job, pool.group)
-            for seconds in [pool.launch_cost_s + (unknown_length_s(job) if left is None else left * candidate.step_s)]
+            for seconds in [pool.launch_cost_s + _length_s(job, candidate, left)]
         ]
         return Size(*min(sizes, default=(0.0, 0.0, 0.0)))
+
+
+def _length_s(job: Job, candidate: Candidate, left: int | None) -> float:
+    if left is None or has_no_seconds(job, candidate.estimate.source):
+        return unknown_length_s(job)
+    return left * candidate.step_s
 
 
 def _candidates(job: Job, group: Group) -> Sequence[Candidate]:

@@ -32,6 +32,20 @@ CASE_LINES = 40  # of a log, at the begin of its last trouble and at its end, th
 EXIT_CODE = 1  # where none is given
 PLAIN_NAMES = frozenset(("", "local", "localhost", "root", "user"))  # that tell nobody
 
+# What helps where no service runs the training, by the kind of the failure; for any other kind the service's own help.
+ELSEWHERE = {
+    FailureKind.DEVICE_OOM: (
+        "halve the samples per device and double the accumulation steps (that helps nothing in optimizer.step); then "
+        "turn on gradient checkpointing, take an 8-bit optimizer, or train LoRA adapters in place of all weights. "
+        "`orc init COMMAND > job.yaml`, then `orc plan job.yaml --gpu CARD` tells what fits"
+    ),
+    FailureKind.HUNG: "compare the logs of its ranks: one did not come",
+    FailureKind.UNKNOWN: "nothing explains its end, which may not come again: read its log, then start it again",
+    FailureKind.DISK_FULL: "free space on the disk, then start it again",
+    FailureKind.USER_ERROR: "mend the program, then start it again",
+    FailureKind.TIME_LIMIT: "start it again with a longer time limit, if it needs one",
+}
+
 _SECRETS = "token|passw(?:or)?d|secret|api[_-]?key|credential"
 # What a case must not tell, and what stands there instead. The last ones are names of hosts where logs have them.
 _REDACTED = tuple(
@@ -98,7 +112,7 @@ def diagnose(logs: Sequence[Path], exit_code: int | None, oom_kills: int) -> Dia
         line=line.partition("\n")[0],
         rank=failure.rank,
         orc_would=_next_action(failure),
-        you_can=help_for(failure),
+        you_can=help_for(failure) if failure.broken else ELSEWHERE.get(failure.kind, help_for(failure)),
     )
 
 

@@ -18,7 +18,7 @@ from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.model import LoraSpec, ModelSpec
 from orchestrator.specs.job.sections import GpuRange
 from orchestrator.specs.job.spec import JobSpec
-from orchestrator.specs.profile import Source
+from orchestrator.specs.profile import WITHOUT_SECONDS
 from orchestrator.specs.replace import replace
 from orchestrator.specs.settings import in_short
 
@@ -96,7 +96,7 @@ def _row(way: str, spec: JobSpec, name: str) -> FitRow:
         if best is not None:
             why = None
             break
-    is_timed = best is not None and best.estimate.source is not Source.ASSUMED
+    is_timed = best is not None and best.estimate.source not in WITHOUT_SECONDS
     return FitRow(
         way=way,
         device=name,

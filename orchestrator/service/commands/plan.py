@@ -37,6 +37,7 @@ from orchestrator.specs.choices import (
     Engine,
     Offload,
     OffloadTarget,
+    Optimizer,
     ParallelLayout,
     Sharding,
     ZeroStage,
@@ -49,7 +50,7 @@ from orchestrator.specs.job_record import Job
 from orchestrator.specs.observation import Observation
 from orchestrator.specs.parse import Override, join_problems
 from orchestrator.specs.plan import Plan
-from orchestrator.specs.profile import ModelProfile, Source
+from orchestrator.specs.profile import UNTIMED, WITHOUT_SECONDS, ModelProfile
 from orchestrator.specs.replace import replace
 from orchestrator.specs.settings import degradation, in_short, settings
 from orchestrator.specs.stages import layer_ranges
@@ -129,7 +130,9 @@ def plan_job(
     return next((answer for answer in answers if answer["chosen"] is not None), answers[0])
 
 
-def _origin(profile: ModelProfile) -> str:
+def _origin(spec: JobSpec, profile: ModelProfile) -> str:
+    if profile.source in UNTIMED and spec.training.optimizer is not Optimizer.ADAMW:
+        return f"{profile.source}, whatever its optimizer is"
     return f"{profile.source}, {profile.attention} attention" if profile.attention else profile.source
 
 
@@ -194,7 +197,7 @@ def _plan_on_kind(
         device=hardware.device.name,
         devices=len(free_bytes),
         global_batch_size=spec.global_batch_size,
-        profile=_origin(profile_for(spec, hardware, candidates[0].plan)),
+        profile=_origin(spec, profile_for(spec, hardware, candidates[0].plan)),
         chosen=chosen,
         probe=None if probe is None or chosen is None else _view(probe, free_bytes, calibrated),
         frontier=views,
@@ -248,7 +251,7 @@ def _rivals_note(candidates: Sequence[Candidate], views: Sequence[CandidateView]
         and _kind(candidate.plan) != _kind(best)
         for candidate, view in zip(candidates, views, strict=True)
     )
-    if not near or candidates[chosen].estimate.source is Source.ASSUMED:
+    if not near or candidates[chosen].estimate.source in WITHOUT_SECONDS:
         return None
     others = "Another plan" if near == 1 else f"{near} other plans"
     return (

@@ -16,7 +16,7 @@ from orchestrator.backends.attempts.program import why_not_started
 from orchestrator.backends.trackers import check_trackers
 from orchestrator.memory.profiles import is_known
 from orchestrator.service.server.git import code_source
-from orchestrator.service.server.hub import CONFIG, HINT, hub_config
+from orchestrator.service.server.hub import CONFIG, hint_for, hub_config
 from orchestrator.service.server.logins import DEFAULT_HOME
 from orchestrator.service.server.profiling import TraceScope, trace_model
 from orchestrator.specs.clock import check_zone, parse_deadline, parse_window
@@ -56,6 +56,7 @@ LEARNED = {
     "relative_to": ("what outcomes are relative to", "set `profile`"),
     "source": ("the commit of the code", "it is that of the git work tree that the code is in"),
 }
+OF_SCRIPTS = ("training.optimizer", "training.clip_norm")  # what plans of a script follow of its training
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +87,7 @@ def read_job(
     """
     text, source, folder = _load_source(file)
     spec = parse_job(text, source, overrides, lambda name: _read_text(folder / name))
+    _check_overrides(spec, overrides)
     read = _resolve_job(spec, source, folder, home, to_run=to_run, elsewhere=elsewhere, scope=scope)
     return _with_commits([read], folder)[0].spec if to_run else read.spec
 
@@ -94,6 +96,7 @@ def read_jobs(file: JobSource, overrides: Sequence[Override] = (), home: Path | 
     """Return the jobs in a file: one, or the members of its array. See `read_job`."""
     text, source, folder = _load_source(file)
     specs = parse_jobs(text, source, overrides, lambda name: _read_text(folder / name))
+    _check_overrides(specs[0], overrides)
     read = [_resolve_job(spec, source, folder, home, to_run=True, elsewhere=False) for spec in specs]
     return [job.spec for job in _with_commits(read, folder)]
 
@@ -109,6 +112,7 @@ def read_jobs_elsewhere(
     parse = parse_job if only_one else parse_jobs
     parsed = parse(text, source, overrides, lambda name: _read_text(folder / name))
     specs = [parsed] if isinstance(parsed, JobSpec) else parsed
+    _check_overrides(specs[0], overrides)
     read = [_resolve_job(spec, source, folder, home, to_run=True, elsewhere=True) for spec in specs]
     return _with_commits(read, folder)
 
@@ -137,6 +141,25 @@ def check_packages(spec: JobSpec, source: str) -> None:
     if missing := [name for name in FINETUNE if find_spec(name) is None]:
         hint = "where the service runs: pip install 'orchestrator[finetune]'"
         raise SpecError(f"not installed here: {', '.join(missing)}", source=source, path="model.hf", hint=hint)
+
+
+def _check_overrides(spec: JobSpec, overrides: Sequence[Override]) -> None:
+    """Raises SpecError where an override changes nothing: no plan has it, or nothing tells the script."""
+    for key, value in overrides if spec.is_script else ():
+        if key.startswith("training.") and key not in OF_SCRIPTS:
+            what, hint = "nothing tells the script this", "say it in `command`, or in the script's own config file"
+            raise SpecError(what, source="--set", path=key, got=value, allowed=", ".join(OF_SCRIPTS), hint=hint)
+    key, knob = "knobs.micro_batch_size.default", spec.knobs.micro_batch_size
+    default = knob.default if knob is not None and key in dict(overrides) else None
+    if isinstance(default, int) and default > spec.global_batch_size:
+        raise SpecError(
+            "no plan has a micro-batch above the global batch",
+            source="--set",
+            path=key,
+            got=default,
+            allowed=f"at most global_batch_size={spec.global_batch_size}",
+            hint=f"say `--set global_batch_size={default}` too; `--set plan.micro_batch_size=N` pins that of the plan",
+        )
 
 
 def _resolve_job(
@@ -171,7 +194,9 @@ def _resolve_job(
     if model is not None and not is_known(resolved):
         if isinstance(model.hf, str) and not model.config:
             path = f"{_model_key(spec)}.hf"
-            raise SpecError("the model's sizes are not known", source=source, path=path, got=model.hf, hint=HINT)
+            raise SpecError(
+                "the model's sizes are not known", source=source, path=path, got=model.hf, hint=hint_for(model.hf)
+            )
         home = home or Path(os.environ.get("ORC_HOME", DEFAULT_HOME))
         resolved = resolved.model_copy(
             update={"traced": trace_model(resolved, home.expanduser(), source, scope(resolved))}

@@ -24,6 +24,7 @@ from orchestrator.service.server.tally import OUTCOMES, Distribution, Figures, d
 from orchestrator.specs.attempt import Attempt, AttemptStatus, FailureKind, Heartbeat
 from orchestrator.specs.errors import ServiceError
 from orchestrator.specs.job_record import Job, JobStatus
+from orchestrator.specs.profile import WITHOUT_SECONDS
 from orchestrator.specs.state import State
 
 MEDIA_TYPE = CONTENT_TYPE_PLAIN_0_0_4
@@ -125,7 +126,7 @@ def _running_job_metrics(figures: Figures, live: Sequence[Running]) -> Iterator[
         row = (
             predicted_peak_bytes(running.attempt),
             running.peak_bytes,
-            running.attempt.step_s,
+            None if running.attempt.estimate.source in WITHOUT_SECONDS else running.attempt.step_s,
             running.step_s,
             figures.ends_s.get(running.job.id),
             running.job.deadline_s,

@@ -30,6 +30,9 @@ def fit_panel(spec: JobSpec, rows: Sequence[FitRow], *, is_assumed: bool) -> Ren
     head = [Text(spec.name if not is_assumed else str(spec.known_model and spec.known_model.hf), style="bold")]
     head.append(Text(f"assumed: {settings}; `--set` changes them" if is_assumed else settings, style="dim"))
     last = f"Fewest cards of one machine, bytes of each{', predicted time of a step' if len(ways) == 1 else ''}."
+    most = spec.gpus.max
+    if not is_assumed and any((row["devices"] or 0) > most for row in rows):
+        last += f" The job allows {most} (`gpus`); `--set gpus=N` allows more."
     more = "`orc plan FILE --gpu CARD` says more."
     return Group(*head, Text(), table, Text(), *_reasons(rows), Text(last, style="dim"), Text(more, style="dim"))
 

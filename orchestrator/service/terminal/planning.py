@@ -90,9 +90,15 @@ def fit(
     from orchestrator.service.server.intake import read_job, read_overrides
     from orchestrator.service.server.profiling import TraceScope
     from orchestrator.service.terminal.fit_table import fit_panel
+    from orchestrator.specs.published import PUBLISHED
 
     overrides = read_overrides(settings or [])
-    name = _model_name(job)
+    name = job.removeprefix("hf:") if job.startswith("hf:") else None
+    if name is None and not Path(job).suffix and not Path(job).exists():
+        hint = f"a model of the hub has `hf:` before its name: `orc fit hf:{job}`"
+        raise SpecError("the file does not exist", source=job, hint=hint)
+    if name == "":
+        raise SpecError("a model has a name", source="orc fit", got=job, allowed=", ".join(PUBLISHED))
 
     def cards(_: JobSpec) -> TraceScope:
         return TraceScope(cuda=(True,))
@@ -100,16 +106,16 @@ def fit(
     read = partial(read_job, overrides=overrides, home=home, to_run=False, elsewhere=SERVER.get() is not None)
     with show_spinner("reading the model"):
         try:
-            spec = read(job_of_model(name) if name else Path(job), scope=cards)
+            spec = read(Path(job) if name is None else job_of_model(name), scope=cards)
         except SpecError as error:
-            if not name or error.allowed != "data.tensors":
+            if name is None or error.allowed != "data.tensors":
                 raise
             spec = read(script_of_model(name), scope=cards)
     trace = _tracer(home, job, cards)
     with show_spinner("planning on each card"):
         ways = [(way, job_spec if job_spec is spec else trace(job_spec)) for way, job_spec in ways_of_model(spec)]
         rows = list(fit_rows(ways))
-    tell({"job": spec.name, "rows": rows}, as_json, fit_panel(spec, rows, is_assumed=bool(name)))
+    tell({"job": spec.name, "rows": rows}, as_json, fit_panel(spec, rows, is_assumed=name is not None))
 
 
 def calibrate(
@@ -128,10 +134,6 @@ def calibrate(
     outcomes = read_outcomes(tracking_uri, experiment)
     new = client.observe(outcomes)
     tell({"found": len(outcomes), "new": new}, as_json, f"{len(outcomes)} outcomes found, {new} of them new.")
-
-
-def _model_name(job: str) -> str:
-    return job.removeprefix("hf:") if job.startswith("hf:") else ""
 
 
 def _tracer(home: Path, source: str, scope: Callable[[JobSpec], TraceScope]) -> Callable[[JobSpec], JobSpec]:

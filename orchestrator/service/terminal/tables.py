@@ -26,7 +26,7 @@ from orchestrator.service.views.records import (
 )
 from orchestrator.specs.attempt import PROBE_STEPS
 from orchestrator.specs.job.trainer import PROBED_BY
-from orchestrator.specs.profile import UNTIMED, Source
+from orchestrator.specs.profile import WITHOUT_SECONDS, Source
 from orchestrator.specs.units import format_bytes, format_probability, format_seconds
 
 MARK_STYLES = {
@@ -166,6 +166,7 @@ def plan_panel(plans: JobPlans) -> RenderableType:
     if _is_known(candidate["estimate"]):
         title = Text("Bytes by moment of a step", style="bold")
         parts += [Text(), title, moments(candidate["estimate"], candidate["correction"])]
+    if _is_timed(candidate):
         parts += [Text(), Text("Frontier", style="bold"), coloured_picture(_plan_picture(plans, chosen))]
     parts += [Text(), Text("Frontier, fastest first", style="bold"), _frontier(plans, chosen)]
     if chosen and plans["probe"] is None and plans["nothing_fits"] is None:
@@ -187,8 +188,8 @@ def candidate_panel(candidate: CandidateView) -> RenderableType:
         return head
     factor = candidate["step_factor"]
     factor_text = f", x{factor:.2f} as steps were measured" if factor != 1.0 else ""
-    if _is_timed(candidate["estimate"]):
-        head.add_row("step", f"{format_seconds(candidate['step_s'])} predicted{factor_text}")
+    predicted = f"{format_seconds(candidate['step_s'])} predicted{factor_text}"
+    head.add_row("step", predicted if _is_timed(candidate) else "time not known until the first attempt")
     head.add_row("memory", _verdict(candidate))
     return Group(head, Text(), bars(candidate["estimate"]))
 
@@ -325,7 +326,7 @@ def _frontier(plans: JobPlans, centre: int) -> Table:
         style = "" if candidate["rejected"] is None else "dim"
         kind = "" if candidate["degradation"] == "exact" else candidate["degradation"]
         is_known = _is_known(candidate["estimate"])
-        step = format_seconds(candidate["step_s"]) if _is_timed(candidate["estimate"]) else "-"
+        step = format_seconds(candidate["step_s"]) if _is_timed(candidate) else "-"
         needed = format_bytes(candidate["needed_bytes"]) if is_known else "-"
         share = "-" if candidate["fit_probability"] is None else format_probability(candidate["fit_probability"])
         table.add_row(
@@ -365,8 +366,8 @@ def _plan_picture(plans: JobPlans, chosen: int) -> Picture:
     return Picture(device=plans["device"], capacity_bytes=capacity_bytes, points=tuple(points))
 
 
-def _is_timed(estimate: EstimateView) -> bool:
-    return estimate["source"] not in UNTIMED
+def _is_timed(candidate: CandidateView) -> bool:
+    return candidate["estimate"]["source"] not in WITHOUT_SECONDS or candidate["step_factor"] != 1.0
 
 
 def _is_known(estimate: EstimateView) -> bool:

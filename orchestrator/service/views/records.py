@@ -25,7 +25,7 @@ from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.observation import Observation
 from orchestrator.specs.policy import UNSHARED, PolicySpec
-from orchestrator.specs.profile import UNTIMED, MemoryEstimate
+from orchestrator.specs.profile import WITHOUT_SECONDS, MemoryEstimate
 from orchestrator.specs.settings import in_short
 from orchestrator.specs.state import State
 
@@ -247,7 +247,7 @@ def attempt_view(spec: JobSpec, attempt: Attempt) -> AttemptView:
         predicted_bytes=predicted_peak_bytes(attempt),
         needed_bytes=attempt.needed_bytes,
         fit_probability=attempt.fit_probability,
-        predicted_step_s=None if attempt.estimate.source in UNTIMED else attempt.step_s,
+        predicted_step_s=None if attempt.estimate.source in WITHOUT_SECONDS else attempt.step_s,
         peak_bytes=attempt.peak_bytes,
         step_s=attempt.measured_step_s,
         steps_done=max((beat.steps_done for beat in evidence.heartbeats), default=None) if evidence else None,

@@ -53,7 +53,9 @@ Gpus = Annotated[
 class DeclaredProfile(SpecModel):
     """Memory and cost of a model or script as the user declares them. They replace formulas and traces."""
 
-    parameters: int = Field(ge=0, le=PARAMETERS_MAX, description="Number of parameters.", examples=[350_000_000])
+    parameters: int = Field(
+        ge=0, le=PARAMETERS_MAX, description="Number of trained parameters, in fp32.", examples=[350_000_000]
+    )
     layers: int = Field(
         default=1,
         ge=1,
@@ -62,7 +64,8 @@ class DeclaredProfile(SpecModel):
         examples=[24],
     )
     activations_per_sample: Bytes = Field(
-        description="Activation memory of one sample between forward and backward pass.", examples=["900MiB"]
+        description="Activation memory of one sample between forward and backward pass, in the job's `precision`.",
+        examples=["900MiB"],
     )
     checkpointed_per_sample: Bytes | None = Field(
         default=None,
@@ -91,7 +94,7 @@ class DeclaredProfile(SpecModel):
         default=None,
         gt=0,
         le=FLOPS_MAX,
-        description="FLOPs of the forward pass of one sample; null: 2 x `parameters`.",
+        description="FLOPs of the forward pass of one sample; null: 2 x `parameters`, of a script not known.",
         examples=[1.4e12],
     )
 

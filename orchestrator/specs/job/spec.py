@@ -131,7 +131,7 @@ class JobSpec(SpecModel):
     )
     training: TrainingSpec = Field(
         default=TrainingSpec(),
-        description="Optimizer, schedule and length of the training of a `model`.",
+        description="Optimizer, schedule and length of the training of a `model`; of a script, what it does itself.",
         examples=[{"max_steps": 1000, "learning_rate": 2e-4}],
     )
 

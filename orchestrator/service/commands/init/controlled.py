@@ -11,7 +11,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.service.commands.init.command_settings import IN_FILE, TYPED, Settings, pairs_of, preset_of
-from orchestrator.service.commands.init.meanings import IN_ALL, PRECISIONS, Setting, precision_of, word_of
+from orchestrator.service.commands.init.meanings import (
+    FOLDERS_OF_ANYTHING,
+    IN_ALL,
+    PRECISIONS,
+    Setting,
+    precision_of,
+    word_of,
+)
 from orchestrator.service.commands.init.script_flags import Flag, Script
 from orchestrator.service.commands.init.typed_command import MODULE_OF, TypedCommand
 from orchestrator.specs.job.frameworks import Framework, knobs_of, load_preset
@@ -71,11 +78,13 @@ def choose_knobs(typed: TypedCommand, script: Script, framework: Framework | Non
     knobs, controlled, notes = {**differing, **with_batch}, list(batch.controlled), [*settings.notes, *batch.notes]
     if ranks_place is not None and preset.get("ranks"):
         controlled.append(ranks_place)
-    knobs |= _path_knobs(settings, preset)
-    output = _path_place(settings, "output_dir")
+    knobs |= _path_knobs(settings, preset, script)
+    output = _path_place(settings, "output_dir", script)
     if output is not None and output.rank == TYPED:
         controlled.append(output)
         notes.append(f"Taken out of the command, since the job sets it: {output.place}")
+        if word_of(output.name) in FOLDERS_OF_ANYTHING:
+            notes.append(f"CHECK: if it reads from there too, put {output.name} back, without knobs.output_dir")
     if framework == "litgpt" and typed.command[1] not in LITGPT_RESUMES:
         knobs["resume_from"] = None
     if "zero_stage" in preset and _types_sharding(settings, framework):
@@ -112,11 +121,11 @@ def choose_knobs(typed: TypedCommand, script: Script, framework: Framework | Non
     )
 
 
-def _path_knobs(settings: Settings, preset: Mapping[str, Any]) -> dict[str, Any]:
+def _path_knobs(settings: Settings, preset: Mapping[str, Any], script: Script) -> dict[str, Any]:
     """Return the knobs of the output folder and the checkpoint, where the framework's preset is not the same."""
     knobs = dict[str, Any]()
     for setting in ("output_dir", "resume_from"):
-        place = _path_place(settings, setting)
+        place = _path_place(settings, setting, script)
         if place is not None and (
             setting not in preset or (place.rank == TYPED and not _is_presets(place, preset[setting]))
         ):
@@ -260,9 +269,16 @@ def _knob(place: Setting, settings: Settings, preset: Any, per: str = "rank") ->
     return knob or {place.way: place.name}
 
 
-def _path_place(settings: Settings, setting: str) -> Setting | None:
-    """Return the place that takes a path: what was typed, or a flag of the parser."""
+def _path_place(settings: Settings, setting: str, script: Script) -> Setting | None:
+    """Return the place that takes a path: what was typed, or a flag of the parser.
+
+    A name of folders of any kind counts only where the script saves into it.
+    """
+    saves = " ".join(file.varying for file in script.saves)
     for place in settings.of(setting):
+        word = word_of(place.name)
+        if word in FOLDERS_OF_ANYTHING and not re.search(rf"\b{re.escape(word)}\b", saves):
+            continue
         is_file = str(place.value).endswith(WEIGHTS) and setting == "output_dir"
         is_choice = str(place.value).lower() in ("true", "false", "auto")
         if place.way in ("flag", "override", "key") and not is_file and (place.rank != TYPED or not is_choice):
@@ -277,7 +293,7 @@ def _checkpointing(settings: Settings, script: Script, framework: Framework | No
     """Return the knob of recomputation; what was typed stays, and is then no knob."""
     if any(place.rank <= IN_FILE for place in settings.of("activation_checkpointing")):
         return {"activation_checkpointing": None}
-    if framework is not None:
+    if framework is not None and "activation_checkpointing" in knobs_of(framework):
         return {}
     flags = {flag.name: flag for flag in script.flags}
     for place in settings.of("activation_checkpointing"):

@@ -48,6 +48,8 @@ SPELLINGS = {
     "deepspeed_config": ("deepspeed_config", "ds_config", "deepspeed"),
     "output_dir": (
         *("output_dir", "output", "out_dir", "out", "outdir", "save_dir", "output_path", "save_path", "ckpt_dir"),
+        *("checkpoint_dir", "results_dir", "run_dir", "exp_dir", "experiment_dir", "work_dir", "workdir"),
+        *("logdir", "log_dir", "model_dir", "save_folder", "expdir"),
     ),
     "resume_from": (
         *("resume_from_checkpoint", "resume_from", "resume", "resume_path", "ckpt_path", "load_checkpoint"),
@@ -75,6 +77,10 @@ SPELLINGS = {
         *("max_seq_len", "sequence_len", "block_size", "max_len"),
     ),
 }
+# Of these the last have other meanings, too: they count where the script saves into them.
+FOLDERS_OF_ANYTHING = (
+    *("exp_dir", "experiment_dir", "expdir", "work_dir", "workdir", "logdir", "log_dir", "model_dir"),
+)
 _MEANINGS = {spelling: meaning for meaning, spellings in SPELLINGS.items() for spelling in spellings}
 
 

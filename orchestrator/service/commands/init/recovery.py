@@ -15,6 +15,7 @@ from orchestrator.specs.job.trainer import PROBED_BY, Resume
 
 CHECK = "CHECK: "
 DEFAULT_PATTERNS = Resume().checkpoints
+SCRIPTS_SAVE = ("accelerate", "diffusers")  # frameworks whose scripts themselves name what they save
 RESUMES = {"resume_from_checkpoint", "get_last_checkpoint"}  # names of transformers of which one is used to resume
 
 
@@ -53,19 +54,24 @@ def _restart_verdict(spec: JobSpec, script: Script, framework: Framework | None)
         return f"# {CHECK}a restart begins anew: nothing in it uses resume_from_checkpoint."
     if not _has_preset(framework) and spec.resume.checkpoints == DEFAULT_PATTERNS:
         return f"# {CHECK}a restart begins anew: no file name of the script matches {patterns}."
+    has_folder_knob = spec.knobs.output_dir is not None
+    if framework in SCRIPTS_SAVE and not _files(script, has_folder_knob, is_checkpoint=True):
+        return f"# {CHECK}a restart goes on only if the script names its checkpoints {patterns}: none was read."
     return f"# A restart: it goes on from the newest checkpoint, {patterns}."
 
 
 def results(spec: JobSpec, script: Script, framework: Framework | None, *, has_success: bool) -> Iterator[str]:
     """Yield lines for `resume` and `success` from the names of saved files, marked as read from the script."""
     has_folder_knob = spec.knobs.output_dir is not None
-    if not _has_preset(framework):
+    is_scripts = framework in SCRIPTS_SAVE
+    if not _has_preset(framework) or is_scripts:
         checkpoints = _files(script, has_folder_knob, is_checkpoint=True)
-        if checkpoints:
+        if checkpoints and not (is_scripts and set(checkpoints) <= set(spec.resume.checkpoints)):
             patterns = list(checkpoints)
             value = _quoted(patterns[0]) if len(patterns) == 1 else f"[{', '.join(map(_quoted, patterns))}]"
-            yield f"resume: {{checkpoints: {value}}} # {CHECK}read from {checkpoints[patterns[0]].where}"
-        elif spec.knobs.resume_from is not None:
+            step = ", step: null" if spec.resume.step is not None else ""
+            yield f"resume: {{checkpoints: {value}{step}}} # {CHECK}read from {checkpoints[patterns[0]].where}"
+        elif not is_scripts and spec.knobs.resume_from is not None:
             patterns_text = ", ".join(map(_quoted, DEFAULT_PATTERNS))
             yield f"resume: {{checkpoints: [{patterns_text}]}} # {CHECK}not read from the script: write its own names"
     if has_success:

@@ -20,8 +20,11 @@ SAME_PATH = ("Path", "str", "PurePath", "fspath", "abspath", "expanduser", "as_p
 TEMPORARY = (".tmp", ".part", ".partial", ".temp")  # of a file that is renamed when it is whole
 # In the name of a checkpoint, or of what varies in it. Any other fixed name is taken for a result.
 CHECKPOINT = re.compile(r"ckpt|checkpoint|check_point|step|epoch|iter|snapshot|last|latest|resume|state", re.IGNORECASE)
+PROJECTS_SAVE = "save_checkpoint"  # takes what its project likes, in any order
+WEIGHTS = (".pt", ".pth", ".ckpt", ".bin", ".safetensors")
 DEPTH_MAX = 8  # names that stand for each other
 ANY = "*"
+Values = Mapping[str, Sequence[ast.expr]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +34,7 @@ class SavedFile:
     pattern: str  # as typed in the script, with * for what is not literal: */ckpt_*.pt
     where: str  # file and line
     is_checkpoint: bool
+    varying: str = ""  # code of what is not literal in it: args.out step
 
     def below(self, *, has_folder_knob: bool) -> str | None:
         """Return the pattern relative to the output folder; None where the file is elsewhere.
@@ -48,7 +52,7 @@ def saved_files(tree: ast.Module, file: str) -> Iterator[SavedFile]:
     """Yield the files that the code of `file` saves, where their names are literals or f-strings."""
     values = _values(tree)
     for call in ast.walk(tree):
-        path = _path_argument(call) if isinstance(call, ast.Call) else None
+        path = _path_argument(call, values) if isinstance(call, ast.Call) else None
         if path is None:
             continue
         pattern, varying = _pattern(path, values)
@@ -58,20 +62,23 @@ def saved_files(tree: ast.Module, file: str) -> Iterator[SavedFile]:
         if name.strip("*."):
             is_checkpoint = CHECKPOINT.search(name) is not None or (ANY in name and CHECKPOINT.search(varying))
             if is_checkpoint or ANY not in name:
-                yield SavedFile(pattern, f"{file}:{path.lineno}", bool(is_checkpoint))
+                yield SavedFile(pattern, f"{file}:{path.lineno}", bool(is_checkpoint), varying)
 
 
-def _path_argument(call: ast.Call) -> ast.expr | None:
+def _path_argument(call: ast.Call, values: Values) -> ast.expr | None:
+    """Return the argument that is the path; of a function of the project's own, the first that names such a file."""
     name = ast.unparse(call.func)
     index = SAVES.get(name, SAVES.get(name.rpartition(".")[2]))
     if index is None:
         return None
+    arguments = [*call.args, *(keyword.value for keyword in call.keywords)] if name.endswith(PROJECTS_SAVE) else []
+    named = next((argument for argument in arguments if _pattern(argument, values)[0].endswith(WEIGHTS)), None)
     keywords = (keyword.value for keyword in call.keywords if keyword.arg in PATH_KEYWORDS)
-    return call.args[index] if len(call.args) > index else next(keywords, None)
+    return named or (call.args[index] if len(call.args) > index else next(keywords, None))
 
 
-def _values(tree: ast.Module) -> Mapping[str, ast.expr]:
-    """Return the value of each name that has one in the code: of its assignment, or of the call with that parameter."""
+def _values(tree: ast.Module) -> Values:
+    """Return the values of each name in the code: of its assignments, and of the calls with that parameter."""
     values = dict[str, list[ast.expr]]()
     functions = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
     for node in ast.walk(tree):
@@ -83,7 +90,14 @@ def _values(tree: ast.Module) -> Mapping[str, ast.expr]:
         if function is not None and isinstance(node, ast.Call):
             for name, value in _arguments(function, node):
                 values.setdefault(name, []).append(value)
-    return {name: several[0] for name, several in values.items() if len(several) == 1}
+    return values
+
+
+def _value_of(name: ast.Name, values: Values) -> ast.expr | None:
+    """Return the value that a name has: its only one, or that of the assignment before; None where it is not known."""
+    several = values.get(name.id, ())
+    before = [value for value in several if value.lineno < name.lineno]
+    return several[0] if len(several) == 1 else max(before, key=lambda value: value.lineno, default=None)
 
 
 def _arguments(function: ast.FunctionDef, call: ast.Call) -> Iterator[tuple[str, ast.expr]]:
@@ -95,7 +109,7 @@ def _arguments(function: ast.FunctionDef, call: ast.Call) -> Iterator[tuple[str,
     yield from (values | {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}).items()
 
 
-def _pattern(node: ast.expr, values: Mapping[str, ast.expr], depth: int = DEPTH_MAX) -> tuple[str, str]:
+def _pattern(node: ast.expr, values: Values, depth: int = DEPTH_MAX) -> tuple[str, str]:
     """Return a path as a shell pattern, and the code of what varies in it."""
 
     def joined(parts: Sequence[ast.expr], between: str) -> tuple[str, str]:
@@ -104,8 +118,9 @@ def _pattern(node: ast.expr, values: Mapping[str, ast.expr], depth: int = DEPTH_
 
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value, ""
-    if isinstance(node, ast.Name) and depth and node.id in values:
-        pattern, code = _pattern(values[node.id], values, depth - 1)
+    value = _value_of(node, values) if isinstance(node, ast.Name) and depth else None
+    if isinstance(node, ast.Name) and value is not None:
+        pattern, code = _pattern(value, values, depth - 1)
         return pattern, f"{node.id} {code}" if ANY in pattern else code
     if isinstance(node, ast.JoinedStr):
         return joined(node.values, "")

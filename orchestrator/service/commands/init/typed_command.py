@@ -17,6 +17,7 @@ from orchestrator.service.commands.init.wrappers import unwrap
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.frameworks import Framework, take_flag
 from orchestrator.specs.job.trainer import LaunchStyle, is_python, program_name
+from orchestrator.specs.published import project_job
 from orchestrator.specs.replace import replace
 
 # Options of launchers without a value: torch/distributed/run.py, accelerate/commands/launch.py,
@@ -96,6 +97,9 @@ def read_command(argv: Sequence[str], folder: Path) -> TypedCommand:
     tool = inner.environment
     typed = _parse_unwrapped(inner.argv, inner.folder, environment_python(tool, inner.folder) if tool else None)
     notes = [*inner.notes, *typed.notes]
+    job = project_job("musicgen" if typed.launch == "dora" else shlex.join(inner.argv))
+    if job is not None:
+        notes.append(f"If this is the project's own trainer, begin with its job in the repository: {job}")
     if tool and typed.command[0] == "python":
         text = f"name the interpreter of `{shlex.join(tool)}`, as in .venv/bin/python: `python` is orc's own"
         notes.append(f"CHECK: {text}")
@@ -164,10 +168,10 @@ def _parse_launcher(
     precision = precision if precision in ("fp32", "bf16", "fp16") else ""
     typed = replace(typed, launch=launch, ranks=ranks, precision=precision or None)
     if options.keys() <= PLANNED:
-        options_text = f"{MODULE_OF[launch]} {shlex.join(argv[:index])}"
-        return replace(
-            typed, notes=(*typed.notes, f"{launch}'s own options are set by each plan; dropped: {options_text}")
-        )
+        module_words = (MODULE_OF[launch],) if is_python(program_name(launcher)) else ()
+        dropped = shlex.join((*module_words, *argv[:index]))
+        notes = (f"{launch}'s own options are set by each plan; dropped: {dropped}",) if dropped else ()
+        return replace(typed, notes=(*typed.notes, *notes))
     stays = (python[0], "-m", MODULE_OF[launch], *argv[:index])
     start = index + len(program) - (len(typed.command) - typed.arguments)
     note = f"{launch} stays in the command, since no plan sets all of its options: {shlex.join(argv[:index])}"
