@@ -14,7 +14,6 @@ from orchestrator.service.terminal.completion import job_ids
 from orchestrator.service.terminal.options import AsJson, Home, Settings, client_of
 from orchestrator.service.terminal.output import console_on, tell
 from orchestrator.specs.errors import SpecError
-from orchestrator.specs.job.sweep import SWEEP
 
 if TYPE_CHECKING:
     from orchestrator.service.views.records import JobView
@@ -103,6 +102,8 @@ def cancel(
     as_json: AsJson = False,
 ) -> None:
     """Cancel the live jobs among these, or a sweep. Ranks get SIGTERM, and SIGKILL ten seconds later."""
+    from orchestrator.specs.job.sweep import SWEEP
+
     client, filters = client_of(home), (user is not None, status is not None, every)
     if bool(ids) == any(filters) or (every and any(filters[:2])):
         what = "name jobs, or say which" if not ids else "either jobs are named, or filters"
