@@ -34,15 +34,27 @@ class Restart(NamedTuple):
     at_once: bool = False  # waiting would change nothing; else the restart backs off
 
 
+class Shortage(NamedTuple):
+    """Lack of what may come later: the job waits without devices, twice as long each time, and uses no budget."""
+
+    of: str  # what is to come, as in "waits 60 s for space"
+    first_s: float = 60.0
+    longest_s: float = 1800.0
+    total_s: float = 43_200.0  # an end so long after the first one is final
+
+
 class FailureKind(StrEnum):
-    """Why an attempt did not finish, and how its job goes on. A kind without `restart` is final."""
+    """Why an attempt did not finish, and how its job goes on. A kind with neither `restart` nor `shortage` is final."""
 
     _value_: str
     restart: Restart | None
+    shortage: Shortage | None
 
-    def __new__(cls, word: str, restart: Restart | None = None) -> FailureKind:
+    def __new__(cls, word: str, goes_on: Restart | Shortage | None = None) -> FailureKind:
         kind = str.__new__(cls, word)
-        kind._value_, kind.restart = word, restart
+        kind._value_ = word
+        kind.restart = goes_on if isinstance(goes_on, Restart) else None
+        kind.shortage = goes_on if isinstance(goes_on, Shortage) else None
         return kind
 
     # A device had too little memory for the plan.
@@ -59,7 +71,7 @@ class FailureKind(StrEnum):
     # Nothing explains the end, and it had trained: `scheduling/failures/verdict.py` says how the job goes on.
     UNKNOWN = "unknown", Restart(budget="unknown")
     GUARD_ABSENT = "guard_absent"  # it ran past the cap of its virtual device; what it needs is unknown
-    DISK_FULL = "disk_full"  # no space for checkpoints or logs
+    DISK_FULL = "disk_full", Shortage(of="space")  # for checkpoints or logs
     USER_ERROR = "user_error"  # the program itself is wrong
     CANCELLED = "cancelled"  # the user asked for the end
     PROBED = "probed"  # the attempt was ended after it had measured what its plan needs
@@ -109,9 +121,9 @@ class Ending:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """How a job goes on after an end that nothing explains, or on a full disk."""
+    """How a job goes on after an end that nothing explains, or after a shortage."""
 
-    row: int  # of the table in docs/reference/failures-and-retries.md
+    row: int  # of the tables in docs/reference/failures-and-retries.md
     wait_s: float | None  # before the next attempt; None: there is none
     budget: str = ""  # the field of the job's `retries` that it uses up; "": none
     elsewhere: bool = False  # the next attempt waits for other devices, as long as others could hold the job
@@ -134,7 +146,7 @@ class Failure:
     phase: Phase | None = None  # None where nothing tells
     excerpt: str = ""
     ending: Ending | None = None  # None where something explains the end
-    verdict: Verdict | None = None  # of such an end
+    verdict: Verdict | None = None  # of such an end, or of a shortage
     broken: Extent | None = None  # what the hardware or its driver named as broken
 
 
