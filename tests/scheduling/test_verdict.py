@@ -212,6 +212,29 @@ def test_a_full_disk_is_waited_for_longer_and_longer_and_not_for_ever() -> None:
     assert "no space for 12 hours" in failure.reason
 
 
+@pytest.mark.parametrize(
+    ("saved", "waits"),
+    [
+        ((40, 40, 40), (60.0, 120.0, None)),  # nothing new was kept
+        ((None, None, None), (60.0, 120.0, None)),
+        ((40, 40, 90), (60.0, 120.0, 60.0)),  # the last attempt trained on
+        ((40, 90, 90), (60.0, 60.0, 120.0)),
+    ],
+)
+def test_the_wait_for_space_begins_anew_after_an_attempt_that_left_a_newer_checkpoint(
+    saved: tuple[int | None, ...], waits: tuple[float | None, ...]
+) -> None:
+    record, waited = job(script_spec()), list[float | None]()
+    for number, step in enumerate(saved, 1):
+        last = full_disk(number, number * 22_000.0, saved=step)
+        assert last.failure is not None
+        failure = judge(record, last, last.failure, (), NODES)
+        assert failure.verdict is not None
+        waited.append(failure.verdict.wait_s)
+        record = replace(record, attempts=(*record.attempts, replace(last, failure=failure)))
+    assert tuple(waited) == waits
+
+
 @pytest.mark.parametrize(("saved", "waits"), [(None, False), (40, True)])
 def test_no_attempt_follows_a_full_disk_that_kept_nothing_of_hours(saved: int | None, waits: bool) -> None:
     last = full_disk(1, 50_000.0, ran_s=3 * 3600.0, saved=saved)

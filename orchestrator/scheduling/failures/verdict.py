@@ -63,10 +63,9 @@ def judge(
 def _judge_shortage(job: Job, attempt: Attempt, failure: Failure, shortage: Shortage) -> Failure:
     """Return the failure with a wait. No attempt follows one that trained for long and kept nothing."""
     assert attempt.ended_at_s is not None
-    before = job.attempts[: attempt.number - 1]
     waits = [
         earlier
-        for earlier in before
+        for earlier in _attempts_since_progress(job, attempt)
         if earlier.failure and earlier.failure.verdict and earlier.failure.kind is failure.kind
     ]
     wait_s = _next_wait_s(waits, attempt.ended_at_s, shortage)
@@ -110,7 +109,7 @@ def _verdict(
         if places and accuses(ending) and not is_alike_elsewhere(job, attempt, ending):
             return Verdict(row=1, wait_s=0.0, budget="node", elsewhere=True), f"{names_of(places)} is suspect"
         if _is_service(attempt, ending, others):
-            return _judge_outside_service(attempt, before)
+            return _judge_outside_service(job, attempt)
     verdict, reason = (
         _judge_before_training(ending, before)
         if ending.step is None
@@ -155,10 +154,11 @@ def _is_service(attempt: Attempt, ending: Ending, others: Sequence[UnexplainedEn
     return len({end.job for end in alike}) + 1 >= JOBS_OF_SERVICE and len(nodes) >= NODES_OF_SERVICE
 
 
-def _judge_outside_service(attempt: Attempt, before: Sequence[Attempt]) -> tuple[Verdict, str]:
+def _judge_outside_service(job: Job, attempt: Attempt) -> tuple[Verdict, str]:
     """Return the verdict of row 2: several jobs lack the same service."""
     assert attempt.ended_at_s is not None
-    wait_s = _next_wait_s(_attempts_of_row(before, 2), attempt.ended_at_s, OUTSIDE_SERVICE)
+    waits = _attempts_of_row(_attempts_since_progress(job, attempt), 2)
+    wait_s = _next_wait_s(waits, attempt.ended_at_s, OUTSIDE_SERVICE)
     how_long = f", for {OUTSIDE_SERVICE.total_s / 3600:g} hours" if wait_s is None else f": waits {wait_s:.0f} s"
     return Verdict(row=2, wait_s=wait_s), f"{OUTSIDE_SERVICE.of} failed several jobs alike{how_long}"
 
@@ -210,6 +210,13 @@ def _refused_wait_s(before: Sequence[Attempt]) -> float:
     endings = [attempt.failure.ending for attempt in before if attempt.failure]
     count = sum(ending is not None and ending.may_pass for ending in endings)
     return REFUSED_WAITS_S[min(count, len(REFUSED_WAITS_S) - 1)]
+
+
+def _attempts_since_progress(job: Job, attempt: Attempt) -> Sequence[Attempt]:
+    """Return the earlier attempts from the last that left a newer checkpoint on; none where this one did."""
+    before = job.attempts[: attempt.number - 1]
+    saved = [_saved_step(each) for each in (*before, attempt)]
+    return before[saved.index(max(saved)) :]
 
 
 def _attempts_of_row(attempts: Sequence[Attempt], row: int) -> list[Attempt]:
