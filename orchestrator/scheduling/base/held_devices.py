@@ -10,7 +10,10 @@ Device = tuple[str, int]  # node name, device index
 
 
 def holders(state: State) -> Mapping[Device, str]:
-    """Return the id of the job by device, for every attempt that runs or whose memory is not reported free again."""
+    """Return the id of the job by device, also of an ended job until its memory is reported free again.
+
+    A job that still runs has a last attempt whose status is not ENDED.
+    """
     return {
         (part.node, index): job.id
         for job in state.jobs.values()
