@@ -37,7 +37,7 @@ class Restart(NamedTuple):
 class Shortage(NamedTuple):
     """Lack of what may come later: the job waits without devices, twice as long each time, and uses no budget."""
 
-    of: str  # what is to come, as in "waits 60 s for space"
+    missing: str  # a noun without article, as in "waits 60 s for space"
     first_s: float = 60.0
     longest_s: float = 1800.0
     total_s: float = 43_200.0  # an end so long after the first one is final
@@ -71,7 +71,7 @@ class FailureKind(StrEnum):
     # Nothing explains the end, and it had trained: `scheduling/failures/verdict.py` says how the job goes on.
     UNKNOWN = "unknown", Restart(budget="unknown")
     GUARD_ABSENT = "guard_absent"  # it ran past the cap of its virtual device; what it needs is unknown
-    DISK_FULL = "disk_full", Shortage(of="space")  # for checkpoints or logs
+    DISK_FULL = "disk_full", Shortage(missing="space")  # for checkpoints or logs
     USER_ERROR = "user_error"  # the program itself is wrong
     CANCELLED = "cancelled"  # the user asked for the end
     PROBED = "probed"  # the attempt was ended after it had measured what its plan needs

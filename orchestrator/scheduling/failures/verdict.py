@@ -27,7 +27,7 @@ from orchestrator.specs.replace import replace
 from orchestrator.specs.suspension import UnexplainedEnd
 
 JOBS_OF_SERVICE, NODES_OF_SERVICE = 3, 2  # with earlier ending: an outside service fails
-OUTSIDE_SERVICE = Shortage(of="an outside service")
+OUTSIDE_SERVICE = Shortage(missing="outside service")
 TRAINED_FIRST_S, TRAINED_MAX_S = 30.0, 600.0  # waits after an end within the training
 PROGRAM_WAIT_S = 2.0  # where the exception blames the program, time changes nothing
 STARTUP_WAITS_S = (30.0, 120.0)
@@ -73,9 +73,9 @@ def _judge_shortage(job: Job, attempt: Attempt, failure: Failure, shortage: Shor
         lost, wait_s = describe_missing(job.spec), None
         reason = f"{lost}: too much would be trained again{describe_unmatched(job.spec, attempt)}"
     elif wait_s is None:
-        reason = f"no {shortage.of} for {shortage.total_s / 3600:g} hours"
+        reason = f"no {shortage.missing} for {shortage.total_s / 3600:g} hours"
     else:
-        reason = f"waits {wait_s:.0f} s for {shortage.of}"
+        reason = f"waits {wait_s:.0f} s for {shortage.missing}"
     verdict = Verdict(row=SHORTAGE_ROW, wait_s=wait_s)
     return replace(failure, verdict=verdict, reason=f"{failure.reason}; {reason}")
 
@@ -160,7 +160,7 @@ def _judge_outside_service(job: Job, attempt: Attempt) -> tuple[Verdict, str]:
     waits = _attempts_of_row(_attempts_since_progress(job, attempt), 2)
     wait_s = _next_wait_s(waits, attempt.ended_at_s, OUTSIDE_SERVICE)
     how_long = f", for {OUTSIDE_SERVICE.total_s / 3600:g} hours" if wait_s is None else f": waits {wait_s:.0f} s"
-    return Verdict(row=2, wait_s=wait_s), f"{OUTSIDE_SERVICE.of} failed several jobs alike{how_long}"
+    return Verdict(row=2, wait_s=wait_s), f"an {OUTSIDE_SERVICE.missing} failed several jobs alike{how_long}"
 
 
 def _judge_before_training(ending: Ending, before: Sequence[Attempt]) -> tuple[Verdict, str]:
@@ -215,7 +215,7 @@ def _refused_wait_s(before: Sequence[Attempt]) -> float:
 def _attempts_since_progress(job: Job, attempt: Attempt) -> Sequence[Attempt]:
     """Return the earlier attempts from the last that left a newer checkpoint on; none where this one did."""
     before = job.attempts[: attempt.number - 1]
-    saved = [_saved_step(each) for each in (*before, attempt)]
+    saved = list(map(_saved_step, (*before, attempt)))
     return before[saved.index(max(saved)) :]
 
 
