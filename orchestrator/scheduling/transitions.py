@@ -13,7 +13,7 @@ from orchestrator.scheduling.base.time_limits import is_over, over_limit
 from orchestrator.scheduling.failures.classify import classify
 from orchestrator.scheduling.failures.observation import observe, warnings
 from orchestrator.scheduling.failures.places import with_places
-from orchestrator.scheduling.failures.verdict import describe_missing, describe_unmatched, judge, wait_for_space
+from orchestrator.scheduling.failures.verdict import describe_missing, describe_unmatched, judge
 from orchestrator.scheduling.options.probe import is_of_batch
 from orchestrator.scheduling.queue.dependencies import with_pending_dependencies
 from orchestrator.scheduling.queue.fair_share import charge_usage
@@ -163,10 +163,8 @@ def _apply_finished(state: State, event: Finished) -> tuple[State, tuple[Action,
     capacity_bytes = _capacity_bytes(state, attempt)
     attempt = replace(attempt, status=AttemptStatus.ENDED, ended_at_s=event.at_s, evidence=event.evidence)
     failure = classify(job, attempt, event.evidence, capacity_bytes)
-    if failure is not None and failure.ending is not None and not job.cancelling:
+    if failure is not None and not job.cancelling:
         failure = judge(job, attempt, failure, state.ends, state.nodes)
-    elif failure is not None and failure.kind is FailureKind.DISK_FULL and not job.cancelling:
-        failure = wait_for_space(job, attempt, failure)
     state = with_places(state, job, attempt, failure)
     attempt = replace(attempt, failure=failure)
     job = _with_attempt(job, attempt)
@@ -215,7 +213,7 @@ def _fail(job: Job, attempt: Attempt, failure: Failure, at_s: float) -> Job:
 
 
 def _apply_verdict(job: Job, failure: Failure, verdict: Verdict, at_s: float) -> Job:
-    """Return the job after an end that nothing explains."""
+    """Return the job after an end that nothing explains, or after a shortage."""
     if verdict.wait_s is None:
         return replace(job, status=JobStatus.FAILED, reason=f"{failure.kind}: {failure.reason}")
     if verdict.budget and _count_used(job, verdict.budget) > getattr(job.spec.retries, verdict.budget):

@@ -37,15 +37,27 @@ class Restart(NamedTuple):
     at_once: bool = False  # restarts without a back-off, since waiting would change nothing
 
 
+class Shortage(NamedTuple):
+    """Lack of what may come later: the job waits without devices, twice as long each time, and uses no budget."""
+
+    missing: str  # a noun without article, as in "waits 60 s for space"
+    first_s: float = 60.0
+    longest_s: float = 1800.0
+    total_s: float = 43_200.0  # an end so long after the first one is final
+
+
 class FailureKind(StrEnum):
-    """The diagnosed cause of a failed attempt, with its rule for restarts; a `restart` of None ends the job."""
+    """Why an attempt did not finish, and how its job goes on. A kind with neither `restart` nor `shortage` is final."""
 
     _value_: str
     restart: Restart | None
+    shortage: Shortage | None
 
-    def __new__(cls, word: str, restart: Restart | None = None) -> FailureKind:
+    def __new__(cls, word: str, goes_on: Restart | Shortage | None = None) -> FailureKind:
         kind = str.__new__(cls, word)
-        kind._value_, kind.restart = word, restart
+        kind._value_ = word
+        kind.restart = goes_on if isinstance(goes_on, Restart) else None
+        kind.shortage = goes_on if isinstance(goes_on, Shortage) else None
         return kind
 
     # A device had too little memory for the plan.
@@ -61,8 +73,8 @@ class FailureKind(StrEnum):
     STARTUP = "startup", Restart(budget="startup")  # not launched, or ended before the first step without a proven bug
     # Nothing explains the end, and it had trained: `scheduling/failures/verdict.py` says how the job goes on.
     UNKNOWN = "unknown", Restart(budget="unknown")
-    GUARD_ABSENT = "guard_absent"  # exceeded the cap of its virtual device, without the guard; its need is unknown
-    DISK_FULL = "disk_full"  # no space for checkpoints or logs
+    GUARD_ABSENT = "guard_absent"  # it ran past the cap of its virtual device; what it needs is unknown
+    DISK_FULL = "disk_full", Shortage(missing="space")  # for checkpoints or logs
     USER_ERROR = "user_error"  # the program itself is wrong
     CANCELLED = "cancelled"  # a user cancelled the job
     PROBED = "probed"  # a probe was ended after it had measured its plan
@@ -112,12 +124,12 @@ class Ending:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """The decision after an unexplained end or a full disk: whether, when and where the job starts again."""
+    """How a job goes on after an end that nothing explains, or after a shortage."""
 
-    row: int  # number of the row in docs/reference/failures-and-retries.md
-    wait_s: float | None  # before the next attempt; None: no next attempt
-    budget: str = ""  # field of the job's `retries` that counts this restart; "": none
-    elsewhere: bool = False  # the next attempt needs other devices, as long as others could hold the job
+    row: int  # of the tables in docs/reference/failures-and-retries.md
+    wait_s: float | None  # before the next attempt; None: there is none
+    budget: str = ""  # the field of the job's `retries` that it uses up; "": none
+    elsewhere: bool = False  # the next attempt waits for other devices, as long as others could hold the job
 
 
 class Extent(StrEnum):
@@ -136,9 +148,9 @@ class Failure:
     rank: int | None = None
     phase: Phase | None = None  # None where unknown
     excerpt: str = ""
-    ending: Ending | None = None  # None where the end is explained
-    verdict: Verdict | None = None  # on an unexplained end or a full disk
-    broken: Extent | None = None  # hardware that its driver or a log reports as broken
+    ending: Ending | None = None  # None where something explains the end
+    verdict: Verdict | None = None  # of such an end, or of a shortage
+    broken: Extent | None = None  # what the hardware or its driver named as broken
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

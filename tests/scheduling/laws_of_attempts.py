@@ -14,7 +14,7 @@ from orchestrator.specs.events import CancelRequested, Finished, TimerFired
 from orchestrator.specs.job_record import Job, JobStatus
 from tests.scheduling.transition import Law, Transition, attempts, devices, of
 
-# Said once more, on purpose: which budget pays for which failure. What is not here is never tried again.
+# Said once more, on purpose: which budget pays for which failure. What is not in GOES_ON is never tried again.
 BUDGET_OF = {
     FailureKind.DEVICE_OOM: "oom",
     FailureKind.HOST_OOM: "oom",
@@ -30,7 +30,7 @@ BUDGET_OF = {
 MOVED = FailureKind.MOVED
 
 
-GOES_ON = (*BUDGET_OF, MOVED)  # moved at no cost
+GOES_ON = (*BUDGET_OF, MOVED, *(kind for kind in FailureKind if kind.shortage))  # the others cost no budget
 
 
 OUT_OF_MEMORY = (FailureKind.DEVICE_OOM, FailureKind.HOST_OOM)
@@ -140,9 +140,8 @@ def _no_launch_for_the_unwanted(t: Transition) -> Iterator[str]:
             yield f"{job.id} was refused after it ran"
         for attempt in job.attempts[:-1]:
             failure = attempt.failure
-            verdict = failure.verdict if failure is not None and failure.kind is FailureKind.DISK_FULL else None
-            waits = verdict is not None and verdict.wait_s is not None
-            if failure is None or (failure.kind not in GOES_ON and not attempt.probe and not waits):
+            is_over = failure is not None and failure.verdict is not None and failure.verdict.wait_s is None
+            if failure is None or ((failure.kind not in GOES_ON or is_over) and not attempt.probe):
                 kind = failure.kind if failure else "success"
                 yield f"{job.id} was tried again after {kind}"
 

@@ -200,6 +200,11 @@ ROWS: list[tuple[str, FailureKind | None, Evidence]] = [
         FailureKind.DISK_FULL,
         Evidence(ranks=ends(1, logs=("OSError: [Errno 28] No space left on device",))),
     ),
+    (
+        "disk full on the second rank to end",
+        FailureKind.DISK_FULL,
+        Evidence(ranks=ends(3, 1, logs=("", "OSError: [Errno 28] No space left on device")), first_ended_rank=0),
+    ),
     ("exits 0 without its artifact", FailureKind.USER_ERROR, Evidence(ranks=ends(0), missing_artifacts=("model.pt",))),
     (
         "exits 0 without its artifact after running out of memory",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterable
 from typing import Any
@@ -69,6 +70,8 @@ def test_the_corpus_is_large_and_cites_its_sources() -> None:
     assert sum("#" in report["from"] for report in REPORTED) >= 60
     assert len(ORDINARY) >= 40
     assert {report["cause"] for report in REPORTED} == {"user_error", *Cause}
+    source = re.compile(r"[\w.-]+/[\w.-]+#\d+|[^,#]+, .+|reproduced( with .+)?|seen on our cluster|made up")
+    assert [report["from"] for report in REPORTED if not source.fullmatch(report["from"])] == []
 
 
 def test_every_rule_was_seen_at_work() -> None:

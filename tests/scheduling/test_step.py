@@ -221,6 +221,20 @@ def test_a_lost_node_restarts_the_same_plan_after_a_pause() -> None:
     assert launches(actions)[0].plan == first.plan
 
 
+def test_a_job_on_a_full_disk_frees_its_devices_and_is_launched_again_later_and_longer() -> None:
+    log = "OSError: [Errno 28] No space left on device"
+    full = Evidence(ranks=(RankEnd(rank=0, exit_code=1, log_tail=log),))
+    state, actions = run(NODES, submitted(), submitted(job_id="lm-2", at_s=2.0))
+    state, actions = run(finished(full, at_s=10.0), released(at_s=10.0), state=state)
+    assert [other.job_id for other in launches(actions)] == ["lm-2"]
+    state, actions = run(TimerFired(at_s=69.0), state=run(NODES, submitted(), finished(full), released())[0])
+    assert launches(actions) == []
+    state, actions = run(TimerFired(at_s=70.0), state=state)
+    assert [again.number for again in launches(actions)] == [2]
+    state, _ = run(finished(full, number=2, at_s=80.0), released(number=2, at_s=80.0), state=state)
+    assert (only_job(state).status, only_job(state).not_before_s) == (JobStatus.QUEUED, 200.0)
+
+
 def test_a_restart_says_what_is_done_again_where_nothing_was_saved() -> None:
     for saved, ending in ((None, "; no checkpoint: 9 steps are done again"), (5, "")):
         evidence = replace(SUCCESS, ranks=(), nodes_lost=("local",), checkpoint_step=saved)

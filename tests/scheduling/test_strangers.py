@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(not STRANGERS.is_file(), reason="logs of strange
 
 def action_after(kind: FailureKind) -> str:
     if kind.restart is None:
-        return FINAL
+        return FINAL if kind.shortage is None else "again"
     return "changed plan" if kind.restart.refutes_plan else "again"
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from orchestrator.scheduling.base.drain import suspensions
 from orchestrator.scheduling.failures.places import avoided_devices, with_places
-from orchestrator.scheduling.failures.verdict import judge, wait_for_space
+from orchestrator.scheduling.failures.verdict import judge
 from orchestrator.specs.attempt import Attempt, Ending, Evidence, Extent, Failure, FailureKind, NodeDevices
 from orchestrator.specs.cluster import idle_nodes
 from orchestrator.specs.job_record import Job
@@ -198,7 +198,7 @@ def test_a_full_disk_is_waited_for_longer_and_longer_and_not_for_ever() -> None:
     while True:
         last = full_disk(len(record.attempts) + 1, at_s)
         assert last.failure is not None
-        failure = wait_for_space(record, last, last.failure)
+        failure = judge(record, last, last.failure, (), NODES)
         assert failure.verdict is not None
         assert failure.kind is FailureKind.DISK_FULL
         if failure.verdict.wait_s is None:
@@ -212,10 +212,33 @@ def test_a_full_disk_is_waited_for_longer_and_longer_and_not_for_ever() -> None:
     assert "no space for 12 hours" in failure.reason
 
 
+@pytest.mark.parametrize(
+    ("saved", "waits"),
+    [
+        ((40, 40, 40), (60.0, 120.0, None)),  # nothing new was kept
+        ((None, None, None), (60.0, 120.0, None)),
+        ((40, 40, 90), (60.0, 120.0, 60.0)),  # the last attempt trained on
+        ((40, 90, 90), (60.0, 60.0, 120.0)),
+    ],
+)
+def test_the_wait_for_space_begins_anew_after_an_attempt_that_left_a_newer_checkpoint(
+    saved: tuple[int | None, ...], waits: tuple[float | None, ...]
+) -> None:
+    record, waited = job(script_spec()), list[float | None]()
+    for number, step in enumerate(saved, 1):
+        last = full_disk(number, number * 22_000.0, saved=step)
+        assert last.failure is not None
+        failure = judge(record, last, last.failure, (), NODES)
+        assert failure.verdict is not None
+        waited.append(failure.verdict.wait_s)
+        record = replace(record, attempts=(*record.attempts, replace(last, failure=failure)))
+    assert tuple(waited) == waits
+
+
 @pytest.mark.parametrize(("saved", "waits"), [(None, False), (40, True)])
 def test_no_attempt_follows_a_full_disk_that_kept_nothing_of_hours(saved: int | None, waits: bool) -> None:
     last = full_disk(1, 50_000.0, ran_s=3 * 3600.0, saved=saved)
     assert last.failure is not None
-    failure = wait_for_space(job(script_spec()), last, last.failure)
+    failure = judge(job(script_spec()), last, last.failure, (), NODES)
     assert failure.verdict is not None
     assert (failure.verdict.wait_s is not None) == waits

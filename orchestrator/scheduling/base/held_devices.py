@@ -10,7 +10,10 @@ Device = tuple[str, int]  # node name, device index
 
 
 def holders(state: State) -> Mapping[Device, str]:
-    """Return the job id of each occupied device: an attempt runs there, or its memory is not yet reported free."""
+    """Return the id of the job by device, also of an ended job until its memory is reported free again.
+
+    A job that still runs has a last attempt whose status is not ENDED.
+    """
     return {
         (part.node, index): job.id
         for job in state.jobs.values()

@@ -49,7 +49,11 @@ HOW_TO_BE_WATCHED = (
     "its children need PYTHONPATH and ORC_GUARD as the program found them, an interpreter of Python 3.10 or newer, "
     "and none of its flags -I, -E and -S"
 )
-EXPLAINING = (Cause.DEVICE_OOM, Cause.HOST_OOM, Cause.SHARED_MEMORY, Cause.DISK_FULL, Cause.HARDWARE)  # of any rank
+_SHORTAGES = {kind.value for kind in FailureKind if kind.shortage}
+EXPLAINING = (  # the end of any rank
+    *(Cause.DEVICE_OOM, Cause.HOST_OOM, Cause.SHARED_MEMORY, Cause.HARDWARE),
+    *(cause for cause in Cause if cause.value in _SHORTAGES),
+)
 _WANTS_CUDA = re.compile(r"(?i)\bcuda\b|\bgpus?\b|nvidia")
 NEARLY_FULL = 0.9  # a cuDNN or cuBLAS failure below this share of the device is a driver or shape error
 

@@ -1,7 +1,7 @@
-"""Verdicts: whether and how a job restarts after an unexplained failure. The first matching row of a table decides.
+"""Verdicts: how a job goes on after an end that nothing explains, or after a shortage such as a full disk.
 
-`docs/reference/failures-and-retries.md` has the table. Failures that the guard, the kernel, NVML or this service
-explain never come here.
+`docs/reference/failures-and-retries.md` has the rows. Of an unexplained end the first row that fits decides. Other
+failures never come here.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from orchestrator.scheduling.failures.places import (
     others_of,
     suspects,
 )
-from orchestrator.specs.attempt import Attempt, Ending, Failure, FailureKind, Verdict
+from orchestrator.specs.attempt import Attempt, Ending, Failure, FailureKind, Shortage, Verdict
 from orchestrator.specs.cluster import Node
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job
@@ -27,7 +27,7 @@ from orchestrator.specs.replace import replace
 from orchestrator.specs.suspension import UnexplainedEnd
 
 JOBS_OF_SERVICE, NODES_OF_SERVICE = 3, 2  # with earlier ending: an outside service fails
-SERVICE_FIRST_S, SERVICE_MAX_S, SERVICE_TOTAL_S = 60.0, 1800.0, 43_200.0
+OUTSIDE_SERVICE = Shortage(missing="outside service")
 TRAINED_FIRST_S, TRAINED_MAX_S = 30.0, 600.0  # waits after an end within the training
 PROGRAM_WAIT_S = 2.0  # where the exception blames the program, time changes nothing
 STARTUP_WAITS_S = (30.0, 120.0)
@@ -38,41 +38,56 @@ REPEATED_SHARE, REPEATED_S = 0.25, 7200.0  # what may be trained again: so much 
 
 ON_ERROR = Verdict(row=4, wait_s=PROGRAM_WAIT_S)
 PROGRAM_ROWS = (5, 7, 10)  # they end the job, and blame its program
+SHORTAGE_ROW = 13
 
 
 def judge(
     job: Job, attempt: Attempt, failure: Failure, ends: Sequence[UnexplainedEnd], nodes: Sequence[Node]
 ) -> Failure:
-    """Return the failure with its verdict (whether and how the job restarts) and a sentence that says why.
+    """Return the failure with the verdict on its ending or its shortage, and with the sentence that says why.
 
-    `ends` are the recent unexplained ends of all jobs, `nodes` the live nodes. Where no attempt follows, the program is
-    to blame, unless time or a retry budget ran out.
+    `ends` are the remembered ones of all jobs, `nodes` the live ones. Where no attempt follows an unexplained end, the
+    program is to blame, unless time or a budget ran out. A failure of another kind stays as it is.
     """
-    assert failure.ending is not None
     assert attempt.ended_at_s is not None
+    if failure.kind.shortage is not None:
+        return _judge_shortage(job, attempt, failure, failure.kind.shortage)
+    if failure.ending is None:
+        return failure
     others = others_of(ends, job, attempt.ended_at_s)
     verdict, reason = _verdict(job, attempt, failure.ending, others, nodes)
     kind = FailureKind.USER_ERROR if verdict.wait_s is None and verdict.row in PROGRAM_ROWS else failure.kind
     return replace(failure, kind=kind, verdict=verdict, reason=f"{failure.reason}; {reason}")
 
 
-def wait_for_space(job: Job, attempt: Attempt, failure: Failure) -> Failure:
-    """Return a full-disk failure with a wait, in which a person may free space. Its devices are free meanwhile.
-
-    The waits grow as those for an outside service, for 12 hours since the first full disk. No attempt follows one that
-    trained for long and stored nothing.
-    """
+def _judge_shortage(job: Job, attempt: Attempt, failure: Failure, shortage: Shortage) -> Failure:
+    """Return the failure with a wait. No attempt follows one that trained for long and kept nothing."""
     assert attempt.ended_at_s is not None
-    waits = _attempts_of_row(job.attempts[: attempt.number - 1], 13)
-    since_s = next((earlier.ended_at_s for earlier in waits if earlier.ended_at_s is not None), attempt.ended_at_s)
-    is_lost = attempt.ended_at_s - attempt.launched_at_s > REPEATED_S and not _saved_step(attempt)
-    if is_lost or attempt.ended_at_s - since_s > SERVICE_TOTAL_S:
-        lost = f"{describe_missing(job.spec)}: too much would be trained again{describe_unmatched(job.spec, attempt)}"
-        why = lost if is_lost else "no space for 12 hours"
-        return replace(failure, verdict=Verdict(row=13, wait_s=None), reason=f"{failure.reason}; {why}")
-    wait_s = min(SERVICE_FIRST_S * 2 ** len(waits), SERVICE_MAX_S)
-    reason = f"{failure.reason}; waits {wait_s:.0f} s for space"
-    return replace(failure, verdict=Verdict(row=13, wait_s=wait_s), reason=reason)
+    waits = [
+        earlier
+        for earlier in _attempts_since_progress(job, attempt)
+        if earlier.failure and earlier.failure.verdict and earlier.failure.kind is failure.kind
+    ]
+    wait_s = _next_wait_s(waits, attempt.ended_at_s, shortage)
+    if attempt.ended_at_s - attempt.launched_at_s > REPEATED_S and not _saved_step(attempt):
+        lost, wait_s = describe_missing(job.spec), None
+        reason = f"{lost}: too much would be trained again{describe_unmatched(job.spec, attempt)}"
+    elif wait_s is None:
+        reason = f"no {shortage.missing} for {shortage.total_s / 3600:g} hours"
+    else:
+        reason = f"waits {wait_s:.0f} s for {shortage.missing}"
+    verdict = Verdict(row=SHORTAGE_ROW, wait_s=wait_s)
+    return replace(failure, verdict=verdict, reason=f"{failure.reason}; {reason}")
+
+
+def _next_wait_s(waits: Sequence[Attempt], at_s: float, shortage: Shortage) -> float | None:
+    """Return the wait before the next attempt, in seconds; None where it has waited for as long as it may.
+
+    `waits` are the attempts after which it waited for the same.
+    """
+    if waits and at_s - waits[0].end_or(at_s) > shortage.total_s:
+        return None
+    return min(shortage.first_s * 2 ** len(waits), shortage.longest_s)
 
 
 def _verdict(
@@ -94,7 +109,7 @@ def _verdict(
         if places and accuses(ending) and not is_alike_elsewhere(job, attempt, ending):
             return Verdict(row=1, wait_s=0.0, budget="node", elsewhere=True), f"{names_of(places)} is suspect"
         if _is_service(attempt, ending, others):
-            return _judge_outside_service(attempt, before)
+            return _judge_outside_service(job, attempt)
     verdict, reason = (
         _judge_before_training(ending, before)
         if ending.step is None
@@ -139,18 +154,13 @@ def _is_service(attempt: Attempt, ending: Ending, others: Sequence[UnexplainedEn
     return len({end.job for end in alike}) + 1 >= JOBS_OF_SERVICE and len(nodes) >= NODES_OF_SERVICE
 
 
-def _judge_outside_service(attempt: Attempt, before: Sequence[Attempt]) -> tuple[Verdict, str]:
-    waits = [
-        earlier
-        for earlier in before
-        if earlier.failure and earlier.failure.verdict and earlier.failure.verdict.row == 2
-    ]
+def _judge_outside_service(job: Job, attempt: Attempt) -> tuple[Verdict, str]:
+    """Return the verdict of row 2: several jobs lack the same service."""
     assert attempt.ended_at_s is not None
-    since_s = next((earlier.ended_at_s for earlier in waits if earlier.ended_at_s is not None), attempt.ended_at_s)
-    if attempt.ended_at_s - since_s > SERVICE_TOTAL_S:
-        return Verdict(row=2, wait_s=None), "an outside service failed several jobs alike, for 12 hours"
-    wait_s = min(SERVICE_FIRST_S * 2 ** len(waits), SERVICE_MAX_S)
-    return Verdict(row=2, wait_s=wait_s), f"an outside service failed several jobs alike: waits {wait_s:.0f} s"
+    waits = _attempts_of_row(_attempts_since_progress(job, attempt), 2)
+    wait_s = _next_wait_s(waits, attempt.ended_at_s, OUTSIDE_SERVICE)
+    how_long = f", for {OUTSIDE_SERVICE.total_s / 3600:g} hours" if wait_s is None else f": waits {wait_s:.0f} s"
+    return Verdict(row=2, wait_s=wait_s), f"an {OUTSIDE_SERVICE.missing} failed several jobs alike{how_long}"
 
 
 def _judge_before_training(ending: Ending, before: Sequence[Attempt]) -> tuple[Verdict, str]:
@@ -200,6 +210,13 @@ def _refused_wait_s(before: Sequence[Attempt]) -> float:
     endings = [attempt.failure.ending for attempt in before if attempt.failure]
     count = sum(ending is not None and ending.may_pass for ending in endings)
     return REFUSED_WAITS_S[min(count, len(REFUSED_WAITS_S) - 1)]
+
+
+def _attempts_since_progress(job: Job, attempt: Attempt) -> Sequence[Attempt]:
+    """Return the earlier attempts from the last that left a newer checkpoint on; none where this one did."""
+    before = job.attempts[: attempt.number - 1]
+    saved = list(map(_saved_step, (*before, attempt)))
+    return before[saved.index(max(saved)) :]
 
 
 def _attempts_of_row(attempts: Sequence[Attempt], row: int) -> list[Attempt]:

@@ -268,9 +268,11 @@ def _line_number(path: Path, offset: int) -> int:
 
 
 def _next_action(failure: Failure) -> str:
-    restart = failure.kind.restart
-    if failure.kind is FailureKind.DISK_FULL:
-        return "start it again after 1, 2, 4, at most 30 minutes, for 12 hours"
+    restart, shortage = failure.kind.restart, failure.kind.shortage
+    if shortage is not None:
+        waits = ", ".join(f"{shortage.first_s * 2**number / 60:g}" for number in range(3))
+        longest, total = shortage.longest_s / 60, shortage.total_s / 3600
+        return f"start it again after {waits}, at most {longest:g} minutes, for {total:g} hours"
     if restart is None:
         within = ", or start it again elsewhere if steps were made" if failure.ending is not None else ""
         return f"end the job{within}"

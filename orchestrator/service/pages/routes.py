@@ -460,7 +460,7 @@ async def _form(request: Request) -> dict[str, str]:
 
 
 def _own_path(path: str) -> str:
-    """The path of a page of this service; the queue for anything else."""
+    """The path of a page of this service; the overview for anything else."""
     parts = urlsplit(path)
     is_own = path.startswith((f"{PAGES}/", f"{MLFLOW}/")) and not parts.netloc and not parts.scheme and "\\" not in path
     return path if is_own and not path.startswith(SIGN_IN) else START

@@ -328,7 +328,7 @@ def observations_from_view(view: object) -> tuple[Observation, ...]:
 
 
 def node_view(node: Node, holders: Mapping[tuple[str, int], str], state: State) -> NodeView:
-    """Return the node as JSON, its device as in a cluster file; `holders` is the result of `placement.holders`."""
+    """Return the node as JSON, its device as in a cluster file; `holders` as returned by `held_devices.holders`."""
     busy = {index: job for (name, index), job in holders.items() if name == node.name}
     return NodeView(
         name=node.name,
