@@ -41,7 +41,7 @@ from orchestrator.specs.errors import ServiceError, SpecError
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.parse import parse_cluster
 from tests.local_cluster import LocalLaunchers, LocalNodes
-from tests.scheduling.factories import decoder_spec, script_spec
+from tests.scheduling.factories import decoder_spec, job, script_spec
 from tests.scheduling.test_comparison import ON_ONE, ON_TWO, measured_job, of, repeated
 from tests.service.services import TOKEN, service_of
 
@@ -252,8 +252,10 @@ def test_a_picture_names_the_strategies_and_its_axes_end_near_the_points(suffix:
 
 
 def test_the_list_of_comparisons_counts_strategies_and_not_their_repeats() -> None:
-    jobs = (*repeated(1, ON_ONE, 0.5, 0.5, 0.5), *repeated(2, ON_TWO, 0.4, 0.4, 0.4))
+    specs = comparison_jobs(decoder_spec(), [(("dp", 1),), (("dp", 2),)], None, 3)
+    jobs = [replace(job(spec, f"lm-{order}", order), array="lm-1") for order, spec in enumerate(specs, 1)]
     assert [row["strategies"] for row in comparisons(jobs)] == [2]
+    assert [spec.member.repeat for spec in specs if spec.member is not None] == [1, 1, 2, 2, 3, 3]
 
 
 def test_a_short_file_is_compared_over_its_own_steps() -> None:

@@ -108,7 +108,7 @@ def comparison_jobs(spec: JobSpec, choices: Sequence[Pins], steps: int | None, r
                 **changes,
                 **({} if spec.is_script else {"training": _with_seed(changes["training"], repeat)}),
                 "plan": pins,
-                "member": Member(number=number, of=len(turns), max_concurrent=1, compared=True),
+                "member": Member(number=number, of=len(turns), max_concurrent=1, compared=True, repeats=repeats),
             }
         )
         for number, (repeat, pins) in enumerate(turns)

@@ -26,7 +26,7 @@ def comparisons(jobs: Iterable[Job]) -> Sequence[Mapping[str, Any]]:
     groups = [
         {
             "id": name,
-            "strategies": len({job.spec.plan or job.id for job in jobs_by_id.values()}),
+            "strategies": first.spec.member.strategies if first.spec.member else len(jobs_by_id),
             "open": sum(not job.status.ended for job in jobs_by_id.values()),
             "user": first.user,
             "submitted_at_s": first.submitted_at_s,
