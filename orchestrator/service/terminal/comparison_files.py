@@ -33,6 +33,7 @@ CSV: Mapping[str, tuple[str | int, ...]] = {  # where a row has the number; unit
     **{name: (name,) for name in ("peak_bytes", "predicted_peak_bytes", "reserved_bytes", "tokens_per_s")},
     **{name: (name,) for name in ("samples_per_s", "mfu", "loss", "loss_distance", "device_s", "money")},
 }
+NAMES = {"torch_version": "torch", "python_version": "Python", "cuda_version": "CUDA", "driver_version": "driver"}
 NOT_MEASURED = dict.fromkeys(("peak_bytes", "tokens_per_s", "samples_per_s", "mfu", "loss"))  # where it did not finish
 LATEX = str.maketrans(
     {char: f"\\{char}" for char in "&%$#_{}"}
@@ -170,7 +171,7 @@ def _caption(view: ComparisonView, heads: Sequence[str]) -> list[str]:
     count = f"{devices.pop()} x " if len(devices) == 1 else ""
     text = ", ".join(f"{name} {value}" for name, value in facts.items() if value not in (None, ""))
     versions = {"orc": setup["orc_version"]} | {
-        name.removesuffix("_version"): version for name, version in setup["versions"].items()
+        NAMES.get(name, name): version for name, version in setup["versions"].items()
     }
     programs = ", ".join(f"{name} {version}" for name, version in versions.items())
     meanings = {

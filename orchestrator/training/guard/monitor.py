@@ -60,7 +60,7 @@ class Monitor:
         self._durations: deque[float] = deque(maxlen=RECENT_STEPS)
         self._last_step_s: float | None = None
         self._next_beat_s = 0.0
-        self._torch_version = self._cuda_version = ""
+        self._torch_version = self._cuda_version = self._model = ""
         self._group_size = 0
         self._allocator_room_bytes: int | None = None
         self._peak_bytes = self._reserved_bytes = 0  # on CUDA, before the peaks of its allocator were reset
@@ -236,9 +236,12 @@ class Monitor:
         return self._allocator_room_bytes
 
     def _device_model(self) -> str:
-        """Return the name that the driver has for this rank's device; "" before its first use."""
+        """Return the name that the driver has for this rank's device, which is asked once; "" before its first use."""
         cuda = self._cuda()
-        return "" if cuda is None else str(cuda.get_device_properties(cuda.current_device()).name)
+        if cuda is not None and not self._model:
+            with contextlib.suppress(RuntimeError):  # after a CUDA error
+                self._model = str(cuda.get_device_name())
+        return self._model
 
     def _cuda(self) -> Any:
         """torch.cuda once this rank has initialised a real device, else None."""
