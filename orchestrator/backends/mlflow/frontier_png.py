@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 INCHES = (8.0, 4.8)
+LEGEND_INCHES = 0.2  # for a line of two names
 DOTS_PER_INCH = 120
 TICKS_MAX = 7
 # Colour-blind safe (Okabe and Ito 2008, Color Universal Design), and told apart by shape as well.
@@ -35,13 +36,15 @@ def figure(title: str, picture: Picture, labelled: str = "attempt ") -> Figure:
     """
     from matplotlib.figure import Figure  # mlflow brings matplotlib; pyplot keeps state, which threads share
 
-    drawn = Figure(figsize=INCHES, dpi=DOTS_PER_INCH, layout="constrained")
+    names = tuple(dict.fromkeys(point.name for point in picture.points if point.name))
+    width, height = INCHES
+    size = width, height + LEGEND_INCHES * (len(names) // 2)
+    drawn = Figure(figsize=size, dpi=DOTS_PER_INCH, layout="constrained")
     axes = drawn.add_subplot()
     axes.set(xscale="log", yscale="log", xlim=picture.span_s, ylim=picture.span_bytes)
     _draw_limit(axes, picture)
-    names = dict.fromkeys(point.name for point in picture.points if point.name)
     if names:
-        _scatter_names(axes, picture, tuple(names))
+        _scatter_names(axes, picture, names)
     else:
         _scatter_marks(axes, picture)
     for point in picture.points:

@@ -87,7 +87,7 @@ def compare(
     for table in tables or ():
         table.write_text(WRITERS[table.suffix](view))
     if picture is not None:
-        _draw(view, picture)
+        draw_picture(view, picture)
     tell(dict(view), as_json, comparison_panel(view))
     if view["mlflow"] and not as_json:
         print(f"MLflow: {view['mlflow']}")  # whole, so that a terminal can open it
@@ -162,9 +162,13 @@ def _with_link(client: Client, job_id: str) -> ComparisonView:
     return view
 
 
-def _draw(view: ComparisonView, file: Path) -> None:
+def draw_picture(view: ComparisonView, file: Path) -> None:
+    """Write the picture of a comparison to a file, if it has one."""
+    import matplotlib
+
     from orchestrator.backends.mlflow.frontier_png import figure
     from orchestrator.service.views.records import picture_from_view
 
     if view["picture"] is not None:
-        figure(f"Strategies of {view['name']}", picture_from_view(view["picture"]), "").savefig(file)
+        with matplotlib.rc_context({"pdf.fonttype": 42}):  # TrueType: many publishers refuse matplotlib's Type 3
+            figure(f"Strategies of {view['name']}", picture_from_view(view["picture"]), "").savefig(file)
