@@ -19,6 +19,7 @@ ROWS_BETWEEN, COLUMNS_BETWEEN = 2, 3  # at least so many between two labels
 COLUMNS_A_TICK = 10
 PADDING = 0.05  # of the span: room beyond the outermost points
 PADDING_MIN = math.log(1.06)
+LIMIT_NEAR = 1.5  # the end of the memory over the highest point: so near it is always in the picture
 
 
 class Mark(StrEnum):
@@ -44,12 +45,14 @@ SYMBOLS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """A plan in the chart, with a label beside it."""
+    """A plan in a picture, with `label` beside it and its name in the legend."""
 
     step_s: float
     needed_bytes: int
     mark: Mark
     label: str = ""
+    name: str = ""
+    within_s: tuple[float, float] | None = None  # 95 % interval of its step time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,13 +65,20 @@ class Picture:
 
     @property
     def span_s(self) -> tuple[float, float]:
-        """(lowest, highest) step time of the chart, in seconds."""
-        return _pad([point.step_s for point in self.points])
+        """Step times that the picture spans."""
+        return _pad([seconds for point in self.points for seconds in (point.step_s, *(point.within_s or ()))])
 
     @property
     def span_bytes(self) -> tuple[float, float]:
-        """(lowest, highest) bytes of the chart."""
-        return _pad([self.capacity_bytes, *(point.needed_bytes for point in self.points)])
+        """Bytes that the picture spans."""
+        needs = [point.needed_bytes for point in self.points]
+        return _pad([self.capacity_bytes, *needs] if self.has_limit else needs)
+
+    @property
+    def has_limit(self) -> bool:
+        """Whether the end of the memory is in the picture; far above all points it would leave half of it empty."""
+        needs = [point.needed_bytes for point in self.points]
+        return self.capacity_bytes / max(needs) <= max(LIMIT_NEAR, max(needs) / min(needs))
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,20 +100,17 @@ def draw_lines(picture: Picture, columns: int = COLUMNS, rows: int = ROWS) -> li
     across = _Axis(*picture.span_s, columns - LABEL_COLUMNS - 1)
     up = _Axis(*picture.span_bytes, rows)
     grid = [[" "] * across.cells for _ in range(rows)]
-    limit = up.cell(picture.capacity_bytes)
-    grid[limit] = ["╌"] * across.cells
+    if picture.has_limit:
+        grid[up.cell(picture.capacity_bytes)] = ["╌"] * across.cells
     order = list(Mark)
     for point in sorted(picture.points, key=lambda point: order.index(point.mark)):
         _draw(grid, across.cell(point.step_s), up.cell(point.needed_bytes), point)
     ends = f" memory ends: {format_bytes(picture.capacity_bytes)} "
-    clear = next(
-        (column for column in range(across.cells - len(ends), 0, -1) if _is_clear(grid[limit], column, len(ends))), None
-    )
-    if clear is not None:
-        grid[limit][clear : clear + len(ends)] = ends
+    if picture.has_limit:
+        _write_on_line(grid[up.cell(picture.capacity_bytes)], ends)
     ticks = byte_ticks(*picture.span_bytes, rows // ROWS_BETWEEN)
     labels = {up.cell(value): text for value, text in ticks}
-    lines = [f"{'needs':>{LABEL_COLUMNS - 1}}"]
+    lines = [f"{'needs':>{LABEL_COLUMNS - 1}}{'' if picture.has_limit else f' (above all, {ends.strip()})'}"]
     for row in range(rows - 1, -1, -1):
         lines.append(f"{labels.get(row, ''):>{LABEL_COLUMNS - 1}} {'┤' if row in labels else '│'}{''.join(grid[row])}")
     return [line.rstrip() for line in (*lines, *_foot(picture, across))]
@@ -175,8 +182,12 @@ def _draw(grid: list[list[str]], column: int, row: int, point: Point) -> None:
         line[column + 1 : end] = point.label
 
 
-def _is_clear(line: Sequence[str], column: int, length: int) -> bool:
-    return all(character == "╌" for character in line[column : column + length])
+def _write_on_line(line: list[str], text: str) -> None:
+    """Write the text on the dashes of a line, as far right as it is clear."""
+    for column in range(len(line) - len(text), 0, -1):
+        if all(character == "╌" for character in line[column : column + len(text)]):
+            line[column : column + len(text)] = text
+            return
 
 
 def _foot(picture: Picture, across: _Axis) -> Iterator[str]:

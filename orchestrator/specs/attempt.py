@@ -25,6 +25,7 @@ class NodeDevices:
 Placement = tuple[NodeDevices, ...]  # all or nothing; ranks are numbered in this order
 
 
+VERSIONS = ("torch_version", "python_version", "cuda_version", "driver_version", "device_model")  # of heartbeats
 PROBE_STEPS = 2  # in the second step, optimizer states and activations are there together
 LEARNED_STEPS = 20  # after which an attempt of a recovered job tells the peak that it measured
 
@@ -196,8 +197,12 @@ class Heartbeat:
     at_s: float
     loss: float | None = None
     torch_version: str = ""  # "" before the program has imported it
-    reserved_bytes: int = 0  # highest reserved by PyTorch's CUDA allocator so far; 0 without CUDA
-    allocator_room_bytes: int | None = None  # least so far of bytes free or in PyTorch's allocator; None without CUDA
+    python_version: str = ""
+    cuda_version: str = ""  # that torch was built for; "" without CUDA
+    driver_version: str = ""
+    device_model: str = ""  # as its driver names it; "" before the rank has used it
+    reserved_bytes: int = 0  # that PyTorch's CUDA allocator held, highest so far; 0 without CUDA
+    allocator_room_bytes: int | None = None  # free, or held by PyTorch's allocator; the least so far; None without CUDA
     pid: int = 0
     backwards: int = 0  # backward passes completed in this attempt
     live_bytes: int = 0  # allocated at `at_s`
@@ -323,10 +328,13 @@ class Attempt:
 
     @property
     def peak_bytes(self) -> int | None:
-        """The highest allocated bytes of any rank; None where no rank reported a peak."""
+        """The allocated peak of the worst rank; None where no rank reported one, or it failed before it trained."""
         if self.evidence is None or self.evidence.unwatched:
             return None
-        return max((beat.peak_bytes for beat in self.evidence.heartbeats), default=None)
+        beats = self.evidence.heartbeats
+        if self.failure is not None and not self.evidence.ooms:
+            beats = tuple(beat for beat in beats if beat.steps_done or beat.phase != Phase.STARTUP)
+        return max((beat.peak_bytes for beat in beats), default=None)
 
     @property
     def reserved_bytes(self) -> int | None:
@@ -343,8 +351,14 @@ class Attempt:
     @property
     def torch_version(self) -> str:
         """Version of torch under which the ranks ran; "" where no rank reported it."""
-        versions = [beat.torch_version for beat in self.evidence.heartbeats] if self.evidence else []
-        return max(versions, default="")
+        return self.versions.get("torch_version", "")
+
+    @property
+    def versions(self) -> dict[str, str]:
+        """Versions under which the ranks ran, and the model of their devices; without what no rank reported."""
+        beats = self.evidence.heartbeats if self.evidence else ()
+        newest = {name: max((getattr(beat, name) for beat in beats), default="") for name in VERSIONS}
+        return {name: text for name, text in newest.items() if text}
 
 
 def attempt_name(job_id: str, number: int) -> str:

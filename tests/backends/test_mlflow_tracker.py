@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import json
 import os
 import signal
@@ -102,7 +103,7 @@ def attempt(job_id: str, number: int, plan: Plan = BIG, before: Plan | None = No
 def end_attempt(running: Attempt, kind: FailureKind | None = None) -> Attempt:
     text = f"Traceback ... token={SECRET} url={VARIABLE}"
     beat = Heartbeat(rank=0, step=3, steps_done=3, step_s=0.25, peak_bytes=1600, phase="forward", at_s=START_S)
-    beat = dataclasses.replace(beat, reserved_bytes=1800)
+    beat = dataclasses.replace(beat, reserved_bytes=1800, torch_version="2.11.0", cuda_version="12.8")
     return dataclasses.replace(
         running,
         status=AttemptStatus.ENDED,
@@ -589,7 +590,7 @@ def test_the_strategies_of_a_comparison_are_children_of_one_run_that_ends_with_t
     from mlflow import MlflowClient
 
     def strategy(number: int, *attempts: Attempt, **changes: object) -> Job:
-        member = Member(number=number, of=3, max_concurrent=1, compared=True)
+        member = Member(number=number, of=3, max_concurrent=1, compared=True, repeats=3)
         spec = SPEC.model_copy(update={"name": "three", "member": member})
         trial = new_job(f"three-{number + 1}", *attempts)
         newest[trial.id] = dataclasses.replace(trial, spec=spec, array="three-1", order=number + 1, **changes)
@@ -617,16 +618,20 @@ def test_the_strategies_of_a_comparison_are_children_of_one_run_that_ends_with_t
         assert tracker.wait_delivered(60)
     trials = client.search_runs([experiment.experiment_id], f"tags.`orc.comparison` = '{key}'")
     assert sorted((str(run.info.run_name), run.info.status) for run in trials) == [
-        ("plain on 1", "FAILED"),
-        ("plain on 1", "FINISHED"),
+        ("plain on 1, repeat 1", "FINISHED"),
+        ("plain on 1, repeat 2", "FAILED"),
         ("three-3", "FAILED"),
     ]
+    (tags,) = (run.data.tags for run in trials if run.info.status == "FINISHED")
+    assert [tags.get(name) for name in ("torch_version", "cuda_version", "driver_version")] == ["2.11.0", "12.8", None]
+    assert tags["orc_version"] == importlib.metadata.version("orchestrator")
+    assert {json.loads(run.data.tags["job_spec"])["member"]["of"] for run in trials} == {3}
     assert {run.data.params["family"] for run in trials} == {"three"}
     parent = client.get_run(parent_id)
     assert (parent.info.status, parent.info.run_name) == ("FINISHED", "three-1")
     assert "mlflow.parentRunId" not in parent.data.tags
     note = parent.data.tags["mlflow.note.content"]
-    assert note.startswith("**Only plain on 1 (micro 8x1) finished; plain on 1 (micro 2x4) ran out of memory")
+    assert note.startswith("**Only plain on 1 (micro 8x1) finished. plain on 1 (micro 2x4) ran out of memory")
     assert str(comparison_url(server.home, ADDRESS, key, 3)) in note
     rows = json.loads(artifact(server, parent_id, "comparison.json", tmp_path))
     assert [row["outcome"] for row in rows] == ["finished", "out of memory", "no such plan"]

@@ -43,6 +43,21 @@ def test_what_an_array_may_not_use_is_for_others() -> None:
     assert set(launches) == {"job-1", "job-2", "job-4"}
 
 
+def test_the_jobs_of_a_comparison_start_in_their_turns_however_long_they_are() -> None:
+    """Two strategies, three times each; the second is short, and short jobs go first elsewhere."""
+    specs = [script({1: 1000.0}), script({1: 10.0})] * 3
+    members = [Member(number=number, of=6, max_concurrent=1, compared=True) for number in range(6)]
+    events: list[Event] = [seen(node(devices=2))]
+    for order, (spec, member) in enumerate(zip(specs, members, strict=True), 1):
+        compared = spec.model_copy(update={"member": member})
+        events.append(Submitted(job_id=f"job-{order}", order=order, spec=compared, at_s=1.0, array="job-1"))
+    for number in range(1, 6):
+        state, launches = played(*events)
+        assert list(launches) == [f"job-{order}" for order in range(1, number + 1)]
+        assert state.jobs["job-6"].reason.startswith("waits for others of the array job-1: ")
+        events += gone(number, 100.0 * number)
+
+
 def test_a_forecast_lets_the_next_of_an_array_begin_when_one_has_ended() -> None:
     """Launch and training take 130 s; two of five may run at once, though four could."""
     state, _ = played(seen(node(devices=4)), *submissions(5, 2))

@@ -9,6 +9,7 @@ import pytest
 from orchestrator.planning.picture import Mark
 from orchestrator.scheduling.reports.comparison import Comparison, comparison
 from orchestrator.scheduling.reports.comparison_rows import Curve, Outcome, curve_of, strategy_of
+from orchestrator.scheduling.reports.intervals import geometric_interval, ratio_interval
 from orchestrator.scheduling.step import step
 from orchestrator.specs.attempt import AttemptStatus, Evidence, Failure, FailureKind, Heartbeat, RankEnd
 from orchestrator.specs.choices import ActivationCheckpointing, Engine, Offload, ParallelLayout, ZeroStage
@@ -78,24 +79,42 @@ def test_twice_as_fast_is_twice_the_utilisation_and_a_second_device_is_half() ->
     assert wide.mfu == pytest.approx(slow.mfu)
 
 
-def test_the_verdict_compares_the_fastest_with_the_cheapest() -> None:
-    verdict = of(measured_job(1, ON_ONE, 0.6), measured_job(2, ON_TWO, 0.4)).verdict
-    assert verdict == "ZeRO-2 on 2 is 1.50x faster than plain on 1 at 1.3x the cost."
+def test_the_verdict_has_the_time_of_each_and_which_costs_and_needs_least() -> None:
+    verdict = of(measured_job(1, ON_ONE, 0.6), measured_job(2, ON_TWO, 0.4, peak_bytes=45 * MIB)).verdict
+    assert verdict.split(". ") == [
+        "ZeRO-2 on 2 has the shortest step: 0.4 s",
+        "plain on 1 takes 1.50x",
+        "plain on 1 costs least: 0.75x the device-seconds of ZeRO-2 on 2 a step",
+        "ZeRO-2 on 2 needs least memory: 45.00 MiB",
+        "plain on 1 needs most: 90.00 MiB, 2.00x.",
+    ]
 
 
 def test_step_times_that_differ_by_little_are_called_the_same() -> None:
     verdict = of(
         measured_job(1, ON_TWO, 0.402), measured_job(2, replace(ON_TWO, zero_stage=ZeroStage.OPTIMIZER), 0.4)
     ).verdict
-    assert verdict == "ZeRO-1 on 2 is about as fast as ZeRO-2 on 2."
+    assert "ZeRO-2 on 2 takes 1.00x, about as long." in verdict
+    assert verdict.endswith("All need about the same memory: 90.00 MiB.")
+
+
+def test_the_verdict_tells_whether_losses_agree_up_to_rounding() -> None:
+    jobs = measured_job(1, ON_ONE, 0.6), measured_job(2, ON_TWO, 0.4)
+    for last, sentence in (
+        (2.01, "Losses agree: they differ by at most 0.01 "),
+        (2.1, "The losses of ZeRO-2 on 2 differ"),
+    ):
+        curves = {"lm-1": Curve(losses={1: 3.0, 2: 2.0}), "lm-2": Curve(losses={1: 3.0, 2: last})}
+        assert sentence in of(*jobs, curves=curves).verdict
 
 
 def test_what_memory_excludes_is_a_row_and_told_with_its_bytes() -> None:
+    long_text = {"text": ["corpus.txt"], "sequence_length": 8192}
     big = {"micro_batch": 8, "activation_checkpointing": "none", "zero_stage": 0, "tp": 2, "pp": 1}
     result = of(
         measured_job(1, ON_ONE, 0.6),
         measured_job(2, ON_TWO, 0.4, FailureKind.DEVICE_OOM, 256 * MIB),
-        refused(3, big, global_batch_size=8, data={"text": ["corpus.txt"], "sequence_length": 8192}),
+        refused(3, big, global_batch_size=8, data=long_text),
         refused(4, {"engine": "torch", "zero_stage": 1, "pp": 2}),
     )
     assert [row.outcome for row in result.rows] == [
@@ -107,11 +126,12 @@ def test_what_memory_excludes_is_a_row_and_told_with_its_bytes() -> None:
     assert [row.ooms for row in result.rows] == [0, 1, 0, 0]
     assert result.rows[2].needed_bytes is not None
     assert result.rows[2].needed_bytes > 256 * MIB
-    only, ran_out, not_there = result.verdict.split("; ")
+    only, ran_out, not_there = result.verdict.split(". ")
     assert only == "Only plain on 1 finished"
     assert ran_out == "ZeRO-2 on 2 ran out of memory: 256.00 MiB of 256.00 MiB"
     assert not_there.startswith("tp2 on 2 does not fit: ")
     assert not_there.endswith(" of 256.00 MiB.")
+    assert of(refused(1, big, global_batch_size=8, data=long_text)).verdict.startswith("No strategy finished. ")
 
 
 def test_the_distance_is_the_largest_between_curves_at_the_same_step() -> None:
@@ -165,6 +185,12 @@ def test_strategies_of_one_name_are_told_apart_by_the_cut_of_their_batch() -> No
         measured_job(2, replace(ON_ONE, micro_batch_size=4, gradient_accumulation_steps=2), 0.7),
     )
     assert [row.strategy for row in result.rows] == ["plain on 1 (micro 8x1)", "plain on 1 (micro 4x2)"]
+    other = of(
+        measured_job(1, ON_ONE, 0.6),
+        measured_job(2, replace(ON_ONE, micro_batch_size=4, gradient_accumulation_steps=2), 0.7),
+        measured_job(3, ON_TWO, 0.4),
+    )
+    assert all("(micro " in row.strategy for row in other.rows), "on every row or on none"
 
 
 def test_a_curve_survives_broken_lines() -> None:
@@ -192,16 +218,17 @@ def repeated(number: int, plan: Plan, *steps_s: float) -> list[Job]:
 
 def test_repeats_of_a_strategy_are_one_row_with_the_interval_of_their_mean() -> None:
     row, _ = of(*repeated(1, ON_ONE, 0.5, 0.6, 0.7), *repeated(2, ON_TWO, 0.4, 0.4, 0.4)).rows
-    assert (row.repeats, row.step_s, row.device_s) == (3, pytest.approx(0.6), 30.0)
-    assert row.step_within_s == pytest.approx((0.6 - 4.303 * 0.1 / 3**0.5, 0.6 + 4.303 * 0.1 / 3**0.5))
+    assert (row.repeats, row.steps_s, row.device_s) == (3, (0.5, 0.6, 0.7), 30.0)
+    assert row.step_s == pytest.approx((0.5 * 0.6 * 0.7) ** (1 / 3))
+    assert row.step_within_s is not None
+    assert 0 < row.step_within_s[0] < 0.5 < 0.7 < row.step_within_s[1]
 
 
 def test_no_difference_is_claimed_within_intervals_and_one_beyond_them_is() -> None:
     noisy = of(*repeated(1, ON_ONE, 0.5, 0.6, 0.7), *repeated(2, ON_TWO, 0.4, 0.5, 0.6))
-    assert "about as fast as" in noisy.verdict
-    assert "(95 % intervals overlap)" in noisy.verdict
+    assert "plain on 1 takes 1.21x (0.74x to 1.96x), not told apart by 3 repeats." in noisy.verdict
     clear = of(*repeated(1, ON_ONE, 0.60, 0.61, 0.62), *repeated(2, ON_TWO, 0.40, 0.41, 0.42))
-    assert "1.49x faster than" in clear.verdict
+    assert "plain on 1 takes 1.49x (1.41x to 1.57x). " in clear.verdict
     assert not [note for note in clear.notes if "noise" in note]
 
 
@@ -215,3 +242,30 @@ def test_what_differs_beside_the_strategies_is_said() -> None:
     assert any("micro_batch_size (8, 4)" in note for note in notes)
     alike = of(measured_job(1, replace(ON_ONE, micro_batch_size=4), 0.6), measured_job(2, ON_TWO, 0.4)).notes
     assert not any("micro_batch_size" in note for note in alike)
+
+
+def test_a_rank_that_ended_before_it_trained_has_no_peak() -> None:
+    beat = Heartbeat(rank=0, step=0, steps_done=0, step_s=None, peak_bytes=21, phase="startup", at_s=1.0)
+    failed = measured_job(1, ON_ONE, 0.6, FailureKind.USER_ERROR)
+    ended = replace(failed.attempts[0], evidence=Evidence(ranks=(RankEnd(rank=0, exit_code=1),), heartbeats=(beat,)))
+    assert of(replace(failed, attempts=(ended,))).rows[0].peak_bytes is None
+
+
+def test_the_intervals_are_those_of_scipy_and_never_negative() -> None:
+    import numpy as np
+    from scipy import stats
+
+    slow, fast = (0.5, 0.9, 0.7), (0.4, 0.41, 0.42, 0.44)
+    low, high = geometric_interval(slow) or (0.0, 0.0)
+    logs = np.log(slow)
+    expected = stats.t.interval(0.95, 2, loc=logs.mean(), scale=stats.sem(logs))
+    assert (np.log(low), np.log(high)) == pytest.approx(expected, rel=1e-3)
+    welch = stats.ttest_ind(np.log(slow), np.log(fast), equal_var=False)
+    low, high = ratio_interval(slow, fast) or (0.0, 0.0)
+    whole = stats.t.ppf(0.975, int(welch.df)) / stats.t.ppf(0.975, welch.df)
+    half = (welch.confidence_interval().high - welch.confidence_interval().low) / 2
+    assert np.log(high / low) / 2 == pytest.approx(whole * half, rel=1e-3)
+    assert (low < 1 < high) == (welch.pvalue > 0.05)
+    assert ratio_interval((0.2, 0.2), (0.1, 0.1)) == pytest.approx((2.0, 2.0))
+    assert (geometric_interval((0.1, 1.0)) or (0.0,))[0] > 0
+    assert geometric_interval((0.1,)) is ratio_interval((0.1, 0.2), (0.1,)) is None

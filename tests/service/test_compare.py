@@ -9,28 +9,40 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from unittest import mock
 
 import pytest
+from rich.console import Console
 
 from orchestrator.backends.attempts.backend import ProcessBackend
 from orchestrator.backends.journal.journal import Journal
+from orchestrator.backends.mlflow.frontier_png import figure
 from orchestrator.cli import main
+from orchestrator.scheduling.reports.comparison_rows import Curve
 from orchestrator.service.commands.compare import STEPS, choose_strategies, comparison_jobs
+from orchestrator.service.pages.compare import comparisons
 from orchestrator.service.server.api import create_app
 from orchestrator.service.server.client import Client
 from orchestrator.service.server.controller import Controller
 from orchestrator.service.server.daemon import serve_http
 from orchestrator.service.server.lifecycle import write_service_file
-from orchestrator.service.terminal.comparison_files import WRITERS
-from orchestrator.specs.choices import Micro
+from orchestrator.service.terminal.comparing import PICTURES, draw_picture
+from orchestrator.service.terminal.comparison_files import WRITERS, with_error
+from orchestrator.service.terminal.comparison_tables import comparison_panel
+from orchestrator.service.views.comparison import ComparisonView, comparison_view
+from orchestrator.service.views.records import picture_from_view
+from orchestrator.specs.attempt import FailureKind
+from orchestrator.specs.choices import Micro, ZeroStage
 from orchestrator.specs.cluster import idle_nodes
 from orchestrator.specs.errors import ServiceError, SpecError
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.parse import parse_cluster
 from tests.local_cluster import LocalLaunchers, LocalNodes
-from tests.scheduling.factories import decoder_spec, script_spec
+from tests.scheduling.factories import decoder_spec, job, script_spec
+from tests.scheduling.test_comparison import ON_ONE, ON_TWO, measured_job, of, repeated
 from tests.service.services import TOKEN, service_of
 
 CLUSTER = parse_cluster(
@@ -148,21 +160,110 @@ def test_repeats_take_turns_with_other_seeds_and_there_are_not_too_many() -> Non
         comparison_jobs(spec, wanted, None, 11)
 
 
-def test_rows_are_written_as_csv_markdown_and_latex() -> None:
-    row = {
-        "strategy": "ZeRO-2 (FSDP2) on 2",
-        "plan": "2 gpus · dp2",
-        "step_s": 0.5,
-        "step_within_s": [0.4, 0.6],
-        "mfu": None,
-    }
-    written = {suffix: write([row], ["A_verdict."]) for suffix, write in WRITERS.items()}
-    assert next(csv.DictReader(written[".csv"].splitlines()))["step_within_s"] == "0.4 to 0.6"
-    head, rule, line, *_ = written[".md"].splitlines()
-    assert head.count("|") == rule.count("|") == line.count("|")
-    assert "MFU" not in head
-    assert "A_verdict." in written[".md"]
-    assert r"ZeRO-2 (FSDP2) on 2 & 0.5 & 0.4 to 0.6 \\"[:-2] in written[".tex"]
+def compared_view() -> ComparisonView:
+    """Two strategies, three times each, and one that ran out of memory."""
+    burst = measured_job(3, replace(ON_TWO, zero_stage=ZeroStage.PARAMETERS), 0.3, FailureKind.DEVICE_OOM)
+    jobs = (*repeated(1, ON_ONE, 0.500, 0.504, 0.508), *repeated(2, ON_TWO, 0.2, 0.5, 0.9), burst)
+    curves = {job.id: Curve(losses={1: 3.0, 2: 2 + job.order / 100}, tokens=(512,)) for job in jobs[:6]}
+    return comparison_view(of(*jobs, curves=curves), None)
+
+
+def test_a_csv_has_raw_numbers_with_their_units_in_the_names() -> None:
+    first, _, burst = csv.DictReader(WRITERS[".csv"](compared_view()).splitlines())
+    assert [first[name] for name in ("micro_batch", "accumulation", "global_batch", "precision")] == [
+        "8",
+        "1",
+        "8",
+        "fp32",
+    ]
+    assert float(first["step_low_s"]) < float(first["step_s"]) < float(first["step_high_s"])
+    assert (first["device"], first["first_seed"], first["last_seed"]) == ("virtual-256mib", "0", "0")
+    text = ("strategy", "plan", "outcome", "device", "precision")
+    assert all(float(cell) >= 0 for name, cell in first.items() if name not in text and cell)
+    assert (burst["outcome"], burst["step_low_s"]) == ("out of memory", "")
+
+
+def test_a_table_for_a_paper_fits_its_page_in_units_for_people() -> None:
+    view = compared_view()
+    lines = WRITERS[".tex"](view).splitlines()
+    rows = [line for line in lines if line.endswith("\\\\")]
+    assert {row.count("&") for row in rows} == {7}, "eight columns"
+    assert r"& Batch & Step & Peak & Tokens/s & MFU & Loss & Device-s \\" in rows[0]
+    assert rows[1].split("&")[2:4] == [" (s) ", " (MiB) "]
+    assert r"plain on 1 & 8$\times$1 & 0.504 $\pm$ 0.010 & 90.0 &" in rows[2]
+    assert r"& 0.448 [0.0682, 2.95] &" in rows[3], "too wide an interval is a range, and not below zero"
+    assert r"& out of memory & -- & -- & -- & -- &" in rows[4]
+    caption = "\n".join(line for line in lines if line.startswith("%"))
+    for fact in (
+        "virtual-256mib",
+        "global batch 8",
+        "sequence length 128",
+        "steps 100",
+        "repeats 3",
+        "seeds 0",
+        "orc ",
+        view["verdict"],
+    ):
+        assert fact in caption
+    head, rule, line, *_ = WRITERS[".md"](view).splitlines()
+    assert head.count("|") == rule.count("|") == line.count("|") == 9
+    assert "| Step (s) | Peak (MiB) |" in head
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "text"),
+    [
+        (0.5041, 0.0099, "0.504 ± 0.010"),
+        (0.5041, 0.031, "0.50 ± 0.03"),
+        (123.4, 12.0, "123 ± 12"),
+        (2.0, 0.0, "2.000 ± 0"),
+    ],
+)
+def test_a_number_has_the_digits_that_its_error_allows(value: float, error: float, text: str) -> None:
+    assert with_error(value, error) == text
+
+
+def test_every_table_fits_eighty_columns_and_no_cell_is_cut() -> None:
+    view = compared_view()
+    for row in view["rows"]:
+        row |= {"strategy": f"{row['strategy']} + checkpointing + optimizer on host", "tokens_per_s": 123_456_789.0}
+        row |= {"reserved_bytes": 2**40 - 1, "host_bytes": 2**40 - 1, "restarts": 3, "money": 1234.5}
+    text = StringIO()
+    Console(file=text, width=80).print(comparison_panel(view))
+    assert max(map(len, text.getvalue().splitlines())) <= 80
+    assert "…" not in text.getvalue()
+    columns = ("MICRO", "STEP", "95 % OF STEP", "TOKENS/S", "MFU", "END", "RESERVED", "HOST", "LOSS", "COST")
+    assert all(column in text.getvalue() for column in columns)
+    assert text.getvalue().count("8x1") >= 1
+
+
+@pytest.mark.parametrize("suffix", PICTURES)
+def test_a_picture_names_the_strategies_and_its_axes_end_near_the_points(suffix: str, tmp_path: Path) -> None:
+    view = compared_view()
+    assert view["picture"] is not None
+    picture = replace(picture_from_view(view["picture"]), capacity_bytes=80 * 2**30)
+    drawn = figure("Strategies", picture, "")
+    assert drawn.axes[0].get_ylim()[1] < 2 * max(point.needed_bytes for point in picture.points)
+    texts = [text.get_text() for text in drawn.legends[0].get_texts()]
+    assert [f"{number} {row['strategy']}" for number, row in enumerate(view["rows"], 1)] == texts[:3]
+    assert len(drawn.axes[0].containers) == 2, "an error bar for each strategy with repeats"
+    draw_picture(view, tmp_path / f"picture{suffix}")
+    written = (tmp_path / f"picture{suffix}").read_bytes()
+    assert len(written) > 1000
+    assert b"/Type3" not in written, "publishers refuse such fonts"
+
+
+def test_the_list_of_comparisons_counts_strategies_and_not_their_repeats() -> None:
+    specs = comparison_jobs(decoder_spec(), [(("dp", 1),), (("dp", 2),)], None, 3)
+    jobs = [replace(job(spec, f"lm-{order}", order), array="lm-1") for order, spec in enumerate(specs, 1)]
+    assert [row["strategies"] for row in comparisons(jobs)] == [2]
+    assert [spec.member.repeat for spec in specs if spec.member is not None] == [1, 1, 2, 2, 3, 3]
+
+
+def test_a_short_file_is_compared_over_its_own_steps() -> None:
+    spec = decoder_spec(training={"max_steps": 12})
+    assert [job.training.max_steps for job in comparison_jobs(spec, [()], None)] == [12]
+    assert [job.training.max_steps for job in comparison_jobs(spec, [()], 20)] == [20]
 
 
 def test_a_script_ends_when_it_says() -> None:
@@ -220,7 +321,7 @@ def test_strategies_that_train_that_run_out_and_that_do_not_exist_are_rows_of_on
     assert trained["money"] == pytest.approx(trained["device_s"] * 3.6 / 3600)
     assert (trained["loss_distance"], comparison["complete"]) == (0.0, True)
     assert comparison["verdict"].startswith(
-        "Only plain on 1 (micro 4x16) finished; plain on 1 (micro 64x1) ran out of memory: "
+        "Only plain on 1 (micro 4x16) finished. plain on 1 (micro 64x1) ran out of memory: "
     )
     assert (tmp_path / "a.svg").read_text().startswith("<?xml")
     with contextlib.closing(Client(home)) as client:
@@ -231,6 +332,16 @@ def test_strategies_that_train_that_run_out_and_that_do_not_exist_are_rows_of_on
     shown = capsys.readouterr().out
     assert max(map(len, shown.splitlines())) <= 80
     assert comparison["verdict"] in " ".join(shown.split())
+
+
+@pytest.mark.usefixtures("home")
+def test_a_comparison_of_which_no_strategy_finished_exits_with_1(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("strategies.yaml").write_text(STRATEGIES.splitlines()[-1])
+    with pytest.raises(SystemExit) as ended:
+        main(("compare", "job.yaml", "--strategies", "strategies.yaml", "--table", "a.csv", "--table", "a.tex"))
+    assert ended.value.code == 1
+    assert "No strategy finished." in capsys.readouterr().out
+    assert [Path(name).exists() for name in ("a.csv", "a.tex")] == [True, True]
 
 
 def test_a_job_of_no_comparison_is_told_so(home: Path) -> None:

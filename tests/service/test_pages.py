@@ -216,6 +216,7 @@ def test_a_comparison_shows_what_orc_compare_answers(site: Site) -> None:
     answer = site.world.client.get("/jobs/lm-compare-4/comparison").json()
     tab = site.signed_in()
     tab.get_by_role("link", name="Compare", exact=True).click()
+    tab.get_by_role("row", name="lm-compare-4").get_by_role("cell", name="3", exact=True).wait_for()  # strategies
     tab.get_by_role("link", name="lm-compare-4").click()
     tab.get_by_text(answer["verdict"]).wait_for()
     rows = tab.get_by_role("region", name="Strategies").get_by_role("row").all_inner_texts()
@@ -223,7 +224,12 @@ def test_a_comparison_shows_what_orc_compare_answers(site: Site) -> None:
     for row, shown in zip(answer["rows"], rows[1:], strict=True):
         assert row["strategy"] in shown
         assert row["outcome"] in shown
+    tab.set_viewport_size({"width": 1400, "height": 1000})
+    lengthen = "link => {link.textContent = 'ZeRO-3 (FSDP2) + checkpointing + optimizer on host on 2 (micro 16x4)'}"
+    tab.get_by_role("region", name="Strategies").get_by_role("link").nth(1).evaluate(lengthen)
+    assert tab.get_by_role("region", name="Strategies").evaluate("table => table.scrollWidth <= table.clientWidth")
     assert tab.get_by_role("img", name="Memory against step time").is_visible()
+    assert tab.get_by_role("img", name="Memory against step time").locator("text.tick[y='244']").count() > 1
     assert "1 plain on 1" in (tab.get_by_role("img", name="Losses").locator("desc").text_content() or "")
     assert tab.get_by_role("link", name="Compare its runs in MLflow").count() == (answer["mlflow"] is not None)
     tab.get_by_role("link", name=answer["rows"][0]["strategy"]).click()

@@ -13,7 +13,13 @@ def mem_get_info():
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
     return Device.free, 2**40
 
+def get_device_name():
+    if Device.broken:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+    return "Fake Card"
+
 torch.cuda.is_initialized = lambda: True
+torch.cuda.get_device_name = get_device_name
 torch.cuda.max_memory_allocated = lambda: 0
 torch.cuda.memory_reserved = torch.cuda.max_memory_reserved = lambda: Device.reserved
 torch.cuda.is_current_stream_capturing = lambda: Device.capturing

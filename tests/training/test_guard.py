@@ -2,6 +2,7 @@
 
 import json
 import os
+import platform
 import signal
 import socket
 import subprocess
@@ -292,6 +293,8 @@ def test_the_room_of_the_allocator_on_a_cuda_device_is_its_minimum_so_far(tmp_pa
     assert guarded.exit_code == 0, guarded.out
     assert guarded.read("heartbeat")["allocator_room_bytes"] == 300 * MIB
     assert guarded.read("heartbeat")["reserved_bytes"] == 100 * MIB
+    assert guarded.read("heartbeat")["device_model"] == "Fake Card"
+    assert guarded.read("heartbeat")["python_version"] == platform.python_version()
 
 
 @pytest.mark.parametrize("trouble", [pytest.param("capturing", marks=pytest.mark.long), "broken"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import math
 import re
@@ -134,6 +135,8 @@ def attempt_content(
         "device": attempt.device,
         "family": job.spec.family_name,
         "peak_moment": attempt.estimate.moment,
+        "orc_version": importlib.metadata.version("orchestrator"),
+        **attempt.versions,
         **source_tags(job, hide),
     }
     if attempt.probe:

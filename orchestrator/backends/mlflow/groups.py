@@ -149,7 +149,8 @@ class Groups:
 def member_name(job: Job, attempt: Attempt) -> str:
     """Return the name of an attempt's run within a comparison or sweep."""
     if job.spec.trial is None:
-        return strategy_of(attempt.plan)
+        member, strategy = job.spec.member, strategy_of(attempt.plan)
+        return f"{strategy}, repeat {member.repeat}" if member is not None and member.repeats > 1 else strategy
     return job.id if attempt.number == 1 else attempt.name
 
 

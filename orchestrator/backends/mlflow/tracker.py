@@ -156,7 +156,8 @@ class MlflowTracker(Tracker):
             content = attempt_content(job, attempt, hide, explanation, observation, device)
             if compared:
                 params = {**trial_of(job), **job_run.params, **content.params}
-                content = replace(content, name=member_name(job, attempt), params=params)
+                tags = {**content.tags, "job_spec": job_run.tags["job_spec"]}
+                content = replace(content, name=member_name(job, attempt), params=params, tags=tags)
             ids.append(self._send_attempt(contact, job, attempt, content, compared or {"mlflow.parentRunId": parent}))
         if job.spec.trial is not None and job.status is JobStatus.SUCCEEDED:
             self._outputs.ask(contact.client, contact.client.get_run(ids[-1]), job.id)

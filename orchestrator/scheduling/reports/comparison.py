@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -16,13 +15,15 @@ from orchestrator.scheduling.reports.comparison_rows import (
     merge_repeats,
     row_of,
 )
+from orchestrator.scheduling.reports.comparison_verdict import verdict
+from orchestrator.scheduling.reports.intervals import ratio_interval
+from orchestrator.specs.attempt import VERSIONS
 from orchestrator.specs.choices import AXES
+from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.replace import replace
 from orchestrator.specs.state import State
-from orchestrator.specs.units import format_bytes
 
-ALIKE = 1.03  # step times and costs that differ by less are called the same
 REPEATS_MIN = 3  # of a strategy, from which on its interval tells something
 # What a strategy is; plans that differ in anything else differ in more than their strategies.
 WAYS = (
@@ -37,10 +38,20 @@ WAYS = (
     "sharding",
 )
 DERIVED = ("gradient_accumulation_steps", "first_stage_layers", "last_stage_layers")  # they follow from the others
-NAMED_MAX = 3  # strategies that a verdict names for one reason
-
 
 MEASURED_MARKS = {Outcome.FINISHED: Mark.MEASURED, Outcome.OUT_OF_MEMORY: Mark.REFUTED}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """What all strategies of a comparison have in common; "" and None stand for what is unknown."""
+
+    model: str  # or the script
+    device: str  # as its driver names it, else as the cluster file does
+    global_batch_size: int
+    sequence_length: int | None
+    steps: int | None
+    versions: Mapping[str, str]  # of torch, Python, CUDA and the driver
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +59,7 @@ class Comparison:
     """The strategies of one comparison, in the order of the request."""
 
     name: str
+    setup: Setup
     rows: tuple[Row, ...]
     verdict: str
     notes: tuple[str, ...]  # other differences, and unknowns
@@ -83,39 +95,63 @@ def comparison(state: State, jobs: Sequence[Job], curves: Mapping[str, Curve]) -
                 firsts.setdefault(repeat, curve.losses)
             distances.append(_distance(firsts.get(repeat, {}), curve))
         repeated.append(replace(merge_repeats(group), loss_distance=largest(distances)))
-    rows = _with_distinct_names(repeated)
-    name = jobs[0].array or jobs[0].id
+    rows = _against_fastest(_with_distinct_names(repeated))
     return Comparison(
-        name=name, rows=tuple(rows), verdict=verdict(rows), notes=tuple(_notes(rows)), picture=picture_of_rows(rows)
+        name=jobs[0].array or jobs[0].id,
+        setup=setup_of(jobs, rows),
+        rows=tuple(rows),
+        verdict=verdict(rows),
+        notes=tuple(_notes(rows)),
+        picture=picture_of_rows(rows),
     )
 
 
-def verdict(rows: Sequence[Row]) -> str:
-    """Return one sentence: the fastest strategy, its lead and cost, and which strategies do not fit in memory.
+def setup_of(jobs: Sequence[Job], rows: Sequence[Row]) -> Setup:
+    """Return what the strategies have in common; several versions of the same program stand side by side."""
+    spec, attempts = jobs[0].spec, [job.last for job in jobs if job.last is not None]
+    texts = {name: dict.fromkeys(attempt.versions.get(name, "") for attempt in attempts) for name in VERSIONS}
+    versions = {name: ", ".join(filter(None, values)) for name, values in texts.items() if any(values)}
+    device = versions.pop("device_model", "") or ", ".join(dict.fromkeys(row.device for row in rows if row.device))
+    own_length = None if spec.data is None else spec.data.sequence_length
+    planned = next((int(row.settings["sequence_length"]) for row in rows if "sequence_length" in row.settings), None)
+    return Setup(
+        model=_model_name(spec),
+        device=device,
+        global_batch_size=spec.global_batch_size,
+        sequence_length=planned or own_length,
+        steps=spec.optimizer_steps,
+        versions=versions,
+    )
 
-    No difference is claimed within 95 % intervals.
-    """
-    parts = []
-    timed = sorted((row for row in rows if row.step_s and is_finished(row)), key=lambda row: row.step_s or 0.0)
-    if len(timed) > 1:
-        fastest = timed[0]
-        cheapest = min(timed, key=_step_cost)
-        other = cheapest if _step_cost(cheapest) * ALIKE < _step_cost(fastest) else timed[1]
-        times = (other.step_s or 0.0) / (fastest.step_s or 1.0)
-        overlap = _overlap(fastest, other)
-        faster = "about as fast as" if times < ALIKE or overlap else f"{times:.2f}x faster than"
-        cost = _step_cost(fastest) / _step_cost(other)
-        is_same_cost = max(cost, 1 / cost) < ALIKE or (overlap and fastest.devices == other.devices)
-        cost_text = "" if is_same_cost else f" at {cost:.2g}x the cost"
-        sure = " (95 % intervals overlap)" if overlap else ""
-        parts.append(f"{fastest.strategy} is {faster} {other.strategy}{cost_text}{sure}")
-    elif timed:
-        parts.append(f"Only {timed[0].strategy} finished")
-    parts += _excluded([row for row in rows if row.outcome is Outcome.OUT_OF_MEMORY], "ran out of memory")
-    parts += _excluded([row for row in rows if row.outcome is Outcome.DOES_NOT_FIT], "does not fit", "do not fit")
-    pending = sum(row.outcome is Outcome.PENDING for row in rows)
-    parts += [f"{pending} of {len(rows)} have not ended"] if pending else []
-    return f"{'; '.join(parts) or 'No strategy finished'}."
+
+def _model_name(spec: JobSpec) -> str:
+    """Return the model, as far as the job file names it, else the script."""
+    model = spec.known_model
+    if model is not None and model.decoder is not None:
+        return f"decoder of {model.decoder.num_hidden_layers} layers, hidden size {model.decoder.hidden_size}"
+    if model is not None:
+        hf = model.hf.get("model_type", "transformers model") if isinstance(model.hf, dict) else model.hf
+        return str(hf or model.factory)
+    command = spec.command or ()
+    return next((part for part in command if part.endswith(".py")), command[0] if command else spec.name)
+
+
+def _against_fastest(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows, with the step time of each over that of the fastest."""
+    timed = [row for row in rows if row.step_s and is_finished(row)]
+    fastest = min(timed, key=lambda row: row.step_s or 0.0, default=None)
+    if fastest is None or not fastest.step_s:
+        return [*rows]
+    return [
+        replace(
+            row,
+            times_fastest=(row.step_s or 0.0) / fastest.step_s,
+            times_within=None if row is fastest else ratio_interval(row.steps_s, fastest.steps_s),
+        )
+        if row in timed
+        else row
+        for row in rows
+    ]
 
 
 def _notes(rows: Sequence[Row]) -> Iterator[str]:
@@ -128,15 +164,8 @@ def _notes(rows: Sequence[Row]) -> Iterator[str]:
         yield f"They differ in more than their strategies: {'; '.join(differing)}. `--plan` pins a setting of all."
     least = min((row.repeats for row in timed), default=REPEATS_MIN)
     if least < REPEATS_MIN and len(timed) > 1:
-        times = "once" if least == 1 else "twice"
-        yield f"Measured {times}: differences may be noise. `--repeats {REPEATS_MIN}` gives 95 % intervals."
-
-
-def _overlap(row: Row, other: Row) -> bool:
-    """Return whether both rows have intervals that overlap."""
-    if row.step_within_s is None or other.step_within_s is None:
-        return False
-    return row.step_within_s[1] >= other.step_within_s[0] and other.step_within_s[1] >= row.step_within_s[0]
+        times = "once: differences may be noise" if least == 1 else "twice: the intervals are wide"
+        yield f"Measured {times}. `--repeats {REPEATS_MIN}` tells more strategies apart."
 
 
 def picture_of_rows(rows: Sequence[Row]) -> Picture | None:
@@ -156,11 +185,26 @@ def picture_of_rows(rows: Sequence[Row]) -> Picture | None:
         is_measured = measured is not None and ended is not None
         label = "" if is_measured else str(number)
         points.append(
-            Point(step_s=row.predicted_step_s, needed_bytes=row.predicted_device_bytes, mark=mark, label=label)
+            Point(
+                step_s=row.predicted_step_s,
+                needed_bytes=row.predicted_device_bytes,
+                mark=mark,
+                label=label,
+                name=row.strategy,
+            )
         )
         if measured is not None and ended is not None:
             step_s = row.step_s or row.predicted_step_s
-            points.append(Point(step_s=step_s, needed_bytes=measured, mark=ended, label=str(number)))
+            points.append(
+                Point(
+                    step_s=step_s,
+                    needed_bytes=measured,
+                    mark=ended,
+                    label=str(number),
+                    name=row.strategy,
+                    within_s=row.step_within_s if row.step_s else None,
+                )
+            )
     assert first.capacity_bytes is not None, first
     if not points:
         return None
@@ -176,18 +220,13 @@ def _distance(first: Mapping[int, float], curve: Curve | None) -> float | None:
 
 
 def _with_distinct_names(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows, with the cut of the batch beside names that occur twice."""
-    counts = Counter(row.strategy for row in rows)
-    named = []
-    for row in rows:
-        cut = next((part for part in row.plan.split(" · ") if part.startswith("micro ")), "")
-        named.append(replace(row, strategy=f"{row.strategy} ({cut})") if counts[row.strategy] > 1 and cut else row)
-    return named
-
-
-def _step_cost(row: Row) -> float:
-    """Return the device-seconds of a step."""
-    return (row.step_s or 0.0) * (row.devices or 1)
+    """Return the rows, with the cut of the batch beside all names where any occurs twice."""
+    if len({row.strategy for row in rows}) == len(rows):
+        return [*rows]
+    cuts = [next((part for part in row.plan.split(" · ") if part.startswith("micro ")), "") for row in rows]
+    return [
+        replace(row, strategy=f"{row.strategy} ({cut})") if cut else row for row, cut in zip(rows, cuts, strict=True)
+    ]
 
 
 def _measured_device_bytes(row: Row) -> int | None:
@@ -195,22 +234,3 @@ def _measured_device_bytes(row: Row) -> int | None:
     if row.peak_bytes is None or row.predicted_device_bytes is None or row.predicted_peak_bytes is None:
         return None
     return row.peak_bytes + row.predicted_device_bytes - row.predicted_peak_bytes
-
-
-def _excluded(rows: Sequence[Row], singular: str, several: str = "") -> Iterator[str]:
-    """Yield the strategies that memory excludes, each with the bytes that it needs and those that there are."""
-    if not rows:
-        return
-    named = [f"{row.strategy}{_of_capacity(row)}" for row in rows[:NAMED_MAX]]
-    rest = f" and {len(rows) - NAMED_MAX} more" if len(rows) > NAMED_MAX else ""
-    if len(rows) == 1:
-        yield f"{rows[0].strategy} {singular}{_of_capacity(rows[0], ': {} of {}')}"
-    else:
-        yield f"{', '.join(named)}{rest} {several or singular}"
-
-
-def _of_capacity(row: Row, form: str = " ({} of {})") -> str:
-    needed = row.needed_bytes if row.outcome is Outcome.DOES_NOT_FIT else row.peak_bytes
-    if needed is None or row.capacity_bytes is None:
-        return ""
-    return form.format(format_bytes(needed), format_bytes(row.capacity_bytes))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import isfinite, sqrt
-from statistics import mean, median, stdev
+from math import isfinite
+from statistics import geometric_mean, mean, median
 
 from orchestrator.memory.calibration.correction import corrected, predicted_peak_bytes
 from orchestrator.memory.profiles import autocasts, profile_of
@@ -17,6 +17,7 @@ from orchestrator.scheduling.base.node_groups import Group, groups_of
 from orchestrator.scheduling.failures.observation import ran_out
 from orchestrator.scheduling.options.job_options import calibration_for
 from orchestrator.scheduling.reports.cost import SECONDS_AN_HOUR
+from orchestrator.scheduling.reports.intervals import Interval, geometric_interval
 from orchestrator.specs.cluster import DeviceKind, DeviceSpec
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.pins import in_words
@@ -30,9 +31,6 @@ from orchestrator.specs.state import State
 from orchestrator.specs.str_enum import StrEnum
 
 BACKWARD_FLOPS = 2.0  # times those of the forward pass (arXiv:2204.02311, appendix B: MFU counts no recomputation)
-# Student's t at 97.5 % for 1, 2, 3 ... degrees of freedom: the mean lies within so many standard errors (95 %)
-STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
-REPEATS_MAX = 1 + len(STUDENT)
 
 
 class Outcome(StrEnum):
@@ -79,15 +77,25 @@ class Row:
     samples_per_s: float | None
     tokens_per_s: float | None
     mfu: float | None  # share of the devices' peak FLOP/s that the model's FLOPs use
-    loss: float | None  # of the last step
+    loss: float | None  # of the last step; the mean over repeats
     loss_distance: float | None  # largest, from the first strategy with losses
     ooms: int
     restarts: int
     device_s: float  # device-seconds of its attempts
     money: float | None  # for `device_s`, where the cluster file has prices
     settings: Mapping[str, str] = field(default_factory=dict)  # of its plan
-    repeats: int = 1  # number of timed repeats
-    step_within_s: tuple[float, float] | None = None  # 95 % interval of the mean step time
+    repeats: int = 1  # that were timed
+    seeds: tuple[int, ...] = ()  # of its repeats; () of a script
+    steps_s: tuple[float, ...] = ()  # step time of each repeat that finished
+    losses: tuple[float, ...] = ()  # of the last step of each repeat that finished
+    step_within_s: Interval | None = None  # 95 % interval of the step time
+    times_fastest: float | None = None  # its step time over that of the fastest strategy
+    times_within: Interval | None = None  # 95 % interval of that
+
+    @property
+    def accumulation(self) -> str | None:
+        """Passes of a rank in an optimizer step."""
+        return self.settings.get("gradient_accumulation_steps")
 
     @property
     def micro_batch(self) -> str | None:
@@ -136,6 +144,7 @@ def row_of(state: State, job: Job, curve: Curve | None) -> Row:
     device = device_of(state, last.device)
     step_s, devices = last.measured_step_s, last.plan.world_size
     losses = dict(curve.losses) if curve is not None else {}
+    last_loss = losses[max(losses)] if losses else None
     tokens = median(curve.tokens) if curve is not None and curve.tokens else None
     device_s = sum(
         attempt.plan.world_size * (attempt.ended_at_s - attempt.launched_at_s)
@@ -164,13 +173,16 @@ def row_of(state: State, job: Job, curve: Curve | None) -> Row:
         samples_per_s=job.spec.global_batch_size / step_s if step_s else None,
         tokens_per_s=tokens / step_s if tokens and step_s else None,
         mfu=utilisation(job, last.plan, device, step_s),
-        loss=losses[max(losses)] if losses else None,
+        loss=last_loss,
         loss_distance=None,
         ooms=sum(ran_out(attempt) for attempt in job.attempts),
         restarts=len(job.attempts) - 1,
         device_s=device_s,
         money=None if price is None else price * device_s / SECONDS_AN_HOUR,
         settings=settings(last.plan),
+        seeds=_seeds(job),
+        steps_s=(step_s,) if step_s else (),
+        losses=() if last_loss is None else (last_loss,),
     )
 
 
@@ -212,6 +224,7 @@ def _predicted_row(state: State, job: Job) -> Row:
         device_s=0.0,
         money=None,
         settings={} if plan is None else settings(plan),
+        seeds=_seeds(job),
     )
 
 
@@ -270,48 +283,50 @@ def device_of(state: State, name: str) -> DeviceSpec | None:
 
 
 def merge_repeats(group: Sequence[Row]) -> Row:
-    """Return one row for a strategy's repeats. An unfinished repeat decides the outcome."""
-    timed = [row.step_s for row in group if row.step_s and is_finished(row)]
-    ended = next((row for row in group if not is_finished(row)), group[0])
+    """Return the row of a strategy from those of its repeats; a repeat that did not finish gives the outcome.
+
+    Step times and rates are geometric means over the repeats that finished, the loss is their mean.
+    """
     if len(group) == 1:
         return group[0]
-    step_s = mean(timed) if timed else None
+    finished = [row for row in group if is_finished(row)]
+    steps_s = tuple(row.step_s for row in finished if row.step_s)
+    losses = tuple(row.loss for row in finished if row.loss is not None)
     prices = [row.money for row in group if row.money is not None]
     return replace(
-        ended,
-        samples_per_s=_mean(row.samples_per_s for row in group),
-        tokens_per_s=_mean(row.tokens_per_s for row in group),
-        mfu=_mean(row.mfu for row in group),
-        loss=_mean(row.loss for row in group),
+        next((row for row in group if not is_finished(row)), group[0]),
+        samples_per_s=_mean(row.samples_per_s for row in finished),
+        tokens_per_s=_mean(row.tokens_per_s for row in finished),
+        mfu=_mean(row.mfu for row in finished),
+        loss=mean(losses) if losses else None,
         job_id=group[0].job_id,
-        step_s=step_s,
+        step_s=geometric_mean(steps_s) if steps_s else None,
         peak_bytes=max((row.peak_bytes for row in group if row.peak_bytes is not None), default=None),
         reserved_bytes=max((row.reserved_bytes for row in group if row.reserved_bytes is not None), default=None),
         ooms=sum(row.ooms for row in group),
         restarts=max(row.restarts for row in group),
         device_s=sum(row.device_s for row in group),
         money=sum(prices) if prices else None,
-        repeats=len(timed),
-        step_within_s=_interval(timed),
+        repeats=len(steps_s),
+        seeds=tuple(seed for row in group for seed in row.seeds),
+        steps_s=steps_s,
+        losses=losses,
+        step_within_s=geometric_interval(steps_s),
     )
 
 
 def _mean(values: Iterable[float | None]) -> float | None:
-    numbers = [value for value in values if value is not None]
-    return mean(numbers) if numbers else None
+    numbers = [value for value in values if value]
+    return geometric_mean(numbers) if numbers else None
+
+
+def _seeds(job: Job) -> tuple[int, ...]:
+    return () if job.spec.is_script else (job.spec.training.seed,)
 
 
 def largest(values: Iterable[float | None]) -> float | None:
     """Return the largest value that is not None; None without one."""
     return max((value for value in values if value is not None), default=None)
-
-
-def _interval(timed: Sequence[float]) -> tuple[float, float] | None:
-    """Return the 95 % interval of the mean of some step times; None of fewer than two."""
-    if len(timed) < 2:
-        return None
-    half = STUDENT[min(len(timed), REPEATS_MAX) - 2] * stdev(timed) / sqrt(len(timed))
-    return mean(timed) - half, mean(timed) + half
 
 
 def is_finished(row: Row) -> bool:

@@ -95,15 +95,26 @@ def price_of_idle(index: SchedulerIndex) -> float:
 
 
 def array_limit_reason(index: SchedulerIndex, job: Job, promised: Mapping[str | None, int]) -> Wait | None:
-    """Return a Wait for the `max_concurrent` of the job's array, counting reservations as running; None if below."""
+    """Return why a job waits for its array's `max_concurrent` or, in a comparison, for its turn; None: it need not.
+
+    Reservations count as running.
+    """
     member = job.spec.member
-    if (
-        job.array is None
-        or member is None
-        or index.running_of_array[job.array] + promised[job.array] < member.max_concurrent
-    ):
+    if job.array is None or member is None:
         return None
-    return Wait(reason=f"{Pending.ARRAY_LIMIT.phrase} {job.array}: at most {member.max_concurrent} run at once")
+    if index.running_of_array[job.array] + promised[job.array] >= member.max_concurrent:
+        return Wait(reason=f"{Pending.ARRAY_LIMIT.phrase} {job.array}: at most {member.max_concurrent} run at once")
+    before = _next_before(index, job, member.number) if member.compared else None
+    return None if before is None else Wait(reason=f"{Pending.ARRAY_LIMIT.phrase} {job.array}: {before} goes first")
+
+
+def _next_before(index: SchedulerIndex, job: Job, number: int) -> str | None:
+    """Return the last of the comparison's jobs before this one that waits for devices; None without one."""
+    for order in range(job.order - 1, job.order - number - 1, -1):
+        other = index.waiting.get(f"{job.spec.name}-{order}")
+        if other is not None and other.job.not_before_s <= index.state.at_s:
+            return other.job.id
+    return None
 
 
 def cannot_start(index: SchedulerIndex, waiting: Waiting) -> bool:

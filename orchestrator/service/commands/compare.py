@@ -13,7 +13,7 @@ from orchestrator.planning.frontier import Candidate, fitting
 from orchestrator.planning.search import frontier, plans
 from orchestrator.scheduling.base.node_groups import Group, groups_of
 from orchestrator.scheduling.options.probe import measured_spec
-from orchestrator.scheduling.reports.comparison_rows import REPEATS_MAX
+from orchestrator.scheduling.reports.intervals import REPEATS_MAX
 from orchestrator.specs.choices import AXES, Degradation, Micro
 from orchestrator.specs.cluster import Node
 from orchestrator.specs.errors import SpecError
@@ -27,7 +27,7 @@ from orchestrator.specs.replace import replace
 from orchestrator.specs.yaml_text import read_document
 
 STRATEGIES_MAX = 32  # of one comparison
-STEPS = 30  # of a model, where nobody says
+STEPS = 30  # of a model at most, where nobody says
 WAYS = "all, frontier, zero=0..3, zero=0,2,3, or a file with a list of pins such as [{zero_stage: 2, dp: 4}]"
 NAME_MAX = 63
 JOBS_MAX = 96  # of one comparison with its repeats
@@ -99,7 +99,7 @@ def comparison_jobs(spec: JobSpec, choices: Sequence[Pins], steps: int | None, r
         "start_window": None,
     }
     if not spec.is_script:
-        steps = STEPS if steps is None else steps
+        steps = min(STEPS, spec.training.max_steps) if steps is None else steps
         changes["training"] = replace(spec.training, max_steps=steps, checkpoint_every_steps=steps)
     turns = [(repeat, pins) for repeat in range(repeats) for pins in choices]
     return [
@@ -108,7 +108,7 @@ def comparison_jobs(spec: JobSpec, choices: Sequence[Pins], steps: int | None, r
                 **changes,
                 **({} if spec.is_script else {"training": _with_seed(changes["training"], repeat)}),
                 "plan": pins,
-                "member": Member(number=number, of=len(turns), max_concurrent=1, compared=True),
+                "member": Member(number=number, of=len(turns), max_concurrent=1, compared=True, repeats=repeats),
             }
         )
         for number, (repeat, pins) in enumerate(turns)

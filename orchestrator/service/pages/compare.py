@@ -9,9 +9,12 @@ from typing import Any
 from orchestrator.service.pages.frame import web_address
 from orchestrator.service.pages.job import CURVE_TONES, Curves, last_curves
 from orchestrator.service.pages.svg import Line, frontier, lines, meter
-from orchestrator.service.views.comparison import ComparisonView, measures, reasons
+from orchestrator.service.views.comparison import ComparisonView, reasons, tables_of
 from orchestrator.service.views.records import picture_from_view
 from orchestrator.specs.job_record import Job
+
+MAIN = ("Micro", "Step", "95 % of step", "Tokens/s", "Samples/s", "MFU", "End", "Peak", "Predicted", "Loss")
+TONES = {"Peak": "measured", "Predicted": "predicted"}
 
 
 def comparisons(jobs: Iterable[Job]) -> Sequence[Mapping[str, Any]]:
@@ -23,7 +26,7 @@ def comparisons(jobs: Iterable[Job]) -> Sequence[Mapping[str, Any]]:
     groups = [
         {
             "id": name,
-            "strategies": first.spec.member.of if first.spec.member else len(jobs_by_id),
+            "strategies": first.spec.member.strategies if first.spec.member else len(jobs_by_id),
             "open": sum(not job.status.ended for job in jobs_by_id.values()),
             "user": first.user,
             "submitted_at_s": first.submitted_at_s,
@@ -37,34 +40,31 @@ def comparisons(jobs: Iterable[Job]) -> Sequence[Mapping[str, Any]]:
 def comparison_data(comparison: ComparisonView, home: Path) -> Mapping[str, Any]:
     """Return the data of a comparison's page."""
     rows, picture = comparison["rows"], comparison["picture"]
-    columns = measures(rows)
+    columns = {name: cells for table in tables_of(rows) for name, cells in table.items()}
     drawn: list[tuple[int, str, Curves]] = []
     for number, row in enumerate(rows, 1):
-        curves = last_curves(home, row["job_id"], 1 + row["restarts"])
-        if curves.loss and len(drawn) < CURVE_TONES:
+        attempts = (last_curves(home, row["job_id"], attempt) for attempt in range(1 + row["restarts"], 0, -1))
+        curves = next((curves for curves in attempts if curves.loss), None)
+        if curves is not None and len(drawn) < CURVE_TONES:
             drawn.append((number, row["strategy"], curves))
     named = [
         Line(f"{number} {strategy}", f"series-{index}", curves.loss)
         for index, (number, strategy, curves) in enumerate(drawn)
     ]
-    peaks = [(row["predicted_peak_bytes"], row["peak_bytes"]) for row in rows]
-    most_bytes = max((count for pair in peaks for count in pair if count), default=1)
+    peaks = {"Peak": "peak_bytes", "Predicted": "predicted_peak_bytes"}
+    most_bytes = max((row[key] for row in rows for key in peaks.values() if row[key]), default=1)
     return {
         "comparison": comparison,
-        "peaks": [
-            [
-                meter(tone, count / most_bytes, tone) if count else ""
-                for count, tone in zip(pair, ("predicted", "measured"), strict=True)
-            ]
-            for pair in peaks
-        ],
-        "columns": list(columns),
-        "cells": [
-            ["–" if row[key] is None else formatted(row[key]) for key, formatted in columns.values()] for row in rows
-        ],
+        "main": {name: cells for name, cells in columns.items() if name in MAIN},
+        "more": {name: cells for name, cells in columns.items() if name not in MAIN},
+        "meters": {
+            name: [meter(name, row[key] / most_bytes, TONES[name]) if row[key] else "" for row in rows]
+            for name, key in peaks.items()
+        },
         "reasons": reasons(rows),
         "picture": frontier(picture_from_view(picture), "Memory against step time", "") if picture else "",
         "curves": drawn,
+        "repeats": max((len(row["seeds"]) for row in rows), default=1),
         "losses": lines("Losses", named),
         "mlflow": web_address(comparison["mlflow"]),
     }

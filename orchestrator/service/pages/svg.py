@@ -13,11 +13,11 @@ from markupsafe import Markup, escape
 from orchestrator.planning.picture import Mark, Picture, byte_ticks, second_ticks
 from orchestrator.specs.units import format_bytes, format_seconds
 
-WIDTH, HEIGHT = 640, 260
+WIDTH, HEIGHT = 640, 274
 LEFT, RIGHT, TOP, BOTTOM = 88, 16, 14, 34
 DOTS_MAX = 400  # of a line: more are averaged
 TICKS = 5
-AXIS_NAME = 170  # room for the words under the axis
+AXIS_BOTTOM = 48  # with a line for the name of the axis
 LANE, GAP = 18, 6
 DOTS = {  # class and radius; what ran out of memory is a cross
     Mark.CHOSEN: ("chosen", 6),
@@ -94,7 +94,7 @@ def lines(
     high = high if limit is None else max(high, limit)
     room = 0.06 * (high - low) or abs(high) * 0.1 or 1.0
     across = _Scale(min(steps), max(max(steps), min(steps) + 1), LEFT, WIDTH - RIGHT)
-    up = _Scale(low if zero else low - room, high + room, HEIGHT - BOTTOM, TOP)
+    up = _Scale(low if zero else low - room, high + room, HEIGHT - AXIS_BOTTOM, TOP)
     step_ticks = _ticks(across.low, across.high, is_whole=True)
     drawn = [_grid(across, up, step_ticks, _ticks(up.low, up.high), unit, "optimizer step")]
     drawn += [] if limit is None else [_limit_line(up.at(limit), f"device ends: {limit:.4g}{unit}")]
@@ -118,8 +118,12 @@ def lines(
 def _limit_line(height: float, text: str) -> Markup:
     right = WIDTH - RIGHT
     line = Markup('<line class="limit" x1="{}" x2="{}" y1="{}" y2="{}"/>').format(LEFT, right, height, height)
+    return line + _note(text, height - 6)
+
+
+def _note(text: str, height: float) -> Markup:
     label = Markup('<text class="limit" x="{}" y="{}" text-anchor="end">{}</text>')
-    return line + label.format(right, height - 6, text)
+    return label.format(WIDTH - RIGHT, height, text)
 
 
 def frontier(picture: Picture, title: str = "", label_prefix: str = "attempt ") -> Markup:
@@ -128,15 +132,27 @@ def frontier(picture: Picture, title: str = "", label_prefix: str = "attempt ") 
     `label_prefix` precedes the label of each point.
     """
     across = _Scale(*picture.span_s, LEFT, WIDTH - RIGHT, is_log=True)
-    up = _Scale(*picture.span_bytes, HEIGHT - BOTTOM, TOP, is_log=True)
+    up = _Scale(*picture.span_bytes, HEIGHT - AXIS_BOTTOM, TOP, is_log=True)
     seconds = second_ticks(*picture.span_s, 8)
     drawn = [_grid(across, up, seconds, byte_ticks(*picture.span_bytes, 6), "", "step time")]
     limit_text = f"memory ends: {format_bytes(picture.capacity_bytes)}"
-    drawn.append(_limit_line(up.at(picture.capacity_bytes), limit_text))
+    if picture.has_limit:
+        drawn.append(_limit_line(up.at(picture.capacity_bytes), limit_text))
+    else:
+        limit_text = f"memory ends above, at {format_bytes(picture.capacity_bytes)}"
+        drawn.append(_note(limit_text, TOP + 6))
     order = list(Mark)
     for point in sorted(picture.points, key=lambda point: order.index(point.mark)):
         x, y = across.at(point.step_s), up.at(point.needed_bytes)
-        tooltip = f"{point.mark}: {format_seconds(point.step_s)} a step, needs {format_bytes(point.needed_bytes)}"
+        name = f"{point.name}, {point.mark}" if point.name else point.mark
+        tooltip = f"{name}: {format_seconds(point.step_s)} a step, needs {format_bytes(point.needed_bytes)}"
+        if point.within_s is not None:
+            low, high = map(across.at, point.within_s)
+            drawn.append(
+                Markup('<path class="band" d="M{} {}v8M{} {}H{}M{} {}v8"/>').format(
+                    low, y - 4, low, y, high, high, y - 4
+                )
+            )
         drawn.append(_mark(point.mark, x, y, tooltip))
         if point.label:
             drawn.append(
@@ -299,13 +315,11 @@ def _grid(
         )
     for value, text in under:
         x = across.at(value)
-        if x < WIDTH - AXIS_NAME:
-            drawn.append(
-                Markup('<text class="tick" x="{}" y="{}" text-anchor="middle">{}</text>').format(x, HEIGHT - 14, text)
-            )
-    drawn.append(
-        Markup('<text class="axis" x="{}" y="{}" text-anchor="end">{}</text>').format(WIDTH - RIGHT, HEIGHT - 14, name)
-    )
+        anchor = "end" if x > WIDTH - 2 * RIGHT else "middle"
+        tick = Markup('<text class="tick" x="{}" y="{}" text-anchor="{}">{}</text>')
+        drawn.append(tick.format(x, HEIGHT - AXIS_BOTTOM + 18, anchor, text))
+    axis = Markup('<text class="axis" x="{}" y="{}" text-anchor="end">{}</text>')
+    drawn.append(axis.format(WIDTH - RIGHT, HEIGHT - 10, name))
     return Markup("").join(drawn)
 
 

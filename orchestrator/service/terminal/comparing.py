@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 LINK_S = 20.0  # longest wait for MLflow's page: records go there after the jobs have ended
 LINK_POLL_S = 0.5
-PICTURES = (".png", ".svg")
+PICTURES = (".png", ".svg", ".pdf")
 
 
 def compare(
@@ -40,7 +40,8 @@ def compare(
         ),
     ] = "all",
     steps: Annotated[
-        int | None, typer.Option("--steps", min=2, help="Optimizer steps of each strategy; default: 30.")
+        int | None,
+        typer.Option("--steps", min=2, help="Optimizer steps of each strategy; default: 30, or fewer of the file."),
     ] = None,
     micro: Annotated[
         Micro,
@@ -53,11 +54,14 @@ def compare(
         float, typer.Option("--timeout", metavar="SECONDS", min=1, help="Longest wait for the strategies.")
     ] = 3600.0,
     picture: Annotated[
-        Path | None, typer.Option("--picture", metavar="FILE", help="PNG or SVG file for a picture of memory and time.")
-    ] = None,
-    table: Annotated[
         Path | None,
-        typer.Option("--table", metavar="FILE", help="CSV, Markdown (.md) or LaTeX (.tex) file of the rows."),
+        typer.Option("--picture", metavar="FILE", help="PNG, SVG or PDF file for a picture of memory and time."),
+    ] = None,
+    tables: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--table", metavar="FILE", help="CSV, Markdown (.md) or LaTeX (.tex) file of the rows; repeatable."
+        ),
     ] = None,
     settings: Settings = None,
     pins: Pinned = None,
@@ -69,8 +73,9 @@ def compare(
 
     if picture is not None and picture.suffix not in PICTURES:
         raise SpecError("no picture of this kind", path="--picture", got=str(picture), allowed=", ".join(PICTURES))
-    if table is not None and table.suffix not in WRITERS:
-        raise SpecError("no table of this kind", path="--table", got=str(table), allowed=", ".join(WRITERS))
+    for table in tables or ():
+        if table.suffix not in WRITERS:
+            raise SpecError("no table of this kind", path="--table", got=str(table), allowed=", ".join(WRITERS))
     with closing(client_of(home)) as client:
         job_id = job
         if Path(job).is_file():
@@ -79,14 +84,14 @@ def compare(
             if not _wait(client, ids, timeout_s, as_json):
                 print(f"jobs go on after {timeout_s:g} s; `orc compare {job_id}` shows them", file=sys.stderr)
         view = _with_link(client, job_id)
-    if table is not None:
-        table.write_text(WRITERS[table.suffix](view["rows"], (view["verdict"], *view["notes"])))
+    for table in tables or ():
+        table.write_text(WRITERS[table.suffix](view))
     if picture is not None:
-        _draw(view, picture)
+        draw_picture(view, picture)
     tell(dict(view), as_json, comparison_panel(view))
     if view["mlflow"] and not as_json:
         print(f"MLflow: {view['mlflow']}")  # whole, so that a terminal can open it
-    raise typer.Exit(not view["complete"])
+    raise typer.Exit(not (view["complete"] and any(row["outcome"] == "finished" for row in view["rows"])))
 
 
 def _submit(
@@ -157,9 +162,13 @@ def _with_link(client: Client, job_id: str) -> ComparisonView:
     return view
 
 
-def _draw(view: ComparisonView, file: Path) -> None:
+def draw_picture(view: ComparisonView, file: Path) -> None:
+    """Write the picture of a comparison to a file, if it has one."""
+    import matplotlib
+
     from orchestrator.backends.mlflow.frontier_png import figure
     from orchestrator.service.views.records import picture_from_view
 
     if view["picture"] is not None:
-        figure(f"Strategies of {view['name']}", picture_from_view(view["picture"]), "").savefig(file)
+        with matplotlib.rc_context({"pdf.fonttype": 42}):  # TrueType: many publishers refuse matplotlib's Type 3
+            figure(f"Strategies of {view['name']}", picture_from_view(view["picture"]), "").savefig(file)

@@ -1,83 +1,191 @@
-"""Exports the rows of a comparison: CSV for programs, Markdown and LaTeX for papers."""
+"""The rows of a comparison as a file: raw numbers as CSV, tables for papers in Markdown and LaTeX."""
 
 from __future__ import annotations
 
 import csv
 import io
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from math import floor, log10
+from statistics import stdev
+from typing import TYPE_CHECKING, Any
 
-COLUMNS = {  # by what a row has
-    "strategy": "strategy",
-    "plan": "plan",
-    "outcome": "outcome",
-    "micro_batch": "micro-batch",
-    "repeats": "repeats",
-    "step_s": "step (s)",
-    "step_within_s": "95 % interval (s)",
-    "predicted_step_s": "predicted step (s)",
-    "peak_bytes": "peak (bytes)",
-    "predicted_peak_bytes": "predicted peak (bytes)",
-    "tokens_per_s": "tokens/s",
-    "mfu": "MFU",
-    "loss": "loss",
-    "loss_distance": "distance of losses",
-    "device_s": "device-seconds",
-    "money": "cost",
+from orchestrator.specs.units import BINARY_UNITS
+
+if TYPE_CHECKING:
+    from orchestrator.service.views.comparison import ComparisonView
+
+Row = Mapping[str, Any]
+NEAR = 0.2  # half of an interval over its middle: a wider one is not symmetric, and stands as a range
+CSV: Mapping[str, tuple[str | int, ...]] = {  # where a row has the number; units stand last in names
+    **{name: (name,) for name in ("strategy", "plan", "outcome", "device", "devices", "micro_batch", "accumulation")},
+    "global_batch": ("settings", "global_batch_size"),
+    "precision": ("settings", "precision"),
+    "repeats": ("repeats",),
+    "first_seed": ("seeds", 0),
+    "last_seed": ("seeds", -1),
+    "step_s": ("step_s",),
+    "step_low_s": ("step_within_s", 0),
+    "step_high_s": ("step_within_s", 1),
+    "times_fastest": ("times_fastest",),
+    "times_low": ("times_within", 0),
+    "times_high": ("times_within", 1),
+    "predicted_step_s": ("predicted_step_s",),
+    **{name: (name,) for name in ("peak_bytes", "predicted_peak_bytes", "reserved_bytes", "tokens_per_s")},
+    **{name: (name,) for name in ("samples_per_s", "mfu", "loss", "loss_distance", "device_s", "money")},
 }
-LATEX = str.maketrans({char: f"\\{char}" for char in "&%$#_{}"} | {"·": "$\\cdot$", "\\": "\\textbackslash{}"})
+NAMES = {"torch_version": "torch", "python_version": "Python", "cuda_version": "CUDA", "driver_version": "driver"}
+NOT_MEASURED = dict.fromkeys(("peak_bytes", "tokens_per_s", "samples_per_s", "mfu", "loss"))  # where it did not finish
+LATEX = str.maketrans(
+    {char: f"\\{char}" for char in "&%$#_{}"}
+    | {"\\": r"\textbackslash{}", "^": r"\^{}", "~": r"\textasciitilde{}"}
+    | {"–": "--", "·": r"$\cdot$", "×": r"$\times$", "±": r"$\pm$"}
+)
 
 
-def _cells(row: Mapping[str, Any]) -> list[str]:
-    return [_word(row.get(name)) for name in COLUMNS]
-
-
-def _word(value: Any) -> str:
-    if value is None:
-        return ""
-    if isinstance(value, list | tuple):
-        return " to ".join(_word(part) for part in value)
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
-
-
-def as_csv(rows: Sequence[Mapping[str, Any]], _: Sequence[str]) -> str:
-    """Return the rows as CSV with a header, without the verdict and notes."""
+def as_csv(view: ComparisonView) -> str:
+    """Return the rows as CSV, an unknown number as an empty cell; the verdict and its notes have no place there."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(COLUMNS)
-    writer.writerows(_cells(row) for row in rows)
+    setup = {name: view["setup"][name] for name in ("sequence_length", "steps")}
+    writer.writerow([*CSV, "loss_deviation", *setup])
+    for row in view["rows"]:
+        deviation = stdev(row["losses"]) if len(row["losses"]) > 1 else None
+        writer.writerow([*(_value(row, path) for path in CSV.values()), deviation, *setup.values()])
     return text.getvalue()
 
 
-def as_markdown(rows: Sequence[Mapping[str, Any]], notes: Sequence[str]) -> str:
-    """Return a Markdown table of columns that any row has, with the verdict and its notes below."""
-    table = [["strategy", *(COLUMNS[name] for name in _known(rows))], *_lines(rows)]
-    body = [f"| {' | '.join(cell.replace('|', '&#124;') for cell in line)} |" for line in table]
-    rule = f"|{'---|' * len(table[0])}"
-    return "\n".join([body[0], rule, *body[1:], "", *notes, ""])
+def _value(row: Row, path: Sequence[str | int]) -> Any:
+    value: Any = row
+    for key in path:
+        value = (value.get(key) if isinstance(value, Mapping) else value[key]) if value else None
+    return value
 
 
-def as_latex(rows: Sequence[Mapping[str, Any]], notes: Sequence[str]) -> str:
-    """Return a `tabular` with booktabs' rules, the verdict and its notes as comments."""
-    table = [["strategy", *(COLUMNS[name] for name in _known(rows))], *_lines(rows)]
-    body = [f"{' & '.join(cell.translate(LATEX) for cell in line)} \\\\" for line in table]
-    head = f"\\begin{{tabular}}{{l{'r' * (len(table[0]) - 1)}}}"
-    comments = [f"% {note}" for note in notes]
-    return "\n".join(
-        [*comments, head, "\\toprule", body[0], "\\midrule", *body[1:], "\\bottomrule", "\\end{tabular}", ""]
-    )
+def as_markdown(view: ComparisonView) -> str:
+    """Return a table for a page, with its caption, the verdict and its notes below."""
+    heads, lines = _table(view)
+    table = [f"| {' | '.join(cell.replace('|', '&#124;') for cell in line)} |" for line in (heads, *lines)]
+    rule = f"|---|{'---:|' * (len(heads) - 1)}"
+    notes = "\n\n".join((*_caption(view, heads), view["verdict"], *view["notes"]))
+    return "\n".join([table[0], rule, *table[1:], "", notes, ""])
 
 
-def _known(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    return [name for name in COLUMNS if name not in ("strategy", "plan") and any(row.get(name) for row in rows)]
+def as_latex(view: ComparisonView) -> str:
+    """Return a `tabular` with booktabs' rules; its caption, the verdict and its notes stand above as comments."""
+    heads, lines = _table(view)
+    parted = [head.removesuffix(")").split(" (") for head in heads]  # units have a line of their own
+    units = [f"({head[1]})" if len(head) > 1 else "" for head in parted]
+    body = [
+        f"{' & '.join(cell.translate(LATEX) for cell in line)} \\\\" for line in ([h[0] for h in parted], units, *lines)
+    ]
+    comments = [f"% {note}" for note in (*_caption(view, heads), view["verdict"], *view["notes"])]
+    start = [f"\\begin{{tabular}}{{l{'r' * (len(heads) - 1)}}}", "\\toprule", *body[:2], "\\midrule"]
+    return "\n".join([*comments, *start, *body[2:], "\\bottomrule", "\\end{tabular}", ""])
 
 
-def _lines(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    return [[row["strategy"], *(_word(row.get(name)) for name in _known(rows))] for row in rows]
+def _table(view: ComparisonView) -> tuple[list[str], list[list[str]]]:
+    """Return the heads and the lines of at most eight columns; one that no strategy has is left out."""
+    rows = [row if row["outcome"] == "finished" else {**row, **NOT_MEASURED} for row in view["rows"]]
+    unit, size = _unit([row["peak_bytes"] for row in rows])
+    has_tokens = any(row["tokens_per_s"] for row in rows)
+    rate = "tokens_per_s" if has_tokens else "samples_per_s"
+    precisions = [row["settings"].get("precision", "") for row in rows]
+    columns: dict[str, list[str]] = {
+        "Strategy": _short_names([row["strategy"] for row in rows]),
+        "Batch": [f"{row['micro_batch']}×{row['accumulation']}" if row["micro_batch"] else "" for row in rows],
+        "Precision": precisions if len({*filter(None, precisions)}) > 1 else [],
+        "Step (s)": [_step_text(row) for row in rows],
+        f"Peak ({unit})": [_digits(row["peak_bytes"] and row["peak_bytes"] / size) for row in rows],
+        "Tokens/s" if has_tokens else "Samples/s": [_digits(row[rate], 4) for row in rows],
+        "MFU (%)": [_digits(row["mfu"] and 100 * row["mfu"]) for row in rows],
+        "Loss": [_loss_text(row) for row in rows],
+        "Device-s": [_digits(row["device_s"]) for row in rows],
+    }
+    if any(columns["Precision"]):
+        del columns["MFU (%)"]  # shares of different peaks
+    filled = {head: cells for head, cells in columns.items() if any(cells)}
+    return list(filled), [[cell or "–" for cell in line] for line in zip(*filled.values(), strict=True)]
 
 
-WRITERS: Mapping[str, Callable[[Sequence[Mapping[str, Any]], Sequence[str]], str]] = {
-    ".csv": as_csv,
-    ".md": as_markdown,
-    ".tex": as_latex,
-}
+def _unit(counts: Sequence[int | None]) -> tuple[str, int]:
+    """Return the unit for a column of bytes: GiB from one of them on, else MiB."""
+    name = "GiB" if max((count or 0 for count in counts), default=0) >= BINARY_UNITS["GiB"] else "MiB"
+    return name, BINARY_UNITS[name]
+
+
+def _short_names(names: Sequence[str]) -> list[str]:
+    """Return the names without the number of devices, where all have the same."""
+    ends = {name.rpartition(" on ")[2] for name in names}
+    return [name.rpartition(" on ")[0] if len(ends) == 1 else name for name in names]
+
+
+def _step_text(row: Row) -> str:
+    step_s, within_s = row["step_s"], row["step_within_s"]
+    if row["outcome"] != "finished":
+        return str(row["outcome"])
+    if step_s is None or within_s is None:
+        return _digits(step_s)
+    half_s = (within_s[1] - within_s[0]) / 2
+    if half_s <= NEAR * step_s:
+        return with_error(step_s, half_s)
+    return f"{_digits(step_s)} [{_digits(within_s[0])}, {_digits(within_s[1])}]"
+
+
+def _loss_text(row: Row) -> str:
+    losses = row["losses"] if row["loss"] is not None else ()
+    return with_error(row["loss"], stdev(losses)) if len(losses) > 1 else _digits(row["loss"], 4)
+
+
+def _digits(value: float | None, count: int = 3) -> str:
+    """Return the number with so many significant digits; "" where it is unknown."""
+    if value is None:
+        return ""
+    decimals = count - 1 - floor(log10(abs(value))) if value else 0
+    return f"{round(value, decimals):.{max(0, decimals)}f}"
+
+
+def with_error(value: float, error: float) -> str:
+    """Return the number to the digit that its error leaves certain: two digits of an error below 2, else one."""
+    if not error:
+        return f"{_digits(value, 4)} ± 0"
+    place = floor(log10(error))
+    decimals = max(0, -place + (error / 10.0**place < 2))
+    return f"{value:.{decimals}f} ± {error:.{decimals}f}"
+
+
+def _caption(view: ComparisonView, heads: Sequence[str]) -> list[str]:
+    """Return what was compared, and what the columns mean."""
+    setup, rows = view["setup"], view["rows"]
+    seeds = max((row["seeds"] for row in rows), key=len, default=())
+    repeats = max((row["repeats"] for row in rows), default=1)
+    devices = {row["devices"] for row in rows if row["devices"]}
+    precisions = {row["settings"]["precision"] for row in rows if "precision" in row["settings"]}
+    facts = {
+        "global batch": setup["global_batch_size"],
+        "sequence length": setup["sequence_length"],
+        "steps": setup["steps"],
+        "precision": precisions.pop() if len(precisions) == 1 else None,
+        "repeats": repeats,
+        "seeds": ", ".join(map(str, seeds)),
+    }
+    count = f"{devices.pop()} x " if len(devices) == 1 else ""
+    text = ", ".join(f"{name} {value}" for name, value in facts.items() if value not in (None, ""))
+    versions = {"orc": setup["orc_version"]} | {
+        NAMES.get(name, name): version for name, version in setup["versions"].items()
+    }
+    programs = ", ".join(f"{name} {version}" for name, version in versions.items())
+    meanings = {
+        "Batch": "micro-batch times accumulation",
+        "Step (s)": "median of the last steps",
+        "Loss": "at the last step",
+        "Device-s": "seconds from launch to end, times devices",
+    }
+    if repeats > 1:
+        meanings["Step (s)"] += ", geometric mean over repeats with its 95 % interval"
+        meanings["Loss"] += ", mean and standard deviation over repeats"
+        meanings["Device-s"] += ", of all repeats"
+    meaning = "; ".join(f"{head}: {text}" for head, text in meanings.items() if head in heads)
+    return [f"{setup['model']} on {count}{setup['device']}: {text}. {programs}.", f"{meaning}."]
+
+
+WRITERS: Mapping[str, Callable[[ComparisonView], str]] = {".csv": as_csv, ".md": as_markdown, ".tex": as_latex}

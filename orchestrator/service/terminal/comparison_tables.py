@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
@@ -10,18 +10,22 @@ from rich.table import Table
 from rich.text import Text
 
 from orchestrator.service.terminal.tables import coloured_picture
-from orchestrator.service.views.comparison import measures, reasons
+from orchestrator.service.views.comparison import reasons, tables_of
 from orchestrator.service.views.records import picture_from_view
-from orchestrator.specs.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from orchestrator.service.views.comparison import ComparisonView
 
+WIDTH, GAP = 80, 2
+STRATEGY_LEAST = 16  # columns of a strategy's name, which is folded
+
 
 def comparison_panel(view: ComparisonView) -> RenderableType:
-    """Return two tables within 80 columns, the picture and the verdict."""
+    """Return tables within 80 columns, the picture and the verdict."""
     rows = view["rows"]
-    parts: list[RenderableType] = [Text(), _memory_and_time(rows), Text(), _measures_table(rows), Text()]
+    parts: list[RenderableType] = [Text()]
+    for columns in tables_of(rows):
+        parts += [part for table in _split(rows, columns) for part in (table, Text())]
     if view["picture"] is not None:
         parts += [coloured_picture(picture_from_view(view["picture"])), Text()]
     sentences = [f"{number}  " + "\n   ".join(lines) for number, lines in reasons(rows)]
@@ -31,46 +35,30 @@ def comparison_panel(view: ComparisonView) -> RenderableType:
     return Group(*parts)
 
 
-def _memory_and_time(rows: Sequence[dict[str, Any]]) -> Table:
-    table = _table("STRATEGY", right=("PEAK", "PREDICTED", "STEP", "PREDICTED"))
-    table.add_column("END", no_wrap=True)
-    for number, row in enumerate(rows, 1):
-        table.add_row(
-            str(number),
-            row["strategy"],
-            _bytes(row["peak_bytes"]),
-            _bytes(row["predicted_peak_bytes"]),
-            _seconds(row["step_s"]),
-            _seconds(row["predicted_step_s"]),
-            row["outcome"],
-        )
-    return table
+def _split(rows: Sequence[dict[str, Any]], columns: Mapping[str, Sequence[str]]) -> Iterator[Table]:
+    """Yield tables of the columns, each with the strategies, none wider than WIDTH."""
+    number_width = len(str(len(rows)))
+    room = WIDTH - number_width - GAP - STRATEGY_LEAST
+    left, names = room, list[str]()
+    for name, cells in columns.items():
+        width = GAP + max(map(len, (name, *cells)))
+        if names and width > left:
+            yield _table(rows, {name: columns[name] for name in names})
+            left, names = room, []
+        left -= width
+        names.append(name)
+    if names:
+        yield _table(rows, {name: columns[name] for name in names})
 
 
-def _measures_table(rows: Sequence[dict[str, Any]]) -> Table:
-    """Return the table of measures; one that no strategy has gets no column."""
-    columns = measures(rows)
-    table = _table(right=tuple(name.upper() for name in columns))
-    for number, row in enumerate(rows, 1):
-        table.add_row(
-            str(number), *("-" if row[key] is None else text_of(row[key]) for key, text_of in columns.values())
-        )
-    return table
-
-
-def _table(*left: str, right: Sequence[str]) -> Table:
+def _table(rows: Sequence[dict[str, Any]], columns: Mapping[str, Sequence[str]]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("#", justify="right", no_wrap=True)
-    for column in left:
-        table.add_column(column, overflow="fold")
-    for column in right:
-        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column(
+        "STRATEGY", overflow="fold", min_width=min(STRATEGY_LEAST, max(len(row["strategy"]) for row in rows))
+    )
+    for name in columns:
+        table.add_column(name.upper(), justify="left" if name == "End" else "right", no_wrap=True)
+    for number, row in enumerate(rows, 1):
+        table.add_row(str(number), row["strategy"], *(cells[number - 1] for cells in columns.values()))
     return table
-
-
-def _bytes(count: int | None) -> str:
-    return "-" if count is None else format_bytes(count)
-
-
-def _seconds(seconds: float | None) -> str:
-    return "-" if seconds is None else format_seconds(seconds)

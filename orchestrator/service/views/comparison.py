@@ -2,42 +2,65 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from typing_extensions import TypedDict
 
-from orchestrator.scheduling.reports.comparison import Comparison
+from orchestrator.scheduling.reports.comparison import Comparison, Setup
 from orchestrator.scheduling.reports.comparison_rows import Outcome
 from orchestrator.service.views.records import PictureView, picture_view
-from orchestrator.specs.units import format_bytes
+from orchestrator.specs.units import format_bytes, format_seconds
 
 EXPLAINED = (Outcome.OUT_OF_MEMORY, Outcome.DOES_NOT_FIT, Outcome.NO_SUCH_PLAN, Outcome.FAILED)
-COUNTED = {"OOMs": 0, "Restarts": 0, "Repeats": 1}  # shown where any strategy has more
-Words = Callable[[Any], str]
-MEASURES: Mapping[str, tuple[str, Words]] = {  # what a strategy gave, beside its memory and its step time
-    "Micro": ("micro_batch", str),
-    "Repeats": ("repeats", str),
-    "95 % of step": ("step_within_s", lambda ends: f"{ends[0]:.4g} to {ends[1]:.4g} s"),
-    "Tokens/s": ("tokens_per_s", lambda rate: f"{rate:,.0f}"),
-    "Samples/s": ("samples_per_s", lambda rate: f"{rate:,.1f}"),
-    "MFU": ("mfu", lambda share: f"{100 * share:.1f} %"),
-    "Reserved": ("reserved_bytes", format_bytes),
-    "Host": ("host_bytes", format_bytes),
-    "Loss": ("loss", lambda loss: f"{loss:.4f}"),
-    "Distance": ("loss_distance", lambda distance: f"{distance:.1g}"),
-    "OOMs": ("ooms", str),
-    "Restarts": ("restarts", str),
-    "Device-s": ("device_s", lambda seconds: f"{seconds:,.0f}"),
-    "Cost": ("money", lambda money: f"{money:.4g}"),
-}
+USUAL = {"OOMs": "0", "Restarts": "0", "Repeats": "1"}  # shown where any strategy has another count
+Cell = Callable[[Mapping[str, Any]], str | None]  # text of a row; None where it is unknown
+
+
+def _cell(key: str, text_of: Callable[[Any], str]) -> Cell:
+    return lambda row: None if row[key] is None else text_of(row[key])
+
+
+def _batch(row: Mapping[str, Any]) -> str | None:
+    return None if row["micro_batch"] is None else f"{row['micro_batch']}x{row['accumulation']}"
+
+
+TABLES: Sequence[Mapping[str, Cell]] = (  # columns by topic: time, memory, results and their price
+    {
+        "End": _cell("outcome", str),
+        "Micro": _batch,
+        "Step": _cell("step_s", format_seconds),
+        "95 % of step": _cell("step_within_s", lambda ends: f"{ends[0]:.3g} to {ends[1]:.3g} s"),
+        "Tokens/s": _cell("tokens_per_s", lambda rate: f"{rate:,.0f}"),
+        "Samples/s": _cell("samples_per_s", lambda rate: f"{rate:,.1f}"),
+    },
+    {
+        "Peak": _cell("peak_bytes", format_bytes),
+        "Predicted": _cell("predicted_peak_bytes", format_bytes),
+        "Reserved": _cell("reserved_bytes", format_bytes),
+        "Host": lambda row: format_bytes(row["host_bytes"]) if row["host_bytes"] else None,
+        "Predicted step": _cell("predicted_step_s", format_seconds),
+    },
+    {
+        "Loss": _cell("loss", lambda loss: f"{loss:.4f}"),
+        "Distance": _cell("loss_distance", lambda distance: f"{distance:.1g}"),
+        "MFU": _cell("mfu", lambda share: f"{100 * share:.1f} %"),
+        "Repeats": _cell("repeats", str),
+        "OOMs": _cell("ooms", str),
+        "Restarts": _cell("restarts", str),
+        "Device-s": _cell("device_s", lambda seconds: f"{seconds:,.0f}"),
+        "Cost": _cell("money", lambda money: f"{money:.4g}"),
+    },
+)
 
 
 class ComparisonView(TypedDict):
     """The strategies (ways to run a training) of one comparison, side by side."""
 
     name: str  # id of the first of its jobs
+    setup: dict[str, Any]  # `comparison.Setup`, with the version of orc
     complete: bool  # every job has ended
     rows: list[dict[str, Any]]  # `comparison.Row` of each strategy
     verdict: str
@@ -50,8 +73,11 @@ def comparison_view(comparison: Comparison, mlflow: str | None) -> ComparisonVie
     """Return the comparison as JSON."""
     return ComparisonView(
         name=comparison.name,
+        setup=setup_view(comparison.setup),
         complete=comparison.is_complete,
-        rows=[{**asdict(row), "micro_batch": row.micro_batch} for row in comparison.rows],
+        rows=[
+            {**asdict(row), "micro_batch": row.micro_batch, "accumulation": row.accumulation} for row in comparison.rows
+        ],
         verdict=comparison.verdict,
         notes=list(comparison.notes),
         picture=None if comparison.picture is None else picture_view(comparison.picture),
@@ -59,19 +85,28 @@ def comparison_view(comparison: Comparison, mlflow: str | None) -> ComparisonVie
     )
 
 
-def measures(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, tuple[str, Words]]:
-    """Return the MEASURES that any row has; samples only without tokens, failures only where any occurred."""
-    measures_shown = {
-        name: measure for name, measure in MEASURES.items() if any(row[measure[0]] is not None for row in rows)
-    }
-    measures_shown = {
-        name: measure
-        for name, measure in measures_shown.items()
-        if name not in COUNTED or any((row[measure[0]] or 0) > COUNTED[name] for row in rows)
-    }
-    if "Tokens/s" in measures_shown:
-        measures_shown.pop("Samples/s", None)
-    return measures_shown
+def setup_view(setup: Setup) -> dict[str, Any]:
+    """Return what all strategies have in common as JSON, with the version of orc."""
+    return {**asdict(setup), "orc_version": importlib.metadata.version("orchestrator")}
+
+
+def tables_of(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, list[str]]]:
+    """Return the cells of each column of TABLES that any strategy has, `-` where a row has none.
+
+    Samples stand only without tokens, counts only where any is unusual.
+    """
+    has_tokens = any(row["tokens_per_s"] is not None for row in rows)
+    tables = []
+    for table in TABLES:
+        cells = {name: [cell(row) for row in rows] for name, cell in table.items()}
+        tables.append(
+            {
+                name: [text or "-" for text in column]
+                for name, column in cells.items()
+                if not {*column} <= {None, USUAL.get(name)} and not (has_tokens and name == "Samples/s")
+            }
+        )
+    return tables
 
 
 def reasons(rows: Sequence[Mapping[str, Any]]) -> list[tuple[int, list[str]]]:

@@ -146,6 +146,8 @@ class PointView(TypedDict):
     needed_bytes: int
     mark: str  # a Mark
     label: str
+    name: str
+    within_s: tuple[float, float] | None
 
 
 class PictureView(TypedDict):
@@ -295,7 +297,14 @@ def explanation_view(state: State, job: Job, sooner: Sequence[str]) -> Explanati
 def picture_view(picture: Picture) -> PictureView:
     """Return the chart as JSON."""
     points = [
-        PointView(step_s=point.step_s, needed_bytes=point.needed_bytes, mark=point.mark.value, label=point.label)
+        PointView(
+            step_s=point.step_s,
+            needed_bytes=point.needed_bytes,
+            mark=point.mark.value,
+            label=point.label,
+            name=point.name,
+            within_s=point.within_s,
+        )
         for point in picture.points
     ]
     return PictureView(device=picture.device, capacity_bytes=picture.capacity_bytes, points=points)
@@ -305,7 +314,12 @@ def picture_from_view(view: PictureView) -> Picture:
     """Return the chart from its JSON."""
     points = tuple(
         Point(
-            step_s=point["step_s"], needed_bytes=point["needed_bytes"], mark=Mark(point["mark"]), label=point["label"]
+            step_s=point["step_s"],
+            needed_bytes=point["needed_bytes"],
+            mark=Mark(point["mark"]),
+            label=point["label"],
+            name=point["name"],
+            within_s=None if point["within_s"] is None else (point["within_s"][0], point["within_s"][1]),
         )
         for point in view["points"]
     )

@@ -196,6 +196,17 @@ class Member(SpecModel):
     of: int = Field(ge=1)
     max_concurrent: int = Field(ge=1)  # of them run at once
     compared: bool = False  # each is one strategy of `orc compare`
+    repeats: int = Field(default=1, ge=1)  # of each strategy: they take turns
+
+    @property
+    def strategies(self) -> int:
+        """Strategies that are compared."""
+        return self.of // self.repeats
+
+    @property
+    def repeat(self) -> int:
+        """Number of this repeat of its strategy, from 1."""
+        return 1 + self.number // self.strategies
 
 
 def _parse_dependencies(raw: object) -> object:

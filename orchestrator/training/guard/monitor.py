@@ -7,6 +7,7 @@ import functools
 import importlib
 import json
 import os
+import platform
 import statistics
 import sys
 import time
@@ -29,6 +30,7 @@ OTHER_GROUPS = (
     *("bagua", "byteps", "cupy", "grpc", "hivemind", "horovod", "jax", "mpi4py", "ray", "tensorflow", "torch_xla"),
     *("torchft", "zmq"),
 )
+DRIVER_VERSION = Path("/sys/module/nvidia/version")  # as the kernel shows MODULE_VERSION of a loaded module
 RECENT_STEPS = 50  # the step time is the median of this many intervals
 
 
@@ -58,7 +60,8 @@ class Monitor:
         self._durations: deque[float] = deque(maxlen=RECENT_STEPS)
         self._last_step_s: float | None = None
         self._next_beat_s = 0.0
-        self._torch_version, self._group_size = "", 0
+        self._torch_version = self._cuda_version = self._model = ""
+        self._group_size = 0
         self._allocator_room_bytes: int | None = None
         self._peak_bytes = self._reserved_bytes = 0  # on CUDA, before the peaks of its allocator were reset
 
@@ -79,7 +82,7 @@ class Monitor:
 
     def attach(self, torch: Any) -> None:
         """Create the virtual device, if the settings ask for one, and install the hooks in the module `torch`."""
-        self._torch_version = str(torch.__version__)
+        self._torch_version, self._cuda_version = str(torch.__version__), str(torch.version.cuda or "")
         os.register_at_fork(after_in_child=self._after_fork)
         if self._capacity_bytes is not None:
             self.device = importlib.import_module("orchestrator.training.guard.virtual_device").VirtualDevice(
@@ -147,6 +150,10 @@ class Monitor:
             at_s=time.time(),
             loss=self._loss,
             torch_version=self._torch_version,
+            python_version=platform.python_version(),
+            cuda_version=self._cuda_version,
+            driver_version=_driver_version(),
+            device_model=self._device_model(),
             reserved_bytes=self.reserved_bytes(),
             allocator_room_bytes=self.allocator_room_bytes(),
             pid=os.getpid(),
@@ -228,6 +235,14 @@ class Monitor:
                 self._allocator_room_bytes = min(room_bytes, self._allocator_room_bytes or room_bytes)
         return self._allocator_room_bytes
 
+    def _device_model(self) -> str:
+        """Return the name that the driver has for this rank's device, which is asked once; "" before its first use."""
+        cuda = self._cuda()
+        if cuda is not None and not self._model:
+            with contextlib.suppress(RuntimeError):  # after a CUDA error
+                self._model = str(cuda.get_device_name())
+        return self._model
+
     def _cuda(self) -> Any:
         """torch.cuda once this rank has initialised a real device, else None."""
         torch = sys.modules.get("torch")
@@ -302,6 +317,15 @@ class Monitor:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(STALE_EXIT_CODE)
+
+
+@functools.cache
+def _driver_version() -> str:
+    """Return the version of the loaded NVIDIA driver; "" without one."""
+    try:
+        return DRIVER_VERSION.read_text().strip()
+    except OSError:
+        return ""
 
 
 def _requested_peak_bytes(cuda: Any) -> int:

@@ -1,0 +1,113 @@
+"""The verdict on a comparison: time, cost, memory and losses of its strategies in short sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from orchestrator.scheduling.reports.comparison_rows import Outcome, Row, is_finished
+from orchestrator.specs.units import format_bytes, format_seconds
+
+ALIKE = 1.03  # single step times, costs and peaks that differ by less are called the same
+LOSS_ALIKE = 2.0**-7  # of the loss: the distance between neighbouring numbers in bfloat16
+NAMED_MAX = 3  # strategies that a sentence names for one reason
+
+
+def verdict(rows: Sequence[Row]) -> str:
+    """Return what the rows show, in sentences.
+
+    These are: the step time of each strategy against the fastest, which costs and needs least, whether the losses
+    agree, and what memory excludes. No difference is claimed where the 95 % interval of a ratio holds 1.
+    """
+    timed = sorted((row for row in rows if row.step_s and is_finished(row)), key=lambda row: row.step_s or 0.0)
+    sentences = [*_times(timed), *_memory(timed), *_losses(timed)]
+    sentences += _excluded([row for row in rows if row.outcome is Outcome.OUT_OF_MEMORY], "ran out of memory")
+    sentences += _excluded([row for row in rows if row.outcome is Outcome.DOES_NOT_FIT], "does not fit", "do not fit")
+    pending = sum(row.outcome is Outcome.PENDING for row in rows)
+    sentences += [f"{pending} of {len(rows)} have not ended"] if pending else []
+    if not pending and not any(map(is_finished, rows)):
+        sentences.insert(0, "No strategy finished")
+    return "".join(f"{sentence}. " for sentence in sentences).rstrip()
+
+
+def _times(timed: Sequence[Row]) -> Iterator[str]:
+    """Yield how long a step of each strategy takes, and which one costs least; `timed` has the fastest first."""
+    if len(timed) < 2:
+        yield from (f"Only {row.strategy} finished" for row in timed)
+        return
+    fastest = timed[0]
+    yield f"{fastest.strategy} has the shortest step: {format_seconds(fastest.step_s or 0.0)}"
+    yield from (f"{row.strategy} takes {_times_of(row, fastest)}" for row in timed[1:])
+    cheapest = min(timed, key=step_cost)
+    if step_cost(cheapest) * ALIKE < step_cost(fastest) and _is_cheaper(cheapest, fastest):
+        share = step_cost(cheapest) / step_cost(fastest)
+        yield f"{cheapest.strategy} costs least: {_ratio(share)} the device-seconds of {fastest.strategy} a step"
+
+
+def _times_of(row: Row, fastest: Row) -> str:
+    times = row.times_fastest or 1.0
+    if row.times_within is None:
+        return f"{_ratio(times)}, about as long" if times < ALIKE else _ratio(times)
+    low, high = row.times_within
+    text = f"{_ratio(times)} ({_ratio(low)} to {_ratio(high)})"
+    return text if low > 1 else f"{text}, not told apart by {min(row.repeats, fastest.repeats)} repeats"
+
+
+def _ratio(ratio: float) -> str:
+    return f"{ratio:.2f}x" if ratio < 10 else f"{ratio:.3g}x"
+
+
+def _is_cheaper(row: Row, fastest: Row) -> bool:
+    """Return whether the cost of a step is surely below that of the fastest."""
+    slowest = row.times_fastest if row.times_within is None else row.times_within[1]
+    return (slowest or 1.0) * (row.devices or 1) < (fastest.devices or 1)
+
+
+def _memory(timed: Sequence[Row]) -> Iterator[str]:
+    """Yield which strategy needs least memory, and how much more the others need at most."""
+    peaks = sorted(((row.peak_bytes, row.strategy) for row in timed if row.peak_bytes), key=lambda peak: peak[0])
+    if len(peaks) < 2:
+        return
+    (least, name), (most, greediest) = peaks[0], peaks[-1]
+    if most < ALIKE * least:
+        yield f"All need about the same memory: {format_bytes(most)}"
+    else:
+        yield f"{name} needs least memory: {format_bytes(least)}"
+        yield f"{greediest} needs most: {format_bytes(most)}, {_ratio(most / least)}"
+
+
+def _losses(timed: Sequence[Row]) -> Iterator[str]:
+    """Yield whether losses agree at the same step and seed, up to the rounding of bfloat16."""
+    distances = [(row, row.loss_distance) for row in timed if row.loss_distance is not None]
+    if len(distances) < 2:
+        return
+    most = max(distance for _, distance in distances)
+    far = [row.strategy for row, distance in distances if distance > LOSS_ALIKE * abs(row.loss or 0.0)]
+    if far:
+        rest = f" and {len(far) - NAMED_MAX} more" if len(far) > NAMED_MAX else ""
+        yield f"The losses of {', '.join(far[:NAMED_MAX])}{rest} differ by up to {most:.2g} at the same step"
+    else:
+        yield f"Losses agree: they differ by at most {most:.1g} at the same step"
+
+
+def step_cost(row: Row) -> float:
+    """Return the device-seconds of a step."""
+    return (row.step_s or 0.0) * (row.devices or 1)
+
+
+def _excluded(rows: Sequence[Row], singular: str, several: str = "") -> Iterator[str]:
+    """Yield the strategies that memory excludes, each with the bytes that it needs and those that there are."""
+    if not rows:
+        return
+    named = [f"{row.strategy}{_of_capacity(row)}" for row in rows[:NAMED_MAX]]
+    rest = f" and {len(rows) - NAMED_MAX} more" if len(rows) > NAMED_MAX else ""
+    if len(rows) == 1:
+        yield f"{rows[0].strategy} {singular}{_of_capacity(rows[0], ': {} of {}')}"
+    else:
+        yield f"{', '.join(named)}{rest} {several or singular}"
+
+
+def _of_capacity(row: Row, form: str = " ({} of {})") -> str:
+    needed = row.needed_bytes if row.outcome is Outcome.DOES_NOT_FIT else row.peak_bytes
+    if needed is None or row.capacity_bytes is None:
+        return ""
+    return form.format(format_bytes(needed), format_bytes(row.capacity_bytes))
