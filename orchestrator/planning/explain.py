@@ -85,6 +85,7 @@ def why_nothing_fits(
     case = Unfit(spec, hardware, capacity_bytes, calibrated, refuted)
     lines += [f"would fit: {way.sentence}" for way in ways_out(case)]
     lines += missing_knobs(case)
+    lines += ["other changes were not searched: the job allows too many plans"] if case.is_worn_out else []
     return "\n".join(lines)
 
 

@@ -40,6 +40,7 @@ class Frontier:
     """Plans that no other plan beats: mildest degradation first, and fastest first within a class."""
 
     candidates: tuple[Candidate, ...]
+    looked: int = 0  # plans that the search examined
 
 
 def node_host_bytes(plan: Plan, estimate: MemoryEstimate, hardware: Hardware) -> int:

@@ -159,7 +159,8 @@ def _scale_to_speeds(costed: Frontier, speeds: Mapping[int, float]) -> Frontier:
         )
         for candidate in costed.candidates
     ]
-    return Frontier(tuple(sorted(candidates, key=lambda candidate: (candidate.degradation, candidate.step_s))))
+    candidates.sort(key=lambda candidate: (candidate.degradation, candidate.step_s))
+    return Frontier(tuple(candidates), costed.looked)
 
 
 def _frontier(
@@ -190,7 +191,7 @@ def _frontier(
     ]
     if not candidates and not within_reach:
         raise _why_no_plan(spec, hardware, work)
-    return Frontier(tuple(candidates))
+    return Frontier(tuple(candidates), work.looked)
 
 
 def _why_no_plan(spec: JobSpec, hardware: Hardware, work: Work) -> SpecError:

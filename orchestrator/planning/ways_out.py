@@ -12,6 +12,7 @@ from orchestrator.planning.cost import Hardware
 from orchestrator.planning.frontier import Candidate, fitting, needed_bytes
 from orchestrator.planning.search import frontier
 from orchestrator.planning.strategies import has_batch_norm
+from orchestrator.planning.work import ALL_OTHER_PLANS_MAX, OTHER_PLANS_MAX, TooManyPlans, Work
 from orchestrator.specs.choices import Degradation, Optimizer
 from orchestrator.specs.cluster import DeviceSpec
 from orchestrator.specs.devices import DEVICES
@@ -43,6 +44,12 @@ class Unfit:
     capacity_bytes: int
     calibrated: Calibration
     refuted: frozenset[Plan] = frozenset()
+    work: Work = field(default_factory=Work, compare=False)  # of all searches for it, also with changes
+
+    @property
+    def is_worn_out(self) -> bool:
+        """Whether no further change is searched: the searches have examined ALL_OTHER_PLANS_MAX plans."""
+        return self.work.looked >= ALL_OTHER_PLANS_MAX
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,8 +205,12 @@ def _unhelpful_knobs(case: Unfit) -> Iterator[str]:
         missing, knobs = (*missing, "activation_checkpointing"), _checkpointing(knobs)
     if not missing:
         return
-    best, changed = _first_fit(case, knobs=knobs), case.spec.model_copy(update={"knobs": knobs})
-    least = min(needed_bytes(candidate, case.calibrated) for candidate in frontier(changed, case.hardware).candidates)
+    best = _first_fit(case, knobs=knobs)
+    try:
+        candidates = frontier(case.spec.model_copy(update={"knobs": knobs}), case.hardware).candidates
+    except SpecError:  # it would have too many plans
+        return
+    least = min(needed_bytes(candidate, case.calibrated) for candidate in candidates)
     together = f"{in_short(best.plan)} fits" if best is not None else f"each device needs {format_bytes(least)}"
     levers = " and ".join(name.removesuffix("_steps").replace("_", " ") for name in missing)
     keys, with_all = ", ".join(f"`knobs.{name}`" for name in missing), "it" if len(missing) == 1 else "all of them"
@@ -353,9 +364,15 @@ def _way(case: Unfit, label: str, settings: Mapping[str, str], **changes: object
 
 def _first_fit(case: Unfit, **changes: object) -> Candidate | None:
     spec, hardware, calibrated = case.spec.model_copy(update=changes), case.hardware, case.calibrated
+    if case.is_worn_out:
+        return None
     try:
         candidates = frontier(spec, hardware, calibrated.correction, calibrated.overhead, within_reach=True)
+        case.work.looked += candidates.looked
         return next(fitting(candidates, case.capacity_bytes, calibrated, case.refuted), None)
+    except TooManyPlans:
+        case.work.looked += OTHER_PLANS_MAX
+        return None
     except (SpecError, ValueError):  # so many devices cannot share the global batch, or have too many plans
         return None
 

@@ -8,6 +8,7 @@ from orchestrator.specs.errors import SpecError
 # 2026-11).
 PLANS_MAX = 65_536
 OTHER_PLANS_MAX = PLANS_MAX // 4  # in the search after each change by which a job without a plan would fit
+ALL_OTHER_PLANS_MAX = 2 * PLANS_MAX  # in all of these searches, of which none begins beyond it
 
 
 class TooManyPlans(SpecError):
