@@ -235,7 +235,7 @@ class AsyncClient:
         batch.__enter__()
         try:
             yield
-        except BaseException as error:
+        except BaseException as error:  # handed to the batch, which leaves itself
             batch.__exit__(type(error), error, error.__traceback__)
             raise
         await asyncio.to_thread(batch.__exit__, None, None, None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
@@ -102,6 +103,9 @@ EXCEPTIONS = {  # file -> modules that it alone may import
 }
 
 
+BROAD = re.compile(r"\s*except(?: \(?(?:Base)?Exception\b[^#]*)?:\s*$")
+
+
 def findings(path: str, source: str) -> list[str]:
     """Return each import or call in the module at `path` (relative to the repository) that breaks a rule."""
     parts = Path(path).parts
@@ -117,6 +121,10 @@ def findings(path: str, source: str) -> list[str]:
             if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in IMPURE_CALLS
         ]
         breaches += [f"{path}:{line} {breach}" for breach, line in _kept_findings(path, tree)]
+    lines = enumerate(source.splitlines(), 1)
+    breaches += [
+        f"{path}:{number} catches everything and gives no reason" for number, line in lines if BROAD.match(line)
+    ]
     return breaches
 
 
@@ -350,6 +358,8 @@ PLANTED = {
     "a copy by the module's name": ("specs/new.py", "import dataclasses\nx = dataclasses.replace(x, a=1)", "copies a"),
     "an unbounded cache": ("memory/new.py", "@cache\ndef f(x): return x", "caches f without a bound"),
     "another unbounded cache": ("memory/new.py", "@lru_cache(maxsize=None)\ndef f(x): return x", "caches f"),
+    "a broad except": ("service/new.py", "try: pass\nexcept Exception as error:\n    pass", "gives no reason"),
+    "a bare except": ("training/new.py", "try: pass\nexcept:\n    raise", "gives no reason"),
     "ray in training": ("training/new.py", "import ray", "training may not"),
     "mlflow in training": ("training/new.py", "def f():\n    from mlflow import log_metric", "training may not"),
     "ray beside its room": (

@@ -99,7 +99,7 @@ class OutboxRelay(Generic[Body]):
             try:
                 self._outbox.database.confirm(asks=False)  # a service that was frozen sends nothing old
                 self._send(group, groups[group])
-            except Exception as error:
+            except Exception as error:  # a receiver's fault: other groups go on
                 errors.append(error)
             else:
                 sent.extend(number for number, _ in groups[group])
@@ -118,7 +118,7 @@ class OutboxRelay(Generic[Body]):
             self._receiver.send(rows)
         except OSError:
             raise  # the receiver is away
-        except Exception:
+        except Exception:  # a receiver's fault: bad rows are dropped in the end
             self._refusals[group] = self._refusals.get(group, 0) + 1
             if self._refusals[group] < REFUSALS_MAX:
                 raise

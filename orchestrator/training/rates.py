@@ -34,7 +34,7 @@ def main(threads: int) -> None:
         rank = 0 if second else 1
         try:
             rates = _rates(threads, rank, Path(folder))
-        except BaseException:
+        except BaseException:  # a forked child returns to no caller
             if rank:
                 os._exit(1)
             raise

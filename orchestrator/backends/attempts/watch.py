@@ -179,7 +179,7 @@ class AttemptWatch:
             self._insist(self._end_launchers)
         except Closed:
             raise
-        except Exception:
+        except Exception:  # the edge of a thread: others go on
             self._check_closing()
             log.exception("attempt %s", self._attempt.name, extra=self._about)
 

@@ -123,7 +123,7 @@ class MlflowTracker(Tracker):
             if error.error_code == REFUSED:
                 raise
             raise ConnectionError(str(error)) from error  # not reached, or not served
-        except Exception:
+        except Exception:  # a connection is not used again after any fault
             self._contact = None
             raise
 

@@ -357,7 +357,7 @@ class Controller:
         try:
             events = map(self._as_kept, self._backend.events(wait_s))
             return [event for event in events if event is not None]
-        except Exception:
+        except Exception:  # a backend's fault: the queue goes on
             log.exception("backend failed to return events")
             time.sleep(DEAF_S)
             return ()
@@ -397,7 +397,7 @@ class Controller:
                 self._under_way = commit, commit, time.monotonic()
                 self._journal.append(decisions_made)
                 self._note_storage(None)
-            except BaseException as error:
+            except BaseException as error:  # noted, and raised again below
                 if isinstance(error, StorageError):
                     self._note_storage(str(error))
                 if isinstance(error, UncertainError):
@@ -458,7 +458,7 @@ class Controller:
     def _launch(self, action: Launch) -> None:
         try:
             self._backend.launch(action)
-        except Exception as error:
+        except Exception as error:  # a backend's fault ends the attempt, not the queue
             try:
                 self._end_unlaunched(action.attempt, error)
             except StorageError:
@@ -471,7 +471,7 @@ class Controller:
             if job is not None and job.unreadable:  # nobody watches it yet
                 self._backend.adopt(job, job.attempts[action.number - 1])
             self._backend.stop(action)
-        except Exception:
+        except Exception:  # a backend's fault: the queue goes on
             log.exception("backend failed to stop attempt=%s", action.name, extra=log_fields(action))
 
     def _adopt(self, job: Job, attempt: Attempt) -> None:
@@ -480,7 +480,7 @@ class Controller:
         log.info("adopt job=%s attempt=%d status=%s", job.id, attempt.number, attempt.status, extra=extra)
         try:
             self._backend.adopt(job, attempt)
-        except Exception as error:
+        except Exception as error:  # a backend's fault ends the attempt, not the queue
             self._end_unlaunched(attempt, error)
             return
         if attempt.status is AttemptStatus.STOPPING:

@@ -98,7 +98,7 @@ class FailureReporter:
         def watched(child: Any) -> None:
             try:
                 run(child)
-            except BaseException as error:
+            except BaseException as error:  # whatever ends a user's program is evidence
                 self.report_rank_end(error)
                 raise
             if self.monitor.is_rank:

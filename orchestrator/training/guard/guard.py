@@ -72,7 +72,7 @@ def main(argv: list[str]) -> None:
         raise
     except KeyboardInterrupt:
         raise
-    except BaseException as error:
+    except BaseException as error:  # whatever ends a user's program is evidence
         if os.getpid() != reporter.pid:  # a child that the script forked
             reporter.report_rank_end(error)
             raise

@@ -125,7 +125,7 @@ class OwnBatch:
             try:
                 with prepared(named) as passed:
                     loss_of(module, passed).backward()  # type: ignore[no-untyped-call]
-            except Exception as error:
+            except Exception as error:  # a guessed batch may break a model in any way: the next one is tried
                 failure = failure or error
             else:
                 self.at = place

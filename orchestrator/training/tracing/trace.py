@@ -128,7 +128,7 @@ def profiles(request: Request) -> list[ModelProfile | None]:
             continue
         try:
             traced[arithmetic] = _profile(request, arithmetic)
-        except Exception as error:
+        except Exception as error:  # a user's model may raise anything: other settings are still traced
             print(f"{arithmetic}: {type(error).__name__}: {error}", file=sys.stderr)
             traced[arithmetic], failure = (None, True), failure or error
     if failure is not None and not any(profile for profile, _ in traced.values()):
@@ -251,7 +251,7 @@ class _Traced:
         """The steps; None where a kind of checkpointing, or stage 3, fails alone. Raises what fails without both."""
         try:
             return self._steps(mode, sharded=sharded, zero3=zero3)
-        except Exception as error:
+        except Exception as error:  # a user's model may raise anything: the kind is left out
             is_first = mode is self._request.modes[0] and not zero3
             if is_first or (isinstance(error, READS) and not self._values):
                 raise
