@@ -333,7 +333,7 @@ class Attempt:
             return None
         beats = self.evidence.heartbeats
         if self.failure is not None and not self.evidence.ooms:
-            beats = tuple(beat for beat in beats if beat.steps_done or beat.phase != Phase.STARTUP)
+            beats = tuple(beat for beat in beats if beat.steps_done > 0 or beat.phase != Phase.STARTUP)
         return max((beat.peak_bytes for beat in beats), default=None)
 
     @property

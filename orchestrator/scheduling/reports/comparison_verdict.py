@@ -44,7 +44,7 @@ def _times(timed: Sequence[Row]) -> Iterator[str]:
 
 
 def _times_of(row: Row, fastest: Row) -> str:
-    times = row.times_fastest or 1.0
+    times = 1.0 if row.times_fastest is None else row.times_fastest
     if row.times_within is None:
         return f"{_ratio(times)}, about as long" if times < ALIKE else _ratio(times)
     low, high = row.times_within
