@@ -50,7 +50,7 @@ OTHER_PAGES = (
 )
 HOSTILE = "<script>window.attacked = true</script><img src=x onerror='window.attacked = true'>"
 EVIL = "https://evil.example"
-SHOWN_MS = 10_000.0
+SHOWN_MS = 30_000.0
 SERIOUS = ("serious", "critical")
 SAME_SITE = {"Origin": "http://127.0.0.1:8000"}
 
