@@ -89,7 +89,7 @@ def test_the_largest_jobs_make_no_decision_look_at_more_than_its_limit(totals: l
     gpus=st.sampled_from((1, 720, 2**22)),
 )
 def test_no_bounded_job_makes_a_decision_look_at_more_than_its_limit(totals: list[Work], **drawn: int) -> None:
-    assert 0 < look(totals, **drawn) <= LOOKED_MAX
+    assert look(totals, **drawn) <= LOOKED_MAX  # 0 where the first family of plans has too many
 
 
 def test_a_job_with_too_many_plans_is_refused_with_the_number_and_what_to_pin() -> None:
