@@ -206,11 +206,14 @@ def _unhelpful_knobs(case: Unfit) -> Iterator[str]:
     if not missing:
         return
     best = _first_fit(case, knobs=knobs)
+    if case.is_worn_out:
+        return
     try:
-        candidates = frontier(case.spec.model_copy(update={"knobs": knobs}), case.hardware).candidates
+        searched = frontier(case.spec.model_copy(update={"knobs": knobs}), case.hardware)
     except SpecError:  # it would have too many plans
         return
-    least = min(needed_bytes(candidate, case.calibrated) for candidate in candidates)
+    case.work.looked += searched.looked
+    least = min(needed_bytes(candidate, case.calibrated) for candidate in searched.candidates)
     together = f"{in_short(best.plan)} fits" if best is not None else f"each device needs {format_bytes(least)}"
     levers = " and ".join(name.removesuffix("_steps").replace("_", " ") for name in missing)
     keys, with_all = ", ".join(f"`knobs.{name}`" for name in missing), "it" if len(missing) == 1 else "all of them"

@@ -184,9 +184,8 @@ def _judge_in_training(job: Job, attempt: Attempt, ending: Ending, before: Seque
     share = (ending.step or 0) / steps if steps else 0.0
     if ending.elapsed_s > REPEATED_S and share > REPEATED_SHARE:
         unmatched = describe_unmatched(job.spec, attempt)
-        return Verdict(
-            row=9, wait_s=None
-        ), f"{describe_missing(job.spec)}: {share:.0%} of the job would be trained again{unmatched}"
+        reason = f"{describe_missing(job.spec)}: {share:.0%} of the job would be trained again{unmatched}"
+        return Verdict(row=9, wait_s=None), reason
     return Verdict(row=9, wait_s=wait_s, budget="unknown"), f"{describe_missing(job.spec)} since its start: again"
 
 

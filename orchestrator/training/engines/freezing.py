@@ -1,4 +1,4 @@
-"""Which parameters each step trains: staged training freezes some for the first steps, adapters freeze the rest."""
+"""Freezing of parameters: staged training freezes some for the first steps, adapters freeze the rest."""
 
 from __future__ import annotations
 
