@@ -24,7 +24,7 @@ OWN_IMPORTS = {  # which of our packages each may import, besides itself
     "service": LAYERS[: LAYERS.index("service")],
 }
 FOREIGN_IMPORTS = {  # which distributions; packages that are not here may import any
-    "specs": {"pydantic"},
+    "specs": {"pydantic", "re2"},
     "memory": set(),
     "planning": set(),
     "scheduling": set(),
@@ -51,8 +51,8 @@ PURE = ("specs", "memory", "planning", "scheduling")
 # A list of what is allowed, since nobody can list all that reads a clock, a file or the environment.
 PURE_STANDARD_LIBRARY = {
     "__future__", "abc", "bisect", "collections", "contextlib", "dataclasses", "decimal", "difflib", "enum",
-    "fractions", "functools", "graphlib", "hashlib", "heapq", "itertools", "json", "math", "operator", "re", "shlex",
-    "statistics", "string", "textwrap", "types", "typing",
+    "fnmatch", "fractions", "functools", "graphlib", "hashlib", "heapq", "itertools", "json", "math", "operator", "re",
+    "shlex", "statistics", "string", "textwrap", "types", "typing",
 }  # fmt: skip
 IMPURE_CALLS = {"open", "print", "input", "exec", "eval", "compile", "__import__", "breakpoint"}
 MUTABLE_TYPES = {"list", "dict", "set", "defaultdict", "Counter", "deque", "OrderedDict", "bytearray", "ChainMap"}

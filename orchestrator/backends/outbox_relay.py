@@ -10,6 +10,7 @@ from typing import Generic
 
 from orchestrator.backends.journal.outbox import Outbox
 from orchestrator.backends.ports import Body, Receiver
+from orchestrator.backends.threads import start_loop
 
 POLL_S = 0.5  # how long a row can wait without `notify`
 REFRESH_S = 3.0  # between calls of Receiver.refresh
@@ -35,17 +36,18 @@ class OutboxRelay(Generic[Body]):
         self._refresh_at_s = 0.0
         self._stop, self._wake = threading.Event(), threading.Event()
         self._senders = ThreadPoolExecutor(receiver.threads, f"send-{name}")
-        self._thread = threading.Thread(target=self._run, name=f"relay-{name}", daemon=True)
+        self._thread: threading.Thread | None = None
 
     def start(self) -> None:
         """Start the thread."""
-        self._thread.start()
+        self._thread = start_loop(f"relay-{self._name}", self._run, self._stop)
 
     def stop(self) -> None:
         """End the thread after the current request; undelivered rows stay in the outbox."""
         self._stop.set()
         self._wake.set()
-        self._thread.join(STOP_TIMEOUT_S)
+        if self._thread is not None:
+            self._thread.join(STOP_TIMEOUT_S)
         self._senders.shutdown(wait=False)
 
     def notify(self) -> None:

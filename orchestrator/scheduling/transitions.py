@@ -172,6 +172,7 @@ def _apply_finished(state: State, event: Finished) -> tuple[State, tuple[Action,
     if job.status is JobStatus.QUEUED and is_over(job, event.at_s):
         over = over_limit(job, attempt)
         job = replace(job, status=JobStatus.FAILED, reason=f"{over.kind}: {over.reason}")
+    job = job if failure is None else _with_unread(job, event.evidence)
     job = job if job.status.ended else with_hold_reason(job)
     observed = observe(job, attempt, capacity_bytes)
     state = _with_observations(state, () if observed is None else (observed,))
@@ -182,6 +183,11 @@ def _succeed(job: Job, attempt: Attempt, evidence: Evidence) -> Job:
     lost = f"; its last start did not take up again {', '.join(evidence.lost)}" if evidence.lost else ""
     doubts = "".join(f"; {warning}" for warning in warnings(attempt))
     return replace(job, status=JobStatus.SUCCEEDED, reason=f"finished{lost}{doubts}")
+
+
+def _with_unread(job: Job, evidence: Evidence) -> Job:
+    """Return the failed job, whose reason names what its attempt left and nobody could read."""
+    return replace(job, reason="; not read: ".join((job.reason, *evidence.unread)))
 
 
 def _fail(job: Job, attempt: Attempt, failure: Failure, at_s: float) -> Job:

@@ -262,6 +262,8 @@ class Evidence:
     free_before_bytes: tuple[int, ...] = ()  # free on each rank's device just before launch; (): unknown
     unwatched: tuple[str, ...] = ()  # processes that trained without the guard, and why: no peaks or steps of them
     virtual: bool = False  # on virtual devices, whose size only the guard enforces
+    unread: tuple[str, ...] = ()  # what it left that could not be read, or was not evaluated; each a sentence
+    collect_error: str | None = None  # nothing that it left could be read: the error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -47,6 +47,8 @@ from orchestrator.specs.yaml_text import (
 )
 
 KEY_LIKENESS = 0.66  # from which another key is offered: 1 is equal (difflib)
+KEYS_MAX = 4096  # of one section
+KEY_CHARACTERS_MAX = 64  # of an unknown key for which a near one is looked for
 PROBLEMS_MAX = 20  # told at once
 GIVEN_LENGTH_MAX = 120
 BITS_SHOWN_MAX = 200
@@ -158,8 +160,11 @@ def trial_of(first: JobSpec, sweep_id: str | None, number: int, parameters: Mapp
     return _validate(JobSpec, Document(source=f"trial {number} of {first.name}", data=data, lines={}))
 
 
-def join_problems(problems: Sequence[SpecError], source: str) -> SpecError:
-    """Return one SpecError that lists all `problems`. Repeated lists of allowed values appear once."""
+def join_problems(problems: Sequence[SpecError], source: str, unexplained: int = 0) -> SpecError:
+    """Return one SpecError that lists all `problems`. Repeated lists of allowed values appear once.
+
+    `unexplained` counts further problems.
+    """
     assert problems, "an error without a problem"
     if len(problems) == 1:
         return problems[0]
@@ -169,9 +174,10 @@ def join_problems(problems: Sequence[SpecError], source: str) -> SpecError:
         shown.append(textwrap.indent(problem.text(with_allowed=problem.allowed not in lists), "  "))
         lists.add(problem.allowed)
     listed = "\n".join(shown)
-    if len(problems) > PROBLEMS_MAX:
-        listed += f"\n  and {len(problems) - PROBLEMS_MAX} more"
-    return SpecError(f"{len(problems)} problems\n{listed}", source=source)
+    left = len(problems) - PROBLEMS_MAX if len(problems) > PROBLEMS_MAX else 0
+    if left + unexplained:
+        listed += f"\n  and {left + unexplained} more"
+    return SpecError(f"{len(problems) + unexplained} problems\n{listed}", source=source)
 
 
 def _override(document: Document, overrides: Sequence[Override]) -> Document:
@@ -204,7 +210,9 @@ def check_plain(data: object, source: str, lines: Mapping[Path, int] | None = No
     while left:
         path, value = left.pop()
         visited += 1
-        if visited > NODES_MAX or len(path) > DEPTH_MAX:
+        size = len(value) if isinstance(value, Mapping | list | tuple) else 0
+        is_long = isinstance(value, Mapping) and size > KEYS_MAX
+        if is_long or visited + len(left) + size > NODES_MAX or len(path) > DEPTH_MAX:
             raise _not_plain("too large or nested too deeply", path, None, SIZES, source, lines)
         if isinstance(value, Mapping):
             for key in value:
@@ -245,18 +253,35 @@ def _validate(noun: type[AnyNoun], document: Document) -> AnyNoun:
         return noun.model_validate(document.data)
     except ValidationError as error:
         problems: dict[tuple[str, str], SpecError] = {}
-        for detail in error.errors(include_url=False):
-            problem = _problem(noun, detail, document)
+        places = _Places(noun)
+        details = error.errors(include_url=False)
+        for number, detail in enumerate(details):
+            if len(problems) == PROBLEMS_MAX:  # each explanation takes a millisecond
+                raise join_problems(list(problems.values()), document.source, len(details) - number) from None
+            problem = _problem(noun, detail, document, places)
             problems.setdefault((problem.path, problem.what), problem)
         raise join_problems(list(problems.values()), document.source) from None
 
 
-def _problem(noun: type[BaseModel], detail: Any, document: Document) -> SpecError:
+class _Places:
+    """The paths that a file of a noun may have, listed once, when the first unknown key asks for them."""
+
+    def __init__(self, noun: type[BaseModel]) -> None:
+        self._noun = noun
+        self._paths: tuple[Path, ...] = ()
+
+    def list_paths(self) -> tuple[Path, ...]:
+        """Return every path, the shortest first."""
+        self._paths = self._paths or tuple(_places(self._noun))
+        return self._paths
+
+
+def _problem(noun: type[BaseModel], detail: Any, document: Document, places: _Places) -> SpecError:
     kind, got, context = detail["type"], detail["input"], detail.get("ctx", {})
     path, place = _locate(noun, detail["loc"], document.data)
     source = _where(document, path)
     if kind in ("extra_forbidden", "unexpected_keyword_argument"):
-        return _unknown_key(noun, place, path, source)
+        return _unknown_key(places.list_paths(), place, path, source)
     if kind in ("missing", "missing_keyword_only_argument", "missing_argument"):
         return SpecError("this key is required, and missing", source=source, path=dotted(path))
     cause = context.get("error")
@@ -314,14 +339,18 @@ def _hint(kind: str, got: object, context: Mapping[str, Any]) -> str:
     return ""
 
 
-def _unknown_key(noun: type[BaseModel], place: type, path: Path, source: str) -> SpecError:
+def _unknown_key(places: Sequence[Path], place: type, path: Path, source: str) -> SpecError:
     key, fields = str(path[-1]), _fields(place)
     if place is JobSpec:
         fields |= {"array": str, "sweep": str, "max_concurrent": str}  # a file's, which is many jobs
-    elsewhere = [where for where in _places(noun) if where[-1] == key]
-    matches = difflib.get_close_matches(key, fields, n=1, cutoff=KEY_LIKENESS)
+    by_name = {str(where[-1]): where for where in reversed(places)}  # of equal names the shortest path stays
+    elsewhere = by_name.get(key)
+    is_short = len(key) <= KEY_CHARACTERS_MAX
+    matches = difflib.get_close_matches(key, fields, n=1, cutoff=KEY_LIKENESS) if is_short else []
     near = matches[0] if matches else next((name for name in fields if key in name), None)
-    distant = difflib.get_close_matches(key, [str(where[-1]) for where in _places(noun)], n=1, cutoff=0.8)
+    distant = None
+    if is_short and elsewhere is None and near is None:
+        distant = next(iter(difflib.get_close_matches(key, by_name, n=1, cutoff=0.8)), None)
     if place is JobSpec and key in PLAN_SETTINGS:
         hint = f"`plan: {{{key}: ...}}` or `--plan {key}=...` pins it; without, orc chooses it"
     elif place is JobSpec and key == "max_concurrent":
@@ -329,12 +358,12 @@ def _unknown_key(noun: type[BaseModel], place: type, path: Path, source: str) ->
     elif place is JobSpec and (instead := instead_of(key)):
         hint = f"instead write {instead}"
     elif elsewhere:
-        section = dotted(elsewhere[0][:-1])
+        section = dotted(elsewhere[:-1])
         hint = f"did you mean to put it under `{section}:`?" if section else "did you mean to put it at the top level?"
     elif near:
         hint = f"did you mean {near!r}?"
     elif distant:
-        hint = f"did you mean `{dotted(next(where for where in _places(noun) if where[-1] == distant[0]))}`?"
+        hint = f"did you mean `{dotted(by_name[distant])}`?"
     else:
         hint = ""
     return SpecError("unknown key", source=source, path=dotted(path), got=key, allowed=", ".join(fields), hint=hint)

@@ -9,6 +9,8 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, WithJsonSchema
 
 from orchestrator.specs import units
+from orchestrator.specs.globs import parse_glob
+from orchestrator.specs.patterns import compile_pattern
 
 # Longest text of a field, in characters: PATH_MAX of Linux. Words of a command and values of variables may be longer.
 TEXT_LENGTH_MAX = 4096
@@ -68,25 +70,28 @@ Environment = Annotated[StringMap, AfterValidator(_check_variables)]
 
 
 def _check_pattern(pattern: str) -> str:
-    try:
-        re.compile(pattern)
-    except re.error as error:
-        raise ValueError(f"no regular expression of Python's: {error}") from None
+    compile_pattern(pattern)
     return pattern
 
 
 def _check_counter(pattern: str) -> str:
-    if re.compile(_check_pattern(pattern)).groups != 1:
+    if compile_pattern(pattern).groups != 1:
         raise ValueError(r"the pattern needs one group, around the number that counts up: 'epoch (\d+)'")
     return pattern
 
 
 def _check_number(pattern: str) -> str:
-    if re.compile(_check_pattern(pattern)).groups != 1:
+    if compile_pattern(pattern).groups != 1:
         raise ValueError(r"the pattern needs one group, around the value: 'eval_loss=(\S+)'")
     return pattern
 
 
+def _check_glob(pattern: str) -> str:
+    parse_glob(pattern)
+    return pattern
+
+
+Glob = Annotated[str, AfterValidator(_check_glob)]  # a shell pattern of files
 Pattern = Annotated[str, AfterValidator(_check_pattern), WithJsonSchema({"type": "string", "format": "regex"})]
 Counter = Annotated[str, AfterValidator(_check_counter), WithJsonSchema({"type": "string", "format": "regex"})]
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from orchestrator.backends.attempts.evidence import CHUNK_BYTES, Ending, collect, scan_log
+from orchestrator.backends.attempts.evidence import Ending, collect, scan_log
+from orchestrator.backends.attempts.left_files import CHUNK_BYTES
 from orchestrator.backends.redaction import without_secrets
 from orchestrator.scheduling.failures.classify import classify
 from orchestrator.scheduling.failures.out_of_memory import oom_needed_bytes, oom_reports

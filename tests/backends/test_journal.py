@@ -30,7 +30,7 @@ from orchestrator.backends.journal.database import SCHEMA
 from orchestrator.backends.journal.journal import Journal
 from orchestrator.service.commands.replay import read_events, read_state
 from orchestrator.specs.actions import Archive, Record
-from orchestrator.specs.attempt import Attempt, Evidence, NodeDevices
+from orchestrator.specs.attempt import Attempt, ErrorReport, Evidence, Heartbeat, NodeDevices, OomReport
 from orchestrator.specs.choices import ActivationCheckpointing, Engine, Offload, ParallelLayout, Precision, ZeroStage
 from orchestrator.specs.cluster import DeviceSpec, Node
 from orchestrator.specs.errors import IllegalPlan, ServiceError, SpecError
@@ -41,6 +41,7 @@ from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.policy import PolicySpec
 from orchestrator.specs.profile import MemoryEstimate
+from orchestrator.specs.report_bounds import bounded_report
 from orchestrator.specs.state import State
 from tests.backends.postgres import Server
 
@@ -140,6 +141,8 @@ st.register_type_strategy(Plan, st.sampled_from(list(_legal_plans())))
 st.register_type_strategy(MemoryEstimate, estimates)
 st.register_type_strategy(JobSpec, st.sampled_from([SCRIPT, DECODER, FACTORY]))
 st.register_type_strategy(DeviceSpec, st.just(DEVICE))
+for report in (Heartbeat, OomReport, ErrorReport):  # what ranks report is within its bounds before it is an event
+    st.register_type_strategy(report, st.builds(report).map(bounded_report))
 st.register_type_strategy(PolicySpec, st.just(POLICY))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -11,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from orchestrator.backends.attempts.progress import LogCounter, Progress
-from orchestrator.backends.attempts.script_output import list_lost, missing_results, newest_checkpoint
+from orchestrator.backends.attempts.script_output import find_results, list_lost, newest_checkpoint
 from orchestrator.specs.attempt import Heartbeat
 from orchestrator.specs.job.spec import JobSpec
+from orchestrator.specs.patterns import LinePattern
 from orchestrator.specs.run import AttemptFolder, JobFolder, write_json
 
 BEAT = Heartbeat(rank=0, step=0, steps_done=0, step_s=None, peak_bytes=0, phase="startup", at_s=1.0)
@@ -24,7 +24,7 @@ def script(**changes: object) -> JobSpec:
 
 
 def test_a_counter_follows_a_growing_log_over_half_lines_and_progress_bars(tmp_path: Path) -> None:
-    log, counter = tmp_path / "rank0.log", LogCounter(re.compile(rb"step (\d+)"))
+    log, counter = tmp_path / "rank0.log", LogCounter(LinePattern(r"step (\d+)"))
     for text, counts in (
         (b"loading\nste", None),
         (b"p 7\nste", (7, 7)),
@@ -132,10 +132,10 @@ def test_success_is_what_this_attempt_left(tmp_path: Path) -> None:
     (tmp_path / "assets/old.pth").write_text("x")
     folder.guard.write_text("{}")
     os.utime(tmp_path / "assets/old.pth", ns=(1, 1))
-    assert missing_results(spec, jobs, folder, (0,)) == ("assets/*.pth", "a log line '^Saved: yes'")
+    assert find_results(spec, jobs, folder, (0,)).absent == ("assets/*.pth", "a log line '^Saved: yes'")
     (tmp_path / "assets/new.pth").write_text("x")
     folder.log(0).write_text("it is not\nSaved: yes\n")
-    assert missing_results(spec, jobs, folder, (0,)) == ()
+    assert find_results(spec, jobs, folder, (0,)).absent == ()
 
 
 def test_the_newest_checkpoint_is_by_step_not_by_time_and_whole(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.backends.attempts.evidence import LINE_BYTES_MAX
+from orchestrator.backends.attempts.left_files import LINE_BYTES_MAX
 from orchestrator.scheduling.failures.signatures import (
     CALM_LINES,
     NEEDLES,

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from orchestrator.backends.attempts.durable import open_to_append, write_durably
-from orchestrator.backends.attempts.evidence import log_tail, read_exit_code
+from orchestrator.backends.attempts.left_files import log_tail, read_exit_code
 from orchestrator.service.pages.job import last_curves
 from orchestrator.service.server.attempt_files import read_from
 from orchestrator.service.server.client import Client, process_is_alive, user_name

@@ -16,7 +16,8 @@ from pathlib import Path
 from orchestrator.backends.attempts.durable import Fence
 from orchestrator.backends.attempts.nodes import NodeWatch
 from orchestrator.backends.attempts.ports import ClusterAway, Launchers, NodeSource
-from orchestrator.backends.attempts.watch import AttemptWatch, Ownership, World
+from orchestrator.backends.attempts.watch import AttemptWatch, Ownership, World, event_that_is_set
+from orchestrator.backends.threads import start_loop
 from orchestrator.specs.actions import Launch, Stop
 from orchestrator.specs.attempt import Attempt, attempt_name
 from orchestrator.specs.cluster import ClusterSpec, idle_nodes
@@ -42,8 +43,12 @@ class ProcessBackend:
         launchers: Launchers,
         ownership: Ownership,
         clock: Callable[[], float] = time.time,
+        serving: threading.Event | None = None,
     ) -> None:
-        """Nodes that cannot be asked now are told once they can."""
+        """Nodes that cannot be asked now are told once they can.
+
+        No attempt is watched before `serving` is set; None: they are watched at once.
+        """
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._world = World(
             home=home.resolve(),
@@ -53,6 +58,7 @@ class ProcessBackend:
             clock=clock,
             emit=self._events.put,
             closing=threading.Event(),
+            serving=serving or event_that_is_set(),
             ownership=ownership,
             fence=_fence_of(home, ownership),
             inherit_env=cluster.inherit_env,
@@ -63,8 +69,7 @@ class ProcessBackend:
         self._told: tuple[object, ...] | None = None
         self._answered_s = -AWAY_S  # by the monotonic clock: nothing is decided on nodes of an earlier service
         self._refresh()
-        self._refresher = threading.Thread(target=self._keep_refreshing, name="nodes", daemon=True)
-        self._refresher.start()
+        self._refresher = start_loop("nodes", self._keep_refreshing, self._world.closing)
 
     def launch(self, action: Launch) -> None:
         """Start an attempt, or resume watching it where it already runs."""

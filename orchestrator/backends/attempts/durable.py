@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import threading
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
+REPORT_BYTES_MAX = 2**20  # of a JSON file that a rank wrote
 PRIVATE = 0o600  # mode of a file that its owner alone may read
 
 
@@ -31,6 +33,23 @@ def open_left(path: Path) -> BinaryIO:
     Raises OSError.
     """
     return os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file. Raises OSError, and ValueError for another content."""
+    with open_left(path) as file:
+        text = file.read(REPORT_BYTES_MAX + 1)
+    if len(text) > REPORT_BYTES_MAX:
+        raise ValueError(f"it has more than {REPORT_BYTES_MAX} bytes")
+    try:
+        data = json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    except ValueError:
+        raise ValueError("it is no JSON") from None
+    if not isinstance(data, dict):
+        raise ValueError("it is no JSON object")
+    return data
 
 
 def open_to_append(path: Path) -> BinaryIO:

@@ -3,17 +3,41 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
-import os
+import logging
 import re
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from orchestrator.backends.attempts.durable import open_left, write_durably
+from pydantic import TypeAdapter
+
+from orchestrator.backends.attempts.durable import read_json, write_durably
 from orchestrator.backends.attempts.launch_request import started_ranks
-from orchestrator.backends.attempts.script_output import list_lost, list_unmatched, missing_results, saved_step
+from orchestrator.backends.attempts.left_files import (
+    Problems,
+    Report,
+    Reports,
+    log_lines,
+    log_tail,
+    read_exit_code,
+    read_reports,
+)
+from orchestrator.backends.attempts.script_output import (
+    OWN_ACCESS,
+    Checkpoints,
+    FileAccess,
+    Results,
+    find_checkpoints,
+    find_results,
+    list_lost,
+    list_unmatched,
+    output_folder,
+    saved_step,
+)
 from orchestrator.scheduling.failures.signatures import COMPLAINTS, FINDINGS_MAX, LogScan
 from orchestrator.specs.attempt import (
     Attempt,
@@ -27,19 +51,19 @@ from orchestrator.specs.attempt import (
     RankEnd,
 )
 from orchestrator.specs.job.spec import JobSpec
+from orchestrator.specs.patterns import count_of
 from orchestrator.specs.replace import replace
 from orchestrator.specs.run import AttemptFolder, JobFolder
 from orchestrator.training.guard import oom_report
 
-LOG_TAIL_BYTES = 64 * 1024
-CHUNK_BYTES = 2**20
 WORKERS_MAX = 1024  # logs of dora's ranks that are read
 WORKER_DIED = re.compile(r"Executor: Worker (\d+) died")
-LINE_BYTES_MAX = 16 * 1024  # of a line that are read: no cause stands further from its beginning
 UNWATCHED_MAX = 4  # processes that are named
-REPORT_BYTES_MAX = 4 * 2**20  # written inside the user's process: never trusted with our memory
+UNWATCHED_CHARACTERS_MAX = 300  # of the name of each
 
-Report = TypeVar("Report")
+Part = TypeVar("Part")
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,32 +88,76 @@ def write_ending(folder: AttemptFolder, ending: Ending) -> None:
 
 
 def read_ending(folder: AttemptFolder) -> Ending | None:
-    """Return the stored ending; None without one."""
-    data = _read_json(_ending_path(folder))
-    if data is None:
+    """Return the stored ending; None without one, or for a file that this service did not write."""
+    try:
+        ending: Ending = _endings().validate_python(read_json(_ending_path(folder)))
+    except (OSError, ValueError):
         return None
-    tuples = {name: tuple(data[name]) for name in ("nodes_lost", "free_before_bytes")}
-    return Ending(**{**data, **tuples, "counts": tuple(data["counts"]) if data["counts"] else None})
+    return ending
+
+
+@functools.cache
+def _endings() -> TypeAdapter[Ending]:
+    return TypeAdapter(Ending)
 
 
 def _ending_path(folder: AttemptFolder) -> Path:
     return folder.path / "ending.json"
 
 
-def collect(spec: JobSpec, attempt: Attempt, jobs: JobFolder, ending: Ending) -> Evidence:
-    """Return the attempt's evidence (raw facts of its end), from its files and its watcher's facts."""
+def collect(
+    spec: JobSpec,
+    attempt: Attempt,
+    jobs: JobFolder,
+    ending: Ending,
+    access: FileAccess = OWN_ACCESS,
+) -> Evidence:
+    """Return the attempt's evidence (raw facts of its end), from its files and its watcher's facts.
+
+    A part that cannot be read is left out and named in `unread`; the attempt then ends by what is left.
+    """
     folder = jobs.attempt(attempt.number)
     world_size = sum(len(part.devices) for part in attempt.placement)
-    ranks = range(world_size)
     started = started_ranks(spec, attempt.placement)
     began = any(folder.log(rank).exists() for rank in started)
-    absent = () if attempt.probe else missing_results(spec, jobs, folder, started)
-    beats = heartbeats(folder, world_size)
+    parts = Parts(attempt.name)
+
+    def read(kind: type[Report], path: Callable[[int], Path]) -> tuple[Report, ...]:
+        reports = parts.read(kind.__name__, lambda: read_reports(kind, path, range(world_size)), Reports[Report]())
+        parts.problems.add(*reports.problems)
+        return reports.reports
+
+    beats = read(Heartbeat, folder.heartbeat)
+    results, checkpoints, unmatched = Results(), Checkpoints(), tuple[str, ...]()
+    if not attempt.probe:
+        results = parts.read("results", lambda: find_results(spec, jobs, folder, started, access), results)
+        parts.problems.add(*results.problems)
+    if not attempt.probe and spec.is_script:
+        output = output_folder(spec, jobs)
+        checkpoints = parts.read("checkpoints", lambda: find_checkpoints(spec, output, access), checkpoints)
+        parts.problems.add(*checkpoints.problems)
+        if not checkpoints.has_matches:
+            unmatched = parts.read("output", lambda: list_unmatched(spec, jobs), unmatched)
+    step = None
+    if not attempt.probe:
+        step = parts.read("checkpoint", lambda: saved_step(spec, jobs, checkpoints), step)
+    ranks = [
+        parts.read(
+            f"log of rank {rank}",
+            partial(_end_of, spec, attempt, jobs, rank, beats, access),
+            RankEnd(rank=rank, exit_code=read_exit_code(folder, rank), log_tail=log_tail(folder.log(rank))),
+        )
+        for rank in (started if began else ())
+    ]
+    lost, unwatched = tuple[str, ...](), tuple[str, ...]()
+    lost = parts.read("restart", lambda: _list_lost(spec, folder, ending, jobs, attempt), lost)
+    if began:
+        unwatched = parts.read("unwatched", lambda: _list_unwatched(folder, beats, ending), unwatched)
     return Evidence(
-        ranks=tuple(_end_of(spec, attempt, jobs, rank, beats) for rank in (started if began else ())),
-        ooms=_reports(OomReport, folder.oom, ranks),
-        caught=_reports(OomReport, folder.caught, ranks),
-        errors=_reports(ErrorReport, folder.error, ranks),
+        ranks=tuple(ranks),
+        ooms=read(OomReport, folder.oom),
+        caught=read(OomReport, folder.caught),
+        errors=read(ErrorReport, folder.error),
         heartbeats=beats,
         nodes_lost=ending.nodes_lost,
         first_ended_rank=ending.first_ended_rank,
@@ -98,31 +166,56 @@ def collect(spec: JobSpec, attempt: Attempt, jobs: JobFolder, ending: Ending) ->
         launch_error=ending.launch_error,
         no_program=ending.no_program,
         stopped=ending.stopped,
-        missing_artifacts=absent,
-        finished=spec.success.log is not None and not absent and not attempt.probe,
-        lost=tuple(list_lost(spec, _resumed_from(folder), ending.counts, _highest_step(jobs, attempt))),
-        checkpoint_step=None if attempt.probe else saved_step(spec, jobs),
-        unmatched=() if attempt.probe else list_unmatched(spec, jobs),
+        missing_artifacts=results.absent,
+        finished=results.is_reported and not results.absent,
+        lost=lost,
+        checkpoint_step=step,
+        unmatched=unmatched,
         free_before_bytes=ending.free_before_bytes,
-        unwatched=_list_unwatched(folder, beats, ending) if began else (),
-        virtual=(_read_json(folder.guard) or {}).get("virtual_capacity_bytes") is not None,
+        unwatched=unwatched,
+        virtual=_left_object(folder.guard).get("virtual_capacity_bytes") is not None,
+        unread=tuple(parts.problems.sentences),
     )
+
+
+@dataclass(slots=True)
+class Parts:
+    """Reads the parts of an attempt's evidence: one that raises is logged, and costs no other."""
+
+    attempt: str
+    problems: Problems = field(default_factory=Problems)
+
+    def read(self, name: str, call: Callable[[], Part], default: Part) -> Part:
+        """Return the part, or the default where the call raises."""
+        try:
+            return call()
+        except Exception as error:  # the edge: whatever a job left ends its attempt as its training ended
+            log.exception("attempt %s: its %s cannot be read", self.attempt, name)
+            self.problems.add(f"its {name} cannot be read: {type(error).__name__}: {error}")
+            return default
 
 
 def _list_unwatched(folder: AttemptFolder, beats: tuple[Heartbeat, ...], ending: Ending) -> tuple[str, ...]:
     """Processes that trained without the guard, each with the reason; logged steps without a guarded process count."""
-    processes = tuple(log_tail(folder.unwatched).splitlines()[:UNWATCHED_MAX])
+    processes = tuple(line[:UNWATCHED_CHARACTERS_MAX] for line in log_tail(folder.unwatched).splitlines())
     if processes or ending.counts is None or any(beat.torch_version for beat in beats):
-        return processes
+        return processes[:UNWATCHED_MAX]
     return ("its log counts steps, and none of its processes has imported PyTorch under the guard",)
 
 
-def _end_of(spec: JobSpec, attempt: Attempt, jobs: JobFolder, rank: int, beats: tuple[Heartbeat, ...]) -> RankEnd:
+def _end_of(
+    spec: JobSpec,
+    attempt: Attempt,
+    jobs: JobFolder,
+    rank: int,
+    beats: tuple[Heartbeat, ...],
+    access: FileAccess,
+) -> RankEnd:
     folder = jobs.attempt(attempt.number)
     scan = scan_log(spec, folder.log(rank))
     findings = scan.findings
     if rank == 0 and spec.launch == "dora":
-        findings = _with_workers(spec, attempt, jobs, findings)
+        findings = _with_workers(spec, attempt, jobs, findings, access)
     return end_of(folder.log(rank), rank, read_exit_code(folder, rank), scan, findings, beats)
 
 
@@ -155,35 +248,22 @@ def scan_log(spec: JobSpec, path: Path) -> LogScan:
 
 
 def _with_workers(
-    spec: JobSpec, attempt: Attempt, jobs: JobFolder, findings: tuple[Finding, ...]
+    spec: JobSpec,
+    attempt: Attempt,
+    jobs: JobFolder,
+    findings: tuple[Finding, ...],
+    access: FileAccess,
 ) -> tuple[Finding, ...]:
     """The findings with those in the logs of dora's workers (dora/executor.py); the worker that died first leads."""
-    died = next((int(match[1]) for finding in findings if (match := WORKER_DIED.search(finding.line))), 0)
+    died = next((count_of(match[1]) for finding in findings if (match := WORKER_DIED.search(finding.line))), 0)
     merged = [replace(finding, rank=0) for finding in findings]
-    for path in sorted(jobs.output.rglob("worker_*.log"))[:WORKERS_MAX]:
-        rank = path.stem.removeprefix("worker_")
-        if rank.isdecimal() and path.stat().st_mtime >= attempt.launched_at_s:  # not an earlier attempt's
-            merged += [replace(finding, rank=int(rank)) for finding in scan_log(spec, path).findings]
+    logs = access.search(jobs.output, ("**/worker_*.log",)).matches
+    for entry in sorted(logs, key=lambda entry: entry.path)[:WORKERS_MAX]:
+        path = Path(entry.path)
+        rank = count_of(path.stem.removeprefix("worker_"))
+        if rank is not None and entry.mtime_ns >= attempt.launched_at_s * 1e9:  # not an earlier attempt's
+            merged += [replace(finding, rank=rank) for finding in scan_log(spec, path).findings]
     return tuple(sorted(merged, key=lambda finding: (finding.cause in COMPLAINTS, finding.rank != died)))
-
-
-def log_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield (byte offset, line) of a log. A carriage return ends a line too, as progress bars write only these."""
-    try:
-        with open_left(path) as log:
-            begin, rest, dropped = 0, b"", 0
-            while chunk := log.read(CHUNK_BYTES):
-                *whole, rest = (rest + chunk).replace(b"\r", b"\n").split(b"\n")
-                for line in whole:
-                    yield begin, line[:LINE_BYTES_MAX].decode("utf-8", errors="replace")
-                    begin += len(line) + 1 + dropped
-                    dropped = 0
-                if len(rest) > CHUNK_BYTES:  # a line without end
-                    dropped += len(rest) - LINE_BYTES_MAX
-                    rest = rest[:LINE_BYTES_MAX]
-            yield begin, rest[:LINE_BYTES_MAX].decode("utf-8", errors="replace")
-    except OSError:
-        return
 
 
 def _in_bytes(finding: Finding, rank: int, beats: tuple[Heartbeat, ...]) -> Finding:
@@ -205,20 +285,6 @@ def _in_bytes(finding: Finding, rank: int, beats: tuple[Heartbeat, ...]) -> Find
     return replace(finding, oom=report)
 
 
-def heartbeats(folder: AttemptFolder, world_size: int) -> tuple[Heartbeat, ...]:
-    """Return the last heartbeat (progress report) of each rank that wrote one."""
-    return _reports(Heartbeat, folder.heartbeat, range(world_size))
-
-
-def read_exit_code(folder: AttemptFolder, rank: int) -> int | None:
-    """Return a rank's exit code, or minus the signal; None where none was written."""
-    try:
-        with open_left(folder.exit_code(rank)) as file:
-            return int(file.read())
-    except (OSError, ValueError):
-        return None
-
-
 def first_ended(folder: AttemptFolder, ranks: Iterable[int]) -> int | None:
     """Return the rank whose failing exit code was written first; None without one.
 
@@ -228,44 +294,19 @@ def first_ended(folder: AttemptFolder, ranks: Iterable[int]) -> int | None:
     return min(failed, key=lambda rank: folder.exit_code(rank).stat().st_mtime_ns, default=None)
 
 
-def log_tail(path: Path, size: int = LOG_TAIL_BYTES) -> str:
-    """Return the last `size` bytes of a log as text; "" where there is none."""
+def _list_lost(
+    spec: JobSpec, folder: AttemptFolder, ending: Ending, jobs: JobFolder, attempt: Attempt
+) -> tuple[str, ...]:
+    """The state that the script did not restore; earlier attempts tell the highest step that it had reached."""
+    checkpoint = _left_object(folder.resume).get("checkpoint")
+    earlier = [read_ending(jobs.attempt(number)) for number in range(1, attempt.number)]
+    highest = max((end.counts[1] for end in earlier if end is not None and end.counts), default=None)
+    return tuple(list_lost(spec, checkpoint if isinstance(checkpoint, str) else None, ending.counts, highest))
+
+
+def _left_object(path: Path) -> Mapping[str, Any]:
+    """The JSON object in a file; {} where there is none."""
     try:
-        with open_left(path) as log:
-            log.seek(max(0, os.fstat(log.fileno()).st_size - size))
-            return log.read(size).decode("utf-8", errors="replace")
-    except OSError:
-        return ""
-
-
-def _reports(kind: Callable[..., Report], path: Callable[[int], Path], ranks: range) -> tuple[Report, ...]:
-    """Reports that can be read; a killed rank or a user's program may leave others."""
-    reports = []
-    for rank in ranks:
-        data = _read_json(path(rank))
-        if data is not None:
-            try:
-                reports.append(kind(**data))
-            except TypeError:
-                continue
-    return tuple(reports)
-
-
-def _read_json(path: Path) -> dict[str, Any] | None:
-    try:
-        with open_left(path) as file:
-            data = json.loads(file.read(REPORT_BYTES_MAX + 1))  # what is longer is no JSON any more
+        return read_json(path)
     except (OSError, ValueError):
-        return None
-    return data if isinstance(data, dict) else None
-
-
-def _resumed_from(folder: AttemptFolder) -> str | None:
-    checkpoint = (_read_json(folder.resume) or {}).get("checkpoint")
-    return checkpoint if isinstance(checkpoint, str) else None
-
-
-def _highest_step(jobs: JobFolder, attempt: Attempt) -> int | None:
-    """The highest number that the logs of earlier attempts counted."""
-    endings = [read_ending(jobs.attempt(number)) for number in range(1, attempt.number)]
-    return max((ending.counts[1] for ending in endings if ending is not None and ending.counts), default=None)
+        return {}

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from orchestrator.backends.attempts.launch_request import LaunchRequest
 from orchestrator.backends.attempts.launcher import RUN_AS
+from orchestrator.backends.attempts.script_output import FileAccess
 from orchestrator.specs.cluster import UserSpec
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.paths import paths_of
@@ -26,6 +27,7 @@ from orchestrator.specs.run import AttemptFolder, JobFolder, find_upload, upload
 
 USERS = "users"
 SHARED = ("jobs", USERS, "uploads")  # folders of the home through which ranks reach their own
+NOBODY = 65_534, 65_534  # uid and gid (man 7 user_namespaces: overflowuid)
 ENTER, ENTER_GROUP, ADD = 0o711, 0o710, 0o1777
 
 
@@ -61,6 +63,18 @@ def identity_of(name: str, users: Mapping[str, UserSpec], source: str) -> Identi
         hint = "the cluster file's `users` gives each user a user id, as whom jobs run"
         raise SpecError("the user has no user id here", source=source, path="user", got=name, hint=hint)
     return Identity(name=name, uid=user.uid, gid=user.uid if user.gid is None else user.gid)
+
+
+def access_of(job: Job, users: Mapping[str, UserSpec], python: str) -> FileAccess:
+    """Return the rights by which the files of a job are searched: those of its user.
+
+    A user whom the cluster file no longer names has those of nobody.
+    """
+    try:
+        identity = identity_of(job.user, users, job.id)
+    except SpecError:
+        return FileAccess(python, NOBODY)
+    return FileAccess(python, None if identity is None else (identity.uid, identity.gid))
 
 
 def open_home(home: Path) -> None:

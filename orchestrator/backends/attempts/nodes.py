@@ -98,6 +98,15 @@ class NodeWatch:
 
     def release(self, parts: Sequence[tuple[str, int]]) -> None:
         """Wait until the devices' memory is free again, at most 60 s, and mark them as unoccupied."""
+        try:
+            self._wait_until_free(parts)
+        finally:  # whatever the driver does: an occupied device has no news
+            with self._lock:
+                for part in parts:
+                    self._busy[part] = self._busy.get(part, 1) - 1
+                    self._probed_at_s.pop(part[0], None)
+
+    def _wait_until_free(self, parts: Sequence[tuple[str, int]]) -> None:
         deadline_s = time.monotonic() + RELEASE_TIMEOUT_S
         waiting = {part for part in parts if self._is_cuda(part[0])}
         while waiting and time.monotonic() < deadline_s:
@@ -115,10 +124,6 @@ class NodeWatch:
                 }
             if waiting:
                 time.sleep(RELEASE_POLL_S)
-        with self._lock:
-            for part in parts:
-                self._busy[part] = self._busy.get(part, 1) - 1
-                self._probed_at_s.pop(part[0], None)
 
     def _is_cuda(self, name: str) -> bool:
         node = self.last_known().get(name)

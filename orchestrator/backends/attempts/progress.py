@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from orchestrator.backends.attempts.durable import open_left
-from orchestrator.backends.attempts.evidence import heartbeats
-from orchestrator.backends.attempts.script_output import last_saved_s
+from orchestrator.backends.attempts.left_files import read_heartbeats
+from orchestrator.backends.attempts.script_output import OWN_ACCESS, FileAccess, last_saved_s
 from orchestrator.scheduling.failures.meeting import lone_ranks
 from orchestrator.specs.attempt import LEARNED_STEPS, PROBE_STEPS, Heartbeat, Pace
 from orchestrator.specs.job.spec import JobSpec
+from orchestrator.specs.patterns import LinePattern, count_of
 from orchestrator.specs.run import AttemptFolder
 
 READ_BYTES_MAX = 4 * 2**20  # of a log at a time: what a rank writes in a tick is less
@@ -21,6 +22,7 @@ PACE_STEPS = 10  # before a pace is believed: the first steps compile, warm up a
 ANOTHER_PACE = 1.1  # times as fast or as slow as before: reported, so that ends are expected anew
 PROBE_S_MAX = 600.0  # of a probe that shows no step: a real attempt is waiting
 LINE_BYTES_MAX = 64 * 1024  # of a line that has not ended
+LINE_CHARACTERS_MAX = 16 * 1024  # of a line that are searched for a number
 # Of one core, over the limit, before a program without visible steps counts as at work. Training keeps a thread
 # busy that launches kernels or waits for them; Python that waits for a lock, a socket or a child takes below 1 %.
 CPU_SHARE = 0.05
@@ -30,7 +32,7 @@ CPU_SHARE = 0.05
 class LogCounter:
     """First and last number that a pattern matched in growing logs."""
 
-    pattern: re.Pattern[bytes]
+    pattern: LinePattern
     first: int | None = None
     last: int | None = None
     _read: dict[Path, tuple[int, bytes]] = field(default_factory=dict)  # log -> bytes read, and its unended line
@@ -48,8 +50,10 @@ class LogCounter:
             *lines, rest = re.split(rb"[\r\n]", rest + new)  # progress bars end their lines by \r
             self._read[path] = (offset + len(new), rest[-LINE_BYTES_MAX:])
             for line in lines:
-                for number in self.pattern.findall(line):
-                    self.last = int(number) if number.isdigit() else self.last
+                text = line[:LINE_CHARACTERS_MAX].decode("utf-8", errors="replace")
+                numbers = map(count_of, self.pattern.list_groups(text))
+                for number in numbers:
+                    self.last = self.last if number is None else number
                     self.first = self.last if self.first is None else self.first
 
     @property
@@ -70,11 +74,13 @@ class Progress:
         output: Path,
         *,
         tells_peak: bool = False,
+        access: FileAccess = OWN_ACCESS,
     ) -> None:
         """Watch an attempt; `tells_peak`: its pace comes with its peak once, after LEARNED_STEPS."""
+        self._access = access
         self._spec, self._folder, self._world_size, self._output = spec, folder, world_size, output
         self._logs = [folder.log(rank) for rank in started]
-        self._counter = None if spec.progress is None else LogCounter(re.compile(spec.progress.encode()))
+        self._counter = None if spec.progress is None else LogCounter(LinePattern(spec.progress))
         self._seen: tuple[object, ...] = ()
         self._beats: Sequence[Heartbeat] = ()
         self._sign_cpu_s = 0.0  # processor time at the last sign of life
@@ -109,7 +115,7 @@ class Progress:
 
     def is_probed(self) -> bool:
         """Return whether every rank of a probe has measured its step, or the probe's time is over."""
-        beats = heartbeats(self._folder, self._world_size)
+        beats = read_heartbeats(self._folder, self._world_size).reports
         trained = len(beats) == self._world_size and all(beat.steps_done >= PROBE_STEPS for beat in beats)
         return trained or time.monotonic() - self._began_s > PROBE_S_MAX
 
@@ -128,7 +134,7 @@ class Progress:
         kernels poll). That rank uses processor time, too. So this kind of hang is found in guarded programs only; an
         unguarded program that trains must not be ended.
         """
-        beats, counts = heartbeats(self._folder, self._world_size), self.counts
+        beats, counts = read_heartbeats(self._folder, self._world_size).reports, self.counts
         self._beats = beats
         steps = sum(beat.steps_done for beat in beats)
         is_watched = any(beat.torch_version for beat in beats) and not self._folder.unwatched.exists()
@@ -137,7 +143,7 @@ class Progress:
         if not is_unseen:
             signs, trains = (steps, counts, self._backwards()), steps > 0 or counts is not None
         else:
-            size = sum(path.stat().st_size for path in self._logs if path.exists())
+            size = sum(map(_size_bytes, self._logs))
             signs, trains = (size,), size > 0
         limit_s = self._spec.hang_timeout if trains else self._spec.startup_timeout
         now_s, at_work = time.monotonic(), is_unseen and cpu_s - self._sign_cpu_s > CPU_SHARE * limit_s
@@ -145,7 +151,7 @@ class Progress:
             self._seen, self._since_s, self._sign_cpu_s = signs, now_s, cpu_s
         still_s = max(now_s - self._since_s, devices_idle_s if is_unseen else 0.0)
         if still_s > limit_s:  # only now: looking for a checkpoint is not for every tick
-            saved_s = last_saved_s(self._spec, self._output)
+            saved_s = last_saved_s(self._spec, self._output, self._access)
             still_s = still_s if saved_s is None else min(still_s, max(0.0, time.time() - saved_s))
         return still_s if still_s > limit_s else None
 
@@ -154,3 +160,10 @@ class Progress:
         if any(self._folder.caught(rank).exists() for rank in range(self._world_size)):
             return 0
         return sum(beat.backwards for beat in self._beats)
+
+
+def _size_bytes(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:  # not begun, or removed
+        return 0

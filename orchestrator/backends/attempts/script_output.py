@@ -2,25 +2,55 @@
 
 from __future__ import annotations
 
-import json
-import re
-import time
-import zipfile
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
 
-from orchestrator.backends.attempts.durable import open_left
+from orchestrator.backends.attempts.left_files import log_lines
+from orchestrator.backends.attempts.output_scan import FileMatch, SearchResult, search_as
 from orchestrator.specs.job.spec import JobSpec
-from orchestrator.specs.job.trainer import Resume
+from orchestrator.specs.patterns import LinePattern, count_of
 from orchestrator.specs.run import AttemptFolder, JobFolder
 from orchestrator.training.checkpoint.folder import latest_complete, step_of
 
-ZIP_START = b"PK\x03\x04"
-SAFETENSORS_LENGTH_BYTES = 8
 ENTRIES_MAX = 1000  # of an output folder that are looked at for files that may be checkpoints
 UNMATCHED_MAX = 4  # files that are named
 NAME_CHARACTERS_MAX = 80
+
+
+@dataclass(frozen=True, slots=True)
+class FileAccess:
+    """Whose rights reach a job's files: the interpreter of a child, and its (uid, gid); None: this process's."""
+
+    python: str = sys.executable
+    user: tuple[int, int] | None = None
+
+    def search(self, root: Path, patterns: Sequence[str], holds: Sequence[str] | None = None) -> SearchResult:
+        """Return the files that match shell patterns below `root`, as `output_scan.search` does."""
+        return search_as(self.python, self.user, str(root), patterns, holds)
+
+
+OWN_ACCESS = FileAccess()
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """What `success` asks of an attempt: parts that it lacks, whether its log reports success, and problems."""
+
+    absent: tuple[str, ...] = ()
+    is_reported: bool = False
+    problems: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoints:
+    """A script's complete checkpoints, newest first, and whether any file matches the job's patterns at all."""
+
+    matches: tuple[FileMatch, ...] = ()
+    has_matches: bool = False
+    problems: tuple[str, ...] = ()
 
 
 def output_folder(spec: JobSpec, jobs: JobFolder) -> Path:
@@ -28,45 +58,72 @@ def output_folder(spec: JobSpec, jobs: JobFolder) -> Path:
     return jobs.output if spec.knobs.output_dir or not spec.workdir else Path(spec.workdir)
 
 
-def missing_results(spec: JobSpec, jobs: JobFolder, folder: AttemptFolder, started: Iterable[int]) -> tuple[str, ...]:
-    """Return the parts of `success` that this attempt lacks: files newer than its start, or a log line."""
-    output, absent = output_folder(spec, jobs), []
-    began_ns = folder.guard.stat().st_mtime_ns if folder.guard.exists() else 0
-    for name in spec.success.artifacts:
-        if not any(path.stat().st_mtime_ns >= began_ns for path in output.glob(name)):
-            absent.append(name)
-    if spec.success.log is not None:
-        pattern = re.compile(spec.success.log.encode())
-        if not any(_has_line(folder.log(rank), pattern) for rank in started):
-            absent.append(f"a log line {spec.success.log!r}")
-    return tuple(absent)
+def find_results(
+    spec: JobSpec,
+    jobs: JobFolder,
+    folder: AttemptFolder,
+    started: Iterable[int],
+    access: FileAccess = OWN_ACCESS,
+) -> Results:
+    """Return what `success` asks of an attempt: files newer than its start, and a log line.
 
-
-def newest_checkpoint(spec: JobSpec, output: Path) -> str | None:
-    """Return the newest complete checkpoint in a script's output folder; None without one.
-
-    A checkpoint of the job's last step is skipped: a script that compares steps for equality would never end.
+    A part that cannot be evaluated is not absent, since the training may have left it; `problems` names it.
     """
-    resume, candidates = spec.resume, []
-    for path in {path for pattern in resume.checkpoints for path in output.glob(pattern)}:
-        step = last_count(resume.step, str(path.relative_to(output)))
-        done = step is not None and spec.steps is not None and step >= spec.steps
-        if not done and _is_whole(resume, path):
-            candidates.append((0 if step is None else step, path.stat().st_mtime_ns, str(path)))
-    return max(candidates)[2] if candidates else None
+    absent, problems = list[str](), list[str]()
+    if spec.success.artifacts:
+        began_ns = folder.guard.stat().st_mtime_ns if folder.guard.exists() else 0
+        result = access.search(output_folder(spec, jobs), spec.success.artifacts)
+        fresh = {match.pattern for match in result.matches if match.mtime_ns >= began_ns}
+        absent += [name for name in spec.success.artifacts if name not in (*fresh, *result.unevaluated)]
+        problems += result.problems
+    if spec.success.log is None:
+        return Results(tuple(absent), False, tuple(problems))
+    pattern = LinePattern(spec.success.log)
+    is_reported = any(pattern.matches(line) for rank in started for _, line in log_lines(folder.log(rank)))
+    if pattern.problem is not None:
+        problems.append(pattern.problem)
+    elif not is_reported:
+        absent.append(f"a log line {spec.success.log!r}")
+    return Results(tuple(absent), is_reported, tuple(problems))
 
 
-def saved_step(spec: JobSpec, jobs: JobFolder) -> int | None:
+def find_checkpoints(spec: JobSpec, output: Path, access: FileAccess = OWN_ACCESS) -> Checkpoints:
+    """Return the complete checkpoints in a script's output folder, newest first: by step, then by time.
+
+    A checkpoint of the job's last step is left out: a script that compares steps for equality would never end.
+    """
+    result = access.search(output, spec.resume.checkpoints, spec.resume.holds)
+    step_pattern = None if spec.resume.step is None else LinePattern(spec.resume.step)
+    problems = [*result.problems]
+    if step_pattern is not None and step_pattern.problem is not None:
+        problems.append(step_pattern.problem)
+    candidates = dict[tuple[int, int, str], FileMatch]()
+    for match in result.matches:
+        step = last_count(step_pattern, path_below(output, match.path))
+        is_last = step is not None and spec.steps is not None and step >= spec.steps
+        if match.is_whole and not is_last:
+            candidates[step or 0, match.mtime_ns, match.path] = match
+    matches = tuple(candidates[key] for key in sorted(candidates, reverse=True))
+    return Checkpoints(matches, bool(result.matches), tuple(problems))
+
+
+def newest_checkpoint(spec: JobSpec, output: Path, access: FileAccess = OWN_ACCESS) -> str | None:
+    """Return the path of the newest complete checkpoint in a script's output folder; None without one."""
+    return next((match.path for match in find_checkpoints(spec, output, access).matches), None)
+
+
+def saved_step(spec: JobSpec, jobs: JobFolder, checkpoints: Checkpoints) -> int | None:
     """Return the step of the checkpoint to resume from, in the unit of `resume.step`; None if unknown."""
     if spec.is_script:
-        path = newest_checkpoint(spec, output := output_folder(spec, jobs))
-        return None if path is None else last_count(spec.resume.step, str(Path(path).relative_to(output)))
+        pattern = None if spec.resume.step is None else LinePattern(spec.resume.step)
+        newest = next(iter(checkpoints.matches), None)
+        return None if newest is None else last_count(pattern, path_below(output_folder(spec, jobs), newest.path))
     checkpoint = latest_complete(jobs.checkpoints)
     return None if checkpoint is None else step_of(checkpoint)
 
 
 def list_unmatched(spec: JobSpec, jobs: JobFolder) -> tuple[str, ...]:
-    """Return the newest files of a script's output folder, oldest first; () where any matches as a checkpoint.
+    """Return the newest files of a script's output folder, oldest first, for a job without any checkpoint.
 
     A working directory is not listed, since it has the program's files too. No link is followed, since a user's program
     may have made it.
@@ -75,8 +132,6 @@ def list_unmatched(spec: JobSpec, jobs: JobFolder) -> tuple[str, ...]:
     if not spec.is_script or output != jobs.output:
         return ()
     try:
-        if any(True for pattern in spec.resume.checkpoints for _ in output.glob(pattern)):
-            return ()
         entries = islice(chain(output.glob("*"), output.glob("*/*")), ENTRIES_MAX)
         files = [path for path in entries if path.is_file() and not (path.is_symlink() or path.parent.is_symlink())]
         times_ns = {str(path.relative_to(output)): path.stat().st_mtime_ns for path in files}
@@ -86,22 +141,21 @@ def list_unmatched(spec: JobSpec, jobs: JobFolder) -> tuple[str, ...]:
     return tuple(sorted(names, key=lambda name: (times_ns[name], name))[-UNMATCHED_MAX:])
 
 
-def last_saved_s(spec: JobSpec, output: Path) -> float | None:
+def last_saved_s(spec: JobSpec, output: Path, access: FileAccess = OWN_ACCESS) -> float | None:
     """Return the time of the last write to a checkpoint, in seconds since 1970; None without checkpoints."""
-    newest = None
-    try:
-        for path in {path for pattern in spec.resume.checkpoints for path in output.glob(pattern)}:
-            for entry in (path, *(path.rglob("*") if path.is_dir() else ())):
-                newest = max(newest or 0.0, entry.stat().st_mtime)
-    except OSError:  # the script is removing one, which is progress
-        return time.time()
-    return newest
+    result = access.search(output, spec.resume.checkpoints, ())
+    return max((match.newest_s for match in result.matches), default=None)
 
 
-def last_count(pattern: str | None, text: str) -> int | None:
+def path_below(output: Path, path: str) -> str:
+    """Return a path relative to the output folder; unchanged where it lies elsewhere."""
+    return path.removeprefix(f"{output}/")
+
+
+def last_count(pattern: LinePattern | None, text: str) -> int | None:
     """Return the number in the last match of a pattern; None without a match."""
-    matches = re.findall(pattern, text) if pattern is not None else []
-    return int(matches[-1]) if matches and matches[-1].isdecimal() else None
+    groups = [] if pattern is None else pattern.list_groups(text)
+    return count_of(groups[-1]) if groups else None
 
 
 def list_lost(
@@ -114,49 +168,7 @@ def list_lost(
     if checkpoint is None:
         return
     yield from spec.resume.loses
-    reached = max(last_count(spec.resume.step, checkpoint) or 0, before or 0)
+    pattern = None if spec.resume.step is None else LinePattern(spec.resume.step)
+    reached = max(last_count(pattern, checkpoint) or 0, before or 0)
     if counts is not None and counts[0] <= 1 < reached:
         yield f"everything: it began at {counts[0]} again, after {reached}, with {Path(checkpoint).name} there"
-
-
-def _is_whole(resume: Resume, path: Path) -> bool:
-    """Whether a checkpoint has every required file, none truncated."""
-    try:
-        files = [path] if path.is_file() else [entry for entry in path.rglob("*") if entry.is_file()]
-        has_required = all(any(path.glob(pattern)) for pattern in resume.holds) if path.is_dir() else True
-        return bool(files) and has_required and not any(_is_torn(file) for file in files)
-    except OSError:  # it is being removed
-        return False
-
-
-def _is_torn(file: Path) -> bool:
-    """Whether a file is truncated, as after a killed writer; only some formats show it.
-
-    torch.save writes a ZIP archive, whose directory stands last (torch/serialization.py). A file of safetensors begins
-    with the length of its header, which says where the last tensor ends (huggingface/safetensors, README.md, Format).
-    """
-    size = file.stat().st_size
-    with file.open("rb") as content:
-        start = content.read(len(ZIP_START))
-        if start == ZIP_START:
-            return not zipfile.is_zipfile(file)
-        if file.suffix != ".safetensors" or size < SAFETENSORS_LENGTH_BYTES:
-            return size == 0
-        content.seek(0)
-        header_bytes = int.from_bytes(content.read(SAFETENSORS_LENGTH_BYTES), "little")
-        if header_bytes > size:
-            return True
-        try:
-            header = json.loads(content.read(header_bytes))
-            ends = [tensor["data_offsets"][1] for name, tensor in header.items() if name != "__metadata__"]
-        except (ValueError, TypeError, KeyError, IndexError, AttributeError):
-            return False  # it only has that name: nothing is known of its end
-        return size < SAFETENSORS_LENGTH_BYTES + header_bytes + max(ends, default=0)
-
-
-def _has_line(path: Path, pattern: re.Pattern[bytes]) -> bool:
-    try:
-        with open_left(path) as log:
-            return any(pattern.search(line) for line in log)
-    except OSError:
-        return False

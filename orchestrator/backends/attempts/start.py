@@ -10,10 +10,10 @@ from pathlib import Path
 from types import MappingProxyType
 
 from orchestrator.backends.attempts.durable import Fence, write_durably
-from orchestrator.backends.attempts.identity import hand_over, identity_of
+from orchestrator.backends.attempts.identity import access_of, hand_over, identity_of
 from orchestrator.backends.attempts.launch_request import LaunchNode, LaunchRequest, launch_request
 from orchestrator.backends.attempts.ports import LauncherGroup
-from orchestrator.backends.attempts.script_output import newest_checkpoint, output_folder
+from orchestrator.backends.attempts.script_output import OWN_ACCESS, FileAccess, newest_checkpoint, output_folder
 from orchestrator.backends.attempts.workdir import link_all_but
 from orchestrator.backends.environment import matching
 from orchestrator.specs.attempt import Attempt
@@ -61,7 +61,7 @@ def start_ranks(
     if job.continues_from is not None and not attempt.probe:
         take_over_checkpoint(job, home)
     port = _master_port(folder, group, attempt.placement[0].node)
-    request = request_of(job, attempt, home, nodes, port, python)
+    request = request_of(job, attempt, home, nodes, port, python, access_of(job, users, python))
     handed = {**matching(os.environ, inherit_env), **{name: os.environ[name] for name in request.secrets}}
     write_files(request)
     final: dict[str, str] = {}
@@ -93,15 +93,22 @@ def _master_port(folder: AttemptFolder, group: LauncherGroup, first: str) -> int
 
 
 def request_of(
-    job: Job, attempt: Attempt, home: Path, nodes: Mapping[str, LaunchNode], master_port: int, python: str
+    job: Job,
+    attempt: Attempt,
+    home: Path,
+    nodes: Mapping[str, LaunchNode],
+    master_port: int,
+    python: str,
+    access: FileAccess = OWN_ACCESS,
 ) -> LaunchRequest:
     """Return the request that starts `attempt`. Reads the script's config file and finds its newest checkpoint."""
     spec, output = job.spec, output_folder(job.spec, JobFolder(home, job.id))
     resume_from = None
     if spec.is_script and not attempt.probe:
-        resume_from = newest_checkpoint(spec, output)
+        resume_from = newest_checkpoint(spec, output, access)
         if resume_from is None and job.continues_from is not None:  # that of another job is read, never copied
-            resume_from = newest_checkpoint(spec, output_folder(spec, JobFolder(home, job.continues_from)))
+            earlier = JobFolder(home, job.continues_from)
+            resume_from = newest_checkpoint(spec, output_folder(spec, earlier), access)
     config = "" if spec.config is None else (Path(spec.workdir or ".") / spec.config.file).read_text(encoding="utf-8")
     return launch_request(
         job,

@@ -10,8 +10,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from orchestrator.backends.attempts.durable import open_left, open_to_append
+from orchestrator.backends.attempts.durable import open_to_append, read_json
 from orchestrator.backends.devices.nvml import NvmlDevice, devices
+from orchestrator.specs.metric_row import is_bounded_number
 from orchestrator.specs.run import AttemptFolder
 
 FIRST_S = 1.0  # until the second sample; then twice as long each time, so that short attempts have some
@@ -79,10 +80,10 @@ class Sampler:
 
     def _virtual_capacity_bytes(self) -> int | None:
         try:
-            capacity_bytes = json.loads(self._folder.guard.read_text())["virtual_capacity_bytes"]
-        except (OSError, ValueError, KeyError):
+            capacity_bytes = read_json(self._folder.guard).get("virtual_capacity_bytes")
+        except (OSError, ValueError):
             return None
-        return None if capacity_bytes is None else int(capacity_bytes)
+        return capacity_bytes if isinstance(capacity_bytes, int) and capacity_bytes > 0 else None
 
 
 def _of_device(device: NvmlDevice) -> Iterator[tuple[str, float]]:
@@ -99,10 +100,10 @@ def _of_device(device: NvmlDevice) -> Iterator[tuple[str, float]]:
 
 def _live_bytes(heartbeat: Path) -> int | None:
     try:
-        with open_left(heartbeat) as file:
-            return int(json.load(file)["live_bytes"])
-    except (OSError, ValueError, KeyError):  # not begun yet
+        live_bytes = read_json(heartbeat).get("live_bytes")
+    except (OSError, ValueError):  # not begun yet
         return None
+    return live_bytes if isinstance(live_bytes, int) and is_bounded_number("live_bytes", live_bytes) else None
 
 
 def _cpu_ticks() -> tuple[int, int]:

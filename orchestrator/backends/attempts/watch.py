@@ -21,24 +21,25 @@ from orchestrator.backends.attempts.evidence import (
     collect,
     first_ended,
     read_ending,
-    read_exit_code,
     write_ending,
 )
+from orchestrator.backends.attempts.identity import access_of
 from orchestrator.backends.attempts.launch_request import started_ranks
 from orchestrator.backends.attempts.launcher import (
     GRACE_AFTER_FAILURE_S,
     GRACE_AFTER_OOM_S,
     LauncherStatus,
 )
+from orchestrator.backends.attempts.left_files import read_exit_code
 from orchestrator.backends.attempts.nodes import NodeWatch
 from orchestrator.backends.attempts.ports import ClusterAway, LauncherGroup, Launchers
 from orchestrator.backends.attempts.progress import Progress
-from orchestrator.backends.attempts.script_output import output_folder
+from orchestrator.backends.attempts.script_output import FileAccess, output_folder
 from orchestrator.backends.attempts.start import StartFailed, start_ranks
 from orchestrator.backends.attempts.workdir import copy_upload, with_own_workdir
 from orchestrator.backends.redaction import without_secrets
 from orchestrator.scheduling.failures.observation import ran_out
-from orchestrator.specs.attempt import Attempt, AttemptStatus
+from orchestrator.specs.attempt import Attempt, AttemptStatus, Evidence
 from orchestrator.specs.cluster import UserSpec
 from orchestrator.specs.errors import ServiceError
 from orchestrator.specs.events import Event, Finished, PaceReported, Released, Started
@@ -49,11 +50,19 @@ TICK_S = 0.25
 DISK_AWAY = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)  # of the home folder: no fault of an attempt
 AWAY_S = 1.0  # between two tries to reach a cluster that is away
 END_TIMEOUT_S = 30.0  # a rank that SIGKILL does not end by then sits in the kernel: its launcher is given up
+ERROR_CHARACTERS_MAX = 500
 PROBE_GRACE_S = 1.0  # nothing of a probe is worth saving, nor of ranks that train apart
 
 Answer = TypeVar("Answer")
 
 log = logging.getLogger(__name__)
+
+
+def event_that_is_set() -> threading.Event:
+    """Return an event for which nobody waits."""
+    event = threading.Event()
+    event.set()
+    return event
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +80,7 @@ class World:
     fence: Fence | None  # of this service, already stored
     inherit_env: tuple[str, ...] = ()
     users: Mapping[str, UserSpec] = field(default_factory=dict)
+    serving: threading.Event = field(default_factory=event_that_is_set)  # set once the service answers requests
 
 
 class Ownership(Protocol):
@@ -129,6 +139,7 @@ class AttemptWatch:
         self._about = {"job": job.id, "attempt": attempt.number}  # fields of the log
         self._devices = [(part.node, index) for part in attempt.placement for index in part.devices]
         self._stop_grace_s: float | None = None
+        self._has_finished = False  # its end was emitted
         self._free_before_bytes: tuple[int, ...] = ()  # unknown where a restarted service takes the attempt up
 
     def stop(self, grace_s: float) -> None:
@@ -136,22 +147,53 @@ class AttemptWatch:
         self._stop_grace_s = grace_s
 
     def run(self) -> None:
-        """Watch the attempt until its devices are released; return early when the service closes."""
-        self._world.nodes.occupy(self._devices)
+        """Watch the attempt until its devices are released; return early when the service closes.
+
+        Whatever raises ends this attempt, and nothing else: its job is told, and its devices are released.
+        """
         try:
+            self._world.nodes.occupy(self._devices)
+            self._wait_for_service()
             if self._attempt.evidence is None:
                 self._finish(self._ending())
             self._remove()
             self._world.nodes.release(self._devices)
-            self._emit(Released(job_id=self._job.id, number=self._attempt.number, at_s=self._world.clock()))
         except Closed:
             return
+        except Exception as error:  # the edge of a thread
+            log.exception("attempt %s", self._attempt.name, extra=self._about)
+            self._give_up(f"{type(error).__name__}: {error}")
+        self._emit_unless_closing(Released(job_id=self._job.id, number=self._attempt.number, at_s=self._world.clock()))
+
+    def _wait_for_service(self) -> None:
+        """Wait until the service answers requests, since patterns of users run from here on. Raises Closed."""
+        while not self._world.serving.wait(TICK_S):  # ends with the service at the latest
+            self._check_closing()
+
+    def _give_up(self, error: str) -> None:
+        """End the attempt after a fault of its watch, without reading anything that it left."""
+        if self._attempt.evidence is None and not self._has_finished:
+            evidence = Evidence(collect_error=error[:ERROR_CHARACTERS_MAX], stopped=self._stop_grace_s is not None)
+            at_s = self._world.clock()
+            event = Finished(job_id=self._job.id, number=self._attempt.number, evidence=evidence, at_s=at_s)
+            self._emit_unless_closing(event)
+        for release in (self._remove, partial(self._world.nodes.release, self._devices)):
+            try:
+                release()
+            except Closed:
+                return
+            except Exception:  # the other one is tried all the same
+                log.exception("attempt %s", self._attempt.name, extra=self._about)
+
+    def _emit_unless_closing(self, event: Event) -> None:
+        if not self._world.closing.is_set():
+            self._world.emit(event)
 
     def _ending(self) -> Ending:
-        written = read_ending(self._folder)
-        if written is not None:  # the service was restarted before the journal had this end
-            return written
         try:
+            written = read_ending(self._folder)
+            if written is not None:  # the service was restarted before the journal had this end
+                return written
             group = self._insist(self._take_up)
             return group if isinstance(group, Ending) else self._watch(group)
         except Closed:
@@ -168,11 +210,15 @@ class AttemptWatch:
     def _finish(self, ending: Ending) -> None:
         self._insist(self._confirm)
         self._insist(lambda: write_ending(self._folder, ending))
-        evidence = without_secrets(
-            collect(self._job.spec, self._attempt, self._jobs, ending), self._job.spec, os.environ
-        )
+        collected = collect(self._job.spec, self._attempt, self._jobs, ending, self._access())
+        evidence = without_secrets(collected, self._job.spec, os.environ)
         at_s = self._world.clock()
         self._emit(Finished(job_id=self._job.id, number=self._attempt.number, evidence=evidence, at_s=at_s))
+        self._has_finished = True
+
+    def _access(self) -> FileAccess:
+        """Return the rights by which the job's files are searched: those of its own user."""
+        return access_of(self._job, self._world.users, self._world.python)
 
     def _remove(self) -> None:
         try:
@@ -254,7 +300,9 @@ class AttemptWatch:
         spec = self._job.spec
         output = self._folder.output if self._attempt.probe else output_folder(spec, self._jobs)
         world_size, recovered = self._attempt.plan.world_size, any(map(ran_out, self._job.attempts))
-        progress = Progress(spec, self._folder, world_size, self._started, output, tells_peak=recovered)
+        progress = Progress(
+            spec, self._folder, world_size, self._started, output, tells_peak=recovered, access=self._access()
+        )
         ending, known_step_s = EndingGang(), self._attempt.pace.step_s if self._attempt.pace else self._attempt.step_s
         while gang.open():  # bounded: the watchdog ends a gang that stands still
             self._check_closing()

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import sqlalchemy as sa
 from sqlalchemy.exc import ArgumentError, DatabaseError, OperationalError
 
 from orchestrator.backends.journal.ownership import FileLock, Lease, connect_args
+from orchestrator.backends.threads import start_loop
 from orchestrator.specs.errors import ServiceError, SpecError, StorageError, UncertainError
 
 SCHEMA = "0001"  # newest revision in migrations/versions
@@ -129,7 +131,7 @@ class Database:
             time.sleep(min(left_s, patience_s))
             patience_s -= left_s
         log.info("journal %s is owned by this process from now on", self.name)
-        threading.Thread(target=self._hold, args=(self._owned.beat_s,), name="journal-lease", daemon=True).start()
+        start_loop("journal-lease", partial(self._hold, self._owned.beat_s), self._ended)
 
     def _stand_by(self, lease: Lease, stop: threading.Event, left_s: float) -> None:
         """Wait until another's lease has ended, also while the database is away. Raises ServiceError at `stop`."""

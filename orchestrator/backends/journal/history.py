@@ -13,6 +13,8 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import CoreConfig, PydanticSerializationError, SchemaSerializer, SchemaValidator
 
+from orchestrator.specs.attempt import ErrorReport, Heartbeat, OomReport
+from orchestrator.specs.report_bounds import bounded_report
 from orchestrator.specs.spec_model import HISTORY
 
 # What a core schema says of values beyond their type (docs.pydantic.dev/latest/api/pydantic_core_schema).
@@ -21,6 +23,7 @@ CONFIG_RULES = ("str_max_length", "str_min_length")
 BOUNDED = ("int", "float", "str", "tuple", "list", "dict", "set", "frozenset")
 FUNCTIONS = ("function-before", "function-after", "function-wrap")  # those around the schema of a value
 DATA = ("metadata", "default", "expected", "cls", "members")  # no schemas
+REPORTS = (Heartbeat, OomReport, ErrorReport)  # which earlier versions kept as a rank had written them
 AS_WRITTEN = CoreConfig(ser_json_inf_nan="constants", allow_inf_nan=True)  # a loss may be NaN
 
 
@@ -67,7 +70,10 @@ class Codec:
         try:
             text = self.write(value)
         except Unreadable:
-            plain = self._serializer.to_python(value, mode="json", warnings="error")
+            try:
+                plain = self._serializer.to_python(value, mode="json", warnings="error")
+            except PydanticSerializationError as error:
+                raise Unreadable(str(error)) from None
             text = json.dumps(plain, ensure_ascii=False).encode(errors="replace").decode()
         return self.read(text)
 
@@ -104,4 +110,13 @@ def _without_rules(schema: Any, *, is_parsed: bool = False) -> Any:
         parts["config"] = config | AS_WRITTEN
     if kind == "dataclass":
         parts["post_init"] = False
+        if parts["cls"] in REPORTS:
+            return _within_bounds(parts)
     return parts
+
+
+def _within_bounds(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema of a rank's report that reads what earlier versions kept of it as today's bounds have it."""
+    reference = {"ref": schema.pop("ref")} if "ref" in schema else {}
+    function = {"type": "no-info", "function": bounded_report}
+    return {"type": "function-after", "function": function, "schema": schema, **reference}

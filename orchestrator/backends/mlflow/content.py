@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 from urllib.parse import quote
 
 from pydantic import TypeAdapter
@@ -27,6 +25,7 @@ from orchestrator.specs.cluster import DeviceSpec
 from orchestrator.specs.job.recorded import recorded_precision, recorded_settings
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job, JobStatus
+from orchestrator.specs.metric_row import parse_row
 from orchestrator.specs.observation import Observation
 from orchestrator.specs.profile import WITHOUT_SECONDS
 from orchestrator.specs.units import format_bytes, format_seconds
@@ -36,6 +35,7 @@ ENDED_FROM_OUTSIDE = (
 )
 TEXT_MAX = 7_900  # of a tag: MLflow takes 8,000 characters (mlflow/utils/validation.py)
 ARTIFACT_MAX = 65_536  # characters of a log tail or a traceback
+ELAPSED_MS_MAX = 1e15  # MLflow takes 64 bits
 LOGS_MAX = 8  # failed ranks whose logs are kept
 NOTED_ATTEMPTS = 20
 OUTCOME_TAG = "orc.outcome"  # of an attempt's run: its Observation as JSON, for other homes to learn from
@@ -205,16 +205,15 @@ def parse_curves(text: str, elapsed_ms: float) -> tuple[list[tuple[str, float, i
     """
     points = []
     for text_line in text.splitlines():
-        line = _object(text_line)
-        if type(line.get("step")) is not int:
+        row = parse_row(text_line)
+        step = row.get("step")
+        if not isinstance(step, int):
             continue
-        numbers = {name: value for name, value in line.items() if type(value) in (int, float) and name != "step"}
-        step_s = numbers.get("step_s", 0.0)
-        elapsed_ms += 1000 * step_s if math.isfinite(step_s) else 0.0
+        elapsed_ms = min(elapsed_ms + 1000 * max(0.0, row.get("step_s", 0.0)), ELAPSED_MS_MAX)
         points += [
-            (name, float(value), round(elapsed_ms), line["step"])
-            for name, value in numbers.items()
-            if METRIC_NAME.fullmatch(name)
+            (name, float(value), round(elapsed_ms), step)
+            for name, value in row.items()
+            if name != "step" and METRIC_NAME.fullmatch(name)
         ]
     return points, elapsed_ms
 
@@ -223,26 +222,17 @@ def parse_samples(text: str, number: int) -> tuple[list[tuple[str, float, int, i
     """Return ([(name, value, milliseconds since 1970, number)], next number) from lines of system samples."""
     points = []
     for text_line in text.splitlines():
-        line = _object(text_line)
-        if type(line.get("at_s")) not in (int, float):
+        row = parse_row(text_line)
+        if "at_s" not in row:
             continue
-        at_ms = _ms(line["at_s"])
+        at_ms = _ms(row["at_s"])
         points += [
             (name, float(value), at_ms, number)
-            for name, value in line.items()
-            if name != "at_s" and type(value) in (int, float) and METRIC_NAME.fullmatch(name)
+            for name, value in row.items()
+            if name != "at_s" and METRIC_NAME.fullmatch(name)
         ]
         number += 1
     return points, number
-
-
-def _object(text: str) -> dict[str, Any]:
-    """The JSON object that a line is; {} for others, such as the last line of a killed writer."""
-    try:
-        line = json.loads(text)
-    except ValueError:
-        return {}
-    return line if isinstance(line, dict) else {}
 
 
 def _attempt_metrics(attempt: Attempt, observation: Observation | None) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,10 +24,15 @@ class RayBackend(ProcessBackend):
         locate: Callable[[], str],
         ownership: Ownership,
         clock: Callable[[], float] = time.time,
+        serving: threading.Event | None = None,
     ) -> None:
-        """`locate` gives Ray's address whenever it is looked for; it may raise ServiceError. Waits for nothing."""
+        """`locate` gives Ray's address whenever it is looked for; it may raise ServiceError. Waits for nothing.
+
+        No attempt is watched before `serving` is set; None: they are watched at once.
+        """
         self._link = Link(home, locate)
-        super().__init__(home, cluster, RayNodes(cluster, self._link), LinkedLaunchers(self._link), ownership, clock)
+        nodes, launchers = RayNodes(cluster, self._link), LinkedLaunchers(self._link)
+        super().__init__(home, cluster, nodes, launchers, ownership, clock, serving)
 
     @property
     def problem(self) -> str | None:

@@ -25,6 +25,7 @@ from orchestrator.backends.attempts.ports import ClusterAway, LiveNode
 from orchestrator.backends.devices.nvml import NvmlReading
 from orchestrator.backends.environment import inherited, matching
 from orchestrator.backends.ray.embedded import accepts
+from orchestrator.backends.threads import start_loop
 from orchestrator.specs.attempt import Attempt
 from orchestrator.specs.errors import OrchestratorError, ServiceError
 from orchestrator.specs.run import AttemptFolder, JobFolder
@@ -63,8 +64,7 @@ class Link:
         self._agent: _Agent | None = None  # one that is connected
         self._away_since_s, self._why = time.time(), SOUGHT
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="ray-link", daemon=True)
-        self._thread.start()
+        self._thread = start_loop("ray-link", self._run, self._closing)
 
     @property
     def problem(self) -> str | None:

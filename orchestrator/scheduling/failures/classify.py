@@ -24,6 +24,7 @@ from orchestrator.scheduling.failures.signatures import (
     last_traceback,
     read_log,
 )
+from orchestrator.scheduling.failures.verdict import UNREADABLE
 from orchestrator.specs.attempt import (
     PROBE_STEPS,
     Attempt,
@@ -101,6 +102,9 @@ def _classify(job: Job, attempt: Attempt, evidence: Evidence, capacity_bytes: in
 
 def _launch_failure(job: Job, evidence: Evidence) -> Failure | None:
     """Return the failure of an attempt that could not start, or whose ranks trained alone; else None."""
+    if evidence.collect_error is not None and not job.cancelling:  # whether it had succeeded is not known
+        reason = f"its evidence cannot be read: {evidence.collect_error}"
+        return Failure(kind=FailureKind.UNKNOWN, reason=reason, verdict=UNREADABLE)
     if evidence.no_program:
         return Failure(kind=FailureKind.USER_ERROR, reason=f"could not be started: {evidence.launch_error}")
     if evidence.launch_error is not None:

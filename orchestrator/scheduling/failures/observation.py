@@ -95,6 +95,8 @@ def warnings(attempt: Attempt) -> tuple[str, ...]:
     evidence, sentences = attempt.evidence, []
     if evidence is not None and evidence.unwatched:
         sentences.append(f"unwatched: {evidence.unwatched[0]}; nothing was learned from it")
+    if evidence is not None:
+        sentences += [f"not read: {problem}" for problem in evidence.unread]
     if evidence is not None and is_truncated(attempt) and not ran_out(attempt):
         sentences.append(f"{caught_in_words(evidence)}: what they were in was lost, and its peak is no training's")
     if other_size := other_size_in_words(attempt):

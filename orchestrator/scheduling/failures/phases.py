@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from orchestrator.specs.attempt import Phase
+from orchestrator.specs.patterns import LinePattern
 
 OUTSIDE_TRAINING = (Phase.ENCODING, Phase.EVALUATION)  # what they need says nothing of what a training step needs
 GUARD_PHASES = {"backward": Phase.TRAINING, "optimizer": Phase.OPTIMIZER}  # "startup" and "forward" may be anything
@@ -68,11 +69,11 @@ class Markers:
     """Tracks a program's phase through its log: the last line that matches a pattern sets the phase."""
 
     def __init__(self, patterns: Mapping[Phase, str]) -> None:
-        self._patterns = [(phase, re.compile(pattern)) for phase, pattern in patterns.items()]
+        self._patterns = [(phase, LinePattern(pattern)) for phase, pattern in patterns.items()]
         self.phase: Phase | None = Phase.STARTUP if patterns else None
 
     def read(self, line: str) -> None:
         """Read one line, and set `phase` where it matches a pattern."""
         for phase, pattern in self._patterns:
-            if pattern.search(line):
+            if pattern.matches(line):
                 self.phase = phase

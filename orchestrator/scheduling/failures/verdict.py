@@ -39,6 +39,7 @@ REPEATED_SHARE, REPEATED_S = 0.25, 7200.0  # what may be trained again: so much 
 ON_ERROR = Verdict(row=4, wait_s=PROGRAM_WAIT_S)
 PROGRAM_ROWS = (5, 7, 10)  # they end the job, and blame its program
 SHORTAGE_ROW = 13
+UNREADABLE = Verdict(row=14, wait_s=None)  # a training that may have succeeded is not done again
 
 
 def judge(

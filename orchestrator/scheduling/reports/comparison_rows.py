@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import isfinite
+from math import inf, isfinite
 from statistics import geometric_mean, mean, median
 
 from orchestrator.memory.calibration.correction import corrected, predicted_peak_bytes
@@ -23,6 +22,7 @@ from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.pins import in_words
 from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.mechanics import Fsdp2
+from orchestrator.specs.metric_row import parse_row
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import WITHOUT_SECONDS, MemoryEstimate
 from orchestrator.specs.replace import replace
@@ -108,16 +108,14 @@ def curve_of(lines: Iterable[str]) -> Curve:
     losses: dict[int, float] = {}
     tokens: list[int] = []
     for text in lines:
-        try:
-            line = json.loads(text)
-        except ValueError:  # a killed rank's last line
+        row = parse_row(text)
+        step = row.get("step")
+        if not isinstance(step, int):
             continue
-        if not isinstance(line, dict) or type(line.get("step")) is not int:
-            continue
-        if type(line.get("loss")) in (int, float) and isfinite(line["loss"]):
-            losses[line["step"]] = float(line["loss"])
-        if type(line.get("tokens")) is int:
-            tokens.append(line["tokens"])
+        if isfinite(row.get("loss", inf)):
+            losses[step] = float(row["loss"])
+        if isinstance(row.get("tokens"), int):
+            tokens.append(int(row["tokens"]))
     return Curve(losses=losses, tokens=tuple(tokens))
 
 

@@ -12,7 +12,8 @@ from typing import Any
 
 import yaml
 
-from orchestrator.backends.attempts.evidence import CHUNK_BYTES, LOG_TAIL_BYTES, end_of, log_lines
+from orchestrator.backends.attempts.evidence import end_of
+from orchestrator.backends.attempts.left_files import CHUNK_BYTES, LOG_TAIL_BYTES, log_lines
 from orchestrator.scheduling.failures.classify import classify
 from orchestrator.scheduling.failures.endings import read_exceptions
 from orchestrator.scheduling.failures.signatures import CALM_LINES, LINE_CHARACTERS_MAX, LogScan, is_telling

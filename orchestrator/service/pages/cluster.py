@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,6 +13,7 @@ from orchestrator.backends.attempts.system_metrics import PREFIX
 from orchestrator.service.pages.svg import Line, spark
 from orchestrator.specs.attempt import Attempt
 from orchestrator.specs.job_record import Job
+from orchestrator.specs.metric_row import parse_row
 from orchestrator.specs.run import JobFolder
 
 LOOK_BACK_S = 3600.0
@@ -60,16 +60,14 @@ def _curves(attempt: Attempt, home: Path, from_s: float) -> Iterator[tuple[Devic
         for index in part.devices:
             for name in MEASURES:
                 key = f"{prefix}gpu_{index}_{name}"
-                points = [(float(row["at_s"]), float(row[key])) for row in rows if _is_number(row.get(key))]
+                points = [
+                    (float(row["at_s"]), float(row[key])) for row in rows if math.isfinite(row.get(key, math.inf))
+                ]
                 if points:
                     yield (part.node, index), name, points
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
-
-
-def _samples(path: Path) -> Iterator[Mapping[str, Any]]:
+def _samples(path: Path) -> Iterator[Mapping[str, float]]:
     try:
         with open_left(path) as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - SAMPLES_BYTES))
@@ -78,9 +76,6 @@ def _samples(path: Path) -> Iterator[Mapping[str, Any]]:
         return
     lines = lines[-int(LOOK_BACK_S / 10) :]
     for line in lines[:: -(1 + len(lines) // SAMPLES_MAX)][::-1]:  # the last one is among them
-        try:
-            row = json.loads(line)
-        except ValueError:  # the first one may be cut off, the last one half written
-            continue
-        if isinstance(row, dict) and _is_number(row.get("at_s")):
+        row = parse_row(line.decode(errors="replace"))  # the first one may be cut off, the last one half written
+        if "at_s" in row:
             yield row

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import shlex
@@ -20,6 +19,7 @@ from orchestrator.service.pages.svg import Cause, Line, frontier, lines, meter, 
 from orchestrator.service.views.records import AttemptView, ExplanationView, JobView, picture_from_view
 from orchestrator.specs.attempt import FailureKind
 from orchestrator.specs.job_record import Job
+from orchestrator.specs.metric_row import parse_row
 from orchestrator.specs.profile import Source
 from orchestrator.specs.replace import replace
 from orchestrator.specs.run import JobFolder
@@ -72,26 +72,20 @@ def _curves(path: Path, number: int) -> Curves:
         return [
             (float(row["step"]), float(row[name]))
             for row in rows
-            if isinstance(row.get(name), int | float) and math.isfinite(row[name]) and isinstance(row.get("step"), int)
+            if math.isfinite(row.get(name, math.inf)) and isinstance(row.get("step"), int)
         ]
 
     return Curves(number=number, loss=of("loss"), step_s=of("step_s"), peak_bytes=of("peak_bytes"))
 
 
-def _rows(path: Path) -> Iterator[dict[str, Any]]:
+def _rows(path: Path) -> Iterator[Mapping[str, float]]:
     try:
         with open_left(path) as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - CURVE_BYTES_MAX))
             text = file.read(CURVE_BYTES_MAX).decode(errors="replace")
     except OSError:  # not begun yet, or a script that keeps none
         return
-    for line in text.splitlines():
-        try:
-            row = json.loads(line)
-        except ValueError:  # the first one may be cut off, the last one half written
-            continue
-        if isinstance(row, dict):
-            yield row
+    yield from map(parse_row, text.splitlines())  # the first one may be cut off, the last one half written
 
 
 def with_fatal_moments(curves: Sequence[Curves], job: JobView) -> list[Curves]:

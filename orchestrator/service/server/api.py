@@ -53,7 +53,7 @@ from orchestrator.service.server.dependencies import (
     seen_from,
 )
 from orchestrator.service.server.ended import Reports, make_report
-from orchestrator.service.server.gate import LINK, Gate, Gated, limiter, refusal
+from orchestrator.service.server.gate import BODY_BYTES_MAX, JSON_BYTES_MAX, LINK, Gate, Gated, limiter, refusal
 from orchestrator.service.server.job_routes import add_file_routes, add_job_routes, add_log_routes
 from orchestrator.service.server.join_token import secret_of
 from orchestrator.service.server.members import Members, machine
@@ -169,7 +169,7 @@ def create_app(service: Service) -> FastAPI:
         hosts=service.hosts,
         roles={**ROLES, **mlflow_routes.ROLES, **({} if service.pages is None else service.pages.roles)},
         reading=mlflow_routes.READING,
-        body_bytes_max={("PUT", "/uploads/{digest}"): UPLOAD_BYTES_MAX},
+        body_bytes_max=_body_limits(),
         rates=limiter(),
         joining=JOINING,
         join_secret=lambda: secret_of(service.home),
@@ -213,6 +213,15 @@ def _used_uploads(service: Service) -> set[str]:
     return {upload.parent.name for upload, _ in filter(None, uploads)}
 
 
+def _body_limits() -> dict[tuple[str, str], int]:
+    """Return the bytes that a body of each API route may have."""
+    limits = dict.fromkeys(ROLES, JSON_BYTES_MAX)
+    limits["PUT", "/uploads/{digest}"] = UPLOAD_BYTES_MAX
+    for path in ("/jobs/batch", "/observations"):
+        limits["POST", path] = BODY_BYTES_MAX
+    return limits
+
+
 def _add_probe_routes(app: FastAPI, service: Service) -> None:
     """Add what probes, Prometheus and clients ask of the service itself."""
     controller = service.controller
@@ -239,7 +248,7 @@ def _add_probe_routes(app: FastAPI, service: Service) -> None:
             problems = ["no node is there"]
         return JSONResponse({"status": "ready", "problems": problems})
 
-    metrics = Metrics(controller.figures, controller.confirm, lambda job: beats(service.home, job))
+    metrics = Metrics(controller.figures, controller.confirm, lambda job: beats(service.home, job).reports)
 
     @app.get("/metrics", **EXPOSITION)
     def scrape() -> Response:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import logging
 import os
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -13,12 +13,16 @@ from starlette.concurrency import run_in_threadpool
 
 from orchestrator.backends.attempts.durable import open_left
 from orchestrator.backends.attempts.ended_files import removal_words
+from orchestrator.backends.attempts.left_files import Reports, read_heartbeats
 from orchestrator.backends.redaction import hidden_bytes, mask
 from orchestrator.service.server.waits import Waits
 from orchestrator.service.views.records import JobView, job_view
 from orchestrator.specs.attempt import AttemptStatus, Heartbeat
 from orchestrator.specs.job_record import JobStatus
-from orchestrator.specs.run import AttemptFolder, JobFolder
+from orchestrator.specs.replace import replace
+from orchestrator.specs.run import JobFolder
+
+log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -26,11 +30,24 @@ if TYPE_CHECKING:
     from orchestrator.specs.job_record import Job
     from orchestrator.specs.policy import PolicySpec
 
+UNWATCHED_CHARACTERS_MAX = 300
 LOG_BYTES_MAX = 2**18  # per response; the client requests the next offset
 
 
 def view_of(home: Path, job: Job, policy: PolicySpec, problems: Sequence[str]) -> JobView:
-    """Return the job as JSON, with its live attempt's heartbeats. A waiting job's reason includes `problems`."""
+    """Return the job as JSON, with its live attempt's heartbeats. A waiting job's reason includes `problems`.
+
+    A job that cannot be shown costs its own row alone: the row has no attempts, and its reason says why.
+    """
+    try:
+        return _view_of(home, job, policy, problems)
+    except Exception as error:  # the edge of a row: a list has other jobs
+        log.exception("job %s cannot be shown", job.id)
+        reason = f"{job.reason}; its attempts cannot be shown: {type(error).__name__}: {error}"
+        return job_view(replace(job, attempts=(), reason=reason), policy=policy)
+
+
+def _view_of(home: Path, job: Job, policy: PolicySpec, problems: Sequence[str]) -> JobView:
     if problems and job.status is JobStatus.QUEUED:
         return {**job_view(job, policy=policy), "reason": "; ".join((*problems, job.reason))}
     attempt = job.last
@@ -39,25 +56,16 @@ def view_of(home: Path, job: Job, policy: PolicySpec, problems: Sequence[str]) -
         return {**job_view(job, policy=policy), "removed": removed}
     folder = JobFolder(home, job.id).attempt(attempt.number)
     lines = read_from(folder.unwatched, 0, hidden_bytes(job.spec, os.environ))
-    unwatched = lines.decode(errors="replace").partition("\n")[0]
-    return job_view(job, beats(home, job), policy, unwatched)
+    unwatched = lines.decode(errors="replace").partition("\n")[0][:UNWATCHED_CHARACTERS_MAX]
+    reports = beats(home, job)
+    return job_view(job, reports.reports, policy, unwatched, reports.problems)
 
 
-def beats(home: Path, job: Job) -> list[Heartbeat]:
+def beats(home: Path, job: Job) -> Reports[Heartbeat]:
     """Return the last heartbeats (progress reports) of the newest attempt's ranks."""
     if job.last is None:
-        return []
-    folder = JobFolder(home, job.id).attempt(job.last.number)
-    read = (_read_heartbeat(folder, rank) for rank in range(job.last.plan.world_size))
-    return [beat for beat in read if beat is not None]
-
-
-def _read_heartbeat(folder: AttemptFolder, rank: int) -> Heartbeat | None:
-    try:
-        with open_left(folder.heartbeat(rank)) as file:
-            return Heartbeat(**json.load(file))
-    except (OSError, ValueError, TypeError):  # missing, or written by another version
-        return None
+        return Reports()
+    return read_heartbeats(JobFolder(home, job.id).attempt(job.last.number), job.last.plan.world_size)
 
 
 def read_from(path: Path, offset: int, hidden: Sequence[bytes]) -> bytes:

@@ -26,7 +26,6 @@ from orchestrator.specs.attempt import Attempt, AttemptStatus, Evidence
 from orchestrator.specs.errors import (
     ReadOnlyError,
     ServiceError,
-    SpecError,
     StorageError,
     UncertainError,
     closest,
@@ -366,11 +365,11 @@ class Controller:
         """Return an event of the world as the journal will have it; None where it cannot be kept and ends nothing."""
         try:
             return self._journal.as_kept(event)
-        except SpecError as error:
+        except Exception as error:  # the edge of an event: others are heard
             log.error("%s is left out: %s", log_line(event), error)
             if not isinstance(event, Finished):
                 return None
-            return replace(event, evidence=Evidence(launch_error=f"what the attempt left cannot be kept: {error}"))
+            return replace(event, evidence=Evidence(collect_error=f"it cannot be kept: {error}"[:ERROR_CHARACTERS_MAX]))
 
     def _admit(self) -> None:
         """Commit waiting submissions, oldest first, in one transaction of about GROUP jobs."""

@@ -37,6 +37,7 @@ from orchestrator.backends.ports import Lookups, Tracker
 from orchestrator.backends.ray import embedded as embedded_ray
 from orchestrator.backends.ray.address import LOOPBACK as LOOPBACK_ADDRESS
 from orchestrator.backends.ray.backend import RayBackend
+from orchestrator.backends.threads import FAULTS, start_loop
 from orchestrator.backends.trackers import TRACKERS
 from orchestrator.service.server.api import create_app
 from orchestrator.service.server.client import user_name
@@ -153,7 +154,7 @@ def serve(
         if own_ray is not None:
             stack.callback(_end, own_ray.stop, must_end)
         locate = own_ray.address if own_ray is not None else lambda: named_ray
-        backend = stack.enter_context(closing(RayBackend(home, rates.result(), locate, journal)))
+        backend = stack.enter_context(closing(RayBackend(home, rates.result(), locate, journal, serving=is_serving)))
         controller = _make_controller(home, journal, backend, stack, stop)
         sweeper = Sweeper(controller, journal.sweeps, home)
         controller.turn(0.0)  # nothing starts on nodes of an earlier service that are not there
@@ -162,7 +163,6 @@ def serve(
         purger = Purger(home, declared.keep, declared.trackers, controller, journal, accounts)
         for source in (purger, *targets.values()):
             controller.health.watch(partial(getattr, source, "problem"))
-        _start_followers(stop, notifier, sweeper, purger)
         _start_thread(_notify, controller, relays, stop)
 
         def shut_down() -> None:
@@ -214,6 +214,7 @@ def _make_controller(
     stack.callback(first.close)
     controller = Controller(journal, backend, time.time, check_first=first.check)
     controller.health.watch(lambda: backend.problem)
+    controller.health.watch(FAULTS.problem)
     _watch_disk(home, controller.health, stop)
     _start_thread(_log_problem, partial(controller.standstill, names_job=True), "decisions end again", stop)
     return controller
@@ -237,6 +238,7 @@ def _serve_requests(
     with serve_http(application) as port, _served_to_others(application, endpoint):
         write_service_file(service.home, port)
         is_serving.set()
+        _start_followers(stop, service.notifier, service.sweeper, service.purger)
         gc.collect()
         gc.freeze()  # what is loaded now stays: a full collection amid a batch of jobs would walk all of it
         log.info("serving home=%s port=%d cluster=%s", service.home, port, service.cluster)
@@ -254,8 +256,8 @@ def _start_followers(stop: threading.Event, *followers: Notifier | Sweeper | Pur
 
 
 def _start_thread(run: Callable[..., None], *arguments: Any) -> None:
-    """Start a thread that ends with the service at the latest."""
-    threading.Thread(target=run, args=arguments, name=run.__qualname__, daemon=True).start()
+    """Start a thread that ends with the service at the latest: the last argument is the event that stops it."""
+    start_loop(run.__qualname__.strip("_"), partial(run, *arguments), arguments[-1])
 
 
 @contextmanager

@@ -33,6 +33,7 @@ from orchestrator.specs.errors import ServiceError
 
 SIGN_IN_BYTES_MAX = 4096
 BODY_BYTES_MAX = 16 * 2**20  # some 10,000 jobs
+JSON_BYTES_MAX = 2**20  # of a route that takes no list of jobs: a job has at most 262,144 characters
 PAGES, REPORT = "/ui", "/report"
 SIGN_IN, STATIC = f"{PAGES}/login", f"{PAGES}/static/"
 OIDC, LINK = f"{SIGN_IN}/oidc", f"{SIGN_IN}/link/"
@@ -76,7 +77,7 @@ class Gate:
     reading: frozenset[tuple[str, str]]  # routes that change nothing, beside those of GET
     joining: frozenset[tuple[str, str]]  # routes for which the token of joining machines is enough
     join_secret: Callable[[], str]  # of that token; empty: there is none
-    body_bytes_max: Mapping[tuple[str, str], int]  # of routes that take more than BODY_BYTES_MAX
+    body_bytes_max: Mapping[tuple[str, str], int]  # of routes that take less or more than BODY_BYTES_MAX
     rates: MovingWindowRateLimiter
     sessions: Sessions
     links: SignInLinks

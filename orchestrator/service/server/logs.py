@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from enum import StrEnum
 from types import TracebackType
 
+from orchestrator.backends.threads import FAULTS
 from orchestrator.specs.errors import SpecError
 
 VARIABLE = "ORC_LOG_FORMAT"
@@ -73,13 +74,20 @@ def configure(name: str) -> None:
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
     logging.captureWarnings(True)
     sys.excepthook = _uncaught
-    threading.excepthook = lambda ended: _uncaught(ended.exc_type, ended.exc_value, ended.exc_traceback)
+    threading.excepthook = _note_thread
 
 
 def _with_request(record: logging.LogRecord) -> bool:
     if not hasattr(record, "request"):
         record.request = REQUEST.get()
     return True
+
+
+def _note_thread(ended: threading.ExceptHookArgs) -> None:
+    """Log an exception that ended a thread, and name the thread to people."""
+    if ended.exc_value is not None and not issubclass(ended.exc_type, SystemExit):
+        FAULTS.note(ended.thread.name if ended.thread else "unknown", ended.exc_value)
+    _uncaught(ended.exc_type, ended.exc_value, ended.exc_traceback)
 
 
 def _uncaught(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:

@@ -13,6 +13,8 @@ from orchestrator.specs.job.model import BATCH_MAX, STEPS_MAX
 from orchestrator.specs.parse import check_plain
 
 JOBS_MAX = 10_000  # of one request
+UNKNOWN_SHOWN_MAX = 20
+UNKNOWN_CHARACTERS_MAX = 80
 SETTINGS_MAX = 100  # of one request
 LIFETIME_S_MAX = 100 * 365 * 86400.0  # of a token
 
@@ -20,19 +22,34 @@ LIFETIME_S_MAX = 100 * 365 * 86400.0  # of a token
 JobId = Annotated[str, Field(max_length=200)]
 
 
-class FaultRequest(BaseModel):
-    """The fault that `orc rehearse` injects: its kind, its rank, and the step before whose completion it happens."""
+class Request(BaseModel):
+    """A body with these keys alone. Unknown ones are one error, which names the first."""
 
     model_config = ConfigDict(extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_known_keys(cls, data: Any) -> Any:
+        if isinstance(data, dict):
+            unknown = [str(key)[:UNKNOWN_CHARACTERS_MAX] for key in data if key not in cls.model_fields]
+            if unknown:
+                left = len(unknown) - UNKNOWN_SHOWN_MAX
+                more = f" and {left} more" if left > 0 else ""
+                allowed = ", ".join(cls.model_fields)
+                raise ValueError(f"unknown keys: {', '.join(unknown[:UNKNOWN_SHOWN_MAX])}{more}; allowed: {allowed}")
+        return data
+
+
+class FaultRequest(Request):
+    """The fault that `orc rehearse` injects: its kind, its rank, and the step before whose completion it happens."""
+
     kind: FaultKind
     rank: int = Field(ge=0, le=DEVICES_MAX)
     step: int = Field(ge=0, le=STEPS_MAX)
 
 
-class PlainRequest(BaseModel):
+class PlainRequest(Request):
     """A body whose values go to the journal unchanged, so each must be one that the journal can hold."""
-
-    model_config = ConfigDict(extra="forbid")
 
     @model_validator(mode="before")
     @classmethod
@@ -41,10 +58,9 @@ class PlainRequest(BaseModel):
         return data
 
 
-class SubmitRequest(BaseModel):
+class SubmitRequest(Request):
     """A job, as the output of `JobSpec.model_dump(mode="json")`."""
 
-    model_config = ConfigDict(extra="forbid")
     spec: dict[str, Any]
     fault: FaultRequest | None = None
 
@@ -76,10 +92,9 @@ class RetryRequest(PlainRequest):
     global_batch_size: int | None = Field(default=None, ge=1, le=BATCH_MAX)
 
 
-class BatchRequest(BaseModel):
+class BatchRequest(Request):
     """Jobs to submit atomically."""
 
-    model_config = ConfigDict(extra="forbid")
     jobs: list[SubmitRequest] = Field(min_length=1, max_length=JOBS_MAX)
 
 

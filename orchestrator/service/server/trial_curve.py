@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from orchestrator.backends.attempts.durable import open_left
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job
+from orchestrator.specs.metric_row import parse_row
+from orchestrator.specs.patterns import LinePattern, count_of
 from orchestrator.specs.run import AttemptFolder, JobFolder
 
 READ_BYTES = 4 * 2**20  # of a file at a time
 LINE_BYTES_MAX = 64 * 1024  # of a line that has not ended
+LINE_CHARACTERS_MAX = 16 * 1024  # of a line that are searched for a value
+NUMBER_CHARACTERS_MAX = 64
 
 
 class MetricCurve:
@@ -38,9 +42,13 @@ class MetricCurve:
 
     def _attempt_points(self, spec: JobSpec, folder: AttemptFolder) -> Iterator[tuple[int, float]]:
         assert spec.trial is not None, spec.name
-        metric, path = spec.trial.sweep.metric, folder.log(0) if spec.is_script else folder.metrics
+        name, path = spec.trial.sweep.metric.name, folder.log(0) if spec.is_script else folder.metrics
+        patterns = LogPatterns.of(spec)
         for line in self._lines(path):
-            point = _point_in_log(spec, line, self._counted, path) if metric.log else _point_in_curve(line, metric.name)
+            if patterns is None:
+                point = _point_in_curve(line, name)
+            else:
+                point = _point_in_log(patterns, line[:LINE_CHARACTERS_MAX], self._counted, path)
             if point is not None:
                 yield point
 
@@ -61,27 +69,40 @@ class MetricCurve:
 
 
 def _point_in_curve(text: str, name: str) -> tuple[int, float] | None:
-    try:
-        line = json.loads(text)
-        step, value = line["step"], line[name]
-    except (ValueError, KeyError, TypeError):
-        return None
-    return (step, float(value)) if type(step) is int and type(value) in (int, float) else None
+    row = parse_row(text)
+    step, value = row.get("step"), row.get(name)
+    return (step, float(value)) if isinstance(step, int) and value is not None else None
 
 
-def _point_in_log(spec: JobSpec, line: str, counts: dict[Path, int], path: Path) -> tuple[int, float] | None:
+@dataclass(slots=True)
+class LogPatterns:
+    """The patterns by which a trial's log is read: its value, and its step where the job has `progress`."""
+
+    value: LinePattern
+    step: LinePattern | None
+
+    @classmethod
+    def of(cls, spec: JobSpec) -> LogPatterns | None:
+        """Return the patterns; None where the metric is not read from a log."""
+        assert spec.trial is not None, spec.name
+        pattern = spec.trial.sweep.metric.log
+        if pattern is None:
+            return None
+        return cls(LinePattern(pattern), None if spec.progress is None else LinePattern(spec.progress))
+
+
+def _point_in_log(patterns: LogPatterns, line: str, counts: dict[Path, int], path: Path) -> tuple[int, float] | None:
     """Return the point of a log's line. The step is the job's `progress` if it has one, else a count of the values."""
-    assert spec.trial is not None, spec.name
-    pattern = spec.trial.sweep.metric.log
-    assert pattern is not None, spec.name
-    if spec.progress is not None and (steps := re.findall(spec.progress, line)) and str(steps[-1]).isdecimal():
-        counts[path] = int(steps[-1])
-    matches = re.findall(pattern, line)
-    if not matches:
+    if patterns.step is not None:
+        steps = [step for text in patterns.step.list_groups(line) if (step := count_of(text)) is not None]
+        if steps:
+            counts[path] = steps[-1]
+    values = patterns.value.list_groups(line)
+    if not values:
         return None
-    if spec.progress is None:
+    if patterns.step is None:
         counts[path] = counts.get(path, 0) + 1
     try:
-        return counts.get(path, 0), float(matches[-1])
+        return counts.get(path, 0), float(values[-1][:NUMBER_CHARACTERS_MAX])
     except ValueError:
         return None

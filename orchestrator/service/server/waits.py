@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -11,6 +12,8 @@ from dataclasses import dataclass, field
 from starlette.concurrency import run_in_threadpool
 
 LOOK_S = 0.2  # at most so long after a file changed is it noticed; a change of the state is noticed at once
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,6 +51,14 @@ class Waits:
                 self._waiters.discard(waiter)
 
     def _watch(self) -> None:
+        try:
+            self._look()
+        except BaseException:  # re-raised: the next waiter starts another thread
+            with self._lock:
+                self._is_watched = False
+            raise
+
+    def _look(self) -> None:
         version = -1
         while True:
             with self._lock:
@@ -56,7 +67,15 @@ class Waits:
                     self._is_watched = False
                     return
             for waiter in waiters:
-                if waiter.is_met() and not waiter.loop.is_closed():
+                if _is_met(waiter) and not waiter.loop.is_closed():
                     with suppress(RuntimeError):  # closed meanwhile
                         waiter.loop.call_soon_threadsafe(waiter.woken.set)
             version = self._wait_for_change(version, LOOK_S)
+
+
+def _is_met(waiter: _Waiter) -> bool:
+    try:
+        return waiter.is_met()
+    except Exception:  # the edge of a request: it asks again itself, and answers with the error
+        log.exception("a condition cannot be evaluated")
+        return True

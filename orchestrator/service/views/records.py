@@ -190,16 +190,23 @@ class NodeView(TypedDict):
     network_bandwidth: int  # bytes per second
 
 
-def job_view(job: Job, beats: Sequence[Heartbeat] = (), policy: PolicySpec = UNSHARED, unwatched: str = "") -> JobView:
+def job_view(
+    job: Job,
+    beats: Sequence[Heartbeat] = (),
+    policy: PolicySpec = UNSHARED,
+    unwatched: str = "",
+    unread: Sequence[str] = (),
+) -> JobView:
     """Return the job with its attempts as JSON, without removals of files.
 
-    `beats` are the last heartbeats of the live attempt; `unwatched` names a process of it without the guard.
+    `beats` are the last heartbeats of the live attempt; `unwatched` names a process of it without the guard;
+    `unread` says what its ranks wrote and nobody can read.
     """
     return JobView(
         id=job.id,
         name=job.spec.name,
         status=job.status.value,
-        reason=f"{job.reason}; unwatched: {unwatched}" if unwatched else job.reason,
+        reason="; ".join((job.reason, *([f"unwatched: {unwatched}"] if unwatched else []), *unread)),
         asks="" if job.status.ended else job.asks,
         cancelling=job.cancelling,
         priority=job.spec.priority,

@@ -11,7 +11,8 @@ from pydantic import BeforeValidator, Field, PlainSerializer, WithJsonSchema, mo
 
 from orchestrator.specs.choices import ZeroStage
 from orchestrator.specs.errors import SpecError
-from orchestrator.specs.spec_model import Command, Counter, Pattern, SpecModel, Variable
+from orchestrator.specs.patterns import compile_pattern
+from orchestrator.specs.spec_model import Command, Counter, Glob, Pattern, SpecModel, Variable
 
 # Who starts one process per rank: we, the script's own launcher on each node, or the script itself (`dora run` and
 # scripts that spawn their ranks stay on one node: nothing tells them of another).
@@ -46,8 +47,11 @@ ValueMap = Annotated[
 ]
 
 
+GLOBS_MAX = 64  # of one key
+
 Globs = Annotated[
-    tuple[str, ...],
+    tuple[Glob, ...],
+    Field(max_length=GLOBS_MAX),
     BeforeValidator(lambda globs: (globs,) if isinstance(globs, str) else globs),
     WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}),
 ]
@@ -314,9 +318,10 @@ class ConfigFile(SpecModel):
 class Success(SpecModel):
     """Signs of success required besides exit code 0."""
 
-    artifacts: tuple[str, ...] = Field(
+    artifacts: Globs = Field(
         default=(),
-        description="Shell patterns in the output folder; each needs a match newer than the attempt's start.",
+        description="Shell patterns of files, below the output folder or absolute; each needs a match newer than the "
+        "attempt's start.",
         examples=[["model.pt"]],
     )
     log: Pattern | None = Field(
@@ -331,7 +336,8 @@ class Resume(SpecModel):
 
     checkpoints: Globs = Field(
         default=("checkpoint*", "step-*"),
-        description="Shell patterns of checkpoints in the output folder; the newest complete one is used.",
+        description="Shell patterns of checkpoints, below the output folder or absolute; "
+        "the newest complete one is used.",
         examples=["checkpoint-*"],
     )
     on_sigterm: bool = Field(
@@ -387,9 +393,9 @@ def check_script(
         if name not in PHASES:
             raise SpecError("no phase of a training", path=f"phases.{name}", got=name, allowed=", ".join(PHASES))
         try:
-            re.compile(pattern)
-        except re.error as error:
-            raise SpecError(f"no regular expression of Python's: {error}", path=f"phases.{name}", got=pattern) from None
+            compile_pattern(pattern)
+        except ValueError as error:
+            raise SpecError(str(error), path=f"phases.{name}", got=pattern) from None
 
 
 def _check_knob(name: str, knob: Knob, launch: LaunchStyle, config: ConfigFile | None, phases: tuple[str, ...]) -> None:

@@ -1,0 +1,120 @@
+"""Reads what the ranks of an attempt left in its folder: bounded before it is read, typed and finite.
+
+Everything here was written inside a user's process. What is wrong is left out and named in `problems`; nothing raises.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from orchestrator.backends.attempts.durable import open_left, read_json
+from orchestrator.specs.attempt import Heartbeat
+from orchestrator.specs.report_bounds import bounded_values
+from orchestrator.specs.run import AttemptFolder
+
+LOG_TAIL_BYTES = 64 * 1024
+CHUNK_BYTES = 2**20
+LINE_BYTES_MAX = 16 * 1024  # of a line that are read: no cause stands further from its beginning
+EXIT_CODE_BYTES_MAX = 32
+EXIT_CODE_MAX = 2**31
+PROBLEMS_MAX = 8
+PROBLEM_CHARACTERS_MAX = 200
+
+Report = TypeVar("Report")
+
+
+@dataclass(frozen=True)
+class Reports(Generic[Report]):
+    """Reports of one kind, by ascending rank, and sentences on what was left out of them."""
+
+    reports: tuple[Report, ...] = ()
+    problems: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class Problems:
+    """Sentences on what an attempt left and nobody could read, at most PROBLEMS_MAX."""
+
+    sentences: list[str] = field(default_factory=list)
+
+    def add(self, *sentences: str) -> None:
+        """Add sentences, each bounded and on one line."""
+        for sentence in sentences:
+            line = " ".join(sentence.split())[:PROBLEM_CHARACTERS_MAX]
+            if line not in self.sentences and len(self.sentences) < PROBLEMS_MAX:
+                self.sentences.append(line)
+
+
+def read_heartbeats(folder: AttemptFolder, world_size: int) -> Reports[Heartbeat]:
+    """Return the last heartbeat (progress report) of each rank that wrote one."""
+    return read_reports(Heartbeat, folder.heartbeat, range(world_size))
+
+
+def read_reports(kind: type[Report], path: Callable[[int], Path], ranks: Iterable[int]) -> Reports[Report]:
+    """Return the reports of ranks whose files hold one of this kind.
+
+    A field that has a default and a wrong value gets its default. A report of another rank is left out.
+    """
+    reports, problems = list[Report](), Problems()
+    for rank in ranks:
+        name = f"{path(rank).name} of rank {rank}"
+        try:
+            data = read_json(path(rank))
+        except OSError:  # not written
+            continue
+        except ValueError as error:
+            problems.add(f"{name}: {error}")
+            continue
+        values, wrong = bounded_values(kind, data)
+        problems.add(*(f"{name}: {reason}" for reason in wrong))
+        if values.get("rank") != rank:
+            problems.add(f"{name}: it is no report of this rank")
+            continue
+        try:
+            reports.append(kind(**values))
+        except TypeError:  # a required field is missing
+            problems.add(f"{name}: it lacks required fields")
+    return Reports(tuple(reports), tuple(problems.sentences))
+
+
+def read_exit_code(folder: AttemptFolder, rank: int) -> int | None:
+    """Return a rank's exit code, or minus the signal; None where none can be read."""
+    try:
+        with open_left(folder.exit_code(rank)) as file:
+            code = int(file.read(EXIT_CODE_BYTES_MAX))
+    except (OSError, ValueError):
+        return None
+    return code if abs(code) < EXIT_CODE_MAX else None
+
+
+def log_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield (byte offset, line) of a log. A carriage return ends a line too, as progress bars write only these."""
+    try:
+        with open_left(path) as log:
+            begin, rest, dropped = 0, b"", 0
+            while chunk := log.read(CHUNK_BYTES):
+                *whole, rest = (rest + chunk).replace(b"\r", b"\n").split(b"\n")
+                for line in whole:
+                    yield begin, line[:LINE_BYTES_MAX].decode("utf-8", errors="replace")
+                    begin += len(line) + 1 + dropped
+                    dropped = 0
+                if len(rest) > CHUNK_BYTES:  # a line without end
+                    dropped += len(rest) - LINE_BYTES_MAX
+                    rest = rest[:LINE_BYTES_MAX]
+            yield begin, rest[:LINE_BYTES_MAX].decode("utf-8", errors="replace")
+    except OSError:
+        return
+
+
+def log_tail(path: Path, size: int = LOG_TAIL_BYTES) -> str:
+    """Return the last `size` bytes of a log as text; "" where there is none."""
+    try:
+        with open_left(path) as log:
+            log.seek(max(0, os.fstat(log.fileno()).st_size - size))
+            return log.read(size).decode("utf-8", errors="replace")
+    except OSError:
+        return ""

@@ -1,0 +1,270 @@
+"""Searches a job's files by shell patterns, within bounds, in this process or as the job's own user.
+
+Standard library only: `python -m orchestrator.backends.attempts.output_scan` is the child that runs as that user.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import sys
+import time
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from orchestrator.specs.globs import ANY_FOLDERS, compile_name, parse_glob
+
+ENTRIES_MAX = 200_000  # names that one search looks at
+MATCHES_MAX = 5_000  # of one search
+SEARCH_S_MAX = 10.0
+CHILD_S_MAX = SEARCH_S_MAX + 20.0  # of a child, whose start may be slow, or whose file system hangs
+REPLY_BYTES_MAX = 16 * 2**20
+ZIP_START = b"PK\x03\x04"
+SAFETENSORS_LENGTH_BYTES = 8
+SAFETENSORS_HEADER_BYTES_MAX = 100_000_000  # huggingface/safetensors, safetensors/src/tensor.rs, MAX_HEADER_SIZE
+
+
+@dataclass(frozen=True, slots=True)
+class FileMatch:
+    """A file or folder that matches a pattern. `newest_s` and `is_whole` are those of a checkpoint."""
+
+    pattern: str
+    path: str
+    mtime_ns: int
+    newest_s: float = 0.0  # last write to it, or to a file in it, in seconds since 1970
+    is_whole: bool = False  # it has every required file, none truncated
+
+
+@dataclass(frozen=True, slots=True)
+class SearchResult:
+    """The matches of a search, and sentences on patterns that were not, or not fully, evaluated."""
+
+    matches: tuple[FileMatch, ...] = ()
+    problems: tuple[str, ...] = ()
+    unevaluated: tuple[str, ...] = ()  # patterns that may match more files than are listed
+
+
+class OutOfBounds(Exception):
+    """A search has looked at as many names, or for as long, as it may."""
+
+
+@dataclass(slots=True)
+class Bounds:
+    """What one search may still use."""
+
+    entries: int = ENTRIES_MAX
+    until_s: float = field(default_factory=lambda: time.monotonic() + SEARCH_S_MAX)
+
+    def count_entry(self) -> None:
+        """Count one name. Raises OutOfBounds."""
+        self.entries -= 1
+        if self.entries < 0:
+            raise OutOfBounds(f"more than {ENTRIES_MAX:,} names")
+        if time.monotonic() > self.until_s:
+            raise OutOfBounds(f"more than {SEARCH_S_MAX:.0f} s")
+
+
+def search(root: str, patterns: Sequence[str], holds: Sequence[str] | None = None) -> SearchResult:
+    """Return the files below `root`, or at absolute paths, that match the patterns.
+
+    With `holds`, the patterns of files in a complete checkpoint, each match is examined as a checkpoint, newest first.
+    Never raises for what a job left: a pattern that cannot be evaluated is named in the result.
+    """
+    bounds, by_path = Bounds(), dict[tuple[str, str], FileMatch]()
+    problems, unevaluated = list[str](), list[str]()
+    for pattern in dict.fromkeys(patterns):
+        try:
+            for path in iterate_matches(root, parse_glob(pattern), bounds):
+                add_match(by_path, pattern, path)
+        except (OutOfBounds, ValueError, OSError, RecursionError) as error:
+            problems.append(f"the pattern {pattern[:80]!r} is not fully evaluated: {error}")
+            unevaluated.append(pattern)
+    matches = sorted(by_path.values(), key=lambda match: match.mtime_ns, reverse=True)
+    if holds is None:
+        return SearchResult(tuple(matches), tuple(problems), tuple(unevaluated))
+    examined = list[FileMatch]()
+    for match in matches:
+        try:
+            examined.append(examine_checkpoint(match, holds, bounds))
+        except (OutOfBounds, ValueError, RecursionError) as error:
+            problems.append(f"checkpoints older than {os.path.basename(match.path)[:80]!r} are not examined: {error}")
+            break
+        except OSError:  # a file in it is being removed, which is progress
+            examined.append(FileMatch(match.pattern, match.path, match.mtime_ns, time.time()))
+    return SearchResult(tuple(examined), tuple(problems), tuple(unevaluated))
+
+
+def add_match(by_path: dict[tuple[str, str], FileMatch], pattern: str, path: str) -> None:
+    """Add a match, unless it has vanished or its name is no UTF-8. Raises OutOfBounds."""
+    if len(by_path) >= MATCHES_MAX:
+        raise OutOfBounds(f"more than {MATCHES_MAX:,} matches")
+    try:
+        path.encode()
+        by_path[pattern, path] = FileMatch(pattern, path, os.stat(path).st_mtime_ns)
+    except (OSError, UnicodeEncodeError):
+        return
+
+
+def iterate_matches(root: str, parts: Sequence[str], bounds: Bounds) -> Iterator[str]:
+    """Yield the paths that match the parts of a pattern. A link to a folder is followed, but not by `**`.
+
+    Folders that cannot be read have no matches. Raises OutOfBounds.
+    """
+    names = [compile_name(part) for part in parts]
+    left = [("/", 1)] if parts[0] == "/" else [(root, 0)]
+    visited = set(left)
+
+    def enter(folder: str, index: int) -> None:
+        if (folder, index) not in visited:
+            visited.add((folder, index))
+            left.append((folder, index))
+
+    while left:
+        folder, index = left.pop()
+        bounds.count_entry()
+        is_last, name = index == len(parts) - 1, names[index]
+        if parts[index] == ANY_FOLDERS:
+            for entry in list_entries(folder, bounds):
+                if is_last and not entry.is_dir(follow_symlinks=False):
+                    yield entry.path
+                if entry.is_dir(follow_symlinks=False):
+                    enter(entry.path, index)
+            if not is_last:
+                enter(folder, index + 1)
+            elif folder != root:
+                yield folder
+        elif name is None:
+            path = os.path.join(folder, parts[index])
+            if is_last and os.path.exists(path):
+                yield path
+            elif not is_last and os.path.isdir(path):
+                enter(path, index + 1)
+        else:
+            for entry in list_entries(folder, bounds):
+                if name.match(entry.name) is None:
+                    continue
+                if is_last:
+                    yield entry.path
+                elif entry.is_dir():
+                    enter(entry.path, index + 1)
+
+
+def list_entries(folder: str, bounds: Bounds) -> Iterator[os.DirEntry[str]]:
+    """Yield the entries of a folder; none where it cannot be read. Raises OutOfBounds."""
+    try:
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                bounds.count_entry()
+                yield entry
+    except OSError:
+        return
+
+
+def examine_checkpoint(match: FileMatch, holds: Sequence[str], bounds: Bounds) -> FileMatch:
+    """Return the match with its last write and whether it is complete. Raises OSError and OutOfBounds."""
+    newest_s, files = os.stat(match.path).st_mtime, list[str]()
+    has_required = True
+    if os.path.isdir(match.path):
+        for path in iterate_matches(match.path, (ANY_FOLDERS,), bounds):
+            status = os.stat(path)
+            newest_s = max(newest_s, status.st_mtime)
+            if stat.S_ISREG(status.st_mode):
+                files.append(path)
+        for pattern in holds:
+            matches = iterate_matches(match.path, parse_glob(pattern), bounds)
+            has_required = has_required and next(matches, None) is not None
+    elif os.path.isfile(match.path):
+        files.append(match.path)
+    is_whole = bool(files) and has_required and not any(is_torn(path) for path in files)
+    return FileMatch(match.pattern, match.path, match.mtime_ns, newest_s, is_whole)
+
+
+def is_torn(path: str) -> bool:
+    """Return whether a file is truncated, as after a killed writer; only some formats show it.
+
+    torch.save writes a ZIP archive, whose directory stands last (torch/serialization.py). A file of safetensors begins
+    with the length of its header, which says where the last tensor ends (huggingface/safetensors, README.md, Format).
+    """
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as content:
+        size = os.fstat(content.fileno()).st_size
+        start = content.read(len(ZIP_START))
+        if start == ZIP_START:
+            return not zipfile.is_zipfile(content)
+        if not path.endswith(".safetensors") or size < SAFETENSORS_LENGTH_BYTES:
+            return size == 0
+        content.seek(0)
+        header_bytes = int.from_bytes(content.read(SAFETENSORS_LENGTH_BYTES), "little")
+        if header_bytes > size:
+            return True
+        if header_bytes > SAFETENSORS_HEADER_BYTES_MAX:
+            return False  # it only has that name: nothing is known of its end
+        try:
+            header = json.loads(content.read(header_bytes))
+            ends = [tensor["data_offsets"][1] for name, tensor in header.items() if name != "__metadata__"]
+            end = max(ends, default=0)
+            return size < SAFETENSORS_LENGTH_BYTES + header_bytes + end
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
+            return False  # as above
+
+
+def search_as(
+    python: str,
+    user: tuple[int, int] | None,
+    root: str,
+    patterns: Sequence[str],
+    holds: Sequence[str] | None = None,
+) -> SearchResult:
+    """Return the result of `search`, made with the rights of `user` (uid, gid); None is this process's user.
+
+    `python` is the interpreter of the child that takes these rights, once it has started.
+    """
+    if user is None or not patterns:
+        return search(root, patterns, holds)
+    request = json.dumps({"user": user, "root": root, "patterns": list(patterns), "holds": holds and list(holds)})
+    problem = "its search as the job's user failed"
+    try:
+        child = subprocess.run(
+            (python, "-m", "orchestrator.backends.attempts.output_scan"),
+            input=request.encode(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            timeout=CHILD_S_MAX,
+            cwd="/",
+            env={"PATH": os.environ.get("PATH", os.defpath)},
+            check=True,
+        )
+        return read_result(json.loads(child.stdout[:REPLY_BYTES_MAX]))
+    except subprocess.TimeoutExpired:
+        problem = f"its search took more than {CHILD_S_MAX:.0f} s"
+    except (OSError, ValueError, TypeError, KeyError, subprocess.SubprocessError) as error:
+        problem = f"{problem}: {type(error).__name__}: {str(error)[:200]}"
+    sentences = (f"the pattern {pattern[:80]!r} is not evaluated: {problem}" for pattern in patterns)
+    return SearchResult((), tuple(sentences), tuple(patterns))
+
+
+def read_result(data: Mapping[str, Any]) -> SearchResult:
+    """Return the result from the JSON of a child. Raises ValueError, TypeError and KeyError."""
+    return SearchResult(
+        matches=tuple(FileMatch(**match) for match in data["matches"]),
+        problems=tuple(data["problems"]),
+        unevaluated=tuple(data["unevaluated"]),
+    )
+
+
+def main() -> None:
+    """Read a request from standard input, become its user, and write the result of its search."""
+    request = json.load(sys.stdin)
+    uid, gid = request["user"]
+    os.setgroups([])
+    os.setresgid(gid, gid, gid)  # before the user, who may not change groups
+    os.setresuid(uid, uid, uid)
+    result = search(request["root"], request["patterns"], request["holds"])
+    json.dump(asdict(result), sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""Threads of the service: what raised in one is named to people, and a thread that loops is started again."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+AGAIN_FIRST_S, AGAIN_MAX_S = 1.0, 60.0  # before a loop is entered again, doubled each time
+WELL_AFTER_S = 600.0  # of running, after which an earlier fault of a loop is no problem any more
+ERROR_CHARACTERS_MAX = 300
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class ThreadFault:
+    """The last exception that ended a thread."""
+
+    error: str
+    at_s: float  # of the monotonic clock
+    times: int
+    is_running: bool  # its loop was entered again
+
+
+class ThreadFaults:
+    """Faults of all threads of this process, by the thread's name. Every method is thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._faults: dict[str, ThreadFault] = {}
+
+    def note(self, name: str, error: BaseException, *, is_running: bool = False) -> None:
+        """Note that an exception ended a thread; `is_running`: its work goes on."""
+        text = f"{type(error).__name__}: {error}"[:ERROR_CHARACTERS_MAX]
+        with self._lock:
+            times = self._faults[name].times + 1 if name in self._faults else 1
+            self._faults[name] = ThreadFault(text, time.monotonic(), times, is_running)
+
+    def problem(self) -> str | None:
+        """Return a sentence on the threads that ended unexpectedly; None while all is well."""
+        now_s = time.monotonic()
+        with self._lock:
+            sentences = [
+                _in_words(name, fault)
+                for name, fault in sorted(self._faults.items())
+                if not fault.is_running or now_s - fault.at_s < WELL_AFTER_S
+            ]
+        return "; ".join(sentences) or None
+
+
+def _in_words(name: str, fault: ThreadFault) -> str:
+    what = f"the thread {name} of the service ended unexpectedly: {fault.error}"
+    if fault.is_running:
+        return f"{what}; it was started again ({fault.times} times)"
+    return f"{what}; `orc down` and `orc up` start it again, and jobs that run go on"
+
+
+FAULTS = ThreadFaults()
+
+
+def start_loop(name: str, run: Callable[[], None], stop: threading.Event) -> threading.Thread:
+    """Start a thread that calls `run`, and calls it again after each exception until `stop` is set."""
+    thread = threading.Thread(target=keep_running, args=(name, run, stop), name=name, daemon=True)
+    thread.start()
+    return thread
+
+
+def keep_running(name: str, run: Callable[[], None], stop: threading.Event) -> None:
+    """Call `run` until it returns; after an exception note the fault, wait, and call it again."""
+    pause_s = AGAIN_FIRST_S
+    while not stop.is_set():
+        began_s = time.monotonic()
+        try:
+            run()
+        except Exception as error:  # the edge of a thread: its work is taken over
+            log.exception("thread %s", name)
+            FAULTS.note(name, error, is_running=True)
+        else:
+            return
+        pause_s = AGAIN_FIRST_S if time.monotonic() - began_s > WELL_AFTER_S else pause_s
+        stop.wait(pause_s)
+        pause_s = min(2 * pause_s, AGAIN_MAX_S)

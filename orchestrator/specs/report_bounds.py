@@ -1,0 +1,85 @@
+"""Bounds of what a rank reports: each field is typed, finite, and within the range of its unit."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import MISSING, fields
+from typing import Any, TypeVar, get_type_hints
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from orchestrator.specs.metric_row import is_bounded_number
+
+BYTES_MAX = 2**60  # of a field that counts bytes
+TEXT_CHARACTERS_MAX = 200  # of a short text
+OPTIONAL = ("step_s", "requested_bytes")  # required fields that may be None
+LONG_TEXTS = {"message": 64 * 1024, "traceback": 64 * 1024}  # whose ends are kept
+
+Report = TypeVar("Report")
+
+
+def bounded_values(kind: type[Any], data: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return the values of a report's fields that are typed and in range, and reasons for those that are not.
+
+    A loss that is infinite or NaN is left out without a reason: trainings diverge.
+    """
+    hashable: Any = kind  # mypy takes no type for one
+    values, reasons = dict[str, Any](), list[str]()
+    for name, adapter in field_adapters(hashable).items():
+        if name not in data:
+            continue
+        try:
+            value, problem = adapter.validate_python(data[name]), ""
+        except (ValidationError, OverflowError):
+            value, problem = None, f"{name} has a wrong type"
+        if not problem and not isinstance(value, str) and not is_in_range(name, value):
+            value, problem = None, f"{name} is out of range"
+        if not problem:
+            values[name] = bounded_text(name, value) if isinstance(value, str) else value
+        elif name in OPTIONAL:
+            values[name] = None
+        if problem and not (name == "loss" and isinstance(data[name], float)):
+            reasons.append(problem)
+    return values, reasons
+
+
+def is_in_range(name: str, value: object) -> bool:
+    """Return whether a report's value lies within what its unit allows. Only a loss may be negative."""
+    if value is None or isinstance(value, bool):
+        return True
+    if not is_bounded_number(name, value) or not isinstance(value, int | float):
+        return False
+    smallest = 1 if name == "capacity_bytes" else 0
+    if name == "pass_done":
+        return 0 <= value <= 1
+    if name.endswith("_bytes") and value > BYTES_MAX:
+        return False
+    return name == "loss" or value >= smallest
+
+
+def bounded_text(name: str, text: str) -> str:
+    """Return the text that is kept of a report's field: the end of a long one, the beginning of a short one."""
+    text = text.encode(errors="replace").decode()
+    return text[-LONG_TEXTS[name] :] if name in LONG_TEXTS else text[:TEXT_CHARACTERS_MAX]
+
+
+@functools.lru_cache(maxsize=8)
+def field_adapters(kind: Any) -> Mapping[str, TypeAdapter[Any]]:
+    """Return the strict validator of each field of a dataclass, made once."""
+    hints = get_type_hints(kind)
+    config = ConfigDict(strict=True)
+    return {entry.name: TypeAdapter(hints[entry.name], config=config) for entry in fields(kind)}
+
+
+def bounded_report(report: Report) -> Report:
+    """Return a report that an earlier version kept, within today's bounds; a required number becomes 0."""
+    kind = type(report)
+    stored = {entry.name: getattr(report, entry.name) for entry in fields(kind)}  # type: ignore[arg-type]
+    values, _ = bounded_values(kind, stored)
+    if values == stored:
+        return report
+    zeros = {name: type(value)(0) for name, value in stored.items() if isinstance(value, int | float)}
+    defaults = {entry.name for entry in fields(kind) if entry.default is not MISSING}  # type: ignore[arg-type]
+    required = {name: zero for name, zero in zeros.items() if name not in defaults}
+    return kind(**{**required, **values})
