@@ -104,6 +104,9 @@ def choose_knobs(typed: TypedCommand, script: Script, framework: Framework | Non
     if stays:
         notes.append(f"Stays as typed, the same in every plan: {', '.join(place.place for place in stays)}")
     env = {name: value for name, value in typed.env.items() if name not in {place.name for place in controlled}}
+    steps, differing_steps = _steps(settings)
+    if differing_steps:
+        notes.append(f"CHECK: these disagree, none is taken: {'; '.join(place.place for place in differing_steps)}")
     return BareCommand(
         command=(*typed.command[: typed.arguments], *_drop_controlled(settings.argv, controlled, script)),
         names=frozenset(name for name, *_ in pairs_of(settings.argv, {})),
@@ -115,10 +118,24 @@ def choose_knobs(typed: TypedCommand, script: Script, framework: Framework | Non
         batch=batch,
         precision=precision,
         config=config,
-        steps=next((place for place in settings.of("steps") if place.number), None),
+        steps=steps,
         model=next((place for place in settings.of("model") if place.rank <= IN_FILE), None),
         length=next((place for place in settings.of("sequence_length") if place.number), None),
     )
+
+
+def _steps(settings: Settings) -> tuple[Setting | None, list[Setting]]:
+    """Return the number of optimizer steps, and the places that disagree on it, where none is taken.
+
+    Beside typed epochs a default does not count.
+    """
+    has_epochs = any("epoch" in word_of(name) for name, *_ in pairs_of(settings.argv, {}))
+    places = [place for place in settings.of("steps") if place.number and not (has_epochs and place.rank > TYPED)]
+    rank = min((place.rank for place in places), default=TYPED)
+    best = {place.name: place for place in places if place.rank == rank}  # of a repeated flag the last one counts
+    if len({place.number for place in best.values()}) > 1:
+        return None, list(best.values())
+    return next(iter(best.values()), None), []
 
 
 def _path_knobs(settings: Settings, preset: Mapping[str, Any], script: Script) -> dict[str, Any]:

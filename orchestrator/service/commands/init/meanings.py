@@ -54,10 +54,6 @@ SPELLINGS = {
     "resume_from": (
         *("resume_from_checkpoint", "resume_from", "resume", "resume_path", "ckpt_path", "load_checkpoint"),
     ),
-    "steps": (
-        *("max_steps", "max_train_steps", "train_steps", "num_train_steps", "num_training_steps", "total_steps"),
-        *("max_iters", "train_iters", "num_iterations", "max_iterations", "training_steps", "num_steps"),
-    ),
     "ranks": (
         *("nproc_per_node", "num_processes", "num_gpus", "n_gpus", "ngpus", "gpus", "devices", "num_devices", "ngpu"),
         *("n_gpu", "gpus_per_node", "nproc", "n_proc", "num_procs"),
@@ -81,6 +77,15 @@ SPELLINGS = {
 FOLDERS_OF_ANYTHING = (
     *("exp_dir", "experiment_dir", "expdir", "work_dir", "workdir", "logdir", "log_dir", "model_dir"),
 )
+# Names of the number of optimizer steps: a unit, after words that count or train. Any further word, as in save_steps,
+# steps_per_epoch or inference_steps, is another setting; so is n_step, an episode's in reinforcement learning.
+_COUNTS = "max|maximum|num|number_of|nb|n|total|overall"
+_TRAINS = "train|training|trainer|optimizer|optimiser|optim|optimization|opt|finetune|finetuning|pretrain|pretraining"
+STEPS = re.compile(
+    rf"((({_COUNTS}|{_TRAINS})_?)*)(steps|iters|iterations|updates)"
+    rf"|(({_TRAINS})_)*(max|maximum|num|total)_?(({_TRAINS})_)*(step|iter|iteration|update)|n_?iter"
+)
+STEPS_SECTIONS = {*_TRAINS.split("|"), "args", "config", "cfg", "hparams", "params", "run", "fit", "schedule"}
 _MEANINGS = {spelling: meaning for meaning, spellings in SPELLINGS.items() for spelling in spellings}
 
 
@@ -137,6 +142,10 @@ def meaning_of(name: str) -> tuple[str, Count] | None:
     if parts & BATCH and parts <= BATCH_WORDS and not parts <= {"samples", "n", "data", "train", "images", "imgs"}:
         counts: Count = "global" if parts & IN_ALL or word == "ims_per_batch" else "plain"
         return "micro_batch_size", "rank" if parts & PER_RANK else counts
+    steps = STEPS.fullmatch(word)
+    if steps is not None:  # `steps` alone in a section of something else, such as logging.steps, is that thing's
+        is_trainings = steps[1] != "" or not sections or set(sections[-1].split("_")) <= STEPS_SECTIONS
+        return ("steps", "plain") if is_trainings else None
     meaning = _MEANINGS.get(word)
     return None if meaning is None else (meaning, "plain")
 
