@@ -117,7 +117,7 @@ def simulate(
                 for name, spec in clusters.items()
             }
     if len(runs) > 1:
-        reports = {name: run.report for name, run in runs.items()}
+        reports = {name: _report_of(run) for name, run in runs.items()}
         tell(reports, as_json, runs_table("OBJECTIVE" if objective else "POLICY", runs))
         return
     ((name, run),) = runs.items()
@@ -131,11 +131,26 @@ def _print_run(run: Simulated, cluster: ClusterSpec, *, as_json: bool) -> None:
     from orchestrator.service.terminal.simulation_tables import simulated_table
 
     if as_json:
-        print(json.dumps(run.report, indent=2))
+        print(json.dumps(_report_of(run), indent=2))
         return
     console = console_on(sys.stdout)
     console.print(simulated_table(run))
     console.print(picture(run.outcomes, cluster), highlight=False, markup=False)
+
+
+def _report_of(run: Simulated) -> dict[str, object]:
+    """Return the report, and for each job of the live queue its start and its end, in seconds from now."""
+    outcomes = [
+        {
+            "job": outcome.job_id,
+            "started_at_s": outcome.started_at_s,
+            "ended_at_s": outcome.ended_at_s,
+            "attempts": len(outcome.attempts),
+        }
+        for outcome in run.outcomes
+        if outcome.job_id
+    ]
+    return {**run.report, **({"outcomes": outcomes} if outcomes else {})}
 
 
 def _read_trace(trace: Path, home: Path) -> Trace:
@@ -161,6 +176,9 @@ def _live_runs(
     unknown = [job.id for job in state.jobs.values() if not job.status.ended and job.spec.optimizer_steps is None]
     if unknown:
         console_on(sys.stderr).print(f"Taken as a day long, since their length is unknown: {', '.join(unknown)}")
+    held = [job.id for job in state.jobs.values() if not job.status.ended and job.held_by]
+    if held:
+        console_on(sys.stderr).print(f"Not counted, since they are held: {', '.join(held)}")
     return {
         name: play_queue(now_of(state), cluster, is_live=is_live, to_come=to_come, home=home)
         for name, cluster in clusters.items()
