@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from orchestrator.service.server.logins import DEFAULT_HOME
-from orchestrator.service.terminal.options import AsJson, Cluster, Home
+from orchestrator.service.terminal.options import AsJson, Cluster, Home, check_finite
 from orchestrator.service.terminal.output import console_on, show_spinner, tell
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.order import Order
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from orchestrator.backends.simulated.traces import Trace
     from orchestrator.service.commands.simulate import Simulated
     from orchestrator.specs.cluster import ClusterSpec
+
+
+DAY_S = 86400.0
 
 
 class QueueTime(StrEnum):
@@ -52,19 +55,41 @@ def simulate(
     seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of every random choice.")] = 0,
     noise: Annotated[
         float,
-        typer.Option("--noise", min=0.0, max=2.0, help="Error of the jobs' stated lengths: sigma of its logarithm."),
+        typer.Option(
+            "--noise",
+            min=0.0,
+            max=2.0,
+            callback=check_finite,
+            help="Error of the jobs' stated lengths: sigma of its logarithm.",
+        ),
     ] = 0.0,
     oom: Annotated[
-        float, typer.Option("--oom", min=0.0, max=1.0, help="Share of jobs whose first attempt runs out of memory.")
+        float,
+        typer.Option(
+            "--oom",
+            min=0.0,
+            max=1.0,
+            callback=check_finite,
+            help="Share of jobs whose first attempt runs out of memory.",
+        ),
     ] = 0.0,
     node_loss: Annotated[
-        float, typer.Option("--node-loss", min=0.0, max=1.0, help="Share of attempts during which a node is lost.")
+        float,
+        typer.Option(
+            "--node-loss",
+            min=0.0,
+            max=1.0,
+            callback=check_finite,
+            help="Share of attempts during which a node is lost.",
+        ),
     ] = 0.0,
     launch_cost: Annotated[
         float | None,
         typer.Option(
             "--launch-cost",
             min=0.0,
+            max=DAY_S,
+            callback=check_finite,
             metavar="SECONDS",
             help="Seconds from a launch to the first step; without it, the cluster file's.",
         ),
