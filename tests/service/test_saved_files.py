@@ -97,6 +97,32 @@ IDIOMS = {  # saves in a loop, each of a checkpoint that is whole when it has it
     "an older one removed": """
         torch.save(state, f"{out}/checkpoint-{step}.pt")
         os.remove(f"{out}/checkpoint-{step - 2}.pt")""",
+    "an imported function": """
+        from os import path as osp, replace
+        torch.save(state, osp.join(out, "c.tmp"))
+        replace(osp.join(out, "c.tmp"), osp.join(out, f"checkpoint-{step}.pt"))""",
+    "a name of the process": """
+        final = Path(args.output) / f"checkpoint-{step:05d}.pt"
+        tmp = final.with_name(f".{final.name}.{os.getpid()}")
+        torch.save(obj=state, f=tmp)
+        tmp.replace(target=final)""",
+    "a slice": """
+        tmp = f"{out}/checkpoint-{step}.pt.tmp"
+        torch.save(state, tmp)
+        os.replace(src=tmp, dst=tmp[:-4])""",
+    "a dict": """
+        paths = {"new": f"{out}/c.tmp", "final": f"{out}/checkpoint-{step}.pt"}
+        torch.save(state, paths["new"])
+        os.replace(paths["new"], paths["final"])""",
+    "a temporary folder": """
+        with tempfile.TemporaryDirectory(dir=out) as folder:
+            torch.save(state, Path(folder) / "c.pt")
+            shutil.move(Path(folder) / "c.pt", Path(out) / f"checkpoint-{step}.pt")""",
+    "bytes": """
+        buffer = io.BytesIO()
+        torch.save(state, buffer)
+        (Path(out) / "c.tmp").write_bytes(buffer.getvalue())
+        (Path(out) / "c.tmp").rename(Path(out) / f"checkpoint-{step}.pt")""",
     "on the rank that saves": """
         if int(os.environ.get("RANK", 0)) == 0 and step % 5 == 0:
             torch.save(state, f"{out}/new.tmp")
@@ -192,6 +218,7 @@ ENDS = {  # end of a script -> the result that may be a guess
     'torch.save(model, f"{out}/model.pt.tmp")': "model.pt",
     'torch.save(model, f"{out}/a.pt")\nif args.best:\n    os.rename(f"{out}/a.pt", f"{out}/best.pt")': "best.pt",
     'torch.save(model, "/tmp/model.pt")\nshutil.move("/tmp/model.pt", out)': "model.pt",
+    'torch.save(model, f"{out}/best.pt" if args.best else f"{out}/last.pt")': "best.pt",
     'name = f"{out}/a.pt"\nif args.best:\n    name = f"{out}/best.pt"\ntorch.save(model, name)': "best.pt",
     'try:\n    train()\nexcept KeyboardInterrupt:\n    torch.save(model, f"{out}/broken.pt")': "broken.pt",
     '[torch.save(model, f"{out}/each.pt") for _ in range(2)]': "each.pt",
@@ -229,6 +256,8 @@ def test_what_is_removed_or_never_gets_a_name_is_neither_a_condition_nor_a_guess
         ('torch.save(model, f"{out}/tmp.pt")\nos.replace(f"{out}/tmp.pt", f"{out}/final.pt")', "final.pt"),
         ('torch.save(vocabulary, f"{out}/vocab.pt")\ntorch.save(model, f"{out}/final.pt")', "final.pt"),
         ('if rank == 0:\n    torch.save(model, f"{out}/final.pt")', "final.pt"),
+        ('if not dist.is_initialized() or dist.get_rank() == 0:\n    torch.save(model, f"{out}/f.pt")', "f.pt"),
+        ('if is_local_main_process:\n    torch.save(model, f"{out}/final.pt")', "final.pt"),
         ('if accelerator.is_main_process:\n    model.save_pretrained(f"{out}/final")', "final/*"),
         ('shutil.copy(f"{out}/state.pt", f"{out}/final.pt")', "final.pt"),
         ('os.replace(f"{out}/state.pt", f"{out}/final.pt")', "final.pt"),

@@ -14,7 +14,7 @@ FRAMES_MAX = 64  # of a function
 # Conditions that hold on the rank that saves, in every run: `if rank == 0`, `if accelerator.is_main_process`.
 OF_EVERY_RUN = re.compile(
     r"(?<!lora_)rank\b.*(== 0|in [\[(])|^not [\w.]*(?<!lora_)rank\b"
-    r"|is_main|is_master|master_process|_zero\b|__name__",
+    r"|rank_?0|is_main|is_master|(main|master)_process|_zero\b|__name__",
     re.IGNORECASE,
 )
 Function = ast.FunctionDef | ast.AsyncFunctionDef

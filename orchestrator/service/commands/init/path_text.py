@@ -94,10 +94,34 @@ class PathReader:
         if isinstance(node, ast.Attribute) and node.attr in PARTS:
             text = self._read(node.value, frame, depth - 1)
             return text if self._is_open_file(node, frame) else _part(text, node.attr)
+        if isinstance(node, ast.Subscript):
+            item = self._item(node, frame, depth - 1)
+            return self._unknown(node, frame) if item is None else item
+        if isinstance(node, ast.IfExp):
+            text = self._read(node.body, frame, depth - 1)
+            self.doubt(text)
+            return text
         if isinstance(node, ast.Call):
             called = self._called(node, frame, depth - 1)
             return self._unknown(node, frame) if called is None else called
         return self._unknown(node, frame)
+
+    def _item(self, node: ast.Subscript, frame: Frame, depth: int) -> str | None:
+        """Return a part of a text, as `path[:-4]`, or a value of a dict of the code; None for anything else."""
+        if isinstance(node.slice, ast.Slice):
+            text = self._read(node.value, frame, depth)
+            try:
+                ends = [None if end is None else ast.literal_eval(end) for end in (node.slice.lower, node.slice.upper)]
+                return text[slice(*ends)]
+            except (ValueError, TypeError):
+                return None
+        value = self.calls.value_of(node.value, frame) if isinstance(node.value, ast.Name | ast.Attribute) else None
+        if value is None or not isinstance(value[0], ast.Dict):
+            return None
+        for key, item in zip(value[0].keys, value[0].values, strict=True):
+            if key is not None and ast.unparse(key) == ast.unparse(node.slice):
+                return self._read(item, value[1], depth)
+        return None
 
     def _join(self, parts: Sequence[ast.expr], between: str, frame: Frame, depth: int) -> str:
         texts = [self._read(part, frame, depth - 1) for part in parts]
