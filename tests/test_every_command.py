@@ -136,13 +136,13 @@ ALONE = ("doctor", "demo")  # doctor looks at the whole machine each time; a dem
 
 def meet(desk: Shell, name: str, option: str, value: str) -> None:
     typed = shlex.split(FORMS[name][0])
-    words = [*typed, option, value] if option else [value, *typed[1:]]
-    ask(desk, *name.split(), *words)
+    arguments = [*typed, option, value] if option else [value, *typed[1:]]
+    ask(desk, *name.split(), *arguments)
 
 
 @pytest.mark.parametrize(("name", "option"), [pair for pair in OPTIONS if pair[0] not in ALONE])
 def test_no_value_of_an_option_gives_a_traceback(desk: Shell, name: str, option: str) -> None:
-    """One value each; all of them in `make test-long`."""
+    """Try a value for each option; `make test-long` tries all."""
     meet(desk, name, option, HOSTILE[OPTIONS.index((name, option)) % len(HOSTILE)])
 
 

@@ -201,9 +201,9 @@ def _live_runs(
     unknown = [job.id for job in state.jobs.values() if not job.status.ended and job.spec.optimizer_steps is None]
     if unknown:
         console_on(sys.stderr).print(f"Taken as a day long, since their length is unknown: {', '.join(unknown)}")
-    held = [job.id for job in state.jobs.values() if not job.status.ended and job.held_by]
-    if held:
-        console_on(sys.stderr).print(f"Not counted, since they are held: {', '.join(held)}")
+    held_ids = [job.id for job in state.jobs.values() if not job.status.ended and job.held_by]
+    if held_ids:
+        console_on(sys.stderr).print(f"Not counted, since they are held: {', '.join(held_ids)}")
     return {
         name: play_queue(now_of(state), cluster, is_live=is_live, to_come=to_come, home=home)
         for name, cluster in clusters.items()
