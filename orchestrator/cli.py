@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Never
 
 import typer
 
@@ -33,7 +33,7 @@ from orchestrator.service.terminal import (
 )
 from orchestrator.service.terminal.command_group import Commands
 from orchestrator.service.terminal.options import SERVER
-from orchestrator.specs.errors import GIVEN_MAX, IllegalPlan, OrchestratorError, SpecError, error_view
+from orchestrator.specs.errors import GIVEN_MAX, IllegalPlan, OrchestratorError, ServiceError, SpecError, error_view
 from orchestrator.specs.plain_text import why_no_text
 
 app = typer.Typer(
@@ -85,8 +85,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 raise SpecError(why, source="the command line", got=word[:GIVEN_MAX], allowed="text in UTF-8")
         app(args=arguments)
     except OrchestratorError as error:
-        print(json.dumps(error_view(error)) if "--json" in command_line else error, file=sys.stderr)
-        sys.exit(2 if isinstance(error, SpecError | IllegalPlan) else 1)
+        _refuse(error, as_json="--json" in command_line)
+    except OSError as error:  # of a path that was typed, or of this machine
+        reason = error.strerror or str(error)
+        text = reason if error.filename is None else f"{str(error.filename)[:GIVEN_MAX]}: {reason}"
+        _refuse(ServiceError(text), as_json="--json" in command_line)
+
+
+def _refuse(error: OrchestratorError, *, as_json: bool) -> Never:
+    print(json.dumps(error_view(error)) if as_json else error, file=sys.stderr)
+    sys.exit(2 if isinstance(error, SpecError | IllegalPlan) else 1)
 
 
 # the service

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -332,9 +332,9 @@ class Reader:
             main(arguments)
         return Answer(code=int(ended.value.code or 0), out=out.getvalue(), err=err.getvalue())
 
-    def submitted_and_cancelled(self, arguments: tuple[str, ...]) -> Answer:
+    def submitted_and_cancelled(self, arguments: tuple[str, ...], command: str = "submit") -> Answer:
         """The answer to `orc submit` of what would be run, which is then taken back."""
-        answer = self.ask("submit", *arguments)
+        answer = self.ask(command, *arguments)
         for job_id in answer.out.split():
             self.ask("cancel", job_id)
         return answer
@@ -350,6 +350,8 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
         shutil.copy(ROOT / name, folder)
     write_files(folder / "orc-demo")
     shutil.copy(folder / "orc-demo" / "train_bytes.py", folder / "train.py")
+    for name, text in READERS_FILES.items():
+        (folder / name).write_text(text)
     reader = Reader(folder=folder, home=folder / "home")
     try:
         started = reader.spawn(*ORC, "up", "--cluster", "clusters/two-virtual-devices.yaml")
@@ -362,6 +364,42 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
     finally:
         ended = reader.spawn(*ORC, "down", "--force")
         assert ended.code == 0, ended
+
+
+OWN_JOB = "name: own\ngpus: 1\nglobal_batch_size: 8\ncommand: python train.py\nsteps: 20\nspeeds: {1: 1s}\n"
+OWN_CLUSTER = "name: own\nnodes: [{name: n, devices: 2, device: a100-80gb, host_memory: 64GiB}]\n"
+READERS_FILES = {
+    **dict.fromkeys(("job.yaml", "prepare.yaml", "sweep.yaml"), OWN_JOB),
+    "train.yaml": OWN_JOB.replace("own", "train"),
+    "night.yaml": "begins: 2026-11-23T18:00\njobs:\n  - {file: prepare.yaml}\n  - {at: 10min, file: sweep.yaml}\n",
+    "trace.csv": "timestamp,num_gpus,duration\n2023-08-01 10:00:00,1,600\n2023-08-01 10:00:20,2,60\n",
+    "train.sbatch": "#!/bin/sh\n#SBATCH --gres=gpu:1\npython train.py --batch-size 8\n",
+    **dict.fromkeys(("shared.yaml", "cluster.yaml"), OWN_CLUSTER),
+}
+# What a page names and no test has -> what the reader has in its place. Nothing answers at the addresses.
+STAND_INS = {
+    "JOB": "fits-1",
+    "JOB.yaml": "job.yaml",
+    "CLUSTER.yaml": "cluster.yaml",
+    "NODE": "virtual",
+    "HEAD:6379": "127.0.0.1:1",
+    "10.0.0.1:8443": "127.0.0.1:1",
+    "0.0.0.0:8443": "127.0.0.1:1",
+    "https://orc.example.com": "https://127.0.0.1:1",
+    "https://gpu.example:8443": "https://127.0.0.1:1",
+    "/backups/monday.orc": "monday.orc",
+    "/srv/orc": "srv",
+    "/shared/orc": "srv",
+    "finetune-3": "fits-1",
+    "finetune-4": "wrong-profile-2",
+}
+OF_OTHERS = ("login", "join")  # need a certificate or a token of another machine
+STARTS = ("up", "demo")  # a second service, which other tests start
+
+
+def stood_in(shown: Shown) -> Shown:
+    """Return the command with what the reader has."""
+    return replace(shown, command=tuple(STAND_INS.get(word, word) for word in shown.command))
 
 
 def is_parsed_only(shown: Shown) -> bool:
@@ -386,7 +424,14 @@ def perform(reader: Reader, shown: Shown, *, trains: bool) -> Answer:
     program, *arguments = shown.command
     if program != "orc":
         return reader.spawn(sys.executable, *arguments)
-    if arguments[0] in TRAINS and not trains:
+    if "--queue" in arguments:  # plays a job that is there
+        job_ids = reader.ask("submit", "job.yaml").out.split()
+        answer = reader.ask(*arguments)
+        reader.ask("cancel", *job_ids)
+        return answer
+    if arguments[0] == "retry":
+        return reader.submitted_and_cancelled(tuple(arguments[1:]), "retry")
+    if arguments[0] == "submit" or (arguments[0] in TRAINS and not trains):
         line = re.sub(r" --(fail|rank|step|strategies|steps|picture) \S+", "", shlex.join(arguments[1:]))
         return reader.submitted_and_cancelled(tuple(shlex.split(line)))
     if arguments[0] in ("up", "down", *TRAINS):
@@ -412,14 +457,33 @@ def failures_of(reader: Reader, every: Sequence[Shown], *, trains: Sequence[Show
 
 @pytest.mark.long
 @pytest.mark.timeout(400)
-def test_every_command_that_the_docs_show_runs(reader: Reader, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_that_the_docs_show_runs(reader: Reader) -> None:
     """Commands that train are submitted and cancelled, and `make test-long` trains them."""
     assert len(TO_RUN) > 20
     assert failures_of(reader, TO_RUN, trains=()) == []
-    unrun = [shown for shown in IN_BLOCKS if shown.command[0] == "orc" and is_parsed_only(shown)]
-    with capsys.disabled():
-        for shown in distinct(unrun):
-            print(f"\nparsed, not run: {shown.where}: {shown.text}", end="")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_every_command_whose_names_are_the_readers_runs_with_stand_ins(
+    reader: Reader, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """None is refused as typed wrong, and none ends in a traceback. The world may refuse: nothing answers elsewhere."""
+    shown_commands = distinct([shown for shown in IN_BLOCKS if shown.command[0] == "orc" and is_parsed_only(shown)])
+    assert len(shown_commands) > 30
+    wrong = []
+    for shown in shown_commands:
+        if set(STARTS) & set(shown.command) or "down" in shown.command:
+            continue
+        answer = perform(reader, stood_in(shown), trains=False)
+        if shown.into is not None:
+            (reader.folder / shown.into).write_text(answer.out)
+        with capsys.disabled():
+            print(f"\n{answer.code} {shown.where}: {shown.text} {answer.err.strip()[:120]}", end="")
+        may_refuse = shown.command[1] in OF_OTHERS
+        if answer.code not in ((0, 1, 2) if may_refuse else (0, 1)) or "Traceback (most recent" in answer.err:
+            wrong.append(f"{shown.where}: {shown.text}\n  exit code {answer.code}: {answer.err[-800:]}")
+    assert not wrong, "\n".join(wrong)
 
 
 @pytest.mark.long
@@ -570,3 +634,21 @@ def typed_commands(page: str) -> list[str]:
     shells = [line for language, block in blocks if language == "sh" for line in block.splitlines()]
     consoles = [line for _, block in blocks for line in block.splitlines() if line.startswith("$ ")]
     return [line.split("  #")[0].strip() for line in (*shells, *consoles)]
+
+
+def test_the_readme_begins_with_the_demo_and_the_tests() -> None:
+    assert typed_commands((ROOT / "README.md").read_text())[:2] == ["make demo", "make test"]
+
+
+def test_every_target_of_make_that_is_shown_is_one_of_the_makefile() -> None:
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
+    wrong, count = [], 0
+    for page in PAGES:
+        codes = [match[1] for match in INLINE_CODE.finditer(prose_of(page))]
+        for code in (*codes, *typed_commands(page.read_text())):
+            match = re.match(r"make ([a-z][\w-]*)", code)
+            count += match is not None
+            if match is not None and match[1] not in targets:
+                wrong.append(f"{page.relative_to(ROOT)}: {code}")
+    assert count > 20
+    assert not wrong, wrong

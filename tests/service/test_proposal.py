@@ -264,7 +264,7 @@ def test_the_hubs_token_is_proposed_where_the_shell_has_one_and_hinted_at_where_
         ('f"{out}/ckpt_{step}.pt"', "ckpt_*.pt"),
         ('out / f"step{step:06d}" / "state.pt"', "step*/state.pt"),
         ('os.path.join(args.out, "ckpt-%d.pt" % step)', "ckpt-*.pt"),
-        ('"{}/epoch_{}.pth.tmp".format(args.out, step)', "epoch_*.pth"),
+        ('"{}/epoch_{}.pth".format(args.out, step)', "epoch_*.pth"),
         ('str(out) + "/" + "last.ckpt"', "last.ckpt"),
     ],
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import random
 from collections.abc import Callable
@@ -13,11 +15,18 @@ from rich.console import Console
 
 from orchestrator.backends.journal.journal import Journal
 from orchestrator.backends.simulated.backend import SimulatedBackend
+from orchestrator.backends.simulated.traces import Trace
 from orchestrator.cli import main
 from orchestrator.service.commands.replay import read_events, replay
+from orchestrator.service.commands.simulate import Simulated, report_on
 from orchestrator.service.server.controller import Controller
 from orchestrator.service.server.forecasts import expected_jobs
+from orchestrator.service.server.verbs import suspend
+from orchestrator.service.terminal import gantt
+from orchestrator.service.terminal.comparison_tables import _table as strategies_table
 from orchestrator.service.terminal.expected import expected_table
+from orchestrator.service.terminal.simulation_tables import replay_table, runs_table, simulated_table
+from orchestrator.service.terminal.tables import attempts_table, nodes_table, queue_table
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.events import CancelRequested, TimerFired
 from orchestrator.specs.job.spec import JobSpec
@@ -122,9 +131,76 @@ def test_the_live_queue_is_played_from_now_on_another_cluster(
     captured = capsys.readouterr()
     assert f"Taken as a day long, since their length is unknown: {endless}" in captured.err
     assert json.loads(captured.out)["finished"] == 4
+    rows = json.loads(captured.out)["outcomes"]
+    assert [row["job"] for row in rows] == [job.id for job in controller.state.jobs.values()]
+    assert all(row["started_at_s"] < row["ended_at_s"] for row in rows)
     assert exit_code(lambda: main([*argv, "--oom", "0.5"])) == 2, "of a trace alone"
     assert exit_code(lambda: main([*argv, str(tmp_path / "other.yaml")])) == 2, "a trace and the queue"
     journal.close()
+
+
+QUEUE_FORMS = (
+    "",
+    "--cluster other.yaml",
+    "--policy fifo",
+    "--policy fifo --policy adaptive",
+    "--objective makespan",
+    "--objective both",
+    "--gantt chart.png",
+    "--cluster other.yaml --gantt chart.png",
+    "--cluster other.yaml --launch-cost 30 --policy fifo",
+)
+
+
+def test_the_live_queue_is_played_in_each_form_that_people_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two jobs wait and one is held, which no play counts; nothing finishes in a queue of held jobs alone."""
+    monkeypatch.chdir(tmp_path)
+    backend = SimulatedBackend(CLUSTERS[0], seed=1, hazards={}, repeat_chance=0.0)
+    with contextlib.closing(Journal(f"sqlite:///{tmp_path}/journal.sqlite")) as journal:
+        controller = Controller(journal, backend, backend.now)
+        controller.turn(0.0)
+        spec = JobSpec.model_validate(
+            {"name": "hour", "command": "python x.py", "global_batch_size": 1, "steps": 3600, "speeds": {"1": "1s"}}
+        )
+        text = "name: three\nnodes: [{name: n, devices: 3, device: a100-80gb, host_memory: 64GiB}]\n"
+        (tmp_path / "other.yaml").write_text(text)
+        (tmp_path / "cluster.yaml").write_text(text)
+        waiting = controller.submit(spec)
+        controller.change([waiting], suspend("ann"))
+        only_held = ["simulate", "--queue", "now", "--home", str(tmp_path), "--cluster", "other.yaml"]
+        assert exit_code(lambda: main(only_held)) == 0
+        captured = capsys.readouterr()
+        assert "0 of 0" in captured.out
+        assert f"Not counted, since they are held: {waiting}" in captured.err
+        for _ in range(2):
+            controller.submit(spec)
+        controller.turn(60.0)
+        for form in QUEUE_FORMS:
+            argv = ["simulate", "--queue", "now", "--home", str(tmp_path), *form.split()]
+            assert exit_code(lambda argv=argv: main(argv)) == 0, form  # type: ignore[misc]
+            assert "of 2" in capsys.readouterr().out, form
+
+
+def test_a_table_of_nothing_is_a_table() -> None:
+    """Runs without jobs, decisions, strategies or cards: no statistic of an empty list is taken."""
+    spec = CLUSTERS[0]
+    nothing = Simulated(report=report_on(Trace(name="none", arrivals=()), spec, 0, ()), outcomes=(), decisions_s=())
+    console = Console(file=io.StringIO())
+    for table in (
+        simulated_table(nothing),
+        runs_table("POLICY", {"fifo": nothing, "adaptive": nothing}),
+        replay_table(()),
+        gantt.picture((), spec),
+        queue_table([]),
+        attempts_table([]),
+        nodes_table([], []),
+        expected_table([]),
+        strategies_table((), {}),
+    ):
+        console.print(table)
+    gantt.figure("none", (), spec)
 
 
 def test_what_is_no_journal_is_one_clear_error(tmp_path: Path) -> None:

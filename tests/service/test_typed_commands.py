@@ -126,3 +126,44 @@ def test_a_command_that_starts_no_training_is_refused(environment: Path, typed: 
     with pytest.raises(SpecError) as refused:
         propose(environment, typed)
     assert "allowed" in str(refused.value)
+
+
+STEPS = """
+--max_steps --steps --iterations --iters --num_iterations --total_iters --train_steps --max_train_steps --n_steps
+--total_updates --max_update --max-updates --num-train-steps --train-iters --maxiter --MAX_ITER --number_of_steps
+--train_num_steps --max_optimizer_steps trainer.max_steps= train.steps= optim.iterations=
+"""
+OTHER_STEPS = """
+--save_steps --warmup_steps --eval_steps --logging_steps --steps_per_epoch --lr_decay_iters --num_inference_steps
+--epochs --num_train_epochs --max_steps_per_episode --n_step --total_timesteps --num_train_timesteps --step --start_iter
+--gradient_steps --log_iters --cooldown_iters scheduler.steps= logging.steps= checkpoint.iterations=
+"""
+
+
+@pytest.mark.parametrize("name", STEPS.split())
+def test_a_number_of_optimizer_steps_is_known_by_any_name_that_counts_them(environment: Path, name: str) -> None:
+    typed = f"{name}2000" if name.endswith("=") else f"{name} 2000"
+    text, spec = propose(environment, f"python train.py --lr 1 {typed}")
+    assert (spec.steps, spec.command[-1].endswith("2000")) == (2000, True), text
+
+
+@pytest.mark.parametrize("name", OTHER_STEPS.split())
+def test_steps_of_something_else_are_no_number_of_optimizer_steps(environment: Path, name: str) -> None:
+    typed = f"{name}2000" if name.endswith("=") else f"{name} 2000"
+    text, spec = propose(environment, f"python train.py --lr 1 {typed}")
+    assert spec.steps is None
+    assert "# Not known: the number of its optimizer steps." in text
+
+
+def test_numbers_of_steps_that_disagree_are_named_and_none_is_taken(environment: Path) -> None:
+    text, spec = propose(environment, "python train.py --lr 1 --steps 2000 --n_steps 16")
+    assert spec.steps is None
+    assert "# CHECK: these disagree, none is taken: --steps 2000; --n_steps 16." in text
+    assert propose(environment, "python train.py --lr 1 --steps 9 --max_steps 2000 --steps 2000")[1].steps == 2000
+
+
+def test_a_default_number_of_steps_does_not_count_beside_typed_epochs(environment: Path) -> None:
+    with_steps = TRAIN + 'p.add_argument("--steps", type=int, default=70)\np.add_argument("--epochs", type=int)\n'
+    (environment / "train.py").write_text(with_steps)
+    assert propose(environment, "python train.py --lr 1")[1].steps == 70
+    assert propose(environment, "python train.py --lr 1 --epochs 3")[1].steps is None

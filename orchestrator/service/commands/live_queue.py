@@ -60,7 +60,10 @@ def play_queue(
         stints.setdefault(stint.job.id, []).append(stint)
     devices = sum(node.devices for node in state.nodes)
     outcomes = tuple(_outcome(job, stints[job.id], now_s, devices, cluster.launch_cost) for job in jobs)
-    report = report_on(Trace(name="queue", arrivals=()), cluster, 0, outcomes)
+    # a job that somebody holds starts in no play: it is no unfinished one
+    pairs = zip(jobs, outcomes, strict=True)
+    counted = [outcome for job, outcome in pairs if outcome.ended_at_s is not None or job.held_by is None]
+    report = report_on(Trace(name="queue", arrivals=()), cluster, 0, counted)
     return Simulated(report=report | {"devices": devices}, outcomes=outcomes, decisions_s=())
 
 
@@ -167,6 +170,7 @@ def _outcome(job: Job, stints: Sequence[Stint], now_s: float, devices: int, laun
         guaranteed=job.spec.guarantee is not None,
         starts_by_s=None if job.starts_by_s is None else job.starts_by_s - now_s,
         trial=None if job.spec.trial is None else (job.array, job.spec.trial.number),
+        job_id=job.id,
     )
 
 

@@ -64,6 +64,7 @@ class Outcome:
     request_step_s: float | None = None  # true seconds of a step as it would run as requested; None: not told
     starts_by_s: float | None = None  # as promised; None: it was promised nothing
     trial: tuple[str | None, int] | None = None  # of a sweep: its id, and the trial's number
+    job_id: str = ""  # of a job of the live queue
 
     @property
     def keeps_promise(self) -> bool:

@@ -13,7 +13,7 @@ import typer
 
 from orchestrator.service.server.logins import DEFAULT_HOME
 from orchestrator.service.terminal.comparison_files import WRITERS
-from orchestrator.service.terminal.options import AsJson, Home, Pinned, Settings, client_of, service_of
+from orchestrator.service.terminal.options import AsJson, Home, Pinned, Settings, check_finite, client_of, service_of
 from orchestrator.service.terminal.output import console_on, tell
 from orchestrator.specs.choices import Micro
 from orchestrator.specs.errors import SpecError
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 LINK_S = 20.0  # longest wait for MLflow's page: records go there after the jobs have ended
 LINK_POLL_S = 0.5
+TIMEOUT_MAX_S = 31 * 86400.0
 PICTURES = (".png", ".svg", ".pdf")
 
 
@@ -51,7 +52,15 @@ def compare(
         int, typer.Option("--repeats", min=1, help="Times that each is trained: 3 give 95 % intervals.")
     ] = 1,
     timeout_s: Annotated[
-        float, typer.Option("--timeout", metavar="SECONDS", min=1, help="Longest wait for the strategies.")
+        float,
+        typer.Option(
+            "--timeout",
+            metavar="SECONDS",
+            min=1,
+            max=TIMEOUT_MAX_S,
+            callback=check_finite,
+            help="Longest wait for the strategies.",
+        ),
     ] = 3600.0,
     picture: Annotated[
         Path | None,

@@ -54,9 +54,8 @@ def _split(rows: Sequence[dict[str, Any]], columns: Mapping[str, Sequence[str]])
 def _table(rows: Sequence[dict[str, Any]], columns: Mapping[str, Sequence[str]]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("#", justify="right", no_wrap=True)
-    table.add_column(
-        "STRATEGY", overflow="fold", min_width=min(STRATEGY_LEAST, max(len(row["strategy"]) for row in rows))
-    )
+    longest = max((len(row["strategy"]) for row in rows), default=STRATEGY_LEAST)
+    table.add_column("STRATEGY", overflow="fold", min_width=min(STRATEGY_LEAST, longest))
     for name in columns:
         table.add_column(name.upper(), justify="left" if name == "End" else "right", no_wrap=True)
     for number, row in enumerate(rows, 1):

@@ -25,6 +25,9 @@ def picture(outcomes: Sequence[Outcome], cluster: ClusterSpec) -> str:
     """Return the busy devices per node over time, and the number of waiting jobs, as text."""
     end_s = _end_s(outcomes)
     nodes = {node.name: node.devices for node in idle_nodes(cluster)}
+    for process, _ in _ended_attempts(outcomes):
+        for part in process.attempt.placement:  # a node that has left, or has joined since
+            nodes.setdefault(part.node, len(part.devices))
     spans = [
         BusySpan(part.node, len(part.devices), process.launched_at_s, until_s)
         for process, until_s in _ended_attempts(outcomes)
@@ -57,6 +60,7 @@ def figure(title: str, outcomes: Sequence[Outcome], cluster: ClusterSpec) -> Fig
         colour = process.job.order % len(COLOURS)
         started_s = until_s if process.started_at_s is None else process.started_at_s
         for device in process.devices:
+            lanes.setdefault(device, len(lanes))
             bars.setdefault((colour, False), []).append((process.launched_at_s, started_s, lanes[device]))
             bars.setdefault((colour, True), []).append((started_s, until_s, lanes[device]))
     for (colour, trains), spans in bars.items():
@@ -86,4 +90,5 @@ def _ended_attempts(outcomes: Sequence[Outcome]) -> Iterator[tuple[Process, floa
 
 
 def _end_s(outcomes: Sequence[Outcome]) -> float:
-    return max((until_s for _, until_s in _ended_attempts(outcomes)), default=1.0)
+    """Return the end of the chart: that of the last attempt, and at least a second."""
+    return max((until_s for _, until_s in _ended_attempts(outcomes)), default=1.0) or 1.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextvars import ContextVar
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -34,6 +35,13 @@ Pinned = Annotated[
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")]
+
+
+def check_finite(value: float | None) -> float | None:
+    """Return the number of an option. Raises typer.BadParameter for `nan` and infinity, which no range excludes."""
+    if value is not None and not isfinite(value):
+        raise typer.BadParameter(f"{value} is not a finite number.")
+    return value
 
 
 def service_of(home: Path) -> Path | Login:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from orchestrator.service.server.logins import DEFAULT_HOME
-from orchestrator.service.terminal.options import AsJson, Cluster, Home
+from orchestrator.service.terminal.options import AsJson, Cluster, Home, check_finite
 from orchestrator.service.terminal.output import console_on, show_spinner, tell
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.order import Order
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from orchestrator.backends.simulated.traces import Trace
     from orchestrator.service.commands.simulate import Simulated
     from orchestrator.specs.cluster import ClusterSpec
+
+
+DAY_S = 86400.0
 
 
 class QueueTime(StrEnum):
@@ -52,19 +55,41 @@ def simulate(
     seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of every random choice.")] = 0,
     noise: Annotated[
         float,
-        typer.Option("--noise", min=0.0, max=2.0, help="Error of the jobs' stated lengths: sigma of its logarithm."),
+        typer.Option(
+            "--noise",
+            min=0.0,
+            max=2.0,
+            callback=check_finite,
+            help="Error of the jobs' stated lengths: sigma of its logarithm.",
+        ),
     ] = 0.0,
     oom: Annotated[
-        float, typer.Option("--oom", min=0.0, max=1.0, help="Share of jobs whose first attempt runs out of memory.")
+        float,
+        typer.Option(
+            "--oom",
+            min=0.0,
+            max=1.0,
+            callback=check_finite,
+            help="Share of jobs whose first attempt runs out of memory.",
+        ),
     ] = 0.0,
     node_loss: Annotated[
-        float, typer.Option("--node-loss", min=0.0, max=1.0, help="Share of attempts during which a node is lost.")
+        float,
+        typer.Option(
+            "--node-loss",
+            min=0.0,
+            max=1.0,
+            callback=check_finite,
+            help="Share of attempts during which a node is lost.",
+        ),
     ] = 0.0,
     launch_cost: Annotated[
         float | None,
         typer.Option(
             "--launch-cost",
             min=0.0,
+            max=DAY_S,
+            callback=check_finite,
             metavar="SECONDS",
             help="Seconds from a launch to the first step; without it, the cluster file's.",
         ),
@@ -117,7 +142,7 @@ def simulate(
                 for name, spec in clusters.items()
             }
     if len(runs) > 1:
-        reports = {name: run.report for name, run in runs.items()}
+        reports = {name: _report_of(run) for name, run in runs.items()}
         tell(reports, as_json, runs_table("OBJECTIVE" if objective else "POLICY", runs))
         return
     ((name, run),) = runs.items()
@@ -131,11 +156,26 @@ def _print_run(run: Simulated, cluster: ClusterSpec, *, as_json: bool) -> None:
     from orchestrator.service.terminal.simulation_tables import simulated_table
 
     if as_json:
-        print(json.dumps(run.report, indent=2))
+        print(json.dumps(_report_of(run), indent=2))
         return
     console = console_on(sys.stdout)
     console.print(simulated_table(run))
     console.print(picture(run.outcomes, cluster), highlight=False, markup=False)
+
+
+def _report_of(run: Simulated) -> dict[str, object]:
+    """Return the report, and for each job of the live queue its start and its end, in seconds from now."""
+    outcomes = [
+        {
+            "job": outcome.job_id,
+            "started_at_s": outcome.started_at_s,
+            "ended_at_s": outcome.ended_at_s,
+            "attempts": len(outcome.attempts),
+        }
+        for outcome in run.outcomes
+        if outcome.job_id
+    ]
+    return {**run.report, **({"outcomes": outcomes} if outcomes else {})}
 
 
 def _read_trace(trace: Path, home: Path) -> Trace:
@@ -161,6 +201,9 @@ def _live_runs(
     unknown = [job.id for job in state.jobs.values() if not job.status.ended and job.spec.optimizer_steps is None]
     if unknown:
         console_on(sys.stderr).print(f"Taken as a day long, since their length is unknown: {', '.join(unknown)}")
+    held_ids = [job.id for job in state.jobs.values() if not job.status.ended and job.held_by]
+    if held_ids:
+        console_on(sys.stderr).print(f"Not counted, since they are held: {', '.join(held_ids)}")
     return {
         name: play_queue(now_of(state), cluster, is_live=is_live, to_come=to_come, home=home)
         for name, cluster in clusters.items()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from orchestrator.service.server.logins import DEFAULT_HOME
-from orchestrator.service.terminal.options import Home, client_of
+from orchestrator.service.terminal.options import Home, check_finite, client_of
 from orchestrator.service.terminal.output import console_on
 
 if TYPE_CHECKING:
@@ -26,7 +26,9 @@ LINES_AROUND = 8  # headings and counts beside the rows of nodes and jobs
 
 def watch(
     home: Home = DEFAULT_HOME,
-    every_s: Annotated[float, typer.Option("--every", min=0.2, max=3600, help="Seconds between two looks.")] = 2.0,
+    every_s: Annotated[
+        float, typer.Option("--every", min=0.2, max=3600, callback=check_finite, help="Seconds between two looks.")
+    ] = 2.0,
 ) -> None:
     """Show devices and jobs, live, until Ctrl-C; once where the output is no terminal."""
     from rich.live import Live

@@ -55,17 +55,20 @@ def _restart_verdict(spec: JobSpec, script: Script, framework: Framework | None)
     if not _has_preset(framework) and spec.resume.checkpoints == DEFAULT_PATTERNS:
         return f"# {CHECK}a restart begins anew: no file name of the script matches {patterns}."
     has_folder_knob = spec.knobs.output_dir is not None
-    if framework in SCRIPTS_SAVE and not _files(script, has_folder_knob, is_checkpoint=True):
+    if framework in SCRIPTS_SAVE and not _files(script, has_folder_knob, is_checkpoint=True, is_guess=False):
         return f"# {CHECK}a restart goes on only if the script names its checkpoints {patterns}: none was read."
     return f"# A restart: it goes on from the newest checkpoint, {patterns}."
 
 
 def results(spec: JobSpec, script: Script, framework: Framework | None, *, has_success: bool) -> Iterator[str]:
-    """Yield lines for `resume` and `success` from the names of saved files, marked as read from the script."""
+    """Yield lines for `resume` and `success` from the names of saved files, marked as read from the script.
+
+    A guess is a comment: no condition of success, and no pattern of checkpoints, comes from it.
+    """
     has_folder_knob = spec.knobs.output_dir is not None
     is_scripts = framework in SCRIPTS_SAVE
     if not _has_preset(framework) or is_scripts:
-        checkpoints = _files(script, has_folder_knob, is_checkpoint=True)
+        checkpoints = _files(script, has_folder_knob, is_checkpoint=True, is_guess=False)
         if checkpoints and not (is_scripts and set(checkpoints) <= set(spec.resume.checkpoints)):
             patterns = list(checkpoints)
             value = _quoted(patterns[0]) if len(patterns) == 1 else f"[{', '.join(map(_quoted, patterns))}]"
@@ -74,12 +77,19 @@ def results(spec: JobSpec, script: Script, framework: Framework | None, *, has_s
         elif not is_scripts and spec.knobs.resume_from is not None:
             patterns_text = ", ".join(map(_quoted, DEFAULT_PATTERNS))
             yield f"resume: {{checkpoints: [{patterns_text}]}} # {CHECK}not read from the script: write its own names"
+            guesses = _files(script, has_folder_knob, is_checkpoint=True, is_guess=True)
+            for name, file in list(guesses.items())[-1:]:
+                yield f"# {CHECK}guessed, {_origin(file)}: resume: {{checkpoints: {_quoted(name)}}}"
     if has_success:
         return
-    artifacts = _files(script, has_folder_knob, is_checkpoint=False)
+    artifacts = _files(script, has_folder_knob, is_checkpoint=False, is_guess=False)
+    guesses = _files(script, has_folder_knob, is_checkpoint=False, is_guess=True)
     if artifacts:
         name, file = next(reversed(artifacts.items()))
         yield f"success: {{artifacts: [{_quoted(name)}]}} # {CHECK}read from {file.where}"
+    elif guesses:
+        name, file = next(reversed(guesses.items()))
+        yield f"# {CHECK}guessed, {_origin(file)}: success: {{artifacts: [{_quoted(name)}]}}"
     else:
         yield "# Not known: the files that it writes on success. success: {artifacts: [model.pt]}"
 
@@ -88,12 +98,16 @@ def _has_preset(framework: Framework | None) -> bool:
     return framework is not None and "resume" in load_preset(framework)
 
 
-def _files(script: Script, has_folder_knob: bool, *, is_checkpoint: bool) -> dict[str, SavedFile]:
-    """Return the files of this kind by their patterns below the output folder."""
+def _origin(file: SavedFile) -> str:
+    return f"since {file.where} saves it {file.guess}"
+
+
+def _files(script: Script, has_folder_knob: bool, *, is_checkpoint: bool, is_guess: bool) -> dict[str, SavedFile]:
+    """Return the files of this kind by their patterns below the output folder, the last saved at the end."""
     files = dict[str, SavedFile]()
     for file in script.saves:
         pattern = file.below(has_folder_knob=has_folder_knob)
-        if pattern is not None and file.is_checkpoint == is_checkpoint:
+        if pattern is not None and (file.is_checkpoint, bool(file.guess)) == (is_checkpoint, is_guess):
             files.setdefault(pattern, file)
     return files
 

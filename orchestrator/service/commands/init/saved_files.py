@@ -1,39 +1,60 @@
-"""Names of files that a script saves, as shell patterns such as `ckpt_*.pt`, read from its syntax tree."""
+"""Names of files that a script leaves, as shell patterns such as `ckpt_*.pt`, read from its syntax tree.
+
+Read is what each run does, as far as the code says: a path of literals and variables, given to a call that saves, and
+renamed by a call in sight. Everything else is guessed, and never becomes a condition of success.
+"""
 
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import PurePosixPath
+
+from orchestrator.service.commands.init.call_frames import CallReader, Frame, Place
+from orchestrator.service.commands.init.path_text import PathReader
+from orchestrator.specs.replace import replace
 
 SAVES = {  # last name of a call that saves -> index of the argument that is its path
     "torch.save": 1,
     "save_file": 1,  # safetensors
+    "save_model": 1,  # safetensors
     "save_pretrained": 0,
     "save_state": 0,
     "save_checkpoint": 0,
 }
-PATH_KEYWORDS = ("f", "path", "filename", "output_dir", "save_directory", "save_dir")
-SAME_PATH = ("Path", "str", "PurePath", "fspath", "abspath", "expanduser", "as_posix", "resolve")  # calls on a path
-TEMPORARY = (".tmp", ".part", ".partial", ".temp")  # of a file that is renamed when it is whole
+PATH_KEYWORDS = ("f", "path", "filename", "output_dir", "save_directory", "save_dir", "checkpoint_id")
+FOLDERS = ("save_pretrained", "save_state")  # calls that write files into the path
+# A call of another name that begins or ends so: its path is the first argument that names weights.
+OTHER_SAVES = re.compile(r"^_?(save|write|store|dump|export)|(save|dump)$")
+MOVES = {"os.replace": True, "os.rename": True, "os.renames": True, "shutil.move": True}  # -> whether the source goes
+MOVES |= dict.fromkeys(("os.link", "os.symlink", "shutil.copy", "shutil.copy2", "shutil.copyfile"), False)
+MOVES |= {"shutil.copytree": False}
+METHODS = {"rename": True, "replace": True, "move": True, "mv": True, "copy": False, "cp": False}  # PATH.rename(TARGET)
+LINKS = ("symlink_to", "hardlink_to")  # NAME.symlink_to(PATH)
+REMOVES = ("os.remove", "os.unlink", "shutil.rmtree")
+MOVES_MAX = 16  # of one file
+# In a path that is not the last one of its file, and in the code of such a path.
+TEMPORARY = re.compile(r"(?<![a-z])(tmp|temp|partial|incomplete|unfinished)(?![a-z])|[._]part$|~$", re.IGNORECASE)
+TEMPORARY_CODE = re.compile(r"\btmp|tempfile|mkstemp|mkdtemp|TemporaryDirectory|NamedTemporaryFile", re.IGNORECASE)
+TEMPORARY_END = re.compile(r"[._](tmp|temp|part|partial|incomplete)$", re.IGNORECASE)
 # In the name of a checkpoint, or of what varies in it. Any other fixed name is taken for a result.
 CHECKPOINT = re.compile(r"ckpt|checkpoint|check_point|step|epoch|iter|snapshot|last|latest|resume|state", re.IGNORECASE)
-PROJECTS_SAVE = "save_checkpoint"  # takes what its project likes, in any order
-WEIGHTS = (".pt", ".pth", ".ckpt", ".bin", ".safetensors")
-DEPTH_MAX = 8  # names that stand for each other
+WEIGHTS = (".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".tar", ".pkl", ".pickle", ".h5")
 ANY = "*"
-Values = Mapping[str, Sequence[ast.expr]]
 
 
 @dataclass(frozen=True, slots=True)
 class SavedFile:
-    """A file that a script saves."""
+    """A file that a script leaves."""
 
     pattern: str  # as typed in the script, with * for what is not literal: */ckpt_*.pt
     where: str  # file and line
     is_checkpoint: bool
+    guess: str = ""  # why it is only guessed to be there, or to be whole, in words; empty: it is read
     varying: str = ""  # code of what is not literal in it: args.out step
 
     def below(self, *, has_folder_knob: bool) -> str | None:
@@ -44,105 +65,166 @@ class SavedFile:
         first, _, rest = self.pattern.partition("/")
         relative = rest if has_folder_knob and first == ANY else "" if has_folder_knob else self.pattern
         is_elsewhere = relative.startswith(("/", "*/", "~")) or ".." in relative.split("/")
-        has_name = re.search(r"\w", PurePosixPath(relative).stem) is not None
+        has_name = re.search(r"\w", PurePosixPath(relative.removesuffix("/*")).stem) is not None
         return relative if relative and has_name and not is_elsewhere else None
 
 
-def saved_files(tree: ast.Module, file: str) -> Iterator[SavedFile]:
-    """Yield the files that the code of `file` saves, where their names are literals or f-strings."""
-    values = _values(tree)
-    for call in ast.walk(tree):
-        path = _path_argument(call, values) if isinstance(call, ast.Call) else None
-        if path is None:
+@dataclass(frozen=True, slots=True)
+class _Write:
+    """A call that writes, moves or removes a file."""
+
+    text: str  # of its path, or of what it moves
+    order: tuple[tuple[int, int], ...]
+    in_loop: bool
+    is_certain: bool
+    where: str
+    target: str | None = None  # of a move
+    goes: bool = False  # whether nothing is left under `text`
+    is_folder: bool = False
+
+
+def saved_files(trees: Sequence[tuple[str, ast.Module]]) -> Iterator[SavedFile]:
+    """Yield the files that the code leaves, in the order of its run; `trees` are (file, tree), the script first.
+
+    Nothing is read where the code is nested too deep.
+    """
+    with suppress(RecursionError):
+        yield from _saved_files(trees)
+
+
+def _saved_files(trees: Sequence[tuple[str, ast.Module]]) -> Iterator[SavedFile]:
+    calls, files = CallReader([tree for _, tree in trees]), dict[int, str]()
+    for file, tree in trees:
+        files |= {id(node): file for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    paths = PathReader(calls)
+    writes, moves = list[_Write](), list[_Write]()
+    for call, place in calls.calls:
+        for frame in calls.frames_of(place.scope):
+            move = _move(call, frame, place, paths, files[id(call)])
+            write = _save(call, frame, place, paths, files[id(call)]) if move is None else None
+            moves += [move] if move is not None else []
+            writes += [write] if write is not None else []
+    moves.sort(key=lambda move: move.order)
+    sources = {write.text for write in writes}
+    # what an unknown call has written under a temporary name
+    writes += [
+        replace(move, target=None)
+        for move in moves
+        if move.goes and move.target and _is_temporary(move.text, paths)
+        if not any(source == move.text or source.startswith(f"{move.text}/") for source in sources)
+    ]
+    for write in sorted(writes, key=lambda write: write.order):
+        for left in islice(_left_by(write, moves), MOVES_MAX):
+            yield from _saved_file(left, paths)
+
+
+def _left_by(write: _Write, moves: Sequence[_Write]) -> Iterator[_Write]:
+    """Yield the files that a write leaves, after the moves that follow it."""
+    is_left = True
+    for index, move in enumerate(moves, 1):
+        rest = move.text == write.text or write.text.startswith(f"{move.text}/")
+        if not rest or move.order < write.order:
             continue
-        pattern, varying = _pattern(path, values)
-        pattern = re.sub(r"\*+", ANY, pattern).removeprefix("./").rstrip("/")
-        pattern = next((pattern.removesuffix(end) for end in TEMPORARY if pattern.endswith(end)), pattern)
+        if move.target is not None:
+            text = move.target + write.text[len(move.text) :]
+            yield from _left_by(replace(move, text=text, target=None, is_folder=write.is_folder), moves[index:])
+        if move.goes and (move.in_loop or not write.in_loop):
+            is_left = move.target is None and write.in_loop  # an older checkpoint is removed, the newest is left
+            break
+    if is_left:
+        yield write
+
+
+def _saved_file(write: _Write, paths: PathReader) -> Iterator[SavedFile]:
+    pattern = paths.pattern(write.text)
+    is_temporary = _is_temporary(write.text, paths)
+    name = PurePosixPath(pattern).name
+    if is_temporary and TEMPORARY_END.search(name):
+        pattern = TEMPORARY_END.sub("", pattern)
         name = PurePosixPath(pattern).name
-        if name.strip("*."):
-            is_checkpoint = CHECKPOINT.search(name) is not None or (ANY in name and CHECKPOINT.search(varying))
-            if is_checkpoint or ANY not in name:
-                yield SavedFile(pattern, f"{file}:{path.lineno}", bool(is_checkpoint), varying)
+    elif is_temporary:
+        return
+    varying = paths.varying(write.text)
+    is_fixed = ANY not in name
+    is_checkpoint = CHECKPOINT.search(name) is not None or (not is_fixed and CHECKPOINT.search(varying) is not None)
+    is_at_end = write.is_certain and not write.in_loop
+    is_checkpoint = is_checkpoint and not (is_fixed and is_at_end)
+    if not name.strip("*.") or not (is_checkpoint or is_fixed):
+        return
+    guess = "under a temporary name" if is_temporary else ""
+    if paths.is_unsure(write.text):
+        guess = "under one of several names"
+    if not guess and not is_checkpoint and not is_at_end:
+        guess = "in a loop" if write.in_loop else "not in every run"
+    if write.is_folder and not is_checkpoint:
+        pattern += "/*"  # a folder that is written again keeps its time
+    yield SavedFile(pattern, write.where, is_checkpoint, guess, varying)
 
 
-def _path_argument(call: ast.Call, values: Values) -> ast.expr | None:
-    """Return the argument that is the path; of a function of the project's own, the first that names such a file."""
-    name = ast.unparse(call.func)
-    index = SAVES.get(name, SAVES.get(name.rpartition(".")[2]))
+def _is_temporary(text: str, paths: PathReader) -> bool:
+    return bool(TEMPORARY.search(paths.pattern(text)) or TEMPORARY_CODE.search(paths.varying(text)))
+
+
+def _save(call: ast.Call, frame: Frame, place: Place, paths: PathReader, file: str) -> _Write | None:
+    """Return the write of a call that saves; of a function of the project's own, that of the calls in it."""
+    path = None if paths.calls.functions_of(call, place) else _path_argument(call, frame, paths)
+    if path is None:
+        return None
+    name = ast.unparse(call.func).rpartition(".")[2]
+    return replace(_write(call, path, frame, place, paths, file), is_folder=name in FOLDERS)
+
+
+def _path_argument(call: ast.Call, frame: Frame, paths: PathReader) -> ast.expr | None:
+    name = paths.calls.dotted(call.func)
+    last = name.rpartition(".")[2]
+    index = SAVES.get(name, SAVES.get(last))
+    arguments = [*call.args, *(keyword.value for keyword in call.keywords)]
+    is_projects = last == "save_checkpoint" or (index is None and OTHER_SAVES.search(last) is not None)
+    for argument in arguments if is_projects else ():
+        text = paths.pattern(paths.read(argument, frame))
+        if TEMPORARY_END.sub("", text).endswith(WEIGHTS):
+            return argument
     if index is None:
         return None
-    arguments = [*call.args, *(keyword.value for keyword in call.keywords)] if name.endswith(PROJECTS_SAVE) else []
-    named = next((argument for argument in arguments if _pattern(argument, values)[0].endswith(WEIGHTS)), None)
     keywords = (keyword.value for keyword in call.keywords if keyword.arg in PATH_KEYWORDS)
-    return named or (call.args[index] if len(call.args) > index else next(keywords, None))
+    return call.args[index] if len(call.args) > index else next(keywords, None)
 
 
-def _values(tree: ast.Module) -> Values:
-    """Return the values of each name in the code: of its assignments, and of the calls with that parameter."""
-    values = dict[str, list[ast.expr]]()
-    functions = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Assign):
-            for target in node.targets:
-                if isinstance(target, ast.Name):
-                    values.setdefault(target.id, []).append(node.value)
-        function = functions.get(ast.unparse(node.func)) if isinstance(node, ast.Call) else None
-        if function is not None and isinstance(node, ast.Call):
-            for name, value in _arguments(function, node):
-                values.setdefault(name, []).append(value)
-    return values
+def _move(call: ast.Call, frame: Frame, place: Place, paths: PathReader, file: str) -> _Write | None:
+    """Return the move, copy or removal of a file that a call is; None for any other call."""
+    name, arguments = paths.calls.dotted(call.func), list(call.args)
+    arguments += [keyword.value for keyword in call.keywords if keyword.arg in ("src", "dst", "target")]
+    receiver = call.func.value if isinstance(call.func, ast.Attribute) else None
+    last = name.rpartition(".")[2]
+    source, target, goes = None, None, True
+    if name in REMOVES and arguments:
+        source = arguments[0]
+    elif last == "unlink" and receiver is not None and not arguments:
+        source = receiver
+    elif len(arguments) == 2 and (name in MOVES or (last in METHODS and last != "replace")):  # fs.mv(a, b)
+        source, target = arguments
+        goes = MOVES.get(name, METHODS.get(last, True))
+    elif len(arguments) == 1 and receiver is not None and last in METHODS and len(call.keywords) <= 1:
+        source, target, goes = receiver, arguments[0], METHODS[last]
+    elif len(arguments) == 1 and receiver is not None and last in LINKS:
+        source, target, goes = arguments[0], receiver, False
+    if source is None:
+        return None
+    write = replace(_write(call, source, frame, place, paths, file), goes=goes)
+    if target is None:
+        return write
+    text = paths.read(target, frame)
+    if name.startswith("shutil.") and PurePosixPath(write.text).suffix and not PurePosixPath(text).suffix:
+        text = f"{text.rstrip('/')}/{PurePosixPath(write.text).name}"  # into a folder, it seems
+        paths.doubt(text)
+    return replace(write, target=text)
 
 
-def _value_of(name: ast.Name, values: Values) -> ast.expr | None:
-    """Return the value that a name has: its only one, or that of the assignment before; None where it is not known."""
-    several = values.get(name.id, ())
-    before = [value for value in several if value.lineno < name.lineno]
-    return several[0] if len(several) == 1 else max(before, key=lambda value: value.lineno, default=None)
-
-
-def _arguments(function: ast.FunctionDef, call: ast.Call) -> Iterator[tuple[str, ast.expr]]:
-    """Yield each parameter of a function with what a call gives it, or its default."""
-    names = [argument.arg for argument in (*function.args.posonlyargs, *function.args.args)]
-    defaults = function.args.defaults
-    values = dict(zip(names[len(names) - len(defaults) :], defaults, strict=True))
-    values |= dict(zip(names, call.args, strict=False))
-    yield from (values | {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}).items()
-
-
-def _pattern(node: ast.expr, values: Values, depth: int = DEPTH_MAX) -> tuple[str, str]:
-    """Return a path as a shell pattern, and the code of what varies in it."""
-
-    def joined(parts: Sequence[ast.expr], between: str) -> tuple[str, str]:
-        pairs = [_pattern(part, values, depth - 1) for part in parts]
-        return between.join(pattern for pattern, _ in pairs), " ".join(code for _, code in pairs)
-
-    if isinstance(node, ast.Constant) and isinstance(node.value, str):
-        return node.value, ""
-    value = _value_of(node, values) if isinstance(node, ast.Name) and depth else None
-    if isinstance(node, ast.Name) and value is not None:
-        pattern, code = _pattern(value, values, depth - 1)
-        return pattern, f"{node.id} {code}" if ANY in pattern else code
-    if isinstance(node, ast.JoinedStr):
-        return joined(node.values, "")
-    if isinstance(node, ast.FormattedValue) and depth:
-        return _pattern(node.value, values, depth - 1)
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div | ast.Add) and depth:
-        return joined([node.left, node.right], "/" if isinstance(node.op, ast.Div) else "")
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod):
-        pattern, code = _pattern(node.left, values, depth - 1) if depth else (ANY, "")
-        return re.sub(r"%[-+ 0-9.]*[a-zA-Z]", ANY, pattern), f"{code} {ast.unparse(node.right)}"
-    if isinstance(node, ast.Call) and depth:
-        name = ast.unparse(node.func)
-        last = name.rpartition(".")[2]
-        if last == "join" and "path" in name:
-            return joined(node.args, "/")
-        if last == "joinpath" and isinstance(node.func, ast.Attribute):
-            return joined([node.func.value, *node.args], "/")
-        if last == "format" and isinstance(node.func, ast.Attribute):
-            pattern, code = _pattern(node.func.value, values, depth - 1)
-            return re.sub(r"\{[^}]*\}", ANY, pattern), f"{code} {ast.unparse(node)}"
-        if last in SAME_PATH and node.args:
-            return joined(node.args, "/")
-        if last in SAME_PATH and isinstance(node.func, ast.Attribute):
-            return _pattern(node.func.value, values, depth - 1)
-    return ANY, ast.unparse(node)
+def _write(call: ast.Call, path: ast.expr, frame: Frame, place: Place, paths: PathReader, file: str) -> _Write:
+    return _Write(
+        paths.read(path, frame),
+        (*frame.order, (call.lineno, call.col_offset)),
+        frame.in_loop or place.in_loop,
+        frame.is_certain and place.is_certain,
+        f"{file}:{path.lineno}",
+    )

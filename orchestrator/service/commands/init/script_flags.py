@@ -135,7 +135,7 @@ def _read(path: Path, roots: Sequence[Path]) -> Script:
         unread=tuple(_unread_sources(nodes, calls)),
         places=tuple(place for file, tree in beside.items() for place in settings_in(tree, file.name)),
         divided={word: divisor for tree in trees for word, divisor in divided_by_ranks(tree)},
-        saves=tuple(saves for file, tree in beside.items() for saves in saved_files(tree, file.name)),
+        saves=tuple(saved_files([(file.name, tree) for file, tree in beside.items()])),
         hydra=next((place for file, tree in files.items() for place in _hydra(tree, file)), None),
         only_equals=any("configurator" in ast.unparse(call) for call in calls if _last(call.func) == "exec"),
     )
@@ -151,7 +151,7 @@ def _trees(path: Path, roots: Sequence[Path]) -> Iterator[tuple[Path, ast.Module
         visited.add(file)
         try:
             tree = ast.parse(file.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, SyntaxError, ValueError) as error:
+        except (OSError, UnicodeDecodeError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
             if file != path:
                 continue
             if isinstance(error, OSError):

@@ -1,0 +1,253 @@
+"""Calls of a script with what their names stand for, read from its syntax trees: who calls whom, where, with what."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from orchestrator.specs.replace import replace
+
+DEPTH_MAX = 12  # calls within each other, and names that stand for each other
+FRAMES_MAX = 64  # of a function
+# Conditions that hold on the rank that saves, in every run: `if rank == 0`, `if accelerator.is_main_process`.
+OF_EVERY_RUN = re.compile(
+    r"(?<!lora_)rank\b.*(== 0|in [\[(])|^not [\w.]*(?<!lora_)rank\b"
+    r"|rank_?0|is_main|is_master|(main|master)_process|_zero\b|__name__",
+    re.IGNORECASE,
+)
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+Order = tuple[tuple[int, int], ...]  # (line, column) of each call on the way, the outermost first
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a node stands in the code."""
+
+    scope: ast.Module | Function
+    owner: str = ""  # class of which the scope is a method
+    in_loop: bool = False
+    is_certain: bool = True  # under no condition
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """A way to reach a scope: the calls that lead there, with their arguments."""
+
+    scope: ast.Module | Function
+    order: Order = ()
+    in_loop: bool = False
+    is_certain: bool = True  # each run gets there, as far as the code says
+    arguments: Mapping[str, tuple[ast.expr, Frame | None]] = field(default_factory=dict)
+    caller: Frame | None = None
+
+
+class CallReader:
+    """All calls and assignments of some modules, the script first."""
+
+    def __init__(self, trees: Sequence[ast.Module]) -> None:
+        """Read the trees. Only what the first one calls is certain to run."""
+        self.calls: list[tuple[ast.Call, Place]] = []
+        self.values: dict[int, dict[str, list[tuple[ast.expr, bool]]]] = {}  # id of a scope -> name -> value, certain
+        self.returns: dict[int, list[ast.expr]] = {}
+        self.imports: dict[str, str] = {}
+        self._functions: dict[str, list[tuple[Function, Place]]] = {}
+        self._enclosing: dict[int, ast.Module | Function] = {}
+        self._sites: dict[int, list[tuple[ast.Call, Place, bool]]] = {}
+        self._frames: dict[int, tuple[Frame, ...]] = {}
+        self._script = trees[0]
+        for tree in trees:
+            self._visit(tree, Place(tree))
+        for call, place in self.calls:
+            for function in self.functions_of(call, place):
+                self._sites.setdefault(id(function), []).append((call, place, True))
+            references = [argument.id for argument in call.args if isinstance(argument, ast.Name)]
+            for name in references:  # typer.run(main)
+                for function, owner in self._functions.get(name, ()):
+                    if not owner.owner:
+                        self._sites.setdefault(id(function), []).append((call, place, False))
+
+    def _visit(self, node: ast.AST, place: Place) -> None:
+        inner = dict.fromkeys(ast.iter_child_nodes(node), place)
+        if isinstance(node, Function):
+            self._functions.setdefault(node.name, []).append((node, place))
+            self._enclosing[id(node)] = place.scope
+            inner |= dict.fromkeys(node.body, Place(node, place.owner))
+        elif isinstance(node, ast.ClassDef):
+            inner |= dict.fromkeys(node.body, replace(place, owner=node.name))
+        elif isinstance(node, ast.For | ast.AsyncFor | ast.While):
+            inner |= dict.fromkeys(node.body, replace(place, in_loop=True))
+        elif isinstance(node, ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp | ast.Lambda):
+            inner = dict.fromkeys(inner, replace(place, in_loop=True, is_certain=False))
+        elif isinstance(node, ast.If):
+            inner |= dict.fromkeys(node.orelse, replace(place, is_certain=False))
+            if not _holds_in_every_run(node.test):
+                inner |= dict.fromkeys(node.body, replace(place, is_certain=False))
+        elif isinstance(node, ast.IfExp | ast.BoolOp | ast.match_case | ast.ExceptHandler):
+            inner = dict.fromkeys(inner, replace(place, is_certain=False))
+        elif isinstance(node, ast.Call):
+            self.calls.append((node, place))
+        elif isinstance(node, ast.Return) and node.value is not None:
+            self.returns.setdefault(id(place.scope), []).append(node.value)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            module = f"{node.module}." if isinstance(node, ast.ImportFrom) and node.module else ""
+            self.imports |= {alias.asname or alias.name: module + alias.name for alias in node.names}
+        for name, value in _assignments(node):
+            self.values.setdefault(id(place.scope), {}).setdefault(name, []).append((value, place.is_certain))
+        for child, where in inner.items():
+            self._visit(child, where)
+
+    def dotted(self, node: ast.expr) -> str:
+        """Return the full name of what is called: `os.replace` for `replace` of `from os import replace`."""
+        first, dot, rest = ast.unparse(node).partition(".")
+        return f"{self.imports.get(first, first)}{dot}{rest}"
+
+    def functions_of(self, call: ast.Call, place: Place) -> list[Function]:
+        """Return the functions of the code that a call may mean; a class means its constructor."""
+        name, owner = "", ""
+        if isinstance(call.func, ast.Name):
+            name = call.func.id
+            if any(where.owner == name for _, where in self._functions.get("__init__", ())):
+                name, owner = "__init__", name
+        elif isinstance(call.func, ast.Attribute):
+            receiver = ast.unparse(call.func.value)
+            owner = place.owner if receiver in ("self", "cls", "super()") else self._class_of(call.func.value, place)
+            name = call.func.attr if owner or receiver in self.imports else ""
+        candidates = self._functions.get(name, [])
+        methods = [function for function, where in candidates if where.owner == owner]
+        inherited = [function for function, where in candidates if where.owner] if owner else []
+        return methods or inherited
+
+    def _class_of(self, receiver: ast.expr, place: Place) -> str:
+        """Return the class of `Trainer(args)`, or of a name that has that value; empty for another value."""
+        values = [receiver]
+        for scope in (place.scope, self._script):
+            values += [value for value, _ in self.values.get(id(scope), {}).get(ast.unparse(receiver), ())]
+        owners = {where.owner for functions in self._functions.values() for _, where in functions if where.owner}
+        calls = [ast.unparse(value.func) for value in values if isinstance(value, ast.Call)]
+        return next((name for name in calls if name in owners), "")
+
+    def frames_of(self, scope: ast.Module | Function, depth: int = DEPTH_MAX) -> tuple[Frame, ...]:
+        """Return the ways to reach a scope. A function that nothing calls has one, which is not certain."""
+        if isinstance(scope, ast.Module):
+            return (Frame(scope, is_certain=scope is self._script),)
+        if id(scope) in self._frames:
+            return self._frames[id(scope)]
+        sites = self._sites.get(id(scope), []) if depth else []
+        self._frames[id(scope)] = ()  # a function that calls itself adds no way
+        frames = list[Frame]()
+        for call, place, has_arguments in sites:
+            is_only = len(self.functions_of(call, place)) == 1 or not has_arguments
+            for caller in self.frames_of(place.scope, depth - 1):
+                frames.append(
+                    Frame(
+                        scope,
+                        (*caller.order, (call.lineno, call.col_offset)),
+                        caller.in_loop or place.in_loop,
+                        caller.is_certain and place.is_certain and is_only,
+                        self.bind(scope, call if has_arguments else None, caller),
+                        caller,
+                    )
+                )
+        unknown = Frame(scope, ((scope.lineno, 0),), is_certain=False, arguments=self.bind(scope, None, None))
+        self._frames[id(scope)] = tuple(frames[:FRAMES_MAX]) or (unknown,)
+        return self._frames[id(scope)]
+
+    def bind(
+        self, function: Function, call: ast.Call | None, caller: Frame | None
+    ) -> dict[str, tuple[ast.expr, Frame | None]]:
+        """Return each parameter with what a call gives it, or with its default."""
+        parameters = function.args
+        names = [argument.arg for argument in (*parameters.posonlyargs, *parameters.args)]
+        defaults = dict(zip(names[len(names) - len(parameters.defaults) :], parameters.defaults, strict=True))
+        for argument, default in zip(parameters.kwonlyargs, parameters.kw_defaults, strict=True):
+            if default is not None:
+                defaults[argument.arg] = default
+        bound: dict[str, tuple[ast.expr, Frame | None]] = {name: (value, None) for name, value in defaults.items()}
+        if call is None:
+            return bound
+        names = names[1:] if names[:1] in (["self"], ["cls"]) else names
+        for name, value in zip(names, call.args, strict=False):
+            if isinstance(value, ast.Starred):
+                break
+            bound[name] = (value, caller)
+        return bound | {keyword.arg: (keyword.value, caller) for keyword in call.keywords if keyword.arg}
+
+    def value_of(self, name: ast.expr, frame: Frame) -> tuple[ast.expr, Frame, bool] | None:
+        """Return what a name or an attribute stands for, in which frame, and whether every run gives it that value.
+
+        In its own scope the assignment before it counts. None where the code does not say it.
+        """
+        text = ast.unparse(name)
+        for scope, way in self._scopes(frame):
+            values = self.values.get(id(scope), {}).get(text, [])
+            if scope is frame.scope:
+                values = [pair for pair in values if pair[0].lineno < name.lineno]
+            if values:
+                value, is_certain = values[-1]
+                return value, way, is_certain or len(values) == 1
+            if text in way.arguments:
+                value, caller = way.arguments[text]
+                return value, caller or Frame(self._module_of(scope)), True
+        return self._attribute(text) if isinstance(name, ast.Attribute) else None
+
+    def _scopes(self, frame: Frame) -> Iterator[tuple[ast.Module | Function, Frame]]:
+        """Yield the scope of a frame and those around it, each with its own frame."""
+        scope, callers = frame.scope, list[Frame]()
+        yield scope, frame
+        while frame.caller is not None:
+            frame = frame.caller
+            callers.append(frame)
+        while id(scope) in self._enclosing:
+            scope = self._enclosing[id(scope)]
+            yield scope, next((caller for caller in callers if caller.scope is scope), Frame(scope))
+
+    def _attribute(self, text: str) -> tuple[ast.expr, Frame, bool] | None:
+        """Return the value of an attribute such as `self.folder`, if the code sets it once."""
+        places = list[tuple[ast.expr, Function]]()
+        for functions in self._functions.values():
+            for function, _ in functions:
+                values = self.values.get(id(function), {}).get(text, [])
+                places += [(value, function) for value, _ in values]
+        if len(places) != 1:
+            return None
+        value, function = places[0]
+        return value, next(iter(self.frames_of(function)), Frame(function)), True
+
+    def _module_of(self, scope: ast.Module | Function) -> ast.Module | Function:
+        while id(scope) in self._enclosing:
+            scope = self._enclosing[id(scope)]
+        return scope
+
+
+def _holds_in_every_run(test: ast.expr) -> bool:
+    parts = test.values if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And) else [test]
+    return all(OF_EVERY_RUN.search(ast.unparse(part)) for part in parts)
+
+
+def _assignments(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
+    """Yield each name that a node sets, with its value; several names of one call have that call.
+
+    A name of a loop has no value of its own: `*` of what the loop runs over.
+    """
+    if isinstance(node, ast.Assign):
+        targets, value = node.targets, node.value
+    elif isinstance(node, ast.AnnAssign | ast.NamedExpr) and node.value is not None:
+        targets, value = [node.target], node.value
+    elif isinstance(node, ast.withitem) and node.optional_vars is not None:
+        targets, value = [node.optional_vars], node.context_expr
+    elif isinstance(node, ast.For | ast.AsyncFor | ast.comprehension):
+        targets, value = [node.target], ast.copy_location(ast.Starred(node.iter, ast.Load()), node.iter)
+    elif isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
+        before = ast.copy_location(ast.Name(node.target.id, ast.Load()), node)
+        targets, value = [node.target], ast.copy_location(ast.BinOp(before, node.op, node.value), node)
+    else:
+        return
+    for target in targets:
+        if isinstance(target, ast.Name | ast.Attribute):
+            yield ast.unparse(target), value
+        elif isinstance(target, ast.Tuple) and isinstance(value, ast.Call | ast.Starred):
+            yield from ((ast.unparse(name), value) for name in target.elts)
+        elif isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
+            yield from zip(map(ast.unparse, target.elts), value.elts, strict=True)
