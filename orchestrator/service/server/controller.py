@@ -23,6 +23,7 @@ from orchestrator.service.server.tally import Figures, Tally
 from orchestrator.service.server.verbs import Change
 from orchestrator.specs.actions import Launch, Stop
 from orchestrator.specs.attempt import Attempt, AttemptStatus, Evidence
+from orchestrator.specs.cluster import describe_unreadable
 from orchestrator.specs.errors import (
     ReadOnlyError,
     ServiceError,
@@ -102,6 +103,7 @@ class Controller:
         self.health.watch(lambda: self._read_only, is_fatal=True)
         self.health.watch(journal.unreadable)
         self.health.watch(self.standstill, is_fatal=True)
+        self.health.watch(lambda: unreadable_problem(self._state))
         self._under_way: tuple[str, str, float] | None = None  # kind, log line and monotonic start of a decision
         self._storage_problem: str | None = None
         self._uncertain: UncertainError | None = None  # the journal may know what this process does not
@@ -506,6 +508,12 @@ def _decide_again(scheduler: Scheduler, tail: Sequence[tuple[Event, str | None]]
         actions = scheduler.step(event)
         if recorded_text not in (None, decisions(actions)):
             raise ServiceError(_DIVERGED.format(event=log_line(event), then=recorded_text, now=decisions(actions)))
+
+
+def unreadable_problem(state: State) -> str | None:
+    """Return text on devices that the driver cannot read; None where it can read all."""
+    places = describe_unreadable(state.nodes)
+    return f"devices cannot be read, and nothing new starts there: {places}" if places else None
 
 
 def _is_unchanged(state: State, event: NodesSeen) -> bool:
