@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from orchestrator.backends.attempts.evidence import CHUNK_BYTES, LOG_TAIL_BYTES, end_of, log_lines
+from orchestrator.backends.attempts.evidence import CHUNK_BYTES, LINE_BYTES_MAX, LOG_TAIL_BYTES, end_of
 from orchestrator.scheduling.failures.classify import classify
 from orchestrator.scheduling.failures.endings import read_exceptions
 from orchestrator.scheduling.failures.signatures import CALM_LINES, LINE_CHARACTERS_MAX, LogScan, is_telling
@@ -20,7 +20,7 @@ from orchestrator.scheduling.reports.morning import help_for
 from orchestrator.service.server.client import Client
 from orchestrator.specs.attempt import Attempt, Evidence, Failure, FailureKind, RankEnd
 from orchestrator.specs.choices import Engine
-from orchestrator.specs.errors import SpecError
+from orchestrator.specs.errors import GIVEN_MAX, SpecError
 from orchestrator.specs.job.sections import Retries
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job
@@ -28,6 +28,7 @@ from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import MemoryEstimate
 
 BINARY_BYTES = 8192  # at the begin of a file, in which text has no NUL
+BLOCK_BYTES = LINE_BYTES_MAX  # that are passed over at once where nothing in them tells
 CASE_LINES = 40  # of a log, at the begin of its last trouble and at its end, that a case has at most
 EXIT_CODE = 1  # where none is given
 PLAIN_NAMES = frozenset(("", "local", "localhost", "root", "user"))  # that tell nobody
@@ -94,6 +95,13 @@ def diagnose(logs: Sequence[Path], exit_code: int | None, oom_kills: int) -> Dia
     Raises SpecError for a file that is no log.
     """
     paths = [_resolve_log(path) for path in logs]
+    try:
+        return _diagnose(logs, paths, exit_code, oom_kills)
+    except OSError as error:  # a file that went away meanwhile, or a disk that fails
+        raise SpecError(f"cannot be read: {error.strerror}", path="LOG", got=str(error.filename or logs[0])) from None
+
+
+def _diagnose(logs: Sequence[Path], paths: Sequence[Path], exit_code: int | None, oom_kills: int) -> Diagnosis:
     code = EXIT_CODE if exit_code is None else exit_code
     ends = tuple(_end_of(path, rank, code) for rank, path in enumerate(paths))
     failure = classify(*_placeholder_attempt(), Evidence(ranks=ends, host_oom_kills=oom_kills))
@@ -196,16 +204,17 @@ def _lines_of_job(client: Client, job_id: str, number: int, rank: int) -> Iterat
 
 def _resolve_log(path: Path) -> Path:
     """Return the resolved path of a log. Raises SpecError where it is no text file."""
-    real = path.expanduser().resolve()
     hint = "give one log for each rank; of a job, `orc show JOB` tells the failure"
-    if not real.is_file():
-        what = "not a file" if real.exists() else "no such file"
-        raise SpecError(what, path="LOG", got=str(path), allowed="logs of ranks", hint=hint)
     try:
+        real = path.expanduser().resolve()
+        if not real.is_file():
+            what = "not a file" if real.exists() else "no such file"
+            raise SpecError(what, path="LOG", got=str(path), allowed="logs of ranks", hint=hint)
         with real.open("rb") as file:
             begin = file.read(BINARY_BYTES)
-    except OSError as error:
-        raise SpecError(f"cannot be read: {error.strerror}", path="LOG", got=str(path), hint=hint) from None
+    except (OSError, RuntimeError) as error:  # a name that is too long, a loop of links, an unknown user's home
+        why = error.strerror if isinstance(error, OSError) else str(error)
+        raise SpecError(f"cannot be read: {why}", path="LOG", got=str(path)[:GIVEN_MAX], hint=hint) from None
     if b"\0" in begin:
         raise SpecError("a binary file, not a log", path="LOG", got=str(path), allowed="text", hint=hint)
     return real
@@ -213,9 +222,31 @@ def _resolve_log(path: Path) -> Path:
 
 def _end_of(path: Path, rank: int, exit_code: int) -> RankEnd:
     scan = LogScan(log=path.name)
-    for offset, line in log_lines(path):
-        scan.feed(line, offset)
+    for offset, block in _blocks(path):
+        if not scan.pass_over(block.decode("utf-8", errors="replace")):
+            for line in block[:-1].split(b"\n"):
+                scan.feed(line[:LINE_BYTES_MAX].decode("utf-8", errors="replace"), offset)
+                offset += len(line) + 1
     return end_of(path, rank, exit_code, scan, scan.findings)
+
+
+def _blocks(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield (offset in bytes, lines) of a log, each line with a line feed; a carriage return ends a line, too.
+
+    A line that is longer than a block is cut off.
+    """
+    with path.open("rb") as log:
+        offset, rest, dropped_bytes = 0, b"", 0
+        while chunk := log.read(BLOCK_BYTES):
+            text = (rest + chunk).replace(b"\r", b"\n")
+            end = text.rfind(b"\n") + 1
+            if end:
+                yield offset, text[:end]
+                offset += end + dropped_bytes
+                dropped_bytes = 0
+            rest = text[end : end + BLOCK_BYTES]
+            dropped_bytes += len(text) - end - len(rest)
+        yield offset, rest + b"\n"
 
 
 def _placeholder_attempt() -> tuple[Job, Attempt]:
