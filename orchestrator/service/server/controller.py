@@ -30,6 +30,7 @@ from orchestrator.specs.errors import (
     SpecError,
     StorageError,
     UncertainError,
+    UnknownError,
     closest,
 )
 from orchestrator.specs.events import (
@@ -268,7 +269,7 @@ class Controller:
     def _to_cancel(self, job_id: str, *, whole_array: bool) -> list[str]:
         job = self.job(job_id)
         if job is None:
-            raise ServiceError(f"there is no job {job_id!r}: `orc queue` lists them")
+            raise UnknownError(f"there is no job {job_id!r}: `orc queue` lists them")
         if not whole_array:
             if job.status.ended:
                 raise ServiceError(f"job {job_id} has ended already: {job.status}. `orc retry {job_id}` runs it again")
@@ -290,7 +291,7 @@ class Controller:
             if node not in names:
                 near = closest(node, names)
                 hint = f"did you mean {near!r}?" if near else "`orc drain` lists them"
-                raise ServiceError(f"there is no node {node!r}: {hint}")
+                raise UnknownError(f"there is no node {node!r}: {hint}")
             is_suspended = any(entry.node == node for entry in state.suspensions)
             if undo == (node in state.drained) or (undo and is_suspended):
                 self._apply([DrainRequested(node=node, undo=undo, at_s=self._clock())])
