@@ -33,6 +33,7 @@ from orchestrator.service.terminal import (
 )
 from orchestrator.service.terminal.command_group import Commands
 from orchestrator.service.terminal.options import SERVER
+from orchestrator.service.terminal.output import clean_streams
 from orchestrator.specs.errors import GIVEN_MAX, IllegalPlan, OrchestratorError, ServiceError, SpecError, error_view
 from orchestrator.specs.plain_text import why_no_text
 
@@ -78,6 +79,11 @@ def before_a_command(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one command; ends the process with its exit code."""
+    with clean_streams():
+        _run(arguments)
+
+
+def _run(arguments: Sequence[str] | None) -> None:
     command_line = sys.argv[1:] if arguments is None else list(arguments)
     try:
         for word in command_line:

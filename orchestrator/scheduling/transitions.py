@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from orchestrator.memory.calibration.calibrate import select_newest
-from orchestrator.scheduling.base.drain import apply_drain
+from orchestrator.scheduling.base.drain import apply_drain, apply_nodes
 from orchestrator.scheduling.base.holds import apply_update, with_hold_reason
 from orchestrator.scheduling.base.job_updates import archive_if_done, with_job
 from orchestrator.scheduling.base.pending import Pending
@@ -61,7 +61,7 @@ def apply(state: State, event: Event) -> tuple[State, tuple[Action, ...]]:
         case DrainRequested():
             return apply_drain(state, event), ()
         case NodesSeen():
-            return replace(state, nodes=event.nodes, declared=event.declared, policy=event.policy), ()
+            return apply_nodes(state, event), ()
         case Started():
             return _apply_started(state, event)
         case PaceReported():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, Any
@@ -346,10 +347,31 @@ class Node:
     launch_cost_s: float = LAUNCH_COST_S  # from a launch to the first training step
     maintenance: tuple[Window, ...] = ()  # when nothing may run on it, earliest first
     rack: str = ""
+    # by device index: why the driver cannot read it, "" where it can; () where it can read all. Such a device has 0
+    # free bytes and takes no new attempt.
+    driver_errors: tuple[str, ...] = ()
 
     @property
     def devices(self) -> int:
         return len(self.free_bytes)
+
+    @property
+    def unreadable(self) -> dict[int, str]:
+        """Return {device index: why the driver cannot read it}."""
+        return {index: error for index, error in enumerate(self.driver_errors) if error}
+
+
+def describe_unreadable(nodes: Iterable[Node], limit: int = 3) -> str:
+    """Return which devices cannot be read, each with the driver's text, `limit` of them at most; "" where all can."""
+    places = []
+    for node in nodes:
+        errors = node.unreadable
+        if len(errors) == node.devices and len(set(errors.values())) == 1:
+            places.append(f"{node.name} ({errors[0]})")
+        else:
+            places += [f"device {index} of {node.name} ({error})" for index, error in errors.items()]
+    more = len(places) - limit
+    return ", ".join(places[:limit]) + (f" and {more} more" if more > 0 else "")
 
 
 def idle_nodes(cluster: ClusterSpec) -> tuple[Node, ...]:

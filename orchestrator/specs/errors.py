@@ -81,6 +81,10 @@ class ServiceError(OrchestratorError):
     """The service cannot be reached or refuses a request; the message says what to do."""
 
 
+class UnknownError(ServiceError):
+    """No such job, attempt, rank, node, user or token exists, or its files were removed."""
+
+
 class StorageError(ServiceError):
     """The journal's disk refused a write. Nothing of this change was stored; a later try may succeed."""
 

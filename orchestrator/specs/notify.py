@@ -21,6 +21,7 @@ class NoticeKind(StrEnum):
     FAILED = "failed"  # a job failed for good, was refused, or asks what only a person can allow
     LATE = "late"  # a job is expected to miss its deadline
     NODE_LOST = "node_lost"  # an attempt lost its node
+    DRIVER = "driver"  # devices of a node cannot be read by the driver
     UNREADABLE = "unreadable"  # rows of the journal cannot be read and stand aside
     REPORT = "report"  # the morning report
 

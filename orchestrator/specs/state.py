@@ -43,6 +43,15 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class UnreadableDevice:
+    """A device that the driver cannot read, and since when, in seconds since 1970."""
+
+    node: str
+    device: int
+    since_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class State:
     """Everything that a scheduler decision reads. It is immutable: each event makes a new one.
 
@@ -64,6 +73,7 @@ class State:
     usage: tuple[Usage, ...] = ()  # by user, sorted
     ends: tuple[UnexplainedEnd, ...] = ()  # unexplained ends of the last day, oldest first
     suspensions: tuple[Suspension, ...] = ()  # including past ones, until an attempt trains there
+    unreadable: tuple[UnreadableDevice, ...] = ()  # also of nodes that went away so, as long as they are declared
     at_s: float = 0.0
 
     def __post_init__(self) -> None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from orchestrator.backends.attempts.nodes import NodeWatch
+from orchestrator.backends.attempts.ports import LiveNode
 from orchestrator.backends.devices.nvml import NvmlDevice, NvmlReading
 from orchestrator.backends.ray.nodes import live_nodes
 from orchestrator.specs.cluster import ClusterSpec, NodeSpec
@@ -99,3 +102,61 @@ def test_an_attempts_device_is_idle_since_it_computed_last_and_as_far_as_nvml_te
     assert idle_for_s(50.0, None, None) == 10.0, "who does not tell is no idler for it"
     watch.occupy(parts)
     assert idle_for_s(60.0, 0, 0) == 0.0, "another attempt"
+
+
+OK, LOST = NvmlDevice(index=0, free_bytes=2**30), NvmlDevice(index=1, error="GPU is lost")
+OK_TOO = NvmlDevice(index=1, free_bytes=2**30)
+
+
+@pytest.mark.parametrize(
+    ("reading", "errors"),
+    [
+        (NvmlReading(devices=(OK, OK_TOO)), ()),
+        (NvmlReading(error="Driver Not Loaded"), ("Driver Not Loaded",) * 2),
+        (NvmlReading(devices=(OK, LOST)), ("", "GPU is lost")),
+        (NvmlReading(devices=(OK,)), ("", "the driver names 1 of 2 devices")),
+        (NvmlReading(), ("the driver names 0 of 2 devices",) * 2),
+        (NvmlReading(error="\x1b]52;c;aGk=\a a\r\n  b\u202e"), ("]52;c;aGk= a b",) * 2),
+        (NvmlReading(error="\x00"), ("unknown",) * 2),
+        (NvmlReading(error="x" * 10**6), ("x" * 200,) * 2),
+        (NvmlReading(devices=(OK, OK_TOO, NvmlDevice(index=2, error="no device of the node"))), ()),
+    ],
+)
+def test_what_cannot_be_read_is_a_fact_of_the_device_also_while_it_is_busy(
+    reading: NvmlReading, errors: tuple[str, ...]
+) -> None:
+    """Every kind of bad reading, then the driver is back. The text is printable, on one line, and bounded."""
+    cluster = spec(node_spec("a", "h100-80gb"))
+    nodes = BreakingNodes(cluster)
+    watch = NodeWatch(cluster, nodes)
+    for parts in ((), [("a", 0), ("a", 1)]):
+        watch.occupy(parts)
+        for nodes.reading in (reading, NvmlReading(devices=(OK, OK_TOO))):
+            watch._probed_at_s.clear()
+            (current,) = watch.refresh()
+            expected = errors if nodes.reading is reading else ()
+            assert current.driver_errors == expected
+            assert [bool(free) for free in current.free_bytes] == [not error for error in expected or ("", "")]
+
+
+def test_a_number_that_differs_at_each_reading_is_no_news_and_another_word_is() -> None:
+    cluster = spec(node_spec("a", "h100-80gb"))
+    nodes = BreakingNodes(cluster)
+    watch, readings = NodeWatch(cluster, nodes), set[Any]()
+    for number in range(5):
+        nodes.reading = NvmlReading(error=f"failed at {number} s, 0x7f{number}")
+        watch._probed_at_s.clear()
+        readings.add(watch.refresh())
+    assert len(readings) == 1
+    nodes.reading = NvmlReading(error="GPU is lost")
+    watch._probed_at_s.clear()
+    assert watch.refresh()[0].driver_errors == ("GPU is lost",) * 2
+
+
+class BreakingNodes(LocalNodes):
+    """Nodes whose driver answers what a test sets."""
+
+    reading = NvmlReading()
+
+    def read_devices(self, _node: LiveNode) -> NvmlReading:
+        return self.reading

@@ -96,6 +96,29 @@ def test_a_lost_device_has_nothing_free_and_hides_no_other(ask: Ask) -> None:
     ]
 
 
+def test_absurd_numbers_of_a_driver_are_no_free_memory(ask: Ask) -> None:
+    """More used than there is makes the fake's free bytes wrap around; and a device of no memory at all."""
+    reading = ask("ok\n1000 2000 0 -\n0 0 0 -\n1000 100 0 -\n")
+    assert [(device["free_bytes"], bool(device["error"])) for device in reading["devices"]] == [
+        (0, True),
+        (0, True),
+        (900 * MIB, False),
+    ]
+
+
+@pytest.mark.parametrize("fault", [UnicodeDecodeError("utf-8", b"\xff", 0, 1, "x"), OSError("no library")])
+@pytest.mark.parametrize("call", ["nvmlInit", "nvmlDeviceGetCount", "nvmlShutdown"])
+def test_no_failure_of_the_driver_is_an_exception(monkeypatch: pytest.MonkeyPatch, call: str, fault: Exception) -> None:
+    def fail() -> None:
+        raise fault
+
+    for name in ("nvmlInit", "nvmlDeviceGetCount", "nvmlShutdown"):
+        monkeypatch.setattr(nvml.pynvml, name, fail if name == call else lambda: 0)
+    reading = nvml.devices()
+    assert (reading.error is None) == (call == "nvmlShutdown")
+    assert nvml.rates(0) is None
+
+
 def test_a_driver_that_does_not_answer_is_data_and_may_come_back(ask: Ask) -> None:
     assert ask("9\n") == {"devices": [], "error": "NVML does not start: Driver Not Loaded"}
     assert len(ask("ok\n1000 0 0 -\n")["devices"]) == 1

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import ray
 
-from orchestrator.backends.ray import connection
+from orchestrator.backends.ray import agent, connection
 from orchestrator.backends.ray import embedded as embedded_ray
 from orchestrator.backends.ray import launchers as ray_launchers
 from orchestrator.specs.actions import Launch, Stop
@@ -141,6 +141,50 @@ def test_devices_are_released_when_nvml_says_so(reader: Reader, embedded: Embedd
         reader.wait(launch, Released, deadline_s=2.0)
     embedded.nvml_state.write_text("ok\n1000 0 0 -\n1000 500 0 -\n")
     assert reader.wait(launch, Released)
+
+
+def test_a_driver_that_breaks_while_a_job_runs_ends_nothing_and_is_told_until_it_is_back(
+    reader: Reader, embedded: Embedded, nvml_library: Path
+) -> None:
+    if not any(nvml_library.iterdir()):
+        pytest.skip("no C compiler: the fake libnvidia-ml.so.1 cannot be built")
+
+    def errors() -> tuple[str, ...]:
+        return next(event for event in reversed(reader.received) if isinstance(event, NodesSeen)).nodes[0].driver_errors
+
+    launch = launch_of("undriven", script("wait"), (NodeDevices(node="gpu", devices=(0,)),))
+    reader.backend.launch(launch)
+    reader.await_start(launch)
+    begun = len(reader.received)
+    for text, expected in (
+        ("9\n", ("NVML does not start: Driver Not Loaded",) * 2),
+        ("ok\n1000 0 0 -\n1000 500 1 -\n", ("", "GPU is lost")),
+        ("ok\n1000 0 0 -\n1000 500 0 -\n", ()),
+    ):
+        embedded.nvml_state.write_text(text)
+        assert until(lambda expected=expected: reader.poll() or errors() == expected, f"{expected}")
+    assert {type(event) for event in reader.received[begun:]} == {NodesSeen}, "the job has not ended"
+    assert len(alive(descendants_of(folder_of(embedded.home, launch), [0]))) == 1
+    reader.backend.stop(Stop(job_id="undriven", number=1, grace_s=0.0))
+    reader.wait(launch, Released)
+
+
+def test_a_driver_that_hangs_is_a_reading_with_an_error_and_leaves_no_process(
+    reader: Reader, embedded: Embedded, nvml_library: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not any(nvml_library.iterdir()):
+        pytest.skip("no C compiler: the fake libnvidia-ml.so.1 cannot be built")
+    assert reader.poll() is None
+    monkeypatch.setattr(agent, "PROBE_TIMEOUT_S", 3.0)
+    node_id = next(node["NodeID"] for node in ray.nodes() if "gpu" in node["Labels"].get("orc-node", ""))
+    embedded.nvml_state.write_text("hang\n")
+    try:
+        reading = agent.Calls().read_devices(node_id, "gpu")
+    finally:
+        pid = int(Path(f"{embedded.nvml_state}.hangs").read_text())
+        embedded.nvml_state.write_text("ok\n1000 0 0 -\n1000 500 0 -\n")
+    assert reading.error == "no answer within 3 s"
+    assert until(lambda: not alive([pid]), "its process has ended")
 
 
 def test_what_a_device_holds_beside_the_allocator_is_measured_by_nvml_and_the_rank_together(

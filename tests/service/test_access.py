@@ -138,7 +138,7 @@ def test_every_change_and_every_refused_change_is_audited(world: World) -> None:
         ("root", f"POST /jobs/hold {job_id} no%20such", 404),
         ("root", f"POST /jobs {job_id}", 200),
         ("root", "POST /tokens eve", 200),
-        ("root", "POST /nodes/no%20such/drain", 409),
+        ("root", "POST /nodes/no%20such/drain", 404),
         ("eve", "POST /jobs", 403),
     ]
     assert rows[-1]["request_id"] == "night-7"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import shutil
 import sys
 import threading
 import time
@@ -243,3 +245,56 @@ def _until(machine: Machine, holds: Callable[[list[dict[str, Any]]], bool]) -> l
 def _user(accounts: Accounts) -> str:
     accounts.set_user("ada", Role.MEMBER)
     return "ada"
+
+
+def damaged(whole: bytes) -> Iterator[tuple[str, bytes]]:
+    """Yield archives that are cut off, empty, another file, and have bytes that were changed at many places."""
+    yield from (("empty", b""), ("another file", b"no archive" * 999), ("SQLite", b"SQLite format 3\0" + b"x" * 999))
+    yield from ((f"cut off at {end}", whole[:end]) for end in range(1, len(whole), len(whole) // 40))
+    yield from ((f"begins at {begin}", whole[begin:]) for begin in (1, 30, 100, len(whole) // 2))
+    headers = [*range(64), *range(len(whole) - 240, len(whole))]
+    for offset in (*headers, *range(64, len(whole) - 240, len(whole) // 150)):
+        bits = 0xFF if offset % 2 else 0x01
+        yield f"byte {offset} ^ {bits}", whole[:offset] + bytes([whole[offset] ^ bits]) + whole[offset + 1 :]
+    zeros = len(whole) // 3
+    yield "zeros amid", whole[:zeros] + b"\0" * 512 + whole[zeros + 512 :]
+
+
+def test_a_damaged_archive_is_one_error_or_restores_the_whole_and_nothing_is_left(world: World, tmp_path: Path) -> None:
+    """Changed bytes may matter to nobody, such as a time in a header: what is restored is then the whole."""
+    busy(world)
+    archive = tmp_path / "a.orc"
+    back_up(world.home, archive)
+    whole, home, refused = archive.read_bytes(), tmp_path / "new", 0
+    state = read_state(str(world.home / JOURNAL))
+    for name, content in damaged(whole):
+        archive.write_bytes(content)
+        with contextlib.suppress(SpecError):
+            restore(archive, home)
+        refused += not home.exists()
+        if home.exists():
+            assert read_state(str(home / JOURNAL)) == state, name
+            shutil.rmtree(home)
+        assert {*tmp_path.iterdir()} == {archive, world.home}, name
+    assert refused > 200
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+def test_an_archive_of_another_compression_with_changed_bytes_is_one_error(
+    world: World, tmp_path: Path, method: int
+) -> None:
+    archive, other = tmp_path / "a.orc", tmp_path / "b.orc"
+    back_up(world.home, archive)
+    with zipfile.ZipFile(archive) as source, zipfile.ZipFile(other, "w", method) as target:
+        for name in source.namelist():
+            target.writestr(name, source.read(name))
+    whole = other.read_bytes()
+    for offset in range(40, len(whole) - 300, len(whole) // 40):
+        other.write_bytes(whole[:offset] + bytes([whole[offset] ^ 0xFF]) + whole[offset + 1 :])
+        with pytest.raises(SpecError, match="not a whole backup"):
+            restore(other, tmp_path / "new")
+
+
+def test_what_is_no_file_is_no_backup(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match="not a whole backup"):
+        restore(tmp_path, tmp_path / "new")

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import random
 import re
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from orchestrator.scheduling.failures.signatures import CALM_LINES, read_log
+from orchestrator.backends.attempts import left_files
+from orchestrator.backends.attempts.evidence import end_of
+from orchestrator.scheduling.failures.signatures import CALM_LINES, LogScan, read_log
+from orchestrator.service.commands import diagnose as work
 from orchestrator.service.commands.diagnose import diagnose, redact, shorten
 from orchestrator.specs.errors import SpecError
 from tests.scheduling.corpus import REPORTED, names
@@ -83,6 +89,102 @@ def test_what_is_no_log_is_one_error(tmp_path: Path, content: object) -> None:
     with pytest.raises(SpecError) as error:
         diagnose([path], None, 0)
     assert str(path) in str(error.value)
+
+
+def test_a_name_that_leads_to_no_log_is_one_error(tmp_path: Path) -> None:
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    os.mkfifo(tmp_path / "pipe")
+    for path in (loop, tmp_path / "pipe", tmp_path / ("x" * 5000), Path("~nobody-of-that-name/log"), Path("/dev/zero")):
+        with pytest.raises(SpecError, match="LOG"):
+            diagnose([path], None, 0)
+
+
+ODD_LOGS = {
+    "carriage returns": b"\r" * 20_000_000,
+    "line feeds": b"\n" * 20_000_000,
+    "short lines": b"\rstep 1/2 " * 4_000_000,
+    "after a complaint": f"{OOM}\n".encode() + b"\r\n" * 10_000_000,
+    "after a frame of another rank": b'[rank1]:   File "a.py", line 1, in f\n' + b"\r" * 20_000_000,
+    "one line": b"x" * 100_000_000,
+    "NULs": b"step 1\n" * 2000 + b"\0" * 50_000_000,
+    "bytes that are no text": b"\xff\xfe\xc0" * 10_000_000,
+    "nothing": b"",
+}
+
+
+@pytest.mark.parametrize("name", ODD_LOGS)
+def test_an_odd_log_is_diagnosed_in_two_seconds(tmp_path: Path, name: str) -> None:
+    path = write(tmp_path / "log", ODD_LOGS[name])
+    begun_s = time.process_time()
+    diagnosis = diagnose([path], None, 0)
+    assert time.process_time() - begun_s <= 2.0
+    assert (diagnosis.kind, len(diagnosis.line) <= 800) == ("startup", True)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_lines_that_are_passed_over_change_no_diagnosis(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """Reported failures, each line on its own, amid ordinary lines, and blocks of several sizes."""
+    draw = random.Random(seed)
+    parts = [draw.choice(REPORTED)["text"] for _ in range(draw.randint(1, 4))]
+    for place in range(len(parts), -1, -1):
+        fillers = ("step 1\n", "\r", "\r\n", "", "Requested : 2.00 GiB\n", "    source = 1\n")
+        parts.insert(place, "\n" + draw.choice(fillers) * draw.choice((1, 3, CALM_LINES, CALM_LINES + 5, 2000)))
+    path = write(tmp_path / "log", "".join(map(str, parts)))
+    scan = LogScan(log=path.name)
+    for offset, line in left_files.log_lines(path):
+        scan.feed(line, offset)
+    expected = end_of(path, 0, 1, scan, scan.findings)
+    for block_bytes in (2000, 5000, 16384):
+        monkeypatch.setattr(left_files, "BLOCK_BYTES", block_bytes)
+        assert work._end_of(path, 0, 1) == expected
+
+
+FOLLOWED = """step 1
+[rank1]: Traceback (most recent call last):
+[rank1]:   File "a.py", line 1, in f
+[rank1]:     x = source
+step 2
+Traceback (most recent call last):
+  File "b.py", line 2, in g
+    y = source
+torch.OutOfMemoryError: Allocation on device
+    Currently allocated     : 6.89 GiB
+    Requested               : 2.00 GiB
+    Device limit            : 23.69 GiB
+[rank1]:     z = source
+[rank1]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.00 GiB
+RuntimeError: CUDA out of memory. Tried to allocate 2.00 GiB
+    Requested               : 2.00 GiB
+RuntimeError: CUDA error: out of memory
+  at
+    return tensor.pin_memory()
+"""
+
+
+OF_A_RANK = """[rank1]:   File "a.py", line 1, in f
+step 2
+[rank1]:     z = source
+[rank1]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.00 GiB
+"""
+TOO_LATE = "RuntimeError: CUDA error: out of memory\n" + "step\n" * 5 + "    return tensor.pin_memory()\n"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [FOLLOWED, OF_A_RANK, TOO_LATE, *(f"{entry['text']}" for entry in REPORTED)],
+    ids=["all", "rank", "late", *names()],
+)
+def test_a_line_that_is_passed_over_by_itself_is_no_part_of_any_complaint(text: str) -> None:
+    """The smallest blocks: each line that may be passed over alone is."""
+    fed, scan = LogScan(), LogScan()
+    for offset, line in enumerate(text.splitlines()):
+        fed.feed(line, offset)
+        if not scan.pass_over(f"{line}\n"):
+            scan.feed(line, offset)
+    assert (scan.findings, scan.root_rank) == (fed.findings, fed.root_rank)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from orchestrator.service.server.join_token import FILE, parts_of
 from orchestrator.service.server.members import Machine, Members, check_alike, machine
 from orchestrator.specs.access import Role
 from orchestrator.specs.cluster import ClusterSpec, NodeSpec
-from orchestrator.specs.errors import ServiceError, SpecError
+from orchestrator.specs.errors import ServiceError, SpecError, UnknownError
 from orchestrator.specs.parse import parse_cluster
 from tests.service.services import service_of
 from tests.service.worlds import World
@@ -53,7 +53,10 @@ def test_a_member_is_declared_at_once_and_after_a_restart_until_it_leaves(tmp_pa
         joined.members.remove("a")
     joined.live = {}
     joined.members.remove("a")
-    joined.members.remove("a")
+    joined.members.add(node("b"), "10.0.0.3")
+    with pytest.raises(UnknownError, match=r"no machine 'a' has joined; those that have: b"):
+        joined.members.remove("a")
+    joined.members.remove("b")
     assert names(kept_cluster(tmp_path)) == names(joined.told[-1]) == ["virtual"]
 
 

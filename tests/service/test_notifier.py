@@ -25,8 +25,10 @@ from orchestrator.service.server.lifecycle import start, stop
 from orchestrator.service.server.notifier import Notifier
 from orchestrator.specs.access import Role
 from orchestrator.specs.errors import SpecError
+from orchestrator.specs.events import NodesSeen
 from orchestrator.specs.notify import NotifySpec
 from orchestrator.specs.parse import parse_job
+from orchestrator.specs.replace import replace
 from tests.backends.ray_jobs import until
 from tests.backends.test_notify import PRIVATE_PATH, SECRET, Hook
 from tests.service.worlds import JOB, World
@@ -114,6 +116,32 @@ def test_rows_that_cannot_be_read_are_told_once(tmp_path: Path) -> None:
         watched.journal.set_aside.put("jobs", 1, "{", "no JSON")
         expected = [("unreadable", "The journal has unreadable rows")]
         assert [watched.pending_notices(), watched.pending_notices()] == [expected, expected]
+
+
+def test_a_driver_that_breaks_is_told_once_each_time_it_breaks(tmp_path: Path) -> None:
+    def see(at_s: float, *errors: str) -> None:
+        watched.now_s = at_s
+        (node,) = watched.controller.state.declared
+        free_bytes = tuple(0 if error else node.device.memory for error in errors)
+        node = replace(node, free_bytes=free_bytes, driver_errors=errors)
+        event = NodesSeen(nodes=(node,), declared=watched.controller.state.declared, at_s=at_s)
+        watched.controller._apply([event])
+
+    with closing((watched := Watched(tmp_path, SEVEN_S)).journal):
+        see(SEVEN_S, "GPU is lost", "GPU is lost")
+        assert watched.pending_kinds_at(SEVEN_S + 20) == [], "one reading that failed is no news"
+        assert watched.pending_notices() == []
+        first = ("driver", "virtual has devices that cannot be read")
+        for later_s in (30, 50, 1000):
+            see(SEVEN_S + later_s, "GPU is lost", f"failed at {later_s}")
+            assert watched.pending_notices() == [first]
+        see(SEVEN_S + 2000, "", "")
+        assert watched.pending_notices() == [first], "that it is back is told by nothing"
+        see(SEVEN_S + 3000, "", "GPU is lost")
+        watched.now_s += 30
+        assert watched.pending_notices() == [first, first]
+        (_, message), _ = watched.journal.notices.pending("hook", 99)
+        assert "device 0 of virtual (GPU is lost)" in message.text
 
 
 def test_a_target_is_tried_by_an_operator_and_its_problem_is_told_without_its_url(tmp_path: Path, hook: Hook) -> None:

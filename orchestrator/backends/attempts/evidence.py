@@ -18,10 +18,11 @@ from pydantic import TypeAdapter
 from orchestrator.backends.attempts.durable import read_json, write_durably
 from orchestrator.backends.attempts.launch_request import started_ranks
 from orchestrator.backends.attempts.left_files import (
+    LINE_BYTES_MAX,
     Problems,
     Report,
     Reports,
-    log_lines,
+    log_blocks,
     log_tail,
     read_exit_code,
     read_reports,
@@ -242,9 +243,18 @@ def scan_log(spec: JobSpec, path: Path) -> LogScan:
     """Return the analysis of a whole log, read in chunks; empty where there is no log."""
     markers = {Phase(phase): pattern for phase, pattern in spec.phases}
     scan = LogScan(log=path.name, command=spec.command or (), markers=markers)
-    for offset, line in log_lines(path):
-        scan.feed(line, offset)
+    feed_log(scan, path)
     return scan
+
+
+def feed_log(scan: LogScan, path: Path) -> None:
+    """Feed a whole log to its analysis: ordinary lines block by block, others one by one."""
+    for offset, block in log_blocks(path):
+        if scan.pass_over(block.decode("utf-8", errors="replace")):
+            continue
+        for line in block[:-1].split(b"\n"):
+            scan.feed(line[:LINE_BYTES_MAX].decode("utf-8", errors="replace"), offset)
+            offset += len(line) + 1
 
 
 def _with_workers(

@@ -18,6 +18,8 @@ from orchestrator.specs.run import AttemptFolder
 
 LOG_TAIL_BYTES = 64 * 1024
 CHUNK_BYTES = 2**20
+BLOCK_BYTES = 16 * 1024  # of a log that are passed over at once where nothing in them tells
+LOG_BYTES_MAX, LOG_HEAD_BYTES = 2**28, 2**26  # of a log that are read, and of its beginning
 LINE_BYTES_MAX = 16 * 1024  # of a line that are read: no cause stands further from its beginning
 EXIT_CODE_BYTES_MAX = 32
 EXIT_CODE_MAX = 2**31
@@ -92,20 +94,36 @@ def read_exit_code(folder: AttemptFolder, rank: int) -> int | None:
 
 
 def log_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield (byte offset, line) of a log. A carriage return ends a line too, as progress bars write only these."""
+    """Yield (byte offset, line) of a log, each line cut at LINE_BYTES_MAX; nothing where there is none."""
+    for offset, block in log_blocks(path):
+        for line in block[:-1].split(b"\n"):
+            yield offset, line[:LINE_BYTES_MAX].decode("utf-8", errors="replace")
+            offset += len(line) + 1
+
+
+def log_blocks(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield (byte offset, whole lines) of a log; nothing where there is none.
+
+    A carriage return ends a line, too, as progress bars write only these. A line longer than a block is cut off.
+    Of a log above LOG_BYTES_MAX the middle is left out: its beginning and its end tell the cause.
+    """
     try:
         with open_left(path) as log:
-            begin, rest, dropped = 0, b"", 0
-            while chunk := log.read(CHUNK_BYTES):
-                *whole, rest = (rest + chunk).replace(b"\r", b"\n").split(b"\n")
-                for line in whole:
-                    yield begin, line[:LINE_BYTES_MAX].decode("utf-8", errors="replace")
-                    begin += len(line) + 1 + dropped
-                    dropped = 0
-                if len(rest) > CHUNK_BYTES:  # a line without end
-                    dropped += len(rest) - LINE_BYTES_MAX
-                    rest = rest[:LINE_BYTES_MAX]
-            yield begin, rest[:LINE_BYTES_MAX].decode("utf-8", errors="replace")
+            size = os.fstat(log.fileno()).st_size
+            offset, rest, dropped_bytes = 0, b"", 0
+            while chunk := log.read(BLOCK_BYTES):
+                text = (rest + chunk).replace(b"\r", b"\n")
+                end = text.rfind(b"\n") + 1
+                if end:
+                    yield offset, text[:end]
+                    offset += end + dropped_bytes
+                    dropped_bytes = 0
+                rest = text[end : end + BLOCK_BYTES]
+                dropped_bytes += len(text) - end - len(rest)
+                if log.tell() >= LOG_HEAD_BYTES and size - log.tell() > LOG_BYTES_MAX - LOG_HEAD_BYTES:
+                    offset, rest, dropped_bytes = size - (LOG_BYTES_MAX - LOG_HEAD_BYTES), b"", 0
+                    log.seek(offset)
+            yield offset, rest + b"\n"
     except OSError:
         return
 

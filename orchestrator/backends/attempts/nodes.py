@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import threading
 import time
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from orchestrator.specs.cluster import ClusterSpec, DeviceKind, Node
 PROBE_EVERY_S = 5.0
 ROUNDING_BYTES = 64 * 2**20  # free memory is reported in these steps
 JITTER_BYTES = 256 * 2**20  # a smaller change on an idle device is not reported
+ERROR_CHARACTERS_MAX = 200  # of the driver's text
 RELEASE_TIMEOUT_S = 60.0
 RELEASE_POLL_S = 0.5
 
@@ -26,6 +28,27 @@ def debounced_bytes(told_bytes: int | None, read_bytes: int) -> int:
     if told_bytes is not None and abs(told_bytes - read_bytes) <= JITTER_BYTES and read_bytes >= ROUNDING_BYTES:
         return told_bytes
     return read_bytes // ROUNDING_BYTES * ROUNDING_BYTES
+
+
+def _driver_errors(reading: NvmlReading, devices: int) -> tuple[str, ...]:
+    """Return why each of a node's devices cannot be read, "" where it can."""
+    missing = f"the driver names {len(reading.devices)} of {devices} devices"
+    errors = [reading.error or missing] * devices
+    for device in reading.devices:
+        if device.index < devices:
+            errors[device.index] = device.error or ""
+    return tuple(_clean(error) for error in errors)
+
+
+def _is_same(old: str, new: str) -> bool:
+    """Return whether two errors differ in words with digits at most, such as addresses and times."""
+    return re.sub(r"\w*\d\w*", "0", old) == re.sub(r"\w*\d\w*", "0", new)
+
+
+def _clean(error: str) -> str:
+    """Return the driver's text on one line, printable and bounded; a word where an error has no printable text."""
+    text = "".join(character if character.isprintable() else " " for character in error)
+    return " ".join(text.split())[:ERROR_CHARACTERS_MAX] or ("unknown" if error else "")
 
 
 @dataclass(slots=True)
@@ -43,6 +66,7 @@ class NodeWatch:
     # (node, device) -> when its attempt last computed there, and when NVML last answered
     _use: dict[tuple[str, int], tuple[float, float]] = field(default_factory=dict)
     _probed_at_s: dict[str, float] = field(default_factory=dict)
+    _errors: dict[str, tuple[str, ...]] = field(default_factory=dict)  # by node: of each device, as Node.driver_errors
 
     def set_cluster(self, cluster: ClusterSpec) -> None:
         """Use another cluster description, and pass it to the node source."""
@@ -130,42 +154,57 @@ class NodeWatch:
         return node is not None and node.launch.device.kind is DeviceKind.CUDA
 
     def _probe(self, node: LiveNode) -> None:
-        self.see(node, self.source.read_devices(node), time.monotonic())
+        began_s = time.monotonic()
+        reading = self.source.read_devices(node)
+        now_s = time.monotonic()
+        # a driver that hangs holds up the readings of all nodes: a third of the time at most goes to it
+        self.see(node, reading, now_s + 2 * (now_s - began_s))
 
     def see(self, node: LiveNode, reading: NvmlReading, now_s: float) -> None:
         """Record an NVML reading of a node's devices."""
-        name = node.launch.name
-        read = {device.index: device.free_bytes for device in reading.devices}
-        if reading.error:
-            log.warning("node %s: %s", name, reading.error)
+        name, devices = node.launch.name, node.launch.devices
+        errors = _driver_errors(reading, devices)
         with self._lock:
             self._probed_at_s[name] = now_s
+            errors = self._errors[name] = self._keep_first(name, errors)
             for device in reading.devices:
                 part = (name, device.index)
                 if device.busy_percent:
                     self._use[part] = (now_s, now_s)
                 elif part in self._use and device.busy_percent is not None:
                     self._use[part] = (self._use[part][0], now_s)
-                if not device.error and self._busy.get(part, 0) <= 0:
+                is_idle = self._busy.get(part, 0) <= 0
+                if device.index < devices and not errors[device.index] and is_idle:
                     self._idle_free[part] = device.free_bytes
-            for index in range(node.launch.devices):
-                if self._busy.get((name, index), 0) <= 0:
-                    free = debounced_bytes(self._free.get((name, index)), read.get(index, 0))
-                    self._free[name, index] = min(free, node.launch.device.memory)
+                    free = debounced_bytes(self._free.get(part), device.free_bytes)
+                    self._free[part] = min(free, node.launch.device.memory)
+
+    def _keep_first(self, name: str, errors: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the errors, each as it was before where only numbers in it differ: that is no news."""
+        before = self._errors.get(name, ())
+        if len(before) == len(errors):
+            errors = tuple(old if _is_same(old, new) else new for old, new in zip(before, errors, strict=True))
+        if errors != before and any((*errors, *before)):
+            text = "; ".join(dict.fromkeys(filter(None, errors)))
+            log.warning("node %s %s", name, f"cannot be read: {text}" if text else "can be read again")
+        return errors
 
     def _node(self, node: LiveNode) -> Node:
         launch = node.launch
-        with self._lock:
-            free = tuple(
-                launch.device.memory
-                if launch.device.kind is DeviceKind.VIRTUAL
-                else self._free.get((launch.name, index), 0)
-                for index in range(launch.devices)
-            )
+        free = [launch.device.memory] * launch.devices
+        errors: tuple[str, ...] = ()
+        if launch.device.kind is DeviceKind.CUDA:
+            with self._lock:
+                read = self._errors.get(launch.name, ())
+                errors = read if any(read) else ()
+                for index in range(launch.devices):
+                    readable = not (errors and errors[index])
+                    free[index] = self._free.get((launch.name, index), 0) if readable else 0
         return Node(
             name=launch.name,
             device=launch.device,
-            free_bytes=free,
+            free_bytes=tuple(free),
+            driver_errors=errors,
             host_free_bytes=node.host_memory_bytes,
             network_bandwidth=self.cluster.network_bandwidth,
             launch_cost_s=self.cluster.launch_cost,

@@ -14,6 +14,9 @@ import pynvml
 # Per lane and direction, as copies reach it: 12, 25 and 55 GB/s of 16 lanes (specs/devices.py), doubled per generation.
 PCIE_LANE_BYTES_S = {1: 0.19e9, 2: 0.38e9, 3: 0.75e9, 4: 1.5625e9, 5: 3.4375e9, 6: 6.875e9}
 
+# What a driver's failures raise: its codes, text that is no UTF-8, and a library that cannot be loaded.
+FAULTS = (pynvml.NVMLError, ValueError, OSError)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NvmlProcess:
@@ -51,14 +54,14 @@ def devices() -> NvmlReading:
     """Return the current reading of all devices. Never raises; 45 us per call and device, measured without a GPU."""
     try:
         pynvml.nvmlInit()
-    except pynvml.NVMLError as error:
+    except FAULTS as error:
         return NvmlReading(error=f"NVML does not start: {error}")
     try:
         return NvmlReading(devices=tuple(_device(index) for index in range(pynvml.nvmlDeviceGetCount())))
-    except pynvml.NVMLError as error:
+    except FAULTS as error:
         return NvmlReading(error=f"NVML does not answer: {error}")
     finally:
-        pynvml.nvmlShutdown()
+        _query(pynvml.nvmlShutdown)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,14 +81,14 @@ def rates(index: int) -> NvmlRates | None:
     """Return the rates of the device with this index; None where it cannot be read. Never raises."""
     try:
         pynvml.nvmlInit()
-    except pynvml.NVMLError:
+    except FAULTS:
         return None
     try:
         return _rates(pynvml.nvmlDeviceGetHandleByIndex(index))
-    except pynvml.NVMLError:
+    except FAULTS:
         return None
     finally:
-        pynvml.nvmlShutdown()
+        _query(pynvml.nvmlShutdown)
 
 
 def _rates(handle: object) -> NvmlRates:
@@ -110,7 +113,7 @@ def _query(ask: Callable[..., Any], *arguments: object) -> Any:
     """Return the driver's answer; None where it has none."""
     try:
         return ask(*arguments)
-    except pynvml.NVMLError:
+    except FAULTS:
         return None
 
 
@@ -133,6 +136,8 @@ def _device(index: int) -> NvmlDevice:
     try:
         handle = pynvml.nvmlDeviceGetHandleByIndex(index)
         memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+        if not 0 <= memory.free <= memory.total or not 0 <= memory.used <= memory.total or not memory.total:
+            return NvmlDevice(index=index, error="the driver reports more memory free or used than there is")
         name = pynvml.nvmlDeviceGetName(handle)
         return NvmlDevice(
             index=index,
@@ -145,7 +150,7 @@ def _device(index: int) -> NvmlDevice:
             busy_percent=_busy_percent(handle),
             processes=_processes(handle),
         )
-    except pynvml.NVMLError as error:
+    except FAULTS as error:
         return NvmlDevice(index=index, error=str(error))
 
 
@@ -155,15 +160,10 @@ def _watts(ask: Callable[..., Any], handle: object) -> float | None:
 
 
 def _busy_percent(handle: object) -> int | None:
-    try:
-        return int(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu)
-    except pynvml.NVMLError:  # as of a device in MIG mode, whose memory can be read
-        return None
+    use = _query(pynvml.nvmlDeviceGetUtilizationRates, handle)  # none of a device in MIG mode, whose memory can be read
+    return None if use is None else int(use.gpu)
 
 
 def _processes(handle: object) -> tuple[NvmlProcess, ...]:
-    try:
-        running = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
-    except pynvml.NVMLError_NotSupported:
-        return ()
+    running = _query(pynvml.nvmlDeviceGetComputeRunningProcesses, handle) or ()
     return tuple(NvmlProcess(pid=process.pid, used_bytes=process.usedGpuMemory) for process in running)

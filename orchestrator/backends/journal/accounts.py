@@ -14,7 +14,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from orchestrator.specs.access import Principal, Role
-from orchestrator.specs.errors import ServiceError
+from orchestrator.specs.errors import ServiceError, UnknownError
 
 PREFIX = "orc_"
 SECRET_BYTES = 32
@@ -213,7 +213,7 @@ class Accounts:
         alive = sa.and_(_tokens.c.id == number, _tokens.c.revoked_at.is_(None))
         with self._transaction() as connection:
             if not connection.execute(_tokens.update().where(alive).values(revoked_at=self._clock())).rowcount:
-                raise ServiceError(f"there is no live token {number}. `orc token list` shows them")
+                raise UnknownError(f"there is no live token {number}. `orc token list` shows them")
         self._principals.clear()
 
     def tokens(self) -> Sequence[Token]:
@@ -277,4 +277,4 @@ def _token(row: sa.Row[tuple[object, ...]]) -> Token:
 
 
 def _unknown_user(name: str) -> ServiceError:
-    return ServiceError(f"there is no user {name!r}. `orc user list` shows them")
+    return UnknownError(f"there is no user {name!r}. `orc user list` shows them")

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from orchestrator.backends.attempts.durable import Fence
@@ -55,6 +55,9 @@ class Calls:
         reference = task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)).remote()
         try:
             return ray.get(reference, timeout=PROBE_TIMEOUT_S)
+        except GetTimeoutError:
+            ray.cancel(reference, force=True)  # else each probe of a driver that hangs leaves one more process
+            return nvml.NvmlReading(error=f"no answer within {PROBE_TIMEOUT_S:.0f} s")
         except RayError as error:
             return nvml.NvmlReading(error=f"node {name} does not answer: {type(error).__name__}")
 

@@ -6,9 +6,9 @@ from math import inf
 
 from orchestrator.scheduling.base.migration import MOVE_GRACE_S
 from orchestrator.specs.cluster import Node, Window
-from orchestrator.specs.events import DrainRequested
+from orchestrator.specs.events import DrainRequested, NodesSeen
 from orchestrator.specs.replace import replace
-from orchestrator.specs.state import State
+from orchestrator.specs.state import State, UnreadableDevice
 from orchestrator.specs.suspension import Suspension
 
 ALWAYS: tuple[Window, ...] = ((-inf, inf),)
@@ -42,8 +42,30 @@ def closures(state: State) -> dict[str, tuple[Window, ...]]:
 
 
 def suspended_devices(state: State) -> dict[tuple[str, int], float]:
-    """Return the end of the suspension of each suspended device, by (node, index), in seconds since 1970."""
-    return {(entry.node, entry.device): entry.until_s for entry in suspensions(state) if entry.device is not None}
+    """Return until when each closed device takes no new attempt, by (node, index), in seconds since 1970.
+
+    A device that the driver cannot read is closed for ever: no time is known at which it can be read again.
+    """
+    suspended = {(entry.node, entry.device): entry.until_s for entry in suspensions(state) if entry.device is not None}
+    for node in state.nodes:
+        suspended |= {(node.name, index): inf for index in node.unreadable}
+    return suspended
+
+
+def apply_nodes(state: State, event: NodesSeen) -> State:
+    """Return the state with these nodes. A device counts as unreadable until a reading of its node shows otherwise."""
+    alive = {node.name: node for node in event.nodes}
+    declared = {node.name for node in event.declared}
+    since_s = {(entry.node, entry.device): entry.since_s for entry in state.unreadable}
+    # those of a node that went away stay: it may come back as it was, and that is no news
+    entries = {place: time_s for place, time_s in since_s.items() if place[0] in declared - set(alive)}
+    for node in event.nodes:
+        for index in node.unreadable:
+            entries[node.name, index] = since_s.get((node.name, index), event.at_s)
+    unreadable = tuple(
+        UnreadableDevice(node=name, device=index, since_s=time_s) for (name, index), time_s in sorted(entries.items())
+    )
+    return replace(state, nodes=event.nodes, declared=event.declared, policy=event.policy, unreadable=unreadable)
 
 
 def suspensions(state: State) -> list[Suspension]:

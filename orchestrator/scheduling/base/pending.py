@@ -24,6 +24,7 @@ class Pending(StrEnum):
     CLUSTER_UNSEEN = "cluster_unseen", "waiting for the cluster to be seen"
     ARRAY_LIMIT = "array_limit", "waits for others of the array"
     FOREIGN_MEMORY = "foreign_memory", "waits for memory that other processes hold"
+    UNREADABLE = "unreadable", "waits for devices that cannot be read"  # by the driver
     NODES_AWAY = "nodes_away", "to come back"
     DRAIN = "drain", "nothing new"
     MAINTENANCE = "maintenance", "it would not end before the maintenance of"

@@ -116,7 +116,9 @@ class AvailabilityProfile:
     # what changes
 
     def update_nodes(self, nodes: Sequence[Node]) -> None:
-        """Update the free bytes of the same nodes."""
+        """Update the free bytes of the same nodes, and which devices the driver cannot read: those are closed."""
+        self.unreadable_nodes = [node for node in nodes if node.unreadable]
+        self.unreadable = {(node.name, device) for node in self.unreadable_nodes for device in node.unreadable}
         self._free_bytes = [node.free_bytes for node in nodes]
         self._least_free_bytes = min(min(free_bytes) for free_bytes in self._free_bytes)
         self._room_bytes = None
@@ -227,7 +229,8 @@ class AvailabilityProfile:
             self._free_bytes[number] = tuple(
                 memory if device in part.devices else free for device, free in enumerate(free_bytes[number])
             )
-            self.vacate(part.node, part.devices)
+            # an attempt that stops on a device that the driver cannot read leaves it closed
+            self.vacate(part.node, [device for device in part.devices if (part.node, device) not in self.unreadable])
         placement = self.place(shape, end_s, least_bytes)
         self._free_bytes = free_bytes
         for part in attempt_placement:
@@ -286,9 +289,14 @@ class AvailabilityProfile:
         ]
 
     def held_until_s(self, devices: float) -> float:
-        """Return when running attempts occupy at most this many devices."""
-        others = len(self._ends_s) - max(0, int(devices))
+        """Return when running attempts occupy at most this many of the devices that can be read."""
+        others = len(self._ends_s) - self.idle_unreadable - max(0, int(devices))
         return self._ends_s[others - 1] if others > 0 else -inf
+
+    @property
+    def idle_unreadable(self) -> int:
+        """Number of devices that the driver cannot read and no attempt holds."""
+        return sum([self._until_s[self.numbers[name]][device] == inf for name, device in self.unreadable])
 
     # how it is kept
 

@@ -13,6 +13,7 @@ from orchestrator.scheduling.reports.cost import prices, sum_spent
 from orchestrator.scheduling.reports.deadlines import late
 from orchestrator.scheduling.reports.sweep import SweepReport
 from orchestrator.specs.attempt import Attempt, AttemptStatus, Failure, FailureKind
+from orchestrator.specs.cluster import describe_unreadable
 from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.settings import in_short
 from orchestrator.specs.state import State
@@ -299,6 +300,8 @@ def _to_do(
     for entry in suspensions(state):
         trust = f"`orc drain {entry.node} --undo` trusts it again"
         yield f"{entry.place} takes nothing new for now ({entry.reason}): look at it; {trust}"
+    if places := describe_unreadable(state.nodes):
+        yield f"the driver cannot read {places}: nothing new starts there; look at `nvidia-smi` there"
     for node in state.drained:
         yield f"{node} is drained: `orc drain {node} --undo` lets it accept jobs again"
 

@@ -33,7 +33,7 @@ from orchestrator.scheduling.scheduling_pass.decide import (
 )
 from orchestrator.scheduling.scheduling_pass.quotas import held_by_teams
 from orchestrator.specs.clock import local_text
-from orchestrator.specs.cluster import Window
+from orchestrator.specs.cluster import Window, describe_unreadable
 from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.jobs import Jobs
 from orchestrator.specs.replace import replace
@@ -97,7 +97,7 @@ class Waits:
                 (node.name, device)
                 for node in pool.group.nodes
                 for device in range(node.devices)
-                if (node.name, device) not in self._holders
+                if (node.name, device) not in self._holders and device not in node.unreadable
             ]
             for pool in self._index.pools
         ]
@@ -234,7 +234,11 @@ class Waits:
             for pool, free in zip(self._index.pools, self._free, strict=True)
             if free and isinstance(menus.get(id(pool)), Infeasible)
         ]
-        return needed + (f" ({' and '.join(small)} are free, but no plan of it fits there)" if small else "")
+        needed += f" ({' and '.join(small)} are free, but no plan of it fits there)" if small else ""
+        unreadable = describe_unreadable(
+            node for pool in {id(offer.pool): offer.pool for offer in offers}.values() for node in pool.unreadable_nodes
+        )
+        return f"{needed}; cannot be read: {unreadable}" if unreadable else needed
 
     def _sentence(self, job: Job, blocked: Blocked) -> str:
         begin = _are_free(blocked)

@@ -30,6 +30,7 @@ from orchestrator.scheduling.queue.demand import headroom_available_from_s
 from orchestrator.scheduling.queue.wait_queue import OptionsByProfile, Waiting
 from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
 from orchestrator.specs.attempt import Placement
+from orchestrator.specs.cluster import describe_unreadable
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.state import Reservation, State
@@ -338,10 +339,12 @@ def _reserve_later(job: Job, later: _FutureSlot, now_s: float) -> Wait:
 
 
 def _why_waits(pool: AvailabilityProfile, entry: SizeOption, spec: JobSpec, now_s: float) -> str:
-    """Return whether the job waits for devices, or only for nodes that are closed or will close before its end.
+    """Return whether the job waits for devices, or only for unreadable ones or nodes that are closed or will close.
 
     The sentence stays while the state changes; `reports/waiting.py` has numbers, names and times.
     """
+    if pool.unreadable and pool.idle < entry.devices <= pool.idle + pool.idle_unreadable:
+        return f"{Pending.UNREADABLE.phrase}: {describe_unreadable(pool.unreadable_nodes)}"
     closed = pool.closed_before(now_s + entry.seconds)
     if not closed or not pool.idle - sum(idle for _, _, idle in closed) < entry.devices <= pool.idle:
         return Pending.DEVICES.phrase

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import lzma
 import os
+import struct
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -35,6 +38,11 @@ MANIFEST, JOURNAL, CLUSTER = "manifest.json", "journal.sqlite", "cluster.yaml"
 MANIFEST_BYTES_MAX = 2**16
 CHUNK_BYTES = 2**20
 SQLITE = "sqlite:///"
+# What zipfile and its decompressors raise on a file that is none, is cut off, or has other bytes.
+DAMAGES = (
+    *(zipfile.BadZipFile, zipfile.LargeZipFile, zlib.error, lzma.LZMAError, struct.error),
+    *(NotImplementedError, RuntimeError, EOFError, ValueError, OverflowError, OSError),
+)
 LOST = "The journal was restored from a backup, in which this attempt ran. It counts as lost with its node.\n"
 
 
@@ -132,24 +140,38 @@ def _settle(home: Path) -> tuple[int, list[str]]:
 @contextmanager
 def _open_archive(archive: Path) -> Iterator[zipfile.ZipFile]:
     try:
-        with zipfile.ZipFile(archive) as archive_file:
-            yield archive_file
+        archive_file = zipfile.ZipFile(archive)
     except FileNotFoundError:
         raise SpecError("the file does not exist", source=str(archive)) from None
-    except (zipfile.BadZipFile, zipfile.LargeZipFile, NotImplementedError, RuntimeError, EOFError) as error:
+    except DAMAGES as error:  # a folder, and a file that may not be read, too
         raise _damage_error(archive, str(error)) from None
+    with archive_file:
+        yield archive_file
+
+
+def _chunks(archive_file: zipfile.ZipFile, name: str, left_bytes: int, archive: Path) -> Iterator[bytes]:
+    """Yield the content of a file of the archive, one byte more than `left_bytes` at most. Raises SpecError."""
+    try:
+        with archive_file.open(name) as source:
+            while left_bytes >= 0 and (chunk := source.read(min(CHUNK_BYTES, left_bytes + 1))):
+                left_bytes -= len(chunk)
+                yield chunk
+    except KeyError:
+        raise _damage_error(archive, f"{name} is missing") from None
+    except DAMAGES as error:
+        raise _damage_error(archive, f"{name}: {error}") from None
 
 
 def _manifest(archive_file: zipfile.ZipFile, archive: Path) -> dict[str, Any]:
+    text = b"".join(_chunks(archive_file, MANIFEST, MANIFEST_BYTES_MAX, archive))
     try:
-        with archive_file.open(MANIFEST) as file:
-            manifest = json.loads(file.read(MANIFEST_BYTES_MAX))
+        manifest = json.loads(text)
         form, schema, files = manifest["format"], manifest["schema"], manifest["files"]
         sizes = [entry["bytes"] for entry in files.values()]
         texts = [manifest["version"], manifest["created_at"], schema, *(entry["sha256"] for entry in files.values())]
         is_whole = all(isinstance(text, str) for text in texts) and all(type(size) is int for size in sizes)
         is_ours = is_whole and {JOURNAL} <= set(files) <= {JOURNAL, CLUSTER}
-    except (KeyError, TypeError, ValueError, AttributeError):
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError):
         is_ours = False
     if not is_ours:
         raise _damage_error(archive, "it has no manifest of ours")
@@ -161,19 +183,14 @@ def _manifest(archive_file: zipfile.ZipFile, archive: Path) -> dict[str, Any]:
 
 
 def _unpack(archive_file: zipfile.ZipFile, name: str, entry: dict[str, Any], path: Path, archive: Path) -> None:
-    digest, left_bytes = hashlib.sha256(), int(entry["bytes"])
+    digest, size_bytes = hashlib.sha256(), 0
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    try:
-        with archive_file.open(name) as source, os.fdopen(descriptor, "wb") as target:
-            while left_bytes >= 0 and (chunk := source.read(min(CHUNK_BYTES, left_bytes + 1))):
-                left_bytes -= len(chunk)
-                digest.update(chunk)
-                target.write(chunk)
-    except KeyError:
-        raise _damage_error(archive, f"{name} is missing") from None
-    except OSError as error:
-        raise _damage_error(archive, f"{name}: {error}") from None
-    if left_bytes or digest.hexdigest() != entry["sha256"]:
+    with os.fdopen(descriptor, "wb") as target:
+        for chunk in _chunks(archive_file, name, int(entry["bytes"]), archive):
+            size_bytes += len(chunk)
+            digest.update(chunk)
+            target.write(chunk)
+    if size_bytes != entry["bytes"] or digest.hexdigest() != entry["sha256"]:
         raise _damage_error(archive, f"{name} is not what the manifest says")
 
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import yaml
 
-from orchestrator.backends.attempts.evidence import end_of
-from orchestrator.backends.attempts.left_files import CHUNK_BYTES, LOG_TAIL_BYTES, log_lines
+from orchestrator.backends.attempts.evidence import end_of, feed_log
+from orchestrator.backends.attempts.left_files import CHUNK_BYTES, LOG_TAIL_BYTES
 from orchestrator.scheduling.failures.classify import classify
 from orchestrator.scheduling.failures.endings import read_exceptions
 from orchestrator.scheduling.failures.signatures import CALM_LINES, LINE_CHARACTERS_MAX, LogScan, is_telling
@@ -21,7 +21,7 @@ from orchestrator.scheduling.reports.morning import help_for
 from orchestrator.service.server.client import Client
 from orchestrator.specs.attempt import Attempt, Evidence, Failure, FailureKind, RankEnd
 from orchestrator.specs.choices import Engine
-from orchestrator.specs.errors import SpecError
+from orchestrator.specs.errors import GIVEN_MAX, SpecError
 from orchestrator.specs.job.sections import Retries
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job
@@ -95,6 +95,13 @@ def diagnose(logs: Sequence[Path], exit_code: int | None, oom_kills: int) -> Dia
     Raises SpecError for a file that is no log.
     """
     paths = [_resolve_log(path) for path in logs]
+    try:
+        return _diagnose(logs, paths, exit_code, oom_kills)
+    except OSError as error:  # a file that went away meanwhile, or a disk that fails
+        raise SpecError(f"cannot be read: {error.strerror}", path="LOG", got=str(error.filename or logs[0])) from None
+
+
+def _diagnose(logs: Sequence[Path], paths: Sequence[Path], exit_code: int | None, oom_kills: int) -> Diagnosis:
     code = EXIT_CODE if exit_code is None else exit_code
     ends = tuple(_end_of(path, rank, code) for rank, path in enumerate(paths))
     failure = classify(*_placeholder_attempt(), Evidence(ranks=ends, host_oom_kills=oom_kills))
@@ -197,16 +204,17 @@ def _lines_of_job(client: Client, job_id: str, number: int, rank: int) -> Iterat
 
 def _resolve_log(path: Path) -> Path:
     """Return the resolved path of a log. Raises SpecError where it is no text file."""
-    real = path.expanduser().resolve()
     hint = "give one log for each rank; of a job, `orc show JOB` tells the failure"
-    if not real.is_file():
-        what = "not a file" if real.exists() else "no such file"
-        raise SpecError(what, path="LOG", got=str(path), allowed="logs of ranks", hint=hint)
     try:
+        real = path.expanduser().resolve()
+        if not real.is_file():
+            what = "not a file" if real.exists() else "no such file"
+            raise SpecError(what, path="LOG", got=str(path), allowed="logs of ranks", hint=hint)
         with real.open("rb") as file:
             begin = file.read(BINARY_BYTES)
-    except OSError as error:
-        raise SpecError(f"cannot be read: {error.strerror}", path="LOG", got=str(path), hint=hint) from None
+    except (OSError, RuntimeError) as error:  # a name that is too long, a loop of links, an unknown user's home
+        why = error.strerror if isinstance(error, OSError) else str(error)
+        raise SpecError(f"cannot be read: {why}", path="LOG", got=str(path)[:GIVEN_MAX], hint=hint) from None
     if b"\0" in begin:
         raise SpecError("a binary file, not a log", path="LOG", got=str(path), allowed="text", hint=hint)
     return real
@@ -214,8 +222,7 @@ def _resolve_log(path: Path) -> Path:
 
 def _end_of(path: Path, rank: int, exit_code: int) -> RankEnd:
     scan = LogScan(log=path.name)
-    for offset, line in log_lines(path):
-        scan.feed(line, offset)
+    feed_log(scan, path)
     return end_of(path, rank, exit_code, scan, scan.findings)
 
 

@@ -115,6 +115,10 @@ def _nvml() -> Finding:
     if reading.error:
         to_do = "fine for virtual devices; on a GPU machine install the NVIDIA driver (nvidia-smi must work)"
         return Finding(subject="nvml", verdict=WARN, found=reading.error, to_do=to_do)
+    lost = ", ".join(f"device {device.index}: {device.error}" for device in reading.devices if device.error)
+    if lost:
+        to_do = "nothing new starts there until the driver reads it: look at `nvidia-smi` and the kernel log"
+        return Finding(subject="nvml", verdict=BAD, found=f"cannot be read: {lost}", to_do=to_do)
     free = ", ".join(f"{device.name} {format_bytes(device.free_bytes)} free" for device in reading.devices)
     return Finding(subject="nvml", verdict=OK, found=free or "no device")
 

@@ -65,7 +65,8 @@ def leave(home: Path, name: str, timeout_s: float, *, force: bool) -> bool:
                 client.drain(name, undo=False)
                 _await_empty(client, name, timeout_s, force=force)
                 embedded_ray.stop(home, record=record)
-            _forget(client, name, GONE_TIMEOUT_S if is_here else 0.0)
+            if was_in:
+                _forget(client, name, GONE_TIMEOUT_S if is_here else 0.0)
         embedded_ray.stop(home, record=record)  # what one that died here left
     finally:
         if force and is_here:  # also where the service does not answer

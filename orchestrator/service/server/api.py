@@ -49,7 +49,6 @@ from orchestrator.service.server.dependencies import (
     NameObjects,
     Sender,
     Service,
-    Unknown,
     seen_from,
 )
 from orchestrator.service.server.ended import Reports, make_report
@@ -90,6 +89,7 @@ from orchestrator.specs.errors import (
     SpecError,
     StorageError,
     UncertainError,
+    UnknownError,
 )
 from orchestrator.specs.fields import UserName
 from orchestrator.specs.job.paths import paths_of
@@ -437,7 +437,7 @@ def _add_journal_routes(app: FastAPI, service: Service) -> None:
         if job is not None and job.unreadable:
             raise ServiceError(f"{row} may hold devices: `orc cancel {row}` ends it, then its row can be dropped")
         if service.set_aside.remove(table, row) is None:
-            raise Unknown(f"no row {table}/{row} stands aside. `orc doctor --repair` lists them")
+            raise UnknownError(f"no row {table}/{row} stands aside. `orc doctor --repair` lists them")
         return {}
 
 
@@ -445,7 +445,7 @@ def _add_journal_routes(app: FastAPI, service: Service) -> None:
 
 
 async def _answer_error(_: Request, error: Exception) -> JSONResponse:
-    if isinstance(error, Unknown):
+    if isinstance(error, UnknownError):
         return refusal(404, str(error))
     if isinstance(error, Forbidden):
         return refusal(403, str(error))

@@ -138,7 +138,7 @@ class Client:
     def job(self, job_id: str, version: int | None = None, wait_s: float = LONG_POLL_S) -> tuple[JobView, int]:
         """Return (job, version of the state). With a `version`, wait up to `wait_s` for a newer one."""
         query = "" if version is None else f"?seen={version}&wait_s={wait_s}"
-        answer = self._json("GET", f"/jobs/{job_id}{query}")
+        answer = self._json("GET", f"/jobs/{quote(job_id, safe='')}{query}")
         return answer["job"], answer["version"]
 
     def missing_uploads(self, digests: Sequence[str]) -> list[str]:
@@ -192,7 +192,7 @@ class Client:
 
     def explanation(self, job_id: str) -> ExplanationView:
         """Return a job's predictions and measurements, and the corrections learned from them."""
-        return self._json("GET", f"/jobs/{job_id}/explanation")
+        return self._json("GET", f"/jobs/{quote(job_id, safe='')}/explanation")
 
     def comparison(self, job_id: str) -> ComparisonView:
         """Return the strategies of a comparison side by side, by the id of one of their jobs."""
@@ -270,7 +270,8 @@ class Client:
 
     def log(self, job_id: str, number: int, rank: int, offset: int) -> tuple[bytes, int]:
         """Return (bytes of a rank's log from `offset`, next offset); b"" if there are none yet."""
-        answer = self._send("GET", f"/jobs/{job_id}/attempts/{number}/logs?rank={rank}&offset={offset}")
+        path = f"/jobs/{quote(job_id, safe='')}/attempts/{number}/logs?rank={rank}&offset={offset}"
+        answer = self._send("GET", path)
         return answer.content, int(answer.headers["x-next-offset"])
 
     def follow_log(self, job_id: str, number: int, rank: int, offset: int) -> Iterator[bytes]:

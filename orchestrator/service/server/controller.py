@@ -23,11 +23,13 @@ from orchestrator.service.server.tally import Figures, Tally
 from orchestrator.service.server.verbs import Change
 from orchestrator.specs.actions import Launch, Stop
 from orchestrator.specs.attempt import Attempt, AttemptStatus, Evidence
+from orchestrator.specs.cluster import describe_unreadable
 from orchestrator.specs.errors import (
     ReadOnlyError,
     ServiceError,
     StorageError,
     UncertainError,
+    UnknownError,
     closest,
 )
 from orchestrator.specs.events import (
@@ -101,6 +103,7 @@ class Controller:
         self.health.watch(lambda: self._read_only, is_fatal=True)
         self.health.watch(journal.unreadable)
         self.health.watch(self.standstill, is_fatal=True)
+        self.health.watch(lambda: unreadable_problem(self._state))
         self._under_way: tuple[str, str, float] | None = None  # kind, log line and monotonic start of a decision
         self._storage_problem: str | None = None
         self._uncertain: UncertainError | None = None  # the journal may know what this process does not
@@ -265,7 +268,7 @@ class Controller:
     def _to_cancel(self, job_id: str, *, whole_array: bool) -> list[str]:
         job = self.job(job_id)
         if job is None:
-            raise ServiceError(f"there is no job {job_id!r}: `orc queue` lists them")
+            raise UnknownError(f"there is no job {job_id!r}: `orc queue` lists them")
         if not whole_array:
             if job.status.ended:
                 raise ServiceError(f"job {job_id} has ended already: {job.status}. `orc retry {job_id}` runs it again")
@@ -287,7 +290,7 @@ class Controller:
             if node not in names:
                 near = closest(node, names)
                 hint = f"did you mean {near!r}?" if near else "`orc drain` lists them"
-                raise ServiceError(f"there is no node {node!r}: {hint}")
+                raise UnknownError(f"there is no node {node!r}: {hint}")
             is_suspended = any(entry.node == node for entry in state.suspensions)
             if undo == (node in state.drained) or (undo and is_suspended):
                 self._apply([DrainRequested(node=node, undo=undo, at_s=self._clock())])
@@ -505,6 +508,12 @@ def _decide_again(scheduler: Scheduler, tail: Sequence[tuple[Event, str | None]]
         actions = scheduler.step(event)
         if recorded_text not in (None, decisions(actions)):
             raise ServiceError(_DIVERGED.format(event=log_line(event), then=recorded_text, now=decisions(actions)))
+
+
+def unreadable_problem(state: State) -> str | None:
+    """Return text on devices that the driver cannot read; None where it can read all."""
+    places = describe_unreadable(state.nodes)
+    return f"devices cannot be read, and nothing new starts there: {places}" if places else None
 
 
 def _is_unchanged(state: State, event: NodesSeen) -> bool:

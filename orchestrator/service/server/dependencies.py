@@ -24,7 +24,7 @@ from orchestrator.service.server.reasons import Reasons
 from orchestrator.service.server.sweeper import Sweeper
 from orchestrator.specs.access import Principal, Role
 from orchestrator.specs.cluster import UserSpec
-from orchestrator.specs.errors import ServiceError
+from orchestrator.specs.errors import ServiceError, UnknownError
 from orchestrator.specs.job_record import Job
 
 if TYPE_CHECKING:
@@ -97,10 +97,6 @@ class Forbidden(ServiceError):
     """The sender's role does not permit this."""
 
 
-class Unknown(ServiceError):
-    """No such job, attempt or rank exists, or its files were removed."""
-
-
 LIKE_MAX, LOOKED_AT_MAX = 3, 1000  # ids that an error names, and ended jobs among which it looks
 
 
@@ -117,5 +113,5 @@ def job_of(controller: Controller, job_id: str) -> Job:
     """Return the job with this id. Raises ServiceError (404) with similar ids where there is none."""
     job = controller.job(job_id)
     if job is None:
-        raise Unknown(f"there is no job {job_id!r}{_ids_like(controller, job_id)} `orc queue` lists them")
+        raise UnknownError(f"there is no job {job_id!r}{_ids_like(controller, job_id)} `orc queue` lists them")
     return job

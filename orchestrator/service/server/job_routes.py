@@ -44,7 +44,6 @@ from orchestrator.service.server.dependencies import (
     NameObjects,
     Sender,
     Service,
-    Unknown,
     job_of,
     seen_from,
 )
@@ -72,7 +71,7 @@ from orchestrator.service.views.records import (
 from orchestrator.service.views.sweeps import SweepView, sweep_view
 from orchestrator.specs.access import Principal
 from orchestrator.specs.attempt import AttemptStatus
-from orchestrator.specs.errors import ServiceError, SpecError
+from orchestrator.specs.errors import ServiceError, SpecError, UnknownError
 from orchestrator.specs.events import RequestKey
 from orchestrator.specs.fault import Fault
 from orchestrator.specs.job.paths import with_paths
@@ -233,12 +232,12 @@ def add_log_routes(app: FastAPI, service: Service, waits: Waits) -> None:
         job = job_of(controller, job_id)
         attempts = job.attempts
         if not 1 <= number <= len(attempts):
-            raise Unknown(f"job {job_id} has {len(attempts)} attempts; there is no attempt {number}")
+            raise UnknownError(f"job {job_id} has {len(attempts)} attempts; there is no attempt {number}")
         ranks = attempts[number - 1].plan.world_size
         if rank >= ranks:
-            raise Unknown(f"attempt {number} of {job_id} has ranks 0 to {ranks - 1}; there is no rank {rank}")
+            raise UnknownError(f"attempt {number} of {job_id} has ranks 0 to {ranks - 1}; there is no rank {rank}")
         if removed := removal_words(service.home, job_id, "attempts"):
-            raise Unknown(f"{job_id}: {removed[0]}")
+            raise UnknownError(f"{job_id}: {removed[0]}")
         return JobFolder(service.home, job_id).attempt(number).log(rank), hidden_bytes(job.spec, os.environ)
 
     @app.get("/jobs/{job_id}/attempts/{number}/logs", **answers_bytes("X-Next-Offset"))
@@ -352,7 +351,7 @@ def refuse_other_teams(job: Job, sender: Principal, policy: PolicySpec, act: str
 def _sweep_report(service: Service, sweep_id: str) -> SweepReport:
     report = service.sweeper.report(sweep_id)
     if report is None:
-        raise Unknown(f"there is no sweep {sweep_id!r}. `orc queue` lists them")
+        raise UnknownError(f"there is no sweep {sweep_id!r}. `orc queue` lists them")
     return report
 
 

@@ -12,9 +12,10 @@ from pathlib import Path
 
 from orchestrator.service.server.cluster_file import joined_nodes, store_joined, with_joined
 from orchestrator.specs.cluster import ClusterSpec, NodeSpec
-from orchestrator.specs.errors import ServiceError, SpecError
+from orchestrator.specs.errors import ServiceError, SpecError, UnknownError
 from orchestrator.specs.parse import join_problems
 
+NAMED_MAX = 20  # machines that an error names
 LOOPBACK_PREFIX = "127."
 
 
@@ -109,11 +110,12 @@ class Members:
             self._store({**joined, node.name: node})
 
     def remove(self, name: str) -> None:
-        """Remove a machine; an unknown one is no error. Raises ServiceError where its Ray still runs."""
+        """Remove a machine. Raises UnknownError for one that has not joined, ServiceError where its Ray still runs."""
         with self._lock:
             joined = {member.name: member for member in joined_nodes(self._home)}
             if name not in joined:
-                return
+                names = ", ".join(sorted(joined)[:NAMED_MAX]) or "none"
+                raise UnknownError(f"no machine {name!r} has joined; those that have: {names}")
             if name in self._addresses():
                 raise ServiceError(f"node {name} still runs: `orc leave` on that machine stops it")
             self._store({member: node for member, node in joined.items() if member != name})

@@ -28,7 +28,7 @@ from orchestrator.specs.profile import WITHOUT_SECONDS
 from orchestrator.specs.state import State
 
 MEDIA_TYPE = CONTENT_TYPE_PLAIN_0_0_4
-DEVICE_STATES = ("held", "free", "drained", "absent")
+DEVICE_STATES = ("held", "free", "drained", "unreadable", "absent")
 
 Beats = Callable[[Job], Sequence[Heartbeat]]
 Values = dict[tuple[str, ...], float]  # by the values of the labels
@@ -140,14 +140,19 @@ def _running_job_metrics(figures: Figures, live: Sequence[Running]) -> Iterator[
 
 
 def _device_metrics(state: State) -> Iterator[Metric]:
-    held_devices = Counter(node for node, _ in holders(state))
+    job_ids = holders(state)
+    held_devices = Counter(node for node, _ in job_ids)
+    unreadable_devices = Counter(
+        node.name for node in state.nodes for index in node.unreadable if (node.name, index) not in job_ids
+    )
     alive = {node.name: len(node.free_bytes) for node in state.nodes}
     devices_by_node = {node.name: len(node.free_bytes) for node in state.declared} | alive
     values: Values = {}
     for name, devices in devices_by_node.items():
-        idle = max(0, devices - held_devices[name])
+        unreadable = unreadable_devices[name] if name not in state.drained else 0
+        idle = max(0, devices - held_devices[name] - unreadable)
         rest = "absent" if name not in alive else "drained" if name in state.drained else "free"
-        counts = {"held": min(devices, held_devices[name]), rest: idle}
+        counts = {"held": min(devices, held_devices[name]), "unreadable": unreadable, rest: idle}
         values |= {(name, word): float(counts.get(word, 0)) for word in DEVICE_STATES}
     yield _gauge("orc_devices", "Devices of each node by state.", values, "node", "state")
 

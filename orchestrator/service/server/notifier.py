@@ -16,11 +16,13 @@ from orchestrator.service.server.controller import Controller
 from orchestrator.service.server.ended import make_report
 from orchestrator.service.server.polling import poll_until
 from orchestrator.service.views.report import markdown, title
+from orchestrator.specs.cluster import describe_unreadable
 from orchestrator.specs.errors import SpecError, closest
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.notify import NoticeKind, NotifySpec
 
 LOOK_S = 20.0  # between two looks: a forecast of 2,000 waiting jobs takes seconds
+UNREADABLE_S = 30.0  # for so long devices must be unreadable: one reading that times out is no news
 DAY_S = 86_400.0
 SHIFT_S = 3600.0  # by which clocks are put forward or back
 
@@ -52,9 +54,9 @@ class Notifier:
         poll_until(stop, self.look, LOOK_S, log, "looking for late jobs failed")
 
     def look(self) -> None:
-        """Send notices of jobs expected to be late, of a due report, and of unreadable rows, each once."""
+        """Send notices of jobs expected to be late, of a due report, of unreadable rows and devices, each once."""
         now_s = self._clock()
-        self._notices.tell([*self._late(now_s), *self._report(now_s), *self._unreadable(now_s)])
+        self._notices.tell([*self._late(now_s), *self._report(now_s), *self._unreadable(now_s), *self._driver(now_s)])
 
     def test(self, names: Sequence[str]) -> dict[str, str | None]:
         """Send a test notice to these targets, or to all, at once. Returns {name: error or None}.
@@ -102,6 +104,20 @@ class Notifier:
         if problem is None:
             return []
         return [notice(NoticeKind.UNREADABLE, problem, now_s, "The journal has unreadable rows", problem, {})]
+
+    def _driver(self, now_s: float) -> list[Notice]:
+        """Return a notice for each node and moment at which devices became unreadable, if they still are."""
+        nodes = {node.name: node for node in self._controller.state.nodes}
+        since = {(entry.node, entry.since_s) for entry in self._controller.state.unreadable}
+        notices = []
+        for name, since_s in sorted(since):
+            if name in nodes and now_s - since_s >= UNREADABLE_S:
+                places = describe_unreadable([nodes[name]])
+                text = f"Nothing new starts there, and what runs goes on: {places}. `nvidia-smi` there says more."
+                data = {"node": name, "reason": places}
+                key, title = f"{name}/{since_s!r}", f"{name} has devices that cannot be read"
+                notices.append(notice(NoticeKind.DRIVER, key, now_s, title, text, data))
+        return notices
 
     def _due_s(self, now_s: float) -> float:
         """Return the last moment at which a report was due."""

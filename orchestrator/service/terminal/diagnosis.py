@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -46,7 +47,7 @@ def diagnose(
         diagnosis = work.diagnose([Path(log) for log in logs], exit_code, oom_kills)
         tell(dict(work.diagnosis_view(diagnosis)), as_json, _table(diagnosis))
         return
-    if len(logs) != 1 or Path(logs[0]).is_file():
+    if len(logs) != 1 or os.path.isfile(logs[0]):
         raise SpecError("a case is made of one job", path="JOB", got=" ".join(logs), allowed="an id of `orc queue`")
     print(work.case_of_job(client_of(home), logs[0], should_be), end="")
 

@@ -13,7 +13,7 @@ import typer
 from orchestrator.service.server.logins import DEFAULT_HOME
 from orchestrator.service.terminal.completion import job_ids
 from orchestrator.service.terminal.options import AsJson, Home, Pinned, Settings, client_of, service_of
-from orchestrator.service.terminal.output import console_on, show_spinner, tell
+from orchestrator.service.terminal.output import console_on, show_spinner, tell, write_log
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.fault import Fault, FaultKind
 from orchestrator.specs.units import format_bytes
@@ -126,15 +126,13 @@ def logs(
 ) -> None:
     """Print the log of one rank of a job."""
     from orchestrator.service.terminal.follow import log_lines
-    from orchestrator.service.visible import visible_log
 
     lines = log_lines(client_of(home), job_id, attempt, rank, follow)
     for number, text in lines:
         if as_json:
             print(json.dumps({"job": job_id, "attempt": number, "rank": rank, "text": text}), flush=True)
         else:
-            sys.stdout.write(visible_log(text) if sys.stdout.isatty() else text)
-            sys.stdout.flush()
+            write_log(text)
 
 
 def get(

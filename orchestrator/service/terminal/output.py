@@ -1,14 +1,21 @@
-"""Output of the commands: text for people, JSON for programs."""
+"""Output of the commands: text for people, JSON for programs.
+
+`clean_streams` is the one door to a terminal: whatever a command writes into standard output or error passes it, also
+errors of the command line and tracebacks. Control sequences in it become readable escapes. Tables and panels have
+sequences of their own: `console_on` cleans their texts, and writes behind the door. Only `write_log` passes more.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from threading import Timer
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO, cast
+
+from orchestrator.service.visible import visible, visible_but_colours, visible_log
 
 if TYPE_CHECKING:  # not loaded for JSON output
     from rich.console import Console, RenderableType
@@ -25,12 +32,56 @@ def tell(answer: dict[str, Any], as_json: bool, text: RenderableType) -> None:
         console_on(sys.stdout).print(text, highlight=False, markup=False)
 
 
+class CleanStream:
+    """A stream of text on which each control sequence is a readable escape; colours pass at a terminal."""
+
+    def __init__(self, raw: TextIO) -> None:
+        """Nothing is written yet."""
+        self.raw = raw
+
+    def write(self, text: str) -> int:
+        """Write the text without control sequences; return its length."""
+        self.raw.write(visible_but_colours(text) if self.raw.isatty() else visible(text))
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        """Write each line."""
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.raw, name)
+
+
+@contextmanager
+def clean_streams() -> Iterator[None]:
+    """Let standard output and error of the block pass no control sequence.
+
+    They stay so after a bug: the interpreter writes its traceback after the block.
+    """
+    streams = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = cast(TextIO, CleanStream(sys.stdout)), cast(TextIO, CleanStream(sys.stderr))
+    try:
+        yield
+    except SystemExit:
+        sys.stdout, sys.stderr = streams
+        raise
+    sys.stdout, sys.stderr = streams
+
+
+def write_log(text: str) -> None:
+    """Write a piece of a log: at a terminal with colours and carriage returns alone, into a pipe or a file as it is."""
+    stream = sys.stdout.raw if isinstance(sys.stdout, CleanStream) else sys.stdout
+    stream.write(visible_log(text) if stream.isatty() else text)
+    stream.flush()
+
+
 def console_on(stream: TextIO) -> Console:
     """Return a console of the terminal's width; PLAIN_WIDTH if there is no terminal and COLUMNS is not set."""
-    from rich.console import Console
+    from orchestrator.service.terminal.clean_console import CleanConsole
 
     width = None if stream.isatty() or "COLUMNS" in os.environ else PLAIN_WIDTH
-    return Console(file=stream, width=width)
+    return CleanConsole(file=stream.raw if isinstance(stream, CleanStream) else stream, width=width)
 
 
 @contextmanager

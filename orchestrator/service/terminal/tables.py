@@ -454,7 +454,13 @@ def _takes(node: NodeView) -> str:
     """Return what a node accepts; for a suspended place, until when it accepts nothing."""
     if node["drained"]:
         return "nothing new"
+    errors = node.get("driver_errors", [])  # an older service has none
+    if all(errors) and len(set(errors)) == 1:
+        return f"nothing: the driver cannot be read ({errors[0]})"
     closed = [
+        f"nothing on device {index}, which cannot be read ({error})" for index, error in enumerate(errors) if error
+    ]
+    closed += [
         f"nothing on {'it' if entry['device'] is None else 'device ' + str(entry['device'])}"
         f" until {local_minute(entry['until_s'], None)}: {entry['reason']}"
         for entry in node["suspended"]

@@ -78,6 +78,8 @@ def _nodes(nodes: Sequence[NodeView]) -> RenderableType:
     for node in nodes[:NODES_SHOWN]:
         devices = len(node["free_bytes"])
         state = Text("drained", style="yellow") if node["drained"] else Text(", ".join(node["jobs"]))
+        if not node["drained"] and (unreadable := sum(map(bool, node.get("driver_errors", ())))):
+            state = Text(f"{unreadable} cannot be read", style="red")
         busy = len(node["busy"])
         table.add_row(node["name"], _bar(busy / max(1, devices)), f"{busy} of {devices} busy", state)
     if len(nodes) > NODES_SHOWN:

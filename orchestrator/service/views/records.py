@@ -181,6 +181,7 @@ class NodeView(TypedDict):
     name: str
     device: dict[str, Any]  # DeviceSpec, as in a cluster file
     free_bytes: list[int]
+    driver_errors: list[str]  # by device: why the driver cannot read it, "" where it can; [] where it can read all
     busy: list[int]  # devices that our attempts hold
     jobs: list[str]  # the jobs of these attempts
     drained: bool  # it accepts no new attempts
@@ -355,6 +356,7 @@ def node_view(node: Node, holders: Mapping[tuple[str, int], str], state: State) 
         name=node.name,
         device=node.device.model_dump(mode="json"),
         free_bytes=list(node.free_bytes),
+        driver_errors=list(node.driver_errors),
         busy=sorted(busy),
         jobs=sorted(set(busy.values())),
         drained=node.name in state.drained,
@@ -370,9 +372,12 @@ def node_view(node: Node, holders: Mapping[tuple[str, int], str], state: State) 
 
 
 def node_from_view(view: NodeView) -> Node:
-    """Return the node for planning. Devices with our attempts count as free, since a job may wait for them."""
+    """Return the node for planning. Busy and unreadable devices count as free, since a job may wait for them."""
     device = DeviceSpec.model_validate(view["device"])
-    free_bytes = (device.memory if index in view["busy"] else free for index, free in enumerate(view["free_bytes"]))
+    errors = view.get("driver_errors", ())  # an older service has none
+    unreadable = {index for index, error in enumerate(errors) if error}
+    waited_for = {*view["busy"], *unreadable}
+    free_bytes = (device.memory if index in waited_for else free for index, free in enumerate(view["free_bytes"]))
     return Node(
         name=view["name"],
         device=device,

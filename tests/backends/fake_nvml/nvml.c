@@ -1,6 +1,7 @@
 /* A libnvidia-ml.so.1 without a driver: the real pynvml talks to it.
  *
- * NVIDIA_FAKE_STATE names a file that is read at each call. First line "ok" or the nvmlReturn_t that nvmlInit answers;
+ * NVIDIA_FAKE_STATE names a file that is read at each call. First line "ok", "hang" or the nvmlReturn_t that nvmlInit
+ * answers. What hangs writes its process id into a file beside.
  * then one line per device: total_mib used_mib lost(0|1) pid:used_mib,pid:used_mib (or "-") and, where it is not 0,
  * how busy it is in percent; then what differs from a bare card: name=A_B reserved=MIB mig=1 cores=N sm=MHZ mem=MHZ
  * bus=BITS capability=MAJOR.MINOR links=N:MBPS pcie=GENERATION:LANES.
@@ -9,6 +10,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 enum { DEVICES_MAX = 16, PROCESSES_MAX = 8 };
 static const unsigned long long MIB = 1ull << 20;
@@ -63,6 +65,12 @@ static void load(void) {
     count = 0;
     init_answer = 9; /* driver not loaded */
     if (!file || fscanf(file, "%31s\n", first) != 1) return;
+    if (!strcmp(first, "hang")) {
+        snprintf(words, sizeof words, "%s.hangs", path);
+        FILE *hangs = fopen(words, "w");
+        if (hangs) fprintf(hangs, "%d", getpid()), fclose(hangs);
+        sleep(600);
+    }
     init_answer = strcmp(first, "ok") ? atoi(first) : 0;
     while (count < DEVICES_MAX && fgets(line, sizeof line, file)) {
         busy = 0;

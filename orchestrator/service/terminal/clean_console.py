@@ -1,0 +1,22 @@
+"""A console of rich that draws others' text without its control sequences. Loaded only where something is drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rich.console import Console
+from rich.segment import Segment
+
+from orchestrator.service.visible import visible
+
+
+class CleanConsole(Console):
+    """Console whose colours and cursor movements are its own: texts and links bring none."""
+
+    def _render_buffer(self, buffer: Iterable[Segment]) -> str:
+        return super()._render_buffer(segment if segment.control else _clean(segment) for segment in buffer)
+
+
+def _clean(segment: Segment) -> Segment:
+    style = segment.style
+    return Segment(visible(segment.text), style.update_link(None) if style and style.link else style)
