@@ -113,11 +113,14 @@ def log_blocks(path: Path) -> Iterator[tuple[int, bytes]]:
             offset, rest, dropped_bytes = 0, b"", 0
             while chunk := log.read(BLOCK_BYTES):
                 text = (rest + chunk).replace(b"\r", b"\n")
+                if dropped_bytes and b"\n" in text:  # the line that was cut off ends here: it is a block of its own
+                    first = text.index(b"\n") + 1
+                    yield offset, text[:first]
+                    offset, text, dropped_bytes = offset + first + dropped_bytes, text[first:], 0
                 end = text.rfind(b"\n") + 1
                 if end:
                     yield offset, text[:end]
-                    offset += end + dropped_bytes
-                    dropped_bytes = 0
+                    offset += end
                 rest = text[end : end + BLOCK_BYTES]
                 dropped_bytes += len(text) - end - len(rest)
                 if log.tell() >= LOG_HEAD_BYTES and size - log.tell() > LOG_BYTES_MAX - LOG_HEAD_BYTES:
