@@ -76,7 +76,12 @@ def start_ranks(module: str, arguments: Sequence[str], world_size: int) -> list[
     processes = [
         context.Process(
             target=_be,
-            args=(module, arguments, {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}, _Outputs()),
+            args=(
+                module,
+                arguments,
+                {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                _Outputs(),
+            ),
             name=f"rank {rank} of {module}",
             daemon=True,
         )
@@ -114,7 +119,9 @@ def _server() -> multiprocessing.context.ForkServerContext:
     return context
 
 
-def _be(module: str, arguments: Sequence[str], environment: Mapping[str, str], outputs: _Outputs) -> None:
+def _be(
+    module: str, arguments: Sequence[str], environment: Mapping[str, str], outputs: _Outputs
+) -> None:
     outputs.take()
     os.environ.clear()
     os.environ.update(environment)

@@ -97,7 +97,10 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Shell:
 
 def ask(desk: Shell, *arguments: str) -> Answer:
     """Run a command without a terminal, a browser and a service; the answer is no traceback, and a documented code."""
-    with mock.patch.object(sys, "stdin", io.StringIO()), mock.patch.dict(os.environ, {"BROWSER": "true"}):
+    with (
+        mock.patch.object(sys, "stdin", io.StringIO()),
+        mock.patch.dict(os.environ, {"BROWSER": "true"}),
+    ):
         answer = desk.ask(*arguments)
     assert answer.code in (0, 1, 2), (arguments, answer)
     assert "Traceback (most recent" not in answer.err, (arguments, answer)

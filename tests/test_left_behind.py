@@ -73,7 +73,9 @@ class Service:
     def get(self, path: str) -> int:
         port = json.loads((self.home / "service.json").read_text())["port"]
         token = (self.home / "token").read_text()
-        request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", headers={"Authorization": f"Bearer {token}"})
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{port}{path}", headers={"Authorization": f"Bearer {token}"}
+        )
         with urllib.request.urlopen(request, timeout=10.0) as answer:
             return int(answer.status)
 
@@ -97,18 +99,29 @@ def test_what_a_job_leaves_behind_stops_nobody(service: Service) -> None:
         out = folder / name
         out.mkdir()
         text = JOB.format(
-            name=name, python=sys.executable, folder=folder, mode=mode, out=out, section=section.format(out=out)
+            name=name,
+            python=sys.executable,
+            folder=folder,
+            mode=mode,
+            out=out,
+            section=section.format(out=out),
         )
         (folder / f"{name}.yaml").write_text(text)
-    (folder / "unicode.yaml").write_text((folder / "backtracks.yaml").read_text().replace("(a+)+!$", "\\u0041"))
+    (folder / "unicode.yaml").write_text(
+        (folder / "backtracks.yaml").read_text().replace("(a+)+!$", "\\u0041")
+    )
     service.orc("submit", str(folder / "unicode.yaml"), expected=2)
     service.orc("submit", *(str(folder / f"{name}.yaml") for name in JOBS))
     (folder / "meanwhile").mkdir()
-    (folder / "meanwhile.yaml").write_text((folder / "nan.yaml").read_text().replace("nan", "meanwhile"))
+    (folder / "meanwhile.yaml").write_text(
+        (folder / "nan.yaml").read_text().replace("nan", "meanwhile")
+    )
     began_s = time.monotonic()
     while set(service.statuses().values()) - {"succeeded", "failed"}:
         assert time.monotonic() - began_s < PATIENCE_S, service.statuses()
-        assert [service.get(path) for path in ("/readyz", "/metrics", "/jobs", "/ui/queue")] == [200] * 4
+        assert [service.get(path) for path in ("/readyz", "/metrics", "/jobs", "/ui/queue")] == [
+            200
+        ] * 4
     assert service.statuses() == dict.fromkeys(JOBS, "succeeded")
     service.orc("submit", str(folder / "meanwhile.yaml"))
     began_s = time.monotonic()

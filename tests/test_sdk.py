@@ -24,7 +24,9 @@ from tests.service.services import TOKEN
 from tests.service.worlds import JOB, World
 from tests.test_docs import ROOT, Block, blocks_of
 
-EXAMPLES = [block for block in blocks_of(ROOT / "docs/guides/python-sdk.md") if block.language == "python"]
+EXAMPLES = [
+    block for block in blocks_of(ROOT / "docs/guides/python-sdk.md") if block.language == "python"
+]
 SCRIPT = {"name": "s", "gpus": 1, "global_batch_size": 1, "command": "python nowhere.py"}
 
 

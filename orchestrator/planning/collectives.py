@@ -29,7 +29,10 @@ class Ring:
         """Return the seconds of an all-gather or reduce-scatter of `whole_bytes`, of which (n-1)/n pass every link."""
         if self.ranks == 1:
             return 0.0
-        return messages * (self.start_s + self._steps_s) + whole_bytes * (self.ranks - 1) / self.ranks / self.bandwidth
+        return (
+            messages * (self.start_s + self._steps_s)
+            + whole_bytes * (self.ranks - 1) / self.ranks / self.bandwidth
+        )
 
     def all_reduce_s(self, whole_bytes: float, messages: int = 1) -> float:
         """Return the seconds of an all-reduce: a reduce-scatter and an all-gather with one start."""
@@ -40,7 +43,9 @@ class Ring:
     @property
     def _steps_s(self) -> float:
         """Seconds from the first rank to the last: along the devices of a node, and as a tree over the nodes."""
-        return (self.ranks / self.nodes - 1) * LINK_STEP_S + (self.nodes - 1).bit_length() * NETWORK_STEP_S
+        return (self.ranks / self.nodes - 1) * LINK_STEP_S + (
+            self.nodes - 1
+        ).bit_length() * NETWORK_STEP_S
 
 
 def all_to_all_s(
@@ -65,7 +70,9 @@ def all_to_all_s(
 
 
 @lru_cache(maxsize=4096)
-def ring(ranks: int, stride: int, device: DeviceSpec, devices_per_node: int, network_bandwidth: int) -> Ring:
+def ring(
+    ranks: int, stride: int, device: DeviceSpec, devices_per_node: int, network_bandwidth: int
+) -> Ring:
     """Return the ring of `ranks` devices, `stride` apart. Rings between the same nodes share the network."""
     span = ranks * stride
     nodes = -(-span // devices_per_node)

@@ -37,7 +37,10 @@ TILES = (
     (64, 128, 0.89),
     (64, 64, 0.80),
 )
-SPLITS = (2, 4)  # of the inner dimension, where tiles are few (split-K): the sums are added in memory
+SPLITS = (
+    2,
+    4,
+)  # of the inner dimension, where tiles are few (split-K): the sums are added in memory
 # Start and end of a kernel, in which the device is not full: a guess of its order. A launch takes some microseconds.
 KERNEL_S = 3e-6
 # What memory-bound operators move per byte that they keep, where nobody counted them. A layer of Megatron keeps
@@ -83,13 +86,17 @@ class MicroBatch:
 
 
 @lru_cache(maxsize=16384)
-def micro_batch(profile: ModelProfile, size: int, device: DeviceSpec, precision: Precision) -> MicroBatch:
+def micro_batch(
+    profile: ModelProfile, size: int, device: DeviceSpec, precision: Precision
+) -> MicroBatch:
     """Return the compute seconds of `size` samples on a rank that holds `profile`."""
     forward_s = backward_s = replay_s = selective_replay_s = 0.0
     parts = replayed = messages = 0
     layers = []
     bandwidth = device.memory_bandwidth * BANDWIDTH_EFFICIENCY
-    attention_backward = EAGER_ATTENTION_BACKWARD if profile.attention == "eager" else ATTENTION_BACKWARD
+    attention_backward = (
+        EAGER_ATTENTION_BACKWARD if profile.attention == "eager" else ATTENTION_BACKWARD
+    )
     for segment in profile.segments:
         ahead, back, moved = _part(segment, size, device, precision, attention_backward)
         forward_s += segment.count * ahead
@@ -133,7 +140,9 @@ def _part(
     peak = device.peak_flops(precision)
     trained = segment.trained_parameters / segment.parameters if segment.parameters else 1.0
     if not segment.matmuls:
-        forward_s = size * segment.forward_flops / (product_flops(device, precision) * MODEL_EFFICIENCY)
+        forward_s = (
+            size * segment.forward_flops / (product_flops(device, precision) * MODEL_EFFICIENCY)
+        )
         return forward_s, (1 + trained) * forward_s, 2.0
     forward_s = backward_s = products = 0.0
     rates = product_rates(device, precision)
@@ -155,15 +164,21 @@ def _part(
     return forward_s, backward_s, FORWARD_TRAFFIC
 
 
-def _loss_moved_bytes(segment: Segment, chunks: LossChunks, size: int, precision: Precision) -> float:
+def _loss_moved_bytes(
+    segment: Segment, chunks: LossChunks, size: int, precision: Precision
+) -> float:
     """Return the bytes that a loss in chunks moves of its logits, and of the weight's gradient where it makes that."""
     (_, hidden, vocab_size), *_ = segment.matmuls
     tokens = size * chunks.sample_tokens
     added = tokens / chunks.chunk_tokens if segment.trained_parameters else 0.0
-    return vocab_size * (tokens * LOGIT_TRAFFIC_BYTES[precision] + added * hidden * GRADIENT_TRAFFIC_BYTES[precision])
+    return vocab_size * (
+        tokens * LOGIT_TRAFFIC_BYTES[precision] + added * hidden * GRADIENT_TRAFFIC_BYTES[precision]
+    )
 
 
-def product_rates(device: DeviceSpec, precision: Precision) -> tuple[int, float, float, int | None, float]:
+def product_rates(
+    device: DeviceSpec, precision: Precision
+) -> tuple[int, float, float, int | None, float]:
     """Return (bytes per element, FLOP/s, bytes/s, parallel tiles, start seconds) for matrix products on a device."""
     return (
         4 if precision is Precision.FP32 else 2,
@@ -206,7 +221,10 @@ def matmul_s(
         tile_s = 2.0 * tall * broad * inner * multiprocessors / (flops * rate)
         fastest_s = min(fastest_s, max(-(-tiles // multiprocessors) * tile_s, moved_s))
         for split in SPLITS if tiles < multiprocessors else ():
-            waves, sums_s = -(-tiles * split // multiprocessors), 8.0 * split * rows * columns / bandwidth
+            waves, sums_s = (
+                -(-tiles * split // multiprocessors),
+                8.0 * split * rows * columns / bandwidth,
+            )
             fastest_s = min(fastest_s, max(waves * tile_s / split, moved_s) + sums_s)
     return start_s + fastest_s
 
@@ -219,5 +237,10 @@ def host_s(parts: int, full: int, selective: int, collectives: int, device: Devi
     """
     if device.kind is not DeviceKind.CUDA:
         return (3 * parts + full + selective) * CPU_FORWARD_S
-    passes = 3 * parts + FULL_PASSES * full + SELECTIVE_PASSES * selective + COLLECTIVE_PASSES * collectives
+    passes = (
+        3 * parts
+        + FULL_PASSES * full
+        + SELECTIVE_PASSES * selective
+        + COLLECTIVE_PASSES * collectives
+    )
     return passes * HOST_FORWARD_S

@@ -36,7 +36,16 @@ class Trust(NamedTuple):
     mechanisms: int
 
 
-PLAIN, SHARDED, ZERO3, OFFLOADED, TENSOR, CONTEXT, PIPELINE, UNSEEN = 0.0, 1.0, 2.0, 4.0, 5.0, 6.0, 7.0, 8.0
+PLAIN, SHARDED, ZERO3, OFFLOADED, TENSOR, CONTEXT, PIPELINE, UNSEEN = (
+    0.0,
+    1.0,
+    2.0,
+    4.0,
+    5.0,
+    6.0,
+    7.0,
+    8.0,
+)
 INCUMBENT = Trust(-1.0, 0)  # of a plan that ran here
 
 
@@ -70,7 +79,9 @@ def _ranks(plan: Plan) -> list[float]:
         SHARDED if plan.dp_replicate > 1 else PLAIN,
         SHARDED if plan.optimizer_in_backward else PLAIN,
         OFFLOADED if plan.activation_offload else PLAIN,
-        (UNSEEN if plan.offload_target is not OffloadTarget.CPU else OFFLOADED) if offloads else PLAIN,
+        (UNSEEN if plan.offload_target is not OffloadTarget.CPU else OFFLOADED)
+        if offloads
+        else PLAIN,
         TENSOR if layout.tp > 1 else PLAIN,
         CONTEXT if layout.cp > 1 else PLAIN,
         CONTEXT if plan.expert_parallel > 1 else PLAIN,
@@ -82,7 +93,14 @@ def _ranks(plan: Plan) -> list[float]:
 def kind(plan: Plan) -> tuple[object, ...]:
     """Return a key of the plan's engine and sharding; equal where only batches, ranks or checkpointing differ."""
     mechanics, layout = plan.mechanics, plan.layout
-    state = plan.engine, type(mechanics), mechanics.stage, plan.offload, plan.offload_target, plan.optimizer_in_backward
+    state = (
+        plan.engine,
+        type(mechanics),
+        mechanics.stage,
+        plan.offload,
+        plan.offload_target,
+        plan.optimizer_in_backward,
+    )
     return (*state, layout.tp, layout.cp, layout.pp, plan.expert_parallel, plan.dp_replicate > 1)
 
 
@@ -169,7 +187,10 @@ class Rule:
         trusted = INCUMBENT if choice.plan in self.incumbents else trust(choice.plan)
         if self.before is None:
             return trusted, choice.seconds
-        leaves = choice.plan.engine is not self.before.engine, kind(choice.plan) != kind(self.before)
+        leaves = (
+            choice.plan.engine is not self.before.engine,
+            kind(choice.plan) != kind(self.before),
+        )
         touched = sum(change.setting not in BATCHES for change in changes(self.before, choice.plan))
         return *leaves, touched, trusted, choice.seconds
 

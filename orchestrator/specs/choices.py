@@ -52,7 +52,9 @@ class ActivationCheckpointing(StrEnum):
     """Which activations the backward pass recomputes instead of keeping them."""
 
     NONE = "none"
-    SELECTIVE = "selective"  # every layer keeps its input and what matrix products and attention returned
+    SELECTIVE = (
+        "selective"  # every layer keeps its input and what matrix products and attention returned
+    )
     FULL = "full"  # every layer keeps its input only
 
 

@@ -51,18 +51,34 @@ def _device(
 DEVICES: Final[Mapping[str, DeviceFields]] = MappingProxyType(
     {
         # NVIDIA A100 data sheet (nvidia-a100-datasheet-us-nvidia-1758950): SXM with NVLink 600 GB/s both directions.
-        "a100-40gb": _device("39.39GiB", (312, 312, 19.5), "1555GB/s", "300GB/s", _PCIE_4, 108, 267.9),
-        "a100-80gb": _device("79.15GiB", (312, 312, 19.5), "2039GB/s", "300GB/s", _PCIE_4, 108, 267.9),
-        "a100-pcie-40gb": _device("39.39GiB", (312, 312, 19.5), "1555GB/s", _PCIE_4, _PCIE_4, 108, 256.4),
-        "a100-pcie-80gb": _device("79.15GiB", (312, 312, 19.5), "1935GB/s", _PCIE_4, _PCIE_4, 108, 256.4),
+        "a100-40gb": _device(
+            "39.39GiB", (312, 312, 19.5), "1555GB/s", "300GB/s", _PCIE_4, 108, 267.9
+        ),
+        "a100-80gb": _device(
+            "79.15GiB", (312, 312, 19.5), "2039GB/s", "300GB/s", _PCIE_4, 108, 267.9
+        ),
+        "a100-pcie-40gb": _device(
+            "39.39GiB", (312, 312, 19.5), "1555GB/s", _PCIE_4, _PCIE_4, 108, 256.4
+        ),
+        "a100-pcie-80gb": _device(
+            "79.15GiB", (312, 312, 19.5), "1935GB/s", _PCIE_4, _PCIE_4, 108, 256.4
+        ),
         # An A100 with NVLink cut to 400 GB/s both directions (NVIDIA A800 SXM data sheet).
-        "a800-80gb": _device("79.15GiB", (312, 312, 19.5), "2039GB/s", "200GB/s", _PCIE_4, 108, 267.9),
+        "a800-80gb": _device(
+            "79.15GiB", (312, 312, 19.5), "2039GB/s", "200GB/s", _PCIE_4, 108, 267.9
+        ),
         # NVIDIA H100 data sheet: SXM with NVLink 900 GB/s both directions; the PCIe card as it ran in most servers.
-        "h100-80gb": _device("79.11GiB", (989, 989, 67), "3350GB/s", "450GB/s", _PCIE_5, 132, 792.1),
-        "h100-pcie-80gb": _device("79.11GiB", (756, 756, 51), "2000GB/s", _PCIE_5, _PCIE_5, 114, 499.5),
+        "h100-80gb": _device(
+            "79.11GiB", (989, 989, 67), "3350GB/s", "450GB/s", _PCIE_5, 132, 792.1
+        ),
+        "h100-pcie-80gb": _device(
+            "79.11GiB", (756, 756, 51), "2000GB/s", _PCIE_5, _PCIE_5, 114, 499.5
+        ),
         "h100-nvl-94gb": _device("93.10GiB", (835, 835, 60), "3900GB/s", "300GB/s", _PCIE_5, 132),
         # NVIDIA H200 data sheet: the chip of the H100 with HBM3e. H20: the same with fewer multiprocessors.
-        "h200-141gb": _device("139.8GiB", (989, 989, 67), "4800GB/s", "450GB/s", _PCIE_5, 132, 792.1),
+        "h200-141gb": _device(
+            "139.8GiB", (989, 989, 67), "4800GB/s", "450GB/s", _PCIE_5, 132, 792.1
+        ),
         "h20-96gb": _device("95.0GiB", (148, 148, 44), "4000GB/s", "450GB/s", _PCIE_5, 78),
         # NVIDIA HGX B200 data sheet (8 GPUs: 18 PFLOP/s dense bf16, 600 TFLOP/s fp32), NVLink 1,800 GB/s.
         "b200-180gb": _device("178.3GiB", (2250, 2250, 75), "7700GB/s", "900GB/s", _PCIE_5, 148),
@@ -77,8 +93,12 @@ DEVICES: Final[Mapping[str, DeviceFields]] = MappingProxyType(
         # NVIDIA RTX A6000, RTX 6000 Ada and RTX PRO 6000 Blackwell data sheets, dense. The first two with ECC have less
         # memory than without, as the Ada's messages show (44.43 and 47.4 GiB): the smaller counts.
         "rtxa6000-48gb": _device("44.40GiB", (154.8, 154.8, 38.7), "768GB/s", _PCIE_4, _PCIE_4, 84),
-        "rtx6000ada-48gb": _device("44.40GiB", (364.2, 364.2, 91.1), "960GB/s", _PCIE_4, _PCIE_4, 142),
-        "rtxpro6000-96gb": _device("94.90GiB", (503.8, 503.8, 125), "1792GB/s", _PCIE_5, _PCIE_5, 188),
+        "rtx6000ada-48gb": _device(
+            "44.40GiB", (364.2, 364.2, 91.1), "960GB/s", _PCIE_4, _PCIE_4, 142
+        ),
+        "rtxpro6000-96gb": _device(
+            "94.90GiB", (503.8, 503.8, 125), "1792GB/s", _PCIE_5, _PCIE_5, 188
+        ),
         # NVIDIA T4 and V100 data sheets: fp16 only, Turing and Volta have no bf16. V100: SXM2, NVLink 300 GB/s. A T4 at
         # its limit of 70 W lowers its clock: products of 4,096 reach 24 of 65 (forums.developer.nvidia.com/t/264462).
         "t4-16gb": _device("14.58GiB", (None, 65, 8.1), "320GB/s", _PCIE_3, _PCIE_3, 40, 24),
@@ -91,12 +111,18 @@ DEVICES: Final[Mapping[str, DeviceFields]] = MappingProxyType(
         "rtx3070-8gb": _device("7.78GiB", (40.6, 40.6, 20.3), "448GB/s", "12GB/s", _PCIE_4, 46),
         "rtx3080-10gb": _device("9.77GiB", (59.5, 59.5, 29.8), "760GB/s", "12GB/s", _PCIE_4, 68),
         "rtx3090-24gb": _device("23.69GiB", (71, 71, 35.6), "936GB/s", "12GB/s", _PCIE_4, 82),
-        "rtx4060ti-16gb": _device("15.60GiB", (44.1, 44.1, 22.1), "288GB/s", "12GB/s", "12GB/s", 34),
+        "rtx4060ti-16gb": _device(
+            "15.60GiB", (44.1, 44.1, 22.1), "288GB/s", "12GB/s", "12GB/s", 34
+        ),
         "rtx4070-12gb": _device("11.72GiB", (58.3, 58.3, 29.1), "504GB/s", "12GB/s", _PCIE_4, 46),
         "rtx4080-16gb": _device("15.70GiB", (97.5, 97.5, 48.7), "717GB/s", "12GB/s", _PCIE_4, 76),
-        "rtx4090-24gb": _device("23.64GiB", (165.2, 165.2, 82.6), "1008GB/s", "12GB/s", _PCIE_4, 128, 178.5),
+        "rtx4090-24gb": _device(
+            "23.64GiB", (165.2, 165.2, 82.6), "1008GB/s", "12GB/s", _PCIE_4, 128, 178.5
+        ),
         "rtx5080-16gb": _device("15.47GiB", (112.6, 112.6, 56.3), "960GB/s", "25GB/s", _PCIE_5, 84),
-        "rtx5090-32gb": _device("31.36GiB", (209.5, 209.5, 104.8), "1792GB/s", "25GB/s", _PCIE_5, 170),
+        "rtx5090-32gb": _device(
+            "31.36GiB", (209.5, 209.5, 104.8), "1792GB/s", "25GB/s", _PCIE_5, 170
+        ),
     }
 )
 

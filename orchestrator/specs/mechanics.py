@@ -23,7 +23,9 @@ class Replicated:
     stage: ClassVar[ZeroStage] = ZeroStage.NONE
     # In low precision: weights stay in the masters' type and are cast where they are used; else they are cast ahead.
     autocasts: ClassVar[bool] = True
-    has_fp32_states: ClassVar[bool] = False  # else the optimizer's states have the type of the weights
+    has_fp32_states: ClassVar[bool] = (
+        False  # else the optimizer's states have the type of the weights
+    )
     talks_alone: ClassVar[bool] = False  # whether one rank alone has a communicator, too
 
 
@@ -50,7 +52,9 @@ class Fsdp2(_Units):
     """State sharded by torch's `fully_shard`, each layer separately (arXiv:2304.11277). `copies` above 1 is HSDP."""
 
     copies: int
-    is_pipelined: bool  # then everything is gathered once a step, and reduced behind the last micro-batch
+    is_pipelined: (
+        bool  # then everything is gathered once a step, and reduced behind the last micro-batch
+    )
     has_fp32_states: ClassVar[bool] = True
 
 
@@ -84,7 +88,12 @@ Mechanics = Replicated | Fsdp | Zero
 
 @lru_cache(maxsize=4096)
 def mechanics_of(
-    engine: Engine, zero_stage: ZeroStage, sharding: Sharding, ranks: int, copies: int, is_pipelined: bool
+    engine: Engine,
+    zero_stage: ZeroStage,
+    sharding: Sharding,
+    ranks: int,
+    copies: int,
+    is_pipelined: bool,
 ) -> Mechanics:
     """Return how these settings shard the state, whether legal or not. Raises AssertionError for an unknown engine.
 
@@ -93,12 +102,20 @@ def mechanics_of(
     is_whole = zero_stage is ZeroStage.NONE
     match engine:
         case Engine.TORCH:
-            return Replicated(ranks, True) if is_whole else Fsdp2(ranks // copies, zero_stage, copies, is_pipelined)
+            return (
+                Replicated(ranks, True)
+                if is_whole
+                else Fsdp2(ranks // copies, zero_stage, copies, is_pipelined)
+            )
         case Engine.DEEPSPEED:
             return Zero(1 if is_whole else ranks, zero_stage)
         case Engine.SCRIPT:
             if is_whole:
                 return Replicated(ranks, False)
-            return ScriptFsdp(ranks, zero_stage) if sharding is Sharding.FSDP else Zero(ranks, zero_stage)
+            return (
+                ScriptFsdp(ranks, zero_stage)
+                if sharding is Sharding.FSDP
+                else Zero(ranks, zero_stage)
+            )
         case _:
             refuse_unknown(engine)

@@ -132,7 +132,9 @@ class GuardSettings:
 
     attempt_folder: str
     virtual_capacity_bytes: int | None  # cap to enforce on a virtual device; None on a real one
-    fault_kind: str | None = None  # a FaultKind to raise for real, in rank `fault_rank` at step `fault_step`
+    fault_kind: str | None = (
+        None  # a FaultKind to raise for real, in rank `fault_rank` at step `fault_step`
+    )
     fault_rank: int = 0
     fault_step: int = 0
     heartbeat_interval_s: float = 0.5

@@ -73,7 +73,9 @@ class State:
     usage: tuple[Usage, ...] = ()  # by user, sorted
     ends: tuple[UnexplainedEnd, ...] = ()  # unexplained ends of the last day, oldest first
     suspensions: tuple[Suspension, ...] = ()  # including past ones, until an attempt trains there
-    unreadable: tuple[UnreadableDevice, ...] = ()  # also of nodes that went away so, as long as they are declared
+    unreadable: tuple[
+        UnreadableDevice, ...
+    ] = ()  # also of nodes that went away so, as long as they are declared
     at_s: float = 0.0
 
     def __post_init__(self) -> None:

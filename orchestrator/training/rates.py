@@ -60,7 +60,8 @@ def _rates(threads: int, rank: int, folder: Path) -> dict[str, float]:
         "fp32_flops": operations / _best_s(lambda: fp32 @ fp32),
         "bf16_flops": operations / _best_s(lambda: bf16 @ bf16),
         "memory_bandwidth": 2.0 * COPIED * threads / _best_s(lambda: target.copy_(source)),
-        "link_bandwidth": SENT / _best_s(lambda: dist.all_reduce(message)),  # each of two sends that many
+        "link_bandwidth": SENT
+        / _best_s(lambda: dist.all_reduce(message)),  # each of two sends that many
     }
 
 

@@ -41,7 +41,9 @@ def test_a_loop_that_raises_is_entered_again_and_named(monkeypatch: pytest.Monke
 
 def test_no_attempt_is_watched_before_the_service_answers(tmp_path: Path) -> None:
     serving = threading.Event()
-    backend = ProcessBackend(tmp_path, CLUSTER, LocalNodes(CLUSTER), LocalLaunchers(), Alone(), serving=serving)
+    backend = ProcessBackend(
+        tmp_path, CLUSTER, LocalNodes(CLUSTER), LocalLaunchers(), Alone(), serving=serving
+    )
     reader, launch = Reader(backend), launch_of("early", script("exit:0"))
     try:
         backend.launch(launch)

@@ -32,7 +32,9 @@ def test_the_chosen_plan_is_as_fast_as_the_published_one_that_fits() -> None:
 
 
 @pytest.mark.parametrize(("key", "content"), [("plan", {}), ("colour", "red")])
-def test_a_row_without_a_plan_or_with_an_unknown_key_is_refused(key: str, content: object, tmp_path: Path) -> None:
+def test_a_row_without_a_plan_or_with_an_unknown_key_is_refused(
+    key: str, content: object, tmp_path: Path
+) -> None:
     data = yaml.safe_load(FILE.read_text())
     data["sources"][0]["rows"][0][key] = content
     file = tmp_path / "experts.yaml"

@@ -50,7 +50,9 @@ def test_seconds_follow_from_each_published_rate() -> None:
         ("cluster", "a100", "a100"),
     ],
 )
-def test_an_unknown_word_or_another_half_is_an_error(key: str, content: object, unknown: str, tmp_path: Path) -> None:
+def test_an_unknown_word_or_another_half_is_an_error(
+    key: str, content: object, unknown: str, tmp_path: Path
+) -> None:
     data = yaml.safe_load(FILE.read_text())
     data["sources"][0]["rows"][0][key] = content
     (tmp_path / "tuned.yaml").write_text(yaml.safe_dump(data))

@@ -38,7 +38,11 @@ def node(name: str = "local", devices: int = 2, free_bytes: int = 256 * MIB) -> 
 def decoder_spec(**changes: object) -> JobSpec:
     """A decoder of 3.4 M parameters that fits one 256 MiB device."""
     decoder = DecoderSpec(
-        vocab_size=256, hidden_size=256, intermediate_size=768, num_hidden_layers=4, num_attention_heads=4
+        vocab_size=256,
+        hidden_size=256,
+        intermediate_size=768,
+        num_hidden_layers=4,
+        num_attention_heads=4,
     )
     fields: dict[str, object] = {
         "name": "lm",
@@ -51,7 +55,11 @@ def decoder_spec(**changes: object) -> JobSpec:
 
 
 def script_spec(**changes: object) -> JobSpec:
-    fields: dict[str, object] = {"name": "script", "global_batch_size": 32, "command": "python train.py --epochs 3"}
+    fields: dict[str, object] = {
+        "name": "script",
+        "global_batch_size": 32,
+        "command": "python train.py --epochs 3",
+    }
     return JobSpec(**{**fields, **changes})  # type: ignore[arg-type]
 
 

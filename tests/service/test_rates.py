@@ -68,7 +68,9 @@ def test_a_cache_that_cannot_be_written_costs_a_measurement_and_nothing_else(cac
     assert recall_cluster(declared) == declared
 
 
-def test_a_user_without_a_home_directory_is_planned_with_measured_rates(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_user_without_a_home_directory_is_planned_with_measured_rates(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A container may give any user id: nothing is cached, and nothing fails."""
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.delenv("HOME", raising=False)

@@ -11,7 +11,12 @@ from orchestrator.service.server.waiting import waiting_app
 
 @pytest.mark.parametrize(
     ("method", "path", "status"),
-    [("GET", "/healthz", 200), ("GET", "/readyz", 503), ("GET", "/jobs", 503), ("POST", "/jobs/batch", 503)],
+    [
+        ("GET", "/healthz", 200),
+        ("GET", "/readyz", 503),
+        ("GET", "/jobs", 503),
+        ("POST", "/jobs/batch", 503),
+    ],
 )
 def test_a_waiting_service_is_alive_and_not_ready(method: str, path: str, status: int) -> None:
     with serve_http(waiting_app()) as port:

@@ -52,11 +52,15 @@ class Calls:
     def read_devices(self, node_id: str, name: str) -> nvml.NvmlReading:
         """Return NVML's reading of a node. No answer within 20 s gives a reading with an error."""
         task = ray.remote(num_cpus=0, max_retries=0)(nvml.devices)
-        reference = task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)).remote()
+        reference = task.options(
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)
+        ).remote()
         try:
             return ray.get(reference, timeout=PROBE_TIMEOUT_S)
         except GetTimeoutError:
-            ray.cancel(reference, force=True)  # else each probe of a driver that hangs leaves one more process
+            ray.cancel(
+                reference, force=True
+            )  # else each probe of a driver that hangs leaves one more process
             return nvml.NvmlReading(error=f"no answer within {PROBE_TIMEOUT_S:.0f} s")
         except RayError as error:
             return nvml.NvmlReading(error=f"node {name} does not answer: {type(error).__name__}")
@@ -66,7 +70,9 @@ class Calls:
         self._groups[attempt.name] = group = self._launchers.find(attempt)
         return group.nodes
 
-    def place(self, attempt: Attempt, folders: JobFolder, live: Mapping[str, LiveNode]) -> tuple[str, ...] | str:
+    def place(
+        self, attempt: Attempt, folders: JobFolder, live: Mapping[str, LiveNode]
+    ) -> tuple[str, ...] | str:
         """Create the attempt's launchers, and return their nodes; a returned text says why not."""
         placed = self._launchers.place(attempt, folders, live)
         if isinstance(placed, str):
@@ -87,7 +93,9 @@ class Calls:
     def free_port(self, attempt: Attempt, node: str) -> int:
         return self._group(attempt).free_port(node)
 
-    def run_before(self, attempt: Attempt, node: str, argv: Sequence[str], env: dict[str, str], workdir: str) -> int:
+    def run_before(
+        self, attempt: Attempt, node: str, argv: Sequence[str], env: dict[str, str], workdir: str
+    ) -> int:
         return self._group(attempt).run_before(node, argv, env, workdir)
 
     def start(
@@ -100,7 +108,9 @@ class Calls:
     ) -> list[LauncherStatus]:
         return self._group(attempt).start(ranks, counts, workdir, fence)
 
-    def poll(self, attempt: Attempt, nodes: Iterable[str], timeout_s: float) -> dict[str, LauncherStatus | None]:
+    def poll(
+        self, attempt: Attempt, nodes: Iterable[str], timeout_s: float
+    ) -> dict[str, LauncherStatus | None]:
         return self._group(attempt).poll(nodes, timeout_s)
 
     def stop(self, attempt: Attempt, nodes: Iterable[str], grace_s: float) -> None:
@@ -136,7 +146,11 @@ def main() -> None:
 
 
 def _answer(
-    service: Connection, answering: threading.Lock, number: int, call: Callable[..., Any], arguments: Sequence[Any]
+    service: Connection,
+    answering: threading.Lock,
+    number: int,
+    call: Callable[..., Any],
+    arguments: Sequence[Any],
 ) -> None:
     """Send (number, what the call returned, what it raised as text, whether the cluster is away)."""
     value, problem, is_away = None, None, False

@@ -52,12 +52,17 @@ class Belief:
         return self.least * math.exp(STEP * min(STEPS - 1, bisect_right(self.shares, share)))
 
 
-def belief(burst: Sequence[Observation], trained: Sequence[Observation], others: Sequence[Observation]) -> Belief:
+def belief(
+    burst: Sequence[Observation], trained: Sequence[Observation], others: Sequence[Observation]
+) -> Belief:
     """Return the distribution of the activation factor of a job that ran out of memory in the attempts `burst`.
 
     `trained` are attempts (launches) of the job that trained, `others` those of jobs in its family.
     """
-    bounds = [observed_correction(observations.moments, observations.measured_bytes) for observations in burst]
+    bounds = [
+        observed_correction(observations.moments, observations.measured_bytes)
+        for observations in burst
+    ]
     least = max(bounds)
     logs = [math.log(factor / least) for factor in _factors(others) if factor > least]
     clues = [
@@ -65,12 +70,18 @@ def belief(burst: Sequence[Observation], trained: Sequence[Observation], others:
         for bound, failure in zip(bounds, burst, strict=True)
         for share, spread in _clue(failure)
     ]
-    clues += [(math.log(max(factor, least) / least), MEASURED_SPREAD) for factor in _factors(trained)]
+    clues += [
+        (math.log(max(factor, least) / least), MEASURED_SPREAD) for factor in _factors(trained)
+    ]
     weights = []
     for step in range(STEPS):
         x = step * STEP
-        weight = math.exp(-x) + sum(_student((x - log) / MEASURED_SPREAD) / MEASURED_SPREAD for log in logs)
-        weights.append(weight * math.prod(_student((x - centre) / spread) for centre, spread in clues))
+        weight = math.exp(-x) + sum(
+            _student((x - log) / MEASURED_SPREAD) / MEASURED_SPREAD for log in logs
+        )
+        weights.append(
+            weight * math.prod(_student((x - centre) / spread) for centre, spread in clues)
+        )
     total, newest = sum(weights), burst[-1]
     beyond = math.log(bounds[-1] / least)
     return Belief(
@@ -111,7 +122,10 @@ def _no_later_excess(burst: Observation, x: float) -> float:
 
 
 def _factors(observations: Sequence[Observation]) -> list[float]:
-    return [observed_correction(observation.moments, observation.measured_bytes) for observation in observations]
+    return [
+        observed_correction(observation.moments, observation.measured_bytes)
+        for observation in observations
+    ]
 
 
 def _clue(failure: Observation) -> list[tuple[float, float]]:

@@ -32,8 +32,15 @@ def state_bytes(profile: ModelProfile, plan: Plan, shards: int) -> int:
     if plan.optimizer is Optimizer.ADAFACTOR:
         return FP32_BYTES * -(-_factored_elements(profile) // shards)
     if plan.optimizer is Optimizer.ADAMW_8BIT:
-        return sum(segment.count * _states_in_8_bits(segment, profile, plan, shards) for segment in profile.segments)
-    return (SGD_BYTES if plan.optimizer is Optimizer.SGD else ADAM_BYTES) // narrow * -(-trained // shards)
+        return sum(
+            segment.count * _states_in_8_bits(segment, profile, plan, shards)
+            for segment in profile.segments
+        )
+    return (
+        (SGD_BYTES if plan.optimizer is Optimizer.SGD else ADAM_BYTES)
+        // narrow
+        * -(-trained // shards)
+    )
 
 
 def temporaries(plan: Plan, elements: int, *, cuda: bool, before: int = 0) -> int:
@@ -76,6 +83,10 @@ def _factored_elements(profile: ModelProfile) -> int:
     """Elements of the factored second moments (Shazeer and Stern 2018, arXiv:1804.04235, section 3)."""
     return sum(
         segment.count
-        * (segment.factored if segment.factored is not None else 2 * math.isqrt(segment.trained_parameters))
+        * (
+            segment.factored
+            if segment.factored is not None
+            else 2 * math.isqrt(segment.trained_parameters)
+        )
         for segment in profile.segments
     )

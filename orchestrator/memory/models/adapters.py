@@ -39,7 +39,11 @@ class AdaptedLayer:
     @property
     def adapted(self) -> dict[str, tuple[int, int]]:
         """Name to (inputs, outputs) of each projection with an adapter."""
-        return {name: size for name, size in self.projections.items() if not self.targets or name in self.targets}
+        return {
+            name: size
+            for name, size in self.projections.items()
+            if not self.targets or name in self.targets
+        }
 
     @property
     def inputs_bytes(self) -> int:

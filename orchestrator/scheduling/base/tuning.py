@@ -40,7 +40,9 @@ class Tuning:
     # 1,172 s; 0 lets the first jobs take everything.
     price: float = 2.0
     price_idle: float = 0.002  # where no job waits: a job that grows can make way again
-    price_alone: float = 0.1  # of a device-second of a job that is alone: for devices that hardly help
+    price_alone: float = (
+        0.1  # of a device-second of a job that is alone: for devices that hardly help
+    )
     # Launches that an attempt trains for before it is moved: at most one move in rest + 1 launches, so that they take
     # no more than a fifth of a job's time. 1, 2, 4: 1,070, 1,077, 1,089 s (aging 20), with more moves.
     rest: float = 4.0
@@ -73,4 +75,8 @@ def tuned_for(objective: Objective) -> Tuning:
     Where no job can be moved both are worse: 66,266 and 2,154 s (TUNING: 62,563 and 1,424 s). The price does it: who
     starts narrow cannot grow. It is 59,344 and 2,060 s with aging 3 alone, 66,362 and 1,521 s with price 8 alone.
     """
-    return TUNING if objective is Objective.COMPLETION else replace(TUNING, aging_factor=3.0, price=8.0)
+    return (
+        TUNING
+        if objective is Objective.COMPLETION
+        else replace(TUNING, aging_factor=3.0, price=8.0)
+    )

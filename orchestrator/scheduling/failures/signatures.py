@@ -15,10 +15,14 @@ from orchestrator.scheduling.failures.phases import Frame, Markers, phase_of_fra
 from orchestrator.specs.attempt import Cause, Extent, Finding, Phase
 from orchestrator.specs.replace import replace
 
-CALM_LINES = 200  # so many ordinary lines after a complaint, and the program has gone on: it was not the end
+CALM_LINES = (
+    200  # so many ordinary lines after a complaint, and the program has gone on: it was not the end
+)
 FINDINGS_MAX = 8  # of one log that are kept as evidence
 EXCERPT_CHARACTERS_MAX = 4000
-LINE_CHARACTERS_MAX = 800  # of a line that is kept: PyTorch's longest message of memory has about 650
+LINE_CHARACTERS_MAX = (
+    800  # of a line that is kept: PyTorch's longest message of memory has about 650
+)
 FRAMES_MAX = 60  # of a traceback that are kept, innermost last
 RANKS_MAX = 256  # of one log that are told apart
 PER_CAUSE_MAX = 64  # findings of one cause between two calms
@@ -102,7 +106,10 @@ _CATALOGUE: tuple[tuple[Cause, tuple[str, ...]], ...] = (
             r"system not yet initialized",  # the fabric manager
         ),
     ),
-    (Cause.NODE_LOST, (r"Node failure on ", r"DUE TO NODE FAILURE", r"node has (?:died|crashed)")),  # Slurm, Ray
+    (
+        Cause.NODE_LOST,
+        (r"Node failure on ", r"DUE TO NODE FAILURE", r"node has (?:died|crashed)"),
+    ),  # Slurm, Ray
     (
         Cause.DEVICE_OOM_SUSPECT,
         (
@@ -257,10 +264,14 @@ def _literal(pattern: str) -> str:
 
     A text with a word of TELLING comes before longer ones.
     """
-    while (flat := re.sub(r"\((?:[^()\\]|\\.)*\)\??", "\0", pattern)) != pattern:  # innermost groups first
+    while (
+        flat := re.sub(r"\((?:[^()\\]|\\.)*\)\??", "\0", pattern)
+    ) != pattern:  # innermost groups first
         pattern = flat
     pieces = re.sub(
-        r"\[[^\]]*\](?:[*+?]|\{[\d,]+\})?|\\[A-Za-z](?:[*+?]|\{[\d,]+\})?|[^\\][?*]|[$^]|\0", "\0", pattern
+        r"\[[^\]]*\](?:[*+?]|\{[\d,]+\})?|\\[A-Za-z](?:[*+?]|\{[\d,]+\})?|[^\\][?*]|[$^]|\0",
+        "\0",
+        pattern,
     ).split("\0")
     texts = [re.sub(r"\\(.)", r"\1", piece).strip("+") for piece in pieces]
     return max(texts, key=lambda text: (is_telling(text), len(text)))
@@ -274,7 +285,11 @@ def is_telling(line: str) -> bool:
 RULES = tuple((cause, re.compile(pattern)) for cause, group in _CATALOGUE for pattern in group)
 NEEDLES = tuple(_literal(pattern.pattern) for _, pattern in RULES)
 SUSPECTS = (Cause.DEVICE_OOM_SUSPECT, Cause.HOST_OOM_SUSPECT)
-COMPLAINTS = (Cause.TIMEOUT, Cause.PREEMPTED, Cause.SECONDARY)  # of ranks that another rank's end may have ended
+COMPLAINTS = (
+    Cause.TIMEOUT,
+    Cause.PREEMPTED,
+    Cause.SECONDARY,
+)  # of ranks that another rank's end may have ended
 _NODE_WIDE = re.compile(r"river|libcuda|not yet initialized|CUDA unknown error - ")
 
 # Before what a rank says, where several write into one log: torchrun, `torchrun --tee`, Ray.
@@ -285,7 +300,9 @@ _LAUNCHERS = re.compile(
 )
 _FRAME = re.compile(r'\s+File "([^"]*)", line \d+(?:, in (\S+))?')
 _INDENTED = re.compile(r" {4}")
-_RICH_FRAME = re.compile(r"│ (\S.*?):\d+ in (\S+)\s+│")  # rich's tracebacks, under accelerate launch
+_RICH_FRAME = re.compile(
+    r"│ (\S.*?):\d+ in (\S+)\s+│"
+)  # rich's tracebacks, under accelerate launch
 _MARKS = re.compile(r"[\s^~]*\Z")
 _ECHOED_COMMAND = re.compile(r"\[(?:'[^']*'|\"[^\"]*\")(?:, (?:'[^']*'|\"[^\"]*\"))+\]")
 _ACCOUNT_WORDS = "Currently allocated", "Requested", "Device limit", "Free (according to CUDA)"
@@ -318,7 +335,11 @@ class LogScan:
     """
 
     def __init__(
-        self, *, log: str = "", command: Sequence[str] = (), markers: Mapping[Phase, str] | None = None
+        self,
+        *,
+        log: str = "",
+        command: Sequence[str] = (),
+        markers: Mapping[Phase, str] | None = None,
     ) -> None:
         self.root_rank: int | None = None  # the rank that torchrun saw fail first
         self.root_exit_code: int | None = None
@@ -329,15 +350,23 @@ class LogScan:
         self._quoting = 0  # stacks whose next line may be quoted source
         self._trouble: dict[Cause, list[Finding]] = {}
         self._calm = 0  # ordinary lines since the last complaint
-        self._account: list[Finding] = []  # ends with the finding whose bytes or frames may stand in the next lines
+        self._account: list[
+            Finding
+        ] = []  # ends with the finding whose bytes or frames may stand in the next lines
         self._frames_below = 0  # lines in which frames of that finding may stand
         self._in_root_cause = False
 
     def feed(self, line: str, offset: int = 0) -> None:
         """Read one line, without its line feed. `offset` is its first byte's position in the file."""
         self._markers.read(line)
-        if self._account and _ACCOUNT.match(line) and len(self._account[-1].line) < LINE_CHARACTERS_MAX:
-            self._account[-1] = replace(self._account[-1], line=f"{self._account[-1].line}\n{line.strip()}")
+        if (
+            self._account
+            and _ACCOUNT.match(line)
+            and len(self._account[-1].line) < LINE_CHARACTERS_MAX
+        ):
+            self._account[-1] = replace(
+                self._account[-1], line=f"{self._account[-1].line}\n{line.strip()}"
+            )
             return
         if self._frames_below:
             self._frames_below -= 1
@@ -360,8 +389,15 @@ class LogScan:
         if self._calm > CALM_LINES:
             self._trouble.clear()
         self._calm = 0
-        if cause is not None and len(findings := self._trouble.setdefault(cause, [])) < PER_CAUSE_MAX:
-            rank = next((int(number) for number in prefix.groups() if number), None) if prefix else None
+        if (
+            cause is not None
+            and len(findings := self._trouble.setdefault(cause, [])) < PER_CAUSE_MAX
+        ):
+            rank = (
+                next((int(number) for number in prefix.groups() if number), None)
+                if prefix
+                else None
+            )
             findings.append(self._finding(cause, text, rank, offset, stack))
             self._account = findings
             self._frames_below = _PINNED_LINES if _is_bare(findings[-1]) else 0
@@ -375,7 +411,9 @@ class LogScan:
         """
         # a rank whose traceback broke off quotes for ever; lines without a bracket are not of a rank
         quotes = self._quoting and (self._stack("").quoting or "[" in block or "(" in block)
-        follows = self._frames_below or (self._account and any(map(block.__contains__, _ACCOUNT_WORDS)))
+        follows = self._frames_below or (
+            self._account and any(map(block.__contains__, _ACCOUNT_WORDS))
+        )
         if quotes or follows or self._markers.phase is not None or is_telling(block):
             return False
         self._calm += block.count("\n")
@@ -387,12 +425,18 @@ class LogScan:
         if self._calm > CALM_LINES:
             return ()
         findings = sorted(
-            (finding for group in self._trouble.values() for finding in group), key=lambda finding: finding.offset
+            (finding for group in self._trouble.values() for finding in group),
+            key=lambda finding: finding.offset,
         )
         if not findings:
             return ()
         decisive = min(
-            findings, key=lambda finding: (_doubt(finding), self.root_rank not in (None, finding.rank), finding.offset)
+            findings,
+            key=lambda finding: (
+                _doubt(finding),
+                self.root_rank not in (None, finding.rank),
+                finding.offset,
+            ),
         )
         others = [replace(finding, excerpt="") for finding in findings if finding is not decisive]
         return (decisive, *others[: FINDINGS_MAX - 1])
@@ -430,8 +474,12 @@ class LogScan:
         stack.lines.append(text)
         return True
 
-    def _finding(self, cause: Cause, text: str, rank: int | None, offset: int, stack: _Stack) -> Finding:
-        if cause is Cause.DISK_FULL and any(_SEMAPHORES.search(frame.file) for frame in list(stack.frames)[-3:]):
+    def _finding(
+        self, cause: Cause, text: str, rank: int | None, offset: int, stack: _Stack
+    ) -> Finding:
+        if cause is Cause.DISK_FULL and any(
+            _SEMAPHORES.search(frame.file) for frame in list(stack.frames)[-3:]
+        ):
             cause = Cause.SHARED_MEMORY  # named semaphores lie in /dev/shm
         finding = Finding(
             cause=cause,

@@ -55,7 +55,12 @@ def is_stopped_early(job: Job) -> bool:
 
 
 def sweep_report(
-    sweep_id: str, ended: str, jobs: Sequence[Job], values: Mapping[int, float | None], state: State, now_s: float
+    sweep_id: str,
+    ended: str,
+    jobs: Sequence[Job],
+    values: Mapping[int, float | None],
+    state: State,
+    now_s: float,
 ) -> SweepReport:
     """Return the report of a sweep from its jobs (at least one); `values` maps trial number to metric."""
     first = jobs[0].spec.trial
@@ -84,7 +89,9 @@ def sweep_report(
         max_trials=sweep.trials,
         live=live,
         best=None if best is None else best.number,
-        best_said="" if best is None else f"{sweep.metric.name} {best.value:.6g} by {best.job}: {best.said}",
+        best_said=""
+        if best is None
+        else f"{sweep.metric.name} {best.value:.6g} by {best.job}: {best.said}",
         device_s=cost.device_s,
         money=cost.money,
         cost_said=cost.said,

@@ -39,14 +39,23 @@ def cluster_of_cards(text: str) -> ClusterSpec:
     per_node = min(count, DEVICES_PER_NODE)
     if not 1 <= count <= CARDS_MAX or count % per_node:
         raise SpecError(
-            "no such number of cards", source=SOURCE, got=count, allowed="1 to 8, or a multiple of 8 up to 4096"
+            "no such number of cards",
+            source=SOURCE,
+            got=count,
+            allowed="1 to 8, or a multiple of 8 up to 4096",
         )
     return _cluster(names[0], per_node, count // per_node)
 
 
 def _cluster(name: str, per_node: int, nodes: int) -> ClusterSpec:
     node = NodeSpec.model_validate(
-        {"name": "node", "count": nodes, "devices": per_node, "device": name, "host_memory": "64GiB"}
+        {
+            "name": "node",
+            "count": nodes,
+            "devices": per_node,
+            "device": name,
+            "host_memory": "64GiB",
+        }
     )
     host_bytes = max(HOST_BYTES_MIN, 2 * per_node * node.device.memory)
     return ClusterSpec(name="cards", nodes=(node.model_copy(update={"host_memory": host_bytes}),))

@@ -26,22 +26,33 @@ def hardware_of(
     """
     if cards is not None:
         if cluster is not None:
-            raise SpecError("cards or a cluster file, not both", source="--gpu", got=cards, hint="leave out --cluster")
+            raise SpecError(
+                "cards or a cluster file, not both",
+                source="--gpu",
+                got=cards,
+                hint="leave out --cluster",
+            )
         return idle_nodes(cluster_of_cards(cards)), ()
     home = service if isinstance(service, Path) else DEFAULT_HOME.expanduser()
     if cluster is not None or (isinstance(service, Path) and not _is_up(service)):
-        return idle_nodes(recall_cluster(read_cluster(cluster) if cluster else kept_cluster(home))), ()
+        return idle_nodes(
+            recall_cluster(read_cluster(cluster) if cluster else kept_cluster(home))
+        ), ()
     from orchestrator.service.server.client import Client
     from orchestrator.service.views.records import node_from_view, observations_from_view
 
     with closing(Client(service)) as client:
         live = client.cluster()
-    return [node_from_view(node) for node in live["nodes"]], observations_from_view(live["observations"])
+    return [node_from_view(node) for node in live["nodes"]], observations_from_view(
+        live["observations"]
+    )
 
 
 def _is_up(home: Path) -> bool:
     if not (home / "service.json").exists():
         return False
-    from orchestrator.service.server.client import is_up  # late: it imports httpx, which planning does not need
+    from orchestrator.service.server.client import (
+        is_up,
+    )  # late: it imports httpx, which planning does not need
 
     return is_up(home)

@@ -52,7 +52,15 @@ from orchestrator.service.server.dependencies import (
     seen_from,
 )
 from orchestrator.service.server.ended import Reports, make_report
-from orchestrator.service.server.gate import BODY_BYTES_MAX, JSON_BYTES_MAX, LINK, Gate, Gated, limiter, refusal
+from orchestrator.service.server.gate import (
+    BODY_BYTES_MAX,
+    JSON_BYTES_MAX,
+    LINK,
+    Gate,
+    Gated,
+    limiter,
+    refusal,
+)
 from orchestrator.service.server.job_routes import add_file_routes, add_job_routes, add_log_routes
 from orchestrator.service.server.join_token import secret_of
 from orchestrator.service.server.members import Members, machine
@@ -151,7 +159,10 @@ EXPOSITION: dict[str, Any] = {
 }
 READY: dict[str, Any] = {
     "response_model": None,
-    "responses": {200: {"model": ReadyAnswer}, 503: {"model": NotReadyAnswer, "description": "It takes no jobs now."}},
+    "responses": {
+        200: {"model": ReadyAnswer},
+        503: {"model": NotReadyAnswer, "description": "It takes no jobs now."},
+    },
 }
 
 
@@ -161,13 +172,23 @@ def create_app(service: Service) -> FastAPI:
     It answers a wrong token by 401, a wrong Host or role by 403, an unknown object by 404, bad input by 422, and a
     refusal by 409.
     """
-    app = FastAPI(title="orc", version=version("orchestrator"), docs_url=None, redoc_url=None, responses=REFUSALS)
+    app = FastAPI(
+        title="orc",
+        version=version("orchestrator"),
+        docs_url=None,
+        redoc_url=None,
+        responses=REFUSALS,
+    )
     gate = Gate(
         owner_token=service.token,
         owner=user_name(),
         accounts=service.accounts,
         hosts=service.hosts,
-        roles={**ROLES, **mlflow_routes.ROLES, **({} if service.pages is None else service.pages.roles)},
+        roles={
+            **ROLES,
+            **mlflow_routes.ROLES,
+            **({} if service.pages is None else service.pages.roles),
+        },
         reading=mlflow_routes.READING,
         body_bytes_max=_body_limits(),
         rates=limiter(),
@@ -198,7 +219,9 @@ def create_app(service: Service) -> FastAPI:
     _add_journal_routes(app, service)
     if service.pages is not None:
         service.pages.add(app, service, gate)
-    if service.trackers.get("mlflow") == MLFLOW:  # else it is a server that somebody named, elsewhere
+    if (
+        service.trackers.get("mlflow") == MLFLOW
+    ):  # else it is a server that somebody named, elsewhere
         mlflow_routes.add_mlflow_routes(app, service.home)
     return app
 
@@ -243,12 +266,16 @@ def _add_probe_routes(app: FastAPI, service: Service) -> None:
             return refusal(503, str(error))
         problems, failures = controller.health.problems(), controller.health.failures()
         if failures:
-            return JSONResponse({"error": "; ".join(failures), "problems": problems}, status_code=503)
+            return JSONResponse(
+                {"error": "; ".join(failures), "problems": problems}, status_code=503
+            )
         if not controller.state.nodes and not problems:
             problems = ["no node is there"]
         return JSONResponse({"status": "ready", "problems": problems})
 
-    metrics = Metrics(controller.figures, controller.confirm, lambda job: beats(service.home, job).reports)
+    metrics = Metrics(
+        controller.figures, controller.confirm, lambda job: beats(service.home, job).reports
+    )
 
     @app.get("/metrics", **EXPOSITION)
     def scrape() -> Response:
@@ -268,7 +295,9 @@ def _add_cluster_routes(app: FastAPI, service: Service) -> None:
         job_ids = holders(state)
         return {
             "name": service.cluster,
-            "trackers": {name: seen_from(request, address) for name, address in service.trackers.items()},
+            "trackers": {
+                name: seen_from(request, address) for name, address in service.trackers.items()
+            },
             "problems": controller.health.problems(),
             "nodes": [node_view(node, job_ids, state) for node in state.nodes],
             "drained": state.drained,
@@ -294,7 +323,11 @@ def _add_report_routes(app: FastAPI, service: Service) -> None:
         """Return expected start and end of each live job, earliest start first, assuming no more submissions."""
         return {"jobs": [*service.forecasts.wait_for_newest().values()]}
 
-    newest = Reports(lambda since_s: dict(make_report(controller, since_s, time.time(), service.sweeper.reports())))
+    newest = Reports(
+        lambda since_s: dict(
+            make_report(controller, since_s, time.time(), service.sweeper.reports())
+        )
+    )
 
     @app.get("/report", **answers(ReportView))
     def report(
@@ -314,7 +347,9 @@ def _add_operator_routes(app: FastAPI, service: Service) -> None:
     @app.post("/notify/test", **answers(TriedAnswer))
     def notify_test(request: TryRequest) -> dict[str, Any]:
         """Send a test notice to these notification targets, or to all."""
-        return {"problems": {} if service.notifier is None else service.notifier.test(request.targets)}
+        return {
+            "problems": {} if service.notifier is None else service.notifier.test(request.targets)
+        }
 
     @app.post("/observations", **answers(KeptAnswer))
     def observe(request: ObserveRequest) -> dict[str, Any]:
@@ -328,7 +363,9 @@ def _add_operator_routes(app: FastAPI, service: Service) -> None:
 
     @app.post("/shutdown", **answers(ShutdownAnswer))
     def shutdown(request: ShutdownRequest) -> dict[str, Any]:
-        running = [job.id for job in controller.state.jobs.values() if job.status is JobStatus.RUNNING]
+        running = [
+            job.id for job in controller.state.jobs.values() if job.status is JobStatus.RUNNING
+        ]
         if running and not request.force:
             raise ServiceError(
                 f"jobs run: {', '.join(running)}. Wait, `orc cancel` them, or use `orc down --force`: it stops "
@@ -343,7 +380,10 @@ def _add_member_routes(app: FastAPI, service: Service) -> None:
 
     @app.get("/join", **answers(JoinAnswer))
     def join() -> dict[str, Any]:
-        return {"ray_address": _members(service).ray_address(), "machine": asdict(machine(service.home))}
+        return {
+            "ray_address": _members(service).ray_address(),
+            "machine": asdict(machine(service.home)),
+        }
 
     @app.post("/nodes", **answers(EmptyAnswer))
     def add_node(request: NodeRequest, name_objects: NameObjects) -> dict[str, Any]:
@@ -363,7 +403,9 @@ def _add_member_routes(app: FastAPI, service: Service) -> None:
 
 def _members(service: Service) -> Members:
     if service.members is None:
-        raise ServiceError("the service's Ray is not its own: start Ray on that machine by hand, with `ray start`")
+        raise ServiceError(
+            "the service's Ray is not its own: start Ray on that machine by hand, with `ray start`"
+        )
     return service.members
 
 
@@ -420,7 +462,11 @@ def _add_account_routes(app: FastAPI, service: Service) -> None:
         limit: Annotated[int, Query(ge=1, le=1000)] = 100,
         before: Annotated[int | None, Query(ge=0, le=NUMBER_MAX)] = None,
     ) -> dict[str, Any]:
-        return {"rows": [{"number": number, **asdict(row)} for number, row in accounts.audit(limit, before)]}
+        return {
+            "rows": [
+                {"number": number, **asdict(row)} for number, row in accounts.audit(limit, before)
+            ]
+        }
 
 
 def _add_journal_routes(app: FastAPI, service: Service) -> None:
@@ -435,9 +481,13 @@ def _add_journal_routes(app: FastAPI, service: Service) -> None:
         """Delete an unreadable row for good. A live job is cancelled first, as it may occupy devices."""
         job = service.controller.state.jobs.get(row) if table == "live" else None
         if job is not None and job.unreadable:
-            raise ServiceError(f"{row} may hold devices: `orc cancel {row}` ends it, then its row can be dropped")
+            raise ServiceError(
+                f"{row} may hold devices: `orc cancel {row}` ends it, then its row can be dropped"
+            )
         if service.set_aside.remove(table, row) is None:
-            raise UnknownError(f"no row {table}/{row} stands aside. `orc doctor --repair` lists them")
+            raise UnknownError(
+                f"no row {table}/{row} stands aside. `orc doctor --repair` lists them"
+            )
         return {}
 
 
@@ -468,5 +518,7 @@ async def _answer_unrouted(_: Request, error: Exception) -> JSONResponse:
 
 async def _answer_malformed(_: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError), error
-    details = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
+    details = "; ".join(
+        f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()
+    )
     return refusal(422, f"the request is malformed: {details}")

@@ -65,7 +65,9 @@ def beats(home: Path, job: Job) -> Reports[Heartbeat]:
     """Return the last heartbeats (progress reports) of the newest attempt's ranks."""
     if job.last is None:
         return Reports()
-    return read_heartbeats(JobFolder(home, job.id).attempt(job.last.number), job.last.plan.world_size)
+    return read_heartbeats(
+        JobFolder(home, job.id).attempt(job.last.number), job.last.plan.world_size
+    )
 
 
 def read_from(path: Path, offset: int, hidden: Sequence[bytes]) -> bytes:
@@ -85,7 +87,12 @@ def read_from(path: Path, offset: int, hidden: Sequence[bytes]) -> bytes:
 
 
 async def follow_file(
-    path: Path, offset: int, hidden: Sequence[bytes], is_over: Callable[[], bool], waits: Waits, wait_s: float
+    path: Path,
+    offset: int,
+    hidden: Sequence[bytes],
+    is_over: Callable[[], bool],
+    waits: Waits,
+    wait_s: float,
 ) -> AsyncIterator[bytes]:
     """Yield bytes of a growing file from an offset, until it is complete, or for `wait_s` seconds."""
     until_s = time.monotonic() + wait_s

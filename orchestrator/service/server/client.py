@@ -37,7 +37,13 @@ ENDED_SHOWN = 100
 TIMEOUT_S = 30.0
 LONG_POLL_S = 2.0
 KEY = "Idempotency-Key"
-AGAIN_S = (1.0, 2.0, 4.0, 8.0, 16.0)  # before a submission without an answer is sent again: longer than a failover
+AGAIN_S = (
+    1.0,
+    2.0,
+    4.0,
+    8.0,
+    16.0,
+)  # before a submission without an answer is sent again: longer than a failover
 UPLOAD_TIMEOUT_S = PURGE_TIMEOUT_S = 600.0
 
 
@@ -49,7 +55,9 @@ class Client:
         if isinstance(service, Login):
             url, token = service.url, service.token
             context = ssl.create_default_context(cadata=service.certificate)
-            context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # a pinned certificate need not sign itself
+            context.verify_flags |= (
+                ssl.VERIFY_X509_PARTIAL_CHAIN
+            )  # a pinned certificate need not sign itself
         else:
             url, token, context = _local_url(service), _token(service), None
         self._http = httpx.Client(
@@ -59,16 +67,22 @@ class Client:
             verify=context or True,
             trust_env=False,  # a proxy would see the token
         )
-        self._home = None if isinstance(service, Login) else service  # elsewhere the token says who submits
+        self._home = (
+            None if isinstance(service, Login) else service
+        )  # elsewhere the token says who submits
 
-    def submit(self, spec: dict[str, Any], fault: dict[str, Any] | None = None, key: str | None = None) -> str:
+    def submit(
+        self, spec: dict[str, Any], fault: dict[str, Any] | None = None, key: str | None = None
+    ) -> str:
         """Submit a job; return its id once it is in the queue.
 
         A submission without a response is sent again, without making a second job. With an idempotency `key` (at most
         64 characters), the caller may also repeat it, to any service of the same journal.
         """
         body = {"spec": self._with_user(spec), "fault": fault}
-        return (self._submit("/jobs", body) if key is None else self._json("POST", "/jobs", body, key))["id"]
+        return (
+            self._submit("/jobs", body) if key is None else self._json("POST", "/jobs", body, key)
+        )["id"]
 
     def submit_all(self, specs: Sequence[dict[str, Any]]) -> BatchAnswer:
         """Submit jobs atomically; return their ids once they are in the journal.
@@ -76,7 +90,9 @@ class Client:
         The result also has, by id: expected lateness, promises of guarantees, and refusals. If one job is invalid, none
         is submitted.
         """
-        answer: BatchAnswer = self._submit("/jobs/batch", {"jobs": [{"spec": self._with_user(spec)} for spec in specs]})
+        answer: BatchAnswer = self._submit(
+            "/jobs/batch", {"jobs": [{"spec": self._with_user(spec)} for spec in specs]}
+        )
         return answer
 
     def whoami(self) -> dict[str, str]:
@@ -135,7 +151,9 @@ class Client:
             jobs |= {job["id"]: job for job in answer["jobs"]}
         return [*jobs.values()]
 
-    def job(self, job_id: str, version: int | None = None, wait_s: float = LONG_POLL_S) -> tuple[JobView, int]:
+    def job(
+        self, job_id: str, version: int | None = None, wait_s: float = LONG_POLL_S
+    ) -> tuple[JobView, int]:
         """Return (job, version of the state). With a `version`, wait up to `wait_s` for a newer one."""
         query = "" if version is None else f"?seen={version}&wait_s={wait_s}"
         answer = self._json("GET", f"/jobs/{quote(job_id, safe='')}{query}")
@@ -168,17 +186,23 @@ class Client:
         if to.is_dir() and not any(to.iterdir()):
             to.rmdir()
         if os.path.lexists(to):
-            raise SpecError("exists already", source=str(to), hint="name another folder with `--to`")
+            raise SpecError(
+                "exists already", source=str(to), hint="name another folder with `--to`"
+            )
         try:
             with self._http.stream("GET", f"/jobs/{quote(job_id, safe='')}/output") as answer:
                 if not answer.is_success:
                     answer.read()
                     _refuse_failed(answer)
-                size_bytes, left_out = (int(answer.headers[f"x-output-{name}"]) for name in ("bytes", "left-out"))
+                size_bytes, left_out = (
+                    int(answer.headers[f"x-output-{name}"]) for name in ("bytes", "left-out")
+                )
                 to.parent.mkdir(parents=True, exist_ok=True)
                 free_bytes = shutil.disk_usage(to.parent).free
                 if size_bytes > free_bytes:
-                    raise ServiceError(f"the output has {size_bytes} bytes; {to.parent} has {free_bytes} bytes free")
+                    raise ServiceError(
+                        f"the output has {size_bytes} bytes; {to.parent} has {free_bytes} bytes free"
+                    )
                 limits = Limits(entries=ENTRIES_MAX, total_bytes=size_bytes)
                 try:
                     unpack(_Reader(answer.iter_bytes()).read, to, limits)
@@ -215,15 +239,19 @@ class Client:
         from orchestrator.service.views.records import observations_view
 
         parts = [
-            observations[first : first + OBSERVATIONS_SENT] for first in range(0, len(observations), OBSERVATIONS_SENT)
+            observations[first : first + OBSERVATIONS_SENT]
+            for first in range(0, len(observations), OBSERVATIONS_SENT)
         ]
         return sum(
-            self._json("POST", "/observations", {"observations": observations_view(part)})["kept"] for part in parts
+            self._json("POST", "/observations", {"observations": observations_view(part)})["kept"]
+            for part in parts
         )
 
     def cancel(self, job_ids: Sequence[str], *, whole_arrays: bool) -> list[str]:
         """Request cancellation of jobs or of their arrays; return the ids once the request is durable."""
-        return self._json("POST", "/jobs/cancel", {"jobs": job_ids, "whole_arrays": whole_arrays})["cancelled"]
+        return self._json("POST", "/jobs/cancel", {"jobs": job_ids, "whole_arrays": whole_arrays})[
+            "cancelled"
+        ]
 
     def retry(
         self,
@@ -328,12 +356,16 @@ class Client:
                     raise _no_answer_error(error) from None  # it was not sent
                 why = str(error)
                 continue
-            if "retry-after" in answer.headers or (why and answer.status_code == httpx.codes.SERVICE_UNAVAILABLE):
+            if "retry-after" in answer.headers or (
+                why and answer.status_code == httpx.codes.SERVICE_UNAVAILABLE
+            ):
                 why = _error_of(answer)
                 continue
             _refuse_failed(answer)
             return answer.json()
-        raise ServiceError(f"no service answered ({why}). `orc queue` shows whether anything was submitted")
+        raise ServiceError(
+            f"no service answered ({why}). `orc queue` shows whether anything was submitted"
+        )
 
     def _update_port(self) -> None:
         """Take the port of a home's service anew: a service that was started again has another. Raises ServiceError."""
@@ -341,12 +373,22 @@ class Client:
             self._http.base_url = _local_url(self._home)
 
     def _json(
-        self, method: str, path: str, body: Any = None, key: str | None = None, timeout_s: float = TIMEOUT_S
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        key: str | None = None,
+        timeout_s: float = TIMEOUT_S,
     ) -> Any:
         return visible(self._send(method, path, body, key, timeout_s).json())
 
     def _send(
-        self, method: str, path: str, body: Any = None, key: str | None = None, timeout_s: float = TIMEOUT_S
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        key: str | None = None,
+        timeout_s: float = TIMEOUT_S,
     ) -> httpx.Response:
         headers = {KEY: key} if key else None
         try:
@@ -401,7 +443,9 @@ def service_file(home: Path) -> dict[str, Any]:
     except (FileNotFoundError, NotADirectoryError):
         raise ServiceError(f"no service is up in {home}. `orc up` starts one") from None
     except (OSError, ValueError) as error:
-        raise ServiceError(f"{home / 'service.json'} cannot be read ({error}). `orc up` writes it anew") from None
+        raise ServiceError(
+            f"{home / 'service.json'} cannot be read ({error}). `orc up` writes it anew"
+        ) from None
 
 
 def is_up(home: Path) -> bool:

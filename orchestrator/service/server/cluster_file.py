@@ -70,10 +70,14 @@ def nodes_here(cluster: ClusterSpec, joined: Sequence[NodeSpec], here: str) -> C
         if name not in away
     ]
     real = [node.name for node in single if node.device.kind is DeviceKind.CUDA]
-    local = tuple(node for node in single if node.name not in real or node.name == here or len(real) == 1)
+    local = tuple(
+        node for node in single if node.name not in real or node.name == here or len(real) == 1
+    )
     if not local:
         hint = f"give its node the name {here!r}: the others come by `orc join`; or name a Ray of your own with --ray"
-        raise SpecError("no node is this machine", source=FILE, path="nodes", got=", ".join(real), hint=hint)
+        raise SpecError(
+            "no node is this machine", source=FILE, path="nodes", got=", ".join(real), hint=hint
+        )
     return cluster.model_copy(update={"nodes": local})
 
 
@@ -94,7 +98,10 @@ def cluster_text(cluster: ClusterSpec, notes: Sequence[str] = ()) -> str:
 
 def _device(device: DeviceSpec) -> Any:
     """Return the name of a device that is just the catalogue's, else its description."""
-    if device.name in DEVICES and DeviceSpec.model_validate({"name": device.name, **DEVICES[device.name]}) == device:
+    if (
+        device.name in DEVICES
+        and DeviceSpec.model_validate({"name": device.name, **DEVICES[device.name]}) == device
+    ):
         return device.name
     return device.model_dump(mode="json", exclude_defaults=True)
 

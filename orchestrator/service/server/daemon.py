@@ -18,7 +18,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
+from contextlib import (
+    AbstractContextManager,
+    ExitStack,
+    closing,
+    contextmanager,
+    nullcontext,
+    suppress,
+)
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -74,7 +81,9 @@ HOME_CHECK_S = 5.0
 HEALTH_S = 1.0
 STOP_TIMEOUT_S = 5.0
 GRACE_S = 8.0  # from SIGTERM to the end, whatever the service does
-STREAMS_S = 2  # that a page's stream of events, which has no end, may hold up the end of the service
+STREAMS_S = (
+    2  # that a page's stream of events, which has no end, may hold up the end of the service
+)
 
 log = logging.getLogger(__name__)
 
@@ -83,8 +92,12 @@ def main(pages: Pages) -> None:
     """Serve the home folder of the command line until SIGTERM (training continues) or `orc down` (training stops)."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--home", type=Path, required=True)
-    parser.add_argument("--standby", action="store_true", help="wait for a lease that another service holds")
-    parser.add_argument("--endpoint", default="", help="where it listens, as JSON; default: what the home keeps")
+    parser.add_argument(
+        "--standby", action="store_true", help="wait for a lease that another service holds"
+    )
+    parser.add_argument(
+        "--endpoint", default="", help="where it listens, as JSON; default: what the home keeps"
+    )
     arguments = parser.parse_args()
     home: Path = arguments.home.resolve()
     try:
@@ -95,14 +108,18 @@ def main(pages: Pages) -> None:
 
     def end(*_: object) -> None:
         stop.set()
-        if not ending.is_set():  # the kernel's thread: where a decision hangs, this is as kill -9, with a traceback
+        if (
+            not ending.is_set()
+        ):  # the kernel's thread: where a decision hangs, this is as kill -9, with a traceback
             ending.set()
             faulthandler.dump_traceback_later(GRACE_S, exit=True)
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, end)
     try:
-        serve(home, pages, stop, down, parse_endpoint(arguments.endpoint), standby=arguments.standby)
+        serve(
+            home, pages, stop, down, parse_endpoint(arguments.endpoint), standby=arguments.standby
+        )
     except OrchestratorError as error:
         log.critical("%s", error)
         sys.exit(1)
@@ -110,7 +127,13 @@ def main(pages: Pages) -> None:
 
 
 def serve(
-    home: Path, pages: Pages, stop: threading.Event, down: threading.Event, endpoint: Endpoint | None, *, standby: bool
+    home: Path,
+    pages: Pages,
+    stop: threading.Event,
+    down: threading.Event,
+    endpoint: Endpoint | None,
+    *,
+    standby: bool,
 ) -> None:
     """Run the service until `stop` is set, at `endpoint` or the home's default. Raises OrchestratorError.
 
@@ -121,7 +144,9 @@ def serve(
     endpoint, is_serving = endpoint or load_endpoint(home), threading.Event()
     with ExitStack() as stack:
         background = stack.enter_context(ThreadPoolExecutor(1))
-        background.submit(measure_cluster, kept_cluster(home))  # kept by then: a standby takes over in seconds
+        background.submit(
+            measure_cluster, kept_cluster(home)
+        )  # kept by then: a standby takes over in seconds
         waiting = stack.enter_context(ExitStack())
         if standby:
             waiting.enter_context(_served_to_others(waiting_app(), endpoint))
@@ -139,7 +164,9 @@ def serve(
             return down.is_set() or (earlier_ray is None and not is_serving.is_set())
 
         rates = background.submit(measure_cluster, cluster)
-        targets = targets_of(cluster.notify, cluster.name, os.environ)  # before anything inherits their secrets
+        targets = targets_of(
+            cluster.notify, cluster.name, os.environ
+        )  # before anything inherits their secrets
         provider = provider_of(cluster.oidc, os.environ)
         journal.outbox.register(cluster.trackers)
         journal.notices.register(targets)
@@ -154,7 +181,9 @@ def serve(
         if own_ray is not None:
             stack.callback(_end, own_ray.stop, must_end)
         locate = own_ray.address if own_ray is not None else lambda: named_ray
-        backend = stack.enter_context(closing(RayBackend(home, rates.result(), locate, journal, serving=is_serving)))
+        backend = stack.enter_context(
+            closing(RayBackend(home, rates.result(), locate, journal, serving=is_serving))
+        )
         controller = _make_controller(home, journal, backend, stack, stop)
         sweeper = Sweeper(controller, journal.sweeps, home)
         controller.turn(0.0)  # nothing starts on nodes of an earlier service that are not there
@@ -196,7 +225,11 @@ def serve(
 
 
 def _start_trackers(
-    home: Path, cluster: ClusterSpec, lookups: Lookups, stack: ExitStack, must_end: Callable[[], bool]
+    home: Path,
+    cluster: ClusterSpec,
+    lookups: Lookups,
+    stack: ExitStack,
+    must_end: Callable[[], bool],
 ) -> dict[str, Tracker]:
     """Return the cluster's trackers by name. Those whose processes must end are shut down with the stack."""
     trackers: dict[str, Tracker] = {}
@@ -216,21 +249,33 @@ def _make_controller(
     controller.health.watch(lambda: backend.problem)
     controller.health.watch(FAULTS.problem)
     _watch_disk(home, controller.health, stop)
-    _start_thread(_log_problem, partial(controller.standstill, names_job=True), "decisions end again", stop)
+    _start_thread(
+        _log_problem, partial(controller.standstill, names_job=True), "decisions end again", stop
+    )
     return controller
 
 
 def _make_notifier(
-    cluster: ClusterSpec, targets: Mapping[str, Target], journal: Journal, controller: Controller, sweeper: Sweeper
+    cluster: ClusterSpec,
+    targets: Mapping[str, Target],
+    journal: Journal,
+    controller: Controller,
+    sweeper: Sweeper,
 ) -> Notifier | None:
     """Return the notifier of the cluster's targets; None without targets."""
     if not targets:
         return None
-    return Notifier(cluster.notify, targets, journal.notices, controller, time.time, sweeper.reports)
+    return Notifier(
+        cluster.notify, targets, journal.notices, controller, time.time, sweeper.reports
+    )
 
 
 def _serve_requests(
-    service: Service, endpoint: Endpoint | None, waiting: ExitStack, is_serving: threading.Event, stop: threading.Event
+    service: Service,
+    endpoint: Endpoint | None,
+    waiting: ExitStack,
+    is_serving: threading.Event,
+    stop: threading.Event,
 ) -> None:
     """Answer requests in place of the waiting application, and run the controller until `stop` is set."""
     application = create_app(service)
@@ -294,7 +339,9 @@ def _separate_users(
     """
     if declared.users:
         if os.geteuid() != 0:
-            raise ServiceError("`users` of the cluster file has user ids, and only root may run jobs as others")
+            raise ServiceError(
+                "`users` of the cluster file has user ids, and only root may run jobs as others"
+            )
         open_home(home)
 
     def refuse(name: str) -> None:
@@ -365,11 +412,16 @@ def _is_ours(home: Path, token: str) -> bool:
         return False
 
 
-def _watch_home(home: Path, token: str, shut_down: Callable[[], None], stop: threading.Event) -> None:
+def _watch_home(
+    home: Path, token: str, shut_down: Callable[[], None], stop: threading.Event
+) -> None:
     """Shut down once the folder is removed or replaced: clients can no longer find this service."""
     while not stop.wait(HOME_CHECK_S):
         if not _is_ours(home, token):
-            log.error("the home folder %s was removed or replaced: stopping everything started for it", home)
+            log.error(
+                "the home folder %s was removed or replaced: stopping everything started for it",
+                home,
+            )
             shut_down()
 
 
@@ -385,7 +437,9 @@ def _log_problem(source: Callable[[], str | None], cured: str, stop: threading.E
         before = now
 
 
-def _notify(controller: Controller, relays: Sequence[OutboxRelay[Any]], stop: threading.Event) -> None:
+def _notify(
+    controller: Controller, relays: Sequence[OutboxRelay[Any]], stop: threading.Event
+) -> None:
     """Wake the relays after each change of the state."""
     version = -1
     while not stop.is_set():
@@ -396,7 +450,9 @@ def _notify(controller: Controller, relays: Sequence[OutboxRelay[Any]], stop: th
                 relay.notify()
 
 
-def _served_to_others(app: FastAPI, endpoint: Endpoint | None) -> AbstractContextManager[int | None]:
+def _served_to_others(
+    app: FastAPI, endpoint: Endpoint | None
+) -> AbstractContextManager[int | None]:
     return nullcontext() if endpoint is None else serve_http(app, endpoint)
 
 
@@ -428,7 +484,9 @@ def serve_http(app: FastAPI, endpoint: Endpoint | None = None) -> Iterator[int]:
         **tls,  # type: ignore[arg-type]
     )
     server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="http", daemon=True)
+    thread = threading.Thread(
+        target=server.run, kwargs={"sockets": [listener]}, name="http", daemon=True
+    )
     thread.start()
     try:
         yield listener.getsockname()[1]

@@ -60,7 +60,9 @@ class Service:
     forecasts: Forecasts
     purger: Purger
     set_aside: SetAside  # rows of the journal that cannot be read
-    users: Mapping[str, UserSpec] = field(default_factory=dict)  # with a user id; empty: jobs run as the service
+    users: Mapping[str, UserSpec] = field(
+        default_factory=dict
+    )  # with a user id; empty: jobs run as the service
     refuse_user: Callable[[str], None] = lambda name: None  # noqa: ARG005  raises ServiceError where its jobs would be ours
     hosts: frozenset[str] = LOOPBACK  # that a Host header may name
     members: Members | None = None  # machines that join; None: the Ray is not the service's own
@@ -105,7 +107,9 @@ def _ids_like(controller: Controller, job_id: str) -> str:
     jobs = (*controller.state.jobs.values(), *controller.ended(LOOKED_AT_MAX))
     newest = sorted({job.id: job for job in jobs}.values(), key=lambda job: -job.order)
     named = [job.id for job in newest if job.spec.name == job_id]
-    near = named[:LIKE_MAX] or get_close_matches(job_id, [job.id for job in newest[:LOOKED_AT_MAX]], LIKE_MAX, 0.7)
+    near = named[:LIKE_MAX] or get_close_matches(
+        job_id, [job.id for job in newest[:LOOKED_AT_MAX]], LIKE_MAX, 0.7
+    )
     return f": did you mean {', '.join(near)}?" if near else "."
 
 
@@ -113,5 +117,7 @@ def job_of(controller: Controller, job_id: str) -> Job:
     """Return the job with this id. Raises ServiceError (404) with similar ids where there is none."""
     job = controller.job(job_id)
     if job is None:
-        raise UnknownError(f"there is no job {job_id!r}{_ids_like(controller, job_id)} `orc queue` lists them")
+        raise UnknownError(
+            f"there is no job {job_id!r}{_ids_like(controller, job_id)} `orc queue` lists them"
+        )
     return job

@@ -21,12 +21,23 @@ SOURCE = "the devices of this machine"
 OTHER_KINDS = "docs/reference/cluster-yaml.md says how a cluster file describes a device"
 # Dense 16-bit products with fp32 sums per fp32 product, by compute capability, from the data sheets of the catalogue:
 # V100, T4, A100, A10, L4, H100, B200. Cards for games reach half of it (RTX 3090, 4090, 5090: 2).
-TENSOR_FACTORS = {(7, 0): 8.0, (7, 5): 8.0, (8, 0): 16.0, (8, 6): 2.0, (8, 9): 2.0, (9, 0): 14.7, (10, 0): 30.0}
+TENSOR_FACTORS = {
+    (7, 0): 8.0,
+    (7, 5): 8.0,
+    (8, 0): 16.0,
+    (8, 6): 2.0,
+    (8, 9): 2.0,
+    (9, 0): 14.7,
+    (10, 0): 30.0,
+}
 NEWER_FACTOR = 2.0
 MEMORY_TOLERANCE = 0.02  # drivers and ECC keep some more, or some less
 LINK_TOLERANCE = 0.1  # NVLink 3 tells 25.8 GB/s where data sheets say 25
 HELD_BYTES = 2**30  # less on a device is its driver's, a desktop's or a monitor's
-CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+CGROUP_LIMITS = (
+    Path("/sys/fs/cgroup/memory.max"),
+    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +98,9 @@ def _device(devices: Sequence[nvml.NvmlDevice]) -> DeviceSpec:
     readable = [device for device in devices if device.error is None]
     if not readable:
         errors = "; ".join(f"{device.index}: {device.error}" for device in devices)
-        raise SpecError("no device can be read", source=SOURCE, got=errors, hint="`nvidia-smi` must show them")
+        raise SpecError(
+            "no device can be read", source=SOURCE, got=errors, hint="`nvidia-smi` must show them"
+        )
     kinds = Counter(device.name for device in readable)
     if len(kinds) > 1:
         raise SpecError(
@@ -100,13 +113,24 @@ def _device(devices: Sequence[nvml.NvmlDevice]) -> DeviceSpec:
     cut = [str(index) for index, rates in every.items() if rates is not None and rates.has_mig]
     if cut:
         hint = f"`nvidia-smi -i {','.join(cut)} -mig 0` makes them whole"
-        raise SpecError("orc places jobs on whole devices", source=SOURCE, got=f"MIG on {', '.join(cut)}", hint=hint)
+        raise SpecError(
+            "orc places jobs on whole devices",
+            source=SOURCE,
+            got=f"MIG on {', '.join(cut)}",
+            hint=hint,
+        )
     first = next((rates for rates in every.values() if rates is not None), None)
     if first is None:
-        raise SpecError("the devices do not answer any more", source=SOURCE, hint="`nvidia-smi` must show them")
+        raise SpecError(
+            "the devices do not answer any more", source=SOURCE, hint="`nvidia-smi` must show them"
+        )
     name = re.sub(r"^(NVIDIA |Tesla |GeForce )+", "", readable[0].name)
     kind = NVML_NAMES.get(name)
-    return _nvml_device(name, first) if kind is None else _catalogue_device(kind, first, alone=len(devices) == 1)
+    return (
+        _nvml_device(name, first)
+        if kind is None
+        else _catalogue_device(kind, first, alone=len(devices) == 1)
+    )
 
 
 def _refuse_hidden_devices(devices: int) -> None:
@@ -126,7 +150,10 @@ def _catalogue_device(kind: str, rates: nvml.NvmlRates, *, alone: bool) -> Devic
     device = DeviceSpec.model_validate({"name": kind, **DEVICES[kind]})
     changed: dict[str, object] = {}
     if rates.cuda_bytes < (1 - MEMORY_TOLERANCE) * device.memory:
-        changed |= {"memory": rates.cuda_bytes, "name": f"{device.name}-{rates.cuda_bytes >> 20}mib"}
+        changed |= {
+            "memory": rates.cuda_bytes,
+            "name": f"{device.name}-{rates.cuda_bytes >> 20}mib",
+        }
     link = rates.nvlink_bandwidth or rates.pcie_bandwidth
     if not alone and link is not None and link < (1 - LINK_TOLERANCE) * device.link_bandwidth:
         name = changed.get("name", device.name)
@@ -163,7 +190,9 @@ def _nvml_device(name: str, rates: nvml.NvmlRates) -> DeviceSpec:
 
 
 def _notes(devices: Sequence[nvml.NvmlDevice], node: NodeSpec) -> list[str]:
-    notes = [f"Found {node.devices} x {devices[0].name or node.device.name}, taken as {node.device.name}."]
+    notes = [
+        f"Found {node.devices} x {devices[0].name or node.device.name}, taken as {node.device.name}."
+    ]
     if node.device.name not in DEVICES:
         note = "The catalogue lacks this device: its rates follow from clocks that NVML tells. Look at its data sheet."
         notes.append(note)
@@ -174,7 +203,10 @@ def _notes(devices: Sequence[nvml.NvmlDevice], node: NodeSpec) -> list[str]:
             )
         elif device.used_bytes >= HELD_BYTES:
             used, total = format_bytes(device.used_bytes), format_bytes(device.total_bytes)
-            pids = ", ".join(str(process.pid) for process in device.processes) or "which NVML does not name"
+            pids = (
+                ", ".join(str(process.pid) for process in device.processes)
+                or "which NVML does not name"
+            )
             notes.append(
                 f"Device {device.index}: {used} of {total} are held by others (pid {pids}). Jobs get the rest."
             )

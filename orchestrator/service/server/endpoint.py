@@ -30,13 +30,19 @@ class Endpoint:
     certificate: str  # path of a PEM file
     key: str  # path of its private key
     address: str  # of this machine, for the Ray of machines that join; on the loopback none can
-    allowed_hosts: tuple[str, ...] = ()  # names that a Host header may give besides this machine's own
+    allowed_hosts: tuple[
+        str, ...
+    ] = ()  # names that a Host header may give besides this machine's own
     trusts_users: bool = False  # whose jobs may do all that the service's user may
 
     def names(self) -> frozenset[str]:
         """Return every Host that a request may name: loopback, this machine, the bound address, and allowed hosts."""
         bound = (self.address,) if self.host in ANY else (self.host, self.address)
-        return LOOPBACK | {socket.gethostname().lower(), *bound, *(name.lower() for name in self.allowed_hosts)}
+        return LOOPBACK | {
+            socket.gethostname().lower(),
+            *bound,
+            *(name.lower() for name in self.allowed_hosts),
+        }
 
     def fingerprint(self) -> str:
         """Return the SHA-256 of the certificate, as `orc login --fingerprint` takes it."""
@@ -45,15 +51,21 @@ class Endpoint:
 
 def fingerprint_of(certificate_pem: str) -> str:
     """Return `sha256:` and the digest of the first certificate in a PEM text. Raises ValueError without one."""
-    first = certificate_pem.partition("-----END CERTIFICATE-----")[0] + "-----END CERTIFICATE-----\n"
+    first = (
+        certificate_pem.partition("-----END CERTIFICATE-----")[0] + "-----END CERTIFICATE-----\n"
+    )
     return f"sha256:{hashlib.sha256(ssl.PEM_cert_to_DER_cert(first)).hexdigest()}"
 
 
-def parse_listen(text: str, source: str = "--listen", example: str = "0.0.0.0:8443") -> tuple[str, int]:
+def parse_listen(
+    text: str, source: str = "--listen", example: str = "0.0.0.0:8443"
+) -> tuple[str, int]:
     """Return (host, port) of HOST:PORT, with IPv6 addresses in brackets. Raises SpecError with the `source`."""
     host, colon, port = text.rpartition(":")
     if not colon or not host or not port.isdecimal() or not 0 < int(port) < 2**16:
-        raise SpecError("not an address", source=source, got=text, allowed=f"HOST:PORT, such as {example}")
+        raise SpecError(
+            "not an address", source=source, got=text, allowed=f"HOST:PORT, such as {example}"
+        )
     return host.strip("[]"), int(port)
 
 
@@ -64,7 +76,9 @@ def own_address(host: str) -> str:
             return address_towards(DOCUMENTATION, 9)
         except OSError:
             hint = "this machine has no default route: name its address, such as 10.0.0.1:8443"
-            raise SpecError("which address is it?", source="--listen", got=host, hint=hint) from None
+            raise SpecError(
+                "which address is it?", source="--listen", got=host, hint=hint
+            ) from None
     try:
         return socket.gethostbyname(host)
     except OSError:
@@ -94,7 +108,9 @@ def make_endpoint(
     host, port = parse_listen(listen)
     address = own_address(host)
     if (certificate is None) != (key is None):
-        raise SpecError("a certificate and its key go together", source="--tls-cert", allowed="both, or neither")
+        raise SpecError(
+            "a certificate and its key go together", source="--tls-cert", allowed="both, or neither"
+        )
     if certificate is None or key is None:
         certificate, key = home / "tls" / "certificate.pem", home / "tls" / "key.pem"
         if not (certificate.exists() and key.exists()):
@@ -103,7 +119,9 @@ def make_endpoint(
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)
     except (OSError, ssl.SSLError) as error:
         hint = "name PEM files that belong together, or neither: the service then makes its own"
-        raise SpecError(f"cannot serve under this certificate: {error}", source=str(certificate), hint=hint) from None
+        raise SpecError(
+            f"cannot serve under this certificate: {error}", source=str(certificate), hint=hint
+        ) from None
     return Endpoint(
         host=host,
         port=port,
@@ -144,7 +162,9 @@ def _make_certificate(certificate: Path, key: Path, names: set[str]) -> None:
     private = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "orc")])
     now = datetime.now(UTC)
-    alternatives = [_alternative(name) for name in sorted({*names, *LOOPBACK, socket.gethostname()})]
+    alternatives = [
+        _alternative(name) for name in sorted({*names, *LOOPBACK, socket.gethostname()})
+    ]
     signed_certificate = (
         x509.CertificateBuilder()
         .subject_name(subject)
@@ -160,7 +180,11 @@ def _make_certificate(certificate: Path, key: Path, names: set[str]) -> None:
     certificate.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     unencrypted = serialization.NoEncryption()
     key.touch(KEY_MODE)
-    key.write_bytes(private.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, unencrypted))
+    key.write_bytes(
+        private.private_bytes(
+            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, unencrypted
+        )
+    )
     certificate.write_bytes(signed_certificate.public_bytes(serialization.Encoding.PEM))
     certificate.chmod(PEM_MODE)
 

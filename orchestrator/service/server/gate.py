@@ -33,17 +33,26 @@ from orchestrator.specs.errors import ServiceError
 
 SIGN_IN_BYTES_MAX = 4096
 BODY_BYTES_MAX = 16 * 2**20  # some 10,000 jobs
-JSON_BYTES_MAX = 2**20  # of a route that takes no list of jobs: a job has at most 262,144 characters
+JSON_BYTES_MAX = (
+    2**20
+)  # of a route that takes no list of jobs: a job has at most 262,144 characters
 PAGES, REPORT = "/ui", "/report"
 SIGN_IN, STATIC = f"{PAGES}/login", f"{PAGES}/static/"
 OIDC, LINK = f"{SIGN_IN}/oidc", f"{SIGN_IN}/link/"
 OIDC_BACK = f"{OIDC}/callback"
-SIGNING_IN = ("/", SIGN_IN, OIDC, OIDC_BACK)  # with what is below STATIC and LINK: no session, nothing about jobs
+SIGNING_IN = (
+    "/",
+    SIGN_IN,
+    OIDC,
+    OIDC_BACK,
+)  # with what is below STATIC and LINK: no session, nothing about jobs
 OPEN = ("/healthz", "/readyz")  # for probes: any Host, no token, nothing about jobs
 WRONG_TOKENS = RateLimitItemPerMinute(20)  # of one address
 CHANGES = RateLimitItemPerMinute(6000)  # of one user: a batch of jobs is one
 LOOKS = RateLimitItemPerMinute(300)  # of one user at pages and reports
-MLFLOW_LOOKS = RateLimitItemPerMinute(3000)  # of one user at MLflow: one of its pages makes up to 50
+MLFLOW_LOOKS = RateLimitItemPerMinute(
+    3000
+)  # of one user at MLflow: one of its pages makes up to 50
 OBJECTS_MAX, OBJECT_CHARS_MAX = 10, 200  # that a row of the audit log names
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
@@ -77,7 +86,9 @@ class Gate:
     reading: frozenset[tuple[str, str]]  # routes that change nothing, beside those of GET
     joining: frozenset[tuple[str, str]]  # routes for which the token of joining machines is enough
     join_secret: Callable[[], str]  # of that token; empty: there is none
-    body_bytes_max: Mapping[tuple[str, str], int]  # of routes that take less or more than BODY_BYTES_MAX
+    body_bytes_max: Mapping[
+        tuple[str, str], int
+    ]  # of routes that take less or more than BODY_BYTES_MAX
     rates: MovingWindowRateLimiter
     sessions: Sessions
     links: SignInLinks
@@ -99,16 +110,22 @@ class Gate:
             return self._refuse_stranger(request), False
         route = self._route_of(request)
         is_change = request.method != "GET" and route not in self.reading
-        excess = self._refuse_size(request, route) or self._refuse_rate(request, principal, is_change=is_change)
+        excess = self._refuse_size(request, route) or self._refuse_rate(
+            request, principal, is_change=is_change
+        )
         if excess is not None:
             return excess, False
         if "\0" in request.url.path or "%00" in request.url.query:  # PostgreSQL takes no such text
             return refusal(422, "the address has a NUL character"), is_change
-        needed = Role.VIEWER if route is None else self.roles.get(route, Role.ADMIN)  # no such route: 404 or 405
+        needed = (
+            Role.VIEWER if route is None else self.roles.get(route, Role.ADMIN)
+        )  # no such route: 404 or 405
         if principal.is_joining and route not in self.joining:
             return refusal(403, "this token lets machines join, and nothing else"), is_change
         if not principal.role.may(needed):
-            return refusal(403, f"{principal.name} is {principal.role}: this needs the role {needed}"), is_change
+            return refusal(
+                403, f"{principal.name} is {principal.role}: this needs the role {needed}"
+            ), is_change
         return None, is_change
 
     def _refuse_foreign(self, request: Request) -> Response | None:
@@ -118,7 +135,12 @@ class Gate:
             allow = f"the Host {host!r} is not allowed: `orc up --allowed-host {host or 'NAME'}` allows it"
             return refusal(403, allow)
         by_browser = "authorization" not in request.headers
-        if by_browser and request.method != "GET" and "cookie" in request.headers and not is_same_origin(request):
+        if (
+            by_browser
+            and request.method != "GET"
+            and "cookie" in request.headers
+            and not is_same_origin(request)
+        ):
             return refusal(403, "a page of another site sent this")
         return None
 
@@ -136,16 +158,23 @@ class Gate:
         if "transfer-encoding" in request.headers or not length.isdecimal():
             return refusal(411, "a body needs its length")
         limit = BODY_BYTES_MAX if route is None else self.body_bytes_max.get(route, BODY_BYTES_MAX)
-        return refusal(413, f"the body is longer than {limit} bytes") if int(length) > limit else None
+        return (
+            refusal(413, f"the body is longer than {limit} bytes") if int(length) > limit else None
+        )
 
-    def _refuse_rate(self, request: Request, principal: Principal, *, is_change: bool) -> Response | None:
+    def _refuse_rate(
+        self, request: Request, principal: Principal, *, is_change: bool
+    ) -> Response | None:
         """Return the refusal of a request above its user's rate; else None. The owner has no limit."""
         if principal.is_owner:
             return None
         if is_change:
             if self.rates.hit(CHANGES, "changes", principal.name):
                 return None
-            return refusal(429, f"{CHANGES.amount} changes a minute are allowed: wait, or submit jobs in a batch")
+            return refusal(
+                429,
+                f"{CHANGES.amount} changes a minute are allowed: wait, or submit jobs in a batch",
+            )
         looks = _look_limit(request.url.path)
         if looks is None or self.rates.hit(looks, "looks", principal.name):
             return None
@@ -165,7 +194,9 @@ class Gate:
             return Principal(name=self.owner, role=Role.ADMIN, is_owner=True)
         if authorization.startswith(f"Bearer {JOIN_PREFIX}"):
             secret = self.join_secret()
-            fits = bool(secret) and hmac.compare_digest(authorization.encode(), f"Bearer {secret}".encode())
+            fits = bool(secret) and hmac.compare_digest(
+                authorization.encode(), f"Bearer {secret}".encode()
+            )
             return Principal(name="join", role=Role.OPERATOR, is_joining=True) if fits else None
         return (
             self.accounts.principal(authorization.removeprefix("Bearer "))
@@ -190,7 +221,13 @@ class Gate:
         if len(objects) > OBJECTS_MAX:
             names.append(f"and {len(objects) - OBJECTS_MAX} more")
         action = " ".join([request.method, quote(request.url.path), *names])
-        log.info("request id=%s user=%s action=%s status=%d", request.state.id, principal.name, action, status)
+        log.info(
+            "request id=%s user=%s action=%s status=%d",
+            request.state.id,
+            principal.name,
+            action,
+            status,
+        )
         try:
             self.accounts.record(principal, request.state.id, action, status)
         except ServiceError as error:  # the journal is away: what was asked was refused, too
@@ -230,7 +267,9 @@ class Gated:
 class _Answer:
     """Sends a route's answer: adds headers, writes the audit log first, and turns refusals into pages."""
 
-    def __init__(self, gate: Gate, request: Request, send: Send, *, is_audited: bool, is_page: bool) -> None:
+    def __init__(
+        self, gate: Gate, request: Request, send: Send, *, is_audited: bool, is_page: bool
+    ) -> None:
         self._gate, self._request, self._send = gate, request, send
         self._is_audited, self._is_page = is_audited, is_page
         self._refusal: tuple[int, bytearray] | None = None  # of a page: kept until it is whole
@@ -269,11 +308,15 @@ class _Answer:
         body += message.get("body", b"")
         if message.get("more_body", False):
             return
-        page = self._gate.pages.refused(self._request, status, str(json.loads(bytes(body)).get("error", "")))
+        page = self._gate.pages.refused(
+            self._request, status, str(json.loads(bytes(body)).get("error", ""))
+        )
         self._refusal = None
 
         async def send(part: Message) -> None:
-            await self._send(self._with_headers(part) if part["type"] == "http.response.start" else part)
+            await self._send(
+                self._with_headers(part) if part["type"] == "http.response.start" else part
+            )
 
         await page(self._request.scope, self._request.receive, send)
 
@@ -303,7 +346,11 @@ def refusal(status: int, message: str) -> JSONResponse:
 def _check_sign_in(request: Request) -> Response | None:
     """Return why a request of the sign-in form is refused; None where it is not. Its body is short."""
     length = request.headers.get("content-length", "0")
-    if "transfer-encoding" in request.headers or not length.isdecimal() or int(length) > SIGN_IN_BYTES_MAX:
+    if (
+        "transfer-encoding" in request.headers
+        or not length.isdecimal()
+        or int(length) > SIGN_IN_BYTES_MAX
+    ):
         return refusal(413, f"the body is longer than {SIGN_IN_BYTES_MAX} bytes")
     if request.method != "GET" and not is_same_origin(request):
         return refusal(403, "a page of another site sent this")

@@ -19,7 +19,9 @@ def code_source(folder: Path) -> CodeSource | None:
     status = _git(folder, "status", "--porcelain=v2", "--branch", "--untracked-files=no")
     if status is None:
         return None
-    headers = dict(line[2:].partition(" ")[::2] for line in status.splitlines() if line.startswith("# branch."))
+    headers = dict(
+        line[2:].partition(" ")[::2] for line in status.splitlines() if line.startswith("# branch.")
+    )
     commit, branch = headers.get("branch.oid", ""), headers.get("branch.head", "")
     if not re.fullmatch(r"[0-9a-f]{40,64}", commit):  # `(initial)`
         return None

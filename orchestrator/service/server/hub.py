@@ -8,7 +8,13 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from orchestrator.specs.published import PUBLISHED, WRITTEN, nearest_models, project_job, published_sizes
+from orchestrator.specs.published import (
+    PUBLISHED,
+    WRITTEN,
+    nearest_models,
+    project_job,
+    published_sizes,
+)
 
 TRY_S = 10.0  # the one try to reach the hub
 CONFIG = "config.json"
@@ -24,14 +30,21 @@ def hub_config(name: str) -> dict[str, Any]:
         return config
     config = published_sizes(name)
     if config:
-        print(f"{name}: the hub did not answer; its sizes are those of our table of {WRITTEN}", file=sys.stderr)
+        print(
+            f"{name}: the hub did not answer; its sizes are those of our table of {WRITTEN}",
+            file=sys.stderr,
+        )
     return config
 
 
 def hint_for(name: str) -> str:
     """Return what to do about a model of which neither cache, hub nor table says the sizes."""
     job = project_job(name)
-    advice = f"{job} of the repository is the job of its project's own trainer. " if job is not None else ""
+    advice = (
+        f"{job} of the repository is the job of its project's own trainer. "
+        if job is not None
+        else ""
+    )
     return (
         f"{advice}It is not in the local cache, and the hub did not give it within {TRY_S:g} s. Our table of {WRITTEN} "
         f"has {len(PUBLISHED)} other models (`orc fit hf:` lists them), such as {', '.join(nearest_models(name))}. Set "

@@ -56,7 +56,10 @@ LEARNED = {
     "relative_to": ("what outcomes are relative to", "set `profile`"),
     "source": ("the commit of the code", "it is that of the git work tree that the code is in"),
 }
-OF_SCRIPTS = ("training.optimizer", "training.clip_norm")  # what plans of a script follow of its training
+OF_SCRIPTS = (
+    "training.optimizer",
+    "training.clip_norm",
+)  # what plans of a script follow of its training
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,10 +67,14 @@ class ReadJob:
     """A job with absolute paths, and the keys whose paths are on this machine."""
 
     spec: JobSpec
-    local_keys: frozenset[str]  # keys whose paths are of this machine; the others are of the service's
+    local_keys: frozenset[
+        str
+    ]  # keys whose paths are of this machine; the others are of the service's
 
 
-JobSource = Path | Mapping[str, Any]  # a job file, or what one says, whose paths start at the current folder
+JobSource = (
+    Path | Mapping[str, Any]
+)  # a job file, or what one says, whose paths start at the current folder
 
 
 def read_job(
@@ -92,17 +99,25 @@ def read_job(
     return _with_commits([read], folder)[0].spec if to_run else read.spec
 
 
-def read_jobs(file: JobSource, overrides: Sequence[Override] = (), home: Path | None = None) -> list[JobSpec]:
+def read_jobs(
+    file: JobSource, overrides: Sequence[Override] = (), home: Path | None = None
+) -> list[JobSpec]:
     """Return the jobs in a file: one, or the members of its array. See `read_job`."""
     text, source, folder = _load_source(file)
     specs = parse_jobs(text, source, overrides, lambda name: _read_text(folder / name))
     _check_overrides(specs[0], overrides)
-    read = [_resolve_job(spec, source, folder, home, to_run=True, elsewhere=False) for spec in specs]
+    read = [
+        _resolve_job(spec, source, folder, home, to_run=True, elsewhere=False) for spec in specs
+    ]
     return [job.spec for job in _with_commits(read, folder)]
 
 
 def read_jobs_elsewhere(
-    file: JobSource, overrides: Sequence[Override] = (), home: Path | None = None, *, only_one: bool = False
+    file: JobSource,
+    overrides: Sequence[Override] = (),
+    home: Path | None = None,
+    *,
+    only_one: bool = False,
 ) -> list[ReadJob]:
     """Return the jobs in a file for a service of another machine. Absolute paths in the file are that machine's.
 
@@ -140,15 +155,22 @@ def check_packages(spec: JobSpec, source: str) -> None:
         return
     if missing := [name for name in FINETUNE if find_spec(name) is None]:
         hint = "where the service runs: pip install 'orchestrator[finetune]'"
-        raise SpecError(f"not installed here: {', '.join(missing)}", source=source, path="model.hf", hint=hint)
+        raise SpecError(
+            f"not installed here: {', '.join(missing)}", source=source, path="model.hf", hint=hint
+        )
 
 
 def _check_overrides(spec: JobSpec, overrides: Sequence[Override]) -> None:
     """Raises SpecError where an override changes nothing: no plan has it, or nothing tells the script."""
     for key, value in overrides if spec.is_script else ():
         if key.startswith("training.") and key not in OF_SCRIPTS:
-            what, hint = "nothing tells the script this", "say it in `command`, or in the script's own config file"
-            raise SpecError(what, source="--set", path=key, got=value, allowed=", ".join(OF_SCRIPTS), hint=hint)
+            what, hint = (
+                "nothing tells the script this",
+                "say it in `command`, or in the script's own config file",
+            )
+            raise SpecError(
+                what, source="--set", path=key, got=value, allowed=", ".join(OF_SCRIPTS), hint=hint
+            )
     key, knob = "knobs.micro_batch_size.default", spec.knobs.micro_batch_size
     default = knob.default if knob is not None and key in dict(overrides) else None
     if isinstance(default, int) and default > spec.global_batch_size:
@@ -176,13 +198,21 @@ def _resolve_job(
         if getattr(spec, name):
             raise SpecError(f"{what} is no setting", source=source, path=name, hint=hint)
     resolved = _with_absolute_paths(spec, folder)
-    remote_keys = {key for key, _ in paths_of(resolved)} & {key for key, path in paths_of(spec) if path.startswith("/")}
+    remote_keys = {key for key, _ in paths_of(resolved)} & {
+        key for key, path in paths_of(spec) if path.startswith("/")
+    }
     if not elsewhere:
         remote_keys.clear()
     missing = [
-        problem for problem in _missing_files(resolved, source) if to_run or not problem.path.startswith("data.")
+        problem
+        for problem in _missing_files(resolved, source)
+        if to_run or not problem.path.startswith("data.")
     ]
-    problems = [problem for problem in missing if problem.path not in remote_keys or problem.what == NO_CONFIG]
+    problems = [
+        problem
+        for problem in missing
+        if problem.path not in remote_keys or problem.what == NO_CONFIG
+    ]
     problems += _duplicate_knobs(resolved, source)
     is_here = to_run or (resolved.workdir is not None and _is_dir(resolved.workdir))
     if is_here and "workdir" not in remote_keys:
@@ -195,7 +225,11 @@ def _resolve_job(
         if isinstance(model.hf, str) and not model.config:
             path = f"{_model_key(spec)}.hf"
             raise SpecError(
-                "the model's sizes are not known", source=source, path=path, got=model.hf, hint=hint_for(model.hf)
+                "the model's sizes are not known",
+                source=source,
+                path=path,
+                got=model.hf,
+                hint=hint_for(model.hf),
             )
         home = home or Path(os.environ.get("ORC_HOME", DEFAULT_HOME))
         resolved = resolved.model_copy(
@@ -207,11 +241,18 @@ def _resolve_job(
 def _with_commits(jobs: Sequence[ReadJob], folder: Path) -> list[ReadJob]:
     """Return the jobs with the commits of their working directories, else of the job file's folder."""
     folders = {
-        job.spec.workdir or str(folder) for job in jobs if job.spec.workdir is None or "workdir" in job.local_keys
+        job.spec.workdir or str(folder)
+        for job in jobs
+        if job.spec.workdir is None or "workdir" in job.local_keys
     }
     commits = {path: code_source(Path(path)) for path in folders}
     return [
-        replace(job, spec=job.spec.model_copy(update={"source": commits.get(job.spec.workdir or str(folder))}))
+        replace(
+            job,
+            spec=job.spec.model_copy(
+                update={"source": commits.get(job.spec.workdir or str(folder))}
+            ),
+        )
         for job in jobs
     ]
 
@@ -236,7 +277,9 @@ def read_overrides(settings: Sequence[str], source: str = "--set") -> tuple[Over
     pairs = [setting.partition("=") for setting in settings]
     for key, equals, value in pairs:
         if not equals or not key:
-            raise SpecError("a setting is missing its `=`", source=source, got=key, allowed="key=value")
+            raise SpecError(
+                "a setting is missing its `=`", source=source, got=key, allowed="key=value"
+            )
         if sum(key == other for other, _, _ in pairs) > 1:
             raise SpecError("the setting is given twice", source=source, path=key, got=value)
     return tuple((key, value) for key, _, value in pairs)
@@ -255,7 +298,8 @@ def _read_text(path: Path) -> str:
 
 def _with_absolute_paths(spec: JobSpec, folder: Path) -> JobSpec:
     files: dict[str, Any] = {
-        kind: tuple(str(_absolute_path(folder, file)) for file in getattr(spec.data, kind)) for kind in KINDS_OF_FILES
+        kind: tuple(str(_absolute_path(folder, file)) for file in getattr(spec.data, kind))
+        for kind in KINDS_OF_FILES
     }
     tokenizer = _folder_or_name(folder, spec.data.tokenizer)
     changed: dict[str, object] = {"data": replace(spec.data, tokenizer=tokenizer, **files)}
@@ -265,9 +309,14 @@ def _with_absolute_paths(spec: JobSpec, folder: Path) -> JobSpec:
         changed["deadline"] = replace(spec.deadline, zone=local_zone())
     if spec.is_script or spec.workdir is not None:
         changed["workdir"] = str(_absolute_path(folder, spec.workdir or "."))
-    if spec.resume.before is not None:  # its program may be beside the job's file, but it runs in `workdir`
+    if (
+        spec.resume.before is not None
+    ):  # its program may be beside the job's file, but it runs in `workdir`
         # not resolved: a virtual environment's interpreter is a link, and its target has other packages
-        command = [os.path.abspath(folder / word) if _is_file(folder / word) else word for word in spec.resume.before]
+        command = [
+            os.path.abspath(folder / word) if _is_file(folder / word) else word
+            for word in spec.resume.before
+        ]
         changed["resume"] = spec.resume.model_copy(update={"before": tuple(command)})
     if spec.known_model is not None:
         changed[_model_key(spec)] = _with_absolute_model(spec.known_model, folder)
@@ -282,7 +331,9 @@ def _model_key(spec: JobSpec) -> str:
 def _with_absolute_model(model: ModelSpec, folder: Path) -> ModelSpec:
     if model.factory is not None:
         file, colon, function = model.factory.rpartition(":")
-        return replace(model, factory=f"{_absolute_path(folder, file)}:{function}") if colon else model
+        return (
+            replace(model, factory=f"{_absolute_path(folder, file)}:{function}") if colon else model
+        )
     if isinstance(model.hf, str):
         hf = str(_folder_or_name(folder, model.hf))
         folder_config = _folder_config(hf) if Path(hf).is_absolute() else {}
@@ -302,7 +353,11 @@ def _with_zone(key: str, value: str) -> str:
         moment: Any = parse(value.strip("'\"")) if parse is not None else None
     except ValueError:
         return value  # the service says what is wrong
-    return value if moment is None or moment.zone is not None else str(replace(moment, zone=local_zone()))
+    return (
+        value
+        if moment is None or moment.zone is not None
+        else str(replace(moment, zone=local_zone()))
+    )
 
 
 def local_zone() -> str:
@@ -319,7 +374,9 @@ def _absolute_path(folder: Path, path: str) -> Path:
     try:
         return (folder / Path(path).expanduser()).resolve()
     except RuntimeError as error:  # no such user, or no home
-        raise SpecError(str(error), source=str(folder), got=path, hint="write the path without ~") from None
+        raise SpecError(
+            str(error), source=str(folder), got=path, hint="write the path without ~"
+        ) from None
 
 
 def _is_file(path: str | Path) -> bool:
@@ -340,7 +397,9 @@ def _is_dir(path: str | Path) -> bool:
 
 def _folder_or_name(folder: Path, name: str | None) -> str | None:
     """Return a folder as an absolute path; anything that neither is a folder nor looks like one is a hub name."""
-    if name is None or not (name.startswith((".", "/", "~")) or _is_dir(_absolute_path(folder, name))):
+    if name is None or not (
+        name.startswith((".", "/", "~")) or _is_dir(_absolute_path(folder, name))
+    ):
         return name
     return str(_absolute_path(folder, name))
 
@@ -358,9 +417,14 @@ def _missing_files(spec: JobSpec, source: str) -> Iterator[SpecError]:
     for kind in KINDS_OF_FILES:
         for index, file in enumerate(getattr(spec.data, kind)):
             if not _is_file(file):
-                yield SpecError("the file does not exist", source=source, path=f"data.{kind}[{index}]", got=file)
+                yield SpecError(
+                    "the file does not exist", source=source, path=f"data.{kind}[{index}]", got=file
+                )
     model, key = spec.known_model, _model_key(spec)
-    folders = {"data.tokenizer": spec.data.tokenizer, f"{key}.hf": model.hf if model is not None else None}
+    folders = {
+        "data.tokenizer": spec.data.tokenizer,
+        f"{key}.hf": model.hf if model is not None else None,
+    }
     for path, folder in folders.items():
         if isinstance(folder, str) and Path(folder).is_absolute() and not _is_dir(folder):
             yield SpecError("the folder does not exist", source=source, path=path, got=folder)
@@ -372,26 +436,38 @@ def _missing_files(spec: JobSpec, source: str) -> Iterator[SpecError]:
         file, _, function = model.factory.rpartition(":")
         if not file or not function.isidentifier():
             form = "path/to/file.py:function"
-            yield SpecError("no function", source=source, path=f"{key}.factory", got=model.factory, allowed=form)
+            yield SpecError(
+                "no function", source=source, path=f"{key}.factory", got=model.factory, allowed=form
+            )
         elif not _is_file(file):
-            yield SpecError("the file does not exist", source=source, path=f"{key}.factory", got=file)
+            yield SpecError(
+                "the file does not exist", source=source, path=f"{key}.factory", got=file
+            )
 
 
 def _missing_script(spec: JobSpec, source: str, *, with_programs: bool) -> Iterator[SpecError]:
     if spec.workdir is not None and not _is_dir(spec.workdir):
-        yield SpecError("the folder does not exist", source=source, path="workdir", got=spec.workdir)
+        yield SpecError(
+            "the folder does not exist", source=source, path="workdir", got=spec.workdir
+        )
     elif spec.command is not None and spec.workdir is not None:
         if spec.config is not None and not _is_file(Path(spec.workdir) / spec.config.file):
             hint = f"it is relative to `workdir`, here {spec.workdir}"
             yield SpecError(
-                "the file does not exist", source=source, path="config.file", got=spec.config.file, hint=hint
+                "the file does not exist",
+                source=source,
+                path="config.file",
+                got=spec.config.file,
+                hint=hint,
             )
         if with_programs:
             yield from _missing_programs(spec, source)
         script = _script_of(spec.command)
         if script is not None and not _is_file(Path(spec.workdir) / script):
             hint = f"paths in `command` are relative to `workdir`, here {spec.workdir}"
-            yield SpecError("the script does not exist", source=source, path="command", got=script, hint=hint)
+            yield SpecError(
+                "the script does not exist", source=source, path="command", got=script, hint=hint
+            )
 
 
 def _missing_programs(spec: JobSpec, source: str) -> Iterator[SpecError]:
@@ -400,10 +476,19 @@ def _missing_programs(spec: JobSpec, source: str) -> Iterator[SpecError]:
     env = {**base_env(), **dict(spec.env)}
     programs = {"command": spec.command[0], "resume.before": (spec.resume.before or ("python",))[0]}
     for key, program in programs.items():
-        problem = None if program in OWN_PYTHON else why_not_started(program, str(spec.workdir), env)
+        problem = (
+            None if program in OWN_PYTHON else why_not_started(program, str(spec.workdir), env)
+        )
         if problem is not None:
             what, places, hint = problem
-            yield SpecError(what, source=source, path=key, got=program, allowed=f"a program; tried {places}", hint=hint)
+            yield SpecError(
+                what,
+                source=source,
+                path=key,
+                got=program,
+                allowed=f"a program; tried {places}",
+                hint=hint,
+            )
 
 
 def _script_of(command: Sequence[str]) -> str | None:
@@ -419,7 +504,9 @@ def _duplicate_knobs(spec: JobSpec, source: str) -> Iterator[SpecError]:
     """Errors for knobs whose flag or variable the job sets too: it would override the plan, or repeat the flag."""
     for name, knob in spec.knobs.items():
         word = knob.flag or knob.switch or knob.override
-        if word and any(argument == word or argument.startswith(f"{word}=") for argument in spec.command or ()):
+        if word and any(
+            argument == word or argument.startswith(f"{word}=") for argument in spec.command or ()
+        ):
             yield SpecError(
                 "the flag of a knob is already in `command`",
                 source=source,

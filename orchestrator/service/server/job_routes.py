@@ -87,11 +87,15 @@ PLACE = r"^[012],-?\d{1,9},\d{1,18}$"  # as `place_of` has it
 WAIT_S_MAX = 10.0  # of a long poll
 RECEIVE_S = 900.0  # for an upload to arrive
 FOLLOW_S = 20.0  # of a log that is followed: a token that has ended reads no longer than that
-IdempotencyKey = Annotated[str, Header(max_length=64)]  # names a submission: sent again, it makes no second job
+IdempotencyKey = Annotated[
+    str, Header(max_length=64)
+]  # names a submission: sent again, it makes no second job
 Rank = Annotated[int, Query(ge=0)]
 Offset = Annotated[int, Query(ge=0, le=NUMBER_MAX)]
 BYTES_SENT = {
-    "requestBody": {"content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}}
+    "requestBody": {
+        "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
+    }
 }
 
 
@@ -109,16 +113,24 @@ def _add_submission_routes(app: FastAPI, service: Service, uploads: Uploads) -> 
 
     @app.post("/jobs", **answers(SubmittedAnswer))
     def submit(
-        request: SubmitRequest, sender: Sender, name_objects: NameObjects, idempotency_key: IdempotencyKey = ""
+        request: SubmitRequest,
+        sender: Sender,
+        name_objects: NameObjects,
+        idempotency_key: IdempotencyKey = "",
     ) -> dict[str, Any]:
         key = request_key(idempotency_key, sender, request)
-        job_id = controller.submit(*requested_job(request, "the submitted job", sender, uploads, service), key)
+        job_id = controller.submit(
+            *requested_job(request, "the submitted job", sender, uploads, service), key
+        )
         name_objects([job_id])
         return {"id": job_id, "late": late(controller.state, [job_id])}
 
     @app.post("/jobs/batch", **answers(BatchAnswer))
     def submit_batch(
-        request: BatchRequest, sender: Sender, name_objects: NameObjects, idempotency_key: IdempotencyKey = ""
+        request: BatchRequest,
+        sender: Sender,
+        name_objects: NameObjects,
+        idempotency_key: IdempotencyKey = "",
     ) -> dict[str, Any]:
         """Submit all jobs or none, in one transaction."""
         key = request_key(idempotency_key, sender, request)
@@ -131,7 +143,12 @@ def _add_submission_routes(app: FastAPI, service: Service, uploads: Uploads) -> 
         submitted = [job_of(controller, job_id) for job_id in ids]
         promises = {job.id: promise for job in submitted if (promise := promise_view(job))}
         refused = {job.id: job.reason for job in submitted if job.status is JobStatus.REFUSED}
-        return {"ids": ids, "late": late(controller.state, ids), "promises": promises, "refused": refused}
+        return {
+            "ids": ids,
+            "late": late(controller.state, ids),
+            "promises": promises,
+            "refused": refused,
+        }
 
 
 def _add_view_routes(app: FastAPI, service: Service, waits: Waits) -> None:
@@ -153,16 +170,23 @@ def _add_view_routes(app: FastAPI, service: Service, waits: Waits) -> None:
             live = [job for job in live if place_of(job) > place]
         shown = {job.id: job for job in live[:LIVE_MAX]}
         if after is None:
-            shown |= {job.id: job for job in controller.ended(ended, before)}  # read second, so that no job is missed
+            shown |= {
+                job.id: job for job in controller.ended(ended, before)
+            }  # read second, so that no job is missed
         policy, problems = controller.state.policy, controller.health.problems()
         jobs = map(service.reasons.explained, in_order(shown.values()))
         views = [view_of(service.home, job, policy, problems) for job in jobs]
         more = len(live) > LIVE_MAX
-        return {"jobs": views, "next": ",".join(map(str, place_of(live[LIVE_MAX - 1]))) if more else None}
+        return {
+            "jobs": views,
+            "next": ",".join(map(str, place_of(live[LIVE_MAX - 1]))) if more else None,
+        }
 
     @app.get("/jobs/{job_id}", **answers(JobAnswer))
     async def job(
-        job_id: str, seen: int | None = None, wait_s: Annotated[float, Query(ge=0, le=WAIT_S_MAX)] = 0
+        job_id: str,
+        seen: int | None = None,
+        wait_s: Annotated[float, Query(ge=0, le=WAIT_S_MAX)] = 0,
     ) -> Response:
         await run_in_threadpool(job_of, controller, job_id)
         if seen is not None:
@@ -170,7 +194,10 @@ def _add_view_routes(app: FastAPI, service: Service, waits: Waits) -> None:
         return await run_in_threadpool(answer_now, job_id)
 
     def answer_now(job_id: str) -> Response:
-        version, job = controller.version, job_of(controller, job_id)  # in this order: nothing is missed
+        version, job = (
+            controller.version,
+            job_of(controller, job_id),
+        )  # in this order: nothing is missed
         job = service.reasons.explained(job)
         view = view_of(service.home, job, controller.state.policy, controller.health.problems())
         return JSONResponse({"job": view, "version": version})
@@ -204,14 +231,23 @@ def _add_cancel_route(app: FastAPI, service: Service) -> None:
         name_objects(request.jobs)
         sweeps = [job_id for job_id in request.jobs if sweeper.knows(job_id)]
         jobs = [job_id for job_id in request.jobs if job_id not in sweeps]
-        trials = [trial.job for sweep_id in sweeps for trial in _sweep_report(service, sweep_id).trials]
+        trials = [
+            trial.job for sweep_id in sweeps for trial in _sweep_report(service, sweep_id).trials
+        ]
         for job_id in (*jobs, *trials):
-            refuse_other_teams(job_of(controller, job_id), sender, controller.state.policy, "cancel")
+            refuse_other_teams(
+                job_of(controller, job_id), sender, controller.state.policy, "cancel"
+            )
         if request.whole_arrays:
-            sweeps += dict.fromkeys(sweep_id for job_id in jobs if (sweep_id := sweeper.sweep_of(job_id)))
+            sweeps += dict.fromkeys(
+                sweep_id for job_id in jobs if (sweep_id := sweeper.sweep_of(job_id))
+            )
             jobs = [job_id for job_id in jobs if sweeper.sweep_of(job_id) is None]
         cancelled = controller.cancel(jobs, whole_arrays=request.whole_arrays) if jobs else []
-        return {"cancelled": cancelled + [job_id for sweep_id in sweeps for job_id in sweeper.cancel(sweep_id)]}
+        return {
+            "cancelled": cancelled
+            + [job_id for sweep_id in sweeps for job_id in sweeper.cancel(sweep_id)]
+        }
 
 
 def _add_sweep_routes(app: FastAPI, service: Service) -> None:
@@ -232,13 +268,19 @@ def add_log_routes(app: FastAPI, service: Service, waits: Waits) -> None:
         job = job_of(controller, job_id)
         attempts = job.attempts
         if not 1 <= number <= len(attempts):
-            raise UnknownError(f"job {job_id} has {len(attempts)} attempts; there is no attempt {number}")
+            raise UnknownError(
+                f"job {job_id} has {len(attempts)} attempts; there is no attempt {number}"
+            )
         ranks = attempts[number - 1].plan.world_size
         if rank >= ranks:
-            raise UnknownError(f"attempt {number} of {job_id} has ranks 0 to {ranks - 1}; there is no rank {rank}")
+            raise UnknownError(
+                f"attempt {number} of {job_id} has ranks 0 to {ranks - 1}; there is no rank {rank}"
+            )
         if removed := removal_words(service.home, job_id, "attempts"):
             raise UnknownError(f"{job_id}: {removed[0]}")
-        return JobFolder(service.home, job_id).attempt(number).log(rank), hidden_bytes(job.spec, os.environ)
+        return JobFolder(service.home, job_id).attempt(number).log(rank), hidden_bytes(
+            job.spec, os.environ
+        )
 
     @app.get("/jobs/{job_id}/attempts/{number}/logs", **answers_bytes("X-Next-Offset"))
     def log(job_id: str, number: int, rank: Rank = 0, offset: Offset = 0) -> Response:
@@ -278,7 +320,9 @@ def add_file_routes(app: FastAPI, service: Service, uploads: Uploads) -> None:
                 async with asyncio.timeout(RECEIVE_S):
                     await _write_body(request, file)
             except TimeoutError:
-                raise ServiceError(f"the upload took longer than {RECEIVE_S:.0f} s: submit again") from None
+                raise ServiceError(
+                    f"the upload took longer than {RECEIVE_S:.0f} s: submit again"
+                ) from None
             except ClientDisconnect:
                 raise ServiceError("the upload was cut off") from None
             except OSError as error:
@@ -293,11 +337,15 @@ def add_file_routes(app: FastAPI, service: Service, uploads: Uploads) -> None:
         refuse_other_teams(job, sender, service.controller.state.policy, "fetch the output of")
         listing = list_output(service.home, job)
         headers = {
-            "Content-Length": str(len(listing.manifest()) + listing.total_bytes),  # a client sees what is cut off
+            "Content-Length": str(
+                len(listing.manifest()) + listing.total_bytes
+            ),  # a client sees what is cut off
             "X-Output-Bytes": str(listing.total_bytes),
             "X-Output-Left-Out": str(len(listing.left_out)),
         }
-        return StreamingResponse(listing.stream(), media_type="application/octet-stream", headers=headers)
+        return StreamingResponse(
+            listing.stream(), media_type="application/octet-stream", headers=headers
+        )
 
 
 async def _write_body(request: Request, file: Path) -> None:
@@ -331,7 +379,9 @@ def requested_job(
     if spec.user not in (None, sender.name):
         hint = "leave `user` out: the job belongs to the user of the token"
         what = "another user's name"
-        raise SpecError(what, source=source, path="user", got=spec.user, allowed=sender.name, hint=hint)
+        raise SpecError(
+            what, source=source, path="user", got=spec.user, allowed=sender.name, hint=hint
+        )
     spec = with_paths(spec, uploads.resolved)
     check_files(spec, source)
     identity_of(sender.name, service.users, source)
@@ -345,7 +395,9 @@ def _first_trial(spec: JobSpec, sweeper: Sweeper) -> JobSpec:
 def refuse_other_teams(job: Job, sender: Principal, policy: PolicySpec, act: str) -> None:
     if may_change(job.user, sender, policy):
         return
-    raise Forbidden(f"{job.id} belongs to {job.user or 'nobody'}: {sender.name} may {act} jobs of its own team only")
+    raise Forbidden(
+        f"{job.id} belongs to {job.user or 'nobody'}: {sender.name} may {act} jobs of its own team only"
+    )
 
 
 def _sweep_report(service: Service, sweep_id: str) -> SweepReport:

@@ -60,7 +60,9 @@ def start(
     return notes
 
 
-def become(home: Path, cluster: Path | None, ray_address: str | None, endpoint: Endpoint | None) -> NoReturn:
+def become(
+    home: Path, cluster: Path | None, ray_address: str | None, endpoint: Endpoint | None
+) -> NoReturn:
     """Replace this process by the service, for a supervisor such as a container. Raises ServiceError.
 
     Where another service owns a PostgreSQL journal, it is a standby and waits for the lease. `service.json` stays until
@@ -94,7 +96,10 @@ def _store_settings(
     }
     files = {name: text for name, text in named.items() if text is not None}
     if cluster is not None:  # a new cluster without an address means the embedded Ray
-        files |= {CLUSTER_FILE: cluster.read_text(encoding="utf-8"), "ray_address": ray_address or ""}
+        files |= {
+            CLUSTER_FILE: cluster.read_text(encoding="utf-8"),
+            "ray_address": ray_address or "",
+        }
     up = is_up(home)
     if up or (home / "ray.json").exists():
         _refuse_other_settings(home, files)
@@ -118,11 +123,16 @@ def stop(home: Path, force: bool) -> None:
     """
     _refuse_another_machine(home)
     if up := is_up(home):
-        pid, timeout_s = int(service_file(home)["pid"]), FORCED_TIMEOUT_S if force else DOWN_TIMEOUT_S
+        pid, timeout_s = (
+            int(service_file(home)["pid"]),
+            FORCED_TIMEOUT_S if force else DOWN_TIMEOUT_S,
+        )
         with closing(Client(home)) as client:
             client.shut_down(force)
         if not _await_end([pid], timeout_s) and not force:
-            raise ServiceError(f"process {pid} is still ending after {timeout_s:.0f} s: see {home / 'service.log'}")
+            raise ServiceError(
+                f"process {pid} is still ending after {timeout_s:.0f} s: see {home / 'service.log'}"
+            )
     if force or not up:
         _clear_remains(home, force, was_up=up)
 
@@ -175,7 +185,9 @@ def _refuse_another_machine(home: Path) -> None:
 
     machine = embedded_ray.elsewhere(home)
     if machine is not None:
-        raise ServiceError(f"the service of {home} runs on the machine {machine}: `orc up` and `orc down` work there")
+        raise ServiceError(
+            f"the service of {home} runs on the machine {machine}: `orc up` and `orc down` work there"
+        )
 
 
 def _services(home: Path) -> list[int]:
@@ -220,7 +232,9 @@ def find_cluster(home: Path) -> tuple[ClusterSpec, tuple[str, ...]]:
     if any((home / name).exists() for name in (CLUSTER_FILE, "ray.json", "ray_address")):
         return kept_cluster(home), ()
     machine = detect_machine(node_name())
-    return (machine.cluster if machine.node.device.kind is DeviceKind.CUDA else kept_cluster(home)), machine.notes
+    return (
+        machine.cluster if machine.node.device.kind is DeviceKind.CUDA else kept_cluster(home)
+    ), machine.notes
 
 
 def _refuse_other_settings(home: Path, files: Mapping[str, str]) -> None:
@@ -228,7 +242,9 @@ def _refuse_other_settings(home: Path, files: Mapping[str, str]) -> None:
     for name, text in files.items():
         path = home / name
         if (path.read_text(encoding="utf-8") if path.exists() else "") != text:
-            raise ServiceError(f"what runs in {home} was started with another {name}: run `orc down` first")
+            raise ServiceError(
+                f"what runs in {home} was started with another {name}: run `orc down` first"
+            )
 
 
 @contextmanager
@@ -259,10 +275,14 @@ def _await_answer(home: Path, process: subprocess.Popen[bytes]) -> None:
     deadline_s = time.monotonic() + UP_TIMEOUT_S
     while not is_up(home):
         if process.poll() is not None:
-            raise ServiceError(f"the service ended at once (exit code {process.returncode}):\n{_tail(home)}")
+            raise ServiceError(
+                f"the service ended at once (exit code {process.returncode}):\n{_tail(home)}"
+            )
         if time.monotonic() > deadline_s:
             process.terminate()
-            raise ServiceError(f"the service did not answer within {UP_TIMEOUT_S:.0f} s:\n{_tail(home)}")
+            raise ServiceError(
+                f"the service did not answer within {UP_TIMEOUT_S:.0f} s:\n{_tail(home)}"
+            )
         time.sleep(POLL_S)
 
 

@@ -26,7 +26,11 @@ class Links:
         """Return the URL of the page that compares the runs with this key; None until it is looked up."""
         page = (address, key, jobs)
         with self._lock:
-            if page not in self._known and page not in self._pending and len(self._pending) < KNOWN_MAX:
+            if (
+                page not in self._known
+                and page not in self._pending
+                and len(self._pending) < KNOWN_MAX
+            ):
                 self._pending[page] = self._worker.submit(self._find, page)
             return self._known.get(page)
 

@@ -24,12 +24,16 @@ class Login:
 
     url: str
     token: str
-    certificate: str | None  # PEM that is trusted for this service alone; None: the system's authorities decide
+    certificate: (
+        str | None
+    )  # PEM that is trusted for this service alone; None: the system's authorities decide
 
 
 def logins_file() -> Path:
     """Return the file of stored logins, below XDG_CONFIG_HOME, else ~/.config."""
-    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "orc" / "logins.json"
+    return (
+        Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "orc" / "logins.json"
+    )
 
 
 def login_of(url: str) -> Login:
@@ -69,7 +73,9 @@ def normalise_url(url: str) -> str:
         or parts.path not in ("", "/")
         or parts.username is not None
     ):
-        raise SpecError("not the address of a service", source="--server", got=url, allowed="https://HOST:PORT")
+        raise SpecError(
+            "not the address of a service", source="--server", got=url, allowed="https://HOST:PORT"
+        )
     host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
     return f"https://{host}:{port}"
 
@@ -99,7 +105,9 @@ def _read() -> dict[str, dict[str, Any]]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        raise ServiceError(f"{logins_file()} cannot be read ({error}). Remove it and log in again") from None
+        raise ServiceError(
+            f"{logins_file()} cannot be read ({error}). Remove it and log in again"
+        ) from None
 
 
 def _write(logins: dict[str, dict[str, Any]]) -> None:

@@ -25,8 +25,24 @@ from orchestrator.specs.access import Role
 
 OPEN_MAX = 64  # requests that are passed on at once
 TIMEOUTS_S = {"connect": 3.0, "read": 120.0, "write": 120.0, "pool": 3.0}
-HOP = {"connection", "keep-alive", "proxy-connection", "te", "trailer", "transfer-encoding", "upgrade"}
-NOT_SENT = HOP | {"host", "authorization", "cookie", "origin", "referer", "forwarded", "x-forwarded-for"}
+HOP = {
+    "connection",
+    "keep-alive",
+    "proxy-connection",
+    "te",
+    "trailer",
+    "transfer-encoding",
+    "upgrade",
+}
+NOT_SENT = HOP | {
+    "host",
+    "authorization",
+    "cookie",
+    "origin",
+    "referer",
+    "forwarded",
+    "x-forwarded-for",
+}
 NOT_RETURNED = HOP | {"set-cookie", "server", "date", "content-security-policy", "x-frame-options"}
 API = r"(?:ajax-)?api/[23]\.0"
 NOUNS = "artifacts|datasets|experiments|logged-models|metrics|model-versions|registered-models|runs|traces"
@@ -60,7 +76,9 @@ ROLES = {
     **{(method, CHANGE): Role.ADMIN for method in CHANGES},
     **{(method, ANY): Role.VIEWER for method in ANY_METHOD},  # its route refuses them, and says why
 }
-DATA_POLICY = "sandbox; default-src 'none'"  # an artifact that is opened is of no origin, and runs nothing
+DATA_POLICY = (
+    "sandbox; default-src 'none'"  # an artifact that is opened is of no origin, and runs nothing
+)
 PAGE_POLICY = (  # its scripts reach MLflow and not the service's own API; plots need eval
     "default-src 'none'; script-src {here}/static-files/ 'unsafe-eval'; style-src 'self' 'unsafe-inline'; "
     "img-src 'self' data: blob:; font-src 'self' data:; connect-src {here}/; worker-src blob: {here}/static-files/; "
@@ -92,7 +110,9 @@ class _PathConvertor(Convertor[str]):
 
 
 def _refuse_unlisted(request: Request) -> Response:
-    reason = "is not passed on to MLflow: only what reads its records is, and some changes by admins"
+    reason = (
+        "is not passed on to MLflow: only what reads its records is, and some changes by admins"
+    )
     return refusal(403, f"{request.method} {request.url.path} {reason}")
 
 
@@ -101,11 +121,15 @@ class _Forwarder:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._free = threading.BoundedSemaphore(OPEN_MAX)  # of the threads of all addresses that are served
+        self._free = threading.BoundedSemaphore(
+            OPEN_MAX
+        )  # of the threads of all addresses that are served
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if not self._free.acquire(blocking=False):
-            await refusal(503, f"{OPEN_MAX} requests to MLflow are open: try again")(scope, receive, send)
+            await refusal(503, f"{OPEN_MAX} requests to MLflow are open: try again")(
+                scope, receive, send
+            )
             return
         try:
             await self._forward(Request(scope, receive), send)
@@ -124,9 +148,17 @@ class _Forwarder:
                 answer = await transport.handle_async_request(_mlflow_request(request))
                 assert isinstance(answer.stream, httpx.AsyncByteStream), answer
                 headers = [(name.lower(), value) for name, value in answer.headers.raw]
-                headers = [(name, value) for name, value in headers if name.decode() not in NOT_RETURNED]
+                headers = [
+                    (name, value) for name, value in headers if name.decode() not in NOT_RETURNED
+                ]
                 headers.append((b"content-security-policy", _policy(request).encode()))
-                await send({"type": "http.response.start", "status": answer.status_code, "headers": headers})
+                await send(
+                    {
+                        "type": "http.response.start",
+                        "status": answer.status_code,
+                        "headers": headers,
+                    }
+                )
                 try:
                     async for piece in answer.stream:
                         await send({"type": "http.response.body", "body": piece, "more_body": True})
@@ -142,7 +174,9 @@ def _mlflow_request(request: Request) -> httpx.Request:
     target = request.scope["raw_path"].removeprefix(ADDRESS.encode()) or b"/"
     if request.scope["query_string"]:
         target += b"?" + request.scope["query_string"]
-    headers = [(name, value) for name, value in request.headers.raw if name.decode() not in NOT_SENT]
+    headers = [
+        (name, value) for name, value in request.headers.raw if name.decode() not in NOT_SENT
+    ]
     has_body = request.headers.get("content-length", "0") != "0"
     return httpx.Request(
         request.method,
@@ -163,4 +197,6 @@ def _policy(request: Request) -> str:
     if below != "/" and not below.startswith("/static-files/"):
         return DATA_POLICY
     here = str(request.base_url.replace(path=ADDRESS))
-    return PAGE_POLICY.format(here="'self'" if "[" in here else here)  # no policy can name an IPv6 address
+    return PAGE_POLICY.format(
+        here="'self'" if "[" in here else here
+    )  # no policy can name an IPv6 address

@@ -32,7 +32,9 @@ from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import ModelProfile, TracedProfile
 
-TRACE_CPU_S = 600  # processor time of the child, which takes 20 s for a decoder of 70 billion parameters
+TRACE_CPU_S = (
+    600  # processor time of the child, which takes 20 s for a decoder of 70 billion parameters
+)
 TRACE_TIMEOUT_S = 6 * TRACE_CPU_S  # of a child that only waits
 PROGRAM = "orchestrator.training.tracing.trace"
 BAD_JOB_EXIT_CODE = 2  # of that program
@@ -53,7 +55,9 @@ class TraceScope:
     numeric: bool = True  # plans in lower precision than the job's
 
 
-def trace_model(spec: JobSpec, home: Path, source: str, scope: TraceScope) -> tuple[TracedProfile, ...]:
+def trace_model(
+    spec: JobSpec, home: Path, source: str, scope: TraceScope
+) -> tuple[TracedProfile, ...]:
     """Return the profiles of the job's model for the plans of `scope`, from the cache in `home` if present.
 
     Dtype settings in which the model's own code fails are left out. Raises SpecError with the model's own message if it
@@ -73,31 +77,47 @@ def trace_model(spec: JobSpec, home: Path, source: str, scope: TraceScope) -> tu
             "modes": [plan.activation_checkpointing] if plan else list(ActivationCheckpointing),
         }
         profiles = _cached_profiles(spec, request, arithmetics, home / "profiles", source)
-        distinct: dict[tuple[bool, ModelProfile], TracedProfile] = {}  # one entry if CUDA and CPU agree
+        distinct: dict[
+            tuple[bool, ModelProfile], TracedProfile
+        ] = {}  # one entry if CUDA and CPU agree
         for (_, autocast, cuda), profile in zip(arithmetics, profiles, strict=True):
             if profile is not None:
-                trace = TracedProfile(sequence_length=length, autocast=autocast, cuda=cuda, profile=profile)
+                trace = TracedProfile(
+                    sequence_length=length, autocast=autocast, cuda=cuda, profile=profile
+                )
                 distinct.setdefault((autocast, profile), trace)
         traces += distinct.values()
     return tuple(traces)
 
 
 def _cached_profiles(
-    spec: JobSpec, request: dict[str, Any], arithmetics: Sequence[Arithmetic], folder: Path, source: str
+    spec: JobSpec,
+    request: dict[str, Any],
+    arithmetics: Sequence[Arithmetic],
+    folder: Path,
+    source: str,
 ) -> Profiles:
     """Return a profile per arithmetic. What the folder does not have is traced at once, and stored."""
     requests = [
-        {**request, "arithmetics": [dict(zip(("precision", "autocast", "cuda"), arithmetic, strict=True))]}
+        {
+            **request,
+            "arithmetics": [dict(zip(("precision", "autocast", "cuda"), arithmetic, strict=True))],
+        }
         for arithmetic in arithmetics
     ]
     files = [folder / f"{_digest(spec, single)}.json" for single in requests]
     stored = [_read(file) for file in files]
     missing = [index for index, profiles in enumerate(stored) if profiles is None]
     if missing:
-        joint_request = {**request, "arithmetics": [way for index in missing for way in requests[index]["arithmetics"]]}
+        joint_request = {
+            **request,
+            "arithmetics": [way for index in missing for way in requests[index]["arithmetics"]],
+        }
         project = spec.workdir if spec.is_script else None
         try:
-            new_profiles = _trace(joint_request, source, project, matching(os.environ, spec.secrets))
+            new_profiles = _trace(
+                joint_request, source, project, matching(os.environ, spec.secrets)
+            )
         except SpecError:
             if not any(profile for profiles in stored for profile in profiles or ()):
                 raise
@@ -114,7 +134,10 @@ def _arithmetics(spec: JobSpec, scope: TraceScope) -> list[Arithmetic]:
     """(precision, autocast, as on CUDA) of possible and recommended plans."""
     if scope.plan is not None:
         is_low_already = spec.known_model is not None and spec.known_model.weight_bytes_each == 2
-        return [(scope.plan.precision, autocasts(scope.plan) and not is_low_already, cuda) for cuda in scope.cuda]
+        return [
+            (scope.plan.precision, autocasts(scope.plan) and not is_low_already, cuda)
+            for cuda in scope.cuda
+        ]
     low = Precision.BF16 if spec.precision is Precision.FP32 else spec.precision
     cases = [(Precision.FP32, False)] if spec.precision is Precision.FP32 else []
     if scope.numeric or not cases:
@@ -124,7 +147,11 @@ def _arithmetics(spec: JobSpec, scope: TraceScope) -> list[Arithmetic]:
 
 def _lengths(spec: JobSpec) -> list[int]:
     """Possible sequence lengths, in tokens; a factory brings its own data."""
-    shorter = () if spec.known_model is not None and spec.known_model.factory else spec.degrade.sequence_lengths
+    shorter = (
+        ()
+        if spec.known_model is not None and spec.known_model.factory
+        else spec.degrade.sequence_lengths
+    )
     return list(dict.fromkeys((spec.data.sequence_length, *shorter)))
 
 
@@ -151,11 +178,15 @@ def _read(file: Path) -> Profiles | None:
         return None
 
 
-def _trace(request: dict[str, Any], source: str, project: str | None, secrets: Mapping[str, str]) -> Profiles:
+def _trace(
+    request: dict[str, Any], source: str, project: str | None, secrets: Mapping[str, str]
+) -> Profiles:
     """Run the trace. `project`: a folder from which the model's file may import, as its script does."""
     key = "trains" if project is not None else "model"
     if sys.stderr.isatty():
-        print(f"tracing the memory of {request['family']}, once: seconds to minutes", file=sys.stderr)
+        print(
+            f"tracing the memory of {request['family']}, once: seconds to minutes", file=sys.stderr
+        )
     env = {**inherited(os.environ), **secrets, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     if project is not None:
         env["PYTHONPATH"] = os.pathsep.join(filter(None, (project, env.get("PYTHONPATH"))))
@@ -195,7 +226,9 @@ def _write(file: Path, profiles: Profiles) -> None:
 
 def _last_error_line(child: subprocess.CompletedProcess[bytes]) -> str:
     """Return the exception that ended the process, or its last output."""
-    lines = [line.strip() for line in child.stderr.decode(errors="replace").splitlines() if line.strip()]
+    lines = [
+        line.strip() for line in child.stderr.decode(errors="replace").splitlines() if line.strip()
+    ]
     exceptions = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
     return (exceptions or lines or [f"exit code {child.returncode}"])[-1]
 

@@ -65,7 +65,10 @@ def read_rates(cluster: ClusterSpec) -> Rates | None:
 
 def with_rates(cluster: ClusterSpec, rates: Rates) -> ClusterSpec:
     """Return the cluster with these rates for its virtual devices."""
-    nodes = tuple(node.model_copy(update={"device": _with_rates(node.device, rates)}) for node in cluster.nodes)
+    nodes = tuple(
+        node.model_copy(update={"device": _with_rates(node.device, rates)})
+        for node in cluster.nodes
+    )
     return cluster.model_copy(update={"nodes": nodes})
 
 
@@ -120,7 +123,10 @@ def _read(file: Path | None) -> Rates | None:
 
 def _ranks(cluster: ClusterSpec) -> int:
     """CPU ranks per machine; 0 if there are none."""
-    return max((node.devices for node in cluster.nodes if node.device.kind is DeviceKind.VIRTUAL), default=0)
+    return max(
+        (node.devices for node in cluster.nodes if node.device.kind is DeviceKind.VIRTUAL),
+        default=0,
+    )
 
 
 def _threads(ranks: int) -> int:
@@ -136,9 +142,17 @@ def _cache_file(ranks: int) -> Path | None:
     folder = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     if not os.path.isabs(folder):
         return None
-    model = next((line for line in _lines(Path("/proc/cpuinfo")) if line.startswith("model name")), "")
+    model = next(
+        (line for line in _lines(Path("/proc/cpuinfo")) if line.startswith("model name")), ""
+    )
     program = Path(__file__).parents[2] / "training" / "rates.py"
-    key = (platform.node(), platform.machine(), model, str(_threads(ranks)), importlib.metadata.version("torch"))
+    key = (
+        platform.node(),
+        platform.machine(),
+        model,
+        str(_threads(ranks)),
+        importlib.metadata.version("torch"),
+    )
     digest = hashlib.sha256("\n".join(key).encode() + program.read_bytes()).hexdigest()
     return Path(folder, "orchestrator", "rates") / f"{digest[:32]}.json"
 

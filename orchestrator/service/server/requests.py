@@ -31,12 +31,16 @@ class Request(BaseModel):
     @classmethod
     def _has_known_keys(cls, data: Any) -> Any:
         if isinstance(data, dict):
-            unknown = [str(key)[:UNKNOWN_CHARACTERS_MAX] for key in data if key not in cls.model_fields]
+            unknown = [
+                str(key)[:UNKNOWN_CHARACTERS_MAX] for key in data if key not in cls.model_fields
+            ]
             if unknown:
                 left = len(unknown) - UNKNOWN_SHOWN_MAX
                 more = f" and {left} more" if left > 0 else ""
                 allowed = ", ".join(cls.model_fields)
-                raise ValueError(f"unknown keys: {', '.join(unknown[:UNKNOWN_SHOWN_MAX])}{more}; allowed: {allowed}")
+                raise ValueError(
+                    f"unknown keys: {', '.join(unknown[:UNKNOWN_SHOWN_MAX])}{more}; allowed: {allowed}"
+                )
         return data
 
 

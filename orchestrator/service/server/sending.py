@@ -9,7 +9,13 @@ from contextlib import closing
 from pathlib import Path
 
 from orchestrator.service.server.client import Client
-from orchestrator.service.server.intake import JobSource, ReadJob, read_job, read_jobs, read_jobs_elsewhere
+from orchestrator.service.server.intake import (
+    JobSource,
+    ReadJob,
+    read_job,
+    read_jobs,
+    read_jobs_elsewhere,
+)
 from orchestrator.service.server.logins import Login, logins_file
 from orchestrator.service.transfer.archive import Listing, list_files
 from orchestrator.service.transfer.ignore import read_ignore
@@ -39,7 +45,11 @@ def read_jobs_for(
         if only_one:
             return [read_job(file, overrides, home) for file in files]
         return [spec for file in files for spec in read_jobs(file, overrides, home)]
-    jobs = [job for file in files for job in read_jobs_elsewhere(file, overrides, home, only_one=only_one)]
+    jobs = [
+        job
+        for file in files
+        for job in read_jobs_elsewhere(file, overrides, home, only_one=only_one)
+    ]
     with closing(Client(service)) as client:
         return with_uploads(client, jobs)
 
@@ -49,17 +59,26 @@ def with_uploads(client: Client, jobs: Sequence[ReadJob]) -> list[JobSpec]:
 
     A working directory is one upload. A file or folder outside it is another. Raises SpecError where one is too large.
     """
-    uploads = {root: _list_root(root) for root in dict.fromkeys(root for job in jobs for root in _roots(job))}
+    uploads = {
+        root: _list_root(root)
+        for root in dict.fromkeys(root for job in jobs for root in _roots(job))
+    }
     digests = {root: _digest(listing) for root, listing in uploads.items()}
     missing = set(client.missing_uploads(sorted(set(digests.values())))) if digests else set()
-    for digest, listing in {digests[root]: uploads[root] for root in uploads if digests[root] in missing}.items():
+    for digest, listing in {
+        digests[root]: uploads[root] for root in uploads if digests[root] in missing
+    }.items():
         _send(client, digest, listing)
     return [_with_upload_paths(job, digests) for job in jobs]
 
 
 def _roots(job: ReadJob) -> Iterator[Path]:
     """Yield the paths of a job to upload: its working directory, then each path outside it."""
-    workdir = Path(job.spec.workdir) if job.spec.workdir is not None and "workdir" in job.local_keys else None
+    workdir = (
+        Path(job.spec.workdir)
+        if job.spec.workdir is not None and "workdir" in job.local_keys
+        else None
+    )
     if workdir is not None:
         yield workdir
     for key, path in paths_of(job.spec):
@@ -72,7 +91,9 @@ def _list_root(root: Path) -> Listing:
     try:
         listing = list_files(root, LIMITS, lambda path: is_ignored(path) or root / path == tokens)
     except OSError as error:
-        raise SpecError(f"cannot be read: {error.strerror}", source=str(error.filename or root)) from None
+        raise SpecError(
+            f"cannot be read: {error.strerror}", source=str(error.filename or root)
+        ) from None
     if listing.left_out:
         raise SpecError(
             "not a file, or a link that leaves the folder",

@@ -46,7 +46,9 @@ class Sessions:
     def close(self, request: Request) -> None:
         """End a session of an OpenID provider. A token's session remains valid with any copy of its cookie."""
         if self.principal(request) is not None:
-            self.accounts.close_session(int(request.cookies[cookie_name(request)].partition(".")[0]))
+            self.accounts.close_session(
+                int(request.cookies[cookie_name(request)].partition(".")[0])
+            )
 
     def sealed(self, text: str) -> str:
         """Return a signed text, readable by `unsealed`. It is no session."""
@@ -88,7 +90,9 @@ def keep(request: Request, answer: Response, cookie: str) -> None:
 
 def drop(request: Request, answer: Response) -> None:
     """Delete the session's cookie in the browser."""
-    answer.delete_cookie(cookie_name(request), httponly=True, samesite="strict", secure=request.url.scheme == "https")
+    answer.delete_cookie(
+        cookie_name(request), httponly=True, samesite="strict", secure=request.url.scheme == "https"
+    )
 
 
 def cookie_name(request: Request) -> str:
@@ -98,8 +102,13 @@ def cookie_name(request: Request) -> str:
 
 def is_same_origin(request: Request) -> bool:
     """Return whether a page of this service sent the request, as the browser says; False where it says nothing."""
-    site = request.headers.get("sec-fetch-site")  # browsers send it to TLS and the loopback alone, and forge it nowhere
+    site = request.headers.get(
+        "sec-fetch-site"
+    )  # browsers send it to TLS and the loopback alone, and forge it nowhere
     if site is not None:
         return site == "same-origin"
     parts = urlsplit(request.headers.get("origin", ""))
-    return (parts.scheme, parts.netloc.lower()) == (request.url.scheme, request.headers.get("host", "").lower())
+    return (parts.scheme, parts.netloc.lower()) == (
+        request.url.scheme,
+        request.headers.get("host", "").lower(),
+    )

@@ -17,7 +17,9 @@ class SignInLinks:
     """Sessions that wait for a browser, by the secret code in their link. In memory only."""
 
     clock: Callable[[], float] = time.monotonic
-    _sessions: dict[str, tuple[float, str]] = field(default_factory=dict)  # until when, and the cookie
+    _sessions: dict[str, tuple[float, str]] = field(
+        default_factory=dict
+    )  # until when, and the cookie
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add(self, cookie: str) -> str:

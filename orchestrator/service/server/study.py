@@ -24,11 +24,15 @@ class Study:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self._optuna, self._sweep, self._steps = optuna, sweep, steps
         self._study = optuna.create_study(
-            study_name=name, direction=sweep.metric.goal, pruner=_pruner(sweep.early_terminate, steps)
+            study_name=name,
+            direction=sweep.metric.goal,
+            pruner=_pruner(sweep.early_terminate, steps),
         )
         self._trials: list[optuna.Trial] = []
         self._reported: dict[int, int] = {}  # last step by number
-        self._distributions = {name: _distribution(parameter) for name, parameter in sweep.parameters}
+        self._distributions = {
+            name: _distribution(parameter) for name, parameter in sweep.parameters
+        }
 
     def ask(self, parameters: Mapping[str, Value] | None = None) -> dict[str, Value]:
         """Return parameters of the next trial; `parameters` re-registers a trial from before a restart."""
@@ -44,7 +48,11 @@ class Study:
 
     def report(self, number: int, step: int, value: float) -> bool:
         """Report a trial's value at a step; return whether the trial should be stopped."""
-        if self._sweep.early_terminate is None or not self._counts(step) or step <= self._reported.get(number, -1):
+        if (
+            self._sweep.early_terminate is None
+            or not self._counts(step)
+            or step <= self._reported.get(number, -1)
+        ):
             return False
         self._reported[number] = step
         self._trials[number].report(value, step)
@@ -80,10 +88,14 @@ def _pruner(rule: EarlyTerminate | None, steps: int | None) -> Any:
     if rule is None:
         return optuna.pruners.NopPruner()
     if rule.type == "median":
-        return optuna.pruners.MedianPruner(n_startup_trials=rule.startup_trials, n_warmup_steps=rule.min_iter)
+        return optuna.pruners.MedianPruner(
+            n_startup_trials=rule.startup_trials, n_warmup_steps=rule.min_iter
+        )
     most = steps if rule.max_iter is None else rule.max_iter
     return optuna.pruners.HyperbandPruner(
-        min_resource=rule.min_iter, max_resource="auto" if most is None else most, reduction_factor=rule.eta
+        min_resource=rule.min_iter,
+        max_resource="auto" if most is None else most,
+        reduction_factor=rule.eta,
     )
 
 

@@ -42,7 +42,9 @@ class _Running:
     first: JobSpec
     trial: Trial  # the first
     study: Study
-    curves: dict[int, MetricCurve] = field(default_factory=dict)  # of the trials that have not ended
+    curves: dict[int, MetricCurve] = field(
+        default_factory=dict
+    )  # of the trials that have not ended
     over: dict[int, JobStatus] = field(default_factory=dict)  # of the trials that have
     next_number: int = 0  # of the trial that the study proposes next
 
@@ -66,8 +68,12 @@ class Sweeper:
         """Return the first trial of a sweep at its submission, with its parameters."""
         assert spec.trial is not None, spec.name
         if spec.trial.of is not None or spec.trial.number > 0 or spec.trial.parameters:
-            raise SpecError("a trial of a sweep that exists is submitted by the service alone", path="sweep")
-        return with_costs(trial_of(spec, None, 0, Study("", spec.trial.sweep, None).ask()), self._home)
+            raise SpecError(
+                "a trial of a sweep that exists is submitted by the service alone", path="sweep"
+            )
+        return with_costs(
+            trial_of(spec, None, 0, Study("", spec.trial.sweep, None).ask()), self._home
+        )
 
     def look(self) -> None:
         """Advance each open sweep. A sweep that fails ERRORS_MAX times in a row is ended."""
@@ -84,7 +90,10 @@ class Sweeper:
                     self._running.pop(sweep_id, None)  # made anew from what the journal has
                     self._errors[sweep_id] = self._errors.get(sweep_id, 0) + 1
                     if self._errors[sweep_id] >= ERRORS_MAX:
-                        self._end(sweep_id, f"its search failed: {type(error).__name__}: {error}"[:REASON_MAX])
+                        self._end(
+                            sweep_id,
+                            f"its search failed: {type(error).__name__}: {error}"[:REASON_MAX],
+                        )
                 else:
                     self._errors.pop(sweep_id, None)
 
@@ -97,7 +106,9 @@ class Sweeper:
             if ended:
                 raise ServiceError(f"the sweep {sweep_id} has ended already: {ended}")
             self._end(sweep_id, CANCELLED)
-            live = [job.id for job in self._jobs(self._sweeps.trials(sweep_id)) if not job.status.ended]
+            live = [
+                job.id for job in self._jobs(self._sweeps.trials(sweep_id)) if not job.status.ended
+            ]
             return self._controller.cancel(live) if live else []
 
     def sweep_of(self, job_id: str) -> str | None:
@@ -121,8 +132,14 @@ class Sweeper:
         running, jobs = self._running.get(sweep_id), self._jobs(rows)
         values = {row.number: row.value for row in rows}
         if running is not None:
-            values |= {number: curve.last for number, curve in dict(running.curves).items() if curve.last is not None}
-        report = sweep_report(sweep_id, ended, jobs, values, self._controller.state, self._controller.now_s())
+            values |= {
+                number: curve.last
+                for number, curve in dict(running.curves).items()
+                if curve.last is not None
+            }
+        report = sweep_report(
+            sweep_id, ended, jobs, values, self._controller.state, self._controller.now_s()
+        )
         if ended and not report.live:
             self._over[sweep_id] = report
         return report
@@ -131,7 +148,9 @@ class Sweeper:
         """Return the newest sweeps, newest first."""
         newest = self._sweeps.newest(SHOWN_MAX)
         reports = [report for sweep_id in newest if (report := self.report(sweep_id)) is not None]
-        self._over = {sweep_id: report for sweep_id, report in self._over.items() if sweep_id in newest}
+        self._over = {
+            sweep_id: report for sweep_id, report in self._over.items() if sweep_id in newest
+        }
         return reports
 
     def to_come(self) -> Mapping[str, tuple[JobSpec, ...]]:
@@ -144,7 +163,11 @@ class Sweeper:
 
     def _advance(self, sweep_id: str) -> None:
         rows = self._sweeps.trials(sweep_id)
-        jobs = {row.number: self._controller.job(row.job) for row in rows if not self._is_over(sweep_id, row.number)}
+        jobs = {
+            row.number: self._controller.job(row.job)
+            for row in rows
+            if not self._is_over(sweep_id, row.number)
+        }
         if None in jobs.values():  # it is being committed
             return
         running = self._running.get(sweep_id) or self._take_up(sweep_id, rows)
@@ -171,7 +194,9 @@ class Sweeper:
         assert first is not None, sweep_id
         trial = first.spec.trial
         assert trial is not None, sweep_id
-        running = _Running(first.spec, trial, Study(sweep_id, trial.sweep, first.spec.optimizer_steps))
+        running = _Running(
+            first.spec, trial, Study(sweep_id, trial.sweep, first.spec.optimizer_steps)
+        )
         self._running[sweep_id] = running
         return running
 
@@ -181,12 +206,16 @@ class Sweeper:
         parameters = running.study.ask()
         running.next_number += 1
         try:
-            self._controller.submit(with_costs(trial_of(running.first, sweep_id, number, parameters), self._home))
+            self._controller.submit(
+                with_costs(trial_of(running.first, sweep_id, number, parameters), self._home)
+            )
         except OrchestratorError as error:
             self._running.pop(sweep_id, None)  # its study has a trial that the queue lacks
             if not isinstance(error, SpecError):
                 raise
-            self._end(sweep_id, f"trial {number} was refused: {error}"[:REASON_MAX])  # as by a deadline that is over
+            self._end(
+                sweep_id, f"trial {number} was refused: {error}"[:REASON_MAX]
+            )  # as by a deadline that is over
             return False
         return True
 
@@ -198,7 +227,11 @@ class Sweeper:
             running.study.ask(dict(trial.parameters))
             running.next_number += 1
         curve = running.curves.setdefault(trial.number, MetricCurve(self._home, job.id))
-        hopeless = [step for step, value in curve.new_points(job) if running.study.report(trial.number, step, value)]
+        hopeless = [
+            step
+            for step, value in curve.new_points(job)
+            if running.study.report(trial.number, step, value)
+        ]
         if job.status.ended:
             value = curve.last if job.status is JobStatus.SUCCEEDED else None
             running.study.tell(trial.number, value, stopped=is_stopped_early(job))

@@ -35,14 +35,21 @@ class MetricCurve:
         """Yield (step, value) of each point since the last call."""
         for attempt in job.attempts:
             if not attempt.probe:
-                for step, value in self._attempt_points(job.spec, self._folder.attempt(attempt.number)):
-                    self.last = value if math.isfinite(value) else None  # what has diverged has no value
+                for step, value in self._attempt_points(
+                    job.spec, self._folder.attempt(attempt.number)
+                ):
+                    self.last = (
+                        value if math.isfinite(value) else None
+                    )  # what has diverged has no value
                     if self.last is not None:
                         yield step, value
 
     def _attempt_points(self, spec: JobSpec, folder: AttemptFolder) -> Iterator[tuple[int, float]]:
         assert spec.trial is not None, spec.name
-        name, path = spec.trial.sweep.metric.name, folder.log(0) if spec.is_script else folder.metrics
+        name, path = (
+            spec.trial.sweep.metric.name,
+            folder.log(0) if spec.is_script else folder.metrics,
+        )
         patterns = LogPatterns.of(spec)
         for line in self._lines(path):
             if patterns is None:
@@ -88,13 +95,19 @@ class LogPatterns:
         pattern = spec.trial.sweep.metric.log
         if pattern is None:
             return None
-        return cls(LinePattern(pattern), None if spec.progress is None else LinePattern(spec.progress))
+        return cls(
+            LinePattern(pattern), None if spec.progress is None else LinePattern(spec.progress)
+        )
 
 
-def _point_in_log(patterns: LogPatterns, line: str, counts: dict[Path, int], path: Path) -> tuple[int, float] | None:
+def _point_in_log(
+    patterns: LogPatterns, line: str, counts: dict[Path, int], path: Path
+) -> tuple[int, float] | None:
     """Return the point of a log's line. The step is the job's `progress` if it has one, else a count of the values."""
     if patterns.step is not None:
-        steps = [step for text in patterns.step.list_groups(line) if (step := count_of(text)) is not None]
+        steps = [
+            step for text in patterns.step.list_groups(line) if (step := count_of(text)) is not None
+        ]
         if steps:
             counts[path] = steps[-1]
     values = patterns.value.list_groups(line)

@@ -26,7 +26,9 @@ def with_costs(spec: JobSpec, home: Path) -> JobSpec:
     return spec.model_copy(update={"traced": trace_model(bare, home, spec.name, TraceScope())})
 
 
-def trials_of(first: JobSpec, sweep_id: str, home: Path, begun: Sequence[JobSpec] = ()) -> tuple[JobSpec, ...]:
+def trials_of(
+    first: JobSpec, sweep_id: str, home: Path, begun: Sequence[JobSpec] = ()
+) -> tuple[JobSpec, ...]:
     """Return the trials of a sweep without those in `begun`, up to the first with illegal parameters.
 
     Choices of method `bayes` depend on unknown values, so random ones are drawn. Raises SpecError where the first trial
@@ -47,10 +49,14 @@ def trials_of(first: JobSpec, sweep_id: str, home: Path, begun: Sequence[JobSpec
     return tuple(specs)
 
 
-def to_come(sweeps: Sweeps, job: Callable[[str], Job | None], home: Path) -> Mapping[str, tuple[JobSpec, ...]]:
+def to_come(
+    sweeps: Sweeps, job: Callable[[str], Job | None], home: Path
+) -> Mapping[str, tuple[JobSpec, ...]]:
     """Return {open sweep id: trials still to submit}."""
     trials = {}
     for sweep_id in sweeps.open():
-        begun = [trial.spec for row in sweeps.trials(sweep_id) if (trial := job(row.job)) is not None]
+        begun = [
+            trial.spec for row in sweeps.trials(sweep_id) if (trial := job(row.job)) is not None
+        ]
         trials[sweep_id] = trials_of(begun[0], sweep_id, home, begun)
     return trials

@@ -11,8 +11,18 @@ from orchestrator.scheduling.options.asks import with_allowed
 from orchestrator.service.server.answers import ChangedAnswer, RetriedAnswer, answers
 from orchestrator.service.server.dependencies import NameObjects, Sender, Service, job_of
 from orchestrator.service.server.intake import check_files
-from orchestrator.service.server.job_routes import IdempotencyKey, refuse_other_teams, request_key, requested_job
-from orchestrator.service.server.requests import JobsRequest, RetryRequest, SubmitRequest, UpdateRequest
+from orchestrator.service.server.job_routes import (
+    IdempotencyKey,
+    refuse_other_teams,
+    request_key,
+    requested_job,
+)
+from orchestrator.service.server.requests import (
+    JobsRequest,
+    RetryRequest,
+    SubmitRequest,
+    UpdateRequest,
+)
 from orchestrator.service.server.retry import changed_files, check_retry, continuation, retry_spec
 from orchestrator.service.server.verbs import VERBS, Change, update
 from orchestrator.service.transfer.store import Uploads
@@ -22,10 +32,14 @@ def add_verb_routes(app: FastAPI, service: Service, uploads: Uploads) -> None:
     """Add the routes to the application."""
     controller = service.controller
     for verb, change_of in VERBS.items():
-        app.post(f"/jobs/{verb}", name=verb, **answers(ChangedAnswer))(_verb_route(service, verb, change_of))
+        app.post(f"/jobs/{verb}", name=verb, **answers(ChangedAnswer))(
+            _verb_route(service, verb, change_of)
+        )
 
     @app.post("/jobs/{job_id}/update", **answers(ChangedAnswer))
-    def update_job(job_id: str, request: UpdateRequest, sender: Sender, name_objects: NameObjects) -> dict[str, Any]:
+    def update_job(
+        job_id: str, request: UpdateRequest, sender: Sender, name_objects: NameObjects
+    ) -> dict[str, Any]:
         """Change the priority, deadline or time limit of a job that has not ended."""
         refuse_other_teams(job_of(controller, job_id), sender, controller.state.policy, "update")
         settings = tuple(request.settings.items())
@@ -45,7 +59,9 @@ def add_verb_routes(app: FastAPI, service: Service, uploads: Uploads) -> None:
         refuse_other_teams(job, sender, controller.state.policy, "retry")
         settings = tuple(request.settings.items())
         if job.asks and not job.status.ended and not settings:
-            controller.retry(job_id, with_allowed(job.spec, request.allow, request.global_batch_size))
+            controller.retry(
+                job_id, with_allowed(job.spec, request.allow, request.global_batch_size)
+            )
             return {"id": job_id, "continues_from": job_id, "why": "goes on with what was allowed"}
         check_retry(job, allows=request.allow is not None or request.global_batch_size is not None)
         source = f"the retry of {job_id}"
@@ -59,11 +75,15 @@ def add_verb_routes(app: FastAPI, service: Service, uploads: Uploads) -> None:
         new_id = controller.submit_retry(job, spec, begin, key)
         name_objects([new_id])
         newer = changed_files(job, spec)
-        why = begin.why + (f"; other data than before: {', '.join(newer)} changed since" if newer else "")
+        why = begin.why + (
+            f"; other data than before: {', '.join(newer)} changed since" if newer else ""
+        )
         return {"id": new_id, "continues_from": begin.continues_from, "why": why}
 
 
-def _verb_route(service: Service, verb: str, change_of: Callable[[str], Change]) -> Callable[..., dict[str, Any]]:
+def _verb_route(
+    service: Service, verb: str, change_of: Callable[[str], Change]
+) -> Callable[..., dict[str, Any]]:
     """Return the endpoint of one verb: all of the jobs are changed, or none."""
 
     def change(request: JobsRequest, sender: Sender, name_objects: NameObjects) -> dict[str, Any]:

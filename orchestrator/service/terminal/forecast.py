@@ -13,4 +13,8 @@ def forecast(home: Home = DEFAULT_HOME, as_json: AsJson = False) -> None:
 
     with show_spinner("playing the queue"):
         expected = client_of(home).forecast()
-    tell({"jobs": expected}, as_json, expected_table(expected) if expected else "No job runs or waits.")
+    tell(
+        {"jobs": expected},
+        as_json,
+        expected_table(expected) if expected else "No job runs or waits.",
+    )

@@ -31,12 +31,19 @@ def show_cluster(home: Home = DEFAULT_HOME, as_json: AsJson = False) -> None:
 
 
 def join(
-    service: Annotated[str, typer.Argument(metavar="HOST:PORT", help="Address of the service, as `orc up` prints it.")],
+    service: Annotated[
+        str,
+        typer.Argument(metavar="HOST:PORT", help="Address of the service, as `orc up` prints it."),
+    ],
     token_file: Annotated[
         Path | None,
-        typer.Option("--token-file", help="File with the token; default: ORC_JOIN_TOKEN, else the home's."),
+        typer.Option(
+            "--token-file", help="File with the token; default: ORC_JOIN_TOKEN, else the home's."
+        ),
     ] = None,
-    name: Annotated[str | None, typer.Option("--name", help="Name of the node; default: the host's.")] = None,
+    name: Annotated[
+        str | None, typer.Option("--name", help="Name of the node; default: the host's.")
+    ] = None,
     home: Home = DEFAULT_HOME,
     as_json: AsJson = False,
 ) -> None:
@@ -52,10 +59,17 @@ def join(
 
 def leave(
     node: Annotated[
-        str | None, typer.Argument(metavar="NODE", help="Node to forget, whose machine is gone; default: this machine.")
+        str | None,
+        typer.Argument(
+            metavar="NODE", help="Node to forget, whose machine is gone; default: this machine."
+        ),
     ] = None,
-    timeout: Annotated[str, typer.Option("--timeout", help="Longest wait for running jobs.")] = "10min",
-    force: Annotated[bool, typer.Option("--force", help="Do not wait; jobs on it restart elsewhere.")] = False,
+    timeout: Annotated[
+        str, typer.Option("--timeout", help="Longest wait for running jobs.")
+    ] = "10min",
+    force: Annotated[
+        bool, typer.Option("--force", help="Do not wait; jobs on it restart elsewhere.")
+    ] = False,
     home: Home = DEFAULT_HOME,
     as_json: AsJson = False,
 ) -> None:
@@ -69,11 +83,17 @@ def leave(
         raise SpecError(str(error), source="--timeout", got=timeout) from None
     name = node or node_name()
     was_in = leave_service(home.expanduser(), name, timeout_s, force=force)
-    tell({"node": name, "left": was_in}, as_json, f"{name} has left." if was_in else f"{name} was not in.")
+    tell(
+        {"node": name, "left": was_in},
+        as_json,
+        f"{name} has left." if was_in else f"{name} was not in.",
+    )
 
 
 def join_token(
-    renew: Annotated[bool, typer.Option("--renew", help="Make another one; the old one joins nothing.")] = False,
+    renew: Annotated[
+        bool, typer.Option("--renew", help="Make another one; the old one joins nothing.")
+    ] = False,
     home: Home = DEFAULT_HOME,
     as_json: AsJson = False,
 ) -> None:
@@ -91,9 +111,14 @@ def join_token(
 
 def drain(
     node: Annotated[
-        str | None, typer.Argument(metavar="NODE", help="Node to drain; without it, the state of every node is shown.")
+        str | None,
+        typer.Argument(
+            metavar="NODE", help="Node to drain; without it, the state of every node is shown."
+        ),
     ] = None,
-    undo: Annotated[bool, typer.Option("--undo", help="Let the node take new attempts again.")] = False,
+    undo: Annotated[
+        bool, typer.Option("--undo", help="Let the node take new attempts again.")
+    ] = False,
     home: Home = DEFAULT_HOME,
     as_json: AsJson = False,
 ) -> None:

@@ -13,25 +13,37 @@ if TYPE_CHECKING:
     from orchestrator.service.server.client import Client
     from orchestrator.service.server.logins import Login
 
-SERVER: ContextVar[str | None] = ContextVar("SERVER", default=None)  # of `orc --server URL`, for one command
+SERVER: ContextVar[str | None] = ContextVar(
+    "SERVER", default=None
+)  # of `orc --server URL`, for one command
 
 Home = Annotated[
-    Path, typer.Option("--home", envvar="ORC_HOME", help="Home folder of the service: queue, logs, records.")
+    Path,
+    typer.Option(
+        "--home", envvar="ORC_HOME", help="Home folder of the service: queue, logs, records."
+    ),
 ]
 Cluster = Annotated[
     Path | None,
-    typer.Option("--cluster", help="Cluster file (YAML); without it, the hardware of the service or of this machine."),
+    typer.Option(
+        "--cluster",
+        help="Cluster file (YAML); without it, the hardware of the service or of this machine.",
+    ),
 ]
 Settings = Annotated[
     list[str] | None,
     typer.Option(
-        "--set", metavar="KEY=VALUE", help="Override one key of the job file, by its dotted path; repeatable."
+        "--set",
+        metavar="KEY=VALUE",
+        help="Override one key of the job file, by its dotted path; repeatable.",
     ),
 ]
 Pinned = Annotated[
     str | None,
     typer.Option(
-        "--plan", metavar="SETTING=VALUE,...", help="Pin settings of the plan, as `plan:` of the job file does."
+        "--plan",
+        metavar="SETTING=VALUE,...",
+        help="Pin settings of the plan, as `plan:` of the job file does.",
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")]

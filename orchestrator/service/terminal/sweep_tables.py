@@ -42,7 +42,13 @@ def sweep_panel(sweep: SweepView) -> RenderableType:
         value = "-" if trial["value"] is None else f"{trial['value']:.6g}"
         mark = " *" if trial["number"] == sweep["best"] else ""
         parameters = Text(trial["said"])
-        table.add_row(f"{trial['job']}{mark}", value, parameters, trial["plan"] or "-", coloured(trial["status"]))
+        table.add_row(
+            f"{trial['job']}{mark}",
+            value,
+            parameters,
+            trial["plan"] or "-",
+            coloured(trial["status"]),
+        )
     return Group(head, Text(), table)
 
 

@@ -65,7 +65,9 @@ class ReportView(TypedDict):
     late: list[LineView]
     running: list[LineView]
     waiting: list[LineView]
-    sweeps: list[LineView]  # that had trials within it: how far, the best trial, and what all trials cost
+    sweeps: list[
+        LineView
+    ]  # that had trials within it: how far, the best trial, and what all trials cost
     misses: list[MissView]
     cost: CostView
     to_do: list[str]

@@ -48,16 +48,27 @@ def teams_view(state: State, now_s: float) -> list[TeamView]:
     if not policy.is_shared:
         return []
     jobs = [job for job in state.jobs.values() if not job.status.ended]
-    tree = fair_tree(policy, used_s(replace(state, at_s=max(state.at_s, now_s)), state.jobs.values()))
+    tree = fair_tree(
+        policy, used_s(replace(state, at_s=max(state.at_s, now_s)), state.jobs.values())
+    )
     held_devices = held_by_teams(policy, state.jobs.values())
-    teams = {team.name: team for team in policy.teams} | {(default_team := policy.team_of("")).name: default_team}
-    users = {*tree.of_users, *(job.user for job in jobs), *(user for team in policy.teams for user in team.users)}
-    active_teams = {policy.team_of(user).name for user in (*tree.of_users, *(job.user for job in jobs))}
+    teams = {team.name: team for team in policy.teams} | {
+        (default_team := policy.team_of("")).name: default_team
+    }
+    users = {
+        *tree.of_users,
+        *(job.user for job in jobs),
+        *(user for team in policy.teams for user in team.users),
+    }
+    active_teams = {
+        policy.team_of(user).name for user in (*tree.of_users, *(job.user for job in jobs))
+    }
     shares, used = sum(teams[name].shares for name in active_teams), sum(tree.of_teams.values())
     views_of_teams = []
     for name, team in teams.items():
         members = sorted(
-            (user for user in users if policy.team_of(user).name == name), key=lambda u: (tree.place(u), u)
+            (user for user in users if policy.team_of(user).name == name),
+            key=lambda u: (tree.place(u), u),
         )
         views = [_user_view(user, tree.of_users.get(user, 0.0), jobs) for user in members]
         views_of_teams.append(
@@ -75,7 +86,9 @@ def teams_view(state: State, now_s: float) -> list[TeamView]:
                 users=views,
             )
         )
-    return sorted(views_of_teams, key=lambda team: (team["used_device_s"] / team["shares"], team["name"]))
+    return sorted(
+        views_of_teams, key=lambda team: (team["used_device_s"] / team["shares"], team["name"])
+    )
 
 
 def _user_view(user: str, used_device_s: float, jobs: Sequence[Job]) -> UserView:
@@ -91,7 +104,18 @@ def _user_view(user: str, used_device_s: float, jobs: Sequence[Job]) -> UserView
 def teams_table(teams: Sequence[TeamView]) -> Table:
     """Return a table with a row per team and user, in fair-share order; usage above the share is red."""
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("TEAM", "SHARES", "SHARE", "USED", "DEVICE-HOURS", "DEVICES", "QUOTA", "BORROWED", "RUNS", "WAITS"):
+    for column in (
+        "TEAM",
+        "SHARES",
+        "SHARE",
+        "USED",
+        "DEVICE-HOURS",
+        "DEVICES",
+        "QUOTA",
+        "BORROWED",
+        "RUNS",
+        "WAITS",
+    ):
         table.add_column(column, justify="left" if column == "TEAM" else "right", no_wrap=True)
     for team in teams:
         over = team["used_share"] > team["share"] > 0

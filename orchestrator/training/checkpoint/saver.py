@@ -48,7 +48,9 @@ class Saver:
         assert self._copy, "prepare comes first"
         self.wait()
         self._copy.take(state)
-        self._thread = threading.Thread(target=self._save, args=(self._copy, cursor), name="checkpoint", daemon=True)
+        self._thread = threading.Thread(
+            target=self._save, args=(self._copy, cursor), name="checkpoint", daemon=True
+        )
         self._thread.start()
 
     @property
@@ -81,7 +83,9 @@ class Saver:
         try:
             copy.wait()
             folder = checkpoint_folder.writing_path(self._checkpoints, self._run.epoch, cursor.step)
-            self._publish(folder, cursor.step, checkpoint.save(folder, copy.state, cursor, self._group))
+            self._publish(
+                folder, cursor.step, checkpoint.save(folder, copy.state, cursor, self._group)
+            )
         except BaseException as failure:  # `wait` raises it in the training thread
             self._failure = failure
             if self._is_stale():  # the newer attempt removes what this one writes
@@ -111,4 +115,6 @@ class Saver:
         if outcome == [STALE]:
             raise StaleAttempt
         if failure or outcome != [""]:
-            raise failure or RuntimeError(f"rank 0 could not publish the checkpoint of step {step}: {outcome[0]}")
+            raise failure or RuntimeError(
+                f"rank 0 could not publish the checkpoint of step {step}: {outcome[0]}"
+            )

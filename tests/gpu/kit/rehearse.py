@@ -62,7 +62,9 @@ def main() -> int:
     inside = ["sh", "-c", 'ip link set lo up && exec "$@"', "sh", *kit]
     command = ["unshare", *([] if os.getuid() == 0 else ["--map-root-user"]), "--net", *inside]
     subprocess.run(command, cwd=ROOT, env={**os.environ, **variables}, timeout=LIMIT_S, check=True)
-    lines = [json.loads(line) for line in (folder / "out" / "results.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (folder / "out" / "results.jsonl").read_text().splitlines()
+    ]
     wrong = {line.get("name") or line["step"]: why for line in lines if (why := failure(line))}
     print(f"{len(lines)} lines, as they should not be: {json.dumps(wrong, indent=1)}")
     return int(bool(wrong))
@@ -91,7 +93,10 @@ def _machine(folder: Path) -> Path:
     (site_packages,) = folder.glob("lib/python*/site-packages")
     for name in versions_of(THERE - {"triton"}).keys() - packed_versions().keys():
         distribution = importlib.metadata.distribution(name)
-        tops = {Path(str(file)).parts[0] for file in distribution.files or ()} - {"..", "__pycache__"}
+        tops = {Path(str(file)).parts[0] for file in distribution.files or ()} - {
+            "..",
+            "__pycache__",
+        }
         for top in tops:
             (site_packages / top).symlink_to(Path(str(distribution.locate_file(top))))
     return folder / "bin" / "python"
