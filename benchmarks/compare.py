@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.figure import Figure, at_least, at_most, informs, say
+from orchestrator.service.client.client import Client
 from orchestrator.service.commands.compare import Pins, choose_strategies, comparison_jobs
 from orchestrator.service.commands.hardware import hardware_of
-from orchestrator.service.server.client import Client
-from orchestrator.service.server.intake import read_job
+from orchestrator.service.intake.intake import read_job
 
 RANK_CORRELATION = 0.9  # Spearman's, at least
 FOUR_S = 180.0  # for four strategies, at most

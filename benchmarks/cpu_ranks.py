@@ -19,8 +19,8 @@ from orchestrator.planning.cost import Hardware, step_s
 from orchestrator.planning.profiles import profile_for
 from orchestrator.planning.search import plans
 from orchestrator.service.demo.run import write_files
-from orchestrator.service.server.intake import read_cluster, read_job
-from orchestrator.service.server.rates import measure_cluster
+from orchestrator.service.intake.intake import read_cluster, read_job
+from orchestrator.service.intake.rates import measure_cluster
 from orchestrator.specs.choices import ActivationCheckpointing, Engine, ZeroStage
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.plan import Plan

@@ -22,7 +22,7 @@ from typing import Any
 
 from benchmarks.figure import Figure, at_most, informs
 from orchestrator.service.commands.plan import JobPlans, plan_job
-from orchestrator.service.server.profiling import TraceScope, trace_model
+from orchestrator.service.intake.profiling import TraceScope, trace_model
 from orchestrator.specs.choices import Precision
 from orchestrator.specs.cluster import idle_nodes
 from orchestrator.specs.job.model import DataSpec, DecoderSpec, ModelSpec

@@ -20,9 +20,9 @@ from pathlib import Path
 
 from benchmarks import drawn_recoveries, real_recoveries
 from benchmarks.figure import Figure, at_most, informs
-from orchestrator.service.server import lifecycle
-from orchestrator.service.server.client import Client
-from orchestrator.service.server.intake import read_job
+from orchestrator.service.client import lifecycle
+from orchestrator.service.client.client import Client
+from orchestrator.service.intake.intake import read_job
 from orchestrator.specs.run import AttemptFolder, JobFolder, training_run_from_json
 
 ROUNDS = 5

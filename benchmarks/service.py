@@ -20,11 +20,11 @@ from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks.figure import Figure, at_least, at_most, informs
-from orchestrator.service.server import lifecycle
-from orchestrator.service.server.client import Client, service_file
-from orchestrator.service.server.endpoint import make_endpoint
-from orchestrator.service.server.logins import Login
-from orchestrator.service.server.sending import read_jobs_for
+from orchestrator.service.client import lifecycle
+from orchestrator.service.client.client import Client, service_file
+from orchestrator.service.client.endpoint import make_endpoint
+from orchestrator.service.client.logins import Login
+from orchestrator.service.client.sending import read_jobs_for
 from orchestrator.service.terminal.follow import log_lines
 from orchestrator.specs.errors import ServiceError
 from orchestrator.specs.job.spec import JobSpec

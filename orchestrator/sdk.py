@@ -19,16 +19,17 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from orchestrator.service.server.client import LONG_POLL_S
-from orchestrator.service.server.client import Client as Connection
-from orchestrator.service.server.intake import JobSource, with_zone
-from orchestrator.service.server.logins import DEFAULT_HOME, Login, login_of
-from orchestrator.service.server.sending import read_jobs_for
+from orchestrator.service.client.client import LONG_POLL_S
+from orchestrator.service.client.client import Client as Connection
+from orchestrator.service.client.logins import Login, login_of
+from orchestrator.service.client.sending import read_jobs_for
+from orchestrator.service.intake.intake import JobSource, with_zone
 from orchestrator.service.terminal.follow import ENDS, log_lines
 from orchestrator.service.views.records import JobView
 from orchestrator.specs.errors import OrchestratorError, ServiceError, SpecError
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.parse import Override
+from orchestrator.specs.run import DEFAULT_HOME
 
 __all__ = ["AsyncClient", "AsyncJob", "Client", "Job", "JobFailed"]
 

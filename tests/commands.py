@@ -24,7 +24,7 @@ from typing import IO, Never
 
 IMPORTED = (
     "orchestrator.cli",
-    "orchestrator.service.server.client",
+    "orchestrator.service.client.client",
     "orchestrator.service.terminal.sweep_tables",
 )
 READ_AT_START = ("LD_", "PYTHON", "MALLOC_", "LC_", "LANG")

@@ -60,7 +60,7 @@ ONE_ROOM_ONLY = {  # distribution -> the folder that alone may import it: a seam
 BEHIND_A_SEAM = {  # folder of ours -> the files outside it that may import it: those that put the service together
     "orchestrator/backends/ray": {
         "orchestrator/service/server/daemon.py",
-        "orchestrator/service/server/lifecycle.py",
+        "orchestrator/service/client/lifecycle.py",
         "orchestrator/service/commands/join.py",
     },
 }

@@ -13,7 +13,7 @@ from orchestrator.planning.cost import Hardware
 from orchestrator.planning.frontier import Candidate, fitting
 from orchestrator.planning.profiles import profile_for
 from orchestrator.planning.search import frontier, plans
-from orchestrator.service.server.intake import read_cluster, read_job
+from orchestrator.service.intake.intake import read_cluster, read_job
 from orchestrator.specs.choices import (
     ActivationCheckpointing,
     Engine,

@@ -20,7 +20,7 @@ import pytest
 import yaml
 
 from orchestrator.cli import main
-from orchestrator.service.server import lifecycle
+from orchestrator.service.client import lifecycle
 from orchestrator.specs.job.spec import job_json_schema
 from tests.commands import run_orc
 

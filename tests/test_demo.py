@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.service.server import lifecycle
+from orchestrator.service.client import lifecycle
 from orchestrator.specs.choices import Engine
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.run import AttemptFolder, training_run_from_json

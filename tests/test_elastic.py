@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from orchestrator.service.server import lifecycle
-from orchestrator.service.server.client import Client
-from orchestrator.service.server.intake import read_job
+from orchestrator.service.client import lifecycle
+from orchestrator.service.client.client import Client
+from orchestrator.service.intake.intake import read_job
 from tests.test_survival import until
 
 ROOT = Path(__file__).parents[1]

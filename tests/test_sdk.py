@@ -16,8 +16,8 @@ import httpx
 import pytest
 
 from orchestrator.sdk import AsyncClient, AsyncJob, Client, Job, JobFailed
+from orchestrator.service.client.lifecycle import write_service_file
 from orchestrator.service.server.daemon import serve_http
-from orchestrator.service.server.lifecycle import write_service_file
 from orchestrator.specs.errors import ServiceError, SpecError
 from orchestrator.specs.run import JobFolder
 from tests.service.services import TOKEN

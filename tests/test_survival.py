@@ -20,9 +20,9 @@ from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 
 from orchestrator.backends.mlflow.server import MlflowServer
-from orchestrator.service.server import lifecycle
-from orchestrator.service.server.client import Client, service_file
-from orchestrator.service.server.intake import EMBEDDED_CLUSTER, read_job
+from orchestrator.service.client import lifecycle
+from orchestrator.service.client.client import Client, service_file
+from orchestrator.service.intake.intake import EMBEDDED_CLUSTER, read_job
 from orchestrator.specs.run import JobFolder
 from orchestrator.training.checkpoint import folder as checkpoint_folder
 

@@ -124,7 +124,7 @@ def job_from_data(data: Mapping[str, Any], source: str) -> JobSpec:
         and spec.known_model.factory
         and not (spec.profile or spec.traced)
     ):
-        hint = "service/server/intake.py has it traced where a job file is read; or say `profile`"
+        hint = "service/intake/intake.py has it traced where a job file is read; or say `profile`"
         raise SpecError(
             "the costs of the model are unknown", source=source, path="traced", hint=hint
         )

@@ -49,6 +49,7 @@ from orchestrator.specs.settings import plan_from_json
 
 OOM_EXIT_CODE = 77  # the guard's own: an out-of-memory exception, with a report beside the log
 UPLOADED_AT_S = 946_684_800.0  # modification time of each uploaded file: 2000-01-01, so that a later write shows
+DEFAULT_HOME = Path("~/.orc")  # of the service of this machine, where no other home is named
 GUARDED_RANK = "ORC_RANK"  # variable of each process that the service starts as one rank: its number, for the guard
 STALE_EXIT_CODE = 78  # the guard's own: a newer attempt of the job exists
 

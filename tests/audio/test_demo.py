@@ -15,9 +15,9 @@ from orchestrator.memory.calibration.calibrate import UNMEASURED
 from orchestrator.planning.cost import Hardware
 from orchestrator.planning.frontier import Candidate, fitting
 from orchestrator.planning.search import frontier
+from orchestrator.service.client import lifecycle
 from orchestrator.service.demo.promises import recovered
-from orchestrator.service.server import lifecycle
-from orchestrator.service.server.intake import read_cluster, read_job
+from orchestrator.service.intake.intake import read_cluster, read_job
 from orchestrator.specs.job.spec import JobSpec
 
 ROOT = Path(__file__).parents[2]

@@ -32,7 +32,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from benchmarks.__main__ import FOLDER, table
 from benchmarks.figure import Figure, at_least, at_most, informs, say
 from orchestrator.backends.journal.journal import Journal
-from orchestrator.service.server.intake import read_job
+from orchestrator.service.intake.intake import read_job
 from orchestrator.specs.errors import ServiceError
 from orchestrator.specs.events import Event, Released, Submitted
 from orchestrator.specs.job_record import Job, JobStatus

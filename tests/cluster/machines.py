@@ -28,9 +28,9 @@ import pytest
 
 from orchestrator.backends.journal.journal import Journal
 from orchestrator.backends.ray.embedded import RAY_ENV
-from orchestrator.service.server.client import Client
-from orchestrator.service.server.lifecycle import prepare
-from orchestrator.service.server.logins import Login
+from orchestrator.service.client.client import Client
+from orchestrator.service.client.lifecycle import prepare
+from orchestrator.service.client.logins import Login
 from orchestrator.specs.errors import ServiceError
 from orchestrator.specs.events import Event
 from tests.backends import postgres

@@ -21,7 +21,7 @@ import pytest
 from orchestrator.backends.attempts.durable import read_epoch
 from orchestrator.backends.journal.journal import Journal
 from orchestrator.backends.journal.ownership import LEASE_S
-from orchestrator.service.server.intake import read_job
+from orchestrator.service.intake.intake import read_job
 from orchestrator.specs.events import Finished, Submitted
 from orchestrator.specs.run import JobFolder
 from orchestrator.training.checkpoint import folder as checkpoint_folder

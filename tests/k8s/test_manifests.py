@@ -20,9 +20,9 @@ from packaging.requirements import Requirement
 
 from orchestrator.backends.ray.embedded import RAY_ENV
 from orchestrator.cli import app
-from orchestrator.service.server.api import ROLES
-from orchestrator.service.server.endpoint import parse_listen
-from orchestrator.service.server.gate import OPEN
+from orchestrator.service.client.endpoint import parse_listen
+from orchestrator.service.server.access.gate import OPEN
+from orchestrator.service.server.routes.api import ROLES
 from orchestrator.specs.access import Role
 from orchestrator.specs.cluster import ClusterSpec, DeviceKind
 from orchestrator.specs.parse import parse_cluster

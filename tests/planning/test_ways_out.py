@@ -14,7 +14,7 @@ from orchestrator.planning.search import frontier
 from orchestrator.planning.ways_out import Unfit, WayOut, adapters, missing_knobs, ways_out
 from orchestrator.scheduling.base.node_groups import groups_of
 from orchestrator.service.commands.cards import cluster_of_cards
-from orchestrator.service.server.intake import read_job, read_overrides
+from orchestrator.service.intake.intake import read_job, read_overrides
 from orchestrator.specs.choices import Degradation
 from orchestrator.specs.cluster import idle_nodes
 from orchestrator.specs.errors import SpecError

@@ -10,8 +10,8 @@ import pytest
 from fastapi.routing import APIRoute
 
 from orchestrator.backends.journal.accounts import PREFIX, Accounts
-from orchestrator.service.server import gate
-from orchestrator.service.server.api import ROLES
+from orchestrator.service.server.access import gate
+from orchestrator.service.server.routes.api import ROLES
 from orchestrator.specs.access import Role
 from orchestrator.specs.cluster import UserSpec
 from orchestrator.specs.policy import PolicySpec

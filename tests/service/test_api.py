@@ -12,8 +12,8 @@ import pytest
 import sqlalchemy
 from rich.console import Console
 
-from orchestrator.service.server import job_routes
-from orchestrator.service.server.gate import BODY_BYTES_MAX, PAGES
+from orchestrator.service.server.access.gate import BODY_BYTES_MAX, PAGES
+from orchestrator.service.server.routes import job_routes
 from orchestrator.service.terminal.expected import expected_table
 from orchestrator.service.terminal.tables import (
     attempts_table,

@@ -16,7 +16,7 @@ import pytest
 
 from orchestrator.backends.journal import accounts
 from orchestrator.backends.simulated.traces import read_trace
-from orchestrator.service.server import gate
+from orchestrator.service.server.access import gate
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.parse import parse_cluster, parse_jobs
 from orchestrator.training.checkpoint.folder import (

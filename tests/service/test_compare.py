@@ -22,13 +22,13 @@ from orchestrator.backends.journal.journal import Journal
 from orchestrator.backends.mlflow.frontier_png import figure
 from orchestrator.cli import main
 from orchestrator.scheduling.reports.comparison_rows import Curve
+from orchestrator.service.client.client import Client
+from orchestrator.service.client.lifecycle import write_service_file
 from orchestrator.service.commands.compare import STEPS, choose_strategies, comparison_jobs
 from orchestrator.service.pages.compare import comparisons
-from orchestrator.service.server.api import create_app
-from orchestrator.service.server.client import Client
 from orchestrator.service.server.controller import Controller
 from orchestrator.service.server.daemon import serve_http
-from orchestrator.service.server.lifecycle import write_service_file
+from orchestrator.service.server.routes.api import create_app
 from orchestrator.service.terminal.comparing import PICTURES, draw_picture
 from orchestrator.service.terminal.comparison_files import WRITERS, with_error
 from orchestrator.service.terminal.comparison_tables import comparison_panel

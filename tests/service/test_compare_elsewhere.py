@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.service.server.endpoint import load_endpoint
+from orchestrator.service.client.endpoint import load_endpoint
 from tests.service.test_reach import Reached, reached
 
 __all__ = ["reached"]  # a fixture

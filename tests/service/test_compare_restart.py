@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from orchestrator.backends.mlflow.server import MlflowServer
-from orchestrator.service.server.client import service_file
+from orchestrator.service.client.client import service_file
 from tests.service.test_compare_elsewhere import JOB, STRATEGIES
 from tests.service.test_reach import Machine
 

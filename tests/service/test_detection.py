@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from orchestrator.service.server.cluster_file import cluster_text
-from orchestrator.service.server.detection import node_name
+from orchestrator.service.intake.cluster_file import cluster_text
+from orchestrator.service.intake.detection import node_name
 from orchestrator.specs.cluster import ClusterSpec
 from orchestrator.specs.devices import DEVICES, NVML_NAMES
 from orchestrator.specs.parse import parse_cluster
@@ -27,8 +27,8 @@ from tests.service.test_reach import JOB, Machine
 CLUSTERS = sorted((Path(__file__).parents[2] / "clusters").glob("*.yaml"))
 FIND = """
 import json
-from orchestrator.service.server.cluster_file import cluster_text
-from orchestrator.service.server.detection import detect_machine
+from orchestrator.service.intake.cluster_file import cluster_text
+from orchestrator.service.intake.detection import detect_machine
 from orchestrator.specs.errors import SpecError
 try:
     found = detect_machine("a")

@@ -20,9 +20,9 @@ import httpx
 import pytest
 
 from orchestrator.backends.journal.journal import Journal
-from orchestrator.service.server.client import Client, process_is_alive, service_file
-from orchestrator.service.server.intake import read_job
-from orchestrator.service.server.lifecycle import journal_url, start, stop
+from orchestrator.service.client.client import Client, process_is_alive, service_file
+from orchestrator.service.client.lifecycle import journal_url, start, stop
+from orchestrator.service.intake.intake import read_job
 from orchestrator.specs.errors import ServiceError
 from orchestrator.specs.events import Finished
 from tests.backends.ray_jobs import until

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from orchestrator.service.server.client import Client
+from orchestrator.service.client.client import Client
+from orchestrator.service.client.lifecycle import write_service_file
 from orchestrator.service.server.daemon import serve_http
-from orchestrator.service.server.lifecycle import write_service_file
 from orchestrator.service.terminal import follow
 from orchestrator.service.terminal.follow import follow as follow_job
 from orchestrator.specs.attempt import Heartbeat

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.service.server.git import code_source
-from orchestrator.service.server.intake import read_job
+from orchestrator.service.intake.git import code_source
+from orchestrator.service.intake.intake import read_job
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.code_source import CodeSource
 from orchestrator.specs.parse import job_from_data

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.service.commands.plan import plan_job
-from orchestrator.service.server.intake import read_cluster
+from orchestrator.service.intake.intake import read_cluster
 from orchestrator.specs.cluster import idle_nodes
 from orchestrator.specs.parse import parse_cluster, parse_jobs
 

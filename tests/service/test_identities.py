@@ -18,11 +18,11 @@ import pytest
 
 from orchestrator.backends.attempts.durable import open_to_append, write_durably
 from orchestrator.backends.attempts.left_files import log_tail, read_exit_code
+from orchestrator.service.client.client import Client, process_is_alive, user_name
+from orchestrator.service.client.lifecycle import prepare, start, stop
+from orchestrator.service.intake.intake import read_job
 from orchestrator.service.pages.job import last_curves
-from orchestrator.service.server.attempt_files import read_from
-from orchestrator.service.server.client import Client, process_is_alive, user_name
-from orchestrator.service.server.intake import read_job
-from orchestrator.service.server.lifecycle import prepare, start, stop
+from orchestrator.service.server.routes.attempt_files import read_from
 from orchestrator.specs.errors import ServiceError, SpecError
 from orchestrator.specs.run import JobFolder
 from tests.backends.ray_jobs import until

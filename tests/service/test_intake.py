@@ -10,14 +10,14 @@ import pytest
 
 from orchestrator.memory.models.hf import decoder_shape
 from orchestrator.memory.profiles import profile_of
-from orchestrator.service.server.hub import hint_for
-from orchestrator.service.server.intake import (
+from orchestrator.service.intake.hub import hint_for
+from orchestrator.service.intake.intake import (
     EMBEDDED_CLUSTER,
     read_cluster,
     read_job,
     read_overrides,
 )
-from orchestrator.service.server.profiling import TraceScope
+from orchestrator.service.intake.profiling import TraceScope
 from orchestrator.specs.choices import Precision
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.parse import job_from_data

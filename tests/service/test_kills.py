@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from orchestrator.backends.journal.journal import Journal
-from orchestrator.service.server.client import Client, service_file
-from orchestrator.service.server.lifecycle import prepare
+from orchestrator.service.client.client import Client, service_file
+from orchestrator.service.client.lifecycle import prepare
 from orchestrator.specs.errors import ServiceError
 from orchestrator.specs.events import Finished, Submitted
 from orchestrator.specs.job_record import JobStatus

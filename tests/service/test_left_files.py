@@ -15,8 +15,8 @@ import pytest
 from orchestrator.backends.journal.journal import Journal
 from orchestrator.backends.simulated.backend import SimulatedBackend
 from orchestrator.backends.threads import ThreadFaults
-from orchestrator.service.server import attempt_files
 from orchestrator.service.server.controller import Controller
+from orchestrator.service.server.routes import attempt_files
 from orchestrator.service.views.records import JobView, job_view
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.run import JobFolder

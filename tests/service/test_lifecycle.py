@@ -15,9 +15,9 @@ import pytest
 from orchestrator.backends.journal.journal import Journal
 from orchestrator.backends.mlflow.server import MlflowServer
 from orchestrator.backends.ray import embedded as embedded_ray
-from orchestrator.service.server.client import is_up, process_is_alive, service_file
-from orchestrator.service.server.endpoint import FILE, format_endpoint, make_endpoint
-from orchestrator.service.server.lifecycle import journal_url, prepare, start, stop
+from orchestrator.service.client.client import is_up, process_is_alive, service_file
+from orchestrator.service.client.endpoint import FILE, format_endpoint, make_endpoint
+from orchestrator.service.client.lifecycle import journal_url, prepare, start, stop
 from orchestrator.specs.errors import ServiceError
 from tests.backends.ray_jobs import until
 from tests.service.test_reach import free_port

@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 import time
 
-from orchestrator.service.server import links as links_module
-from orchestrator.service.server.links import Links
+from orchestrator.service.server.routes import links as links_module
+from orchestrator.service.server.routes.links import Links
 
 
 def test_nobody_waits_for_a_link_and_it_is_looked_up_once_at_a_time() -> None:

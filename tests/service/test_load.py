@@ -12,10 +12,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from orchestrator.service.server import waits
-from orchestrator.service.server.client import Client
+from orchestrator.service.client.client import Client
+from orchestrator.service.client.lifecycle import write_service_file
 from orchestrator.service.server.daemon import serve_http
-from orchestrator.service.server.lifecycle import write_service_file
+from orchestrator.service.server.routes import waits
 from orchestrator.service.terminal.follow import log_lines
 from orchestrator.specs.run import JobFolder
 from tests.service.services import TOKEN

@@ -123,7 +123,9 @@ def test_nothing_that_a_client_sends_makes_a_record_of_its_own(
         requests += 1
     records = lines(log_stream)[before:]
     refusals = [
-        record for record in records if record["logger"] == "orchestrator.service.server.gate"
+        record
+        for record in records
+        if record["logger"] == "orchestrator.service.server.access.gate"
     ]
     assert len(refusals) == requests
     assert not [

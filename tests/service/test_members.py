@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from fastapi.testclient import TestClient
 
-from orchestrator.service.server.api import JOINING, ROLES, create_app
-from orchestrator.service.server.cluster_file import kept_cluster, nodes_here
-from orchestrator.service.server.intake import read_cluster
-from orchestrator.service.server.join_token import FILE, parts_of
+from orchestrator.service.client.join_token import FILE, parts_of
+from orchestrator.service.intake.cluster_file import kept_cluster, nodes_here
+from orchestrator.service.intake.intake import read_cluster
 from orchestrator.service.server.members import Machine, Members, check_alike, machine
+from orchestrator.service.server.routes.api import JOINING, ROLES, create_app
 from orchestrator.specs.access import Role
 from orchestrator.specs.cluster import ClusterSpec, NodeSpec
 from orchestrator.specs.errors import ServiceError, SpecError, UnknownError

@@ -17,9 +17,9 @@ import httpx
 import pytest
 
 from orchestrator.backends.mlflow.server import ADDRESS, MlflowServer
-from orchestrator.service.server import mlflow_routes
+from orchestrator.service.server.access.gate import BODY_BYTES_MAX, PAGES, SIGN_IN
 from orchestrator.service.server.daemon import serve_http
-from orchestrator.service.server.gate import BODY_BYTES_MAX, PAGES, SIGN_IN
+from orchestrator.service.server.routes import mlflow_routes
 from orchestrator.specs.access import Role
 from tests.backends.test_mlflow_tracker import eventually
 from tests.service.services import TOKEN

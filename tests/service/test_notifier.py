@@ -18,10 +18,10 @@ from orchestrator.backends.notify.notice import notice
 from orchestrator.backends.notify.targets import targets_of
 from orchestrator.backends.simulated.backend import SimulatedBackend
 from orchestrator.cli import main
-from orchestrator.service.server.client import Client, process_is_alive, service_file
+from orchestrator.service.client.client import Client, process_is_alive, service_file
+from orchestrator.service.client.lifecycle import start, stop
+from orchestrator.service.intake.intake import read_cluster
 from orchestrator.service.server.controller import Controller
-from orchestrator.service.server.intake import read_cluster
-from orchestrator.service.server.lifecycle import start, stop
 from orchestrator.service.server.notifier import Notifier
 from orchestrator.specs.access import Role
 from orchestrator.specs.errors import SpecError

@@ -16,7 +16,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from orchestrator.backends.oidc import provider_of
-from orchestrator.service.server.gate import OIDC, OIDC_BACK, PAGES, SIGN_IN, WRONG_TOKENS
+from orchestrator.service.server.access.gate import OIDC, OIDC_BACK, PAGES, SIGN_IN, WRONG_TOKENS
 from orchestrator.specs.access import Role
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.oidc import OidcSpec, safe_url

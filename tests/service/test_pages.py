@@ -17,14 +17,14 @@ import pytest
 from fastapi.testclient import TestClient
 
 from orchestrator.service.commands.what_if import JOBS_MAX, what_if
+from orchestrator.service.intake.intake import read_cluster
 from orchestrator.service.pages import live
 from orchestrator.service.pages.routes import PAGE_ROLES
 from orchestrator.service.pages.svg import Bar, Cause, Line, gantt, lines, waterfall
 from orchestrator.service.server import forecasts
+from orchestrator.service.server.access.gate import PAGES, SIGN_IN, WRONG_TOKENS
+from orchestrator.service.server.access.sessions import LIFETIME_S, Sessions
 from orchestrator.service.server.daemon import serve_http
-from orchestrator.service.server.gate import PAGES, SIGN_IN, WRONG_TOKENS
-from orchestrator.service.server.intake import read_cluster
-from orchestrator.service.server.sessions import LIFETIME_S, Sessions
 from orchestrator.specs.access import Role
 from orchestrator.specs.run import JobFolder
 from orchestrator.specs.state import State

@@ -19,7 +19,7 @@ from orchestrator.service.commands.init.meanings import meaning_of
 from orchestrator.service.commands.init.named_files import read_settings
 from orchestrator.service.commands.init.proposal import proposal
 from orchestrator.service.commands.plan import plan_job
-from orchestrator.service.server.intake import read_cluster
+from orchestrator.service.intake.intake import read_cluster
 from orchestrator.specs.choices import ActivationCheckpointing, Engine, ParallelLayout
 from orchestrator.specs.cluster import idle_nodes
 from orchestrator.specs.errors import SpecError

@@ -9,7 +9,7 @@ import pytest
 
 from orchestrator.backends.attempts.launcher import Launcher
 from orchestrator.backends.attempts.system_metrics import Watched
-from orchestrator.service.server.intake import read_job
+from orchestrator.service.intake.intake import read_job
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import JobStatus

@@ -8,7 +8,7 @@ import pytest
 
 from orchestrator.service.commands.init.proposal import proposal
 from orchestrator.service.commands.plan import plan_job
-from orchestrator.service.server.intake import read_cluster, read_job
+from orchestrator.service.intake.intake import read_cluster, read_job
 from orchestrator.specs.choices import Precision
 from orchestrator.specs.cluster import idle_nodes
 from orchestrator.specs.errors import SpecError

@@ -26,10 +26,10 @@ from orchestrator.backends.attempts.ended_files import (
 )
 from orchestrator.backends.journal.history import Codec
 from orchestrator.cli import main
+from orchestrator.service.client.client import Client
+from orchestrator.service.client.lifecycle import start, stop
 from orchestrator.service.commands.doctor import findings
-from orchestrator.service.server.client import Client
-from orchestrator.service.server.intake import read_job
-from orchestrator.service.server.lifecycle import start, stop
+from orchestrator.service.intake.intake import read_job
 from orchestrator.service.server.purger import SERVICE, Purge, Purger
 from orchestrator.specs.access import Role
 from orchestrator.specs.errors import ServiceError

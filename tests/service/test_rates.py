@@ -8,8 +8,8 @@ import pytest
 
 from orchestrator.planning.collectives import ring
 from orchestrator.planning.kernels import BANDWIDTH_EFFICIENCY, product_flops
-from orchestrator.service.server.intake import read_cluster
-from orchestrator.service.server.rates import Rates, measure_cluster, recall_cluster, with_rates
+from orchestrator.service.intake.intake import read_cluster
+from orchestrator.service.intake.rates import Rates, measure_cluster, recall_cluster, with_rates
 from orchestrator.specs.choices import Precision
 from orchestrator.specs.cluster import ClusterSpec, DeviceSpec
 

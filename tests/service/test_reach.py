@@ -16,8 +16,8 @@ from typing import Any
 import httpx
 import pytest
 
-from orchestrator.service.server.endpoint import fingerprint_of, make_endpoint, parse_listen
-from orchestrator.service.server.logins import normalise_url
+from orchestrator.service.client.endpoint import fingerprint_of, make_endpoint, parse_listen
+from orchestrator.service.client.logins import normalise_url
 from orchestrator.specs.errors import SpecError
 from tests.commands import COMMAND_S, run_orc
 

@@ -17,10 +17,10 @@ import pytest
 import orchestrator
 from orchestrator.backends.environment import INHERITED, is_secret
 from orchestrator.backends.redaction import hider, mask, without_secrets
-from orchestrator.service.server.attempt_files import read_from
-from orchestrator.service.server.client import Client, service_file
-from orchestrator.service.server.intake import read_job
-from orchestrator.service.server.lifecycle import start, stop
+from orchestrator.service.client.client import Client, service_file
+from orchestrator.service.client.lifecycle import start, stop
+from orchestrator.service.intake.intake import read_job
+from orchestrator.service.server.routes.attempt_files import read_from
 from orchestrator.specs.attempt import Evidence
 from tests.backends.ray_jobs import until
 from tests.scheduling.world import script
@@ -167,7 +167,7 @@ def test_a_child_of_the_service_never_inherits_its_environment_unasked() -> None
         and ast.unparse(call.func) in ("subprocess.Popen", "subprocess.run")
         if not any(word.arg == "env" for word in call.keywords)
     ]
-    assert [where.partition(":")[0] for where in calls] == ["service/server/lifecycle.py"], (
+    assert [where.partition(":")[0] for where in calls] == ["service/client/lifecycle.py"], (
         "the service itself, of a user"
     )
 

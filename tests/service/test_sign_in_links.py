@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from fastapi.testclient import TestClient
 
-from orchestrator.service.server import gate
-from orchestrator.service.server.sign_in_links import LIFETIME_S, LINKS_MAX, SignInLinks
+from orchestrator.service.server.access import gate
+from orchestrator.service.server.access.sign_in_links import LIFETIME_S, LINKS_MAX, SignInLinks
 from orchestrator.specs.access import Role
 from tests.service.worlds import World
 

@@ -18,11 +18,11 @@ from orchestrator.backends.journal.journal import Journal
 from orchestrator.backends.mlflow.server import MlflowServer
 from orchestrator.backends.ray import embedded as embedded_ray
 from orchestrator.scheduling.scheduler import Scheduler
+from orchestrator.service.client.client import Client, is_up, process_is_alive, service_file
+from orchestrator.service.client.lifecycle import start, stop
+from orchestrator.service.intake.intake import read_job
 from orchestrator.service.server import controller as controller_module
-from orchestrator.service.server.client import Client, is_up, process_is_alive, service_file
 from orchestrator.service.server.controller import Controller
-from orchestrator.service.server.intake import read_job
-from orchestrator.service.server.lifecycle import start, stop
 from orchestrator.specs.actions import Action
 from orchestrator.specs.errors import ServiceError
 from orchestrator.specs.events import Event, Submitted

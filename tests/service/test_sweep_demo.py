@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from orchestrator.backends.mlflow.server import MlflowServer
+from orchestrator.service.client.client import service_file
 from orchestrator.service.demo.run import write_files
-from orchestrator.service.server.client import service_file
 from tests.service.test_compare_restart import eventually, here
 from tests.service.test_reach import Machine
 

@@ -20,17 +20,17 @@ import pytest
 from orchestrator.backends.attempts.backend import ProcessBackend
 from orchestrator.backends.journal.journal import Journal
 from orchestrator.cli import main
+from orchestrator.service.client.client import Client
+from orchestrator.service.client.lifecycle import write_service_file
+from orchestrator.service.intake.intake import read_jobs
 from orchestrator.service.pages.routes import PAGES_OF_SERVICE
-from orchestrator.service.server import study as study_module
-from orchestrator.service.server.api import create_app
-from orchestrator.service.server.client import Client
 from orchestrator.service.server.controller import Controller
 from orchestrator.service.server.daemon import serve_http
-from orchestrator.service.server.intake import read_jobs
-from orchestrator.service.server.lifecycle import write_service_file
 from orchestrator.service.server.notifier import DAY_S, Notifier
-from orchestrator.service.server.study import Study
-from orchestrator.service.server.sweeper import FAILURES_MAX, Sweeper
+from orchestrator.service.server.routes.api import create_app
+from orchestrator.service.server.sweeps import study as study_module
+from orchestrator.service.server.sweeps.study import Study
+from orchestrator.service.server.sweeps.sweeper import FAILURES_MAX, Sweeper
 from orchestrator.specs.errors import ServiceError, SpecError
 from orchestrator.specs.job.sweep import Sweep
 from orchestrator.specs.notify import NotifySpec

@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.service.server.intake import read_jobs_elsewhere
-from orchestrator.service.server.sending import with_uploads
+from orchestrator.service.client.sending import with_uploads
+from orchestrator.service.intake.intake import read_jobs_elsewhere
 from orchestrator.service.transfer import store
 from orchestrator.service.transfer.archive import Limits, list_files, unpack
 from orchestrator.service.transfer.ignore import read_ignore

@@ -20,7 +20,7 @@ from mlflow import MlflowClient
 
 from orchestrator.backends.journal.database import SCHEMA
 from orchestrator.backends.mlflow.server import MlflowServer
-from orchestrator.service.server.client import process_is_alive, service_file
+from orchestrator.service.client.client import process_is_alive, service_file
 from tests.commands import COMMAND_S
 
 ROOT = Path(__file__).parents[2]

@@ -6,7 +6,7 @@ import httpx
 import pytest
 
 from orchestrator.service.server.daemon import serve_http
-from orchestrator.service.server.waiting import waiting_app
+from orchestrator.service.server.routes.waiting import waiting_app
 
 
 @pytest.mark.parametrize(

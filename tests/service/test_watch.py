@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator.service.client.lifecycle import write_service_file
 from orchestrator.service.server.daemon import serve_http
-from orchestrator.service.server.lifecycle import write_service_file
 from tests.service.services import TOKEN
 from tests.service.worlds import World
 

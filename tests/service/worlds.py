@@ -11,10 +11,10 @@ from fastapi.testclient import TestClient
 from orchestrator.backends.journal.accounts import Accounts
 from orchestrator.backends.oidc.provider import Provider
 from orchestrator.backends.simulated.backend import SimulatedBackend
+from orchestrator.service.intake.intake import read_cluster
 from orchestrator.service.pages.routes import PAGES_OF_SERVICE
-from orchestrator.service.server.api import create_app
 from orchestrator.service.server.controller import Controller
-from orchestrator.service.server.intake import read_cluster
+from orchestrator.service.server.routes.api import create_app
 from orchestrator.specs.access import Role
 from orchestrator.specs.cluster import UserSpec
 from orchestrator.specs.keep import UNLIMITED, KeepSpec

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.service.server.intake import EMBEDDED_CLUSTER
+from orchestrator.service.intake.intake import EMBEDDED_CLUSTER
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.parse import parse_cluster

@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from orchestrator.memory.models import hf as hf_profiles
 from orchestrator.memory.profiles import decoder_profile, profile_of
-from orchestrator.service.server.profiling import PROGRAM
+from orchestrator.service.intake.profiling import PROGRAM
 from orchestrator.specs.choices import ActivationCheckpointing, Precision
 from orchestrator.specs.job.model import (
     DataSpec,

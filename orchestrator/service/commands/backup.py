@@ -26,7 +26,7 @@ from orchestrator.backends.journal.copy import copy_journal, schema_of
 from orchestrator.backends.journal.database import SCHEMA
 from orchestrator.backends.journal.journal import Journal
 from orchestrator.scheduling.scheduler import Scheduler
-from orchestrator.service.server.lifecycle import journal_url
+from orchestrator.service.client.lifecycle import journal_url
 from orchestrator.specs.attempt import AttemptStatus
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job_record import JobStatus

@@ -23,7 +23,7 @@ from orchestrator.scheduling.failures.signatures import (
     is_telling,
 )
 from orchestrator.scheduling.reports.morning import help_for
-from orchestrator.service.server.client import Client
+from orchestrator.service.client.client import Client
 from orchestrator.specs.attempt import Attempt, Evidence, Failure, FailureKind, RankEnd
 from orchestrator.specs.choices import Engine
 from orchestrator.specs.errors import GIVEN_MAX, SpecError

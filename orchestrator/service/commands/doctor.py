@@ -19,9 +19,9 @@ from rich.text import Text
 from orchestrator.backends.attempts.identity import ENTER, USERS
 from orchestrator.backends.mlflow.server import MlflowServer
 from orchestrator.backends.mlflow.tracker import ADDRESS_FILE
-from orchestrator.service.server.client import Client, is_up
-from orchestrator.service.server.cluster_file import kept_cluster
-from orchestrator.service.server.rates import read_rates
+from orchestrator.service.client.client import Client, is_up
+from orchestrator.service.intake.cluster_file import kept_cluster
+from orchestrator.service.intake.rates import read_rates
 from orchestrator.specs.cluster import ClusterSpec
 from orchestrator.specs.units import format_bytes
 

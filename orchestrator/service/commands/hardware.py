@@ -6,14 +6,15 @@ from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
+from orchestrator.service.client.logins import Login
 from orchestrator.service.commands.cards import cluster_of_cards
-from orchestrator.service.server.cluster_file import kept_cluster
-from orchestrator.service.server.intake import read_cluster
-from orchestrator.service.server.logins import DEFAULT_HOME, Login
-from orchestrator.service.server.rates import recall_cluster
+from orchestrator.service.intake.cluster_file import kept_cluster
+from orchestrator.service.intake.intake import read_cluster
+from orchestrator.service.intake.rates import recall_cluster
 from orchestrator.specs.cluster import Node, idle_nodes
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.observation import Observation
+from orchestrator.specs.run import DEFAULT_HOME
 
 
 def hardware_of(
@@ -38,7 +39,7 @@ def hardware_of(
         return idle_nodes(
             recall_cluster(read_cluster(cluster) if cluster else kept_cluster(home))
         ), ()
-    from orchestrator.service.server.client import Client
+    from orchestrator.service.client.client import Client
     from orchestrator.service.views.records import node_from_view, observations_from_view
 
     with closing(Client(service)) as client:
@@ -51,7 +52,7 @@ def hardware_of(
 def _is_up(home: Path) -> bool:
     if not (home / "service.json").exists():
         return False
-    from orchestrator.service.server.client import (
+    from orchestrator.service.client.client import (
         is_up,
     )  # late: it imports httpx, which planning does not need
 

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.backends.simulated.traces import Arrival, Trace, trace_of
-from orchestrator.service.server.intake import local_zone, read_jobs
-from orchestrator.service.server.trials import trials_of
+from orchestrator.service.intake.intake import local_zone, read_jobs
+from orchestrator.service.server.sweeps.trials import trials_of
 from orchestrator.specs.clock import parse_deadline
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.spec import JobSpec

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.backends.ray import embedded as embedded_ray
-from orchestrator.service.server.client import Client
-from orchestrator.service.server.cluster_file import joined_nodes
-from orchestrator.service.server.detection import detect_machine
-from orchestrator.service.server.endpoint import address_towards, load_endpoint, parse_listen
-from orchestrator.service.server.join_token import FILE as TOKEN_FILE
-from orchestrator.service.server.join_token import FORM, parts_of
-from orchestrator.service.server.logins import Login, login_of, pinned_certificate
+from orchestrator.service.client.client import Client
+from orchestrator.service.client.endpoint import address_towards, load_endpoint, parse_listen
+from orchestrator.service.client.join_token import FILE as TOKEN_FILE
+from orchestrator.service.client.join_token import FORM, parts_of
+from orchestrator.service.client.logins import Login, login_of, pinned_certificate
+from orchestrator.service.intake.cluster_file import joined_nodes
+from orchestrator.service.intake.detection import detect_machine
 from orchestrator.service.server.members import Machine, check_alike, machine
 from orchestrator.specs.errors import ServiceError, SpecError
 

@@ -15,7 +15,7 @@ from orchestrator.scheduling.policies.registry import index_of
 from orchestrator.scheduling.queue.dependencies import resolve_dependencies
 from orchestrator.scheduling.reports.forecast import Play, Stint, saved_step
 from orchestrator.service.commands.simulate import Outcome, Simulated, alone_s, report_on
-from orchestrator.service.server.trials import trials_of
+from orchestrator.service.server.sweeps.trials import trials_of
 from orchestrator.specs.attempt import AttemptStatus
 from orchestrator.specs.cluster import ClusterSpec, idle_nodes
 from orchestrator.specs.errors import SpecError

@@ -29,7 +29,7 @@ from orchestrator.planning.ways_out import Unfit, adapters, smaller_models
 from orchestrator.scheduling.base.node_groups import Group, groups_of
 from orchestrator.scheduling.options.job_options import rule_of
 from orchestrator.scheduling.options.probe import measured_spec, probe_of
-from orchestrator.service.server.profiling import TraceScope
+from orchestrator.service.intake.profiling import TraceScope
 from orchestrator.service.views.records import EstimateView, estimate_view
 from orchestrator.specs.choices import (
     AXES,

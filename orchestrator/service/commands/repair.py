@@ -12,8 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from orchestrator.backends.journal.journal import Journal
-from orchestrator.service.server.client import Client, is_up
-from orchestrator.service.server.lifecycle import journal_url
+from orchestrator.service.client.client import Client, is_up
+from orchestrator.service.client.lifecycle import journal_url
 from orchestrator.specs.errors import SpecError
 
 BODY_SHOWN = 200  # characters

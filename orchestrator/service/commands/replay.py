@@ -12,7 +12,7 @@ from orchestrator.backends.journal.copy import copy_journal
 from orchestrator.backends.journal.journal import Journal
 from orchestrator.backends.ports import decisions
 from orchestrator.scheduling.scheduler import Scheduler
-from orchestrator.service.server.trials import to_come
+from orchestrator.service.server.sweeps.trials import to_come
 from orchestrator.specs.actions import Action, Launch, Record, Stop
 from orchestrator.specs.events import Event
 from orchestrator.specs.job.spec import JobSpec

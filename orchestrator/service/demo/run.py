@@ -10,11 +10,11 @@ from pathlib import Path
 
 from rich.console import Console
 
+from orchestrator.service.client.client import Client
+from orchestrator.service.client.lifecycle import start
 from orchestrator.service.demo.corpus import write_corpus
 from orchestrator.service.demo.promises import PROMISES, SHORT, Promise, outcomes, recovered
-from orchestrator.service.server.client import Client
-from orchestrator.service.server.intake import EMBEDDED_CLUSTER, read_jobs, read_overrides
-from orchestrator.service.server.lifecycle import start
+from orchestrator.service.intake.intake import EMBEDDED_CLUSTER, read_jobs, read_overrides
 from orchestrator.service.terminal.follow import ENDS, story
 from orchestrator.service.terminal.tables import attempts_table
 from orchestrator.service.views.records import JobView

@@ -13,7 +13,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from orchestrator.scheduling.options.asks import answer_of
-from orchestrator.service.server.gate import PAGES, SIGN_IN, STATIC
+from orchestrator.service.server.access.gate import PAGES, SIGN_IN, STATIC
 from orchestrator.specs.access import Principal, Role
 from orchestrator.specs.units import format_bytes, format_probability, format_seconds, parse_bytes
 

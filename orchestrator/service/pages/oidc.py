@@ -16,8 +16,8 @@ from fastapi import Request, Response
 from fastapi.responses import RedirectResponse
 
 from orchestrator.service.pages.frame import page
-from orchestrator.service.server.gate import OIDC, OIDC_BACK, PAGES, Gate
-from orchestrator.service.server.sessions import keep
+from orchestrator.service.server.access.gate import OIDC, OIDC_BACK, PAGES, Gate
+from orchestrator.service.server.access.sessions import keep
 from orchestrator.specs.access import Role
 from orchestrator.specs.oidc import SignInError
 

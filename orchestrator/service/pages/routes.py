@@ -22,6 +22,8 @@ from orchestrator.scheduling.base.held_devices import holders
 from orchestrator.service.commands.live_queue import now_of
 from orchestrator.service.commands.plan import plan_job
 from orchestrator.service.commands.what_if import WhatIf, what_if
+from orchestrator.service.intake.cluster_file import kept_cluster
+from orchestrator.service.intake.intake import read_jobs
 from orchestrator.service.pages.archive import Archive
 from orchestrator.service.pages.cluster import uses
 from orchestrator.service.pages.compare import comparison_data, comparisons
@@ -44,16 +46,28 @@ from orchestrator.service.pages.night import night_data
 from orchestrator.service.pages.oidc import SignIn
 from orchestrator.service.pages.overview import overview_data
 from orchestrator.service.pages.queue import Filter, queue_data
-from orchestrator.service.server.answers import PlainRoute
-from orchestrator.service.server.attempt_files import view_of
-from orchestrator.service.server.cluster_file import kept_cluster
-from orchestrator.service.server.dependencies import NEVER_SEEN, Pages, Service, job_of, seen_from
-from orchestrator.service.server.gate import LINK, OIDC, OIDC_BACK, PAGES, SIGN_IN, STATIC, Gate
-from orchestrator.service.server.intake import read_jobs
-from orchestrator.service.server.links import Links
-from orchestrator.service.server.ownership import may_change
-from orchestrator.service.server.sessions import drop, keep
-from orchestrator.service.server.waits import Waits
+from orchestrator.service.server.access.gate import (
+    LINK,
+    OIDC,
+    OIDC_BACK,
+    PAGES,
+    SIGN_IN,
+    STATIC,
+    Gate,
+)
+from orchestrator.service.server.access.ownership import may_change
+from orchestrator.service.server.access.sessions import drop, keep
+from orchestrator.service.server.routes.answers import PlainRoute
+from orchestrator.service.server.routes.attempt_files import view_of
+from orchestrator.service.server.routes.dependencies import (
+    NEVER_SEEN,
+    Pages,
+    Service,
+    job_of,
+    seen_from,
+)
+from orchestrator.service.server.routes.links import Links
+from orchestrator.service.server.routes.waits import Waits
 from orchestrator.service.views.records import JobView, node_from_view
 from orchestrator.specs.access import Principal, Role
 from orchestrator.specs.errors import OrchestratorError, SpecError

@@ -46,32 +46,32 @@ from orchestrator.backends.ray.address import LOOPBACK as LOOPBACK_ADDRESS
 from orchestrator.backends.ray.backend import RayBackend
 from orchestrator.backends.threads import FAULTS, start_loop
 from orchestrator.backends.trackers import TRACKERS
-from orchestrator.service.server.api import create_app
-from orchestrator.service.server.client import user_name
-from orchestrator.service.server.cluster_file import (
+from orchestrator.service.client.client import user_name
+from orchestrator.service.client.endpoint import LOOPBACK, Endpoint, load_endpoint, parse_endpoint
+from orchestrator.service.client.lifecycle import journal_url, prepare, write_service_file
+from orchestrator.service.intake.cluster_file import (
     joined_nodes,
     kept_cluster,
     load_cluster_file,
     nodes_here,
     with_joined,
 )
+from orchestrator.service.intake.detection import node_name
+from orchestrator.service.intake.rates import measure_cluster, recall_cluster
 from orchestrator.service.server.controller import Controller
-from orchestrator.service.server.dependencies import Pages, Service
-from orchestrator.service.server.detection import node_name
-from orchestrator.service.server.endpoint import LOOPBACK, Endpoint, load_endpoint, parse_endpoint
 from orchestrator.service.server.first_decision import FirstDecisions
 from orchestrator.service.server.forecasts import Forecasts
 from orchestrator.service.server.health import Health
 from orchestrator.service.server.home_watch import HomeWatch
-from orchestrator.service.server.lifecycle import journal_url, prepare, write_service_file
 from orchestrator.service.server.logs import VARIABLE, LogFormat, configure
 from orchestrator.service.server.members import Members
 from orchestrator.service.server.notifier import Notifier
 from orchestrator.service.server.purger import Purger
-from orchestrator.service.server.rates import measure_cluster, recall_cluster
 from orchestrator.service.server.reasons import Reasons
-from orchestrator.service.server.sweeper import Sweeper
-from orchestrator.service.server.waiting import waiting_app
+from orchestrator.service.server.routes.api import create_app
+from orchestrator.service.server.routes.dependencies import Pages, Service
+from orchestrator.service.server.routes.waiting import waiting_app
+from orchestrator.service.server.sweeps.sweeper import Sweeper
 from orchestrator.specs.access import Role
 from orchestrator.specs.cluster import ClusterSpec
 from orchestrator.specs.errors import OrchestratorError, ServiceError, SpecError

@@ -8,11 +8,10 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from math import inf
 
-from typing_extensions import TypedDict
-
 from orchestrator.scheduling.options.job_options import steps_left
 from orchestrator.scheduling.reports.forecast import Expected, forecast, quick_forecast
 from orchestrator.scheduling.reports.waiting import Waits
+from orchestrator.service.views.expected import ExpectedJob
 from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.replace import replace
 from orchestrator.specs.state import State
@@ -24,23 +23,6 @@ FORECAST_S = (
     20.0  # how long a request waits for the forecast of the newest state; then it gets an older one
 )
 SOON_MAX = 200  # jobs whose forecast can be ready by then; a forecast of 5,000 takes seconds
-
-
-class ExpectedJob(TypedDict):
-    """Expected start and end of a job."""
-
-    id: str
-    status: str
-    devices: int | None
-    start_s: float | None  # None: no expectation yet
-    end_s: float | None
-    start_range_s: (
-        tuple[float, float] | None
-    )  # it starts within this range with a probability of 80 %; None: unknown
-    end_range_s: tuple[float, float] | None
-    deadline_s: float | None
-    says_length: bool  # False: a day was assumed
-    why: str
 
 
 Expectations = Mapping[str, ExpectedJob]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from orchestrator.service.server.cluster_file import joined_nodes, store_joined, with_joined
+from orchestrator.service.intake.cluster_file import joined_nodes, store_joined, with_joined
 from orchestrator.specs.cluster import ClusterSpec, NodeSpec
 from orchestrator.specs.errors import ServiceError, SpecError, UnknownError
 from orchestrator.specs.parse import join_problems

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from orchestrator.service.server.git import code_source
+from orchestrator.service.intake.git import code_source
 from orchestrator.specs.errors import ServiceError, SpecError
 from orchestrator.specs.job.paths import paths_of
 from orchestrator.specs.job.spec import JobSpec

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from orchestrator.service.server.logins import DEFAULT_HOME
 from orchestrator.service.terminal.options import AsJson, Home, client_of
 from orchestrator.service.terminal.output import tell
 from orchestrator.specs.access import Role
 from orchestrator.specs.errors import SpecError
+from orchestrator.specs.run import DEFAULT_HOME
 from orchestrator.specs.units import parse_seconds
 
 if TYPE_CHECKING:
@@ -47,8 +47,8 @@ def login(
     as_json: AsJson = False,
 ) -> None:
     """Keep a login for a service of another machine. The token is read from ORC_TOKEN, a prompt, or a pipe."""
-    from orchestrator.service.server.client import Client
-    from orchestrator.service.server.logins import (
+    from orchestrator.service.client.client import Client
+    from orchestrator.service.client.logins import (
         Login,
         keep,
         logins_file,
@@ -72,7 +72,7 @@ def login(
 
 def logout(url: Url, as_json: AsJson = False) -> None:
     """Forget the login for a service."""
-    from orchestrator.service.server.logins import forget
+    from orchestrator.service.client.logins import forget
 
     forgotten = forget(url)
     tell(

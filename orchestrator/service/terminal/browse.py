@@ -10,9 +10,9 @@ from typing import Annotated
 
 import typer
 
-from orchestrator.service.server.logins import DEFAULT_HOME
 from orchestrator.service.terminal.options import AsJson, Home, client_of
 from orchestrator.service.terminal.output import tell
+from orchestrator.specs.run import DEFAULT_HOME
 
 NO_DISPLAY = (
     "No display here: open the link in a browser of this machine, or forward its port with"

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from orchestrator.service.server.logins import DEFAULT_HOME
 from orchestrator.service.terminal.comparison_files import WRITERS
 from orchestrator.service.terminal.options import (
     AsJson,
@@ -25,9 +24,10 @@ from orchestrator.service.terminal.options import (
 from orchestrator.service.terminal.output import console_on, tell
 from orchestrator.specs.choices import Micro
 from orchestrator.specs.errors import SpecError
+from orchestrator.specs.run import DEFAULT_HOME
 
 if TYPE_CHECKING:
-    from orchestrator.service.server.client import Client
+    from orchestrator.service.client.client import Client
     from orchestrator.service.views.comparison import ComparisonView
 
 LINK_S = 20.0  # longest wait for MLflow's page: records go there after the jobs have ended
@@ -155,10 +155,10 @@ def _submit(
     as_json: bool,
 ) -> list[str]:
     """Return the ids of the jobs of a new comparison."""
+    from orchestrator.service.client.sending import read_jobs_for
     from orchestrator.service.commands.compare import choose_strategies, comparison_jobs
     from orchestrator.service.commands.hardware import hardware_of
-    from orchestrator.service.server.intake import read_overrides, read_pins
-    from orchestrator.service.server.sending import read_jobs_for
+    from orchestrator.service.intake.intake import read_overrides, read_pins
 
     service = service_of(home)
     overrides = (*read_overrides(settings or []), *read_pins(pins))

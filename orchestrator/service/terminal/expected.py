@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from orchestrator.service.server.forecasts import ExpectedJob
+    from orchestrator.service.views.expected import ExpectedJob
 
 WHOLE_MAX = 28  # characters of an id that every table shows
 MINUTE_WIDTH = len("(15:38 to 15:53)")

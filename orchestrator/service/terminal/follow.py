@@ -12,9 +12,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 
-from orchestrator.service.server.client import Client
-from orchestrator.service.server.lifecycle import start
-from orchestrator.service.server.logins import Login
+from orchestrator.service.client.client import Client
+from orchestrator.service.client.lifecycle import start
+from orchestrator.service.client.logins import Login
 from orchestrator.service.terminal.output import console_on, tell
 from orchestrator.service.terminal.tables import attempts_table, progress_line, time_left
 from orchestrator.service.views.records import AttemptView, JobView

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from orchestrator.service.server.logins import DEFAULT_HOME
 from orchestrator.service.server.logs import VARIABLE as LOG_FORMAT
 from orchestrator.service.server.logs import LogFormat
 from orchestrator.service.terminal.options import AsJson, Cluster, Home, client_of
 from orchestrator.service.terminal.output import show_spinner, tell
 from orchestrator.specs.errors import SpecError
+from orchestrator.specs.run import DEFAULT_HOME
 
 if TYPE_CHECKING:
-    from orchestrator.service.server.endpoint import Endpoint
+    from orchestrator.service.client.endpoint import Endpoint
 
 
 def up(
@@ -67,11 +67,11 @@ def up(
     as_json: AsJson = False,
 ) -> None:
     """Start the service; without a cluster file on this machine's GPUs, else on two virtual devices."""
-    from orchestrator.service.server.client import service_file
-    from orchestrator.service.server.endpoint import load_endpoint, make_endpoint, parse_listen
-    from orchestrator.service.server.intake import read_cluster
-    from orchestrator.service.server.join_token import make_join_token
-    from orchestrator.service.server.lifecycle import become, start
+    from orchestrator.service.client.client import service_file
+    from orchestrator.service.client.endpoint import load_endpoint, make_endpoint, parse_listen
+    from orchestrator.service.client.join_token import make_join_token
+    from orchestrator.service.client.lifecycle import become, start
+    from orchestrator.service.intake.intake import read_cluster
 
     home = home.expanduser()
     read_cluster(cluster)
@@ -130,7 +130,7 @@ def down(
     as_json: AsJson = False,
 ) -> None:
     """Stop the service, its Ray and its MLflow."""
-    from orchestrator.service.server.lifecycle import stop
+    from orchestrator.service.client.lifecycle import stop
 
     with show_spinner("stopping the service"):
         stop(home.expanduser(), force)

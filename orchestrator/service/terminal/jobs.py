@@ -10,7 +10,6 @@ from typing import Annotated
 
 import typer
 
-from orchestrator.service.server.logins import DEFAULT_HOME
 from orchestrator.service.terminal.completion import job_ids
 from orchestrator.service.terminal.options import (
     AsJson,
@@ -23,6 +22,7 @@ from orchestrator.service.terminal.options import (
 from orchestrator.service.terminal.output import console_on, show_spinner, tell, write_log
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.fault import Fault, FaultKind
+from orchestrator.specs.run import DEFAULT_HOME
 from orchestrator.specs.units import format_bytes
 
 JobFile = Annotated[Path, typer.Argument(metavar="FILE", help="Job file (YAML).")]
@@ -42,8 +42,8 @@ def submit(
     as_json: AsJson = False,
 ) -> None:
     """Submit jobs to the queue, all or none. Exits with 1 where a job or its guarantee is refused."""
-    from orchestrator.service.server.intake import read_overrides, read_pins
-    from orchestrator.service.server.sending import read_jobs_for
+    from orchestrator.service.client.sending import read_jobs_for
+    from orchestrator.service.intake.intake import read_overrides, read_pins
     from orchestrator.service.terminal.tables import promise_words
     from orchestrator.specs.job.sweep import SWEEP
 
@@ -73,8 +73,8 @@ def run(
     file: JobFile, settings: Settings = None, home: Home = DEFAULT_HOME, as_json: AsJson = False
 ) -> None:
     """Submit a job, show its progress to the end, and exit with its result. Starts a service that is down."""
-    from orchestrator.service.server.intake import read_overrides
-    from orchestrator.service.server.sending import read_jobs_for
+    from orchestrator.service.client.sending import read_jobs_for
+    from orchestrator.service.intake.intake import read_overrides
     from orchestrator.service.terminal.follow import run_to_end
 
     (spec,) = read_jobs_for(
@@ -102,8 +102,8 @@ def rehearse(
     as_json: AsJson = False,
 ) -> None:
     """Inject a failure into the first attempt of a job, and follow its recovery."""
-    from orchestrator.service.server.intake import read_overrides
-    from orchestrator.service.server.sending import read_jobs_for
+    from orchestrator.service.client.sending import read_jobs_for
+    from orchestrator.service.intake.intake import read_overrides
     from orchestrator.service.terminal.follow import run_to_end
 
     (spec,) = read_jobs_for(

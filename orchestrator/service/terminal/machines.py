@@ -8,10 +8,10 @@ from typing import Annotated
 
 import typer
 
-from orchestrator.service.server.logins import DEFAULT_HOME
 from orchestrator.service.terminal.options import AsJson, Home, client_of
 from orchestrator.service.terminal.output import tell
 from orchestrator.specs.errors import ServiceError, SpecError
+from orchestrator.specs.run import DEFAULT_HOME
 from orchestrator.specs.units import parse_seconds
 
 clusters = typer.Typer(no_args_is_help=True, help="Hardware of the service.")
@@ -20,8 +20,8 @@ clusters = typer.Typer(no_args_is_help=True, help="Hardware of the service.")
 @clusters.command("show")
 def show_cluster(home: Home = DEFAULT_HOME, as_json: AsJson = False) -> None:
     """Print the cluster file of the home; before the first `orc up`, what is found on this machine."""
-    from orchestrator.service.server.cluster_file import cluster_text
-    from orchestrator.service.server.lifecycle import find_cluster
+    from orchestrator.service.client.lifecycle import find_cluster
+    from orchestrator.service.intake.cluster_file import cluster_text
 
     cluster, notes = find_cluster(home.expanduser())
     if as_json:
@@ -49,7 +49,7 @@ def join(
 ) -> None:
     """Add this machine with its devices to the service of another machine. The home folder is shared storage."""
     from orchestrator.service.commands.join import join as join_service
-    from orchestrator.service.server.detection import node_name
+    from orchestrator.service.intake.detection import node_name
 
     answer = join_service(home.expanduser(), service, name or node_name(), token_file)
     text = f"{answer['node']} has joined at {answer['address']} with {answer['devices']} devices. "
@@ -75,7 +75,7 @@ def leave(
 ) -> None:
     """Take this machine out of the service: drain it, wait for its jobs, stop its Ray."""
     from orchestrator.service.commands.join import leave as leave_service
-    from orchestrator.service.server.detection import node_name
+    from orchestrator.service.intake.detection import node_name
 
     try:
         timeout_s = parse_seconds(timeout)
@@ -98,8 +98,8 @@ def join_token(
     as_json: AsJson = False,
 ) -> None:
     """Print the token with which machines join. It is in the home folder, too, readable by its owner."""
-    from orchestrator.service.server.endpoint import load_endpoint
-    from orchestrator.service.server.join_token import make_join_token
+    from orchestrator.service.client.endpoint import load_endpoint
+    from orchestrator.service.client.join_token import make_join_token
 
     home = home.expanduser()
     endpoint = load_endpoint(home)

@@ -6,9 +6,9 @@ from typing import Annotated
 
 import typer
 
-from orchestrator.service.server.logins import DEFAULT_HOME
 from orchestrator.service.terminal.options import AsJson, Home, client_of
 from orchestrator.service.terminal.output import tell
+from orchestrator.specs.run import DEFAULT_HOME
 
 notify = typer.Typer(
     no_args_is_help=True, help="Notifications of failed and late jobs, and the morning report."

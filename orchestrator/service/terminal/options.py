@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from orchestrator.service.server.client import Client
-    from orchestrator.service.server.logins import Login
+    from orchestrator.service.client.client import Client
+    from orchestrator.service.client.logins import Login
 
 SERVER: ContextVar[str | None] = ContextVar(
     "SERVER", default=None
@@ -64,13 +64,13 @@ def service_of(home: Path) -> Path | Login:
     url = SERVER.get()
     if url is None:
         return home.expanduser()
-    from orchestrator.service.server.logins import login_of
+    from orchestrator.service.client.logins import login_of
 
     return login_of(url)
 
 
 def client_of(home: Path) -> Client:
     """Return a client of the service selected by `service_of`."""
-    from orchestrator.service.server.client import Client
+    from orchestrator.service.client.client import Client
 
     return Client(service_of(home))

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from orchestrator.service.server.logins import DEFAULT_HOME
 from orchestrator.service.terminal.options import (
     SERVER,
     AsJson,
@@ -24,9 +23,10 @@ from orchestrator.service.terminal.options import (
 )
 from orchestrator.service.terminal.output import show_spinner, tell
 from orchestrator.specs.errors import SpecError
+from orchestrator.specs.run import DEFAULT_HOME
 
 if TYPE_CHECKING:
-    from orchestrator.service.server.profiling import TraceScope
+    from orchestrator.service.intake.profiling import TraceScope
     from orchestrator.specs.job.spec import JobSpec
 
 JobFile = Annotated[Path, typer.Argument(metavar="FILE", help="Job file (YAML).")]
@@ -52,7 +52,7 @@ def plan(
     """Show the plan a job would get, its memory and time, and why faster plans do not fit. Starts nothing."""
     from orchestrator.service.commands.hardware import hardware_of
     from orchestrator.service.commands.plan import plan_job, trace_scope
-    from orchestrator.service.server.intake import read_job, read_overrides, read_pins
+    from orchestrator.service.intake.intake import read_job, read_overrides, read_pins
     from orchestrator.service.terminal.tables import plan_panel
 
     overrides = (*read_overrides(settings or []), *read_pins(pins))
@@ -80,7 +80,7 @@ def estimate(
     """Estimate memory and step time of one given plan of a job, such as `--set zero_stage=3 --set dp=8`."""
     from orchestrator.service.commands.hardware import hardware_of
     from orchestrator.service.commands.plan import estimate_plan, trace_scope
-    from orchestrator.service.server.intake import read_job, read_overrides
+    from orchestrator.service.intake.intake import read_job, read_overrides
     from orchestrator.service.terminal.tables import candidate_panel
 
     overrides = read_overrides(settings or [])
@@ -110,8 +110,8 @@ def fit(
         script_of_model,
         ways_of_model,
     )
-    from orchestrator.service.server.intake import read_job, read_overrides
-    from orchestrator.service.server.profiling import TraceScope
+    from orchestrator.service.intake.intake import read_job, read_overrides
+    from orchestrator.service.intake.profiling import TraceScope
     from orchestrator.service.terminal.fit_table import fit_panel
     from orchestrator.specs.published import PUBLISHED
 
@@ -187,7 +187,7 @@ def _tracer(
 
     def trace(spec: JobSpec) -> JobSpec:
         from orchestrator.memory.profiles import is_known
-        from orchestrator.service.server.profiling import trace_model
+        from orchestrator.service.intake.profiling import trace_model
 
         if is_known(spec):
             return spec

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from orchestrator.service.server.logins import DEFAULT_HOME
 from orchestrator.service.terminal.options import AsJson, Home, client_of
 from orchestrator.service.terminal.output import tell
+from orchestrator.specs.run import DEFAULT_HOME
 from orchestrator.specs.units import SECOND_UNITS, format_bytes
 
 if TYPE_CHECKING:

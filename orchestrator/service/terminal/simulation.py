@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from orchestrator.service.server.logins import DEFAULT_HOME
 from orchestrator.service.terminal.options import AsJson, Cluster, Home, check_finite
 from orchestrator.service.terminal.output import console_on, show_spinner, tell
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.order import Order
+from orchestrator.specs.run import DEFAULT_HOME
 
 if TYPE_CHECKING:
     from orchestrator.backends.simulated.traces import Trace
@@ -213,9 +213,9 @@ def _live_runs(
     is_live: bool,
 ) -> dict[str, Simulated]:
     """Return a play of the live queue for each cluster. Raises SpecError for an option that only a trace has."""
+    from orchestrator.service.client.lifecycle import journal_url
     from orchestrator.service.commands.live_queue import now_of, play_queue
     from orchestrator.service.commands.replay import read_queue
-    from orchestrator.service.server.lifecycle import journal_url
 
     for option, value in chances.items():
         if value and not (option == "--launch-cost" and not is_live):
@@ -245,8 +245,8 @@ def _base_cluster(
     cluster: Path | None, queue: QueueTime | None, home: Path, launch_cost: float | None
 ) -> ClusterSpec:
     """Return the cluster to play on: the named file, else for the live queue that of its home."""
-    from orchestrator.service.server.cluster_file import kept_cluster
-    from orchestrator.service.server.intake import read_cluster
+    from orchestrator.service.intake.cluster_file import kept_cluster
+    from orchestrator.service.intake.intake import read_cluster
 
     spec = kept_cluster(home) if queue and cluster is None else read_cluster(cluster)
     return spec if launch_cost is None else spec.model_copy(update={"launch_cost": launch_cost})
@@ -284,9 +284,9 @@ def replay(
     as_json: AsJson = False,
 ) -> None:
     """Replay the decisions of a journal. Exits with 1 where this version decides otherwise."""
+    from orchestrator.service.client.lifecycle import journal_url
     from orchestrator.service.commands.replay import read_events
     from orchestrator.service.commands.replay import replay as decide_again
-    from orchestrator.service.server.lifecycle import journal_url
     from orchestrator.service.terminal.simulation_tables import replay_table
 
     with show_spinner("deciding again"):

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from orchestrator.service.server.logins import DEFAULT_HOME
 from orchestrator.service.terminal.completion import job_ids
 from orchestrator.service.terminal.options import AsJson, Home, Settings, client_of
 from orchestrator.service.terminal.output import console_on, tell
 from orchestrator.specs.errors import SpecError
+from orchestrator.specs.run import DEFAULT_HOME
 
 if TYPE_CHECKING:
     from orchestrator.service.views.records import JobView
@@ -217,7 +217,7 @@ def update(
     as_json: AsJson = False,
 ) -> None:
     """Change the priority, deadline or time limit of a job that has not ended."""
-    from orchestrator.service.server.intake import read_overrides, with_zone
+    from orchestrator.service.intake.intake import read_overrides, with_zone
 
     is_changed = client_of(home).update(job_id, with_zone(read_overrides(settings, "orc update")))
     tell({"changed": is_changed}, as_json, f"{job_id}: {'updated' if is_changed else 'unchanged'}.")
@@ -236,7 +236,7 @@ def retry(
     as_json: AsJson = False,
 ) -> None:
     """Submit an ended job again, or allow what a job asks for that has no plan of the same training left."""
-    from orchestrator.service.server.intake import read_overrides, with_zone
+    from orchestrator.service.intake.intake import read_overrides, with_zone
 
     overrides = with_zone(read_overrides(settings or []))
     answer = client_of(home).retry(

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from orchestrator.service.server.logins import DEFAULT_HOME
 from orchestrator.service.terminal.options import Home, check_finite, client_of
 from orchestrator.service.terminal.output import console_on
+from orchestrator.specs.run import DEFAULT_HOME
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

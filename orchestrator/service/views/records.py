@@ -199,6 +199,15 @@ class NodeView(TypedDict):
     network_bandwidth: int  # bytes per second
 
 
+class BatchAnswer(TypedDict):
+    """The ids of jobs submitted together, in their order; the other fields are by id."""
+
+    ids: list[str]
+    late: dict[str, str]
+    promises: dict[str, PromiseView]
+    refused: dict[str, str]  # why, by id, of jobs that nothing here can hold
+
+
 def job_view(
     job: Job,
     beats: Sequence[Heartbeat] = (),

@@ -14,7 +14,7 @@ from typing import Any
 
 from orchestrator.memory.calibration.calibrate import UNMEASURED, plan_needed_bytes
 from orchestrator.planning.cost import Hardware, step_s
-from orchestrator.service.server.detection import detect_machine, host_bytes
+from orchestrator.service.intake.detection import detect_machine, host_bytes
 from orchestrator.specs.choices import (
     ActivationCheckpointing,
     Engine,

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.sdk import Client, Job
-from orchestrator.service.server.client import Client as Connection
+from orchestrator.service.client.client import Client as Connection
 from tests.gpu.kit.runner import PATIENCE, TAIL, recording
 
 ORC = (sys.executable, "-m", "orchestrator.cli")

@@ -15,7 +15,7 @@ from orchestrator.backends.attempts.durable import open_left
 from orchestrator.backends.attempts.ended_files import removal_words
 from orchestrator.backends.attempts.left_files import Reports, read_heartbeats
 from orchestrator.backends.redaction import hidden_bytes, mask
-from orchestrator.service.server.waits import Waits
+from orchestrator.service.server.routes.waits import Waits
 from orchestrator.service.views.records import JobView, job_view
 from orchestrator.specs.attempt import AttemptStatus, Heartbeat
 from orchestrator.specs.job_record import JobStatus

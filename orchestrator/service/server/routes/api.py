@@ -16,8 +16,25 @@ from starlette.exceptions import HTTPException
 
 from orchestrator.backends.mlflow.server import ADDRESS as MLFLOW
 from orchestrator.scheduling.base.held_devices import holders
-from orchestrator.service.server import mlflow_routes
-from orchestrator.service.server.answers import (
+from orchestrator.service.client.client import user_name
+from orchestrator.service.client.join_token import secret_of
+from orchestrator.service.server.access.gate import (
+    BODY_BYTES_MAX,
+    JSON_BYTES_MAX,
+    LINK,
+    Gate,
+    Gated,
+    limiter,
+    refusal,
+)
+from orchestrator.service.server.access.sessions import Sessions
+from orchestrator.service.server.access.sign_in_links import SignInLinks
+from orchestrator.service.server.ended import Reports, make_report
+from orchestrator.service.server.members import Members, machine
+from orchestrator.service.server.metrics import MEDIA_TYPE, Metrics
+from orchestrator.service.server.purger import purge_view
+from orchestrator.service.server.routes import mlflow_routes
+from orchestrator.service.server.routes.answers import (
     REFUSALS,
     AuditAnswer,
     ClusterAnswer,
@@ -41,9 +58,8 @@ from orchestrator.service.server.answers import (
     WhoAnswer,
     answers,
 )
-from orchestrator.service.server.attempt_files import beats
-from orchestrator.service.server.client import user_name
-from orchestrator.service.server.dependencies import (
+from orchestrator.service.server.routes.attempt_files import beats
+from orchestrator.service.server.routes.dependencies import (
     NUMBER_MAX,
     Forbidden,
     NameObjects,
@@ -51,22 +67,12 @@ from orchestrator.service.server.dependencies import (
     Service,
     seen_from,
 )
-from orchestrator.service.server.ended import Reports, make_report
-from orchestrator.service.server.gate import (
-    BODY_BYTES_MAX,
-    JSON_BYTES_MAX,
-    LINK,
-    Gate,
-    Gated,
-    limiter,
-    refusal,
+from orchestrator.service.server.routes.job_routes import (
+    add_file_routes,
+    add_job_routes,
+    add_log_routes,
 )
-from orchestrator.service.server.job_routes import add_file_routes, add_job_routes, add_log_routes
-from orchestrator.service.server.join_token import secret_of
-from orchestrator.service.server.members import Members, machine
-from orchestrator.service.server.metrics import MEDIA_TYPE, Metrics
-from orchestrator.service.server.purger import purge_view
-from orchestrator.service.server.requests import (
+from orchestrator.service.server.routes.requests import (
     DrainRequest,
     NodeRequest,
     ObserveRequest,
@@ -76,10 +82,8 @@ from orchestrator.service.server.requests import (
     TryRequest,
     UserRequest,
 )
-from orchestrator.service.server.sessions import Sessions
-from orchestrator.service.server.sign_in_links import SignInLinks
-from orchestrator.service.server.verb_routes import add_verb_routes
-from orchestrator.service.server.waits import Waits
+from orchestrator.service.server.routes.verb_routes import add_verb_routes
+from orchestrator.service.server.routes.waits import Waits
 from orchestrator.service.transfer.store import BODY_BYTES_MAX as UPLOAD_BYTES_MAX
 from orchestrator.service.transfer.store import Uploads
 from orchestrator.service.views.morning import ReportView

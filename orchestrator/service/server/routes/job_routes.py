@@ -25,8 +25,9 @@ from orchestrator.scheduling.reports.comparison import compared_ids, comparison
 from orchestrator.scheduling.reports.comparison_rows import curve_of
 from orchestrator.scheduling.reports.deadlines import late
 from orchestrator.scheduling.reports.sweep import SweepReport
-from orchestrator.service.server.answers import (
-    BatchAnswer,
+from orchestrator.service.intake.intake import check_files, check_packages
+from orchestrator.service.server.access.ownership import may_change
+from orchestrator.service.server.routes.answers import (
     CancelledAnswer,
     EmptyAnswer,
     JobAnswer,
@@ -37,8 +38,8 @@ from orchestrator.service.server.answers import (
     answers,
     answers_bytes,
 )
-from orchestrator.service.server.attempt_files import follow_file, read_from, view_of
-from orchestrator.service.server.dependencies import (
+from orchestrator.service.server.routes.attempt_files import follow_file, read_from, view_of
+from orchestrator.service.server.routes.dependencies import (
     NUMBER_MAX,
     Forbidden,
     NameObjects,
@@ -47,21 +48,20 @@ from orchestrator.service.server.dependencies import (
     job_of,
     seen_from,
 )
-from orchestrator.service.server.intake import check_files, check_packages
-from orchestrator.service.server.links import Links
-from orchestrator.service.server.ownership import may_change
-from orchestrator.service.server.requests import (
+from orchestrator.service.server.routes.links import Links
+from orchestrator.service.server.routes.requests import (
     BatchRequest,
     CancelRequest,
     DigestsRequest,
     SubmitRequest,
 )
-from orchestrator.service.server.sweeper import Sweeper
-from orchestrator.service.server.waits import Waits
+from orchestrator.service.server.routes.waits import Waits
+from orchestrator.service.server.sweeps.sweeper import Sweeper
 from orchestrator.service.transfer.outputs import list_output
 from orchestrator.service.transfer.store import Uploads
 from orchestrator.service.views.comparison import ComparisonView, comparison_view
 from orchestrator.service.views.records import (
+    BatchAnswer,
     ExplanationView,
     explanation_view,
     in_order,

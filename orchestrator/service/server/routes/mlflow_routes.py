@@ -20,7 +20,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from orchestrator.backends.mlflow.server import ADDRESS, socket_path
-from orchestrator.service.server.gate import refusal
+from orchestrator.service.server.access.gate import refusal
 from orchestrator.specs.access import Role
 
 OPEN_MAX = 64  # requests that are passed on at once

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fastapi import FastAPI, Response
 
-from orchestrator.service.server.gate import refusal
+from orchestrator.service.server.access.gate import refusal
 
 METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
 MESSAGE = "this service may not decide yet: it is a standby of the one that owns the journal, or it is starting"

@@ -8,22 +8,22 @@ from typing import Any
 from fastapi import FastAPI
 
 from orchestrator.scheduling.options.asks import with_allowed
-from orchestrator.service.server.answers import ChangedAnswer, RetriedAnswer, answers
-from orchestrator.service.server.dependencies import NameObjects, Sender, Service, job_of
-from orchestrator.service.server.intake import check_files
-from orchestrator.service.server.job_routes import (
+from orchestrator.service.intake.intake import check_files
+from orchestrator.service.server.retry import changed_files, check_retry, continuation, retry_spec
+from orchestrator.service.server.routes.answers import ChangedAnswer, RetriedAnswer, answers
+from orchestrator.service.server.routes.dependencies import NameObjects, Sender, Service, job_of
+from orchestrator.service.server.routes.job_routes import (
     IdempotencyKey,
     refuse_other_teams,
     request_key,
     requested_job,
 )
-from orchestrator.service.server.requests import (
+from orchestrator.service.server.routes.requests import (
     JobsRequest,
     RetryRequest,
     SubmitRequest,
     UpdateRequest,
 )
-from orchestrator.service.server.retry import changed_files, check_retry, continuation, retry_spec
 from orchestrator.service.server.verbs import VERBS, Change, update
 from orchestrator.service.transfer.store import Uploads
 

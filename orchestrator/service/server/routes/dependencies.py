@@ -13,15 +13,15 @@ from fastapi import Depends, FastAPI, Request, Response
 from orchestrator.backends.journal.accounts import Accounts
 from orchestrator.backends.journal.set_aside import SetAside
 from orchestrator.backends.mlflow.server import ADDRESS as MLFLOW
+from orchestrator.service.client.endpoint import LOOPBACK
+from orchestrator.service.server.access.gate import Gate
 from orchestrator.service.server.controller import Controller
-from orchestrator.service.server.endpoint import LOOPBACK
 from orchestrator.service.server.forecasts import Forecasts
-from orchestrator.service.server.gate import Gate
 from orchestrator.service.server.members import Members
 from orchestrator.service.server.notifier import Notifier
 from orchestrator.service.server.purger import Purger
 from orchestrator.service.server.reasons import Reasons
-from orchestrator.service.server.sweeper import Sweeper
+from orchestrator.service.server.sweeps.sweeper import Sweeper
 from orchestrator.specs.access import Principal, Role
 from orchestrator.specs.cluster import UserSpec
 from orchestrator.specs.errors import ServiceError, UnknownError

@@ -15,10 +15,9 @@ from orchestrator.backends.attempts.launcher import base_env
 from orchestrator.backends.attempts.program import why_not_started
 from orchestrator.backends.trackers import check_trackers
 from orchestrator.memory.profiles import is_known
-from orchestrator.service.server.git import code_source
-from orchestrator.service.server.hub import CONFIG, hint_for, hub_config
-from orchestrator.service.server.logins import DEFAULT_HOME
-from orchestrator.service.server.profiling import TraceScope, trace_model
+from orchestrator.service.intake.git import code_source
+from orchestrator.service.intake.hub import CONFIG, hint_for, hub_config
+from orchestrator.service.intake.profiling import TraceScope, trace_model
 from orchestrator.specs.clock import check_zone, parse_deadline, parse_window
 from orchestrator.specs.cluster import ClusterSpec
 from orchestrator.specs.errors import SpecError
@@ -29,6 +28,7 @@ from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job.trainer import is_python
 from orchestrator.specs.parse import Override, join_problems, parse_cluster, parse_job, parse_jobs
 from orchestrator.specs.replace import replace
+from orchestrator.specs.run import DEFAULT_HOME
 
 OWN_PYTHON = ("python", "python3")
 FINETUNE = ("transformers", "peft")  # that a rank of `model.hf` imports

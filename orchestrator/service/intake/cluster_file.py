@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.backends.attempts.durable import write_durably
-from orchestrator.service.server.intake import read_cluster
+from orchestrator.service.intake.intake import read_cluster
 from orchestrator.specs import units
 from orchestrator.specs.cluster import ClusterSpec, DeviceKind, DeviceSpec, NodeSpec
 from orchestrator.specs.devices import DEVICES

@@ -6,7 +6,7 @@ import secrets
 from pathlib import Path
 
 from orchestrator.backends.attempts.durable import PRIVATE, write_durably
-from orchestrator.service.server.endpoint import Endpoint
+from orchestrator.service.client.endpoint import Endpoint
 from orchestrator.specs.errors import SpecError
 
 FILE = "join_token"  # in the home, mode 0600

@@ -24,10 +24,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from orchestrator.backends.journal.accounts import Accounts
 from orchestrator.backends.mlflow.server import ADDRESS as MLFLOW
-from orchestrator.service.server.join_token import PREFIX as JOIN_PREFIX
+from orchestrator.service.client.join_token import PREFIX as JOIN_PREFIX
+from orchestrator.service.server.access.sessions import Sessions, is_same_origin
+from orchestrator.service.server.access.sign_in_links import SignInLinks
 from orchestrator.service.server.logs import REQUEST
-from orchestrator.service.server.sessions import Sessions, is_same_origin
-from orchestrator.service.server.sign_in_links import SignInLinks
 from orchestrator.specs.access import Principal, Role
 from orchestrator.specs.errors import ServiceError
 

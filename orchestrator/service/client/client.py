@@ -16,17 +16,16 @@ from urllib.parse import quote
 
 import httpx
 
-from orchestrator.service.server.logins import Login
+from orchestrator.service.client.logins import Login
 from orchestrator.service.transfer.archive import Limits, unpack
 from orchestrator.service.visible import visible
 from orchestrator.specs.errors import ServiceError, SpecError
 
 if TYPE_CHECKING:  # most commands need none of what these load
-    from orchestrator.service.server.answers import BatchAnswer
-    from orchestrator.service.server.forecasts import ExpectedJob
     from orchestrator.service.views.comparison import ComparisonView
+    from orchestrator.service.views.expected import ExpectedJob
     from orchestrator.service.views.morning import ReportView
-    from orchestrator.service.views.records import ExplanationView, JobView
+    from orchestrator.service.views.records import BatchAnswer, ExplanationView, JobView
     from orchestrator.service.views.sweeps import SweepView
     from orchestrator.service.views.teams import TeamView
     from orchestrator.specs.observation import Observation

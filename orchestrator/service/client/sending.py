@@ -8,15 +8,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 
-from orchestrator.service.server.client import Client
-from orchestrator.service.server.intake import (
+from orchestrator.service.client.client import Client
+from orchestrator.service.client.logins import Login, logins_file
+from orchestrator.service.intake.intake import (
     JobSource,
     ReadJob,
     read_job,
     read_jobs,
     read_jobs_elsewhere,
 )
-from orchestrator.service.server.logins import Login, logins_file
 from orchestrator.service.transfer.archive import Listing, list_files
 from orchestrator.service.transfer.ignore import read_ignore
 from orchestrator.service.transfer.store import LIMITS, PREFIX

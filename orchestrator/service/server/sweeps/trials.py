@@ -7,8 +7,8 @@ from pathlib import Path
 
 from orchestrator.backends.journal.sweeps import Sweeps
 from orchestrator.memory.profiles import is_known
-from orchestrator.service.server.profiling import TraceScope, trace_model
-from orchestrator.service.server.study import Study
+from orchestrator.service.intake.profiling import TraceScope, trace_model
+from orchestrator.service.server.sweeps.study import Study
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job

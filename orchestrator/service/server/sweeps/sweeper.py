@@ -16,9 +16,9 @@ from orchestrator.backends.journal.sweeps import Sweeps, TrialRow
 from orchestrator.scheduling.reports.sweep import SweepReport, is_stopped_early, sweep_report
 from orchestrator.service.server.controller import Controller
 from orchestrator.service.server.polling import poll_until
-from orchestrator.service.server.study import Study
-from orchestrator.service.server.trial_curve import MetricCurve
-from orchestrator.service.server.trials import to_come, with_costs
+from orchestrator.service.server.sweeps.study import Study
+from orchestrator.service.server.sweeps.trial_curve import MetricCurve
+from orchestrator.service.server.sweeps.trials import to_come, with_costs
 from orchestrator.specs.errors import OrchestratorError, ServiceError, SpecError
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job.sweep import STOPPED_EARLY, SWEEP, Trial

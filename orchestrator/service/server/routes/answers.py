@@ -12,9 +12,9 @@ from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 from typing_extensions import TypedDict  # pydantic reads the standard library's from Python 3.12 on
 
-from orchestrator.service.server.forecasts import ExpectedJob
 from orchestrator.service.server.members import Machine
-from orchestrator.service.views.records import JobView, NodeView, PromiseView
+from orchestrator.service.views.expected import ExpectedJob
+from orchestrator.service.views.records import JobView, NodeView
 from orchestrator.service.views.sweeps import SweepView
 from orchestrator.service.views.teams import TeamView
 
@@ -72,15 +72,6 @@ class SubmittedAnswer(TypedDict):
 
     id: str
     late: dict[str, str]  # by id: why the deadline is expected to be missed
-
-
-class BatchAnswer(TypedDict):
-    """The ids of jobs submitted together, in their order; the other fields are by id."""
-
-    ids: list[str]
-    late: dict[str, str]
-    promises: dict[str, PromiseView]
-    refused: dict[str, str]  # why, by id, of jobs that nothing here can hold
 
 
 class JobsAnswer(TypedDict):

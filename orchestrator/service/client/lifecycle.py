@@ -19,12 +19,12 @@ from orchestrator.backends.attempts.durable import PRIVATE, write_durably
 from orchestrator.backends.attempts.identity import ENTER, USERS
 from orchestrator.backends.attempts.leftovers import kill_marked_below
 from orchestrator.backends.mlflow.tracker import ADDRESS_FILE as MLFLOW_FILE
-from orchestrator.service.server.client import Client, is_up, process_is_alive, service_file
-from orchestrator.service.server.cluster_file import FILE as CLUSTER_FILE
-from orchestrator.service.server.cluster_file import cluster_text, kept_cluster
-from orchestrator.service.server.detection import detect_machine, node_name
-from orchestrator.service.server.endpoint import FILE as ENDPOINT_FILE
-from orchestrator.service.server.endpoint import Endpoint, format_endpoint
+from orchestrator.service.client.client import Client, is_up, process_is_alive, service_file
+from orchestrator.service.client.endpoint import FILE as ENDPOINT_FILE
+from orchestrator.service.client.endpoint import Endpoint, format_endpoint
+from orchestrator.service.intake.cluster_file import FILE as CLUSTER_FILE
+from orchestrator.service.intake.cluster_file import cluster_text, kept_cluster
+from orchestrator.service.intake.detection import detect_machine, node_name
 from orchestrator.specs.cluster import ClusterSpec, DeviceKind
 from orchestrator.specs.errors import ServiceError
 

@@ -11,10 +11,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from orchestrator.backends.attempts.durable import PRIVATE, write_durably
-from orchestrator.service.server.endpoint import fingerprint_of
+from orchestrator.service.client.endpoint import fingerprint_of
 from orchestrator.specs.errors import ServiceError, SpecError
 
-DEFAULT_HOME = Path("~/.orc")  # of the service of this machine, where no other home is named
 CONNECT_S = 10.0
 
 
